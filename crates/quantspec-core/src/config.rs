@@ -1,0 +1,204 @@
+//! What a model is and how it is decoded: plain data, shared by every crate.
+
+/// Shape and numerics of a Llama-family decoder. Built and checked by `quantspec-model::config`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ModelConfig {
+    /// `model_type` of config.json: "llama", "mistral", "qwen2" or "qwen3".
+    pub family: String,
+    /// Decoder layers.
+    pub layers: usize,
+    /// Width of the residual stream.
+    pub hidden: usize,
+    /// Width of the feed-forward network.
+    pub intermediate: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads; divides `heads`.
+    pub kv_heads: usize,
+    /// Channels of a head; even.
+    pub head_dim: usize,
+    /// Rows of the embedding and of the head.
+    pub vocab: usize,
+    /// Longest context the checkpoint was made for, in tokens.
+    pub max_positions: usize,
+    /// Epsilon of every RMSNorm.
+    pub rms_eps: f32,
+    /// Rotary position embedding.
+    pub rope: Rope,
+    /// The head is the embedding.
+    pub tied_embeddings: bool,
+    /// Q, K and V projections have biases.
+    pub qkv_bias: bool,
+    /// The output projection has a bias.
+    pub output_bias: bool,
+    /// Gate, up and down projections have biases.
+    pub mlp_bias: bool,
+    /// Q and K are RMS-normalised per head before RoPE (Qwen3).
+    pub qk_norm: bool,
+    /// Type of the stored weights.
+    pub dtype: Dtype,
+    /// Tokens that end a text.
+    pub eos: Vec<u32>,
+}
+
+impl ModelConfig {
+    /// Query heads that share one key/value head.
+    pub fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+
+    /// Width of all query heads together.
+    pub fn q_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Width of all key (or value) heads together.
+    pub fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+}
+
+/// Number format of stored weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    /// bfloat16, 2 bytes.
+    Bf16,
+    /// IEEE half, 2 bytes.
+    F16,
+    /// IEEE single, 4 bytes.
+    F32,
+}
+
+impl Dtype {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Dtype::Bf16 | Dtype::F16 => 2,
+            Dtype::F32 => 4,
+        }
+    }
+}
+
+/// Rotary position embedding; names follow Hugging Face's `rope_scaling`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rope {
+    /// Base of the geometric series of wavelengths.
+    pub theta: f64,
+    /// How the series is stretched for long contexts.
+    pub scaling: RopeScaling,
+}
+
+/// `rope_scaling` of config.json.
+#[derive(Clone, Debug, PartialEq)]
+pub enum RopeScaling {
+    /// Plain RoPE.
+    None,
+    /// Positions divided by `factor`.
+    Linear {
+        /// Stretch.
+        factor: f64,
+    },
+    /// NTK-aware base that grows with the sequence once it exceeds `original`.
+    Dynamic {
+        /// Stretch.
+        factor: f64,
+        /// Context of the pre-training, in tokens.
+        original: usize,
+    },
+    /// Llama 3.1: long wavelengths divided by `factor`, short kept, smooth between.
+    Llama3 {
+        /// Stretch.
+        factor: f64,
+        /// Wavelengths above original / low are stretched fully.
+        low_freq_factor: f64,
+        /// Wavelengths below original / high are kept.
+        high_freq_factor: f64,
+        /// Context of the pre-training, in tokens.
+        original: usize,
+    },
+    /// YaRN (Peng et al. 2023), with its attention temperature.
+    Yarn {
+        /// Stretch.
+        factor: f64,
+        /// Context of the pre-training, in tokens.
+        original: usize,
+        /// Rotations above which a channel is kept.
+        beta_fast: f64,
+        /// Rotations below which a channel is stretched fully.
+        beta_slow: f64,
+        /// Factor on cos and sin.
+        attention_factor: f64,
+        /// Round the ramp's ends to whole channels (Hugging Face's default).
+        truncate: bool,
+    },
+}
+
+/// Which planes an attention call reads for tokens behind the buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum View {
+    /// Upper nibbles: 4.25 bits per element at head_dim 128.
+    Upper,
+    /// Both nibbles (INT8): 8.25 bits.
+    Both,
+    /// Full-precision pages (FP16): 16 bits.
+    Full,
+}
+
+/// Which weights a pass uses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Weights {
+    /// The checkpoint's.
+    Full,
+    /// 4-bit draft weights.
+    Draft,
+}
+
+/// Which pages behind the buffer a draft reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Pages {
+    /// Every visible page.
+    All,
+    /// The first page and the newest ones, `n` in all.
+    Window(usize),
+    /// The first, the newest, and those with the highest score bound, `n` in all per KV head.
+    Best(usize),
+}
+
+/// How the draft weights are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum DraftWeights {
+    /// Every linear in 4 bits (group 128), the head in 8.
+    Int4,
+    /// Gate, up and down in 4 bits, the rest full.
+    Int4Mlp,
+    /// The draft uses the full weights.
+    None,
+}
+
+/// How keys and values are rounded to nibbles.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Rounding {
+    /// Joint 8-bit rounding on a mid-rise grid, split into nibbles; no clipping, no bias.
+    Balanced,
+    /// Quantise, then quantise the error (the paper).
+    Paper,
+}
+
+/// The planes a cache keeps for every page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Planes {
+    /// Upper nibbles and parameters.
+    pub upper: bool,
+    /// Lower nibbles; only together with `upper`.
+    pub lower: bool,
+    /// FP16 keys and values.
+    pub full: bool,
+}
+
+impl Planes {
+    /// The fewest planes that serve the views used.
+    pub fn of(views: &[View]) -> Planes {
+        let reads = |view| views.contains(&view);
+        Planes { upper: reads(View::Upper) || reads(View::Both), lower: reads(View::Both), full: reads(View::Full) }
+    }
+}

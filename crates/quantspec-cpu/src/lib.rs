@@ -1,0 +1,1 @@
+//! Backend on SIMD kernels chosen at run time.

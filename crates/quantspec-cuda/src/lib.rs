@@ -1,0 +1,1 @@
+//! Backend on NVIDIA GPUs through cudarc.

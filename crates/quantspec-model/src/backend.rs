@@ -1,0 +1,227 @@
+//! What a device must be able to do: about ten fused operations, at the grain a GPU wants.
+//!
+//! The forward pass ([`crate::forward`]) and the engine ([`crate::engine`]) are written once over this trait; the
+//! reference, CPU and CUDA backends implement it. A backend owns the weights, the cache of every slot and the activations
+//! of the pass under way; the engine owns extents, γ and statistics.
+//!
+//! **Target operations are row-invariant to the bit**: what a row yields never depends on the other rows of the pass, on the
+//! thread count or on earlier calls. Draft weights and the Upper view may be lossy in any way.
+
+use quantspec_core::Result;
+use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::sample::Sampler;
+use quantspec_core::verify::Verdict;
+
+/// One token of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// Sequence slot.
+    pub slot: usize,
+    /// Place in the slot's window: 0 is the emitted token whose keys and values are not cached, i the i-th drafted token.
+    pub offset: usize,
+    /// Position in the sequence: committed + offset. Its keys and values go to buffer slot `position mod 3G`.
+    pub position: usize,
+}
+
+/// One decode pass over rows of any number of slots; rows of a slot are neighbours with consecutive offsets, so a row attends
+/// to the rows before it through the buffer.
+#[derive(Clone, Debug)]
+pub struct Step<'a> {
+    /// Which weights.
+    pub weights: Weights,
+    /// Which view of the pages before `Q(position)`; the law is applied row by row.
+    pub view: View,
+    /// Which of the visible pages.
+    pub pages: Pages,
+    /// Choose the pages anew (first drafted token of a round); otherwise the slot's last choice stays.
+    pub choose_pages: bool,
+    /// The rows.
+    pub rows: &'a [Row],
+}
+
+/// One block of consecutive prompt rows, in the layer under way.
+#[derive(Clone, Copy, Debug)]
+pub struct Block<'a> {
+    /// Sequence slot.
+    pub slot: usize,
+    /// The whole prompt.
+    pub prompt: &'a [u32],
+    /// First row of the block.
+    pub start: usize,
+    /// Rows of the block.
+    pub rows: usize,
+}
+
+/// What a forward operation works on.
+#[derive(Clone, Copy, Debug)]
+pub enum Pass<'a> {
+    /// Draft or verify rows: attention over the cache.
+    Step(&'a Step<'a>),
+    /// Prompt rows: exact causal attention over the layer's full-precision keys and values.
+    Prefill(Block<'a>),
+}
+
+/// How a backend is built.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Options {
+    /// Sequences held at once.
+    pub slots: usize,
+    /// Tokens of the longest sequence, prompt and output together.
+    pub capacity: usize,
+    /// Planes every page keeps.
+    pub planes: Planes,
+    /// How keys and values are rounded to nibbles.
+    pub rounding: Rounding,
+    /// Which draft weights are made.
+    pub draft_weights: DraftWeights,
+    /// Rows of the largest step: slots · (γ_max + 1), or more for scoring.
+    pub step_rows: usize,
+    /// Rows of a prefill block.
+    pub block_rows: usize,
+    /// Worker threads of a CPU backend.
+    pub threads: usize,
+}
+
+/// Hooks of a caller into long operations.
+pub struct Hooks {
+    /// Asked between operations; an error (usually [`quantspec_core::Error::interrupted`]) ends the operation.
+    pub poll: Box<dyn FnMut() -> Result<()> + Send>,
+    /// Told bytes done and bytes in all while weights are loaded.
+    pub loading: Box<dyn FnMut(usize, usize) + Send>,
+}
+
+impl Default for Hooks {
+    /// Hooks that never interrupt and show nothing.
+    fn default() -> Hooks {
+        Hooks { poll: Box::new(|| Ok(())), loading: Box::new(|_, _| ()) }
+    }
+}
+
+/// What one slot does in a round.
+#[derive(Clone, Debug)]
+pub struct Turn {
+    /// Sequence slot.
+    pub slot: usize,
+    /// Committed tokens.
+    pub committed: usize,
+    /// Tokens to draft, 0..=GAMMA_MAX.
+    pub gamma: usize,
+    /// How tokens are chosen and accepted.
+    pub sampler: Sampler,
+}
+
+/// How the draft of a round reads the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DraftPlan {
+    /// Draft weights.
+    pub weights: Weights,
+    /// Draft view.
+    pub view: View,
+    /// Draft pages.
+    pub pages: Pages,
+}
+
+/// A device that runs the network. All calls are made from one thread; a failed call leaves slots in an undefined state
+/// (close them), never memory.
+pub trait Backend: Send {
+    /// The model's shape.
+    fn config(&self) -> &ModelConfig;
+
+    /// Reserves pages and a buffer for a sequence of up to `capacity` tokens.
+    fn open(&mut self, slot: usize, capacity: usize) -> Result<()>;
+
+    /// Frees what [`Backend::open`] reserved.
+    fn close(&mut self, slot: usize);
+
+    /// Puts known tokens into the slot's window from offset 0 on: the last emitted token, or the tokens to be verified or
+    /// scored when nothing drafts.
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()>;
+
+    /// The slot's window, `n` tokens from offset 0.
+    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>>;
+
+    /// Hidden state of each row := its token's embedding. A step reads tokens from windows, a prefill block from the prompt.
+    /// Prefill is layer-major: a backend keeps the hidden states of all prompt rows between layers.
+    fn embed(&mut self, pass: &Pass) -> Result<()>;
+
+    /// RMSNorm, Q/K/V projections and biases, per-head q/k norms where the model has them, RoPE at each row's position; a
+    /// step's keys and values go to the buffer (overwriting drafted ones), a prefill block's to the layer's scratch.
+    fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()>;
+
+    /// Attention of every row. A step reads pages by `step.view` and `step.pages` and the buffer by the visibility law; a
+    /// prefill block reads the layer's scratch causally.
+    fn attend(&mut self, layer: usize, pass: &Pass) -> Result<()>;
+
+    /// Output projection, added to the hidden state.
+    fn output(&mut self, layer: usize, pass: &Pass) -> Result<()>;
+
+    /// RMSNorm, gate and up projections, SiLU(gate) · up.
+    fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()>;
+
+    /// Down projection, added to the hidden state.
+    fn down(&mut self, layer: usize, pass: &Pass) -> Result<()>;
+
+    /// Ends a prefill layer: quantises the prompt's complete pages and copies the last (up to 3G) tokens to the buffer.
+    fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()>;
+
+    /// Final norm and head. A step yields logits for every row; a prefill block only for its last row.
+    fn head(&mut self, pass: &Pass) -> Result<()>;
+
+    /// The logits of row `row` of the last [`Backend::head`] (a prefill block has one row), `[vocab]`, unwarped.
+    fn logits(&mut self, row: usize) -> Result<Vec<f32>>;
+
+    /// Quantises `page` of the slot from the buffer, in all layers.
+    fn flush(&mut self, slot: usize, page: usize) -> Result<()>;
+
+    /// Samples the token after a prefill block from the last head's only row, at position `prompt.len()`.
+    fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32>;
+
+    /// Chooses the next token of every row of a draft step (after [`Backend::head`]) and writes it into the window at
+    /// `row.offset + 1`; keeps q where the sampler's acceptance rule needs it. `turns` holds the turn of every slot.
+    fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()>;
+
+    /// After the head of a verify step: accepts the longest valid prefix of each turn's drafted tokens and chooses the token
+    /// after it. One verdict per turn, in order.
+    fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>>;
+
+    /// Drafts for every turn. The provided method runs one step per drafted token; a backend with graphs may replay them.
+    fn draft(&mut self, plan: &DraftPlan, turns: &[Turn]) -> Result<()>
+    where
+        Self: Sized,
+    {
+        crate::forward::draft(self, plan, turns)
+    }
+
+    /// Verifies every turn's window in one pass and judges it.
+    fn verify(&mut self, view: View, turns: &[Turn]) -> Result<Vec<Verdict>>
+    where
+        Self: Sized,
+    {
+        crate::forward::verify(self, view, turns)
+    }
+
+    /// Called between operations: an [`quantspec_core::ErrorKind::Interrupted`] error ends the pass. Long operations poll it too.
+    fn poll(&mut self) -> Result<()>;
+
+    /// Bytes the device holds now: weights, draft weights, planes, buffers, workspace.
+    fn memory(&self) -> Memory;
+}
+
+/// Bytes held by a backend, by purpose.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// Checkpoint weights as the device keeps them.
+    pub weights_bytes: usize,
+    /// Draft weights.
+    pub draft_weights_bytes: usize,
+    /// Upper nibbles and quantisation parameters.
+    pub cache_upper_bytes: usize,
+    /// Lower nibbles.
+    pub cache_lower_bytes: usize,
+    /// FP16 pages.
+    pub cache_full_bytes: usize,
+    /// Rings of recent tokens.
+    pub buffer_bytes: usize,
+    /// Activations, logits, prefill scratch.
+    pub workspace_bytes: usize,
+}

@@ -1,0 +1,95 @@
+//! The network, once: every backend runs these lines.
+
+use crate::backend::{Backend, Block, DraftPlan, Pass, Row, Step, Turn};
+use quantspec_core::Result;
+use quantspec_core::config::{Pages, View, Weights};
+use quantspec_core::verify::Verdict;
+
+/// One decoder layer.
+fn layer<B: Backend>(backend: &mut B, layer: usize, pass: &Pass) -> Result<()> {
+    backend.qkv(layer, pass)?;
+    backend.poll()?;
+    backend.attend(layer, pass)?;
+    backend.poll()?;
+    backend.output(layer, pass)?;
+    backend.poll()?;
+    backend.gate_up(layer, pass)?;
+    backend.poll()?;
+    backend.down(layer, pass)?;
+    backend.poll()
+}
+
+/// Runs a step up to its logits.
+pub fn step<B: Backend>(backend: &mut B, step: &Step) -> Result<()> {
+    let pass = Pass::Step(step);
+    backend.embed(&pass)?;
+    for index in 0..backend.config().layers {
+        layer(backend, index, &pass)?;
+    }
+    backend.head(&pass)
+}
+
+/// Runs a prompt layer by layer in blocks of `block_rows`, so that full-precision keys and values exist for one layer at a
+/// time; leaves the logits of the last row. `progress` is told the rows done, counted over all layers.
+pub fn prefill<B: Backend>(
+    backend: &mut B,
+    slot: usize,
+    prompt: &[u32],
+    block_rows: usize,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<()> {
+    let layers = backend.config().layers;
+    let blocks = || {
+        (0..prompt.len()).step_by(block_rows).map(|start| Block {
+            slot,
+            prompt,
+            start,
+            rows: block_rows.min(prompt.len() - start),
+        })
+    };
+    for block in blocks() {
+        backend.embed(&Pass::Prefill(block))?;
+    }
+    for index in 0..layers {
+        for block in blocks() {
+            layer(backend, index, &Pass::Prefill(block))?;
+            progress(index * prompt.len() + block.start + block.rows, layers * prompt.len());
+        }
+        backend.store(index, slot, prompt.len())?;
+        backend.poll()?;
+    }
+    match blocks().last() {
+        Some(last) => backend.head(&Pass::Prefill(last)),
+        None => Ok(()),
+    }
+}
+
+/// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i.
+pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &[Turn]) -> Result<()> {
+    let longest = turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
+    for offset in 0..longest {
+        let rows: Vec<Row> = turns
+            .iter()
+            .filter(|turn| turn.gamma > offset)
+            .map(|turn| Row { slot: turn.slot, offset, position: turn.committed + offset })
+            .collect();
+        let next =
+            Step { weights: plan.weights, view: plan.view, pages: plan.pages, choose_pages: offset == 0, rows: &rows };
+        step(backend, &next)?;
+        backend.propose(&next, turns)?;
+    }
+    Ok(())
+}
+
+/// Verifies `[last, g_0 … g_{γ−1}]` of every turn in one pass of full weights over the target view.
+pub fn verify<B: Backend>(backend: &mut B, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
+    let rows: Vec<Row> = turns
+        .iter()
+        .flat_map(|turn| {
+            (0..=turn.gamma).map(|offset| Row { slot: turn.slot, offset, position: turn.committed + offset })
+        })
+        .collect();
+    let window = Step { weights: Weights::Full, view, pages: Pages::All, choose_pages: false, rows: &rows };
+    step(backend, &window)?;
+    backend.judge(&window, turns)
+}

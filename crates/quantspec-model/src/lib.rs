@@ -1,0 +1,5 @@
+//! Checkpoints and the network.
+#![forbid(unsafe_code)]
+
+pub mod backend;
+pub mod forward;
