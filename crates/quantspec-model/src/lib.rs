@@ -2,4 +2,5 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod engine;
 pub mod forward;

@@ -1,0 +1,249 @@
+//! Sequences and rounds: the part of the method that has state.
+//!
+//! A round is `draft` then `verify` (design: a round). The engine keeps each sequence's extent, its last emitted token (whose
+//! keys and values are not cached yet), the γ policy and the statistics; the backend does the arithmetic. Rolling back is
+//! not an operation: what `verify` does not commit is overwritten by the next round.
+
+use crate::backend::{Backend, DraftPlan, Memory, Turn};
+use crate::forward;
+use quantspec_core::cache::{Extent, GAMMA_MAX};
+use quantspec_core::config::View;
+use quantspec_core::policy::Policy;
+use quantspec_core::report::Stats;
+use quantspec_core::sample::Sampler;
+use quantspec_core::{Error, Result};
+use std::time::Instant;
+
+/// How an engine decodes, whatever the device.
+#[derive(Clone, Debug)]
+pub struct Method {
+    /// View of the cache that defines the target distribution.
+    pub target: View,
+    /// What drafts; `None` decodes autoregressively (γ = 0 through the same code).
+    pub draft: Option<DraftPlan>,
+    /// Chooses γ.
+    pub policy: Policy,
+}
+
+/// One sequence being decoded.
+#[derive(Debug)]
+struct Sequence {
+    prompt: Vec<u32>,
+    sampler: Sampler,
+    /// Tokens it may still emit.
+    remaining: usize,
+    extent: Extent,
+    /// Prefill is done: the window holds the last emitted token.
+    running: bool,
+}
+
+/// Tokens one sequence emitted in a round: the accepted drafted ones, then one chosen by the target.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Emitted {
+    /// Sequence slot.
+    pub slot: usize,
+    /// Token ids in order, never empty.
+    pub tokens: Vec<u32>,
+}
+
+/// Decodes batches of sequences of any lengths on one backend.
+pub struct Engine<B: Backend> {
+    backend: B,
+    method: Method,
+    capacity: usize,
+    block_rows: usize,
+    sequences: Vec<Option<Sequence>>,
+    /// The round under way: turns whose windows hold drafted tokens.
+    turns: Vec<Turn>,
+    stats: Stats,
+}
+
+impl<B: Backend> Engine<B> {
+    /// An engine with `slots` sequences of up to `capacity` tokens each; prompts are processed in blocks of `block_rows`.
+    pub fn new(backend: B, method: Method, slots: usize, capacity: usize, block_rows: usize) -> Engine<B> {
+        Engine {
+            backend,
+            method,
+            capacity,
+            block_rows,
+            sequences: (0..slots).map(|_| None).collect(),
+            turns: Vec::new(),
+            stats: Stats::default(),
+        }
+    }
+
+    /// Takes a prompt into a free slot. Fails when no slot is free, when an id is outside the vocabulary, or when the prompt
+    /// and `max_new_tokens` exceed the capacity: nothing is ever cut.
+    pub fn add(&mut self, prompt: &[u32], sampler: Sampler, max_new_tokens: usize) -> Result<usize> {
+        let vocab = self.backend.config().vocab;
+        if prompt.is_empty() {
+            return Err(Error::usage("the prompt has 0 tokens", "give at least one token, for example the model's BOS"));
+        }
+        if let Some(id) = prompt.iter().find(|&&id| id as usize >= vocab) {
+            return Err(Error::model(
+                format!("token id {id} is outside the model's vocabulary of {vocab}"),
+                "the tokenizer belongs to another model; use the tokenizer.json published with these weights",
+            ));
+        }
+        if max_new_tokens == 0 {
+            return Err(Error::usage("0 new tokens were asked for", "ask for at least 1 with -n"));
+        }
+        let wanted = prompt.len().saturating_add(max_new_tokens);
+        if wanted > self.capacity {
+            return Err(Error::does_not_fit(
+                format!(
+                    "prompt of {} tokens and {max_new_tokens} new tokens exceed the capacity of {}",
+                    prompt.len(),
+                    self.capacity
+                ),
+                format!("shorten the prompt or ask for at most {} tokens", self.capacity.saturating_sub(prompt.len())),
+            ));
+        }
+        let slot = self.sequences.iter().position(Option::is_none).ok_or_else(|| {
+            Error::usage(
+                format!("all {} slots of the engine are in use", self.sequences.len()),
+                "finish a sequence first, or open the engine with more slots",
+            )
+        })?;
+        self.backend.open(slot, wanted)?;
+        self.sequences[slot] = Some(Sequence {
+            prompt: prompt.to_vec(),
+            sampler,
+            remaining: max_new_tokens,
+            extent: Extent::default(),
+            running: false,
+        });
+        Ok(slot)
+    }
+
+    /// Processes the slot's prompt exactly and returns the first emitted token. `progress` is told rows done and rows in all.
+    pub fn prefill(&mut self, slot: usize, progress: &mut dyn FnMut(usize, usize)) -> Result<u32> {
+        let started = Instant::now();
+        let block_rows = self.block_rows;
+        let (backend, sequence) = self.parts(slot)?;
+        if sequence.running {
+            return Err(Error::usage(format!("slot {slot} is already prefilled"), "call prefill once per sequence"));
+        }
+        forward::prefill(backend, slot, &sequence.prompt, block_rows, progress)?;
+        let tokens = sequence.prompt.len();
+        let first = backend.first(slot, tokens, &sequence.sampler)?;
+        backend.set_window(slot, &[first])?;
+        sequence.extent.commit(tokens);
+        sequence.running = true;
+        sequence.remaining -= 1;
+        self.stats.prefill(tokens, started.elapsed().as_secs_f64());
+        Ok(first)
+    }
+
+    /// γ for the slot's next round: the policy's, clipped so that a round never emits more than what remains.
+    pub fn choose_gamma(&self, slot: usize) -> usize {
+        let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
+        let wanted = if self.method.draft.is_some() { self.method.policy.gamma() } else { 0 };
+        wanted.min(GAMMA_MAX).min(remaining.saturating_sub(1))
+    }
+
+    /// Drafts γ tokens for every (slot, γ). The slots named here are the round.
+    pub fn draft(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
+        self.turns.clear();
+        for &(slot, gamma) in gammas {
+            let (_, sequence) = self.parts(slot)?;
+            if !sequence.running || sequence.remaining == 0 {
+                return Err(Error::usage(
+                    format!("slot {slot} is not decoding"),
+                    "name only slots that were prefilled and have tokens left to emit",
+                ));
+            }
+            if gamma > GAMMA_MAX || gamma + 1 > sequence.remaining {
+                return Err(Error::usage(
+                    format!("gamma {gamma} is out of range for slot {slot}, which may emit {} tokens", sequence.remaining),
+                    format!("use the value of choose_gamma, at most {GAMMA_MAX}"),
+                ));
+            }
+            let (committed, sampler) = (sequence.extent.committed(), sequence.sampler.clone());
+            if self.turns.iter().any(|turn| turn.slot == slot) {
+                return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
+            }
+            self.turns.push(Turn { slot, committed, gamma, sampler });
+        }
+        let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
+        let Some(plan) = self.method.draft.filter(|_| steps > 0) else {
+            return if steps == 0 {
+                Ok(())
+            } else {
+                Err(Error::usage(format!("gamma {steps} with method ar"), "method ar drafts nothing; use gamma 0"))
+            };
+        };
+        let started = Instant::now();
+        self.backend.draft(&plan, &self.turns)?;
+        let seconds = started.elapsed().as_secs_f64();
+        self.method.policy.observe_draft(seconds, steps);
+        self.stats.draft(seconds);
+        Ok(())
+    }
+
+    /// Verifies what the last `draft` drafted, commits, quantises complete pages, and returns each sequence's new tokens in
+    /// the order of that call.
+    pub fn verify(&mut self) -> Result<Vec<Emitted>> {
+        let turns = std::mem::take(&mut self.turns);
+        if turns.is_empty() {
+            return Err(Error::usage("verify without draft", "call draft first, with gamma 0 for a plain step"));
+        }
+        let started = Instant::now();
+        let mut drafted = Vec::with_capacity(turns.len());
+        for turn in &turns {
+            drafted.push(self.backend.window(turn.slot, turn.gamma + 1)?.split_off(1));
+        }
+        let verdicts = self.backend.verify(self.method.target, &turns)?;
+        let mut round = Vec::with_capacity(turns.len());
+        for ((turn, mut tokens), verdict) in turns.iter().zip(drafted).zip(verdicts) {
+            tokens.truncate(verdict.accepted);
+            tokens.push(verdict.token);
+            let (backend, sequence) = self.parts(turn.slot)?;
+            for page in sequence.extent.commit(verdict.accepted + 1) {
+                backend.flush(turn.slot, page)?;
+            }
+            backend.set_window(turn.slot, &[verdict.token])?;
+            sequence.remaining -= tokens.len();
+            self.stats.round(turn.gamma, verdict.accepted);
+            if turn.gamma > 0 {
+                self.method.policy.observe_round(turn.gamma, verdict.accepted);
+            }
+            round.push(Emitted { slot: turn.slot, tokens });
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        let rows = turns.iter().map(|turn| turn.gamma + 1).sum();
+        self.method.policy.observe_verify(rows, seconds);
+        self.stats.verify(seconds);
+        Ok(round)
+    }
+
+    /// Ends a sequence and frees its slot; its tokens so far stay valid.
+    pub fn finish(&mut self, slot: usize) {
+        if self.sequences.get_mut(slot).and_then(Option::take).is_some() {
+            self.turns.retain(|turn| turn.slot != slot);
+            self.backend.close(slot);
+        }
+    }
+
+    /// Counters and times so far, over all sequences.
+    pub fn stats(&self) -> &Stats {
+        &self.stats
+    }
+
+    /// Bytes the backend holds.
+    pub fn memory(&self) -> Memory {
+        self.backend.memory()
+    }
+
+    /// The device under the engine.
+    pub fn backend(&mut self) -> &mut B {
+        &mut self.backend
+    }
+
+    fn parts(&mut self, slot: usize) -> Result<(&mut B, &mut Sequence)> {
+        match self.sequences.get_mut(slot).and_then(Option::as_mut) {
+            Some(sequence) => Ok((&mut self.backend, sequence)),
+            None => Err(Error::usage(format!("slot {slot} holds no sequence"), "use a slot that add returned")),
+        }
+    }
+}
