@@ -9,5 +9,7 @@
 pub mod cache;
 pub mod config;
 pub mod error;
+pub mod sample;
+pub mod verify;
 
 pub use error::{Error, ErrorKind, Result};
