@@ -189,16 +189,12 @@ impl<B: Backend> Engine<B> {
             return Err(Error::usage("verify without draft", "call draft first, with gamma 0 for a plain step"));
         }
         let started = Instant::now();
-        let mut drafted = Vec::with_capacity(turns.len());
-        for turn in &turns {
-            drafted.push(self.backend.window(turn.slot, turn.gamma + 1)?.split_off(1));
-        }
         let verdicts = self.backend.verify(self.method.target, &turns)?;
         let mut round = Vec::with_capacity(turns.len());
-        for ((turn, mut tokens), verdict) in turns.iter().zip(drafted).zip(verdicts) {
-            tokens.truncate(verdict.accepted);
-            tokens.push(verdict.token);
+        for (turn, verdict) in turns.iter().zip(verdicts) {
             let (backend, sequence) = self.parts(turn.slot)?;
+            let mut tokens = backend.window(turn.slot, verdict.accepted + 1)?.split_off(1);
+            tokens.push(verdict.token);
             for page in sequence.extent.commit(verdict.accepted + 1) {
                 backend.flush(turn.slot, page)?;
             }

@@ -1,0 +1,369 @@
+//! `_native.Engine`: one engine on one device, driven round by round from Python.
+
+use crate::errors::{detached, to_python};
+use crate::machine;
+use crate::options::Request;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use quantspec_core::sample::{Accept, Sampler};
+use quantspec_core::{Error, Result};
+use quantspec_cpu::CpuBackend;
+use quantspec_model::backend::{Hooks, Memory, Options};
+use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::engine::{Emitted, Engine};
+use std::path::Path;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// How often a long operation asks Python for pending signals: well under the 0.3 s in which Ctrl-C must act, and far
+/// longer than taking the GIL costs.
+const POLL_EVERY: Duration = Duration::from_millis(40);
+
+/// How often progress is shown.
+const SHOW_EVERY: Duration = Duration::from_millis(50);
+
+/// An engine on whichever device was chosen.
+enum Device {
+    Cpu(Box<Engine<CpuBackend>>),
+}
+
+/// Evaluates an expression on the engine, whatever its device.
+macro_rules! on_device {
+    ($device:expr, $engine:ident => $work:expr) => {
+        match $device {
+            Device::Cpu($engine) => $work,
+        }
+    };
+}
+
+/// Runs pending Python signal handlers now and then; their exception becomes an interrupt.
+fn poll() -> impl FnMut() -> Result<()> + Send {
+    let mut last = Instant::now();
+    move || {
+        if last.elapsed() < POLL_EVERY {
+            return Ok(());
+        }
+        last = Instant::now();
+        Python::attach(|py| py.check_signals()).map_err(|_| Error::interrupted())
+    }
+}
+
+/// Hands (done, total) to a Python callable at most every [`SHOW_EVERY`], and always at the end.
+fn progress(callback: Option<Py<PyAny>>) -> impl FnMut(usize, usize) + Send {
+    let mut last = Instant::now();
+    move |done, total| {
+        let Some(callback) = &callback else { return };
+        if done < total && last.elapsed() < SHOW_EVERY {
+            return;
+        }
+        last = Instant::now();
+        Python::attach(|py| {
+            if let Err(error) = callback.call1(py, (done, total)) {
+                error.write_unraisable(py, None);
+            }
+        });
+    }
+}
+
+fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyDict>> {
+    let parts = PyDict::new(py);
+    parts.set_item("weights_bytes", memory.weights_bytes)?;
+    parts.set_item("draft_weights_bytes", memory.draft_weights_bytes)?;
+    parts.set_item("cache_upper_bytes", memory.cache_upper_bytes)?;
+    parts.set_item("cache_lower_bytes", memory.cache_lower_bytes)?;
+    parts.set_item("cache_full_bytes", memory.cache_full_bytes)?;
+    parts.set_item("buffer_bytes", memory.buffer_bytes)?;
+    parts.set_item("workspace_bytes", memory.workspace_bytes)?;
+    Ok(parts)
+}
+
+fn total(memory: &Memory) -> usize {
+    memory.weights_bytes
+        + memory.draft_weights_bytes
+        + memory.cache_upper_bytes
+        + memory.cache_lower_bytes
+        + memory.cache_full_bytes
+        + memory.buffer_bytes
+        + memory.workspace_bytes
+}
+
+/// The plan of an engine, checked against the model's context and the machine's memory.
+struct Plan {
+    memory: Memory,
+    /// Bytes of the process at its peak: resident now plus the plan.
+    planned_bytes: usize,
+    /// Longest capacity that would fit in memory and context.
+    longest_context: usize,
+}
+
+fn plan_on_cpu(checkpoint: &Checkpoint, options: &Options) -> Result<Plan> {
+    let config = checkpoint.config();
+    let resident = machine::resident().unwrap_or(0);
+    let available = machine::memory_available().unwrap_or(usize::MAX);
+    let fits = |capacity: usize| {
+        total(&quantspec_cpu::plan(config, &Options { capacity, ..options.clone() })) <= available
+    };
+    // The largest capacity that fits, by bisection: the plan grows with capacity.
+    let (mut low, mut high) = (0, config.max_positions);
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        if fits(middle) { low = middle } else { high = middle - 1 }
+    }
+    let memory = quantspec_cpu::plan(config, options);
+    if options.capacity > config.max_positions {
+        return Err(Error::does_not_fit(
+            format!("{} tokens exceed the model's context of {}", options.capacity, config.max_positions),
+            format!("shorten the prompt or lower -n so that both stay within {} tokens", low.max(1)),
+        ));
+    }
+    if total(&memory) > available {
+        let gigabytes = |bytes: usize| bytes as f64 / 1e9;
+        return Err(Error::does_not_fit(
+            format!(
+                "{} tokens need {:.2} GB of memory and {:.2} GB are available",
+                options.capacity,
+                gigabytes(total(&memory)),
+                gigabytes(available)
+            ),
+            if low > 0 {
+                format!("the longest context that fits is {low} tokens; lower -n or shorten the prompt")
+            } else {
+                "the weights alone do not fit; use a smaller model or a machine with more memory".to_string()
+            },
+        ));
+    }
+    Ok(Plan { planned_bytes: resident + total(&memory), memory, longest_context: low })
+}
+
+/// Decodes sequences on one device. See `_native.pyi` for the contract of each method.
+#[pyclass(name = "Engine", module = "quantspec_cli._native")]
+pub(crate) struct PyEngine {
+    device: Mutex<Device>,
+    accept: Accept,
+    info: Py<PyDict>,
+    planned_bytes: usize,
+    load_s: f64,
+}
+
+impl PyEngine {
+    fn run<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Device) -> Result<T> + Send) -> PyResult<T> {
+        detached(py, || {
+            let mut device = self
+                .device
+                .lock()
+                .map_err(|_| Error::internal("an earlier call panicked and left the engine in an unknown state"))?;
+            work(&mut device)
+        })
+    }
+}
+
+#[pymethods]
+impl PyEngine {
+    #[new]
+    #[pyo3(signature = (model, *, capacity, device="auto", threads=None, kv_target="int8", method="quantspec",
+        kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
+        slots=1, on_loading=None))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
+    fn new(
+        py: Python<'_>,
+        model: &str,
+        capacity: usize,
+        device: &str,
+        threads: Option<usize>,
+        kv_target: &str,
+        method: &str,
+        kv_rounding: &str,
+        draft_weights: &str,
+        draft_pages: Option<usize>,
+        page_choice: &str,
+        accept: &str,
+        gamma: Option<usize>,
+        slots: usize,
+        on_loading: Option<Py<PyAny>>,
+    ) -> PyResult<PyEngine> {
+        let threads = threads.unwrap_or_else(default_threads);
+        let request = Request {
+            kv_target,
+            method,
+            kv_rounding,
+            draft_weights,
+            draft_pages,
+            page_choice,
+            accept,
+            gamma,
+            capacity,
+            slots,
+            threads,
+        };
+        let resolved = request.resolve().map_err(to_python)?;
+        let loading = progress(on_loading);
+        let started = Instant::now();
+        let (device, config, plan, simd) = detached(py, || {
+            choose_device(device)?;
+            let checkpoint = Checkpoint::open(Path::new(model))?;
+            let config = checkpoint.config().clone();
+            let plan = plan_on_cpu(&checkpoint, &resolved.options)?;
+            let hooks = Hooks { poll: Box::new(poll()), loading: Box::new(loading) };
+            let backend = CpuBackend::load(&checkpoint, &resolved.options, hooks)?;
+            let simd = backend.simd();
+            let options = &resolved.options;
+            let engine = Engine::new(backend, resolved.method, options.slots, options.capacity, options.block_rows);
+            Ok((Device::Cpu(Box::new(engine)), config, plan, simd))
+        })?;
+        let load_s = started.elapsed().as_secs_f64();
+        let info = PyDict::new(py);
+        info.set_item("device", "cpu")?;
+        info.set_item("device_name", machine::cpu_name())?;
+        info.set_item("simd", simd)?;
+        info.set_item("threads", threads)?;
+        info.set_item("family", &config.family)?;
+        info.set_item("vocab", config.vocab)?;
+        info.set_item("layers", config.layers)?;
+        info.set_item("max_positions", config.max_positions)?;
+        info.set_item("eos", &config.eos)?;
+        info.set_item("planned_bytes", plan.planned_bytes)?;
+        info.set_item("load_s", load_s)?;
+        Ok(PyEngine {
+            device: Mutex::new(device),
+            accept: resolved.accept,
+            info: info.unbind(),
+            planned_bytes: plan.planned_bytes,
+            load_s,
+        })
+    }
+
+    #[getter]
+    fn info(&self, py: Python<'_>) -> Py<PyDict> {
+        self.info.clone_ref(py)
+    }
+
+    #[pyo3(signature = (prompt, *, temperature, top_k, top_p, min_p, seed, max_new_tokens))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
+    fn add(
+        &self,
+        py: Python<'_>,
+        prompt: Vec<u32>,
+        temperature: f32,
+        top_k: usize,
+        top_p: f32,
+        min_p: f32,
+        seed: u64,
+        max_new_tokens: usize,
+    ) -> PyResult<usize> {
+        let accept = if temperature == 0.0 { Accept::Greedy } else { self.accept };
+        // One sample per prompt: the sequence key of the noise is 0, so that a prompt's text does not depend on its place
+        // in a batch.
+        let sampler = Sampler::new(temperature, top_k, top_p, min_p, seed, 0, accept).map_err(to_python)?;
+        self.run(py, |device| on_device!(device, engine => engine.add(&prompt, sampler, max_new_tokens)))
+    }
+
+    #[pyo3(signature = (slot, on_progress=None))]
+    fn prefill(&self, py: Python<'_>, slot: usize, on_progress: Option<Py<PyAny>>) -> PyResult<u32> {
+        let mut show = progress(on_progress);
+        self.run(py, |device| on_device!(device, engine => engine.prefill(slot, &mut show)))
+    }
+
+    fn choose_gamma(&self, slot: usize) -> PyResult<usize> {
+        let device = self.device.lock().map_err(|_| PyRuntimeError::new_err("the engine is in an unknown state"))?;
+        Ok(on_device!(&*device, engine => engine.choose_gamma(slot)))
+    }
+
+    fn draft(&self, py: Python<'_>, gammas: Vec<(usize, usize)>) -> PyResult<()> {
+        self.run(py, |device| on_device!(device, engine => engine.draft(&gammas)))
+    }
+
+    fn verify(&self, py: Python<'_>) -> PyResult<Vec<(usize, Vec<u32>)>> {
+        let round = self.run(py, |device| on_device!(device, engine => engine.verify()))?;
+        Ok(round.into_iter().map(|Emitted { slot, tokens }| (slot, tokens)).collect())
+    }
+
+    fn finish(&self, py: Python<'_>, slot: usize) -> PyResult<()> {
+        self.run(py, |device| {
+            on_device!(device, engine => engine.finish(slot));
+            Ok(())
+        })
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let (stats, memory) =
+            self.run(py, |device| on_device!(device, engine => Ok((engine.stats().clone(), engine.memory()))))?;
+        let out = PyDict::new(py);
+        out.set_item("load_s", self.load_s)?;
+        out.set_item("prefill_s", stats.prefill_s())?;
+        out.set_item("decode_s", stats.decode_s())?;
+        out.set_item("prefill_tokens_per_s", stats.prefill_tokens_per_s())?;
+        out.set_item("decode_tokens_per_s", stats.decode_tokens_per_s())?;
+        out.set_item("rounds", stats.rounds())?;
+        out.set_item("gamma_mean", stats.gamma_mean())?;
+        out.set_item("drafted_tokens", stats.drafted_tokens())?;
+        out.set_item("accepted_tokens", stats.accepted_tokens())?;
+        out.set_item("acceptance_rate", stats.acceptance_rate())?;
+        out.set_item("mean_acceptance_length", stats.mean_acceptance_length())?;
+        out.set_item("acceptance_rate_per_position", stats.acceptance_rate_per_position())?;
+        out.update(memory_dict(py, &memory)?.as_mapping())?;
+        out.set_item("planned_bytes", self.planned_bytes)?;
+        out.set_item("peak_bytes", machine::peak_resident())?;
+        Ok(out)
+    }
+}
+
+/// Worker threads where nobody asked: one per processor the process may use.
+pub(crate) fn default_threads() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Checks the device asked for; `auto` falls back to the CPU.
+fn choose_device(wanted: &str) -> Result<()> {
+    match wanted {
+        "auto" | "cpu" => Ok(()),
+        other => Err(Error::usage(format!("device is {other:?}"), "use auto, cpu, cuda or cuda:0")),
+    }
+}
+
+/// `plan(model, **options)`: what an engine would take, without loading it.
+#[pyfunction]
+#[pyo3(signature = (model, *, capacity, device="auto", threads=None, kv_target="int8", method="quantspec",
+    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
+    slots=1))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
+pub(crate) fn plan<'py>(
+    py: Python<'py>,
+    model: &str,
+    capacity: usize,
+    device: &str,
+    threads: Option<usize>,
+    kv_target: &str,
+    method: &str,
+    kv_rounding: &str,
+    draft_weights: &str,
+    draft_pages: Option<usize>,
+    page_choice: &str,
+    accept: &str,
+    gamma: Option<usize>,
+    slots: usize,
+) -> PyResult<Bound<'py, PyDict>> {
+    let threads = threads.unwrap_or_else(default_threads);
+    let request = Request {
+        kv_target,
+        method,
+        kv_rounding,
+        draft_weights,
+        draft_pages,
+        page_choice,
+        accept,
+        gamma,
+        capacity,
+        slots,
+        threads,
+    };
+    let planned = detached(py, || {
+        choose_device(device)?;
+        let resolved = request.resolve()?;
+        plan_on_cpu(&Checkpoint::open(Path::new(model))?, &resolved.options)
+    })?;
+    let out = memory_dict(py, &planned.memory)?;
+    out.set_item("planned_bytes", planned.planned_bytes)?;
+    out.set_item("longest_context", planned.longest_context)?;
+    Ok(out)
+}

@@ -1,0 +1,75 @@
+//! `quantspec_cli._native`: the only door between Python and the engine. Python owns text, files, the network and the loop;
+//! Rust sees token ids.
+#![forbid(unsafe_code)]
+
+mod engine;
+mod errors;
+mod machine;
+mod options;
+
+use pyo3::prelude::*;
+
+/// Native half of quantspec: see `_native.pyi` for types and documentation.
+#[pymodule]
+mod _native {
+    use super::*;
+    use pyo3::types::PyDict;
+    use quantspec_model::checkpoint::Checkpoint;
+    use std::path::Path;
+
+    #[pymodule_export]
+    use super::engine::{PyEngine, plan};
+    #[pymodule_export]
+    use super::errors::NativeError;
+
+    /// `model_info(path)`: the configuration of a checkpoint directory, parsed and validated.
+    #[pyfunction]
+    fn model_info<'py>(py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyDict>> {
+        let config = errors::detached(py, || Ok(Checkpoint::open(Path::new(path))?.config().clone()))?;
+        let out = PyDict::new(py);
+        out.set_item("family", &config.family)?;
+        out.set_item("vocab", config.vocab)?;
+        out.set_item("layers", config.layers)?;
+        out.set_item("hidden", config.hidden)?;
+        out.set_item("heads", config.heads)?;
+        out.set_item("kv_heads", config.kv_heads)?;
+        out.set_item("head_dim", config.head_dim)?;
+        out.set_item("max_positions", config.max_positions)?;
+        out.set_item("eos", &config.eos)?;
+        Ok(out)
+    }
+
+    /// `doctor()`: what this machine offers, and why a device or a fast path is off.
+    #[pyfunction]
+    fn doctor(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+        let cpu = PyDict::new(py);
+        let simd = errors::detached(py, quantspec_cpu::simd)?;
+        cpu.set_item("name", machine::cpu_name())?;
+        cpu.set_item("threads", engine::default_threads())?;
+        cpu.set_item("simd", simd.name)?;
+        cpu.set_item("simd_reason", simd.reason)?;
+        cpu.set_item("read_gb_per_s", errors::detached(py, || quantspec_cpu::read_gb_per_s(engine::default_threads()))?)?;
+        let gpu = PyDict::new(py);
+        let detected = py.detach(quantspec_cuda::detect);
+        gpu.set_item("available", detected.available)?;
+        gpu.set_item("reason", &detected.reason)?;
+        let devices = detected
+            .devices
+            .iter()
+            .map(|device| {
+                let entry = PyDict::new(py);
+                entry.set_item("name", &device.name)?;
+                entry.set_item("compute_capability", &device.compute_capability)?;
+                entry.set_item("memory_bytes", device.memory_bytes)?;
+                Ok(entry)
+            })
+            .collect::<PyResult<Vec<_>>>()?;
+        gpu.set_item("devices", devices)?;
+        let out = PyDict::new(py);
+        out.set_item("cpu", cpu)?;
+        out.set_item("gpu", gpu)?;
+        out.set_item("memory_bytes", machine::memory_total())?;
+        out.set_item("kernels", quantspec_cuda::kernels())?;
+        Ok(out)
+    }
+}

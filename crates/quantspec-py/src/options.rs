@@ -1,0 +1,116 @@
+//! What Python asks for, in Rust's words.
+
+use quantspec_core::cache::GAMMA_MAX;
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::policy::Policy;
+use quantspec_core::sample::Accept;
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::{DraftPlan, Options};
+use quantspec_model::engine::Method;
+
+/// Rows of a prefill block: enough to amortise reading the weights once per block, few enough that one operation of a
+/// 7B model stays under the 0.3 s in which an interrupt must act.
+pub(crate) const BLOCK_ROWS: usize = 256;
+
+/// Longest γ the automatic policy tries. Acceptance of long runs decays geometrically, and beyond 12 the best γ of every
+/// measured cost table is flat.
+const GAMMA_AUTO: usize = 12;
+
+/// The arguments that shape an engine, as Python passes them.
+pub(crate) struct Request<'a> {
+    pub(crate) kv_target: &'a str,
+    pub(crate) method: &'a str,
+    pub(crate) kv_rounding: &'a str,
+    pub(crate) draft_weights: &'a str,
+    pub(crate) draft_pages: Option<usize>,
+    pub(crate) page_choice: &'a str,
+    pub(crate) accept: &'a str,
+    pub(crate) gamma: Option<usize>,
+    pub(crate) capacity: usize,
+    pub(crate) slots: usize,
+    pub(crate) threads: usize,
+}
+
+/// A request checked and translated.
+pub(crate) struct Resolved {
+    pub(crate) method: Method,
+    pub(crate) options: Options,
+    pub(crate) accept: Accept,
+}
+
+fn one_of<T: Copy>(flag: &str, value: &str, choices: &[(&str, T)]) -> Result<T> {
+    choices.iter().find(|(name, _)| *name == value).map(|&(_, choice)| choice).ok_or_else(|| {
+        let names: Vec<&str> = choices.iter().map(|&(name, _)| name).collect();
+        Error::usage(format!("{flag} is {value:?}"), format!("use one of {}", names.join(", ")))
+    })
+}
+
+impl Request<'_> {
+    /// Checks every value and derives the planes, the draft and the policy.
+    pub(crate) fn resolve(&self) -> Result<Resolved> {
+        let target =
+            one_of("kv_target", self.kv_target, &[("int8", View::Both), ("fp16", View::Full), ("int4", View::Upper)])?;
+        let rounding =
+            one_of("kv_rounding", self.kv_rounding, &[("balanced", Rounding::Balanced), ("paper", Rounding::Paper)])?;
+        let wanted = one_of(
+            "draft_weights",
+            self.draft_weights,
+            &[("int4", DraftWeights::Int4), ("int4-mlp", DraftWeights::Int4Mlp), ("none", DraftWeights::None)],
+        )?;
+        let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
+        let windowed = one_of("page_choice", self.page_choice, &[("best", false), ("window", true)])?;
+        let pages = match self.draft_pages {
+            None => Pages::All,
+            Some(count) if count < 2 => {
+                return Err(Error::usage(
+                    format!("draft_pages is {count}"),
+                    "use at least 2 (the first and the newest page are always read), or all",
+                ));
+            }
+            Some(count) if windowed => Pages::Window(count),
+            Some(count) => Pages::Best(count),
+        };
+        let weights = if wanted == DraftWeights::None { Weights::Full } else { Weights::Draft };
+        let draft = match one_of("method", self.method, &[("quantspec", 0), ("kv4", 1), ("w4", 2), ("ar", 3)])? {
+            0 => Some(DraftPlan { weights, view: View::Upper, pages }),
+            1 => Some(DraftPlan { weights: Weights::Full, view: View::Upper, pages }),
+            2 => Some(DraftPlan { weights, view: target, pages }),
+            _ => None,
+        };
+        let policy = match self.gamma {
+            Some(gamma) if gamma > GAMMA_MAX => {
+                return Err(Error::usage(
+                    format!("gamma is {gamma}"),
+                    format!("use 0 to {GAMMA_MAX}, or auto; beyond that a round outgrows the buffer"),
+                ));
+            }
+            Some(gamma) => Policy::fixed(gamma),
+            None => Policy::auto(GAMMA_AUTO),
+        };
+        if self.capacity == 0 || self.slots == 0 {
+            return Err(Error::usage(
+                format!("an engine of {} slots of {} tokens holds nothing", self.slots, self.capacity),
+                "ask for at least one slot and two tokens",
+            ));
+        }
+        let views: Vec<View> = std::iter::once(target).chain(draft.map(|plan| plan.view)).collect();
+        let longest = if draft.is_some() { self.gamma.unwrap_or(GAMMA_AUTO) } else { 0 };
+        Ok(Resolved {
+            method: Method { target, draft, policy },
+            options: Options {
+                slots: self.slots,
+                capacity: self.capacity,
+                planes: Planes::of(&views),
+                rounding,
+                draft_weights: match draft {
+                    Some(plan) if plan.weights == Weights::Draft => wanted,
+                    _ => DraftWeights::None,
+                },
+                step_rows: self.slots * (longest + 1),
+                block_rows: BLOCK_ROWS,
+                threads: self.threads,
+            },
+            accept,
+        })
+    }
+}
