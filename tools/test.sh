@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Everything the project tests on a machine without a GPU: cargo tests, then the installed wheel from outside the tree.
+# Needs Rust and Python; keeps its virtual environment in target/venv.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD
+venv=${QUANTSPEC_VENV:-$root/target/venv}
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+export PATH="$venv/bin:$PATH" VIRTUAL_ENV="$venv" PYO3_PYTHON="$venv/bin/python"
+
+echo "== development dependencies"
+pip install --quiet --disable-pip-version-check --upgrade pip
+pip install --quiet --disable-pip-version-check --group dev
+
+echo "== cargo tests"
+cargo test --workspace --quiet
+
+echo "== wheel"
+rm -rf target/wheels
+maturin build --release --locked --out target/wheels
+pip install --quiet --disable-pip-version-check --force-reinstall --no-deps target/wheels/quantspec-*.whl
+pip install --quiet --disable-pip-version-check target/wheels/quantspec-*.whl
+
+echo "== pytest against the installed wheel"
+outside=$(mktemp -d)
+trap 'rm -rf "$outside"' EXIT
+cd "$outside"
+HF_HUB_OFFLINE=1 python -m pytest --rootdir "$root" -c "$root/pyproject.toml" -q "$@" "$root/tests"

@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+"""Make a wide checkpoint that computes the same function as a small one.
+
+    python tools/widen.py SOURCE OUT --times K --layers N
+
+Speed depends on shapes, acceptance on a trained function. This tool gives both at once: every hidden, feed-forward and head
+dimension of SOURCE is tiled K times and the weights that read a tiled dimension are divided by K, so each copy carries the
+original activations (RMSNorm included: a tiled vector has the same mean square). Layers beyond SOURCE's are copies whose
+output projections are zero: they cost what a layer costs and add nothing to the residual stream.
+
+    W [out, in]      -> tile(W, (K, K)) / K      linears inside a layer
+    norm [in]        -> tile(norm, K)
+    embedding [V, h] -> tile(E, (1, K))
+    head [V, h]      -> tile(H, (1, K)) / K      (a tied head becomes its own tensor: only it is divided)
+
+With K a power of two the division is exact in BF16 and F16. Results measured on such a checkpoint must be labelled
+"widened": OUT's config.json carries a `widened` entry and OUT/README.md says so. Needs NumPy only; rows are streamed to disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+# Rows handled at once: bounds memory to a few hundred MB at the widest shapes.
+BLOCK_ROWS = 1024
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# Space beyond the tensors: header, config, tokenizer.
+HEADROOM_BYTES = 64 << 20
+
+
+class Refusal(Exception):
+    """A one-line error and its remedy."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Source:
+    """A single-file safetensors checkpoint, read row by row."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            path = folder / "model.safetensors"
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                if length > path.stat().st_size:
+                    raise ValueError(f"header of {length} bytes in a file of {path.stat().st_size}")
+                header = json.loads(file.read(length))
+        except (OSError, ValueError, struct.error) as error:
+            raise Refusal(
+                f"cannot read {folder}: {error}", "name a directory with config.json and one model.safetensors"
+            ) from error
+        header.pop("__metadata__", None)
+        for name, info in header.items():
+            if info.get("dtype") not in BYTES:
+                raise Refusal(f"tensor {name} is {info.get('dtype')}", f"use a checkpoint in {', '.join(BYTES)}")
+        self.tensors: dict[str, Any] = header
+        self.data = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + length)
+
+    def rows(self, name: str) -> np.ndarray[Any, Any]:
+        """The tensor as float32, `[rows, columns]` (vectors are one row)."""
+        info = self.tensors[name]
+        begin, end = info["data_offsets"]
+        raw = self.data[begin:end]
+        shape = info["shape"] if len(info["shape"]) == 2 else [1, info["shape"][0]]
+        if info["dtype"] == "BF16":
+            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = raw.view(np.float16 if info["dtype"] == "F16" else np.float32).astype(np.float32)
+        return values.reshape(shape)
+
+
+def encode(values: np.ndarray[Any, Any], dtype: str) -> bytes:
+    """Little-endian bytes of float32 values; BF16 rounds to nearest even (exact here when K is a power of two)."""
+    if dtype == "BF16":
+        bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+        return (((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")).tobytes()
+    return values.astype("<f2" if dtype == "F16" else "<f4").tobytes()
+
+
+class Target:
+    """One tensor of the widened checkpoint: where it comes from and how it is tiled."""
+
+    def __init__(self, name: str, source: str, down: int, across: int, scale: float) -> None:
+        self.name, self.source, self.down, self.across, self.scale = name, source, down, across, scale
+
+    def shape(self, source: Source) -> list[int]:
+        shape = list(source.tensors[self.source]["shape"])
+        if len(shape) == 1:
+            return [shape[0] * self.across]
+        return [shape[0] * self.down, shape[1] * self.across]
+
+    def blocks(self, source: Source) -> Iterator[np.ndarray[Any, Any]]:
+        values = source.rows(self.source)
+        for _ in range(self.down):
+            for start in range(0, len(values), BLOCK_ROWS):
+                yield np.tile(values[start : start + BLOCK_ROWS] * np.float32(self.scale), (1, self.across))
+
+
+def plan(source: Source, times: int, layers: int) -> list[Target]:
+    """Every tensor of the widened checkpoint, in file order."""
+    own = int(source.config["num_hidden_layers"])
+    head = "lm_head.weight" if "lm_head.weight" in source.tensors else "model.embed_tokens.weight"
+    targets = [
+        Target("model.embed_tokens.weight", "model.embed_tokens.weight", 1, times, 1.0),
+        Target("model.norm.weight", "model.norm.weight", 1, times, 1.0),
+        Target("lm_head.weight", head, 1, times, 1.0 / times),
+    ]
+    for layer in range(layers):
+        prefix = f"model.layers.{layer % own}."
+        for name in (name for name in source.tensors if name.startswith(prefix)):
+            short = name.removeprefix(prefix)
+            linear = any(f"{part}.weight" in short for part in LINEAR)
+            silent = layer >= own and any(part in short for part in ("o_proj", "down_proj"))
+            per_head = "q_norm" in short or "k_norm" in short
+            targets.append(
+                Target(
+                    f"model.layers.{layer}.{short}",
+                    name,
+                    times if linear else 1,
+                    1 if per_head else times,
+                    0.0 if silent else 1.0 / times if linear else 1.0,
+                )
+            )
+    return targets
+
+
+def widened_config(config: dict[str, Any], times: int, layers: int, name: str) -> dict[str, Any]:
+    out = dict(config)
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        out[key] = int(config[key]) * times
+    out.setdefault("head_dim", int(config["hidden_size"]) // int(config["num_attention_heads"]))
+    out["num_hidden_layers"] = layers
+    out["tie_word_embeddings"] = False
+    out["widened"] = {"source": name, "times": times, "source_layers": int(config["num_hidden_layers"])}
+    return out
+
+
+CARD = """# {name} × {times}, {layers} layers: widened
+
+This checkpoint was **widened** by `tools/widen.py` from `{name}`: it computes the same function as that small model, at the
+shapes and memory traffic of a large one. Use it to measure speed with real acceptance, and label what you measure "widened".
+It knows nothing that `{name}` does not know.
+"""
+
+
+def widen(folder: Path, out: Path, times: int, layers: int) -> int:
+    """Writes the widened checkpoint and returns its tensor bytes."""
+    source = Source(folder)
+    own = int(source.config["num_hidden_layers"])
+    if times < 1:
+        raise Refusal(f"--times is {times}", "use 1 or more; powers of two keep half-precision weights exact")
+    if layers < own:
+        raise Refusal(f"--layers is {layers} and the source has {own}", f"use {own} or more: layers can only be added")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise Refusal(f"{out} exists and is not an empty folder", "name a new or empty folder")
+    targets = plan(source, times, layers)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "widened": f"{folder.name} x {times}, {layers} layers"}}
+    offset = 0
+    for target in targets:
+        dtype, shape = source.tensors[target.source]["dtype"], target.shape(source)
+        size = int(np.prod(shape)) * BYTES[dtype]
+        header[target.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    parent = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(parent).free
+    if free < offset + HEADROOM_BYTES:
+        raise Refusal(
+            f"{out} needs {(offset + HEADROOM_BYTES) / 1e9:.2f} GB and {free / 1e9:.2f} GB are free",
+            "free some space or choose another disk",
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    partial = out / "model.safetensors.partial"
+    with partial.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for target in targets:
+            dtype = source.tensors[target.source]["dtype"]
+            for block in target.blocks(source):
+                file.write(encode(block, dtype))
+    partial.rename(out / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
+        if (folder / name).exists():
+            shutil.copyfile(folder / name, out / name)
+    config = widened_config(source.config, times, layers, folder.name)
+    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    (out / "README.md").write_text(CARD.format(name=folder.name, times=times, layers=layers), encoding="utf-8")
+    return offset
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Tile a small Llama checkpoint into a wide one of the same function.",
+        epilog="Example: python tools/widen.py seed-gqa wide-1b --times 4 --layers 18",
+    )
+    parser.add_argument("source", type=Path, help="directory of the small checkpoint")
+    parser.add_argument("out", type=Path, help="new or empty directory")
+    parser.add_argument("--times", type=int, required=True, help="copies of every hidden, feed-forward and head dimension")
+    parser.add_argument("--layers", type=int, required=True, help="layers of the result, at least the source's")
+    options = parser.parse_args(arguments)
+    try:
+        size = widen(options.source, options.out, options.times, options.layers)
+    except Refusal as refusal:
+        print(f"error: {refusal}\nhint: {refusal.hint}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: cannot write {options.out}: {error}\nhint: check space and permissions", file=sys.stderr)
+        return 1
+    print(f"{options.out}: {size / 1e9:.2f} GB, widened {options.times} times, {options.layers} layers", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
