@@ -1,0 +1,255 @@
+//! The law of exactness, on whole engines: emitted tokens are a function of the prompt, the target view, the sampling
+//! setting and the seed, and of nothing else. Bits are compared, never tolerances.
+//!
+//! Every run below is compared with autoregressive decoding of the same prompt alone on one thread. `QUANTSPEC_LAWS=full`
+//! runs the law at its full length (2,000 tokens, every combination, one sequence of 10,000 tokens); otherwise a covering
+//! selection at 320 tokens runs, long enough to cross two page borders from every prompt length. Models beside the embedded
+//! one are taken from the directory `QUANTSPEC_TEST_MODELS`, where it is set.
+
+use quantspec_core::cache::G;
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::policy::Policy;
+use quantspec_core::sample::{Accept, Sampler};
+use quantspec_cpu::CpuBackend;
+use quantspec_model::backend::{DraftPlan, Hooks, Options};
+use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::engine::{Engine, Method};
+use std::path::{Path, PathBuf};
+
+const BLOCK_ROWS: usize = 256;
+
+fn full() -> bool {
+    std::env::var("QUANTSPEC_LAWS").is_ok_and(|value| value == "full")
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// A directory of the test collection, or None (said loudly) where it is not at hand.
+fn collection(name: &str) -> Option<PathBuf> {
+    let Some(folder) = std::env::var_os("QUANTSPEC_TEST_MODELS") else {
+        eprintln!("SKIPPED: {name} needs QUANTSPEC_TEST_MODELS, a directory that holds the model {name}");
+        return None;
+    };
+    let model = Path::new(&folder).join(name);
+    assert!(model.is_dir(), "QUANTSPEC_TEST_MODELS has no {name}");
+    Some(model)
+}
+
+/// The first `n` tokens of a book in the demo tokenizer, after BOS.
+fn book(skip: usize, n: usize) -> Vec<u32> {
+    let bytes = std::fs::read(root().join("tests/data/book.u16")).expect("test data");
+    let ids = bytes.chunks_exact(2).map(|pair| u32::from(u16::from_le_bytes([pair[0], pair[1]])));
+    std::iter::once(1).chain(ids.skip(skip)).take(n).collect()
+}
+
+#[derive(Clone, Debug)]
+struct Run {
+    target: View,
+    draft: Option<DraftPlan>,
+    gamma: usize,
+    threads: usize,
+    rounding: Rounding,
+}
+
+fn draft(name: &str, target: View, pages: Pages) -> Option<DraftPlan> {
+    match name {
+        "quantspec" => Some(DraftPlan { weights: Weights::Draft, view: View::Upper, pages }),
+        "kv4" => Some(DraftPlan { weights: Weights::Full, view: View::Upper, pages }),
+        "w4" => Some(DraftPlan { weights: Weights::Draft, view: target, pages }),
+        "ar" => None,
+        other => panic!("no method {other}"),
+    }
+}
+
+impl Run {
+    fn ar() -> Run {
+        Run { target: View::Both, draft: None, gamma: 0, threads: 1, rounding: Rounding::Balanced }
+    }
+
+    fn new(method: &str, pages: Pages, gamma: usize, threads: usize) -> Run {
+        Run { draft: draft(method, View::Both, pages), gamma, threads, ..Run::ar() }
+    }
+
+    /// Emitted tokens of every prompt, decoded as one batch.
+    fn decode(&self, model: &Path, prompts: &[Vec<u32>], sampler: &Sampler, new_tokens: usize) -> Vec<Vec<u32>> {
+        let checkpoint = Checkpoint::open(model).expect("checkpoint");
+        let capacity = prompts.iter().map(Vec::len).max().unwrap_or(0) + new_tokens;
+        let views: Vec<View> = std::iter::once(self.target).chain(self.draft.map(|plan| plan.view)).collect();
+        let drafts = self.draft.is_some_and(|plan| plan.weights == Weights::Draft);
+        let options = Options {
+            slots: prompts.len(),
+            capacity,
+            planes: Planes::of(&views),
+            rounding: self.rounding,
+            draft_weights: if drafts { DraftWeights::Int4 } else { DraftWeights::None },
+            step_rows: prompts.len() * (self.gamma + 1),
+            block_rows: BLOCK_ROWS,
+            threads: self.threads,
+        };
+        let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
+        let method = Method { target: self.target, draft: self.draft, policy: Policy::fixed(self.gamma) };
+        let mut engine = Engine::new(backend, method, prompts.len(), capacity, BLOCK_ROWS);
+        let mut texts: Vec<Vec<u32>> = Vec::new();
+        for (index, prompt) in prompts.iter().enumerate() {
+            let slot = engine.add(prompt, sampler.clone(), new_tokens).expect("add");
+            assert_eq!(slot, index);
+            texts.push(vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")]);
+        }
+        loop {
+            let gammas: Vec<(usize, usize)> = (0..prompts.len())
+                .filter(|&slot| texts[slot].len() < new_tokens)
+                .map(|slot| (slot, engine.choose_gamma(slot)))
+                .collect();
+            if gammas.is_empty() {
+                break;
+            }
+            engine.draft(&gammas).expect("draft");
+            for emitted in engine.verify().expect("verify") {
+                texts[emitted.slot].extend(emitted.tokens);
+            }
+        }
+        if self.draft.is_some() && self.gamma > 0 {
+            let stats = engine.stats();
+            assert!(stats.drafted_tokens() > 0, "nothing was drafted: the comparison would be empty");
+        }
+        texts
+    }
+}
+
+fn greedy() -> Sampler {
+    Sampler::new(0.0, 0, 1.0, 0.0, 0, 0, Accept::Greedy).expect("sampler")
+}
+
+fn replay() -> Sampler {
+    Sampler::new(0.9, 50, 0.95, 0.01, 7, 0, Accept::Replay).expect("sampler")
+}
+
+/// Says where two texts part, which a plain assert_eq on thousands of tokens would bury.
+fn assert_same(what: &str, reference: &[u32], tokens: &[u32]) {
+    if let Some(at) = (0..reference.len().min(tokens.len())).find(|&at| reference[at] != tokens[at]) {
+        panic!("{what}: token {at} is {} and must be {}", tokens[at], reference[at]);
+    }
+    assert_eq!(reference.len(), tokens.len(), "{what}: lengths differ");
+}
+
+/// Runs every combination against decoding each prompt alone.
+fn law(model: &Path, prompts: &[Vec<u32>], new_tokens: usize, runs: &[(Run, usize)]) {
+    for sampler in [greedy(), replay()] {
+        let alone: Vec<Vec<u32>> = prompts
+            .iter()
+            .map(|prompt| Run::ar().decode(model, std::slice::from_ref(prompt), &sampler, new_tokens).remove(0))
+            .collect();
+        for (index, (run, batch)) in runs.iter().enumerate() {
+            // Rotate the prompts so that every length meets every batch size and neighbour.
+            let chosen: Vec<usize> = (0..*batch).map(|i| (index + i) % prompts.len()).collect();
+            let texts = run.decode(
+                model,
+                &chosen.iter().map(|&i| prompts[i].clone()).collect::<Vec<_>>(),
+                &sampler,
+                new_tokens,
+            );
+            for (&i, text) in chosen.iter().zip(&texts) {
+                let what = format!("{run:?}, batch {batch}, prompt of {} tokens, {:?}", prompts[i].len(), sampler.accept);
+                assert_same(&what, &alone[i], text);
+            }
+        }
+    }
+}
+
+/// Methods × pages × γ × batch × threads: all of them at full length, a selection that meets every value of each otherwise.
+fn combinations() -> Vec<(Run, usize)> {
+    let methods = ["quantspec", "kv4", "w4"];
+    let pages = [Pages::All, Pages::Best(3), Pages::Window(3)];
+    let gammas = [1, 2, 4, 7, 12, 16];
+    let (batches, threads) = ([1, 3, 8], [1, 2]);
+    let mut all = Vec::new();
+    for (m, method) in methods.iter().enumerate() {
+        for (p, &page) in pages.iter().enumerate() {
+            for (g, &gamma) in gammas.iter().enumerate() {
+                for (b, &batch) in batches.iter().enumerate() {
+                    for (t, &thread) in threads.iter().enumerate() {
+                        // A Latin-square cut: each value of each axis occurs, each pair of neighbouring axes too.
+                        if full() || (m + p + g) % 3 == 0 && (g + b) % 3 == 0 && (g / 3 + p + t) % 2 == 0 {
+                            all.push((Run::new(method, page, gamma, thread), batch));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    all.push((Run::new("ar", Pages::All, 0, 2), 8));
+    all
+}
+
+fn prompts() -> Vec<Vec<u32>> {
+    let lengths = [1, G - 1, G, G + 1, 2 * G - 1, 2 * G, 2 * G + 1, if full() { 5000 } else { 700 }];
+    lengths.iter().enumerate().map(|(index, &length)| book(index * 311, length)).collect()
+}
+
+fn new_tokens() -> usize {
+    if full() { 2000 } else { 320 }
+}
+
+#[test]
+fn speculation_changes_no_token_of_the_demo_model() {
+    law(&root().join("models/demo"), &prompts(), new_tokens(), &combinations());
+}
+
+#[test]
+fn speculation_changes_no_token_with_grouped_heads() {
+    let Some(model) = collection("seed-gqa") else { return };
+    let tokens = if full() { 2000 } else { 64 };
+    let runs: Vec<_> = combinations().into_iter().step_by(if full() { 1 } else { 5 }).collect();
+    law(&model, &prompts(), tokens, &runs);
+}
+
+#[test]
+fn speculation_changes_no_token_with_many_heads() {
+    let Some(model) = collection("seed-mha") else { return };
+    let tokens = if full() { 2000 } else { 64 };
+    let runs: Vec<_> = combinations().into_iter().skip(2).step_by(if full() { 1 } else { 5 }).collect();
+    law(&model, &prompts(), tokens, &runs);
+}
+
+#[test]
+fn speculation_changes_no_token_of_a_third_party_model() {
+    // 512 positions and 512 tokens of vocabulary: short prompts of ids that exist there.
+    let prompts: Vec<Vec<u32>> = [1, G - 1, G + 1, 2 * G - 1]
+        .iter()
+        .map(|&length| book(0, length).into_iter().map(|id| id % 512).collect())
+        .collect();
+    let model = root().join("tests/data/stories260K");
+    law(&model, &prompts, 512 - 2 * G, &combinations());
+}
+
+#[test]
+fn every_target_view_and_rounding_is_exact() {
+    let model = root().join("models/demo");
+    let prompt = vec![book(40, 2 * G + 5)];
+    for target in [View::Full, View::Both, View::Upper] {
+        for rounding in [Rounding::Balanced, Rounding::Paper] {
+            let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
+            for method in ["quantspec", "kv4", "w4"] {
+                let run =
+                    Run { target, rounding, draft: draft(method, target, Pages::All), gamma: 5, threads: 2 };
+                let text = run.decode(&model, &prompt, &greedy(), 300);
+                assert_same(&format!("{run:?}"), &reference[0], &text[0]);
+            }
+        }
+    }
+}
+
+#[test]
+fn ten_thousand_tokens() {
+    if !full() {
+        eprintln!("SKIPPED: set QUANTSPEC_LAWS=full to decode 10,000 tokens");
+        return;
+    }
+    let model = root().join("models/demo");
+    let prompt = vec![book(0, 300)];
+    let reference = Run::ar().decode(&model, &prompt, &replay(), 10_000);
+    let text = Run::new("quantspec", Pages::All, 4, 2).decode(&model, &prompt, &replay(), 10_000);
+    assert_same("10,000 tokens", &reference[0], &text[0]);
+}
