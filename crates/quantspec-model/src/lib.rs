@@ -2,5 +2,9 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod checkpoint;
+pub mod config;
 pub mod engine;
 pub mod forward;
+pub mod rope;
+pub mod safetensors;

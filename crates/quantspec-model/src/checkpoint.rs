@@ -1,0 +1,557 @@
+//! A checkpoint on disk: its configuration and a checked index of its tensors over all shards, read in row blocks.
+//!
+//! Everything is checked when the checkpoint is opened (names, shapes, types, offsets, file lengths), so that a backend only
+//! reads. No weight is held here: a backend asks for a few rows at a time and keeps them in its own layout.
+
+use crate::config;
+use crate::safetensors::SafeTensors;
+use half::{bf16, f16};
+use quantspec_core::config::{Dtype, ModelConfig};
+use quantspec_core::{Error, ErrorKind, Result};
+use serde_json::Value;
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Read;
+use std::ops::Range;
+use std::path::{Component, Path};
+
+/// A weight of the network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Part {
+    /// Token embedding, [vocab][hidden].
+    Embedding,
+    /// RMSNorm before the head, [hidden].
+    FinalNorm,
+    /// Head, [vocab][hidden]; of a tied model the embedding.
+    Head,
+    /// A weight of one decoder layer.
+    Layer(usize, LayerPart),
+}
+
+/// A weight of a decoder layer; matrices are [outputs][inputs].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LayerPart {
+    /// RMSNorm before attention, [hidden].
+    AttentionNorm,
+    /// Query projection, [q_width][hidden].
+    Q,
+    /// Key projection, [kv_width][hidden].
+    K,
+    /// Value projection, [kv_width][hidden].
+    V,
+    /// Output projection, [hidden][q_width].
+    Output,
+    /// Bias of Q, [q_width].
+    QBias,
+    /// Bias of K, [kv_width].
+    KBias,
+    /// Bias of V, [kv_width].
+    VBias,
+    /// Bias of the output projection, [hidden].
+    OutputBias,
+    /// RMSNorm of every query head, [head_dim].
+    QNorm,
+    /// RMSNorm of every key head, [head_dim].
+    KNorm,
+    /// RMSNorm before the feed-forward network, [hidden].
+    MlpNorm,
+    /// Gate projection, [intermediate][hidden].
+    Gate,
+    /// Up projection, [intermediate][hidden].
+    Up,
+    /// Down projection, [hidden][intermediate].
+    Down,
+    /// Bias of the gate projection, [intermediate].
+    GateBias,
+    /// Bias of the up projection, [intermediate].
+    UpBias,
+    /// Bias of the down projection, [hidden].
+    DownBias,
+}
+
+use LayerPart::*;
+
+/// Every part of a layer, in the order of computation.
+const LAYER_PARTS: [LayerPart; 18] = [
+    AttentionNorm,
+    Q,
+    K,
+    V,
+    QBias,
+    KBias,
+    VBias,
+    QNorm,
+    KNorm,
+    Output,
+    OutputBias,
+    MlpNorm,
+    Gate,
+    Up,
+    GateBias,
+    UpBias,
+    Down,
+    DownBias,
+];
+
+impl LayerPart {
+    /// Whether a model of this configuration has the part.
+    pub fn exists(self, config: &ModelConfig) -> bool {
+        match self {
+            QBias | KBias | VBias => config.qkv_bias,
+            OutputBias => config.output_bias,
+            GateBias | UpBias | DownBias => config.mlp_bias,
+            QNorm | KNorm => config.qk_norm,
+            AttentionNorm | Q | K | V | Output | MlpNorm | Gate | Up | Down => true,
+        }
+    }
+
+    /// The tensor's name behind `model.layers.i.`.
+    fn suffix(self) -> &'static str {
+        match self {
+            AttentionNorm => "input_layernorm.weight",
+            Q => "self_attn.q_proj.weight",
+            K => "self_attn.k_proj.weight",
+            V => "self_attn.v_proj.weight",
+            Output => "self_attn.o_proj.weight",
+            QBias => "self_attn.q_proj.bias",
+            KBias => "self_attn.k_proj.bias",
+            VBias => "self_attn.v_proj.bias",
+            OutputBias => "self_attn.o_proj.bias",
+            QNorm => "self_attn.q_norm.weight",
+            KNorm => "self_attn.k_norm.weight",
+            MlpNorm => "post_attention_layernorm.weight",
+            Gate => "mlp.gate_proj.weight",
+            Up => "mlp.up_proj.weight",
+            Down => "mlp.down_proj.weight",
+            GateBias => "mlp.gate_proj.bias",
+            UpBias => "mlp.up_proj.bias",
+            DownBias => "mlp.down_proj.bias",
+        }
+    }
+
+    /// (rows, columns); a vector is one row.
+    fn shape(self, config: &ModelConfig) -> (usize, usize) {
+        let (hidden, intermediate, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
+        match self {
+            AttentionNorm | MlpNorm | OutputBias | DownBias => (1, hidden),
+            Q => (q, hidden),
+            K | V => (kv, hidden),
+            Output => (hidden, q),
+            QBias => (1, q),
+            KBias | VBias => (1, kv),
+            QNorm | KNorm => (1, config.head_dim),
+            Gate | Up => (intermediate, hidden),
+            Down => (hidden, intermediate),
+            GateBias | UpBias => (1, intermediate),
+        }
+    }
+}
+
+impl Part {
+    /// (rows, columns) in a model of this configuration; a vector is one row.
+    pub fn shape(self, config: &ModelConfig) -> (usize, usize) {
+        match self {
+            Part::Embedding | Part::Head => (config.vocab, config.hidden),
+            Part::FinalNorm => (1, config.hidden),
+            Part::Layer(_, part) => part.shape(config),
+        }
+    }
+
+    /// Every part a model of this configuration stores, in the order of computation. A tied head is not listed.
+    pub fn all(config: &ModelConfig) -> Vec<Part> {
+        let layers = (0..config.layers).flat_map(|layer| {
+            LAYER_PARTS.into_iter().filter(|part| part.exists(config)).map(move |part| Part::Layer(layer, part))
+        });
+        let head = (!config.tied_embeddings).then_some(Part::Head);
+        std::iter::once(Part::Embedding).chain(layers).chain([Part::FinalNorm]).chain(head).collect()
+    }
+
+    /// Whether the part is a vector rather than a matrix.
+    fn is_vector(self) -> bool {
+        match self {
+            Part::Embedding | Part::Head => false,
+            Part::FinalNorm => true,
+            Part::Layer(_, part) => !matches!(part, Q | K | V | Output | Gate | Up | Down),
+        }
+    }
+
+    /// The tensor's name in Hugging Face checkpoints.
+    fn name(self) -> String {
+        match self {
+            Part::Embedding => "model.embed_tokens.weight".to_string(),
+            Part::FinalNorm => "model.norm.weight".to_string(),
+            Part::Head => "lm_head.weight".to_string(),
+            Part::Layer(layer, part) => format!("model.layers.{layer}.{}", part.suffix()),
+        }
+    }
+}
+
+/// Where a part's bytes are.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    shard: usize,
+    offset: u64,
+    dtype: Dtype,
+}
+
+/// An open checkpoint.
+#[derive(Debug)]
+pub struct Checkpoint {
+    config: ModelConfig,
+    shards: Vec<SafeTensors>,
+    places: HashMap<Part, Place>,
+}
+
+/// Largest JSON file read beside the weights: far above any real config.json or shard index.
+const JSON_BYTES_MAX: u64 = 64 << 20;
+/// Most shards of a checkpoint; every one stays open.
+const SHARDS_MAX: usize = 512;
+/// Bytes converted at a time by [`Checkpoint::read_f32`]; fits a core's L2 cache with its result.
+const CHUNK_BYTES: usize = 64 << 10;
+
+impl Checkpoint {
+    /// Opens a directory with config.json, optionally generation_config.json, and model.safetensors or shards named by
+    /// model.safetensors.index.json.
+    pub fn open(dir: &Path) -> Result<Checkpoint> {
+        if !dir.is_dir() {
+            return Err(Error::model(
+                format!("{} is not a directory", dir.display()),
+                "give a directory with config.json and model.safetensors, or a hub id",
+            ));
+        }
+        let Some(config) = read_json(dir, "config.json")? else {
+            return Err(Error::model(
+                format!("{} has no config.json", dir.display()),
+                "give a directory with config.json and model.safetensors, as published on the hub",
+            ));
+        };
+        let generation = read_json(dir, "generation_config.json")?;
+        let config = config::parse(&config, generation.as_deref())?;
+        let (shards, names) = open_shards(dir)?;
+        Checkpoint::new(config, shards, &names)
+    }
+
+    /// The same from memory: config.json and one safetensors file.
+    pub fn from_bytes(config: &[u8], safetensors: &'static [u8]) -> Result<Checkpoint> {
+        let config = config::parse(config, None)?;
+        let shard = SafeTensors::from_static("embedded model", safetensors)?;
+        let names = shard.tensors().keys().map(|name| (name.clone(), 0)).collect();
+        Checkpoint::new(config, vec![shard], &names)
+    }
+
+    fn new(mut config: ModelConfig, shards: Vec<SafeTensors>, names: &HashMap<String, usize>) -> Result<Checkpoint> {
+        refuse_foreign(&config, names)?;
+        let mut places = HashMap::new();
+        for part in Part::all(&config) {
+            places.insert(part, locate(&config, &shards, names, part)?);
+        }
+        if let (true, Some(&embedding)) = (config.tied_embeddings, places.get(&Part::Embedding)) {
+            places.insert(Part::Head, embedding);
+        }
+        if let Some(place) = places.get(&Part::Layer(0, Q)) {
+            config.dtype = place.dtype;
+        }
+        Ok(Checkpoint { config, shards, places })
+    }
+
+    /// The model's shape. Its dtype is the one of the first layer's query projection.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Number format of a part (of the whole model where the part does not exist).
+    pub fn dtype(&self, part: Part) -> Dtype {
+        self.places.get(&part).map_or(self.config.dtype, |place| place.dtype)
+    }
+
+    /// (rows, columns) of a part; a vector is one row.
+    pub fn shape(&self, part: Part) -> (usize, usize) {
+        part.shape(&self.config)
+    }
+
+    /// Whether the checkpoint has the part (biases and norms are optional; a tied head counts).
+    pub fn has(&self, part: Part) -> bool {
+        self.places.contains_key(&part)
+    }
+
+    /// The tensor's name, for messages.
+    pub fn tensor_name(&self, part: Part) -> String {
+        match part {
+            Part::Head if self.config.tied_embeddings => Part::Embedding.name(),
+            _ => part.name(),
+        }
+    }
+
+    /// Reads the little-endian bytes of some rows, [rows][columns] in the part's own number format.
+    pub fn read(&self, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
+        let (place, bytes) = self.span(part, &rows)?;
+        if out.len() != bytes {
+            return Err(Error::internal(format!("{} bytes of room for {bytes} of {}", out.len(), part.name())));
+        }
+        self.read_at(place, out)
+    }
+
+    /// Reads some rows as f32, [rows][columns]. NaN and infinity are an error that names the tensor.
+    pub fn read_f32(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let (mut place, bytes) = self.span(part, &rows)?;
+        let size = place.dtype.bytes();
+        if out.len() * size != bytes {
+            return Err(Error::internal(format!(
+                "room for {} of {} values of {}",
+                out.len(),
+                bytes / size,
+                part.name()
+            )));
+        }
+        let mut chunk = vec![0; bytes.min(CHUNK_BYTES)];
+        for (index, out) in out.chunks_mut(CHUNK_BYTES / size).enumerate() {
+            let chunk = &mut chunk[..out.len() * size];
+            self.read_at(place, chunk)?;
+            place.offset += chunk.len() as u64;
+            convert(place.dtype, chunk, out);
+            if let Some(at) = out.iter().position(|x| !x.is_finite()) {
+                let element = rows.start * self.shape(part).1 + index * (CHUNK_BYTES / size) + at;
+                return Err(Error::not_finite(format!(
+                    "{} is {} at element {element}",
+                    self.tensor_name(part),
+                    out[at]
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn read_at(&self, place: Place, out: &mut [u8]) -> Result<()> {
+        match self.shards.get(place.shard) {
+            Some(shard) => shard.read(place.offset, out),
+            None => Err(Error::internal(format!("shard {} is not open", place.shard))),
+        }
+    }
+
+    /// Place and byte count of some rows.
+    fn span(&self, part: Part, rows: &Range<usize>) -> Result<(Place, usize)> {
+        let Some(&place) = self.places.get(&part) else {
+            return Err(Error::internal(format!("this model has no {}", part.name())));
+        };
+        let (height, width) = self.shape(part);
+        if rows.start > rows.end || rows.end > height {
+            return Err(Error::internal(format!("rows {rows:?} of the {height} of {}", part.name())));
+        }
+        let row_bytes = width * place.dtype.bytes();
+        let start = place.offset + rows.start as u64 * row_bytes as u64;
+        Ok((Place { offset: start, ..place }, rows.len() * row_bytes))
+    }
+}
+
+/// Converts little-endian values; `bytes` and `out` have the same number of elements.
+fn convert(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
+    match dtype {
+        Dtype::Bf16 => {
+            for (out, from) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                *out = bf16::from_le_bytes(*from).to_f32();
+            }
+        }
+        Dtype::F16 => {
+            for (out, from) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                *out = f16::from_le_bytes(*from).to_f32();
+            }
+        }
+        Dtype::F32 => {
+            for (out, from) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                *out = f32::from_le_bytes(*from);
+            }
+        }
+    }
+}
+
+/// Reads a whole JSON file of the directory; None where it does not exist.
+fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
+    let failed = |error: std::io::Error| {
+        Error::new(
+            ErrorKind::Io,
+            format!("cannot read {}: {error}", dir.join(name).display()),
+            "check the file's permissions",
+        )
+    };
+    let file = match File::open(dir.join(name)) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(failed(error)),
+    };
+    let mut bytes = Vec::new();
+    file.take(JSON_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(failed)?;
+    if bytes.len() as u64 > JSON_BYTES_MAX {
+        return Err(Error::model(
+            format!("{name} is larger than {JSON_BYTES_MAX} bytes"),
+            "this is not a checkpoint's file; fetch it again from where the model is published",
+        ));
+    }
+    Ok(Some(bytes))
+}
+
+/// Opens model.safetensors or the shards of the index; the map says which shard holds a tensor.
+fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)> {
+    let single = dir.join("model.safetensors");
+    if single.exists() {
+        let shard = SafeTensors::open(&single)?;
+        let names = shard.tensors().keys().map(|name| (name.clone(), 0)).collect();
+        return Ok((vec![shard], names));
+    }
+    let Some(index) = read_json(dir, "model.safetensors.index.json")? else {
+        return Err(no_weights(dir));
+    };
+    let damaged = |what: String| {
+        Error::model(
+            format!("model.safetensors.index.json {what}"),
+            "the file is damaged; fetch it again from where the model is published",
+        )
+    };
+    let index: Value =
+        serde_json::from_slice(&index).map_err(|error| damaged(format!("is not valid JSON: {error}")))?;
+    let Some(map) = index.get("weight_map").and_then(Value::as_object) else {
+        return Err(damaged("has no weight_map".to_string()));
+    };
+    let mut files: Vec<&str> = Vec::new();
+    let mut names = HashMap::new();
+    let mut numbers: HashMap<&str, usize> = HashMap::new();
+    for (tensor, file) in map {
+        let Some(file) = file.as_str().filter(|file| is_plain_name(file)) else {
+            let shown: String = file.to_string().chars().take(80).collect();
+            return Err(damaged(format!("names the shard {shown}, which is not the name of a file beside it")));
+        };
+        let number = *numbers.entry(file).or_insert_with(|| {
+            files.push(file);
+            files.len() - 1
+        });
+        names.insert(tensor.clone(), number);
+    }
+    if files.len() > SHARDS_MAX {
+        return Err(damaged(format!("names {} shards; up to {SHARDS_MAX} are opened", files.len())));
+    }
+    let mut shards = Vec::new();
+    for file in files {
+        let path = dir.join(file);
+        if !path.exists() {
+            return Err(Error::model(
+                format!("shard {file} of the checkpoint is missing in {}", dir.display()),
+                "the download is incomplete; fetch the missing file",
+            ));
+        }
+        shards.push(SafeTensors::open(&path)?);
+    }
+    for (tensor, &number) in &names {
+        if shards.get(number).is_none_or(|shard| !shard.tensors().contains_key(tensor)) {
+            let file = shards.get(number).map_or("its shard", |shard| shard.name());
+            let shown: String = tensor.chars().take(80).collect();
+            return Err(damaged(format!("places \"{shown}\" in {file}, which does not hold it")));
+        }
+    }
+    Ok((shards, names))
+}
+
+/// Whether text is one plain path component: no directory, no parent, no drive.
+fn is_plain_name(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
+        && !name.contains(['/', '\\', ':', '\0'])
+        && name.len() <= 255
+}
+
+/// Names what is there instead of safetensors weights.
+fn no_weights(dir: &Path) -> Error {
+    let names: Vec<String> = std::fs::read_dir(dir)
+        .map(|entries| entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
+        .unwrap_or_default();
+    let any = |matches: &dyn Fn(&str) -> bool| names.iter().any(|name| matches(name));
+    let hint = if any(&|name| name.ends_with(".gguf")) {
+        "the directory holds GGUF files, which are not read; use the original safetensors checkpoint"
+    } else if any(&|name| name.starts_with("adapter_model.")) {
+        "the directory holds a LoRA adapter; merge it into its base model and save that as safetensors"
+    } else if any(&|name| name.ends_with(".bin") || name.ends_with(".pth") || name.ends_with(".pt")) {
+        "the directory holds pickled PyTorch weights, which can run code and are not read; convert them to safetensors"
+    } else {
+        "give a directory with config.json and model.safetensors, as published on the hub"
+    };
+    Error::model(format!("{} has neither model.safetensors nor model.safetensors.index.json", dir.display()), hint)
+}
+
+/// Refuses tensors in decoder layers that the configured network does not use: ignoring a bias or a quantised tensor's
+/// scale would silently compute another function. `rotary_emb.inv_freq` is recomputed and may be present.
+fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Result<()> {
+    let mut sorted: Vec<&String> = names.keys().collect();
+    sorted.sort_unstable();
+    for name in sorted {
+        let Some((layer, suffix)) = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')) else {
+            continue;
+        };
+        let shown: String = name.chars().take(80).collect();
+        const QUANTISED: [&str; 12] = [
+            ".qweight",
+            ".qzeros",
+            ".scales",
+            ".g_idx",
+            ".weight_scale",
+            ".weight_packed",
+            ".weight_scale_inv",
+            ".weight_zero_point",
+            ".absmax",
+            ".quant_map",
+            ".SCB",
+            ".input_scale",
+        ];
+        if QUANTISED.iter().any(|end| suffix.ends_with(end)) {
+            return Err(Error::model(
+                format!("quantised checkpoint (tensor \"{shown}\") is not supported"),
+                "use the unquantised checkpoint (BF16, F16 or F32): quantspec makes its own 4-bit draft weights from it",
+            ));
+        }
+        let inside = layer.parse::<usize>().is_ok_and(|layer| layer < config.layers);
+        if !inside {
+            return Err(Error::model(
+                format!("tensor \"{shown}\" is outside the {} layers of config.json", config.layers),
+                "config.json and the weights are of different models; fetch both again",
+            ));
+        }
+        let used = LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix() == suffix);
+        if !used && suffix != "self_attn.rotary_emb.inv_freq" {
+            return Err(Error::model(
+                format!("tensor \"{shown}\" is no part of a {} network as config.json describes it", config.family),
+                config::SUPPORTED,
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Finds a part and checks its type and shape.
+fn locate(config: &ModelConfig, shards: &[SafeTensors], names: &HashMap<String, usize>, part: Part) -> Result<Place> {
+    let name = part.name();
+    let found = names.get(&name).and_then(|&number| Some((number, shards.get(number)?.tensors().get(&name)?)));
+    let Some((shard, tensor)) = found else {
+        let hint = match part {
+            Part::Head => "if the head is the embedding, config.json must say \"tie_word_embeddings\": true",
+            _ => "config.json and the weights are of different models, or the download is incomplete; fetch both again",
+        };
+        return Err(Error::model(format!("the checkpoint has no tensor \"{name}\""), hint));
+    };
+    let dtype = match tensor.dtype {
+        "BF16" => Dtype::Bf16,
+        "F16" => Dtype::F16,
+        "F32" => Dtype::F32,
+        other => {
+            return Err(Error::model(
+                format!("tensor \"{name}\" has dtype {other}, which is not supported"),
+                "use the unquantised checkpoint in BF16, F16 or F32",
+            ));
+        }
+    };
+    let (rows, columns) = part.shape(config);
+    let expected = if part.is_vector() { vec![columns] } else { vec![rows, columns] };
+    if tensor.shape != expected {
+        return Err(Error::model(
+            format!("tensor \"{name}\" has shape {:?}, config.json asks for {expected:?}", tensor.shape),
+            "config.json and the weights are of different models; fetch both again",
+        ));
+    }
+    Ok(Place { shard, offset: tensor.offset, dtype })
+}

@@ -1,0 +1,519 @@
+//! `config.json` and `generation_config.json` of Hugging Face checkpoints, read into [`ModelConfig`] or refused.
+//!
+//! A value is never guessed where the families' own code would not: absent fields take the family's defaults, everything
+//! that would change the function computed and is not implemented is refused by its name.
+
+use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling};
+use quantspec_core::{Error, Result};
+use serde_json::{Map, Value};
+use std::ops::RangeInclusive;
+
+/// What may be loaded, for hints.
+pub const SUPPORTED: &str =
+    "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5 and Qwen3 checkpoints in BF16, F16 or F32";
+
+/// Bounds of sane shapes. Each is several times what any published model of these families has, and small enough that no
+/// product of two of them overflows 64 bits.
+const HIDDEN: RangeInclusive<usize> = 1..=65_536;
+const INTERMEDIATE: RangeInclusive<usize> = 1..=1_048_576;
+const LAYERS: RangeInclusive<usize> = 1..=1_024;
+const HEADS: RangeInclusive<usize> = 1..=1_024;
+const HEAD_DIM: RangeInclusive<usize> = 4..=256;
+const VOCAB: RangeInclusive<usize> = 1..=16_777_216;
+const POSITIONS: RangeInclusive<usize> = 1..=268_435_456;
+
+/// One supported `model_type` with the defaults of its Hugging Face configuration class.
+struct Family {
+    name: &'static str,
+    kv_heads: Option<usize>,
+    head_dim: Option<usize>,
+    max_positions: usize,
+    /// Q, K and V always have biases, whatever `attention_bias` says.
+    always_qkv_bias: bool,
+    /// `attention_bias` is honoured, for all four projections.
+    attention_bias: bool,
+    mlp_bias: bool,
+    qk_norm: bool,
+    window: Window,
+}
+
+/// How a family decides that attention is limited to a sliding window.
+enum Window {
+    Never,
+    /// `sliding_window`, unless it is null; absent means this many tokens.
+    Always(usize),
+    /// `sliding_window` where `use_sliding_window` is set, from layer `max_window_layers` on.
+    Optional,
+}
+
+const FAMILIES: [Family; 4] = [
+    Family {
+        name: "llama",
+        kv_heads: None,
+        head_dim: None,
+        max_positions: 2048,
+        always_qkv_bias: false,
+        attention_bias: true,
+        mlp_bias: true,
+        qk_norm: false,
+        window: Window::Never,
+    },
+    Family {
+        name: "mistral",
+        kv_heads: Some(8),
+        head_dim: None,
+        max_positions: 131_072,
+        always_qkv_bias: false,
+        attention_bias: false,
+        mlp_bias: false,
+        qk_norm: false,
+        window: Window::Always(4096),
+    },
+    Family {
+        name: "qwen2",
+        kv_heads: Some(32),
+        head_dim: None,
+        max_positions: 32_768,
+        always_qkv_bias: true,
+        attention_bias: false,
+        mlp_bias: false,
+        qk_norm: false,
+        window: Window::Optional,
+    },
+    Family {
+        name: "qwen3",
+        kv_heads: Some(32),
+        head_dim: Some(128),
+        max_positions: 32_768,
+        always_qkv_bias: false,
+        attention_bias: true,
+        mlp_bias: false,
+        qk_norm: true,
+        window: Window::Optional,
+    },
+];
+
+/// Reads the bytes of `config.json` and, where the checkpoint has one, of `generation_config.json`.
+///
+/// [`ModelConfig::dtype`] is what the file claims; [`crate::checkpoint::Checkpoint`] replaces it by what the tensors are.
+pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
+    let object = object(config, "config.json")?;
+    let fields = Fields { map: &object, place: "config.json" };
+    let family = family(&fields)?;
+    refuse_quantised(&fields)?;
+    refuse_activation(&fields)?;
+
+    let hidden = fields.size("hidden_size", HIDDEN, None)?;
+    let layers = fields.size("num_hidden_layers", LAYERS, None)?;
+    let heads = fields.size("num_attention_heads", HEADS, None)?;
+    let kv_heads = fields.size("num_key_value_heads", HEADS, Some(family.kv_heads.unwrap_or(heads)))?;
+    if heads % kv_heads != 0 {
+        return Err(absurd(format!("config.json: {kv_heads} key/value heads do not divide {heads} attention heads")));
+    }
+    let head_dim = match (fields.get("head_dim"), family.head_dim) {
+        (Some(_), _) => fields.size("head_dim", HEAD_DIM, None)?,
+        (None, Some(default)) => default,
+        (None, None) if hidden % heads == 0 => hidden / heads,
+        (None, None) => {
+            return Err(absurd(format!("config.json: {heads} attention heads do not divide hidden_size {hidden}")));
+        }
+    };
+    if !HEAD_DIM.contains(&head_dim) || head_dim % 2 != 0 {
+        return Err(Error::model(
+            format!(
+                "config.json: head_dim {head_dim} is not an even number from {} to {}",
+                HEAD_DIM.start(),
+                HEAD_DIM.end()
+            ),
+            "channels are rotated in pairs and the cache's kernels hold up to 256 of them; use another model",
+        ));
+    }
+    let vocab = fields.size("vocab_size", VOCAB, None)?;
+    let stated_positions = fields.size("max_position_embeddings", POSITIONS, Some(family.max_positions))?;
+    let rms_eps = fields.number("rms_norm_eps", Some(1e-6))?;
+    if !(1e-12..=1e-1).contains(&rms_eps) {
+        return Err(absurd(format!("config.json: rms_norm_eps {rms_eps} is not from 1e-12 to 0.1")));
+    }
+    let partial = fields.number("partial_rotary_factor", Some(1.0))?;
+    if partial != 1.0 {
+        return Err(unsupported(format!("config.json: partial rotary embeddings (partial_rotary_factor {partial})")));
+    }
+    let (rope, max_positions) = rope(&fields, stated_positions)?;
+    refuse_window(&fields, family, layers, max_positions)?;
+
+    let attention_bias = family.attention_bias && fields.flag("attention_bias", false)?;
+    Ok(ModelConfig {
+        family: family.name.to_string(),
+        layers,
+        hidden,
+        intermediate: fields.size("intermediate_size", INTERMEDIATE, None)?,
+        heads,
+        kv_heads,
+        head_dim,
+        vocab,
+        max_positions,
+        rms_eps: rms_eps as f32,
+        rope,
+        tied_embeddings: fields.flag("tie_word_embeddings", false)?,
+        qkv_bias: family.always_qkv_bias || attention_bias,
+        output_bias: attention_bias,
+        mlp_bias: family.mlp_bias && fields.flag("mlp_bias", false)?,
+        qk_norm: family.qk_norm,
+        dtype: dtype(&fields)?,
+        eos: eos(&fields, generation, vocab)?,
+    })
+}
+
+/// The JSON object of a whole file.
+fn object(bytes: &[u8], place: &str) -> Result<Map<String, Value>> {
+    match serde_json::from_slice(bytes) {
+        Ok(Value::Object(map)) => Ok(map),
+        Ok(_) => Err(Error::model(
+            format!("{place} is not a JSON object"),
+            "fetch the file again from where the model is published",
+        )),
+        Err(error) => Err(Error::model(
+            format!("{place} is not valid JSON: {error}"),
+            "the file is damaged or cut short; fetch it again from where the model is published",
+        )),
+    }
+}
+
+/// An error about a value no model of these families has.
+fn absurd(message: String) -> Error {
+    Error::model(message, "the file is damaged or not of this model; fetch it again from where the model is published")
+}
+
+/// An error about something real that is not implemented.
+fn unsupported(what: String) -> Error {
+    Error::model(format!("{what} is not supported"), SUPPORTED)
+}
+
+/// Typed access to a JSON object; null counts as absent, as in Hugging Face's classes.
+struct Fields<'a> {
+    map: &'a Map<String, Value>,
+    place: &'static str,
+}
+
+impl<'a> Fields<'a> {
+    fn get(&self, name: &str) -> Option<&'a Value> {
+        self.map.get(name).filter(|value| !value.is_null())
+    }
+
+    fn missing(&self, name: &str) -> Error {
+        absurd(format!("{}: {name} is missing", self.place))
+    }
+
+    fn wrong(&self, name: &str, value: &Value, want: &str) -> Error {
+        let mut shown = value.to_string();
+        if shown.len() > 60 {
+            shown = shown.chars().take(57).chain("...".chars()).collect();
+        }
+        absurd(format!("{}: {name} is {shown}, not {want}", self.place))
+    }
+
+    fn size(&self, name: &str, range: RangeInclusive<usize>, default: Option<usize>) -> Result<usize> {
+        let Some(value) = self.get(name) else {
+            return default.ok_or_else(|| self.missing(name));
+        };
+        // Some converters write sizes as floats ("original_max_position_embeddings": 4096.0).
+        let whole = value
+            .as_u64()
+            .or_else(|| value.as_f64().filter(|x| x.fract() == 0.0 && (0.0..1e15).contains(x)).map(|x| x as u64));
+        whole.and_then(|whole| usize::try_from(whole).ok()).filter(|whole| range.contains(whole)).ok_or_else(|| {
+            self.wrong(name, value, &format!("a whole number from {} to {}", range.start(), range.end()))
+        })
+    }
+
+    fn number(&self, name: &str, default: Option<f64>) -> Result<f64> {
+        match self.get(name) {
+            None => default.ok_or_else(|| self.missing(name)),
+            Some(value) => value.as_f64().filter(|x| x.is_finite()).ok_or_else(|| self.wrong(name, value, "a number")),
+        }
+    }
+
+    fn flag(&self, name: &str, default: bool) -> Result<bool> {
+        match self.get(name) {
+            None => Ok(default),
+            Some(value) => value.as_bool().ok_or_else(|| self.wrong(name, value, "true or false")),
+        }
+    }
+
+    fn text(&self, name: &str) -> Result<Option<&'a str>> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(value) => value.as_str().map(Some).ok_or_else(|| self.wrong(name, value, "a text")),
+        }
+    }
+
+    fn list(&self, name: &str) -> Result<Option<&'a [Value]>> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::Array(values)) => Ok(Some(values)),
+            Some(value) => Err(self.wrong(name, value, "a list")),
+        }
+    }
+
+    fn inner(&self, name: &'static str) -> Result<Option<Fields<'a>>> {
+        match self.get(name) {
+            None => Ok(None),
+            Some(Value::Object(map)) => Ok(Some(Fields { map, place: name })),
+            Some(value) => Err(self.wrong(name, value, "an object")),
+        }
+    }
+}
+
+/// The family of `model_type`; the architecture must be its causal language model.
+fn family(fields: &Fields) -> Result<&'static Family> {
+    let Some(name) = fields.text("model_type")? else {
+        return Err(Error::model(
+            "config.json: model_type is missing",
+            format!("this is not a Hugging Face checkpoint; {SUPPORTED}"),
+        ));
+    };
+    let Some(family) = FAMILIES.iter().find(|family| family.name == name) else {
+        let shown: String = name.chars().take(60).collect();
+        let kind = if shown.contains("moe") || shown.contains("mixtral") { " (mixture of experts)" } else { "" };
+        return Err(unsupported(format!("model family \"{shown}\"{kind}")));
+    };
+    if let Some(architectures) = fields.list("architectures")? {
+        let causal = |value: &Value| value.as_str().is_some_and(|text| text.ends_with("ForCausalLM"));
+        if !architectures.is_empty() && !architectures.iter().any(causal) {
+            let shown: String = architectures.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(", ");
+            return Err(unsupported(format!("architecture \"{}\"", shown.chars().take(60).collect::<String>())));
+        }
+    }
+    Ok(family)
+}
+
+/// Refuses checkpoints whose tensors are not plain weights.
+fn refuse_quantised(fields: &Fields) -> Result<()> {
+    for name in ["quantization_config", "compression_config"] {
+        if let Some(inner) = fields.inner(name)? {
+            let method = inner.text("quant_method")?.unwrap_or("unnamed method").chars().take(40).collect::<String>();
+            return Err(Error::model(
+                format!("quantised checkpoint ({method}) is not supported"),
+                "use the unquantised checkpoint (BF16, F16 or F32): quantspec makes its own 4-bit draft weights from it",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses feed-forward networks that are not SwiGLU.
+fn refuse_activation(fields: &Fields) -> Result<()> {
+    match fields.text("hidden_act")? {
+        None | Some("silu" | "swish") => Ok(()),
+        Some(other) => {
+            Err(unsupported(format!("activation \"{}\" (hidden_act)", other.chars().take(40).collect::<String>())))
+        }
+    }
+}
+
+/// Refuses attention limited to a window shorter than the context. A window at least as long as the context changes nothing.
+fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions: usize) -> Result<()> {
+    let window = match family.window {
+        Window::Never => None,
+        Window::Always(default) if fields.map.contains_key("sliding_window") => {
+            fields.get("sliding_window").map(|_| fields.size("sliding_window", POSITIONS, Some(default))).transpose()?
+        }
+        Window::Always(default) => Some(default),
+        Window::Optional if fields.flag("use_sliding_window", false)? => {
+            let first = fields.size("max_window_layers", 0..=usize::MAX, Some(28))?;
+            let window = fields.size("sliding_window", POSITIONS, Some(4096))?;
+            (first < layers || fields.get("layer_types").is_some()).then_some(window)
+        }
+        Window::Optional => None,
+    };
+    // An explicit list of layer types overrides the families' rules.
+    let window = match fields.list("layer_types")? {
+        None => window,
+        Some(types) => {
+            let other = types.iter().find(|kind| kind.as_str() != Some("full_attention"));
+            match other.map(Value::as_str) {
+                None => None,
+                Some(Some("sliding_attention")) => match window {
+                    Some(window) => Some(window),
+                    None => Some(fields.size("sliding_window", POSITIONS, Some(0))?),
+                },
+                Some(kind) => {
+                    let shown: String = kind.unwrap_or("?").chars().take(40).collect();
+                    return Err(unsupported(format!("layer type \"{shown}\" (layer_types)")));
+                }
+            }
+        }
+    };
+    match window {
+        Some(window) if window < max_positions => Err(unsupported(format!(
+            "sliding-window attention ({window} tokens of a context of {max_positions}; sliding_window)"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// RoPE from either spelling (`rope_theta` with `rope_scaling`, or `rope_parameters`), and the context it reaches.
+fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
+    let scaling = match fields.inner("rope_parameters")? {
+        Some(inner) => Some(inner),
+        None => fields.inner("rope_scaling")?,
+    };
+    let theta = match &scaling {
+        Some(inner) if inner.get("rope_theta").is_some() => inner.number("rope_theta", None)?,
+        _ => fields.number("rope_theta", Some(10_000.0))?,
+    };
+    // At a base of 1 all wavelengths coincide; 1e12 is far beyond the longest context.
+    if !(theta > 1.0 && theta <= 1e12) {
+        return Err(absurd(format!("config.json: rope_theta {theta} is not above 1 and up to 1e12")));
+    }
+    let Some(inner) = scaling else {
+        return Ok((Rope { theta, scaling: RopeScaling::None }, stated_positions));
+    };
+    if let Some((name, _)) = inner.map.iter().find(|(_, value)| value.is_object()) {
+        let shown: String = name.chars().take(40).collect();
+        return Err(unsupported(format!("{}: RoPE by layer type (\"{shown}\")", inner.place)));
+    }
+    let partial = inner.number("partial_rotary_factor", Some(1.0))?;
+    if partial != 1.0 {
+        return Err(unsupported(format!(
+            "{}: partial rotary embeddings (partial_rotary_factor {partial})",
+            inner.place
+        )));
+    }
+    let kind = match inner.text("rope_type")? {
+        Some(kind) => kind,
+        None => inner.text("type")?.unwrap_or("default"),
+    };
+    let factor = |default| -> Result<f64> {
+        let factor = inner.number("factor", default)?;
+        if (1.0..=65_536.0).contains(&factor) {
+            Ok(factor)
+        } else {
+            Err(absurd(format!("{}: factor {factor} is not from 1 to 65536", inner.place)))
+        }
+    };
+    let original = || match inner.get("original_max_position_embeddings") {
+        Some(_) => inner.size("original_max_position_embeddings", POSITIONS, None),
+        None => fields.size("original_max_position_embeddings", POSITIONS, Some(stated_positions)),
+    };
+    let positive = |name: &str, default| -> Result<f64> {
+        let value = inner.number(name, default)?;
+        if value > 0.0 && value <= 1e6 {
+            Ok(value)
+        } else {
+            Err(absurd(format!("{}: {name} {value} is not above 0 and up to 1e6", inner.place)))
+        }
+    };
+    // YaRN and dynamic checkpoints usually state the context before stretching; never shorten what is stated.
+    let stretched =
+        |factor: f64, original: usize| stated_positions.max((factor * original as f64) as usize).min(*POSITIONS.end());
+    let (scaling, max_positions) = match kind {
+        "default" => (RopeScaling::None, stated_positions),
+        "linear" => (
+            RopeScaling::Linear { factor: factor(None)? },
+            fields.size("max_sequence_length", POSITIONS, Some(0))?.max(stated_positions),
+        ),
+        "dynamic" => {
+            let (factor, original) = (factor(None)?, original()?);
+            (RopeScaling::Dynamic { factor, original }, stretched(factor, original))
+        }
+        "llama3" => {
+            let (low, high) = (positive("low_freq_factor", None)?, positive("high_freq_factor", None)?);
+            if low >= high {
+                return Err(absurd(format!(
+                    "{}: low_freq_factor {low} is not below high_freq_factor {high}",
+                    inner.place
+                )));
+            }
+            let scaling = RopeScaling::Llama3 {
+                factor: factor(None)?,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original: original()?,
+            };
+            (scaling, stated_positions)
+        }
+        "yarn" => {
+            let original = original()?;
+            let factor = factor(Some(stated_positions as f64 / original as f64))?;
+            let scaling = RopeScaling::Yarn {
+                factor,
+                original,
+                beta_fast: positive("beta_fast", Some(32.0))?,
+                beta_slow: positive("beta_slow", Some(1.0))?,
+                attention_factor: yarn_attention_factor(&inner, factor)?,
+                truncate: inner.flag("truncate", true)?,
+            };
+            (scaling, stretched(factor, original))
+        }
+        other => {
+            let shown: String = other.chars().take(40).collect();
+            return Err(Error::model(
+                format!("RoPE type \"{shown}\" is not supported"),
+                "supported RoPE types are default, linear, dynamic, llama3 and yarn",
+            ));
+        }
+    };
+    Ok((Rope { theta, scaling }, max_positions))
+}
+
+/// The factor YaRN puts on cos and sin: stated, or 0.1·ln(factor) + 1 with DeepSeek's two `mscale` fields where present.
+fn yarn_attention_factor(fields: &Fields, factor: f64) -> Result<f64> {
+    let mscale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+    let value = match fields.get("attention_factor") {
+        Some(_) => fields.number("attention_factor", None)?,
+        None => match (fields.number("mscale", Some(0.0))?, fields.number("mscale_all_dim", Some(0.0))?) {
+            (one, all) if one != 0.0 && all != 0.0 => mscale(one) / mscale(all),
+            _ => mscale(1.0),
+        },
+    };
+    if value > 0.0 && value <= 100.0 {
+        Ok(value)
+    } else {
+        Err(absurd(format!("{}: attention factor {value} is not above 0 and up to 100", fields.place)))
+    }
+}
+
+/// The weights' type as the file claims it; checkpoints without the field are F32.
+fn dtype(fields: &Fields) -> Result<Dtype> {
+    let name = match fields.text("dtype")? {
+        Some(name) => Some(name),
+        None => fields.text("torch_dtype")?,
+    };
+    match name.map(|name| name.strip_prefix("torch.").unwrap_or(name)) {
+        None | Some("float32" | "float" | "auto") => Ok(Dtype::F32),
+        Some("bfloat16") => Ok(Dtype::Bf16),
+        Some("float16" | "half") => Ok(Dtype::F16),
+        Some(other) => {
+            Err(unsupported(format!("config.json: dtype \"{}\"", other.chars().take(40).collect::<String>())))
+        }
+    }
+}
+
+/// Tokens that end a text: of `generation_config.json` where it names any, of `config.json` otherwise.
+fn eos(fields: &Fields, generation: Option<&[u8]>, vocab: usize) -> Result<Vec<u32>> {
+    if let Some(bytes) = generation {
+        let map = object(bytes, "generation_config.json")?;
+        let generation = Fields { map: &map, place: "generation_config.json" };
+        if generation.get("eos_token_id").is_some() {
+            return eos_of(&generation, vocab);
+        }
+    }
+    eos_of(fields, vocab)
+}
+
+fn eos_of(fields: &Fields, vocab: usize) -> Result<Vec<u32>> {
+    let one =
+        |value: &Value| {
+            value.as_u64().filter(|&id| id < vocab as u64).map(|id| id as u32).ok_or_else(|| {
+                fields.wrong("eos_token_id", value, &format!("a token id below {vocab} or a list of them"))
+            })
+        };
+    let mut ids = match fields.get("eos_token_id") {
+        None => Vec::new(),
+        Some(Value::Array(values)) => values.iter().map(one).collect::<Result<Vec<u32>>>()?,
+        Some(value) => vec![one(value)?],
+    };
+    ids.sort_unstable();
+    ids.dedup();
+    Ok(ids)
+}

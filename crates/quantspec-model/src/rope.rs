@@ -1,0 +1,96 @@
+//! Rotary position embeddings: cosines and sines of a position, for every kind of scaling.
+//!
+//! Convention of Hugging Face's Llama ("rotate half"): channel i is paired with i + D/2,
+//! `y1 = x1·cos − x2·sin`, `y2 = x2·cos + x1·sin`, angle = position · inverse frequency of i. Angles are computed in f64: in
+//! f32 a position of 10⁵ would turn the fastest channel by 0.004 rad too much or too little.
+
+use quantspec_core::config::{ModelConfig, RopeScaling};
+use std::f64::consts::PI;
+
+/// Inverse frequencies of a model, [D/2], and what scales them.
+#[derive(Clone, Debug)]
+pub struct RopeTable {
+    inverse: Vec<f64>,
+    attention_factor: f64,
+    dynamic: Option<Dynamic>,
+}
+
+/// NTK-aware scaling: the base depends on the length of the sequence.
+#[derive(Clone, Copy, Debug)]
+struct Dynamic {
+    theta: f64,
+    factor: f64,
+    original: usize,
+}
+
+/// `theta^(-2i/D)`, [D/2].
+fn inverse_frequencies(theta: f64, head_dim: usize) -> Vec<f64> {
+    (0..head_dim / 2).map(|i| theta.powf(-(2.0 * i as f64) / head_dim as f64)).collect()
+}
+
+impl RopeTable {
+    /// The table of a model.
+    pub fn new(config: &ModelConfig) -> RopeTable {
+        let (theta, dim) = (config.rope.theta, config.head_dim);
+        let mut table = RopeTable { inverse: inverse_frequencies(theta, dim), attention_factor: 1.0, dynamic: None };
+        match config.rope.scaling {
+            RopeScaling::None => {}
+            RopeScaling::Linear { factor } => table.inverse.iter_mut().for_each(|f| *f /= factor),
+            RopeScaling::Dynamic { factor, original } => table.dynamic = Some(Dynamic { theta, factor, original }),
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
+                for f in &mut table.inverse {
+                    // Rotations within the pre-training's context: few (long waves) are stretched, many are kept.
+                    let rotations = original as f64 * *f / (2.0 * PI);
+                    let keep = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                    *f *= keep + (1.0 - keep) / factor;
+                }
+            }
+            RopeScaling::Yarn { factor, original, beta_fast, beta_slow, attention_factor, truncate } => {
+                // The (fractional) channel that makes `rotations` turns within the pre-training's context.
+                let channel =
+                    |rotations: f64| dim as f64 * (original as f64 / (rotations * 2.0 * PI)).ln() / (2.0 * theta.ln());
+                let (mut low, mut high) = (channel(beta_fast), channel(beta_slow));
+                if truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                (low, high) = (low.max(0.0), high.min(dim as f64 - 1.0));
+                if low == high {
+                    high += 0.001; // Hugging Face's guard against an empty ramp
+                }
+                for (i, f) in table.inverse.iter_mut().enumerate() {
+                    let stretch = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                    *f *= (1.0 - stretch) + stretch / factor;
+                }
+                table.attention_factor = attention_factor;
+            }
+        }
+        table
+    }
+
+    /// Cosines and sines of `position`, [D/2] each, with YaRN's attention factor in both.
+    ///
+    /// `length` is the sequence length the position is seen in and matters for dynamic scaling only: a prefill row passes
+    /// the prompt's length, a step row position + 1.
+    pub fn fill(&self, position: usize, length: usize, cos: &mut [f32], sin: &mut [f32]) {
+        let grown;
+        let inverse = match self.dynamic {
+            Some(Dynamic { theta, factor, original }) if length > original => {
+                let dim = 2.0 * self.inverse.len() as f64;
+                let growth = factor * length as f64 / original as f64 - (factor - 1.0);
+                grown = inverse_frequencies(theta * growth.powf(dim / (dim - 2.0)), 2 * self.inverse.len());
+                &grown
+            }
+            _ => &self.inverse,
+        };
+        for ((f, cos), sin) in inverse.iter().zip(cos).zip(sin) {
+            let (s, c) = (position as f64 * f).sin_cos();
+            *cos = (c * self.attention_factor) as f32;
+            *sin = (s * self.attention_factor) as f32;
+        }
+    }
+
+    /// Whether cosines and sines depend on the length too, so that they cannot be tabulated by position.
+    pub fn depends_on_length(&self) -> bool {
+        self.dynamic.is_some()
+    }
+}
