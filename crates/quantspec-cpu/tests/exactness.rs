@@ -151,7 +151,8 @@ fn law(model: &Path, prompts: &[Vec<u32>], new_tokens: usize, runs: &[(Run, usiz
                 new_tokens,
             );
             for (&i, text) in chosen.iter().zip(&texts) {
-                let what = format!("{run:?}, batch {batch}, prompt of {} tokens, {:?}", prompts[i].len(), sampler.accept);
+                let what =
+                    format!("{run:?}, batch {batch}, prompt of {} tokens, {:?}", prompts[i].len(), sampler.accept);
                 assert_same(&what, &alone[i], text);
             }
         }
@@ -232,8 +233,7 @@ fn every_target_view_and_rounding_is_exact() {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
             for method in ["quantspec", "kv4", "w4"] {
-                let run =
-                    Run { target, rounding, draft: draft(method, target, Pages::All), gamma: 5, threads: 2 };
+                let run = Run { target, rounding, draft: draft(method, target, Pages::All), gamma: 5, threads: 2 };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
             }

@@ -77,7 +77,10 @@ impl<B: Backend> Engine<B> {
     pub fn add(&mut self, prompt: &[u32], sampler: Sampler, max_new_tokens: usize) -> Result<usize> {
         let vocab = self.backend.config().vocab;
         if prompt.is_empty() {
-            return Err(Error::usage("the prompt has 0 tokens", "give at least one token, for example the model's BOS"));
+            return Err(Error::usage(
+                "the prompt has 0 tokens",
+                "give at least one token, for example the model's BOS",
+            ));
         }
         if let Some(id) = prompt.iter().find(|&&id| id as usize >= vocab) {
             return Err(Error::model(
@@ -155,7 +158,10 @@ impl<B: Backend> Engine<B> {
             }
             if gamma > GAMMA_MAX || gamma + 1 > sequence.remaining {
                 return Err(Error::usage(
-                    format!("gamma {gamma} is out of range for slot {slot}, which may emit {} tokens", sequence.remaining),
+                    format!(
+                        "gamma {gamma} is out of range for slot {slot}, which may emit {} tokens",
+                        sequence.remaining
+                    ),
                     format!("use the value of choose_gamma, at most {GAMMA_MAX}"),
                 ));
             }

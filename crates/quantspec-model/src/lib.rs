@@ -5,6 +5,7 @@ pub mod backend;
 pub mod checkpoint;
 pub mod config;
 pub mod engine;
+pub mod evaluate;
 pub mod forward;
 pub mod rope;
 pub mod safetensors;

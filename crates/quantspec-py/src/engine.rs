@@ -101,9 +101,8 @@ fn plan_on_cpu(checkpoint: &Checkpoint, options: &Options) -> Result<Plan> {
     let config = checkpoint.config();
     let resident = machine::resident().unwrap_or(0);
     let available = machine::memory_available().unwrap_or(usize::MAX);
-    let fits = |capacity: usize| {
-        total(&quantspec_cpu::plan(config, &Options { capacity, ..options.clone() })) <= available
-    };
+    let fits =
+        |capacity: usize| total(&quantspec_cpu::plan(config, &Options { capacity, ..options.clone() })) <= available;
     // The largest capacity that fits, by bisection: the plan grows with capacity.
     let (mut low, mut high) = (0, config.max_positions);
     while low < high {

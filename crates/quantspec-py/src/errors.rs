@@ -28,7 +28,10 @@ pub(crate) fn to_python(error: Error) -> PyErr {
 }
 
 /// Runs `work` without the GIL. A panic, which is always a defect of ours, becomes an error instead of unwinding into Python.
-pub(crate) fn detached<T: Send>(py: Python<'_>, work: impl FnOnce() -> quantspec_core::Result<T> + Send) -> PyResult<T> {
+pub(crate) fn detached<T: Send>(
+    py: Python<'_>,
+    work: impl FnOnce() -> quantspec_core::Result<T> + Send,
+) -> PyResult<T> {
     py.detach(|| catch_unwind(AssertUnwindSafe(work)))
         .unwrap_or_else(|panic| {
             let text = panic.downcast_ref::<&str>().map(|text| text.to_string());

@@ -48,7 +48,10 @@ mod _native {
         cpu.set_item("threads", engine::default_threads())?;
         cpu.set_item("simd", simd.name)?;
         cpu.set_item("simd_reason", simd.reason)?;
-        cpu.set_item("read_gb_per_s", errors::detached(py, || quantspec_cpu::read_gb_per_s(engine::default_threads()))?)?;
+        cpu.set_item(
+            "read_gb_per_s",
+            errors::detached(py, || quantspec_cpu::read_gb_per_s(engine::default_threads()))?,
+        )?;
         let gpu = PyDict::new(py);
         let detected = py.detach(quantspec_cuda::detect);
         gpu.set_item("available", detected.available)?;
