@@ -353,9 +353,11 @@ fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions:
 
 /// RoPE from either spelling (`rope_theta` with `rope_scaling`, or `rope_parameters`), and the context it reaches.
 fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
-    let scaling = match fields.inner("rope_parameters")? {
+    // Where a file has both spellings, the old one wins, as in transformers 5.
+    let old = fields.inner("rope_scaling")?.filter(|inner| !inner.map.is_empty());
+    let scaling = match old {
         Some(inner) => Some(inner),
-        None => fields.inner("rope_scaling")?,
+        None => fields.inner("rope_parameters")?,
     };
     let theta = match &scaling {
         Some(inner) if inner.get("rope_theta").is_some() => inner.number("rope_theta", None)?,
@@ -391,9 +393,10 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
             Err(absurd(format!("{}: factor {factor} is not from 1 to 65536", inner.place)))
         }
     };
-    let original = || match inner.get("original_max_position_embeddings") {
-        Some(_) => inner.size("original_max_position_embeddings", POSITIONS, None),
-        None => fields.size("original_max_position_embeddings", POSITIONS, Some(stated_positions)),
+    // Beside the scaling it has priority over inside it, as in transformers 5.
+    let original = || match fields.get("original_max_position_embeddings") {
+        Some(_) => fields.size("original_max_position_embeddings", POSITIONS, None),
+        None => inner.size("original_max_position_embeddings", POSITIONS, Some(stated_positions)),
     };
     let positive = |name: &str, default| -> Result<f64> {
         let value = inner.number(name, default)?;
@@ -403,7 +406,7 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
             Err(absurd(format!("{}: {name} {value} is not above 0 and up to 1e6", inner.place)))
         }
     };
-    // YaRN and dynamic checkpoints usually state the context before stretching; never shorten what is stated.
+    // YaRN and dynamic checkpoints often state the context before stretching; never shorten what is stated.
     let stretched =
         |factor: f64, original: usize| stated_positions.max((factor * original as f64) as usize).min(*POSITIONS.end());
     let (scaling, max_positions) = match kind {
@@ -412,9 +415,10 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
             RopeScaling::Linear { factor: factor(None)? },
             fields.size("max_sequence_length", POSITIONS, Some(0))?.max(stated_positions),
         ),
+        // Dynamic scaling grows from the stated context; `original_max_position_embeddings` does not enter.
         "dynamic" => {
-            let (factor, original) = (factor(None)?, original()?);
-            (RopeScaling::Dynamic { factor, original }, stretched(factor, original))
+            let factor = factor(None)?;
+            (RopeScaling::Dynamic { factor, original: stated_positions }, stretched(factor, stated_positions))
         }
         "llama3" => {
             let (low, high) = (positive("low_freq_factor", None)?, positive("high_freq_factor", None)?);
