@@ -102,7 +102,11 @@ impl Error {
 
     /// An [`ErrorKind::Internal`] error: a broken invariant of this program, never the user's fault.
     pub fn internal(message: impl Into<String>) -> Error {
-        Error::new(ErrorKind::Internal, message, "this is a defect of quantspec; please report it with the command you ran")
+        Error::new(
+            ErrorKind::Internal,
+            message,
+            "this is a defect of quantspec; please report it with the command you ran",
+        )
     }
 }
 

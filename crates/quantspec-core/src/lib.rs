@@ -6,9 +6,14 @@
 //! Letters follow Leviathan et al.: p is the target's distribution, q the draft's, γ the drafted tokens of a round.
 #![forbid(unsafe_code)]
 
+pub mod attend;
 pub mod cache;
 pub mod config;
 pub mod error;
+pub mod plan;
+pub mod policy;
+pub mod quantize;
+pub mod report;
 pub mod sample;
 pub mod verify;
 

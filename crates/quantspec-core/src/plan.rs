@@ -1,0 +1,167 @@
+//! Memory arithmetic: bytes of the cache and its buffer, and the longest context that fits.
+//!
+//! Sizes are the canonical ones: no padding, one scale and one zero in f16 per group. A backend whose layout pads (see
+//! [`crate::layout`]) adds its own.
+
+use crate::cache::{BUFFER_TOKENS, G};
+use crate::config::{ModelConfig, Planes};
+
+/// Bytes of one f16.
+const HALF: usize = 2;
+
+/// Upper nibbles and parameters of a page of one KV head in one layer: K and V nibbles, scale and zero of every key channel
+/// and of every token's values.
+pub const fn upper_page_bytes(head_dim: usize) -> usize {
+    2 * (G * head_dim / 2) + 2 * HALF * head_dim + 2 * HALF * G
+}
+
+/// Lower nibbles of a page of one KV head in one layer.
+pub const fn lower_page_bytes(head_dim: usize) -> usize {
+    2 * (G * head_dim / 2)
+}
+
+/// A page of f16 keys and values of one KV head in one layer.
+pub const fn full_page_bytes(head_dim: usize) -> usize {
+    2 * HALF * G * head_dim
+}
+
+/// Ring of recent keys and values of one KV head in one layer.
+pub const fn buffer_bytes(head_dim: usize) -> usize {
+    2 * HALF * BUFFER_TOKENS * head_dim
+}
+
+// 4.25, 8.25 and 16 bits per element at head_dim 128.
+const _: () = assert!(upper_page_bytes(128) == 17_408);
+const _: () = assert!(lower_page_bytes(128) == 16_384);
+const _: () = assert!(full_page_bytes(128) == 65_536);
+
+/// Complete pages of a sequence of `tokens`. Pages are quantised as soon as they are complete, so all of them have a place.
+pub const fn pages(tokens: usize) -> usize {
+    tokens / G
+}
+
+/// Bytes of the caches of all slots, over all layers and KV heads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheBytes {
+    /// Upper nibbles and parameters.
+    pub upper_bytes: usize,
+    /// Lower nibbles.
+    pub lower_bytes: usize,
+    /// f16 pages.
+    pub full_bytes: usize,
+    /// Rings of recent tokens.
+    pub buffer_bytes: usize,
+}
+
+impl CacheBytes {
+    /// Caches of `slots` sequences of up to `capacity` tokens each.
+    pub fn of(config: &ModelConfig, planes: Planes, capacity: usize, slots: usize) -> CacheBytes {
+        let heads = slots.saturating_mul(config.layers).saturating_mul(config.kv_heads);
+        let stored = heads.saturating_mul(pages(capacity));
+        let when = |kept: bool, bytes: usize| if kept { stored.saturating_mul(bytes) } else { 0 };
+        CacheBytes {
+            upper_bytes: when(planes.upper, upper_page_bytes(config.head_dim)),
+            lower_bytes: when(planes.lower, lower_page_bytes(config.head_dim)),
+            full_bytes: when(planes.full, full_page_bytes(config.head_dim)),
+            buffer_bytes: heads.saturating_mul(buffer_bytes(config.head_dim)),
+        }
+    }
+
+    /// Sum of all parts.
+    pub fn total(&self) -> usize {
+        [self.upper_bytes, self.lower_bytes, self.full_bytes, self.buffer_bytes]
+            .into_iter()
+            .fold(0, usize::saturating_add)
+    }
+}
+
+/// The longest capacity, in tokens and at most `config.max_positions`, whose caches fit into `bytes` beside
+/// `other_bytes(capacity)`: weights, workspace, and whatever else the backend takes, not shrinking with the capacity.
+/// `None` where not even one token fits.
+pub fn longest_context(
+    config: &ModelConfig,
+    planes: Planes,
+    slots: usize,
+    bytes: usize,
+    other_bytes: impl Fn(usize) -> usize,
+) -> Option<usize> {
+    let fits = |capacity: usize| {
+        CacheBytes::of(config, planes, capacity, slots).total().saturating_add(other_bytes(capacity)) <= bytes
+    };
+    let (mut fitting, mut beyond) = (0, config.max_positions.saturating_add(1));
+    while beyond - fitting > 1 {
+        let middle = fitting + (beyond - fitting) / 2;
+        if fits(middle) {
+            fitting = middle;
+        } else {
+            beyond = middle;
+        }
+    }
+    (fitting > 0).then_some(fitting)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Dtype, Rope, RopeScaling, View};
+
+    fn llama_8b() -> ModelConfig {
+        ModelConfig {
+            family: "llama".into(),
+            layers: 32,
+            hidden: 4096,
+            intermediate: 14_336,
+            heads: 32,
+            kv_heads: 8,
+            head_dim: 128,
+            vocab: 128_256,
+            max_positions: 131_072,
+            rms_eps: 1e-5,
+            rope: Rope { theta: 5e5, scaling: RopeScaling::None },
+            tied_embeddings: false,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            qk_norm: false,
+            dtype: Dtype::Bf16,
+            eos: vec![],
+        }
+    }
+
+    #[test]
+    fn a_full_context_of_llama_8b() {
+        let bytes = CacheBytes::of(&llama_8b(), Planes::of(&[View::Upper, View::Both]), 131_072, 1);
+        // 131,072 tokens × 32 layers × 8 heads × 256 elements = 8.6e9 elements of 4.25 and 4 bits.
+        assert_eq!(bytes.upper_bytes, 8_589_934_592 / 8 * 17 / 4);
+        assert_eq!(bytes.lower_bytes, 8_589_934_592 / 2);
+        assert_eq!(bytes.full_bytes, 0);
+        assert_eq!(bytes.buffer_bytes, 384 * 32 * 8 * 256 * 2);
+        assert_eq!(bytes.total(), bytes.upper_bytes + bytes.lower_bytes + bytes.buffer_bytes);
+    }
+
+    #[test]
+    fn planes_that_are_not_kept_cost_nothing() {
+        let of = |views: &[View]| CacheBytes::of(&llama_8b(), Planes::of(views), 1_024, 2);
+        let (upper, full) = (of(&[View::Upper]), of(&[View::Full]));
+        assert_eq!((upper.lower_bytes, upper.full_bytes, full.upper_bytes, full.lower_bytes), (0, 0, 0, 0));
+        assert_eq!(full.full_bytes, 2 * 32 * 8 * 8 * 65_536);
+        // Tokens of an incomplete page are in the buffer alone.
+        let planes = Planes::of(&[View::Full]);
+        assert_eq!(CacheBytes::of(&llama_8b(), planes, 127, 1).full_bytes, 0);
+        assert_eq!(CacheBytes::of(&llama_8b(), planes, 128, 1).full_bytes, 32 * 8 * 65_536);
+    }
+
+    #[test]
+    fn the_longest_context_fits_and_one_more_does_not() {
+        let (config, planes) = (llama_8b(), Planes::of(&[View::Both]));
+        let other = |capacity: usize| 16_000_000_000 + 8_192 * capacity;
+        let total = |capacity| CacheBytes::of(&config, planes, capacity, 3).total() + other(capacity);
+        for bytes in [17_000_000_000, 18_234_567_890, 24_000_000_000] {
+            let longest = longest_context(&config, planes, 3, bytes, other).unwrap();
+            assert!(longest < config.max_positions);
+            assert!(total(longest) <= bytes && total(longest + 1) > bytes, "{longest}");
+        }
+        assert_eq!(longest_context(&config, planes, 3, usize::MAX, other), Some(131_072));
+        assert_eq!(longest_context(&config, planes, 3, 16_000_000_000, other), None);
+    }
+}

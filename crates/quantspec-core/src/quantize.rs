@@ -1,0 +1,310 @@
+//! Quantisers: pages of the cache into two nibble planes, draft weights into 4 (or 8) bits, draft activations into int8.
+//!
+//! A cache element is `(U + L/16)·s + z` in view Both and `U·s + z'` in view Upper, U in 0..=15, L in −8..=7, s and z in
+//! fp16 per group. Keys: a group is one channel over the G tokens of a page; values: one token over the head's channels.
+//! Codes are computed in f32 against the *stored* s and z, so that rounding the parameters adds no error of its own.
+//!
+//! * [`Rounding::Paper`]: s = range/15, z = minimum; U rounds the value, L rounds what is left, z' = z. A remainder of
+//!   exactly half a step saturates L, which biases view Both by about −0.03 of its step.
+//! * [`Rounding::Balanced`]: one rounding to 8 bits on the mid-rise grid of step S = range/255, z = minimum + 8·S, s = 16·S,
+//!   code in −8..=247, U = (code + 8) / 16, L = code − 16·U. The cell of U then covers codes 16·U − 8 ..= 16·U + 7, whose
+//!   centre is half a code low, so view Upper moves it: z' = z − s/32. No clipping, no bias.
+//!
+//! All roundings are to nearest, ties to even, and every operation is IEEE f32: other implementations match bit for bit.
+
+use crate::cache::G;
+use crate::config::Rounding;
+use crate::error::{Error, Result};
+use half::f16;
+
+/// Elements along k of one group of draft weights and of draft activations.
+pub const WEIGHT_GROUP: usize = 128;
+
+/// Least scale of a group that is not constant, the smallest normal f16 (2⁻¹⁴): below it the scale itself would lose bits.
+pub const SCALE_MIN: f32 = 6.103_515_6e-5;
+
+const _: () = assert!(SCALE_MIN == 1.0 / 16_384.0);
+
+/// Stored parameters of one group: an element is `code · scale + zero`.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Params {
+    /// Value of one step of the code; 0 for a constant group.
+    pub scale: f16,
+    /// Value of code 0.
+    pub zero: f16,
+}
+
+impl Params {
+    /// Rounds the parameters to f16; a group that is not constant gets a scale of at least [`SCALE_MIN`].
+    fn new(scale: f32, zero: f32) -> Result<Params> {
+        let params = Params { scale: f16::from_f32(scale.max(SCALE_MIN)), zero: f16::from_f32(zero) };
+        params.finite()
+    }
+
+    /// Parameters of a group whose elements all equal `value`: exact where that is an f16 value.
+    fn constant(value: f32) -> Result<Params> {
+        Params { scale: f16::ZERO, zero: f16::from_f32(value) }.finite()
+    }
+
+    fn finite(self) -> Result<Params> {
+        if self.scale.is_finite() && self.zero.is_finite() {
+            Ok(self)
+        } else {
+            Err(Error::not_finite("a quantisation group spans more than half precision can hold"))
+        }
+    }
+}
+
+/// Least and greatest element.
+fn range(x: &[f32]) -> Result<(f32, f32)> {
+    if let Some(at) = x.iter().position(|value| !value.is_finite()) {
+        return Err(Error::not_finite(format!("element {at} of a quantisation group is {}", x[at])));
+    }
+    Ok(x.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(low, high), &value| (low.min(value), high.max(value))))
+}
+
+/// Quantises one group into `upper` (0..=15) and `lower` (−8..=7), each as long as `x`.
+///
+/// # Errors
+/// [`crate::ErrorKind::NotFinite`] for NaN, infinities, and ranges f16 cannot hold (none where the elements are f16 values);
+/// [`crate::ErrorKind::Internal`] where the lengths differ or are 0.
+pub fn quantize_group(x: &[f32], rounding: Rounding, upper: &mut [u8], lower: &mut [i8]) -> Result<Params> {
+    if x.is_empty() || upper.len() != x.len() || lower.len() != x.len() {
+        return Err(Error::internal(format!("group of {}, codes of {} and {}", x.len(), upper.len(), lower.len())));
+    }
+    let (low, high) = range(x)?;
+    if low == high {
+        upper.fill(0);
+        lower.fill(0);
+        return Params::constant(low);
+    }
+    let params = match rounding {
+        Rounding::Paper => Params::new((high - low) / 15.0, low)?,
+        Rounding::Balanced => {
+            let step = (high - low) / 255.0;
+            Params::new(16.0 * step, low + 8.0 * step)?
+        }
+    };
+    let encode = match rounding {
+        Rounding::Paper => encode_paper,
+        Rounding::Balanced => encode_balanced,
+    };
+    for ((&value, u), l) in x.iter().zip(upper).zip(lower) {
+        (*u, *l) = encode(value, params.scale.to_f32(), params.zero.to_f32());
+    }
+    Ok(params)
+}
+
+fn encode_paper(value: f32, scale: f32, zero: f32) -> (u8, i8) {
+    let steps = (value - zero) / scale;
+    let upper = steps.round_ties_even().clamp(0.0, 15.0);
+    let lower = (16.0 * (steps - upper)).round_ties_even().clamp(-8.0, 7.0);
+    (upper as u8, lower as i8)
+}
+
+fn encode_balanced(value: f32, scale: f32, zero: f32) -> (u8, i8) {
+    // Shifted by 8, the code is a byte whose nibbles are U and L + 8.
+    let code = ((value - zero) / (scale / 16.0)).round_ties_even().clamp(-8.0, 247.0) as i32 + 8;
+    ((code >> 4) as u8, ((code & 15) - 8) as i8)
+}
+
+/// Value of an upper nibble in view Upper.
+pub fn dequantize_upper(u: u8, params: Params, rounding: Rounding) -> f32 {
+    let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
+    let centre = match rounding {
+        Rounding::Paper => zero,
+        Rounding::Balanced => zero - scale / 32.0,
+    };
+    f32::from(u) * scale + centre
+}
+
+/// Value of both nibbles in view Both.
+pub fn dequantize_both(u: u8, l: i8, params: Params) -> f32 {
+    (f32::from(u) + f32::from(l) / 16.0) * params.scale.to_f32() + params.zero.to_f32()
+}
+
+/// Quantised keys and values of G tokens of one KV head in one layer, in canonical order: `[token][channel]`, one code per
+/// byte. [`crate::layout`] packs it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Page {
+    /// Channels of the head.
+    pub head_dim: usize,
+    /// Upper nibbles of the keys, `[G][head_dim]`, 0..=15.
+    pub key_upper: Vec<u8>,
+    /// Lower nibbles of the keys, `[G][head_dim]`, −8..=7.
+    pub key_lower: Vec<i8>,
+    /// Parameters of the keys, `[head_dim]`.
+    pub key_params: Vec<Params>,
+    /// Upper nibbles of the values, `[G][head_dim]`, 0..=15.
+    pub value_upper: Vec<u8>,
+    /// Lower nibbles of the values, `[G][head_dim]`, −8..=7.
+    pub value_lower: Vec<i8>,
+    /// Parameters of the values, `[G]`.
+    pub value_params: Vec<Params>,
+}
+
+impl Page {
+    /// A page of zeros.
+    pub fn zeros(head_dim: usize) -> Page {
+        let elements = G * head_dim;
+        Page {
+            head_dim,
+            key_upper: vec![0; elements],
+            key_lower: vec![0; elements],
+            key_params: vec![Params::default(); head_dim],
+            value_upper: vec![0; elements],
+            value_lower: vec![0; elements],
+            value_params: vec![Params::default(); G],
+        }
+    }
+}
+
+/// Quantises the keys (after RoPE) and values of G tokens, both `[G][head_dim]` f16.
+///
+/// # Errors
+/// [`crate::ErrorKind::NotFinite`] naming the channel or token, [`crate::ErrorKind::Internal`] where lengths do not fit.
+pub fn quantize_page(keys: &[f16], values: &[f16], head_dim: usize, rounding: Rounding) -> Result<Page> {
+    let elements = G * head_dim;
+    if head_dim == 0 || keys.len() != elements || values.len() != elements {
+        return Err(Error::internal(format!(
+            "a page of head_dim {head_dim} has {elements} elements, not {} keys and {} values",
+            keys.len(),
+            values.len()
+        )));
+    }
+    let mut page = Page::zeros(head_dim);
+    let (mut group, mut upper, mut lower) = ([0.0; G], [0; G], [0; G]);
+    for channel in 0..head_dim {
+        for (token, element) in group.iter_mut().enumerate() {
+            *element = keys[token * head_dim + channel].to_f32();
+        }
+        page.key_params[channel] = quantize_group(&group, rounding, &mut upper, &mut lower)
+            .map_err(|error| named(error, format!("keys of channel {channel}")))?;
+        for token in 0..G {
+            page.key_upper[token * head_dim + channel] = upper[token];
+            page.key_lower[token * head_dim + channel] = lower[token];
+        }
+    }
+    for token in 0..G {
+        let row = token * head_dim..(token + 1) * head_dim;
+        let group: Vec<f32> = values[row.clone()].iter().map(|value| value.to_f32()).collect();
+        let (upper, lower) = (&mut page.value_upper[row.clone()], &mut page.value_lower[row]);
+        page.value_params[token] = quantize_group(&group, rounding, upper, lower)
+            .map_err(|error| named(error, format!("values of token {token} of a page")))?;
+    }
+    Ok(page)
+}
+
+/// Says what was being quantised.
+fn named(error: Error, what: String) -> Error {
+    Error { message: format!("{what}: {}", error.message), ..error }
+}
+
+/// One row of draft weights: asymmetric codes in groups of [`WEIGHT_GROUP`] along k. `w ≈ code · scale + zero`.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WeightRow {
+    /// One code per weight: 0..=15, or 0..=255 in the head.
+    pub codes: Vec<u8>,
+    /// Parameters of each group; the last group may be shorter.
+    pub params: Vec<Params>,
+}
+
+impl WeightRow {
+    /// Values the codes stand for.
+    pub fn dequantize(&self) -> Vec<f32> {
+        let value = |(at, &code): (usize, &u8)| {
+            let params = self.params[at / WEIGHT_GROUP];
+            f32::from(code) * params.scale.to_f32() + params.zero.to_f32()
+        };
+        self.codes.iter().enumerate().map(value).collect()
+    }
+
+    /// Product with quantised activations as the draft's kernels compute it: per group, exact integer sums
+    /// `a · (s · Σ code·q + z · Σ q)`; groups are added in f64 here.
+    pub fn dot(&self, x: &Activations) -> f64 {
+        let groups = self.codes.chunks(WEIGHT_GROUP).zip(x.codes.chunks(WEIGHT_GROUP));
+        let sums = groups.map(|(codes, q)| {
+            let product: i32 = codes.iter().zip(q).map(|(&code, &q)| i32::from(code) * i32::from(q)).sum();
+            let sum: i32 = q.iter().map(|&q| i32::from(q)).sum();
+            (f64::from(product), f64::from(sum))
+        });
+        sums.zip(self.params.iter().zip(&x.scales))
+            .map(|((product, sum), (params, &scale))| {
+                f64::from(scale) * (params.scale.to_f64() * product + params.zero.to_f64() * sum)
+            })
+            .sum()
+    }
+}
+
+/// Quantises one group of weights to codes 0..=`top`: scale = range/top, zero = minimum, both f16. `codes` is as long as `w`.
+///
+/// # Errors
+/// As [`quantize_group`].
+pub fn quantize_weights_group(w: &[f32], top: u8, codes: &mut [u8]) -> Result<Params> {
+    if w.is_empty() || codes.len() != w.len() {
+        return Err(Error::internal(format!("group of {} weights, {} codes", w.len(), codes.len())));
+    }
+    let (low, high) = range(w)?;
+    if low == high {
+        codes.fill(0);
+        return Params::constant(low);
+    }
+    let params = Params::new((high - low) / f32::from(top), low)?;
+    let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
+    for (&value, code) in w.iter().zip(codes) {
+        *code = ((value - zero) / scale).round_ties_even().clamp(0.0, f32::from(top)) as u8;
+    }
+    Ok(params)
+}
+
+fn quantize_row(w: &[f32], top: u8) -> Result<WeightRow> {
+    let mut row = WeightRow { codes: vec![0; w.len()], params: Vec::with_capacity(w.len().div_ceil(WEIGHT_GROUP)) };
+    for (group, codes) in w.chunks(WEIGHT_GROUP).zip(row.codes.chunks_mut(WEIGHT_GROUP)) {
+        row.params.push(quantize_weights_group(group, top, codes)?);
+    }
+    Ok(row)
+}
+
+/// Quantises a row of a linear layer to 4 bits, codes 0..=15.
+///
+/// # Errors
+/// [`crate::ErrorKind::NotFinite`] for NaN, infinities and ranges f16 cannot hold.
+pub fn quantize_weights_row(w: &[f32]) -> Result<WeightRow> {
+    quantize_row(w, 15)
+}
+
+/// Quantises a row of the head to 8 bits, codes 0..=255: 4 bits there cost about 3 points of acceptance, 8 bits none.
+///
+/// # Errors
+/// As [`quantize_weights_row`].
+pub fn quantize_head_row(w: &[f32]) -> Result<WeightRow> {
+    quantize_row(w, 255)
+}
+
+/// Draft activations of one row: `x ≈ code · scale`, symmetric, in groups of [`WEIGHT_GROUP`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Activations {
+    /// −127..=127.
+    pub codes: Vec<i8>,
+    /// Scale of each group; 0 where all elements are 0.
+    pub scales: Vec<f32>,
+}
+
+/// Quantises activations to int8 per group: scale = largest magnitude / 127.
+///
+/// # Errors
+/// [`crate::ErrorKind::NotFinite`] for NaN and infinities.
+pub fn quantize_activations(x: &[f32]) -> Result<Activations> {
+    let mut out = Activations { codes: Vec::with_capacity(x.len()), scales: Vec::new() };
+    for group in x.chunks(WEIGHT_GROUP) {
+        let (low, high) = range(group)?;
+        let scale = high.max(-low) / 127.0;
+        // A scale that underflows to 0 means magnitudes below 2e-43, which is 0 for every purpose.
+        let code = |&value: &f32| {
+            if scale > 0.0 { (value / scale).round_ties_even().clamp(-127.0, 127.0) as i8 } else { 0 }
+        };
+        out.codes.extend(group.iter().map(code));
+        out.scales.push(scale);
+    }
+    Ok(out)
+}

@@ -1,0 +1,189 @@
+//! What decoding did: counters and times, with the names and definitions of vLLM and llama.cpp.
+
+/// Counters of any number of sequences and rounds. Times are wall-clock seconds measured by the caller.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Stats {
+    prefill_tokens: usize,
+    prefill_s: f64,
+    draft_s: f64,
+    verify_s: f64,
+    rounds: usize,
+    drafted_tokens: usize,
+    accepted_tokens: usize,
+    /// `accepted_at[i]`: rounds whose (i+1)-th drafted token was accepted; as long as the longest draft.
+    accepted_at: Vec<usize>,
+}
+
+impl Stats {
+    /// Adds a prompt of `tokens`, processed in `seconds`.
+    pub fn prefill(&mut self, tokens: usize, seconds: f64) {
+        self.prefill_tokens += tokens;
+        self.prefill_s += seconds;
+    }
+
+    /// Adds the drafting of a round, whatever the number of sequences.
+    pub fn draft(&mut self, seconds: f64) {
+        self.draft_s += seconds;
+    }
+
+    /// Adds the verification of a round, whatever the number of sequences.
+    pub fn verify(&mut self, seconds: f64) {
+        self.verify_s += seconds;
+    }
+
+    /// Adds one sequence's part of a round: `gamma` tokens drafted (0 for a plain step), the first `accepted` of them
+    /// accepted.
+    pub fn round(&mut self, gamma: usize, accepted: usize) {
+        self.rounds += 1;
+        self.drafted_tokens += gamma;
+        self.accepted_tokens += accepted;
+        if self.accepted_at.len() < gamma {
+            self.accepted_at.resize(gamma, 0);
+        }
+        self.accepted_at.iter_mut().take(accepted).for_each(|count| *count += 1);
+    }
+
+    /// Adds the counters of `other`, for example of another engine.
+    pub fn merge(&mut self, other: &Stats) {
+        self.prefill_tokens += other.prefill_tokens;
+        self.prefill_s += other.prefill_s;
+        self.draft_s += other.draft_s;
+        self.verify_s += other.verify_s;
+        self.rounds += other.rounds;
+        self.drafted_tokens += other.drafted_tokens;
+        self.accepted_tokens += other.accepted_tokens;
+        if self.accepted_at.len() < other.accepted_at.len() {
+            self.accepted_at.resize(other.accepted_at.len(), 0);
+        }
+        self.accepted_at.iter_mut().zip(&other.accepted_at).for_each(|(mine, theirs)| *mine += theirs);
+    }
+
+    /// Prompt tokens processed.
+    pub fn prefill_tokens(&self) -> usize {
+        self.prefill_tokens
+    }
+
+    /// Seconds of prefill.
+    pub fn prefill_s(&self) -> f64 {
+        self.prefill_s
+    }
+
+    /// Seconds of drafting and verification.
+    pub fn decode_s(&self) -> f64 {
+        self.draft_s + self.verify_s
+    }
+
+    /// Seconds of drafting.
+    pub fn draft_s(&self) -> f64 {
+        self.draft_s
+    }
+
+    /// Seconds of verification.
+    pub fn verify_s(&self) -> f64 {
+        self.verify_s
+    }
+
+    /// Prompt tokens per second; `None` before any time was measured.
+    pub fn prefill_tokens_per_s(&self) -> Option<f64> {
+        (self.prefill_s > 0.0).then(|| self.prefill_tokens as f64 / self.prefill_s)
+    }
+
+    /// Tokens emitted by rounds, that is all but the first of each sequence, which prefill yields.
+    pub fn decode_tokens(&self) -> usize {
+        self.rounds + self.accepted_tokens
+    }
+
+    /// Tokens emitted by rounds per second; `None` before any time was measured.
+    pub fn decode_tokens_per_s(&self) -> Option<f64> {
+        (self.decode_s() > 0.0).then(|| self.decode_tokens() as f64 / self.decode_s())
+    }
+
+    /// Verification steps, counted per sequence; plain steps included.
+    pub fn rounds(&self) -> usize {
+        self.rounds
+    }
+
+    /// Drafted tokens per round; `None` before the first round.
+    pub fn gamma_mean(&self) -> Option<f64> {
+        (self.rounds > 0).then(|| self.drafted_tokens as f64 / self.rounds as f64)
+    }
+
+    /// Drafted tokens.
+    pub fn drafted_tokens(&self) -> usize {
+        self.drafted_tokens
+    }
+
+    /// Drafted tokens that were accepted.
+    pub fn accepted_tokens(&self) -> usize {
+        self.accepted_tokens
+    }
+
+    /// Accepted / drafted; `None` where nothing was drafted.
+    pub fn acceptance_rate(&self) -> Option<f64> {
+        (self.drafted_tokens > 0).then(|| self.accepted_tokens as f64 / self.drafted_tokens as f64)
+    }
+
+    /// Tokens a verification step emits: 1 + accepted / rounds; `None` where nothing was drafted.
+    pub fn mean_acceptance_length(&self) -> Option<f64> {
+        (self.drafted_tokens > 0).then(|| 1.0 + self.accepted_tokens as f64 / self.rounds as f64)
+    }
+
+    /// Element i: rounds whose (i+1)-th drafted token was accepted / all rounds, so that the sum is
+    /// [`Stats::mean_acceptance_length`] − 1; `None` where nothing was drafted.
+    pub fn acceptance_rate_per_position(&self) -> Option<Vec<f64>> {
+        let rate = |&accepted: &usize| accepted as f64 / self.rounds as f64;
+        (self.drafted_tokens > 0).then(|| self.accepted_at.iter().map(rate).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_follow_their_definitions() {
+        let mut stats = Stats::default();
+        stats.prefill(100, 0.5);
+        for (gamma, accepted) in [(4, 4), (4, 1), (0, 0), (3, 0)] {
+            stats.round(gamma, accepted);
+        }
+        stats.draft(0.25);
+        stats.verify(0.5);
+        assert_eq!(stats.prefill_tokens_per_s(), Some(200.0));
+        assert_eq!((stats.rounds(), stats.drafted_tokens(), stats.accepted_tokens()), (4, 11, 5));
+        assert_eq!(stats.decode_tokens_per_s(), Some(9.0 / 0.75));
+        assert_eq!(stats.gamma_mean(), Some(2.75));
+        assert_eq!(stats.acceptance_rate(), Some(5.0 / 11.0));
+        assert_eq!(stats.mean_acceptance_length(), Some(2.25));
+        assert_eq!(stats.acceptance_rate_per_position(), Some(vec![0.5, 0.25, 0.25, 0.25]));
+    }
+
+    #[test]
+    fn nothing_drafted_has_no_rates() {
+        let mut stats = Stats::default();
+        assert_eq!((stats.gamma_mean(), stats.decode_tokens_per_s()), (None, None));
+        stats.round(0, 0);
+        assert_eq!(stats.gamma_mean(), Some(0.0));
+        assert_eq!(stats.acceptance_rate(), None);
+        assert_eq!(stats.mean_acceptance_length(), None);
+        assert_eq!(stats.acceptance_rate_per_position(), None);
+    }
+
+    #[test]
+    fn merging_equals_counting_together() {
+        let rounds = [(4, 2), (1, 1), (7, 7), (0, 0), (2, 0)];
+        let (mut all, mut parts) = (Stats::default(), [Stats::default(), Stats::default()]);
+        for (i, &(gamma, accepted)) in rounds.iter().enumerate() {
+            let part = &mut parts[usize::from(i > 1)];
+            for stats in [&mut all, part] {
+                stats.round(gamma, accepted);
+                stats.prefill(i, 0.25);
+                stats.draft(0.5);
+                stats.verify(0.125);
+            }
+        }
+        let [mut merged, second] = parts;
+        merged.merge(&second);
+        assert_eq!(merged, all);
+    }
+}
