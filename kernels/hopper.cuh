@@ -1,0 +1,153 @@
+// Hopper's own instructions (sm_90a): mbarriers, the tensor copy engine (TMA), wgmma.
+#pragma once
+#include "numbers.cuh"
+
+struct alignas(64) TensorMap { uint64_t opaque[16]; };  // CUtensorMap, written by the driver's cuTensorMapEncodeTiled
+
+DEV uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0,%%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+DEV void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+DEV void bar_sync(int id, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// ---- mbarriers ----
+DEV void mbar_init(uint32_t bar, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(bar), "r"(arrivals) : "memory");
+}
+DEV void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEV void mbar_expect(uint32_t bar, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+DEV void mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(bar) : "memory"); }
+// The same barrier in CTA `rank` of the cluster, at CTA scope on purpose: with .release.cluster each arrival becomes a membar.gpu
+// (measured: a quarter of the product's speed), and nothing needs it, since the slot was read by wgmma, which has been waited for, and
+// is written by the copy engine.
+DEV void mbar_arrive_at(uint32_t bar, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r,%0,%1;\nmbarrier.arrive.shared::cluster.b64 _,[r];\n}" ::"r"(bar), "r"(rank)
+      : "memory");
+}
+DEV void mbar_wait(uint32_t bar, int parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared.b64 p,[%0],%1;\n@p bra D;\nbra W;\nD:\n}" ::"r"(bar), "r"(parity)
+      : "memory");
+}
+
+// ---- tensor copies: coordinates from the innermost dimension outwards; parts out of bounds read as zero and are not written ----
+DEV void tma_load(uint32_t dst, const TensorMap* m, int x, int y, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3}],[%4];" ::"r"(dst), "l"(m),
+      "r"(x), "r"(y), "r"(bar)
+      : "memory");
+}
+DEV void tma_load(uint32_t dst, const TensorMap* m, int x, int y, int z, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3,%4}],[%5];" ::"r"(dst), "l"(m),
+      "r"(x), "r"(y), "r"(z), "r"(bar)
+      : "memory");
+}
+DEV void tma_load(uint32_t dst, const TensorMap* m, int x, int y, int z, int w, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3,%4,%5}],[%6];" ::"r"(dst),
+      "l"(m), "r"(x), "r"(y), "r"(z), "r"(w), "r"(bar)
+      : "memory");
+}
+// To the same address, signalling the same barrier, of every CTA in `mask`.
+DEV void tma_load_multicast(uint32_t dst, const TensorMap* m, int x, int y, int z, int w, uint32_t bar, int mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0],[%1,{%2,%3,%4,%5}],[%6],%7;" ::"r"(dst),
+      "l"(m), "r"(x), "r"(y), "r"(z), "r"(w), "r"(bar), "h"((short)mask)
+      : "memory");
+}
+DEV void tma_store(const TensorMap* m, int x, int y, uint32_t src) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0,{%1,%2}],[%3];" ::"l"(m), "r"(x), "r"(y), "r"(src)
+               : "memory");
+}
+DEV void tma_store(const TensorMap* m, int x, int y, int z, uint32_t src) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0,{%1,%2,%3}],[%4];" ::"l"(m), "r"(x), "r"(y), "r"(z),
+               "r"(src)
+               : "memory");
+}
+DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Sources of all but the last N groups may be overwritten.
+template <int N> DEV void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
+DEV void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Before the copy engine or wgmma reads what ordinary stores wrote.
+DEV void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <int N> DEV void registers_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
+template <int N> DEV void registers_take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
+
+DEV void stmatrix4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(at), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
+}
+
+// ---- wgmma ----
+// Shared-memory matrix descriptors for the 128-byte swizzle; base addresses are multiples of 1024.
+// K-major: rows of 64 consecutive k (128 B), 8 rows per swizzle atom of 1024 B; a k step of 16 elements is +32 B, i.e. +2.
+DEV uint64_t desc_kmajor(uint32_t addr) { return (uint64_t)((addr & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+// N-major: rows (k) of 64 consecutive n (128 B); `next_n` bytes lead from one block of 64 columns to the next; a k step of 16 rows is
+// +2048 B, i.e. +128.
+DEV uint64_t desc_nmajor(uint32_t addr, int next_n) {
+  return (uint64_t)((addr & 0x3ffff) >> 4) | (uint64_t)(next_n >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
+DEV void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEV void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int N> DEV void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+
+// Accumulators: thread t of the warpgroup holds rows 16 * (t / 32) + t % 32 / 4 (+ 8) and columns 8 j + 2 (t % 4) + {0, 1}:
+// d[4 j + 0, 1] in the first row, d[4 j + 2, 3] in the second. A from registers: the same places, packed to pairs.
+#define OUT8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define OUT32(d, i) OUT8(d, i), OUT8(d, i + 8), OUT8(d, i + 16), OUT8(d, i + 24)
+#define OUT64(d, i) OUT32(d, i), OUT32(d, i + 32)
+#define OUT128(d, i) OUT64(d, i), OUT64(d, i + 64)
+#define LIST32 \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define LIST64                                                                                                                            \
+  LIST32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62," \
+         "%63"
+#define LIST128                                                                                                                         \
+  LIST64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,"    \
+         "%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119," \
+         "%120,%121,%122,%123,%124,%125,%126,%127"
+
+// d[64 x N] (+)= A[64 x 16] B[N x 16]^T, both from shared memory, K-major; accumulate = 0 overwrites d.
+#define WGMMA_SHARED(N, TYPE, LIST, P, A, B, OUT)                                                                                 \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p," P ",0;\nwgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" LIST \
+               "}," A "," B ",p,1,1,0,0;\n}"                                                                                      \
+               : OUT                                                                                                              \
+               : "l"(a), "l"(b), "r"(accumulate))
+template <class T> struct Wgmma;
+#define WGMMA_TYPE(T, TYPE)                                                                    \
+  template <> struct Wgmma<T> {                                                                \
+    static DEV void shared(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {                    \
+      WGMMA_SHARED("256", TYPE, LIST128, "%130", "%128", "%129", OUT128(d, 0));                \
+    }                                                                                          \
+    static DEV void shared(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {                     \
+      WGMMA_SHARED("128", TYPE, LIST64, "%66", "%64", "%65", OUT64(d, 0));                     \
+    }                                                                                          \
+    static DEV void shared(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {                     \
+      WGMMA_SHARED("64", TYPE, LIST32, "%34", "%32", "%33", OUT32(d, 0));                      \
+    }                                                                                          \
+  }
+WGMMA_TYPE(Half, "f16");
+WGMMA_TYPE(Bf16, "bf16");
+
+// d[64 x N] (+)= A[64 x 16] (registers, f16) B[16 x N] (shared memory, N-major, i.e. transposed)
+#define WGMMA_REGISTERS(N, LIST, P, A, B, OUT)                                                                          \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p," P ",0;\nwgmma.mma_async.sync.aligned.m64n" N "k16.f32.f16.f16 {" LIST \
+               "},{" A "}," B ",p,1,1,1;\n}"                                                                            \
+               : OUT                                                                                                    \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+DEV void wgmma_registers(float (&d)[64], const uint32_t* a, uint64_t b, int accumulate) {
+  WGMMA_REGISTERS("128", LIST64, "%69", "%64,%65,%66,%67", "%68", OUT64(d, 0));
+}
+DEV void wgmma_registers(float (&d)[32], const uint32_t* a, uint64_t b, int accumulate) {
+  WGMMA_REGISTERS("64", LIST32, "%37", "%32,%33,%34,%35", "%36", OUT32(d, 0));
+}

@@ -1,0 +1,322 @@
+// Causal attention of prompt rows over full-precision keys and values, grouped query heads.
+//
+// Queries [q0, q0 + n) attend to keys [0, q0 + n), key <= query: O = softmax(Q K^T * scale) V. Q, K, V are f16 (keys and values are the very numbers the
+// cache stores); P is rounded to f16 for P V, after a factor 2^14 that keeps its tail out of the subnormals; sums are f32; O is written in the weights' type.
+// Keys run upward from 0 in tiles of fixed width whatever q0 is, so a query row's bits do not depend on q0, n or the row's place in its tile.
+//
+// sm_90a: wgmma and the copy engine. Elsewhere: mma.sync and cp.async.
+#include "numbers.cuh"
+
+// P is at most 2^14, so f16 holds probabilities down to 2^-28 of the largest without loss; the factor cancels in O.
+constexpr float P_SHIFT = 14;
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#include "hopper.cuh"
+
+namespace wgmma_attention {
+
+// A CTA takes 128 query rows of a head: two consumer warpgroups of 64 rows, and a producer that feeds K and V tiles of 128 keys.
+// While one warpgroup computes exponentials the tensor cores work for the other; S of tile j is issued before P V of tile j - 1 is awaited.
+enum { ROWS = 128, KEYS = 128, THREADS = 384, STAGES = 2 };
+
+// A tile: D / 64 parts of 64 channels, each 128 rows x 128 bytes, swizzled.
+template <int D>
+struct Tile {
+  static constexpr int PART = 128 * 128, PARTS = D / 64, BYTES = PART * PARTS;
+};
+
+// Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1}; O: box {64, 64, 1}.
+// Q and O have n rows, K and V q0 + n; what lies beyond reads as zero and is masked.
+template <int D, class T>
+DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, const TensorMap* O, int n, int q0, int group, float scale_log2) {
+  constexpr int BYTES = Tile<D>::BYTES, PART = Tile<D>::PART, PARTS = Tile<D>::PARTS;
+  extern __shared__ char raw[];
+  const uint32_t q_at = (shared_address(raw) + 1023) & ~1023u, k_at = q_at + BYTES, v_at = k_at + STAGES * BYTES;
+  const uint32_t q_full = v_at + STAGES * BYTES, k_full = q_full + 8, k_empty = k_full + 8 * STAGES, v_full = k_empty + 8 * STAGES, v_empty = v_full + 8 * STAGES;
+  const int warpgroup = threadIdx.x >> 7;
+  // Grid: KV head slowest, then query tiles from the last (longest) down, then the heads of the group, which share K and V in L2.
+  const int tiles_q = (n + ROWS - 1) / ROWS, in_group = blockIdx.x % group, rest = blockIdx.x / group;
+  const int row0 = (tiles_q - 1 - rest % tiles_q) * ROWS, kv_head = rest / tiles_q, head = kv_head * group + in_group;
+  const int tiles = (q0 + min(row0 + ROWS, n) - 1) / KEYS + 1;
+  if (threadIdx.x == 0) {
+    mbar_init(q_full, 1);
+    for (int s = 0; s < STAGES; s++) mbar_init(k_full + 8 * s, 1), mbar_init(v_full + 8 * s, 1), mbar_init(k_empty + 8 * s, 8), mbar_init(v_empty + 8 * s, 8);
+    mbar_init_done();
+  }
+  __syncthreads();
+  if (warpgroup == 2) {
+    registers_give<24>();
+    if (threadIdx.x == 256) {
+      auto load = [&](uint32_t dst, const TensorMap* from, int row, int of_head, uint32_t bar) {
+        mbar_expect(bar, BYTES);
+#pragma unroll
+        for (int i = 0; i < PARTS; i++) tma_load(dst + i * PART, from, 64 * i, row, of_head, bar);
+      };
+      load(q_at, Q, row0, head, q_full);
+      for (int j = 0; j <= tiles; j++) {  // K of tile j, then V of tile j - 1: the order in which they are used
+        if (j < tiles) {
+          const int s = j % STAGES;
+          mbar_wait(k_empty + 8 * s, (j / STAGES & 1) ^ 1);
+          load(k_at + s * BYTES, K, j * KEYS, kv_head, k_full + 8 * s);
+        }
+        if (j) {
+          const int i = j - 1, s = i % STAGES;
+          mbar_wait(v_empty + 8 * s, (i / STAGES & 1) ^ 1);
+          load(v_at + s * BYTES, V, i * KEYS, kv_head, v_full + 8 * s);
+        }
+      }
+    }
+  } else {
+    registers_take<240>();
+    const int w = warpgroup, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
+    const int query = q0 + row0 + w * 64 + warp * 16 + (lane >> 2);  // position of this thread's first row; the second is 8 later
+    const int unmasked = (q0 + row0 + w * 64 + 1) / KEYS;            // tiles that all 64 rows see whole
+    const uint64_t q_desc = desc_kmajor(q_at + w * 64 * 128);
+    float s[64], o[D / 2], max0 = -1e30f, max1 = -1e30f, sum0 = 0, sum1 = 0;
+    uint32_t p[32];
+#pragma unroll
+    for (int i = 0; i < D / 2; i++) o[i] = 0;
+    auto scores = [&](int stage) {  // s = Q K^T
+      const uint64_t k_desc = desc_kmajor(k_at + stage * BYTES);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) {
+        const int at = (k >> 2) * (PART >> 4) + (k & 3) * 2;
+        Wgmma<Half>::shared(s, q_desc + at, k_desc + at, k != 0);
+      }
+      wgmma_commit();
+    };
+    auto values = [&](int stage) {  // o += P V
+      const uint64_t v_desc = desc_nmajor(v_at + stage * BYTES, PART);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 8; k++) wgmma_registers(o, p + 4 * k, v_desc + k * 128, 1);
+      wgmma_commit();
+    };
+    auto softmax = [&](int j, float& keep0, float& keep1) {  // s becomes 2^(s - max + P_SHIFT); keep: the factor for what was summed before
+      if (j >= unmasked) {
+#pragma unroll
+        for (int i = 0; i < 64; i++) {
+          const int key = j * KEYS + (i >> 2) * 8 + (lane & 3) * 2 + (i & 1);
+          if (key > query + (i & 2) * 4) s[i] = -1e30f;
+        }
+      }
+      float m0 = max0, m1 = max1;
+#pragma unroll
+      for (int i = 0; i < 64; i += 4) m0 = fmaxf(m0, fmaxf(s[i], s[i + 1])), m1 = fmaxf(m1, fmaxf(s[i + 2], s[i + 3]));
+      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 1));
+      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2));
+      const float c0 = m0 * scale_log2 - P_SHIFT, c1 = m1 * scale_log2 - P_SHIFT;
+      keep0 = exp2_fast((max0 - m0) * scale_log2), keep1 = exp2_fast((max1 - m1) * scale_log2);  // exactly 1 where the maximum stays
+      max0 = m0, max1 = m1, sum0 *= keep0, sum1 *= keep1;
+#pragma unroll
+      for (int i = 0; i < 64; i += 4) {
+        s[i] = exp2_fast(__fmaf_rn(s[i], scale_log2, -c0)), s[i + 1] = exp2_fast(__fmaf_rn(s[i + 1], scale_log2, -c0));
+        s[i + 2] = exp2_fast(__fmaf_rn(s[i + 2], scale_log2, -c1)), s[i + 3] = exp2_fast(__fmaf_rn(s[i + 3], scale_log2, -c1));
+        sum0 += s[i] + s[i + 1], sum1 += s[i + 2] + s[i + 3];
+      }
+    };
+    auto pack = [&]() {
+#pragma unroll
+      for (int i = 0; i < 32; i++) p[i] = Half::pack(s[2 * i], s[2 * i + 1]);
+    };
+
+    float keep0, keep1;
+    mbar_wait(q_full, 0);
+    mbar_wait(k_full, 0);
+    scores(0);
+    wgmma_wait<0>();
+    if (lane == 0) mbar_arrive(k_empty);
+    softmax(0, keep0, keep1);
+    pack();
+    int ks = 1 % STAGES, k_parity = 1 / STAGES & 1, vs = 0, v_parity = 0;
+    for (int j = 1; j < tiles; j++) {
+      mbar_wait(k_full + 8 * ks, k_parity);
+      scores(ks);
+      mbar_wait(v_full + 8 * vs, v_parity);
+      values(vs);
+      wgmma_wait<1>();
+      if (lane == 0) mbar_arrive(k_empty + 8 * ks);
+      softmax(j, keep0, keep1);
+      wgmma_wait<0>();
+      if (lane == 0) mbar_arrive(v_empty + 8 * vs);
+      // Only where a maximum of the warp moved; elsewhere the factor is exactly 1.
+      if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f))
+#pragma unroll
+        for (int i = 0; i < D / 2; i += 4) o[i] *= keep0, o[i + 1] *= keep0, o[i + 2] *= keep1, o[i + 3] *= keep1;
+      pack();
+      if (++ks == STAGES) ks = 0, k_parity ^= 1;
+      if (++vs == STAGES) vs = 0, v_parity ^= 1;
+    }
+    mbar_wait(v_full + 8 * vs, v_parity);
+    values(vs);
+    sum0 += __shfl_xor_sync(~0u, sum0, 1), sum1 += __shfl_xor_sync(~0u, sum1, 1);
+    sum0 += __shfl_xor_sync(~0u, sum0, 2), sum1 += __shfl_xor_sync(~0u, sum1, 2);
+    const float f0 = 1.f / sum0, f1 = 1.f / sum1;
+    wgmma_wait<0>();
+    bar_sync(1 + w, 128);  // the whole warpgroup is done with its 64 rows of Q: they hold O now
+    const int o_row = warp * 16 + (lane & 15), half = lane >> 4;
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) {
+      float* v = o + i * 8;
+      stmatrix4(q_at + (i >> 2) * PART + (w * 64 + o_row) * 128 + (((2 * (i & 3) + half) ^ (o_row & 7)) << 4), T::pack(v[0] * f0, v[1] * f0),
+                T::pack(v[2] * f1, v[3] * f1), T::pack(v[4] * f0, v[5] * f0), T::pack(v[6] * f1, v[7] * f1));
+    }
+    fence_async();
+    bar_sync(1 + w, 128);
+    if ((threadIdx.x & 127) == 0) {
+#pragma unroll
+      for (int i = 0; i < PARTS; i++) tma_store(O, 64 * i, row0 + w * 64, head, q_at + i * PART + w * 64 * 128);
+      bulk_commit();
+      bulk_wait_all();
+    }
+  }
+}
+
+}  // namespace wgmma_attention
+
+// prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, scale_log2 = scale * log2(e)): the suffix is O's type.
+// Grid: ceil(n / 128) * heads; block 384; dynamic shared memory: 5 tiles of 256 D bytes + 72 + 1024.
+#define ENTRY(D, NAME, T)                                                                                                                           \
+  extern "C" __global__ void __launch_bounds__(wgmma_attention::THREADS, 1)                                                                         \
+      prefill_attend_##D##_##NAME(const __grid_constant__ TensorMap Q, const __grid_constant__ TensorMap K, const __grid_constant__ TensorMap V,    \
+                                  const __grid_constant__ TensorMap O, int n, int q0, int group, float scale_log2) {                                \
+    wgmma_attention::attend<D, T>(&Q, &K, &V, &O, n, q0, group, scale_log2);                                                                        \
+  }
+ENTRY(64, bf16, Bf16)
+ENTRY(64, f16, Half)
+ENTRY(128, bf16, Bf16)
+ENTRY(128, f16, Half)
+
+#else
+
+namespace mma_attention {
+
+// 128 query rows of a head per CTA, 4 warps of 32 rows (with 16 rows a warp shared-memory reads would be the limit), keys upward in tiles of 64.
+// Shared memory: Q, one tile of K (its successor loads during P V) and one of V (loads during Q K^T); two CTAs per SM.
+enum { ROWS = 128, KEYS = 64, THREADS = 128 };
+
+template <int D>
+DEV uint32_t place(int row, int piece) {
+  return row * (2 * D) + ((piece ^ (row & 7)) << 4);
+}
+DEV void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_f16(d, a, b0, b1); }
+DEV void arrived() {
+  copy_wait<0>();
+  __syncthreads();
+}
+
+template <int D, class Store>
+DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, int q0, int group, int64_t q_row, int64_t kv_row, float scale_log2, Store store) {
+  constexpr int PIECES = D / 8, K_AT = ROWS * 2 * D, V_AT = K_AT + KEYS * 2 * D;
+  extern __shared__ __align__(128) char raw[];
+  const uint32_t base = shared_address(raw);
+  const int tiles_q = (n + ROWS - 1) / ROWS, in_group = blockIdx.x % group, rest = blockIdx.x / group;
+  const int row0 = (tiles_q - 1 - rest % tiles_q) * ROWS, kv_head = rest / tiles_q, head = kv_head * group + in_group;
+  const int keys = q0 + n, tiles = (q0 + min(row0 + ROWS, n) - 1) / KEYS + 1, t = threadIdx.x, lane = t & 31, warp = t >> 5, piece = t % PIECES;
+  auto load = [&](uint32_t dst, const uint16_t* src, int64_t stride, int first, int end, int rows) {
+    for (int i = t / PIECES; i < rows; i += THREADS / PIECES)
+      copy16_or_zero(dst + place<D>(i, piece), src + (int64_t)min(first + i, end - 1) * stride + piece * 8, first + i < end);
+    copy_commit();
+  };
+  const uint16_t *k_head = K + kv_head * D, *v_head = V + kv_head * D;
+  const uint32_t q_at = base + warp * 32 * 2 * D, k_at = base + K_AT, v_at = base + V_AT;
+  load(base, Q + head * D, q_row, row0, n, ROWS);
+  load(k_at, k_head, kv_row, 0, keys, KEYS);
+  const int query = q0 + row0 + warp * 32 + (lane >> 2), unmasked = (q0 + row0 + warp * 32 + 1) / KEYS;  // rows query + 16 m + 8 h
+  float o[2][D / 8][4], top[2][2], sum[2][2];
+#pragma unroll
+  for (int i = 0; i < D; i++) (&o[0][0][0])[i] = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) top[i >> 1][i & 1] = -1e30f, sum[i >> 1][i & 1] = 0;
+  for (int j = 0; j < tiles; j++) {
+    arrived();  // K of tile j; V of tile j - 1 has been used
+    load(v_at, v_head, kv_row, j * KEYS, keys, KEYS);
+    float s[2][8][4];
+#pragma unroll
+    for (int i = 0; i < 64; i++) (&s[0][0][0])[i] = 0;
+#pragma unroll
+    for (int k = 0; k < D / 16; k++) {
+      uint32_t q[2][4];
+#pragma unroll
+      for (int m = 0; m < 2; m++) ldmatrix4(q[m], q_at + place<D>(16 * m + (lane & 15), 2 * k + (lane >> 4)));
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        uint32_t b[4];
+        ldmatrix4(b, k_at + place<D>(16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
+#pragma unroll
+        for (int m = 0; m < 2; m++) mma(s[m][2 * i], q[m], b[0], b[1]), mma(s[m][2 * i + 1], q[m], b[2], b[3]);
+      }
+    }
+    arrived();  // V of tile j; K of tile j has been used
+    if (j + 1 < tiles) load(k_at, k_head, kv_row, (j + 1) * KEYS, keys, KEYS);
+    if (j >= unmasked) {
+#pragma unroll
+      for (int i = 0; i < 64; i++) {
+        const int key = j * KEYS + (i >> 2 & 7) * 8 + (lane & 3) * 2 + (i & 1);
+        if (key > query + (i >> 5) * 16 + (i & 2) * 4) s[i >> 5][i >> 2 & 7][i & 3] = -1e30f;
+      }
+    }
+    uint32_t p[2][4][4];
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+      float m0 = top[m][0], m1 = top[m][1];
+#pragma unroll
+      for (int i = 0; i < 8; i++) m0 = fmaxf(m0, fmaxf(s[m][i][0], s[m][i][1])), m1 = fmaxf(m1, fmaxf(s[m][i][2], s[m][i][3]));
+      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 1));
+      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2));
+      const float keep0 = exp2_fast((top[m][0] - m0) * scale_log2), keep1 = exp2_fast((top[m][1] - m1) * scale_log2);
+      const float c0 = m0 * scale_log2 - P_SHIFT, c1 = m1 * scale_log2 - P_SHIFT;
+      top[m][0] = m0, top[m][1] = m1, sum[m][0] *= keep0, sum[m][1] *= keep1;
+      if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f))
+#pragma unroll
+        for (int i = 0; i < D / 8; i++) o[m][i][0] *= keep0, o[m][i][1] *= keep0, o[m][i][2] *= keep1, o[m][i][3] *= keep1;
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        const float e0 = exp2_fast(__fmaf_rn(s[m][i][0], scale_log2, -c0)), e1 = exp2_fast(__fmaf_rn(s[m][i][1], scale_log2, -c0));
+        const float e2 = exp2_fast(__fmaf_rn(s[m][i][2], scale_log2, -c1)), e3 = exp2_fast(__fmaf_rn(s[m][i][3], scale_log2, -c1));
+        sum[m][0] += e0 + e1, sum[m][1] += e2 + e3;
+        p[m][i >> 1][(i & 1) * 2] = Half::pack(e0, e1), p[m][i >> 1][(i & 1) * 2 + 1] = Half::pack(e2, e3);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+#pragma unroll
+      for (int i = 0; i < D / 16; i++) {
+        uint32_t b[4];
+        ldmatrix4_trans(b, v_at + place<D>(16 * k + (lane & 15), 2 * i + (lane >> 4)));
+#pragma unroll
+        for (int m = 0; m < 2; m++) mma(o[m][2 * i], p[m][k], b[0], b[1]), mma(o[m][2 * i + 1], p[m][k], b[2], b[3]);
+      }
+  }
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float total = sum[m][h];
+      total += __shfl_xor_sync(~0u, total, 1), total += __shfl_xor_sync(~0u, total, 2);
+      const float f = 1.f / total;
+      const int row = row0 + warp * 32 + 16 * m + 8 * h + (lane >> 2);
+      if (row < n)
+#pragma unroll
+        for (int i = 0; i < D / 8; i++) store(row, head * D + (lane & 3) * 2 + 8 * i, o[m][i][2 * h] * f, o[m][i][2 * h + 1] * f);
+    }
+}
+
+}  // namespace mma_attention
+
+// prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2): row strides in elements, a head's channels contiguous
+// and 16-byte aligned; the suffix is O's type. Grid: ceil(n / 128) * heads; block 128; dynamic shared memory 512 D bytes.
+#define ENTRY(D, NAME, T)                                                                                                                             \
+  extern "C" __global__ void __launch_bounds__(mma_attention::THREADS, 2)                                                                             \
+      prefill_attend_##D##_##NAME(const uint16_t* Q, const uint16_t* K, const uint16_t* V, uint16_t* O, int n, int q0, int group, int64_t q_row,      \
+                                  int64_t kv_row, int64_t o_row, float scale_log2) {                                                                  \
+    mma_attention::attend<D>(Q, K, V, n, q0, group, q_row, kv_row, scale_log2,                                                                        \
+                             [&](int row, int column, float x, float y) { *(uint32_t*)(O + row * o_row + column) = T::pack(x, y); });                 \
+  }
+ENTRY(64, bf16, Bf16)
+ENTRY(64, f16, Half)
+ENTRY(128, bf16, Bf16)
+ENTRY(128, f16, Half)
+
+#endif

@@ -1,0 +1,474 @@
+// Matrix products of prefill: C[M, N] = A[M, K] * W[N, K]^T with f32 sums, for prompt rows.
+//
+// sm_90a has the wgmma kernels prefill_{qkv,residual,gated}_*. The other architectures have mma.sync kernels prefill_{plain,residual,gated}_* (plain and
+// elementwise's `rope_store` take the place of qkv); sm_75, which has no bfloat16 unit, only prefill_plain_bf16. prefill_plain_f32 is everywhere.
+//
+//   A: row-major activations, bf16 or f16, pitch K padded to 64 elements.
+//   W: atoms, [N/16][K/64][16 rows][8 pieces of 16 bytes], piece j of row r at place j ^ (r & 7); N and K padded with zeros. This is what the copy engine's
+//      128-byte swizzle would write, so tiles go to wgmma as they are.
+//
+// The sum of one output runs over k in one fixed order, whatever M, the row's place and the tile's shape, so a row's bits depend on nothing but the row.
+//
+// Epilogues:
+//   qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim 64 or 128.
+//   residual  hidden[M][N] f32 += C + bias
+//   gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = silu(gate) * up, rounded to the weights' type
+//   plain     Y[M][N] f32 = C
+#include "numbers.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#include "hopper.cuh"
+
+namespace wgmma_gemm {
+
+// CONSUMERS warpgroups of 64 x COLUMNS each per CTA, and one producer; CLUSTER CTAs share W's tile (each loads a part and multicasts it).
+template <class T_, int COLUMNS_, int CONSUMERS_, int CLUSTER_, int STAGES_>
+struct Config {
+  typedef T_ T;
+  static constexpr int COLUMNS = COLUMNS_, CONSUMERS = CONSUMERS_, CLUSTER = CLUSTER_, STAGES = STAGES_;
+  static constexpr int ROWS = 64 * CONSUMERS, TILE_ROWS = ROWS * CLUSTER, BLOCK_K = 64, THREADS = 128 * (CONSUMERS + 1);
+  static constexpr int A_BYTES = ROWS * 128, W_BYTES = COLUMNS * 128, STAGE_BYTES = A_BYTES + W_BYTES;
+  static constexpr int OUT_BYTES = 64 * 64 * 2, OUT_BUFFERS = CONSUMERS == 2 ? 2 : 1;  // 64 x 64 blocks on their way out, per warpgroup
+  static constexpr bool SHIFT_REGISTERS = CONSUMERS == 2;                                 // the producer gives registers to the consumers
+};
+// Few rows: small tiles, two CTAs per SM. Otherwise pairs of CTAs.
+template <class T> using Wide = Config<T, 256, 2, 2, 4>;
+template <class T> using Middle = Config<T, 128, 2, 2, 6>;
+template <class T> using Small = Config<T, 128, 1, 1, 4>;
+template <class T> using Narrow = Config<T, 64, 1, 1, 6>;
+
+struct Place {
+  int row, column;  // in tiles
+};
+// Tiles in groups of `group` tile rows, column by column: those in flight form a block about as high as wide, so L2 serves most loads.
+DEV Place place_of(int tile, int tile_rows, int tile_columns, int group) {
+  const int per = group * tile_columns, g = tile / per, first = g * group, high = min(group, tile_rows - first), r = tile - g * per;
+  return {first + r % high, r / high};
+}
+
+// What a thread of a warpgroup needs to place its accumulators.
+struct Corner {
+  int row;     // first of the warpgroup's 64 rows
+  int column;  // first of its COLUMNS columns
+  uint32_t out;    // shared memory for outgoing blocks
+  int barrier;     // named barrier of this warpgroup
+  int sent;        // blocks sent so far
+};
+
+// One 64 x 64 block of 16-bit values, columns 64 j .. of `d`, to (column, row) of a matrix; several may be under way.
+template <class C, class Pack>
+DEV void send_block(Corner& at, const float* d, const TensorMap* to, int column, int row, Pack pack) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, r = warp * 16 + (lane & 15), half = lane >> 4;
+  const uint32_t block = at.out + at.sent % C::OUT_BUFFERS * C::OUT_BYTES;
+  if ((threadIdx.x & 127) == 0) bulk_wait_read<C::OUT_BUFFERS - 1>();
+  bar_sync(at.barrier, 128);
+#pragma unroll
+  for (int i = 0; i < 4; i++) {  // 16 columns each; lane l addresses row l % 16, the left or right 8 columns
+    const float* v = d + i * 8;
+    stmatrix4(block + r * 128 + (((2 * i + half) ^ (r & 7)) << 4), pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7]));
+  }
+  fence_async();
+  bar_sync(at.barrier, 128);
+  if ((threadIdx.x & 127) == 0) {
+    tma_store(to, column, row, block);
+    bulk_commit();
+  }
+  at.sent++;
+}
+
+template <int HEAD_DIM>
+struct Qkv {
+  const TensorMap *q, *kv;     // [M][q_width] and [M][2 kv_width] f16; boxes 64 x 64
+  const float* bias;           // [N] or null
+  const float *q_norm, *k_norm;  // [HEAD_DIM] or null
+  const float2* cos_sin;       // [M][HEAD_DIM / 2]
+  float eps;
+  int heads, kv_heads, M;
+
+  template <class C>
+  DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
+    constexpr int REGISTERS = HEAD_DIM / 2, PAIR = HEAD_DIM / 4;  // accumulators of a head; distance of the two of a rotation
+    const int lane = threadIdx.x & 31, c = lane & 3, row = at.row + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
+#pragma unroll
+    for (int h = 0; h < C::COLUMNS / HEAD_DIM; h++) {
+      float* v = d + h * REGISTERS;
+      const int column = at.column + h * HEAD_DIM, head = column / HEAD_DIM;
+      if (head >= heads + 2 * kv_heads) break;
+      if (bias)
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 8; j++) {
+          const float2 b = *(const float2*)(bias + column + 8 * j + 2 * c);
+          v[4 * j] += b.x, v[4 * j + 1] += b.y, v[4 * j + 2] += b.x, v[4 * j + 3] += b.y;
+        }
+      if (head >= heads + kv_heads) continue;  // values
+      const float* norm = head < heads ? q_norm : k_norm;
+      if (norm) {
+        float s0 = 0, s1 = 0;
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 8; j++) {
+          s0 += v[4 * j] * v[4 * j] + v[4 * j + 1] * v[4 * j + 1];
+          s1 += v[4 * j + 2] * v[4 * j + 2] + v[4 * j + 3] * v[4 * j + 3];
+        }
+        s0 += __shfl_xor_sync(~0u, s0, 1), s1 += __shfl_xor_sync(~0u, s1, 1);
+        s0 += __shfl_xor_sync(~0u, s0, 2), s1 += __shfl_xor_sync(~0u, s1, 2);
+        const float f0 = rsqrtf(s0 / HEAD_DIM + eps), f1 = rsqrtf(s1 / HEAD_DIM + eps);
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 8; j++) {
+          const float2 w = *(const float2*)(norm + 8 * j + 2 * c);
+          v[4 * j] *= f0 * w.x, v[4 * j + 1] *= f0 * w.y, v[4 * j + 2] *= f1 * w.x, v[4 * j + 3] *= f1 * w.y;
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const float4* angles = (const float4*)(cos_sin + (size_t)min(row + 8 * r, M - 1) * (HEAD_DIM / 2) + 2 * c);
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 16; j++) {
+          const float4 a = __ldg(angles + 4 * j);  // cos, sin of channel 8j + 2c, then of the next
+          float *x = v + 4 * j + 2 * r, *y = x + PAIR;
+          const float x0 = x[0], x1 = x[1];
+          x[0] = x0 * a.x - y[0] * a.y, x[1] = x1 * a.z - y[1] * a.w;
+          y[0] = y[0] * a.x + x0 * a.y, y[1] = y[1] * a.z + x1 * a.w;
+        }
+      }
+    }
+    const int q_width = heads * HEAD_DIM, width = q_width + 2 * kv_heads * HEAD_DIM;
+#pragma unroll
+    for (int j = 0; j < C::COLUMNS / 64; j++) {
+      const int column = at.column + 64 * j;
+      if (column >= width) break;
+      const bool is_q = column < q_width;
+      send_block<C>(at, d + 32 * j, is_q ? q : kv, is_q ? column : column - q_width, at.row, [](float a, float b) { return Half::pack(a, b); });
+    }
+  }
+};
+
+struct Residual {
+  float* hidden;      // [M][N]
+  const float* bias;  // [N] or null
+  int M, N;
+
+  template <class C>
+  DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
+    const int lane = threadIdx.x & 31, row = at.row + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2), first = at.column + 2 * (lane & 3);
+#pragma unroll
+    for (int j = 0; j < C::COLUMNS / 8; j++) {
+      const int column = first + 8 * j;
+      float2 b = make_float2(0, 0);
+      if (column >= N) break;
+      if (bias) b = *(const float2*)(bias + column);
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        if (row + 8 * r < M)  // every element is added to once, so the order of arrival does not matter
+          asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0],{%1,%2};" ::"l"(hidden + (size_t)(row + 8 * r) * N + column),
+                       "f"(d[4 * j + 2 * r] + b.x), "f"(d[4 * j + 2 * r + 1] + b.y)
+                       : "memory");
+    }
+  }
+};
+
+struct Gated {
+  const TensorMap* x;  // [M][N / 2]; box 64 x 64
+  const float* bias;   // [N], interleaved as W's rows, or null
+  int N;
+
+  template <class C>
+  DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
+    const int c = threadIdx.x & 3;
+#pragma unroll
+    for (int j = 0; j < C::COLUMNS / 16; j++) {
+      float2 g = make_float2(0, 0), u = g;
+      const int column = at.column + 16 * j + 2 * c;
+      if (bias && column < N) g = *(const float2*)(bias + column), u = *(const float2*)(bias + column + 8);
+#pragma unroll
+      for (int i = 0; i < 4; i++) d[4 * j + i] = silu(d[8 * j + i] + (i & 1 ? g.y : g.x)) * (d[8 * j + 4 + i] + (i & 1 ? u.y : u.x));
+    }
+#pragma unroll
+    for (int j = 0; j < C::COLUMNS / 128; j++)
+      if (at.column + 128 * j < N)
+        send_block<C>(at, d + 32 * j, x, at.column / 2 + 64 * j, at.row, [](float a, float b) { return C::T::pack(a, b); });
+  }
+};
+
+// Grid: a multiple of CLUSTER, at most as many CTAs as are resident. Tensor maps: A {K, M}, box {64, ROWS}, 128-byte swizzle;
+// W {64, 16, K/64, N/16}, box {64, 16, 1, COLUMNS / CLUSTER / 16}, no swizzle.
+template <class C, class Epilogue>
+DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, int group, const Epilogue& epilogue) {
+  constexpr int STAGES = C::STAGES, PART = C::W_BYTES / C::CLUSTER;
+  extern __shared__ char raw[];
+  const uint32_t base = (shared_address(raw) + 1023) & ~1023u, out = base + STAGES * C::STAGE_BYTES;
+  const uint32_t full = out + C::CONSUMERS * C::OUT_BUFFERS * C::OUT_BYTES, empty = full + STAGES * 8;
+  const int rank = C::CLUSTER > 1 ? cluster_rank() : 0, warpgroup = threadIdx.x >> 7;
+  const int tile_rows = (M + C::TILE_ROWS - 1) / C::TILE_ROWS, tile_columns = (N + C::COLUMNS - 1) / C::COLUMNS, tiles = tile_rows * tile_columns;
+  const int blocks = (K + C::BLOCK_K - 1) / C::BLOCK_K, first = blockIdx.x / C::CLUSTER, hop = gridDim.x / C::CLUSTER;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; s++) mbar_init(full + 8 * s, 1), mbar_init(empty + 8 * s, 4 * C::CONSUMERS * C::CLUSTER);  // one arrival per consumer warp
+    mbar_init_done();
+  }
+  if (C::CLUSTER > 1) cluster_sync();
+  else __syncthreads();
+  if (warpgroup == C::CONSUMERS) {
+    if (C::SHIFT_REGISTERS) registers_give<40>();
+    if ((threadIdx.x & 127) == 0) {
+      int s = 0, phase = 0;
+      for (int t = first; t < tiles; t += hop) {
+        const Place at = place_of(t, tile_rows, tile_columns, group);
+        const int row = at.row * C::TILE_ROWS + rank * C::ROWS, column = at.column * C::COLUMNS + rank * (C::COLUMNS / C::CLUSTER);
+        for (int kb = 0; kb < blocks; kb++) {
+          mbar_wait(empty + 8 * s, phase ^ 1);
+          const uint32_t slot = base + s * C::STAGE_BYTES, w = slot + C::A_BYTES + rank * PART, bar = full + 8 * s;
+          mbar_expect(bar, C::STAGE_BYTES);
+          tma_load(slot, A, kb * C::BLOCK_K, row, bar);
+          if (C::CLUSTER > 1) tma_load_multicast(w, W, 0, 0, kb, column / 16, bar, (1 << C::CLUSTER) - 1);
+          else tma_load(w, W, 0, 0, kb, column / 16, bar);
+          if (++s == STAGES) s = 0, phase ^= 1;
+        }
+      }
+    }
+  } else {
+    if (C::SHIFT_REGISTERS) registers_take<232>();
+    const int lane = threadIdx.x & 31;
+    int s = 0, phase = 0;
+    Corner corner{0, 0, out + warpgroup * C::OUT_BUFFERS * C::OUT_BYTES, 1 + warpgroup, 0};
+    auto leave = [&](int slot) {
+      if (lane < C::CLUSTER) mbar_arrive_at(empty + 8 * slot, lane);
+    };
+    float d[C::COLUMNS / 2];
+    for (int t = first; t < tiles; t += hop) {
+      const Place at = place_of(t, tile_rows, tile_columns, group);
+      int previous = 0;
+      // Zeroed by plain moves and always added to: an undefined accumulator makes the assembler serialize every wgmma (C7515).
+#pragma unroll
+      for (int i = 0; i < C::COLUMNS / 2; i++) d[i] = 0;
+      for (int kb = 0; kb < blocks; kb++) {
+        mbar_wait(full + 8 * s, phase);
+        const uint32_t slot = base + s * C::STAGE_BYTES;
+        const uint64_t a = desc_kmajor(slot + warpgroup * 64 * 128), b = desc_kmajor(slot + C::A_BYTES);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; k++) Wgmma<typename C::T>::shared(d, a + 2 * k, b + 2 * k, 1);
+        wgmma_commit();
+        wgmma_wait<1>();  // the block before this one is done: its slot may be filled again
+        if (kb) leave(previous);
+        previous = s;
+        if (++s == STAGES) s = 0, phase ^= 1;
+      }
+      wgmma_wait<0>();
+      leave(previous);
+      corner.row = at.row * C::TILE_ROWS + rank * C::ROWS + warpgroup * 64;
+      corner.column = at.column * C::COLUMNS;
+      epilogue.template operator()<C>(d, corner);
+    }
+    if ((threadIdx.x & 127) == 0) bulk_wait_all();
+  }
+  if (C::CLUSTER > 1) cluster_sync();  // the other CTA may still signal or write here
+}
+
+}  // namespace wgmma_gemm
+using namespace wgmma_gemm;
+
+// prefill_qkv_{64,128}_{bf16,f16}_{wide,middle,small}(A, W, Q, KV, bias, q_norm, k_norm, cos_sin, eps, heads, kv_heads, M, N, K, group)
+// prefill_residual_{bf16,f16}_{wide,middle,narrow}(A, W, hidden, bias, M, N, K, group)
+// prefill_gated_{bf16,f16}_{wide,middle,small}(A, W, X, bias, M, N, K, group)
+// Block: 384 threads (wide, middle) or 256. Dynamic shared memory: STAGES * STAGE_BYTES + the outgoing blocks + 16 STAGES + 1024.
+#define LAUNCHED(CONFIG, CLUSTERED) CLUSTERED __launch_bounds__(CONFIG::THREADS, CONFIG::CLUSTER == 1 ? 2 : 1)
+#define CLUSTER_PAIR __cluster_dims__(2, 1, 1)
+#define SINGLE
+#define QKV(D, NAME, CONFIG, CLUSTERED)                                                                                                             \
+  extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED)                                                                                            \
+      prefill_qkv_##D##_##NAME(const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W, const __grid_constant__ TensorMap Q,        \
+                               const __grid_constant__ TensorMap KV, const float* bias, const float* q_norm, const float* k_norm,                   \
+                               const float2* cos_sin, float eps, int heads, int kv_heads, int M, int N, int K, int group) {                         \
+    multiply<CONFIG>(&A, &W, M, N, K, group, Qkv<D>{&Q, &KV, bias, q_norm, k_norm, cos_sin, eps, heads, kv_heads, M});                              \
+  }
+#define RESIDUAL(NAME, CONFIG, CLUSTERED)                                                                                                      \
+  extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED)                                                                                       \
+      prefill_residual_##NAME(const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W, float* hidden, const float* bias, int M, \
+                              int N, int K, int group) {                                                                                       \
+    multiply<CONFIG>(&A, &W, M, N, K, group, Residual{hidden, bias, M, N});                                                                    \
+  }
+#define GATED(NAME, CONFIG, CLUSTERED)                                                                                                        \
+  extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED)                                                                                      \
+      prefill_gated_##NAME(const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W, const __grid_constant__ TensorMap X,      \
+                           const float* bias, int M, int N, int K, int group) {                                                               \
+    multiply<CONFIG>(&A, &W, M, N, K, group, Gated{&X, bias, N});                                                                             \
+  }
+#define ENTRIES(NAME, T)                                                                                             \
+  QKV(64, NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                        \
+  QKV(64, NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                    \
+  QKV(64, NAME##_small, Small<T>, SINGLE)                                                                            \
+  QKV(128, NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                       \
+  QKV(128, NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                   \
+  QKV(128, NAME##_small, Small<T>, SINGLE)                                                                           \
+  RESIDUAL(NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                       \
+  RESIDUAL(NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                   \
+  RESIDUAL(NAME##_narrow, Narrow<T>, SINGLE)                                                                         \
+  GATED(NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                          \
+  GATED(NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                      \
+  GATED(NAME##_small, Small<T>, SINGLE)
+ENTRIES(bf16, Bf16)
+ENTRIES(f16, Half)
+
+#else
+
+namespace mma_gemm {
+
+// 128 x 128 of C per CTA, 4 warps of 64 x 64, k blocks of 32 through a ring of 4 stages (64 KB) filled by cp.async; two CTAs per SM.
+enum { ROWS = 128, COLUMNS = 128, BLOCK_K = 32, STAGES = 4, THREADS = 128, TILE_BYTES = 128 * BLOCK_K * 2, SHARED = STAGES * 2 * TILE_BYTES };
+
+// A tile: 128 rows of 64 bytes; the four pieces of a row are permuted so that 8 rows of one piece touch all banks.
+DEV uint32_t place(int row, int piece) { return row * 64 + ((piece ^ (row >> 1 & 3)) << 4); }
+
+DEV void mma(Half, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_f16(d, a, b0, b1); }
+DEV void mma(Bf16, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_bf16(d, a, b0, b1); }
+
+// Calls store(row, column, c0, c1) for every pair of columns (column even, both below N or both not) of rows below M that this thread holds, and
+// store_gated(row, column, gate pair, up pair) instead where GATED.
+template <class T, bool GATED, class Store>
+DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pitch, int group, Store store) {
+  extern __shared__ __align__(128) char raw[];
+  const uint32_t base = shared_address(raw);
+  const int tile_rows = (M + ROWS - 1) / ROWS, tile_columns = (N + COLUMNS - 1) / COLUMNS, per = group * tile_columns, g = blockIdx.x / per;
+  const int first = g * group, high = min(group, tile_rows - first), r = blockIdx.x - g * per;
+  const int row0 = (first + r % high) * ROWS, column0 = r / high * COLUMNS;
+  const int t = threadIdx.x, lane = t & 31, wm = (t >> 5 & 1) * 64, wn = (t >> 6) * 64;
+  const int atoms = (K + 63) / 64, padded_n = (N + 15) / 16 * 16, blocks = atoms * 2;
+  const int piece = t & 3, load_row = t >> 2;  // this thread copies `piece` of rows load_row + 32 i of both tiles
+  auto load = [&](int kb) {
+    const uint32_t dst = base + kb % STAGES * 2 * TILE_BYTES;
+    if (kb < blocks)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int row = load_row + 32 * i, a = row0 + row, w = column0 + row, j = (kb & 1) * 4 + piece;
+        copy16_or_zero(dst + place(row, piece), A + (size_t)min(a, M - 1) * pitch + kb * BLOCK_K + piece * 8, a < M);
+        const int wc = min(w, padded_n - 1);
+        copy16_or_zero(dst + TILE_BYTES + place(row, piece), W + (((size_t)(wc / 16) * atoms + kb / 2) * 16 + wc % 16) * 8 + (j ^ (wc & 7)), w < padded_n);
+      }
+    copy_commit();
+  };
+  float d[4][8][4];
+#pragma unroll
+  for (int i = 0; i < 128; i++) (&d[0][0][0])[i] = 0;
+  uint32_t a[2][4][4], b[2][4][4];  // fragments of two k steps of 16: one is loaded while the other is used
+  auto fetch = [&](int kb, int k) {
+    const uint32_t a_at = base + kb % STAGES * 2 * TILE_BYTES, w_at = a_at + TILE_BYTES;
+#pragma unroll
+    for (int i = 0; i < 4; i++) ldmatrix4(a[k][i], a_at + place(wm + 16 * i + (lane & 15), 2 * k + (lane >> 4)));
+#pragma unroll
+    for (int i = 0; i < 4; i++) ldmatrix4(b[k][i], w_at + place(wn + 16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
+  };
+  auto product = [&](int k) {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+#pragma unroll
+      for (int j = 0; j < 8; j++) mma(T(), d[i][j], a[k][i], b[k][j >> 1][(j & 1) * 2], b[k][j >> 1][(j & 1) * 2 + 1]);
+  };
+  auto arrived = [&]() {
+    copy_wait<STAGES - 2>();
+    __syncthreads();
+  };
+  for (int kb = 0; kb < STAGES - 1; kb++) load(kb);
+  arrived();
+  fetch(0, 0);
+  for (int kb = 0; kb < blocks; kb++) {
+    fetch(kb, 1);
+    load(kb + STAGES - 1);  // into the slot of block kb - 1, which all had read at the last barrier
+    product(0);
+    arrived();  // block kb + 1
+    if (kb + 1 < blocks) fetch(kb + 1, 0);
+    product(1);
+  }
+  copy_wait<0>();
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = row0 + wm + 16 * i + 8 * h + (lane >> 2);
+      if (row >= M) continue;
+#pragma unroll
+      for (int j = 0; j < 8; j += GATED ? 2 : 1) {
+        const int column = column0 + wn + 8 * j + (lane & 3) * 2;
+        if (column >= N) continue;
+        if constexpr (GATED) store(row, column, d[i][j][2 * h], d[i][j][2 * h + 1], d[i][j + 1][2 * h], d[i][j + 1][2 * h + 1]);
+        else store(row, column, d[i][j][2 * h], d[i][j][2 * h + 1]);
+      }
+    }
+}
+
+}  // namespace mma_gemm
+
+// prefill_plain_{bf16,f16}(A, W, Y f32, M, N, K, pitch, group), prefill_residual_*(A, W, hidden, bias, ...), prefill_gated_*(A, W, X, bias, x_pitch, ...)
+// N even. Grid: ceil(M / 128) * ceil(N / 128), block 128, dynamic shared memory 65,536 bytes.
+#define ENTRIES(NAME, T)                                                                                                                             \
+  extern "C" __global__ void __launch_bounds__(128, 2)                                                                                               \
+      prefill_plain_##NAME(const uint16_t* A, const uint4* W, float* Y, int M, int N, int K, int pitch, int group) {                                 \
+    mma_gemm::multiply<T, false>(A, W, M, N, K, pitch, group,                                                                                        \
+                                 [&](int row, int column, float x, float y) { *(float2*)(Y + (size_t)row * N + column) = make_float2(x, y); });      \
+  }                                                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(128, 2)                                                                                               \
+      prefill_residual_##NAME(const uint16_t* A, const uint4* W, float* hidden, const float* bias, int M, int N, int K, int pitch, int group) {      \
+    mma_gemm::multiply<T, false>(A, W, M, N, K, pitch, group, [&](int row, int column, float x, float y) {                                           \
+      float2* h = (float2*)(hidden + (size_t)row * N + column);                                                                                      \
+      const float2 old = *h, b = bias ? *(const float2*)(bias + column) : make_float2(0, 0);                                                         \
+      *h = make_float2(old.x + (x + b.x), old.y + (y + b.y));                                                                                        \
+    });                                                                                                                                              \
+  }                                                                                                                                                  \
+  extern "C" __global__ void __launch_bounds__(128, 2) prefill_gated_##NAME(const uint16_t* A, const uint4* W, uint16_t* X, const float* bias,       \
+                                                                            int x_pitch, int M, int N, int K, int pitch, int group) {                \
+    mma_gemm::multiply<T, true>(A, W, M, N, K, pitch, group, [&](int row, int column, float g0, float g1, float u0, float u1) {                      \
+      if (bias) g0 += bias[column], g1 += bias[column + 1], u0 += bias[column + 8], u1 += bias[column + 9];                                          \
+      *(uint32_t*)(X + (size_t)row * x_pitch + (column / 16 * 8 + column % 8)) = T::pack(silu(g0) * u0, silu(g1) * u1);                              \
+    });                                                                                                                                              \
+  }
+#ifdef QS_SM80
+ENTRIES(bf16, Bf16)
+#endif
+ENTRIES(f16, Half)
+
+#endif
+
+// Without matrix units: one chain of fused multiply-adds per output, k upwards. 64 x 64 outputs per CTA.
+template <class LoadA, class LoadW>
+DEV void multiply_plain(LoadA load_a, LoadW load_w, float* Y, int M, int N, int K) {
+  __shared__ float a[16][65], w[16][65];
+  const int row0 = blockIdx.y * 64, column0 = blockIdx.x * 64, t = threadIdx.x, r = t / 16 * 4, c = t % 16 * 4;
+  float d[4][4] = {};
+  for (int k0 = 0; k0 < K; k0 += 16) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int k = t % 16, row = t / 16 + 16 * i;
+      a[k][row] = row0 + row < M && k0 + k < K ? load_a(row0 + row, k0 + k) : 0.f;
+      w[k][row] = column0 + row < N && k0 + k < K ? load_w(column0 + row, k0 + k) : 0.f;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < 16; k++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) d[i][j] = __fmaf_rn(a[k][r + i], w[k][c + j], d[i][j]);
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      if (row0 + r + i < M && column0 + c + j < N) Y[(size_t)(row0 + r + i) * N + column0 + c + j] = d[i][j];
+}
+
+// Checkpoints in single precision: A [M][pitch], W row-major [N][K], Y [M][N]. Grid: (ceil(N / 64), ceil(M / 64)), block 256.
+extern "C" __global__ void __launch_bounds__(256) prefill_plain_f32(const float* A, const float* W, float* Y, int M, int N, int K, int pitch) {
+  multiply_plain([&](int row, int k) { return A[(size_t)row * pitch + k]; }, [&](int row, int k) { return W[(size_t)row * K + k]; }, Y, M, N, K);
+}
+
+#ifndef QS_SM80
+// Turing has no bfloat16 unit. A [M][pitch] bf16, W atoms, Y [M][N]; grid and block as above.
+extern "C" __global__ void __launch_bounds__(256) prefill_plain_bf16(const uint16_t* A, const uint16_t* W, float* Y, int M, int N, int K, int pitch) {
+  const int atoms = (K + 63) / 64;
+  multiply_plain([&](int row, int k) { return Bf16::to_float(A[(size_t)row * pitch + k]); },
+                 [&](int row, int k) {
+                   const size_t line = ((size_t)(row / 16) * atoms + k / 64) * 16 + row % 16;
+                   return Bf16::to_float(W[line * 64 + ((k % 64 / 8) ^ (row & 7)) * 8 + k % 8]);
+                 },
+                 Y, M, N, K);
+}
+#endif
