@@ -1,1 +1,11 @@
-//! Backend on NVIDIA GPUs through cudarc.
+//! Backend on NVIDIA GPUs.
+//!
+//! The kernels are compiled when this crate is built and the driver is opened when a device is asked for, so a library built anywhere
+//! loads everywhere: [`detect`] says what is there and why a GPU is off. Nothing links to the CUDA runtime, cuBLAS or cuDNN.
+
+mod detect;
+pub mod device;
+mod images;
+
+pub use detect::{Detection, DeviceInfo, detect};
+pub use images::kernels;

@@ -1,0 +1,262 @@
+//! Compiles kernels/*.cu with NVRTC, which comes from the Python package of [`PACKAGE`] in the building environment: machine code for
+//! every architecture of [`ARCHITECTURES`] and PTX for what comes after them, embedded deflated.
+#![allow(clippy::print_stdout, reason = "a build script speaks to cargo on stdout")]
+
+use libloading::{Library, Symbol};
+use std::collections::VecDeque;
+use std::ffi::{CString, c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::{env, fs, process, ptr, thread};
+
+/// 12.8 because its machine code still loads on drivers from 525 on (13.x asks for 580), and because it knows sm_120.
+const PACKAGE: &str = "cuda-toolkit[nvrtc,cudart]==12.8.1";
+
+/// The PTX version a driver 525 accepts; the kernels use no newer instruction in the PTX image.
+const PTX_VERSION: &str = "8.0";
+
+/// Machine code images. 86 also serves 87, 100 also 103, 120 also 121 (newer minor of the same major); 90a holds the Hopper-only instructions.
+const ARCHITECTURES: [&str; 8] = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "compute_80"];
+
+/// Deflate level: 6 is within 2 % of 10 and five times faster.
+const LEVEL: u8 = 6;
+
+const LOCATE: &str = "
+import importlib.util, pathlib
+def root(name):
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        spec = None
+    return pathlib.Path(list(spec.submodule_search_locations)[0]) if spec else None
+nvrtc, runtime = root('nvidia.cuda_nvrtc'), root('nvidia.cuda_runtime')
+if nvrtc and runtime:
+    found = sorted((nvrtc / 'lib').glob('libnvrtc.so.*')) + sorted((nvrtc / 'bin').glob('nvrtc64_*_0.dll'))
+    found = [f for f in found if 'alt' not in f.name]
+    if found:
+        print(found[0])
+        print(runtime / 'include')
+";
+
+/// Ends the build with one line.
+fn fail(message: &str) -> ! {
+    println!("cargo::error={}", message.replace('\n', " "));
+    process::exit(1)
+}
+
+struct Toolkit {
+    library: PathBuf,
+    include: PathBuf,
+}
+
+fn toolkit() -> Toolkit {
+    let python =
+        env::var("PYO3_PYTHON").unwrap_or_else(|_| if cfg!(windows) { "python" } else { "python3" }.to_owned());
+    let missing = format!(
+        "NVRTC was not found by {python}: pip install \"{PACKAGE}\", or set QUANTSPEC_KERNELS=off for a build without GPU support"
+    );
+    let Ok(output) = process::Command::new(&python).args(["-c", LOCATE]).output() else { fail(&missing) };
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let mut lines = text.lines().map(PathBuf::from);
+    match (lines.next(), lines.next()) {
+        (Some(library), Some(include)) => Toolkit { library, include },
+        _ => fail(&missing),
+    }
+}
+
+type Program = *mut c_void;
+
+/// The handful of NVRTC entry points this script calls.
+struct Nvrtc<'a> {
+    create: Symbol<
+        'a,
+        unsafe extern "C" fn(*mut Program, *const c_char, *const c_char, c_int, *const c_void, *const c_void) -> c_int,
+    >,
+    compile: Symbol<'a, unsafe extern "C" fn(Program, c_int, *const *const c_char) -> c_int>,
+    destroy: Symbol<'a, unsafe extern "C" fn(*mut Program) -> c_int>,
+    log: Output<'a>,
+    cubin: Output<'a>,
+    ptx: Output<'a>,
+}
+
+/// A pair of "how many bytes" and "give them".
+struct Output<'a> {
+    size: Symbol<'a, unsafe extern "C" fn(Program, *mut usize) -> c_int>,
+    get: Symbol<'a, unsafe extern "C" fn(Program, *mut c_char) -> c_int>,
+}
+
+impl Output<'_> {
+    fn read(&self, program: Program) -> Vec<u8> {
+        let mut bytes = 0;
+        // SAFETY: `program` is alive and the buffer has the size NVRTC asks for.
+        unsafe {
+            (self.size)(program, &mut bytes);
+            let mut buffer = vec![0u8; bytes];
+            (self.get)(program, buffer.as_mut_ptr().cast());
+            buffer
+        }
+    }
+}
+
+impl<'a> Nvrtc<'a> {
+    fn new(library: &'a Library) -> Result<Nvrtc<'a>, libloading::Error> {
+        // SAFETY: the signatures are those of nvrtc.h 12.8.
+        unsafe {
+            let output = |size: &[u8], get: &[u8]| -> Result<Output<'a>, libloading::Error> {
+                Ok(Output { size: library.get(size)?, get: library.get(get)? })
+            };
+            Ok(Nvrtc {
+                create: library.get(b"nvrtcCreateProgram\0")?,
+                compile: library.get(b"nvrtcCompileProgram\0")?,
+                destroy: library.get(b"nvrtcDestroyProgram\0")?,
+                log: output(b"nvrtcGetProgramLogSize\0", b"nvrtcGetProgramLog\0")?,
+                cubin: output(b"nvrtcGetCUBINSize\0", b"nvrtcGetCUBIN\0")?,
+                ptx: output(b"nvrtcGetPTXSize\0", b"nvrtcGetPTX\0")?,
+            })
+        }
+    }
+
+    fn image(&self, name: &str, source: &str, architecture: &str, includes: &[&Path]) -> Result<Vec<u8>, String> {
+        let text = |value: String| CString::new(value).map_err(|_| "a kernel source holds a NUL".to_owned());
+        let (source, name) = (text(source.to_owned())?, text(name.to_owned())?);
+        let mut options = vec![text(format!("--gpu-architecture={architecture}"))?, text("-std=c++17".to_owned())?];
+        for include in includes {
+            options.push(text(format!("-I{}", include.display()))?);
+        }
+        let pointers: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
+        let mut program = ptr::null_mut();
+        // SAFETY: every pointer outlives the call it is passed to; the program is destroyed once.
+        unsafe {
+            (self.create)(&mut program, source.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null());
+            let status = (self.compile)(program, pointers.len() as c_int, pointers.as_ptr());
+            let result = if status != 0 {
+                // The first complaint; the rest usually follows from it.
+                let log = String::from_utf8_lossy(&self.log.read(program)).into_owned();
+                Err(log.lines().find(|line| line.contains("error")).unwrap_or(&log).to_owned())
+            } else if architecture.starts_with("compute_") {
+                Ok(lower_version(&String::from_utf8_lossy(&self.ptx.read(program))))
+            } else {
+                Ok(self.cubin.read(program))
+            };
+            (self.destroy)(&mut program);
+            result
+        }
+    }
+}
+
+/// PTX with its `.version` lowered to [`PTX_VERSION`], so that drivers older than the compiler translate it.
+fn lower_version(ptx: &str) -> Vec<u8> {
+    let lines = ptx.trim_end_matches('\0').lines();
+    let mut text: String = lines
+        .map(
+            |line| {
+                if line.starts_with(".version ") { format!(".version {PTX_VERSION}\n") } else { format!("{line}\n") }
+            },
+        )
+        .collect();
+    text.push('\0');
+    text.into_bytes()
+}
+
+/// FNV-1a, to know whether an image of an earlier build is still good.
+fn hash(parts: &[&[u8]]) -> u64 {
+    parts
+        .iter()
+        .flat_map(|part| part.iter())
+        .fold(0xcbf2_9ce4_8422_2325, |hash, &byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+fn read(path: &Path) -> String {
+    fs::read_to_string(path).unwrap_or_else(|error| fail(&format!("{}: {error}", path.display())))
+}
+
+fn sources(directory: &Path, extension: &str) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).unwrap_or_else(|error| fail(&format!("{}: {error}", directory.display())));
+    let mut found: Vec<PathBuf> = entries
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|e| e == extension))
+        .collect();
+    found.sort();
+    found
+}
+
+fn main() {
+    let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_else(|| fail("OUT_DIR is not set")));
+    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels");
+    println!("cargo::rerun-if-env-changed=QUANTSPEC_KERNELS");
+    println!("cargo::rerun-if-env-changed=PYO3_PYTHON");
+    println!("cargo::rerun-if-changed={}", kernels.display());
+    // CUDA exists on Linux and Windows only; elsewhere there is nothing to compile for.
+    let system = env::var("CARGO_CFG_TARGET_OS").unwrap_or_default();
+    let wanted = match env::var("QUANTSPEC_KERNELS").as_deref() {
+        Ok("off") => false,
+        Ok(other) if !other.is_empty() && other != "on" => {
+            fail(&format!("QUANTSPEC_KERNELS is {other:?}; it may be on or off"))
+        }
+        _ => matches!(system.as_str(), "linux" | "windows"),
+    };
+    let mut table = String::from("pub(crate) static IMAGES: &[Image] = &[\n");
+    if wanted {
+        let toolkit = toolkit();
+        for (stem, architecture, bytes, file) in compile(&toolkit, &kernels, &out) {
+            let number: String = architecture.chars().filter(char::is_ascii_digit).collect();
+            let number = if architecture.starts_with("compute_") { "0".to_owned() } else { number };
+            table += &format!(
+                "    Image {{ stem: {stem:?}, architecture: {number}, bytes: {bytes}, deflated: include_bytes!({file:?}) }},\n"
+            );
+        }
+    }
+    table += "];\n";
+    fs::write(out.join("images.rs"), table).unwrap_or_else(|error| fail(&error.to_string()));
+}
+
+/// (stem, architecture, bytes, deflated file) of every image, in a fixed order.
+fn compile(toolkit: &Toolkit, kernels: &Path, out: &Path) -> Vec<(String, &'static str, usize, PathBuf)> {
+    // SAFETY: loading NVRTC runs only its own initialisers.
+    let library = unsafe { Library::new(&toolkit.library) }
+        .unwrap_or_else(|error| fail(&format!("{}: {error}; reinstall {PACKAGE}", toolkit.library.display())));
+    let nvrtc = Nvrtc::new(&library)
+        .unwrap_or_else(|error| fail(&format!("{}: {error}; install {PACKAGE}", toolkit.library.display())));
+    let headers: String = sources(kernels, "cuh").iter().map(|path| read(path)).collect();
+    let units = sources(kernels, "cu");
+    let jobs: Mutex<VecDeque<(&PathBuf, &'static str)>> =
+        Mutex::new(units.iter().flat_map(|unit| ARCHITECTURES.map(|architecture| (unit, architecture))).collect());
+    let done = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        for _ in 0..thread::available_parallelism().map_or(1, usize::from) {
+            scope.spawn(|| {
+                loop {
+                    let job = jobs.lock().unwrap_or_else(|lock| lock.into_inner()).pop_front();
+                    let Some((unit, architecture)) = job else { break };
+                    let stem = unit.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+                    let source = read(unit);
+                    let key = hash(&[
+                        source.as_bytes(),
+                        headers.as_bytes(),
+                        toolkit.library.to_string_lossy().as_bytes(),
+                        &[LEVEL],
+                    ]);
+                    let file = out.join(format!("{stem}.{architecture}.{key:016x}"));
+                    let bytes =
+                        match fs::read(&file).ok().and_then(|old| miniz_oxide::inflate::decompress_to_vec(&old).ok()) {
+                            Some(old) => old.len(),
+                            None => {
+                                let image = nvrtc
+                                    .image(&format!("{stem}.cu"), &source, architecture, &[kernels, &toolkit.include])
+                                    .unwrap_or_else(|log| fail(&format!("{stem}.cu for {architecture}: {log}")));
+                                let deflated = miniz_oxide::deflate::compress_to_vec(&image, LEVEL);
+                                fs::write(&file, deflated)
+                                    .unwrap_or_else(|error| fail(&format!("{}: {error}", file.display())));
+                                image.len()
+                            }
+                        };
+                    done.lock().unwrap_or_else(|lock| lock.into_inner()).push((stem, architecture, bytes, file));
+                }
+            });
+        }
+    });
+    let mut done = done.into_inner().unwrap_or_else(|lock| lock.into_inner());
+    done.sort();
+    done
+}

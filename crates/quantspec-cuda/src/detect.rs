@@ -1,0 +1,229 @@
+//! What GPUs there are, asked of the driver without any binding that could panic.
+
+use crate::images;
+use libloading::{Library, Symbol};
+use quantspec_core::{Error, Result};
+use std::ffi::{CStr, c_char, c_int};
+use std::sync::OnceLock;
+
+/// The driver's library: part of the driver, never of a toolkit.
+const LIBRARY: &str = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
+
+/// Oldest CUDA version of a driver that runs the images (12.0, driver 525), as the driver counts: 1000 major + 10 minor.
+const OLDEST_DRIVER: c_int = 12000;
+
+const NO_DEVICE: c_int = 100;
+const MAJOR: c_int = 75;
+const MINOR: c_int = 76;
+
+/// One GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceInfo {
+    /// Marketing name.
+    pub name: String,
+    /// "9.0"
+    pub compute_capability: String,
+    /// Memory in all, in bytes.
+    pub memory_bytes: u64,
+    /// Driver version, or the CUDA version it supports where that cannot be read.
+    pub driver: String,
+    /// Compute capability times ten.
+    pub(crate) capability: u32,
+}
+
+/// Whether and why a GPU can be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Detection {
+    /// At least one device can run the kernels.
+    pub available: bool,
+    /// One line: why not, or what was found.
+    pub reason: String,
+    /// All devices the driver shows, usable or not, in its order.
+    pub devices: Vec<DeviceInfo>,
+}
+
+/// Looks for GPUs. Never panics and never touches one: it opens the driver's library, initialises it and reads names.
+pub fn detect() -> Detection {
+    if !images::present() {
+        return Detection {
+            available: false,
+            reason: "this library was built without GPU kernels (QUANTSPEC_KERNELS=off)".to_owned(),
+            devices: Vec::new(),
+        };
+    }
+    match devices() {
+        Err(error) => Detection { available: false, reason: error.message, devices: Vec::new() },
+        Ok(devices) => {
+            let usable = devices.iter().find(|device| supported(device.capability));
+            let reason = match usable {
+                Some(device) => format!(
+                    "{}, compute capability {}, driver {}",
+                    device.name, device.compute_capability, device.driver
+                ),
+                None => match devices.first() {
+                    Some(device) => unsupported(device).message,
+                    None => "the driver shows no GPU".to_owned(),
+                },
+            };
+            Detection { available: usable.is_some(), reason, devices }
+        }
+    }
+}
+
+pub(crate) fn supported(capability: u32) -> bool {
+    capability >= images::OLDEST
+}
+
+pub(crate) fn unsupported(device: &DeviceInfo) -> Error {
+    Error::device(
+        format!("{} has compute capability {}, and kernels exist from 7.5 on", device.name, device.compute_capability),
+        "use --device cpu",
+    )
+}
+
+/// The device of an index, checked.
+pub(crate) fn device(index: usize) -> Result<DeviceInfo> {
+    if !images::present() {
+        return Err(Error::device(
+            "this library was built without GPU kernels (QUANTSPEC_KERNELS=off)",
+            "use --device cpu, or build it again without that setting",
+        ));
+    }
+    let devices = devices()?;
+    let count = devices.len();
+    let Some(device) = devices.into_iter().nth(index) else {
+        return Err(Error::usage(
+            format!("device cuda:{index} does not exist, the driver shows {count}"),
+            "quantspec doctor lists the devices",
+        ));
+    };
+    if supported(device.capability) { Ok(device) } else { Err(unsupported(&device)) }
+}
+
+/// The driver's library, opened once and never closed.
+fn library() -> Result<&'static Library> {
+    static OPENED: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
+    // SAFETY: loading the driver runs only its own initialisers.
+    let opened = OPENED.get_or_init(|| unsafe { Library::new(LIBRARY) }.map_err(|error| error.to_string()));
+    opened.as_ref().map_err(|reason| {
+        Error::device(
+            format!("no NVIDIA driver: {reason}"),
+            "install the NVIDIA driver (525 or newer), or use --device cpu",
+        )
+    })
+}
+
+/// All devices, through the six calls every driver has.
+fn devices() -> Result<Vec<DeviceInfo>> {
+    let library = library()?;
+    // SAFETY: the signatures are those of cuda.h; they have not changed since CUDA 3.2. Every buffer has the length passed with it.
+    unsafe {
+        let version: Symbol<unsafe extern "C" fn(*mut c_int) -> c_int> = symbol(library, "cuDriverGetVersion")?;
+        let init: Symbol<unsafe extern "C" fn(u32) -> c_int> = symbol(library, "cuInit")?;
+        let count: Symbol<unsafe extern "C" fn(*mut c_int) -> c_int> = symbol(library, "cuDeviceGetCount")?;
+        let get: Symbol<unsafe extern "C" fn(*mut c_int, c_int) -> c_int> = symbol(library, "cuDeviceGet")?;
+        let name: Symbol<unsafe extern "C" fn(*mut c_char, c_int, c_int) -> c_int> =
+            symbol(library, "cuDeviceGetName")?;
+        let memory: Symbol<unsafe extern "C" fn(*mut usize, c_int) -> c_int> = symbol(library, "cuDeviceTotalMem_v2")?;
+        let attribute: Symbol<unsafe extern "C" fn(*mut c_int, c_int, c_int) -> c_int> =
+            symbol(library, "cuDeviceGetAttribute")?;
+
+        let mut cuda = 0;
+        check(library, "cuDriverGetVersion", version(&mut cuda))?;
+        if cuda < OLDEST_DRIVER {
+            return Err(Error::device(
+                format!("the NVIDIA driver supports CUDA {}.{}, and 12.0 is needed", cuda / 1000, cuda % 1000 / 10),
+                "install driver 525 or newer, or use --device cpu",
+            ));
+        }
+        match init(0) {
+            NO_DEVICE => return Err(hidden()),
+            status => check(library, "cuInit", status)?,
+        }
+        let mut devices = 0;
+        match count(&mut devices) {
+            NO_DEVICE => return Err(hidden()),
+            status => check(library, "cuDeviceGetCount", status)?,
+        }
+        if devices == 0 {
+            return Err(hidden());
+        }
+        let driver = driver_version().unwrap_or_else(|| format!("CUDA {}.{}", cuda / 1000, cuda % 1000 / 10));
+        let mut found = Vec::new();
+        for index in 0..devices {
+            let (mut handle, mut bytes, mut major, mut minor) = (0, 0usize, 0, 0);
+            let mut text = [0 as c_char; 256];
+            check(library, "cuDeviceGet", get(&mut handle, index))?;
+            check(library, "cuDeviceGetName", name(text.as_mut_ptr(), text.len() as c_int - 1, handle))?;
+            check(library, "cuDeviceTotalMem", memory(&mut bytes, handle))?;
+            check(library, "cuDeviceGetAttribute", attribute(&mut major, MAJOR, handle))?;
+            check(library, "cuDeviceGetAttribute", attribute(&mut minor, MINOR, handle))?;
+            found.push(DeviceInfo {
+                name: CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned(),
+                compute_capability: format!("{major}.{minor}"),
+                memory_bytes: bytes as u64,
+                driver: driver.clone(),
+                capability: u32::try_from(major * 10 + minor).unwrap_or(0),
+            });
+        }
+        Ok(found)
+    }
+}
+
+fn symbol<'a, T>(library: &'a Library, name: &str) -> Result<Symbol<'a, T>> {
+    // SAFETY: the caller states the type that cuda.h gives `name`.
+    unsafe { library.get(name.as_bytes()) }.map_err(|_| {
+        Error::device(format!("{LIBRARY} has no {name}"), "install an NVIDIA driver from 525 on, or use --device cpu")
+    })
+}
+
+/// The error for a driver without devices, which an empty CUDA_VISIBLE_DEVICES causes most often.
+fn hidden() -> Error {
+    match std::env::var("CUDA_VISIBLE_DEVICES") {
+        Ok(value) => Error::device(
+            format!("the driver shows no GPU while CUDA_VISIBLE_DEVICES is {value:?}"),
+            "unset CUDA_VISIBLE_DEVICES or name a device in it, or use --device cpu",
+        ),
+        Err(_) => Error::device("the driver shows no GPU", "check nvidia-smi, or use --device cpu"),
+    }
+}
+
+fn check(library: &Library, call: &str, status: c_int) -> Result<()> {
+    if status == 0 {
+        return Ok(());
+    }
+    let mut text = std::ptr::null();
+    // SAFETY: cuGetErrorName stores a pointer to a static string, or leaves null.
+    let name = unsafe {
+        if let Ok(name) = library.get::<unsafe extern "C" fn(c_int, *mut *const c_char) -> c_int>(b"cuGetErrorName\0") {
+            name(status, &mut text);
+        }
+        if text.is_null() { format!("error {status}") } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
+    };
+    Err(Error::device(format!("{call} failed: {name}"), "check that nvidia-smi works, or use --device cpu"))
+}
+
+/// The kernel module's version, where the system shows it.
+fn driver_version() -> Option<String> {
+    let text = std::fs::read_to_string("/sys/module/nvidia/version")
+        .or_else(|_| std::fs::read_to_string("/proc/driver/nvidia/version"))
+        .ok()?;
+    text.split_whitespace()
+        .find(|word| word.contains('.') && word.starts_with(|c: char| c.is_ascii_digit()))
+        .map(str::to_owned)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn detection_gives_a_reason_on_every_machine() {
+        let detection = detect();
+        assert!(!detection.reason.is_empty() && !detection.reason.contains('\n'));
+        assert_eq!(detection.available, detection.devices.iter().any(|device| supported(device.capability)));
+        // The refusal of an index that cannot exist is typed, with or without a driver.
+        let refused = device(usize::MAX).unwrap_err();
+        assert!(!refused.hint.is_empty());
+    }
+}

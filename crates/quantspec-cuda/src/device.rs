@@ -1,0 +1,620 @@
+//! One GPU as this crate uses it: a context, one stream, kernels by name, memory that frees itself, graphs.
+
+use crate::{detect, images};
+use cudarc::driver::sys;
+use quantspec_core::{Error, ErrorKind, Result};
+use std::cell::Cell;
+use std::ffi::{CStr, CString, c_void};
+use std::ptr;
+use std::sync::Arc;
+
+/// Shared memory a kernel may use without asking.
+const PLAIN_SHARED_BYTES: u32 = 48 * 1024;
+
+/// A GPU with the crate's kernels loaded. Work is queued on one stream, in order.
+#[derive(Debug)]
+pub struct Device {
+    context: sys::CUcontext,
+    handle: sys::CUdevice,
+    stream: sys::CUstream,
+    modules: Vec<sys::CUmodule>,
+    /// Name and compute capability.
+    pub info: detect::DeviceInfo,
+    /// Streaming multiprocessors.
+    pub multiprocessors: usize,
+    /// Shared memory a block may have, in bytes.
+    pub shared_bytes: usize,
+}
+
+// SAFETY: handles of the driver may be used from any thread; every call binds the context to its thread first.
+unsafe impl Send for Device {}
+// SAFETY: see above; the driver serialises calls on a stream.
+unsafe impl Sync for Device {}
+
+/// A kernel of a loaded module.
+#[derive(Clone, Copy, Debug)]
+pub struct Kernel {
+    function: sys::CUfunction,
+}
+
+// SAFETY: a function handle is valid in every thread while its module is loaded, which is as long as its device lives.
+unsafe impl Send for Kernel {}
+// SAFETY: see above.
+unsafe impl Sync for Kernel {}
+
+/// How a kernel is launched.
+#[derive(Clone, Copy, Debug)]
+pub struct Launch {
+    /// Blocks in x, y, z.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub block: u32,
+    /// Dynamic shared memory, in bytes.
+    pub shared: u32,
+    /// Come up while the kernel before still runs; the kernel waits for it by itself (`grid_wait`).
+    pub overlap: bool,
+}
+
+/// One argument of a kernel: a value of up to eight bytes, or a struct by reference.
+#[derive(Clone, Copy, Debug)]
+pub enum Arg<'a> {
+    /// A pointer or a 64-bit number.
+    Long(u64),
+    /// A 32-bit number.
+    Int(i32),
+    /// A 32-bit float.
+    Float(f32),
+    /// A struct passed by value, as its bytes.
+    Bytes(&'a [u8]),
+}
+
+impl From<&Buffer> for Arg<'_> {
+    fn from(buffer: &Buffer) -> Self {
+        Arg::Long(buffer.address)
+    }
+}
+
+impl From<u64> for Arg<'_> {
+    fn from(value: u64) -> Self {
+        Arg::Long(value)
+    }
+}
+
+impl From<i32> for Arg<'_> {
+    fn from(value: i32) -> Self {
+        Arg::Int(value)
+    }
+}
+
+impl From<usize> for Arg<'_> {
+    /// A count as the kernels take it, in 32 bits.
+    fn from(value: usize) -> Self {
+        debug_assert!(value <= i32::MAX as usize);
+        Arg::Int(value as i32)
+    }
+}
+
+impl From<f32> for Arg<'_> {
+    fn from(value: f32) -> Self {
+        Arg::Float(value)
+    }
+}
+
+/// `args![a, b, ...]`: an array of [`Arg`].
+#[macro_export]
+macro_rules! args {
+    ($($value:expr),* $(,)?) => { [$($crate::device::Arg::from($value)),*] };
+}
+
+/// Turns a status into an error that names the call.
+fn check(status: sys::CUresult, what: &str) -> Result<()> {
+    if status == sys::CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    let mut text = ptr::null();
+    // SAFETY: cuGetErrorName stores a pointer to a static string, or null.
+    let name = unsafe {
+        let _ = sys::cuGetErrorName(status, &mut text);
+        if text.is_null() { format!("{status:?}") } else { CStr::from_ptr(text).to_string_lossy().into_owned() }
+    };
+    if status == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+        return Err(Error::does_not_fit(
+            format!("{what}: the GPU is out of memory"),
+            "use a smaller context (-c), fewer slots, or free the GPU's memory (nvidia-smi shows who holds it)",
+        ));
+    }
+    Err(Error::device(format!("{what}: {name}"), "check nvidia-smi and the kernel log (dmesg), or use --device cpu"))
+}
+
+thread_local! {
+    /// The context this thread has current through this module.
+    static CURRENT: Cell<sys::CUcontext> = const { Cell::new(ptr::null_mut()) };
+}
+
+impl Device {
+    /// Opens device `index` and loads every kernel. An absent driver, an old one, an index out of range (usage) and a GPU too old are
+    /// typed errors.
+    pub fn open(index: usize) -> Result<Arc<Device>> {
+        let info = detect::device(index)?;
+        let ordinal = i32::try_from(index).map_err(|_| Error::internal("device index out of range after detection"))?;
+        let mut device = Device {
+            context: ptr::null_mut(),
+            handle: 0,
+            stream: ptr::null_mut(),
+            modules: Vec::new(),
+            info,
+            multiprocessors: 0,
+            shared_bytes: 0,
+        };
+        // SAFETY: detection has opened the driver's library and found it new enough for every symbol used here. Handles are stored in
+        // `device` as soon as they exist, so that its Drop releases them also on an early return.
+        unsafe {
+            check(sys::cuInit(0), "cuInit")?;
+            check(sys::cuDeviceGet(&mut device.handle, ordinal), "cuDeviceGet")?;
+            check(sys::cuDevicePrimaryCtxRetain(&mut device.context, device.handle), "opening the GPU")?;
+            device.bind()?;
+            let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+            check(sys::cuStreamCreate(&mut device.stream, flags), "cuStreamCreate")?;
+            device.multiprocessors =
+                device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+            device.shared_bytes =
+                device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
+        }
+        for stem in images::stems() {
+            let image = images::choose(stem, device.info.capability)
+                .ok_or_else(|| Error::internal(format!("no image of {stem} for {}", device.info.compute_capability)))?;
+            let bytes = image.inflate()?;
+            let mut module = ptr::null_mut();
+            // SAFETY: `bytes` is machine code or NUL-terminated PTX; the driver copies it.
+            check(unsafe { sys::cuModuleLoadData(&mut module, bytes.as_ptr().cast()) }, &format!("loading {stem}"))?;
+            device.modules.push(module);
+        }
+        Ok(Arc::new(device))
+    }
+
+    fn attribute(&self, which: sys::CUdevice_attribute) -> Result<usize> {
+        let mut value = 0;
+        // SAFETY: `value` outlives the call.
+        check(unsafe { sys::cuDeviceGetAttribute(&mut value, which, self.handle) }, "cuDeviceGetAttribute")?;
+        Ok(usize::try_from(value).unwrap_or(0))
+    }
+
+    /// Makes the context current in this thread.
+    fn bind(&self) -> Result<()> {
+        CURRENT.with(|current| {
+            if current.get() != self.context {
+                // SAFETY: the context is retained while `self` lives.
+                check(unsafe { sys::cuCtxSetCurrent(self.context) }, "cuCtxSetCurrent")?;
+                current.set(self.context);
+            }
+            Ok(())
+        })
+    }
+
+    /// The kernel `name` (extern "C" in kernels/). `shared` is the most dynamic shared memory it will be launched with.
+    pub fn kernel(&self, name: &str, shared: usize) -> Result<Kernel> {
+        self.bind()?;
+        let symbol = CString::new(name).map_err(|_| Error::internal("kernel name holds a NUL"))?;
+        for &module in &self.modules {
+            let mut function = ptr::null_mut();
+            // SAFETY: the module is loaded and the name NUL-terminated.
+            if unsafe { sys::cuModuleGetFunction(&mut function, module, symbol.as_ptr()) }
+                == sys::CUresult::CUDA_SUCCESS
+            {
+                if shared > PLAIN_SHARED_BYTES as usize {
+                    let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                    // SAFETY: `function` was just found.
+                    let status = unsafe { sys::cuFuncSetAttribute(function, attribute, shared as i32) };
+                    check(status, &format!("{name} with {shared} bytes of shared memory"))?;
+                }
+                return Ok(Kernel { function });
+            }
+        }
+        Err(Error::internal(format!("no kernel {name} for compute capability {}", self.info.compute_capability)))
+    }
+
+    /// Queues a kernel.
+    ///
+    /// # Safety
+    /// `arguments` must match the kernel's parameters in number and type, and every address must be good for what the kernel does with it
+    /// until the stream has passed it.
+    pub unsafe fn launch(&self, kernel: Kernel, launch: Launch, arguments: &[Arg]) -> Result<()> {
+        self.bind()?;
+        // A value of four bytes lies at the start of its eight on every machine CUDA runs on (little endian).
+        let mut values = [0u64; 40];
+        let mut pointers = [ptr::null_mut::<c_void>(); 40];
+        if arguments.len() > values.len() {
+            return Err(Error::internal("a kernel with more than 40 arguments"));
+        }
+        for (index, argument) in arguments.iter().enumerate() {
+            values[index] = match *argument {
+                Arg::Long(value) => value,
+                Arg::Int(value) => u64::from(value as u32),
+                Arg::Float(value) => u64::from(value.to_bits()),
+                Arg::Bytes(_) => 0,
+            };
+        }
+        for (index, argument) in arguments.iter().enumerate() {
+            pointers[index] = match *argument {
+                Arg::Bytes(bytes) => bytes.as_ptr().cast_mut().cast(),
+                _ => ptr::from_mut(&mut values[index]).cast(),
+            };
+        }
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: launch.grid[0],
+            gridDimY: launch.grid[1],
+            gridDimZ: launch.grid[2],
+            blockDimX: launch.block,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: launch.shared,
+            hStream: self.stream,
+            attrs: &mut attribute,
+            numAttrs: u32::from(launch.overlap && self.info.capability >= 90),
+        };
+        // SAFETY: the caller vouches for the arguments; the driver copies them before it returns.
+        check(
+            unsafe { sys::cuLaunchKernelEx(&config, kernel.function, pointers.as_mut_ptr(), ptr::null_mut()) },
+            "launching a kernel",
+        )
+    }
+
+    /// Device memory of `bytes` bytes (at least one), uninitialised.
+    pub fn allocate(self: &Arc<Device>, bytes: usize) -> Result<Buffer> {
+        self.bind()?;
+        let mut address = 0;
+        // SAFETY: `address` outlives the call.
+        let status = unsafe { sys::cuMemAlloc_v2(&mut address, bytes.max(1)) };
+        if status == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            let (free, total) = self.memory()?;
+            return Err(Error::new(
+                ErrorKind::DoesNotFit,
+                format!("{bytes} bytes more do not fit on {}: {free} of {total} bytes are free", self.info.name),
+                "use a smaller context (-c), fewer slots, or free the GPU's memory (nvidia-smi shows who holds it)",
+            ));
+        }
+        check(status, "allocating device memory")?;
+        Ok(Buffer { device: self.clone(), address, bytes })
+    }
+
+    /// Device memory set to zero.
+    pub fn zeroed(self: &Arc<Device>, bytes: usize) -> Result<Buffer> {
+        let buffer = self.allocate(bytes)?;
+        buffer.fill(0)?;
+        Ok(buffer)
+    }
+
+    /// Device memory holding a copy of `values`.
+    pub fn copied<T: Plain>(self: &Arc<Device>, values: &[T]) -> Result<Buffer> {
+        let buffer = self.allocate(size_of_val(values))?;
+        buffer.write(0, values)?;
+        Ok(buffer)
+    }
+
+    /// (free, total) bytes of device memory.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        self.bind()?;
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: both outlive the call.
+        check(unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) }, "cuMemGetInfo")?;
+        Ok((free, total))
+    }
+
+    /// Page-locked host memory of `bytes` bytes, zeroed: what the device copies from without a detour.
+    pub fn pinned(self: &Arc<Device>, bytes: usize) -> Result<Pinned> {
+        self.bind()?;
+        let mut pointer = ptr::null_mut();
+        // SAFETY: `pointer` outlives the call; on success it has `bytes` bytes.
+        unsafe {
+            check(sys::cuMemHostAlloc(&mut pointer, bytes.max(1), 0), "allocating page-locked memory")?;
+            ptr::write_bytes(pointer.cast::<u8>(), 0, bytes);
+        }
+        Ok(Pinned { device: self.clone(), pointer: pointer.cast(), bytes })
+    }
+
+    /// Waits until everything queued is done.
+    pub fn synchronize(&self) -> Result<()> {
+        self.bind()?;
+        // SAFETY: the stream lives as long as `self`.
+        check(unsafe { sys::cuStreamSynchronize(self.stream) }, "waiting for the GPU")
+    }
+
+    /// Whether everything queued is done.
+    pub fn idle(&self) -> Result<bool> {
+        self.bind()?;
+        // SAFETY: the stream lives as long as `self`.
+        match unsafe { sys::cuStreamQuery(self.stream) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            status => check(status, "asking the GPU").map(|()| true),
+        }
+    }
+
+    /// Queues `work` into a graph instead of running it.
+    pub fn record(self: &Arc<Device>, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
+        self.bind()?;
+        let mut graph = ptr::null_mut();
+        let mut exec = ptr::null_mut();
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: capture is ended on every path, and the graph is destroyed once the executable exists.
+        unsafe {
+            check(sys::cuStreamBeginCapture_v2(self.stream, mode), "recording a graph")?;
+            let result = work();
+            let ended = check(sys::cuStreamEndCapture(self.stream, &mut graph), "recording a graph");
+            result?;
+            ended?;
+            let made = check(sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0), "building a graph");
+            sys::cuGraphDestroy(graph);
+            made?;
+        }
+        Ok(Graph { device: self.clone(), exec })
+    }
+
+    /// An event at this point of the stream.
+    pub fn mark(self: &Arc<Device>) -> Result<Mark> {
+        self.bind()?;
+        let mut event = ptr::null_mut();
+        // SAFETY: the event is owned by the mark.
+        unsafe {
+            check(sys::cuEventCreate(&mut event, 0), "cuEventCreate")?;
+            let mark = Mark { device: self.clone(), event };
+            check(sys::cuEventRecord(event, self.stream), "cuEventRecord")?;
+            Ok(mark)
+        }
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        if self.context.is_null() || self.bind().is_err() {
+            return;
+        }
+        // SAFETY: every buffer, graph and mark holds an Arc of the device, so nothing uses these handles any more.
+        unsafe {
+            if !self.stream.is_null() {
+                sys::cuStreamSynchronize(self.stream);
+                sys::cuStreamDestroy_v2(self.stream);
+            }
+            for &module in &self.modules {
+                sys::cuModuleUnload(module);
+            }
+            sys::cuDevicePrimaryCtxRelease_v2(self.handle);
+        }
+        CURRENT.with(|current| current.set(ptr::null_mut()));
+    }
+}
+
+/// Types whose bytes are their meaning: any bit pattern is a value and there is no padding.
+///
+/// # Safety
+/// Implement it for such types only.
+pub unsafe trait Plain: Copy + 'static {}
+// SAFETY: numbers have no padding and no invalid patterns.
+unsafe impl Plain for u8 {}
+// SAFETY: see above.
+unsafe impl Plain for i8 {}
+// SAFETY: see above.
+unsafe impl Plain for u16 {}
+// SAFETY: see above.
+unsafe impl Plain for u32 {}
+// SAFETY: see above.
+unsafe impl Plain for i32 {}
+// SAFETY: see above.
+unsafe impl Plain for u64 {}
+// SAFETY: see above.
+unsafe impl Plain for f32 {}
+// SAFETY: see above.
+unsafe impl Plain for f64 {}
+// SAFETY: f16 is a transparent u16.
+unsafe impl Plain for half::f16 {}
+// SAFETY: bf16 is a transparent u16.
+unsafe impl Plain for half::bf16 {}
+
+/// Device memory.
+#[derive(Debug)]
+pub struct Buffer {
+    device: Arc<Device>,
+    address: u64,
+    bytes: usize,
+}
+
+impl Buffer {
+    /// Bytes.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Device address of byte `offset`.
+    pub fn at(&self, offset: usize) -> u64 {
+        debug_assert!(offset <= self.bytes);
+        self.address + offset as u64
+    }
+
+    fn inside(&self, offset: usize, bytes: usize) -> Result<()> {
+        match offset.checked_add(bytes) {
+            Some(end) if end <= self.bytes => Ok(()),
+            _ => Err(Error::internal(format!("{bytes} bytes at {offset} of a buffer of {}", self.bytes))),
+        }
+    }
+
+    /// Queues setting every byte.
+    pub fn fill(&self, byte: u8) -> Result<()> {
+        self.device.bind()?;
+        // SAFETY: the buffer has that many bytes.
+        check(
+            unsafe { sys::cuMemsetD8Async(self.address, byte, self.bytes, self.device.stream) },
+            "clearing device memory",
+        )
+    }
+
+    /// Copies `values` to byte `offset`, after everything queued so far, and waits.
+    pub fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
+        self.inside(offset, size_of_val(values))?;
+        self.device.bind()?;
+        // SAFETY: the source is alive until the copy is done, which the wait ensures, and the target was checked.
+        let status = unsafe {
+            sys::cuMemcpyHtoDAsync_v2(self.at(offset), values.as_ptr().cast(), size_of_val(values), self.device.stream)
+        };
+        check(status, "copying to the GPU")?;
+        self.device.synchronize()
+    }
+
+    /// Queues a copy from page-locked memory.
+    pub fn write_pinned(&self, offset: usize, from: &Pinned, start: usize, bytes: usize) -> Result<()> {
+        self.inside(offset, bytes)?;
+        if start.checked_add(bytes).is_none_or(|end| end > from.bytes) {
+            return Err(Error::internal("copy beyond a page-locked buffer"));
+        }
+        self.device.bind()?;
+        // SAFETY: both ranges were checked; the pinned buffer synchronises before it is freed.
+        let status = unsafe {
+            sys::cuMemcpyHtoDAsync_v2(self.at(offset), from.pointer.add(start).cast(), bytes, self.device.stream)
+        };
+        check(status, "copying to the GPU")
+    }
+
+    /// `count` values from byte `offset`, after everything queued so far.
+    pub fn read<T: Plain + Default>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
+        let mut values = vec![T::default(); count];
+        self.inside(offset, size_of_val(&values[..]))?;
+        self.device.bind()?;
+        // SAFETY: the target is alive until the copy is done, which the wait ensures, and the source was checked.
+        let status = unsafe {
+            sys::cuMemcpyDtoHAsync_v2(
+                values.as_mut_ptr().cast(),
+                self.at(offset),
+                size_of_val(&values[..]),
+                self.device.stream,
+            )
+        };
+        check(status, "copying from the GPU")?;
+        self.device.synchronize()?;
+        Ok(values)
+    }
+
+    /// Queues a copy within the device.
+    pub fn copy_from(&self, offset: usize, from: &Buffer, start: usize, bytes: usize) -> Result<()> {
+        self.inside(offset, bytes)?;
+        from.inside(start, bytes)?;
+        self.device.bind()?;
+        // SAFETY: both ranges were checked.
+        check(
+            unsafe { sys::cuMemcpyDtoDAsync_v2(self.at(offset), from.at(start), bytes, self.device.stream) },
+            "copying on the GPU",
+        )
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: the address came from cuMemAlloc; the driver waits for work that uses it.
+            unsafe { sys::cuMemFree_v2(self.address) };
+        }
+    }
+}
+
+/// Page-locked host memory.
+#[derive(Debug)]
+pub struct Pinned {
+    device: Arc<Device>,
+    pointer: *mut u8,
+    bytes: usize,
+}
+
+// SAFETY: it owns its memory.
+unsafe impl Send for Pinned {}
+
+impl Pinned {
+    /// The bytes.
+    pub fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: the memory has that many initialised bytes and is borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.bytes) }
+    }
+
+    /// Writes `values` at byte `offset`.
+    pub fn put<T: Plain>(&mut self, offset: usize, values: &[T]) -> Result<()> {
+        let length = size_of_val(values);
+        match offset.checked_add(length) {
+            Some(end) if end <= self.bytes => {
+                // SAFETY: the range was checked, T is plain bytes, and the regions cannot overlap.
+                unsafe { ptr::copy_nonoverlapping(values.as_ptr().cast(), self.pointer.add(offset), length) };
+                Ok(())
+            }
+            _ => Err(Error::internal(format!("{length} bytes at {offset} of a page-locked buffer of {}", self.bytes))),
+        }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let _ = self.device.synchronize();
+        // SAFETY: the pointer came from cuMemHostAlloc and no copy is under way.
+        unsafe { sys::cuMemFreeHost(self.pointer.cast()) };
+    }
+}
+
+/// A recorded sequence of launches.
+#[derive(Debug)]
+pub struct Graph {
+    device: Arc<Device>,
+    exec: sys::CUgraphExec,
+}
+
+// SAFETY: handles of the driver may be used from any thread.
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Queues the whole sequence.
+    ///
+    /// # Safety
+    /// Every address recorded must still be good.
+    pub unsafe fn launch(&self) -> Result<()> {
+        self.device.bind()?;
+        // SAFETY: the executable lives as long as `self`.
+        check(unsafe { sys::cuGraphLaunch(self.exec, self.device.stream) }, "launching a graph")
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: owned; the driver keeps what still runs.
+            unsafe { sys::cuGraphExecDestroy(self.exec) };
+        }
+    }
+}
+
+/// A point in the stream.
+#[derive(Debug)]
+pub struct Mark {
+    device: Arc<Device>,
+    event: sys::CUevent,
+}
+
+impl Mark {
+    /// Seconds from `self` to `later`, once both have passed.
+    pub fn seconds_to(&self, later: &Mark) -> Result<f64> {
+        self.device.bind()?;
+        let mut milliseconds = 0.0;
+        // SAFETY: both events are alive.
+        unsafe {
+            check(sys::cuEventSynchronize(later.event), "waiting for the GPU")?;
+            check(sys::cuEventElapsedTime(&mut milliseconds, self.event, later.event), "cuEventElapsedTime")?;
+        }
+        Ok(f64::from(milliseconds) / 1e3)
+    }
+}
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        if self.device.bind().is_ok() {
+            // SAFETY: owned.
+            unsafe { sys::cuEventDestroy_v2(self.event) };
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! The kernel images embedded by build.rs, and which of them a device runs.
+
+use quantspec_core::{Error, Result};
+
+/// One translation unit of kernels/, compiled for one architecture.
+pub(crate) struct Image {
+    /// File stem: `attend`, `linear`, ...
+    pub(crate) stem: &'static str,
+    /// Compute capability times ten; 0 is PTX.
+    pub(crate) architecture: u32,
+    /// Bytes inflated.
+    pub(crate) bytes: usize,
+    /// Deflated machine code, or PTX text with its final NUL.
+    pub(crate) deflated: &'static [u8],
+}
+
+include!(concat!(env!("OUT_DIR"), "/images.rs"));
+
+/// Oldest compute capability (times ten) that has an image: Turing, the first with integer tensor cores.
+pub(crate) const OLDEST: u32 = 75;
+
+/// What the library carries, for people: `attend sm_90a`, ... Empty where it was built without kernels.
+pub fn kernels() -> Vec<String> {
+    let name = |image: &Image| match image.architecture {
+        0 => format!("{} ptx compute_80", image.stem),
+        90 => format!("{} sm_90a", image.stem),
+        architecture => format!("{} sm_{architecture}", image.stem),
+    };
+    IMAGES.iter().map(name).collect()
+}
+
+/// Whether the library carries kernels at all.
+pub(crate) fn present() -> bool {
+    !IMAGES.is_empty()
+}
+
+/// The stems the library carries.
+pub(crate) fn stems() -> impl Iterator<Item = &'static str> {
+    IMAGES.iter().filter(|image| image.architecture == 0).map(|image| image.stem)
+}
+
+/// The best image of a stem for a compute capability (times ten): machine code of the same major and the nearest minor below, else PTX.
+pub(crate) fn choose(stem: &str, capability: u32) -> Option<&'static Image> {
+    let of_stem = || IMAGES.iter().filter(|image| image.stem == stem);
+    // sm_90a code runs on 9.0 and on nothing newer.
+    let native = |image: &&Image| {
+        image.architecture / 10 == capability / 10
+            && image.architecture <= capability
+            && (image.architecture != 90 || capability == 90)
+    };
+    of_stem()
+        .filter(native)
+        .max_by_key(|image| image.architecture)
+        .or_else(|| of_stem().find(|image| image.architecture == 0 && capability >= 80))
+}
+
+impl Image {
+    /// The image as the driver takes it.
+    pub(crate) fn inflate(&self) -> Result<Vec<u8>> {
+        match miniz_oxide::inflate::decompress_to_vec_with_limit(self.deflated, self.bytes) {
+            Ok(bytes) if bytes.len() == self.bytes => Ok(bytes),
+            _ => Err(Error::internal(format!("kernel image {} {} is damaged", self.stem, self.architecture))),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_image_inflates_and_every_capability_has_one() {
+        for image in IMAGES {
+            assert!(image.inflate().is_ok_and(|bytes| !bytes.is_empty()), "{} {}", image.stem, image.architecture);
+        }
+        for stem in stems() {
+            for (capability, architecture) in [
+                (75, 75),
+                (80, 80),
+                (86, 86),
+                (87, 86),
+                (89, 89),
+                (90, 90),
+                (100, 100),
+                (103, 100),
+                (110, 0),
+                (120, 120),
+                (121, 120),
+            ] {
+                assert_eq!(
+                    choose(stem, capability).map(|image| image.architecture),
+                    Some(architecture),
+                    "{stem} {capability}"
+                );
+            }
+            assert!(choose(stem, 70).is_none());
+        }
+    }
+}

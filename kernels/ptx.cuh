@@ -1,0 +1,179 @@
+// The few PTX instructions the kernels use, with what stands in for them on architectures that lack them.
+//
+// No framework header, and the only toolkit headers are cuda_fp16.h and cuda_bf16.h: NVRTC compiles every kernel at build time.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#ifdef __CUDACC_RTC__
+typedef signed char int8_t;
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long long int64_t;
+typedef unsigned long long uint64_t;
+#else
+#include <stdint.h>
+#endif
+
+#define DEV __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define QS_SM80 1
+#endif
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define QS_SM90 1
+#endif
+
+// ---- programmatic dependent launch ----
+// Every kernel of a step calls `grid_trigger` first thing, so that the next kernel's blocks can come up early, and `grid_wait` in every thread
+// before it touches anything another kernel writes or reads. Each kernel waits, so waiting for the last one is waiting for all.
+DEV void grid_wait() {
+#ifdef QS_SM90
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEV void grid_trigger() {
+#ifdef QS_SM90
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// ---- bits ----
+template <int LUT>
+DEV uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("lop3.b32 %0,%1,%2,%3,%4;" : "=r"(r) : "r"(a), "r"(b), "r"(c), "n"(LUT));
+  return r;
+}
+DEV uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b) { return lop3<(0xf0 & 0xcc) | 0xaa>(a, mask, b); }
+DEV uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) { return lop3<(0xf0 & 0xaa) | (0xcc & 0x55)>(a, b, mask); }
+DEV uint32_t pack_half2(float low, float high) {
+  const half2 v = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&v);
+}
+DEV float2 unpack_half2(uint32_t v) { return __half22float2(*reinterpret_cast<const half2*>(&v)); }
+DEV uint32_t hmul2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+DEV uint32_t hsub2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+DEV float exp2_fast(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// ---- memory ----
+DEV uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+DEV uint4 lds128(uint32_t a) {
+  uint4 r;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(a) : "memory");
+  return r;
+}
+DEV uint2 lds64(uint32_t a) {
+  uint2 r;
+  asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(r.x), "=r"(r.y) : "r"(a) : "memory");
+  return r;
+}
+DEV uint32_t lds32(uint32_t a) {
+  uint32_t r;
+  asm volatile("ld.shared.u32 %0,[%1];" : "=r"(r) : "r"(a) : "memory");
+  return r;
+}
+DEV void sts128(uint32_t a, uint4 v) { asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
+DEV void sts32(uint32_t a, uint32_t v) { asm volatile("st.shared.u32 [%0],%1;" ::"r"(a), "r"(v) : "memory"); }
+// Weights and pages: read once per pass, so they stay out of L1.
+DEV uint4 ldg_stream(const void* p) {
+  uint4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
+  return r;
+}
+// What another kernel of the step wrote: never through the non-coherent path, whose lines may be older than `grid_wait`.
+DEV uint4 ldg_plain(const void* p) {
+  uint4 r;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
+  return r;
+}
+DEV void copy16(uint32_t shared, const void* global) {
+#ifdef QS_SM80
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(shared), "l"(global) : "memory");
+#else
+  sts128(shared, ldg_stream(global));
+#endif
+}
+DEV void copy_commit() {
+#ifdef QS_SM80
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int PENDING>
+DEV void copy_wait() {
+#ifdef QS_SM80
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+#endif
+}
+DEV void ldmatrix4(uint32_t (&r)[4], uint32_t a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+}
+DEV void ldmatrix4_trans(uint32_t (&r)[4], uint32_t a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a) : "memory");
+}
+DEV void ldmatrix2_trans(uint32_t (&r)[2], uint32_t a) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1},[%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a) : "memory");
+}
+
+// ---- matrix products of one warp; lane = 4 g + c ----
+// d[16 x 8] += a[16 x 16] * b[16 x 8]: a0 = (row g, k 2c..2c+1), a1 = (g + 8, 2c..), a2 = (g, 2c + 8..), a3 = (g + 8, 2c + 8..),
+// b0 = (k 2c..2c+1, column g), b1 = (2c + 8.., g), d0, d1 = (row g, columns 2c, 2c + 1), d2, d3 = (g + 8, ..).
+DEV void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#ifdef QS_SM80
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(b0));
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[2]), "r"(a[3]), "r"(b1));
+#endif
+}
+// The same in bfloat16. Turing has no bfloat16 unit: there the products are formed one by one, in a fixed order.
+DEV void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#ifdef QS_SM80
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+  const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  auto low = [](uint32_t v) { return __uint_as_float(v << 16); };
+  auto high = [](uint32_t v) { return __uint_as_float(v & 0xffff0000u); };
+  for (int half = 0; half < 2; half++)
+    for (int from = 0; from < 4; from++) {
+      const uint32_t row = __shfl_sync(~0u, a[half * 2], g * 4 + from), row8 = __shfl_sync(~0u, a[half * 2 + 1], g * 4 + from);
+      const uint32_t column = __shfl_sync(~0u, half ? b1 : b0, 2 * c * 4 + from), column1 = __shfl_sync(~0u, half ? b1 : b0, (2 * c + 1) * 4 + from);
+      d[0] = __fmaf_rn(high(row), high(column), __fmaf_rn(low(row), low(column), d[0]));
+      d[1] = __fmaf_rn(high(row), high(column1), __fmaf_rn(low(row), low(column1), d[1]));
+      d[2] = __fmaf_rn(high(row8), high(column), __fmaf_rn(low(row8), low(column), d[2]));
+      d[3] = __fmaf_rn(high(row8), high(column1), __fmaf_rn(low(row8), low(column1), d[3]));
+    }
+#endif
+}
+// d[16 x 8] += a[16 x 32] * b[32 x 8] in integers, a unsigned and b signed bytes: a0 = (row g, k 4c..4c+3), a1 = (g + 8, 4c..),
+// a2 = (g, 4c + 16..), a3 = (g + 8, 4c + 16..), b0 = (k 4c.., column g), b1 = (4c + 16.., g).
+DEV void mma_u8s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+#ifdef QS_SM80
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+  auto part = [](int& x, int& y, uint32_t a, uint32_t b) {
+    asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1},{%2},{%3},{%0,%1};" : "+r"(x), "+r"(y) : "r"(a), "r"(b));
+  };
+  part(d[0], d[1], a0, b0), part(d[0], d[1], a2, b1), part(d[2], d[3], a1, b0), part(d[2], d[3], a3, b1);
+#endif
+}
