@@ -6,7 +6,7 @@
 
 use crate::backend::{Backend, DraftPlan, Memory, Turn};
 use crate::forward;
-use quantspec_core::cache::{Extent, GAMMA_MAX};
+use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_quantised};
 use quantspec_core::config::View;
 use quantspec_core::policy::Policy;
 use quantspec_core::report::Stats;
@@ -30,9 +30,13 @@ pub struct Method {
 struct Sequence {
     prompt: Vec<u32>,
     sampler: Sampler,
+    /// Tokens it may emit in all.
+    max_new_tokens: usize,
     /// Tokens it may still emit.
     remaining: usize,
     extent: Extent,
+    /// End of the positions ever written to the buffer, drafted ones included.
+    written: usize,
     /// Prefill is done: the window holds the last emitted token.
     running: bool,
 }
@@ -82,12 +86,7 @@ impl<B: Backend> Engine<B> {
                 "give at least one token, for example the model's BOS",
             ));
         }
-        if let Some(id) = prompt.iter().find(|&&id| id as usize >= vocab) {
-            return Err(Error::model(
-                format!("token id {id} is outside the model's vocabulary of {vocab}"),
-                "the tokenizer belongs to another model; use the tokenizer.json published with these weights",
-            ));
-        }
+        check_ids(prompt, vocab)?;
         if max_new_tokens == 0 {
             return Err(Error::usage("0 new tokens were asked for", "ask for at least 1 with -n"));
         }
@@ -112,8 +111,10 @@ impl<B: Backend> Engine<B> {
         self.sequences[slot] = Some(Sequence {
             prompt: prompt.to_vec(),
             sampler,
+            max_new_tokens,
             remaining: max_new_tokens,
             extent: Extent::default(),
+            written: prompt.len(),
             running: false,
         });
         Ok(slot)
@@ -121,21 +122,72 @@ impl<B: Backend> Engine<B> {
 
     /// Processes the slot's prompt exactly and returns the first emitted token. `progress` is told rows done and rows in all.
     pub fn prefill(&mut self, slot: usize, progress: &mut dyn FnMut(usize, usize)) -> Result<u32> {
+        Ok(self.prefill_timed(slot, 0, progress)?.0)
+    }
+
+    /// [`Engine::prefill`], and the seconds spent on the prompt's rows from `from` on: what these rows cost at that depth. A
+    /// block that holds rows of both sides is shared by rows, and so is the quantising of a layer.
+    pub fn prefill_timed(
+        &mut self,
+        slot: usize,
+        from: usize,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<(u32, f64)> {
         let started = Instant::now();
         let block_rows = self.block_rows;
         let (backend, sequence) = self.parts(slot)?;
         if sequence.running {
             return Err(Error::usage(format!("slot {slot} is already prefilled"), "call prefill once per sequence"));
         }
-        forward::prefill(backend, slot, &sequence.prompt, block_rows, progress)?;
         let tokens = sequence.prompt.len();
+        let (mut last, mut seconds, mut done) = (started, 0.0, 0);
+        let mut timed = |rows: usize, total: usize| {
+            // Rows are counted over all layers; a call without new rows ends a layer, which concerned all of its rows.
+            let new = if rows > done { rows - done } else { tokens };
+            let end = (rows - 1) % tokens + 1;
+            let late = end.saturating_sub(from.max(end - new));
+            seconds += last.elapsed().as_secs_f64() * late as f64 / new as f64;
+            (last, done) = (Instant::now(), rows);
+            progress(rows, total);
+        };
+        forward::prefill(backend, slot, &sequence.prompt, block_rows, &mut timed)?;
         let first = backend.first(slot, tokens, &sequence.sampler)?;
         backend.set_window(slot, &[first])?;
         sequence.extent.commit(tokens);
         sequence.running = true;
         sequence.remaining -= 1;
+        seconds += last.elapsed().as_secs_f64();
         self.stats.prefill(tokens, started.elapsed().as_secs_f64());
-        Ok(first)
+        Ok((first, seconds))
+    }
+
+    /// Decodes by another method from the next round on. The backend must keep every plane, and the draft weights, that the
+    /// method reads.
+    pub fn set_method(&mut self, method: Method) {
+        self.method = method;
+    }
+
+    /// Begins the slot's answer anew over its prompt's cache: after the prompt comes `token`, and then `max_new_tokens − 1`
+    /// of `add`, chosen by `sampler`. Quantised pages of the prompt are as prefill left them, and the buffer still is where no
+    /// more than `BUFFER_TOKENS` positions were written since the oldest one that the first row reads. Where more were, the
+    /// answer is `false`, nothing changed, and the prompt must be prefilled again.
+    pub fn restart(&mut self, slot: usize, token: u32, sampler: Sampler) -> Result<bool> {
+        let (backend, sequence) = self.parts(slot)?;
+        check_ids(&[token], backend.config().vocab)?;
+        let prompt = sequence.prompt.len();
+        if !sequence.running {
+            return Err(Error::usage(format!("slot {slot} is not prefilled"), "call prefill before restart"));
+        }
+        if sequence.written > visible_quantised(prompt) + BUFFER_TOKENS {
+            return Ok(false);
+        }
+        backend.set_window(slot, &[token])?;
+        sequence.sampler = sampler;
+        sequence.remaining = sequence.max_new_tokens - 1;
+        sequence.extent = Extent::default();
+        sequence.extent.commit(prompt);
+        self.turns.retain(|turn| turn.slot != slot);
+        Ok(true)
     }
 
     /// γ for the slot's next round: the policy's, clipped so that a round never emits more than what remains.
@@ -166,6 +218,7 @@ impl<B: Backend> Engine<B> {
                 ));
             }
             let (committed, sampler) = (sequence.extent.committed(), sequence.sampler.clone());
+            sequence.written = sequence.written.max(committed + gamma + 1);
             if self.turns.iter().any(|turn| turn.slot == slot) {
                 return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
             }
@@ -227,6 +280,11 @@ impl<B: Backend> Engine<B> {
         }
     }
 
+    /// Forgets counters and times.
+    pub fn reset_stats(&mut self) {
+        self.stats = Stats::default();
+    }
+
     /// Counters and times so far, over all sequences.
     pub fn stats(&self) -> &Stats {
         &self.stats
@@ -247,5 +305,16 @@ impl<B: Backend> Engine<B> {
             Some(sequence) => Ok((&mut self.backend, sequence)),
             None => Err(Error::usage(format!("slot {slot} holds no sequence"), "use a slot that add returned")),
         }
+    }
+}
+
+/// Refuses token ids that the embedding does not have.
+pub(crate) fn check_ids(tokens: &[u32], vocab: usize) -> Result<()> {
+    match tokens.iter().find(|&&id| id as usize >= vocab) {
+        None => Ok(()),
+        Some(id) => Err(Error::model(
+            format!("token id {id} is outside the model's vocabulary of {vocab}"),
+            "the tokenizer belongs to another model; use the tokenizer.json published with these weights",
+        )),
     }
 }

@@ -2,16 +2,21 @@
 //!
 //! Every view decodes the text for itself, in slots of its own, exactly as a decode step would (visibility law, pages
 //! quantised as they complete), so keys and values of later layers carry the view's own errors. Because target rows are
-//! row-invariant, a window of rows scores what single steps would score.
+//! row-invariant, a window of rows scores what single steps would score. Tokens before the first scored position may be
+//! given as context: they are processed as a prompt is, exactly.
 
 use crate::backend::{Backend, Row, Step};
+use crate::engine::check_ids;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
-use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::{Error, Result};
 
 /// Rows scored in one step. A window must fit behind the 2G tokens a row may read from the buffer.
 pub const WINDOW_ROWS: usize = 64;
+
+/// Rows of a prefill block of the context.
+const BLOCK_ROWS: usize = 256;
 
 const _: () = assert!(WINDOW_ROWS + 2 * G <= BUFFER_TOKENS);
 
@@ -51,7 +56,7 @@ pub struct DraftScore {
 /// Scores of a text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluation {
-    /// Positions scored: all tokens but the first.
+    /// Positions scored: all tokens but the context's and the first of the rest.
     pub positions: usize,
     /// (name, score) per target view.
     pub targets: Vec<(&'static str, TargetScore)>,
@@ -68,121 +73,100 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
         rounding,
         draft_weights: DraftWeights::Int4,
         step_rows: WINDOW_ROWS,
-        block_rows: WINDOW_ROWS,
+        block_rows: BLOCK_ROWS,
         threads,
     }
 }
 
-/// Scores `tokens` (at least two) on a backend loaded with [`options`]. `drafts_from` is the first position at which drafts
-/// are scored (they cost one step each per position). `progress` is told positions done and in all.
+/// Scores `tokens` on a backend loaded with [`options`]. The first `context` tokens are a prompt; of the others, at least two,
+/// the first is fed and every later one is predicted. `progress` is told positions done and in all.
 pub fn evaluate<B: Backend>(
     backend: &mut B,
     tokens: &[u32],
-    drafts_from: usize,
+    context: usize,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
-    check(backend.config(), tokens)?;
+    if tokens.len() < context.saturating_add(2) {
+        return Err(Error::usage(
+            format!("the text has {} tokens, of which {context} are context", tokens.len()),
+            "give a text of at least 2 tokens beyond the context: the first of them is only fed",
+        ));
+    }
+    check_ids(tokens, backend.config().vocab)?;
     let positions = tokens.len() - 1;
     let mut targets = [TargetScore::default(); TARGETS.len()];
     let mut drafts = [DraftScore::default(); DRAFTS.len()];
-    let mut drafted = 0;
     let mut extents: [Extent; TARGETS.len()] = Default::default();
-    for (_, _, slot) in TARGETS {
+    for (extent, &(_, _, slot)) in extents.iter_mut().zip(&TARGETS) {
         backend.open(slot, tokens.len())?;
+        if context > 0 {
+            forward::prefill(backend, slot, &tokens[..context], BLOCK_ROWS, &mut |_, _| ())?;
+            extent.commit(context);
+        }
     }
-    for start in (0..positions).step_by(WINDOW_ROWS) {
+    for start in (context..positions).step_by(WINDOW_ROWS) {
         let rows = WINDOW_ROWS.min(positions - start);
         let (window, next) = (&tokens[start..start + rows], &tokens[start + 1..start + rows + 1]);
-        let mut reference: Vec<Vec<f64>> = Vec::new();
+        let mut full: Vec<Vec<f64>> = Vec::new();
         let mut int8 = Vec::new();
-        for (index, &(_, view, slot)) in TARGETS.iter().enumerate() {
-            let logs = score_window(backend, slot, start, window, view)?;
-            if index == 0 {
-                reference.clone_from(&logs);
+        for (score, &(_, view, slot)) in targets.iter_mut().zip(&TARGETS) {
+            feed(backend, slot, start, window, view)?;
+            let logs =
+                (0..rows).map(|row| Ok(log_softmax(&backend.logits(row)?))).collect::<Result<Vec<Vec<f64>>>>()?;
+            let reference = if full.is_empty() { &logs } else { &full };
+            for ((log_p, log_full), &token) in logs.iter().zip(reference).zip(next) {
+                score.nll -= log_p[token as usize];
+                score.kld += divergence(log_full, log_p);
+                score.top1 += f64::from(u8::from(best(log_full) == best(log_p)));
             }
-            for ((log_p, log_fp), &token) in logs.iter().zip(&reference).zip(next) {
-                targets[index].nll -= log_p[token as usize];
-                targets[index].kld += divergence(log_fp, log_p);
-                targets[index].top1 += f64::from(u8::from(best(log_fp) == best(log_p)));
-            }
-            if slot == INT8 {
-                int8 = logs;
+            match view {
+                View::Full => full = logs,
+                View::Both => int8 = logs,
+                View::Upper => (),
             }
         }
-        if start + rows > drafts_from {
-            for offset in (drafts_from.saturating_sub(start)..rows).rev() {
-                // Backwards: a draft's own keys and values overwrite only its position, and earlier ones are still the target's.
-                for (score, &(_, weights, view)) in drafts.iter_mut().zip(&DRAFTS) {
-                    let row = [Row { slot: INT8, offset, position: start + offset }];
-                    let step = Step { weights, view, pages: Pages::All, choose_pages: false, rows: &row };
-                    forward::step(backend, &step)?;
-                    let log_q = log_softmax(&backend.logits(0)?);
-                    let shared = log_q.iter().zip(&int8[offset]).map(|(q, p)| q.min(*p).exp());
-                    score.acceptance += shared.sum::<f64>();
-                    score.top1 += f64::from(u8::from(best(&log_q) == best(&int8[offset])));
-                }
-                drafted += 1;
-                backend.poll()?;
+        // Backwards: a draft's own keys and values overwrite only its position, and those before it are the target's.
+        for offset in (0..rows).rev() {
+            for (score, &(_, weights, view)) in drafts.iter_mut().zip(&DRAFTS) {
+                let row = [Row { slot: INT8, offset, position: start + offset }];
+                forward::step(backend, &Step { weights, view, pages: Pages::All, choose_pages: false, rows: &row })?;
+                let log_q = log_softmax(&backend.logits(0)?);
+                let shared = log_q.iter().zip(&int8[offset]).map(|(q, p)| q.min(*p).exp());
+                score.acceptance += shared.sum::<f64>();
+                score.top1 += f64::from(u8::from(best(&log_q) == best(&int8[offset])));
             }
-            // The target's keys and values again, over the drafts'.
-            score_window(backend, INT8, start, window, View::Both)?;
+            backend.poll()?;
+            progress(start + rows - offset - context, positions - context);
         }
+        // The target's keys and values again, over the drafts'.
+        feed(backend, INT8, start, window, View::Both)?;
         for (extent, &(_, _, slot)) in extents.iter_mut().zip(&TARGETS) {
             for page in extent.commit(rows) {
                 backend.flush(slot, page)?;
             }
         }
-        progress(start + rows, positions);
         backend.poll()?;
     }
     for (_, _, slot) in TARGETS {
         backend.close(slot);
     }
-    for score in &mut targets {
-        score.nll /= positions as f64;
-        score.kld /= positions as f64;
-        score.top1 /= positions as f64;
-    }
-    for score in &mut drafts {
-        score.acceptance /= drafted.max(1) as f64;
-        score.top1 /= drafted.max(1) as f64;
-    }
+    let scored = (positions - context) as f64;
+    let mean = |sum: f64| sum / scored;
+    let targets = targets.map(|sum| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) });
+    let drafts = drafts.map(|sum| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) });
     Ok(Evaluation {
-        positions,
+        positions: positions - context,
         targets: TARGETS.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
         drafts: DRAFTS.iter().zip(drafts).map(|(&(name, ..), score)| (name, score)).collect(),
     })
 }
 
-fn check(config: &ModelConfig, tokens: &[u32]) -> Result<()> {
-    if tokens.len() < 2 {
-        return Err(Error::usage(
-            format!("the text has {} tokens", tokens.len()),
-            "give a text of at least 2 tokens: the first is only context",
-        ));
-    }
-    if let Some(id) = tokens.iter().find(|&&id| id as usize >= config.vocab) {
-        return Err(Error::model(
-            format!("token id {id} is outside the model's vocabulary of {}", config.vocab),
-            "the tokenizer belongs to another model; use the tokenizer.json published with these weights",
-        ));
-    }
-    Ok(())
-}
-
-/// Log-probabilities of every row of a window, `[rows][vocab]`; leaves the window's keys and values in the buffer.
-fn score_window<B: Backend>(
-    backend: &mut B,
-    slot: usize,
-    start: usize,
-    window: &[u32],
-    view: View,
-) -> Result<Vec<Vec<f64>>> {
+/// Runs a window of known tokens through a view of the target: logits of every row, keys and values in the buffer.
+fn feed<B: Backend>(backend: &mut B, slot: usize, start: usize, window: &[u32], view: View) -> Result<()> {
     backend.set_window(slot, window)?;
     let rows: Vec<Row> = (0..window.len()).map(|offset| Row { slot, offset, position: start + offset }).collect();
     let step = Step { weights: Weights::Full, view, pages: Pages::All, choose_pages: false, rows: &rows };
-    forward::step(backend, &step)?;
-    (0..window.len()).map(|row| Ok(log_softmax(&backend.logits(row)?))).collect()
+    forward::step(backend, &step)
 }
 
 fn log_softmax(logits: &[f32]) -> Vec<f64> {

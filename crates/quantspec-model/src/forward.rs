@@ -30,7 +30,8 @@ pub fn step<B: Backend>(backend: &mut B, step: &Step) -> Result<()> {
 }
 
 /// Runs a prompt layer by layer in blocks of `block_rows`, so that full-precision keys and values exist for one layer at a
-/// time; leaves the logits of the last row. `progress` is told the rows done, counted over all layers.
+/// time; leaves the logits of the last row. `progress` is told the rows done, counted over all layers, after
+/// each block and again after each layer.
 pub fn prefill<B: Backend>(
     backend: &mut B,
     slot: usize,
@@ -57,6 +58,7 @@ pub fn prefill<B: Backend>(
         }
         backend.store(index, slot, prompt.len())?;
         backend.poll()?;
+        progress((index + 1) * prompt.len(), layers * prompt.len());
     }
     match blocks().last() {
         Some(last) => backend.head(&Pass::Prefill(last)),
