@@ -10,6 +10,7 @@ pub mod attend;
 pub mod cache;
 pub mod config;
 pub mod error;
+pub mod layout;
 pub mod plan;
 pub mod policy;
 pub mod quantize;
