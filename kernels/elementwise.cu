@@ -1,0 +1,282 @@
+// Everything between the products: embedding, norms, RoPE and the append to the rings, SiLU * up, the conversions to a product's input type.
+//
+// The hidden stream is f32. A row's bits depend on that row alone: sums run in one fixed order whatever the number of rows.
+// Producers of a product's input exist once per input type:
+//   _bf16, _f16, _f32   x row-major, pitch in elements
+//   _i8                 x int8 row-major, pitch in bytes; xs float2 [row][ceil(K / 128)] = {scale, sum of the unquantised group}; codes and scales equal
+//                       quantspec_core::quantize_activations. Codes past K stay as they are (zero from allocation on).
+// Widths are multiples of 4.
+#include "layout.cuh"
+#include "numbers.cuh"
+
+// Four consecutive values of a row, from column k = 4 * lane + 128 * group on; one warp holds a group. `there`: k is inside the row.
+template <class T>
+struct Into {
+  typename T::Bits* x;
+  int pitch;
+  DEV void put(int row, int group, int lane, bool there, float4 v) const {
+    if (!there) return;
+    typename T::Bits* to = x + (size_t)row * pitch + group * 128 + lane * 4;
+    if constexpr (sizeof(typename T::Bits) == 4) *(float4*)to = v;
+    else *(uint2*)to = make_uint2(T::pack(v.x, v.y), T::pack(v.z, v.w));
+  }
+};
+struct IntoInt8 {
+  int8_t* x;
+  float2* xs;
+  int pitch, groups;
+  DEV void put(int row, int group, int lane, bool there, float4 v) const {
+    float most = there ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0.f;
+#pragma unroll
+    for (int step = 16; step; step >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    const float scale = __fdiv_rn(most, 127.f), sum = warp_sum(there ? __fadd_rn(__fadd_rn(v.x, v.y), __fadd_rn(v.z, v.w)) : 0.f);
+    auto code = [&](float value) { return scale > 0.f ? (int)fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -127.f), 127.f) & 255 : 0; };
+    if (there) *(int*)(x + (size_t)row * pitch + group * 128 + lane * 4) = code(v.x) | code(v.y) << 8 | code(v.z) << 16 | code(v.w) << 24;
+    if (lane == 0) xs[(size_t)row * groups + group] = make_float2(scale, sum);
+  }
+};
+
+DEV float4 load4(const float* p) {
+  const uint4 v = ldg_plain(p);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+DEV float4 add4(float4 a, float4 b) { return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)); }
+
+// ---- embedding ----
+// embed_{bf16,f16}: hidden[row] = table[token], table as atoms; embed_f32: table row-major [vocab][width].
+//   The token of a row is windows[slot * window_pitch + offset] where `rows` is given, else tokens[row]. hidden f32 [row][width]. Grid (rows), block 256.
+template <class Load>
+DEV void embed(const Row* rows, const int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab, Load load) {
+  grid_trigger();
+  grid_wait();
+  const int row = blockIdx.x;
+  const int token = min(max(rows ? windows[rows[row].slot * window_pitch + rows[row].offset] : tokens[row], 0), vocab - 1);  // never outside the table
+  for (int k = threadIdx.x; k < width; k += 256) hidden[(size_t)row * width + k] = load(token, k);
+}
+#define EMBED(NAME, T)                                                                                                                                  \
+  KERNEL __launch_bounds__(256) embed_##NAME(const Row* rows, const int* windows, int window_pitch, const int* tokens, const uint16_t* table,           \
+                                             float* hidden, int width, int vocab) {                                                                     \
+    const int atoms = (width + 63) / 64;                                                                                                                \
+    embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) {                                                            \
+      const size_t line = ((size_t)(token / 16) * atoms + k / 64) * 16 + token % 16;                                                                    \
+      return T::to_float(table[line * 64 + ((k % 64 / 8) ^ (token & 7)) * 8 + k % 8]);                                                                  \
+    });                                                                                                                                                 \
+  }
+EMBED(bf16, Bf16)
+EMBED(f16, Half)
+KERNEL __launch_bounds__(256) embed_f32(const Row* rows, const int* windows, int window_pitch, const int* tokens, const float* table, float* hidden, int width,
+                                        int vocab) {
+  embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) { return table[(size_t)token * width + k]; });
+}
+
+// ---- RMSNorm ----
+// norm_*: hidden += y + bias (y, bias may be null), then x = hidden / rms(hidden) * weight.
+//   hidden f32 [row][width]; y f32 [row][width]; bias, weight f32 [width]. Grid (rows), block 256.
+// A thread keeps what it loaded; rows wider than KEPT groups per warp are read a second time.
+template <class Out>
+DEV void norm(float* hidden, const float* y, const float* bias, const float* weight, float eps, int width, Out out) {
+  constexpr int WARPS = 8, KEPT = 8;
+  __shared__ float sums[WARPS];
+  grid_trigger();
+  grid_wait();
+  const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (width + 127) / 128;
+  float* h = hidden + (size_t)row * width;
+  float4 kept[KEPT];
+  float sum = 0;
+  auto visit = [&](int group) {
+    const int k = group * 128 + lane * 4;
+    float4 v = make_float4(0, 0, 0, 0);
+    if (k < width) {
+      v = load4(h + k);
+      if (y) v = add4(v, load4(y + (size_t)row * width + k));
+      if (bias) v = add4(v, *(const float4*)(bias + k));
+      if (y || bias) *(float4*)(h + k) = v;
+    }
+    sum = __fmaf_rn(v.x, v.x, sum), sum = __fmaf_rn(v.y, v.y, sum), sum = __fmaf_rn(v.z, v.z, sum), sum = __fmaf_rn(v.w, v.w, sum);
+    return v;
+  };
+#pragma unroll
+  for (int i = 0; i < KEPT; i++) kept[i] = warp + i * WARPS < groups ? visit(warp + i * WARPS) : make_float4(0, 0, 0, 0);
+  for (int group = warp + KEPT * WARPS; group < groups; group += WARPS) visit(group);
+  const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
+  auto finish = [&](int group, float4 v) {
+    const int k = group * 128 + lane * 4;
+    const bool there = k < width;
+    const float4 w = there ? *(const float4*)(weight + k) : make_float4(0, 0, 0, 0);
+    out.put(row, group, lane, there, make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y), __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w)));
+  };
+#pragma unroll
+  for (int i = 0; i < KEPT; i++)
+    if (warp + i * WARPS < groups) finish(warp + i * WARPS, kept[i]);
+  for (int group = warp + KEPT * WARPS; group < groups; group += WARPS) {
+    const int k = group * 128 + lane * 4;
+    finish(group, k < width ? load4(h + k) : make_float4(0, 0, 0, 0));
+  }
+}
+
+// ---- SiLU * up, casts: one warp per group of 128 outputs of a row ----
+// silu_mul_*: y f32 [row][2 width], gate and up interleaved by 8, bias [2 width] in the same order or null -> x [row][width]. width a multiple of 8.
+// cast_*: y f32 [row][width] (+ bias) -> x. Grid (ceil(width / 1024), rows), block 256.
+template <class Out>
+DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
+  grid_trigger();
+  grid_wait();
+  const int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * 8 + (threadIdx.x >> 5), k = group * 128 + lane * 4;
+  if (group >= (width + 127) / 128) return;
+  const bool there = k < width;
+  float4 v = make_float4(0, 0, 0, 0);
+  if (there) {
+    const int at = k / 8 * 16 + k % 8;
+    const float* from = y + (size_t)row * 2 * width + at;
+    float4 gate = load4(from), up = load4(from + 8);
+    if (bias) gate = add4(gate, *(const float4*)(bias + at)), up = add4(up, *(const float4*)(bias + at + 8));
+    v = make_float4(silu(gate.x) * up.x, silu(gate.y) * up.y, silu(gate.z) * up.z, silu(gate.w) * up.w);
+  }
+  out.put(row, group, lane, there, v);
+}
+template <class Out>
+DEV void cast(const float* y, int width, Out out) {
+  grid_trigger();
+  grid_wait();
+  const int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * 8 + (threadIdx.x >> 5), k = group * 128 + lane * 4;
+  if (group >= (width + 127) / 128) return;
+  out.put(row, group, lane, k < width, k < width ? load4(y + (size_t)row * width + k) : make_float4(0, 0, 0, 0));
+}
+
+#define PRODUCERS(NAME, T)                                                                                                                                \
+  KERNEL __launch_bounds__(256) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, T::Bits* x, float eps, int width,      \
+                                            int pitch) {                                                                                                  \
+    norm(hidden, y, bias, weight, eps, width, Into<T>{x, pitch});                                                                                         \
+  }                                                                                                                                                       \
+  KERNEL __launch_bounds__(256) silu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) {                                    \
+    silu_mul(y, bias, width, Into<T>{x, pitch});                                                                                                          \
+  }                                                                                                                                                       \
+  KERNEL __launch_bounds__(256) cast_##NAME(const float* y, T::Bits* x, int width, int pitch) { cast(y, width, Into<T>{x, pitch}); }
+PRODUCERS(bf16, Bf16)
+PRODUCERS(f16, Half)
+PRODUCERS(f32, Single)
+KERNEL __launch_bounds__(256) norm_i8(float* hidden, const float* y, const float* bias, const float* weight, int8_t* x, float2* xs, float eps, int width,
+                                      int pitch) {
+  norm(hidden, y, bias, weight, eps, width, IntoInt8{x, xs, pitch, (width + 127) / 128});
+}
+KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int pitch) {
+  silu_mul(y, bias, width, IntoInt8{x, xs, pitch, (width + 127) / 128});
+}
+KERNEL __launch_bounds__(256) cast_i8(const float* y, int8_t* x, float2* xs, int width, int pitch) {
+  cast(y, width, IntoInt8{x, xs, pitch, (width + 127) / 128});
+}
+
+// widen: x f32 [n] = h f16 [n] (attention's output for checkpoints in single precision). Grid ceil(n / 256), block 256.
+KERNEL __launch_bounds__(256) widen(const uint16_t* h, float* x, int64_t n) {
+  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  if (i < n) x[i] = Half::to_float(h[i]);
+}
+
+// add_rows: hidden f32 [row][width] += y (+ bias), where no norm follows to do it. Grid ceil(rows * width / 1024), block 256.
+KERNEL __launch_bounds__(256) add_rows(float* hidden, const float* y, const float* bias, int64_t elements, int width) {
+  grid_trigger();
+  grid_wait();
+  const int64_t i = ((int64_t)blockIdx.x * 256 + threadIdx.x) * 4;
+  if (i >= elements) return;
+  float4 v = add4(load4(hidden + i), load4(y + i));
+  if (bias) v = add4(v, *(const float4*)(bias + i % width));
+  *(float4*)(hidden + i) = v;
+}
+
+// ---- heads: bias, per-head norm, RoPE ----
+// One warp per head of a row. Lane l owns channels PAIRS l .. and D / 2 + PAIRS l .., which RoPE turns together: v[i], v[PAIRS + i].
+template <int D>
+struct Head {
+  static constexpr int PAIRS = D / 64;
+  float v[2 * PAIRS];
+
+  // y: the head's D values; norm [D] or null; angles {cos, sin} [D / 2] or null (values are not turned).
+  DEV Head(const float* y, const float* bias, const float* norm, float eps, const float2* angles) {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < 2 * PAIRS; i++) {
+      const int channel = channel_of(lane, i);
+      v[i] = *(const volatile float*)(y + channel);
+      if (bias) v[i] = __fadd_rn(v[i], bias[channel]);
+    }
+    if (norm) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < 2 * PAIRS; i++) sum = __fmaf_rn(v[i], v[i], sum);
+      const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(warp_sum(sum), (float)D), eps));
+#pragma unroll
+      for (int i = 0; i < 2 * PAIRS; i++) v[i] = __fmul_rn(__fmul_rn(v[i], f), norm[channel_of(lane, i)]);
+    }
+    if (angles)
+#pragma unroll
+      for (int i = 0; i < PAIRS; i++) {
+        const float2 a = angles[PAIRS * lane + i];
+        const float x = v[i], z = v[PAIRS + i];
+        v[i] = __fsub_rn(__fmul_rn(x, a.x), __fmul_rn(z, a.y)), v[PAIRS + i] = __fadd_rn(__fmul_rn(z, a.x), __fmul_rn(x, a.y));
+      }
+  }
+  static DEV int channel_of(int lane, int i) { return (i / PAIRS) * (D / 2) + PAIRS * lane + i % PAIRS; }
+  // Writes the head as f16; true where a value is not finite there.
+  DEV bool put(uint16_t* to, float scale) const {
+    const int lane = threadIdx.x & 31;
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < 2 * PAIRS; i++) {
+      const uint16_t bits = Half::from_float(v[i] * scale);
+      bad |= (bits & 0x7c00) == 0x7c00;
+      to[channel_of(lane, i)] = bits;
+    }
+    return bad;
+  }
+};
+
+// append_{64,128,256}: queries, keys and values of a step's rows.
+//   y f32 [row][(heads + 2 kv_heads) D]; bias of that width or null; q_norm, k_norm f32 [D] or null; cos_sin float2 [row][D / 2].
+//   q f16 [row][heads][D] times `scale`; keys and values to the rings f16 [layer][slot][kv_heads][RING][D] at the row's position.
+//   Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
+template <int D>
+DEV void append(const Row* rows, const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin, uint16_t* q, uint16_t* ring_k,
+                uint16_t* ring_v, float eps, float scale, int heads, int kv_heads, int layer, int slots, uint32_t* flag) {
+  grid_trigger();
+  grid_wait();
+  const int row = blockIdx.y, all = heads + 2 * kv_heads, head = blockIdx.x * 4 + (threadIdx.x >> 5);
+  if (head >= all) return;
+  const bool is_q = head < heads, is_k = !is_q && head < heads + kv_heads;
+  const Head<D> h(y + ((size_t)row * all + head) * D, bias ? bias + head * D : nullptr, is_q ? q_norm : is_k ? k_norm : nullptr, eps,
+                  is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
+  bool bad;
+  if (is_q) bad = h.put(q + ((size_t)row * heads + head) * D, scale);
+  else {
+    const Row r = rows[row];
+    const int kv = (head - heads) % kv_heads;
+    bad = h.put((is_k ? ring_k : ring_v) + ring_at(layer, r.slot, kv, r.position, slots, kv_heads, D), 1.f);
+  }
+  if (bad) atomicOr(flag, FLAG_CACHE);
+}
+
+// rope_store_{64,128,256}: the same for prompt rows where the product did not do it: q f16 [row][heads D], unscaled; kv f16 [row][2 kv_heads D].
+//   Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
+template <int D>
+DEV void rope_store(const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin, uint16_t* q, uint16_t* kv, float eps,
+                    int heads, int kv_heads) {
+  const int row = blockIdx.y, all = heads + 2 * kv_heads, head = blockIdx.x * 4 + (threadIdx.x >> 5);
+  if (head >= all) return;
+  const bool is_q = head < heads, is_k = !is_q && head < heads + kv_heads;
+  const Head<D> h(y + ((size_t)row * all + head) * D, bias ? bias + head * D : nullptr, is_q ? q_norm : is_k ? k_norm : nullptr, eps,
+                  is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
+  h.put(is_q ? q + ((size_t)row * heads + head) * D : kv + ((size_t)row * 2 * kv_heads + head - heads) * D, 1.f);
+}
+
+#define HEADS(D)                                                                                                                                        \
+  KERNEL __launch_bounds__(128) append_##D(const Row* rows, const float* y, const float* bias, const float* q_norm, const float* k_norm,                 \
+                                           const float2* cos_sin, uint16_t* q, uint16_t* ring_k, uint16_t* ring_v, float eps, float scale, int heads,   \
+                                           int kv_heads, int layer, int slots, uint32_t* flag) {                                                        \
+    append<D>(rows, y, bias, q_norm, k_norm, cos_sin, q, ring_k, ring_v, eps, scale, heads, kv_heads, layer, slots, flag);                              \
+  }                                                                                                                                                     \
+  KERNEL __launch_bounds__(128) rope_store_##D(const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin,      \
+                                               uint16_t* q, uint16_t* kv, float eps, int heads, int kv_heads) {                                         \
+    rope_store<D>(y, bias, q_norm, k_norm, cos_sin, q, kv, eps, heads, kv_heads);                                                                       \
+  }
+HEADS(64)
+HEADS(128)
+HEADS(256)

@@ -1,0 +1,294 @@
+// Quantisers: pages of the cache into nibble planes, weights into the layouts of the products, draft weights into 4 and 8 bits.
+//
+// Codes and parameters equal quantspec_core::quantize to the bit (the sign of a zero parameter apart, where a group holds zeros of both signs).
+// Non-finite elements, and groups that f16 parameters cannot hold, set a bit of the error flag; what is written for them means nothing.
+#include "layout.cuh"
+#include "numbers.cuh"
+
+constexpr uint32_t FLAG_WEIGHTS = 4;
+constexpr float SCALE_MIN = 6.103515625e-5f;  // smallest normal f16: scale of a group that is not constant
+
+struct Group {
+  uint16_t scale_bits, zero_bits;
+  float scale, zero;  // what the bits stand for
+  bool ok;
+};
+
+DEV Group rounded(float scale, float zero) {
+  Group p;
+  p.scale_bits = Half::from_float(scale), p.zero_bits = Half::from_float(zero);
+  p.scale = Half::to_float(p.scale_bits), p.zero = Half::to_float(p.zero_bits);
+  p.ok = is_finite(p.scale) && is_finite(p.zero);
+  return p;
+}
+
+// Parameters of a cache group from its least and greatest element.
+DEV Group cache_group(float low, float high, bool balanced) {
+  if (low == high) return rounded(0.f, low);
+  const float range = __fsub_rn(high, low);
+  if (!balanced) return rounded(fmaxf(__fdiv_rn(range, 15.f), SCALE_MIN), low);
+  const float step = __fdiv_rn(range, 255.f);
+  return rounded(fmaxf(__fmul_rn(16.f, step), SCALE_MIN), __fadd_rn(low, __fmul_rn(8.f, step)));
+}
+
+// Both nibbles of one element as a byte, U << 4 | L + 8.
+DEV uint32_t cache_code(float x, float scale, float zero, bool balanced) {
+  if (scale == 0.f) return 8;
+  const float offset = __fsub_rn(x, zero);
+  if (balanced) return (uint32_t)((int)fminf(fmaxf(rintf(__fdiv_rn(offset, __fmul_rn(scale, 0.0625f))), -8.f), 247.f) + 8);
+  const float steps = __fdiv_rn(offset, scale), upper = fminf(fmaxf(rintf(steps), 0.f), 15.f);
+  const float lower = fminf(fmaxf(rintf(__fmul_rn(16.f, __fsub_rn(steps, upper))), -8.f), 7.f);
+  return (uint32_t)upper << 4 | (uint32_t)((int)lower + 8);
+}
+
+// Eight bytes of cache_code as the words of the two planes.
+struct Words {
+  uint32_t upper = 0, lower = 0;
+  DEV void put(int nibble, uint32_t code) { upper |= (code >> 4) << (4 * nibble), lower |= (code & 15) << (4 * nibble); }
+  DEV uint32_t lower_word() const { return __funnelshift_r(lower, lower, 4); }
+};
+
+struct Page {
+  uint8_t *upper, *lower;  // this page's blocks, or null
+  uint16_t* full;
+};
+
+// One page of keys (VALUES false) or values of one head, 256 threads: `src` has PAGE rows of D f16, `stride` elements apart.
+// Dynamic shared memory: 256 D + 4096 bytes.
+template <int D, bool VALUES>
+DEV void quantize_part(const uint16_t* src, int64_t stride, const Page& page, bool balanced, uint32_t* flag) {
+  constexpr int PITCH = D + 8;  // fragments are then read without bank conflicts
+  extern __shared__ __align__(16) uint16_t tile[];
+  float2* params = (float2*)(tile + PAGE * PITCH);  // {scale, zero} of each channel or token
+  const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
+  for (int i = t; i < PAGE * D / 8; i += 256) {
+    const int row = i / (D / 8), piece = i % (D / 8);
+    const uint4 x = ldg_plain(src + row * stride + piece * 8);
+    *(uint4*)(tile + row * PITCH + piece * 8) = x;
+    if (page.full) *(uint4*)(page.full + (VALUES ? PAGE * D : 0) + row * D + piece * 8) = x;
+  }
+  __syncthreads();
+  if (!page.upper) return;
+  bool bad = false;
+  auto take = [&](float& low, float& high, uint16_t bits) {
+    const float x = Half::to_float(bits);
+    bad |= !is_finite(x), low = fminf(low, x), high = fmaxf(high, x);
+  };
+  if (VALUES) {
+    uint16_t* out = (uint16_t*)(page.upper + v_params_at(D));
+    for (int token = warp; token < PAGE; token += 8) {
+      float low = __int_as_float(0x7f800000), high = -low;
+      for (int i = lane; i < D; i += 32) take(low, high, tile[token * PITCH + i]);
+#pragma unroll
+      for (int step = 16; step; step >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, step)), high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+      if (lane == 0) {
+        const Group p = cache_group(low, high, balanced);
+        bad |= !p.ok;
+        params[token] = make_float2(p.scale, p.zero);
+        out[v_param(token)] = p.scale_bits, out[v_param(token) + 1] = p.zero_bits;
+      }
+    }
+  } else {
+    uint16_t* out = (uint16_t*)page.upper;
+    for (int channel = t; channel < D; channel += 256) {
+      float low = __int_as_float(0x7f800000), high = -low;
+      for (int token = 0; token < PAGE; token++) take(low, high, tile[token * PITCH + channel]);
+      const Group p = cache_group(low, high, balanced);
+      bad |= !p.ok;
+      params[channel] = make_float2(p.scale, p.zero);
+      out[k_param(channel)] = p.scale_bits, out[k_param(channel) + 8] = p.zero_bits;
+    }
+  }
+  if (bad) atomicOr(flag, FLAG_CACHE);
+  __syncthreads();
+  uint32_t* upper = (uint32_t*)(page.upper + (VALUES ? v_codes_at(D) : k_codes_at(D)));
+  uint32_t* lower = page.lower ? (uint32_t*)(page.lower + (VALUES ? lower_v_at(D) : 0)) : nullptr;
+  for (int i = t; i < PAGE * D / 8; i += 256) {  // words in the order of memory: the inverse of k_word and v_word
+    const int n = i & 3, owner = i >> 2 & 31, quartet = i >> 7, g = owner >> 2, c = owner & 3;
+    const int tt = VALUES ? quartet / (D / 32) * 2 + (n >> 1) : quartet / (D / 64), ct = VALUES ? quartet % (D / 32) * 2 + (n & 1) : quartet % (D / 64) * 4 + n;
+    Words w;
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      const int row = g + 8 * (e & 1), column = 2 * c + NIBBLE_COLUMN[e];  // K tiles: tokens x channels, V tiles: channels x tokens
+      const int token = tt * 16 + (VALUES ? column : row), channel = ct * 16 + (VALUES ? row : column);
+      const float2 p = params[VALUES ? token : channel];
+      w.put(e, cache_code(Half::to_float(tile[token * PITCH + channel]), p.x, p.y, balanced));
+    }
+    upper[i] = w.upper;
+    if (lower) lower[i] = w.lower_word();
+  }
+}
+
+template <int D>
+DEV Page page_at(uint8_t* upper, uint8_t* lower, uint16_t* full, size_t block) {
+  return {upper ? upper + block * upper_bytes(D) : nullptr, lower ? lower + block * lower_bytes(D) : nullptr,
+          full ? full + block * (full_bytes(D) / 2) : nullptr};
+}
+
+// flush_{64,128,256}: quantises logical page `page` of `slot` from the rings, in all layers; `physical` is its place in the pools.
+//   ring_k, ring_v f16 [layers][slots][heads][RING][D]; upper, lower, full: pools [layers][pages][heads] of blocks, or null; balanced: 0 paper, 1 balanced.
+//   Grid (heads, layers, 2: keys, values), block 256, dynamic shared memory 256 D + 4096.
+template <int D>
+DEV void flush(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, uint8_t* lower, uint16_t* full, int pages, int slots, int slot, int page,
+               int physical, int balanced, uint32_t* flag) {
+  const int head = blockIdx.x, layer = blockIdx.y, heads = gridDim.x;
+  const size_t from = ring_at(layer, slot, head, page * PAGE, slots, heads, D), block = ((size_t)layer * pages + physical) * heads + head;
+  grid_trigger();
+  grid_wait();
+  const Page to = page_at<D>(upper, lower, full, block);
+  if (blockIdx.z) quantize_part<D, true>(ring_v + from, D, to, balanced, flag);
+  else quantize_part<D, false>(ring_k + from, D, to, balanced, flag);
+}
+
+// store_{64,128,256}: quantises pages first .. of one layer from prefill's scratch, f16 [token][2 heads D] (keys, then values).
+//   upper, lower, full: the layer's part of the pools, [pages][heads], or null; table: physical page of each logical page of the slot.
+//   Grid (heads, number of pages, 2), block 256, dynamic shared memory 256 D + 4096.
+template <int D>
+DEV void store(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t* full, const int* table, int first, int balanced, uint32_t* flag) {
+  const int head = blockIdx.x, page = first + blockIdx.y, heads = gridDim.x;
+  const int64_t stride = 2 * heads * D;
+  grid_trigger();
+  grid_wait();
+  const Page to = page_at<D>(upper, lower, full, (size_t)table[page] * heads + head);
+  const uint16_t* from = scratch + (int64_t)page * PAGE * stride + head * D;
+  if (blockIdx.z) quantize_part<D, true>(from + heads * D, stride, to, balanced, flag);
+  else quantize_part<D, false>(from, stride, to, balanced, flag);
+}
+
+// keep_recent: copies tokens first .. first + count - 1 of one layer from prefill's scratch to the rings. D a multiple of 8.
+//   Grid (count, 2: keys, values), block 128; any dynamic sizes.
+KERNEL __launch_bounds__(128) keep_recent(const uint16_t* scratch, uint16_t* ring_k, uint16_t* ring_v, int layer, int slots, int slot, int heads, int d,
+                                          int first, uint32_t* flag) {
+  grid_trigger();
+  grid_wait();
+  const int token = first + blockIdx.x, pieces = heads * d / 8;
+  const uint16_t* from = scratch + ((int64_t)token * 2 + blockIdx.y) * heads * d;
+  uint16_t* ring = blockIdx.y ? ring_v : ring_k;
+  bool bad = false;
+  for (int i = threadIdx.x; i < pieces; i += 128) {
+    const uint4 x = ldg_plain(from + i * 8);
+    *(uint4*)(ring + ring_at(layer, slot, i * 8 / d, token, slots, heads, d) + i * 8 % d) = x;
+    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) bad |= (words[j] & 0x7c00u) == 0x7c00u || (words[j] & 0x7c000000u) == 0x7c000000u;
+  }
+  if (bad) atomicOr(flag, FLAG_CACHE);
+}
+
+#define PAGES(D)                                                                                                                                       \
+  KERNEL __launch_bounds__(256) flush_##D(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, uint8_t* lower, uint16_t* full, int pages,   \
+                                          int slots, int slot, int page, int physical, int balanced, uint32_t* flag) {                                 \
+    flush<D>(ring_k, ring_v, upper, lower, full, pages, slots, slot, page, physical, balanced, flag);                                                  \
+  }                                                                                                                                                    \
+  KERNEL __launch_bounds__(256) store_##D(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t* full, const int* table, int first,        \
+                                          int balanced, uint32_t* flag) {                                                                              \
+    store<D>(scratch, upper, lower, full, table, first, balanced, flag);                                                                               \
+  }
+PAGES(64)
+PAGES(128)
+PAGES(256)
+
+// ---- weights ----
+// Where row n of a part lies in its matrix: plain (0) behind first_row; gate (1) and up (2) rows alternate by eight.
+DEV int matrix_row(int n, int interleave) { return interleave ? n / 8 * 16 + n % 8 + (interleave == 2 ? 8 : 0) : n; }
+
+// 16-byte piece j of row n in a matrix of atoms.
+DEV size_t atom_piece(int n, int j, int atoms) { return (((size_t)(n / 16) * atoms + j / 8) * 16 + n % 16) * 8 + ((j % 8) ^ (n & 7)); }
+
+// weights_atoms: rows [first, first + rows) of a row-major 16-bit matrix [.][K] into atoms; src begins at row `first`. Rows and columns of padding must have
+// been zeroed before. Grid ceil(rows * ceil(K / 8) / 256), block 256.
+KERNEL __launch_bounds__(256) weights_atoms(const uint16_t* src, uint4* dst, int first, int rows, int K, int interleave) {
+  const int pieces = (K + 7) / 8, atoms = (K + 63) / 64;
+  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  if (i >= (int64_t)rows * pieces) return;
+  const int row = i / pieces, j = i % pieces;
+  const uint16_t* from = src + (size_t)row * K + j * 8;
+  uint16_t x[8];
+#pragma unroll
+  for (int e = 0; e < 8; e++) x[e] = j * 8 + e < K ? from[e] : 0;
+  dst[atom_piece(matrix_row(first + row, interleave), j, atoms)] =
+      make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | (uint32_t)x[7] << 16);
+}
+
+// weights_rows: the same for single precision, whose matrices stay row-major. Grid ceil(rows * K / 256), block 256.
+KERNEL __launch_bounds__(256) weights_rows(const float* src, float* dst, int first, int rows, int K, int interleave) {
+  const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  if (i < (int64_t)rows * K) dst[(size_t)matrix_row(first + i / K, interleave) * K + i % K] = src[i];
+}
+
+struct FromAtoms {
+  template <class T>
+  static DEV float at(const void* w, int n, int k, int K) {
+    return T::to_float(((const uint16_t*)w)[atom_piece(n, k / 8, (K + 63) / 64) * 8 + k % 8]);
+  }
+};
+struct FromRows {
+  template <class T>
+  static DEV float at(const void* w, int n, int k, int K) {
+    return ((const float*)w)[(size_t)n * K + k];
+  }
+};
+
+// One block of 16 rows x 128 k of draft weights, 128 threads. TOP: greatest code, 15 or 255. Blocks are laid out as linear.cu reads them:
+//   W4, 1088 bytes: codes [h 0..1][lane] uint4, word w byte b: low nibble row g, high nibble row g + 8, k = 64 h + 16 c + 4 w + b;
+//   W8, 2112 bytes: codes [j 0..3][lane] uint4, j = 2 h + p: words 0, 1 rows g, g + 8 at k = 64 h + 16 c + 8 p + b, words 2, 3 the same at k + 4;
+//   then parameters [g] {scale, zero of row g, scale, zero of row g + 8}. Code 0 past K; scale and zero 0 past N.
+template <class T, class From, int TOP>
+DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, uint32_t* flag) {
+  __shared__ __align__(16) uint8_t codes[16][128];
+  const int tile = blockIdx.y, group = blockIdx.x, groups = gridDim.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  constexpr int CODES = TOP == 15 ? 1024 : 2048, BLOCK = CODES + 64;
+  uint8_t* block = dst + ((size_t)tile * groups + group) * BLOCK;
+  for (int row = warp; row < 16; row += 4) {
+    const int n = tile * 16 + row, k0 = group * 128;
+    float x[4], low = __int_as_float(0x7f800000), high = -low;
+    bool bad = false;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int k = k0 + i * 32 + lane;
+      const bool there = n < N && k < K;
+      x[i] = there ? From::template at<T>(src, n, k, K) : 0.f;
+      if (there) bad |= !is_finite(x[i]), low = fminf(low, x[i]), high = fmaxf(high, x[i]);
+    }
+#pragma unroll
+    for (int step = 16; step; step >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, step)), high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+    Group p = {0, 0, 0.f, 0.f, true};
+    if (n < N) p = low == high ? rounded(0.f, low) : rounded(fmaxf(__fdiv_rn(__fsub_rn(high, low), (float)TOP), SCALE_MIN), low);
+    if (bad || !p.ok) atomicOr(flag, FLAG_WEIGHTS);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const bool coded = k0 + i * 32 + lane < K && p.scale != 0.f;
+      codes[row][i * 32 + lane] = coded ? (uint8_t)fminf(fmaxf(rintf(__fdiv_rn(__fsub_rn(x[i], p.zero), p.scale)), 0.f), (float)TOP) : 0;
+    }
+    if (lane == 0) ((uint32_t*)(block + CODES))[(row % 8) * 2 + row / 8] = p.scale_bits | (uint32_t)p.zero_bits << 16;
+  }
+  __syncthreads();
+  const int g = lane >> 2, c = lane & 3;
+  uint32_t words[4];
+  if (TOP == 15) {
+    if (warp >= 2) return;
+#pragma unroll
+    for (int w = 0; w < 4; w++) {
+      const int k = 64 * warp + 16 * c + 4 * w;
+      words[w] = *(uint32_t*)&codes[g][k] | *(uint32_t*)&codes[g + 8][k] << 4;
+    }
+  } else {
+    const int k = 64 * (warp >> 1) + 16 * c + 8 * (warp & 1);
+#pragma unroll
+    for (int w = 0; w < 4; w++) words[w] = *(uint32_t*)&codes[g + 8 * (w & 1)][k + 4 * (w >> 1)];
+  }
+  ((uint4*)block)[warp * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// weights_w{4,8}_{bf16,f16,f32}(src, dst, N, K, flag): src as the device keeps the matrix (atoms, or row-major for f32).
+//   Grid (ceil(K / 128), ceil(N / 16)), block 128.
+#define WEIGHTS(NAME, T, FROM)                                                                                                        \
+  KERNEL __launch_bounds__(128) weights_w4_##NAME(const void* src, uint8_t* dst, int N, int K, uint32_t* flag) {                      \
+    quantize_weights<T, FROM, 15>(src, dst, N, K, flag);                                                                              \
+  }                                                                                                                                   \
+  KERNEL __launch_bounds__(128) weights_w8_##NAME(const void* src, uint8_t* dst, int N, int K, uint32_t* flag) {                      \
+    quantize_weights<T, FROM, 255>(src, dst, N, K, flag);                                                                             \
+  }
+WEIGHTS(bf16, Bf16, FromAtoms)
+WEIGHTS(f16, Half, FromAtoms)
+WEIGHTS(f32, Single, FromRows)
