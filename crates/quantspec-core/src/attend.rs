@@ -164,3 +164,202 @@ pub fn window_pages(visible: usize, n: usize) -> Vec<usize> {
     let newest = visible.saturating_sub(n.max(2) - 1).max(1);
     (0..visible.min(1)).chain(newest..visible).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quantize::quantize_page;
+    use crate::sample::{Stream, uniform};
+    use proptest::prelude::*;
+
+    const D: usize = 16;
+
+    fn noise(seed: u64, at: usize) -> f32 {
+        4.0 * uniform(seed, 0, at, Stream::Sample, 0) - 2.0
+    }
+
+    /// All keys and values of a sequence, its quantised pages, and the ring as decoding at `position` finds it.
+    struct Sequence {
+        keys: Vec<f16>,
+        values: Vec<f16>,
+        pages: Vec<Page>,
+        ring_keys: Vec<f16>,
+        ring_values: Vec<f16>,
+        rounding: Rounding,
+    }
+
+    impl Sequence {
+        fn new(tokens: usize, rounding: Rounding, element: impl Fn(u64, usize) -> f32) -> Sequence {
+            let all = |seed| (0..tokens * D).map(|i| f16::from_f32(element(seed, i))).collect::<Vec<f16>>();
+            let (keys, values) = (all(1), all(2));
+            let page = |b: usize| {
+                let range = b * G * D..(b + 1) * G * D;
+                quantize_page(&keys[range.clone()], &values[range], D, rounding).unwrap()
+            };
+            let pages = (0..tokens / G).map(page).collect();
+            // Slots never written hold garbage that no query may read.
+            let ring = |x: &[f16]| {
+                let mut ring = vec![f16::NAN; BUFFER_TOKENS * D];
+                for token in 0..tokens {
+                    let slot = buffer_slot(token) * D;
+                    ring[slot..slot + D].copy_from_slice(&x[token * D..(token + 1) * D]);
+                }
+                ring
+            };
+            let (ring_keys, ring_values) = (ring(&keys), ring(&values));
+            Sequence { keys, values, pages, ring_keys, ring_values, rounding }
+        }
+
+        fn attend(&self, query: &[f32], position: usize, view: View, pages: &[usize]) -> Result<Vec<f64>> {
+            let page = |x| FullPage { keys: &self.keys[x..x + G * D], values: &self.values[x..x + G * D] };
+            let full: Vec<FullPage> = (0..self.pages.len()).map(|b| page(b * G * D)).collect();
+            let cache = Cache {
+                head_dim: D,
+                rounding: self.rounding,
+                pages: &self.pages,
+                full: &full,
+                buffer_keys: &self.ring_keys,
+                buffer_values: &self.ring_values,
+            };
+            attend(query, position, view, pages, &cache)
+        }
+    }
+
+    fn query(seed: u64) -> Vec<f32> {
+        (0..D).map(|c| noise(seed, c)).collect()
+    }
+
+    fn all_pages(position: usize) -> Vec<usize> {
+        (0..visible_pages(position)).collect()
+    }
+
+    fn distance(a: &[f64], b: &[f64]) -> f64 {
+        a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn view_full_is_exact_attention_at_every_border() {
+        for position in [0, 1, 127, 128, 255, 256, 257, 383, 384, 511, 512, 640] {
+            let sequence = Sequence::new(position + 1, Rounding::Balanced, noise);
+            let wide = |x: &[f16]| x.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
+            let exact = attend_exact(&query(5), &wide(&sequence.keys), &wide(&sequence.values)).unwrap();
+            let full = sequence.attend(&query(5), position, View::Full, &all_pages(position)).unwrap();
+            assert!(distance(&full, &exact) < 1e-12, "position {position}");
+        }
+    }
+
+    #[test]
+    fn quantised_views_are_close_in_their_order() {
+        for rounding in [Rounding::Paper, Rounding::Balanced] {
+            let sequence = Sequence::new(700, rounding, noise);
+            let (pages, q) = (all_pages(699), query(6));
+            let of = |view| sequence.attend(&q, 699, view, &pages).unwrap();
+            let (upper, both) =
+                (distance(&of(View::Upper), &of(View::Full)), distance(&of(View::Both), &of(View::Full)));
+            assert!(both < 0.005 && upper < 0.05 && both < upper, "{rounding:?}: {both} {upper}");
+        }
+    }
+
+    #[test]
+    fn pages_the_law_hides_are_neutral_to_the_bit() {
+        // Position 383 sees page 0; page 1 exists and is named, but its tokens are read from the buffer.
+        let sequence = Sequence::new(384, Rounding::Balanced, noise);
+        let of = |pages: &[usize]| sequence.attend(&query(7), 383, View::Both, pages).unwrap();
+        assert_eq!(of(&[0]), of(&[0, 1, 2]));
+        assert_ne!(of(&[0]), of(&[]));
+        // One position later page 1 is read from the planes.
+        let sequence = Sequence::new(385, Rounding::Balanced, noise);
+        let of = |pages: &[usize]| sequence.attend(&query(7), 384, View::Both, pages).unwrap();
+        assert_ne!(of(&[0]), of(&[0, 1]));
+    }
+
+    #[test]
+    fn the_order_of_pages_does_not_matter_and_a_missing_one_is_an_error() {
+        let sequence = Sequence::new(900, Rounding::Balanced, noise);
+        let of = |pages: &[usize]| sequence.attend(&query(8), 899, View::Upper, pages).unwrap();
+        assert!(distance(&of(&[0, 1, 2, 3, 4]), &of(&[3, 0, 4, 2, 1])) < 1e-14);
+        let mut short = Sequence::new(900, Rounding::Balanced, noise);
+        short.pages.truncate(2);
+        assert!(short.attend(&query(8), 899, View::Upper, &[0, 1]).is_ok());
+        let error = short.attend(&query(8), 899, View::Upper, &[0, 2]).unwrap_err();
+        assert_eq!(error.kind, crate::ErrorKind::Internal);
+        assert!(sequence.attend(&query(8)[1..], 899, View::Upper, &[]).is_err());
+    }
+
+    #[test]
+    fn both_without_lower_nibbles_is_upper_but_for_its_centre() {
+        for rounding in [Rounding::Paper, Rounding::Balanced] {
+            let mut sequence = Sequence::new(600, rounding, noise);
+            for page in &mut sequence.pages {
+                page.key_lower.fill(0);
+                page.value_lower.fill(0);
+            }
+            let of = |view| sequence.attend(&query(9), 599, view, &all_pages(599)).unwrap();
+            let (both, upper) = (of(View::Both), of(View::Upper));
+            match rounding {
+                Rounding::Paper => assert_eq!(both, upper),
+                // View Upper moves every value by −s/32, s being about 4/16 here.
+                Rounding::Balanced => {
+                    assert_ne!(both, upper);
+                    assert!(distance(&both, &upper) < 0.02);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn equal_scores_average_and_strongly_negative_ones_vanish() {
+        // All scores are exactly 0: the output is the mean of the values, nothing is masked by being 0.
+        let position = 520;
+        let sequence = Sequence::new(position + 1, Rounding::Balanced, noise);
+        let zero = sequence.attend(&[0.0; D], position, View::Full, &all_pages(position)).unwrap();
+        for (channel, &got) in zero.iter().enumerate() {
+            let values = (0..=position).map(|token| sequence.values[token * D + channel].to_f64());
+            assert!((got - values.sum::<f64>() / (position + 1) as f64).abs() < 1e-12);
+        }
+        // All scores are far below 0 (−10,000 and −9,000): a hidden or absent token with score 0 would take all the weight.
+        let far = Sequence::new(position + 1, Rounding::Balanced, |seed, i| match seed {
+            1 => -100.0 - if i / D == 300 { 0.0 } else { 10.0 },
+            _ => noise(seed, i),
+        });
+        let out = far.attend(&[25.0; D], position, View::Full, &all_pages(position)).unwrap();
+        let kept: Vec<f64> = far.values[300 * D..301 * D].iter().map(|v| v.to_f64()).collect();
+        assert!(distance(&out, &kept) < 1e-12);
+    }
+
+    #[test]
+    fn chosen_pages() {
+        assert_eq!(select_pages(&[0.0, 5.0, 1.0, 5.0, 9.0, -1.0], 4), [0, 1, 4, 5]);
+        assert_eq!(select_pages(&[0.0, 5.0, 1.0, 5.0, 9.0, -1.0], 0), [0, 5]);
+        assert_eq!(select_pages(&[1.0; 7], 4), [0, 1, 2, 6]);
+        assert_eq!(select_pages(&[3.0, 2.0, 1.0], 9), [0, 1, 2]);
+        assert_eq!(select_pages(&[3.0], 4), [0]);
+        assert!(select_pages(&[], 4).is_empty());
+        assert_eq!(window_pages(9, 4), [0, 6, 7, 8]);
+        assert_eq!(window_pages(9, 1), [0, 8]);
+        assert_eq!(window_pages(3, 8), [0, 1, 2]);
+        assert_eq!(window_pages(1, 8), [0]);
+        assert!(window_pages(0, 8).is_empty());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
+        #[test]
+        fn the_bound_holds_and_is_reached(seed in 0u64..1_000, balanced: bool) {
+            let rounding = if balanced { Rounding::Balanced } else { Rounding::Paper };
+            let element = |s: u64, i: usize| noise(seed + s, i) * (1 + i % D) as f32;
+            let page = &Sequence::new(G, rounding, element).pages[0];
+            let q = query(seed + 50);
+            let bound = page_bound(&q, &page.key_params, rounding);
+            let value = |token: usize, c: usize| dequantize_upper(page.key_upper[token * D + c], page.key_params[c], rounding);
+            let score = |token: usize| (0..D).map(|c| q[c] * value(token, c)).sum::<f32>();
+            let most = (0..G).map(score).fold(f32::NEG_INFINITY, f32::max);
+            prop_assert!(most <= bound * 1.000_01, "{most} {bound}");
+            // One channel's extremes are codes 0 and 15, so a query along it meets its bound.
+            let mut axis = [0.0; D];
+            axis[3] = q[3];
+            let most = (0..G).map(|token| axis[3] * value(token, 3)).fold(f32::NEG_INFINITY, f32::max);
+            prop_assert_eq!(most, page_bound(&axis, &page.key_params, rounding));
+        }
+    }
+}

@@ -2,36 +2,46 @@
 //!
 //! Both layouts split a page of one KV head into an upper block, which a draft reads alone, and a lower block:
 //!
-//!     upper: [key params][key plane][value params][value plane]
-//!     lower: [key plane][value plane]
+//! ```text
+//! upper: [key params][key plane][value params][value plane]
+//! lower: [key plane][value plane]
+//! ```
 //!
 //! A plane is an array of little-endian 32-bit words of eight nibbles. The upper word holds U in nibble e; the lower word
 //! holds L + 8 one nibble below, in nibble (e + 7) mod 8, so that for M = 0xf0f0f0f0 two bit selections and a rotation yield
 //! the bytes 16·U + L + 8 of all eight elements:
 //!
-//!     odd  = (u & M) | (l & !M)              bytes of nibbles 1, 3, 5, 7
-//!     even = rotl((l & M) | (u & !M), 4)     bytes of nibbles 0, 2, 4, 6
+//! ```text
+//! odd  = (u & M) | (l & !M)              bytes of nibbles 1, 3, 5, 7
+//! even = rotl((l & M) | (u & !M), 4)     bytes of nibbles 0, 2, 4, 6
+//! ```
 //!
 //! **CUDA** ([`Layout::Cuda`], head_dim a multiple of 64): words in the order of the A fragments of mma.m16n8k16. Keys have
 //! tokens as rows and channels as k, values the reverse. Lane (g, c) = lane 4g + c of a 16 × 16 tile owns one word:
 //!
-//!     nibble  0   1    2     3     4     5     6     7
-//!     row     g  g+8   g    g+8    g    g+8    g    g+8
-//!     k      2c   2c  2c+8  2c+8  2c+1  2c+1  2c+9  2c+9
+//! ```text
+//! nibble  0   1    2     3     4     5     6     7
+//! row     g  g+8   g    g+8    g    g+8    g    g+8
+//! k      2c   2c  2c+8  2c+8  2c+1  2c+1  2c+9  2c+9
+//! ```
 //!
-//!     key plane    [token tile][channel tile / 4][lane][channel tile mod 4]
-//!     value plane  [token tile / 2][channel tile / 2][lane][token tile mod 2][channel tile mod 2]
-//!     key params   [channel tile / 2][c][scales of both tiles, then zeros][2c, 2c+1, 2c+8, 2c+9]
-//!     value params [token tile][g][scale of g, zero of g, scale of g+8, zero of g+8]
+//! ```text
+//! key plane    [token tile][channel tile / 4][lane][channel tile mod 4]
+//! value plane  [token tile / 2][channel tile / 2][lane][token tile mod 2][channel tile mod 2]
+//! key params   [channel tile / 2][c][scales of both tiles, then zeros][2c, 2c+1, 2c+8, 2c+9]
+//! value params [token tile][g][scale of g, zero of g, scale of g+8, zero of g+8]
+//! ```
 //!
 //! **CPU** ([`Layout::Cpu`], head_dim a multiple of 8): a 64-byte vector is 16 lanes of one word; a lane is a token (keys) or
 //! a channel (values), a word eight consecutive channels (keys) or tokens (values): index i in nibble 2i, or 2(i − 4) + 1
 //! from i = 4 on, so that the even nibbles and the odd nibbles are four consecutive elements each.
 //!
-//!     key plane    [token / 64][channel / 8][4 vectors]
-//!     value plane  [channel / 64][token / 8][4 vectors]; the last channel block is only as wide as it must be, in vectors
-//!     key params   scales [head_dim], zeros [head_dim], padding to 64 bytes
-//!     value params scales [G], zeros [G]
+//! ```text
+//! key plane    [token / 64][channel / 8][4 vectors]
+//! value plane  [channel / 64][token / 8][4 vectors]; the last channel block is only as wide as it must be, in vectors
+//! key params   scales [head_dim], zeros [head_dim], padding to 64 bytes
+//! value params scales [G], zeros [G]
+//! ```
 //!
 //! Lanes of the value plane beyond head_dim hold zero bits in both planes and mean nothing.
 

@@ -308,3 +308,256 @@ pub fn quantize_activations(x: &[f32]) -> Result<Activations> {
     }
     Ok(out)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ErrorKind;
+    use proptest::prelude::*;
+
+    const MODES: [Rounding; 2] = [Rounding::Paper, Rounding::Balanced];
+
+    fn halves(x: &[f32]) -> Vec<f32> {
+        x.iter().map(|&x| f16::from_f32(x).to_f32()).collect()
+    }
+
+    fn quantized(x: &[f32], rounding: Rounding) -> (Vec<u8>, Vec<i8>, Params) {
+        let (mut upper, mut lower) = (vec![0; x.len()], vec![0; x.len()]);
+        let params = quantize_group(x, rounding, &mut upper, &mut lower).unwrap();
+        (upper, lower, params)
+    }
+
+    /// Normal deviates by the sum of twelve uniforms, reproducible.
+    fn normal(count: usize, seed: u64) -> Vec<f32> {
+        let u = |i: usize| crate::sample::uniform(seed, 0, i, crate::sample::Stream::Sample, 0);
+        (0..count).map(|i| (0..12).map(|j| u(12 * i + j)).sum::<f32>() - 6.0).collect()
+    }
+
+    #[test]
+    fn codes_of_a_ramp_and_their_ties() {
+        // Sixteen values one step of f16 apart: the paper's grid hits each exactly.
+        let ramp: Vec<f32> = (0..16).map(|i| 2.0 + i as f32 / 4.0).collect();
+        let (upper, lower, params) = quantized(&ramp, Rounding::Paper);
+        assert_eq!((params.scale.to_f32(), params.zero.to_f32()), (0.25, 2.0));
+        assert_eq!(upper, (0..16).collect::<Vec<u8>>());
+        assert!(lower.iter().all(|l| *l == 0));
+        // Halfway between two steps goes to the even one; a remainder of +1/2 saturates the lower nibble.
+        let ties = [0.0, 0.5, 1.5, 2.5, 15.0];
+        let (upper, lower, _) = quantized(&ties, Rounding::Paper);
+        assert_eq!((upper, lower), (vec![0, 0, 2, 2, 15], vec![0, 7, -8, 7, 0]));
+        // 256 values are the 256 codes of the joint grid, end to end.
+        let bytes: Vec<f32> = (0..256).map(|i| i as f32).collect();
+        let (upper, lower, params) = quantized(&bytes, Rounding::Balanced);
+        assert_eq!((params.scale.to_f32(), params.zero.to_f32()), (16.0, 8.0));
+        for (i, (u, l)) in upper.iter().zip(&lower).enumerate() {
+            assert_eq!(16 * i32::from(*u) + i32::from(*l) + 8, i as i32);
+            assert_eq!(dequantize_both(*u, *l, params), i as f32);
+        }
+        // A tie of the joint grid goes to the even code: 0.5 is code −7.5, so −8, and 1.5 is code −6.5, so −6.
+        let (upper, lower, _) = quantized(&[0.0, 0.5, 1.5, 255.0], Rounding::Balanced);
+        assert_eq!((upper, lower), (vec![0, 0, 0, 15], vec![-8, -8, -6, 7]));
+    }
+
+    #[test]
+    fn constant_groups_are_exact() {
+        for rounding in MODES {
+            for value in [0.0, -0.0, 1.0, -30.062_5, 65_504.0, -65_504.0, 5.960_464_5e-8] {
+                let (upper, lower, params) = quantized(&[value; 128], rounding);
+                assert_eq!(params.scale, f16::ZERO);
+                assert!(upper.iter().all(|u| *u == 0) && lower.iter().all(|l| *l == 0));
+                assert_eq!(dequantize_upper(0, params, rounding), value);
+                assert_eq!(dequantize_both(0, 0, params), value);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_is_refused() {
+        for rounding in MODES {
+            for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut x = [1.0; 8];
+                x[5] = bad;
+                let error = quantize_group(&x, rounding, &mut [0; 8], &mut [0; 8]).unwrap_err();
+                assert_eq!(error.kind, ErrorKind::NotFinite);
+                assert_eq!(quantize_group(&[bad; 8], rounding, &mut [0; 8], &mut [0; 8]).unwrap_err().kind, error.kind);
+                assert!(quantize_weights_row(&x).is_err() && quantize_head_row(&x).is_err());
+                assert!(quantize_activations(&x).is_err());
+            }
+            // Beyond half precision only where the input was not f16.
+            assert!(quantize_group(&[-65_504.0, 65_504.0], rounding, &mut [0; 2], &mut [0; 2]).is_ok());
+            assert!(quantize_group(&[1e6, 2e6], rounding, &mut [0; 2], &mut [0; 2]).is_err());
+            assert!(quantize_group(&[1.0], rounding, &mut [0; 2], &mut [0; 1]).is_err());
+            assert!(quantize_group(&[], rounding, &mut [], &mut []).is_err());
+        }
+        let mut keys = vec![f16::ONE; G * 8];
+        keys[77 * 8 + 3] = f16::NAN;
+        let error = quantize_page(&keys, &vec![f16::ONE; G * 8], 8, Rounding::Balanced).unwrap_err();
+        assert!(error.message.contains("channel 3") && error.kind == ErrorKind::NotFinite, "{}", error.message);
+        let error = quantize_page(&vec![f16::ONE; G * 8], &keys, 8, Rounding::Balanced).unwrap_err();
+        assert!(error.message.contains("token 77"), "{}", error.message);
+    }
+
+    #[test]
+    fn view_both_and_view_upper_have_no_bias() {
+        // Means over 64k values in steps of each view. A paper remainder of +1/2 saturates: its bias of view Both is known.
+        for (rounding, most_both) in [(Rounding::Paper, 0.05), (Rounding::Balanced, 0.02)] {
+            let (mut both, mut upper, mut count) = (0.0, 0.0, 0.0);
+            for (group, x) in normal(65_536, 7).chunks(128).enumerate() {
+                let x = halves(&x.iter().map(|x| x * (1.0 + group as f32 / 64.0)).collect::<Vec<_>>());
+                let (u, l, params) = quantized(&x, rounding);
+                let scale = params.scale.to_f64();
+                for i in 0..x.len() {
+                    both += f64::from(dequantize_both(u[i], l[i], params) - x[i]) / (scale / 16.0);
+                    upper += f64::from(dequantize_upper(u[i], params, rounding) - x[i]) / scale;
+                    count += 1.0;
+                }
+            }
+            assert!((both / count).abs() < most_both, "{rounding:?} Both {}", both / count);
+            assert!((upper / count).abs() < 0.02, "{rounding:?} Upper {}", upper / count);
+            if rounding == Rounding::Paper {
+                assert!(both / count < -0.01, "the paper's saturation should show: {}", both / count);
+            }
+        }
+    }
+
+    #[test]
+    fn pages_group_keys_by_channel_and_values_by_token() {
+        let element = |i: usize| f16::from_f32(((i * 7_919) % 1_009) as f32 / 100.0 - 5.0);
+        let (keys, values): (Vec<f16>, Vec<f16>) = (0..G * 24).map(|i| (element(i), element(i + 13))).unzip();
+        for rounding in MODES {
+            let page = quantize_page(&keys, &values, 24, rounding).unwrap();
+            for channel in 0..24 {
+                let column: Vec<f32> = (0..G).map(|token| keys[token * 24 + channel].to_f32()).collect();
+                let (upper, lower, params) = quantized(&column, rounding);
+                assert_eq!(page.key_params[channel], params);
+                for token in 0..G {
+                    assert_eq!(page.key_upper[token * 24 + channel], upper[token]);
+                    assert_eq!(page.key_lower[token * 24 + channel], lower[token]);
+                }
+            }
+            for token in 0..G {
+                let row: Vec<f32> = values[token * 24..][..24].iter().map(|x| x.to_f32()).collect();
+                let (upper, lower, params) = quantized(&row, rounding);
+                assert_eq!(page.value_params[token], params);
+                assert_eq!(page.value_upper[token * 24..][..24], upper);
+                assert_eq!(page.value_lower[token * 24..][..24], lower);
+            }
+        }
+        assert!(quantize_page(&keys, &values[1..], 24, Rounding::Paper).is_err());
+    }
+
+    #[test]
+    fn weight_rows_and_activations() {
+        let (w, x) = (normal(300, 1), normal(300, 2));
+        for (row, top) in [(quantize_weights_row(&w).unwrap(), 15.0), (quantize_head_row(&w).unwrap(), 255.0)] {
+            assert_eq!((row.codes.len(), row.params.len()), (300, 3));
+            // The short last group has parameters of its own elements.
+            let tail = w[256..].iter().fold((f32::MAX, f32::MIN), |(a, b), x| (a.min(*x), b.max(*x)));
+            assert_eq!(row.params[2].zero, f16::from_f32(tail.0));
+            assert_eq!(row.params[2].scale, f16::from_f32((tail.1 - tail.0) / top));
+            for (at, (value, want)) in row.dequantize().into_iter().zip(&w).enumerate() {
+                let params = row.params[at / 128];
+                let slack = 2.0 * params.zero.to_f32().abs() / 2_048.0 + params.scale.to_f32() * 0.55;
+                assert!((value - want).abs() <= slack, "{value} {want}");
+            }
+            let q = quantize_activations(&x).unwrap();
+            let plain: f64 = row
+                .dequantize()
+                .iter()
+                .enumerate()
+                .map(|(i, w)| f64::from(*w) * f64::from(q.codes[i]) * f64::from(q.scales[i / 128]))
+                .sum();
+            assert!((row.dot(&q) - plain).abs() < 1e-4 * w.len() as f64, "{} {plain}", row.dot(&q));
+        }
+        let q = quantize_activations(&[0.0, 0.0]).unwrap();
+        assert_eq!((q.codes, q.scales), (vec![0, 0], vec![0.0]));
+        let q = quantize_activations(&[-2.54, 1.27, 0.01, 0.03]).unwrap();
+        assert_eq!(q.codes, vec![-127, 64, 0, 2]);
+        assert_eq!(quantize_activations(&[f32::MIN_POSITIVE / 1e6; 3]).unwrap().codes.len(), 3);
+    }
+
+    /// Groups of f16 values of any size, centre and spread, at times with an outlier.
+    fn group() -> impl Strategy<Value = Vec<f32>> {
+        (prop::collection::vec(-1.0f32..1.0, 2..130), -14i32..14, -40.0f32..40.0, prop::option::of(0usize..130))
+            .prop_map(|(x, exponent, centre, outlier)| {
+                let spread = 2f32.powi(exponent);
+                let mut x: Vec<f32> = x.iter().map(|x| x * spread + centre).collect();
+                if let Some(at) = outlier.filter(|at| *at < x.len()) {
+                    x[at] = (100.0 * x[at]).clamp(-65_504.0, 65_504.0);
+                }
+                halves(&x)
+            })
+    }
+
+    proptest! {
+        #[test]
+        fn error_is_within_half_a_step(x in group()) {
+            let greatest = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
+            for rounding in MODES {
+                let (u, l, params) = quantized(&x, rounding);
+                let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
+                // f32 arithmetic of the check itself, and the ends of the range: the stored scale may be 2⁻¹² low, and the
+                // balanced zero is rounded to half precision, by which the ends clip.
+                let float = greatest * 1e-6 + 1e-7;
+                let stored = 15.0 * scale / 4_096.0 + if rounding == Rounding::Balanced { zero.abs() / 2_048.0 } else { 0.0 };
+                for i in 0..x.len() {
+                    prop_assert!(u[i] <= 15 && (-8..=7).contains(&l[i]));
+                    let upper = (dequantize_upper(u[i], params, rounding) - x[i]).abs();
+                    let both = (dequantize_both(u[i], l[i], params) - x[i]).abs();
+                    // Half a step of each view; a paper remainder of +1/2 loses a whole lower step.
+                    let (most_upper, most_both) = match rounding {
+                        Rounding::Paper => (scale / 2.0, scale / 16.0),
+                        Rounding::Balanced => (scale * (0.5 + 1.0 / 32.0), scale / 32.0),
+                    };
+                    prop_assert!(upper <= most_upper + stored + float, "{rounding:?} upper {upper} scale {scale}");
+                    prop_assert!(both <= most_both + stored + float, "{rounding:?} both {both} scale {scale}");
+                }
+            }
+        }
+
+        #[test]
+        fn upper_codes_are_a_rounding_of_both(x in group()) {
+            // What a draft reads is the upper half of what the target reads: it does not depend on the lower plane.
+            for rounding in MODES {
+                let (u, l, params) = quantized(&x, rounding);
+                for i in 0..x.len() {
+                    let distance = (dequantize_both(u[i], l[i], params) - dequantize_upper(u[i], params, rounding)).abs();
+                    let float = 4e-7 * params.zero.to_f32().abs();
+                    prop_assert!(distance <= params.scale.to_f32() * (0.5 + 1.0 / 32.0) * 1.000_01 + float);
+                }
+                let mut again = vec![0; x.len()];
+                let mut other = vec![3; x.len()];
+                quantize_group(&x, rounding, &mut again, &mut other).unwrap();
+                prop_assert_eq!(&again, &u);
+                prop_assert_eq!(&other, &l);
+            }
+        }
+
+        #[test]
+        fn codes_equal_an_integer_model(x in group()) {
+            // The same codes from f64: ties and near ties aside they must agree, and ties are decided by evenness.
+            for rounding in MODES {
+                let (u, l, params) = quantized(&x, rounding);
+                let (scale, zero) = (params.scale.to_f64(), params.zero.to_f64());
+                if scale == 0.0 {
+                    continue;
+                }
+                for i in 0..x.len() {
+                    let steps = (f64::from(x[i]) - zero) / scale;
+                    let (coarse, fine) = match rounding {
+                        Rounding::Paper => {
+                            let coarse = steps.round_ties_even().clamp(0.0, 15.0);
+                            (coarse, (16.0 * (steps - coarse)).round_ties_even().clamp(-8.0, 7.0))
+                        }
+                        Rounding::Balanced => {
+                            let code = (16.0 * steps).round_ties_even().clamp(-8.0, 247.0) + 8.0;
+                            ((code / 16.0).floor(), code.rem_euclid(16.0) - 8.0)
+                        }
+                    };
+                    let near_tie = ((16.0 * steps).fract().abs() - 0.5).abs() < 1e-3;
+                    prop_assert!(near_tie || (f64::from(u[i]), f64::from(l[i])) == (coarse, fine));
+                }
+            }
+        }
+    }
+}

@@ -335,3 +335,253 @@ pub fn draw(weights: &[f32], sampler: &Sampler, position: usize, stream: Stream)
     (0..weights.len()).for_each(race);
     winner.0 as u32
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn sampler(temperature: f32, top_k: usize, top_p: f32, min_p: f32, seed: u64) -> Sampler {
+        Sampler::new(temperature, top_k, top_p, min_p, seed, 0, Accept::Replay).unwrap()
+    }
+
+    #[test]
+    fn philox_known_answers() {
+        // Random123's kat_vectors.
+        let cases = [
+            ([0; 4], [0; 2], [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]),
+            ([u32::MAX; 4], [u32::MAX; 2], [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]),
+            (
+                [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344],
+                [0xa409_3822, 0x299f_31d0],
+                [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1],
+            ),
+        ];
+        for (counter, key, want) in cases {
+            assert_eq!(philox(counter, key), want);
+        }
+    }
+
+    #[test]
+    fn uniform_is_the_documented_function_of_its_counter() {
+        let (seed, sequence) = (0x0123_4567_89ab_cdef, 0x3_0000_0007);
+        let words = philox([41, 7, 3 << 2 | 2, 5], [0x89ab_cdef, 0x0123_4567]);
+        for (at, word) in words.into_iter().enumerate() {
+            let want = (f64::from(word >> 9) + 0.5) / 8_388_608.0;
+            assert_eq!(f64::from(uniform(seed, sequence, 41, Stream::Accept, 20 + at as u64)), want);
+        }
+    }
+
+    #[test]
+    fn noise_is_finite_and_keeps_its_distance_from_both_ends() {
+        for word in [0, 1, u32::MAX, u32::MAX - 1, 1 << 9, 1 << 31, (1 << 31) - 1] {
+            let (u, g) = (unit(word), gumbel_of(unit(word)));
+            assert!(u > 0.0 && u < 1.0 && g.is_finite() && g < GUMBEL_MAX && g > -2.82, "{word}: {u} {g}");
+        }
+        assert_eq!((unit(0), unit(u32::MAX)), (1.0 / 16_777_216.0, 1.0 - 1.0 / 16_777_216.0));
+    }
+
+    #[test]
+    fn purposes_positions_sequences_and_seeds_are_unrelated() {
+        let base = uniform(1, 2, 3, Stream::Sample, 4);
+        let others = [
+            uniform(2, 2, 3, Stream::Sample, 4),
+            uniform(1 | 1 << 32, 2, 3, Stream::Sample, 4),
+            uniform(1, 3, 3, Stream::Sample, 4),
+            uniform(1, 2 | 1 << 32, 3, Stream::Sample, 4),
+            uniform(1, 2, 4, Stream::Sample, 4),
+            uniform(1, 2, 3, Stream::Draft, 4),
+            uniform(1, 2, 3, Stream::Accept, 4),
+            uniform(1, 2, 3, Stream::Correct, 4),
+            uniform(1, 2, 3, Stream::Sample, 5),
+        ];
+        assert!(others.iter().all(|other| *other != base));
+        // Sixteen cells of 100,000 numbers: chi-square with 15 degrees of freedom, 45 is beyond 1 in 10,000.
+        let mut cells = [0.0; 16];
+        (0..100_000).for_each(|i| cells[(uniform(9, 0, 7, Stream::Sample, i) * 16.0) as usize] += 1.0);
+        let chi: f64 = cells.iter().map(|n: &f64| (n - 6_250.0).powi(2) / 6_250.0).sum();
+        assert!(chi < 45.0, "{chi}");
+    }
+
+    #[test]
+    fn a_sampler_checks_its_ranges() {
+        let new = |t, p, m, accept| Sampler::new(t, 0, p, m, 0, 0, accept);
+        assert_eq!(new(0.0, 1.0, 0.0, Accept::Greedy), Ok(Sampler::greedy()));
+        for accept in [Accept::Replay, Accept::Rejection] {
+            assert!(new(0.7, 0.9, 0.1, accept).is_ok());
+            assert_eq!(new(0.0, 1.0, 0.0, accept).unwrap_err().kind, crate::ErrorKind::Usage);
+        }
+        assert!(new(0.7, 1.0, 0.0, Accept::Greedy).is_err());
+        for bad in [-0.1, f32::NAN, f32::INFINITY] {
+            assert!(new(bad, 1.0, 0.0, Accept::Replay).is_err());
+        }
+        for (p, m) in [(0.0, 0.0), (1.1, 0.0), (f32::NAN, 0.0), (0.9, -0.1), (0.9, 1.1), (0.9, f32::NAN)] {
+            assert!(new(1.0, p, m, Accept::Replay).is_err(), "{p} {m}");
+        }
+    }
+
+    #[test]
+    fn argmax_takes_the_lowest_of_equals() {
+        assert_eq!(argmax(&[1.0, 3.0, 3.0, 2.0]), 1);
+        assert_eq!(argmax(&[f32::NEG_INFINITY; 5]), 0);
+        assert_eq!(argmax(&[-0.0, 0.0]), 0);
+        for at in [0, 15, 16, 17, 31, 99] {
+            let mut logits = [-1.0; 100];
+            logits[at] = 5.0;
+            logits[99] = 5.0;
+            assert_eq!(argmax(&logits) as usize, at);
+        }
+        assert_eq!(argmax(&[f32::NAN, 1.0, f32::NAN, 2.0]), 3);
+    }
+
+    #[test]
+    fn logits_that_cannot_be_chosen_from_are_refused() {
+        assert!(check_finite(&[1.0, f32::NEG_INFINITY]).is_ok());
+        for bad in [&[f32::NAN, 1.0][..], &[f32::INFINITY, 1.0], &[f32::NEG_INFINITY; 2], &[]] {
+            assert_eq!(check_finite(bad).unwrap_err().kind, crate::ErrorKind::NotFinite);
+        }
+    }
+
+    #[test]
+    fn temperature_0_is_the_argmax_and_a_tiny_one_nearly() {
+        let logits = [0.5, 2.0, 2.0, -1.0];
+        let greedy = Sampler::greedy();
+        assert_eq!(warp(&logits, &greedy), [0.0, 1.0, 0.0, 0.0]);
+        assert!((0..50).all(|position| choose(&logits, &greedy, position, Stream::Sample) == 1));
+        // 1e-40 is subnormal: quotients overflow to −∞, yet the equal maxima share the mass.
+        for temperature in [1e-40, 1e-6] {
+            assert_eq!(warp(&logits, &sampler(temperature, 0, 1.0, 0.0, 0)), [0.0, 0.5, 0.5, 0.0]);
+            let chosen = |position| choose(&logits, &sampler(temperature, 0, 1.0, 0.0, 0), position, Stream::Sample);
+            assert!((0..50).map(chosen).all(|token| token == 1 || token == 2));
+            assert!((0..50).map(chosen).any(|token| token == 1) && (0..50).map(chosen).any(|token| token == 2));
+        }
+    }
+
+    #[test]
+    fn masked_tokens_are_never_chosen() {
+        let logits = [f32::NEG_INFINITY, 0.0, f32::NEG_INFINITY, -1.0];
+        for sampler in [sampler(1.0, 0, 1.0, 0.0, 3), sampler(5.0, 4, 0.99, 0.01, 3)] {
+            assert_eq!(warp(&logits, &sampler)[0], 0.0);
+            assert!((0..200).all(|position| choose(&logits, &sampler, position, Stream::Sample) % 2 == 1));
+        }
+    }
+
+    #[test]
+    fn warpers_of_known_distributions() {
+        let ln = |p: &[f32]| p.iter().map(|p| p.ln()).collect::<Vec<_>>();
+        let close = |got: Vec<f32>, want: &[f32]| {
+            assert!(got.iter().zip(want).all(|(a, b)| (a - b).abs() < 1e-6), "{got:?} {want:?}");
+        };
+        let logits = ln(&[0.1, 0.4, 0.2, 0.3]);
+        close(warp(&logits, &sampler(1.0, 2, 1.0, 0.0, 0)), &[0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
+        // 0.4 + 0.3 reach 0.65; the token that reaches it stays.
+        close(warp(&logits, &sampler(1.0, 0, 0.65, 0.0, 0)), &[0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
+        close(warp(&logits, &sampler(1.0, 0, 0.75, 0.0, 0)), &[0.0, 4.0 / 9.0, 2.0 / 9.0, 3.0 / 9.0]);
+        close(warp(&logits, &sampler(1.0, 0, 1e-6, 0.0, 0)), &[0.0, 1.0, 0.0, 0.0]);
+        close(warp(&logits, &sampler(1.0, 0, 1.0, 0.6, 0)), &[0.0, 4.0 / 7.0, 0.0, 3.0 / 7.0]);
+        close(warp(&logits, &sampler(1.0, 0, 1.0, 1.0, 0)), &[0.0, 1.0, 0.0, 0.0]);
+        // Temperature comes first: at 1/2 the probabilities are squared (1, 16, 4, 9 of 30), and 16 + 9 reach 0.8 of them.
+        close(warp(&logits, &sampler(0.5, 0, 0.8, 0.0, 0)), &[0.0, 16.0 / 25.0, 0.0, 9.0 / 25.0]);
+        // Top-k comes before top-p: of the two kept, the first alone has 4/7.
+        close(warp(&logits, &sampler(1.0, 2, 0.57, 0.0, 0)), &[0.0, 1.0, 0.0, 0.0]);
+        // Ties at the k-th logit all stay, as in Hugging Face.
+        close(warp(&[1.0, 0.0, 0.0, 0.0, -9.0], &sampler(1.0, 2, 1.0, 0.0, 0))[1..].to_vec(), &{
+            let rest = 1.0 / (3.0 + 1f32.exp());
+            [rest, rest, rest, 0.0]
+        });
+        // Ties inside top-p go to the lower ids.
+        close(warp(&[0.0; 4], &sampler(1.0, 0, 0.5, 0.0, 0)), &[0.5, 0.5, 0.0, 0.0]);
+    }
+
+    /// Warpers by their definitions: sort everything, f64.
+    fn warp_by_definition(logits: &[f32], sampler: &Sampler) -> Vec<f64> {
+        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let weight = |id: usize| f64::from(scaled(logits[id], most, sampler.temperature).exp());
+        let mut order: Vec<usize> = (0..logits.len()).collect();
+        order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
+        if sampler.top_k > 0 {
+            let bar = logits[order[sampler.top_k.min(order.len()) - 1]];
+            order.retain(|&id| logits[id] >= bar);
+        }
+        let total: f64 = order.iter().map(|&id| weight(id)).sum();
+        let mut before = 0.0;
+        if sampler.top_p < 1.0 {
+            order.retain(|&id| {
+                let keep = before < f64::from(sampler.top_p) * total;
+                before += weight(id);
+                keep
+            });
+        }
+        order.retain(|&id| weight(id) >= f64::from(sampler.min_p));
+        let total: f64 = order.iter().map(|&id| weight(id)).sum();
+        let mut out = vec![0.0; logits.len()];
+        order.iter().for_each(|&id| out[id] = weight(id) / total);
+        out
+    }
+
+    fn any_logits() -> impl Strategy<Value = Vec<f32>> {
+        // Few distinct values give ties; many tokens exercise the growing heads of top-p and the halving of top-k.
+        prop_oneof![
+            prop::collection::vec(-8.0f32..8.0, 1..40),
+            prop::collection::vec((-6i32..6).prop_map(|i| i as f32 / 2.0), 1..40),
+            (500usize..3_000, 0u64..1_000)
+                .prop_map(|(n, seed)| { (0..n).map(|i| 6.0 * uniform(seed, 0, i, Stream::Sample, 0)).collect() }),
+        ]
+    }
+
+    fn any_sampler() -> impl Strategy<Value = Sampler> {
+        (
+            0.2f32..2.0,
+            prop_oneof![Just(0), 1usize..50, 100usize..900],
+            prop_oneof![Just(1.0f32), 0.05f32..0.999],
+            prop_oneof![Just(0.0f32), 0.0f32..0.9],
+            any::<u64>(),
+        )
+            .prop_map(|(t, k, p, m, seed)| sampler(t, k, p, m, seed))
+    }
+
+    proptest! {
+        #[test]
+        fn warping_equals_its_definition(logits in any_logits(), sampler in any_sampler()) {
+            let (got, want) = (warp(&logits, &sampler), warp_by_definition(&logits, &sampler));
+            let sum: f64 = got.iter().map(|p| f64::from(*p)).sum();
+            prop_assert!((sum - 1.0).abs() < 1e-5, "{sum}");
+            // The cumulative sums of both may differ in the last bit, so that one token at the edge of top-p differs.
+            let edge = want.iter().copied().filter(|p| *p > 0.0).fold(1.0, f64::min);
+            let off: f64 = got.iter().zip(&want).map(|(a, b)| (f64::from(*a) - b).abs()).sum();
+            prop_assert!(off < 1e-5 || (sampler.top_p < 1.0 && off < 2.5 * edge), "{off} {edge}");
+        }
+
+        #[test]
+        fn choosing_equals_the_full_race(logits in any_logits(), sampler in any_sampler(), position in 0usize..1_000_000) {
+            let most = maximum(&logits);
+            let p = warp(&logits, &sampler);
+            let score = |id: usize| {
+                let noise = gumbel(sampler.seed, sampler.sequence, position, Stream::Draft, id as u64);
+                scaled(logits[id], most, sampler.temperature) + noise
+            };
+            let kept = (0..logits.len()).filter(|&id| p[id] > 0.0);
+            let want = kept.reduce(|best, id| if score(id) > score(best) { id } else { best }).unwrap();
+            prop_assert_eq!(choose(&logits, &sampler, position, Stream::Draft) as usize, want);
+        }
+
+        #[test]
+        fn drawing_equals_the_full_race(weights in prop::collection::vec(prop_oneof![Just(0.0f32), 1e-6f32..2.0], 1..40), seed: u64) {
+            let sampler = sampler(1.0, 0, 1.0, 0.0, seed);
+            let score = |id: usize| {
+                let u = f64::from(uniform(seed, 0, 11, Stream::Correct, id as u64));
+                f64::from(weights[id]) / -u.ln()
+            };
+            let want = (0..weights.len()).reduce(|best, id| if score(id) > score(best) { id } else { best }).unwrap();
+            prop_assert_eq!(draw(&weights, &sampler, 11, Stream::Correct) as usize, want);
+        }
+
+        #[test]
+        fn the_kth_largest(values in prop::collection::vec((-20i32..20).prop_map(|i| i as f32), 1..400), k in 1usize..500) {
+            let mut sorted = values.clone();
+            sorted.sort_by(|a, b| b.total_cmp(a));
+            let want = sorted.get(k - 1).copied().filter(|_| k < values.len()).unwrap_or(f32::NEG_INFINITY);
+            prop_assert_eq!(kth_largest(&values, k), want);
+        }
+    }
+}
