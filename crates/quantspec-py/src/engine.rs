@@ -38,7 +38,7 @@ macro_rules! on_device {
 }
 
 /// Runs pending Python signal handlers now and then; their exception becomes an interrupt.
-fn poll() -> impl FnMut() -> Result<()> + Send {
+pub(crate) fn poll() -> impl FnMut() -> Result<()> + Send {
     let mut last = Instant::now();
     move || {
         if last.elapsed() < POLL_EVERY {
@@ -50,7 +50,7 @@ fn poll() -> impl FnMut() -> Result<()> + Send {
 }
 
 /// Hands (done, total) to a Python callable at most every [`SHOW_EVERY`], and always at the end.
-fn progress(callback: Option<Py<PyAny>>) -> impl FnMut(usize, usize) + Send {
+pub(crate) fn progress(callback: Option<Py<PyAny>>) -> impl FnMut(usize, usize) + Send {
     let mut last = Instant::now();
     move |done, total| {
         let Some(callback) = &callback else { return };
@@ -89,7 +89,7 @@ fn total(memory: &Memory) -> usize {
 }
 
 /// The plan of an engine, checked against the model's context and the machine's memory.
-struct Plan {
+pub(crate) struct Plan {
     memory: Memory,
     /// Bytes of the process at its peak: resident now plus the plan.
     planned_bytes: usize,
@@ -97,7 +97,7 @@ struct Plan {
     longest_context: usize,
 }
 
-fn plan_on_cpu(checkpoint: &Checkpoint, options: &Options) -> Result<Plan> {
+pub(crate) fn plan_on_cpu(checkpoint: &Checkpoint, options: &Options) -> Result<Plan> {
     let config = checkpoint.config();
     let resident = machine::resident().unwrap_or(0);
     let available = machine::memory_available().unwrap_or(usize::MAX);
@@ -143,6 +143,7 @@ pub(crate) struct PyEngine {
     info: Py<PyDict>,
     planned_bytes: usize,
     load_s: f64,
+    every_view: bool,
 }
 
 impl PyEngine {
@@ -155,6 +156,13 @@ impl PyEngine {
             work(&mut device)
         })
     }
+
+    /// One sample per prompt: the sequence key of the noise is 0, so that a prompt's text does not depend on its place in a
+    /// batch.
+    fn sampler(&self, temperature: f32, top_k: usize, top_p: f32, min_p: f32, seed: u64) -> PyResult<Sampler> {
+        let accept = if temperature == 0.0 { Accept::Greedy } else { self.accept };
+        Sampler::new(temperature, top_k, top_p, min_p, seed, 0, accept).map_err(to_python)
+    }
 }
 
 #[pymethods]
@@ -162,7 +170,7 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, device="auto", threads=None, kv_target="int8", method="quantspec",
         kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
-        slots=1, on_loading=None))]
+        slots=1, every_view=false, on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
         py: Python<'_>,
@@ -179,6 +187,7 @@ impl PyEngine {
         accept: &str,
         gamma: Option<usize>,
         slots: usize,
+        every_view: bool,
         on_loading: Option<Py<PyAny>>,
     ) -> PyResult<PyEngine> {
         let threads = threads.unwrap_or_else(default_threads);
@@ -194,6 +203,7 @@ impl PyEngine {
             capacity,
             slots,
             threads,
+            every_view,
         };
         let resolved = request.resolve().map_err(to_python)?;
         let loading = progress(on_loading);
@@ -229,6 +239,7 @@ impl PyEngine {
             info: info.unbind(),
             planned_bytes: plan.planned_bytes,
             load_s,
+            every_view,
         })
     }
 
@@ -250,10 +261,7 @@ impl PyEngine {
         seed: u64,
         max_new_tokens: usize,
     ) -> PyResult<usize> {
-        let accept = if temperature == 0.0 { Accept::Greedy } else { self.accept };
-        // One sample per prompt: the sequence key of the noise is 0, so that a prompt's text does not depend on its place
-        // in a batch.
-        let sampler = Sampler::new(temperature, top_k, top_p, min_p, seed, 0, accept).map_err(to_python)?;
+        let sampler = self.sampler(temperature, top_k, top_p, min_p, seed)?;
         self.run(py, |device| on_device!(device, engine => engine.add(&prompt, sampler, max_new_tokens)))
     }
 
@@ -261,6 +269,79 @@ impl PyEngine {
     fn prefill(&self, py: Python<'_>, slot: usize, on_progress: Option<Py<PyAny>>) -> PyResult<u32> {
         let mut show = progress(on_progress);
         self.run(py, |device| on_device!(device, engine => engine.prefill(slot, &mut show)))
+    }
+
+    /// Prefill, and the seconds that the prompt's rows from `rows_from` on took.
+    #[pyo3(signature = (slot, rows_from, on_progress=None))]
+    fn prefill_timed(
+        &self,
+        py: Python<'_>,
+        slot: usize,
+        rows_from: usize,
+        on_progress: Option<Py<PyAny>>,
+    ) -> PyResult<(u32, f64)> {
+        let mut show = progress(on_progress);
+        self.run(py, |device| on_device!(device, engine => engine.prefill_timed(slot, rows_from, &mut show)))
+    }
+
+    /// Decodes by another method from now on, with a policy and statistics that begin anew.
+    #[pyo3(signature = (*, method="quantspec", kv_target="int8", draft_pages=None, page_choice="best", gamma=None))]
+    fn configure(
+        &self,
+        py: Python<'_>,
+        method: &str,
+        kv_target: &str,
+        draft_pages: Option<usize>,
+        page_choice: &str,
+        gamma: Option<usize>,
+    ) -> PyResult<()> {
+        if !self.every_view {
+            return Err(to_python(Error::usage(
+                "this engine keeps the planes of one method only",
+                "open it with every_view=True to change the method later",
+            )));
+        }
+        let request = Request {
+            kv_target,
+            method,
+            draft_pages,
+            page_choice,
+            gamma,
+            // Neither these nor the sizes change with the method.
+            kv_rounding: "balanced",
+            draft_weights: "int4",
+            accept: "replay",
+            capacity: 1,
+            slots: 1,
+            threads: 1,
+            every_view: true,
+        };
+        let resolved = request.resolve().map_err(to_python)?;
+        self.run(py, |device| {
+            on_device!(device, engine => {
+                engine.set_method(resolved.method);
+                engine.reset_stats();
+            });
+            Ok(())
+        })
+    }
+
+    /// Begins the slot's answer anew with `token`; False where the prompt must be prefilled again.
+    #[pyo3(signature = (slot, token, *, temperature, top_k, top_p, min_p, seed))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
+    fn restart(
+        &self,
+        py: Python<'_>,
+        slot: usize,
+        token: u32,
+        temperature: f32,
+        top_k: usize,
+        top_p: f32,
+        min_p: f32,
+        seed: u64,
+    ) -> PyResult<bool> {
+        let sampler = self.sampler(temperature, top_k, top_p, min_p, seed)?;
+        self.run(py, |device| on_device!(device, engine => engine.restart(slot, token, sampler)))
     }
 
     fn choose_gamma(&self, slot: usize) -> PyResult<usize> {
@@ -313,7 +394,7 @@ pub(crate) fn default_threads() -> usize {
 }
 
 /// Checks the device asked for; `auto` falls back to the CPU.
-fn choose_device(wanted: &str) -> Result<()> {
+pub(crate) fn choose_device(wanted: &str) -> Result<()> {
     match wanted {
         "auto" | "cpu" => Ok(()),
         other => Err(Error::usage(format!("device is {other:?}"), "use auto, cpu, cuda or cuda:0")),
@@ -355,6 +436,7 @@ pub(crate) fn plan<'py>(
         capacity,
         slots,
         threads,
+        every_view: false,
     };
     let planned = detached(py, || {
         choose_device(device)?;

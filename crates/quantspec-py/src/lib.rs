@@ -2,8 +2,10 @@
 //! Rust sees token ids.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod engine;
 mod errors;
+mod evaluate;
 mod machine;
 mod options;
 
@@ -18,9 +20,13 @@ mod _native {
     use std::path::Path;
 
     #[pymodule_export]
+    use super::bench::{read_gb_per_s, traffic};
+    #[pymodule_export]
     use super::engine::{PyEngine, plan};
     #[pymodule_export]
     use super::errors::NativeError;
+    #[pymodule_export]
+    use super::evaluate::scores;
 
     /// `model_info(path)`: the configuration of a checkpoint directory, parsed and validated.
     #[pyfunction]

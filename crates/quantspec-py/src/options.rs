@@ -29,6 +29,8 @@ pub(crate) struct Request<'a> {
     pub(crate) capacity: usize,
     pub(crate) slots: usize,
     pub(crate) threads: usize,
+    /// Keep every plane, the draft weights and room for the longest γ, so that the method may be changed later.
+    pub(crate) every_view: bool,
 }
 
 /// A request checked and translated.
@@ -45,13 +47,17 @@ fn one_of<T: Copy>(flag: &str, value: &str, choices: &[(&str, T)]) -> Result<T> 
     })
 }
 
+/// The rounding of `kv_rounding`.
+pub(crate) fn rounding(name: &str) -> Result<Rounding> {
+    one_of("kv_rounding", name, &[("balanced", Rounding::Balanced), ("paper", Rounding::Paper)])
+}
+
 impl Request<'_> {
     /// Checks every value and derives the planes, the draft and the policy.
     pub(crate) fn resolve(&self) -> Result<Resolved> {
         let target =
             one_of("kv_target", self.kv_target, &[("int8", View::Both), ("fp16", View::Full), ("int4", View::Upper)])?;
-        let rounding =
-            one_of("kv_rounding", self.kv_rounding, &[("balanced", Rounding::Balanced), ("paper", Rounding::Paper)])?;
+        let rounding = rounding(self.kv_rounding)?;
         let wanted = one_of(
             "draft_weights",
             self.draft_weights,
@@ -93,8 +99,18 @@ impl Request<'_> {
                 "ask for at least one slot and two tokens",
             ));
         }
-        let views: Vec<View> = std::iter::once(target).chain(draft.map(|plan| plan.view)).collect();
-        let longest = if draft.is_some() { self.gamma.unwrap_or(GAMMA_AUTO) } else { 0 };
+        let views: Vec<View> = match self.every_view {
+            true => vec![View::Upper, View::Both, View::Full],
+            false => std::iter::once(target).chain(draft.map(|plan| plan.view)).collect(),
+        };
+        let drafting = self.every_view || draft.is_some_and(|plan| plan.weights == Weights::Draft);
+        let longest = if self.every_view {
+            GAMMA_MAX
+        } else if draft.is_some() {
+            self.gamma.unwrap_or(GAMMA_AUTO)
+        } else {
+            0
+        };
         Ok(Resolved {
             method: Method { target, draft, policy },
             options: Options {
@@ -102,10 +118,7 @@ impl Request<'_> {
                 capacity: self.capacity,
                 planes: Planes::of(&views),
                 rounding,
-                draft_weights: match draft {
-                    Some(plan) if plan.weights == Weights::Draft => wanted,
-                    _ => DraftWeights::None,
-                },
+                draft_weights: if drafting { wanted } else { DraftWeights::None },
                 step_rows: self.slots * (longest + 1),
                 block_rows: BLOCK_ROWS,
                 threads: self.threads,

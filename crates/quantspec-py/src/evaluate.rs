@@ -1,0 +1,68 @@
+//! `_native.evaluate`: teacher-forced scores of target views and drafts.
+
+use crate::engine::{choose_device, default_threads, plan_on_cpu, poll, progress};
+use crate::errors::{detached, to_python};
+use crate::options::rounding;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use quantspec_cpu::CpuBackend;
+use quantspec_model::backend::Hooks;
+use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::evaluate;
+use std::path::Path;
+
+/// `evaluate(model, tokens, …)`: loads the model with every view and scores the tokens.
+#[pyfunction(name = "evaluate")]
+#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, kv_rounding="balanced", on_loading=None,
+    on_progress=None))]
+#[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
+pub(crate) fn scores<'py>(
+    py: Python<'py>,
+    model: &str,
+    tokens: Vec<u32>,
+    context: usize,
+    device: &str,
+    threads: Option<usize>,
+    kv_rounding: &str,
+    on_loading: Option<Py<PyAny>>,
+    on_progress: Option<Py<PyAny>>,
+) -> PyResult<Bound<'py, PyDict>> {
+    let threads = threads.unwrap_or_else(default_threads);
+    let options = evaluate::options(tokens.len(), rounding(kv_rounding).map_err(to_python)?, threads);
+    let loading = progress(on_loading);
+    let mut show = progress(on_progress);
+    let scored = detached(py, || {
+        choose_device(device)?;
+        let checkpoint = Checkpoint::open(Path::new(model))?;
+        plan_on_cpu(&checkpoint, &options)?;
+        let hooks = Hooks { poll: Box::new(poll()), loading: Box::new(loading) };
+        let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
+        evaluate::evaluate(&mut backend, &tokens, context, &mut show)
+    })?;
+    let targets = PyDict::new(py);
+    for (name, score) in &scored.targets {
+        let entry = PyDict::new(py);
+        entry.set_item("nll", score.nll)?;
+        entry.set_item("perplexity", score.nll.exp())?;
+        // The first target is the yardstick of the others.
+        if targets.len() > 0 {
+            entry.set_item("kld", score.kld)?;
+            entry.set_item("top1", score.top1)?;
+        }
+        targets.set_item(name, entry)?;
+    }
+    let drafts = PyDict::new(py);
+    for (name, score) in &scored.drafts {
+        let entry = PyDict::new(py);
+        entry.set_item("acceptance", score.acceptance)?;
+        entry.set_item("top1", score.top1)?;
+        drafts.set_item(name, entry)?;
+    }
+    let out = PyDict::new(py);
+    out.set_item("device", "cpu")?;
+    out.set_item("tokens", tokens.len())?;
+    out.set_item("positions", scored.positions)?;
+    out.set_item("targets", targets)?;
+    out.set_item("drafts", drafts)?;
+    Ok(out)
+}
