@@ -1,0 +1,34 @@
+"""Lossless self-speculative decoding of long documents.
+
+    from quantspec_cli import Engine
+
+    engine = Engine.load("path/or/hub-id")
+    for piece in engine.stream("It was a dark and stormy night", max_new_tokens=100):
+        print(piece, end="")
+
+Importing the package loads neither the native module nor a tokenizer; both wait until something is decoded.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine import Engine, Generation, Stream
+    from .errors import QuantspecError
+
+__version__ = "0.1.0"
+
+__all__ = ["Engine", "Generation", "QuantspecError", "Stream", "__version__"]
+
+_HOME = {"Engine": "engine", "Generation": "engine", "Stream": "engine", "QuantspecError": "errors"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

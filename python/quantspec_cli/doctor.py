@@ -1,0 +1,67 @@
+"""`quantspec doctor`: what this machine offers, and why something is off."""
+
+from __future__ import annotations
+
+import json
+import platform
+from typing import Any
+
+from . import __version__, hub, render
+from .errors import EXIT_DONE, native_errors
+from .output import Stdout
+
+
+def doctor(*, as_json: bool) -> int:
+    """Prints the report and returns the exit code."""
+    found = examine()
+    text = json.dumps(found, ensure_ascii=False) if as_json else "\n".join(lines(found))
+    Stdout().write(text + "\n")
+    return EXIT_DONE
+
+
+def examine() -> dict[str, Any]:
+    """The document of `--json`."""
+    from . import _native
+
+    with native_errors():
+        machine = _native.doctor()
+    return {
+        "quantspec": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        **machine,
+        "model_cache": str(hub.cache()),
+        "packages": _versions(),
+    }
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    cpu, gpu = found["cpu"], found["gpu"]
+    report = [
+        f"quantspec   {found['quantspec']}, Python {found['python']}, {found['platform']}",
+        f"processor   {cpu['name']}, {cpu['threads']} threads, reads {render.number(cpu['read_gb_per_s'])} GB/s",
+        f"SIMD        {cpu['simd']}: {cpu['simd_reason']}",
+        f"memory      {render.size(found['memory_bytes'])}",
+    ]
+    if gpu["available"]:
+        report += [f"GPU         {_device(device)}" for device in gpu["devices"]]
+    else:
+        report.append(f"GPU         off: {gpu['reason']}")
+    report += [
+        f"kernels     {', '.join(map(str, found['kernels'])) or 'none in this build'}",
+        f"model cache {found['model_cache']}",
+        "packages    " + ", ".join(f"{name} {version}" for name, version in found["packages"].items()),
+    ]
+    return report
+
+
+def _device(device: dict[str, Any]) -> str:
+    memory = render.size(device.get("memory_bytes"))
+    return f"{device.get('name')}, compute capability {device.get('compute_capability')}, {memory}"
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {name: version(name) for name in ("click", "huggingface_hub", "jinja2", "rich", "tokenizers")}

@@ -1,0 +1,459 @@
+"""`Engine`: a model on a device, as Python sees it.
+
+engine = Engine.load("path/or/hub-id", context=16_384)
+answer = engine.generate(document, max_new_tokens=300)
+print(answer.text, engine.statistics()["acceptance_rate"])
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+
+from . import hub, loop, template
+from .errors import DoesNotFitError, ModelError, UsageError, native_errors
+from .options import EngineOptions, GenerateOptions
+from .text import Text
+from .tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Sequence
+    from pathlib import Path
+
+    from typing_extensions import Unpack
+
+    from . import _native
+
+    OnProgress = Callable[[int, int], object]
+
+# Context of `Engine.load` where nobody asks for one: long documents fit, and a laptop holds its cache for most models.
+DEFAULT_CONTEXT = 32_768
+
+
+class Statistics(TypedDict):
+    """What an engine did and holds; times in seconds, rates None where nothing was drafted."""
+
+    load_s: float
+    prefill_s: float
+    decode_s: float
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+    rounds: int
+    gamma_mean: float | None
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    acceptance_rate_per_position: list[float]
+    weights_bytes: int
+    draft_weights_bytes: int
+    cache_upper_bytes: int
+    cache_lower_bytes: int
+    cache_full_bytes: int
+    buffer_bytes: int
+    workspace_bytes: int
+    planned_bytes: int
+    peak_bytes: int | None
+
+
+class Arguments(TypedDict, total=False):
+    """Keyword arguments of `Engine.stream` and its kin."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+    stop: Sequence[str]
+    ignore_eos: bool
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as token ids.
+
+    Attributes:
+        ids: the tokens, special ones included.
+        continues: the answer continues the prompt's text, instead of replying to it.
+        name: what to call it in messages.
+    """
+
+    ids: list[int]
+    continues: bool = True
+    name: str = "the prompt"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        tokens: emitted ids, without the one that ended the text.
+        text: the emitted text.
+        stop_reason: "length", "eos", "stop" or "interrupted".
+    """
+
+    prompt_tokens: int
+    tokens: list[int]
+    text: str
+    stop_reason: str
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint directory with its tokenizer, before any weight is loaded."""
+
+    name: str
+    directory: Path
+    info: dict[str, Any] = field(repr=False)
+    tokenizer: Tokenizer = field(repr=False)
+
+    @classmethod
+    def open(
+        cls, model: str | None = None, *, revision: str | None = None, offline: bool = False, progress: bool = False
+    ) -> Model:
+        """Finds (or downloads) a model and checks its configuration and tokenizer."""
+        from . import _native
+
+        directory = hub.resolve(model, revision=revision, offline=offline, progress=progress)
+        if not (directory / "config.json").is_file():
+            raise ModelError(
+                f"{directory} has no config.json", "give a directory with config, tokenizer and safetensors"
+            )
+        with native_errors():
+            info = _native.model_info(str(directory))
+        return cls(model or hub.DEMO, directory, info, Tokenizer(directory, info["vocab"]))
+
+    @property
+    def context(self) -> int:
+        """Longest context of the checkpoint, in tokens."""
+        return int(self.info["max_positions"])
+
+    @cached_property
+    def eos(self) -> frozenset[int]:
+        """Ids that end a text: the checkpoint's, or the tokenizer's where it names none."""
+        ids = frozenset(self.info["eos"])
+        fallback = self.tokenizer.id_of(self.tokenizer.special.get("eos_token"))
+        return ids or (frozenset() if fallback is None else frozenset({fallback}))
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The checkpoint's chat template."""
+        return template.find(self.directory, self.tokenizer.config)
+
+    def prompt(
+        self,
+        document: str,
+        *,
+        instruction: str | None = None,
+        system_prompt: str | None = None,
+        name: str = "the prompt",
+    ) -> Prompt:
+        """Encodes a document: as it is, or as a conversation when there is an instruction or a system prompt."""
+        if instruction is None and system_prompt is None:
+            prompt = Prompt(self.tokenizer.encode(document), name=name)
+        elif self.chat_template is None:
+            prompt = Prompt(self.tokenizer.encode(template.plain(document, instruction, system_prompt)), name=name)
+        else:
+            conversation = template.messages(document, instruction, system_prompt)
+            text = template.render(self.chat_template, conversation, self.tokenizer.special)
+            prompt = Prompt(self.tokenizer.encode(text, special=False), continues=False, name=name)
+        return prompt
+
+    def check_fits(self, prompt: Prompt, max_new_tokens: int, context: int) -> int:
+        """Tokens the prompt and its answer need; an error with the numbers if that exceeds the context."""
+        length, needed = len(prompt.ids), len(prompt.ids) + max_new_tokens
+        if needed <= context:
+            return needed
+        hints = []
+        if length < context:
+            hints.append(f"ask for at most {context - length} new tokens (-n)")
+        if max_new_tokens < context:
+            hints.append(f"shorten the prompt to {context - max_new_tokens} tokens")
+        if context < self.context:
+            hints.append(f"raise the context, up to the model's {self.context}")
+        raise DoesNotFitError(
+            f"{prompt.name} has {length} tokens and {max_new_tokens} new ones make {needed}; the context is {context}",
+            " or ".join(hints) or "choose a model with a longer context",
+        )
+
+    def resolve_context(self, wanted: int | None) -> int:
+        """A context in tokens: what is asked for (None or 0: the model's), checked against the model's."""
+        if not wanted:
+            return self.context
+        if wanted < 0:
+            raise UsageError(
+                f"the context is {wanted}", "use a positive number of tokens, or 0 for the model's context"
+            )
+        if wanted > self.context:
+            raise DoesNotFitError(
+                f"a context of {wanted} tokens exceeds the model's {self.context}",
+                f"use at most {self.context}, or a model with a longer context",
+            )
+        return wanted
+
+
+class Batch:
+    """Sequences that decode together. Iterating yields (index of the prompt, text) as text becomes available.
+
+    The first len(prompts) items come from the prompts, one each and in order; later ones from rounds. A text may be
+    empty.
+
+    Attributes:
+        texts: the answers as they grow, in the order of the prompts.
+    """
+
+    def __init__(
+        self,
+        native: _native.Engine,
+        model: Model,
+        prompts: Sequence[Prompt],
+        options: GenerateOptions,
+        on_prefill: OnProgress | None = None,
+    ) -> None:
+        """Prepares the answers; the engine's slots are taken by the first step of the iteration."""
+        self._native = native
+        self._prompts = prompts
+        self._options = options
+        self.texts = [
+            Text(
+                model.tokenizer.answer_bytes(continues=prompt.continues),
+                limit=options.max_new_tokens,
+                eos=frozenset[int]() if options.ignore_eos else model.eos,
+                stops=options.stop,
+            )
+            for prompt in prompts
+        ]
+        self._pieces = self._decode(on_prefill)
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return self._pieces
+
+    def _decode(self, on_prefill: OnProgress | None) -> Generator[tuple[int, str], None, None]:
+        with native_errors():
+            slots = self._take_slots()
+            index = {slot: place for place, slot in enumerate(slots)}
+            by_slot = dict(zip(slots, self.texts, strict=True))
+            for slot, text in loop.decode(self._native, by_slot, on_prefill=on_prefill):
+                yield index[slot], text
+
+    def _take_slots(self) -> list[int]:
+        slots: list[int] = []
+        try:
+            slots.extend(self._native.add(prompt.ids, **self._options.sampling()) for prompt in self._prompts)
+        except BaseException:
+            for slot in slots:
+                self._native.finish(slot)
+            raise
+        return slots
+
+    def interrupt(self) -> list[tuple[int, str]]:
+        """Ends what still grows and frees its slots; returns text that was held back, by index."""
+        self._pieces.close()
+        return [(index, text.interrupt()) for index, text in enumerate(self.texts) if text.stop_reason is None]
+
+    def generations(self) -> list[Generation]:
+        """The answers, in the order of the prompts."""
+        return [
+            Generation(len(prompt.ids), text.tokens, text.text, text.stop_reason or "interrupted")
+            for prompt, text in zip(self._prompts, self.texts, strict=True)
+        ]
+
+
+class Stream:
+    """One answer as an iterator of pieces of text. Leaving it early, or `close`, ends the answer and frees its slot."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        for _, text in self._batch:
+            if text:
+                return text
+        raise StopIteration
+
+    def close(self) -> None:
+        """Ends the answer here."""
+        self._batch.interrupt()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def generation(self) -> Generation:
+        """The answer so far."""
+        return self._batch.generations()[0]
+
+
+class Engine:
+    """A model on a device, ready to decode. Use `Engine.load`."""
+
+    def __init__(
+        self,
+        model: Model,
+        options: EngineOptions,
+        *,
+        context: int,
+        batch: int = 1,
+        on_loading: OnProgress | None = None,
+    ) -> None:
+        """Loads the weights; `context` and `batch` are the longest sequence and the most sequences at once."""
+        from . import _native
+
+        self.model = model
+        self.options = options
+        self.context = context
+        with native_errors():
+            self.native = _native.Engine(
+                str(model.directory), capacity=context, slots=batch, on_loading=on_loading, **options.native()
+            )
+
+    @classmethod
+    def load(
+        cls,
+        model: str | Path | None = None,
+        *,
+        revision: str | None = None,
+        offline: bool = False,
+        context: int | None = None,
+        batch: int = 1,
+        device: str = "auto",
+        threads: int | None = None,
+        method: str = "quantspec",
+        gamma: int | Literal["auto"] = "auto",
+        kv_target: str = "int8",
+        kv_rounding: str = "balanced",
+        draft_weights: str = "int4",
+        draft_pages: int | Literal["all"] = "all",
+        page_choice: str = "best",
+        accept: str = "replay",
+        on_loading: OnProgress | None = None,
+    ) -> Engine:
+        """Loads a model.
+
+        Args:
+            model: directory or hub id (also "id@revision"); None is the small demo model of the package.
+            revision: branch, tag or commit on the hub.
+            offline: use the download cache only.
+            context: most tokens of a sequence, prompt and answer together; None is the model's, at most 32,768.
+                Memory is planned for it, and refused with numbers before anything is loaded.
+            batch: most sequences that decode together.
+            device: "auto", "cpu", "cuda" or "cuda:N".
+            threads: CPU workers; None is all processors.
+            method: what drafts: "quantspec" (4-bit cache and weights), "kv4", "w4", or "ar" (nothing).
+            gamma: drafted tokens per round, 0 to 16, or "auto".
+            kv_target: view of the cache that defines the output: "int8", "fp16" or "int4".
+            kv_rounding: "balanced" or "paper".
+            draft_weights: "int4", "int4-mlp" or "none".
+            draft_pages: pages of 128 tokens a draft reads per KV head, or "all".
+            page_choice: with a number of pages, the "best" ones or the recent ones ("window").
+            accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
+            on_loading: called with (bytes done, bytes in all).
+
+        Raises:
+            QuantspecError: one of its subclasses; each has a message and a hint.
+        """
+        options = EngineOptions(
+            device=device,
+            threads=threads,
+            method=method,
+            gamma=gamma,
+            kv_target=kv_target,
+            kv_rounding=kv_rounding,
+            draft_weights=draft_weights,
+            draft_pages=draft_pages,
+            page_choice=page_choice,
+            accept=accept,
+        )
+        if batch < 1:
+            raise UsageError(f"batch is {batch}", "use at least 1")
+        opened = Model.open(None if model is None else str(model), revision=revision, offline=offline)
+        limit = opened.resolve_context(context) if context else min(opened.context, DEFAULT_CONTEXT)
+        return cls(opened, options, context=limit, batch=batch, on_loading=on_loading)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What was loaded, and on what: device, device_name, simd, family, vocab, layers, planned_bytes and more."""
+        return self.native.info
+
+    def start(
+        self, prompts: Sequence[str | Prompt], options: GenerateOptions, *, on_prefill: OnProgress | None = None
+    ) -> Batch:
+        """Starts decoding prompts together. Every prompt is checked to fit before the first one is taken."""
+        if not prompts:
+            raise UsageError("no prompt", "give at least one prompt")
+        encoded = [self.model.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        for prompt in encoded:
+            if not prompt.ids:
+                raise UsageError(f"{prompt.name} has 0 tokens", "give at least one token, for example the model's BOS")
+            self.model.check_fits(prompt, options.max_new_tokens, self.context)
+        return Batch(self.native, self.model, encoded, options, on_prefill)
+
+    def stream(
+        self,
+        prompt: str | Prompt,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        on_prefill: OnProgress | None = None,
+    ) -> Stream:
+        """Decodes one prompt and hands on its text piece by piece: whole characters, nothing after a stop string.
+
+        Args:
+            prompt: a text, or `engine.model.prompt(document, instruction=...)` to wrap it by the chat template.
+            max_new_tokens: length of the answer at most.
+            temperature: 0 is greedy.
+            top_k: keep the k likeliest tokens; 0 is off.
+            top_p: keep the likeliest tokens of this mass; 1 is off.
+            min_p: drop tokens below this share of the likeliest; 0 is off.
+            seed: same seed, same text, whatever the method.
+            stop: strings that end the text; they are not emitted.
+            ignore_eos: go on after an end-of-text token.
+            on_prefill: called with (rows done, rows in all) while the prompt is read.
+        """
+        options = GenerateOptions(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            ignore_eos=ignore_eos,
+        )
+        return Stream(self.start([prompt], options, on_prefill=on_prefill))
+
+    def generate(
+        self, prompt: str | Prompt, *, on_prefill: OnProgress | None = None, **options: Unpack[Arguments]
+    ) -> Generation:
+        """Decodes one prompt to its end. Takes the options of `stream`."""
+        return self.generate_batch([prompt], on_prefill=on_prefill, **options)[0]
+
+    def generate_batch(
+        self, prompts: Sequence[str | Prompt], *, on_prefill: OnProgress | None = None, **options: Unpack[Arguments]
+    ) -> list[Generation]:
+        """Decodes up to `batch` prompts together; answers in their order. Takes the options of `stream`."""
+        batch = self.start(prompts, GenerateOptions(**options), on_prefill=on_prefill)
+        for _ in batch:
+            pass
+        return batch.generations()
+
+    def statistics(self) -> Statistics:
+        """Counters and times since loading, over all sequences."""
+        with native_errors():
+            return cast("Statistics", self.native.stats())

@@ -1,0 +1,112 @@
+"""Where a model is: the demo inside the package, a directory, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from .errors import FileError, ModelError, UsageError, reason
+
+DEMO = "demo"
+
+# Weights, configuration and tokenizer; never code, never pickles, and not the second copy some repositories keep.
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def demo() -> Path:
+    """The model that ships with the package."""
+    return Path(__file__).with_name("demo")
+
+
+def resolve(model: str | None, *, revision: str | None = None, offline: bool = False, progress: bool = False) -> Path:
+    """The directory of a model, downloaded if need be.
+
+    `model` is a directory, a hub id, or `id@revision`; None is the demo model. `progress` shows download bars.
+    """
+    if model is None:
+        if revision is not None:
+            raise UsageError("--revision without --model", "name the hub id the revision belongs to")
+        return demo()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise UsageError(f"--revision {revision} with the directory {model}", "a directory has no revisions")
+        return path
+    if path.exists():
+        raise ModelError(f"model {model} is a file", "give the directory that holds config.json and the weights")
+    repository, _, pinned = model.partition("@")
+    if not _HUB_ID.fullmatch(repository) or "--" in repository or ".." in repository:
+        raise ModelError(
+            f"model directory {model} does not exist", "check the path, or give a hub id such as owner/name"
+        )
+    if pinned and revision is not None and pinned != revision:
+        raise UsageError(f"two revisions: {pinned} and {revision}", "give one of them")
+    return _download(model, repository, revision or pinned or None, offline=offline, progress=progress)
+
+
+def cache() -> Path:
+    """Where downloaded models are kept (HF_HOME, HF_HUB_CACHE)."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _download(model: str, repository: str, revision: str | None, *, offline: bool, progress: bool) -> Path:
+    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not progress:
+        disable_progress_bars()
+    offline = offline or bool(constants.HF_HUB_OFFLINE)
+    try:
+        directory = snapshot_download(
+            repository, revision=revision, allow_patterns=FILES, local_files_only=offline, library_name="quantspec"
+        )
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"model {model} is gated",
+            "accept its licence on huggingface.co and set HF_TOKEN to a token of that account",
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelError(f"model {repository} has no revision {revision}", "check the revision on the hub") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelError(
+            f"neither a directory nor a model on the hub is called {model}",
+            "check the name; a private model needs HF_TOKEN",
+        ) from error
+    except errors.HFValidationError as error:
+        raise ModelError(f"{model} is no valid hub id", "a hub id looks like owner/name") from error
+    except errors.LocalEntryNotFoundError as error:
+        where = f"model {model} is neither a directory nor in the cache {cache()}"
+        if offline:
+            raise ModelError(where, "unset HF_HUB_OFFLINE and leave out --offline, or give a directory") from error
+        raise ModelError(
+            f"{where}, and the hub cannot be reached", "check the network, or give a directory with the model's files"
+        ) from error
+    except OSError as error:
+        if error.errno is None:  # the network's errors are OSErrors without a number
+            raise ModelError(f"downloading {model} failed: {error}", "run the command again: it resumes") from error
+        hint = "free some space or set HF_HOME to another disk, then run the command again: it resumes"
+        raise FileError(f"downloading {model} failed: {reason(error)}", hint) from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] in {"httpx", "httpx2", "httpcore", "httpcore2", "requests"}:
+            raise ModelError(f"downloading {model} failed: {error}", "run the command again: it resumes") from error
+        raise
+    found = Path(directory)
+    if not (found / "config.json").is_file():
+        raise ModelError(
+            f"{model} on the hub has no config.json",
+            "choose a repository with safetensors weights, not GGUF or adapters",
+        )
+    return found

@@ -1,0 +1,57 @@
+"""The draft-verify loop: the algorithm of the method, as one page.
+
+A round drafts γ tokens with 4-bit weights and the upper nibbles of the cache, verifies them with one pass of the full
+weights over both nibbles, and emits the accepted ones and one more of the target. γ = 0 is plain decoding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping
+
+    from ._native import Engine
+    from .text import Text
+
+
+class Piece(NamedTuple):
+    """Text one sequence emitted: by its prefill or in one round. May be empty."""
+
+    slot: int
+    text: str
+
+
+def decode(
+    engine: Engine,
+    texts: Mapping[int, Text],
+    *,
+    choose_gamma: Callable[[int], int] | None = None,
+    on_prefill: Callable[[int, int], object] | None = None,
+) -> Generator[Piece, None, None]:
+    """Decodes the sequences in `texts` (slot to answer) together until every text has ended; frees their slots.
+
+    `choose_gamma` replaces the engine's policy. `on_prefill` is told rows done and rows in all of the prompt under way.
+    """
+    choose_gamma = choose_gamma or engine.choose_gamma
+    running = dict(texts)
+    try:
+        for slot in list(running):
+            first = engine.prefill(slot, on_prefill)
+            yield _emit(engine, running, slot, [first])
+        while running:
+            engine.draft([(slot, choose_gamma(slot)) for slot in running])
+            for slot, tokens in engine.verify():
+                yield _emit(engine, running, slot, tokens)
+    finally:
+        for slot in running:
+            engine.finish(slot)
+
+
+def _emit(engine: Engine, running: dict[int, Text], slot: int, tokens: list[int]) -> Piece:
+    """Hands tokens to the slot's text; a text that ends leaves the batch."""
+    piece = Piece(slot, running[slot].push(tokens))
+    if running[slot].stop_reason is not None:
+        del running[slot]
+        engine.finish(slot)
+    return piece

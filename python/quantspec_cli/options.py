@@ -1,0 +1,246 @@
+"""What decoding can be asked for: checked values, and the flags that set them. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import click
+
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+METHODS = ("quantspec", "kv4", "w4", "ar")
+KV_TARGETS = ("int8", "fp16", "int4")
+KV_ROUNDINGS = ("balanced", "paper")
+DRAFT_WEIGHTS = ("int4", "int4-mlp", "none")
+PAGE_CHOICES = ("best", "window")
+ACCEPTANCE = ("replay", "rejection")
+
+# Largest γ: a round's window must stay inside the slack of the recent-token buffer (GAMMA_MAX in quantspec-core).
+GAMMA_MAX = 16
+# Fewest selected pages: the first and the newest one are always read.
+PAGES_MIN = 2
+SEED_MAX = 2**64 - 1
+MAX_NEW_TOKENS = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine decodes, whatever the text. See `quantspec run --help` for each value."""
+
+    device: str = "auto"
+    threads: int | None = None
+    method: str = "quantspec"
+    kv_target: str = "int8"
+    kv_rounding: str = "balanced"
+    draft_weights: str = "int4"
+    draft_pages: int | Literal["all"] = "all"
+    page_choice: str = "best"
+    accept: str = "replay"
+    gamma: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        _one_of("method", self.method, METHODS)
+        _one_of("kv_target", self.kv_target, KV_TARGETS)
+        _one_of("kv_rounding", self.kv_rounding, KV_ROUNDINGS)
+        _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
+        _one_of("page_choice", self.page_choice, PAGE_CHOICES)
+        _one_of("accept", self.accept, ACCEPTANCE)
+        kind, _, index = self.device.partition(":")
+        if kind not in {"auto", "cpu", "cuda"} or (":" in self.device and (kind != "cuda" or not _is_index(index))):
+            raise UsageError(f"device is {self.device!r}", "use auto, cpu, cuda or cuda:0")
+        if self.threads is not None:
+            # More than any machine has; the number reaches the system as it is.
+            _whole("threads", self.threads, 1, 4096)
+        if self.gamma != "auto":
+            _whole("gamma", self.gamma, 0, GAMMA_MAX, " or auto")
+        if self.draft_pages != "all":
+            _whole("draft_pages", self.draft_pages, PAGES_MIN, 2**32, " or all")
+
+    def native(self) -> dict[str, Any]:
+        """Keyword arguments of `_native.Engine`."""
+        return {
+            "device": self.device,
+            "threads": self.threads,
+            "method": self.method,
+            "kv_target": self.kv_target,
+            "kv_rounding": self.kv_rounding,
+            "draft_weights": self.draft_weights,
+            "draft_pages": None if self.draft_pages == "all" else self.draft_pages,
+            "page_choice": self.page_choice,
+            "accept": self.accept,
+            "gamma": None if self.gamma == "auto" else self.gamma,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """How one text is chosen and where it ends. Temperature 0 is greedy."""
+
+    max_new_tokens: int = MAX_NEW_TOKENS
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _whole("max_tokens", self.max_new_tokens, 1, None)
+        _number("temperature", self.temperature, 0 <= self.temperature <= 100, "use 0 (greedy) to 100")
+        _whole("top_k", self.top_k, 0, 2**32, " (0 is off)")
+        _number("top_p", self.top_p, 0 < self.top_p <= 1, "use a number above 0, at most 1 (1 is off)")
+        _number("min_p", self.min_p, 0 <= self.min_p <= 1, "use 0 (off) to 1")
+        _whole("seed", self.seed, 0, SEED_MAX)
+        if isinstance(self.stop, str):
+            raise UsageError(f"stop is the string {self.stop!r}", "give a list of strings")
+        if not all(self.stop):
+            raise UsageError("a stop string is empty", "give at least one character after --stop")
+
+    def sampling(self) -> dict[str, Any]:
+        """Keyword arguments of `_native.Engine.add`."""
+        return {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "max_new_tokens": self.max_new_tokens,
+        }
+
+
+def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name} is {value!r}", f"use one of {', '.join(choices)}")
+
+
+def _whole(name: str, value: object, least: int, most: int | None, other: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        bounds = f"at least {least}" if most is None or most >= 2**32 else f"{least} to {most}"
+        raise UsageError(f"{name} is {value}", f"use a whole number, {bounds}{other}")
+
+
+def _number(name: str, value: float, valid: bool, hint: str) -> None:
+    if not (math.isfinite(value) and valid):
+        raise UsageError(f"{name} is {value}", hint)
+
+
+def _is_index(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 3
+
+
+class NumberOr(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic since click 8.4
+    """A whole number or one word."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        self.name = f"N|{word}"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number, or the word itself."""
+        if value == self.word or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        try:
+            return int(str(value))
+        except ValueError:
+            self.fail(f"{value!r} is neither a whole number nor {self.word!r}", param, ctx)
+
+
+Command = TypeVar("Command", bound="Callable[..., Any]")
+
+
+def _flags(*flags: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def apply(command: Command) -> Command:
+        for flag in reversed(flags):
+            command = flag(command)
+        return command
+
+    return apply
+
+
+def model_flags(command: Command) -> Command:
+    """--model, --revision, --offline."""
+    return _flags(
+        click.option(
+            "-m", "--model", metavar="DIR|HUB_ID", help="Model directory or hub id.  [default: the demo model]"
+        ),
+        click.option("--revision", metavar="REV", help="Branch, tag or commit on the hub (or HUB_ID@REV)."),
+        click.option("--offline", is_flag=True, help="Use the download cache only (also HF_HUB_OFFLINE=1)."),
+    )(command)
+
+
+def device_flags(command: Command) -> Command:
+    """--device, --threads."""
+    return _flags(
+        click.option(
+            "--device", metavar="DEVICE", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."
+        ),
+        click.option("-t", "--threads", type=int, metavar="N", help="CPU workers.  [default: all processors]"),
+    )(command)
+
+
+def engine_flags(command: Command) -> Command:
+    """Everything of `EngineOptions` but the device."""
+
+    def choice(flag: str, choices: Sequence[str], text: str, *aliases: str) -> Callable[[Command], Command]:
+        name = flag.removeprefix("--").replace("-", "_")
+        kind = click.Choice(choices)
+        return click.option(flag, *aliases, name, type=kind, default=choices[0], show_default=True, help=text)
+
+    return _flags(
+        choice("--method", METHODS, "What drafts: 4-bit cache and weights, cache, weights, nothing.", "--spec-type"),
+        click.option(
+            *("--gamma", "--draft-max", "--num-draft-tokens", "gamma"),
+            type=NumberOr("auto"),
+            default="auto",
+            show_default=True,
+            help=f"Drafted tokens per round, 0 to {GAMMA_MAX}; auto follows measured cost and acceptance.",
+        ),
+        choice("--kv-target", KV_TARGETS, "View of the cache that defines the output."),
+        choice("--kv-rounding", KV_ROUNDINGS, "How keys and values are rounded."),
+        choice("--draft-weights", DRAFT_WEIGHTS, "Weights of the draft."),
+        click.option(
+            "--draft-pages",
+            type=NumberOr("all"),
+            default="all",
+            show_default=True,
+            help="Pages of 128 tokens a draft reads per KV head.",
+        ),
+        choice("--page-choice", PAGE_CHOICES, "With --draft-pages N: the best-scoring pages or the recent ones."),
+        choice("--accept", ACCEPTANCE, "Acceptance rule when sampling: same text as ar, or same distribution."),
+    )(command)
+
+
+def sampling_flags(command: Command) -> Command:
+    """Everything of `GenerateOptions` but the stop strings."""
+    return _flags(
+        click.option(
+            *("-n", "--max-tokens", "--max-new-tokens", "--n-predict", "max_tokens"),
+            type=int,
+            metavar="N",
+            default=MAX_NEW_TOKENS,
+            show_default=True,
+            help="New tokens at most.",
+        ),
+        click.option(
+            "--temperature", "--temp", "temperature", type=float, default=0.0, help="0 is greedy.  [default: 0]"
+        ),
+        click.option("--top-k", type=int, default=0, help="Keep the K likeliest tokens; 0 is off.  [default: 0]"),
+        click.option(
+            "--top-p", type=float, default=1.0, help="Keep the likeliest tokens of mass P; 1 is off.  [default: 1]"
+        ),
+        click.option("--min-p", type=float, default=0.0, help="Drop tokens below P times the likeliest.  [default: 0]"),
+        click.option("-s", "--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
+        click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token."),
+    )(command)
+
+
+def json_flag(command: Command) -> Command:
+    """--json."""
+    text = "Print one JSON document to stdout and nothing else."
+    return click.option("--json", "as_json", is_flag=True, allow_from_autoenv=False, help=text)(command)

@@ -1,0 +1,185 @@
+"""Where answers go: standard output as they grow, or a file that appears only when it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from .errors import FileError, UsageError, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import TracebackType
+
+
+class Sink(Protocol):
+    """Takes text."""
+
+    def write(self, text: str) -> None:
+        """Writes a piece of text, visible to a reader at once where that makes sense."""
+
+
+class Stdout:
+    """Standard output, flushed piece by piece. A closed pipe surfaces as BrokenPipeError."""
+
+    def write(self, text: str) -> None:
+        """Writes and flushes."""
+        try:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            abandon_stdout()
+            raise FileError(
+                f"standard output cannot be written: {reason(error)}", "free some space or write somewhere else"
+            ) from error
+
+
+class Nowhere:
+    """For answers that appear in a document of `--json` instead."""
+
+    def write(self, text: str) -> None:
+        """Drops the text."""
+
+
+class AtomicFile:
+    """A file that is complete or absent: written beside its place, moved there at the end.
+
+    Opening it fails at once where the end would fail: a missing folder, a directory of that name, no permission.
+    """
+
+    def __init__(self, path: str) -> None:
+        # A link is followed: what it points to gets the text.
+        self._path = Path(os.path.realpath(path))
+        if not path or self._path.is_dir():
+            raise UsageError(f"output {path!r} is a directory", "name a file")
+        self._special = self._path.exists() and not self._path.is_file()
+        self._temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            if self._special:  # a device or a pipe cannot be replaced
+                self._file = self._path.open("w", encoding="utf-8", newline="")
+            else:
+                # A new file takes the usual permissions, a replaced one keeps its own.
+                mode = stat.S_IMODE(self._path.stat().st_mode) if self._path.exists() else 0o666
+                if self._path.exists() and not os.access(self._path, os.W_OK):
+                    raise PermissionError(13, "permission denied")
+                handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+                self._file = os.fdopen(handle, "w", encoding="utf-8", newline="")
+        except FileNotFoundError as error:
+            raise FileError(
+                f"folder {self._path.parent} does not exist", f"create it: mkdir -p {self._path.parent}"
+            ) from error
+        except OSError as error:
+            raise FileError(
+                f"output {path} cannot be written: {reason(error)}", "check the folder's permissions"
+            ) from error
+
+    def write(self, text: str) -> None:
+        """Adds text."""
+        with self._reported():
+            self._file.write(text)
+
+    def commit(self) -> None:
+        """Puts the file into its place."""
+        with self._reported():
+            self._file.flush()
+            if not self._special:
+                os.fsync(self._file.fileno())
+            self._file.close()
+            if not self._special:
+                self._temporary.replace(self._path)
+
+    def discard(self) -> None:
+        """Leaves the place as it was."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        if not self._special:
+            self._temporary.unlink(missing_ok=True)
+
+    def __enter__(self) -> AtomicFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            try:
+                self.commit()
+            except BaseException:
+                self.discard()
+                raise
+        else:
+            self.discard()
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise FileError(
+                f"output {self._path} cannot be written: {reason(error)}", "free some space or name another file"
+            ) from error
+
+
+class Answers:
+    """Writes the answers of several prompts in their order: the first open one as it grows, later ones in one go.
+
+    Several answers stand under headings, as `head` prints several files. Every answer ends with a line break.
+    """
+
+    def __init__(self, sink: Sink, names: Sequence[str]) -> None:
+        self._sink = sink
+        self._names = names
+        self._waiting = [""] * len(names)
+        self._ended = [False] * len(names)
+        self._open = -1
+        self._at_line_start = True
+        self._next()
+
+    def push(self, index: int, text: str) -> None:
+        """Text of one answer."""
+        if index == self._open:
+            self._write(text)
+        else:
+            self._waiting[index] += text
+
+    def end(self, index: int) -> None:
+        """An answer is complete."""
+        self._ended[index] = True
+        while self._open < len(self._names) and self._ended[self._open]:
+            if not self._at_line_start:
+                self._write("\n")
+            self._next()
+
+    def close(self) -> None:
+        """All answers are complete."""
+        for index in range(len(self._names)):
+            self.end(index)
+
+    def _next(self) -> None:
+        self._open += 1
+        if self._open < len(self._names):
+            if len(self._names) > 1:
+                self._write(("" if self._open == 0 else "\n") + f"==> {self._names[self._open]} <==\n")
+            self._write(self._waiting[self._open])
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._sink.write(text)
+            self._at_line_start = text.endswith("\n")
+
+
+def abandon_stdout() -> None:
+    """Points standard output at nothing, so that the flush at exit finds no closed pipe to complain about."""
+    with contextlib.suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)

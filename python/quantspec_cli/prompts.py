@@ -1,0 +1,92 @@
+"""Prompts: files, standard input or literal text, read whole or refused with the place that is wrong."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import InputError, UsageError, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+STDIN = "-"
+
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_CONVERT = "convert it to UTF-8, for example: iconv -f LATIN1 -t UTF-8 FILE"
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text to decode from.
+
+    Attributes:
+        name: what the user called it: a path, "stdin" or "text".
+        text: its content, unchanged but for a byte order mark.
+    """
+
+    name: str
+    text: str
+
+
+def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
+    """The documents of a command line: files first, then literal texts."""
+    if not paths and not texts:
+        raise UsageError("no prompt", "give a file with --prompt, '--prompt -' for standard input, or --text")
+    if list(paths).count(STDIN) > 1:
+        raise UsageError("standard input is asked for twice", "give '--prompt -' once")
+    documents = [read(path) for path in paths]
+    for index, text in enumerate(texts):
+        name = "text" if len(texts) == 1 else f"text {index + 1}"
+        documents.append(_checked(name, text, "give some text after --text"))
+    return documents
+
+
+def read(path: str) -> Document:
+    """Reads one file, or standard input for "-"."""
+    if path == STDIN:
+        return from_bytes("stdin", sys.stdin.buffer.read())
+    try:
+        raw = Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise InputError(
+            f"prompt file {path} does not exist", "check the path; literal text is given with --text"
+        ) from error
+    except IsADirectoryError as error:
+        raise InputError(f"prompt file {path} is a directory", "name one file; repeat --prompt for several") from error
+    except (OSError, ValueError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise InputError(f"prompt file {path} cannot be read: {why}", "check the path and its permissions") from error
+    return from_bytes(path, raw)
+
+
+def from_bytes(name: str, raw: bytes) -> Document:
+    """Checks and decodes a document: UTF-8 text, nothing replaced, nothing cut."""
+    if raw.startswith(_UTF16_MARKS):
+        raise InputError(f"{name} is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8 FILE")
+    zero = raw.find(b"\0")
+    if zero >= 0:
+        raise InputError(f"{name} is a binary file (zero byte at offset {zero})", "give plain text in UTF-8")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # With a byte order mark Python counts from behind it.
+        at = error.start + (len(raw) - len(error.object))
+        line = raw.count(b"\n", 0, at) + 1
+        raise InputError(f"{name} is not UTF-8: byte 0x{raw[at]:02x} at offset {at}, line {line}", _CONVERT) from error
+    return _checked(name, text, "give a document with some text")
+
+
+def _checked(name: str, text: str, hint: str) -> Document:
+    if not text:
+        raise InputError(f"{name} is empty", hint)
+    if not text.strip():
+        raise InputError(f"{name} holds nothing but white space", hint)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # Bytes of a command line that are not UTF-8 arrive as lone surrogates.
+        raise InputError(f"{name} is not UTF-8: character {error.start} is half of a pair", _CONVERT) from error
+    return Document(name, text)

@@ -1,0 +1,136 @@
+"""What people read, on stderr: statistics, notes, progress. The answer itself never passes through here."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rich.console import Console
+
+    from .engine import Engine, Generation, Statistics
+
+
+def console() -> Console:
+    """Standard error: colour on a terminal unless NO_COLOR, lines as long as they are elsewhere."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+
+
+def note(text: str) -> None:
+    """One line to stderr."""
+    console().print(text, style="dim")
+
+
+def statistics(engine: Engine, names: Sequence[str], answers: Sequence[Generation]) -> None:
+    """What a run did: prompts, speed, speculation, memory."""
+    for line in statistics_lines(engine.info, engine.statistics(), names, answers):
+        note(line)
+
+
+def statistics_lines(
+    info: dict[str, Any], stats: Statistics, names: Sequence[str], answers: Sequence[Generation]
+) -> list[str]:
+    """The lines of `statistics`."""
+    lines = [
+        f"{name}: {_count(answer.prompt_tokens, 'prompt token')}, {_count(len(answer.tokens), 'new token')} "
+        f"({answer.stop_reason})"
+        for name, answer in zip(names, answers, strict=True)
+    ]
+    lines.append(
+        f"load {seconds(stats['load_s'])}, "
+        f"prefill {seconds(stats['prefill_s'])} ({rate(stats['prefill_tokens_per_s'])}), "
+        f"decode {seconds(stats['decode_s'])} ({rate(stats['decode_tokens_per_s'])})"
+    )
+    drafted = stats["drafted_tokens"]
+    if drafted:
+        lines.append(
+            f"gamma {number(stats['gamma_mean'])} on average over {_count(stats['rounds'], 'round')}, "
+            f"accepted {stats['accepted_tokens']:,} of {drafted:,} drafted ({percent(stats['acceptance_rate'])}), "
+            f"mean acceptance length {number(stats['mean_acceptance_length'])}"
+        )
+    else:
+        lines.append(f"no speculation: {_count(stats['rounds'], 'round')} of one token")
+    cache = stats["cache_upper_bytes"] + stats["cache_lower_bytes"] + stats.get("cache_full_bytes", 0)
+    lines.append(
+        f"weights {size(stats['weights_bytes'])}, draft weights {size(stats['draft_weights_bytes'])}, "
+        f"cache {size(cache)}, buffer {size(stats['buffer_bytes'])}, "
+        f"peak {size(stats['peak_bytes'])} (planned {size(stats['planned_bytes'])})"
+    )
+    lines.append(
+        f"{info['device']}: {info['device_name']} ({info['simd']})" if info.get("simd") else str(info["device"])
+    )
+    return lines
+
+
+def seconds(value: float | None) -> str:
+    """A time, three significant digits."""
+    if value is None:
+        return "-"
+    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.4g} s"
+
+
+def rate(value: float | None) -> str:
+    """A speed in tokens per second."""
+    return "-" if value is None else f"{number(value)} tokens/s"
+
+
+def number(value: float | None) -> str:
+    """Three significant digits, thousands separated."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return "-" if value is None else f"{value:.1%}"
+
+
+def size(value: int | None) -> str:
+    """Bytes in decimal units."""
+    if value is None:
+        return "-"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value} B"
+
+
+def _count(value: int, what: str) -> str:
+    return f"{value:,} {what}" + ("" if value == 1 else "s")
+
+
+def on_terminal() -> bool:
+    """Somebody watches stderr."""
+    return sys.stderr.isatty()
+
+
+@contextmanager
+def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], object] | None]:
+    """A bar on stderr while the body runs; yields what to call with (done, in all), or None where nothing is shown."""
+    if not shown or not on_terminal():
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    seen: dict[int, int] = {}
+
+    class Bar(Progress):
+        def get_renderables(self) -> Any:
+            if seen:
+                done = max(seen)
+                self.update(task, completed=done, total=seen[done])
+            return super().get_renderables()
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    bar = Bar(*columns, console=console(), transient=True)
+    task = bar.add_task(what, total=None)
+    with bar:
+        # A method of a built-in: a callable written in Python would give a pending Ctrl-C the chance to be raised
+        # inside the engine's callback, where it is lost.
+        yield seen.__setitem__

@@ -1,0 +1,134 @@
+"""`quantspec run`: prompts in, answers out."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from . import __version__, output, prompts, render
+from .engine import Engine, Model
+from .errors import EXIT_DONE, EXIT_INTERRUPTED
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .engine import Batch, Generation, Prompt
+    from .options import EngineOptions, GenerateOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one `quantspec run` was asked for."""
+
+    model: str | None
+    revision: str | None
+    offline: bool
+    prompts: Sequence[str]
+    texts: Sequence[str]
+    instruction: str | None
+    system_prompt: str | None
+    output: str | None
+    ctx_size: int
+    as_json: bool
+    quiet: bool
+
+
+def run(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> int:
+    """Runs and returns the exit code."""
+    with output.AtomicFile(request.output) if request.output is not None else nullcontext() as file:
+        documents = prompts.read_all(request.prompts, request.texts)
+        names = [document.name for document in documents]
+        model = Model.open(
+            request.model, revision=request.revision, offline=request.offline, progress=render.on_terminal()
+        )
+        if not request.as_json and not request.quiet and _is_bare(request, model):
+            render.note("the model has no chat template: system prompt, document and instruction are plain text to it")
+        encoded = [
+            model.prompt(
+                document.text, instruction=request.instruction, system_prompt=request.system_prompt, name=document.name
+            )
+            for document in documents
+        ]
+        limit = model.resolve_context(request.ctx_size)
+        context = max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded)
+        with render.progress("loading weights", shown=not request.quiet) as on_loading:
+            engine = Engine(model, engine_options, context=context, batch=len(encoded), on_loading=on_loading)
+
+        sink: output.Sink = file or (output.Nowhere() if request.as_json else output.Stdout())
+        batch, interrupted = _decode(engine, encoded, options, output.Answers(sink, names), quiet=request.quiet)
+        generations = batch.generations()
+        if request.as_json:
+            output.Stdout().write(json.dumps(report(engine, options, names, generations), ensure_ascii=False) + "\n")
+        elif not request.quiet:
+            render.statistics(engine, names, generations)
+    return EXIT_INTERRUPTED if interrupted else EXIT_DONE
+
+
+def report(
+    engine: Engine, options: GenerateOptions, names: Sequence[str], generations: Sequence[Generation]
+) -> dict[str, Any]:
+    """The document of `--json`."""
+    chosen = engine.options
+    return {
+        "quantspec": __version__,
+        "model": engine.model.name,
+        "device": engine.info["device"],
+        "method": chosen.method,
+        "kv_target": chosen.kv_target,
+        "kv_rounding": chosen.kv_rounding,
+        "draft_weights": chosen.draft_weights,
+        "draft_pages": chosen.draft_pages,
+        "page_choice": chosen.page_choice,
+        "accept": "greedy" if options.temperature == 0 else chosen.accept,
+        "gamma": 0 if chosen.method == "ar" else chosen.gamma,
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "results": [
+            {
+                "prompt": name,
+                "prompt_tokens": generation.prompt_tokens,
+                "new_tokens": len(generation.tokens),
+                "tokens": generation.tokens,
+                "text": generation.text,
+                "stop_reason": generation.stop_reason,
+            }
+            for name, generation in zip(names, generations, strict=True)
+        ],
+        "stats": engine.statistics(),
+    }
+
+
+def _decode(
+    engine: Engine, prompts: Sequence[Prompt], options: GenerateOptions, answers: output.Answers, *, quiet: bool
+) -> tuple[Batch, bool]:
+    """Decodes and hands on the text. Ctrl-C ends it with the text so far; the second value says so."""
+    first: list[tuple[int, str]] = []
+    interrupted = False
+    with render.progress("reading the prompt", shown=not quiet) as on_prefill:
+        batch = engine.start(prompts, options, on_prefill=on_prefill)
+        pieces = iter(batch)
+        try:
+            # The first texts wait until the bar has left the terminal.
+            first.extend(next(pieces) for _ in prompts)
+        except KeyboardInterrupt:
+            interrupted = True
+    try:
+        for index, text in chain(first, () if interrupted else pieces):
+            answers.push(index, text)
+            if batch.texts[index].stop_reason is not None:
+                answers.end(index)
+    except KeyboardInterrupt:
+        interrupted = True
+    if interrupted:
+        for index, text in batch.interrupt():
+            answers.push(index, text)
+    answers.close()
+    return batch, interrupted
+
+
+def _is_bare(request: Request, model: Model) -> bool:
+    asked = request.instruction is not None or request.system_prompt is not None
+    return asked and model.chat_template is None

@@ -1,0 +1,205 @@
+"""`quantspec selftest`: proves on this machine that speculation changes no token.
+
+Plain decoding of each prompt alone is the reference. Every way of drafting, with every γ, greedy and sampled, alone and
+in a batch, must yield the same ids. Prompts end just before, at and after the borders of pages, where a mistake would
+show.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import loop, render
+from .engine import Engine, Model
+from .errors import EXIT_DONE, EXIT_ERROR, DoesNotFitError, native_errors
+from .options import GAMMA_MAX, PAGES_MIN, GenerateOptions
+from .output import Stdout
+from .text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from .options import EngineOptions
+
+GAMMAS = (1, 2, 4, 7, 12, GAMMA_MAX)
+# Around one and two pages of 128 tokens; from 5 pages on, selecting some leaves others out.
+LENGTHS = (127, 128, 129, 255, 256, 257, 640, 700)
+LONG = 640
+# Enough that the shortest prompt decodes across position 256, where a page first becomes visible.
+NEW_TOKENS = 136
+BATCH = 4
+
+_SAMPLING = {
+    "greedy": GenerateOptions(max_new_tokens=NEW_TOKENS),
+    "replay": GenerateOptions(max_new_tokens=NEW_TOKENS, temperature=0.8, top_p=0.95, seed=20_250_210),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison: a batch of prompts decoded in one way."""
+
+    method: str
+    draft_pages: int | str
+    threads: int | None
+    gamma: int
+    accept: str
+    batch: int
+    tokens: int
+    difference: str | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The case as `--json` prints it."""
+        return {
+            "method": self.method,
+            "draft_pages": self.draft_pages,
+            "threads": self.threads,
+            "gamma": self.gamma,
+            "accept": self.accept,
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "equal": self.difference is None,
+        }
+
+
+def selftest(*, model: str | None, revision: str | None, offline: bool, options: EngineOptions, as_json: bool) -> int:
+    """Runs all cases up to the first difference, prints what was compared, and returns the exit code."""
+    opened = Model.open(model, revision=revision, offline=offline, progress=render.on_terminal())
+    prompts = cut_prompts(opened)
+    device, references = _references(opened, options, prompts)
+    out = Stdout()
+    if not as_json:
+        lengths = ", ".join(str(len(prompt)) for prompt in prompts)
+        out.write(f"{opened.name} on {device}: prompts of {lengths} tokens, {NEW_TOKENS} new tokens each\n")
+    cases: list[Case] = []
+    for case in _cases(opened, options, prompts, references):
+        cases.append(case)
+        if not as_json:
+            out.write(_line(case) + "\n")
+        if case.difference is not None:
+            break
+    compared = sum(case.tokens for case in cases)
+    difference = cases[-1].difference
+    if as_json:
+        report = {
+            "model": opened.name,
+            "device": device,
+            "passed": difference is None,
+            "compared_tokens": compared,
+            "first_difference": difference,
+            "cases": [case.to_json() for case in cases],
+        }
+        out.write(json.dumps(report, ensure_ascii=False) + "\n")
+    elif difference is None:
+        out.write(f"passed: {compared:,} tokens are those of plain decoding\n")
+    else:
+        out.write(f"failed: {difference}\n")
+    return EXIT_DONE if difference is None else EXIT_ERROR
+
+
+def cut_prompts(model: Model) -> list[list[int]]:
+    """Prompts of `LENGTHS` tokens that fit the model's context, from different places of the sample text."""
+    text = Path(__file__).with_name("sample.txt").read_text(encoding="utf-8")
+    ids = model.tokenizer.encode(text)
+    while len(ids) < LENGTHS[-1] + len(LENGTHS):
+        ids += model.tokenizer.encode(text, special=False)
+    lengths = [length for length in LENGTHS if length + NEW_TOKENS <= model.context]
+    if len(lengths) < BATCH:
+        raise DoesNotFitError(
+            f"the model's context of {model.context} tokens is too short for the self-test",
+            f"choose a model with a context of at least {LENGTHS[BATCH - 1] + NEW_TOKENS} tokens",
+        )
+    # The first token (often a BOS) starts every prompt; what follows differs from prompt to prompt.
+    return [ids[:1] + ids[1 + place : length + place] for place, length in enumerate(lengths)]
+
+
+def _references(
+    model: Model, options: EngineOptions, prompts: Sequence[list[int]]
+) -> tuple[str, dict[str, list[list[int]]]]:
+    """Device, and plain decoding of every prompt alone, per acceptance rule."""
+    engine = _engine(model, replace(options, method="ar", gamma=0), prompts, batch=1)
+    decoded = {
+        accept: [_decode(engine, [prompt], sampling, 0)[0] for prompt in prompts]
+        for accept, sampling in _SAMPLING.items()
+    }
+    return engine.info["device"], decoded
+
+
+def _cases(
+    model: Model, options: EngineOptions, prompts: Sequence[list[int]], references: dict[str, list[list[int]]]
+) -> Iterator[Case]:
+    everything = range(len(prompts))
+    long = [place for place in everything if len(prompts[place]) >= LONG]
+    ways: list[tuple[EngineOptions, Sequence[int]]] = [
+        (replace(options, method=method), everything) for method in ("kv4", "w4", "quantspec")
+    ]
+    if long:
+        selected = replace(options, method="quantspec", draft_pages=PAGES_MIN)
+        ways += [(replace(selected, page_choice=choice), long) for choice in ("best", "window")]
+    ways.append((replace(options, method="quantspec", threads=1), everything))
+    for way, places in ways:
+        engine = _engine(model, replace(way, gamma=GAMMA_MAX), prompts, batch=BATCH)
+        for accept, sampling in _SAMPLING.items():
+            for batch in (1, BATCH):
+                for turn, gamma in enumerate(GAMMAS):
+                    # The batch moves on by one prompt per case; its neighbours have other lengths.
+                    chosen = [places[turn % len(places)]]
+                    chosen += [(chosen[0] + step) % len(prompts) for step in range(1, batch)]
+                    decoded = _decode(engine, [prompts[place] for place in chosen], sampling, gamma)
+                    expected = [references[accept][place] for place in chosen]
+                    case = Case(
+                        method=way.method,
+                        draft_pages=way.draft_pages,
+                        threads=way.threads,
+                        gamma=gamma,
+                        accept=accept,
+                        batch=batch,
+                        tokens=sum(map(len, decoded)),
+                        difference=None,
+                    )
+                    found = first_difference([len(prompts[place]) for place in chosen], expected, decoded)
+                    yield case if found is None else replace(case, difference=f"{_line(case)}: {found}")
+
+
+def first_difference(lengths: Sequence[int], expected: Sequence[list[int]], decoded: Sequence[list[int]]) -> str | None:
+    """Where two lists of answers differ first, in words."""
+    for length, right, wrong in zip(lengths, expected, decoded, strict=True):
+        if right != wrong:
+            at = next(
+                (at for at, pair in enumerate(zip(right, wrong, strict=False)) if pair[0] != pair[1]),
+                min(len(right), len(wrong)),
+            )
+            expects, got = right[at : at + 1], wrong[at : at + 1]
+            return f"prompt of {length} tokens, new token {at}: {expects} expected, {got} decoded"
+    return None
+
+
+def _engine(model: Model, options: EngineOptions, prompts: Sequence[list[int]], *, batch: int) -> Engine:
+    return Engine(model, options, context=max(map(len, prompts)) + NEW_TOKENS, batch=batch)
+
+
+def _decode(engine: Engine, prompts: Sequence[list[int]], options: GenerateOptions, gamma: int) -> list[list[int]]:
+    """Decodes prompts together with one γ, through the product's loop; ids only, no end-of-text token ends them."""
+    native = engine.native
+    with native_errors():
+        slots = [native.add(prompt, **options.sampling()) for prompt in prompts]
+        texts = {slot: Text(lambda _: b"", limit=options.max_new_tokens) for slot in slots}
+
+        def fixed(slot: int) -> int:
+            return min(gamma, options.max_new_tokens - len(texts[slot].tokens) - 1)
+
+        for _ in loop.decode(native, texts, choose_gamma=fixed):
+            pass
+    return [texts[slot].tokens for slot in slots]
+
+
+def _line(case: Case) -> str:
+    pages = "all pages" if case.draft_pages == "all" else f"{case.draft_pages} pages"
+    threads = "" if case.threads is None else f", {case.threads} thread" + ("s" if case.threads > 1 else "")
+    return (
+        f"{case.method:9} {pages}, gamma {case.gamma:2}, {case.accept}, batch {case.batch}{threads}: "
+        f"{case.tokens} tokens " + ("equal" if case.difference is None else "differ")
+    )

@@ -1,0 +1,86 @@
+"""Defaults below the flags: QUANTSPEC_* variables, then a TOML file.
+
+    model = "meta-llama/Llama-3.2-1B"   # for every command that has --model
+
+    [run]
+    max-tokens = 500
+
+Keys are long flags without the dashes. The file is --config, $QUANTSPEC_CONFIG, or quantspec/config.toml in
+$XDG_CONFIG_HOME (default ~/.config).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import FileError, UsageError, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import click
+
+PREFIX = "QUANTSPEC"
+
+# What one invocation is about cannot be a default.
+_NO_SETTING = {"prompt", "text", "output", "as_json", "help"}
+
+
+def default_path() -> Path:
+    """Where the file is looked for when nobody names one."""
+    home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path(home).expanduser() / "quantspec" / "config.toml"
+
+
+def default_map(path: Path | None, commands: Mapping[str, click.Command]) -> dict[str, Any]:
+    """The file as click's default map: command name to parameter name to value. No file, no defaults."""
+    if path is None:
+        path = default_path()
+        if not path.is_file():
+            return {}
+    table = _read(path)
+    sections = {name: table.pop(name) for name in list(table) if name in commands and isinstance(table[name], dict)}
+    known = {name: _settable(command) for name, command in commands.items()}
+    defaults: dict[str, Any] = {name: {} for name in commands}
+    for key, value in table.items():
+        users = [name for name in commands if _parameter(key) in known[name]]
+        if not users or isinstance(value, dict):
+            raise _unknown(path, key, set().union(*known.values()) | set(commands))
+        for name in users:
+            defaults[name][_parameter(key)] = value
+    for name, section in sections.items():
+        for key, value in section.items():
+            if _parameter(key) not in known[name] or isinstance(value, dict):
+                raise _unknown(path, f"{name}.{key}", known[name])
+            defaults[name][_parameter(key)] = value
+    return defaults
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileError(f"settings file {path} cannot be read: {reason(error)}", "check --config") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"settings file {path} is not valid TOML: {error}", "correct the file") from error
+    return table
+
+
+def _settable(command: click.Command) -> set[str]:
+    return {parameter.name for parameter in command.params if parameter.name} - _NO_SETTING
+
+
+def _parameter(key: str) -> str:
+    return key.replace("-", "_")
+
+
+def _unknown(path: Path, key: str, known: set[str]) -> UsageError:
+    names = ", ".join(sorted(name.replace("_", "-") for name in known))
+    return UsageError(f"settings file {path}: {key} is no setting", f"known are {names}")

@@ -1,0 +1,160 @@
+"""Chat templates: a document, an instruction and a system prompt as the messages a model was trained on.
+
+A template is a program that came with the model. It runs in jinja's sandbox, in a process of its own with limits on
+time and memory, so that one that loops, grows or raises ends in an error.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from .errors import ModelError, internal
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from jinja2.ext import Extension
+
+# Real templates take milliseconds; a busy machine may start Python slowly, hence the gap between the two.
+CPU_LIMIT_S = 5
+WALL_LIMIT_S = 30
+# Address space of the process, besides what the document itself needs: jinja with its imports takes about 100 MB.
+MEMORY_LIMIT_BYTES = 1 << 30
+# A template wraps its messages in a few special tokens.
+SLACK_CHARACTERS = 1 << 20
+
+_CHILD = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from quantspec_cli.template import child; child()"
+
+
+def find(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template of a checkpoint: chat_template.jinja, chat_template.json, or tokenizer_config.json's."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(f"{file} cannot be read: {error}", "use the file published with these weights") from error
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
+
+
+def messages(document: str, instruction: str | None, system_prompt: str | None) -> list[dict[str, str]]:
+    """A document as a conversation. The instruction follows the document: a model reads it with the text in mind."""
+    user = document if instruction is None else f"{document}\n\n{instruction}"
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return [*system, {"role": "user", "content": user}]
+
+
+def plain(document: str, instruction: str | None, system_prompt: str | None) -> str:
+    """The same without a template, for base models."""
+    parts = [system_prompt, document, instruction]
+    return "\n\n".join(part for part in parts if part is not None) + "\n\n"
+
+
+def render(template: str, conversation: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
+    """Renders a conversation and the start of the answer; `special` are the texts of the model's special tokens."""
+    request: dict[str, Any] = {"template": template, "messages": list(conversation), "special": dict(special)}
+    size = sum(len(message["content"]) for message in conversation)
+    request["limit"] = 2 * size + SLACK_CHARACTERS
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", _CHILD, json.dumps(sys.path)],
+            input=json.dumps(request).encode(),
+            capture_output=True,
+            timeout=WALL_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise _refused(f"the chat template did not end within {WALL_LIMIT_S} s") from None
+    except OSError as error:
+        raise internal(error) from error
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        # Killed by a limit: there is no answer.
+        raise _refused(f"the chat template took more than {CPU_LIMIT_S} s or too much memory") from None
+    if "error" in answer:
+        raise _refused(f"the chat template failed: {answer['error']}")
+    text = answer["text"]
+    if not isinstance(text, str) or not text.strip():
+        raise _refused("the chat template rendered nothing")
+    return text
+
+
+def _refused(message: str) -> ModelError:
+    return ModelError(message, "leave out --instruction and --system-prompt to continue the document as plain text")
+
+
+def child() -> None:
+    """The process that renders: a request on standard input, an answer on standard output."""
+    request = json.loads(sys.stdin.buffer.read())
+    _limit(len(request["template"]) + request["limit"])
+    try:
+        text = _render_here(request["template"], request["messages"], request["special"], request["limit"])
+        answer = {"text": text}
+    except MemoryError:
+        answer = {"error": "out of memory"}
+    except Exception as error:
+        answer = {"error": str(error) or type(error).__name__}
+    sys.stdout.write(json.dumps(answer))
+
+
+def _limit(characters: int) -> None:
+    try:
+        import resource
+    except ImportError:  # no such limits on Windows; the wall clock remains
+        return
+    # jinja, the parts of the text and their join: a handful of copies of at most 4 bytes per character.
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES + 32 * characters,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _render_here(template: str, conversation: list[dict[str, str]], special: dict[str, str], limit: int) -> str:
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: object, indent: int | None = None, **_: object) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    # Templates test `tools is not none`; transformers passes them, so do we.
+    context = {"add_generation_prompt": True, "tools": None, "documents": None, **special}
+    pieces: list[str] = []
+    length = 0
+    for piece in environment.from_string(template).generate(messages=conversation, **context):
+        length += len(piece)
+        if length > limit:
+            raise TemplateError(f"it rendered more than {limit} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _generation_tag() -> type[Extension]:
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it means its content."""
+    from jinja2.ext import Extension
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation

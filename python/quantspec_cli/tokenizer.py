@@ -1,0 +1,223 @@
+"""A model's tokenizer: text to ids with its own special tokens, ids to bytes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+from .errors import ModelError, internal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import tokenizers
+
+
+class Tokenizer:
+    """The tokenizer beside a checkpoint.
+
+    Attributes:
+        config: tokenizer_config.json, or {} where there is none.
+        special: text of the special tokens a chat template may name: bos_token, eos_token and the like.
+    """
+
+    def __init__(self, directory: Path, vocab: int) -> None:
+        """Reads tokenizer.json; `vocab` is the number of rows of the model's embedding."""
+        self._name = str(directory / "tokenizer.json")
+        self.config = _read_json(directory / "tokenizer_config.json")
+        self.special = {key: text for key, value in self.config.items() if (text := _special(key, value)) is not None}
+        self._inner = _load(directory)
+        self._vocab = vocab
+        known = self._inner.get_vocab_size(with_added_tokens=True)
+        # Embeddings are padded to a round number of rows, but nobody doubles them.
+        if known * 2 < vocab:
+            raise ModelError(
+                f"{self._name} has {known} tokens, the model has {vocab}",
+                "use the tokenizer.json published with these weights",
+            )
+        self._hidden = {id for id, token in self._inner.get_added_tokens_decoder().items() if token.special}
+        self._to_bytes, self._strips_start = _byte_rule(self._inner, self._name)
+        self._bytes: dict[int, bytes] = {}
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Ids of a text. `special` adds what the tokenizer puts around a text (its BOS), exactly once.
+
+        Text rendered by a chat template holds its special tokens already and is encoded with `special=False`.
+        """
+        # The batch call is the one that releases the GIL, so that Ctrl-C is heard.
+        ids = list(_in_background(lambda: self._inner.encode_batch_fast([text], add_special_tokens=special))[0].ids)
+        if special and self.config.get("add_bos_token") is True:
+            bos = self.id_of(self.special.get("bos_token"))
+            if bos is not None and ids[:1] != [bos]:
+                ids.insert(0, bos)
+        if ids and max(ids) >= self._vocab:
+            raise ModelError(
+                f"{self._name} produces token id {max(ids)}, the model has {self._vocab} tokens",
+                "use the tokenizer.json published with these weights",
+            )
+        return ids
+
+    def id_of(self, token: str | None) -> int | None:
+        """Id of a token, or None where it is unknown."""
+        found = self._inner.token_to_id(token) if token else None
+        return None if found is None else int(found)
+
+    def token_bytes(self, token: int) -> bytes:
+        """UTF-8 bytes a token stands for, possibly part of a character; empty for special and padding tokens."""
+        known = self._bytes.get(token)
+        if known is None:
+            text = None if token in self._hidden else self._inner.id_to_token(token)
+            known = self._bytes[token] = b"" if text is None else self._to_bytes(text)
+        return known
+
+    def answer_bytes(self, *, continues: bool) -> Callable[[int], bytes]:
+        """`token_bytes` for one answer.
+
+        An answer that does not continue its prompt's text starts without the space SentencePiece puts before a word.
+        """
+        if continues or not self._strips_start:
+            return self.token_bytes
+        started = False
+
+        def first_stripped(token: int) -> bytes:
+            nonlocal started
+            known = self.token_bytes(token)
+            if started or not known:
+                return known
+            started = True
+            return known.removeprefix(b" ")
+
+        return first_stripped
+
+
+def _load(directory: Path) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer as Inner
+
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        other = next((name for name in ("tokenizer.model", "vocab.json") if (directory / name).is_file()), None)
+        hint = (
+            f"it has {other}; convert it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers"
+            if other
+            else "copy the tokenizer.json published with these weights into the directory"
+        )
+        raise ModelError(f"{directory} has no tokenizer.json", hint)
+    inner: Inner = _guarded(lambda: Inner.from_file(str(path)), f"{path} cannot be read")
+    # A tokenizer.json may ask for truncation or padding: nothing is ever cut, and pads are no text.
+    inner.no_truncation()
+    inner.no_padding()
+    return inner
+
+
+def _guarded(work: Callable[[], Any], message: str) -> Any:
+    """Runs a call into the tokenizer library, whose errors are bare exceptions and, for some damaged files, panics."""
+    try:
+        return work()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        hint = "use the tokenizer.json published with these weights"
+        raise ModelError(f"{message}: {error}", hint) from error
+
+
+def _in_background(work: Callable[[], Any]) -> Any:
+    """Runs a call that releases the GIL on another thread, so that this one hears Ctrl-C while it runs."""
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    # A daemon: after Ctrl-C the process ends without waiting for it.
+    thread = threading.Thread(target=run, name="quantspec-tokenizer", daemon=True)
+    thread.start()
+    thread.join()
+    if failure:
+        raise internal(failure[0]) from failure[0]
+    return outcome[0]
+
+
+def _byte_rule(inner: tokenizers.Tokenizer, name: str) -> tuple[Callable[[str], bytes], bool]:
+    """How the text of a token becomes bytes, and whether a text loses its first space."""
+    decoder = inner.decoder
+    spec: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
+    steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    kinds = [step["type"] for step in steps]
+    if "ByteLevel" in kinds:
+        return _byte_level, False
+    if decoder is None:
+        return lambda token: b" " + token.encode(), True
+    unknown = set(kinds) - {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+    if unknown:
+        raise ModelError(
+            f"{name} has a decoder of type {', '.join(sorted(unknown))}",
+            "supported are the byte-level and SentencePiece tokenizers of Llama, Mistral and Qwen models",
+        )
+    replacements = [(step["replacement"], " ") for step in steps if step["type"] == "Metaspace"]
+    replacements += [
+        (step["pattern"].get("String", ""), step["content"]) for step in steps if step["type"] == "Replace"
+    ]
+    fallback = "ByteFallback" in kinds
+    strips = any(
+        (step["type"] == "Strip" and step["content"] == " " and step["start"] > 0)
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in steps
+    )
+
+    def sentencepiece(token: str) -> bytes:
+        if fallback and len(token) == len("<0x00>") and token.startswith("<0x") and token.endswith(">"):
+            try:
+                return bytes([int(token[3:5], 16)])
+            except ValueError:
+                pass
+        for pattern, content in replacements:
+            token = token.replace(pattern, content) if pattern else token
+        return token.encode()
+
+    return sentencepiece, strips
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes(_BYTE_OF[character] for character in token)
+    except KeyError:
+        # An added token holds its text as it is.
+        return token.encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, every other byte for the next code point from 256 on."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _special(key: str, value: object) -> str | None:
+    """The text of a special token in tokenizer_config.json: a string, or an object with its content."""
+    if not key.endswith("_token"):
+        return None
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}", "check the file's permissions") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}", "use the file published with these weights") from error
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{path} is not a JSON object", "use the file published with these weights")
+    return parsed
