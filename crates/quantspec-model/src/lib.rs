@@ -7,5 +7,7 @@ pub mod config;
 pub mod engine;
 pub mod evaluate;
 pub mod forward;
+#[cfg(feature = "reference")]
+pub mod reference;
 pub mod rope;
 pub mod safetensors;

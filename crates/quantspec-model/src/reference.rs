@@ -1,0 +1,675 @@
+//! The second opinion: a [`Backend`] in plain candle tensors, f32, literal and slow.
+//!
+//! Every operation is written the way its definition reads, with no layout, no kernel and no cleverness, so that a fast
+//! backend can be compared with it. Decode rows are computed one at a time, which makes them row-invariant by
+//! construction. The cache holds canonical pages ([`quantspec_core::quantize::Page`]) and f16 buffers, as the method defines
+//! them; weights are the checkpoint's values in f32, draft weights the values their codes stand for.
+
+use crate::backend::{Backend, Block, Hooks, Memory, Options, Pass, Step, Turn};
+use crate::checkpoint::{Checkpoint, LayerPart, Part};
+use crate::rope::RopeTable;
+use candle_core::{D, Device, Tensor};
+use half::f16;
+use quantspec_core::attend::{page_bound, select_pages, window_pages};
+use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages};
+use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::quantize::{
+    Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations, quantize_head_row, quantize_page,
+    quantize_weights_row,
+};
+use quantspec_core::sample::{Sampler, Stream, check_finite, choose};
+use quantspec_core::verify::{Judge, Verdict};
+use quantspec_core::{Error, Result};
+use std::collections::HashMap;
+
+/// A model in plain tensors.
+pub struct ReferenceBackend {
+    config: ModelConfig,
+    options: Options,
+    hooks: Hooks,
+    rope: RopeTable,
+    /// Weights in f32: matrices [outputs][inputs], vectors [n].
+    full: HashMap<Part, Tensor>,
+    /// Values of the draft's codes; parts that are not here are drafted with in full.
+    draft: HashMap<Part, Tensor>,
+    slots: Vec<Option<Slot>>,
+    judge: Judge,
+    /// Hidden states of the step under way, [1][hidden] per row.
+    rows: Vec<Tensor>,
+    /// Hidden states of the prompt under way, [rows][hidden] by the block's first row.
+    blocks: HashMap<usize, Tensor>,
+    /// What the last operation left for the next: queries, attention output or gated activations, [rows][n] each.
+    between: Vec<Tensor>,
+    /// Keys and values of the prompt in the layer under way, [tokens][kv_width] each.
+    scratch: Option<(Tensor, Tensor)>,
+    logits: Vec<Vec<f32>>,
+}
+
+/// One sequence.
+struct Slot {
+    window: Vec<u32>,
+    /// [layer][kv head].
+    heads: Vec<Vec<Head>>,
+}
+
+/// The cache of one KV head in one layer.
+struct Head {
+    /// Recent keys (after RoPE) and values, [BUFFER_TOKENS][head_dim] each.
+    recent_keys: Vec<f16>,
+    recent_values: Vec<f16>,
+    pages: Vec<Option<Stored>>,
+    /// Pages the current draft reads; None before the first choice.
+    chosen: Option<Vec<usize>>,
+}
+
+/// One page in the planes that are kept.
+struct Stored {
+    quantised: Option<Page>,
+    /// Keys and values, [G][head_dim] each.
+    full: Option<(Vec<f16>, Vec<f16>)>,
+}
+
+/// The value of a computation on tensors. It fails only by a defect of ours: shapes were checked when the checkpoint was opened.
+fn tensor<T>(compute: impl FnOnce() -> candle_core::Result<T>) -> Result<T> {
+    compute().map_err(|error| Error::internal(format!("reference backend: {error}")))
+}
+
+impl ReferenceBackend {
+    /// Reads a whole checkpoint into f32 tensors and makes the draft weights.
+    pub fn load(checkpoint: &Checkpoint, options: &Options, mut hooks: Hooks) -> Result<ReferenceBackend> {
+        let config = checkpoint.config().clone();
+        let mut full = HashMap::new();
+        let mut draft = HashMap::new();
+        let mut parts = Part::all(&config);
+        if config.tied_embeddings {
+            parts.push(Part::Head); // a table of its own, because the draft's head is quantised and the embedding is not
+        }
+        for (done, &part) in parts.iter().enumerate() {
+            let (rows, columns) = checkpoint.shape(part);
+            let mut values = vec![0.0; rows * columns];
+            checkpoint.read_f32(part, 0..rows, &mut values)?;
+            if let Some(codes) = draft_values(part, options.draft_weights, &values, columns)? {
+                draft.insert(part, tensor(|| Tensor::from_vec(codes, (rows, columns), &Device::Cpu))?);
+            }
+            full.insert(part, tensor(|| Tensor::from_vec(values, (rows, columns), &Device::Cpu))?);
+            (hooks.loading)(done + 1, parts.len());
+            (hooks.poll)()?;
+        }
+        Ok(ReferenceBackend {
+            rope: RopeTable::new(&config),
+            slots: (0..options.slots).map(|_| None).collect(),
+            options: options.clone(),
+            config,
+            hooks,
+            full,
+            draft,
+            judge: Judge::new(),
+            rows: Vec::new(),
+            blocks: HashMap::new(),
+            between: Vec::new(),
+            scratch: None,
+            logits: Vec::new(),
+        })
+    }
+
+    fn slot(&mut self, slot: usize) -> Result<&mut Slot> {
+        let found = self.slots.get_mut(slot).and_then(Option::as_mut);
+        found.ok_or_else(|| Error::internal(format!("slot {slot} is not open")))
+    }
+
+    fn weight(&self, part: Part, weights: Weights) -> Result<(&Tensor, bool)> {
+        let draft = if weights == Weights::Draft { self.draft.get(&part) } else { None };
+        match (draft, self.full.get(&part)) {
+            (Some(tensor), _) => Ok((tensor, true)),
+            (None, Some(tensor)) => Ok((tensor, false)),
+            (None, None) => Err(Error::internal(format!("{part:?} is not loaded"))),
+        }
+    }
+
+    /// Hidden states of the pass: one tensor per row of a step, one for a whole prompt block.
+    fn hidden(&self, pass: &Pass) -> Result<Vec<Tensor>> {
+        match pass {
+            Pass::Step(_) => Ok(self.rows.clone()),
+            Pass::Prefill(block) => match self.blocks.get(&block.start) {
+                Some(tensor) => Ok(vec![tensor.clone()]),
+                None => Err(Error::internal(format!("prompt block {} was not embedded", block.start))),
+            },
+        }
+    }
+
+    fn set_hidden(&mut self, pass: &Pass, hidden: Vec<Tensor>) {
+        match pass {
+            Pass::Step(_) => self.rows = hidden,
+            Pass::Prefill(block) => self.blocks.extend(hidden.into_iter().map(|tensor| (block.start, tensor))),
+        }
+    }
+
+    /// `x · wᵀ + bias`, [rows][outputs]; a quantised weight sees int8 activations.
+    fn linear(&self, x: &Tensor, part: Part, bias: Option<Part>, weights: Weights) -> Result<Tensor> {
+        let (weight, quantised) = self.weight(part, weights)?;
+        let x = if quantised { &rounded_activations(x)? } else { x };
+        let y = tensor(|| x.matmul(&weight.t()?))?;
+        match bias.and_then(|part| self.full.get(&part)) {
+            Some(bias) => tensor(|| y.broadcast_add(bias)),
+            None => Ok(y),
+        }
+    }
+
+    /// `x / sqrt(mean(x²) + eps) · weight` over the last dimension.
+    fn norm(&self, x: &Tensor, part: Part) -> Result<Tensor> {
+        let (weight, _) = self.weight(part, Weights::Full)?;
+        let eps = f64::from(self.config.rms_eps);
+        tensor(|| x.broadcast_div(&(x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?)?.broadcast_mul(weight))
+    }
+
+    /// Rotates [rows][heads · head_dim] to the given (position, length) of each row.
+    fn rotate(&self, x: &Tensor, heads: usize, places: &[(usize, usize)]) -> Result<Tensor> {
+        let half = self.config.head_dim / 2;
+        let (mut cos, mut sin) = (vec![0.0; places.len() * half], vec![0.0; places.len() * half]);
+        for (row, &(position, length)) in places.iter().enumerate() {
+            let channels = row * half..(row + 1) * half;
+            self.rope.fill(position, length, &mut cos[channels.clone()], &mut sin[channels]);
+        }
+        tensor(|| {
+            let x = x.reshape((places.len(), heads, 2 * half))?;
+            let cos = Tensor::from_vec(cos, (places.len(), 1, half), &Device::Cpu)?;
+            let sin = Tensor::from_vec(sin, (places.len(), 1, half), &Device::Cpu)?;
+            let (x1, x2) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
+            let y1 = (x1.broadcast_mul(&cos)? - x2.broadcast_mul(&sin)?)?;
+            let y2 = (x2.broadcast_mul(&cos)? + x1.broadcast_mul(&sin)?)?;
+            Tensor::cat(&[y1, y2], 2)?.reshape((places.len(), heads * 2 * half))
+        })
+    }
+
+    /// Queries, keys (both rotated) and values of some rows, [rows][heads · head_dim].
+    fn project(
+        &self,
+        layer: usize,
+        hidden: &Tensor,
+        weights: Weights,
+        places: &[(usize, usize)],
+    ) -> Result<[Tensor; 3]> {
+        use LayerPart::*;
+        let part = |part| Part::Layer(layer, part);
+        let x = self.norm(hidden, part(AttentionNorm))?;
+        let mut q = self.linear(&x, part(Q), Some(part(QBias)), weights)?;
+        let mut k = self.linear(&x, part(K), Some(part(KBias)), weights)?;
+        let v = self.linear(&x, part(V), Some(part(VBias)), weights)?;
+        let ModelConfig { heads, kv_heads, head_dim, .. } = self.config;
+        if self.config.qk_norm {
+            let by_head = |x: &Tensor, heads| tensor(|| x.reshape((places.len(), heads, head_dim)));
+            let flat = |x: Tensor| tensor(|| x.flatten_from(1));
+            q = flat(self.norm(&by_head(&q, heads)?, part(QNorm))?)?;
+            k = flat(self.norm(&by_head(&k, kv_heads)?, part(KNorm))?)?;
+        }
+        Ok([self.rotate(&q, heads, places)?, self.rotate(&k, kv_heads, places)?, v])
+    }
+
+    /// Attention of one decode row, [1][q_width].
+    fn attend_row(&mut self, layer: usize, step: &Step, index: usize) -> Result<Tensor> {
+        let row = step.rows[index];
+        let ModelConfig { kv_heads, head_dim, .. } = self.config;
+        let (group, rounding, planes) = (self.config.group(), self.options.rounding, self.options.planes);
+        check_view(step.view, planes)?;
+        let query = tensor(|| self.between[index].reshape((kv_heads, group, head_dim)))?;
+        let mut outputs = Vec::new();
+        for kv_head in 0..kv_heads {
+            let query = tensor(|| query.get(kv_head))?;
+            let head = &mut self.slot(row.slot)?.heads[layer][kv_head];
+            let pages = head.choose_pages(step, row.position, &query, rounding)?;
+            let (mut keys, mut values) = (Vec::new(), Vec::new());
+            for page in pages {
+                head.page_values(page, step.view, rounding, &mut keys, &mut values)?;
+            }
+            for token in visible_buffer(row.position) {
+                let at = buffer_slot(token) * head_dim;
+                keys.extend(head.recent_keys[at..at + head_dim].iter().map(|x| x.to_f32()));
+                values.extend(head.recent_values[at..at + head_dim].iter().map(|x| x.to_f32()));
+            }
+            let shape = (keys.len() / head_dim, head_dim);
+            let keys = tensor(|| Tensor::from_vec(keys, shape, &Device::Cpu))?;
+            let values = tensor(|| Tensor::from_vec(values, shape, &Device::Cpu))?;
+            outputs.push(softmax_sum(&query, &keys, &values, None)?);
+        }
+        tensor(|| Tensor::cat(&outputs, 0)?.reshape((1, ())))
+    }
+
+    /// Exact causal attention of a prompt block over the layer's scratch, [rows][q_width].
+    fn attend_block(&self, block: &Block) -> Result<Tensor> {
+        let ModelConfig { heads, head_dim, .. } = self.config;
+        let Some((keys, values)) = &self.scratch else {
+            return Err(Error::internal("prompt attention without keys"));
+        };
+        let tokens = block.start + block.rows;
+        // Row r sees tokens 0..=start + r.
+        let hidden = |index: usize| index % tokens > block.start + index / tokens;
+        let mask = (0..block.rows * tokens).map(|index| if hidden(index) { f32::NEG_INFINITY } else { 0.0 }).collect();
+        let mask = tensor(|| Tensor::from_vec(mask, (block.rows, tokens), &Device::Cpu))?;
+        let mut outputs = Vec::new();
+        for head in 0..heads {
+            let kv_head = head / self.config.group();
+            let query = tensor(|| self.between[0].narrow(1, head * head_dim, head_dim)?.contiguous())?;
+            let keys = tensor(|| keys.narrow(1, kv_head * head_dim, head_dim)?.contiguous())?;
+            let values = tensor(|| values.narrow(1, kv_head * head_dim, head_dim)?.contiguous())?;
+            outputs.push(softmax_sum(&query, &keys, &values, Some(&mask))?);
+        }
+        tensor(|| Tensor::cat(&outputs, 1))
+    }
+}
+
+/// The values a part's draft codes stand for, or None where the draft uses the part in full.
+fn draft_values(part: Part, kind: DraftWeights, values: &[f32], columns: usize) -> Result<Option<Vec<f32>>> {
+    use LayerPart::*;
+    let quantised = match (part, kind) {
+        (_, DraftWeights::None) => false,
+        (Part::Layer(_, Gate | Up | Down), _) => true,
+        (Part::Head | Part::Layer(_, Q | K | V | Output), DraftWeights::Int4) => true,
+        _ => false,
+    };
+    if !quantised {
+        return Ok(None);
+    }
+    let mut out = Vec::with_capacity(values.len());
+    for row in values.chunks_exact(columns) {
+        let row = if part == Part::Head { quantize_head_row(row)? } else { quantize_weights_row(row)? };
+        out.extend(row.dequantize());
+    }
+    Ok(Some(out))
+}
+
+/// Activations as int8 codes give them back, row by row.
+fn rounded_activations(x: &Tensor) -> Result<Tensor> {
+    let mut out = Vec::new();
+    for row in tensor(|| x.to_vec2::<f32>())? {
+        let codes = quantize_activations(&row)?;
+        out.extend(codes.codes.iter().enumerate().map(|(at, &code)| f32::from(code) * codes.scales[at / WEIGHT_GROUP]));
+    }
+    tensor(|| Tensor::from_vec(out, x.shape(), &Device::Cpu))
+}
+
+/// `softmax(query · keysᵀ / √head_dim + mask) · values`, [queries][head_dim].
+fn softmax_sum(query: &Tensor, keys: &Tensor, values: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
+    tensor(|| {
+        let scale = 1.0 / (query.dim(1)? as f64).sqrt();
+        let mut scores = (query.matmul(&keys.t()?)? * scale)?;
+        if let Some(mask) = mask {
+            scores = (scores + mask)?;
+        }
+        let weights = scores.broadcast_sub(&scores.max_keepdim(1)?)?.exp()?;
+        weights.matmul(values)?.broadcast_div(&weights.sum_keepdim(1)?)
+    })
+}
+
+/// Refuses a view whose planes are not kept.
+fn check_view(view: View, planes: Planes) -> Result<()> {
+    let kept = match view {
+        View::Upper => planes.upper,
+        View::Both => planes.upper && planes.lower,
+        View::Full => planes.full,
+    };
+    if kept { Ok(()) } else { Err(Error::internal(format!("view {view:?} of a cache that keeps {planes:?}"))) }
+}
+
+/// f16 of keys or values; what half precision cannot hold is an error, never a silent infinity.
+fn halves(values: &[f32], what: &str, layer: usize) -> Result<Vec<f16>> {
+    let halves: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
+    match halves.iter().position(|x| !x.is_finite()) {
+        None => Ok(halves),
+        Some(at) => {
+            Err(Error::not_finite(format!("{what} of layer {layer}: {} does not fit half precision", values[at])))
+        }
+    }
+}
+
+impl Head {
+    fn new(head_dim: usize, capacity: usize) -> Head {
+        Head {
+            recent_keys: vec![f16::ZERO; BUFFER_TOKENS * head_dim],
+            recent_values: vec![f16::ZERO; BUFFER_TOKENS * head_dim],
+            pages: (0..capacity / G).map(|_| None).collect(),
+            chosen: None,
+        }
+    }
+
+    /// The pages a row reads. `query` is [group][head_dim].
+    fn choose_pages(&mut self, step: &Step, position: usize, query: &Tensor, rounding: Rounding) -> Result<Vec<usize>> {
+        let visible = visible_pages(position);
+        let chosen = match (step.pages, &self.chosen) {
+            (Pages::All, _) => return Ok((0..visible).collect()),
+            (Pages::Window(_) | Pages::Best(_), Some(chosen)) if !step.choose_pages => chosen.clone(),
+            (Pages::Window(n), _) => window_pages(visible, n),
+            (Pages::Best(n), _) => {
+                let queries = tensor(|| query.to_vec2::<f32>())?;
+                let mut bounds = Vec::with_capacity(visible);
+                for page in 0..visible {
+                    let params = &self.quantised(page)?.key_params;
+                    let best = queries.iter().map(|query| page_bound(query, params, rounding));
+                    bounds.push(best.fold(f32::NEG_INFINITY, f32::max));
+                }
+                select_pages(&bounds, n)
+            }
+        };
+        self.chosen = Some(chosen.clone());
+        Ok(chosen)
+    }
+
+    fn stored(&self, page: usize) -> Result<&Stored> {
+        let stored = self.pages.get(page).and_then(Option::as_ref);
+        stored.ok_or_else(|| Error::internal(format!("page {page} is read before it was quantised")))
+    }
+
+    fn quantised(&self, page: usize) -> Result<&Page> {
+        self.stored(page)?.quantised.as_ref().ok_or_else(|| Error::internal("quantised planes are not kept"))
+    }
+
+    /// Appends the page's keys and values, [G][head_dim] each, as the view sees them.
+    fn page_values(
+        &self,
+        page: usize,
+        view: View,
+        rounding: Rounding,
+        keys: &mut Vec<f32>,
+        values: &mut Vec<f32>,
+    ) -> Result<()> {
+        if view == View::Full {
+            let stored = self.stored(page)?.full.as_ref();
+            let (full_keys, full_values) = stored.ok_or_else(|| Error::internal("full pages are not kept"))?;
+            keys.extend(full_keys.iter().map(|x| x.to_f32()));
+            values.extend(full_values.iter().map(|x| x.to_f32()));
+            return Ok(());
+        }
+        let page = self.quantised(page)?;
+        let dequantise = |upper, lower, params| match view {
+            View::Upper => dequantize_upper(upper, params, rounding),
+            _ => dequantize_both(upper, lower, params),
+        };
+        for at in 0..G * page.head_dim {
+            let (token, channel) = (at / page.head_dim, at % page.head_dim);
+            keys.push(dequantise(page.key_upper[at], page.key_lower[at], page.key_params[channel]));
+            values.push(dequantise(page.value_upper[at], page.value_lower[at], page.value_params[token]));
+        }
+        Ok(())
+    }
+
+    /// Keeps a complete page in the wanted planes.
+    fn keep(
+        &mut self,
+        page: usize,
+        keys: Vec<f16>,
+        values: Vec<f16>,
+        head_dim: usize,
+        options: &Options,
+    ) -> Result<()> {
+        let quantised = match options.planes.upper {
+            true => Some(quantize_page(&keys, &values, head_dim, options.rounding)?),
+            false => None,
+        };
+        let stored = Stored { quantised, full: options.planes.full.then_some((keys, values)) };
+        match self.pages.get_mut(page) {
+            Some(place) => *place = Some(stored),
+            None => return Err(Error::internal(format!("page {page} is beyond the slot's capacity"))),
+        }
+        Ok(())
+    }
+}
+
+impl Backend for ReferenceBackend {
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+        if capacity > self.options.capacity || self.slots.get(slot).is_none_or(Option::is_some) {
+            return Err(Error::internal(format!("slot {slot} of capacity {capacity} cannot be opened")));
+        }
+        let heads = || (0..self.config.kv_heads).map(|_| Head::new(self.config.head_dim, capacity)).collect();
+        let window = vec![0; self.options.step_rows.max(GAMMA_MAX + 1) + 1];
+        self.slots[slot] = Some(Slot { window, heads: (0..self.config.layers).map(|_| heads()).collect() });
+        Ok(())
+    }
+
+    fn close(&mut self, slot: usize) {
+        if let Some(slot) = self.slots.get_mut(slot) {
+            *slot = None;
+        }
+    }
+
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        match self.slot(slot)?.window.get_mut(..tokens.len()) {
+            Some(window) => window.copy_from_slice(tokens),
+            None => return Err(Error::internal(format!("a window of {} tokens", tokens.len()))),
+        }
+        Ok(())
+    }
+
+    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
+        let window = self.slot(slot)?.window.get(..n);
+        window.map(<[u32]>::to_vec).ok_or_else(|| Error::internal(format!("a window of {n} tokens")))
+    }
+
+    fn embed(&mut self, pass: &Pass) -> Result<()> {
+        let tokens: Vec<u32> = match pass {
+            Pass::Step(step) => {
+                let mut tokens = Vec::with_capacity(step.rows.len());
+                for row in step.rows {
+                    tokens.extend(self.slot(row.slot)?.window.get(row.offset));
+                }
+                tokens
+            }
+            Pass::Prefill(block) => {
+                if block.start == 0 {
+                    self.blocks.clear();
+                }
+                block.prompt[block.start..block.start + block.rows].to_vec()
+            }
+        };
+        let (table, _) = self.weight(Part::Embedding, Weights::Full)?;
+        let hidden = tensor(|| table.index_select(&Tensor::new(tokens.as_slice(), &Device::Cpu)?, 0))?;
+        let hidden = match pass {
+            Pass::Step(_) => (0..tokens.len()).map(|row| tensor(|| hidden.narrow(0, row, 1))).collect::<Result<_>>()?,
+            Pass::Prefill(_) => vec![hidden],
+        };
+        self.set_hidden(pass, hidden);
+        Ok(())
+    }
+
+    fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        let hidden = self.hidden(pass)?;
+        self.between.clear();
+        match pass {
+            Pass::Step(step) => {
+                let (kv_heads, head_dim) = (self.config.kv_heads, self.config.head_dim);
+                for (row, hidden) in step.rows.iter().zip(&hidden) {
+                    let place = (row.position, row.position + 1);
+                    let [q, k, v] = self.project(layer, hidden, step.weights, &[place])?;
+                    let keys = halves(&tensor(|| k.flatten_all()?.to_vec1())?, "keys", layer)?;
+                    let values = halves(&tensor(|| v.flatten_all()?.to_vec1())?, "values", layer)?;
+                    let at = buffer_slot(row.position) * head_dim;
+                    for kv_head in 0..kv_heads {
+                        let head = &mut self.slot(row.slot)?.heads[layer][kv_head];
+                        let from = kv_head * head_dim..(kv_head + 1) * head_dim;
+                        head.recent_keys[at..at + head_dim].copy_from_slice(&keys[from.clone()]);
+                        head.recent_values[at..at + head_dim].copy_from_slice(&values[from]);
+                    }
+                    self.between.push(q);
+                }
+            }
+            Pass::Prefill(block) => {
+                let positions = block.start..block.start + block.rows;
+                let places: Vec<(usize, usize)> = positions.map(|position| (position, block.prompt.len())).collect();
+                let [q, k, v] = self.project(layer, &hidden[0], Weights::Full, &places)?;
+                let earlier = self.scratch.take().filter(|_| block.start > 0);
+                self.scratch = Some(match earlier {
+                    None => (k, v),
+                    Some((keys, values)) => {
+                        (tensor(|| Tensor::cat(&[keys, k], 0))?, tensor(|| Tensor::cat(&[values, v], 0))?)
+                    }
+                });
+                self.between.push(q);
+            }
+        }
+        Ok(())
+    }
+
+    fn attend(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        self.between = match pass {
+            Pass::Step(step) => {
+                (0..step.rows.len()).map(|index| self.attend_row(layer, step, index)).collect::<Result<_>>()?
+            }
+            Pass::Prefill(block) => vec![self.attend_block(block)?],
+        };
+        Ok(())
+    }
+
+    fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        self.add_linear(layer, pass, LayerPart::Output, LayerPart::OutputBias)
+    }
+
+    fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        use LayerPart::*;
+        let (weights, part) = (weights_of(pass), |part| Part::Layer(layer, part));
+        let mut gated = Vec::new();
+        for hidden in self.hidden(pass)? {
+            let x = self.norm(&hidden, part(MlpNorm))?;
+            let gate = self.linear(&x, part(Gate), Some(part(GateBias)), weights)?;
+            let up = self.linear(&x, part(Up), Some(part(UpBias)), weights)?;
+            gated.push(tensor(|| gate.silu()? * up)?);
+        }
+        self.between = gated;
+        Ok(())
+    }
+
+    fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        self.add_linear(layer, pass, LayerPart::Down, LayerPart::DownBias)
+    }
+
+    fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()> {
+        let Some((keys, values)) = self.scratch.take() else {
+            return Err(Error::internal("no prompt to store"));
+        };
+        let head_dim = self.config.head_dim;
+        let options = self.options.clone();
+        for kv_head in 0..self.config.kv_heads {
+            let of_head = |all: &Tensor| -> Result<Vec<f32>> {
+                tensor(|| all.narrow(1, kv_head * head_dim, head_dim)?.flatten_all()?.to_vec1())
+            };
+            let keys = halves(&of_head(&keys)?, "keys", layer)?;
+            let values = halves(&of_head(&values)?, "values", layer)?;
+            let head = &mut self.slot(slot)?.heads[layer][kv_head];
+            for page in 0..tokens / G {
+                let span = page * G * head_dim..(page + 1) * G * head_dim;
+                head.keep(page, keys[span.clone()].to_vec(), values[span].to_vec(), head_dim, &options)?;
+            }
+            for token in tokens.saturating_sub(BUFFER_TOKENS)..tokens {
+                let (from, at) = (token * head_dim, buffer_slot(token) * head_dim);
+                head.recent_keys[at..at + head_dim].copy_from_slice(&keys[from..from + head_dim]);
+                head.recent_values[at..at + head_dim].copy_from_slice(&values[from..from + head_dim]);
+            }
+        }
+        Ok(())
+    }
+
+    fn head(&mut self, pass: &Pass) -> Result<()> {
+        let mut logits = Vec::new();
+        for hidden in self.hidden(pass)? {
+            let last = tensor(|| hidden.narrow(0, hidden.dim(0)? - 1, 1))?;
+            let x = self.norm(&last, Part::FinalNorm)?;
+            let row = self.linear(&x, Part::Head, None, weights_of(pass))?;
+            logits.push(tensor(|| row.flatten_all()?.to_vec1())?);
+        }
+        for row in &logits {
+            check_finite(row)?;
+        }
+        self.logits = logits;
+        Ok(())
+    }
+
+    fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
+        self.logits.get(row).cloned().ok_or_else(|| Error::internal(format!("no logits of row {row}")))
+    }
+
+    fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
+        let (head_dim, options) = (self.config.head_dim, self.options.clone());
+        let start = buffer_slot(page * G) * head_dim; // pages keep their alignment in the ring
+        for head in self.slot(slot)?.heads.iter_mut().flatten() {
+            let keys = head.recent_keys[start..start + G * head_dim].to_vec();
+            let values = head.recent_values[start..start + G * head_dim].to_vec();
+            head.keep(page, keys, values, head_dim, &options)?;
+        }
+        Ok(())
+    }
+
+    fn first(&mut self, _slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
+        Ok(choose(&self.logits(0)?, sampler, position, Stream::Sample))
+    }
+
+    fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
+        for (index, row) in step.rows.iter().enumerate() {
+            let turn = turns.iter().find(|turn| turn.slot == row.slot);
+            let turn = turn.ok_or_else(|| Error::internal(format!("slot {} has no turn", row.slot)))?;
+            let logits = self.logits(index)?;
+            let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
+            match self.slot(row.slot)?.window.get_mut(row.offset + 1) {
+                Some(place) => *place = token,
+                None => return Err(Error::internal(format!("offset {} is outside the window", row.offset + 1))),
+            }
+        }
+        Ok(())
+    }
+
+    fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
+        let mut verdicts = Vec::new();
+        for turn in turns {
+            let drafted = self.window(turn.slot, turn.gamma + 1)?.split_off(1);
+            let of_turn = step.rows.iter().zip(&self.logits).filter(|(row, _)| row.slot == turn.slot);
+            let logits: Vec<&[f32]> = of_turn.map(|(_, logits)| logits.as_slice()).collect();
+            verdicts.push(self.judge.judge(turn.slot, &drafted, &logits, &turn.sampler, turn.committed + 1)?);
+        }
+        Ok(verdicts)
+    }
+
+    fn poll(&mut self) -> Result<()> {
+        (self.hooks.poll)()
+    }
+
+    fn memory(&self) -> Memory {
+        let bytes = |tensors: &HashMap<Part, Tensor>| tensors.values().map(|tensor| tensor.elem_count() * 4).sum();
+        let heads = || self.slots.iter().flatten().flat_map(|slot| slot.heads.iter().flatten());
+        let pages = || heads().flat_map(|head| head.pages.iter().flatten());
+        let codes = |page: &Page| page.key_upper.len() + page.value_upper.len();
+        let params = |page: &Page| 4 * (page.key_params.len() + page.value_params.len());
+        let quantised = || pages().filter_map(|page| page.quantised.as_ref());
+        let full = pages().filter_map(|page| page.full.as_ref());
+        Memory {
+            weights_bytes: bytes(&self.full),
+            draft_weights_bytes: bytes(&self.draft),
+            cache_upper_bytes: quantised().map(|page| codes(page) + params(page)).sum(),
+            cache_lower_bytes: quantised().map(codes).sum(),
+            cache_full_bytes: full.map(|(keys, values)| 2 * (keys.len() + values.len())).sum(),
+            buffer_bytes: heads().map(|head| 2 * (head.recent_keys.len() + head.recent_values.len())).sum(),
+            workspace_bytes: self.logits.iter().map(|row| row.len() * 4).sum(),
+        }
+    }
+}
+
+impl ReferenceBackend {
+    /// Adds the projection of what the last operation left to the hidden states.
+    fn add_linear(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
+        let (part, bias) = (Part::Layer(layer, part), Part::Layer(layer, bias));
+        let mut sums = Vec::new();
+        for (hidden, x) in self.hidden(pass)?.iter().zip(&self.between) {
+            let y = self.linear(x, part, Some(bias), weights_of(pass))?;
+            sums.push(tensor(|| hidden + y)?);
+        }
+        self.set_hidden(pass, sums);
+        Ok(())
+    }
+}
+
+/// Prompts are always processed with full weights.
+fn weights_of(pass: &Pass) -> Weights {
+    match pass {
+        Pass::Step(step) => step.weights,
+        Pass::Prefill(_) => Weights::Full,
+    }
+}
