@@ -25,11 +25,14 @@ const CREDIT: f64 = 3.0;
 /// Most that winnings are remembered, so that a text that turns bad falls back within some rounds.
 const CREDIT_MAX: f64 = 12.0;
 
+/// Deepest debt: a wild measurement must not end drafting for good, and this is paid back within 600 tokens.
+const CREDIT_MIN: f64 = -6.0;
+
 /// Drafting must promise this much more than plain decoding.
 const MARGIN: f64 = 1.01;
 
-/// Timings kept per row count; the median of five ignores two interrupted ones.
-const KEPT: usize = 5;
+/// Timings kept per size.
+const KEPT: usize = 7;
 
 /// Timings before a row count's cost is believed: the first may include a graph capture or page faults.
 const BELIEVED: usize = 2;
@@ -68,7 +71,7 @@ impl Policy {
     pub fn observe_draft(&mut self, seconds: f64, steps: usize) {
         if let Some(auto) = self.auto.as_mut().filter(|_| steps > 0) {
             auto.steps = steps;
-            auto.draft.push(seconds / steps as f64);
+            auto.draft.observe(steps, seconds, auto.round);
         }
     }
 
@@ -139,11 +142,63 @@ impl Timings {
         }
     }
 
-    /// The lower median, once enough were seen.
+    /// The lower quartile, once enough were seen: interruptions only ever add time, so most of what was kept may be
+    /// interrupted. It follows a fall at once and a rise as soon as the rise is the rule; a plain step believed too fast is
+    /// what plain decoding corrects quickest, one believed too slow would keep a losing draft going.
     fn seconds(&self) -> Option<f64> {
         let mut sorted = self.recent.clone();
         sorted.sort_unstable_by(f64::total_cmp);
-        if sorted.len() < BELIEVED { None } else { sorted.get((sorted.len() - 1) / 2).copied() }
+        if sorted.len() < BELIEVED { None } else { sorted.get(sorted.len() / 4).copied() }
+    }
+}
+
+/// Seconds of something by its size: the rows of a verification, the steps of a draft.
+#[derive(Clone, Debug, Default)]
+struct Costs {
+    timings: BTreeMap<usize, Timings>,
+    /// Nothing costs nothing: known without timing it.
+    from_nothing: bool,
+}
+
+impl Costs {
+    /// Seconds per unit beyond the first, relative to the first, before two sizes were timed. Optimistic, so that drafting
+    /// is tried.
+    const SLOPE: f64 = 0.02;
+
+    fn observe(&mut self, size: usize, seconds: f64, round: usize) {
+        let timings = self.timings.entry(size).or_default();
+        timings.push(seconds);
+        timings.round = round;
+    }
+
+    /// Forgets sizes above `short` that were not used for long.
+    fn forget(&mut self, round: usize, short: usize) {
+        self.timings.retain(|&size, timings| size <= short || round - timings.round < STALE_ROUNDS);
+    }
+
+    /// Sizes whose cost is known, with their seconds, ascending.
+    fn known(&self) -> impl Iterator<Item = (usize, f64)> {
+        let timed = self.timings.iter().filter_map(|(&size, timings)| Some((size, timings.seconds()?)));
+        self.from_nothing.then_some((0, 0.0)).into_iter().chain(timed)
+    }
+
+    /// Seconds of this size: measured, or on the line through its measured neighbours. Only sizes timed often enough count,
+    /// so a first, slow call of a new size is not held against it.
+    fn seconds(&self, size: usize) -> Option<f64> {
+        let known: Vec<(usize, f64)> = self.known().collect();
+        let above = known.partition_point(|point| point.0 < size);
+        match (known.as_slice(), known.get(above)) {
+            ([], _) => None,
+            (_, Some(&(at, seconds))) if at == size => Some(seconds),
+            (&[(at, seconds)], _) => Some(seconds * (1.0 + Self::SLOPE * size.saturating_sub(at) as f64)),
+            (points, _) => {
+                let right = above.clamp(1, points.len() - 1);
+                let ((x0, y0), (x1, y1)) = (points[right - 1], points[right]);
+                let slope = ((y1 - y0) / (x1 - x0) as f64).max(0.0);
+                // Towards fewer rows a line through two noisy timings is followed down to half the known cost at most.
+                Some((y0 + slope * (size as f64 - x0 as f64)).max(0.5 * y0))
+            }
+        }
     }
 }
 
@@ -166,10 +221,10 @@ struct Auto {
     gamma: usize,
     purpose: Purpose,
     acceptance: Acceptance,
-    /// Seconds of one draft step.
-    draft: Timings,
+    /// Seconds of a draft by its steps.
+    draft: Costs,
     /// Seconds of a verification by its rows, over all sequences.
-    verify: BTreeMap<usize, Timings>,
+    verify: Costs,
     /// Sequences of the last round.
     batch: usize,
     round: usize,
@@ -184,18 +239,14 @@ struct Auto {
 }
 
 impl Auto {
-    /// Seconds per row and row beyond the first, relative to the first, before two row counts were timed. Optimistic, so
-    /// that drafting is tried.
-    const ROW_SLOPE: f64 = 0.02;
-
     fn new(max: usize) -> Auto {
         Auto {
             max,
             gamma: 0,
             purpose: Purpose::Work,
             acceptance: Acceptance::PRIOR,
-            draft: Timings::default(),
-            verify: BTreeMap::new(),
+            draft: Costs { from_nothing: true, ..Costs::default() },
+            verify: Costs::default(),
             batch: 1,
             round: 0,
             credit: CREDIT,
@@ -210,11 +261,9 @@ impl Auto {
         self.round += 1;
         // Every sequence has one row more than it drafted.
         self.batch = rows.saturating_sub(self.drafted).max(1);
-        let timings = self.verify.entry(rows).or_default();
-        timings.push(seconds);
-        timings.round = self.round;
-        let (round, short) = (self.round, 2 * self.batch);
-        self.verify.retain(|&rows, timings| rows <= short || round - timings.round < STALE_ROUNDS);
+        self.verify.observe(rows, seconds, self.round);
+        self.verify.forget(self.round, 2 * self.batch);
+        self.draft.forget(self.round, 1);
         self.settle(rows);
         (self.steps, self.drafted, self.accepted) = (0, 0, 0);
         (self.gamma, self.purpose) = self.next();
@@ -223,8 +272,8 @@ impl Auto {
     /// Books the round in plain steps: tokens won against its cost. Costs are the filtered ones, so that one interrupted
     /// round is not held against drafting.
     fn settle(&mut self, rows: usize) {
-        let (Some(plain), Some(verify)) = (self.verify_s(self.batch), self.verify_s(rows)) else { return };
-        let cost = (self.steps as f64 * self.draft.seconds().unwrap_or(0.0) + verify) / plain;
+        let (Some(plain), Some(verify)) = (self.plain_s(), self.verify.seconds(rows)) else { return };
+        let cost = (self.draft.seconds(self.steps).unwrap_or(0.0) + verify) / plain;
         self.credit += ALLOWANCE * cost;
         self.probing += PROBING * cost;
         if self.steps > 0 {
@@ -236,14 +285,14 @@ impl Auto {
         } else if self.purpose == Purpose::ProbePlain {
             self.probing -= self.missed(plain);
         }
-        self.credit = self.credit.min(CREDIT_MAX);
+        self.credit = self.credit.clamp(CREDIT_MIN, CREDIT_MAX);
         self.probing = self.probing.min(self.risk(plain).max(1.0));
     }
 
     /// γ of the next round.
     fn next(&self) -> (usize, Purpose) {
-        let Some(plain) = self.verify_s(self.batch).filter(|_| self.max > 0) else { return (0, Purpose::Work) };
-        if self.draft.seconds().is_none() {
+        let Some(plain) = self.plain_s().filter(|_| self.max > 0) else { return (0, Purpose::Work) };
+        if self.draft.known().nth(1).is_none() {
             return (1, Purpose::Work);
         }
         let (gamma, rate) = self.best();
@@ -256,17 +305,22 @@ impl Auto {
     /// The γ ≥ 1 with the most tokens per second, and that rate for one sequence. Beyond what was timed γ at most doubles:
     /// a line through two noisy timings should not be followed far.
     fn best(&self) -> (usize, f64) {
-        let longest = self.believed().map(|(rows, _)| rows / self.batch).max().unwrap_or(1);
+        let longest = self.verify.known().map(|(rows, _)| rows / self.batch).max().unwrap_or(1).max(1);
         let rate = |gamma| (gamma, self.acceptance.tokens(gamma) / self.round_s(gamma));
         (1..=self.max.min(2 * longest - 1))
             .map(rate)
             .fold((1, 0.0), |best, next| if next.1 > best.1 { next } else { best })
     }
 
+    /// Seconds of a plain step of all sequences.
+    fn plain_s(&self) -> Option<f64> {
+        self.verify.seconds(self.batch)
+    }
+
     /// Seconds of a round of γ.
     fn round_s(&self, gamma: usize) -> f64 {
-        let draft = self.draft.seconds().unwrap_or(0.0);
-        gamma as f64 * draft + self.verify_s(self.batch * (gamma + 1)).unwrap_or(f64::INFINITY)
+        let known = self.draft.seconds(gamma).zip(self.verify.seconds(self.batch * (gamma + 1)));
+        known.map_or(f64::INFINITY, |(draft, verify)| draft + verify)
     }
 
     /// Plain steps lost by a plain step while drafting is faster.
@@ -278,27 +332,271 @@ impl Auto {
     fn risk(&self, plain: f64) -> f64 {
         (self.round_s(1) / plain - 1.0).max(0.1)
     }
+}
 
-    /// Row counts whose cost is known, with their seconds, ascending.
-    fn believed(&self) -> impl Iterator<Item = (usize, f64)> {
-        self.verify.iter().filter_map(|(&rows, timings)| Some((rows, timings.seconds()?)))
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sample::{Stream, uniform};
+    use proptest::prelude::*;
+
+    /// A machine and a text: costs in milliseconds, acceptance by the number of tokens emitted.
+    struct World<'a> {
+        draft: f64,
+        verify: &'a dyn Fn(usize) -> f64,
+        alpha: &'a dyn Fn(usize) -> f64,
+        /// Standard deviation of timings, relative; one in fifty takes five times as long.
+        noise: f64,
+        batch: usize,
+        seed: u64,
     }
 
-    /// Seconds of a verification of `rows` rows: measured, or on the line through its measured neighbours.
-    fn verify_s(&self, rows: usize) -> Option<f64> {
-        let known: Vec<(usize, f64)> = self.believed().collect();
-        let above = known.partition_point(|point| point.0 < rows);
-        match (known.as_slice(), known.get(above)) {
-            ([], _) => None,
-            (_, Some(&(at, seconds))) if at == rows => Some(seconds),
-            (&[(at, seconds)], _) => Some(seconds * (1.0 + Self::ROW_SLOPE * rows.saturating_sub(at) as f64)),
-            (points, _) => {
-                let right = above.clamp(1, points.len() - 1);
-                let ((x0, y0), (x1, y1)) = (points[right - 1], points[right]);
-                let slope = ((y1 - y0) / (x1 - x0) as f64).max(0.0);
-                // Half the known cost is the least believed of a line that falls towards fewer rows.
-                Some((y0 + slope * (rows as f64 - x0 as f64)).max(0.5 * y0))
+    /// What decoding came to.
+    #[derive(Debug)]
+    struct Run {
+        seconds: f64,
+        tokens: usize,
+        gammas: Vec<usize>,
+    }
+
+    impl World<'_> {
+        fn uniform(&self, position: usize, index: u64) -> f64 {
+            f64::from(uniform(self.seed, 0, position, Stream::Sample, index))
+        }
+
+        fn timed(&self, seconds: f64, round: usize, index: u64) -> f64 {
+            let u = |i: u64| self.uniform(round, 1_000 + 10 * index + i);
+            let jitter = (u(0) + u(1) + u(2) + u(3) - 2.0) * 1.7 * self.noise;
+            let interrupted = self.noise > 0.0 && u(4) < 0.02;
+            seconds * (1.0 + jitter.max(-0.5)) * if interrupted { 5.0 } else { 1.0 }
+        }
+
+        /// Decodes `tokens` tokens per sequence (at least). True costs are summed, noisy ones observed.
+        fn run(&self, policy: &mut Policy, tokens: usize) -> Run {
+            let mut run = Run { seconds: 0.0, tokens: 0, gammas: vec![] };
+            let mut round = 0;
+            while run.tokens < tokens * self.batch {
+                let gamma = policy.gamma();
+                if gamma > 0 {
+                    run.seconds += self.draft * gamma as f64;
+                    policy.observe_draft(self.timed(self.draft * gamma as f64, round, 0), gamma);
+                }
+                let done = run.tokens / self.batch;
+                for sequence in 0..self.batch {
+                    let accepted = (0..gamma)
+                        .take_while(|i| self.uniform(round, (sequence * 20 + i) as u64) < (self.alpha)(done))
+                        .count();
+                    if gamma > 0 {
+                        policy.observe_round(gamma, accepted);
+                    }
+                    run.tokens += accepted + 1;
+                }
+                let rows = self.batch * (gamma + 1);
+                run.seconds += (self.verify)(rows);
+                policy.observe_verify(rows, self.timed((self.verify)(rows), round, 1));
+                run.gammas.push(gamma);
+                round += 1;
             }
+            run
+        }
+
+        /// Time per token against plain decoding's; below 1 is faster.
+        fn relative(&self, policy: &mut Policy, tokens: usize) -> f64 {
+            let run = self.run(policy, tokens);
+            run.seconds / run.tokens as f64 / ((self.verify)(self.batch) / self.batch as f64)
+        }
+
+        /// The best fixed γ and its time per token against plain decoding's.
+        fn best_fixed(&self, max: usize, tokens: usize) -> (usize, f64) {
+            (0..=max)
+                .map(|gamma| (gamma, self.relative(&mut Policy::fixed(gamma), tokens)))
+                .fold((0, f64::INFINITY), |best, next| if next.1 < best.1 { next } else { best })
+        }
+    }
+
+    fn flat(rows: usize) -> f64 {
+        10.0 * (1.0 + 0.02 * (rows as f64 - 1.0))
+    }
+
+    fn steep(rows: usize) -> f64 {
+        10.0 * (1.0 + 0.12 * (rows as f64 - 1.0))
+    }
+
+    fn world<'a>(draft: f64, verify: &'a dyn Fn(usize) -> f64, alpha: &'a dyn Fn(usize) -> f64) -> World<'a> {
+        World { draft, verify, alpha, noise: 0.03, batch: 1, seed: 1 }
+    }
+
+    #[test]
+    fn fixed_stays() {
+        let mut policy = Policy::fixed(5);
+        world(3.0, &flat, &|_| 0.0).run(&mut policy, 50);
+        assert_eq!(policy.gamma(), 5);
+        assert_eq!(Policy::fixed(0).gamma(), 0);
+    }
+
+    #[test]
+    fn expected_tokens_are_the_geometric_sum() {
+        let acceptance = |successes: f64| Acceptance { successes, trials: 10.0 };
+        assert!((acceptance(5.0).tokens(3) - (1.0 + 0.5 + 0.25 + 0.125)).abs() < 1e-12);
+        assert!((acceptance(0.0).tokens(7) - 1.0).abs() < 1e-12);
+        assert!((acceptance(10.0).tokens(4) - 5.0).abs() < 0.02);
+        let mut learning = Acceptance::PRIOR;
+        (0..200).for_each(|_| learning.observe(4, 1));
+        // One of two trials per round succeeds.
+        assert!((learning.alpha() - 0.5).abs() < 0.01);
+    }
+
+    #[test]
+    fn comes_close_to_the_best_fixed_gamma() {
+        for verify in [&flat as &dyn Fn(usize) -> f64, &steep] {
+            for draft in [1.5, 3.0, 5.0] {
+                for alpha in [0.5, 0.7, 0.9, 0.95] {
+                    let alpha = |_: usize| alpha;
+                    let world = world(draft, verify, &alpha);
+                    let (gamma, best) = world.best_fixed(12, 4_000);
+                    let auto = world.relative(&mut Policy::auto(12), 4_000);
+                    assert!(auto < best * 1.06, "draft {draft} alpha {}: {auto} against {best} at {gamma}", alpha(0));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn never_slower_than_plain_decoding_by_more_than_2_percent() {
+        let cliff = |rows: usize| if rows < 3 { 10.0 } else { 45.0 };
+        let step = |rows: usize| 10.0 * rows.div_ceil(4) as f64;
+        let linear = |rows: usize| 10.0 * rows as f64;
+        for verify in [&flat as &dyn Fn(usize) -> f64, &steep, &cliff, &step, &linear] {
+            for draft in [0.5, 3.0, 8.0, 12.0] {
+                for alpha in [0.0, 0.3, 0.6, 0.8, 0.95] {
+                    for (noise, period) in [(0.0, usize::MAX), (0.05, usize::MAX), (0.03, 10), (0.03, 100)] {
+                        // With a period the text alternates between drafted well and not at all.
+                        let alpha = |tokens: usize| if (tokens / period).is_multiple_of(2) { alpha } else { 0.0 };
+                        let world = World { noise, ..world(draft, verify, &alpha) };
+                        let auto = world.relative(&mut Policy::auto(12), 1_500);
+                        assert!(auto < 1.02, "draft {draft} alpha {} noise {noise}: {auto}", alpha(0));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn falls_to_plain_decoding_and_recovers() {
+        // The draft is good, then useless, then good again.
+        let alpha = |tokens: usize| if (2_000..6_000).contains(&tokens) { 0.05 } else { 0.9 };
+        let world = world(3.0, &flat, &alpha);
+        let run = world.run(&mut Policy::auto(12), 10_000);
+        // γ by the token at which a round starts; accepted tokens are drawn as in the run.
+        let mut emitted = 0;
+        let mut spans = [(0, 0), (0, 0), (0, 0)];
+        for (round, &gamma) in run.gammas.iter().enumerate() {
+            let span = match emitted {
+                500..2_000 => 0,
+                2_200..6_000 => 1,
+                7_000.. => 2,
+                _ => 3,
+            };
+            if let Some((rounds, plain)) = spans.get_mut(span) {
+                *rounds += 1;
+                *plain += usize::from(gamma == 0);
+            }
+            emitted += 1 + (0..gamma).take_while(|i| world.uniform(round, *i as u64) < alpha(emitted)).count();
+        }
+        let share = spans.map(|(rounds, plain)| plain as f64 / rounds as f64);
+        assert!(share[0] < 0.1 && share[1] > 0.95 && share[2] < 0.1, "{share:?}");
+    }
+
+    #[test]
+    fn a_slow_first_call_is_not_believed() {
+        // The first verification and draft of every shape capture a graph, 20 times as long.
+        let alpha = |_: usize| 0.9;
+        let world = world(3.0, &flat, &alpha);
+        let (mut policy, mut seen) = (Policy::auto(8), std::collections::HashSet::new());
+        for round in 0..100 {
+            let gamma = policy.gamma();
+            let first = if seen.insert(gamma) { 20.0 } else { 1.0 };
+            let accepted = (0..gamma).take_while(|i| world.uniform(round, *i as u64) < 0.9).count();
+            if gamma > 0 {
+                policy.observe_draft(3.0 * gamma as f64 * first, gamma);
+                policy.observe_round(gamma, accepted);
+            }
+            policy.observe_verify(gamma + 1, flat(gamma + 1) * first);
+        }
+        let (best, _) = world.best_fixed(8, 3_000);
+        assert!(policy.gamma().abs_diff(best) <= 2, "{} {best}", policy.gamma());
+    }
+
+    #[test]
+    fn costs_that_grow_with_the_context_are_followed() {
+        // Verification of many rows becomes dear as the context grows: γ must come down.
+        let (mut policy, mut early, mut late) = (Policy::auto(12), vec![], vec![]);
+        let machine = world(3.0, &flat, &|_| 0.9);
+        for round in 0..4_000 {
+            let gamma = policy.gamma();
+            if gamma > 0 {
+                policy.observe_draft(3.0 * gamma as f64, gamma);
+                policy.observe_round(gamma, (0..gamma).take_while(|i| machine.uniform(round, *i as u64) < 0.9).count());
+            }
+            let slope = 0.02 + 0.3 * round as f64 / 4_000.0;
+            policy.observe_verify(gamma + 1, 10.0 * (1.0 + slope * gamma as f64));
+            if round < 500 {
+                early.push(gamma)
+            } else if round >= 3_500 {
+                late.push(gamma)
+            }
+        }
+        let mean = |x: &[usize]| x.iter().sum::<usize>() as f64 / x.len() as f64;
+        assert!(mean(&early) > mean(&late) + 1.0 && mean(&late) > 0.5, "{} {}", mean(&early), mean(&late));
+    }
+
+    #[test]
+    fn batches_are_costed_by_their_rows() {
+        // Sixteen sequences make verification compute-bound beyond 32 rows: γ = 1 is best.
+        let verify = |rows: usize| 10.0 + 2.0 * (rows as f64 - 32.0).max(0.0);
+        let world = World { batch: 16, ..world(2.0, &verify, &|_| 0.9) };
+        let mut policy = Policy::auto(12);
+        // It knew another batch before.
+        World { batch: 1, ..world }.run(&mut policy, 3);
+        let run = world.run(&mut policy, 1_000);
+        let ones = run.gammas.iter().filter(|gamma| **gamma == 1).count();
+        assert!(ones * 10 > run.gammas.len() * 9, "{ones} of {}", run.gammas.len());
+        // One sequence is left: rows are free again, and the policy notices.
+        let alone = World { batch: 1, ..world };
+        let run = alone.run(&mut policy, 2_000);
+        let long = run.gammas[50..].iter().filter(|gamma| **gamma >= 4).count();
+        assert!(long * 10 > run.gammas.len() * 8, "{long} of {}", run.gammas.len());
+    }
+
+    #[test]
+    fn unusable_timings_are_ignored() {
+        let mut policy = Policy::auto(4);
+        for seconds in [f64::NAN, f64::INFINITY, 0.0, -1.0] {
+            policy.observe_draft(seconds, 1);
+            policy.observe_verify(1, seconds);
+        }
+        policy.observe_draft(1.0, 0);
+        policy.observe_verify(0, 1.0);
+        assert_eq!(policy.gamma(), 0);
+        let world = world(2.0, &flat, &|_| 0.9);
+        assert!(world.relative(&mut policy, 2_000) < 0.7);
+        assert_eq!(Policy::auto(0).gamma(), 0);
+        let mut none = Policy::auto(0);
+        assert!(world.run(&mut none, 100).gammas.iter().all(|gamma| *gamma == 0));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(24))]
+        #[test]
+        fn the_same_observations_give_the_same_gamma_within_bounds(
+            max in 0usize..17, draft in 0.5f64..12.0, alpha in 0.0f64..1.0, seed: u64, batch in 1usize..6,
+        ) {
+            let alpha = |_: usize| alpha;
+            let world = World { seed, batch, ..world(draft, &steep, &alpha) };
+            let (mut a, mut b) = (Policy::auto(max), Policy::auto(max));
+            let (first, second) = (world.run(&mut a, 300), world.run(&mut b, 300));
+            prop_assert_eq!(&first.gammas, &second.gammas);
+            prop_assert!(first.gammas.iter().all(|gamma| *gamma <= max));
         }
     }
 }

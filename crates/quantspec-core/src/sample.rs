@@ -17,7 +17,8 @@ pub enum Accept {
     Greedy,
     /// Draft and target sample with the same noise; equality is accepted.
     Replay,
-    /// Leviathan/Chen: accept with probability min(1, p/q), correct from (p − q)+.
+    /// Leviathan/Chen: accept with probability min(1, p/q), correct from (p − q)+. Equal to plain decoding in distribution;
+    /// which tokens a seed gives depends on γ.
     Rejection,
 }
 
@@ -219,28 +220,32 @@ fn by_probability(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
     b.1.total_cmp(&a.1).then(a.0.cmp(&b.0))
 }
 
-/// Moves the fewest most probable candidates that hold `top_p` of the mass to the front and cuts the rest. Sorts growing
-/// heads of the list, since a few hundred tokens usually hold the mass.
+/// Keeps the fewest most probable candidates that hold `top_p` of the mass, in their order.
+///
+/// Buckets of an eighth of a nat find the edge in one pass; only the bucket at the edge is sorted.
 fn nucleus(candidates: &mut Vec<Candidate>, top_p: f32) {
-    let total: f64 = candidates.iter().map(|c| f64::from(c.1.exp())).sum();
-    let goal = f64::from(top_p) * total;
-    let (mut done, mut mass, mut head) = (0, 0.0, 256);
-    while done < candidates.len() {
-        let rest = &mut candidates[done..];
-        if head < rest.len() {
-            rest.select_nth_unstable_by(head, by_probability);
-        }
-        let end = head.min(rest.len());
-        rest[..end].sort_unstable_by(by_probability);
-        for (at, candidate) in rest[..end].iter().enumerate() {
-            mass += f64::from(candidate.1.exp());
-            if mass >= goal {
-                candidates.truncate(done + at + 1);
-                return;
-            }
-        }
-        done += end;
-        head *= 4;
+    const BUCKETS: usize = 256;
+    let bucket = |z: f32| ((-8.0 * z) as usize).min(BUCKETS - 1);
+    let mut masses = [0.0; BUCKETS];
+    for candidate in &*candidates {
+        masses[bucket(candidate.1)] += f64::from(candidate.1.exp());
+    }
+    let goal = f64::from(top_p) * masses.iter().sum::<f64>();
+    let (mut mass, mut edge) = (0.0, 0);
+    while edge + 1 < BUCKETS && mass + masses[edge] < goal {
+        mass += masses[edge];
+        edge += 1;
+    }
+    let mut around: Vec<Candidate> = candidates.iter().copied().filter(|c| bucket(c.1) == edge).collect();
+    around.sort_unstable_by(by_probability);
+    let reaches = |candidate: &Candidate| {
+        mass += f64::from(candidate.1.exp());
+        mass >= goal
+    };
+    // Where rounding keeps the sum just short of the goal, the whole bucket stays.
+    let last = around.iter().position(reaches).unwrap_or(around.len().saturating_sub(1));
+    if let Some(last) = around.get(last) {
+        candidates.retain(|candidate| by_probability(candidate, last).is_le());
     }
 }
 
@@ -256,10 +261,10 @@ fn kept(logits: &[f32], sampler: &Sampler) -> Vec<Candidate> {
         .collect();
     if sampler.top_p < 1.0 {
         nucleus(&mut candidates, sampler.top_p);
-        candidates.sort_unstable_by_key(|c| c.0);
     }
     if sampler.min_p > 0.0 {
-        candidates.retain(|c| c.1.exp() >= sampler.min_p);
+        let bar = sampler.min_p.ln();
+        candidates.retain(|c| c.1 >= bar);
     }
     candidates
 }
@@ -275,9 +280,15 @@ pub fn warp(logits: &[f32], sampler: &Sampler) -> Vec<f32> {
         return probabilities;
     }
     let candidates = kept(logits, sampler);
-    let total: f64 = candidates.iter().map(|c| f64::from(c.1.exp())).sum();
-    for (id, z) in candidates {
-        probabilities[id as usize] = (f64::from(z.exp()) / total) as f32;
+    let mut total = 0.0;
+    for &(id, z) in &candidates {
+        let weight = z.exp();
+        probabilities[id as usize] = weight;
+        total += f64::from(weight);
+    }
+    for (id, _) in candidates {
+        let p = &mut probabilities[id as usize];
+        *p = (f64::from(*p) / total) as f32;
     }
     probabilities
 }
@@ -289,14 +300,18 @@ pub fn choose(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream
     if sampler.temperature == 0.0 {
         return most_likely;
     }
-    let noise = |id: u32| gumbel(sampler.seed, sampler.sequence, position, stream, u64::from(id));
+    let mut noise = Noise::new(sampler, position, stream);
     // The most probable token first: its score lets nearly every other token be passed over without its noise.
-    let mut winner = (most_likely, noise(most_likely));
+    let mut winner = (most_likely, gumbel_of(noise.uniform(most_likely)));
     let mut race = |id: u32, z: f32| {
         if z + GUMBEL_MAX >= winner.1 {
-            let score = z + noise(id);
-            if score > winner.1 || (score == winner.1 && id < winner.0) {
-                winner = (id, score);
+            let u = noise.uniform(id);
+            // −ln(−ln u) ≤ −ln(1 − u): one exponential, with room for rounding, refuses what cannot win.
+            if 1.0 - u <= (z - winner.1).exp() * 1.000_1 {
+                let score = z + gumbel_of(u);
+                if score > winner.1 || (score == winner.1 && id < winner.0) {
+                    winner = (id, score);
+                }
             }
         }
     };
@@ -316,24 +331,55 @@ pub fn choose(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream
 /// A token drawn in proportion to `weights` (not negative, any sum), by the same race: the largest weight over −ln u wins.
 /// With no positive weight it is token 0.
 pub fn draw(weights: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> u32 {
-    /// Below every −ln u.
-    const EXPONENTIAL_MIN: f64 = 5.9e-8;
+    let mut noise = Noise::new(sampler, position, stream);
     let mut winner = (0, 0.0_f64);
-    let mut race = |id: usize| {
-        let weight = f64::from(weights[id]);
-        if weight > 0.0 && weight / EXPONENTIAL_MIN >= winner.1 {
-            let u = uniform(sampler.seed, sampler.sequence, position, stream, id as u64);
-            let score = weight / -f64::from(u).ln();
+    let mut race = |id: u32, weight: f32| {
+        if weight <= 0.0 {
+            return;
+        }
+        let (weight, u) = (f64::from(weight), f64::from(noise.uniform(id)));
+        // −ln u ≥ 1 − u, with room for rounding.
+        if weight >= winner.1 * (1.0 - u) * 0.999_999 {
+            let score = weight / -u.ln();
             if score > winner.1 || (score == winner.1 && id < winner.0) {
                 winner = (id, score);
             }
         }
     };
-    if !weights.is_empty() {
-        race(argmax(weights) as usize);
+    // The heaviest first, so that few others need a logarithm.
+    let heaviest = argmax(weights);
+    if let Some(&weight) = weights.get(heaviest as usize) {
+        race(heaviest, weight);
     }
-    (0..weights.len()).for_each(race);
-    winner.0 as u32
+    for (id, &weight) in weights.iter().enumerate() {
+        race(id as u32, weight);
+    }
+    winner.0
+}
+
+/// [`uniform`] of one place for many indices, four of which share a block.
+struct Noise<'a> {
+    sampler: &'a Sampler,
+    position: usize,
+    stream: Stream,
+    at: u64,
+    words: [u32; 4],
+}
+
+impl Noise<'_> {
+    fn new(sampler: &Sampler, position: usize, stream: Stream) -> Noise<'_> {
+        let words = block(sampler.seed, sampler.sequence, position, stream, 0);
+        Noise { sampler, position, stream, at: 0, words }
+    }
+
+    fn uniform(&mut self, id: u32) -> f32 {
+        let at = u64::from(id / 4);
+        if at != self.at {
+            self.at = at;
+            self.words = block(self.sampler.seed, self.sampler.sequence, self.position, self.stream, at);
+        }
+        unit(self.words[(id % 4) as usize])
+    }
 }
 
 #[cfg(test)]

@@ -140,3 +140,219 @@ fn equal(drafted: &[u32], target: impl Fn(usize) -> u32) -> Verdict {
     }
     Verdict { accepted: drafted.len(), token: target(drafted.len()) }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ErrorKind;
+    use proptest::prelude::*;
+
+    const MASKED: f32 = f32::NEG_INFINITY;
+
+    fn sampler(temperature: f32, top_k: usize, top_p: f32, min_p: f32, accept: Accept) -> Sampler {
+        Sampler::new(temperature, top_k, top_p, min_p, 17, 0, accept).unwrap()
+    }
+
+    fn any_logits(vocab: usize) -> impl Strategy<Value = Vec<f32>> {
+        prop::collection::vec(prop_oneof![8 => -4.0f32..4.0, 1 => Just(MASKED)], vocab)
+            .prop_filter("one token must be possible", |logits| logits.iter().any(|l| *l > MASKED))
+    }
+
+    /// Pearson's statistic of counts against probabilities, over the degrees of freedom's 1 in 10⁵ quantile (Wilson and
+    /// Hilferty): above 1 the counts are not of that distribution.
+    fn misfit(counts: &[f64], p: &[f32]) -> f64 {
+        let total: f64 = counts.iter().sum();
+        let possible: Vec<(f64, f64)> =
+            counts.iter().zip(p).filter(|(_, p)| **p > 0.0).map(|(n, p)| (*n, f64::from(*p) * total)).collect();
+        if counts.iter().zip(p).any(|(n, p)| *n > 0.0 && *p == 0.0) {
+            return f64::INFINITY;
+        }
+        let freedom = possible.len() as f64 - 1.0;
+        if freedom == 0.0 {
+            return 0.0;
+        }
+        let chi: f64 = possible.iter().map(|(n, want)| (n - want).powi(2) / want).sum();
+        let spread = 2.0 / (9.0 * freedom);
+        chi / (freedom * (1.0 - spread + 4.265 * spread.sqrt()).powi(3))
+    }
+
+    /// The emitted tokens of many rounds over the same rows of logits, by place in the round.
+    fn emitted(q: &[Vec<f32>], p: &[Vec<f32>], sampler: &Sampler, rounds: usize) -> Vec<Vec<f64>> {
+        let rows: Vec<&[f32]> = p.iter().map(Vec::as_slice).collect();
+        let mut counts = vec![vec![0.0; p[0].len()]; p.len()];
+        let mut judge = Judge::new();
+        for round in 0..rounds {
+            let first = round * 10;
+            let drafted: Vec<u32> = (0..q.len()).map(|i| judge.propose(2, i, first + i, &q[i], sampler)).collect();
+            let verdict = judge.judge(2, &drafted, &rows, sampler, first).unwrap();
+            for (place, &token) in drafted[..verdict.accepted].iter().chain([&verdict.token]).enumerate() {
+                counts[place][token as usize] += 1.0;
+            }
+        }
+        counts
+    }
+
+    #[test]
+    fn rejection_emits_the_target_distribution_under_every_warper() {
+        // Row 0: token 2 impossible for the draft, token 4 for the target. Row 1: nearly disjoint. Row 2: the bonus.
+        let p = vec![
+            vec![1.0, 0.5, 0.8, -1.0, MASKED, 0.2],
+            vec![3.0, -2.0, 0.0, -2.0, 1.0, 1.5],
+            vec![0.3, 0.2, 0.1, 0.0, -0.1, -0.2],
+        ];
+        let q = vec![vec![0.2, 1.5, MASKED, -0.5, 1.0, 0.0], vec![0.0, 2.0, 1.0, 2.0, -1.0, 1.5]];
+        let warpers = [
+            (1.0, 0, 1.0, 0.0),
+            (0.6, 0, 1.0, 0.0),
+            (1.7, 0, 1.0, 0.0),
+            (1.0, 3, 1.0, 0.0),
+            (1.0, 0, 0.7, 0.0),
+            (1.0, 0, 1.0, 0.35),
+            (0.8, 4, 0.9, 0.1),
+            (1.0, 1, 1.0, 0.0),
+        ];
+        for (t, k, top_p, min_p) in warpers {
+            for accept in [Accept::Rejection, Accept::Replay] {
+                let sampler = sampler(t, k, top_p, min_p, accept);
+                let counts = emitted(&q, &p, &sampler, 30_000);
+                let reached = |place: usize| counts[place].iter().sum::<f64>();
+                // Only a hard cut keeps the draft from ever agreeing here.
+                assert!(reached(0) == 30_000.0 && (reached(1) > 5_000.0 || k > 0 || top_p < 1.0));
+                for (place, counts) in counts.iter().enumerate().filter(|(place, _)| reached(*place) > 300.0) {
+                    // Under replay a later place is reached by agreement, which selects its noise; compared with plain
+                    // decoding below.
+                    if accept == Accept::Rejection || place == 0 {
+                        let want = warp(&p[place], &sampler);
+                        let misfit = misfit(counts, &want);
+                        assert!(misfit < 1.0, "{sampler:?} place {place}: {misfit} {counts:?} {want:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_statistic_notices_a_wrong_rule() {
+        let (p, q) = (vec![1.0, 0.5, 0.8, -1.0], vec![0.2, 1.5, 0.3, -0.5]);
+        let sampler = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
+        let (warped_p, warped_q) = (warp(&p, &sampler), warp(&q, &sampler));
+        let mut counts = [vec![0.0; 4], vec![0.0; 4]];
+        for round in 0..30_000 {
+            // Accepting everything emits q; correcting from p instead of (p − q)+ favours what both like.
+            let token = choose(&q, &sampler, round, Stream::Draft);
+            counts[0][token as usize] += 1.0;
+            let stands = accepts(token, &warped_q, &warped_p, &sampler, round);
+            let token = if stands { token } else { draw(&warped_p, &sampler, round, Stream::Correct) };
+            counts[1][token as usize] += 1.0;
+        }
+        assert!(counts.iter().all(|counts| misfit(counts, &warped_p) > 3.0));
+    }
+
+    #[test]
+    fn the_acceptance_rate_is_the_overlap_of_the_distributions() {
+        let (p, q) = (vec![1.0, 0.5, 0.8, -1.0, 2.0], vec![0.2, 1.5, 0.3, -0.5, 1.0]);
+        let rejection = sampler(1.0, 0, 0.95, 0.0, Accept::Rejection);
+        let overlap: f64 =
+            warp(&p, &rejection).iter().zip(warp(&q, &rejection)).map(|(p, q)| f64::from(p.min(q))).sum();
+        let rate = |sampler: &Sampler| {
+            let counts = emitted(std::slice::from_ref(&q), &[p.clone(), p.clone()], sampler, 40_000);
+            counts[1].iter().sum::<f64>() / 40_000.0
+        };
+        // Four standard deviations of 40,000 trials.
+        assert!((rate(&rejection) - overlap).abs() < 0.01, "{} {overlap}", rate(&rejection));
+        // Shared noise couples the two a little less well, and better than independent draws would.
+        let shared = rate(&sampler(1.0, 0, 0.95, 0.0, Accept::Replay));
+        let independent: f64 =
+            warp(&p, &rejection).iter().zip(warp(&q, &rejection)).map(|(p, q)| f64::from(p * q)).sum();
+        assert!(shared < overlap + 0.01 && shared > independent + 0.1, "{shared} {overlap} {independent}");
+    }
+
+    #[test]
+    fn equality_takes_the_longest_prefix() {
+        let verdict = |drafted: &[u32], chosen: &[u32]| judge_equal(drafted, chosen);
+        assert_eq!(verdict(&[], &[7]), Verdict { accepted: 0, token: 7 });
+        assert_eq!(verdict(&[1, 2, 3], &[1, 2, 3, 4]), Verdict { accepted: 3, token: 4 });
+        assert_eq!(verdict(&[1, 2, 3], &[1, 5, 3, 4]), Verdict { accepted: 1, token: 5 });
+        assert_eq!(verdict(&[9, 2, 3], &[1, 2, 3, 4]), Verdict { accepted: 0, token: 1 });
+    }
+
+    #[test]
+    fn what_does_not_match_is_an_error() {
+        let (mut judge, row) = (Judge::new(), vec![0.0, 1.0, 2.0]);
+        let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
+        let kind = |judge: &mut Judge, drafted: &[u32], rows: &[&[f32]], sampler: &Sampler| {
+            judge.judge(0, drafted, rows, sampler, 5).unwrap_err().kind
+        };
+        let greedy = Sampler::greedy();
+        assert_eq!(kind(&mut judge, &[1], &[&row], &greedy), ErrorKind::Internal);
+        assert_eq!(kind(&mut judge, &[3], &[&row, &row], &greedy), ErrorKind::Internal);
+        assert_eq!(kind(&mut judge, &[1], &[&row, &row], &rejection), ErrorKind::Internal);
+        for sampler in [&greedy, &rejection, &sampler(1.0, 0, 1.0, 0.0, Accept::Replay)] {
+            let token = judge.propose(0, 0, 5, &row, sampler);
+            assert_eq!(kind(&mut judge, &[token], &[&row, &[0.0, f32::NAN, 1.0]], sampler), ErrorKind::NotFinite);
+            assert!(judge.judge(0, &[token], &[&row, &row], sampler, 5).is_ok());
+        }
+        // A shorter second draft leaves no distribution of the first behind.
+        for offset in 0..3 {
+            judge.propose(0, offset, 6 + offset, &row, &rejection);
+        }
+        judge.propose(0, 0, 9, &row, &rejection);
+        assert_eq!(kind(&mut judge, &[1, 1], &[&row, &row, &row], &rejection), ErrorKind::Internal);
+    }
+
+    proptest! {
+        #[test]
+        fn a_draft_like_the_target_is_always_accepted(
+            logits in prop::collection::vec(any_logits(12), 1..6), seed: u64, position in 0usize..1_000_000,
+            t in 0.1f32..2.0, k in 0usize..12, top_p in 0.1f32..=1.0, min_p in 0.0f32..0.5,
+        ) {
+            let samplers = [
+                Sampler::greedy(),
+                Sampler::new(t, k, top_p, min_p, seed, 3, Accept::Replay).unwrap(),
+                Sampler::new(t, k, top_p, min_p, seed, 3, Accept::Rejection).unwrap(),
+            ];
+            for sampler in samplers {
+                let mut judge = Judge::new();
+                let gamma = logits.len() - 1;
+                let drafted: Vec<u32> =
+                    (0..gamma).map(|i| judge.propose(0, i, position + i, &logits[i], &sampler)).collect();
+                let rows: Vec<&[f32]> = logits.iter().map(Vec::as_slice).collect();
+                let verdict = judge.judge(0, &drafted, &rows, &sampler, position).unwrap();
+                prop_assert_eq!(verdict.accepted, gamma, "{:?}", sampler);
+            }
+        }
+
+        #[test]
+        fn greedy_and_replay_emit_what_plain_decoding_emits(
+            p in prop::collection::vec(any_logits(9), 1..6), q in prop::collection::vec(any_logits(9), 5),
+            seed: u64, position in 0usize..1_000_000, t in 0.1f32..2.0, k in 0usize..9,
+        ) {
+            for sampler in [Sampler::greedy(), Sampler::new(t, k, 1.0, 0.0, seed, 0, Accept::Replay).unwrap()] {
+                let plain: Vec<u32> =
+                    p.iter().enumerate().map(|(i, row)| choose(row, &sampler, position + i, Stream::Sample)).collect();
+                let mut judge = Judge::new();
+                let drafted: Vec<u32> =
+                    (0..p.len() - 1).map(|i| judge.propose(0, i, position + i, &q[i], &sampler)).collect();
+                let rows: Vec<&[f32]> = p.iter().map(Vec::as_slice).collect();
+                let verdict = judge.judge(0, &drafted, &rows, &sampler, position).unwrap();
+                let mut round = drafted[..verdict.accepted].to_vec();
+                round.push(verdict.token);
+                prop_assert_eq!(&round[..], &plain[..round.len()]);
+                prop_assert_eq!(verdict, judge_equal(&drafted, &plain));
+            }
+        }
+
+        #[test]
+        fn rejection_never_emits_what_the_target_excludes(
+            p in any_logits(9), q in any_logits(9), position in 0usize..1_000_000, top_p in 0.1f32..=1.0, k in 0usize..9,
+        ) {
+            let sampler = sampler(1.0, k, top_p, 0.0, Accept::Rejection);
+            let mut judge = Judge::new();
+            let drafted = judge.propose(0, 0, position, &q, &sampler);
+            let verdict = judge.judge(0, &[drafted], &[&p, &p], &sampler, position).unwrap();
+            let p = warp(&p, &sampler);
+            prop_assert!(p[verdict.token as usize] > 0.0);
+            prop_assert!(verdict.accepted == 0 || p[drafted as usize] > 0.0);
+        }
+    }
+}
