@@ -4,7 +4,7 @@
 //! reads. No weight is held here: a backend asks for a few rows at a time and keeps them in its own layout.
 
 use crate::config;
-use crate::safetensors::SafeTensors;
+use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
 use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::{Error, ErrorKind, Result};
@@ -406,8 +406,8 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
             "the file is damaged; fetch it again from where the model is published",
         )
     };
-    let index: Value =
-        serde_json::from_slice(&index).map_err(|error| damaged(format!("is not valid JSON: {error}")))?;
+    let index: Value = serde_json::from_slice(&index)
+        .map_err(|error| damaged(format!("is not valid JSON: {}", shown(&error.to_string()))))?;
     let Some(map) = index.get("weight_map").and_then(Value::as_object) else {
         return Err(damaged("has no weight_map".to_string()));
     };
@@ -416,8 +416,8 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
     let mut numbers: HashMap<&str, usize> = HashMap::new();
     for (tensor, file) in map {
         let Some(file) = file.as_str().filter(|file| is_plain_name(file)) else {
-            let shown: String = file.to_string().chars().take(80).collect();
-            return Err(damaged(format!("names the shard {shown}, which is not the name of a file beside it")));
+            let file = shown(&file.to_string());
+            return Err(damaged(format!("names the shard {file}, which is not the name of a file beside it")));
         };
         let number = *numbers.entry(file).or_insert_with(|| {
             files.push(file);
@@ -442,8 +442,8 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
     for (tensor, &number) in &names {
         if shards.get(number).is_none_or(|shard| !shard.tensors().contains_key(tensor)) {
             let file = shards.get(number).map_or("its shard", |shard| shard.name());
-            let shown: String = tensor.chars().take(80).collect();
-            return Err(damaged(format!("places \"{shown}\" in {file}, which does not hold it")));
+            let tensor = shown(tensor);
+            return Err(damaged(format!("places \"{tensor}\" in {file}, which does not hold it")));
         }
     }
     Ok((shards, names))
@@ -453,7 +453,7 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
 fn is_plain_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
     matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
-        && !name.contains(['/', '\\', ':', '\0'])
+        && !name.contains(|c: char| matches!(c, '/' | '\\' | ':') || c.is_control())
         && name.len() <= 255
 }
 
@@ -484,7 +484,7 @@ fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Resul
         let Some((layer, suffix)) = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')) else {
             continue;
         };
-        let shown: String = name.chars().take(80).collect();
+        let shown = shown(name);
         const QUANTISED: [&str; 12] = [
             ".qweight",
             ".qzeros",

@@ -3,6 +3,7 @@
 //! A value is never guessed where the families' own code would not: absent fields take the family's defaults, everything
 //! that would change the function computed and is not implemented is refused by its name.
 
+use crate::safetensors::shown;
 use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling};
 use quantspec_core::{Error, Result};
 use serde_json::{Map, Value};
@@ -173,7 +174,7 @@ fn object(bytes: &[u8], place: &str) -> Result<Map<String, Value>> {
             "fetch the file again from where the model is published",
         )),
         Err(error) => Err(Error::model(
-            format!("{place} is not valid JSON: {error}"),
+            format!("{place} is not valid JSON: {}", shown(&error.to_string())),
             "the file is damaged or cut short; fetch it again from where the model is published",
         )),
     }
@@ -205,11 +206,7 @@ impl<'a> Fields<'a> {
     }
 
     fn wrong(&self, name: &str, value: &Value, want: &str) -> Error {
-        let mut shown = value.to_string();
-        if shown.len() > 60 {
-            shown = shown.chars().take(57).chain("...".chars()).collect();
-        }
-        absurd(format!("{}: {name} is {shown}, not {want}", self.place))
+        absurd(format!("{}: {name} is {}, not {want}", self.place, shown(&value.to_string())))
     }
 
     fn size(&self, name: &str, range: RangeInclusive<usize>, default: Option<usize>) -> Result<usize> {
@@ -272,15 +269,14 @@ fn family(fields: &Fields) -> Result<&'static Family> {
         ));
     };
     let Some(family) = FAMILIES.iter().find(|family| family.name == name) else {
-        let shown: String = name.chars().take(60).collect();
-        let kind = if shown.contains("moe") || shown.contains("mixtral") { " (mixture of experts)" } else { "" };
-        return Err(unsupported(format!("model family \"{shown}\"{kind}")));
+        let kind = if name.contains("moe") || name.contains("mixtral") { " (mixture of experts)" } else { "" };
+        return Err(unsupported(format!("model family \"{}\"{kind}", shown(name))));
     };
     if let Some(architectures) = fields.list("architectures")? {
         let causal = |value: &Value| value.as_str().is_some_and(|text| text.ends_with("ForCausalLM"));
         if !architectures.is_empty() && !architectures.iter().any(causal) {
-            let shown: String = architectures.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(", ");
-            return Err(unsupported(format!("architecture \"{}\"", shown.chars().take(60).collect::<String>())));
+            let names = architectures.iter().filter_map(Value::as_str).collect::<Vec<_>>().join(", ");
+            return Err(unsupported(format!("architecture \"{}\"", shown(&names))));
         }
     }
     Ok(family)
@@ -290,7 +286,7 @@ fn family(fields: &Fields) -> Result<&'static Family> {
 fn refuse_quantised(fields: &Fields) -> Result<()> {
     for name in ["quantization_config", "compression_config"] {
         if let Some(inner) = fields.inner(name)? {
-            let method = inner.text("quant_method")?.unwrap_or("unnamed method").chars().take(40).collect::<String>();
+            let method = shown(inner.text("quant_method")?.unwrap_or("unnamed method"));
             return Err(Error::model(
                 format!("quantised checkpoint ({method}) is not supported"),
                 "use the unquantised checkpoint (BF16, F16 or F32): quantspec makes its own 4-bit draft weights from it",
@@ -304,9 +300,7 @@ fn refuse_quantised(fields: &Fields) -> Result<()> {
 fn refuse_activation(fields: &Fields) -> Result<()> {
     match fields.text("hidden_act")? {
         None | Some("silu" | "swish") => Ok(()),
-        Some(other) => {
-            Err(unsupported(format!("activation \"{}\" (hidden_act)", other.chars().take(40).collect::<String>())))
-        }
+        Some(other) => Err(unsupported(format!("activation \"{}\" (hidden_act)", shown(other)))),
     }
 }
 
@@ -337,8 +331,8 @@ fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions:
                     None => Some(fields.size("sliding_window", POSITIONS, Some(0))?),
                 },
                 Some(kind) => {
-                    let shown: String = kind.unwrap_or("?").chars().take(40).collect();
-                    return Err(unsupported(format!("layer type \"{shown}\" (layer_types)")));
+                    let kind = shown(kind.unwrap_or("?"));
+                    return Err(unsupported(format!("layer type \"{kind}\" (layer_types)")));
                 }
             }
         }
@@ -371,8 +365,7 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
         return Ok((Rope { theta, scaling: RopeScaling::None }, stated_positions));
     };
     if let Some((name, _)) = inner.map.iter().find(|(_, value)| value.is_object()) {
-        let shown: String = name.chars().take(40).collect();
-        return Err(unsupported(format!("{}: RoPE by layer type (\"{shown}\")", inner.place)));
+        return Err(unsupported(format!("{}: RoPE by layer type (\"{}\")", inner.place, shown(name))));
     }
     let partial = inner.number("partial_rotary_factor", Some(1.0))?;
     if partial != 1.0 {
@@ -400,10 +393,10 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
     };
     let positive = |name: &str, default| -> Result<f64> {
         let value = inner.number(name, default)?;
-        if value > 0.0 && value <= 1e6 {
+        if (1e-6..=1e6).contains(&value) {
             Ok(value)
         } else {
-            Err(absurd(format!("{}: {name} {value} is not above 0 and up to 1e6", inner.place)))
+            Err(absurd(format!("{}: {name} {value} is not from 1e-6 to 1e6", inner.place)))
         }
     };
     // YaRN and dynamic checkpoints often state the context before stretching; never shorten what is stated.
@@ -450,9 +443,8 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
             (scaling, stretched(factor, original))
         }
         other => {
-            let shown: String = other.chars().take(40).collect();
             return Err(Error::model(
-                format!("RoPE type \"{shown}\" is not supported"),
+                format!("RoPE type \"{}\" is not supported", shown(other)),
                 "supported RoPE types are default, linear, dynamic, llama3 and yarn",
             ));
         }
@@ -487,9 +479,7 @@ fn dtype(fields: &Fields) -> Result<Dtype> {
         None | Some("float32" | "float" | "auto") => Ok(Dtype::F32),
         Some("bfloat16") => Ok(Dtype::Bf16),
         Some("float16" | "half") => Ok(Dtype::F16),
-        Some(other) => {
-            Err(unsupported(format!("config.json: dtype \"{}\"", other.chars().take(40).collect::<String>())))
-        }
+        Some(other) => Err(unsupported(format!("config.json: dtype \"{}\"", shown(other)))),
     }
 }
 

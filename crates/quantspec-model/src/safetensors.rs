@@ -16,6 +16,9 @@ use std::path::Path;
 /// Largest header read: the format's own limit.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 
+/// Most dimensions of a tensor; weights of these networks have 2.
+const DIMENSIONS_MAX: usize = 8;
+
 /// Element types the format knows, with their bits.
 const DTYPES: [(&str, u64); 20] = [
     ("BF16", 16),
@@ -183,12 +186,11 @@ fn unreadable(file: &str, error: &std::io::Error) -> Error {
     )
 }
 
-/// Shortens text of foreign origin for a one-line message.
-fn shown(text: &str) -> String {
-    match text.char_indices().nth(80) {
-        None => text.to_string(),
-        Some((end, _)) => format!("{}...", &text[..end]),
-    }
+/// Text of foreign origin made fit for a one-line message: at most 120 characters, none that a terminal would obey.
+pub(crate) fn shown(text: &str) -> String {
+    let end = if text.chars().nth(120).is_some() { "..." } else { "" };
+    let plain = text.chars().take(120).map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c });
+    plain.chain(end.chars()).collect()
 }
 
 /// JSON members in order, refusing a name that comes twice (a plain map would keep the last one).
@@ -267,6 +269,9 @@ fn parse_tensor(value: &Value, start: u64, data: u64) -> std::result::Result<Ten
     let numbers =
         |field: &str| -> Option<Vec<u64>> { value.get(field)?.as_array()?.iter().map(Value::as_u64).collect() };
     let shape = numbers("shape").ok_or("without a valid shape")?;
+    if shape.len() > DIMENSIONS_MAX {
+        return Err(format!("of {} dimensions", shape.len()));
+    }
     let offsets = numbers("data_offsets").ok_or("without valid data_offsets")?;
     let &[begin, end] = offsets.as_slice() else {
         return Err(format!("with {} data_offsets instead of 2", offsets.len()));

@@ -1,0 +1,371 @@
+//! Checkpoints that cannot be used: each is refused with one line that names what is wrong, and one that says what to do.
+
+#[path = "support/tiny.rs"]
+mod tiny;
+
+use quantspec_core::config::{Dtype, ModelConfig, RopeScaling};
+use quantspec_core::{Error, ErrorKind};
+use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
+use quantspec_model::config::parse;
+use serde_json::{Value, json};
+use tiny::Folder;
+
+/// The checkpoint must be refused with a message that contains `expected`.
+fn refused(folder: &Folder, expected: &str) -> Error {
+    let error = match Checkpoint::open(folder.path()) {
+        Ok(_) => panic!("accepted, expected: {expected}"),
+        Err(error) => error,
+    };
+    check(&error, expected);
+    error
+}
+
+fn remove(folder: &Folder, file: &str) {
+    std::fs::remove_file(folder.path().join(file)).expect("remove");
+}
+
+fn check(error: &Error, expected: &str) {
+    assert!(error.message.contains(expected), "message: {}\nexpected: {expected}", error.message);
+    assert!(!error.hint.is_empty() && !error.hint.contains('\n') && !error.message.contains('\n'), "{error:?}");
+    assert!(error.message.len() < 400, "{} characters", error.message.len());
+}
+
+fn with_config(fields: Value) -> Value {
+    let mut config = tiny::config();
+    for (name, value) in fields.as_object().expect("object") {
+        match value {
+            Value::String(text) if text == "REMOVE" => {
+                config.as_object_mut().expect("object").remove(name);
+            }
+            _ => config[name] = value.clone(),
+        }
+    }
+    config
+}
+
+fn parsed(fields: Value) -> ModelConfig {
+    parse(with_config(fields).to_string().as_bytes(), None).expect("config")
+}
+
+fn config_refused(fields: Value, expected: &str) {
+    match parse(with_config(fields.clone()).to_string().as_bytes(), None) {
+        Ok(_) => panic!("accepted: {fields}"),
+        Err(error) => {
+            assert_eq!(error.kind, ErrorKind::Model);
+            check(&error, expected);
+        }
+    }
+}
+
+/// The valid weights with one change to the header.
+fn changed(change: impl FnOnce(&mut Value)) -> Vec<u8> {
+    let (mut header, bytes) = tiny::header(&tiny::tensors());
+    change(&mut header);
+    tiny::file(&header.to_string(), bytes)
+}
+
+#[test]
+fn the_undamaged_checkpoint_is_read() {
+    let checkpoint = Checkpoint::open(Folder::valid().path()).expect("checkpoint");
+    let part = Part::Layer(0, LayerPart::K);
+    assert_eq!((checkpoint.shape(part), checkpoint.dtype(part)), ((4, 8), Dtype::F32));
+    // The k projection's data starts behind 16·8 + 8 + 8·8 values; row 2 is 16 further.
+    let mut row = [0.0; 8];
+    checkpoint.read_f32(part, 2..3, &mut row).expect("row");
+    let first = 16 * 8 + 8 + 8 * 8 + 16;
+    assert_eq!(row, std::array::from_fn(|i| (first + i) as f32 / 64.0 - 2.0));
+    let mut bytes = [0; 32];
+    checkpoint.read(part, 2..3, &mut bytes).expect("row");
+    assert_eq!(bytes.as_chunks::<4>().0.iter().map(|x| f32::from_le_bytes(*x)).collect::<Vec<_>>(), row);
+    assert_eq!(checkpoint.read_f32(part, 3..5, &mut row).map_err(|error| error.kind), Err(ErrorKind::Internal));
+    assert!(!checkpoint.has(Part::Layer(0, LayerPart::QBias)) && checkpoint.has(Part::Head));
+}
+
+#[test]
+fn missing_files() {
+    let folder = Folder::empty();
+    refused(&folder, "has no config.json");
+    folder.write("config.json", tiny::config().to_string().as_bytes());
+    refused(&folder, "has neither model.safetensors nor model.safetensors.index.json");
+    for (file, hint) in
+        [("model.gguf", "GGUF"), ("adapter_model.safetensors", "LoRA"), ("pytorch_model.bin", "pickled")]
+    {
+        folder.write(file, b"x");
+        assert!(refused(&folder, "has neither").hint.contains(hint));
+        remove(&folder, file);
+    }
+    std::fs::create_dir(folder.path().join("model.safetensors")).expect("directory");
+    refused(&folder, "model.safetensors");
+    check(&Checkpoint::open(&folder.path().join("nothing")).expect_err("no directory"), "is not a directory");
+}
+
+#[test]
+fn damaged_weights() {
+    let folder = Folder::valid();
+    let valid = tiny::weights();
+    let mut cases: Vec<(Vec<u8>, &str)> = vec![
+        (Vec::new(), "is 0 bytes long"),
+        (valid[..7].to_vec(), "is 7 bytes long"),
+        (valid[..200].to_vec(), "claims a header of"),
+        (valid[..valid.len() - 1].to_vec(), "that ends at byte"),
+        ([valid.clone(), vec![0; 3]].concat(), "has 3 bytes after its last tensor"),
+        ([(3u64 << 40).to_le_bytes().as_slice(), &valid[8..]].concat(), "claims a header of 3298534883328 bytes"),
+        ([u64::MAX.to_le_bytes().as_slice(), &valid[8..]].concat(), "claims a header of 18446744073709551615 bytes"),
+        (tiny::file("{\"a\": ", 0), "header that is not valid"),
+        (tiny::file("[]", 0), "header that is not valid"),
+        (tiny::file(&"[".repeat(100_000), 0), "header that is not valid"),
+        (tiny::file("{}", 0), "no tensor \"model.embed_tokens.weight\""),
+    ];
+    let q = "model.layers.0.self_attn.q_proj.weight";
+    cases.push((changed(|h| h[q]["data_offsets"] = json!([520, 776])), "overlapping the one before it by 24 bytes"));
+    cases.push((changed(|h| drop(h.as_object_mut().map(|h| h.remove(q)))), "bytes of no tensor before"));
+    cases.push((changed(|h| h[q]["data_offsets"] = json!([800, 544])), "ends (byte 544) before it begins (byte 800)"));
+    cases.push((changed(|h| h[q]["data_offsets"] = json!([544, u64::MAX])), "that ends at byte 18446744073709551615"));
+    cases.push((changed(|h| h[q]["data_offsets"] = json!([544])), "with 1 data_offsets instead of 2"));
+    cases.push((changed(|h| h[q]["data_offsets"] = json!([-1, 5])), "without valid data_offsets"));
+    cases.push((changed(|h| h[q]["shape"] = json!([8, 9])), "of 256 bytes, but F32 [8, 9] needs 288"));
+    cases.push((changed(|h| h[q]["shape"] = json!([1u64 << 40, 1u64 << 40])), "of impossible shape"));
+    cases.push((changed(|h| h[q]["shape"] = json!(vec![1; 1000])), "of 1000 dimensions"));
+    cases.push((changed(|h| h[q]["shape"] = json!([16, 4])), "has shape [16, 4], config.json asks for [8, 8]"));
+    cases.push((changed(|h| h[q]["shape"] = json!([64])), "has shape [64], config.json asks for [8, 8]"));
+    cases.push((changed(|h| h[q]["dtype"] = json!("I32")), "has dtype I32, which is not supported"));
+    cases.push((changed(|h| h[q]["dtype"] = json!("F33")), "of unknown dtype \"F33\""));
+    cases.push((changed(|h| h[q] = json!(7)), "without a dtype"));
+    cases.push((
+        changed(|h| {
+            h["model.layers.0.self_attn.q_proj.bias"] =
+                json!({"dtype": "F32", "shape": [0], "data_offsets": [544, 544]})
+        }),
+        "is no part of a llama network",
+    ));
+    cases.push((
+        changed(|h| {
+            h["model.layers.1.mlp.up_proj.weight"] = json!({"dtype": "F32", "shape": [0], "data_offsets": [544, 544]})
+        }),
+        "is outside the 1 layers",
+    ));
+    cases.push((
+        changed(|h| {
+            h["model.layers.0.mlp.up_proj.qweight"] = json!({"dtype": "I32", "shape": [0], "data_offsets": [544, 544]})
+        }),
+        "quantised checkpoint",
+    ));
+    let (header, bytes) = tiny::header(&tiny::tensors());
+    let twice = header.to_string().replacen('{', &format!("{{\"{q}\":{},", header[q]), 1);
+    cases.push((tiny::file(&twice, bytes), "comes twice"));
+    for (file, expected) in cases {
+        folder.write("model.safetensors", &file);
+        assert_eq!(refused(&folder, expected).kind, ErrorKind::Model);
+    }
+}
+
+#[test]
+fn weights_that_are_not_numbers() {
+    for (value, shown) in [(f32::NAN, "NaN"), (f32::NEG_INFINITY, "-inf")] {
+        let mut weights = tiny::weights();
+        let at = weights.len() - 4 * (16 * 8) - 4 * 3; // the third last value of the final norm
+        weights[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        let folder = Folder::valid();
+        folder.write("model.safetensors", &weights);
+        let checkpoint = Checkpoint::open(folder.path()).expect("the header is sound");
+        let error = checkpoint.read_f32(Part::FinalNorm, 0..1, &mut [0.0; 8]).expect_err("not finite");
+        assert_eq!(error.kind, ErrorKind::NotFinite);
+        check(&error, &format!("model.norm.weight is {shown} at element 5"));
+    }
+}
+
+#[test]
+fn a_file_that_shrinks_after_it_was_opened() {
+    let folder = Folder::valid();
+    let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
+    let file = std::fs::OpenOptions::new().write(true).open(folder.path().join("model.safetensors")).expect("open");
+    file.set_len(100).expect("shrink");
+    let error = checkpoint.read_f32(Part::Head, 0..16, &mut [0.0; 128]).expect_err("short");
+    assert_eq!(error.kind, ErrorKind::Io);
+    check(&error, "cannot read model.safetensors");
+}
+
+#[test]
+fn shards() {
+    let folder = Folder::valid();
+    remove(&folder, "model.safetensors");
+    let tensors = tiny::tensors();
+    let (one, two) = tensors.split_at(5);
+    for (name, tensors) in [("one.safetensors", one), ("two.safetensors", two)] {
+        let (header, bytes) = tiny::header(tensors);
+        folder.write(name, &tiny::file(&header.to_string(), bytes));
+    }
+    let shard = |index: usize| if index < 5 { "one.safetensors" } else { "two.safetensors" };
+    let map: serde_json::Map<String, Value> =
+        tensors.iter().enumerate().map(|(index, (name, _))| (name.to_string(), json!(shard(index)))).collect();
+    let write =
+        |map: Value| folder.write("model.safetensors.index.json", json!({"weight_map": map}).to_string().as_bytes());
+    let with = |name: &str, file: Value| {
+        let mut map = map.clone();
+        map.insert(name.to_string(), file);
+        Value::Object(map)
+    };
+    write(Value::Object(map.clone()));
+    let checkpoint = Checkpoint::open(folder.path()).expect("shards");
+    let mut norm = [0.0; 8];
+    checkpoint.read_f32(Part::Layer(0, LayerPart::MlpNorm), 0..1, &mut norm).expect("second shard");
+    assert_eq!(norm[0], 64.0 / 64.0 - 2.0); // behind the 8·8 values of o_proj
+
+    for file in ["../one.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "C:x", "a\\b"] {
+        write(with("lm_head.weight", json!(file)));
+        refused(&folder, "which is not the name of a file beside it");
+    }
+    write(with("lm_head.weight", json!(17)));
+    refused(&folder, "names the shard 17");
+    write(with("lm_head.weight", json!("three.safetensors")));
+    refused(&folder, "shard three.safetensors of the checkpoint is missing");
+    write(with("lm_head.weight", json!("one.safetensors")));
+    refused(&folder, "places \"lm_head.weight\" in one.safetensors, which does not hold it");
+    write(with("more", json!("two.safetensors")));
+    refused(&folder, "places \"more\"");
+    write(
+        (0..600)
+            .map(|i| (format!("t{i}"), json!(format!("{i}.safetensors"))))
+            .collect::<serde_json::Map<_, _>>()
+            .into(),
+    );
+    refused(&folder, "names 600 shards");
+    folder.write("model.safetensors.index.json", b"{}");
+    refused(&folder, "has no weight_map");
+    folder.write("model.safetensors.index.json", b"{\"weight_map\":");
+    refused(&folder, "is not valid JSON");
+}
+
+#[test]
+fn absurd_configurations() {
+    for field in
+        ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "model_type"]
+    {
+        config_refused(json!({field: "REMOVE"}), &format!("{field} is missing"));
+        config_refused(json!({field: null}), &format!("{field} is missing"));
+        config_refused(json!({field: [1]}), &format!("{field} is [1], not "));
+    }
+    for field in ["hidden_size", "num_hidden_layers", "num_key_value_heads", "vocab_size", "max_position_embeddings"] {
+        config_refused(json!({field: 0}), &format!("{field} is 0, not a whole number from 1 to"));
+        config_refused(json!({field: -4}), &format!("{field} is -4, not"));
+        config_refused(json!({field: 1e12}), &format!("{field} is 1000000000000.0, not"));
+        config_refused(json!({field: u64::MAX}), &format!("{field} is 18446744073709551615, not"));
+        config_refused(json!({field: 2.5}), &format!("{field} is 2.5, not"));
+    }
+    config_refused(json!({"num_attention_heads": 4, "num_key_value_heads": 3}), "3 key/value heads do not divide 4");
+    config_refused(
+        json!({"head_dim": "REMOVE", "num_attention_heads": 3, "num_key_value_heads": 3}),
+        "3 attention heads do not divide hidden_size 8",
+    );
+    config_refused(json!({"head_dim": 5}), "head_dim 5 is not an even number");
+    config_refused(json!({"head_dim": 1024}), "head_dim is 1024, not a whole number from 4 to 256");
+    config_refused(json!({"rms_norm_eps": 0.0}), "rms_norm_eps 0");
+    config_refused(json!({"rms_norm_eps": "small"}), "rms_norm_eps is \"small\", not a number");
+    config_refused(json!({"rope_theta": 1.0}), "rope_theta 1 ");
+    config_refused(json!({"rope_theta": -5}), "rope_theta -5 ");
+    config_refused(json!({"tie_word_embeddings": "yes"}), "tie_word_embeddings is \"yes\", not true or false");
+    config_refused(json!({"eos_token_id": 16}), "eos_token_id is 16, not a token id below 16");
+    config_refused(json!({"eos_token_id": [2, -1]}), "eos_token_id is -1");
+    config_refused(json!({"rope_scaling": {"type": "linear"}}), "rope_scaling: factor is missing");
+    config_refused(json!({"rope_scaling": {"type": "linear", "factor": 0.0}}), "factor 0 is not from 1");
+    config_refused(json!({"rope_scaling": {"type": "linear", "factor": 1e300}}), "is not from 1 to 65536");
+    config_refused(
+        json!({"rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 1}}),
+        "low_freq_factor 4 is not below high_freq_factor 1",
+    );
+    config_refused(
+        json!({"rope_scaling": {"type": "yarn", "factor": 4, "attention_factor": -1}}),
+        "attention factor -1",
+    );
+    config_refused(json!({"rope_scaling": 4}), "rope_scaling is 4, not an object");
+    for (bytes, expected) in
+        [(b"".as_slice(), "is not valid JSON"), (b"[1]", "is not a JSON object"), (b"\xff\xfe{}", "not valid JSON")]
+    {
+        check(&parse(bytes, None).expect_err("no object"), expected);
+    }
+    let config = tiny::config().to_string();
+    check(&parse(config.as_bytes(), Some(b"{")).expect_err("damaged"), "generation_config.json is not valid JSON");
+    let long = "x".repeat(1_000_000);
+    config_refused(json!({"hidden_size": long}), "hidden_size is \"xxxx");
+    config_refused(json!({"model_type": "evil\u{1b}[2J\nname"}), "model family \"evil");
+}
+
+#[test]
+fn unsupported_models_are_named() {
+    config_refused(json!({"model_type": "mixtral"}), "model family \"mixtral\" (mixture of experts) is not supported");
+    config_refused(json!({"model_type": "qwen3_moe"}), "model family \"qwen3_moe\" (mixture of experts)");
+    config_refused(json!({"model_type": "gemma3_text"}), "model family \"gemma3_text\" is not supported");
+    config_refused(json!({"model_type": "jamba"}), "model family \"jamba\"");
+    config_refused(
+        json!({"architectures": ["LlamaForSequenceClassification"]}),
+        "architecture \"LlamaForSequenceClassification\"",
+    );
+    config_refused(json!({"quantization_config": {"quant_method": "awq", "bits": 4}}), "quantised checkpoint (awq)");
+    config_refused(json!({"hidden_act": "gelu"}), "activation \"gelu\"");
+    config_refused(json!({"torch_dtype": "float8_e4m3fn"}), "dtype \"float8_e4m3fn\"");
+    config_refused(json!({"partial_rotary_factor": 0.5}), "partial rotary embeddings");
+    config_refused(json!({"rope_scaling": {"type": "longrope", "factor": 4}}), "RoPE type \"longrope\"");
+    config_refused(
+        json!({"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+        "RoPE by layer type (\"full_attention\")",
+    );
+    config_refused(json!({"layer_types": ["linear_attention"]}), "layer type \"linear_attention\"");
+    let window = "sliding-window attention (32 tokens of a context of 64";
+    config_refused(json!({"model_type": "mistral", "sliding_window": 32}), window);
+    config_refused(
+        json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 0}),
+        window,
+    );
+    config_refused(json!({"model_type": "qwen3", "sliding_window": 32, "layer_types": ["sliding_attention"]}), window);
+    // A mistral configuration without the field has the family's window of 4096 tokens.
+    config_refused(
+        json!({"model_type": "mistral", "max_position_embeddings": 8192}),
+        "sliding-window attention (4096 tokens",
+    );
+}
+
+#[test]
+fn windows_that_are_not_in_use_are_accepted() {
+    for fields in [
+        json!({"model_type": "mistral", "sliding_window": null}),
+        json!({"model_type": "mistral", "sliding_window": 64}),
+        json!({"model_type": "qwen2", "use_sliding_window": false, "sliding_window": 32, "max_window_layers": 0}),
+        json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 1}),
+        json!({"model_type": "qwen3", "sliding_window": null, "layer_types": ["full_attention"]}),
+        json!({"model_type": "llama", "sliding_window": 32}),
+    ] {
+        parsed(fields);
+    }
+}
+
+#[test]
+fn families_have_their_own_defaults() {
+    let llama = parsed(json!({"attention_bias": true, "mlp_bias": true, "num_key_value_heads": "REMOVE"}));
+    assert_eq!(
+        (llama.kv_heads, llama.qkv_bias, llama.output_bias, llama.mlp_bias, llama.qk_norm),
+        (2, true, true, true, false)
+    );
+    let qwen2 = parsed(json!({"model_type": "qwen2", "head_dim": "REMOVE", "attention_bias": true}));
+    assert_eq!((qwen2.head_dim, qwen2.qkv_bias, qwen2.output_bias), (4, true, false));
+    let qwen3 = parsed(json!({"model_type": "qwen3", "head_dim": "REMOVE"}));
+    assert_eq!((qwen3.head_dim, qwen3.qkv_bias, qwen3.qk_norm), (128, false, true));
+    let mistral = parsed(json!({"model_type": "mistral", "sliding_window": null, "attention_bias": true}));
+    assert_eq!((mistral.qkv_bias, mistral.rope.theta), (false, 10_000.0));
+    // The context reaches as far as the scaling stretches it, where the file states the original one.
+    let yarn = parsed(json!({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}));
+    assert_eq!(yarn.max_positions, 256);
+    assert!(matches!(yarn.rope.scaling, RopeScaling::Yarn { original: 64, truncate: true, .. }));
+    assert_eq!(parsed(json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}})).max_positions, 128);
+}
+
+#[test]
+fn generation_config_names_the_ends() {
+    let config = tiny::config().to_string();
+    let eos = |generation: &[u8]| parse(config.as_bytes(), Some(generation)).expect("config").eos;
+    assert_eq!(eos(b"{\"eos_token_id\": [9, 3, 9]}"), [3, 9]);
+    assert_eq!(eos(b"{\"eos_token_id\": 5}"), [5]);
+    assert_eq!(eos(b"{\"temperature\": 0.6}"), [2]);
+    let folder = Folder::valid();
+    folder.write("generation_config.json", b"{\"eos_token_id\": [4, 5]}");
+    assert_eq!(Checkpoint::open(folder.path()).expect("checkpoint").config().eos, [4, 5]);
+}

@@ -1,0 +1,283 @@
+//! Mutated checkpoint files: whatever they hold, reading ends soon, in a checkpoint that can be read or in an error of one
+//! line with a hint. The mutations come from a fixed generator, so a failure can be repeated.
+
+#[path = "support/tiny.rs"]
+mod tiny;
+
+use quantspec_core::Error;
+use quantspec_model::checkpoint::{Checkpoint, Part};
+use quantspec_model::config::parse;
+use quantspec_model::rope::RopeTable;
+use serde_json::{Map, Value, json};
+use std::time::{Duration, Instant};
+use tiny::Folder;
+
+/// Far above what a few kilobytes take, far below what reading a claimed terabyte would.
+const SOON: Duration = Duration::from_secs(2);
+
+/// xorshift64*.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() >> 33) as usize % n.max(1)
+    }
+
+    fn pick<'a, T: ?Sized>(&mut self, from: &[&'a T]) -> &'a T {
+        from[self.below(from.len())]
+    }
+}
+
+const NUMBERS: [&str; 24] = [
+    "0",
+    "1",
+    "-1",
+    "2",
+    "7",
+    "8",
+    "9",
+    "16",
+    "255",
+    "4294967295",
+    "4294967296",
+    "2147483648",
+    "9223372036854775807",
+    "18446744073709551615",
+    "18446744073709551616",
+    "99999999999999999999999999",
+    "1e308",
+    "1e-308",
+    "1e999",
+    "0.5",
+    "-0.0",
+    "1e15",
+    "4.0",
+    "1e4",
+];
+
+const VALUES: [&str; 14] = [
+    "null",
+    "true",
+    "false",
+    "\"\"",
+    "\"x\"",
+    "[]",
+    "{}",
+    "[[[[]]]]",
+    "\"\\u0000\\u001b\"",
+    "[1,2,3]",
+    "{\"a\":{}}",
+    "\"F32\"",
+    "\"../../x\"",
+    "\"model.norm.weight\"",
+];
+
+/// Replaces one run of digits.
+fn replace_number(text: &mut Vec<u8>, random: &mut Random) {
+    let starts: Vec<usize> = (0..text.len())
+        .filter(|&at| text[at].is_ascii_digit() && (at == 0 || !text[at - 1].is_ascii_digit()))
+        .collect();
+    let Some(&start) = starts.get(random.below(starts.len())) else { return };
+    let end = (start..text.len()).find(|&at| !text[at].is_ascii_digit()).unwrap_or(text.len());
+    text.splice(start..end, random.pick(&NUMBERS).bytes());
+}
+
+/// Replaces what stands behind one colon by another value.
+fn replace_value(text: &mut Vec<u8>, random: &mut Random) {
+    let colons: Vec<usize> = (0..text.len()).filter(|&at| text[at] == b':').collect();
+    let Some(&colon) = colons.get(random.below(colons.len())) else { return };
+    let end = (colon + 1..text.len()).find(|&at| matches!(text[at], b',' | b'}')).unwrap_or(text.len());
+    let value = if random.below(4) == 0 { random.pick(&NUMBERS) } else { random.pick(&VALUES) };
+    text.splice(colon + 1..end, value.bytes());
+}
+
+/// One to three changes of any kind.
+fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
+    for _ in 0..=random.below(3) {
+        let length = bytes.len();
+        let (at, span) = (random.below(length), 1 + random.below(40));
+        let end = length.min(at + span);
+        match random.below(8) {
+            0 => {
+                if let Some(byte) = bytes.get_mut(at) {
+                    *byte ^= 1 << random.below(8);
+                }
+            }
+            1 => bytes.truncate(at),
+            2 => drop(bytes.drain(at..end)),
+            3 => {
+                let again = bytes[at..end].to_vec();
+                bytes.splice(at..at, again);
+            }
+            4 => bytes[at..end].fill(random.next() as u8),
+            5 | 6 => replace_number(bytes, random),
+            _ => replace_value(bytes, random),
+        }
+    }
+}
+
+fn assert_error(error: &Error, what: &str) {
+    let one_line = |text: &str| !text.is_empty() && !text.chars().any(char::is_control);
+    assert!(one_line(&error.message) && one_line(&error.hint) && error.message.len() < 2000, "{what}: {error:?}");
+}
+
+/// Opens the folder's checkpoint and, where it is accepted, reads all of it. True where it was accepted.
+fn open(folder: &Folder, what: &str) -> bool {
+    let started = Instant::now();
+    let accepted = match Checkpoint::open(folder.path()) {
+        Ok(checkpoint) => {
+            for part in Part::all(checkpoint.config()) {
+                let (rows, columns) = checkpoint.shape(part);
+                let mut values = vec![0.0; rows * columns];
+                if let Err(error) = checkpoint.read_f32(part, 0..rows, &mut values) {
+                    assert_error(&error, what);
+                }
+            }
+            true
+        }
+        Err(error) => {
+            assert_error(&error, what);
+            false
+        }
+    };
+    assert!(started.elapsed() < SOON, "{what}: took {:?}", started.elapsed());
+    accepted
+}
+
+#[test]
+fn mutated_safetensors() {
+    let folder = Folder::valid();
+    let (header, bytes) = tiny::header(&tiny::tensors());
+    let (header, valid) = (header.to_string(), tiny::weights());
+    let mut random = Random(0x5EED_0001);
+    let mut accepted = 0;
+    for round in 0..10_000 {
+        let file = match random.below(4) {
+            // Anything, the length of the header included.
+            0 => {
+                let mut file = valid.clone();
+                mutate(&mut file, &mut random);
+                file
+            }
+            // A wrong length alone.
+            1 => {
+                let lengths =
+                    [0, 1, 7, 8, header.len() as u64 - 1, header.len() as u64 + 1, 99_999_999, 1 << 40, 1 << 63];
+                let length = match random.below(3) {
+                    0 => lengths[random.below(lengths.len())],
+                    1 => random.next() >> random.below(64),
+                    _ => (header.len() as u64).wrapping_add(random.next() % 64).wrapping_sub(32),
+                };
+                [length.to_le_bytes().as_slice(), &valid[8..]].concat()
+            }
+            // A changed header with its right length.
+            _ => {
+                let mut changed = header.clone().into_bytes();
+                mutate(&mut changed, &mut random);
+                [(changed.len() as u64).to_le_bytes().as_slice(), &changed, &valid[valid.len() - bytes..]].concat()
+            }
+        };
+        folder.write("model.safetensors", &file);
+        accepted += usize::from(open(&folder, &format!("round {round}")));
+    }
+    assert!(
+        (50..5_000).contains(&accepted),
+        "{accepted} of 10000 were accepted: the mutations are too weak or too strong"
+    );
+}
+
+/// Configurations with every field that is read.
+fn configurations() -> Vec<String> {
+    let extra = [
+        json!({"rope_scaling": {"type": "linear", "factor": 4.0}, "attention_bias": true, "mlp_bias": true}),
+        json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "partial_rotary_factor": 1.0}),
+        json!({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}}),
+        json!({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": false, "original_max_position_embeddings": 16}}),
+        json!({"model_type": "qwen2", "use_sliding_window": false, "sliding_window": 32, "max_window_layers": 1, "layer_types": ["full_attention"]}),
+        json!({"model_type": "qwen3", "tie_word_embeddings": true, "dtype": "bfloat16"}),
+        json!({"model_type": "mistral", "sliding_window": null, "eos_token_id": [1, 2]}),
+    ];
+    let with = |extra: &Value| {
+        let mut config = tiny::config();
+        for (name, value) in extra.as_object().expect("object") {
+            config[name] = value.clone();
+        }
+        config.to_string()
+    };
+    extra.iter().map(with).collect()
+}
+
+#[test]
+fn mutated_configurations() {
+    let valid = configurations();
+    let mut random = Random(0x5EED_0002);
+    let mut accepted = 0;
+    for round in 0..20_000 {
+        let mut config = valid[random.below(valid.len())].clone().into_bytes();
+        let mut generation = b"{\"eos_token_id\": [2, 3], \"temperature\": 0.6}".to_vec();
+        mutate(if round % 8 == 0 { &mut generation } else { &mut config }, &mut random);
+        let started = Instant::now();
+        match parse(&config, Some(&generation)) {
+            Ok(config) => {
+                accepted += 1;
+                assert!(config.heads % config.kv_heads == 0 && config.head_dim % 2 == 0 && config.max_positions > 0);
+                assert!(config.eos.iter().all(|&id| (id as usize) < config.vocab));
+                let (mut cos, mut sin) = (vec![0.0; config.head_dim / 2], vec![0.0; config.head_dim / 2]);
+                let table = RopeTable::new(&config);
+                for position in [0, 1, config.max_positions - 1] {
+                    table.fill(position, position + 1, &mut cos, &mut sin);
+                    assert!(cos.iter().chain(&sin).all(|x| x.is_finite()), "round {round}: {:?}", config.rope);
+                }
+            }
+            Err(error) => assert_error(&error, &format!("round {round}")),
+        }
+        assert!(started.elapsed() < SOON, "round {round}");
+    }
+    assert!((500..19_000).contains(&accepted), "{accepted} of 20000 were accepted");
+}
+
+#[test]
+fn mutated_shard_indexes() {
+    let folder = Folder::valid();
+    std::fs::rename(folder.path().join("model.safetensors"), folder.path().join("one.safetensors")).expect("rename");
+    let map: Map<String, Value> =
+        tiny::tensors().iter().map(|(name, _)| (name.to_string(), json!("one.safetensors"))).collect();
+    let valid = json!({"metadata": {"total_size": 2048}, "weight_map": map}).to_string();
+    let mut random = Random(0x5EED_0003);
+    let mut accepted = 0;
+    for round in 0..2_000 {
+        let mut index = valid.clone().into_bytes();
+        mutate(&mut index, &mut random);
+        folder.write("model.safetensors.index.json", &index);
+        accepted += usize::from(open(&folder, &format!("round {round}")));
+    }
+    assert!((20..1_500).contains(&accepted), "{accepted} of 2000 were accepted");
+}
+
+#[test]
+fn deep_and_wide_json() {
+    let folder = Folder::valid();
+    let deep = ["{\"a\":".repeat(50_000), "[".repeat(200_000)];
+    let wide = format!("{{{}}}", (0..100_000).map(|i| format!("\"{i}\":0")).collect::<Vec<_>>().join(","));
+    for text in deep.into_iter().chain([wide]) {
+        for file in ["config.json", "generation_config.json", "model.safetensors"] {
+            let folder = Folder::valid();
+            let header = (text.len() as u64).to_le_bytes();
+            let prefix = if file == "model.safetensors" { header.as_slice() } else { &[] };
+            folder.write(file, &[prefix, text.as_bytes()].concat());
+            open(&folder, file);
+        }
+    }
+    // A sparse file as long as it claims: the header's own limit keeps it from being read.
+    let path = folder.path().join("model.safetensors");
+    std::fs::write(&path, (1u64 << 36).to_le_bytes()).expect("write");
+    std::fs::OpenOptions::new().write(true).open(&path).and_then(|file| file.set_len(1 << 37)).expect("sparse file");
+    assert!(!open(&folder, "sparse"));
+}
