@@ -34,6 +34,7 @@ class Engine:
         accept: str = "replay",
         gamma: int | None = None,
         slots: int = 1,
+        every_view: bool = False,
         on_loading: Callable[[int, int], object] | None = None,
     ) -> Engine: ...
     @property
@@ -55,6 +56,38 @@ class Engine:
 
     def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None) -> int:
         """Processes the slot's prompt and returns the first new token."""
+
+    def prefill_timed(
+        self, slot: int, rows_from: int, on_progress: Callable[[int, int], object] | None = None
+    ) -> tuple[int, float]:
+        """`prefill`, and the seconds that the prompt's rows from `rows_from` on took."""
+
+    def configure(
+        self,
+        *,
+        method: str = "quantspec",
+        kv_target: str = "int8",
+        draft_pages: int | None = None,
+        page_choice: str = "best",
+        gamma: int | None = None,
+    ) -> None:
+        """Changes the method of an engine opened with `every_view`; policy and statistics begin anew."""
+
+    def restart(
+        self,
+        slot: int,
+        token: int,
+        *,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        seed: int,
+    ) -> bool:
+        """Begins the slot's answer anew over its prompt's cache, with `token` as its first.
+
+        False, and nothing changed, where more was decoded than the buffer holds: prefill again.
+        """
 
     def choose_gamma(self, slot: int) -> int:
         """The policy's γ for the slot's next round, clipped by the tokens it may still emit."""
@@ -94,3 +127,31 @@ def doctor() -> dict[str, Any]:
 
 def model_info(path: str) -> dict[str, Any]:
     """The configuration of a checkpoint directory: family, vocab, layers, max_positions, eos and shape."""
+
+def evaluate(
+    model: str,
+    tokens: Sequence[int],
+    *,
+    context: int = 0,
+    device: str = "auto",
+    threads: int | None = None,
+    kv_rounding: str = "balanced",
+    on_loading: Callable[[int, int], object] | None = None,
+    on_progress: Callable[[int, int], object] | None = None,
+) -> dict[str, Any]:
+    """Teacher-forced scores: device, tokens, positions, targets and drafts as in `quantspec eval --json`.
+
+    The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
+    `on_progress` is told positions done and in all.
+    """
+
+def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:
+    """What steps at positions start .. start + tokens read on average, over all layers and KV heads.
+
+    weights_bytes (target, one pass; head_bytes of them its head), pages and buffer_tokens (visible on average), upper_page_bytes, lower_page_bytes,
+    full_page_bytes and page_bound_bytes (of one page), token_bytes (keys and values of one token in f16), block_rows (rows
+    of a prefill block).
+    """
+
+def read_gb_per_s(threads: int | None = None) -> float:
+    """How fast that many threads read memory now, in 10⁹ bytes a second. Takes less than 0.3 s."""

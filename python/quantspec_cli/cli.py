@@ -6,7 +6,7 @@ Modules that load the engine, a tokenizer or rich are imported inside the comman
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,11 @@ from .options import (
     model_flags,
     sampling_flags,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .options import Command
 
 # QUANTSPEC_GAMMA and the like mean the same for every command.
 _CONTEXT = {"auto_envvar_prefix": settings.PREFIX, "help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -112,3 +117,75 @@ def selftest(*, device: str, threads: int | None, **flags: Any) -> int:
 
     options = EngineOptions(device=device, threads=threads)
     return execute(options=options, **flags)
+
+
+def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Command]:
+    """A flag that takes a comma list; its command reads it."""
+    return click.option(*names, default=default, show_default=True, metavar="LIST", help=text)
+
+
+@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@model_flags
+@click.option(
+    "--prompt",
+    metavar="FILE",
+    allow_from_autoenv=False,
+    help="Text that is read, - for standard input.  [default: a shipped novel]",
+)
+@_list_flag("-p", "--n-prompt", "n_prompt", default="512", text="Prompt tokens to time; 0 is none.")
+@_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0 is none.")
+@_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before those.")
+@_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
+@_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, or all.")
+@click.option("--page-choice", type=click.Choice(("best", "window")), default="best", show_default=True)
+@_list_flag("--methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV.")
+@click.option("--kv-rounding", type=click.Choice(("balanced", "paper")), default="balanced", show_default=True)
+@click.option("-r", "--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs of each test.")
+@click.option("-s", "--seed", type=int, default=0, show_default=True, help="Of the first repetition.")
+@device_flags
+@click.option(
+    *("-o", "--output-format", "output_format"),
+    type=click.Choice(("md", "csv", "json", "jsonl")),
+    default="md",
+    show_default=True,
+)
+@click.option("--output", metavar="FILE", allow_from_autoenv=False, help="Write there instead of stdout.")
+def bench(*, device: str, threads: int | None, page_choice: str, kv_rounding: str, **flags: Any) -> int:
+    """Measure prefill and decoding at depth, and the memory bandwidth that bounds them.
+
+    \b
+    Lists are llama-bench's: 0,512 or 0-4096+1024 or 1-64*2. For example:
+      quantspec bench -m DIR -p 512 -n 128 -d 0,4096,16384 -r 3
+    """
+    from .bench import Request
+    from .bench import bench as execute
+
+    options = EngineOptions(device=device, threads=threads, page_choice=page_choice, kv_rounding=kv_rounding)
+    return execute(Request(**flags), options)
+
+
+@cli.command("eval", context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@model_flags
+@click.option(
+    *("-p", "--prompt", "prompt"),
+    metavar="FILE",
+    allow_from_autoenv=False,
+    help="Text to score, - for standard input.  [default: a shipped sample]",
+)
+@click.option("--tokens", type=int, metavar="N", help="Score the first N tokens of the text.  [default: all]")
+@click.option(
+    "--context", type=int, default=0, metavar="N", help="Of these, the first N are a prompt: read, not scored."
+)
+@click.option("--kv-rounding", type=click.Choice(("balanced", "paper")), default="balanced", show_default=True)
+@click.option(
+    "-o", "--output", metavar="FILE", allow_from_autoenv=False, help="Write the report there instead of stdout."
+)
+@device_flags
+@json_flag
+def evaluate(*, device: str, threads: int | None, kv_rounding: str, **flags: Any) -> int:
+    """Score a text: perplexity and divergence of each view of the cache, acceptance of each draft."""
+    from .eval import Request
+    from .eval import evaluate as execute
+
+    options = EngineOptions(device=device, threads=threads, kv_rounding=kv_rounding)
+    return execute(Request(**flags), options)

@@ -37,6 +37,8 @@ class Statistics(TypedDict):
     load_s: float
     prefill_s: float
     decode_s: float
+    draft_s: float
+    verify_s: float
     prefill_tokens_per_s: float | None
     decode_tokens_per_s: float | None
     rounds: int

@@ -35,6 +35,7 @@ pub(crate) fn traffic<'py>(py: Python<'py>, model: &str, start: usize, tokens: u
     let mean = |of: fn(usize) -> usize| positions.clone().map(of).sum::<usize>() as f64 / positions.len() as f64;
     let out = PyDict::new(py);
     out.set_item("weights_bytes", streamed_weights(&config))?;
+    out.set_item("head_bytes", config.vocab * config.hidden * config.dtype.bytes())?;
     out.set_item("pages", mean(visible_pages))?;
     out.set_item("upper_page_bytes", heads * upper_page_bytes(config.head_dim))?;
     out.set_item("lower_page_bytes", heads * lower_page_bytes(config.head_dim))?;

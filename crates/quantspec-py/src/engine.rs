@@ -372,6 +372,8 @@ impl PyEngine {
         out.set_item("load_s", self.load_s)?;
         out.set_item("prefill_s", stats.prefill_s())?;
         out.set_item("decode_s", stats.decode_s())?;
+        out.set_item("draft_s", stats.draft_s())?;
+        out.set_item("verify_s", stats.verify_s())?;
         out.set_item("prefill_tokens_per_s", stats.prefill_tokens_per_s())?;
         out.set_item("decode_tokens_per_s", stats.decode_tokens_per_s())?;
         out.set_item("rounds", stats.rounds())?;

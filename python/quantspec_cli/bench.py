@@ -1,0 +1,694 @@
+"""`quantspec bench`: prefill and decoding at depth, in llama-bench's grammar, with what bounds them.
+
+One engine keeps every view of the cache, so every method decodes at a depth from the same prefilled text. A repetition runs
+each method once, one after another; between them the read bandwidth of the memory is measured, and a speed-up is formed
+only from runs of one repetition at one bandwidth. Decoding is the loop of `quantspec run`, sampled at temperature 1 with
+replay: greedy text of a small model repeats itself, and would flatter the acceptance. Within a repetition all methods share
+the seed, so methods with the same target must emit the same tokens, and it is an error if they do not.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import itertools
+import json
+import os
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from . import __version__, loop, output, prompts, render
+from .engine import Model
+from .errors import EXIT_DONE, DoesNotFitError, InputError, InternalError, UsageError, native_errors
+from .options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MIN
+from .text import Text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from . import _native
+    from .options import EngineOptions
+
+FORMATS = ("md", "csv", "json", "jsonl")
+DEFAULT_METHODS = "ar-fp16,ar-int8,ar-int4,quantspec"
+
+# The novel whose beginning is the sample of `run`: 230,000 tokens, so that every depth has text.
+BOOK = Path(__file__).with_name("book.txt.gz")
+# Measurements of one option: more are a typing error (0-100000) rather than a wish.
+LIST_MAX = 256
+# Tokens decoded before measuring, per method and depth: page faults, and the clock of the processor.
+WARM_UP = 8
+# Two bandwidths are the same if they differ by less: repeated readings of quiet memory do by 3 %, its two speeds by 70 %.
+STEADY = 0.1
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+Gamma = int | Literal["auto"]
+Pages = int | Literal["all"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to decode.
+
+    Attributes:
+        name: "ar", "quantspec", "kv4" or "w4".
+        kv_target: the target's view of the cache.
+        gamma: drafted tokens per round; 0 for "ar".
+        draft_pages: pages a draft reads per KV head.
+    """
+
+    name: str
+    kv_target: str
+    gamma: Gamma = 0
+    draft_pages: Pages = "all"
+
+    def native(self) -> dict[str, Any]:
+        """Keyword arguments of `_native.Engine.configure`."""
+        return {
+            "method": self.name,
+            "kv_target": self.kv_target,
+            "gamma": None if self.gamma == "auto" else self.gamma,
+            "draft_pages": None if self.draft_pages == "all" else self.draft_pages,
+        }
+
+
+BASELINE = Method("ar", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one `quantspec bench` was asked for; the lists as they were typed."""
+
+    model: str | None
+    revision: str | None
+    offline: bool
+    prompt: str | None
+    n_prompt: str
+    n_gen: str
+    n_depth: str
+    gamma: str
+    draft_pages: str
+    methods: str
+    repetitions: int
+    seed: int
+    output_format: str
+    output: str | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request with its lists read."""
+
+    n_prompt: list[int]
+    n_gen: list[int]
+    n_depth: list[int]
+    methods: list[Method]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence: a decoded one holds at least one token of text before it."""
+        decoded = max(max(depth, 1) + tokens + 1 for depth in self.n_depth for tokens in self.n_gen or [0])
+        # A prefill yields a token, too.
+        return max(decoded, max(self.n_depth) + max(self.n_prompt, default=0) + 1)
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of text that are read."""
+        return max(self.n_depth) + max([*self.n_prompt, 2])
+
+
+@dataclass
+class Sample:
+    """One run of one method.
+
+    Attributes:
+        seconds: wall time of the decoding, the loop included.
+        read_bytes: what its steps had to read.
+        bandwidths: GB/s read before and after, or None where the device's bandwidth is not measured.
+        stats: the engine's counters of this run.
+        tokens: what it emitted.
+    """
+
+    seconds: float
+    read_bytes: float
+    bandwidths: tuple[float, float] | None
+    stats: Mapping[str, Any] = field(default_factory=dict)
+    tokens: Sequence[int] = ()
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Mean read bandwidth around the run."""
+        return None if self.bandwidths is None else statistics.fmean(self.bandwidths)
+
+    @property
+    def steady(self) -> bool:
+        """The memory had one speed before and after."""
+        return self.bandwidths is not None and _same(*self.bandwidths)
+
+
+def bench(request: Request, options: EngineOptions) -> int:
+    """Measures and prints as it goes; returns the exit code."""
+    plan = read_plan(request)
+    if options.threads is not None and options.threads > (os.cpu_count() or options.threads):
+        render.note(f"warning: {options.threads} threads on {os.cpu_count()} processors will wait for each other")
+    with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
+        name, text = _text(request)
+        opened = [
+            Model.open(model, revision=request.revision, offline=request.offline, progress=render.on_terminal())
+            for model in _models(request.model)
+        ]
+        tokens = [_tokens(model, name, text, plan) for model in opened]
+        table = WRITERS[request.output_format](sink)
+        for model, ids in zip(opened, tokens, strict=True):
+            for row in Bench(model, ids, plan, request, options).rows():
+                table.row(row)
+        table.close()
+    return EXIT_DONE
+
+
+# Lists ---------------------------------------------------------------------------------------------------------------
+
+
+def read_plan(request: Request) -> Plan:
+    """The lists of a request, or the item that is wrong."""
+    if request.repetitions < 1:
+        raise UsageError(f"repetitions is {request.repetitions}", "use -r 1 or more")
+    plan = Plan(
+        n_prompt=[n for n in numbers("-p", request.n_prompt) if n > 0],
+        n_gen=[n for n in numbers("-n", request.n_gen) if n > 0],
+        n_depth=numbers("-d", request.n_depth),
+        methods=methods(
+            request.methods,
+            [_number_or("--gamma", item, "auto", 0, GAMMA_MAX) for item in items("--gamma", request.gamma)],
+            [
+                _number_or("--draft-pages", i, "all", PAGES_MIN, 2**31)
+                for i in items("--draft-pages", request.draft_pages)
+            ],
+        ),
+    )
+    if not plan.n_prompt and not plan.n_gen:
+        raise UsageError("nothing to measure: -p and -n are 0", "give -p N for prefill, -n N for decoding, or both")
+    return plan
+
+
+def items(flag: str, given: str) -> list[str]:
+    """The items of a comma list."""
+    found = [item.strip() for item in given.split(",")]
+    if not all(found):
+        raise UsageError(f"{flag} has an empty item in {given!r}", "separate the values by single commas")
+    return found
+
+
+def numbers(flag: str, given: str) -> list[int]:
+    """The numbers of a list of `N`, `a-b`, `a-b+step` and `a-b*factor`, in order, each once."""
+    found: dict[int, None] = {}
+    for item in items(flag, given):
+        for number in _range(flag, item):
+            found[number] = None
+            if len(found) > LIST_MAX:
+                raise UsageError(f"{flag} {item} asks for more than {LIST_MAX} values", "use a larger step: a-b+step")
+    return list(found)
+
+
+def _range(flag: str, item: str) -> Iterator[int]:
+    def whole(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) <= 9):
+            raise UsageError(
+                f"{flag} has {item!r}", f"use whole numbers and ranges: {flag} 0,512 or 0-4096+1024 or 1-64*2"
+            )
+        return int(text)
+
+    first, dash, rest = item.partition("-")
+    if not dash:
+        yield whole(item)
+        return
+    last, operator, step = next((parts for sign in "+*" if (parts := rest.partition(sign))[1]), (rest, "+", "1"))
+    value, end, by = whole(first), whole(last), whole(step)
+    if end < value or (operator == "+" and by < 1) or (operator == "*" and (by < 2 or value < 1)):
+        raise UsageError(
+            f"the range {item} of {flag} never ends or is empty", "use a-b+step or a-b*factor, with a up to b"
+        )
+    while value <= end:
+        yield value
+        value = value + by if operator == "+" else value * by
+
+
+def _number_or(flag: str, item: str, word: str, least: int, most: int) -> Any:
+    if item == word:
+        return item
+    if not (item.isascii() and item.isdigit() and least <= int(item[:12]) <= most):
+        bounds = f"{least} to {most}" if most < 2**31 else f"at least {least}"
+        raise UsageError(f"{flag} has {item!r}", f"use whole numbers, {bounds}, or {word}")
+    return int(item)
+
+
+def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list[Method]:
+    """The methods of a list of `METHOD` or `METHOD-KV`, with every γ and page count where they draft."""
+    found: dict[Method, None] = {}
+    for item in items("--methods", given):
+        name, _, target = item.partition("-")
+        target = target or KV_TARGETS[0]
+        if name not in METHODS or target not in KV_TARGETS:
+            raise UsageError(
+                f"--methods has {item!r}", f"use {', '.join(METHODS)}, each with -{', -'.join(KV_TARGETS)} or without"
+            )
+        if name == "ar":
+            found[Method(name, target)] = None
+        else:
+            found.update((Method(name, target, gamma, count), None) for gamma in gammas for count in pages)
+    return list(found)
+
+
+def _models(given: str | None) -> list[str | None]:
+    """The models of a comma list; a directory may have a comma in its name."""
+    if given is None or Path(given).exists():
+        return [given]
+    return [*items("--model", given)]
+
+
+# Text ----------------------------------------------------------------------------------------------------------------
+
+
+def _text(request: Request) -> tuple[str, str]:
+    if request.prompt is None:
+        return "the shipped book", gzip.decompress(BOOK.read_bytes()).decode()
+    document = prompts.read(request.prompt)
+    return document.name, document.text
+
+
+def _tokens(model: Model, name: str, text: str, plan: Plan) -> list[int]:
+    """The tokens that are read, or why the model or the text is too short for them."""
+    if plan.capacity > model.context:
+        raise DoesNotFitError(
+            f"depth {max(plan.n_depth)} with its tests takes {plan.capacity} tokens, the context of {model.name} is "
+            f"{model.context}",
+            f"lower -d to at most {max(0, model.context - plan.capacity + max(plan.n_depth))}",
+        )
+    ids = model.tokenizer.encode(text)
+    if len(ids) < plan.text_tokens:
+        raise InputError(
+            f"{name} has {len(ids)} tokens, the deepest test reads {plan.text_tokens}",
+            "give a longer text with --prompt, or lower -d and -p",
+        )
+    return ids[: plan.text_tokens]
+
+
+# Measuring -----------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """The measurements of one model."""
+
+    def __init__(self, model: Model, ids: Sequence[int], plan: Plan, request: Request, options: EngineOptions) -> None:
+        """Loads the model, with every plane of the cache and the draft weights."""
+        from . import _native
+
+        self._native = _native
+        self._model, self._ids, self._plan, self._request = model, ids, plan, request
+        native = options.native()
+        with render.progress("loading weights", shown=True) as on_loading, native_errors():
+            self._engine = _native.Engine(
+                str(model.directory),
+                capacity=plan.capacity,
+                device=native["device"],
+                threads=native["threads"],
+                kv_rounding=native["kv_rounding"],
+                page_choice=native["page_choice"],
+                every_view=True,
+                on_loading=on_loading,
+            )
+            self._draft_bytes = int(self._engine.stats()["draft_weights_bytes"])
+        self._page_choice = options.page_choice
+        self._info = self._engine.info
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """All measurements, as soon as each depth is done."""
+        for depth in self._plan.n_depth:
+            for tokens in self._plan.n_prompt:
+                yield self._prefill(depth, tokens)
+            for tokens in self._plan.n_gen:
+                yield from self._decode(depth, tokens)
+
+    def _bandwidth(self) -> float | None:
+        """GB/s now. Only a processor's memory is measured."""
+        return self._native.read_gb_per_s(self._info["threads"]) if self._info["device"] == "cpu" else None
+
+    def _prefill(self, depth: int, tokens: int) -> dict[str, Any]:
+        """What `tokens` more of a prompt cost behind `depth` of it: their share of the prefill of both."""
+        samples = []
+        read = self._prefill_bytes(depth, tokens)
+        with render.progress(f"prefill {tokens} at {depth}", shown=True) as on_prefill, native_errors():
+            for _ in range(self._request.repetitions):
+                before = self._bandwidth()
+                slot = self._add(depth + tokens, 1)
+                _, seconds = self._engine.prefill_timed(slot, depth, on_prefill)
+                self._engine.finish(slot)
+                samples.append(Sample(seconds, read, _pair(before, self._bandwidth())))
+        row = self._row(samples, tokens, test="pp", n_prompt=tokens, n_gen=0, n_depth=depth)
+        # Prefill is exact: it is the same whatever decodes afterwards.
+        return row | {"method": "any", "kv_target": "any", "gamma": 0, "draft_pages": "all"}
+
+    def _decode(self, depth: int, tokens: int) -> Iterator[dict[str, Any]]:
+        repetitions, plan = self._request.repetitions, self._plan
+        with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
+            answer = Answer(self._engine, self._model, self._ids, depth, tokens, on_prefill=on_prefill)
+        samples: dict[Method, list[Sample]] = {method: [] for method in plan.methods}
+        with render.progress(f"decoding at {depth}", shown=True) as tick, native_errors():
+            for method in plan.methods:
+                self._configure(method)
+                answer.run(self._request.seed, min(WARM_UP, tokens))
+            for repetition in range(repetitions):
+                # Forth and back, so that a drift of the machine favours nobody.
+                for method in plan.methods[:: -1 if repetition % 2 else 1]:
+                    samples[method].append(self._sample(method, answer, repetition))
+                    if tick:
+                        tick(sum(map(len, samples.values())), repetitions * len(plan.methods))
+                _check_equal({method: runs[-1] for method, runs in samples.items()})
+        answer.close()
+        for method, runs in samples.items():
+            row = self._row(runs, tokens, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
+            row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
+            row |= {"draft_pages": method.draft_pages} | _speculation(runs) | _speedup(runs, samples.get(BASELINE))
+            yield row
+
+    def _configure(self, method: Method) -> None:
+        self._engine.configure(page_choice=self._page_choice, **method.native())
+
+    def _sample(self, method: Method, answer: Answer, repetition: int) -> Sample:
+        before = self._bandwidth()
+        self._configure(method)
+        seconds, tokens = answer.run(self._request.seed + repetition)
+        stats = self._engine.stats()
+        after = self._bandwidth()
+        return Sample(seconds, self._decode_bytes(method, answer, stats), _pair(before, after), stats, tokens)
+
+    def _add(self, prompt_tokens: int, new_tokens: int) -> int:
+        return self._engine.add(
+            self._ids[:prompt_tokens], seed=self._request.seed, max_new_tokens=new_tokens, **SAMPLING
+        )
+
+    def _prefill_bytes(self, depth: int, tokens: int) -> float:
+        """Least a prefill of `tokens` behind `depth` reads: a layer's weights and the past once a block, the head once."""
+        seen = self._native.traffic(str(self._model.directory), depth, tokens)
+        blocks = range(depth, depth + tokens, seen["block_rows"])
+        layers = seen["weights_bytes"] - seen["head_bytes"]
+        read: float = len(blocks) * layers + sum(blocks) * seen["token_bytes"] + seen["head_bytes"]
+        return read
+
+    def _decode_bytes(self, method: Method, answer: Answer, stats: Mapping[str, Any]) -> float:
+        """What a run's verifications and drafts had to read: weights, visible pages of the view, recent tokens."""
+        seen = self._native.traffic(str(self._model.directory), answer.depth, answer.tokens)
+        recent = seen["buffer_tokens"] * seen["token_bytes"]
+        page = {"int4": seen["upper_page_bytes"], "fp16": seen["full_page_bytes"]}
+        page["int8"] = seen["upper_page_bytes"] + seen["lower_page_bytes"]
+        verify = seen["weights_bytes"] + seen["pages"] * page[method.kv_target] + recent
+        read: float = stats["rounds"] * verify
+        if method.name != "ar":
+            weights = seen["weights_bytes"] if method.name == "kv4" else self._draft_bytes
+            view = page[method.kv_target if method.name == "w4" else "int4"]
+            pages = seen["pages"] if method.draft_pages == "all" else min(seen["pages"], method.draft_pages)
+            read += stats["drafted_tokens"] * (weights + pages * view + recent)
+            if method.draft_pages != "all" and self._page_choice == "best":
+                read += stats["rounds"] * seen["pages"] * seen["page_bound_bytes"]
+        return read
+
+    def _row(self, samples: Sequence[Sample], tokens: int, **test: Any) -> dict[str, Any]:
+        """What every test reports."""
+        times = [sample.seconds / tokens * 1e3 for sample in samples]
+        bytes_per_token = statistics.fmean(sample.read_bytes for sample in samples) / tokens
+        bandwidths = [sample.bandwidth for sample in samples if sample.bandwidth is not None]
+        steady = [sample for sample in samples if sample.steady]
+        shares = [sample.read_bytes / sample.seconds / 1e9 / sample.bandwidth for sample in steady if sample.bandwidth]
+        milliseconds = statistics.fmean(times)
+        return {
+            "quantspec": __version__,
+            "model": self._model.name,
+            "widened": "widened" in json.loads((self._model.directory / "config.json").read_text(encoding="utf-8")),
+            "device": self._info["device"],
+            "device_name": self._info["device_name"],
+            "simd": self._info.get("simd"),
+            "threads": self._info["threads"],
+            "method": None,
+            "kv_target": None,
+            "gamma": None,
+            "draft_pages": None,
+            "batch": 1,
+            **test,
+            "ms_per_token": milliseconds,
+            "ms_per_token_sd": statistics.stdev(times) if len(times) > 1 else 0.0,
+            "tokens_per_s": 1e3 / milliseconds,
+            "bytes_per_token": bytes_per_token,
+            "gb_per_s": bytes_per_token / milliseconds / 1e6,
+            "bandwidth_gb_per_s": statistics.fmean(bandwidths) if bandwidths else None,
+            "bandwidth_share": statistics.fmean(shares) if shares else None,
+            "bandwidth_steady_repetitions": len(steady),
+            "acceptance_rate": None,
+            "mean_acceptance_length": None,
+            "repetitions": len(samples),
+            "samples_ms_per_token": times,
+            "samples_bandwidth_gb_per_s": bandwidths,
+        }
+
+
+class Answer:
+    """Decodes again and again behind the same text: its prefill is kept as long as the buffer allows."""
+
+    def __init__(
+        self,
+        engine: _native.Engine,
+        model: Model,
+        ids: Sequence[int],
+        depth: int,
+        tokens: int,
+        *,
+        on_prefill: Callable[[int, int], object] | None = None,
+    ) -> None:
+        """Prefills. At depth 0 there is one token of text: something must be before the first decoded one."""
+        self.depth, self.tokens = max(depth, 1), tokens
+        self._engine, self._model = engine, model
+        self._prompt, self._next = ids[: self.depth], ids[self.depth]
+        self._on_prefill = on_prefill
+        self._seed = 0
+        self._slot = self._prefilled()
+
+    def run(self, seed: int, tokens: int | None = None) -> tuple[float, list[int]]:
+        """Decodes with the loop of `quantspec run`: seconds, and what was emitted. The text's own next token is first."""
+        self._seed = seed
+        # The given token counts as the answer's first.
+        text = Text(self._model.tokenizer.token_bytes, limit=(tokens or self.tokens) + 1)
+        pieces = loop.decode(cast("_native.Engine", self), {self._slot: text})
+        next(pieces)
+        started = time.perf_counter()
+        for _ in pieces:
+            pass
+        return time.perf_counter() - started, text.tokens
+
+    def close(self) -> None:
+        """Frees the slot."""
+        self._engine.finish(self._slot)
+
+    # What the loop asks of an engine.
+
+    def prefill(self, slot: int, _on_progress: object = None) -> int:
+        """Goes back to the end of the text, by prefilling again where too much was decoded since."""
+        if not self._engine.restart(slot, self._next, seed=self._seed, **SAMPLING):
+            self._engine.finish(slot)
+            self._slot = self._prefilled()
+            if self._slot != slot or not self._engine.restart(slot, self._next, seed=self._seed, **SAMPLING):
+                raise InternalError("a freshly prefilled prompt cannot be decoded", "please report this")
+        return self._next
+
+    def choose_gamma(self, slot: int) -> int:
+        """The engine's."""
+        return self._engine.choose_gamma(slot)
+
+    def draft(self, gammas: Sequence[tuple[int, int]]) -> None:
+        """The engine's."""
+        self._engine.draft(gammas)
+
+    def verify(self) -> list[tuple[int, list[int]]]:
+        """The engine's."""
+        return self._engine.verify()
+
+    def finish(self, slot: int) -> None:
+        """Keeps the slot for the next run."""
+
+    def _prefilled(self) -> int:
+        slot = self._engine.add(self._prompt, seed=0, max_new_tokens=self.tokens + 1, **SAMPLING)
+        self._engine.prefill(slot, self._on_prefill)
+        return slot
+
+
+def _pair(before: float | None, after: float | None) -> tuple[float, float] | None:
+    return None if before is None or after is None else (before, after)
+
+
+def _same(one: float, other: float) -> bool:
+    return abs(one - other) <= STEADY * max(one, other)
+
+
+def _check_equal(runs: Mapping[Method, Sample]) -> None:
+    """Methods with the same target and seed emit the same tokens: what is compared is the same work."""
+    for method, run in runs.items():
+        other = next(known for known in runs if known.kv_target == method.kv_target)
+        if list(run.tokens) != list(runs[other].tokens):
+            raise InternalError(
+                f"{method.name} and {other.name} emitted different tokens from the {method.kv_target} target",
+                "run quantspec selftest, and please report this",
+            )
+
+
+def _speculation(runs: Sequence[Sample]) -> dict[str, Any]:
+    """What drafting did, over all repetitions; times are means of a round, a draft step's of one drafted token."""
+    total = {name: sum(run.stats[name] for run in runs) for name in ("rounds", "drafted_tokens", "accepted_tokens")}
+    spent = {name: sum(run.stats[name] for run in runs) for name in ("draft_s", "verify_s")}
+    rounds, drafted, accepted = total.values()
+    engine_s = spent["draft_s"] + spent["verify_s"]
+    wall_s = sum(run.seconds for run in runs)
+    return {
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "mean_acceptance_length": 1 + accepted / rounds if drafted else None,
+        "gamma_mean": drafted / rounds,
+        "draft_ms": spent["draft_s"] / rounds * 1e3,
+        "draft_step_ms": spent["draft_s"] / drafted * 1e3 if drafted else None,
+        "verify_ms": spent["verify_s"] / rounds * 1e3,
+        "round_ms": wall_s / rounds * 1e3,
+        "loop_us": (wall_s - engine_s) / rounds * 1e6,
+    }
+
+
+def _speedup(runs: Sequence[Sample], baseline: Sequence[Sample] | None) -> dict[str, Any]:
+    """Times against plain decoding with an FP16 cache, repetition by repetition, where the memory had one speed."""
+    ratios = [
+        base.seconds / run.seconds
+        for run, base in zip(runs, baseline or [], strict=False)
+        if run.bandwidth is None
+        or (run.steady and base.steady and base.bandwidth is not None and _same(run.bandwidth, base.bandwidth))
+    ]
+    return {
+        "speedup": statistics.fmean(ratios) if ratios else None,
+        "speedup_sd": (statistics.stdev(ratios) if len(ratios) > 1 else 0.0) if ratios else None,
+        "speedup_repetitions": len(ratios),
+    }
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+class JsonLines:
+    """One object a line, as measured."""
+
+    def __init__(self, sink: output.Sink) -> None:
+        self._sink = sink
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Writes a measurement."""
+        self._sink.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+class Json:
+    """One array, at the end."""
+
+    def __init__(self, sink: output.Sink) -> None:
+        self._sink = sink
+        self._rows: list[Mapping[str, Any]] = []
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Keeps a measurement."""
+        self._rows.append(row)
+
+    def close(self) -> None:
+        """Writes the array."""
+        self._sink.write(json.dumps(self._rows, ensure_ascii=False, indent=1) + "\n")
+
+
+class Csv:
+    """A header and one line per measurement; lists stay out, what does not apply is empty."""
+
+    def __init__(self, sink: output.Sink) -> None:
+        self._sink = sink
+        self._rows: list[Mapping[str, Any]] = []
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Keeps a measurement: the header names the columns of all."""
+        self._rows.append({name: value for name, value in row.items() if not isinstance(value, list)})
+
+    def close(self) -> None:
+        """Writes the table."""
+        text = io.StringIO()
+        names = dict.fromkeys(itertools.chain.from_iterable(self._rows))
+        writer = csv.DictWriter(text, list(names), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(self._rows)
+        self._sink.write(text.getvalue())
+
+
+class Markdown:
+    """llama-bench's table, with what bounds each row."""
+
+    HEAD = (
+        ("model", 20), ("device", 6), ("method", 10), ("kv", 4), ("gamma", 5), ("pages", 5), ("test", 16),
+        ("ms/token", 15), ("tokens/s", 8), ("speed-up", 8), ("MB/token", 8), ("GB/s", 5), ("of read", 8),
+        ("accepted", 8), ("loop us", 7),
+    )  # fmt: skip
+    TEXTS = 7
+
+    def __init__(self, sink: output.Sink) -> None:
+        self._sink = sink
+        self._started = False
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Writes a measurement."""
+        if not self._started:
+            self._started = True
+            self._line([name for name, _ in self.HEAD])
+            rules = [
+                "-" * width if i < self.TEXTS else "-" * (width - 1) + ":" for i, (_, width) in enumerate(self.HEAD)
+            ]
+            self._line(rules)
+        tokens = f"{row['test']}{row['n_prompt'] or row['n_gen']}"
+        drafts = row["method"] not in {"ar", "any"}
+        loop_us = row.get("loop_us")
+        self._line(
+            [
+                row["model"] + (" (widened)" if row["widened"] else ""),
+                row["device"],
+                row["method"],
+                row["kv_target"],
+                str(row["gamma"]) if drafts else "-",
+                str(row["draft_pages"]) if drafts else "-",
+                tokens + (f" @ d{row['n_depth']}" if row["n_depth"] else ""),
+                f"{row['ms_per_token']:.2f} ± {row['ms_per_token_sd']:.2f}",
+                render.number(row["tokens_per_s"]),
+                "-" if row.get("speedup") is None else f"{row['speedup']:.2f}x",
+                f"{row['bytes_per_token'] / 1e6:.1f}",
+                f"{row['gb_per_s']:.1f}",
+                "-" if row["bandwidth_share"] is None else f"{row['bandwidth_share']:.1%}",
+                render.percent(row["acceptance_rate"]),
+                "-" if loop_us is None else f"{loop_us:.0f}",
+            ]
+        )
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+    def _line(self, cells: Iterable[str]) -> None:
+        widths = [width for _, width in self.HEAD]
+        padded = (
+            cell.ljust(width) if i < self.TEXTS else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        self._sink.write("| " + " | ".join(padded) + " |\n")
+
+
+WRITERS: dict[str, type[Markdown | Csv | Json | JsonLines]] = dict(
+    zip(FORMATS, (Markdown, Csv, Json, JsonLines), strict=True)
+)

@@ -1,0 +1,116 @@
+"""`quantspec eval`: how good the views of the cache and the drafts are on a text, teacher-forced."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import output, prompts, render
+from .engine import Model
+from .errors import EXIT_DONE, DoesNotFitError, InputError, UsageError, native_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .options import EngineOptions
+
+# 1,713 tokens of the demo model: scored in seconds.
+SAMPLE = Path(__file__).with_name("sample.txt")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one `quantspec eval` was asked for.
+
+    Attributes:
+        prompt: text file, "-" for standard input, None for the sample that ships with the package.
+        tokens: score the first so many tokens of the text; None is all of it.
+        context: of these, tokens that are processed as a prompt (exactly) and not scored.
+        output: file for the report instead of standard output.
+    """
+
+    model: str | None
+    revision: str | None
+    offline: bool
+    prompt: str | None
+    tokens: int | None
+    context: int
+    output: str | None
+    as_json: bool
+
+
+def evaluate(request: Request, options: EngineOptions) -> int:
+    """Prints the report and returns the exit code."""
+    if request.tokens is not None and request.tokens < 2:
+        raise UsageError(f"tokens is {request.tokens}", "use at least 2: the first token is only context")
+    if request.context < 0:
+        raise UsageError(f"context is {request.context}", "use 0 or more tokens")
+    with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
+        document = prompts.read(str(SAMPLE) if request.prompt is None else request.prompt)
+        model = Model.open(
+            request.model, revision=request.revision, offline=request.offline, progress=render.on_terminal()
+        )
+        name = "sample.txt" if request.prompt is None else document.name
+        ids = _cut(model, model.tokenizer.encode(document.text), name, request)
+        found = {
+            "model": model.name,
+            "prompt": name,
+            "context": request.context,
+            **_scores(model, ids, request, options),
+        }
+        sink.write(json.dumps(found, ensure_ascii=False) + "\n" if request.as_json else "\n".join(lines(found)) + "\n")
+    return EXIT_DONE
+
+
+def _cut(model: Model, ids: list[int], name: str, request: Request) -> list[int]:
+    """The tokens to score: never fewer than asked for, never more than the model's context."""
+    wanted = len(ids) if request.tokens is None else request.tokens
+    if wanted > model.context:
+        raise DoesNotFitError(
+            f"{wanted} tokens of {name} exceed the model's context of {model.context}",
+            f"score its beginning with --tokens {model.context}, or less",
+        )
+    least = max(wanted, request.context + 2)
+    if len(ids) < least or wanted < least:
+        raise InputError(
+            f"{name} has {len(ids)} tokens and {least} are asked for"
+            if len(ids) < least
+            else f"{wanted} tokens with {request.context} of context leave fewer than 2 to score",
+            "give a longer text, or lower --tokens or --context",
+        )
+    return ids[:wanted]
+
+
+def _scores(model: Model, ids: Sequence[int], request: Request, options: EngineOptions) -> dict[str, Any]:
+    from . import _native
+
+    with render.progress("scoring", shown=True) as on_progress, native_errors():
+        return _native.evaluate(
+            str(model.directory),
+            ids,
+            context=request.context,
+            device=options.device,
+            threads=options.threads,
+            kv_rounding=options.kv_rounding,
+            on_progress=on_progress,
+        )
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The report for people."""
+    report = [
+        f"{found['model']} on {found['prompt']}: {found['positions']:,} positions, teacher-forced",
+        "",
+        f"{'target':<10} {'nll':>9} {'perplexity':>11} {'KLD to fp16':>12} {'top-1':>8}",
+    ]
+    for name, score in found["targets"].items():
+        divergence = f"{score['kld']:12.2e} {score['top1']:8.2%}" if "kld" in score else f"{'-':>12} {'-':>8}"
+        report.append(f"{name:<10} {score['nll']:9.5f} {score['perplexity']:11.4f} {divergence}")
+    report += ["", f"{'draft':<10} {'acceptance':>10} {'top-1':>8}"]
+    report += [
+        f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in found["drafts"].items()
+    ]
+    return report
