@@ -5,7 +5,7 @@
 //! tokens per second, where γ = 0, plain decoding, is one of the candidates.
 //!
 //! It is safe rather than clever: a ledger in units of plain steps holds what speculation has won or lost against plain
-//! decoding, and when it is overdrawn the policy decodes plainly until [`ALLOWANCE`] of the time spent has paid the debt. So
+//! decoding, and when it is overdrawn the policy decodes plainly until 1 % of the time spent has paid the debt. So
 //! however wrong α and the costs are, the loss against plain decoding is bounded. γ never changes a token under greedy and
 //! replay acceptance, only the time.
 //!

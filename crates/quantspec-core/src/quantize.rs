@@ -8,7 +8,7 @@
 //!   exactly half a step saturates L, which biases view Both by about −0.03 of its step.
 //! * [`Rounding::Balanced`]: one rounding to 8 bits on the mid-rise grid of step S = range/255, z = minimum + 8·S, s = 16·S,
 //!   code in −8..=247, U = (code + 8) / 16, L = code − 16·U. The cell of U then covers codes 16·U − 8 ..= 16·U + 7, whose
-//!   centre is half a code low, so view Upper moves it: z' = z − s/32. No clipping, no bias.
+//!   centre is half a code low, so view Upper moves it: z' = z − s/32. No bias, and no clipping beyond the rounding of z.
 //!
 //! All roundings are to nearest, ties to even, and every operation is IEEE f32: other implementations match bit for bit.
 
@@ -55,12 +55,31 @@ impl Params {
     }
 }
 
-/// Least and greatest element.
+/// Lanes in which extremes are found, so that compilers make vectors of them.
+const LANES: usize = 16;
+
+/// Least and greatest element of a group that is not empty.
 fn range(x: &[f32]) -> Result<(f32, f32)> {
-    if let Some(at) = x.iter().position(|value| !value.is_finite()) {
+    let (mut low, mut high, mut finite) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES], [true; LANES]);
+    for chunk in x.chunks(LANES) {
+        for (lane, &value) in chunk.iter().enumerate() {
+            low[lane] = if value < low[lane] { value } else { low[lane] };
+            high[lane] = if value > high[lane] { value } else { high[lane] };
+            finite[lane] &= value.is_finite();
+        }
+    }
+    if finite.contains(&false) {
+        let at = x.iter().position(|value| !value.is_finite()).unwrap_or(0);
         return Err(Error::not_finite(format!("element {at} of a quantisation group is {}", x[at])));
     }
-    Ok(x.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(low, high), &value| (low.min(value), high.max(value))))
+    Ok((low.into_iter().fold(f32::INFINITY, f32::min), high.into_iter().fold(f32::NEG_INFINITY, f32::max)))
+}
+
+/// The nearest integer, ties to even, for magnitudes below 2²²: [`f32::round_ties_even`] without the library call that it is
+/// on the oldest x86-64.
+fn nearest(x: f32) -> f32 {
+    const INTEGERS: f32 = 12_582_912.0; // 1.5 · 2²³, where f32 has a spacing of 1
+    (x + INTEGERS) - INTEGERS
 }
 
 /// Quantises one group into `upper` (0..=15) and `lower` (−8..=7), each as long as `x`.
@@ -85,26 +104,26 @@ pub fn quantize_group(x: &[f32], rounding: Rounding, upper: &mut [u8], lower: &m
             Params::new(16.0 * step, low + 8.0 * step)?
         }
     };
-    let encode = match rounding {
-        Rounding::Paper => encode_paper,
-        Rounding::Balanced => encode_balanced,
-    };
-    for ((&value, u), l) in x.iter().zip(upper).zip(lower) {
-        (*u, *l) = encode(value, params.scale.to_f32(), params.zero.to_f32());
+    let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
+    let codes = x.iter().zip(upper.iter_mut().zip(lower.iter_mut()));
+    match rounding {
+        Rounding::Paper => codes.for_each(|(&value, (u, l))| (*u, *l) = encode_paper(value, scale, zero)),
+        Rounding::Balanced => codes.for_each(|(&value, (u, l))| (*u, *l) = encode_balanced(value, scale, zero)),
     }
     Ok(params)
 }
 
 fn encode_paper(value: f32, scale: f32, zero: f32) -> (u8, i8) {
     let steps = (value - zero) / scale;
-    let upper = steps.round_ties_even().clamp(0.0, 15.0);
-    let lower = (16.0 * (steps - upper)).round_ties_even().clamp(-8.0, 7.0);
+    // The bounds are integers, so clamping before rounding is the same.
+    let upper = nearest(steps.clamp(0.0, 15.0));
+    let lower = nearest((16.0 * (steps - upper)).clamp(-8.0, 7.0));
     (upper as u8, lower as i8)
 }
 
 fn encode_balanced(value: f32, scale: f32, zero: f32) -> (u8, i8) {
     // Shifted by 8, the code is a byte whose nibbles are U and L + 8.
-    let code = ((value - zero) / (scale / 16.0)).round_ties_even().clamp(-8.0, 247.0) as i32 + 8;
+    let code = nearest(((value - zero) / (scale / 16.0)).clamp(-8.0, 247.0)) as i32 + 8;
     ((code >> 4) as u8, ((code & 15) - 8) as i8)
 }
 
@@ -252,7 +271,7 @@ pub fn quantize_weights_group(w: &[f32], top: u8, codes: &mut [u8]) -> Result<Pa
     let params = Params::new((high - low) / f32::from(top), low)?;
     let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
     for (&value, code) in w.iter().zip(codes) {
-        *code = ((value - zero) / scale).round_ties_even().clamp(0.0, f32::from(top)) as u8;
+        *code = nearest(((value - zero) / scale).clamp(0.0, f32::from(top))) as u8;
     }
     Ok(params)
 }
@@ -301,7 +320,7 @@ pub fn quantize_activations(x: &[f32]) -> Result<Activations> {
         let scale = high.max(-low) / 127.0;
         // A scale that underflows to 0 means magnitudes below 2e-43, which is 0 for every purpose.
         let code = |&value: &f32| {
-            if scale > 0.0 { (value / scale).round_ties_even().clamp(-127.0, 127.0) as i8 } else { 0 }
+            if scale > 0.0 { nearest((value / scale).clamp(-127.0, 127.0)) as i8 } else { 0 }
         };
         out.codes.extend(group.iter().map(code));
         out.scales.push(scale);

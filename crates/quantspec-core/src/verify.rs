@@ -2,6 +2,7 @@
 
 use crate::error::{Error, Result};
 use crate::sample::{Accept, Sampler, Stream, argmax, check_finite, choose, draw, uniform, warp};
+use std::borrow::Cow;
 
 /// Outcome of a round for one sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,13 +28,26 @@ pub fn judge_equal(drafted: &[u32], chosen: &[u32]) -> Verdict {
 /// `q[i]` and `p[i]` are warped distributions over the vocabulary; `q` has γ rows, `p` γ + 1. `position` is that of the
 /// first drafted token.
 pub fn judge_rejection(drafted: &[u32], q: &[Vec<f32>], p: &[Vec<f32>], sampler: &Sampler, position: usize) -> Verdict {
+    let bonus = || draw(&p[drafted.len()], sampler, position + drafted.len(), Stream::Sample);
+    rejection(drafted, q, |i| Cow::Borrowed(&p[i]), bonus, sampler, position)
+}
+
+/// [`judge_rejection`] that asks for the target's distributions only up to the first refusal.
+fn rejection<'a>(
+    drafted: &[u32],
+    q: &[Vec<f32>],
+    p: impl Fn(usize) -> Cow<'a, [f32]>,
+    bonus: impl FnOnce() -> u32,
+    sampler: &Sampler,
+    position: usize,
+) -> Verdict {
     for (i, &token) in drafted.iter().enumerate() {
-        if !accepts(token, &q[i], &p[i], sampler, position + i) {
-            return Verdict { accepted: i, token: correct(&q[i], &p[i], sampler, position + i) };
+        let p = p(i);
+        if !accepts(token, &q[i], &p, sampler, position + i) {
+            return Verdict { accepted: i, token: correct(&q[i], &p, sampler, position + i) };
         }
     }
-    let accepted = drafted.len();
-    Verdict { accepted, token: draw(&p[accepted], sampler, position + accepted, Stream::Sample) }
+    Verdict { accepted: drafted.len(), token: bonus() }
 }
 
 /// `u < p/q`, as a product: no division by q = 0, and p = 0 never stands.
@@ -65,10 +79,13 @@ impl Judge {
 
     /// The drafted token at `position`, from the draft's logits of the row before it, which sits at `offset` of the window.
     pub fn propose(&mut self, slot: usize, offset: usize, position: usize, logits: &[f32], sampler: &Sampler) -> u32 {
-        if sampler.accept == Accept::Rejection {
-            self.keep(slot, offset, warp(logits, sampler));
+        if sampler.accept != Accept::Rejection {
+            return choose(logits, sampler, position, sampler.draft_stream());
         }
-        choose(logits, sampler, position, sampler.draft_stream())
+        let q = warp(logits, sampler);
+        let token = draw(&q, sampler, position, sampler.draft_stream());
+        self.keep(slot, offset, q);
+        token
     }
 
     fn keep(&mut self, slot: usize, offset: usize, q: Vec<f32>) {
@@ -125,8 +142,11 @@ impl Judge {
         if !(0..drafted.len()).all(fits) {
             return Err(Error::internal(format!("no draft distribution of slot {slot} for every drafted token")));
         }
-        let p: Vec<Vec<f32>> = logits.iter().map(|row| warp(row, sampler)).collect();
-        Ok(judge_rejection(drafted, q, &p, sampler, first_position))
+        // The bonus is chosen as plain decoding chooses, so that γ = 0 is plain decoding under every rule.
+        let last = drafted.len();
+        let bonus = || choose(logits[last], sampler, first_position + last, Stream::Sample);
+        let p = |i: usize| Cow::Owned(warp(logits[i], sampler));
+        Ok(rejection(drafted, q, p, bonus, sampler, first_position))
     }
 }
 
@@ -265,6 +285,18 @@ mod tests {
         let independent: f64 =
             warp(&p, &rejection).iter().zip(warp(&q, &rejection)).map(|(p, q)| f64::from(p * q)).sum();
         assert!(shared < overlap + 0.01 && shared > independent + 0.1, "{shared} {overlap} {independent}");
+    }
+
+    #[test]
+    fn nothing_drafted_is_plain_decoding_under_every_rule() {
+        let row = [1.0, 0.5, 0.8, -1.0, 2.0];
+        for accept in [Accept::Replay, Accept::Rejection] {
+            let sampler = sampler(0.9, 4, 0.95, 0.0, accept);
+            for position in 0..500 {
+                let verdict = Judge::new().judge(0, &[], &[&row], &sampler, position).unwrap();
+                assert_eq!(verdict, Verdict { accepted: 0, token: choose(&row, &sampler, position, Stream::Sample) });
+            }
+        }
     }
 
     #[test]
