@@ -119,7 +119,11 @@ impl<'a> Nvrtc<'a> {
     fn image(&self, name: &str, source: &str, architecture: &str, includes: &[&Path]) -> Result<Vec<u8>, String> {
         let text = |value: String| CString::new(value).map_err(|_| "a kernel source holds a NUL".to_owned());
         let (source, name) = (text(source.to_owned())?, text(name.to_owned())?);
-        let mut options = vec![text(format!("--gpu-architecture={architecture}"))?, text("-std=c++17".to_owned())?];
+        let mut options = vec![
+            text(format!("--gpu-architecture={architecture}"))?,
+            text("-std=c++17".to_owned())?,
+            text("-default-device".to_owned())?,
+        ];
         for include in includes {
             options.push(text(format!("-I{}", include.display()))?);
         }
@@ -189,17 +193,23 @@ fn main() {
     println!("cargo::rerun-if-changed={}", kernels.display());
     // CUDA exists on Linux and Windows only; elsewhere there is nothing to compile for.
     let system = env::var("CARGO_CFG_TARGET_OS").unwrap_or_default();
-    let wanted = match env::var("QUANTSPEC_KERNELS").as_deref() {
-        Ok("off") => false,
-        Ok(other) if !other.is_empty() && other != "on" => {
-            fail(&format!("QUANTSPEC_KERNELS is {other:?}; it may be on or off"))
+    // One architecture by name (and PTX) is for development: seconds instead of a minute.
+    let only = env::var("QUANTSPEC_KERNELS").unwrap_or_default();
+    let architectures: Vec<&'static str> = match only.as_str() {
+        "" | "on" => ARCHITECTURES.to_vec(),
+        name => ARCHITECTURES.into_iter().filter(|known| *known == name || known.starts_with("compute_")).collect(),
+    };
+    let wanted = match only.as_str() {
+        "off" => false,
+        name if name != "on" && !name.is_empty() && !ARCHITECTURES.contains(&name) => {
+            fail(&format!("QUANTSPEC_KERNELS is {name:?}; it may be on, off or one of {ARCHITECTURES:?}"))
         }
         _ => matches!(system.as_str(), "linux" | "windows"),
     };
     let mut table = String::from("pub(crate) static IMAGES: &[Image] = &[\n");
     if wanted {
         let toolkit = toolkit();
-        for (stem, architecture, bytes, file) in compile(&toolkit, &kernels, &out) {
+        for (stem, architecture, bytes, file) in compile(&toolkit, &architectures, &kernels, &out) {
             let number: String = architecture.chars().filter(char::is_ascii_digit).collect();
             let number = if architecture.starts_with("compute_") { "0".to_owned() } else { number };
             table += &format!(
@@ -212,7 +222,12 @@ fn main() {
 }
 
 /// (stem, architecture, bytes, deflated file) of every image, in a fixed order.
-fn compile(toolkit: &Toolkit, kernels: &Path, out: &Path) -> Vec<(String, &'static str, usize, PathBuf)> {
+fn compile(
+    toolkit: &Toolkit,
+    architectures: &[&'static str],
+    kernels: &Path,
+    out: &Path,
+) -> Vec<(String, &'static str, usize, PathBuf)> {
     // SAFETY: loading NVRTC runs only its own initialisers.
     let library = unsafe { Library::new(&toolkit.library) }
         .unwrap_or_else(|error| fail(&format!("{}: {error}; reinstall {PACKAGE}", toolkit.library.display())));
@@ -220,8 +235,9 @@ fn compile(toolkit: &Toolkit, kernels: &Path, out: &Path) -> Vec<(String, &'stat
         .unwrap_or_else(|error| fail(&format!("{}: {error}; install {PACKAGE}", toolkit.library.display())));
     let headers: String = sources(kernels, "cuh").iter().map(|path| read(path)).collect();
     let units = sources(kernels, "cu");
-    let jobs: Mutex<VecDeque<(&PathBuf, &'static str)>> =
-        Mutex::new(units.iter().flat_map(|unit| ARCHITECTURES.map(|architecture| (unit, architecture))).collect());
+    let jobs: Mutex<VecDeque<(&PathBuf, &'static str)>> = Mutex::new(
+        units.iter().flat_map(|unit| architectures.iter().map(move |architecture| (unit, *architecture))).collect(),
+    );
     let done = Mutex::new(Vec::new());
     thread::scope(|scope| {
         for _ in 0..thread::available_parallelism().map_or(1, usize::from) {

@@ -13,6 +13,7 @@ const LIBRARY: &str = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
 const OLDEST_DRIVER: c_int = 12000;
 
 const NO_DEVICE: c_int = 100;
+const MULTIPROCESSORS: c_int = 16;
 const MAJOR: c_int = 75;
 const MINOR: c_int = 76;
 
@@ -29,6 +30,8 @@ pub struct DeviceInfo {
     pub driver: String,
     /// Compute capability times ten.
     pub(crate) capability: u32,
+    /// Streaming multiprocessors.
+    pub(crate) multiprocessors: usize,
 }
 
 /// Whether and why a GPU can be used.
@@ -68,6 +71,12 @@ pub fn detect() -> Detection {
             Detection { available: usable.is_some(), reason, devices }
         }
     }
+}
+
+/// (multiprocessors, compute capability times ten) of the first device that can be used.
+pub(crate) fn first() -> Option<(usize, u32)> {
+    let device = detect().devices.into_iter().find(|device| supported(device.capability))?;
+    Some((device.multiprocessors, device.capability))
 }
 
 pub(crate) fn supported(capability: u32) -> bool {
@@ -151,18 +160,20 @@ fn devices() -> Result<Vec<DeviceInfo>> {
         let driver = driver_version().unwrap_or_else(|| format!("CUDA {}.{}", cuda / 1000, cuda % 1000 / 10));
         let mut found = Vec::new();
         for index in 0..devices {
-            let (mut handle, mut bytes, mut major, mut minor) = (0, 0usize, 0, 0);
+            let (mut handle, mut bytes, mut major, mut minor, mut multiprocessors) = (0, 0usize, 0, 0, 0);
             let mut text = [0 as c_char; 256];
             check(library, "cuDeviceGet", get(&mut handle, index))?;
             check(library, "cuDeviceGetName", name(text.as_mut_ptr(), text.len() as c_int - 1, handle))?;
             check(library, "cuDeviceTotalMem", memory(&mut bytes, handle))?;
             check(library, "cuDeviceGetAttribute", attribute(&mut major, MAJOR, handle))?;
             check(library, "cuDeviceGetAttribute", attribute(&mut minor, MINOR, handle))?;
+            check(library, "cuDeviceGetAttribute", attribute(&mut multiprocessors, MULTIPROCESSORS, handle))?;
             found.push(DeviceInfo {
                 name: CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned(),
                 compute_capability: format!("{major}.{minor}"),
                 memory_bytes: bytes as u64,
                 driver: driver.clone(),
+                multiprocessors: usize::try_from(multiprocessors).unwrap_or(0),
                 capability: u32::try_from(major * 10 + minor).unwrap_or(0),
             });
         }

@@ -68,6 +68,14 @@ pub enum Arg<'a> {
     Bytes(&'a [u8]),
 }
 
+impl<'a> Arg<'a> {
+    /// A struct passed by value.
+    pub fn of<T: Plain>(value: &'a T) -> Arg<'a> {
+        // SAFETY: a plain type is its bytes, all of them initialised.
+        Arg::Bytes(unsafe { std::slice::from_raw_parts(ptr::from_ref(value).cast(), size_of::<T>()) })
+    }
+}
+
 impl From<&Buffer> for Arg<'_> {
     fn from(buffer: &Buffer) -> Self {
         Arg::Long(buffer.address)
@@ -135,7 +143,18 @@ impl Device {
     /// Opens device `index` and loads every kernel. An absent driver, an old one, an index out of range (usage) and a GPU too old are
     /// typed errors.
     pub fn open(index: usize) -> Result<Arc<Device>> {
-        let info = detect::device(index)?;
+        Device::open_as(index, None)
+    }
+
+    /// As [`Device::open`], from the PTX images, and as a GPU of compute capability 8.0: what GPUs newer than this library run. Tests reach
+    /// with it what their GPU would not choose.
+    pub fn open_ptx(index: usize) -> Result<Arc<Device>> {
+        Device::open_as(index, Some(80))
+    }
+
+    fn open_as(index: usize, portable: Option<u32>) -> Result<Arc<Device>> {
+        let mut info = detect::device(index)?;
+        info.capability = portable.unwrap_or(info.capability);
         let ordinal = i32::try_from(index).map_err(|_| Error::internal("device index out of range after detection"))?;
         let mut device = Device {
             context: ptr::null_mut(),
@@ -161,8 +180,11 @@ impl Device {
                 device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         }
         for stem in images::stems() {
-            let image = images::choose(stem, device.info.capability)
-                .ok_or_else(|| Error::internal(format!("no image of {stem} for {}", device.info.compute_capability)))?;
+            let image =
+                if portable.is_some() { images::portable(stem) } else { images::choose(stem, device.info.capability) }
+                    .ok_or_else(|| {
+                        Error::internal(format!("no image of {stem} for {}", device.info.compute_capability))
+                    })?;
             let bytes = image.inflate()?;
             let mut module = ptr::null_mut();
             // SAFETY: `bytes` is machine code or NUL-terminated PTX; the driver copies it.

@@ -54,6 +54,11 @@ pub(crate) fn choose(stem: &str, capability: u32) -> Option<&'static Image> {
         .or_else(|| of_stem().find(|image| image.architecture == 0 && capability >= 80))
 }
 
+/// The PTX image of a stem.
+pub(crate) fn portable(stem: &str) -> Option<&'static Image> {
+    IMAGES.iter().find(|image| image.stem == stem && image.architecture == 0)
+}
+
 impl Image {
     /// The image as the driver takes it.
     pub(crate) fn inflate(&self) -> Result<Vec<u8>> {

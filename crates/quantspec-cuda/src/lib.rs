@@ -3,9 +3,15 @@
 //! The kernels are compiled when this crate is built and the driver is opened when a device is asked for, so a library built anywhere
 //! loads everywhere: [`detect`] says what is there and why a GPU is off. Nothing links to the CUDA runtime, cuBLAS or cuDNN.
 
+pub mod attend;
+mod backend;
 mod detect;
 pub mod device;
 mod images;
+pub mod linear;
+pub mod prefill;
+mod weights;
 
+pub use backend::{CudaBackend, plan};
 pub use detect::{Detection, DeviceInfo, detect};
 pub use images::kernels;

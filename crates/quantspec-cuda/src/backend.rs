@@ -1,0 +1,1161 @@
+//! [`CudaBackend`]: the operations of a pass as launches on one stream.
+//!
+//! Nothing waits but what needs a value on the host: a step is described to the device by one copy (rows, angles, spans), its operations are
+//! queued one behind the other, and the host reads back choices and verdicts.
+
+use crate::args;
+use crate::attend::{
+    Attend, Choice, Chosen, Layer as CacheLayer, PASS_ROWS, Part as AttendPart, Pass as AttendPass, Places, Span,
+};
+use crate::device::{Buffer, Device, Kernel, Launch, Pinned, Plain};
+use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
+use crate::prefill::{Prefill, Shape, Way, padded};
+use crate::weights::{self, Weights as Stored, address, argument};
+use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, visible_pages};
+use quantspec_core::config::{Dtype, ModelConfig, Pages, Rounding, View, Weights};
+use quantspec_core::layout::Layout;
+use quantspec_core::plan::{CacheBytes, pages};
+use quantspec_core::sample::{Sampler, Stream, check_finite, choose};
+use quantspec_core::verify::{Judge, Verdict};
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::{Backend, Block, Hooks, Memory, Options, Pass, Step, Turn};
+use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::rope::RopeTable;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// Steps that may be queued before the host must wait for the oldest: more than a round has.
+const STAGES: usize = 2 * (GAMMA_MAX + 2);
+/// How long the host sleeps between looks at a busy device: short against a prompt's layer.
+const LOOK_AGAIN: Duration = Duration::from_micros(200);
+/// Bits of the device's error flag (`FLAG_*` in kernels/numbers.cuh and quantize.cu).
+const FLAG_CACHE: u32 = 1;
+const FLAG_LOGITS: u32 = 2;
+const FLAG_WEIGHTS: u32 = 4;
+
+/// A row as the kernels see it; `Row` in kernels/layout.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct DeviceRow {
+    slot: i32,
+    offset: i32,
+    position: i32,
+    sequence: i32,
+}
+
+// SAFETY: thirty-two-bit numbers only.
+unsafe impl Plain for DeviceRow {}
+
+/// Kernels launched from here.
+#[derive(Debug)]
+struct Kernels {
+    embed: Kernel,
+    /// By input type: the weights' and the head's, and int8.
+    norm: [Kernel; 2],
+    norm_i8: Kernel,
+    silu: Kernel,
+    silu_i8: Kernel,
+    append: Kernel,
+    flush: Kernel,
+    store: Kernel,
+    keep_recent: Kernel,
+}
+
+/// One sequence.
+#[derive(Debug)]
+struct Slot {
+    /// Physical pages, by logical page.
+    pages: Vec<i32>,
+    /// What its draft reads, where not all pages.
+    chosen: Option<Chosen>,
+}
+
+/// The cache: pools `[layer][page][kv head]`, rings `[layer][slot][kv head]`.
+#[derive(Debug)]
+struct Cache {
+    upper: Option<Buffer>,
+    lower: Option<Buffer>,
+    full: Option<Buffer>,
+    ring_k: Buffer,
+    ring_v: Buffer,
+    /// i32 `[slot][pitch]`.
+    tables: Buffer,
+    pitch: usize,
+    /// Pages of a layer.
+    pages: usize,
+    free: Vec<i32>,
+    bytes: CacheBytes,
+}
+
+/// A product's input for its K: in the weights' type and in int8.
+#[derive(Debug)]
+struct Input {
+    x: Buffer,
+    x8: Buffer,
+    xs: Buffer,
+    width: usize,
+}
+
+impl Input {
+    fn bytes(rows: usize, width: usize, dtype: Dtype) -> [usize; 3] {
+        [rows * padded(width) * dtype.bytes(), rows * width.next_multiple_of(GROUP), rows * width.div_ceil(GROUP) * 8]
+    }
+
+    fn new(device: &Arc<Device>, rows: usize, width: usize, dtype: Dtype) -> Result<Input> {
+        let [x, x8, xs] = Input::bytes(rows, width, dtype);
+        Ok(Input { x: device.zeroed(x)?, x8: device.zeroed(x8)?, xs: device.zeroed(xs)?, width })
+    }
+
+    /// Pitch in elements.
+    fn pitch(&self) -> usize {
+        padded(self.width)
+    }
+
+    fn pitch8(&self) -> usize {
+        self.width.next_multiple_of(GROUP)
+    }
+}
+
+/// Activations of a step.
+#[derive(Debug)]
+struct StepSpace {
+    hidden: Buffer,
+    normed: Input,
+    attended: Input,
+    gated: Input,
+    /// Input of the head, whose type may be another.
+    last: Input,
+    /// f32 products.
+    y: Buffer,
+    q: Buffer,
+    logits: Buffer,
+    partial: Buffer,
+    extremes: Buffer,
+    /// What describes a step: rows, angles, spans; written by one copy.
+    description: Buffer,
+    staging: Vec<Pinned>,
+}
+
+/// Activations of a prompt.
+#[derive(Debug)]
+struct PromptSpace {
+    /// f32 `[capacity][hidden]`: prefill is layer-major.
+    hidden: Buffer,
+    /// Keys and values of the layer under way, f16 `[capacity][2 kv_width]`.
+    scratch: Buffer,
+    cos_sin: Buffer,
+    tokens: Buffer,
+    normed: Buffer,
+    q: Buffer,
+    attended: Buffer,
+    gated: Buffer,
+}
+
+/// A model on one GPU.
+pub struct CudaBackend {
+    config: ModelConfig,
+    options: Options,
+    hooks: Hooks,
+    rope: RopeTable,
+    device: Arc<Device>,
+    kernels: Kernels,
+    linear: Linear,
+    attend: Attend,
+    prefill: Prefill,
+    weights: Stored,
+    cache: Cache,
+    slots: Vec<Option<Slot>>,
+    /// i32 `[slot][window_pitch]`.
+    windows: Buffer,
+    window_pitch: usize,
+    step: StepSpace,
+    prompt: PromptSpace,
+    flag: Buffer,
+    /// Lists of chosen pages `[layer][slot][kv head][pitch]`, and the scores they are chosen by; made when first asked for.
+    lists: Option<Lists>,
+    judge: Judge,
+    /// The step under way.
+    plan: Plan,
+    staged: usize,
+}
+
+/// Page lists of drafts that do not read every page.
+#[derive(Debug)]
+struct Lists {
+    lists: Buffer,
+    scores: Buffer,
+    pitch: usize,
+}
+
+/// How the step under way is laid out in the description.
+#[derive(Debug, Default)]
+struct Plan {
+    passes: Vec<AttendPass>,
+    places: Vec<Places>,
+    rows: u64,
+    cos_sin: u64,
+    /// Choices of page lists to make, and their largest page count; empty where lists stand.
+    choices: u64,
+    choosing: usize,
+    choosing_pages: usize,
+    /// The last product waits in y to be added by the next norm.
+    pending: bool,
+}
+
+/// Sizes in bytes that [`plan`] predicts and `load` allocates.
+struct Sizes {
+    rows: usize,
+    y: usize,
+    logits: usize,
+    description: usize,
+    partial_rows: usize,
+}
+
+impl Sizes {
+    fn new(config: &ModelConfig, options: &Options, partial_rows: usize) -> Sizes {
+        let rows = options.step_rows.max(1);
+        let widest = (config.q_width() + 2 * config.kv_width()).max(2 * config.intermediate).max(config.hidden);
+        // Spans and parts: at most one span per row; a row's group is cut into parts of eight rows at the least.
+        let per_row = size_of::<DeviceRow>()
+            + config.head_dim * 4
+            + 4
+            + size_of::<Span>()
+            + (config.group().div_ceil(8) + 1) * size_of::<AttendPart>()
+            + size_of::<Choice>();
+        Sizes {
+            rows,
+            y: rows * widest * 4,
+            logits: rows * config.vocab * 4,
+            description: rows * per_row + 4096 + 1024 * rows.div_ceil(PASS_ROWS),
+            partial_rows,
+        }
+    }
+
+    fn step_bytes(&self, config: &ModelConfig) -> usize {
+        let dtype = config.dtype;
+        let inputs = [config.hidden, config.q_width(), config.intermediate, config.hidden];
+        let inputs: usize =
+            inputs.iter().map(|&width| Input::bytes(self.rows, width, dtype).iter().sum::<usize>()).sum();
+        self.rows * config.hidden * 4
+            + inputs
+            + self.y
+            + self.rows * config.q_width() * 2
+            + self.logits
+            + self.partial_rows * (config.head_dim * 4 + 8)
+            + self.description
+    }
+}
+
+/// Bytes of a prompt's activations: (kept for every token, kept for a block).
+fn prompt_bytes(config: &ModelConfig, options: &Options) -> [usize; 8] {
+    let (tokens, rows, element) = (options.capacity.max(1), options.block_rows.max(1), config.dtype.bytes());
+    [
+        tokens * config.hidden * 4,
+        tokens * 2 * config.kv_width() * 2,
+        tokens * config.head_dim / 2 * 8,
+        tokens * 4,
+        rows * padded(config.hidden) * element,
+        rows * config.q_width() * 2,
+        rows * padded(config.q_width()) * element,
+        rows * padded(config.intermediate) * element,
+    ]
+}
+
+fn shape(config: &ModelConfig) -> Shape {
+    Shape {
+        hidden: config.hidden,
+        intermediate: config.intermediate,
+        heads: config.heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim,
+        rms_eps: config.rms_eps,
+        dtype: config.dtype,
+    }
+}
+
+/// Bytes [`CudaBackend::load`] will hold on a device, before anything is loaded.
+pub fn plan(config: &ModelConfig, options: &Options) -> Memory {
+    let (multiprocessors, capability) = crate::detect::first().unwrap_or((132, 90));
+    let cache = CacheBytes::of(config, options.planes, options.capacity, options.slots);
+    let (weights_bytes, draft_weights_bytes) = weights::bytes(config, options.draft_weights);
+    let partial =
+        crate::attend::partial_rows(config, multiprocessors, options.capacity, options.step_rows.clamp(1, PASS_ROWS));
+    let sizes = Sizes::new(config, options, partial);
+    let way = Way::of(capability, config.dtype);
+    Memory {
+        weights_bytes,
+        draft_weights_bytes,
+        cache_upper_bytes: cache.upper_bytes,
+        cache_lower_bytes: cache.lower_bytes,
+        cache_full_bytes: cache.full_bytes,
+        buffer_bytes: cache.buffer_bytes,
+        workspace_bytes: sizes.step_bytes(config)
+            + prompt_bytes(config, options).iter().sum::<usize>()
+            + Prefill::scratch_bytes(&shape(config), options.block_rows.max(1), way),
+    }
+}
+
+impl CudaBackend {
+    /// Loads a checkpoint onto device `index`.
+    ///
+    /// # Errors
+    /// Device errors (no driver, no such device, out of memory), and checkpoints the kernels do not know.
+    pub fn load(checkpoint: &Checkpoint, options: &Options, hooks: Hooks, index: usize) -> Result<CudaBackend> {
+        CudaBackend::load_on(&Device::open(index)?, checkpoint, options, hooks)
+    }
+
+    /// The same on an open device.
+    pub fn load_on(
+        device: &Arc<Device>,
+        checkpoint: &Checkpoint,
+        options: &Options,
+        mut hooks: Hooks,
+    ) -> Result<CudaBackend> {
+        let config = checkpoint.config().clone();
+        let attend = Attend::new(device, &config, options.rounding)?;
+        let linear = Linear::new(device)?;
+        let prefill = Prefill::new(device, shape(&config), options.block_rows.max(1))?;
+        let flag = device.zeroed(4)?;
+        let weights = weights::load(checkpoint, device, &linear, options.draft_weights, &flag, &mut hooks)?;
+        let d = config.head_dim;
+        let dtype = config.dtype;
+        let page_shared = 256 * d + 4096;
+        let kernels = Kernels {
+            embed: device.kernel(&format!("embed_{}", name(weights.embedding.dtype)), 0)?,
+            norm: [
+                device.kernel(&format!("norm_{}", name(dtype)), 0)?,
+                device.kernel(&format!("norm_{}", name(weights.head().dtype)), 0)?,
+            ],
+            norm_i8: device.kernel("norm_i8", 0)?,
+            silu: device.kernel(&format!("silu_mul_{}", name(dtype)), 0)?,
+            silu_i8: device.kernel("silu_mul_i8", 0)?,
+            append: device.kernel(&format!("append_{d}"), 0)?,
+            flush: device.kernel(&format!("flush_{d}"), page_shared)?,
+            store: device.kernel(&format!("store_{d}"), page_shared)?,
+            keep_recent: device.kernel("keep_recent", 0)?,
+        };
+        let partial = attend.partial_rows(options.capacity, options.step_rows.clamp(1, PASS_ROWS));
+        let sizes = Sizes::new(&config, options, partial);
+        let step = StepSpace {
+            hidden: device.allocate(sizes.rows * config.hidden * 4)?,
+            normed: Input::new(device, sizes.rows, config.hidden, dtype)?,
+            attended: Input::new(device, sizes.rows, config.q_width(), dtype)?,
+            gated: Input::new(device, sizes.rows, config.intermediate, dtype)?,
+            last: Input::new(device, sizes.rows, config.hidden, weights.head().dtype)?,
+            y: device.allocate(sizes.y)?,
+            q: device.allocate(sizes.rows * config.q_width() * 2)?,
+            logits: device.allocate(sizes.logits)?,
+            partial: device.allocate(partial * d * 4)?,
+            extremes: device.allocate(partial * 8)?,
+            description: device.allocate(sizes.description)?,
+            staging: (0..STAGES).map(|_| device.pinned(sizes.description)).collect::<Result<_>>()?,
+        };
+        let bytes = prompt_bytes(&config, options);
+        let prompt = PromptSpace {
+            hidden: device.allocate(bytes[0])?,
+            scratch: device.allocate(bytes[1])?,
+            cos_sin: device.allocate(bytes[2])?,
+            tokens: device.allocate(bytes[3])?,
+            normed: device.zeroed(bytes[4])?,
+            q: device.allocate(bytes[5])?,
+            attended: device.zeroed(bytes[6])?,
+            gated: device.zeroed(bytes[7])?,
+        };
+        let window_pitch = options.step_rows.max(GAMMA_MAX + 2);
+        let backend = CudaBackend {
+            cache: Cache::new(device, &config, options)?,
+            slots: (0..options.slots).map(|_| None).collect(),
+            windows: device.zeroed(options.slots * window_pitch * 4)?,
+            window_pitch,
+            rope: RopeTable::new(&config),
+            options: options.clone(),
+            device: device.clone(),
+            kernels,
+            linear,
+            attend,
+            prefill,
+            weights,
+            step,
+            prompt,
+            flag,
+            lists: None,
+            judge: Judge::new(),
+            plan: Plan::default(),
+            staged: 0,
+            config,
+            hooks,
+        };
+        backend.check_flag()?;
+        Ok(backend)
+    }
+
+    /// The device under the model.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    fn slot(&self, slot: usize) -> Result<&Slot> {
+        let found = self.slots.get(slot).and_then(Option::as_ref);
+        found.ok_or_else(|| Error::internal(format!("slot {slot} is not open")))
+    }
+
+    /// Turns what kernels flagged since the last look into an error.
+    fn check_flag(&self) -> Result<()> {
+        let flag = self.flag.read::<u32>(0, 1)?.first().copied().unwrap_or(0);
+        if flag == 0 {
+            return Ok(());
+        }
+        self.flag.fill(0)?;
+        Err(Error::not_finite(match flag {
+            flag if flag & FLAG_WEIGHTS != 0 => "a weight is NaN or infinite, or its group does not fit half precision",
+            flag if flag & FLAG_CACHE != 0 => "keys or values are NaN, infinite or beyond half precision",
+            flag if flag & FLAG_LOGITS != 0 => "logits are NaN or infinite",
+            _ => "a kernel found values that are not finite",
+        }))
+    }
+
+    fn launch(
+        &self,
+        kernel: Kernel,
+        grid: [usize; 3],
+        block: u32,
+        shared: usize,
+        arguments: &[crate::device::Arg],
+    ) -> Result<()> {
+        let launch = Launch { grid: grid.map(|n| n as u32), block, shared: shared as u32, overlap: true };
+        // SAFETY: every caller below passes the kernel's own argument list (kernels/elementwise.cu, quantize.cu) with buffers of this
+        // backend, which outlive the stream's work and have room for `step_rows` rows, `capacity` tokens or `block_rows` rows.
+        unsafe { self.device.launch(kernel, launch, arguments) }
+    }
+
+    fn cache_layer(&self, layer: usize) -> CacheLayer {
+        let heads = self.config.kv_heads;
+        let d = self.config.head_dim;
+        let pages = self.cache.pages * heads * layer;
+        let at = |pool: &Option<Buffer>, bytes: usize| pool.as_ref().map_or(0, |pool| pool.at(pages * bytes));
+        let ring = layer * self.options.slots * heads * BUFFER_TOKENS * d * 2;
+        let lists = |lists: &Lists| lists.lists.at(layer * self.options.slots * heads * lists.pitch * 4);
+        CacheLayer {
+            upper: at(&self.cache.upper, Layout::Cuda.upper_bytes(d)),
+            lower: at(&self.cache.lower, Layout::Cuda.lower_bytes(d)),
+            full: at(&self.cache.full, 4 * G * d),
+            ring_k: self.cache.ring_k.at(ring),
+            ring_v: self.cache.ring_v.at(ring),
+            lists: self.lists.as_ref().map_or(0, lists),
+        }
+    }
+
+    /// Describes a step to the device: one copy.
+    fn begin(&mut self, step: &Step) -> Result<()> {
+        let rows = step.rows;
+        if rows.is_empty() || rows.len() > self.options.step_rows {
+            return Err(Error::internal(format!(
+                "a step of {} rows where {} are prepared",
+                rows.len(),
+                self.options.step_rows
+            )));
+        }
+        let kept = match step.view {
+            View::Upper => self.options.planes.upper,
+            View::Both => self.options.planes.lower,
+            View::Full => self.options.planes.full,
+        };
+        if !kept {
+            return Err(Error::internal(format!(
+                "view {:?} of a cache that keeps {:?}",
+                step.view, self.options.planes
+            )));
+        }
+        let choices = self.choose_lists(step)?;
+        let with_lists = step.pages != Pages::All;
+        for row in rows {
+            if row.offset >= self.window_pitch || row.position / G > self.slot(row.slot)?.pages.len() {
+                return Err(Error::internal(format!("row {row:?} is beyond its slot")));
+            }
+        }
+        let slots = &self.slots;
+        let passes = self.attend.plan(step.view, rows, |slot| {
+            slots.get(slot).and_then(Option::as_ref).and_then(|slot| slot.chosen).filter(|_| with_lists)
+        })?;
+
+        if self.staged == STAGES {
+            self.device.synchronize()?;
+            self.staged = 0;
+        }
+        let half = self.config.head_dim / 2;
+        let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at: 0 };
+        let device_rows: Vec<DeviceRow> = rows
+            .iter()
+            .map(|row| DeviceRow {
+                slot: row.slot as i32,
+                offset: row.offset as i32,
+                position: row.position as i32,
+                sequence: 0,
+            })
+            .collect();
+        let base = self.step.description.at(0);
+        let mut plan = Plan { rows: base + writer.put(&device_rows)? as u64, ..Plan::default() };
+        let (mut cos, mut sin) = (vec![0.0f32; half], vec![0.0f32; half]);
+        let mut angles = Vec::with_capacity(rows.len() * half * 2);
+        for row in rows {
+            self.rope.fill(row.position, row.position + 1, &mut cos, &mut sin);
+            angles.extend(cos.iter().zip(&sin).flat_map(|(c, s)| [*c, *s]));
+        }
+        plan.cos_sin = base + writer.put(&angles)? as u64;
+        plan.choices = base + writer.put(&choices)? as u64;
+        plan.choosing = choices.len();
+        plan.choosing_pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
+        for pass in &passes {
+            plan.places.push(Places {
+                spans: base + writer.put(&pass.spans)? as u64,
+                parts: base + writer.put(&pass.parts)? as u64,
+                row_spans: base + writer.put(&pass.row_spans)? as u64,
+                tables: self.cache.tables.at(0),
+                table_pitch: self.cache.pitch,
+                list_pitch: self.lists.as_ref().map_or(0, |lists| lists.pitch),
+                partial: self.step.partial.at(0),
+                extremes: self.step.extremes.at(0),
+            });
+        }
+        plan.passes = passes;
+        let bytes = writer.at;
+        self.step.description.write_pinned(0, &self.step.staging[self.staged], 0, bytes)?;
+        self.staged += 1;
+        self.plan = plan;
+        Ok(())
+    }
+
+    /// Which lists of pages a draft step chooses anew, and for which rows; notes what each slot reads from now on.
+    fn choose_lists(&mut self, step: &Step) -> Result<Vec<Choice>> {
+        let n = match step.pages {
+            Pages::All => return Ok(Vec::new()),
+            Pages::Window(n) | Pages::Best(n) => n.max(1),
+        };
+        let (layers, slots, heads) = (self.config.layers, self.options.slots, self.config.kv_heads);
+        if self.lists.as_ref().is_none_or(|lists| lists.pitch < n) {
+            self.lists = Some(Lists {
+                lists: self.device.allocate(layers * slots * heads * n * 4)?,
+                scores: self.device.allocate(slots * heads * self.cache.pitch * 4)?,
+                pitch: n,
+            });
+            for slot in self.slots.iter_mut().flatten() {
+                slot.chosen = None;
+            }
+        }
+        let mut choices = Vec::new();
+        for (index, row) in step.rows.iter().enumerate() {
+            let again = step.choose_pages;
+            let visible = visible_pages(row.position);
+            let Some(slot) = self.slots.get_mut(row.slot).and_then(Option::as_mut) else {
+                return Err(Error::internal(format!("slot {} is not open", row.slot)));
+            };
+            if again || slot.chosen.is_none() {
+                slot.chosen = Some(Chosen { listed: n.min(visible), visible });
+                if visible > 0 {
+                    choices.push(Choice { row: index as i32, slot: row.slot as i32, pages: visible as i32 });
+                }
+            }
+        }
+        Ok(choices)
+    }
+
+    /// hidden += y where a product waits, then the norm, into the input type of a product.
+    #[expect(clippy::too_many_arguments, reason = "a launch")]
+    fn norm(
+        &self,
+        rows: usize,
+        weight: &Buffer,
+        bias: u64,
+        input: &Input,
+        kernel: Kernel,
+        quantised: bool,
+        hidden: u64,
+    ) -> Result<()> {
+        let (width, eps) = (self.config.hidden, self.config.rms_eps);
+        let y = if self.plan.pending { self.step.y.at(0) } else { 0 };
+        let bias = if self.plan.pending { bias } else { 0 };
+        if quantised {
+            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, input.pitch8()];
+            self.launch(self.kernels.norm_i8, [rows, 1, 1], 256, 0, &arguments)
+        } else {
+            let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch()];
+            self.launch(kernel, [rows, 1, 1], 256, 0, &arguments)
+        }
+    }
+
+    /// y = input · weightsᵀ by the draft's weights where it has some.
+    fn product(&self, full: &Matrix, draft: Option<&Quantised>, input: &Input, y: u64, rows: usize) -> Result<()> {
+        // SAFETY: inputs and outputs are this backend's, with room for `step_rows` rows.
+        unsafe {
+            match draft {
+                Some(draft) => self.linear.run_quantised(draft, input.x8.at(0), input.xs.at(0), y, rows),
+                None => self.linear.run(full, input.x.at(0), y, rows),
+            }
+        }
+    }
+
+    fn layer(&self, layer: usize) -> Result<&weights::Layer> {
+        self.weights.layers.get(layer).ok_or_else(|| Error::internal(format!("layer {layer} does not exist")))
+    }
+
+    /// Address of a prompt row's hidden state.
+    fn prompt_hidden(&self, row: usize) -> u64 {
+        self.prompt.hidden.at(row * self.config.hidden * 4)
+    }
+
+    fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
+        let weights = self.layer(layer)?;
+        let draft = weights.draft.qkv.as_ref().filter(|_| step.weights == Weights::Draft);
+        let (rows, config) = (step.rows.len(), &self.config);
+        let before = layer.checked_sub(1).map(|before| self.layer(before)).transpose()?;
+        let bias = before.map_or(0, |before| address(&before.down_bias));
+        let space = &self.step;
+        self.norm(
+            rows,
+            &weights.attention_norm,
+            bias,
+            &space.normed,
+            self.kernels.norm[0],
+            draft.is_some(),
+            space.hidden.at(0),
+        )?;
+        self.product(&weights.qkv, draft, &space.normed, space.y.at(0), rows)?;
+        let (q_norm, k_norm) = weights.head_norms.as_ref().map_or((0, 0), |(q, k)| (q.at(0), k.at(0)));
+        let scale = std::f32::consts::LOG2_E / (config.head_dim as f32).sqrt();
+        let arguments = args![
+            self.plan.rows,
+            &space.y,
+            address(&weights.qkv_bias),
+            q_norm,
+            k_norm,
+            self.plan.cos_sin,
+            &space.q,
+            &self.cache.ring_k,
+            &self.cache.ring_v,
+            config.rms_eps,
+            scale,
+            config.heads,
+            config.kv_heads,
+            layer,
+            self.options.slots,
+            &self.flag,
+        ];
+        self.launch(
+            self.kernels.append,
+            [(config.heads + 2 * config.kv_heads).div_ceil(4), rows, 1],
+            128,
+            0,
+            &arguments,
+        )
+    }
+
+    fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
+        let weights = self.layer(layer)?;
+        let draft = weights.draft.output.is_some() && step.weights == Weights::Draft;
+        let cache = self.cache_layer(layer);
+        let space = &self.step;
+        if let (Some(lists), Some(places), true) = (&self.lists, self.plan.places.first(), self.plan.choosing > 0) {
+            let (n, scores) = match step.pages {
+                Pages::Best(n) => (n, lists.scores.at(0)),
+                Pages::Window(n) => (n, 0),
+                Pages::All => (0, 0),
+            };
+            let plan = &self.plan;
+            // SAFETY: choices, q, scores and lists are this backend's and have room for every slot.
+            unsafe {
+                self.attend.choose(
+                    plan.choices,
+                    plan.choosing,
+                    plan.choosing_pages,
+                    n.max(1),
+                    space.q.at(0),
+                    scores,
+                    &cache,
+                    places,
+                )?;
+            }
+        }
+        for (pass, places) in self.plan.passes.iter().zip(&self.plan.places) {
+            // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
+            unsafe {
+                self.attend.run(step.view, pass, space.q.at(0), &cache, places)?;
+                let input = &space.attended;
+                if draft {
+                    self.attend.merge(pass, None, input.x8.at(0), input.xs.at(0), input.pitch8(), places)?;
+                } else {
+                    self.attend.merge(pass, Some(weights.output.dtype), input.x.at(0), 0, input.pitch(), places)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn step_gate_up(&self, layer: usize, step: &Step) -> Result<()> {
+        let weights = self.layer(layer)?;
+        let drafting = step.weights == Weights::Draft;
+        let draft = weights.draft.gate_up.as_ref().filter(|_| drafting);
+        let (rows, width) = (step.rows.len(), self.config.intermediate);
+        let space = &self.step;
+        let bias = address(&weights.output_bias);
+        self.norm(
+            rows,
+            &weights.mlp_norm,
+            bias,
+            &space.normed,
+            self.kernels.norm[0],
+            draft.is_some(),
+            space.hidden.at(0),
+        )?;
+        self.product(&weights.gate_up, draft, &space.normed, space.y.at(0), rows)?;
+        let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
+        let grid = [width.div_ceil(1024), rows, 1];
+        if drafting && weights.draft.down.is_some() {
+            let y = crate::device::Arg::from(&space.y);
+            let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), gated.pitch8().into()];
+            self.launch(self.kernels.silu_i8, grid, 256, 0, &arguments)
+        } else {
+            let arguments = [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into()];
+            self.launch(self.kernels.silu, grid, 256, 0, &arguments)
+        }
+    }
+
+    /// Waits for the device while the caller may interrupt.
+    fn wait(&mut self) -> Result<()> {
+        while !self.device.idle()? {
+            (self.hooks.poll)()?;
+            std::thread::sleep(LOOK_AGAIN);
+        }
+        self.staged = 0;
+        Ok(())
+    }
+
+    fn prompt_embed(&mut self, block: &Block) -> Result<()> {
+        let end = block.start + block.rows;
+        if block.prompt.len() > self.options.capacity || end > block.prompt.len() {
+            return Err(Error::internal(format!(
+                "a prompt of {} tokens where {} fit",
+                block.prompt.len(),
+                self.options.capacity
+            )));
+        }
+        self.prompt.tokens.write(block.start * 4, &block.prompt[block.start..end])?;
+        let half = self.config.head_dim / 2;
+        let mut angles = vec![0.0f32; block.rows * half * 2];
+        let (mut cos, mut sin) = (vec![0.0f32; half], vec![0.0f32; half]);
+        for (row, out) in angles.chunks_mut(half * 2).enumerate() {
+            self.rope.fill(block.start + row, block.prompt.len(), &mut cos, &mut sin);
+            for (pair, (c, s)) in out.chunks_mut(2).zip(cos.iter().zip(&sin)) {
+                pair.copy_from_slice(&[*c, *s]);
+            }
+        }
+        self.prompt.cos_sin.write(block.start * half * 8, &angles)?;
+        let arguments = args![
+            0u64,
+            0u64,
+            0usize,
+            self.prompt.tokens.at(block.start * 4),
+            &self.weights.embedding.buffer,
+            self.prompt_hidden(block.start),
+            self.config.hidden,
+            self.config.vocab,
+        ];
+        self.launch(self.kernels.embed, [block.rows, 1, 1], 256, 0, &arguments)
+    }
+
+    /// RMSNorm of a block's hidden states into the block's product input.
+    fn prompt_norm(&self, block: &Block, weight: &Buffer) -> Result<()> {
+        let (width, pitch) = (self.config.hidden, padded(self.config.hidden));
+        let arguments = args![
+            self.prompt_hidden(block.start),
+            0u64,
+            0u64,
+            weight,
+            &self.prompt.normed,
+            self.config.rms_eps,
+            width,
+            pitch
+        ];
+        self.launch(self.kernels.norm[0], [block.rows, 1, 1], 256, 0, &arguments)
+    }
+
+    fn prompt_qkv(&self, layer: usize, block: &Block) -> Result<()> {
+        let weights = self.layer(layer)?;
+        self.prompt_norm(block, &weights.attention_norm)?;
+        let norms = weights.head_norms.as_ref().map(|(q, k)| (q.at(0), k.at(0)));
+        let bias = weights.qkv_bias.as_ref().map(|bias| bias.at(0));
+        let prompt = &self.prompt;
+        let cos_sin = prompt.cos_sin.at(block.start * self.config.head_dim / 2 * 8);
+        let kv = prompt.scratch.at(block.start * 2 * self.config.kv_width() * 2);
+        // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `capacity` tokens.
+        unsafe {
+            self.prefill.qkv(
+                prompt.normed.at(0),
+                weights.qkv.buffer.at(0),
+                bias,
+                norms,
+                cos_sin,
+                prompt.q.at(0),
+                kv,
+                block.rows,
+            )
+        }
+    }
+}
+
+/// Lays values into a page-locked buffer, each aligned for the widest load.
+struct Writer<'a> {
+    pinned: &'a mut Pinned,
+    at: usize,
+}
+
+impl Writer<'_> {
+    fn put<T: Plain>(&mut self, values: &[T]) -> Result<usize> {
+        let at = self.at.next_multiple_of(16);
+        self.pinned.put(at, values)?;
+        self.at = at + size_of_val(values);
+        Ok(at)
+    }
+}
+
+impl Cache {
+    fn new(device: &Arc<Device>, config: &ModelConfig, options: &Options) -> Result<Cache> {
+        let bytes = CacheBytes::of(config, options.planes, options.capacity, options.slots);
+        let pool = |kept: bool, bytes: usize| if kept { device.allocate(bytes).map(Some) } else { Ok(None) };
+        let per_slot = pages(options.capacity);
+        let pitch = per_slot.max(1);
+        let count = options.slots * per_slot;
+        Ok(Cache {
+            upper: pool(options.planes.upper, bytes.upper_bytes)?,
+            lower: pool(options.planes.lower, bytes.lower_bytes)?,
+            full: pool(options.planes.full, bytes.full_bytes)?,
+            // Unused ring places are multiplied by probabilities of zero, so they must hold numbers.
+            ring_k: device.zeroed(bytes.buffer_bytes / 2)?,
+            ring_v: device.zeroed(bytes.buffer_bytes / 2)?,
+            tables: device.zeroed(options.slots * pitch * 4)?,
+            pitch,
+            pages: count,
+            free: (0..count as i32).rev().collect(),
+            bytes,
+        })
+    }
+}
+
+impl Backend for CudaBackend {
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+        self.close(slot);
+        let wanted = pages(capacity);
+        let Some(place) = self.slots.get_mut(slot) else {
+            return Err(Error::internal(format!("slot {slot} does not exist")));
+        };
+        if capacity > self.options.capacity || wanted > self.cache.free.len() {
+            return Err(Error::does_not_fit(
+                format!("{capacity} tokens where {} were planned for", self.options.capacity),
+                "open the engine with a larger context (-c)",
+            ));
+        }
+        let pages = self.cache.free.split_off(self.cache.free.len() - wanted);
+        self.cache.tables.write(slot * self.cache.pitch * 4, &pages)?;
+        *place = Some(Slot { pages, chosen: None });
+        Ok(())
+    }
+
+    fn close(&mut self, slot: usize) {
+        if let Some(closed) = self.slots.get_mut(slot).and_then(Option::take) {
+            self.cache.free.extend(closed.pages.into_iter().rev());
+        }
+    }
+
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        self.slot(slot)?;
+        if tokens.len() > self.window_pitch {
+            return Err(Error::internal(format!("{} tokens for a window of {}", tokens.len(), self.window_pitch)));
+        }
+        self.windows.write(slot * self.window_pitch * 4, tokens)?;
+        self.staged = 0;
+        Ok(())
+    }
+
+    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
+        self.slot(slot)?;
+        if n > self.window_pitch {
+            return Err(Error::internal(format!("{n} tokens of a window of {}", self.window_pitch)));
+        }
+        self.windows.read(slot * self.window_pitch * 4, n)
+    }
+
+    fn embed(&mut self, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Prefill(block) => self.prompt_embed(block),
+            Pass::Step(step) => {
+                self.begin(step)?;
+                let arguments = args![
+                    self.plan.rows,
+                    &self.windows,
+                    self.window_pitch,
+                    0u64,
+                    &self.weights.embedding.buffer,
+                    &self.step.hidden,
+                    self.config.hidden,
+                    self.config.vocab,
+                ];
+                self.launch(self.kernels.embed, [step.rows.len(), 1, 1], 256, 0, &arguments)
+            }
+        }
+    }
+
+    fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => {
+                self.step_qkv(layer, step)?;
+                self.plan.pending = false;
+                Ok(())
+            }
+            Pass::Prefill(block) => self.prompt_qkv(layer, block),
+        }
+    }
+
+    fn attend(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => self.step_attend(layer, step),
+            Pass::Prefill(block) => {
+                let prompt = &self.prompt;
+                // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `capacity` tokens.
+                unsafe {
+                    self.prefill.attend(
+                        prompt.q.at(0),
+                        prompt.scratch.at(0),
+                        prompt.attended.at(0),
+                        block.start,
+                        block.rows,
+                    )
+                }
+            }
+        }
+    }
+
+    fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        let weights = self.layer(layer)?;
+        match pass {
+            Pass::Step(step) => {
+                let draft = weights.draft.output.as_ref().filter(|_| step.weights == Weights::Draft);
+                self.product(&weights.output, draft, &self.step.attended, self.step.y.at(0), step.rows.len())?;
+                self.plan.pending = true;
+                Ok(())
+            }
+            Pass::Prefill(block) => {
+                let bias = weights.output_bias.as_ref().map(|bias| bias.at(0));
+                let hidden = self.prompt_hidden(block.start);
+                // SAFETY: as in `attend`.
+                unsafe {
+                    self.prefill.output(
+                        self.prompt.attended.at(0),
+                        weights.output.buffer.at(0),
+                        bias,
+                        hidden,
+                        block.rows,
+                    )
+                }
+            }
+        }
+    }
+
+    fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => {
+                self.step_gate_up(layer, step)?;
+                self.plan.pending = false;
+                Ok(())
+            }
+            Pass::Prefill(block) => {
+                let weights = self.layer(layer)?;
+                self.prompt_norm(block, &weights.mlp_norm)?;
+                let bias = weights.gate_up_bias.as_ref().map(|bias| bias.at(0));
+                let (normed, gated) = (self.prompt.normed.at(0), self.prompt.gated.at(0));
+                // SAFETY: as in `attend`.
+                unsafe { self.prefill.gate_up(normed, weights.gate_up.buffer.at(0), bias, gated, block.rows) }
+            }
+        }
+    }
+
+    fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        let weights = self.layer(layer)?;
+        match pass {
+            Pass::Step(step) => {
+                let draft = weights.draft.down.as_ref().filter(|_| step.weights == Weights::Draft);
+                self.product(&weights.down, draft, &self.step.gated, self.step.y.at(0), step.rows.len())?;
+                self.plan.pending = true;
+                Ok(())
+            }
+            Pass::Prefill(block) => {
+                let bias = weights.down_bias.as_ref().map(|bias| bias.at(0));
+                let hidden = self.prompt_hidden(block.start);
+                // SAFETY: as in `attend`.
+                unsafe {
+                    self.prefill.down(self.prompt.gated.at(0), weights.down.buffer.at(0), bias, hidden, block.rows)
+                }
+            }
+        }
+    }
+
+    fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()> {
+        let (heads, d) = (self.config.kv_heads, self.config.head_dim);
+        let complete = pages(tokens).min(self.slot(slot)?.pages.len());
+        let cache = self.cache_layer(layer);
+        if complete > 0 {
+            let arguments = args![
+                &self.prompt.scratch,
+                cache.upper,
+                cache.lower,
+                cache.full,
+                self.cache.tables.at(slot * self.cache.pitch * 4),
+                0usize,
+                usize::from(self.options.rounding == Rounding::Balanced),
+                &self.flag,
+            ];
+            self.launch(self.kernels.store, [heads, complete, 2], 256, 256 * d + 4096, &arguments)?;
+        }
+        let first = tokens.saturating_sub(BUFFER_TOKENS);
+        let arguments = args![
+            &self.prompt.scratch,
+            &self.cache.ring_k,
+            &self.cache.ring_v,
+            layer,
+            self.options.slots,
+            slot,
+            heads,
+            d,
+            first,
+            &self.flag,
+        ];
+        self.launch(self.kernels.keep_recent, [tokens - first, 2, 1], 128, 0, &arguments)?;
+        self.wait()
+    }
+
+    fn head(&mut self, pass: &Pass) -> Result<()> {
+        let (rows, hidden, bias, drafting) = match pass {
+            Pass::Step(step) => {
+                let bias = self.weights.layers.last().map_or(0, |layer| address(&layer.down_bias));
+                (step.rows.len(), self.step.hidden.at(0), bias, step.weights == Weights::Draft)
+            }
+            Pass::Prefill(block) => {
+                self.plan.pending = false;
+                (1, self.prompt_hidden(block.start + block.rows - 1), 0, false)
+            }
+        };
+        let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
+        let last = &self.step.last;
+        self.norm(rows, &self.weights.final_norm, bias, last, self.kernels.norm[1], draft.is_some(), hidden)?;
+        self.product(self.weights.head(), draft, last, self.step.logits.at(0), rows)?;
+        self.plan.pending = false;
+        Ok(())
+    }
+
+    fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
+        let vocab = self.config.vocab;
+        let logits = self.step.logits.read(row * vocab * 4, vocab)?;
+        self.staged = 0;
+        Ok(logits)
+    }
+
+    fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
+        let (heads, d) = (self.config.kv_heads, self.config.head_dim);
+        let physical = self.slot(slot)?.pages.get(page).copied();
+        let physical = physical.ok_or_else(|| Error::internal(format!("page {page} is beyond slot {slot}")))?;
+        let arguments = args![
+            &self.cache.ring_k,
+            &self.cache.ring_v,
+            argument(&self.cache.upper),
+            argument(&self.cache.lower),
+            argument(&self.cache.full),
+            self.cache.pages,
+            self.options.slots,
+            slot,
+            page,
+            physical,
+            usize::from(self.options.rounding == Rounding::Balanced),
+            &self.flag,
+        ];
+        self.launch(self.kernels.flush, [heads, self.config.layers, 2], 256, 256 * d + 4096, &arguments)
+    }
+
+    fn first(&mut self, _slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
+        let logits = self.logits(0)?;
+        self.check_flag()?;
+        check_finite(&logits)?;
+        Ok(choose(&logits, sampler, position, Stream::Sample))
+    }
+
+    fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
+        for (index, row) in step.rows.iter().enumerate() {
+            let Some(turn) = turns.iter().find(|turn| turn.slot == row.slot) else {
+                return Err(Error::internal(format!("slot {} has no turn", row.slot)));
+            };
+            let logits = self.logits(index)?;
+            let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
+            self.windows.write((row.slot * self.window_pitch + row.offset + 1) * 4, &[token])?;
+        }
+        Ok(())
+    }
+
+    fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
+        let mut verdicts = Vec::with_capacity(turns.len());
+        for turn in turns {
+            let drafted = self.window(turn.slot, turn.gamma + 1)?.split_off(1);
+            let mut rows = Vec::new();
+            for (index, row) in step.rows.iter().enumerate() {
+                if row.slot == turn.slot {
+                    rows.push(self.logits(index)?);
+                }
+            }
+            let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
+            verdicts.push(self.judge.judge(turn.slot, &drafted, &rows, &turn.sampler, turn.committed + 1)?);
+        }
+        self.check_flag()?;
+        Ok(verdicts)
+    }
+
+    fn poll(&mut self) -> Result<()> {
+        (self.hooks.poll)()
+    }
+
+    fn memory(&self) -> Memory {
+        let step = &self.step;
+        let inputs = [&step.normed, &step.attended, &step.gated, &step.last];
+        let inputs: usize = inputs.iter().map(|input| input.x.bytes() + input.x8.bytes() + input.xs.bytes()).sum();
+        let step_bytes = [
+            &step.hidden,
+            &step.y,
+            &step.q,
+            &step.logits,
+            &step.partial,
+            &step.extremes,
+            &step.description,
+            &self.prompt.hidden,
+            &self.prompt.scratch,
+            &self.prompt.cos_sin,
+            &self.prompt.tokens,
+            &self.prompt.normed,
+            &self.prompt.q,
+            &self.prompt.attended,
+            &self.prompt.gated,
+        ];
+        let way = Way::of(self.device.info.capability, self.config.dtype);
+        let lists = self.lists.as_ref().map_or(0, |lists| lists.lists.bytes() + lists.scores.bytes());
+        Memory {
+            weights_bytes: self.weights.bytes,
+            draft_weights_bytes: self.weights.draft_bytes,
+            cache_upper_bytes: self.cache.bytes.upper_bytes,
+            cache_lower_bytes: self.cache.bytes.lower_bytes,
+            cache_full_bytes: self.cache.bytes.full_bytes,
+            buffer_bytes: self.cache.bytes.buffer_bytes,
+            workspace_bytes: inputs
+                + step_bytes.iter().map(|buffer| buffer.bytes()).sum::<usize>()
+                + lists
+                + Prefill::scratch_bytes(&shape(&self.config), self.options.block_rows.max(1), way),
+        }
+    }
+}

@@ -1,0 +1,682 @@
+//! Prompt rows: the products with their fused epilogues, and causal attention over one layer's full-precision keys and values.
+//!
+//! Three ways, by compute capability and weight type; results differ between them in the last bits, and within one of them a row's bits depend on that
+//! row alone, whatever block it comes in:
+//!
+//! * [`Way::Hopper`] (9.0, 16-bit weights): wgmma. The QKV product turns and normalises heads and writes f16, the residual is added by the product, gate
+//!   and up meet in registers. The tile is chosen by the number of rows; it changes no bit.
+//! * [`Way::Tensor`] (8.0 and newer, and 7.5 with f16 weights): mma.sync, the same but for QKV, whose f32 product `rope_store` finishes.
+//! * [`Way::Plain`] (f32 weights; bfloat16 on 7.5): scalar products to f32, everything else in its own kernel.
+
+use crate::args;
+use crate::device::{Arg, Buffer, Device, Kernel, Launch};
+use cudarc::driver::sys;
+use quantspec_core::config::Dtype;
+use quantspec_core::{Error, Result};
+use std::sync::Arc;
+
+/// What the kernels need to know of the model.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Shape {
+    /// Width of the hidden stream; a multiple of 8.
+    pub hidden: usize,
+    /// Width of the feed-forward network; a multiple of 8.
+    pub intermediate: usize,
+    /// Query heads.
+    pub heads: usize,
+    /// Key and value heads.
+    pub kv_heads: usize,
+    /// Channels of a head: 64 or 128.
+    pub head_dim: usize,
+    /// Epsilon of the per-head norms.
+    pub rms_eps: f32,
+    /// Type of the weights, and of the products' inputs.
+    pub dtype: Dtype,
+}
+
+impl Shape {
+    fn q_width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+
+    fn qkv_width(&self) -> usize {
+        self.q_width() + 2 * self.kv_width()
+    }
+}
+
+/// How a device runs prefill.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Way {
+    /// wgmma and tensor copies.
+    Hopper,
+    /// mma.sync.
+    Tensor,
+    /// No matrix units.
+    Plain,
+}
+
+impl Way {
+    /// The fastest way of a compute capability (times ten) for weights of `dtype`.
+    pub fn of(capability: u32, dtype: Dtype) -> Way {
+        match (capability, dtype) {
+            (_, Dtype::F32) => Way::Plain,
+            (90, _) => Way::Hopper,
+            (80.., _) | (_, Dtype::F16) => Way::Tensor,
+            _ => Way::Plain,
+        }
+    }
+}
+
+/// A product's input pitch: K padded to whole atoms of 64 elements.
+pub const fn padded(width: usize) -> usize {
+    width.next_multiple_of(64)
+}
+
+/// Rows of the tile of a CTA (Hopper: of a pair of CTAs), columns, CTAs that share a tile of W, and the stages of its ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tile {
+    name: &'static str,
+    rows: usize,
+    columns: usize,
+    cluster: usize,
+    stages: usize,
+    /// Clocks a k block of 64 takes at least: tensor work of the two large ones, what the SM can take in from L2 for the small ones.
+    clocks: usize,
+}
+
+/// As `wgmma_gemm::{Wide, Middle, Small, Narrow}` in kernels/prefill_gemm.cu.
+const WIDE: Tile = Tile { name: "wide", rows: 256, columns: 256, cluster: 2, stages: 4, clocks: 1024 };
+const MIDDLE: Tile = Tile { name: "middle", rows: 256, columns: 128, cluster: 2, stages: 6, clocks: 512 };
+const SMALL: Tile = Tile { name: "small", rows: 64, columns: 128, cluster: 1, stages: 4, clocks: 384 };
+const NARROW: Tile = Tile { name: "narrow", rows: 64, columns: 64, cluster: 1, stages: 6, clocks: 256 };
+
+/// Tile rows that are walked column by column together, so that L2 serves most loads; 4 to 16 measure alike.
+const TILE_ROW_GROUP: usize = 8;
+
+impl Tile {
+    fn tiles(&self, rows: usize, columns: usize) -> usize {
+        rows.div_ceil(self.rows) * columns.div_ceil(self.columns)
+    }
+
+    /// Time of a product, in clocks per k block of 64.
+    fn cost(&self, rows: usize, columns: usize, multiprocessors: usize) -> usize {
+        self.tiles(rows, columns).div_ceil((multiprocessors / self.cluster).max(1)) * self.clocks
+    }
+
+    fn blocks(&self, rows: usize, columns: usize, multiprocessors: usize) -> usize {
+        // Two CTAs of a small tile fit on a multiprocessor.
+        let resident = if self.cluster == 2 { multiprocessors / 2 } else { multiprocessors * 2 };
+        self.tiles(rows, columns).min(resident.max(1)) * self.cluster
+    }
+
+    fn threads(&self) -> u32 {
+        if self.cluster == 2 { 384 } else { 256 }
+    }
+
+    fn shared_bytes(&self) -> usize {
+        let consumers = if self.cluster == 2 { 2 } else { 1 };
+        let stage = consumers * 64 * 128 + self.columns * 128;
+        // Outgoing blocks of 64 x 64 values (two per warpgroup where there are two warpgroups), barriers, and room to align.
+        self.stages * stage + consumers * consumers * 8192 + 16 * self.stages + 1024
+    }
+}
+
+/// A matrix product and its epilogue, in every tile it has.
+#[derive(Clone, Debug)]
+struct Product {
+    tiles: Vec<(Tile, Kernel)>,
+}
+
+impl Product {
+    fn new(device: &Device, stem: &str, dtype: &str, tiles: &[Tile]) -> Result<Product> {
+        let tiles = tiles
+            .iter()
+            .map(|&tile| Ok((tile, device.kernel(&format!("{stem}_{dtype}_{}", tile.name), tile.shared_bytes())?)))
+            .collect::<Result<_>>()?;
+        Ok(Product { tiles })
+    }
+
+    /// The tile that should take the least time; the widest among equals.
+    fn choose(&self, rows: usize, columns: usize, multiprocessors: usize) -> Result<(Tile, Kernel)> {
+        let best = self.tiles.iter().min_by_key(|(tile, _)| tile.cost(rows, columns, multiprocessors));
+        best.copied().ok_or_else(|| Error::internal("a product without tiles"))
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Kernels {
+    Hopper { qkv: Product, residual: Product, gated: Product },
+    Tensor { plain: Kernel, residual: Kernel, gated: Kernel },
+    Plain { plain: Kernel, silu_mul: Kernel, add_rows: Kernel },
+}
+
+/// Launches prefill's kernels for one model on one device.
+#[derive(Clone, Debug)]
+pub struct Prefill {
+    device: Arc<Device>,
+    shape: Shape,
+    kernels: Kernels,
+    attend: Kernel,
+    rope_store: Kernel,
+    widen: Kernel,
+    /// f32 products of the ways without fused epilogues, and the f16 attention output of f32 models.
+    scratch: Option<Arc<Buffer>>,
+    rows: usize,
+}
+
+/// Addresses of optional per-head norms: query, key.
+pub type HeadNorms = Option<(u64, u64)>;
+
+/// Shared memory of `prefill_gemm.cu`'s mma kernels.
+const MMA_SHARED_BYTES: usize = 65_536;
+
+impl Prefill {
+    /// Prepares blocks of up to `rows` rows.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Model`] for other head widths, or widths that are no multiples of 8.
+    pub fn new(device: &Arc<Device>, shape: Shape, rows: usize) -> Result<Prefill> {
+        Prefill::by_way(device, shape, rows, Way::of(device.info.capability, shape.dtype))
+    }
+
+    /// As [`Prefill::new`], by a way that the device has: for tests and comparisons.
+    pub fn by_way(device: &Arc<Device>, shape: Shape, rows: usize, way: Way) -> Result<Prefill> {
+        check(&shape)?;
+        let (d, dtype) = (shape.head_dim, name(shape.dtype));
+        let kernels = match way {
+            Way::Hopper => Kernels::Hopper {
+                qkv: Product::new(device, &format!("prefill_qkv_{d}"), dtype, &[WIDE, MIDDLE, SMALL])?,
+                residual: Product::new(device, "prefill_residual", dtype, &[WIDE, MIDDLE, NARROW])?,
+                gated: Product::new(device, "prefill_gated", dtype, &[WIDE, MIDDLE, SMALL])?,
+            },
+            Way::Tensor => Kernels::Tensor {
+                plain: device.kernel(&format!("prefill_plain_{dtype}"), MMA_SHARED_BYTES)?,
+                residual: device.kernel(&format!("prefill_residual_{dtype}"), MMA_SHARED_BYTES)?,
+                gated: device.kernel(&format!("prefill_gated_{dtype}"), MMA_SHARED_BYTES)?,
+            },
+            Way::Plain => Kernels::Plain {
+                plain: device.kernel(&format!("prefill_plain_{dtype}"), 0)?,
+                silu_mul: device.kernel(&format!("silu_mul_{dtype}"), 0)?,
+                add_rows: device.kernel("add_rows", 0)?,
+            },
+        };
+        let bytes = Prefill::scratch_bytes(&shape, rows, way);
+        let attend = format!("prefill_attend_{d}_{}", if shape.dtype == Dtype::F32 { "f16" } else { dtype });
+        Ok(Prefill {
+            kernels,
+            attend: device.kernel(&attend, attend_shared_bytes(device, d))?,
+            rope_store: device.kernel(&format!("rope_store_{d}"), 0)?,
+            widen: device.kernel("widen", 0)?,
+            scratch: if bytes == 0 { None } else { Some(Arc::new(device.allocate(bytes)?)) },
+            device: device.clone(),
+            shape,
+            rows,
+        })
+    }
+
+    /// Device memory [`Prefill::new`] takes for itself.
+    pub fn scratch_bytes(shape: &Shape, rows: usize, way: Way) -> usize {
+        let widest = match way {
+            Way::Hopper => 0,
+            Way::Tensor => shape.qkv_width(),
+            Way::Plain => shape.qkv_width().max(2 * shape.intermediate).max(shape.hidden),
+        };
+        rows * widest * 4
+    }
+
+    /// Queries, keys and values of a block.
+    ///
+    /// x `[rows][padded(hidden)]` in the weights' type; weights `[q | k | v]` atoms (f32: row-major); bias f32 of that width; norms f32 `[head_dim]`;
+    /// cos_sin float2 `[rows][head_dim / 2]` -> q f16 `[rows][heads · head_dim]`, kv f16 `[rows][2 · kv_heads · head_dim]` (keys, then values).
+    ///
+    /// # Safety
+    /// Every address must be good for its shape until the stream has passed this call.
+    #[allow(clippy::too_many_arguments, reason = "one address per matrix; a struct would only rename them")]
+    pub unsafe fn qkv(
+        &self,
+        x: u64,
+        weights: u64,
+        bias: Option<u64>,
+        norms: HeadNorms,
+        cos_sin: u64,
+        q: u64,
+        kv: u64,
+        rows: usize,
+    ) -> Result<()> {
+        self.fits(rows)?;
+        let s = &self.shape;
+        let (q_norm, k_norm) = norms.unwrap_or((0, 0));
+        let bias = bias.unwrap_or(0);
+        if let Kernels::Hopper { qkv, .. } = &self.kernels {
+            let n = s.qkv_width();
+            let (tile, kernel) = qkv.choose(rows, n, self.device.multiprocessors)?;
+            let (a, w) = self.inputs(&tile, x, s.hidden, weights, n, rows)?;
+            let to_q = TensorMap::matrix(self.element(Dtype::F16), q, s.q_width(), rows, s.q_width(), [64, 64])?;
+            let kv_width = 2 * s.kv_width();
+            let to_kv = TensorMap::matrix(self.element(Dtype::F16), kv, kv_width, rows, kv_width, [64, 64])?;
+            let arguments = [
+                a.arg(),
+                w.arg(),
+                to_q.arg(),
+                to_kv.arg(),
+                bias.into(),
+                q_norm.into(),
+                k_norm.into(),
+                cos_sin.into(),
+                s.rms_eps.into(),
+                s.heads.into(),
+                s.kv_heads.into(),
+                rows.into(),
+                n.into(),
+                s.hidden.into(),
+                TILE_ROW_GROUP.into(),
+            ];
+            // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
+            return unsafe { self.launch_tile(&tile, kernel, rows, n, &arguments) };
+        }
+        let y = self.scratch()?;
+        // SAFETY: as above; the scratch holds [rows][qkv width] f32.
+        unsafe {
+            self.plain(x, s.hidden, weights, y, s.qkv_width(), rows)?;
+            let grid = [(s.heads + 2 * s.kv_heads).div_ceil(4) as u32, rows as u32, 1];
+            let arguments = args![y, bias, q_norm, k_norm, cos_sin, q, kv, s.rms_eps, s.heads, s.kv_heads];
+            self.device.launch(self.rope_store, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)
+        }
+    }
+
+    /// Causal attention of rows `start ..` over tokens `0 .. start + rows` of the layer.
+    ///
+    /// q f16 `[rows][heads · head_dim]` of the block; kv f16 `[start + rows][2 · kv_heads · head_dim]` of the prompt -> x `[rows][padded(heads · head_dim)]`.
+    ///
+    /// # Safety
+    /// As [`Prefill::qkv`].
+    pub unsafe fn attend(&self, q: u64, kv: u64, x: u64, start: usize, rows: usize) -> Result<()> {
+        self.fits(rows)?;
+        let s = &self.shape;
+        let (d, pitch, kv_width, tokens) = (s.head_dim, padded(s.q_width()), 2 * s.kv_width(), start + rows);
+        let values = kv + (s.kv_width() * 2) as u64;
+        let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
+        let group = s.heads / s.kv_heads;
+        let grid = [(rows.div_ceil(128) * s.heads) as u32, 1, 1];
+        let shared = attend_shared_bytes(&self.device, d) as u32;
+        // f32 models: the output passes through f16, which is what the values are.
+        let (out, out_pitch) = if s.dtype == Dtype::F32 { (self.scratch()?, s.q_width()) } else { (x, pitch) };
+        // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
+        unsafe {
+            if self.device.info.capability == 90 {
+                let half = self.element(Dtype::F16);
+                let from_q = TensorMap::heads(half, q, d, rows, s.heads, s.q_width(), 128)?;
+                let from_k = TensorMap::heads(half, kv, d, tokens, s.kv_heads, kv_width, 128)?;
+                let from_v = TensorMap::heads(half, values, d, tokens, s.kv_heads, kv_width, 128)?;
+                let element = self.element(if s.dtype == Dtype::Bf16 { Dtype::Bf16 } else { Dtype::F16 });
+                let to = TensorMap::heads(element, out, d, rows, s.heads, out_pitch, 64)?;
+                let arguments = [
+                    from_q.arg(),
+                    from_k.arg(),
+                    from_v.arg(),
+                    to.arg(),
+                    rows.into(),
+                    start.into(),
+                    group.into(),
+                    scale.into(),
+                ];
+                self.device.launch(self.attend, Launch { grid, block: 384, shared, overlap: false }, &arguments)?;
+            } else {
+                let strides = [s.q_width() as u64, kv_width as u64, out_pitch as u64];
+                let arguments =
+                    args![q, kv, values, out, rows, start, group, strides[0], strides[1], strides[2], scale];
+                self.device.launch(self.attend, Launch { grid, block: 128, shared, overlap: false }, &arguments)?;
+            }
+            if s.dtype == Dtype::F32 {
+                // Row by row only where the pitch is padded.
+                let (count, width) = if pitch == s.q_width() { (1, rows * pitch) } else { (rows, s.q_width()) };
+                for row in 0..count as u64 {
+                    let arguments = args![out + row * width as u64 * 2, x + row * pitch as u64 * 4, width as u64];
+                    let grid = [width.div_ceil(256) as u32, 1, 1];
+                    self.device.launch(
+                        self.widen,
+                        Launch { grid, block: 256, shared: 0, overlap: false },
+                        &arguments,
+                    )?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Output projection of a block, added to its hidden states: x `[rows][padded(heads · head_dim)]` -> hidden f32 `[rows][hidden]`.
+    ///
+    /// # Safety
+    /// As [`Prefill::qkv`].
+    pub unsafe fn output(&self, x: u64, weights: u64, bias: Option<u64>, hidden: u64, rows: usize) -> Result<()> {
+        // SAFETY: handed on.
+        unsafe { self.residual(x, self.shape.q_width(), weights, bias, hidden, rows) }
+    }
+
+    /// Down projection of a block, added to its hidden states: x `[rows][padded(intermediate)]` -> hidden f32 `[rows][hidden]`.
+    ///
+    /// # Safety
+    /// As [`Prefill::qkv`].
+    pub unsafe fn down(&self, x: u64, weights: u64, bias: Option<u64>, hidden: u64, rows: usize) -> Result<()> {
+        // SAFETY: handed on.
+        unsafe { self.residual(x, self.shape.intermediate, weights, bias, hidden, rows) }
+    }
+
+    /// Gate and up projections of a block, and SiLU(gate) · up.
+    ///
+    /// x `[rows][padded(hidden)]`; weights and bias with gate and up interleaved by eight rows -> out `[rows][padded(intermediate)]` in the weights' type.
+    ///
+    /// # Safety
+    /// As [`Prefill::qkv`].
+    pub unsafe fn gate_up(&self, x: u64, weights: u64, bias: Option<u64>, out: u64, rows: usize) -> Result<()> {
+        self.fits(rows)?;
+        let s = &self.shape;
+        let (n, pitch, bias) = (2 * s.intermediate, padded(s.intermediate), bias.unwrap_or(0));
+        // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
+        unsafe {
+            match &self.kernels {
+                Kernels::Hopper { gated, .. } => {
+                    let (tile, kernel) = gated.choose(rows, n, self.device.multiprocessors)?;
+                    let (a, w) = self.inputs(&tile, x, s.hidden, weights, n, rows)?;
+                    let to = TensorMap::matrix(self.element(s.dtype), out, s.intermediate, rows, pitch, [64, 64])?;
+                    let arguments = [
+                        a.arg(),
+                        w.arg(),
+                        to.arg(),
+                        bias.into(),
+                        rows.into(),
+                        n.into(),
+                        s.hidden.into(),
+                        TILE_ROW_GROUP.into(),
+                    ];
+                    self.launch_tile(&tile, kernel, rows, n, &arguments)
+                }
+                Kernels::Tensor { gated, .. } => {
+                    let arguments =
+                        args![x, weights, out, bias, pitch, rows, n, s.hidden, padded(s.hidden), TILE_ROW_GROUP];
+                    self.launch_mma(*gated, rows, n, &arguments)
+                }
+                Kernels::Plain { silu_mul, .. } => {
+                    let y = self.scratch()?;
+                    self.plain(x, s.hidden, weights, y, n, rows)?;
+                    let grid = [s.intermediate.div_ceil(1024) as u32, rows as u32, 1];
+                    let arguments = args![y, bias, out, s.intermediate, pitch];
+                    self.device.launch(*silu_mul, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
+                }
+            }
+        }
+    }
+
+    unsafe fn residual(
+        &self,
+        x: u64,
+        k: usize,
+        weights: u64,
+        bias: Option<u64>,
+        hidden: u64,
+        rows: usize,
+    ) -> Result<()> {
+        self.fits(rows)?;
+        let (n, bias) = (self.shape.hidden, bias.unwrap_or(0));
+        // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
+        unsafe {
+            match &self.kernels {
+                Kernels::Hopper { residual, .. } => {
+                    let (tile, kernel) = residual.choose(rows, n, self.device.multiprocessors)?;
+                    let (a, w) = self.inputs(&tile, x, k, weights, n, rows)?;
+                    let arguments = [
+                        a.arg(),
+                        w.arg(),
+                        hidden.into(),
+                        bias.into(),
+                        rows.into(),
+                        n.into(),
+                        k.into(),
+                        TILE_ROW_GROUP.into(),
+                    ];
+                    self.launch_tile(&tile, kernel, rows, n, &arguments)
+                }
+                Kernels::Tensor { residual, .. } => {
+                    let arguments = args![x, weights, hidden, bias, rows, n, k, padded(k), TILE_ROW_GROUP];
+                    self.launch_mma(*residual, rows, n, &arguments)
+                }
+                Kernels::Plain { add_rows, .. } => {
+                    let y = self.scratch()?;
+                    self.plain(x, k, weights, y, n, rows)?;
+                    let grid = [(rows * n).div_ceil(1024) as u32, 1, 1];
+                    let arguments = args![hidden, y, bias, (rows * n) as u64, n];
+                    self.device.launch(*add_rows, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
+                }
+            }
+        }
+    }
+
+    /// y f32 `[rows][n]` = x · weightsᵀ by the ways that have such a product.
+    unsafe fn plain(&self, x: u64, k: usize, weights: u64, y: u64, n: usize, rows: usize) -> Result<()> {
+        // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
+        unsafe {
+            match &self.kernels {
+                Kernels::Tensor { plain, .. } => {
+                    let arguments = args![x, weights, y, rows, n, k, padded(k), TILE_ROW_GROUP];
+                    self.launch_mma(*plain, rows, n, &arguments)
+                }
+                Kernels::Plain { plain, .. } => {
+                    let grid = [n.div_ceil(64) as u32, rows.div_ceil(64) as u32, 1];
+                    let arguments = args![x, weights, y, rows, n, k, padded(k)];
+                    self.device.launch(*plain, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
+                }
+                Kernels::Hopper { .. } => Err(Error::internal("no plain product on this way")),
+            }
+        }
+    }
+
+    fn fits(&self, rows: usize) -> Result<()> {
+        if rows == 0 || rows > self.rows {
+            return Err(Error::internal(format!("a prefill block of {rows} rows where {} are prepared", self.rows)));
+        }
+        Ok(())
+    }
+
+    fn scratch(&self) -> Result<u64> {
+        self.scratch.as_ref().map(|buffer| buffer.at(0)).ok_or_else(|| Error::internal("prefill without scratch"))
+    }
+
+    fn element(&self, dtype: Dtype) -> sys::CUtensorMapDataType {
+        match dtype {
+            Dtype::Bf16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            Dtype::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            Dtype::F32 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        }
+    }
+
+    /// Maps of a product's activations and weights.
+    fn inputs(
+        &self,
+        tile: &Tile,
+        x: u64,
+        k: usize,
+        weights: u64,
+        n: usize,
+        rows: usize,
+    ) -> Result<(TensorMap, TensorMap)> {
+        let element = self.element(self.shape.dtype);
+        let a = TensorMap::matrix(element, x, k, rows, padded(k), [64, (tile.rows / tile.cluster) as u32])?;
+        let w = TensorMap::atoms(element, weights, n, k, (tile.columns / tile.cluster / 16) as u32)?;
+        Ok((a, w))
+    }
+
+    unsafe fn launch_tile(&self, tile: &Tile, kernel: Kernel, rows: usize, n: usize, arguments: &[Arg]) -> Result<()> {
+        let blocks = tile.blocks(rows, n, self.device.multiprocessors);
+        let launch = Launch {
+            grid: [blocks as u32, 1, 1],
+            block: tile.threads(),
+            shared: tile.shared_bytes() as u32,
+            overlap: false,
+        };
+        // SAFETY: handed on.
+        unsafe { self.device.launch(kernel, launch, arguments) }
+    }
+
+    unsafe fn launch_mma(&self, kernel: Kernel, rows: usize, n: usize, arguments: &[Arg]) -> Result<()> {
+        let grid = [(rows.div_ceil(128) * n.div_ceil(128)) as u32, 1, 1];
+        let launch = Launch { grid, block: 128, shared: MMA_SHARED_BYTES as u32, overlap: false };
+        // SAFETY: handed on.
+        unsafe { self.device.launch(kernel, launch, arguments) }
+    }
+}
+
+fn check(shape: &Shape) -> Result<()> {
+    if !matches!(shape.head_dim, 64 | 128) {
+        return Err(Error::model(
+            format!("head_dim {} on the GPU", shape.head_dim),
+            "the kernels know 64 and 128; use --device cpu",
+        ));
+    }
+    for (what, width) in [("hidden size", shape.hidden), ("intermediate size", shape.intermediate)] {
+        if width == 0 || !width.is_multiple_of(8) {
+            return Err(Error::model(
+                format!("{what} {width} on the GPU"),
+                "the kernels need a multiple of 8; use --device cpu",
+            ));
+        }
+    }
+    if shape.kv_heads == 0 || !shape.heads.is_multiple_of(shape.kv_heads) {
+        return Err(Error::internal(format!("{} query heads, {} key heads", shape.heads, shape.kv_heads)));
+    }
+    Ok(())
+}
+
+fn name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::Bf16 => "bf16",
+        Dtype::F16 => "f16",
+        Dtype::F32 => "f32",
+    }
+}
+
+fn attend_shared_bytes(device: &Device, head_dim: usize) -> usize {
+    // Hopper: Q and two stages of K and V, tiles of 128 rows; nine barriers; room to align. Elsewhere Q, and 64 rows each of K and V.
+    if device.info.capability == 90 { 5 * 256 * head_dim + 72 + 1024 } else { 512 * head_dim }
+}
+
+/// A CUtensorMap: what the copy engine knows of a tensor.
+#[repr(C, align(64))]
+struct TensorMap([u8; 128]);
+
+const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
+
+impl TensorMap {
+    fn arg(&self) -> Arg<'_> {
+        Arg::Bytes(&self.0)
+    }
+
+    /// Row-major `[rows][width]` with a pitch in elements, cut into boxes of `[columns, rows]`, swizzled by 128 bytes.
+    fn matrix(
+        element: sys::CUtensorMapDataType,
+        address: u64,
+        width: usize,
+        rows: usize,
+        pitch: usize,
+        part: [u32; 2],
+    ) -> Result<TensorMap> {
+        TensorMap::new(element, address, [width, rows], [pitch * 2], part, true)
+    }
+
+    /// `heads` of `d` channels of `[rows]` rows, cut into boxes of 64 channels and `part` rows, swizzled by 128 bytes.
+    fn heads(
+        element: sys::CUtensorMapDataType,
+        address: u64,
+        d: usize,
+        rows: usize,
+        heads: usize,
+        pitch: usize,
+        part: u32,
+    ) -> Result<TensorMap> {
+        TensorMap::new(element, address, [d, rows, heads], [pitch * 2, d * 2], [64, part, 1], true)
+    }
+
+    /// A weight matrix `[n][k]` in atoms, cut into boxes of one k block and `part` times 16 rows. The atoms are stored swizzled.
+    fn atoms(element: sys::CUtensorMapDataType, address: u64, n: usize, k: usize, part: u32) -> Result<TensorMap> {
+        let blocks = k.div_ceil(64);
+        let sizes = [64, 16, blocks, n.div_ceil(16)];
+        TensorMap::new(element, address, sizes, [128, 2048, blocks * 2048], [64, 16, 1, part], false)
+    }
+
+    fn new<const RANK: usize, const STRIDES: usize>(
+        element: sys::CUtensorMapDataType,
+        address: u64,
+        sizes: [usize; RANK],
+        strides: [usize; STRIDES],
+        part: [u32; RANK],
+        swizzle: bool,
+    ) -> Result<TensorMap> {
+        let mut map = TensorMap([0; 128]);
+        let (sizes, strides) = (sizes.map(|size| size as u64), strides.map(|stride| stride as u64));
+        let steps = [1u32; RANK];
+        // SAFETY: every array has the rank's length (strides one less), and the map has the size and alignment the driver asks for.
+        let status = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                std::ptr::from_mut(&mut map).cast(),
+                element,
+                RANK as u32,
+                address as *mut std::ffi::c_void,
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                part.as_ptr(),
+                steps.as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                if swizzle {
+                    sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B
+                } else {
+                    sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_NONE
+                },
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        if status == sys::CUresult::CUDA_SUCCESS {
+            Ok(map)
+        } else {
+            Err(Error::internal(format!("tensor map of {sizes:?} in parts of {part:?}: {status:?}")))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_blocks_take_small_tiles_and_large_ones_wide_ones() {
+        let tiles = [WIDE, MIDDLE, NARROW];
+        let best =
+            |rows: usize, n: usize| tiles.iter().min_by_key(|tile| tile.cost(rows, n, 132)).map(|tile| tile.name);
+        assert_eq!(best(1, 4096), Some("narrow"));
+        assert_eq!(best(128, 4096), Some("narrow"));
+        assert_eq!(best(512, 4096), Some("middle"));
+        assert_eq!(best(2048, 4096), Some("wide"));
+    }
+
+    #[test]
+    fn two_small_tiles_fit_on_a_multiprocessor() {
+        for tile in [SMALL, NARROW] {
+            assert!(2 * (tile.shared_bytes() + 1024) <= 228 * 1024, "{} takes {}", tile.name, tile.shared_bytes());
+        }
+        for tile in [WIDE, MIDDLE] {
+            assert!(tile.shared_bytes() <= 227 * 1024, "{} takes {}", tile.name, tile.shared_bytes());
+        }
+    }
+
+    #[test]
+    fn ways() {
+        assert_eq!(Way::of(90, Dtype::Bf16), Way::Hopper);
+        assert_eq!(Way::of(90, Dtype::F32), Way::Plain);
+        assert_eq!(Way::of(75, Dtype::F16), Way::Tensor);
+        assert_eq!(Way::of(75, Dtype::Bf16), Way::Plain);
+        assert_eq!(Way::of(120, Dtype::Bf16), Way::Tensor);
+    }
+}

@@ -1,0 +1,288 @@
+//! A checkpoint's weights on the device, and the draft's copies of them.
+
+use crate::args;
+use crate::device::{Arg, Buffer, Device, Kernel, Launch, Pinned};
+use crate::linear::{Linear, Matrix, Quantised};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig};
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::Hooks;
+use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
+use std::sync::Arc;
+
+/// Bytes of a chunk on its way to the device: long enough for full speed over PCIe, short enough to overlap with reading.
+const CHUNK_BYTES: usize = 16 << 20;
+
+/// One decoder layer.
+#[derive(Debug)]
+pub(crate) struct Layer {
+    pub(crate) attention_norm: Buffer,
+    /// `[q | k | v]`.
+    pub(crate) qkv: Matrix,
+    pub(crate) qkv_bias: Option<Buffer>,
+    /// Per-head norms of queries and keys.
+    pub(crate) head_norms: Option<(Buffer, Buffer)>,
+    pub(crate) output: Matrix,
+    pub(crate) output_bias: Option<Buffer>,
+    pub(crate) mlp_norm: Buffer,
+    /// Gate and up, interleaved by eight rows.
+    pub(crate) gate_up: Matrix,
+    pub(crate) gate_up_bias: Option<Buffer>,
+    pub(crate) down: Matrix,
+    pub(crate) down_bias: Option<Buffer>,
+    pub(crate) draft: DraftLayer,
+}
+
+/// The draft's weights of a layer; what is absent is drafted with in full.
+#[derive(Debug, Default)]
+pub(crate) struct DraftLayer {
+    pub(crate) qkv: Option<Quantised>,
+    pub(crate) output: Option<Quantised>,
+    pub(crate) gate_up: Option<Quantised>,
+    pub(crate) down: Option<Quantised>,
+}
+
+/// All weights.
+#[derive(Debug)]
+pub(crate) struct Weights {
+    pub(crate) embedding: Matrix,
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) final_norm: Buffer,
+    /// None where the head is the embedding.
+    pub(crate) head: Option<Matrix>,
+    pub(crate) draft_head: Option<Quantised>,
+    pub(crate) bytes: usize,
+    pub(crate) draft_bytes: usize,
+}
+
+impl Weights {
+    pub(crate) fn head(&self) -> &Matrix {
+        self.head.as_ref().unwrap_or(&self.embedding)
+    }
+}
+
+/// Which products the draft has in four bits: attention's, the feed-forward network's; and whether its head has eight.
+pub(crate) const fn drafted(kind: DraftWeights) -> (bool, bool, bool) {
+    match kind {
+        DraftWeights::Int4 => (true, true, true),
+        DraftWeights::Int4Mlp => (false, true, false),
+        DraftWeights::None => (false, false, false),
+    }
+}
+
+/// Bytes of a model's weights and of its draft weights; `tied` and types as the configuration has them.
+pub(crate) fn bytes(config: &ModelConfig, kind: DraftWeights) -> (usize, usize) {
+    let (hidden, inter, q, kv, d) =
+        (config.hidden, config.intermediate, config.q_width(), config.kv_width(), config.dtype);
+    let shapes = [(q + 2 * kv, hidden), (hidden, q), (2 * inter, hidden), (hidden, inter)];
+    let matrices: usize = shapes.iter().map(|&(n, k)| Matrix::bytes(d, n, k)).sum();
+    let mut vectors = 2 * hidden;
+    vectors += if config.qkv_bias { q + 2 * kv } else { 0 };
+    vectors += if config.output_bias { hidden } else { 0 };
+    vectors += if config.mlp_bias { 2 * inter + hidden } else { 0 };
+    vectors += if config.qk_norm { 2 * config.head_dim } else { 0 };
+    let table = Matrix::bytes(d, config.vocab, hidden);
+    let tables = if config.tied_embeddings { table } else { 2 * table };
+    let (attention, mlp, head) = drafted(kind);
+    let four = |on: bool, shapes: &[(usize, usize)]| -> usize {
+        if on { shapes.iter().map(|&(n, k)| Quantised::bytes(4, n, k)).sum() } else { 0 }
+    };
+    let draft_layer = four(attention, &shapes[..2]) + four(mlp, &shapes[2..]);
+    let draft_head = if head { Quantised::bytes(8, config.vocab, hidden) } else { 0 };
+    (config.layers * (matrices + 4 * vectors) + 4 * hidden + tables, config.layers * draft_layer + draft_head)
+}
+
+/// Carries weights from the checkpoint to the device through two page-locked chunks: one is read while the other is copied.
+struct Loader<'a> {
+    checkpoint: &'a Checkpoint,
+    device: &'a Arc<Device>,
+    hooks: &'a mut Hooks,
+    pinned: [Pinned; 2],
+    chunks: [Buffer; 2],
+    turn: usize,
+    atoms: Kernel,
+    rows: Kernel,
+    done: usize,
+    total: usize,
+}
+
+/// A part of a matrix: which rows it fills, and how (`matrix_row` in kernels/quantize.cu).
+struct Piece {
+    part: Part,
+    first: usize,
+    interleave: usize,
+}
+
+impl Loader<'_> {
+    fn vector(&mut self, parts: &[Part]) -> Result<Buffer> {
+        let mut values = Vec::new();
+        for &part in parts {
+            let start = values.len();
+            values.resize(start + self.checkpoint.shape(part).1, 0.0f32);
+            self.checkpoint.read_f32(part, 0..1, &mut values[start..])?;
+        }
+        self.device.copied(&values)
+    }
+
+    /// Gate and up biases in the order of the interleaved rows.
+    fn interleaved(&mut self, gate: Part, up: Part) -> Result<Buffer> {
+        let width = self.checkpoint.shape(gate).1;
+        let (mut first, mut second) = (vec![0.0f32; width], vec![0.0f32; width]);
+        self.checkpoint.read_f32(gate, 0..1, &mut first)?;
+        self.checkpoint.read_f32(up, 0..1, &mut second)?;
+        let values: Vec<f32> = first.chunks(8).zip(second.chunks(8)).flat_map(|(a, b)| [a, b].concat()).collect();
+        self.device.copied(&values)
+    }
+
+    fn matrix(&mut self, pieces: &[Piece]) -> Result<Matrix> {
+        let Some(first) = pieces.first() else { return Err(Error::internal("a matrix without parts")) };
+        let (dtype, k) = (self.checkpoint.dtype(first.part), self.checkpoint.shape(first.part).1);
+        let n = pieces.iter().map(|piece| self.checkpoint.shape(piece.part).0).sum();
+        if let Some(other) = pieces.iter().find(|piece| self.checkpoint.dtype(piece.part) != dtype) {
+            return Err(Error::model(
+                format!(
+                    "{} and {} have different number formats",
+                    self.checkpoint.tensor_name(first.part),
+                    self.checkpoint.tensor_name(other.part)
+                ),
+                "store the checkpoint in one format, or use --device cpu",
+            ));
+        }
+        let buffer = self.device.zeroed(Matrix::bytes(dtype, n, k))?;
+        let row_bytes = k * dtype.bytes();
+        let rows_at_once = (CHUNK_BYTES / row_bytes).max(1);
+        for piece in pieces {
+            let rows = self.checkpoint.shape(piece.part).0;
+            for start in (0..rows).step_by(rows_at_once) {
+                let count = rows_at_once.min(rows - start);
+                let bytes = count * row_bytes;
+                let turn = self.turn;
+                self.turn = 1 - turn;
+                // The chunk before the last was copied out of this buffer: the wait below saw to it.
+                self.checkpoint.read(piece.part, start..start + count, &mut self.pinned[turn].bytes()[..bytes])?;
+                self.device.synchronize()?;
+                self.chunks[turn].write_pinned(0, &self.pinned[turn], 0, bytes)?;
+                let arguments = args![&self.chunks[turn], &buffer, piece.first + start, count, k, piece.interleave];
+                let (kernel, elements) = match dtype {
+                    Dtype::F32 => (self.rows, count * k),
+                    Dtype::Bf16 | Dtype::F16 => (self.atoms, count * k.div_ceil(8)),
+                };
+                let launch =
+                    Launch { grid: [elements.div_ceil(256) as u32, 1, 1], block: 256, shared: 0, overlap: false };
+                // SAFETY: the argument list is the kernel's; the chunk holds `count` rows and the matrix has room for all rows.
+                unsafe { self.device.launch(kernel, launch, &arguments)? };
+                self.done += bytes;
+                (self.hooks.loading)(self.done, self.total);
+                (self.hooks.poll)()?;
+            }
+        }
+        Ok(Matrix { buffer, dtype, n, k })
+    }
+
+    fn plain(&mut self, part: Part) -> Result<Matrix> {
+        self.matrix(&[Piece { part, first: 0, interleave: 0 }])
+    }
+}
+
+/// Reads a checkpoint onto the device and makes the draft weights. `flag` is the device's error flag.
+pub(crate) fn load(
+    checkpoint: &Checkpoint,
+    device: &Arc<Device>,
+    linear: &Linear,
+    kind: DraftWeights,
+    flag: &Buffer,
+    hooks: &mut Hooks,
+) -> Result<Weights> {
+    use LayerPart::*;
+    let config = checkpoint.config().clone();
+    let parts = Part::all(&config);
+    let part_bytes = |part: &Part| {
+        let (rows, columns) = checkpoint.shape(*part);
+        if rows == 1 { 0 } else { rows * columns * checkpoint.dtype(*part).bytes() }
+    };
+    let longest = parts.iter().map(|part| checkpoint.shape(*part).1).max().unwrap_or(0) * 4;
+    let chunk = CHUNK_BYTES.max(longest);
+    let mut loader = Loader {
+        total: parts.iter().map(part_bytes).sum(),
+        checkpoint,
+        device,
+        hooks,
+        pinned: [device.pinned(chunk)?, device.pinned(chunk)?],
+        chunks: [device.allocate(chunk)?, device.allocate(chunk)?],
+        turn: 0,
+        atoms: device.kernel("weights_atoms", 0)?,
+        rows: device.kernel("weights_rows", 0)?,
+        done: 0,
+    };
+    let (attention, mlp, head_in_eight) = drafted(kind);
+    let embedding = loader.plain(Part::Embedding)?;
+    let mut layers = Vec::with_capacity(config.layers);
+    for index in 0..config.layers {
+        let part = |part| Part::Layer(index, part);
+        let (q, kv) = (config.q_width(), config.kv_width());
+        let qkv = loader.matrix(&[
+            Piece { part: part(Q), first: 0, interleave: 0 },
+            Piece { part: part(K), first: q, interleave: 0 },
+            Piece { part: part(V), first: q + kv, interleave: 0 },
+        ])?;
+        let output = loader.plain(part(Output))?;
+        let gate_up = loader.matrix(&[
+            Piece { part: part(Gate), first: 0, interleave: 1 },
+            Piece { part: part(Up), first: 0, interleave: 2 },
+        ])?;
+        let down = loader.plain(part(Down))?;
+        if let Some(other) = [&output, &gate_up, &down].into_iter().find(|matrix| matrix.dtype != qkv.dtype) {
+            return Err(Error::model(
+                format!("layer {index} mixes {:?} and {:?} weights", qkv.dtype, other.dtype),
+                "store the checkpoint in one format, or use --device cpu",
+            ));
+        }
+        let draft = |on: bool, matrix: &Matrix| if on { linear.quantise(matrix, 4, flag).map(Some) } else { Ok(None) };
+        let draft = DraftLayer {
+            qkv: draft(attention, &qkv)?,
+            output: draft(attention, &output)?,
+            gate_up: draft(mlp, &gate_up)?,
+            down: draft(mlp, &down)?,
+        };
+        layers.push(Layer {
+            attention_norm: loader.vector(&[part(AttentionNorm)])?,
+            qkv,
+            qkv_bias: if config.qkv_bias {
+                Some(loader.vector(&[part(QBias), part(KBias), part(VBias)])?)
+            } else {
+                None
+            },
+            head_norms: if config.qk_norm {
+                Some((loader.vector(&[part(QNorm)])?, loader.vector(&[part(KNorm)])?))
+            } else {
+                None
+            },
+            output,
+            output_bias: if config.output_bias { Some(loader.vector(&[part(OutputBias)])?) } else { None },
+            mlp_norm: loader.vector(&[part(MlpNorm)])?,
+            gate_up,
+            gate_up_bias: if config.mlp_bias { Some(loader.interleaved(part(GateBias), part(UpBias))?) } else { None },
+            down,
+            down_bias: if config.mlp_bias { Some(loader.vector(&[part(DownBias)])?) } else { None },
+            draft,
+        });
+    }
+    let final_norm = loader.vector(&[Part::FinalNorm])?;
+    let head = if config.tied_embeddings { None } else { Some(loader.plain(Part::Head)?) };
+    let draft_head = match head_in_eight {
+        true => Some(linear.quantise(head.as_ref().unwrap_or(&embedding), 8, flag)?),
+        false => None,
+    };
+    device.synchronize()?;
+    let (bytes, draft_bytes) = bytes(&config, kind);
+    Ok(Weights { embedding, layers, final_norm, head, draft_head, bytes, draft_bytes })
+}
+
+/// Address of an optional vector, as kernels take it.
+pub(crate) fn address(buffer: &Option<Buffer>) -> u64 {
+    buffer.as_ref().map_or(0, |buffer| buffer.at(0))
+}
+
+/// The same as an argument.
+pub(crate) fn argument(buffer: &Option<Buffer>) -> Arg<'static> {
+    Arg::Long(address(buffer))
+}
