@@ -1,1 +1,43 @@
-//! Backend on SIMD kernels chosen at run time.
+//! The network on CPU cores: SIMD kernels chosen at run time over a fixed worker pool.
+//!
+//! Kernels are named after core's concepts (`linear`, `attend`, `quantize`); each file says its byte layouts and its order of
+//! sums. Target kernels are row-invariant to the bit on every SIMD path, whatever the number of threads.
+
+mod attend;
+mod backend;
+mod bandwidth;
+mod cache;
+pub mod dispatch;
+mod elementwise;
+mod lanes;
+mod linear;
+mod memory;
+mod pool;
+mod prefill;
+mod prompt;
+mod quantize;
+#[cfg(test)]
+mod testing;
+mod w4;
+mod weights;
+
+pub use backend::{CpuBackend, plan};
+pub use bandwidth::read_gb_per_s;
+use quantspec_core::Result;
+
+/// The SIMD path this process uses, for display.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Path {
+    /// Its name, as `QUANTSPEC_SIMD` takes it.
+    pub name: &'static str,
+    /// Why this one.
+    pub reason: String,
+}
+
+/// The SIMD path a backend loaded now would use.
+///
+/// # Errors
+/// As [`dispatch::choose`].
+pub fn simd() -> Result<Path> {
+    dispatch::choose().map(|choice| Path { name: choice.simd.name(), reason: choice.reason })
+}

@@ -1,0 +1,165 @@
+//! Which SIMD instructions the kernels of this process use: chosen once, forced by `QUANTSPEC_SIMD`.
+
+use quantspec_core::{Error, Result};
+
+/// A set of kernels. Every path is row-invariant to the bit by itself; two paths agree within stated bounds only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Simd {
+    /// Plain Rust, any CPU.
+    Scalar,
+    /// x86-64 with AVX2, FMA and F16C.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, DQ, VNNI and BF16.
+    Avx512,
+    /// aarch64.
+    Neon,
+}
+
+/// The path in use, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// The path.
+    pub simd: Simd,
+    /// One line for `doctor`.
+    pub reason: String,
+}
+
+impl Simd {
+    /// All paths, the best first.
+    pub const ALL: [Simd; 4] = [Simd::Avx512, Simd::Avx2, Simd::Neon, Simd::Scalar];
+
+    /// The name `QUANTSPEC_SIMD` takes.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Simd::Scalar => "scalar",
+            Simd::Avx2 => "avx2",
+            Simd::Avx512 => "avx512",
+            Simd::Neon => "neon",
+        }
+    }
+
+    /// CPU features this path needs and this CPU lacks; empty where the path runs.
+    pub fn missing(self) -> Vec<&'static str> {
+        let lacking = |features: Vec<(&'static str, bool)>| -> Vec<&'static str> {
+            features.into_iter().filter(|(_, there)| !there).map(|(name, _)| name).collect()
+        };
+        match self {
+            Simd::Scalar => Vec::new(),
+            #[cfg(target_arch = "x86_64")]
+            Simd::Avx2 => lacking(vec![
+                ("avx2", is_x86_feature_detected!("avx2")),
+                ("fma", is_x86_feature_detected!("fma")),
+                ("f16c", is_x86_feature_detected!("f16c")),
+            ]),
+            #[cfg(target_arch = "x86_64")]
+            Simd::Avx512 => lacking(vec![
+                ("avx512f", is_x86_feature_detected!("avx512f")),
+                ("avx512bw", is_x86_feature_detected!("avx512bw")),
+                ("avx512dq", is_x86_feature_detected!("avx512dq")),
+                ("avx512vnni", is_x86_feature_detected!("avx512vnni")),
+                ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
+                ("fma", is_x86_feature_detected!("fma")),
+                ("f16c", is_x86_feature_detected!("f16c")),
+            ]),
+            #[cfg(not(target_arch = "x86_64"))]
+            Simd::Avx2 | Simd::Avx512 => lacking(vec![("x86-64", false)]),
+            Simd::Neon => lacking(vec![("aarch64", cfg!(target_arch = "aarch64"))]),
+        }
+    }
+}
+
+/// The path of this process: the best the CPU has, or the one `QUANTSPEC_SIMD` names.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Usage`] where the variable names no path, or one this CPU lacks.
+pub fn choose() -> Result<Choice> {
+    let forced = std::env::var_os("QUANTSPEC_SIMD");
+    match forced.as_ref().map(|value| value.to_string_lossy()) {
+        Some(name) if !name.is_empty() => force(&name),
+        _ => Ok(best()),
+    }
+}
+
+fn best() -> Choice {
+    let (mut reason, mut chosen) = (Vec::new(), Simd::Scalar);
+    // Paths of other architectures are no news to the reader.
+    for simd in Simd::ALL.into_iter().filter(|simd| match simd {
+        Simd::Avx2 | Simd::Avx512 => cfg!(target_arch = "x86_64"),
+        Simd::Neon => cfg!(target_arch = "aarch64"),
+        Simd::Scalar => true,
+    }) {
+        let missing = simd.missing();
+        if missing.is_empty() {
+            chosen = simd;
+            break;
+        }
+        reason.push(format!("no {}: the CPU lacks {}", simd.name(), missing.join(", ")));
+    }
+    reason.insert(0, format!("{} is the best this CPU has", chosen.name()));
+    Choice { simd: chosen, reason: reason.join("; ") }
+}
+
+fn force(name: &str) -> Result<Choice> {
+    let Some(simd) = Simd::ALL.into_iter().find(|simd| simd.name() == name) else {
+        return Err(Error::usage(
+            format!("QUANTSPEC_SIMD is {name:?}"),
+            "set it to scalar, avx2, avx512 or neon, or unset it to let the program choose",
+        ));
+    };
+    let missing = simd.missing();
+    if !missing.is_empty() {
+        return Err(Error::usage(
+            format!("QUANTSPEC_SIMD is {name}, and this CPU lacks {}", missing.join(", ")),
+            format!("unset it; {} is the best this CPU has", best().simd.name()),
+        ));
+    }
+    Ok(Choice { simd, reason: format!("{name} was asked for by QUANTSPEC_SIMD") })
+}
+
+/// Calls a portable kernel (`#[inline(always)]`, generic over `const FMA: bool`) compiled for the path: the compiler turns
+/// its loops over fixed arrays into the path's vectors.
+macro_rules! portable {
+    ($simd:expr, $body:ident $([$($generic:tt),*])? ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {{
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma,f16c")]
+        #[allow(clippy::too_many_arguments)]
+        fn avx2($($arg: $ty),*) $(-> $out)? { $body::<true $(, $($generic),*)?>($($arg),*) }
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
+        #[allow(clippy::too_many_arguments)]
+        fn avx512($($arg: $ty),*) $(-> $out)? { $body::<true $(, $($generic),*)?>($($arg),*) }
+        match $simd {
+            // SAFETY: the path was chosen because the CPU has these features (`Simd::missing`).
+            #[cfg(target_arch = "x86_64")]
+            $crate::dispatch::Simd::Avx512 => unsafe { avx512($($arg),*) },
+            // SAFETY: as above.
+            #[cfg(target_arch = "x86_64")]
+            $crate::dispatch::Simd::Avx2 => unsafe { avx2($($arg),*) },
+            // NEON belongs to every aarch64 target; its multiply-add is one instruction.
+            $crate::dispatch::Simd::Neon => $body::<true $(, $($generic),*)?>($($arg),*),
+            _ => $body::<false $(, $($generic),*)?>($($arg),*),
+        }
+    }};
+}
+pub(crate) use portable;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_the_cpu_lacks_and_a_word_that_is_none_are_usage_errors() {
+        let foreign = if cfg!(target_arch = "x86_64") { "neon" } else { "avx2" };
+        for name in ["sse2", "AVX2", foreign] {
+            assert_eq!(force(name).unwrap_err().kind, quantspec_core::ErrorKind::Usage, "{name}");
+        }
+        assert_eq!(force("scalar").unwrap().simd, Simd::Scalar);
+    }
+
+    #[test]
+    fn the_best_path_runs_here_and_says_why() {
+        let choice = best();
+        assert!(choice.simd.missing().is_empty());
+        assert!(choice.reason.contains(choice.simd.name()));
+    }
+}

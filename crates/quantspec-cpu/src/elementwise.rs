@@ -1,0 +1,122 @@
+//! What lies between the matrices: norms, rotary embeddings, SiLU. Rows of a step are `[row][feature]`; prompt rows are panels
+//! `[feature][64 tokens]`, where all of it is vertical.
+
+use crate::dispatch::{Simd, portable};
+use crate::lanes::{madd, silu, sum16};
+
+/// Tokens of a prefill panel.
+pub(crate) const PANEL_TOKENS: usize = 64;
+
+/// Lanes handled at once inside a panel: a quarter of it, one vector of AVX-512.
+pub(crate) const LANES: usize = 16;
+
+/// RMSNorm of one row: `y = x / √(mean(x²) + eps) · weight`. Sixteen partial sums in feature order, joined in one tree.
+pub(crate) fn rms_norm(simd: Simd, x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+    #[inline(always)]
+    fn body<const FMA: bool>(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+        let mut squares = [0f32; 16];
+        let (whole, rest) = x.split_at(x.len() / 16 * 16);
+        for v in whole.chunks_exact(16) {
+            for l in 0..16 {
+                squares[l] = madd::<FMA>(v[l], v[l], squares[l]);
+            }
+        }
+        for (l, v) in rest.iter().enumerate() {
+            squares[l] = madd::<FMA>(*v, *v, squares[l]);
+        }
+        let scale = 1.0 / (sum16(squares) / x.len() as f32 + eps).sqrt();
+        for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+            *y = x * scale * w;
+        }
+    }
+    portable!(simd, body(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]));
+}
+
+/// Rotates the pairs (i, i + D/2) of one head by its position's cosines and sines, [D/2] each.
+pub(crate) fn rope(simd: Simd, x: &mut [f32], cos: &[f32], sin: &[f32]) {
+    #[inline(always)]
+    fn body<const FMA: bool>(x: &mut [f32], cos: &[f32], sin: &[f32]) {
+        let (a, b) = x.split_at_mut(cos.len());
+        for (((a, b), c), s) in a.iter_mut().zip(b).zip(cos).zip(sin) {
+            (*a, *b) = (*a * c - *b * s, *b * c + *a * s);
+        }
+    }
+    portable!(simd, body(x: &mut [f32], cos: &[f32], sin: &[f32]));
+}
+
+/// `gate := silu(gate) · up`.
+pub(crate) fn silu_mul(simd: Simd, gate: &mut [f32], up: &[f32]) {
+    #[inline(always)]
+    fn body<const FMA: bool>(gate: &mut [f32], up: &[f32]) {
+        for (g, u) in gate.iter_mut().zip(up) {
+            *g = silu::<FMA>(*g) * u;
+        }
+    }
+    portable!(simd, body(gate: &mut [f32], up: &[f32]));
+}
+
+/// RMSNorm of sixteen tokens of a panel: `x[feature][64]` from lane `lane` on; each token's features are summed upwards.
+/// `y[feature]` receives sixteen normalised values.
+pub(crate) fn rms_norm_panel(simd: Simd, x: &[f32], lane: usize, weight: &[f32], eps: f32, y: &mut [[f32; LANES]]) {
+    #[inline(always)]
+    fn body<const FMA: bool>(x: &[f32], lane: usize, weight: &[f32], eps: f32, y: &mut [[f32; LANES]]) {
+        let mut squares = [0f32; LANES];
+        for x in x.chunks_exact(PANEL_TOKENS) {
+            let x = &x[lane..lane + LANES];
+            for l in 0..LANES {
+                squares[l] = madd::<FMA>(x[l], x[l], squares[l]);
+            }
+        }
+        let mut scale = [0f32; LANES];
+        for l in 0..LANES {
+            scale[l] = 1.0 / (squares[l] / weight.len() as f32 + eps).sqrt();
+        }
+        for ((y, x), w) in y.iter_mut().zip(x.chunks_exact(PANEL_TOKENS)).zip(weight) {
+            let x = &x[lane..lane + LANES];
+            for l in 0..LANES {
+                y[l] = x[l] * scale[l] * w;
+            }
+        }
+    }
+    portable!(simd, body(x: &[f32], lane: usize, weight: &[f32], eps: f32, y: &mut [[f32; LANES]]));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Noise, paths};
+
+    #[test]
+    fn norm_of_a_row_and_of_a_panel_match_f64() {
+        let mut noise = Noise::new(1);
+        for simd in paths() {
+            for n in [8, 64, 172, 1000] {
+                let (x, w) = (noise.normals(n * PANEL_TOKENS), noise.normals(n));
+                let token = |t: usize| -> Vec<f32> { (0..n).map(|c| x[c * PANEL_TOKENS + t]).collect() };
+                for t in [0, 17, 63] {
+                    let row = token(t);
+                    let mean = row.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / n as f64 + 1e-5;
+                    let exact: Vec<f64> =
+                        row.iter().zip(&w).map(|(v, w)| f64::from(*v) / mean.sqrt() * f64::from(*w)).collect();
+                    let mut y = vec![0.0; n];
+                    rms_norm(simd, &row, &w, 1e-5, &mut y);
+                    let mut z = vec![[0.0; LANES]; n];
+                    rms_norm_panel(simd, &x, t / LANES * LANES, &w, 1e-5, &mut z);
+                    for c in 0..n {
+                        assert!((f64::from(y[c]) - exact[c]).abs() < 1e-6 * exact[c].abs() + 1e-9);
+                        assert!((f64::from(z[c][t % LANES]) - exact[c]).abs() < 2e-6 * exact[c].abs() + 1e-9);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rope_turns_pairs() {
+        for simd in paths() {
+            let mut x = [1.0, 0.0, 0.0, 2.0];
+            rope(simd, &mut x, &[0.0, 1.0], &[1.0, 0.0]);
+            assert_eq!(x, [0.0, 0.0, 1.0, 2.0]);
+        }
+    }
+}

@@ -1,0 +1,545 @@
+//! Linear layers of the target for a few rows: `y[m][n] = x[m][k] · W[n][k]ᵀ`.
+//!
+//! Weights keep the checkpoint's precision and are repacked at load into panels of 32 outputs, so that a pass reads them in
+//! address order, lanes are outputs, activations are broadcasts, and nothing is summed across lanes:
+//! * BF16: `[n/32][k/2][32][2]`; with AVX-512 one `vdpbf16ps` takes a pair (activations rounded to BF16), elsewhere a word is
+//!   two f32 after a shift and a mask (activations f32);
+//! * F16 and F32: `[n/32][k][32]`, activations f32.
+//!
+//! n is padded to panels and k to pairs, with zeros. **Row invariance:** each (row, output) owns its accumulators and walks k
+//! upwards; how many rows share a pass changes which registers are used, never an operand or its place in the order.
+
+use crate::dispatch::{Simd, portable};
+use crate::lanes::{bf16_bits, f16_value, madd};
+use crate::memory::Array;
+use crate::pool::{Pool, part};
+use crate::w4;
+use quantspec_core::config::Dtype;
+use quantspec_core::{Error, Result};
+use std::ops::Range;
+
+/// Outputs of a panel.
+pub(crate) const PANEL: usize = 32;
+
+/// Rows that share one pass over a panel: twelve accumulator pairs of AVX-512 are 24 of its 32 registers.
+const GROUP: usize = 6;
+
+/// k rounded up to pairs.
+pub(crate) const fn pairs_of(k: usize) -> usize {
+    k.div_ceil(2)
+}
+
+/// Row stride of activations for a linear of `k` inputs: whole cache lines; what is behind k is zero.
+pub(crate) const fn row_stride(k: usize) -> usize {
+    k.div_ceil(32) * 32
+}
+
+/// Weights as the checkpoint stores them, in panels.
+pub(crate) enum Store {
+    /// `[panel][k/2][32][2]`
+    Bf16(Array<u16>),
+    /// `[panel][k][32]`
+    F16(Array<u16>),
+    /// `[panel][k][32]`
+    F32(Array<f32>),
+}
+
+/// A repacked weight matrix.
+pub(crate) struct Matrix {
+    pub(crate) panels: usize,
+    pub(crate) k: usize,
+    pub(crate) store: Store,
+}
+
+impl Matrix {
+    /// Elements of one panel.
+    pub(crate) const fn panel_len(k: usize) -> usize {
+        PANEL * 2 * pairs_of(k)
+    }
+
+    /// Bytes of a matrix.
+    pub(crate) const fn bytes_of(panels: usize, k: usize, dtype: Dtype) -> usize {
+        panels * Matrix::panel_len(k) * dtype.bytes()
+    }
+
+    /// A matrix of zeros, to be filled panel by panel.
+    pub(crate) fn zeros(panels: usize, k: usize, dtype: Dtype) -> Result<Matrix> {
+        let len = panels * Matrix::panel_len(k);
+        let store = match dtype {
+            Dtype::Bf16 => Store::Bf16(Array::zeros(len)?),
+            Dtype::F16 => Store::F16(Array::zeros(len)?),
+            Dtype::F32 => Store::F32(Array::zeros(len)?),
+        };
+        Ok(Matrix { panels, k, store })
+    }
+
+    /// Bytes held.
+    pub(crate) fn bytes(&self) -> usize {
+        Matrix::bytes_of(self.panels, self.k, self.dtype())
+    }
+
+    pub(crate) fn dtype(&self) -> Dtype {
+        match self.store {
+            Store::Bf16(_) => Dtype::Bf16,
+            Store::F16(_) => Dtype::F16,
+            Store::F32(_) => Dtype::F32,
+        }
+    }
+
+    /// Row `row` as f32, [k]: the embedding of a tied model is read out of its head.
+    pub(crate) fn row(&self, row: usize, out: &mut [f32]) {
+        let (at, lane) = (row / PANEL * Matrix::panel_len(self.k), row % PANEL);
+        for (c, out) in out[..self.k].iter_mut().enumerate() {
+            *out = match &self.store {
+                Store::Bf16(w) => crate::lanes::bf16_value(w[at + c / 2 * 2 * PANEL + lane * 2 + c % 2]),
+                Store::F16(w) => f16_value(w[at + c * PANEL + lane]),
+                Store::F32(w) => w[at + c * PANEL + lane],
+            };
+        }
+    }
+}
+
+/// Places raw little-endian rows `[rows][k]` of 16-bit numbers into a panel; `pairs` for BF16's layout. Returns whether all
+/// exponents are below the mask `special`, that is, whether all numbers are finite.
+pub(crate) fn repack16(raw: &[u8], k: usize, pairs: bool, special: u16, panel: &mut [u16]) -> bool {
+    let mut finite = true;
+    for (lane, row) in raw.chunks_exact(2 * k).enumerate() {
+        for (c, bytes) in row.chunks_exact(2).enumerate() {
+            let bits = u16::from_le_bytes([bytes[0], bytes[1]]);
+            finite &= bits & special != special;
+            let at = if pairs { c / 2 * 2 * PANEL + lane * 2 + c % 2 } else { c * PANEL + lane };
+            panel[at] = bits;
+        }
+    }
+    finite
+}
+
+/// Places rows `[rows][k]` of f32 into a panel.
+pub(crate) fn repack32(rows: &[f32], k: usize, panel: &mut [f32]) {
+    for (lane, row) in rows.chunks_exact(k).enumerate() {
+        for (c, x) in row.iter().enumerate() {
+            panel[c * PANEL + lane] = *x;
+        }
+    }
+}
+
+/// Activations of a pass, m rows `stride` apart, zero behind k.
+#[derive(Clone, Copy)]
+pub(crate) enum Input<'a> {
+    /// f32.
+    F32(&'a [f32], usize),
+    /// BF16, for BF16 weights with AVX-512.
+    Bf16(&'a [u16], usize),
+    /// int8 with a scale per 128, for draft weights.
+    Int8(&'a w4::Acts),
+}
+
+/// Weights of a pass.
+#[derive(Clone, Copy)]
+pub(crate) enum Weight<'a> {
+    /// The checkpoint's.
+    Full(&'a Matrix),
+    /// Draft tiles.
+    Draft(&'a w4::Tiles),
+}
+
+impl Weight<'_> {
+    fn panels(&self) -> usize {
+        match self {
+            Weight::Full(matrix) => matrix.panels,
+            Weight::Draft(tiles) => tiles.panels,
+        }
+    }
+}
+
+/// Rounds rows to BF16.
+pub(crate) fn to_bf16(simd: Simd, from: &[f32], to: &mut [u16]) {
+    #[inline(always)]
+    fn body<const FMA: bool>(from: &[f32], to: &mut [u16]) {
+        for (to, from) in to.iter_mut().zip(from) {
+            *to = bf16_bits(*from);
+        }
+    }
+    portable!(simd, body(from: &[f32], to: &mut [u16]));
+}
+
+/// Computes outputs in units of `per` neighbouring panels and hands each unit to `each(unit, tile)`, tile `[per][m][32]`, on
+/// the thread that computed it. Units are dealt to threads in address order.
+pub(crate) fn run(
+    pool: &Pool,
+    simd: Simd,
+    weight: Weight,
+    input: Input,
+    m: usize,
+    per: usize,
+    each: &(dyn Fn(usize, &mut [f32]) + Sync),
+) -> Result<()> {
+    let (units, threads) = (weight.panels() / per, pool.threads());
+    let fits = match (weight, input) {
+        (Weight::Full(w), Input::F32(x, stride)) => stride >= 2 * pairs_of(w.k) && x.len() >= m * stride,
+        (Weight::Full(w), Input::Bf16(x, stride)) => {
+            w.dtype() == Dtype::Bf16 && simd == Simd::Avx512 && stride >= 2 * pairs_of(w.k) && x.len() >= m * stride
+        }
+        (Weight::Draft(w), Input::Int8(x)) => x.fits(w, m),
+        _ => false,
+    };
+    if !fits {
+        return Err(Error::internal("a linear layer was given activations of another shape"));
+    }
+    pool.run(&|thread| {
+        let mut tile = vec![0f32; per * m * PANEL];
+        for unit in part(units, thread, threads) {
+            for (i, out) in tile.chunks_exact_mut(m * PANEL).enumerate() {
+                panel(simd, weight, unit * per + i, input, m, out);
+            }
+            each(unit, &mut tile);
+        }
+    })
+}
+
+/// One panel: `out[m][32]`.
+fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, out: &mut [f32]) {
+    match (weight, input) {
+        (Weight::Draft(tiles), Input::Int8(acts)) => tiles.panel(simd, index, acts, m, out),
+        (Weight::Full(matrix), input) => {
+            let len = Matrix::panel_len(matrix.k);
+            let at: Range<usize> = index * len..(index + 1) * len;
+            for (first, rows) in groups(m, GROUP) {
+                let out = &mut out[first * PANEL..(first + rows) * PANEL];
+                match (&matrix.store, input) {
+                    #[cfg(target_arch = "x86_64")]
+                    (Store::Bf16(w), Input::Bf16(x, stride)) => {
+                        avx512::rows(&w[at.clone()], &x[first * stride..], stride, rows, out)
+                    }
+                    (Store::Bf16(w), Input::F32(x, stride)) => {
+                        bf16(simd, &w[at.clone()], &x[first * stride..], stride, rows, out)
+                    }
+                    (Store::F16(w), Input::F32(x, stride)) => {
+                        f16(simd, &w[at.clone()], &x[first * stride..], stride, rows, out)
+                    }
+                    (Store::F32(w), Input::F32(x, stride)) => {
+                        f32(simd, &w[at.clone()], &x[first * stride..], stride, rows, out)
+                    }
+                    // `run` refuses other pairs.
+                    _ => unreachable!("activations of another kind"),
+                }
+            }
+        }
+        _ => unreachable!("activations of another kind"),
+    }
+}
+
+/// Splits m rows into groups of at most `most`, as even as can be: (first row, rows).
+pub(crate) fn groups(m: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
+    let count = m.div_ceil(most);
+    (0..count).map(move |i| {
+        let (first, end) = (m * i / count, m * (i + 1) / count);
+        (first, end - first)
+    })
+}
+
+/// How a stored pair of k becomes two f32 per lane.
+trait Pair: Copy {
+    /// Values of k = 2·pair and 2·pair + 1 for lanes `lane .. lane + L`; `w` is a panel.
+    fn load<const L: usize>(w: &[Self], pair: usize, lane: usize) -> [[f32; L]; 2];
+}
+
+/// A BF16 number of the pair layout.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct Bf16(u16);
+/// A half.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+struct Half(u16);
+
+impl Pair for Bf16 {
+    #[inline(always)]
+    fn load<const L: usize>(w: &[Bf16], pair: usize, lane: usize) -> [[f32; L]; 2] {
+        let w = &w[(pair * PANEL + lane) * 2..][..2 * L];
+        let mut out = [[0f32; L]; 2];
+        for l in 0..L {
+            let word = u32::from(w[2 * l].0) | u32::from(w[2 * l + 1].0) << 16;
+            out[0][l] = f32::from_bits(word << 16);
+            out[1][l] = f32::from_bits(word & 0xffff_0000);
+        }
+        out
+    }
+}
+impl Pair for Half {
+    #[inline(always)]
+    fn load<const L: usize>(w: &[Half], pair: usize, lane: usize) -> [[f32; L]; 2] {
+        let (even, odd) = (&w[2 * pair * PANEL + lane..][..L], &w[(2 * pair + 1) * PANEL + lane..][..L]);
+        let mut out = [[0f32; L]; 2];
+        for l in 0..L {
+            out[0][l] = f16_value(even[l].0);
+            out[1][l] = f16_value(odd[l].0);
+        }
+        out
+    }
+}
+impl Pair for f32 {
+    #[inline(always)]
+    fn load<const L: usize>(w: &[f32], pair: usize, lane: usize) -> [[f32; L]; 2] {
+        let (even, odd) = (&w[2 * pair * PANEL + lane..][..L], &w[(2 * pair + 1) * PANEL + lane..][..L]);
+        let mut out = [[0f32; L]; 2];
+        out[0].copy_from_slice(even);
+        out[1].copy_from_slice(odd);
+        out
+    }
+}
+
+/// M rows against L lanes: one accumulator per (row, output), k upwards.
+#[inline(always)]
+fn lanes<const FMA: bool, W: Pair, const M: usize, const L: usize>(
+    w: &[W],
+    x: &[f32],
+    stride: usize,
+    lane: usize,
+    out: &mut [f32],
+) {
+    let pairs = w.len() / (2 * PANEL);
+    let mut acc = [[0f32; L]; M];
+    let mut rows = [&x[..0]; M];
+    for (j, row) in rows.iter_mut().enumerate() {
+        *row = &x[j * stride..][..2 * pairs];
+    }
+    for pair in 0..pairs {
+        let w = W::load::<L>(w, pair, lane);
+        for j in 0..M {
+            for (k, w) in w.iter().enumerate() {
+                let x = rows[j][2 * pair + k];
+                for l in 0..L {
+                    acc[j][l] = madd::<FMA>(w[l], x, acc[j][l]);
+                }
+            }
+        }
+    }
+    for j in 0..M {
+        out[j * PANEL + lane..][..L].copy_from_slice(&acc[j]);
+    }
+}
+
+/// A panel for up to GROUP rows: as many lanes at once as registers hold (the order of sums does not depend on it).
+#[inline(always)]
+fn panel_body<const FMA: bool, W: Pair>(w: &[W], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
+    match m {
+        1 => lanes::<FMA, W, 1, 32>(w, x, stride, 0, out),
+        2 => lanes::<FMA, W, 2, 32>(w, x, stride, 0, out),
+        _ => {
+            for lane in (0..PANEL).step_by(16) {
+                match m {
+                    3 => lanes::<FMA, W, 3, 16>(w, x, stride, lane, out),
+                    4 => lanes::<FMA, W, 4, 16>(w, x, stride, lane, out),
+                    5 => lanes::<FMA, W, 5, 16>(w, x, stride, lane, out),
+                    _ => lanes::<FMA, W, 6, 16>(w, x, stride, lane, out),
+                }
+            }
+        }
+    }
+}
+
+fn bf16(simd: Simd, w: &[u16], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
+    // SAFETY: `Bf16` is a transparent u16.
+    let w: &[Bf16] = unsafe { std::slice::from_raw_parts(w.as_ptr().cast(), w.len()) };
+    portable!(simd, panel_body[Bf16](w: &[Bf16], x: &[f32], stride: usize, m: usize, out: &mut [f32]));
+}
+
+fn f16(simd: Simd, w: &[u16], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
+    // SAFETY: `Half` is a transparent u16.
+    let w: &[Half] = unsafe { std::slice::from_raw_parts(w.as_ptr().cast(), w.len()) };
+    portable!(simd, panel_body[Half](w: &[Half], x: &[f32], stride: usize, m: usize, out: &mut [f32]));
+}
+
+fn f32(simd: Simd, w: &[f32], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
+    portable!(simd, panel_body[f32](w: &[f32], x: &[f32], stride: usize, m: usize, out: &mut [f32]));
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use super::{Matrix, PANEL};
+    use std::arch::x86_64::*;
+
+    /// Up to six rows of a BF16 panel with BF16 activations.
+    pub(super) fn rows(w: &[u16], x: &[u16], stride: usize, m: usize, out: &mut [f32]) {
+        let pairs = w.len() / (2 * PANEL);
+        assert!(
+            w.len() == Matrix::panel_len(2 * pairs)
+                && x.len() >= (m - 1) * stride + 2 * pairs
+                && out.len() == m * PANEL
+        );
+        let (w, x, out) = (w.as_ptr(), x.as_ptr(), out.as_mut_ptr());
+        // SAFETY: `run` lets BF16 activations through on the AVX-512 path only; the lengths were checked above.
+        unsafe {
+            match m {
+                1 => panel::<1>(w, pairs, x, stride, out),
+                2 => panel::<2>(w, pairs, x, stride, out),
+                3 => panel::<3>(w, pairs, x, stride, out),
+                4 => panel::<4>(w, pairs, x, stride, out),
+                5 => panel::<5>(w, pairs, x, stride, out),
+                _ => panel::<6>(w, pairs, x, stride, out),
+            }
+        }
+    }
+
+    /// Two accumulators per (row, vector), for even and for odd pairs: one row alone would otherwise wait for the latency
+    /// of `vdpbf16ps`. The order is the same for every M.
+    ///
+    /// # Safety
+    /// `w`: `[pairs][32][2]`, 64-byte aligned; `x`: M rows of `2 · pairs`, `stride` apart; `out`: `[M][32]`.
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    unsafe fn panel<const M: usize>(w: *const u16, pairs: usize, x: *const u16, stride: usize, out: *mut f32) {
+        // SAFETY: all offsets stay inside what the caller promises.
+        unsafe {
+            let mut acc = [[[_mm512_setzero_ps(); M]; 2]; 2];
+            let step = |acc: &mut [[__m512; M]; 2], pair: usize| {
+                let w0: __m512bh = std::mem::transmute(_mm512_loadu_si512(w.add(pair * 64).cast()));
+                let w1: __m512bh = std::mem::transmute(_mm512_loadu_si512(w.add(pair * 64 + 32).cast()));
+                for j in 0..M {
+                    let x = _mm512_set1_epi32(x.add(j * stride + 2 * pair).cast::<i32>().read_unaligned());
+                    let x: __m512bh = std::mem::transmute(x);
+                    acc[0][j] = _mm512_dpbf16_ps(acc[0][j], w0, x);
+                    acc[1][j] = _mm512_dpbf16_ps(acc[1][j], w1, x);
+                }
+            };
+            let mut pair = 0;
+            while pair + 1 < pairs {
+                step(&mut acc[0], pair);
+                step(&mut acc[1], pair + 1);
+                pair += 2;
+            }
+            if pair < pairs {
+                step(&mut acc[0], pair);
+            }
+            for j in 0..M {
+                for v in 0..2 {
+                    _mm512_storeu_ps(out.add(j * PANEL + 16 * v), _mm512_add_ps(acc[0][v][j], acc[1][v][j]));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Noise, bits, distance, paths};
+
+    /// A matrix of random weights `[n][k]`, and the weights as f32.
+    fn matrix(noise: &mut Noise, n: usize, k: usize, dtype: Dtype) -> (Matrix, Vec<f32>) {
+        let mut matrix = Matrix::zeros(n.div_ceil(PANEL), k, dtype).unwrap();
+        let len = Matrix::panel_len(k);
+        let mut weights = noise.normals(n * k);
+        for (i, rows) in weights.chunks_mut(PANEL * k).enumerate() {
+            let panel = i * len..(i + 1) * len;
+            match &mut matrix.store {
+                Store::Bf16(w) => {
+                    let raw: Vec<u8> = rows.iter().flat_map(|x| bf16_bits(*x).to_le_bytes()).collect();
+                    assert!(repack16(&raw, k, true, 0x7f80, &mut w[panel]));
+                    rows.iter_mut().for_each(|x| *x = crate::lanes::bf16_value(bf16_bits(*x)));
+                }
+                Store::F16(w) => {
+                    let raw: Vec<u8> = rows.iter().flat_map(|x| crate::lanes::f16_bits(*x).to_le_bytes()).collect();
+                    assert!(repack16(&raw, k, false, 0x7c00, &mut w[panel]));
+                    rows.iter_mut().for_each(|x| *x = f16_value(crate::lanes::f16_bits(*x)));
+                }
+                Store::F32(w) => repack32(rows, k, &mut w[panel]),
+            }
+        }
+        (matrix, weights)
+    }
+
+    /// y [m][n] of rows x [m][k].
+    fn apply(pool: &Pool, simd: Simd, matrix: &Matrix, x: &[f32], m: usize, n: usize) -> Vec<f32> {
+        let (k, stride) = (matrix.k, row_stride(matrix.k));
+        let mut rows = vec![0f32; m * stride];
+        for j in 0..m {
+            rows[j * stride..][..k].copy_from_slice(&x[j * k..][..k]);
+        }
+        let mut halves = vec![0u16; m * stride];
+        to_bf16(simd, &rows, &mut halves);
+        let pairs = crate::prefill::takes_pairs(simd, matrix);
+        let input = if pairs { Input::Bf16(&halves, stride) } else { Input::F32(&rows, stride) };
+        let mut y = vec![f32::NAN; m * n];
+        let out = crate::memory::Parts::new(&mut y);
+        run(pool, simd, Weight::Full(matrix), input, m, 1, &|panel, tile| {
+            let width = PANEL.min(n - panel * PANEL);
+            for j in 0..m {
+                // SAFETY: a panel is one unit of one thread.
+                unsafe { out.slice(j * n + panel * PANEL, width) }.copy_from_slice(&tile[j * PANEL..][..width]);
+            }
+        })
+        .unwrap();
+        y
+    }
+
+    #[test]
+    fn products_match_f64_and_rows_do_not_see_each_other() {
+        let mut noise = Noise::new(7);
+        let pools = [Pool::new(1).unwrap(), Pool::new(3).unwrap()];
+        for (n, k) in [(96, 256), (40, 172), (33, 7), (64, 1376)] {
+            for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
+                let (matrix, w) = matrix(&mut noise, n, k, dtype);
+                let x = noise.normals(17 * k);
+                for simd in paths() {
+                    let bf16 = crate::prefill::takes_pairs(simd, &matrix);
+                    let round = |x: &f32| if bf16 { crate::lanes::bf16_value(bf16_bits(*x)) } else { *x };
+                    let exact: Vec<f64> = (0..17 * n)
+                        .map(|i| {
+                            let (x, w) = (&x[i / n * k..][..k], &w[i % n * k..][..k]);
+                            x.iter().zip(w).map(|(x, w)| f64::from(round(x)) * f64::from(*w)).sum()
+                        })
+                        .collect();
+                    let alone: Vec<f32> =
+                        (0..17).flat_map(|j| apply(&pools[0], simd, &matrix, &x[j * k..][..k], 1, n)).collect();
+                    assert!(distance(&alone, &exact) < 1e-6, "{n}x{k} {dtype:?} {simd:?}");
+                    for m in 1..=17 {
+                        for pool in &pools {
+                            let y = apply(pool, simd, &matrix, &x, m, n);
+                            assert!(bits(&y) == bits(&alone[..m * n]), "{m} rows, {n}x{k} {dtype:?} {simd:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn rows_of_a_matrix_come_back() {
+        let mut noise = Noise::new(8);
+        for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
+            let (matrix, w) = matrix(&mut noise, 50, 44, dtype);
+            for row in [0, 31, 32, 49] {
+                let mut out = vec![0.0; 44];
+                matrix.row(row, &mut out);
+                assert_eq!(bits(&out), bits(&w[row * 44..][..44]));
+            }
+        }
+    }
+
+    #[test]
+    fn weights_that_are_no_numbers_are_seen() {
+        let mut panel = vec![0u16; Matrix::panel_len(4)];
+        let raw = |bits: u16| [0x3f80, 0, bits, 0].iter().flat_map(|x: &u16| x.to_le_bytes()).collect::<Vec<_>>();
+        for (bits, mask, finite) in [
+            (0x7f80, 0x7f80, false),
+            (0xffc0, 0x7f80, false),
+            (0x7c00, 0x7c00, false),
+            (0x7bff, 0x7c00, true),
+            (0x7c00, 0x7f80, true),
+        ] {
+            assert_eq!(repack16(&raw(bits), 4, true, mask, &mut panel), finite, "{bits:#x}");
+        }
+    }
+
+    #[test]
+    fn other_activations_than_the_weights_take_are_refused() {
+        let mut noise = Noise::new(9);
+        let (pool, (matrix, _)) = (Pool::new(1).unwrap(), matrix(&mut noise, 32, 64, Dtype::F32));
+        let x = [0f32; 64];
+        for input in [Input::F32(&x, 32), Input::F32(&x[..63], 64), Input::Bf16(&[0; 64], 64)] {
+            let error = run(&pool, Simd::Scalar, Weight::Full(&matrix), input, 1, 1, &|_, _| ()).unwrap_err();
+            assert_eq!(error.kind, quantspec_core::ErrorKind::Internal);
+        }
+    }
+}

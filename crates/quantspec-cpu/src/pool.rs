@@ -1,0 +1,251 @@
+//! A fixed pool of threads: every dispatch runs one closure once per thread and ends when all are done.
+//!
+//! The caller is thread 0; the others spin on an epoch for a moment and then park. Work is partitioned statically by thread
+//! index, so nothing a thread does depends on how fast another one is.
+
+use quantspec_core::{Error, Result};
+use std::cell::{Cell, UnsafeCell};
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::thread::JoinHandle;
+
+/// Spins before a worker parks. A PAUSE takes 40 to 140 cycles, so this is 100 to 500 µs: long against the gap between two
+/// operations of a token, short against a pause of the user.
+const SPINS: u32 = 10_000;
+
+/// Spins of the caller before it lets other threads run: workers on a busy machine may need its core.
+const CALLER_SPINS: u32 = 2_000;
+
+/// A value alone on its cache lines (pairs of lines are fetched together).
+#[repr(align(128))]
+struct Line<T>(T);
+
+type Job = *const (dyn Fn(usize) + Sync);
+
+struct Shared {
+    /// Dispatches so far. Written by the caller after `job`.
+    epoch: Line<AtomicU64>,
+    /// Workers still in the dispatch.
+    left: Line<AtomicUsize>,
+    /// A worker's closure panicked.
+    panicked: AtomicBool,
+    stop: AtomicBool,
+    asleep: Vec<Line<AtomicBool>>,
+    job: UnsafeCell<Option<Job>>,
+}
+// SAFETY: `job` is written by the caller only while no worker is in a dispatch (`left` is 0) and read by workers only after
+// they saw the epoch that followed the write.
+unsafe impl Sync for Shared {}
+// SAFETY: the pointer in `job` is only followed during a dispatch, whose closure is `Sync`.
+unsafe impl Send for Shared {}
+
+/// See the module.
+pub(crate) struct Pool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    /// One thread dispatches at a time: a pool is not `Sync`, so no closure can hold one and dispatch inside a dispatch.
+    one_caller: PhantomData<Cell<()>>,
+}
+
+impl Pool {
+    /// A pool of `threads` threads, the caller included.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system starts no more threads.
+    pub(crate) fn new(threads: usize) -> Result<Pool> {
+        let shared = Arc::new(Shared {
+            epoch: Line(AtomicU64::new(0)),
+            left: Line(AtomicUsize::new(0)),
+            panicked: AtomicBool::new(false),
+            stop: AtomicBool::new(false),
+            asleep: (1..threads).map(|_| Line(AtomicBool::new(false))).collect(),
+            job: UnsafeCell::new(None),
+        });
+        let mut pool = Pool { shared: shared.clone(), workers: Vec::new(), one_caller: PhantomData };
+        for thread in 1..threads {
+            let shared = shared.clone();
+            let worker = std::thread::Builder::new()
+                .name(format!("quantspec-{thread}"))
+                .spawn(move || work(&shared, thread))
+                .map_err(|error| {
+                    Error::does_not_fit(
+                        format!("the system starts no more than {thread} threads: {error}"),
+                        "ask for fewer with --threads",
+                    )
+                })?;
+            pool.workers.push(worker);
+        }
+        Ok(pool)
+    }
+
+    /// Threads, the caller included.
+    pub(crate) fn threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Calls `f(thread)` once on every thread and returns when all are done.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where `f` panicked on any thread.
+    pub(crate) fn run(&self, f: &(dyn Fn(usize) + Sync)) -> Result<()> {
+        let shared = &*self.shared;
+        if !self.workers.is_empty() {
+            // SAFETY: no worker is in a dispatch, so none reads `job`. The lifetime is erased, and the borrow outlives every
+            // use, because this function does not return or unwind before `left` is zero.
+            unsafe { *shared.job.get() = Some(std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), Job>(f)) };
+            shared.left.0.store(self.workers.len(), Relaxed);
+            shared.epoch.0.fetch_add(1, SeqCst);
+            for (worker, asleep) in self.workers.iter().zip(&shared.asleep) {
+                if asleep.0.load(SeqCst) {
+                    worker.thread().unpark();
+                }
+            }
+        }
+        let mine = catch_unwind(AssertUnwindSafe(|| f(0)));
+        let mut spins = 0;
+        while shared.left.0.load(Acquire) != 0 {
+            if spins < CALLER_SPINS {
+                spins += 1;
+                std::hint::spin_loop();
+            } else {
+                std::thread::yield_now();
+            }
+        }
+        if shared.panicked.swap(false, Relaxed) || mine.is_err() {
+            return Err(Error::internal("a kernel panicked; the line above says where"));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, SeqCst);
+        self.shared.epoch.0.fetch_add(1, SeqCst);
+        for worker in self.workers.drain(..) {
+            worker.thread().unpark();
+            // A worker catches panics of closures, so it ends normally.
+            let _ = worker.join();
+        }
+    }
+}
+
+fn work(shared: &Shared, thread: usize) {
+    let mut seen = 0;
+    loop {
+        let mut spins = 0;
+        while shared.epoch.0.load(SeqCst) == seen {
+            if spins < SPINS {
+                spins += 1;
+                std::hint::spin_loop();
+                continue;
+            }
+            // Announced before the epoch is read again: the caller either sees the announcement or was seen.
+            let asleep = &shared.asleep[thread - 1].0;
+            asleep.store(true, SeqCst);
+            if shared.epoch.0.load(SeqCst) == seen {
+                std::thread::park();
+            }
+            asleep.store(false, SeqCst);
+        }
+        seen += 1;
+        if shared.stop.load(SeqCst) {
+            return;
+        }
+        // SAFETY: the epoch was seen, so `job` holds this dispatch's closure, which lives until `left` is zero.
+        let job = unsafe { (*shared.job.get()).map(|job| &*job) };
+        if let Some(job) = job
+            && catch_unwind(AssertUnwindSafe(|| job(thread))).is_err()
+        {
+            shared.panicked.store(true, Relaxed);
+        }
+        shared.left.0.fetch_sub(1, Release);
+    }
+}
+
+/// The part of `0..n` that `thread` of `threads` owns.
+pub(crate) fn part(n: usize, thread: usize, threads: usize) -> Range<usize> {
+    n * thread / threads..n * (thread + 1) / threads
+}
+
+/// The items `thread` of `threads` owns when item i costs `cost(i)`: neighbours, of about equal cost per thread.
+pub(crate) fn part_by_cost(n: usize, thread: usize, threads: usize, cost: impl Fn(usize) -> usize) -> Range<usize> {
+    let total: usize = (0..n).map(&cost).sum();
+    // An item belongs to the thread in whose share its middle lies.
+    let (mut before, mut start, mut end) = (0, n, n);
+    for i in 0..n {
+        let cost = cost(i);
+        let owner = if total == 0 { 0 } else { ((2 * before + cost) * threads / (2 * total)).min(threads - 1) };
+        before += cost;
+        if owner >= thread && start == n {
+            start = i;
+        }
+        if owner > thread {
+            end = i;
+            break;
+        }
+    }
+    start.min(end)..end
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn every_thread_runs_once_per_dispatch() {
+        for threads in [1, 2, 5] {
+            let pool = Pool::new(threads).unwrap();
+            assert_eq!(pool.threads(), threads);
+            let counts: Vec<AtomicUsize> = (0..threads).map(|_| AtomicUsize::new(0)).collect();
+            for round in 0..300 {
+                if round == 150 {
+                    std::thread::sleep(Duration::from_millis(20)); // workers park
+                }
+                pool.run(&|thread| {
+                    counts[thread].fetch_add(1, Relaxed);
+                })
+                .unwrap();
+                assert!(counts.iter().all(|count| count.load(Relaxed) == round + 1));
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_on_any_thread_is_an_error_and_the_pool_lives_on() {
+        let pool = Pool::new(3).unwrap();
+        for bad in 0..3 {
+            let error = pool.run(&|thread| assert!(thread != bad, "expected by this test")).unwrap_err();
+            assert_eq!(error.kind, quantspec_core::ErrorKind::Internal);
+            pool.run(&|_| ()).unwrap();
+        }
+    }
+
+    #[test]
+    fn parts_cover_everything_once() {
+        for n in [0, 1, 2, 7, 64, 1000] {
+            for threads in [1, 2, 3, 16] {
+                for cost in [|_| 1, |i: usize| i, |i: usize| if i == 3 { 1000 } else { 1 }, |_| 0] {
+                    let parts: Vec<_> = (0..threads).map(|t| part_by_cost(n, t, threads, cost)).collect();
+                    let seen: Vec<usize> = parts.into_iter().flatten().collect();
+                    assert_eq!(seen, (0..n).collect::<Vec<_>>(), "{n} items on {threads} threads");
+                }
+                let seen: Vec<usize> = (0..threads).flat_map(|t| part(n, t, threads)).collect();
+                assert_eq!(seen, (0..n).collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn costs_are_shared_evenly() {
+        let cost = |i: usize| i + 1;
+        let shares: Vec<usize> = (0..4).map(|t| part_by_cost(1000, t, 4, cost).map(cost).sum()).collect();
+        let total: usize = shares.iter().sum();
+        assert!(shares.iter().all(|share| share.abs_diff(total / 4) < 2000), "{shares:?}");
+    }
+}

@@ -1,0 +1,475 @@
+//! The prompt under way: hidden states of all its rows (prefill is layer-major) and full-precision keys and values of one
+//! layer.
+
+use crate::attend::{Shape, put_token};
+use crate::dispatch::{Simd, portable};
+use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm_panel};
+use crate::lanes::{f16_bits, f16_is_finite, silu, take};
+use crate::linear::PANEL;
+use crate::memory::{Array, Parts};
+use crate::pool::{Pool, part};
+use crate::prefill::{self, Causal, panel_len, put_features, takes_pairs};
+use crate::weights::{Layer, Linear, Model, QkvPlaces, panels};
+use quantspec_core::config::ModelConfig;
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::Block;
+use quantspec_model::rope::RopeTable;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+/// Panels that rows `start .. start + rows` touch.
+const fn span(start: usize, rows: usize) -> usize {
+    (start + rows).div_ceil(PANEL_TOKENS) - start / PANEL_TOKENS
+}
+
+/// The most panels a block of `rows` touches, wherever it starts.
+const fn most_panels(rows: usize) -> usize {
+    rows.div_ceil(PANEL_TOKENS) + 1
+}
+
+/// What the operations on a block share.
+pub(crate) struct Machine<'a> {
+    pub(crate) simd: Simd,
+    pub(crate) pool: &'a Pool,
+    pub(crate) poll: &'a mut dyn FnMut() -> Result<()>,
+}
+
+pub(crate) struct Prompt {
+    config: ModelConfig,
+    shape: Shape,
+    places: QkvPlaces,
+    /// Rows a block may have.
+    block_rows: usize,
+    /// Tokens there is room for, whole panels.
+    tokens: usize,
+    /// `[panel][hidden][64]`
+    hidden: Array<f32>,
+    /// `[panel][D/2][64]`
+    cos: Array<f32>,
+    sin: Array<f32>,
+    /// `[kv head][token][D]` halves, and padding.
+    keys: Array<u16>,
+    values: Array<u16>,
+    /// Input of a matrix, `[panel]` of `panel_len(k)`.
+    x: Array<f32>,
+    /// Output of a matrix, `[panel][n][64]`.
+    y: Array<f32>,
+    /// `[panel][head]` of `panel_len(D)`.
+    q: Array<f32>,
+    scratch: Vec<prefill::Scratch>,
+}
+
+/// Lengths of the arrays of a prompt.
+struct Lengths {
+    tokens: usize,
+    hidden: usize,
+    angles: usize,
+    keys: usize,
+    x: usize,
+    y: usize,
+    q: usize,
+}
+
+impl Lengths {
+    fn new(config: &ModelConfig, capacity: usize, block_rows: usize) -> Lengths {
+        let tokens = capacity.max(1).div_ceil(PANEL_TOKENS) * PANEL_TOKENS;
+        let block = most_panels(block_rows.max(1)).min(tokens / PANEL_TOKENS);
+        let widest = config.hidden.max(config.q_width()).max(config.intermediate);
+        let outputs = QkvPlaces::new(config)
+            .width
+            .max(2 * panels(config.intermediate) * PANEL)
+            .max(panels(config.hidden) * PANEL);
+        Lengths {
+            tokens,
+            hidden: tokens * config.hidden,
+            angles: tokens * config.head_dim / 2,
+            keys: tokens * config.kv_width() + 16,
+            x: block * panel_len(widest),
+            y: block * outputs * PANEL_TOKENS,
+            q: block * config.heads * panel_len(config.head_dim),
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        4 * (self.hidden + 2 * self.angles + self.x + self.y + self.q) + 4 * self.keys
+    }
+}
+
+impl Prompt {
+    pub(crate) fn new(config: &ModelConfig, capacity: usize, block_rows: usize, threads: usize) -> Result<Prompt> {
+        let len = Lengths::new(config, capacity, block_rows);
+        Ok(Prompt {
+            config: config.clone(),
+            shape: Shape::new(config.head_dim),
+            places: QkvPlaces::new(config),
+            block_rows: block_rows.max(1),
+            tokens: len.tokens,
+            hidden: Array::zeros(len.hidden)?,
+            cos: Array::zeros(len.angles)?,
+            sin: Array::zeros(len.angles)?,
+            keys: Array::zeros(len.keys)?,
+            values: Array::zeros(len.keys)?,
+            x: Array::zeros(len.x)?,
+            y: Array::zeros(len.y)?,
+            q: Array::zeros(len.q)?,
+            scratch: (0..threads).map(|_| prefill::Scratch::new(config.head_dim)).collect::<Result<_>>()?,
+        })
+    }
+
+    /// Bytes of [`Prompt::new`].
+    pub(crate) fn plan(config: &ModelConfig, capacity: usize, block_rows: usize, threads: usize) -> usize {
+        Lengths::new(config, capacity, block_rows).bytes() + threads * prefill::Scratch::bytes_of(config.head_dim)
+    }
+
+    /// First panel and number of panels of a block, checked.
+    fn panels(&self, block: &Block) -> Result<(usize, usize)> {
+        let end = block.start.saturating_add(block.rows);
+        if block.rows == 0 || block.rows > self.block_rows || end > block.prompt.len() || end > self.tokens {
+            return Err(Error::internal(format!(
+                "a prefill block of {} rows from {} of a prompt of {}; there is room for blocks of {} and {} tokens",
+                block.rows,
+                block.start,
+                block.prompt.len(),
+                self.block_rows,
+                self.tokens
+            )));
+        }
+        Ok((block.start / PANEL_TOKENS, span(block.start, block.rows)))
+    }
+
+    /// Lanes of a panel that belong to the block.
+    fn lanes(block: &Block, panel: usize) -> Range<usize> {
+        let at = panel * PANEL_TOKENS;
+        block.start.saturating_sub(at)..(block.start + block.rows - at).min(PANEL_TOKENS)
+    }
+
+    pub(crate) fn embed(
+        &mut self,
+        machine: &mut Machine,
+        model: &Model,
+        rope: &RopeTable,
+        block: &Block,
+    ) -> Result<()> {
+        let (first, count) = self.panels(block)?;
+        if let Some(token) = block.prompt.iter().find(|token| **token as usize >= self.config.vocab) {
+            return Err(Error::internal(format!("token {token} is outside the vocabulary of {}", self.config.vocab)));
+        }
+        let (hidden, half, threads) = (self.config.hidden, self.config.head_dim / 2, machine.pool.threads());
+        let (states, cos, sin) = (Parts::new(&mut self.hidden), Parts::new(&mut self.cos), Parts::new(&mut self.sin));
+        machine.pool.run(&|thread| {
+            let mut row = vec![0f32; hidden];
+            let (mut c, mut s) = (vec![0f32; half], vec![0f32; half]);
+            for panel in part(count, thread, threads) {
+                let panel = first + panel;
+                // SAFETY: a panel is one item of one thread.
+                let (states, cos, sin) = unsafe {
+                    let angles = half * PANEL_TOKENS;
+                    (
+                        states.slice(panel * hidden * PANEL_TOKENS, hidden * PANEL_TOKENS),
+                        cos.slice(panel * angles, angles),
+                        sin.slice(panel * angles, angles),
+                    )
+                };
+                for lane in Prompt::lanes(block, panel) {
+                    let position = panel * PANEL_TOKENS + lane;
+                    model.embed(block.prompt[position] as usize, &mut row);
+                    rope.fill(position, block.prompt.len(), &mut c, &mut s);
+                    row.iter().enumerate().for_each(|(i, x)| states[i * PANEL_TOKENS + lane] = *x);
+                    for i in 0..half {
+                        (cos[i * PANEL_TOKENS + lane], sin[i * PANEL_TOKENS + lane]) = (c[i], s[i]);
+                    }
+                }
+            }
+        })
+    }
+
+    /// Normalises the block's hidden states into the input of `linear`.
+    fn norm(
+        &mut self,
+        machine: &mut Machine,
+        linear: &Linear,
+        weight: &[f32],
+        (first, count): (usize, usize),
+    ) -> Result<()> {
+        let (hidden, eps, simd, threads) =
+            (self.config.hidden, self.config.rms_eps, machine.simd, machine.pool.threads());
+        let pairs = takes_pairs(simd, &linear.full);
+        let (states, len) = (&self.hidden, panel_len(hidden));
+        let x = Parts::new(&mut self.x);
+        machine.pool.run(&|thread| {
+            let mut out = vec![[0f32; LANES]; hidden];
+            for panel in part(count, thread, threads) {
+                let states = &states[(first + panel) * hidden * PANEL_TOKENS..][..hidden * PANEL_TOKENS];
+                // SAFETY: a panel is one item of one thread.
+                let x = unsafe { x.slice(panel * len, len) };
+                for lane in (0..PANEL_TOKENS).step_by(LANES) {
+                    rms_norm_panel(simd, states, lane, weight, eps, &mut out);
+                    put_features(simd, pairs, x, 0, lane, &out);
+                }
+            }
+        })
+    }
+
+    fn multiply(&mut self, machine: &mut Machine, linear: &Linear, count: usize) -> Result<()> {
+        prefill::gemm(machine.pool, machine.simd, machine.poll, &linear.full, &self.x, &mut self.y, count)
+    }
+
+    /// Adds a matrix's output to the hidden states of the block's rows.
+    fn add(
+        &mut self,
+        machine: &mut Machine,
+        linear: &Linear,
+        block: &Block,
+        (first, count): (usize, usize),
+    ) -> Result<()> {
+        let (hidden, threads, width) = (self.config.hidden, machine.pool.threads(), linear.full.panels * PANEL);
+        let (y, bias) = (&self.y, &linear.bias);
+        let states = Parts::new(&mut self.hidden);
+        machine.pool.run(&|thread| {
+            for i in part(count, thread, threads) {
+                let lanes = Prompt::lanes(block, first + i);
+                // SAFETY: a panel is one item of one thread.
+                let states = unsafe { states.slice((first + i) * hidden * PANEL_TOKENS, hidden * PANEL_TOKENS) };
+                for (c, states) in states.chunks_exact_mut(PANEL_TOKENS).enumerate() {
+                    let y = &y[(i * width + c) * PANEL_TOKENS..][..PANEL_TOKENS];
+                    let bias = bias.get(c).copied().unwrap_or(0.0);
+                    for (state, y) in states[lanes.clone()].iter_mut().zip(&y[lanes.clone()]) {
+                        *state += y + bias;
+                    }
+                }
+            }
+        })
+    }
+
+    pub(crate) fn qkv(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
+        let (first, count) = self.panels(block)?;
+        self.norm(machine, &layer.qkv, &layer.attention_norm, (first, count))?;
+        self.multiply(machine, &layer.qkv, count)?;
+        let (simd, threads) = (machine.simd, machine.pool.threads());
+        let (config, places, tokens) = (&self.config, self.places, self.tokens);
+        let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
+        let pairs = takes_pairs(simd, &layer.output.full);
+        let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
+        let (y, cos, sin) = (&self.y, &self.cos, &self.sin);
+        let (q, keys, values) = (Parts::new(&mut self.q), Parts::new(&mut self.keys), Parts::new(&mut self.values));
+        let broken = AtomicBool::new(false);
+        // Per KV head the keys, then the values of all its panels are one thread's; queries are dealt one by one.
+        let items = 2 * kv_heads + heads * count;
+        machine.pool.run(&|thread| {
+            let mut head = vec![[0f32; LANES]; d];
+            for item in part(items, thread, threads) {
+                let (kind, index, from) = if item < kv_heads {
+                    (Kind::Key, item, places.key + item * d)
+                } else if item < 2 * kv_heads {
+                    (Kind::Value, item - kv_heads, places.value + (item - kv_heads) * d)
+                } else {
+                    let index = (item - 2 * kv_heads) % heads;
+                    (Kind::Query, index, index * d)
+                };
+                let its = match kind {
+                    Kind::Query => {
+                        let panel = (item - 2 * kv_heads) / heads;
+                        panel..panel + 1
+                    }
+                    Kind::Key | Kind::Value => 0..count,
+                };
+                for panel in its {
+                    let y = &y[(panel * places.width + from) * PANEL_TOKENS..][..d * PANEL_TOKENS];
+                    let lanes = Prompt::lanes(block, first + panel);
+                    let angles = (first + panel) * d / 2 * PANEL_TOKENS;
+                    for lane in (0..PANEL_TOKENS).step_by(LANES) {
+                        for (c, head) in head.iter_mut().enumerate() {
+                            *head = take(y, c * PANEL_TOKENS + lane);
+                            if let Some(bias) = layer.qkv.bias.get(from + c) {
+                                head.iter_mut().for_each(|x| *x += bias);
+                            }
+                        }
+                        if kind != Kind::Value {
+                            if let Some((q_norm, k_norm)) = &layer.qk_norm {
+                                norm_head(&mut head, if kind == Kind::Query { q_norm } else { k_norm }, config.rms_eps);
+                            }
+                            turn(&mut head, &cos[angles + lane..], &sin[angles + lane..]);
+                        }
+                        if kind == Kind::Query {
+                            head.iter_mut().flatten().for_each(|x| *x *= scale);
+                            // SAFETY: a head of a panel is one item.
+                            let q = unsafe { q.slice((panel * heads + index) * panel_len(d), panel_len(d)) };
+                            put_features(simd, pairs, q, 0, lane, &head);
+                            continue;
+                        }
+                        for l in 0..LANES {
+                            if !lanes.contains(&(lane + l)) {
+                                continue;
+                            }
+                            let position = (first + panel) * PANEL_TOKENS + lane + l;
+                            // SAFETY: keys (values) of a head are one item.
+                            let out = unsafe {
+                                let to = if kind == Kind::Key { keys } else { values };
+                                to.slice((index * tokens + position) * d, d)
+                            };
+                            let mut finite = true;
+                            for (out, x) in out.iter_mut().zip(&head) {
+                                *out = f16_bits(x[l]);
+                                finite &= f16_is_finite(*out);
+                            }
+                            if !finite {
+                                broken.store(true, Relaxed);
+                            }
+                        }
+                    }
+                }
+            }
+        })?;
+        if broken.load(Relaxed) {
+            return Err(Error::not_finite(format!(
+                "keys or values of prompt tokens {}..{} are NaN or beyond half precision",
+                block.start,
+                block.start + block.rows
+            )));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn attend(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
+        let (first, panels) = self.panels(block)?;
+        let causal = Causal {
+            heads: self.config.heads,
+            group: self.config.group(),
+            d: self.config.head_dim,
+            pairs: takes_pairs(machine.simd, &layer.output.full),
+            q: &self.q,
+            keys: &self.keys,
+            values: &self.values,
+            tokens: self.tokens,
+            first,
+            panels,
+        };
+        causal.run(machine.pool, machine.simd, machine.poll, &mut self.scratch, &mut self.x)
+    }
+
+    pub(crate) fn output(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
+        let at = self.panels(block)?;
+        self.multiply(machine, &layer.output, at.1)?;
+        self.add(machine, &layer.output, block, at)
+    }
+
+    pub(crate) fn gate_up(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
+        let at = self.panels(block)?;
+        self.norm(machine, &layer.gate_up, &layer.mlp_norm, at)?;
+        self.multiply(machine, &layer.gate_up, at.1)?;
+        let (simd, threads, n) = (machine.simd, machine.pool.threads(), self.config.intermediate);
+        let pairs = takes_pairs(simd, &layer.down.full);
+        let (y, bias, width, len) = (&self.y, &layer.gate_up.bias, layer.gate_up.full.panels * PANEL, panel_len(n));
+        let x = Parts::new(&mut self.x);
+        // Whole panels of outputs are even numbers of features, so words of pairs have one writer.
+        let per = n.div_ceil(PANEL);
+        machine.pool.run(&|thread| {
+            let mut out = [[0f32; LANES]; PANEL];
+            for item in part(at.1 * per, thread, threads) {
+                let (panel, unit) = (item / per, item % per);
+                let features = PANEL.min(n - unit * PANEL);
+                let y = &y[(panel * width + 2 * unit * PANEL) * PANEL_TOKENS..][..2 * PANEL * PANEL_TOKENS];
+                let start = panel * len + unit * PANEL * PANEL_TOKENS / if pairs { 2 } else { 1 };
+                let room = (2 * features.div_ceil(2)) * PANEL_TOKENS / if pairs { 2 } else { 1 };
+                // SAFETY: features of one unit of one panel belong to one item.
+                let x = unsafe { x.slice(start, room) };
+                for lane in (0..PANEL_TOKENS).step_by(LANES) {
+                    let out = &mut out;
+                    portable!(simd, activate(y: &[f32], bias: &[f32], unit: usize, lane: usize, out: &mut [[f32; LANES]; PANEL]));
+                    put_features(simd, pairs, x, 0, lane, &out[..features]);
+                }
+            }
+        })
+    }
+
+    pub(crate) fn down(&mut self, machine: &mut Machine, layer: &Layer, block: &Block) -> Result<()> {
+        let at = self.panels(block)?;
+        self.multiply(machine, &layer.down, at.1)?;
+        self.add(machine, &layer.down, block, at)
+    }
+
+    /// Hidden state of one row, [hidden].
+    pub(crate) fn hidden(&self, row: usize, out: &mut [f32]) {
+        let at = row / PANEL_TOKENS * self.config.hidden * PANEL_TOKENS + row % PANEL_TOKENS;
+        for (c, out) in out[..self.config.hidden].iter_mut().enumerate() {
+            *out = self.hidden[at + c * PANEL_TOKENS];
+        }
+    }
+
+    /// Keys and values of one page of a KV head, `[G][D]` halves each.
+    pub(crate) fn page(&self, head: usize, page: usize) -> (&[u16], &[u16]) {
+        let len = quantspec_core::cache::G * self.shape.d;
+        let at = head * self.tokens * self.shape.d + page * len;
+        (&self.keys[at..at + len], &self.values[at..at + len])
+    }
+
+    /// Copies tokens of a KV head, all of one page, into an f16 page.
+    pub(crate) fn copy(&self, head: usize, tokens: Range<usize>, page: &mut [u16]) {
+        let d = self.shape.d;
+        for token in tokens {
+            let at = (head * self.tokens + token) * d;
+            let (key, value) = (&self.keys[at..at + d], &self.values[at..at + d]);
+            put_token(page, d, token % quantspec_core::cache::G, key, value);
+        }
+    }
+
+    /// Tokens there is room for.
+    pub(crate) fn room(&self) -> usize {
+        self.tokens
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Query,
+    Key,
+    Value,
+}
+
+/// RMSNorm of one head of sixteen tokens.
+fn norm_head(head: &mut [[f32; LANES]], weight: &[f32], eps: f32) {
+    let mut squares = [0f32; LANES];
+    for x in head.iter() {
+        for l in 0..LANES {
+            squares[l] += x[l] * x[l];
+        }
+    }
+    let count = head.len() as f32;
+    for (x, w) in head.iter_mut().zip(weight) {
+        for l in 0..LANES {
+            x[l] = x[l] * (1.0 / (squares[l] / count + eps).sqrt()) * w;
+        }
+    }
+}
+
+/// RoPE of one head of sixteen tokens; `cos`, `sin`: `[D/2][64]` from the first of their lanes on.
+fn turn(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]) {
+    let half = head.len() / 2;
+    let (a, b) = head.split_at_mut(half);
+    for (i, (a, b)) in a.iter_mut().zip(b).enumerate() {
+        let (c, s): ([f32; LANES], [f32; LANES]) = (take(cos, i * PANEL_TOKENS), take(sin, i * PANEL_TOKENS));
+        for l in 0..LANES {
+            (a[l], b[l]) = (a[l] * c[l] - b[l] * s[l], b[l] * c[l] + a[l] * s[l]);
+        }
+    }
+}
+
+/// SiLU(gate) · up of one unit of 32 features, `y`: gate `[32][64]`, then up `[32][64]`.
+#[inline(always)]
+fn activate<const FMA: bool>(y: &[f32], bias: &[f32], unit: usize, lane: usize, out: &mut [[f32; LANES]; PANEL]) {
+    let (gate, up) = y.split_at(PANEL * PANEL_TOKENS);
+    for (i, out) in out.iter_mut().enumerate() {
+        let (mut g, mut u): ([f32; LANES], [f32; LANES]) =
+            (take(gate, i * PANEL_TOKENS + lane), take(up, i * PANEL_TOKENS + lane));
+        if !bias.is_empty() {
+            let (of_gate, of_up) = (bias[2 * unit * PANEL + i], bias[(2 * unit + 1) * PANEL + i]);
+            for l in 0..LANES {
+                g[l] += of_gate;
+                u[l] += of_up;
+            }
+        }
+        for l in 0..LANES {
+            out[l] = silu::<FMA>(g[l]) * u[l];
+        }
+    }
+}

@@ -1,0 +1,534 @@
+//! Linear layers of the draft: 4-bit weights (8-bit for the head), int8 activations.
+//!
+//! Groups of 128 along k, `w = code·s + z` with s and z in f16; activations are int8 with one scale per group, so a group's
+//! product is an integer: `Σ w·x = s·xs·Σ code·q + z·xs·Σ q`.
+//!
+//! A tile is 16 outputs × one group, contiguous, parameters first, so that a pass is one stream of reads in address order:
+//! `{ s: 16 f16 | z: 16 f16 | codes }`. Code vector v of 64 bytes holds 4 bytes per output: in 4-bit tiles (16 vectors,
+//! 1,088 bytes) byte b has k = 8v + b in its low nibble and k = 8v + 4 + b in its high one; in 8-bit tiles (32 vectors,
+//! 2,112 bytes) byte b is k = 4v + b. Tiles lie `[n/16][group]`; a last group shorter than 128 is padded with zero codes, and
+//! its activations with zeros.
+
+use crate::dispatch::{Simd, portable};
+use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint_i32};
+use crate::linear::{PANEL, groups};
+use crate::memory::Array;
+use quantspec_core::quantize::{SCALE_MIN, WEIGHT_GROUP};
+use quantspec_core::{Error, Result};
+
+/// Weights of a group.
+pub(crate) const GROUP: usize = WEIGHT_GROUP;
+
+// A tile holds 16 vectors of 8 k.
+const _: () = assert!(GROUP == 128);
+
+/// Outputs of a tile.
+pub(crate) const TILE_ROWS: usize = 16;
+
+/// Bytes of scales and zeros of a tile.
+pub(crate) const PARAMS: usize = 2 * 2 * TILE_ROWS;
+
+/// Rows that share one pass.
+const ROWS: usize = 4;
+
+/// Bits of a code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Bits {
+    Four,
+    Eight,
+}
+
+impl Bits {
+    /// Bytes of a tile.
+    pub(crate) const fn tile_bytes(self) -> usize {
+        PARAMS
+            + match self {
+                Bits::Four => TILE_ROWS * GROUP / 2,
+                Bits::Eight => TILE_ROWS * GROUP,
+            }
+    }
+
+    /// The largest code.
+    pub(crate) const fn top(self) -> u8 {
+        match self {
+            Bits::Four => 15,
+            Bits::Eight => 255,
+        }
+    }
+}
+
+const _: () = assert!(Bits::Four.tile_bytes() == 1088 && Bits::Eight.tile_bytes() == 2112);
+
+/// A draft weight matrix.
+pub(crate) struct Tiles {
+    pub(crate) bits: Bits,
+    /// Panels of 32 outputs, two tiles high.
+    pub(crate) panels: usize,
+    pub(crate) k: usize,
+    pub(crate) data: Array<u8>,
+}
+
+impl Tiles {
+    /// Bytes of one panel.
+    pub(crate) const fn panel_bytes(k: usize, bits: Bits) -> usize {
+        PANEL / TILE_ROWS * k.div_ceil(GROUP) * bits.tile_bytes()
+    }
+
+    /// A matrix of zeros, to be filled panel by panel.
+    pub(crate) fn zeros(panels: usize, k: usize, bits: Bits) -> Result<Tiles> {
+        Ok(Tiles { bits, panels, k, data: Array::zeros(panels * Tiles::panel_bytes(k, bits))? })
+    }
+
+    /// One panel for m rows: `out[m][32]`.
+    pub(crate) fn panel(&self, simd: Simd, index: usize, acts: &Acts, m: usize, out: &mut [f32]) {
+        let len = Tiles::panel_bytes(self.k, self.bits);
+        let tiles = &self.data[index * len..(index + 1) * len];
+        for (half, tiles) in tiles.chunks_exact(len / 2).enumerate() {
+            for (first, rows) in groups(m, ROWS) {
+                let part = Part {
+                    bits: self.bits,
+                    tiles,
+                    q: &acts.q[first * acts.width..],
+                    width: acts.width,
+                    scale: &acts.scale[first * acts.groups..],
+                    sum: &acts.sum[first * acts.groups..],
+                    groups: acts.groups,
+                };
+                let out = &mut out[first * PANEL + half * TILE_ROWS..];
+                part.rows(simd, rows, out);
+            }
+        }
+    }
+}
+
+/// Codes a panel: `rows` f32 `[rows][k]`, up to 32 of them, into the panel's tiles. The numbers are those of
+/// [`quantspec_core::quantize::quantize_weights_row`].
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::NotFinite`] where a group spans more than f16 can hold.
+pub(crate) fn encode(simd: Simd, bits: Bits, rows: &[f32], k: usize, panel: &mut [u8]) -> Result<()> {
+    let (groups, bytes, top) = (k.div_ceil(GROUP), bits.tile_bytes(), bits.top());
+    let mut codes = [0u8; GROUP];
+    for (lane, row) in rows.chunks_exact(k).enumerate() {
+        for (g, group) in row.chunks(GROUP).enumerate() {
+            let out = &mut codes;
+            let (s, z) = portable!(simd, group_body(group: &[f32], top: u8, out: &mut [u8; GROUP]) -> (u16, u16));
+            if !f16_is_finite(s) || !f16_is_finite(z) {
+                return Err(Error::not_finite("a group of weights spans more than half precision can hold"));
+            }
+            let tile = &mut panel[(lane / TILE_ROWS * groups + g) * bytes..][..bytes];
+            let lane = lane % TILE_ROWS;
+            tile[2 * lane..][..2].copy_from_slice(&s.to_le_bytes());
+            tile[2 * (TILE_ROWS + lane)..][..2].copy_from_slice(&z.to_le_bytes());
+            let tile = &mut tile[PARAMS..];
+            match bits {
+                Bits::Four => {
+                    for (v, codes) in codes.chunks_exact(8).enumerate() {
+                        for b in 0..4 {
+                            tile[v * 64 + lane * 4 + b] = codes[b] | codes[4 + b] << 4;
+                        }
+                    }
+                }
+                Bits::Eight => {
+                    for (v, codes) in codes.chunks_exact(4).enumerate() {
+                        tile[v * 64 + lane * 4..][..4].copy_from_slice(codes);
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Scale, zero (bits of f16) and codes of one group, codes behind it zero. The same IEEE operations as core's, vectorised.
+#[inline(always)]
+fn group_body<const FMA: bool>(x: &[f32], top: u8, codes: &mut [u8; GROUP]) -> (u16, u16) {
+    let top = f32::from(top);
+    let mut padded = [x[0]; GROUP];
+    padded[..x.len()].copy_from_slice(x);
+    let (mut low, mut high) = ([f32::INFINITY; 16], [f32::NEG_INFINITY; 16]);
+    for v in padded.chunks_exact(16) {
+        for l in 0..16 {
+            low[l] = if v[l] < low[l] { v[l] } else { low[l] };
+            high[l] = if v[l] > high[l] { v[l] } else { high[l] };
+        }
+    }
+    let low = low.iter().fold(f32::INFINITY, |a, b| a.min(*b));
+    let high = high.iter().fold(f32::NEG_INFINITY, |a, b| a.max(*b));
+    codes.fill(0);
+    if low == high {
+        return (0, f16_bits(low));
+    }
+    let (s, z) = (f16_bits(((high - low) / top).max(SCALE_MIN)), f16_bits(low));
+    let (step, zero) = (f16_value(s), f16_value(z));
+    let mut out = [0u8; GROUP];
+    for (code, x) in out.iter_mut().zip(&padded) {
+        *code = rint_i32(((x - zero) / step).clamp(0.0, top)) as u8;
+    }
+    codes[..x.len()].copy_from_slice(&out[..x.len()]);
+    (s, z)
+}
+
+/// Quantised activations of up to a fixed number of rows.
+pub(crate) struct Acts {
+    /// `[m][width]`, width = groups · 128.
+    q: Array<i8>,
+    /// `[m][groups]`
+    scale: Array<f32>,
+    /// scale · Σ q, `[m][groups]`
+    sum: Array<f32>,
+    width: usize,
+    groups: usize,
+}
+
+impl Acts {
+    /// Room for `m` rows of `k`.
+    pub(crate) fn zeros(m: usize, k: usize) -> Result<Acts> {
+        let groups = k.div_ceil(GROUP);
+        Ok(Acts {
+            q: Array::zeros(m * groups * GROUP)?,
+            scale: Array::zeros(m * groups)?,
+            sum: Array::zeros(m * groups)?,
+            width: groups * GROUP,
+            groups,
+        })
+    }
+
+    /// Bytes for `m` rows of `k`.
+    pub(crate) const fn bytes_of(m: usize, k: usize) -> usize {
+        m * k.div_ceil(GROUP) * (GROUP + 8)
+    }
+
+    pub(crate) fn fits(&self, tiles: &Tiles, m: usize) -> bool {
+        self.groups == tiles.k.div_ceil(GROUP) && self.q.len() >= m * self.width
+    }
+
+    /// Quantises m rows of k, `stride` apart; `k` decides the layout until the next call.
+    pub(crate) fn quantize(&mut self, simd: Simd, x: &[f32], stride: usize, m: usize, k: usize) {
+        self.groups = k.div_ceil(GROUP);
+        self.width = self.groups * GROUP;
+        for j in 0..m {
+            let row = &x[j * stride..][..k];
+            let q = &mut self.q[j * self.width..][..self.width];
+            let (scale, sum) =
+                (&mut self.scale[j * self.groups..][..self.groups], &mut self.sum[j * self.groups..][..self.groups]);
+            portable!(simd, quantize_body(row: &[f32], q: &mut [i8], scale: &mut [f32], sum: &mut [f32]));
+        }
+    }
+}
+
+#[inline(always)]
+fn quantize_body<const FMA: bool>(x: &[f32], q: &mut [i8], scale: &mut [f32], sum: &mut [f32]) {
+    for (g, q) in q.chunks_exact_mut(GROUP).enumerate() {
+        let mut v = [0f32; GROUP];
+        let x = &x[g * GROUP..x.len().min((g + 1) * GROUP)];
+        v[..x.len()].copy_from_slice(x);
+        let mut most = [0f32; 16];
+        for v in v.chunks_exact(16) {
+            for l in 0..16 {
+                most[l] = most[l].max(v[l].abs());
+            }
+        }
+        let most = most.iter().fold(0f32, |a, b| a.max(*b));
+        let inverse = if most > 0.0 { 127.0 / most } else { 0.0 };
+        // An overflowing inverse (a group of subnormals) would give codes beyond an i8.
+        let inverse = if inverse.is_finite() { inverse } else { 0.0 };
+        let mut total = 0;
+        for (q, v) in q.iter_mut().zip(&v) {
+            let code = rint_i32(v * inverse);
+            total += code;
+            *q = code as i8;
+        }
+        scale[g] = most / 127.0;
+        sum[g] = most / 127.0 * total as f32;
+    }
+}
+
+/// One column of tiles and a few rows of activations.
+struct Part<'a> {
+    bits: Bits,
+    tiles: &'a [u8],
+    q: &'a [i8],
+    width: usize,
+    scale: &'a [f32],
+    sum: &'a [f32],
+    groups: usize,
+}
+
+impl Part<'_> {
+    /// `out[j][16]`, rows 32 apart.
+    fn rows(&self, simd: Simd, m: usize, out: &mut [f32]) {
+        assert!(
+            self.tiles.len() == self.groups * self.bits.tile_bytes()
+                && self.q.len() >= (m - 1) * self.width + self.width
+                && self.scale.len() >= m * self.groups
+                && self.sum.len() >= m * self.groups
+                && out.len() >= (m - 1) * PANEL + TILE_ROWS
+                && m <= ROWS
+        );
+        #[cfg(target_arch = "x86_64")]
+        match simd {
+            // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
+            Simd::Avx512 => unsafe {
+                return match m {
+                    1 => avx512::column::<1>(self, out.as_mut_ptr()),
+                    2 => avx512::column::<2>(self, out.as_mut_ptr()),
+                    3 => avx512::column::<3>(self, out.as_mut_ptr()),
+                    _ => avx512::column::<4>(self, out.as_mut_ptr()),
+                };
+            },
+            // SAFETY: as above.
+            Simd::Avx2 if self.bits == Bits::Four => unsafe {
+                for j in 0..m {
+                    avx2::column(self, j, out.as_mut_ptr().add(j * PANEL));
+                }
+                return;
+            },
+            _ => (),
+        }
+        let part = self;
+        for j in 0..m {
+            let out = &mut out[j * PANEL..][..TILE_ROWS];
+            portable!(simd, column_body(part: &Part, j: usize, out: &mut [f32]));
+        }
+    }
+}
+
+#[inline(always)]
+fn column_body<const FMA: bool>(part: &Part, j: usize, out: &mut [f32]) {
+    let mut acc = [0f32; TILE_ROWS];
+    for (g, tile) in part.tiles.chunks_exact(part.bits.tile_bytes()).enumerate() {
+        let q = &part.q[j * part.width + g * GROUP..][..GROUP];
+        let mut dot = [0i32; TILE_ROWS];
+        let codes = &tile[PARAMS..];
+        for (v, codes) in codes.chunks_exact(64).enumerate() {
+            for b in 0..4 {
+                match part.bits {
+                    Bits::Four => {
+                        let (low, high) = (i32::from(q[8 * v + b]), i32::from(q[8 * v + 4 + b]));
+                        for l in 0..TILE_ROWS {
+                            let code = i32::from(codes[4 * l + b]);
+                            dot[l] += (code & 15) * low + (code >> 4) * high;
+                        }
+                    }
+                    Bits::Eight => {
+                        let q = i32::from(q[4 * v + b]);
+                        for l in 0..TILE_ROWS {
+                            dot[l] += i32::from(codes[4 * l + b]) * q;
+                        }
+                    }
+                }
+            }
+        }
+        let (xs, xsum) = (part.scale[j * part.groups + g], part.sum[j * part.groups + g]);
+        let param = |i: usize| f16_value(u16::from_le_bytes([tile[2 * i], tile[2 * i + 1]]));
+        for l in 0..TILE_ROWS {
+            acc[l] = madd::<FMA>(dot[l] as f32, param(l) * xs, acc[l]);
+            acc[l] = madd::<FMA>(param(TILE_ROWS + l), xsum, acc[l]);
+        }
+    }
+    out.copy_from_slice(&acc);
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use super::{Bits, GROUP, PANEL, PARAMS, Part};
+    use std::arch::x86_64::*;
+
+    /// `vpdpbusd` on codes. High nibbles are used in place, 16 times too large, and shifted once per group.
+    ///
+    /// # Safety
+    /// The lengths `Part::rows` checks for M rows; `out`: M rows of 16, 32 apart.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+    pub(super) unsafe fn column<const M: usize>(part: &Part, out: *mut f32) {
+        match part.bits {
+            // SAFETY: passed on.
+            Bits::Four => unsafe { tiles::<M, 16>(part, out) },
+            // SAFETY: passed on.
+            Bits::Eight => unsafe { tiles::<M, 32>(part, out) },
+        }
+    }
+
+    /// V code vectors to a tile.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+    unsafe fn tiles<const M: usize, const V: usize>(part: &Part, out: *mut f32) {
+        // SAFETY: offsets stay inside the lengths promised by the caller.
+        unsafe {
+            let low = _mm512_set1_epi8(15);
+            let mut acc = [_mm512_setzero_ps(); M];
+            for g in 0..part.groups {
+                let tile = part.tiles.as_ptr().add(g * (PARAMS + V * 64));
+                let q = part.q.as_ptr().add(g * GROUP);
+                let mut a = [_mm512_setzero_si512(); M];
+                let mut b = a;
+                for v in 0..16 {
+                    let (c0, c1) = if V == 16 {
+                        let c = _mm512_loadu_si512(tile.add(PARAMS + v * 64).cast());
+                        (_mm512_and_si512(c, low), _mm512_andnot_si512(low, c))
+                    } else {
+                        let c = tile.add(PARAMS + v * 128);
+                        (_mm512_loadu_si512(c.cast()), _mm512_loadu_si512(c.add(64).cast()))
+                    };
+                    for j in 0..M {
+                        let q = q.add(j * part.width + v * 8).cast::<i32>();
+                        a[j] = _mm512_dpbusd_epi32(a[j], c0, _mm512_set1_epi32(q.read_unaligned()));
+                        b[j] = _mm512_dpbusd_epi32(b[j], c1, _mm512_set1_epi32(q.add(1).read_unaligned()));
+                    }
+                }
+                let s = _mm512_cvtph_ps(_mm256_loadu_si256(tile.cast()));
+                let z = _mm512_cvtph_ps(_mm256_loadu_si256(tile.add(32).cast()));
+                for j in 0..M {
+                    let b = if V == 16 { _mm512_srai_epi32::<4>(b[j]) } else { b[j] };
+                    let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(a[j], b));
+                    let xs = _mm512_set1_ps(*part.scale.get_unchecked(j * part.groups + g));
+                    let xsum = _mm512_set1_ps(*part.sum.get_unchecked(j * part.groups + g));
+                    acc[j] = _mm512_fmadd_ps(dot, _mm512_mul_ps(s, xs), acc[j]);
+                    acc[j] = _mm512_fmadd_ps(z, xsum, acc[j]);
+                }
+            }
+            for (j, acc) in acc.iter().enumerate() {
+                _mm512_storeu_ps(out.add(j * PANEL), *acc);
+            }
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use super::{Bits, GROUP, PARAMS, Part};
+    use std::arch::x86_64::*;
+
+    /// 4-bit tiles with `vpmaddubsw`: eight products of at most 2·15·127 fit an i16 lane before it must be widened.
+    ///
+    /// # Safety
+    /// The lengths `Part::rows` checks, for row j; `out`: 16 floats.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    pub(super) unsafe fn column(part: &Part, j: usize, out: *mut f32) {
+        // SAFETY: offsets stay inside the lengths promised by the caller.
+        unsafe {
+            let low = _mm256_set1_epi8(15);
+            let ones = _mm256_set1_epi16(1);
+            let mut acc = [_mm256_setzero_ps(); 2];
+            for g in 0..part.groups {
+                let tile = part.tiles.as_ptr().add(g * Bits::Four.tile_bytes());
+                let q = part.q.as_ptr().add(j * part.width + g * GROUP).cast::<i32>();
+                let mut dot = [_mm256_setzero_si256(); 2];
+                for quarter in 0..4 {
+                    let mut sums = [_mm256_setzero_si256(); 2];
+                    for v in quarter * 4..quarter * 4 + 4 {
+                        let codes = tile.add(PARAMS + v * 64);
+                        let q0 = _mm256_set1_epi32(q.add(2 * v).read_unaligned());
+                        let q1 = _mm256_set1_epi32(q.add(2 * v + 1).read_unaligned());
+                        for (h, sum) in sums.iter_mut().enumerate() {
+                            let c = _mm256_loadu_si256(codes.add(32 * h).cast());
+                            let a = _mm256_maddubs_epi16(_mm256_and_si256(c, low), q0);
+                            let b = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16::<4>(c), low), q1);
+                            *sum = _mm256_add_epi16(*sum, _mm256_add_epi16(a, b));
+                        }
+                    }
+                    for (dot, sum) in dot.iter_mut().zip(sums) {
+                        *dot = _mm256_add_epi32(*dot, _mm256_madd_epi16(sum, ones));
+                    }
+                }
+                let xs = _mm256_set1_ps(*part.scale.get_unchecked(j * part.groups + g));
+                let xsum = _mm256_set1_ps(*part.sum.get_unchecked(j * part.groups + g));
+                for h in 0..2 {
+                    let s = _mm256_cvtph_ps(_mm_loadu_si128(tile.add(16 * h).cast()));
+                    let z = _mm256_cvtph_ps(_mm_loadu_si128(tile.add(32 + 16 * h).cast()));
+                    acc[h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[h]), _mm256_mul_ps(s, xs), acc[h]);
+                    acc[h] = _mm256_fmadd_ps(z, xsum, acc[h]);
+                }
+            }
+            _mm256_storeu_ps(out, acc[0]);
+            _mm256_storeu_ps(out.add(8), acc[1]);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{Noise, bits, paths};
+    use quantspec_core::quantize::{quantize_activations, quantize_head_row, quantize_weights_row};
+
+    #[test]
+    fn codes_are_those_of_core() {
+        let mut noise = Noise::new(11);
+        for k in [7, 128, 172, 1376] {
+            let mut w = noise.normals(33 * k);
+            w[..k].fill(0.5); // constant groups
+            w[k] = 900.0;
+            for bits in [Bits::Four, Bits::Eight] {
+                for simd in paths() {
+                    let mut tiles = Tiles::zeros(2, k, bits).unwrap();
+                    let len = Tiles::panel_bytes(k, bits);
+                    encode(simd, bits, &w[..32 * k], k, &mut tiles.data[..len]).unwrap();
+                    encode(simd, bits, &w[32 * k..], k, &mut tiles.data[len..]).unwrap();
+                    for (n, row) in w.chunks_exact(k).enumerate() {
+                        let want = if bits == Bits::Four { quantize_weights_row(row) } else { quantize_head_row(row) }
+                            .unwrap();
+                        for c in 0..k {
+                            let (g, i) = (c / GROUP, c % GROUP);
+                            let tile = &tiles.data[(n / 16 * k.div_ceil(GROUP) + g) * bits.tile_bytes()..]
+                                [..bits.tile_bytes()];
+                            let param = |at: usize| u16::from_le_bytes([tile[2 * at], tile[2 * at + 1]]);
+                            assert_eq!(param(n % 16), want.params[g].scale.to_bits());
+                            assert_eq!(param(16 + n % 16), want.params[g].zero.to_bits());
+                            let code = match bits {
+                                Bits::Four => tile[PARAMS + i / 8 * 64 + n % 16 * 4 + i % 4] >> (i % 8 / 4 * 4) & 15,
+                                Bits::Eight => tile[PARAMS + i / 4 * 64 + n % 16 * 4 + i % 4],
+                            };
+                            assert_eq!(code, want.codes[c], "row {n}, k {c}, {bits:?}, {simd:?}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn products_match_core_on_every_path() {
+        let mut noise = Noise::new(12);
+        for k in [100, 128, 704] {
+            let (w, x) = (noise.normals(32 * k), noise.normals(5 * k));
+            for of in [Bits::Four, Bits::Eight] {
+                let mut tiles = Tiles::zeros(1, k, of).unwrap();
+                encode(Simd::Scalar, of, &w, k, &mut tiles.data).unwrap();
+                for simd in paths() {
+                    let mut acts = Acts::zeros(5, k).unwrap();
+                    acts.quantize(simd, &x, k, 5, k);
+                    let mut y = vec![f32::NAN; 5 * PANEL];
+                    tiles.panel(simd, 0, &acts, 5, &mut y);
+                    for j in 0..5 {
+                        let want = quantize_activations(&x[j * k..][..k]).unwrap();
+                        for n in 0..32 {
+                            let row = &w[n * k..][..k];
+                            let row = if of == Bits::Four { quantize_weights_row(row) } else { quantize_head_row(row) }
+                                .unwrap();
+                            let exact = row.dot(&want);
+                            // A code of an activation may differ by one at a tie.
+                            let bound = 2e-2 + 1e-4 * exact.abs();
+                            assert!((f64::from(y[j * PANEL + n]) - exact).abs() < bound, "{of:?} {simd:?} k {k}");
+                        }
+                        // Rows do not see each other here either.
+                        let mut alone = Acts::zeros(1, k).unwrap();
+                        alone.quantize(simd, &x[j * k..], k, 1, k);
+                        let mut one = vec![f32::NAN; PANEL];
+                        tiles.panel(simd, 0, &alone, 1, &mut one);
+                        assert_eq!(bits(&one), bits(&y[j * PANEL..][..PANEL]));
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn weights_beyond_half_precision_are_an_error() {
+        let mut panel = vec![0; Tiles::panel_bytes(128, Bits::Four)];
+        let mut w = vec![0f32; 128];
+        w[3] = 3e6;
+        let error = encode(Simd::Scalar, Bits::Four, &w, 128, &mut panel).unwrap_err();
+        assert_eq!(error.kind, quantspec_core::ErrorKind::NotFinite);
+    }
+}

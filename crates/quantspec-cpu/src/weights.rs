@@ -1,0 +1,428 @@
+//! Weights as this backend keeps them, and how they get there: row panels are read, checked, repacked and, for the draft,
+//! quantised in one pass over the checkpoint, so that no weight is ever held twice.
+
+use crate::dispatch::Simd;
+use crate::lanes::{bf16_value, f16_value};
+use crate::linear::{Matrix, PANEL, Store, Weight, repack16, repack32};
+use crate::memory::{Array, Parts};
+use crate::pool::{Pool, part};
+use crate::w4::{self, Bits, Tiles};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Weights};
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::Hooks;
+use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
+use std::sync::Mutex;
+
+/// Bytes of a checkpoint one thread reads between two calls of the hooks: a quarter of a second of a slow disk.
+const SLICE_BYTES: usize = 8 << 20;
+
+/// Panels of a matrix of `n` outputs.
+pub(crate) const fn panels(n: usize) -> usize {
+    n.div_ceil(PANEL)
+}
+
+/// A linear layer: the checkpoint's weights, draft weights where they are made, and biases in the order of its outputs.
+pub(crate) struct Linear {
+    pub(crate) full: Matrix,
+    pub(crate) draft: Option<Tiles>,
+    /// Empty where the model has none.
+    pub(crate) bias: Vec<f32>,
+}
+
+impl Linear {
+    /// What a pass multiplies by.
+    pub(crate) fn weight(&self, weights: Weights) -> Weight<'_> {
+        match (weights, &self.draft) {
+            (Weights::Draft, Some(tiles)) => Weight::Draft(tiles),
+            _ => Weight::Full(&self.full),
+        }
+    }
+}
+
+/// One decoder layer.
+pub(crate) struct Layer {
+    pub(crate) attention_norm: Vec<f32>,
+    pub(crate) mlp_norm: Vec<f32>,
+    /// Norms of every query and key head.
+    pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
+    /// Query, key and value outputs, each from a panel border on.
+    pub(crate) qkv: Linear,
+    pub(crate) output: Linear,
+    /// Panels of gate and up alternate.
+    pub(crate) gate_up: Linear,
+    pub(crate) down: Linear,
+}
+
+/// The embedding of a model whose head is another matrix: rows as the checkpoint stores them.
+pub(crate) struct Embedding {
+    dtype: Dtype,
+    bytes: Array<u8>,
+}
+
+/// Everything a checkpoint holds.
+pub(crate) struct Model {
+    /// None where the head is the embedding.
+    pub(crate) embedding: Option<Embedding>,
+    pub(crate) layers: Vec<Layer>,
+    pub(crate) final_norm: Vec<f32>,
+    pub(crate) head: Linear,
+}
+
+/// Where the three parts of the fused QKV output start.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QkvPlaces {
+    pub(crate) key: usize,
+    pub(crate) value: usize,
+    pub(crate) width: usize,
+}
+
+impl QkvPlaces {
+    pub(crate) fn new(config: &ModelConfig) -> QkvPlaces {
+        let (q, kv) = (panels(config.q_width()) * PANEL, panels(config.kv_width()) * PANEL);
+        QkvPlaces { key: q, value: q + kv, width: q + 2 * kv }
+    }
+}
+
+/// Panels and inputs of the linear layers of one decoder layer and of the head, with their draft bits.
+struct Sizes {
+    layer: [(usize, usize, Option<Bits>); 4],
+    head: (usize, usize, Option<Bits>),
+}
+
+impl Sizes {
+    fn new(config: &ModelConfig, draft: DraftWeights) -> Sizes {
+        let four = |kept: bool| kept.then_some(Bits::Four);
+        let all = draft == DraftWeights::Int4;
+        let mlp = draft != DraftWeights::None;
+        let qkv = QkvPlaces::new(config).width / PANEL;
+        let hidden = panels(config.hidden);
+        Sizes {
+            layer: [
+                (qkv, config.hidden, four(all)),
+                (hidden, config.q_width(), four(all)),
+                (2 * panels(config.intermediate), config.hidden, four(mlp)),
+                (hidden, config.intermediate, four(mlp)),
+            ],
+            head: (panels(config.vocab), config.hidden, all.then_some(Bits::Eight)),
+        }
+    }
+}
+
+/// Bytes of the weights and of the draft weights.
+pub(crate) fn plan(config: &ModelConfig, draft: DraftWeights) -> (usize, usize) {
+    let sizes = Sizes::new(config, draft);
+    let all = || sizes.layer.iter().flat_map(|size| std::iter::repeat_n(*size, config.layers)).chain([sizes.head]);
+    let full: usize = all().map(|(panels, k, _)| Matrix::bytes_of(panels, k, config.dtype)).sum();
+    let tiles =
+        |(panels, k, bits): (usize, usize, Option<Bits>)| bits.map_or(0, |bits| panels * Tiles::panel_bytes(k, bits));
+    let embedding = if config.tied_embeddings { 0 } else { config.vocab * config.hidden * config.dtype.bytes() };
+    (full + embedding + vectors(config), all().map(tiles).sum())
+}
+
+/// Bytes of norms and biases.
+fn vectors(config: &ModelConfig) -> usize {
+    let when = |there: bool, n: usize| if there { n } else { 0 };
+    let layer = 2 * config.hidden
+        + when(config.qk_norm, 2 * config.head_dim)
+        + when(config.qkv_bias, QkvPlaces::new(config).width)
+        + when(config.output_bias, panels(config.hidden) * PANEL)
+        + when(config.mlp_bias, (2 * panels(config.intermediate) + panels(config.hidden)) * PANEL);
+    4 * (config.layers * layer + config.hidden)
+}
+
+impl Model {
+    /// Reads a checkpoint.
+    ///
+    /// # Errors
+    /// Those of the checkpoint and of `hooks.poll`; [`quantspec_core::ErrorKind::NotFinite`] naming the tensor;
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
+    pub(crate) fn load(
+        checkpoint: &Checkpoint,
+        draft: DraftWeights,
+        simd: Simd,
+        pool: &Pool,
+        hooks: &mut Hooks,
+    ) -> Result<Model> {
+        let config = checkpoint.config();
+        let total = matrices(config).map(|part| bytes_of(checkpoint, part)).sum();
+        let mut loader = Loader { checkpoint, simd, pool, hooks, done: 0, total };
+        let sizes = Sizes::new(config, draft);
+        let mut layers = Vec::with_capacity(config.layers);
+        for index in 0..config.layers {
+            layers.push(loader.layer(index, &sizes)?);
+        }
+        let (panels, k, bits) = sizes.head;
+        let head = loader.linear(panels, k, bits, &[Source { part: Part::Head, bias: None, first: 0, step: 1 }])?;
+        let embedding = if config.tied_embeddings { None } else { Some(loader.embedding()?) };
+        let final_norm = loader.vector(Part::FinalNorm)?;
+        Ok(Model { embedding, layers, final_norm, head })
+    }
+
+    /// Embedding of a token, [hidden].
+    pub(crate) fn embed(&self, token: usize, out: &mut [f32]) {
+        match &self.embedding {
+            Some(embedding) => embedding.row(token, out),
+            None => self.head.full.row(token, out),
+        }
+    }
+
+    /// Bytes of the weights and of the draft weights.
+    pub(crate) fn bytes(&self, config: &ModelConfig) -> (usize, usize) {
+        let layers = self.layers.iter().flat_map(|layer| [&layer.qkv, &layer.output, &layer.gate_up, &layer.down]);
+        let all = || layers.clone().chain([&self.head]);
+        let embedding = self.embedding.as_ref().map_or(0, |embedding| embedding.bytes.bytes());
+        let full: usize = all().map(|linear| linear.full.bytes()).sum();
+        let draft = all().map(|linear| linear.draft.as_ref().map_or(0, |tiles| tiles.data.bytes())).sum();
+        (full + embedding + vectors(config), draft)
+    }
+}
+
+impl Embedding {
+    fn row(&self, row: usize, out: &mut [f32]) {
+        let len = out.len() * self.dtype.bytes();
+        to_f32(self.dtype, &self.bytes[row * len..(row + 1) * len], out);
+    }
+}
+
+/// All matrices a checkpoint is asked for.
+fn matrices(config: &ModelConfig) -> impl Iterator<Item = Part> {
+    use LayerPart::{Down, Gate, K, Output, Q, Up, V};
+    let embedding = (!config.tied_embeddings).then_some(Part::Embedding);
+    (0..config.layers)
+        .flat_map(|layer| [Q, K, V, Output, Gate, Up, Down].map(|part| Part::Layer(layer, part)))
+        .chain([Part::Head])
+        .chain(embedding)
+}
+
+fn bytes_of(checkpoint: &Checkpoint, part: Part) -> usize {
+    let (rows, cols) = checkpoint.shape(part);
+    rows * cols * checkpoint.dtype(part).bytes()
+}
+
+/// Little-endian numbers of a checkpoint as f32.
+fn to_f32(dtype: Dtype, raw: &[u8], out: &mut [f32]) {
+    match dtype {
+        Dtype::Bf16 => {
+            raw.chunks_exact(2).zip(out).for_each(|(b, out)| *out = bf16_value(u16::from_le_bytes([b[0], b[1]])))
+        }
+        Dtype::F16 => {
+            raw.chunks_exact(2).zip(out).for_each(|(b, out)| *out = f16_value(u16::from_le_bytes([b[0], b[1]])))
+        }
+        Dtype::F32 => {
+            raw.chunks_exact(4).zip(out).for_each(|(b, out)| *out = f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
+        }
+    }
+}
+
+/// A tensor of a linear layer: its i-th panel is panel `first + i · step` of the layer.
+#[derive(Clone, Copy)]
+struct Source {
+    part: Part,
+    bias: Option<Part>,
+    first: usize,
+    step: usize,
+}
+
+struct Loader<'a> {
+    checkpoint: &'a Checkpoint,
+    simd: Simd,
+    pool: &'a Pool,
+    hooks: &'a mut Hooks,
+    done: usize,
+    total: usize,
+}
+
+impl Loader<'_> {
+    fn vector(&self, part: Part) -> Result<Vec<f32>> {
+        let mut out = vec![0.0; self.checkpoint.shape(part).1];
+        self.checkpoint.read_f32(part, 0..1, &mut out)?;
+        Ok(out)
+    }
+
+    fn layer(&mut self, index: usize, sizes: &Sizes) -> Result<Layer> {
+        let config = self.checkpoint.config().clone();
+        let part = |part: LayerPart| Part::Layer(index, part);
+        let source = |weight: LayerPart, bias: Option<LayerPart>, first: usize, step: usize| Source {
+            part: part(weight),
+            bias: bias.map(part),
+            first,
+            step,
+        };
+        let places = QkvPlaces::new(&config);
+        let when = |there: bool, bias: LayerPart| there.then_some(bias);
+        let qkv = [
+            source(LayerPart::Q, when(config.qkv_bias, LayerPart::QBias), 0, 1),
+            source(LayerPart::K, when(config.qkv_bias, LayerPart::KBias), places.key / PANEL, 1),
+            source(LayerPart::V, when(config.qkv_bias, LayerPart::VBias), places.value / PANEL, 1),
+        ];
+        let output = [source(LayerPart::Output, when(config.output_bias, LayerPart::OutputBias), 0, 1)];
+        let gate_up = [
+            source(LayerPart::Gate, when(config.mlp_bias, LayerPart::GateBias), 0, 2),
+            source(LayerPart::Up, when(config.mlp_bias, LayerPart::UpBias), 1, 2),
+        ];
+        let down = [source(LayerPart::Down, when(config.mlp_bias, LayerPart::DownBias), 0, 1)];
+        let mut linears = Vec::with_capacity(4);
+        for ((panels, k, bits), sources) in sizes.layer.iter().zip([&qkv[..], &output, &gate_up, &down]) {
+            linears.push(self.linear(*panels, *k, *bits, sources)?);
+        }
+        let [qkv, output, gate_up, down] =
+            <[Linear; 4]>::try_from(linears).map_err(|_| Error::internal("a layer has four linears"))?;
+        let qk_norm = if config.qk_norm {
+            Some((self.vector(part(LayerPart::QNorm))?, self.vector(part(LayerPart::KNorm))?))
+        } else {
+            None
+        };
+        Ok(Layer {
+            attention_norm: self.vector(part(LayerPart::AttentionNorm))?,
+            mlp_norm: self.vector(part(LayerPart::MlpNorm))?,
+            qk_norm,
+            qkv,
+            output,
+            gate_up,
+            down,
+        })
+    }
+
+    fn linear(&mut self, count: usize, k: usize, bits: Option<Bits>, sources: &[Source]) -> Result<Linear> {
+        // Tensors of one layer that differ in type become f32, which holds all of them exactly.
+        let dtype = self.checkpoint.dtype(sources[0].part);
+        let same = sources.iter().all(|source| self.checkpoint.dtype(source.part) == dtype);
+        let mut full = Matrix::zeros(count, k, if same { dtype } else { Dtype::F32 })?;
+        let mut draft = bits.map(|bits| Tiles::zeros(count, k, bits)).transpose()?;
+        let mut bias = Vec::new();
+        for source in sources {
+            self.fill(&mut full, draft.as_mut(), k, source)?;
+            if let Some(part) = source.bias {
+                bias.resize(count * PANEL, 0.0);
+                for (i, values) in self.vector(part)?.chunks(PANEL).enumerate() {
+                    bias[(source.first + i * source.step) * PANEL..][..values.len()].copy_from_slice(values);
+                }
+            }
+        }
+        Ok(Linear { full, draft, bias })
+    }
+
+    /// Reads one tensor into its panels.
+    fn fill(&mut self, full: &mut Matrix, draft: Option<&mut Tiles>, k: usize, source: &Source) -> Result<()> {
+        let (checkpoint, simd) = (self.checkpoint, self.simd);
+        let (rows, _) = checkpoint.shape(source.part);
+        let dtype = full.dtype();
+        let (len, count) = (Matrix::panel_len(k), panels(rows));
+        let per_thread = (SLICE_BYTES / (PANEL * k * dtype.bytes()).max(1)).max(1);
+        enum Out<'a> {
+            Bits16(Parts<'a, u16>),
+            Bits32(Parts<'a, f32>),
+        }
+        let out = match &mut full.store {
+            Store::Bf16(array) | Store::F16(array) => Out::Bits16(Parts::new(array)),
+            Store::F32(array) => Out::Bits32(Parts::new(array)),
+        };
+        let tiles = draft.map(|tiles| (tiles.bits, Tiles::panel_bytes(k, tiles.bits), Parts::new(&mut tiles.data)));
+        let one = |panel: usize, raw: &mut Vec<u8>, values: &mut Vec<f32>| -> Result<()> {
+            let range = panel * PANEL..rows.min((panel + 1) * PANEL);
+            let n = range.len();
+            let place = source.first + panel * source.step;
+            match &out {
+                Out::Bits16(parts) => {
+                    raw.resize(2 * n * k, 0);
+                    checkpoint.read(source.part, range, raw)?;
+                    // SAFETY: every panel is one unit of one thread.
+                    let panel = unsafe { parts.slice(place * len, len) };
+                    let bf16 = dtype == Dtype::Bf16;
+                    if !repack16(raw, k, bf16, if bf16 { 0x7f80 } else { 0x7c00 }, panel) {
+                        return Err(not_finite(checkpoint, source.part));
+                    }
+                    if tiles.is_some() {
+                        values.resize(n * k, 0.0);
+                        to_f32(dtype, raw, values);
+                    }
+                }
+                Out::Bits32(parts) => {
+                    values.resize(n * k, 0.0);
+                    checkpoint.read_f32(source.part, range, values)?;
+                    // SAFETY: as above.
+                    repack32(values, k, unsafe { parts.slice(place * len, len) });
+                }
+            }
+            if let Some((bits, len, parts)) = &tiles {
+                // SAFETY: as above.
+                let panel = unsafe { parts.slice(place * len, *len) };
+                w4::encode(simd, *bits, values, k, panel).map_err(|error| Error {
+                    message: format!("{}: {}", checkpoint.tensor_name(source.part), error.message),
+                    ..error
+                })?;
+            }
+            Ok(())
+        };
+        let unit_bytes = PANEL * k * checkpoint.dtype(source.part).bytes();
+        self.slices(count, per_thread, unit_bytes, bytes_of(checkpoint, source.part), &|panels| {
+            let (mut raw, mut values) = (Vec::new(), Vec::new());
+            panels.into_iter().try_for_each(|panel| one(panel, &mut raw, &mut values))
+        })
+    }
+
+    fn embedding(&mut self) -> Result<Embedding> {
+        let (checkpoint, part) = (self.checkpoint, Part::Embedding);
+        let ((rows, cols), dtype) = (checkpoint.shape(part), checkpoint.dtype(part));
+        let row = cols * dtype.bytes();
+        let mut bytes = Array::zeros(rows * row)?;
+        let out = Parts::new(&mut bytes);
+        let per = (SLICE_BYTES / 8 / row.max(1)).max(1);
+        let one = |block: usize| -> Result<()> {
+            let range = block * per..rows.min((block + 1) * per);
+            // SAFETY: every block is one unit of one thread.
+            let raw = unsafe { out.slice(range.start * row, range.len() * row) };
+            checkpoint.read(part, range, raw)?;
+            let special = |bits: u32, mask: u32| bits & mask == mask;
+            let bad = match dtype {
+                Dtype::Bf16 => raw.chunks_exact(2).any(|b| special(u16::from_le_bytes([b[0], b[1]]).into(), 0x7f80)),
+                Dtype::F16 => raw.chunks_exact(2).any(|b| special(u16::from_le_bytes([b[0], b[1]]).into(), 0x7c00)),
+                Dtype::F32 => {
+                    raw.chunks_exact(4).any(|b| special(u32::from_le_bytes([b[0], b[1], b[2], b[3]]), 0x7f80_0000))
+                }
+            };
+            if bad { Err(not_finite(checkpoint, part)) } else { Ok(()) }
+        };
+        let unit = per * row;
+        self.slices(rows.div_ceil(per), 8, unit, rows * row, &|blocks| blocks.into_iter().try_for_each(one))?;
+        Ok(Embedding { dtype, bytes })
+    }
+
+    /// Runs `work` over units 0..count, `per_thread` units a thread between two calls of the hooks.
+    fn slices(
+        &mut self,
+        count: usize,
+        per_thread: usize,
+        unit_bytes: usize,
+        bytes: usize,
+        work: &(dyn Fn(std::ops::Range<usize>) -> Result<()> + Sync),
+    ) -> Result<()> {
+        let threads = self.pool.threads();
+        let failure: Mutex<Option<Error>> = Mutex::new(None);
+        let before = self.done;
+        for first in (0..count).step_by(per_thread * threads) {
+            let units = (count - first).min(per_thread * threads);
+            self.pool.run(&|thread| {
+                let mine = part(units, thread, threads);
+                if let Err(error) = work(first + mine.start..first + mine.end) {
+                    // Threads do not panic while they hold the lock.
+                    if let Ok(mut failure) = failure.lock() {
+                        failure.get_or_insert(error);
+                    }
+                }
+            })?;
+            if let Some(error) = failure.lock().ok().and_then(|mut failure| failure.take()) {
+                return Err(error);
+            }
+            self.done = before + bytes.min((first + units) * unit_bytes);
+            (self.hooks.loading)(self.done, self.total);
+            (self.hooks.poll)()?;
+        }
+        self.done = before + bytes;
+        Ok(())
+    }
+}
+
+fn not_finite(checkpoint: &Checkpoint, part: Part) -> Error {
+    Error::not_finite(format!("tensor {} holds NaN or infinite weights", checkpoint.tensor_name(part)))
+}
