@@ -83,14 +83,12 @@ def _invoke(arguments: list[str]) -> int:
 
 def _usage(error: click.UsageError) -> UsageError:
     path = error.ctx.command_path if error.ctx is not None else "quantspec"
-    message = error.format_message().rstrip(".")
     hint = f"see {path} --help"
-    for marker in (" Did you mean ", " (Possible options: "):
-        message, found, suggestion = message.partition(marker)
-        if found:
-            hint = f"did you mean {suggestion.rstrip(')?')}? {hint}"
-            break
-    return UsageError(message.rstrip(".")[:1].lower() + message.rstrip(".")[1:], hint)
+    similar = getattr(error, "possibilities", None)
+    if similar:
+        hint = f"did you mean {' or '.join(sorted(similar))}? {hint}"
+    message = (error.message if similar else error.format_message()).rstrip(".")
+    return UsageError(message[:1].lower() + message[1:], hint)
 
 
 def _fail(error: QuantspecError, *, as_json: bool) -> int:

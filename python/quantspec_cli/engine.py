@@ -217,9 +217,7 @@ class Batch:
         on_prefill: OnProgress | None = None,
     ) -> None:
         """Prepares the answers; the engine's slots are taken by the first step of the iteration."""
-        self._native = native
         self._prompts = prompts
-        self._options = options
         self.texts = [
             Text(
                 model.tokenizer.answer_bytes(continues=prompt.continues),
@@ -229,28 +227,11 @@ class Batch:
             )
             for prompt in prompts
         ]
-        self._pieces = self._decode(on_prefill)
+        # Not a method of this object: dropping the batch then ends its decoding and frees its slots at once.
+        self._pieces = _decode(native, prompts, self.texts, options, on_prefill)
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         return self._pieces
-
-    def _decode(self, on_prefill: OnProgress | None) -> Generator[tuple[int, str], None, None]:
-        with native_errors():
-            slots = self._take_slots()
-            index = {slot: place for place, slot in enumerate(slots)}
-            by_slot = dict(zip(slots, self.texts, strict=True))
-            for slot, text in loop.decode(self._native, by_slot, on_prefill=on_prefill):
-                yield index[slot], text
-
-    def _take_slots(self) -> list[int]:
-        slots: list[int] = []
-        try:
-            slots.extend(self._native.add(prompt.ids, **self._options.sampling()) for prompt in self._prompts)
-        except BaseException:
-            for slot in slots:
-                self._native.finish(slot)
-            raise
-        return slots
 
     def interrupt(self) -> list[tuple[int, str]]:
         """Ends what still grows and frees its slots; returns text that was held back, by index."""
@@ -263,6 +244,33 @@ class Batch:
             Generation(len(prompt.ids), text.tokens, text.text, text.stop_reason or "interrupted")
             for prompt, text in zip(self._prompts, self.texts, strict=True)
         ]
+
+
+def _decode(
+    native: _native.Engine,
+    prompts: Sequence[Prompt],
+    texts: Sequence[Text],
+    options: GenerateOptions,
+    on_prefill: OnProgress | None,
+) -> Generator[tuple[int, str], None, None]:
+    """Takes slots and decodes; yields (index of the prompt, text)."""
+    with native_errors():
+        slots = _take_slots(native, prompts, options)
+        index = {slot: place for place, slot in enumerate(slots)}
+        for slot, text in loop.decode(native, dict(zip(slots, texts, strict=True)), on_prefill=on_prefill):
+            yield index[slot], text
+
+
+def _take_slots(native: _native.Engine, prompts: Sequence[Prompt], options: GenerateOptions) -> list[int]:
+    slots: list[int] = []
+    try:
+        for prompt in prompts:
+            slots.append(native.add(prompt.ids, **options.sampling()))
+    except BaseException:
+        for slot in slots:
+            native.finish(slot)
+        raise
+    return slots
 
 
 class Stream:

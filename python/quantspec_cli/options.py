@@ -57,9 +57,9 @@ class EngineOptions:
             # More than any machine has; the number reaches the system as it is.
             _whole("threads", self.threads, 1, 4096)
         if self.gamma != "auto":
-            _whole("gamma", self.gamma, 0, GAMMA_MAX, " or auto")
+            _whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
         if self.draft_pages != "all":
-            _whole("draft_pages", self.draft_pages, PAGES_MIN, 2**32, " or all")
+            _whole("draft_pages", self.draft_pages, PAGES_MIN, 2**32, ", or all")
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""
@@ -91,7 +91,7 @@ class GenerateOptions:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _whole("max_tokens", self.max_new_tokens, 1, None)
+        _whole("number of new tokens (-n)", self.max_new_tokens, 1, None)
         _number("temperature", self.temperature, 0 <= self.temperature <= 100, "use 0 (greedy) to 100")
         _whole("top_k", self.top_k, 0, 2**32, " (0 is off)")
         _number("top_p", self.top_p, 0 < self.top_p <= 1, "use a number above 0, at most 1 (1 is off)")

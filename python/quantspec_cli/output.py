@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 import sys
 from pathlib import Path
@@ -59,8 +58,11 @@ class AtomicFile:
         self._path = Path(os.path.realpath(path))
         if not path or self._path.is_dir():
             raise UsageError(f"output {path!r} is a directory", "name a file")
+        folder = self._path.parent
+        if not folder.exists():
+            raise FileError(f"folder {folder} of output {path} does not exist", f"create it: mkdir -p {folder}")
         self._special = self._path.exists() and not self._path.is_file()
-        self._temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}.tmp")
+        self._temporary = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}.tmp")
         try:
             if self._special:  # a device or a pipe cannot be replaced
                 self._file = self._path.open("w", encoding="utf-8", newline="")
@@ -71,10 +73,6 @@ class AtomicFile:
                     raise PermissionError(13, "permission denied")
                 handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
                 self._file = os.fdopen(handle, "w", encoding="utf-8", newline="")
-        except FileNotFoundError as error:
-            raise FileError(
-                f"folder {self._path.parent} does not exist", f"create it: mkdir -p {self._path.parent}"
-            ) from error
         except OSError as error:
             raise FileError(
                 f"output {path} cannot be written: {reason(error)}", "check the folder's permissions"
@@ -173,8 +171,9 @@ class Answers:
 
     def _write(self, text: str) -> None:
         if text:
-            self._sink.write(text)
+            # First: Ctrl-C often arrives in the write, when somebody has just read the text.
             self._at_line_start = text.endswith("\n")
+            self._sink.write(text)
 
 
 def abandon_stdout() -> None:

@@ -133,18 +133,18 @@ def _cases(
 ) -> Iterator[Case]:
     everything = range(len(prompts))
     long = [place for place in everything if len(prompts[place]) >= LONG]
-    ways: list[tuple[EngineOptions, Sequence[int]]] = [
-        (replace(options, method=method), everything) for method in ("kv4", "w4", "quantspec")
+    ways: list[tuple[EngineOptions, Sequence[int], Sequence[int]]] = [
+        (replace(options, method=method), everything, GAMMAS) for method in ("kv4", "w4", "quantspec")
     ]
     if long:
         selected = replace(options, method="quantspec", draft_pages=PAGES_MIN)
-        ways += [(replace(selected, page_choice=choice), long) for choice in ("best", "window")]
-    ways.append((replace(options, method="quantspec", threads=1), everything))
-    for way, places in ways:
+        ways += [(replace(selected, page_choice=choice), long, GAMMAS) for choice in ("best", "window")]
+    ways.append((replace(options, method="quantspec", threads=1), everything, GAMMAS[2:3]))
+    for way, places, gammas in ways:
         engine = _engine(model, replace(way, gamma=GAMMA_MAX), prompts, batch=BATCH)
         for accept, sampling in _SAMPLING.items():
             for batch in (1, BATCH):
-                for turn, gamma in enumerate(GAMMAS):
+                for turn, gamma in enumerate(gammas):
                     # The batch moves on by one prompt per case; its neighbours have other lengths.
                     chosen = [places[turn % len(places)]]
                     chosen += [(chosen[0] + step) % len(prompts) for step in range(1, batch)]

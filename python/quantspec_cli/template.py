@@ -61,9 +61,14 @@ def plain(document: str, instruction: str | None, system_prompt: str | None) -> 
 
 def render(template: str, conversation: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
     """Renders a conversation and the start of the answer; `special` are the texts of the model's special tokens."""
-    request: dict[str, Any] = {"template": template, "messages": list(conversation), "special": dict(special)}
     size = sum(len(message["content"]) for message in conversation)
-    request["limit"] = 2 * size + SLACK_CHARACTERS
+    request = {
+        "template": template,
+        "messages": list(conversation),
+        "special": dict(special),
+        "limit": 2 * size + SLACK_CHARACTERS,
+        "cpu_limit_s": CPU_LIMIT_S,
+    }
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-c", _CHILD, json.dumps(sys.path)],
@@ -96,7 +101,7 @@ def _refused(message: str) -> ModelError:
 def child() -> None:
     """The process that renders: a request on standard input, an answer on standard output."""
     request = json.loads(sys.stdin.buffer.read())
-    _limit(len(request["template"]) + request["limit"])
+    _limit(len(request["template"]) + request["limit"], request["cpu_limit_s"])
     try:
         text = _render_here(request["template"], request["messages"], request["special"], request["limit"])
         answer = {"text": text}
@@ -107,14 +112,14 @@ def child() -> None:
     sys.stdout.write(json.dumps(answer))
 
 
-def _limit(characters: int) -> None:
+def _limit(characters: int, cpu_limit_s: int) -> None:
     try:
         import resource
     except ImportError:  # no such limits on Windows; the wall clock remains
         return
     # jinja, the parts of the text and their join: a handful of copies of at most 4 bytes per character.
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES + 32 * characters,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_S, CPU_LIMIT_S))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, cpu_limit_s))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

@@ -1,0 +1,116 @@
+"""Fixtures. Nothing here touches the network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fake_native
+import pytest
+
+import quantspec_cli
+from quantspec_cli import __main__, hub
+
+# Before huggingface_hub is imported, which reads it once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Settings of the person who runs the tests must not reach them.
+for variable in [name for name in os.environ if name.startswith("QUANTSPEC_")]:
+    if variable not in {"QUANTSPEC_SIMD", "QUANTSPEC_REQUIRE_GPU"}:
+        del os.environ[variable]
+os.environ["QUANTSPEC_CONFIG"] = os.devnull
+
+DEMO = hub.demo()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+    def assert_error(self, code: int, *words: str) -> None:
+        """One error line and one hint line, with these words in them, and nothing on stdout."""
+        lines = self.stderr.splitlines()
+        assert self.code == code, self
+        assert self.stdout == "", self
+        assert len(lines) == 2, self
+        assert lines[0].startswith("error: "), self
+        assert lines[1].startswith("hint: "), self
+        for word in words:
+            assert word in self.stderr, (word, self.stderr)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[fake_native.Script]:
+    """The toy model instead of the native module."""
+    monkeypatch.setitem(sys.modules, "quantspec_cli._native", fake_native)
+    monkeypatch.setattr(quantspec_cli, "_native", fake_native, raising=False)
+    fake_native.Script.reset()
+    return fake_native.Script
+
+
+@pytest.fixture
+def quantspec(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    """Runs a command line in this process."""
+
+    def run(*arguments: str) -> Outcome:
+        capfd.readouterr()
+        code = __main__.execute(arguments)
+        captured = capfd.readouterr()
+        return Outcome(code, captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def toy_command() -> list[str]:
+    """The command line with the toy model, for a process of its own."""
+    here = str(Path(__file__).parent)
+    program = (
+        f"import sys; sys.path.insert(0, {here!r}); import fake_native; fake_native.install(); "
+        "from quantspec_cli.__main__ import main; main()"
+    )
+    return [sys.executable, "-c", program]
+
+
+@pytest.fixture
+def start(toy_command: list[str]) -> Callable[..., subprocess.Popen[bytes]]:
+    """Starts the command line with the toy model in a process of its own."""
+
+    def run(*arguments: str, script: dict[str, Any] | None = None, **options: Any) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "FAKE_NATIVE": json.dumps(script or {}), **options.pop("env", {})}
+        return subprocess.Popen(
+            [*toy_command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options
+        )
+
+    return run
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    """A short document."""
+    path = tmp_path / "book.txt"
+    path.write_text("It was a dark and stormy night; the rain fell in torrents.", encoding="utf-8")
+    return path
+
+
+def copy_demo(target: Path, **config: Any) -> Path:
+    """A checkpoint directory like the demo's, with other values in config.json; weights are linked."""
+    target.mkdir(exist_ok=True)
+    settings = {**json.loads((DEMO / "config.json").read_text()), **config}
+    (target / "config.json").write_text(json.dumps(settings))
+    for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (target / name).symlink_to(DEMO / name)
+    return target

@@ -1,0 +1,241 @@
+"""A stand-in for `quantspec_cli._native`: a toy model in pure Python, with scripted acceptance.
+
+The target's next token is a function of the sequence alone, so every way of decoding must agree; how many drafted tokens are
+accepted is read from a script. Settings are class attributes of `Script`; a child process takes them from FAKE_NATIVE (JSON).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Progress = Callable[[int, int], object]
+
+
+class Script:
+    """What the toy does; tests set these."""
+
+    answer: list[int] | None = None  # token ids to emit, in order, then 3s; None: pseudo-random ones
+    accepted: list[int] = [2, 0, 7, 1, 16]  # accepted drafted tokens of each round, in turn, clipped by gamma
+    load_s: float = 0.0
+    prefill_s: float = 0.0
+    round_s: float = 0.0
+    corrupt: tuple[str, int] | None = None  # (method, position): what that method emits there is wrong
+    fail: tuple[str, str, str] | None = None  # error of the first verify
+    engines: list[dict[str, Any]] = []  # options of every engine opened
+
+    @classmethod
+    def reset(cls) -> None:
+        """Back to the defaults, or to FAKE_NATIVE's."""
+        settings = json.loads(os.environ.get("FAKE_NATIVE", "{}"))
+        cls.answer = settings.get("answer")
+        cls.accepted = [2, 0, 7, 1, 16]
+        cls.load_s = settings.get("load_s", 0.0)
+        cls.prefill_s = settings.get("prefill_s", 0.0)
+        cls.round_s = settings.get("round_s", 0.0)
+        cls.corrupt = None
+        cls.fail = None
+        cls.engines = []
+
+
+class NativeError(Exception):
+    """An error of the engine."""
+
+    def __init__(self, kind: str, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.kind, self.message, self.hint = kind, message, hint
+
+
+class Engine:
+    """Same calls as the real one."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        capacity: int,
+        slots: int = 1,
+        on_loading: Progress | None = None,
+        method: str = "quantspec",
+        gamma: int | None = None,
+        device: str = "auto",
+        **options: Any,
+    ) -> None:
+        Script.engines.append({"capacity": capacity, "slots": slots, "method": method, "gamma": gamma, **options})
+        if device.startswith("cuda"):
+            raise NativeError("device", "no CUDA device", "use --device cpu")
+        _sleep(Script.load_s, on_loading)
+        config = model_info(model)
+        self.info = {
+            **config,
+            "device": "cpu",
+            "device_name": "toy",
+            "simd": "none",
+            "threads": options["threads"] or 1,
+            "planned_bytes": 1000 * capacity * slots,
+            "load_s": Script.load_s,
+        }
+        self._vocab = config["vocab"]
+        self._capacity = capacity
+        self._method = method
+        self._gamma = 4 if gamma is None else gamma
+        self._sequences: list[dict[str, Any] | None] = [None] * slots
+        self._turns: list[tuple[int, int]] | None = None
+        self._rounds = self._drafted = self._accepted = 0
+
+    def add(self, prompt: Sequence[int], *, max_new_tokens: int, seed: int, temperature: float, **_: Any) -> int:
+        for value in (max_new_tokens, seed):
+            assert 0 <= value < 2**64, "PyO3 would raise OverflowError"
+        if not prompt or max(prompt) >= self._vocab:
+            raise NativeError("model", "bad prompt", "check the tokenizer")
+        if len(prompt) + max_new_tokens > self._capacity:
+            raise NativeError("does_not_fit", "capacity", "lower -n")
+        if None not in self._sequences:
+            raise NativeError("usage", f"all {len(self._sequences)} slots are in use", "finish a sequence first")
+        slot = self._sequences.index(None)
+        self._sequences[slot] = {
+            "ids": list(prompt),
+            "prompt": len(prompt),
+            "remaining": max_new_tokens,
+            "salt": seed if temperature else None,
+        }
+        return slot
+
+    def prefill(self, slot: int, on_progress: Progress | None = None) -> int:
+        _sleep(Script.prefill_s, on_progress)
+        return self._next(self._sequence(slot))
+
+    def choose_gamma(self, slot: int) -> int:
+        return 0 if self._method == "ar" else min(self._gamma, self._sequence(slot)["remaining"] - 1)
+
+    def draft(self, gammas: Sequence[tuple[int, int]]) -> None:
+        for slot, gamma in gammas:
+            sequence = self._sequence(slot)
+            if not 0 <= gamma < sequence["remaining"]:
+                raise NativeError("usage", f"gamma {gamma} is out of range", "use choose_gamma")
+        self._turns = list(gammas)
+
+    def verify(self) -> list[tuple[int, list[int]]]:
+        if self._turns is None:
+            raise NativeError("usage", "verify without draft", "call draft first")
+        _sleep(Script.round_s, None)
+        if Script.fail:
+            raise NativeError(*Script.fail)
+        turns, self._turns = self._turns, None
+        emitted = []
+        for slot, gamma in turns:
+            accepted = min(gamma, Script.accepted[self._rounds % len(Script.accepted)])
+            self._rounds += 1
+            self._drafted += gamma
+            self._accepted += accepted
+            sequence = self._sequence(slot)
+            emitted.append((slot, [self._next(sequence) for _ in range(accepted + 1)]))
+        return emitted
+
+    def finish(self, slot: int) -> None:
+        self._sequences[slot] = None
+
+    def stats(self) -> dict[str, Any]:
+        drafted = self._drafted or None
+        return {
+            "load_s": Script.load_s,
+            "prefill_s": 0.5,
+            "decode_s": 1.5,
+            "prefill_tokens_per_s": 1000.0,
+            "decode_tokens_per_s": 33.3 if self._rounds else None,
+            "rounds": self._rounds,
+            "gamma_mean": self._drafted / self._rounds if self._rounds else None,
+            "drafted_tokens": self._drafted,
+            "accepted_tokens": self._accepted,
+            "acceptance_rate": drafted and self._accepted / drafted,
+            "mean_acceptance_length": drafted and 1 + self._accepted / self._rounds,
+            "acceptance_rate_per_position": [],
+            "weights_bytes": 13_840_832,
+            "draft_weights_bytes": 4_000_000,
+            "cache_upper_bytes": 1_000,
+            "cache_lower_bytes": 1_000,
+            "cache_full_bytes": 0,
+            "buffer_bytes": 500,
+            "workspace_bytes": 500,
+            "planned_bytes": self.info["planned_bytes"],
+            "peak_bytes": None,
+        }
+
+    def free_slots(self) -> int:
+        """For tests: how many slots hold no sequence."""
+        return self._sequences.count(None)
+
+    def _sequence(self, slot: int) -> dict[str, Any]:
+        sequence = self._sequences[slot]
+        if sequence is None:
+            raise NativeError("usage", f"slot {slot} holds no sequence", "use a slot that add returned")
+        return sequence
+
+    def _next(self, sequence: dict[str, Any]) -> int:
+        ids = sequence["ids"]
+        place = len(ids) - sequence["prompt"]
+        if Script.answer is not None:
+            token = Script.answer[place] if place < len(Script.answer) else 3
+        else:
+            digest = hashlib.sha256(repr((ids[-4:], len(ids), sequence["salt"])).encode()).digest()
+            token = 3 + int.from_bytes(digest[:4], "little") % (self._vocab - 3)
+        if Script.corrupt is not None and Script.corrupt == (self._method, place):
+            token = 3 + (token - 2) % (self._vocab - 3)
+        ids.append(token)
+        sequence["remaining"] -= 1
+        assert sequence["remaining"] >= 0, "a round emitted more than was asked for"
+        return token
+
+
+def plan(model: str, *, capacity: int, **_: Any) -> dict[str, Any]:
+    return {"planned_bytes": 1000 * capacity, "longest_context": model_info(model)["max_positions"]}
+
+
+def doctor() -> dict[str, Any]:
+    return {
+        "cpu": {"name": "toy", "threads": 2, "simd": "none", "simd_reason": "a toy has none", "read_gb_per_s": 12.5},
+        "gpu": {"available": False, "reason": "a toy has none", "devices": []},
+        "memory_bytes": 8_000_000_000,
+        "kernels": [],
+    }
+
+
+def model_info(path: str) -> dict[str, Any]:
+    config = json.loads((Path(path) / "config.json").read_text())
+    if not (Path(path) / "model.safetensors").exists():
+        raise NativeError("model", f"{path} has no weights", "copy model.safetensors into it")
+    eos = config.get("eos_token_id", [])
+    return {
+        "family": config["model_type"],
+        "vocab": config["vocab_size"],
+        "layers": config["num_hidden_layers"],
+        "max_positions": config["max_position_embeddings"],
+        "eos": eos if isinstance(eos, list) else [eos],
+    }
+
+
+def _sleep(seconds: float, progress: Progress | None) -> None:
+    steps = max(1, round(seconds / 0.02)) if seconds else 1
+    for step in range(steps):
+        if seconds:
+            time.sleep(seconds / steps)
+        if progress:
+            progress(step + 1, steps)
+
+
+def install() -> None:
+    """Makes this module `quantspec_cli._native`, for a child process."""
+    import quantspec_cli
+
+    Script.reset()
+    module = sys.modules[__name__]
+    assert isinstance(module, types.ModuleType)
+    sys.modules["quantspec_cli._native"] = module
+    quantspec_cli._native = module

@@ -1,0 +1,307 @@
+"""`quantspec run` and its neighbours as a person or a script meets them; the engine is the toy."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from conftest import DEMO, Outcome, copy_demo
+from tokenizers import Tokenizer
+
+from quantspec_cli import __version__
+from quantspec_cli.cli import cli
+
+Run = Callable[..., Outcome]
+
+STATS = {
+    *("load_s", "prefill_s", "decode_s", "prefill_tokens_per_s", "decode_tokens_per_s", "rounds", "gamma_mean"),
+    *("drafted_tokens", "accepted_tokens", "acceptance_rate", "mean_acceptance_length", "acceptance_rate_per_position"),
+    *("weights_bytes", "draft_weights_bytes", "cache_upper_bytes", "cache_lower_bytes", "buffer_bytes"),
+    *("planned_bytes", "peak_bytes"),
+}
+
+
+def ids_of(text: str) -> list[int]:
+    return list(Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
+
+
+def test_text_to_stdout_statistics_to_stderr(fake: Any, quantspec: Run, document: Path) -> None:
+    fake.answer = ids_of(" The scene lay in London.")
+    outcome = quantspec("run", "--prompt", str(document), "-n", str(len(fake.answer)))
+    assert outcome.code == 0
+    assert outcome.stdout == " The scene lay in London.\n"
+    for words in ("book.txt", "prompt tokens", "new tokens", "prefill", "decode", "gamma", "accepted", "cache", "peak"):
+        assert words in outcome.stderr
+    assert "\x1b" not in outcome.stdout + outcome.stderr
+
+
+def test_json_is_one_document_with_the_contract_s_fields(fake: Any, quantspec: Run, document: Path) -> None:
+    outcome = quantspec("run", "-p", str(document), "-n", "20", "--gamma", "4", "--seed", "3", "--json")
+    assert (outcome.code, outcome.stderr) == (0, "")
+    report = outcome.json
+    expected = {
+        "quantspec": __version__,
+        "model": "demo",
+        "device": "cpu",
+        "method": "quantspec",
+        "kv_target": "int8",
+        "draft_weights": "int4",
+        "draft_pages": "all",
+        "accept": "greedy",
+        "gamma": 4,
+        "seed": 3,
+    }
+    assert {key: report[key] for key in expected} == expected
+    assert report["stats"].keys() >= STATS
+    (result,) = report["results"]
+    assert result.keys() == {"prompt", "prompt_tokens", "new_tokens", "tokens", "text", "stop_reason"}
+    assert result["prompt"] == str(document)
+    assert result["new_tokens"] == len(result["tokens"]) == 20
+    assert result["stop_reason"] == "length"
+    assert result["text"] == Tokenizer.from_file(str(DEMO / "tokenizer.json")).decode(result["tokens"])
+
+
+def test_every_method_and_gamma_prints_the_same_text(fake: Any, quantspec: Run, document: Path) -> None:
+    texts = {
+        quantspec("run", "-p", str(document), "-n", "60", "--method", method, "--gamma", gamma).stdout
+        for method in ("quantspec", "kv4", "w4", "ar")
+        for gamma in ("0", "1", "5", "16", "auto")
+    }
+    assert len(texts) == 1
+
+
+def test_rates_are_null_where_nothing_was_drafted(fake: Any, quantspec: Run) -> None:
+    report = quantspec("run", "--text", "x", "-n", "5", "--method", "ar", "--json").json
+    assert report["gamma"] == 0
+    assert report["stats"]["acceptance_rate"] is None
+    assert "no speculation" in quantspec("run", "--text", "x", "-n", "5", "--method", "ar").stderr
+
+
+def test_several_prompts_are_one_batch_under_headings_in_their_order(fake: Any, quantspec: Run, document: Path) -> None:
+    alone = [quantspec("run", *prompt, "-n", "30").stdout for prompt in (["-p", str(document)], ["--text", "x"])]
+    outcome = quantspec("run", "-p", str(document), "--text", "x", "-n", "30")
+    assert outcome.stdout == f"==> {document} <==\n{alone[0]}\n==> text <==\n{alone[1]}"
+    assert fake.engines[-1]["slots"] == 2
+    names = [
+        result["prompt"]
+        for result in quantspec("run", "--text", "x", "--text", "y", "-n", "3", "--json").json["results"]
+    ]
+    assert names == ["text 1", "text 2"]
+
+
+def test_a_stop_string_inside_an_accepted_run(fake: Any, quantspec: Run) -> None:
+    fake.answer = ids_of("one two three END four five six seven eight")
+    fake.accepted = [16]
+    report = quantspec(
+        "run", "--text", "x", "-n", "99", "--gamma", "16", "--stop", "END", "--stop", "five", "--json"
+    ).json
+    (result,) = report["results"]
+    assert (result["text"], result["stop_reason"]) == ("one two three ", "stop")
+    assert result["tokens"] == fake.answer[: len(result["tokens"])]
+
+
+def test_an_end_of_text_token_ends_the_text(fake: Any, quantspec: Run) -> None:
+    fake.answer = [*ids_of("the end"), 2, *ids_of("never")]
+    (result,) = quantspec("run", "--text", "x", "-n", "99", "--json").json["results"]
+    assert (result["text"], result["stop_reason"], result["tokens"]) == ("the end", "eos", ids_of("the end"))
+    (result,) = quantspec("run", "--text", "x", "-n", "8", "--json", "--ignore-eos").json["results"]
+    assert (result["stop_reason"], result["new_tokens"]) == ("length", 8)
+    assert "never" in result["text"]
+
+
+def test_one_new_token_needs_no_round(fake: Any, quantspec: Run) -> None:
+    report = quantspec("run", "--text", "x", "-n", "1", "--json").json
+    assert (report["results"][0]["new_tokens"], report["stats"]["rounds"]) == (1, 0)
+
+
+def test_aliases_of_the_peers(fake: Any, quantspec: Run) -> None:
+    report = quantspec(
+        "run", "--text", "x", "--n-predict", "3", "--temp", "0.7", "--draft-max", "5", "-s", "9", "--json"
+    ).json
+    assert (report["gamma"], report["seed"], report["accept"]) == (5, 9, "replay")
+    assert (
+        quantspec("run", "--text", "x", "--max-new-tokens", "3", "--num-draft-tokens", "2", "--spec-type", "kv4").code
+        == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-n", "0"], ["-n", "0"]),
+        (["-n", "-3"], ["-3"]),
+        (["-n", "many"], ["many"]),
+        (["--gamma", "17"], ["17", "0 to 16"]),
+        (["--gamma", "-1"], ["-1"]),
+        (["--gamma", "fast"], ["fast"]),
+        (["--draft-pages", "1"], ["at least 2"]),
+        (["--temperature", "-1"], ["temperature"]),
+        (["--temperature", "nan"], ["temperature"]),
+        (["--temperature", "inf"], ["temperature"]),
+        (["--top-p", "0"], ["top_p"]),
+        (["--top-p", "1.5"], ["top_p"]),
+        (["--min-p", "2"], ["min_p"]),
+        (["--top-k", "-1"], ["top_k"]),
+        (["--seed", "-1"], ["seed"]),
+        (["--seed", str(2**64)], ["seed"]),
+        (["--stop", ""], ["stop"]),
+        (["--threads", "0"], ["threads"]),
+        (["--device", "gpu"], ["gpu", "cuda"]),
+        (["--device", "cuda:x"], ["cuda:x"]),
+        (["--device", "cpu:1"], ["cpu:1"]),
+        (["--method", "fast"], ["fast"]),
+        (["--kv-target", "int2"], ["int2"]),
+        (["-c", "-5"], ["-5"]),
+        (["--nonsense"], ["--nonsense"]),
+        (["extra"], ["extra"]),
+        (["--revision", "main"], ["--revision"]),
+    ],
+)
+def test_bad_flags_are_usage_errors(fake: Any, quantspec: Run, arguments: list[str], words: list[str]) -> None:
+    quantspec("run", "--text", "x", *arguments).assert_error(2, *words)
+    assert fake.engines == []
+
+
+def test_a_misspelt_flag_or_command_gets_a_suggestion(quantspec: Run) -> None:
+    quantspec("run", "--promt", "x").assert_error(2, "--promt", "did you mean --prompt")
+    quantspec("rnu").assert_error(2, "rnu", "did you mean run")
+
+
+@pytest.mark.parametrize("new", [131_072, 10**9, 2**64, 10**40])
+def test_what_does_not_fit_the_context_is_refused_with_numbers(fake: Any, quantspec: Run, new: int) -> None:
+    outcome = quantspec("run", "--text", "one two", "-n", str(new))
+    outcome.assert_error(3, str(new), "131072", "at most")
+    assert fake.engines == []
+
+
+def test_the_hint_of_a_refusal_fits(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    model = str(copy_demo(tmp_path / "m", max_position_embeddings=64))
+    command = ["run", "-m", model, "--text", "one two three " * 10]
+    refused = quantspec(*command, "-n", "60")
+    refused.assert_error(3, "context is 64")
+    advice = re.search(r"at most (\d+) new tokens", refused.stderr)
+    assert advice is not None
+    assert quantspec(*command, "-n", advice[1]).code == 0
+    assert quantspec(*command, "-n", str(int(advice[1]) + 1)).code == 3
+    quantspec("run", "-m", model, "--text", "one two three " * 100, "-n", "60").assert_error(
+        3, "shorten the prompt to 4"
+    )
+
+
+def test_ctx_size_limits_and_is_limited(fake: Any, quantspec: Run) -> None:
+    quantspec("run", "--text", "x", "-n", "60", "-c", "50").assert_error(3, "context is 50", "raise the context")
+    quantspec("run", "--text", "x", "-c", "200000").assert_error(3, "200000", "131072")
+    assert quantspec("run", "--text", "x", "-n", "40", "-c", "50").code == 0
+
+
+def test_an_engine_is_as_large_as_the_longest_sequence(fake: Any, quantspec: Run) -> None:
+    report = quantspec("run", "--text", "x", "--text", "one two three four", "-n", "10", "--json").json
+    longest = max(result["prompt_tokens"] for result in report["results"])
+    assert fake.engines[-1]["capacity"] == longest + 10
+
+
+def test_an_error_in_json(fake: Any, quantspec: Run) -> None:
+    outcome = quantspec("run", "--text", "x", "-n", "0", "--json")
+    error = outcome.json["error"]
+    assert (error["kind"], error["exit_code"], outcome.code) == ("usage", 2, 2)
+    assert outcome.stderr == f"error: {error['message']}\nhint: {error['hint']}\n"
+    assert quantspec("run", "--json", "--nonsense").json["error"]["kind"] == "usage"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        ("does_not_fit", 3),
+        ("model", 1),
+        ("io", 1),
+        ("device", 1),
+        ("not_finite", 1),
+        ("internal", 1),
+        ("usage", 2),
+        ("novel", 1),
+    ],
+)
+def test_errors_of_the_engine_keep_their_kind(fake: Any, quantspec: Run, kind: str, code: int) -> None:
+    fake.fail = (kind, "something\nis \x1b[31mwrong", "do\tsomething")
+    outcome = quantspec("run", "--text", "x", "-n", "9")
+    assert outcome.code == code
+    assert outcome.stderr == "error: something is \N{REPLACEMENT CHARACTER}[31mwrong\nhint: do something\n"
+
+
+def test_an_exception_nobody_expected_is_still_two_lines(
+    fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import quantspec_cli.run
+
+    monkeypatch.setattr(quantspec_cli.run, "run", lambda *_: 1 / 0)
+    quantspec("run", "--text", "x").assert_error(1, "ZeroDivisionError", "defect")
+
+
+def test_no_memory_is_exit_3(fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import quantspec_cli.prompts
+
+    def refuse(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(quantspec_cli.prompts, "read_all", refuse)
+    quantspec("run", "--text", "x").assert_error(3, "out of memory")
+
+
+def test_a_missing_gpu_says_so(fake: Any, quantspec: Run) -> None:
+    quantspec("run", "--text", "x", "--device", "cuda:0").assert_error(1, "no CUDA device")
+
+
+def test_quiet_prints_nothing_but_the_answer(fake: Any, quantspec: Run) -> None:
+    assert quantspec("run", "--text", "x", "-n", "5", "-q").stderr == ""
+
+
+def test_doctor(fake: Any, quantspec: Run) -> None:
+    report = quantspec("doctor", "--json").json
+    assert report.keys() >= {"quantspec", "python", "cpu", "gpu", "memory_bytes", "model_cache", "kernels"}
+    assert report["cpu"].keys() == {"name", "threads", "simd", "simd_reason", "read_gb_per_s"}
+    text = quantspec("doctor").stdout
+    for words in (__version__, "a toy has none", "8 GB", "model cache", "tokenizers"):
+        assert words in text
+
+
+def test_version_and_help(quantspec: Run) -> None:
+    assert quantspec("--version").stdout == f"quantspec, version {__version__}\n"
+    for command in cli.commands:
+        assert quantspec(command, "--help").code == 0
+    nothing = quantspec()
+    assert (nothing.code, nothing.stdout) == (2, "")
+    assert "Commands:" in nothing.stderr
+
+
+def test_every_option_has_help_and_one_meaning() -> None:
+    meanings: dict[str, tuple[Any, ...]] = {}
+    for command in (cli.commands[name] for name in ("run", "doctor", "selftest")):
+        assert command.help
+        for option in command.params:
+            assert isinstance(option, click.Option)
+            assert option.help, option.name
+            for flag in option.opts:
+                meaning = (option.name, option.default, str(option.type))
+                assert meanings.setdefault(flag, meaning) == meaning, flag
+
+
+def test_the_result_is_a_function_of_the_seed(fake: Any, quantspec: Run) -> None:
+    def text(*flags: str) -> str:
+        result: str = quantspec("run", "--text", "x", "-n", "20", *flags).stdout
+        return result
+
+    assert text("--temp", "1", "--seed", "1") == text("--temp", "1", "--seed", "1")
+    assert text("--temp", "1", "--seed", "1") != text("--temp", "1", "--seed", "2")
+    assert text("--seed", "1") == text("--seed", "2")
+
+
+def test_json_numbers_are_json(fake: Any, quantspec: Run) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    json.loads(quantspec("run", "--text", "x", "-n", "5", "--json").stdout, parse_constant=refuse)

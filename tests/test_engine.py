@@ -1,0 +1,196 @@
+"""The Python interface: load, generate, stream, statistics; slots are never leaked. The engine is the toy."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import copy_demo
+
+import quantspec_cli
+from quantspec_cli import Engine, QuantspecError, loop
+from quantspec_cli.engine import Prompt
+from quantspec_cli.errors import DoesNotFitError, UsageError
+from quantspec_cli.options import GenerateOptions
+from quantspec_cli.text import Text
+
+
+@pytest.fixture
+def engine(fake: Any) -> Engine:
+    return Engine.load(context=1000, batch=2)
+
+
+def free(engine: Engine) -> int:
+    slots: int = engine.native.free_slots()  # type: ignore[attr-defined]
+    return slots
+
+
+def test_generate_is_the_stream_put_together(engine: Engine) -> None:
+    whole = engine.generate("one two", max_new_tokens=40)
+    stream = engine.stream("one two", max_new_tokens=40)
+    pieces = list(stream)
+    assert all(pieces)
+    assert "".join(pieces) == whole.text == stream.generation.text
+    assert stream.generation == whole
+    assert (len(whole.tokens), whole.stop_reason, whole.prompt_tokens) == (40, "length", 3)
+    assert free(engine) == 2
+
+
+def test_a_batch_yields_what_each_prompt_yields_alone(engine: Engine) -> None:
+    prompts = ["one", "two three four five"]
+    together = engine.generate_batch(prompts, max_new_tokens=33, temperature=1.0, seed=7)
+    alone = [engine.generate(prompt, max_new_tokens=33, temperature=1.0, seed=7) for prompt in prompts]
+    assert together == alone
+
+
+def test_leaving_a_stream_frees_its_slot(engine: Engine) -> None:
+    with engine.stream("one", max_new_tokens=900) as stream:
+        for _ in stream:
+            break
+    assert stream.generation.stop_reason == "interrupted"
+    assert 0 < len(stream.generation.tokens) < 900
+    engine.stream("one").close()
+    for _ in range(5):
+        next(engine.stream("one", max_new_tokens=900))
+    assert free(engine) == 2
+
+
+def test_two_streams_at_once_do_not_disturb_each_other(engine: Engine) -> None:
+    alone = [engine.generate(text, max_new_tokens=50).text for text in ("one", "two")]
+    first, second = engine.stream("one", max_new_tokens=50), engine.stream("two", max_new_tokens=50)
+    texts = ["", ""]
+    for one, two in zip(first, second, strict=False):
+        texts[0] += one
+        texts[1] += two
+    texts[0] += "".join(first)
+    assert first.generation.text == alone[0]
+    assert second.generation.text.startswith(texts[1])
+
+
+def test_too_many_prompts_are_refused_and_leave_no_slot_taken(engine: Engine) -> None:
+    with pytest.raises(UsageError, match="slots"):
+        engine.generate_batch(["one", "two", "three"])
+    assert free(engine) == 2
+
+
+def test_an_error_while_decoding_frees_the_slots(engine: Engine, fake: Any) -> None:
+    fake.fail = ("device", "the device fell off", "plug it in")
+    with pytest.raises(QuantspecError, match="fell off"):
+        engine.generate("one")
+    assert free(engine) == 2
+
+
+def test_values_out_of_range_are_refused_before_the_engine_sees_them(engine: Engine) -> None:
+    for options in (
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 2.5},
+        {"max_new_tokens": True},
+        {"temperature": -1},
+        {"top_k": -1},
+        {"seed": 2**64},
+        {"stop": "text"},
+        {"stop": [""]},
+    ):
+        with pytest.raises(UsageError):
+            engine.generate("one", **options)
+    for load in ({"gamma": 17}, {"gamma": "fast"}, {"draft_pages": 0}, {"batch": 0}, {"context": -1}, {"threads": 0}):
+        with pytest.raises(UsageError):
+            Engine.load(**load)
+    with pytest.raises(TypeError):
+        engine.generate("one", max_tokens=3)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="no prompt"):
+        engine.generate_batch([])
+    with pytest.raises(UsageError, match="0 tokens"):
+        engine.generate(Prompt([]))
+
+
+def test_what_does_not_fit_names_what_would(engine: Engine) -> None:
+    with pytest.raises(DoesNotFitError) as caught:
+        engine.generate("one", max_new_tokens=999)
+    assert caught.value.exit_code == 3
+    assert "at most 998 new tokens" in caught.value.hint
+    assert "up to the model's 131072" in caught.value.hint
+    with pytest.raises(DoesNotFitError, match="131072"):
+        Engine.load(context=200_000)
+
+
+def test_the_context_of_an_engine(fake: Any, tmp_path: Path) -> None:
+    assert Engine.load().context == 32_768
+    assert Engine.load(copy_demo(tmp_path / "m", max_position_embeddings=512)).context == 512
+    assert fake.engines[-1]["capacity"] == 512
+
+
+def test_end_of_text_ids_come_from_the_tokenizer_where_the_checkpoint_names_none(fake: Any, tmp_path: Path) -> None:
+    fake.answer = [50, 2, 51]
+    engine = Engine.load(copy_demo(tmp_path / "m", eos_token_id=[]), context=100)
+    assert engine.generate("x", max_new_tokens=9).stop_reason == "eos"
+    several = Engine.load(copy_demo(tmp_path / "n", eos_token_id=[7, 51]), context=100)
+    assert several.generate("x", max_new_tokens=9).tokens == [50, 2]
+
+
+def test_progress_reaches_the_callbacks(fake: Any) -> None:
+    calls: list[tuple[str, int, int]] = []
+    engine = Engine.load(context=100, on_loading=lambda done, total: calls.append(("load", done, total)))
+    engine.generate("x", max_new_tokens=2, on_prefill=lambda done, total: calls.append(("prefill", done, total)))
+    assert {name for name, _, _ in calls} == {"load", "prefill"}
+
+
+def test_statistics_have_the_names_of_the_json(engine: Engine) -> None:
+    engine.generate("x", max_new_tokens=30)
+    stats = engine.statistics()
+    assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["accepted_tokens"] / stats["rounds"])
+    assert stats["acceptance_rate"] == pytest.approx(stats["accepted_tokens"] / stats["drafted_tokens"])
+
+
+def test_the_package_offers_what_it_says() -> None:
+    for name in quantspec_cli.__all__:
+        assert getattr(quantspec_cli, name)
+        assert name in dir(quantspec_cli)
+    with pytest.raises(AttributeError):
+        quantspec_cli.nothing
+
+
+class Instant:
+    """An engine whose rounds take no time: five tokens each."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def prefill(self, slot: int, on_progress: Any = None) -> int:
+        return 40
+
+    def choose_gamma(self, slot: int) -> int:
+        return 4
+
+    def draft(self, gammas: Any) -> None:
+        self.rounds += 1
+
+    def verify(self) -> list[tuple[int, list[int]]]:
+        return [(0, [41, 42, 43, 44, 45])]
+
+    def finish(self, slot: int) -> None:
+        pass
+
+
+def test_python_takes_less_than_50_microseconds_a_round(fake: Any) -> None:
+    token_bytes = Engine.load(context=100).model.tokenizer.answer_bytes(continues=True)
+    best = float("inf")
+    for _ in range(5):
+        native, text = Instant(), Text(token_bytes, limit=5001, eos={2}, stops=["\n\n\n", "END"])
+        started = time.perf_counter()
+        for _ in loop.decode(native, {0: text}):  # type: ignore[arg-type]
+            pass
+        best = min(best, (time.perf_counter() - started) / native.rounds)
+        assert native.rounds == 1000
+    assert best < 50e-6, best
+
+
+def test_the_loop_ends_a_batch_sequence_by_sequence(fake: Any) -> None:
+    fake.accepted = [3]
+    engine = Engine.load(context=200, batch=2, gamma=3)
+    options = GenerateOptions(max_new_tokens=50, stop=["zz"])
+    seen = [index for index, _ in engine.start(["one", "two"], options)]
+    assert seen[:2] == [0, 1]
+    assert set(seen) == {0, 1}

@@ -1,0 +1,154 @@
+"""Where answers go: in order, under headings; files complete or absent."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Outcome
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantspec_cli.errors import QuantspecError
+from quantspec_cli.output import Answers, AtomicFile
+
+Run = Callable[..., Outcome]
+
+
+class Page:
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+
+def test_one_answer_has_no_heading_and_ends_with_a_line_break() -> None:
+    page = Page()
+    answers = Answers(page, ["a"])
+    for piece in ["x", "", "y"]:
+        answers.push(0, piece)
+    assert page.text == "xy"
+    answers.end(0)
+    answers.close()
+    assert page.text == "xy\n"
+
+
+def test_a_line_break_is_not_doubled_and_an_empty_answer_has_none() -> None:
+    for pieces, expected in [(["x\n"], "x\n"), ([], "")]:
+        page = Page()
+        answers = Answers(page, ["a"])
+        for piece in pieces:
+            answers.push(0, piece)
+        answers.close()
+        assert page.text == expected
+
+
+def test_the_first_open_answer_streams_and_the_others_wait() -> None:
+    page = Page()
+    answers = Answers(page, ["a", "b"])
+    answers.push(1, "B1")
+    answers.push(0, "A1")
+    assert page.text == "==> a <==\nA1"
+    answers.end(1)
+    answers.push(0, "A2")
+    answers.end(0)
+    assert page.text == "==> a <==\nA1A2\n\n==> b <==\nB1\n"
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.text("xy\n", max_size=3)), max_size=30), st.permutations([0, 1, 2]))
+def test_the_order_of_events_does_not_change_the_page(events: list[tuple[int, str]], ends: list[int]) -> None:
+    page = Page()
+    answers = Answers(page, ["a", "b", "c"])
+    for index, text in events:
+        answers.push(index, text)
+    for index in ends:
+        answers.end(index)
+    expected = []
+    for index, name in enumerate("abc"):
+        body = "".join(text for place, text in events if place == index)
+        expected.append(f"==> {name} <==\n{body}" + ("" if body.endswith("\n") or not body else "\n"))
+    assert page.text == "\n".join(expected)
+
+
+def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    with AtomicFile(str(path)) as file:
+        file.write("half")
+        assert not path.exists()
+        file.write(" é\r\n")
+    assert path.read_bytes() == "half é\r\n".encode()
+    assert os.listdir(tmp_path) == ["out.txt"]
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    path.write_text("old")
+    path.chmod(0o640)
+    with pytest.raises(KeyboardInterrupt), AtomicFile(str(path)) as file:
+        file.write("new")
+        raise KeyboardInterrupt
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["out.txt"]
+    with AtomicFile(str(path)) as file:
+        file.write("new")
+    assert path.read_text() == "new"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_a_link_is_followed_and_a_device_is_written(tmp_path: Path) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    with AtomicFile(str(link)) as file:
+        file.write("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    with AtomicFile(os.devnull) as file:
+        file.write("gone")
+    assert not Path(os.devnull).is_file()
+
+
+def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(QuantspecError, match="no space left"), AtomicFile("/dev/full") as file:
+        file.write("x")
+
+
+def test_a_place_that_cannot_be_written_is_an_error_before_any_work(fake: type, quantspec: Run, tmp_path: Path) -> None:
+    quantspec("run", "--text", "x", "-o", str(tmp_path / "no" / "out.txt")).assert_error(
+        1, "does not exist", "mkdir -p"
+    )
+    quantspec("run", "--text", "x", "-o", str(tmp_path)).assert_error(2, "is a directory")
+    quantspec("run", "--text", "x", "-o", "").assert_error(2, "directory")
+    quantspec("run", "--text", "x", "-o", "/proc/quantspec.txt").assert_error(1, "cannot be written")
+    (tmp_path / "file").touch()
+    quantspec("run", "--text", "x", "-o", str(tmp_path / "file" / "out.txt")).assert_error(1, "cannot be written")
+    assert fake.engines == []  # type: ignore[attr-defined]
+
+
+def test_the_answer_goes_to_the_file_instead_of_stdout(fake: type, quantspec: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    printed = quantspec("run", "--text", "one", "--text", "two", "-n", "9")
+    written = quantspec("run", "--text", "one", "--text", "two", "-n", "9", "-o", str(path))
+    assert (written.code, written.stdout) == (0, "")
+    assert path.read_text() == printed.stdout
+    assert written.stderr == printed.stderr
+
+
+def test_json_goes_to_stdout_and_the_answer_to_the_file(fake: type, quantspec: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    outcome = quantspec("run", "--text", "one", "-n", "9", "--json", "-o", str(path))
+    assert path.read_text() == outcome.json["results"][0]["text"] + "\n"
+
+
+def test_an_error_leaves_no_file(fake: type, quantspec: Run, tmp_path: Path) -> None:
+    fake.fail = ("not_finite", "logits are NaN", "check the weights")  # type: ignore[attr-defined]
+    path = tmp_path / "out.txt"
+    quantspec("run", "--text", "x", "-o", str(path)).assert_error(1, "logits are NaN")
+    assert os.listdir(tmp_path) == []

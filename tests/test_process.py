@@ -1,0 +1,176 @@
+"""What only a process of its own can show: start-up, Ctrl-C, closed pipes, encodings."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+SLOW = {"round_s": 0.05}
+
+
+def test_help_is_instant_and_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\nsys.argv = ['quantspec', *sys.argv[1:]]\n"
+        "try:\n    from quantspec_cli.__main__ import main; main()\n"
+        "finally:\n    sys.stderr.write(' '.join(sorted({name.partition('.')[0] for name in sys.modules})) + ' | '"
+        " + ' '.join(name for name in sys.modules if name.startswith('quantspec_cli')))"
+    )
+    times = []
+    for arguments in (["--help"], ["run", "--help"], ["--version"]) * 3:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, check=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        # Processor time: a busy machine must not fail the test.
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        imported, ours = done.stderr.split(" | ")
+        heavy = {"tokenizers", "huggingface_hub", "rich", "jinja2", "numpy", "asyncio", "httpx"}
+        assert not heavy & set(imported.split())
+        assert "quantspec_cli._native" not in ours.split()
+    assert min(times) < 0.15, times
+
+
+def test_importing_the_package_is_cheap() -> None:
+    program = (
+        "import quantspec_cli, sys; print(sorted(name for name in sys.modules if name.startswith('quantspec_cli')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True)
+    assert done.stdout.strip() == "['quantspec_cli']"
+
+
+def read_some(child: subprocess.Popen[bytes]) -> bytes:
+    assert child.stdout is not None
+    return os.read(child.stdout.fileno(), 1 << 16)
+
+
+def test_ctrl_c_while_decoding_keeps_the_text_and_prints_statistics(start: Start) -> None:
+    child = start("run", "--text", "x", "-n", "100000", script=SLOW)
+    first = read_some(child)
+    first += read_some(child)
+    child.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    out, err = child.communicate(timeout=30)
+    assert time.monotonic() - sent < 0.5
+    assert child.returncode == 130
+    assert first
+    assert (first + out).endswith(b"\n")
+    assert b"(interrupted)" in err
+    assert b"accepted" in err
+    assert b"Traceback" not in err
+
+
+def test_ctrl_c_in_json_is_one_document(start: Start) -> None:
+    child = start("run", "--text", "x", "--text", "y", "-n", "100000", "--json", script=SLOW)
+    time.sleep(1.5)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=30)
+    assert (child.returncode, err) == (130, b"")
+    results = json.loads(out)["results"]
+    assert [result["stop_reason"] for result in results] == ["interrupted", "interrupted"]
+    assert all(result["new_tokens"] == len(result["tokens"]) > 0 for result in results)
+
+
+@pytest.mark.parametrize("stage", ["load_s", "prefill_s"])
+def test_ctrl_c_before_the_first_token(start: Start, tmp_path: Path, stage: str) -> None:
+    child = start("run", "--text", "x", "-o", str(tmp_path / "out.txt"), script={stage: 30})
+    time.sleep(1.5)
+    child.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    out, err = child.communicate(timeout=30)
+    assert time.monotonic() - sent < 0.5
+    assert (child.returncode, out) == (130, b"")
+    assert b"Traceback" not in err
+    if stage == "load_s":
+        assert err.startswith(b"error: interrupted\nhint: ")
+        assert os.listdir(tmp_path) == []
+    else:
+        assert b"0 new tokens (interrupted)" in err
+
+
+def test_ctrl_c_writes_the_text_so_far_to_the_file(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    child = start("run", "--text", "x", "-n", "100000", "-o", str(path), script=SLOW)
+    time.sleep(1.5)
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert len(path.read_text(encoding="utf-8")) > 1
+    assert os.listdir(tmp_path) == ["out.txt"]
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(start: Start) -> None:
+    child = start("run", "--text", "x", "-n", "100000", script={"round_s": 0.005})
+    read_some(child)
+    assert child.stdout is not None
+    child.stdout.close()
+    assert child.wait(timeout=30) == 141
+    assert child.stderr is not None
+    with child.stderr as errors:
+        assert errors.read() == b""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--text", "x", "-n", "0", "--json"], ["doctor"]])
+def test_a_closed_pipe_from_the_start_is_quiet_too(toy_command: list[str], arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    child = subprocess.Popen([*toy_command, *arguments], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode in {141, 2}
+    assert b"Traceback" not in err
+    assert b"Exception" not in err
+
+
+def test_a_full_disk_behind_stdout_is_one_error(toy_command: list[str]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        child = subprocess.Popen([*toy_command, "run", "--text", "x", "-n", "5"], stdout=full, stderr=subprocess.PIPE)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 1
+    assert err.decode().splitlines()[0] == "error: standard output cannot be written: no space left on device"
+    assert len(err.splitlines()) == 2
+
+
+def test_text_is_utf8_in_any_locale(start: Start) -> None:
+    answer = {"answer": [130, 117, 223, 163, 119, 247]}
+    outputs = set()
+    for environment in ({"LC_ALL": "C"}, {"LC_ALL": "C", "PYTHONIOENCODING": "latin-1"}, {"PYTHONUTF8": "1"}):
+        child = start("run", "--text", "x", "-n", "6", "-q", script=answer, env=environment)
+        out, err = child.communicate(timeout=60)
+        assert (child.returncode, err) == (0, b"")
+        outputs.add(out)
+    assert len(outputs) == 1
+    outputs.pop().decode("utf-8")
+
+
+def test_stdout_has_no_progress_and_stderr_none_without_a_terminal(start: Start) -> None:
+    child = start("run", "--text", "x", "-n", "5", script={"load_s": 0.3, "prefill_s": 0.3})
+    _, err = child.communicate(timeout=60)
+    assert b"loading" not in err
+    assert b"\x1b" not in err
+
+
+def test_progress_appears_on_a_terminal_and_ctrl_c_still_works(toy_command: list[str]) -> None:
+    import pty
+
+    terminal, end = pty.openpty()
+    environment = {**os.environ, "FAKE_NATIVE": json.dumps({"load_s": 0.3, "prefill_s": 30}), "TERM": "xterm"}
+    child = subprocess.Popen([*toy_command, "run", "--text", "x"], stdout=subprocess.PIPE, stderr=end, env=environment)
+    os.close(end)
+    seen = b""
+    while b"reading the prompt" not in seen:
+        seen += os.read(terminal, 1 << 16)
+    assert b"loading weights" in seen
+    child.send_signal(signal.SIGINT)
+    out, _ = child.communicate(timeout=30)
+    os.close(terminal)
+    assert (child.returncode, out) == (130, b"")

@@ -1,0 +1,85 @@
+"""Prompts: read whole and unchanged, or refused with the place that is wrong."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Outcome
+
+from quantspec_cli import prompts
+from quantspec_cli.errors import InputError
+
+Run = Callable[..., Outcome]
+
+
+def test_a_document_is_unchanged_but_for_its_mark() -> None:
+    assert prompts.from_bytes("x", "\ufeffa\r\nb \n".encode()).text == "a\r\nb \n"
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"", ["empty"]),
+        (b"\xef\xbb\xbf", ["empty"]),
+        (b" \n\t\n", ["white space"]),
+        (b"text\0more", ["binary", "offset 4"]),
+        (b"\x7fELF\x02\x01\x01\0", ["binary", "offset 7"]),
+        ("text".encode("utf-16"), ["UTF-16"]),
+        ("line one\ncafé".encode("latin-1"), ["0xe9", "offset 12", "line 2"]),
+        (b"\xef\xbb\xbfok\xff", ["0xff", "offset 5", "line 1"]),
+        (b"cut \xe4\xb8", ["0xe4", "offset 4"]),
+        (b"surrogate \xed\xa0\x80", ["0xed", "offset 10"]),
+    ],
+)
+def test_a_file_that_is_no_text_is_one_error(
+    fake: object, quantspec: Run, tmp_path: Path, raw: bytes, words: list[str]
+) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(raw)
+    quantspec("run", "--prompt", str(path)).assert_error(1, str(path), *words)
+
+
+def test_a_file_that_is_not_there_is_one_error(fake: object, quantspec: Run, tmp_path: Path) -> None:
+    quantspec("run", "--prompt", str(tmp_path / "nothing.txt")).assert_error(1, "does not exist", "--text")
+    quantspec("run", "--prompt", str(tmp_path)).assert_error(1, "is a directory")
+    quantspec("run", "--prompt", "a\0b").assert_error(1, "cannot be read")
+    quantspec("run", "--prompt", "x" * 5000).assert_error(1, "cannot be read")
+
+
+def test_a_file_without_permission_is_one_error(
+    fake: object, quantspec: Run, document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything, whatever its mode
+    quantspec("run", "--prompt", str(document)).assert_error(1, "permission denied")
+
+
+def test_no_prompt_is_a_usage_error_and_never_waits(fake: object, quantspec: Run) -> None:
+    quantspec("run").assert_error(2, "no prompt", "--prompt", "--text")
+    quantspec("run", "--text", "").assert_error(1, "empty")
+    quantspec("run", "-p", "-", "-p", "-").assert_error(2, "standard input")
+
+
+def test_half_a_pair_on_the_command_line_is_one_error() -> None:
+    with pytest.raises(InputError, match="not UTF-8"):
+        prompts.read_all([], ["a\udcff"])
+
+
+def test_dash_reads_standard_input(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+    child = start("run", "--prompt", "-", "-n", "3", "--json", stdin=subprocess.PIPE)
+    out, _ = child.communicate("der Fluß".encode(), timeout=60)
+    assert child.returncode == 0
+    assert b'"prompt": "stdin"' in out
+
+
+def test_invalid_standard_input_is_one_error(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+    child = start("run", "--prompt", "-", stdin=subprocess.PIPE)
+    out, err = child.communicate(b"ab\xff", timeout=60)
+    assert (child.returncode, out) == (1, b"")
+    assert err.startswith(b"error: stdin is not UTF-8: byte 0xff at offset 2, line 1\nhint: ")

@@ -1,0 +1,79 @@
+"""The self-test compares what it says, passes where all is well, and finds a single wrong token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import Outcome, copy_demo
+
+from quantspec_cli.engine import Model
+from quantspec_cli.selftest import GAMMAS, LENGTHS, cut_prompts, first_difference
+
+Run = Callable[..., Outcome]
+
+
+def test_prompts_end_at_the_borders_and_differ(fake: Any) -> None:
+    prompts = cut_prompts(Model.open(None))
+    assert [len(prompt) for prompt in prompts] == list(LENGTHS)
+    assert len({tuple(prompt[:127]) for prompt in prompts}) == len(LENGTHS)
+    assert {prompt[0] for prompt in prompts} == {1}
+
+
+def test_a_sound_engine_passes(fake: Any, quantspec: Run) -> None:
+    report = quantspec("selftest", "--json").json
+    assert report["passed"] is True
+    cases = report["cases"]
+    assert report["compared_tokens"] == sum(case["tokens"] for case in cases) > 20_000
+    assert all(case["equal"] for case in cases)
+    assert {case["method"] for case in cases} == {"kv4", "w4", "quantspec"}
+    assert {case["gamma"] for case in cases} == set(GAMMAS)
+    assert {case["accept"] for case in cases} == {"greedy", "replay"}
+    assert {case["batch"] for case in cases} == {1, 4}
+    assert {case["draft_pages"] for case in cases} == {"all", 2}
+    assert {case["threads"] for case in cases} == {None, 1}
+    text = quantspec("selftest")
+    assert (text.code, text.stderr) == (0, "")
+    assert text.stdout.splitlines()[-1].startswith("passed: ")
+    assert len(text.stdout.splitlines()) == len(cases) + 2
+
+
+@pytest.mark.parametrize("place", [0, 1, 57, 135])
+@pytest.mark.parametrize("method", ["kv4", "w4", "quantspec"])
+def test_one_wrong_token_fails(fake: Any, quantspec: Run, method: str, place: int) -> None:
+    fake.corrupt = (method, place)
+    outcome = quantspec("selftest")
+    assert outcome.code == 1
+    last = outcome.stdout.splitlines()[-1]
+    assert last.startswith(f"failed: {method}")
+    assert f"new token {place}:" in last
+    report = quantspec("selftest", "--json")
+    assert (report.code, report.json["passed"]) == (1, False)
+    assert [case["equal"] for case in report.json["cases"]].count(False) == 1
+    assert report.json["cases"][-1]["method"] == method
+
+
+def test_a_missing_token_is_a_difference() -> None:
+    assert first_difference([5], [[1, 2]], [[1, 2]]) is None
+    assert "new token 1: [2] expected, [] decoded" in (first_difference([5], [[1, 2]], [[1]]) or "")
+    assert "new token 2: [] expected, [3] decoded" in (first_difference([5], [[1, 2]], [[1, 2, 3]]) or "")
+
+
+def test_a_short_context_leaves_out_long_prompts(fake: Any, quantspec: Run, tmp_path: Any) -> None:
+    short = copy_demo(tmp_path / "short", max_position_embeddings=512)
+    report = quantspec("selftest", "--json", "--model", str(short)).json
+    assert report["passed"]
+    assert {case["draft_pages"] for case in report["cases"]} == {"all"}
+    tiny = copy_demo(tmp_path / "tiny", max_position_embeddings=128)
+    quantspec("selftest", "--model", str(tiny)).assert_error(3, "128", "too short")
+
+
+def test_interrupting_is_130(fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    import quantspec_cli.selftest
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantspec_cli.selftest, "cut_prompts", interrupt)
+    quantspec("selftest").assert_error(130, "interrupted")

@@ -1,0 +1,94 @@
+"""Flags over variables over the settings file over defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Outcome
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "config.toml"
+    monkeypatch.setenv("QUANTSPEC_CONFIG", str(path))
+    return path
+
+
+def gamma_used(outcome: Outcome) -> Any:
+    assert outcome.code == 0, outcome
+    return outcome.json["gamma"]
+
+
+def test_precedence(fake: type, quantspec: Run, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["run", "--text", "x", "-n", "2", "--json"]
+    file.write_text("")
+    assert gamma_used(quantspec(*command)) == "auto"
+    file.write_text("gamma = 3\n")
+    assert gamma_used(quantspec(*command)) == 3
+    file.write_text("gamma = 3\n[run]\ngamma = 5\n")
+    assert gamma_used(quantspec(*command)) == 5
+    monkeypatch.setenv("QUANTSPEC_GAMMA", "7")
+    assert gamma_used(quantspec(*command)) == 7
+    assert gamma_used(quantspec(*command, "--gamma", "2")) == 2
+
+
+def test_every_kind_of_value(fake: type, quantspec: Run, file: Path) -> None:
+    file.write_text(
+        '[run]\nmax-tokens = 4\ntemperature = 0.5\nstop = ["END", "\\n\\n"]\n'
+        'method = "kv4"\ndraft-pages = "all"\nquiet = true\n'
+    )
+    outcome = quantspec("run", "--text", "x")
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert fake.engines[0]["method"] == "kv4"  # type: ignore[attr-defined]
+    assert quantspec("run", "--text", "x", "--json").json["results"][0]["new_tokens"] == 4
+
+
+def test_the_default_place(fake: type, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QUANTSPEC_CONFIG")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    command = ["run", "--text", "x", "-n", "2", "--json"]
+    assert gamma_used(quantspec(*command)) == "auto"
+    (tmp_path / "quantspec").mkdir()
+    (tmp_path / "quantspec" / "config.toml").write_text("gamma = 6")
+    assert gamma_used(quantspec(*command)) == 6
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("gama = 3", "gama is no setting"),
+        ("[run]\nfoo = 3", "run.foo is no setting"),
+        ("[rnu]\ngamma = 3", "rnu is no setting"),
+        ('prompt = "x"', "prompt is no setting"),
+        ("gamma = ", "not valid TOML"),
+        ("\udce9".encode("utf-8", "surrogateescape").decode("latin-1"), "not valid TOML"),
+        ("gamma = [1]", "neither a whole number"),
+        ('method = "fast"', "'fast' is not one of"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_usage_error(
+    fake: type, quantspec: Run, file: Path, content: str, words: str
+) -> None:
+    file.write_text(content)
+    quantspec("run", "--text", "x").assert_error(2, words)
+
+
+def test_a_file_that_is_named_must_exist(fake: type, quantspec: Run, file: Path) -> None:
+    quantspec("run", "--text", "x").assert_error(1, str(file), "cannot be read")
+    quantspec("--config", str(file), "run", "--text", "x").assert_error(1, str(file), "cannot be read")
+
+
+def test_a_bad_variable_is_one_usage_error(fake: type, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTSPEC_TEMPERATURE", "hot")
+    quantspec("run", "--text", "x").assert_error(2, "hot", "temperature")
+
+
+def test_what_a_command_is_about_is_no_variable(fake: type, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PROMPT", "TEXT", "OUTPUT", "JSON", "AS_JSON"):
+        monkeypatch.setenv(f"QUANTSPEC_{name}", "x")
+    quantspec("run").assert_error(2, "no prompt")

@@ -1,0 +1,141 @@
+"""Chat templates: what they render, and that none of them can hang, grow or escape."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Outcome, copy_demo
+
+from quantspec_cli import template
+from quantspec_cli.errors import ModelError
+
+Run = Callable[..., Outcome]
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+NO_SYSTEM = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"
+    "{{ raise_exception('System role\nnot supported') }}{% endif %}[INST] {{ m.content }} [/INST]{% endfor %}"
+)
+
+
+def render(source: str, document: str = "D", instruction: str | None = "I", system: str | None = None) -> str:
+    return template.render(source, template.messages(document, instruction, system), {"bos_token": "<s>"})
+
+
+def test_a_document_comes_before_its_instruction() -> None:
+    assert render(CHATML, system="S") == (
+        "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nD\n\nI<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_what_templates_expect_of_transformers_is_there() -> None:
+    source = (
+        "{% if tools is not none %}tools{% endif %}{% if documents %}documents{% endif %}"
+        "{% generation %}{{ messages[0].content | tojson }}{% endgeneration %}"
+        "{% for n in range(9) %}{% if n == 2 %}{% break %}{% endif %}{{ n }}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}{{ bos_token }}\n  {% if true %}\n.{% endif %}"
+    )
+    assert render(source, "é<", None) == '"é<"014<s>\n.'
+
+
+def test_a_document_is_data_not_a_template() -> None:
+    assert "{{ 7 * 7 }}{% for %}" in render(CHATML, "{{ 7 * 7 }}{% for %}")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (NO_SYSTEM, "System role not supported"),
+        ("{% for", "unexpected"),
+        ("{{ nothing.at.all }}", "undefined"),
+        ("{{ 1 / 0 }}", "division"),
+        ("", "rendered nothing"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ messages[0].update({'content': ''}) }}", "unsafe"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{% for i in range(100000) %}{{ 'x' * 1000 }}{% endfor %}", "characters"),
+        ("{{ 'x' * 10 ** 11 }}", "memory"),
+        ("{{ range(10 ** 9) | list }}", "range"),
+    ],
+)
+def test_a_template_that_fails_is_one_error(source: str, words: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        render(source, system="S")
+    assert words.lower() in caught.value.message.lower()
+    assert "\n" not in caught.value.message
+
+
+def test_a_template_that_loops_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "CPU_LIMIT_S", 1)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    started = time.monotonic()
+    with pytest.raises(ModelError, match="more than 1 s"):
+        render(loop)
+    assert time.monotonic() - started < 15
+
+
+def test_a_template_that_sleeps_in_one_call_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "WALL_LIMIT_S", 0.01)
+    with pytest.raises(ModelError, match="did not end"):
+        render(CHATML)
+
+
+@pytest.mark.parametrize("where", ["config", "list", "file"])
+def test_a_template_is_found_where_checkpoints_keep_it(tmp_path: Path, where: str) -> None:
+    if where == "file":
+        (tmp_path / "chat_template.jinja").write_text(CHATML)
+    configs: dict[str, dict[str, Any]] = {
+        "config": {"chat_template": CHATML},
+        "list": {"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]},
+        "file": {"chat_template": "older"},
+    }
+    assert template.find(tmp_path, configs[where]) == CHATML
+    assert template.find(tmp_path / "nowhere", {}) is None
+
+
+def chat_model(folder: Path, source: str) -> str:
+    model = copy_demo(folder)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": source}))
+    return str(model)
+
+
+def test_a_rendered_prompt_is_encoded_without_a_second_bos(fake: Any, tmp_path: Path) -> None:
+    from quantspec_cli.engine import Model
+
+    source = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}"
+    model = Model.open(chat_model(tmp_path / "chat", source))
+    prompt = model.prompt("D", instruction="I")
+    assert prompt.ids.count(1) == 1
+    assert prompt.ids == [1, *model.tokenizer.encode("[D\n\nI]", special=False)]
+    assert not prompt.continues
+    assert model.prompt("D").ids == [1, *model.tokenizer.encode("D", special=False)]
+
+
+def test_a_base_model_gets_plain_text_and_says_so(fake: Any, quantspec: Run) -> None:
+    from quantspec_cli.engine import Model
+
+    model = Model.open(None)
+    prompt = model.prompt("D", instruction="I", system_prompt="S")
+    assert prompt.ids == model.tokenizer.encode("S\n\nD\n\nI\n\n")
+    outcome = quantspec("run", "--text", "D", "--instruction", "I", "-n", "3")
+    assert outcome.code == 0
+    assert "no chat template" in outcome.stderr
+
+
+def test_a_template_error_on_the_command_line(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "chat", NO_SYSTEM)
+    outcome = quantspec("run", "-m", model, "--text", "D", "--system-prompt", "S")
+    outcome.assert_error(1, "System role not supported", "--system-prompt")
+    assert quantspec("run", "-m", model, "--text", "D", "--instruction", "I", "-n", "3", "-q").code == 0

@@ -1,0 +1,180 @@
+"""Encoding with a model's own special tokens, once; decoding to exactly the bytes a token stands for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DEMO, Outcome, copy_demo
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Inner
+
+from quantspec_cli.errors import ModelError
+from quantspec_cli.text import Text
+from quantspec_cli.tokenizer import Tokenizer
+
+TEXTS = [
+    "Hello world",
+    "  two spaces, and a tab\tand\n\nbreaks ",
+    "naïve café — “quotes” 世界 🎉👩‍👩‍👧 e\u0301",
+    "1234567890 <s> </s>",
+]
+
+
+def sentencepiece(bos: bool = True) -> Inner:
+    """A small tokenizer built like Llama 2's: ▁ for spaces, bytes for what is not in the vocabulary."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"helowrdtwspacn,",
+        "▁he",
+        "llo",
+    ]
+    merges = [("▁", "h")]
+    pieces += ["▁h"]
+    vocab = {piece: id for id, piece in enumerate(dict.fromkeys(pieces))}
+    inner = Inner(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    inner.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    inner.add_special_tokens(["<unk>", "<s>", "</s>"])
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return inner
+
+
+def saved(inner: Inner, folder: Path, **config: Any) -> Tokenizer:
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Tokenizer(folder, inner.get_vocab_size())
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    return Tokenizer(DEMO, 8192)
+
+
+def answer(tokenizer: Tokenizer, ids: list[int], *, continues: bool) -> str:
+    text = Text(tokenizer.answer_bytes(continues=continues), limit=len(ids) + 1)
+    text.push(ids)
+    return text.text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_byte_level_text_survives_token_by_token(demo: Tokenizer, text: str) -> None:
+    ids = demo.encode(text)
+    assert ids[0] == 1
+    visible = text.replace("<s>", "").replace("</s>", "")  # special tokens are no text
+    assert answer(demo, ids, continues=True) == visible
+
+
+@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_any_text_survives_the_demo_tokenizer(text: str) -> None:
+    tokenizer = Tokenizer(DEMO, 8192)
+    expected = text.replace("<s>", "").replace("</s>", "").replace("<pad>", "")
+    assert answer(tokenizer, tokenizer.encode(text), continues=True) == expected
+
+
+@pytest.mark.parametrize("text", TEXTS[:3])
+def test_a_sentencepiece_text_survives_token_by_token(tmp_path: Path, text: str) -> None:
+    inner = sentencepiece()
+    tokenizer = saved(inner, tmp_path)
+    ids = tokenizer.encode(text)
+    assert answer(tokenizer, ids, continues=False) == inner.decode(ids) == text
+
+
+def test_a_continuation_keeps_the_space_before_its_first_word(tmp_path: Path) -> None:
+    tokenizer = saved(sentencepiece(), tmp_path)
+    ids = tokenizer.encode("hello world")[1:]
+    assert answer(tokenizer, ids, continues=True) == " hello world"
+    assert answer(tokenizer, ids, continues=False) == "hello world"
+
+
+def test_bos_comes_from_the_post_processor_or_the_config_but_never_twice(tmp_path: Path) -> None:
+    with_processor = saved(sentencepiece(), tmp_path, add_bos_token=True, bos_token="<s>")
+    assert with_processor.encode("hello").count(1) == 1
+    from_config = saved(sentencepiece(bos=False), tmp_path, add_bos_token=True, bos_token={"content": "<s>"})
+    assert from_config.encode("hello")[0] == 1
+    without = saved(sentencepiece(bos=False), tmp_path, add_bos_token=False, bos_token="<s>")
+    assert 1 not in without.encode("hello")
+    assert 1 not in from_config.encode("hello", special=False)
+
+
+def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
+    inner = sentencepiece()
+    inner.enable_truncation(4)
+    inner.enable_padding(length=64)
+    tokenizer = saved(inner, tmp_path)
+    ids = tokenizer.encode("hello world hello world")
+    assert answer(tokenizer, ids, continues=False) == "hello world hello world"
+    assert len(ids) < 64
+
+
+def test_added_tokens_are_text_unless_special(tmp_path: Path) -> None:
+    inner = Inner.from_file(str(DEMO / "tokenizer.json"))
+    inner.add_tokens([AddedToken("<think>"), AddedToken("α β")])
+    inner.add_special_tokens(["<|end|>"])
+    tokenizer = saved(inner, tmp_path)
+    assert answer(tokenizer, tokenizer.encode("a<think>b α β<|end|>c"), continues=True) == "a<think>b α βc"
+
+
+def test_a_word_level_tokenizer_joins_words(tmp_path: Path) -> None:
+    inner = Inner(models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = saved(inner, tmp_path)
+    assert (
+        answer(tokenizer, tokenizer.encode("one two one"), continues=False) == inner.decode([1, 2, 1]) == "one two one"
+    )
+
+
+def test_ids_beyond_the_tokenizer_are_no_text(demo: Tokenizer) -> None:
+    assert demo.token_bytes(9000) == b""
+
+
+def test_a_decoder_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    inner = sentencepiece()
+    inner.decoder = decoders.WordPiece()
+    with pytest.raises(ModelError, match="WordPiece"):
+        saved(inner, tmp_path)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"8192 tokens.*20000"):
+        Tokenizer(DEMO, 20_000)
+    larger = Tokenizer(DEMO, 5000)
+    with pytest.raises(ModelError, match=r"produces token id \d+.*5000"):
+        larger.encode(" ".join(TEXTS) + " extraordinarily")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {"type": "BPE"}}', "\0\0", '{"version": "1.0"}'])
+def test_a_damaged_tokenizer_is_one_error(fake: Any, quantspec: Any, tmp_path: Path, content: str) -> None:
+    model = copy_demo(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    (model / "tokenizer.json").write_text(content)
+    outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x")
+    outcome.assert_error(1, "tokenizer.json")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 100_000])
+def test_a_damaged_tokenizer_config_is_one_error(fake: Any, quantspec: Any, tmp_path: Path, content: str) -> None:
+    model = copy_demo(tmp_path / "model")
+    (model / "tokenizer_config.json").unlink()
+    (model / "tokenizer_config.json").write_text(content)
+    outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x")
+    outcome.assert_error(1, "tokenizer_config.json")
+
+
+def test_a_missing_tokenizer_is_one_error(fake: Any, quantspec: Any, tmp_path: Path) -> None:
+    model = copy_demo(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    quantspec("run", "--model", str(model), "--text", "x").assert_error(1, "has no tokenizer.json")
+    (model / "tokenizer.model").touch()
+    quantspec("run", "--model", str(model), "--text", "x").assert_error(1, "tokenizer.model", "convert")
