@@ -241,12 +241,14 @@ impl Checkpoint {
 
     fn new(mut config: ModelConfig, shards: Vec<SafeTensors>, names: &HashMap<String, usize>) -> Result<Checkpoint> {
         refuse_foreign(&config, names)?;
+        let table = embedding_of(&mut config, &shards, names)?;
         let mut places = HashMap::new();
         for part in Part::all(&config) {
-            places.insert(part, locate(&config, &shards, names, part)?);
+            let place = if part == Part::Embedding { table } else { locate(&config, &shards, names, part)? };
+            places.insert(part, place);
         }
-        if let (true, Some(&embedding)) = (config.tied_embeddings, places.get(&Part::Embedding)) {
-            places.insert(Part::Head, embedding);
+        if config.tied_embeddings {
+            places.insert(Part::Head, table);
         }
         if let Some(place) = places.get(&Part::Layer(0, Q)) {
             config.dtype = place.dtype;
@@ -254,7 +256,8 @@ impl Checkpoint {
         Ok(Checkpoint { config, shards, places })
     }
 
-    /// The model's shape. Its dtype is the one of the first layer's query projection.
+    /// The model's shape. Its dtype is the one of the first layer's query projection, and its head is tied where the weights
+    /// say so too.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
@@ -288,7 +291,7 @@ impl Checkpoint {
         if out.len() != bytes {
             return Err(Error::internal(format!("{} bytes of room for {bytes} of {}", out.len(), part.name())));
         }
-        self.read_at(place, out)
+        read_at(&self.shards, place, out)
     }
 
     /// Reads some rows as f32, [rows][columns]. NaN and infinity are an error that names the tensor.
@@ -306,7 +309,7 @@ impl Checkpoint {
         let mut chunk = vec![0; bytes.min(CHUNK_BYTES)];
         for (index, out) in out.chunks_mut(CHUNK_BYTES / size).enumerate() {
             let chunk = &mut chunk[..out.len() * size];
-            self.read_at(place, chunk)?;
+            read_at(&self.shards, place, chunk)?;
             place.offset += chunk.len() as u64;
             convert(place.dtype, chunk, out);
             if let Some(at) = out.iter().position(|x| !x.is_finite()) {
@@ -319,13 +322,6 @@ impl Checkpoint {
             }
         }
         Ok(())
-    }
-
-    fn read_at(&self, place: Place, out: &mut [u8]) -> Result<()> {
-        match self.shards.get(place.shard) {
-            Some(shard) => shard.read(place.offset, out),
-            None => Err(Error::internal(format!("shard {} is not open", place.shard))),
-        }
     }
 
     /// Place and byte count of some rows.
@@ -521,6 +517,47 @@ fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Resul
         }
     }
     Ok(())
+}
+
+/// Finds the embedding. Where the configuration ties the head to it, a stored head decides, as in transformers 5: alone it is
+/// both; an equal one is tied; a different one is a head of its own.
+fn embedding_of(config: &mut ModelConfig, shards: &[SafeTensors], names: &HashMap<String, usize>) -> Result<Place> {
+    if !config.tied_embeddings || !names.contains_key(&Part::Head.name()) {
+        return locate(config, shards, names, Part::Embedding);
+    }
+    let head = locate(config, shards, names, Part::Head)?;
+    if !names.contains_key(&Part::Embedding.name()) {
+        return Ok(head);
+    }
+    let table = locate(config, shards, names, Part::Embedding)?;
+    let bytes = config.vocab * config.hidden * table.dtype.bytes();
+    config.tied_embeddings = table.dtype == head.dtype && same_bytes(shards, table, head, bytes)?;
+    Ok(table)
+}
+
+/// Whether two places hold the same bytes.
+fn same_bytes(shards: &[SafeTensors], one: Place, other: Place, bytes: usize) -> Result<bool> {
+    let room = bytes.min(CHUNK_BYTES);
+    let (mut a, mut b) = (vec![0; room], vec![0; room]);
+    for done in (0..bytes).step_by(CHUNK_BYTES) {
+        let length = (bytes - done).min(CHUNK_BYTES);
+        for (place, chunk) in [(one, &mut a), (other, &mut b)] {
+            let place = Place { offset: place.offset + done as u64, ..place };
+            read_at(shards, place, &mut chunk[..length])?;
+        }
+        if a[..length] != b[..length] {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Fills `out` from a place.
+fn read_at(shards: &[SafeTensors], place: Place, out: &mut [u8]) -> Result<()> {
+    match shards.get(place.shard) {
+        Some(shard) => shard.read(place.offset, out),
+        None => Err(Error::internal(format!("shard {} is not open", place.shard))),
+    }
 }
 
 /// Finds a part and checks its type and shape.

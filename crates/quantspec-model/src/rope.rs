@@ -94,3 +94,90 @@ impl RopeTable {
         self.dynamic.is_some()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use quantspec_core::config::{Dtype, Rope};
+
+    fn table(head_dim: usize, scaling: RopeScaling) -> RopeTable {
+        RopeTable::new(&ModelConfig {
+            family: "llama".to_string(),
+            layers: 1,
+            hidden: head_dim,
+            intermediate: 1,
+            heads: 1,
+            kv_heads: 1,
+            head_dim,
+            vocab: 1,
+            max_positions: 1 << 20,
+            rms_eps: 1e-5,
+            rope: Rope { theta: 10_000.0, scaling },
+            tied_embeddings: false,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            qk_norm: false,
+            dtype: Dtype::F32,
+            eos: Vec::new(),
+        })
+    }
+
+    fn fill(table: &RopeTable, position: usize, length: usize) -> (Vec<f32>, Vec<f32>) {
+        let half = table.inverse.len();
+        let (mut cos, mut sin) = (vec![0.0; half], vec![0.0; half]);
+        table.fill(position, length, &mut cos, &mut sin);
+        (cos, sin)
+    }
+
+    #[test]
+    fn far_angles_are_exact() {
+        // The first channel turns by 1 rad per token: cos and sin of 131071 from 60 digits.
+        let (cos, sin) = fill(&table(64, RopeScaling::None), 131_071, 131_072);
+        assert_eq!((cos[0], sin[0]), (-0.817_983_5_f32, -0.575_241_7_f32));
+    }
+
+    #[test]
+    fn llama3_keeps_short_waves_and_stretches_long_ones() {
+        let (factor, original) = (8.0, 8192);
+        let plain = table(128, RopeScaling::None).inverse;
+        let scaling = RopeScaling::Llama3 { factor, low_freq_factor: 1.0, high_freq_factor: 4.0, original };
+        let scaled = table(128, scaling).inverse;
+        for (plain, scaled) in plain.iter().zip(scaled) {
+            let wavelength = 2.0 * PI / plain;
+            let ratio = plain / scaled;
+            if wavelength < original as f64 / 4.0 {
+                assert_eq!(ratio, 1.0);
+            } else if wavelength > original as f64 {
+                assert!((ratio - factor).abs() < 1e-12);
+            } else {
+                assert!(ratio > 1.0 && ratio < factor);
+            }
+        }
+    }
+
+    #[test]
+    fn dynamic_scaling_begins_behind_the_original_context() {
+        let plain = table(64, RopeScaling::None);
+        let dynamic = table(64, RopeScaling::Dynamic { factor: 2.0, original: 100 });
+        assert!(dynamic.depends_on_length() && !plain.depends_on_length());
+        assert_eq!(fill(&dynamic, 99, 100), fill(&plain, 99, 100));
+        assert_ne!(fill(&dynamic, 99, 101), fill(&plain, 99, 101));
+    }
+
+    #[test]
+    fn yarn_scales_cosine_and_sine() {
+        let scaling = RopeScaling::Yarn {
+            factor: 4.0,
+            original: 1024,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            attention_factor: 1.25,
+            truncate: true,
+        };
+        let (cos, sin) = fill(&table(64, scaling), 777, 778);
+        for (cos, sin) in cos.iter().zip(sin) {
+            assert!((cos.hypot(sin) - 1.25).abs() < 1e-6);
+        }
+    }
+}

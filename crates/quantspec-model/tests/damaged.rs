@@ -82,6 +82,34 @@ fn the_undamaged_checkpoint_is_read() {
 }
 
 #[test]
+fn a_stored_head_of_a_tied_model_decides() {
+    let folder = Folder::valid();
+    folder.write("config.json", with_config(json!({"tie_word_embeddings": true})).to_string().as_bytes());
+    let rows = |checkpoint: &Checkpoint| {
+        let (mut table, mut head) = ([0.0; 8], [0.0; 8]);
+        checkpoint.read_f32(Part::Embedding, 3..4, &mut table).expect("row");
+        checkpoint.read_f32(Part::Head, 3..4, &mut head).expect("row");
+        (table, head)
+    };
+    let different = Checkpoint::open(folder.path()).expect("checkpoint");
+    let (table, head) = rows(&different);
+    assert!(!different.config().tied_embeddings && table != head);
+
+    let mut weights = tiny::weights();
+    let (start, end) = (weights.len() - tiny::header(&tiny::tensors()).1, weights.len());
+    weights.copy_within(start..start + 512, end - 512);
+    folder.write("model.safetensors", &weights);
+    let equal = Checkpoint::open(folder.path()).expect("checkpoint");
+    assert!(equal.config().tied_embeddings && rows(&equal) == (table, table));
+
+    let (header, bytes) = tiny::header(&tiny::tensors()[1..]);
+    folder.write("model.safetensors", &tiny::file(&header.to_string(), bytes));
+    let alone = Checkpoint::open(folder.path()).expect("checkpoint");
+    let (table, head) = rows(&alone);
+    assert!(alone.config().tied_embeddings && table == head);
+}
+
+#[test]
 fn missing_files() {
     let folder = Folder::empty();
     refused(&folder, "has no config.json");

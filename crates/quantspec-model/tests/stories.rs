@@ -4,7 +4,7 @@
 use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::policy::Policy;
-use quantspec_core::sample::Sampler;
+use quantspec_core::sample::{Accept, Sampler};
 use quantspec_model::backend::{DraftPlan, Hooks, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::engine::{Engine, Method};
@@ -14,33 +14,58 @@ use std::path::Path;
 /// Ends a story; the checkpoint's config.json names another token.
 const STOP: u32 = 1;
 
-fn story(target: View, gamma: usize, max_new_tokens: usize) -> Vec<u32> {
+/// Tokens of every prompt, decoded as one batch until [`STOP`] or `max_new_tokens`.
+fn decode(
+    prompts: &[Vec<u32>],
+    target: View,
+    gamma: usize,
+    pages: Pages,
+    sampler: &Sampler,
+    max_new_tokens: usize,
+) -> Vec<Vec<u32>> {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/stories260K");
     let checkpoint = Checkpoint::open(&directory).expect("checkpoint");
-    let capacity = 1 + max_new_tokens;
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let slots = prompts.len();
+    let capacity = prompts.iter().map(Vec::len).max().unwrap_or(0) + max_new_tokens;
+    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages };
     let options = Options {
-        slots: 1,
+        slots,
         capacity,
         planes: Planes::of(&[target, plan.view]),
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
-        step_rows: gamma + 1,
+        step_rows: slots * (gamma + 1),
         block_rows: 16,
         threads: 1,
     };
     let backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
     let draft = (gamma > 0).then_some(plan);
     let method = Method { target, draft, policy: Policy::fixed(gamma) };
-    let mut engine = Engine::new(backend, method, 1, capacity, 16);
-    let slot = engine.add(&[STOP], Sampler::greedy(), max_new_tokens).expect("add");
-    let mut tokens = vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")];
-    while tokens.len() < max_new_tokens && !tokens.contains(&STOP) {
-        engine.draft(&[(slot, engine.choose_gamma(slot))]).expect("draft");
-        tokens.extend(engine.verify().expect("verify").remove(0).tokens);
+    let mut engine = Engine::new(backend, method, slots, capacity, 16);
+    let mut texts = Vec::new();
+    for (index, prompt) in prompts.iter().enumerate() {
+        assert_eq!(engine.add(prompt, sampler.clone(), max_new_tokens).expect("add"), index);
+        texts.push(vec![engine.prefill(index, &mut |_, _| ()).expect("prefill")]);
     }
-    let end = tokens.iter().position(|&token| token == STOP).unwrap_or(tokens.len());
-    tokens[..end].to_vec()
+    loop {
+        let going = |text: &Vec<u32>| text.len() < max_new_tokens && !text.contains(&STOP);
+        let round: Vec<(usize, usize)> =
+            (0..slots).filter(|&slot| going(&texts[slot])).map(|slot| (slot, engine.choose_gamma(slot))).collect();
+        if round.is_empty() {
+            break;
+        }
+        engine.draft(&round).expect("draft");
+        for emitted in engine.verify().expect("verify") {
+            texts[emitted.slot].extend(emitted.tokens);
+        }
+    }
+    assert_eq!(engine.stats().drafted_tokens() > 0, gamma > 0);
+    let until_stop = |text: Vec<u32>| text.into_iter().take_while(|&token| token != STOP).collect();
+    texts.into_iter().map(until_stop).collect()
+}
+
+fn story(target: View, gamma: usize, max_new_tokens: usize) -> Vec<u32> {
+    decode(&[vec![STOP]], target, gamma, Pages::All, &Sampler::greedy(), max_new_tokens).remove(0)
 }
 
 fn expected() -> Vec<u32> {
@@ -68,5 +93,22 @@ fn every_view_tells_its_story_drafted_or_not() {
         for &gamma in gammas {
             assert_eq!(story(target, gamma, 380), plain, "view {target:?}, gamma {gamma}");
         }
+    }
+}
+
+#[test]
+fn neighbours_selected_pages_and_sampling_change_no_token() {
+    // The reference story as prompts that end on both sides of page borders, the last with three pages to select from.
+    let told = expected();
+    let prompt = |length: usize| std::iter::once(STOP).chain(told.iter().copied().cycle()).take(length).collect();
+    let prompts: Vec<Vec<u32>> = [1, G - 1, 2 * G + 1, 4 * G + 40].into_iter().map(prompt).collect();
+    let sampler = Sampler::new(0.8, 40, 0.95, 0.0, 11, 0, Accept::Replay).expect("sampler");
+    let alone: Vec<Vec<u32>> = prompts
+        .iter()
+        .map(|prompt| decode(std::slice::from_ref(prompt), View::Both, 0, Pages::All, &sampler, 40).remove(0))
+        .collect();
+    assert!(alone.iter().map(Vec::len).sum::<usize>() > 80, "the texts stop early");
+    for pages in [Pages::Best(2), Pages::Window(2)] {
+        assert_eq!(decode(&prompts, View::Both, 4, pages, &sampler, 40), alone, "{pages:?}");
     }
 }
