@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_native
+import hypothesis
 import pytest
 
 import quantspec_cli
@@ -26,6 +27,10 @@ for variable in [name for name in os.environ if name.startswith("QUANTSPEC_")]:
 os.environ["QUANTSPEC_CONFIG"] = os.devnull
 
 DEMO = hub.demo()
+
+# A busy machine must not fail a property.
+hypothesis.settings.register_profile("quantspec", deadline=None)
+hypothesis.settings.load_profile("quantspec")
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,10 @@ def test_a_byte_level_text_survives_token_by_token(demo: Tokenizer, text: str) -
     assert answer(demo, ids, continues=True) == visible
 
 
-@given(st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60))
-def test_any_text_survives_the_demo_tokenizer(text: str) -> None:
-    tokenizer = Tokenizer(DEMO, 8192)
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=60))
+def test_any_text_survives_the_demo_tokenizer(demo: Tokenizer, text: str) -> None:
     expected = text.replace("<s>", "").replace("</s>", "").replace("<pad>", "")
-    assert answer(tokenizer, tokenizer.encode(text), continues=True) == expected
+    assert answer(demo, demo.encode(text), continues=True) == expected
 
 
 @pytest.mark.parametrize("text", TEXTS[:3])

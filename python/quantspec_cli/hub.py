@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -38,12 +39,13 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
         if revision is not None:
             raise UsageError("--revision without --model", "name the hub id the revision belongs to")
         return demo()
-    path = Path(model).expanduser()
-    if path.is_dir():
+    # These give up silently on names that no file can have.
+    path = os.path.expanduser(model)
+    if os.path.isdir(path):
         if revision is not None:
             raise UsageError(f"--revision {revision} with the directory {model}", "a directory has no revisions")
-        return path
-    if path.exists():
+        return Path(path)
+    if os.path.exists(path):
         raise ModelError(f"model {model} is a file", "give the directory that holds config.json and the weights")
     repository, _, pinned = model.partition("@")
     if not _HUB_ID.fullmatch(repository) or "--" in repository or ".." in repository:

@@ -1,0 +1,208 @@
+"""Finding models: the demo, directories, and the hub (a small server on this machine that speaks its protocol)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DEMO, Outcome, copy_demo
+
+from quantspec_cli import hub
+
+Run = Callable[..., Outcome]
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+# What repositories hold besides what we need.
+OTHERS = {
+    "README.md": b"# model",
+    "pytorch_model.bin": b"pickle",
+    "consolidated.safetensors": b"a second copy",
+    "original/consolidated.00.pth": b"pickle",
+    "modeling_custom.py": b"raise SystemExit",
+    "onnx/model.onnx": b"onnx",
+}
+
+
+def repository() -> dict[str, bytes]:
+    return {**{path.name: path.read_bytes() for path in DEMO.iterdir()}, **OTHERS}
+
+
+class Hub(ThreadingHTTPServer):
+    """Serves one repository, owner/model, with the revision `main` and the commit `SHA`."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files = files
+        self.fetched: list[str] = []
+        self.gated = False
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(send=False)
+
+    def do_GET(self) -> None:
+        self._answer(send=True)
+
+    def _answer(self, *, send: bool) -> None:
+        path = self.path.partition("?")[0].strip("/")
+        known = path.startswith(("api/models/owner/model", "owner/model/resolve/"))
+        if not known:
+            self._reply(404, b"{}", {"X-Error-Code": "RepoNotFound"}, send=send)
+        elif "/nonsense" in path:
+            self._reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, send=send)
+        elif self.server.gated:
+            self._reply(403, b"{}", {"X-Error-Code": "GatedRepo"}, send=send)
+        elif path.startswith("api/") and "/tree/" in path:
+            entries = [
+                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                for name, body in self.server.files.items()
+            ]
+            self._reply(200, json.dumps(entries).encode(), {}, send=send)
+        elif path.startswith("api/"):
+            info = {"id": "owner/model", "sha": SHA, "siblings": [{"rfilename": name} for name in self.server.files]}
+            self._reply(200, json.dumps(info).encode(), {}, send=send)
+        else:
+            name = path.partition("/resolve/")[2].partition("/")[2]
+            body = self.server.files[name]
+            if send:
+                self.server.fetched.append(name)
+            etag = hashlib.sha1(body).hexdigest()
+            self._reply(200, body, {"ETag": f'"{etag}"', "X-Repo-Commit": SHA}, send=send)
+
+    def _reply(self, code: int, body: bytes, headers: dict[str, str], *, send: bool) -> None:
+        self.send_response(code)
+        for key, value in {**headers, "Content-Length": str(len(body)), "Content-Type": "application/json"}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if send:
+            self.wfile.write(body)
+
+
+@pytest.fixture
+def server() -> Iterator[Hub]:
+    with Hub(repository()) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield running
+        running.shutdown()
+
+
+@pytest.fixture
+def online(start: Start, server: Hub, tmp_path: Path) -> Callable[..., Outcome]:
+    """Runs a command in a process that reaches the small hub, with a cache of its own."""
+    home = tmp_path / "home"
+
+    def run(*arguments: str, **environment: str) -> Outcome:
+        settings = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", **environment}
+        child = start(*arguments, env=settings)
+        out, err = child.communicate(timeout=120)
+        return Outcome(child.returncode, out.decode(), err.decode())
+
+    return run
+
+
+def test_only_what_is_needed_is_fetched_and_only_once(online: Run, server: Hub) -> None:
+    command = ["run", "--model", "owner/model", "--text", "x", "-n", "3", "--json"]
+    first = online(*command)
+    assert (first.code, first.stderr) == (0, ""), first
+    assert sorted(server.fetched) == sorted(path.name for path in DEMO.iterdir())
+    assert first.json["model"] == "owner/model"
+    again = online(*command)
+    assert again.json["results"] == first.json["results"]
+    assert len(server.fetched) == len(set(server.fetched))
+    for offline in (["--offline"], []):
+        cached = online(*command, *offline, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="" if offline else "1")
+        assert cached.json["results"] == first.json["results"]
+
+
+def test_a_revision_by_flag_or_in_the_name(online: Run) -> None:
+    for arguments in (["-m", f"owner/model@{SHA}"], ["-m", "owner/model", "--revision", "main"]):
+        assert online("run", *arguments, "--text", "x", "-n", "3").code == 0
+    online("run", "-m", "owner/model@nonsense", "--text", "x").assert_error(1, "owner/model", "no revision nonsense")
+    online("run", "-m", "owner/model@a", "--revision", "b", "--text", "x").assert_error(2, "two revisions")
+
+
+def test_what_the_hub_refuses_is_one_error(online: Run, server: Hub) -> None:
+    online("run", "-m", "owner/nothing", "--text", "x").assert_error(1, "owner/nothing", "HF_TOKEN")
+    online("run", "-m", "nothing", "--text", "x").assert_error(1, "neither a directory nor a model")
+    online("run", "-m", "owner/model", "--text", "x", HF_ENDPOINT="http://127.0.0.1:9").assert_error(
+        1, "owner/model", "cannot be reached"
+    )
+    server.gated = True
+    online("run", "-m", "owner/model", "--text", "x").assert_error(1, "gated", "licence", "HF_TOKEN")
+    server.gated = False
+    del server.files["config.json"]
+    online("run", "-m", "owner/model", "--text", "x").assert_error(1, "no config.json")
+
+
+def test_offline_and_not_in_the_cache_is_one_error(fake: Any, quantspec: Run) -> None:
+    quantspec("run", "-m", "owner/model", "--text", "x").assert_error(1, "owner/model", "cache", "HF_HUB_OFFLINE")
+    quantspec("run", "-m", "owner/model", "--offline", "--text", "x").assert_error(1, "owner/model", "--offline")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("./nowhere", "does not exist"),
+        ("/no/such/place", "does not exist"),
+        ("a/b/c", "does not exist"),
+        ("", "does not exist"),
+        ("~nobody/x", "does not exist"),
+        ("owner/..", "does not exist"),
+        ("owner/a--b", "does not exist"),
+        ("owner/name with space", "does not exist"),
+        ("x" * 5000, "no valid hub id"),
+        ("a\0b", "does not exist"),
+    ],
+)
+def test_names_that_cannot_be_models(fake: Any, quantspec: Run, model: str, words: str) -> None:
+    quantspec("run", "-m", model, "--text", "x").assert_error(1, words)
+
+
+def test_a_file_is_no_model(fake: Any, quantspec: Run) -> None:
+    quantspec("run", "-m", str(DEMO / "model.safetensors"), "--text", "x").assert_error(1, "is a file", "directory")
+
+
+def test_a_directory_without_config_or_weights(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    quantspec("run", "-m", str(tmp_path / "empty"), "--text", "x").assert_error(1, "no config.json")
+    model = copy_demo(tmp_path / "m")
+    (model / "model.safetensors").unlink()
+    quantspec("run", "-m", str(model), "--text", "x").assert_error(1, "no weights")
+
+
+def test_a_directory_needs_no_network_and_has_no_revision(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    model = str(copy_demo(tmp_path / "m"))
+    assert quantspec("run", "-m", model, "--text", "x", "-n", "3").code == 0
+    quantspec("run", "-m", model, "--revision", "main", "--text", "x").assert_error(2, "revision")
+
+
+def test_a_directory_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert hub.resolve("owner/model") == Path("owner/model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.resolve("~/owner") == tmp_path / "owner"
+
+
+def test_the_demo_is_complete() -> None:
+    names = set(os.listdir(hub.resolve(None)))
+    assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
