@@ -148,9 +148,9 @@ def evaluate(
 def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:
     """What steps at positions start .. start + tokens read on average, over all layers and KV heads.
 
-    weights_bytes (target, one pass; head_bytes of them its head), pages and buffer_tokens (visible on average), upper_page_bytes, lower_page_bytes,
-    full_page_bytes and page_bound_bytes (of one page), token_bytes (keys and values of one token in f16), block_rows (rows
-    of a prefill block).
+    weights_bytes (target, one pass; head_bytes of them its head), pages and buffer_tokens (visible on average),
+    upper_page_bytes, lower_page_bytes, full_page_bytes and page_bound_bytes (of one page), token_bytes (keys and values of
+    one token in f16), block_rows (rows of a prefill block).
     """
 
 def read_gb_per_s(threads: int | None = None) -> float:

@@ -1,0 +1,220 @@
+"""A second opinion in NumPy and float64: the network, the quantisers, the visibility law and teacher-forced drafts.
+
+Written from docs/algorithm.md and docs/cache.md alone. Slow and plain; tests compare the engine with it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+G = 128
+
+
+def load(folder: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+    """config.json and the tensors of one safetensors file, as float64."""
+    raw = (folder / "model.safetensors").read_bytes()
+    (length,) = struct.unpack_from("<Q", raw)
+    tensors: dict[str, Array] = {}
+    for name, info in json.loads(raw[8 : 8 + length]).items():
+        if name == "__metadata__":
+            continue
+        begin, end = (8 + length + offset for offset in info["data_offsets"])
+        if info["dtype"] == "BF16":
+            values = (np.frombuffer(raw[begin:end], "<u2").astype(np.uint32) << 16).view(np.float32)
+        else:
+            values = np.frombuffer(raw[begin:end], {"F16": "<f2", "F32": "<f4"}[info["dtype"]])
+        tensors[name] = values.astype(np.float64).reshape(info["shape"])
+    return json.loads((folder / "config.json").read_text(encoding="utf-8")), tensors
+
+
+def half(x: Array) -> Array:
+    """Rounded to f16, as keys and values are stored."""
+    return x.astype(np.float16).astype(np.float64)
+
+
+def log_softmax(logits: Array) -> Array:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+# Quantisers ----------------------------------------------------------------------------------------------------------
+
+
+def balanced(x: Array, axis: int) -> tuple[Array, Array]:
+    """(view Upper, view Both) of groups along an axis: one 8-bit rounding on a mid-rise grid, split into nibbles."""
+    least, most = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
+    constant = least == most
+    fine = (most - least) / 255
+    scale = half(np.where(constant, 1, np.maximum(16 * fine, 2.0**-14)))
+    zero = half(np.where(constant, least, least + 8 * fine))
+    code = np.clip(np.rint((x - zero) / (scale / 16)), -8, 247)
+    upper = (code + 8) // 16
+    lower = code - 16 * upper
+    views = (upper * scale + zero - scale / 32, (upper + lower / 16) * scale + zero)
+    return tuple(np.where(constant, zero, view) for view in views)  # type: ignore[return-value]
+
+
+def rounded_weights(w: Array, bits: int) -> Array:
+    """Asymmetric codes of groups of 128 inputs, scale and zero in f16."""
+    out = np.empty_like(w)
+    for start in range(0, w.shape[1], G):
+        group = w[:, start : start + G]
+        least = group.min(1, keepdims=True)
+        step = half((group.max(1, keepdims=True) - least) / (2**bits - 1))
+        zero = half(least)
+        codes = np.rint((group - zero) / np.where(step == 0, 1, step))
+        out[:, start : start + G] = np.clip(codes, 0, 2**bits - 1) * step + zero
+    return out
+
+
+def rounded_activations(x: Array) -> Array:
+    """int8 per token and group of 128 channels."""
+    out = np.empty_like(x)
+    for start in range(0, x.shape[1], G):
+        group = x[:, start : start + G]
+        scale = np.abs(group).max(1, keepdims=True) / 127
+        out[:, start : start + G] = np.rint(group / np.where(scale == 0, 1, scale)) * scale
+    return out
+
+
+# Network -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Llama:
+    """A Llama: weights as they are, or as a draft sees them (4 bits, a head of 8, int8 activations)."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Array]
+    draft: bool = False
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.layers = config["num_hidden_layers"]
+        self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self.head_dim = config.get("head_dim", config["hidden_size"] // self.heads)
+        self.embedding = self.tensors["model.embed_tokens.weight"]
+        self.head = self.tensors.get("lm_head.weight", self.embedding)
+        if self.draft:
+            self.tensors = {
+                name: rounded_weights(w, 4) if name.endswith("_proj.weight") else w for name, w in self.tensors.items()
+            }
+            self.head = rounded_weights(self.head, 8)
+
+    def _linear(self, x: Array, name: str) -> Array:
+        out = (rounded_activations(x) if self.draft else x) @ self.tensors[f"{name}.weight"].T
+        bias = self.tensors.get(f"{name}.bias")
+        return out if bias is None else out + bias
+
+    def _norm(self, x: Array, name: str) -> Array:
+        return (
+            x / np.sqrt((x**2).mean(-1, keepdims=True) + self.config["rms_norm_eps"]) * self.tensors[f"{name}.weight"]
+        )
+
+    def _rope(self, x: Array, positions: Array) -> Array:
+        half_dim = self.head_dim // 2
+        angles = positions[:, None] / self.config["rope_theta"] ** (np.arange(half_dim) / half_dim)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        first, second = x[..., :half_dim], x[..., half_dim:]
+        return np.concatenate((first * cos - second * sin, second * cos + first * sin), -1)
+
+    def qkv(self, layer: int, x: Array, positions: Array) -> tuple[Array, Array, Array]:
+        """Queries, keys (both after RoPE) and values, [rows][heads][head_dim]."""
+        prefix = f"model.layers.{layer}."
+        h = self._norm(x, prefix + "input_layernorm")
+        q, k, v = (
+            self._linear(h, f"{prefix}self_attn.{name}_proj").reshape(len(x), -1, self.head_dim) for name in "qkv"
+        )
+        if f"{prefix}self_attn.q_norm.weight" in self.tensors:
+            q, k = self._norm(q, f"{prefix}self_attn.q_norm"), self._norm(k, f"{prefix}self_attn.k_norm")
+        return self._rope(q, positions), self._rope(k, positions), v
+
+    def attend(self, q: Array, k: Array, v: Array, visible: Array) -> Array:
+        """Attention of [rows][heads][d] over [tokens][kv heads][d]; `visible` is [rows][tokens]."""
+        out = np.empty_like(q)
+        for head in range(self.heads):
+            group = head // (self.heads // self.kv_heads)
+            scores = q[:, head] @ k[:, group].T / np.sqrt(self.head_dim)
+            p = np.exp(log_softmax(np.where(visible, scores, -np.inf)))
+            out[:, head] = p @ v[:, group]
+        return out
+
+    def rest(self, layer: int, x: Array, attended: Array) -> Array:
+        """Output projection and feed-forward network."""
+        prefix = f"model.layers.{layer}."
+        x = x + self._linear(attended.reshape(len(x), -1), prefix + "self_attn.o_proj")
+        h = self._norm(x, prefix + "post_attention_layernorm")
+        gate, up = self._linear(h, prefix + "mlp.gate_proj"), self._linear(h, prefix + "mlp.up_proj")
+        return x + self._linear(gate / (1 + np.exp(-gate)) * up, prefix + "mlp.down_proj")
+
+    def logits(self, x: Array) -> Array:
+        h = self._norm(x, "model.norm")
+        return (rounded_activations(h) if self.draft else h) @ self.head.T
+
+    def forward(self, ids: Array) -> Array:
+        """Logits of every position by plain causal attention, nothing quantised."""
+        positions = np.arange(len(ids))
+        visible = positions[:, None] >= positions
+        x = self.embedding[ids]
+        for layer in range(self.layers):
+            q, k, v = self.qkv(layer, x, positions)
+            x = self.rest(layer, x, self.attend(q, k, v, visible))
+        return self.logits(x)
+
+
+# Teacher forcing -----------------------------------------------------------------------------------------------------
+
+VIEWS = {"fp16": None, "int8": 1, "int4": 0}
+
+
+def _view(k: Array, v: Array, quantised: int, view: str) -> tuple[Array, Array]:
+    """Keys and values as a query sees them: the first `quantised` tokens through a view, later ones as stored."""
+    which = VIEWS[view]
+    if which is None or quantised == 0:
+        return k, v
+    pages = k[:quantised].reshape(-1, G, *k.shape[1:])
+    keys = balanced(pages, 1)[which].reshape(quantised, *k.shape[1:])  # per channel, over a page's tokens
+    values = balanced(v[:quantised], 2)[which]  # per token, over a head's channels
+    return np.concatenate((keys, k[quantised:])), np.concatenate((values, v[quantised:]))
+
+
+def evaluate(model: Llama, ids: Array, view: str, drafts: dict[str, tuple[Llama, str]]) -> dict[str, Any]:
+    """Log-probabilities of every position under a target view, and of each draft, decoding a page's rows at once.
+
+    Rows of one page share Q(p), the number of quantised tokens they see. Returns {"target": [n][vocab], name: ...}.
+    """
+    n = len(ids)
+    past: list[tuple[Array, Array]] = [(np.empty((0, model.kv_heads, model.head_dim)),) * 2] * model.layers
+    out: dict[str, list[Array]] = {"target": [], **{name: [] for name in drafts}}
+    for start in range(0, n, G):
+        positions = np.arange(start, min(start + G, n))
+        quantised = max(0, start // G - 1) * G
+        tokens = np.arange(positions[-1] + 1)
+        x, seen = model.embedding[ids[positions]], []
+        for layer in range(model.layers):
+            q, k, v = model.qkv(layer, x, positions)
+            keys, values = (np.concatenate((old, half(new))) for old, new in zip(past[layer], (k, v), strict=True))
+            seen.append((keys, values))
+            keys, values = _view(keys, values, quantised, view)
+            x = model.rest(layer, x, model.attend(q, keys, values, positions[:, None] >= tokens))
+        out["target"].append(log_softmax(model.logits(x)))
+        for name, (draft, draft_view) in drafts.items():
+            x = draft.embedding[ids[positions]]
+            for layer in range(draft.layers):
+                q, k, v = draft.qkv(layer, x, positions)
+                keys, values = _view(*seen[layer], quantised, draft_view)
+                # A row sees the target's keys and values before it, and its own.
+                own_k, own_v = np.concatenate((keys, half(k))), np.concatenate((values, half(v)))
+                visible = np.concatenate((positions[:, None] > tokens, np.eye(len(positions), dtype=bool)), 1)
+                x = draft.rest(layer, x, draft.attend(q, own_k, own_v, visible))
+            out[name].append(log_softmax(draft.logits(x)))
+        past = seen
+    return {name: np.concatenate(rows) for name, rows in out.items()}

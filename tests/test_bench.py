@@ -1,0 +1,339 @@
+"""`quantspec bench`: its grammar, what a row says, and that repetitions decode the same text at the same depth."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantspec_cli import bench, hub
+from quantspec_cli.bench import Method, Sample
+from quantspec_cli.engine import Model
+from quantspec_cli.errors import InternalError, UsageError
+
+CONTRACT = {
+    *(
+        "model",
+        "device",
+        "method",
+        "kv_target",
+        "gamma",
+        "draft_pages",
+        "batch",
+        "threads",
+        "test",
+        "n_prompt",
+        "n_gen",
+    ),
+    *(
+        "n_depth",
+        "ms_per_token",
+        "ms_per_token_sd",
+        "tokens_per_s",
+        "bytes_per_token",
+        "gb_per_s",
+        "bandwidth_gb_per_s",
+    ),
+    *("bandwidth_share", "acceptance_rate", "mean_acceptance_length", "repetitions"),
+}
+SPECULATIVE = {"draft_ms", "verify_ms", "round_ms", "loop_us"}
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0", [0]),
+        ("512,0, 128", [512, 0, 128]),
+        ("0-4096+1024", [0, 1024, 2048, 3072, 4096]),
+        ("0-10+4", [0, 4, 8]),
+        ("1-64*4", [1, 4, 16, 64]),
+        ("3-5", [3, 4, 5]),
+        ("7,7,5-8", [7, 5, 6, 8]),
+    ],
+)
+def test_lists(text: str, values: list[int]) -> None:
+    assert bench.numbers("-d", text) == values
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        ",",
+        "1,,x",
+        "x",
+        "1,",
+        "-1",
+        "1-",
+        "5-1",
+        "1-8*1",
+        "0-8*2",
+        "0-8+0",
+        "1.5",
+        "1-2-3",
+        "0-100000",
+        "²",
+        "9" * 40,
+    ],
+)
+def test_nonsense_lists(text: str) -> None:
+    with pytest.raises(UsageError, match="-d"):
+        bench.numbers("-d", text)
+
+
+def test_methods_cross_gammas_and_pages() -> None:
+    assert bench.methods("ar-fp16,ar,quantspec", ["auto", 4], ["all", 8]) == [
+        Method("ar", "fp16"),
+        Method("ar", "int8"),
+        *(Method("quantspec", "int8", gamma, pages) for gamma in ("auto", 4) for pages in ("all", 8)),
+    ]
+    assert bench.methods("w4-fp16", [3], ["all"]) == [Method("w4", "fp16", 3)]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    from quantspec_cli import __main__
+
+    out = tmp_path_factory.mktemp("bench") / "rows.jsonl"
+    arguments = "bench -p 64 -n 40 -d 0,1024 -r 2 -g 3 --methods ar-fp16,ar,ar-int4,quantspec,w4,kv4 -o jsonl --output"
+    assert __main__.execute([*arguments.split(), str(out)]) == 0
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_row_per_test_method_and_depth(rows: list[dict[str, Any]]) -> None:
+    decoding = [("ar", "fp16"), ("ar", "int8"), ("ar", "int4"), ("quantspec", "int8"), ("w4", "int8"), ("kv4", "int8")]
+    expected = [
+        (depth, *test)
+        for depth in (0, 1024)
+        for test in (("pp", "any", "any"), *(("tg", *method) for method in decoding))
+    ]
+    assert [(row["n_depth"], row["test"], row["method"], row["kv_target"]) for row in rows] == expected
+
+
+def test_a_row_keeps_the_contract(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert set(row) >= CONTRACT
+        tokens = row["n_prompt"] or row["n_gen"]
+        assert tokens == (64 if row["test"] == "pp" else 40)
+        assert (row["model"], row["batch"], row["repetitions"]) == ("demo", 1, 2)
+        assert row["ms_per_token"] == pytest.approx(sum(row["samples_ms_per_token"]) / 2)
+        assert row["tokens_per_s"] == pytest.approx(1e3 / row["ms_per_token"])
+        assert row["gb_per_s"] == pytest.approx(row["bytes_per_token"] / row["ms_per_token"] / 1e6)
+        assert row["bandwidth_gb_per_s"] > 0
+        drafts = row["method"] in {"quantspec", "w4", "kv4"}
+        assert (row["acceptance_rate"] is not None) == drafts
+        if drafts:
+            assert set(row) >= SPECULATIVE
+            assert 0 < row["acceptance_rate"] <= 1
+            assert 1 < row["mean_acceptance_length"] <= 4
+            assert 0 < row["draft_ms"] + row["verify_ms"] <= row["round_ms"]
+            # 40 tokens, three drafted a round but at the end.
+            assert row["gamma"] == 3
+            assert 2.5 < row["gamma_mean"] <= 3
+
+
+def test_bytes_are_what_the_steps_read(rows: list[dict[str, Any]]) -> None:
+    read = {
+        (row["n_depth"], row["method"], row["kv_target"]): row["bytes_per_token"] for row in rows if row["test"] == "tg"
+    }
+    # The demo model: 6 layers of 2 + 2 · 256 · 256 and 3 · 256 · 704 weights, a head of 8192 · 256, in BF16.
+    weights = 2 * (6 * (4 * 256 * 256 + 3 * 256 * 704) + 8192 * 256)
+    # Positions 1024 … 1063: 7 pages of 128, and from 129 to 168 recent tokens, for 6 · 2 heads of 128 channels.
+    recent = 12 * (129 + 168) / 2 * 2 * 2 * 128
+    for target, bits in (("fp16", 16), ("int8", 8.25), ("int4", 4.25)):
+        pages = 12 * 7 * 2 * 128 * 128 * bits / 8
+        assert read[1024, "ar", target] == pytest.approx(weights + pages + recent)
+    # Three draft steps and a verification for at most four tokens: drafts with full weights read at least a step a token.
+    assert read[1024, "kv4", "int8"] > 0.95 * read[1024, "ar", "int4"]
+    assert read[1024, "quantspec", "int8"] < read[1024, "w4", "int8"]
+
+
+def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:
+    def sample(seconds: float, *bandwidths: float) -> Sample:
+        return Sample(seconds, 1e9, (bandwidths[0], bandwidths[1]))
+
+    base = [sample(2.0, 36, 37), sample(1.0, 62, 64), sample(1.5, 36, 64), sample(2.0, 36, 36)]
+    runs = [sample(1.0, 37, 36), sample(0.8, 64, 62), sample(0.5, 36, 36), sample(0.5, 62, 62)]
+    # The third baseline and the last pair saw the memory change its speed.
+    found = bench._speedup(runs, base)
+    assert found["speedup"] == pytest.approx((2.0 + 1.25) / 2)
+    assert found["speedup_repetitions"] == 2
+    assert bench._speedup(runs, None)["speedup"] is None
+    assert bench._speedup(runs[3:], base[3:]) == {"speedup": None, "speedup_sd": None, "speedup_repetitions": 0}
+
+
+def test_different_tokens_are_an_error() -> None:
+    runs = {
+        Method("ar", "int8"): Sample(1, 1, None, tokens=[1, 2]),
+        Method("ar", "fp16"): Sample(1, 1, None, tokens=[1, 3]),
+        Method("quantspec", "int8", 4): Sample(1, 1, None, tokens=[1, 2]),
+    }
+    bench._check_equal(runs)
+    runs[Method("kv4", "int8", 4)] = Sample(1, 1, None, tokens=[1, 3])
+    with pytest.raises(InternalError, match="kv4 and ar emitted different tokens from the int8 target"):
+        bench._check_equal(runs)
+
+
+@pytest.mark.parametrize(
+    ("output_format", "read"),
+    [
+        ("json", lambda text: [(row["test"], row["n_gen"]) for row in json.loads(text)]),
+        ("csv", lambda text: [(row["test"], int(row["n_gen"])) for row in csv.DictReader(io.StringIO(text))]),
+        ("md", lambda text: [(line[:2], int(line[2:])) for line in _tests(text)]),
+    ],
+)
+def test_formats(quantspec: Callable[..., Any], output_format: str, read: Callable[[str], Any]) -> None:
+    outcome = quantspec("bench", "-p", "0", "-n", "4,6", "-r", "1", "--methods", "ar", "-o", output_format)
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert read(outcome.stdout) == [("tg", 4), ("tg", 6)]
+
+
+def _tests(markdown: str) -> list[str]:
+    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in markdown.splitlines()]
+    assert len({len(line) for line in lines}) == 1
+    assert set("".join(lines[1])) == {"-", ":"}
+    column = lines[0].index("test")
+    return [line[column] for line in lines[2:]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("-d 1,,x", 2, ("-d", "1,,x")),
+        ("-p 0 -n 0", 2, ("nothing to measure",)),
+        ("-g 17", 2, ("--gamma has '17'", "0 to 16")),
+        ("-g auto,,", 2, ("--gamma",)),
+        ("--draft-pages 1", 2, ("--draft-pages has '1'",)),
+        ("--methods ar-fp32", 2, ("ar-fp32",)),
+        ("-r 0", 2, ("repetitions is 0",)),
+        ("-o xml", 2, ("xml",)),
+        ("--threads 0", 2, ("threads is 0",)),
+        ("-d 0,200000", 3, ("depth 200000", "context of demo is 131072", "at most 130559")),
+        ("--prompt /no/such/book", 1, ("/no/such/book does not exist",)),
+        ("-o jsonl --output /no/such/folder/rows", 1, ("/no/such/folder",)),
+        ("-m /no/such/model", 1, ("/no/such/model",)),
+    ],
+)
+def test_bad_input(quantspec: Callable[..., Any], arguments: str, code: int, words: tuple[str, ...]) -> None:
+    quantspec("bench", *arguments.split()).assert_error(code, *words)
+
+
+def test_texts_that_are_too_short(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_text("It was a dark and stormy night.")
+    quantspec("bench", "-d", "100", "--prompt", str(path)).assert_error(
+        1, "tokens, the deepest test reads 612", "lower -d"
+    )
+    path.write_bytes(b"")
+    quantspec("bench", "--prompt", str(path)).assert_error(1, "is empty")
+
+
+# What the engine offers for it.
+
+SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    from quantspec_cli import _native
+
+    return _native.Engine(str(hub.demo()), capacity=1200, every_view=True, threads=2)
+
+
+def ids(count: int) -> list[int]:
+    import gzip
+
+    return Model.open(None).tokenizer.encode(gzip.decompress(bench.BOOK.read_bytes()).decode())[:count]
+
+
+def decode(engine: Any, slot: int, tokens: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < tokens:
+        engine.draft([(slot, engine.choose_gamma(slot))])
+        found += engine.verify()[0][1]
+    return found
+
+
+def test_a_restarted_answer_is_the_answer(engine: Any) -> None:
+    prompt = ids(300)
+    engine.configure(method="ar")
+    slot = engine.add(prompt, seed=5, max_new_tokens=61, **SAMPLING)
+    first = engine.prefill(slot)
+    plain = decode(engine, slot, 60)
+    for method, gamma in (("quantspec", 4), ("kv4", 7), ("ar", 0), ("w4", 3)):
+        engine.configure(method=method, gamma=gamma)
+        assert engine.stats()["rounds"] == 0
+        assert engine.restart(slot, first, seed=5, **SAMPLING)
+        assert decode(engine, slot, 60) == plain, method
+    # Another seed, another text; another target, mostly another text; then the first again.
+    assert engine.restart(slot, first, seed=6, **SAMPLING)
+    assert decode(engine, slot, 60) != plain
+    engine.configure(method="ar", kv_target="int4")
+    assert engine.restart(slot, first, seed=5, **SAMPLING)
+    decode(engine, slot, 60)
+    engine.configure(method="quantspec", gamma=2)
+    assert engine.restart(slot, first, seed=5, **SAMPLING)
+    assert decode(engine, slot, 60) == plain
+    engine.finish(slot)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "kept"), [(256, 256), (255, 129), (300, 212), (20, 364)])
+def test_restarting_needs_the_buffer(engine: Any, prompt_tokens: int, kept: int) -> None:
+    """The buffer holds 384 positions, and a query right behind the prompt reads back to Q(prompt)."""
+    for tokens, possible in ((kept, True), (kept + 1, False)):
+        engine.configure(method="ar")
+        # The last emitted token is never fed: one more token than positions written.
+        slot = engine.add(ids(prompt_tokens), seed=1, max_new_tokens=tokens + 1, **SAMPLING)
+        first = engine.prefill(slot)
+        plain = decode(engine, slot, tokens)
+        assert engine.restart(slot, first, seed=1, **SAMPLING) is possible
+        if possible:
+            assert decode(engine, slot, tokens) == plain
+        engine.finish(slot)
+
+
+def test_what_cannot_be_restarted(engine: Any) -> None:
+    from quantspec_cli import _native
+
+    def refused(word: str, work: Callable[[], object]) -> None:
+        with pytest.raises(_native.NativeError, match=word):
+            work()
+
+    engine.configure(method="ar")
+    slot = engine.add(ids(10), seed=1, max_new_tokens=5, **SAMPLING)
+    refused("not prefilled", lambda: engine.restart(slot, 5, seed=1, **SAMPLING))
+    engine.prefill(slot)
+    refused("8192", lambda: engine.restart(slot, 8192, seed=1, **SAMPLING))
+    refused("slot 7", lambda: engine.restart(7, 5, seed=1, **SAMPLING))
+    engine.finish(slot)
+    ordinary = _native.Engine(str(hub.demo()), capacity=20)
+    refused("one method", lambda: ordinary.configure(method="ar"))
+
+
+def test_rows_at_a_depth_are_part_of_the_prefill(engine: Any) -> None:
+    prompt = ids(1000)
+    seconds = {}
+    for start in (0, 500, 936, 1000):
+        engine.configure(method="ar")
+        slot = engine.add(prompt, seed=1, max_new_tokens=1, **SAMPLING)
+        _, seconds[start] = engine.prefill_timed(slot, start)
+        whole = engine.stats()["prefill_s"]
+        assert seconds[start] <= whole
+        if start == 0:
+            assert seconds[start] > 0.9 * whole
+        engine.finish(slot)
+    # Loose: the machine may be busy. The last 64 rows cannot cost half of 1,000.
+    assert 0 < seconds[1000] < seconds[936] < 0.5 * seconds[0]
+    assert seconds[936] < seconds[500] < seconds[0] * 1.5
+
+
+def test_answers_longer_than_the_buffer_prefill_again(quantspec: Callable[..., Any]) -> None:
+    arguments = "-p 0 -n 300 -d 130 -r 2 --methods ar,quantspec -g 4 -o json"
+    outcome = quantspec("bench", *arguments.split())
+    assert outcome.code == 0, outcome
+    assert [(row["n_gen"], row["n_depth"]) for row in outcome.json] == [(300, 130), (300, 130)]

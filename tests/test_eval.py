@@ -1,0 +1,150 @@
+"""`quantspec eval`: scores agree with a second opinion in NumPy, and with the acceptance measured on the seed models."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_numpy
+import numpy as np
+import pytest
+
+from quantspec_cli import bench, hub
+from quantspec_cli import eval as evaluation
+from quantspec_cli.engine import Model
+
+# Three pages and a piece: from position 256 on, queries read quantised pages.
+TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def scores() -> dict[str, Any]:
+    from quantspec_cli import _native
+
+    return _native.evaluate(str(hub.demo()), sample())
+
+
+def sample() -> list[int]:
+    return Model.open(None).tokenizer.encode(evaluation.SAMPLE.read_text(encoding="utf-8"))[:TOKENS]
+
+
+def test_scores_agree_with_numpy(scores: dict[str, Any]) -> None:
+    ids = np.array(sample())
+    model = llama_numpy.Llama(*llama_numpy.load(hub.demo()))
+    draft = llama_numpy.Llama(model.config, model.tensors, draft=True)
+    full = llama_numpy.evaluate(model, ids, "fp16", {})["target"][:-1]
+    found = llama_numpy.evaluate(model, ids, "int8", {"kv4": (model, "int4"), "quantspec": (draft, "int4")})
+    int8 = found["target"][:-1]
+    nll = {name: -logs[np.arange(TOKENS - 1), ids[1:]].mean() for name, logs in (("fp16", full), ("int8", int8))}
+    kld = (np.exp(full) * (full - int8)).sum(-1).mean()
+    targets, drafts = scores["targets"], scores["drafts"]
+    # The engine rounds activations to BF16 (2⁻⁹); NumPy rounds nothing but what the method rounds.
+    for name, expected in nll.items():
+        assert targets[name]["nll"] == pytest.approx(expected, abs=0.005)
+        assert targets[name]["perplexity"] == pytest.approx(math.exp(targets[name]["nll"]))
+    assert targets["int8"]["kld"] < kld + 2e-5
+    for name, tolerance in (("kv4", 0.003), ("quantspec", 0.006)):
+        logs = found[name][:-1]
+        acceptance = np.exp(np.minimum(logs, int8)).sum(-1).mean()
+        assert drafts[name]["acceptance"] == pytest.approx(acceptance, abs=tolerance)
+        assert drafts[name]["top1"] == pytest.approx((logs.argmax(-1) == int8.argmax(-1)).mean(), abs=0.02)
+
+
+def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:
+    targets, drafts = scores["targets"], scores["drafts"]
+    assert list(targets) == ["fp16", "int8", "int4"]
+    assert list(drafts) == ["kv4", "w4", "quantspec"]
+    assert set(targets["fp16"]) == {"nll", "perplexity"}
+    assert 0 < targets["int8"]["kld"] < targets["int4"]["kld"] < 0.01
+    assert targets["int8"]["top1"] >= 0.99
+    assert 1 > drafts["kv4"]["acceptance"] > drafts["quantspec"]["acceptance"] > 0.85
+
+
+def test_context_is_read_and_not_scored(scores: dict[str, Any]) -> None:
+    from quantspec_cli import _native
+
+    ids = sample()
+    later = _native.evaluate(str(hub.demo()), ids, context=300)
+    assert (later["tokens"], later["positions"]) == (TOKENS, TOKENS - 1 - 300)
+    # The whole text is the mean of its two parts: exact prefill and an FP16 cache are the same function up to rounding.
+    first = _native.evaluate(str(hub.demo()), ids[:301])["targets"]["fp16"]["nll"]
+    whole = (first * 300 + later["targets"]["fp16"]["nll"] * later["positions"]) / (TOKENS - 1)
+    assert whole == pytest.approx(scores["targets"]["fp16"]["nll"], abs=0.005)
+
+
+def test_scores_are_the_same_for_every_thread_count(scores: dict[str, Any]) -> None:
+    from quantspec_cli import _native
+
+    assert _native.evaluate(str(hub.demo()), sample()[:150], threads=1) == _native.evaluate(
+        str(hub.demo()), sample()[:150], threads=3
+    )
+
+
+def test_the_document(quantspec: Callable[..., Any]) -> None:
+    outcome = quantspec("eval", "--tokens", "80", "--json")
+    assert outcome.code == 0, outcome
+    found = outcome.json
+    assert (found["model"], found["device"], found["tokens"], found["positions"]) == ("demo", "cpu", 80, 79)
+    assert set(found["targets"]["int8"]) == {"nll", "perplexity", "kld", "top1"}
+    assert set(found["drafts"]["quantspec"]) == {"acceptance", "top1"}
+    assert outcome.stderr == ""
+
+
+def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+    out = tmp_path / "report.txt"
+    outcome = quantspec("eval", "--tokens", "70", "--context", "40", "--output", str(out))
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (0, "", "")
+    lines = out.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "demo on sample.txt: 29 positions, teacher-forced"
+    assert [line.split()[0] for line in lines if line] == [
+        *("demo", "target", "fp16", "int8", "int4", "draft", "kv4", "w4", "quantspec"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--tokens", "1"], 2, ("tokens is 1",)),
+        (["--tokens", "many"], 2, ("many",)),
+        (["--context", "-1"], 2, ("context is -1",)),
+        (["--tokens", "5000"], 1, ("sample.txt has 1713 tokens and 5000 are asked for",)),
+        (["--tokens", "50", "--context", "49"], 1, ("50 tokens with 49 of context", "--context")),
+        (["--tokens", "200000"], 3, ("200000 tokens", "context of 131072", "--tokens 131072")),
+        (["--prompt", "/no/such/book"], 1, ("/no/such/book does not exist",)),
+        (["--output", "/no/such/folder/report"], 1, ("/no/such/folder",)),
+        (["--device", "tpu"], 2, ("tpu",)),
+        (["--threads", "0"], 2, ("threads is 0",)),
+        (["--model", "/no/such/model"], 1, ("/no/such/model",)),
+    ],
+)
+def test_bad_input(quantspec: Callable[..., Any], arguments: list[str], code: int, words: tuple[str, ...]) -> None:
+    quantspec("eval", *arguments).assert_error(code, *words)
+
+
+def test_texts_that_are_none(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    for raw, word in ((b"", "empty"), (b" \n", "white space"), (b"\xff\xfe", "UTF-16"), (b"a\0", "binary")):
+        path.write_bytes(raw)
+        quantspec("eval", "-p", str(path)).assert_error(1, word)
+
+
+def test_acceptance_of_a_trained_model() -> None:
+    """The figures of a study in another language (float32 tensors, another program): to ±.01, one document."""
+    folder = os.environ.get("QUANTSPEC_TEST_MODELS")
+    if folder is None:
+        pytest.skip("needs QUANTSPEC_TEST_MODELS, a directory that holds the model seed-mha")
+    from quantspec_cli import _native
+
+    directory = Path(folder) / "seed-mha"
+    ids = Model.open(str(directory)).tokenizer.encode(gzip.decompress(bench.BOOK.read_bytes()).decode())
+    middle = (len(ids) - 8192) // 2
+    found = _native.evaluate(str(directory), ids[middle : middle + 8192], context=8192 - 512)
+    assert found["positions"] == 511
+    assert found["targets"]["int8"]["kld"] < 1e-4
+    assert found["targets"]["int8"]["top1"] >= 0.995
+    assert found["drafts"]["kv4"]["acceptance"] == pytest.approx(0.993, abs=0.01)
+    assert found["drafts"]["quantspec"]["acceptance"] == pytest.approx(0.9435, abs=0.01)

@@ -1,0 +1,188 @@
+"""tools/widen.py: the widened checkpoint computes what its source computes, and says what it is."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import struct
+from collections import namedtuple
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import llama_numpy
+import numpy as np
+import pytest
+
+from quantspec_cli import hub
+
+TOOL = Path(__file__).parents[1] / "tools" / "widen.py"
+
+
+@pytest.fixture(scope="module")
+def widen() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("widen", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]]) -> Path:
+    """An F32 checkpoint."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    header, body = {}, b""
+    for name, values in tensors.items():
+        raw = values.astype("<f4").tobytes()
+        header[name] = {"dtype": "F32", "shape": list(values.shape), "data_offsets": [len(body), len(body) + len(raw)]}
+        body += raw
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + body)
+    return folder
+
+
+@pytest.fixture
+def strange(tmp_path: Path) -> Path:
+    """A random model with everything a source may have: grouped heads, an own head, biases, q/k norms."""
+    random = np.random.default_rng(7)
+    hidden, ffn, heads, kv_heads, dim, vocab, layers = 24, 40, 4, 2, 8, 50, 2
+    config = {
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": dim,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": False,
+    }
+    shapes = {"self_attn.q_proj": (heads * dim, hidden), "self_attn.o_proj": (hidden, heads * dim)}
+    shapes |= {f"self_attn.{name}_proj": (kv_heads * dim, hidden) for name in "kv"}
+    shapes |= {f"mlp.{name}_proj": (ffn, hidden) for name in ("gate", "up")} | {"mlp.down_proj": (hidden, ffn)}
+    tensors = {
+        "model.embed_tokens.weight": random.normal(size=(vocab, hidden)),
+        "lm_head.weight": random.normal(size=(vocab, hidden)),
+        "model.norm.weight": 1 + random.normal(size=hidden) / 10,
+    }
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}."
+        for name, (rows, columns) in shapes.items():
+            tensors[f"{prefix}{name}.weight"] = random.normal(size=(rows, columns)) / np.sqrt(columns)
+            tensors[f"{prefix}{name}.bias"] = random.normal(size=rows) / 10
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = 1 + random.normal(size=hidden) / 10
+        for name in ("q_norm", "k_norm"):
+            tensors[f"{prefix}self_attn.{name}.weight"] = 1 + random.normal(size=dim) / 10
+    return write(tmp_path / "strange", config, tensors)
+
+
+def logits(folder: Path, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return llama_numpy.Llama(*llama_numpy.load(folder)).forward(ids)
+
+
+def test_logits_are_the_sources(widen: ModuleType, tmp_path: Path) -> None:
+    ids = np.random.default_rng(1).integers(3, 8192, 24)
+    out = tmp_path / "wide"
+    assert widen.main([str(hub.demo()), str(out), "--times", "2", "--layers", "8"]) == 0
+    # A power of two divides BF16 exactly: what is left is the order of sums in float64.
+    np.testing.assert_allclose(logits(out, ids), logits(hub.demo(), ids), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_every_part_of_a_layer_is_preserved(widen: ModuleType, strange: Path, tmp_path: Path, times: int) -> None:
+    ids = np.arange(20) * 7 % 50
+    out = tmp_path / "wide"
+    assert widen.main([str(strange), str(out), "--times", str(times), "--layers", "3"]) == 0
+    # A third is no binary fraction: weights are rounded to F32 once.
+    np.testing.assert_allclose(logits(out, ids), logits(strange, ids), rtol=0, atol=1e-9 if times == 2 else 1e-5)
+
+
+def test_the_result_is_larger_and_labelled(widen: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "wide"
+    assert widen.main([str(hub.demo()), str(out), "--times", "2", "--layers", "7"]) == 0
+    config, tensors = llama_numpy.load(out)
+    source = json.loads((hub.demo() / "config.json").read_text())
+    assert config["widened"] == {"source": "demo", "times": 2, "source_layers": 6}
+    assert "widened" in (out / "README.md").read_text()
+    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+        assert config[key] == 2 * source[key]
+    assert (config["head_dim"], config["num_hidden_layers"]) == (128, 7)
+    assert tensors["model.layers.6.mlp.down_proj.weight"].shape == (512, 1408)
+    assert not tensors["model.layers.6.mlp.down_proj.weight"].any()
+    assert not tensors["model.layers.6.self_attn.o_proj.weight"].any()
+    # A layer that adds nothing still reads what a layer reads.
+    assert tensors["model.layers.6.mlp.up_proj.weight"].any()
+    assert (out / "tokenizer.json").read_bytes() == (hub.demo() / "tokenizer.json").read_bytes()
+    assert not list(out.glob("*.partial"))
+
+
+def test_the_engine_scores_it_as_the_source(widen: ModuleType, tmp_path: Path) -> None:
+    from quantspec_cli import _native
+
+    out = tmp_path / "wide"
+    assert widen.main([str(hub.demo()), str(out), "--times", "2", "--layers", "6"]) == 0
+    ids = [1, *(int(id) for id in np.random.default_rng(2).integers(3, 8192, 63))]
+    source, wide = (_native.evaluate(str(folder), ids) for folder in (hub.demo(), out))
+    # Kernels may round activations to BF16 (2⁻⁹ each), in other places of the wider sums.
+    assert wide["targets"]["int8"]["nll"] == pytest.approx(source["targets"]["int8"]["nll"], abs=0.01)
+    assert wide["drafts"]["quantspec"]["acceptance"] == pytest.approx(
+        source["drafts"]["quantspec"]["acceptance"], abs=0.02
+    )
+
+
+def refused(widen: ModuleType, capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    assert widen.main([str(argument) for argument in arguments]) == 1
+    captured = capfd.readouterr()
+    first, second = captured.err.splitlines()
+    assert captured.out == ""
+    assert first.startswith("error: ")
+    assert second.startswith("hint: ")
+    return captured.err
+
+
+def test_a_folder_with_files_is_left_alone(
+    widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "keep.txt").write_text("mine")
+    assert "not an empty folder" in refused(widen, capfd, hub.demo(), tmp_path, "--times", "2", "--layers", "6")
+    assert [path.name for path in tmp_path.iterdir()] == ["keep.txt"]
+    file = tmp_path / "keep.txt"
+    assert "not an empty folder" in refused(widen, capfd, hub.demo(), file, "--times", "2", "--layers", "6")
+
+
+def test_space_is_checked_before_anything_is_written(
+    widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**12, 10**12 - 10**8, 10**8))
+    text = refused(widen, capfd, hub.demo(), tmp_path / "new" / "wide", "--times", "8", "--layers", "6")
+    # 8² times the 4.8 million weights of the layers in BF16, and two tables.
+    assert "needs 0.7" in text
+    assert "0.10 GB are free" in text
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("times", "layers", "message"),
+    [("0", "6", "--times is 0"), ("-1", "6", "--times is -1"), ("2", "5", "--layers is 5")],
+)
+def test_shapes_that_cannot_be(
+    widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], times: str, layers: str, message: str
+) -> None:
+    out = tmp_path / "wide"
+    assert message in refused(widen, capfd, hub.demo(), out, "--times", times, "--layers", layers)
+    assert not out.exists()
+
+
+def test_sources_that_are_none(widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((hub.demo() / "config.json").read_text())
+    (broken / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 40))
+    for source in (tmp_path / "absent", broken):
+        assert "cannot read" in refused(widen, capfd, source, tmp_path / "wide", "--times", "2", "--layers", "6")
