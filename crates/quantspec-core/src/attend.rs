@@ -234,7 +234,22 @@ mod tests {
     }
 
     fn distance(a: &[f64], b: &[f64]) -> f64 {
-        a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+        // A NaN is infinitely far: f64::max would pass it over.
+        let distances = a.iter().zip(b).map(|(a, b)| (a - b).abs());
+        distances.fold(0.0, |most, d| if d.is_nan() { f64::INFINITY } else { d.max(most) })
+    }
+
+    #[test]
+    fn two_tokens_by_hand() {
+        // Scores 6/√4 = 3 and 0: weights e³ and 1 of their sum.
+        let out = attend_exact(
+            &[2.0, 0.0, 0.0, 1.0],
+            &[3.0, 9.0, 9.0, 0.0, 0.0, 5.0, 5.0, 0.0],
+            &[1.0, 0.0, 2.0, 0.0, 0.0, 1.0, 2.0, 0.0],
+        );
+        let weight = 3f64.exp() / (3f64.exp() + 1.0);
+        assert!(distance(&out.unwrap(), &[weight, 1.0 - weight, 2.0, 0.0]) < 1e-15);
+        assert!(attend_exact(&[1.0; 4], &[], &[]).is_err() && attend_exact(&[1.0; 4], &[1.0; 6], &[1.0; 6]).is_err());
     }
 
     #[test]

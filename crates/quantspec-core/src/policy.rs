@@ -348,6 +348,8 @@ mod tests {
         /// Standard deviation of timings, relative; one in fifty takes five times as long.
         noise: f64,
         batch: usize,
+        /// Acceptance of a whole draft at once, not token by token as the policy's model has it.
+        together: bool,
         seed: u64,
     }
 
@@ -383,9 +385,8 @@ mod tests {
                 }
                 let done = run.tokens / self.batch;
                 for sequence in 0..self.batch {
-                    let accepted = (0..gamma)
-                        .take_while(|i| self.uniform(round, (sequence * 20 + i) as u64) < (self.alpha)(done))
-                        .count();
+                    let stands = |i: usize| self.uniform(round, (sequence * 20 + i) as u64) < (self.alpha)(done);
+                    let accepted = (0..gamma).take_while(|i| stands(if self.together { 0 } else { *i })).count();
                     if gamma > 0 {
                         policy.observe_round(gamma, accepted);
                     }
@@ -423,7 +424,7 @@ mod tests {
     }
 
     fn world<'a>(draft: f64, verify: &'a dyn Fn(usize) -> f64, alpha: &'a dyn Fn(usize) -> f64) -> World<'a> {
-        World { draft, verify, alpha, noise: 0.03, batch: 1, seed: 1 }
+        World { draft, verify, alpha, noise: 0.03, batch: 1, together: false, seed: 1 }
     }
 
     #[test]
@@ -479,6 +480,37 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn never_slower_where_the_model_of_acceptance_is_wrong() {
+        // All or nothing: what the geometric model promises does not come, and only the ledger shows it.
+        let mut worst = 0.0f64;
+        for draft in [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0] {
+            for alpha in [0.1, 0.2, 0.3, 0.4, 0.5, 0.6] {
+                let alpha = |_: usize| alpha;
+                let world = World { together: true, ..world(draft, &flat, &alpha) };
+                worst = worst.max(world.relative(&mut Policy::auto(12), 3_000));
+            }
+        }
+        assert!(worst < 1.02, "{worst}");
+    }
+
+    #[test]
+    fn costs_that_fall_are_noticed() {
+        // Long windows are dear at first: their last timings say so until they are forgotten.
+        let mut policy = Policy::auto(8);
+        for round in 0..1_200 {
+            let gamma = policy.gamma();
+            if gamma > 0 {
+                policy.observe_draft(2.0 * gamma as f64, gamma);
+                policy.observe_round(gamma, gamma);
+            }
+            let dear = if round < 200 && gamma > 2 { 40.0 } else { 0.0 };
+            policy.observe_verify(gamma + 1, flat(gamma + 1) + dear);
+            assert!(round != 199 || policy.gamma() <= 2);
+        }
+        assert!(policy.gamma() >= 7, "{}", policy.gamma());
     }
 
     #[test]

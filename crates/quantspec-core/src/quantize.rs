@@ -391,6 +391,20 @@ mod tests {
     }
 
     #[test]
+    fn tiny_ranges_keep_a_normal_scale() {
+        for rounding in MODES {
+            // The least f16 and its neighbourhood: a range far below one step of the least scale.
+            let x = halves(&[0.0, 5.960_464_5e-8, 2e-6]);
+            let (upper, lower, params) = quantized(&x, rounding);
+            assert_eq!(params.scale.to_f32(), SCALE_MIN);
+            for i in 0..3 {
+                let both = dequantize_both(upper[i], lower[i], params);
+                assert!((both - x[i]).abs() <= SCALE_MIN / 32.0 + 3e-8, "{rounding:?} {both} {}", x[i]);
+            }
+        }
+    }
+
+    #[test]
     fn what_is_not_finite_is_refused() {
         for rounding in MODES {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {

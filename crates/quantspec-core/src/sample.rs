@@ -461,6 +461,9 @@ mod tests {
         for bad in [-0.1, f32::NAN, f32::INFINITY] {
             assert!(new(bad, 1.0, 0.0, Accept::Replay).is_err());
         }
+        // Under replay the draft shares the target's noise; under rejection it must not be the target's later draw.
+        let stream = |accept| new(1.0, 1.0, 0.0, accept).unwrap().draft_stream();
+        assert_eq!((stream(Accept::Replay), stream(Accept::Rejection)), (Stream::Sample, Stream::Draft));
         for (p, m) in [(0.0, 0.0), (1.1, 0.0), (f32::NAN, 0.0), (0.9, -0.1), (0.9, 1.1), (0.9, f32::NAN)] {
             assert!(new(1.0, p, m, Accept::Replay).is_err(), "{p} {m}");
         }

@@ -93,7 +93,7 @@ impl Judge {
             self.q.resize_with(slot + 1, Vec::new);
         }
         let rows = &mut self.q[slot];
-        rows.truncate(offset);
+        // Longer or shorter, to the rows before this one: what an earlier round left behind goes.
         rows.resize_with(offset, Vec::new);
         rows.push(q);
     }
@@ -351,6 +351,7 @@ mod tests {
                 let rows: Vec<&[f32]> = logits.iter().map(Vec::as_slice).collect();
                 let verdict = judge.judge(0, &drafted, &rows, &sampler, position).unwrap();
                 prop_assert_eq!(verdict.accepted, gamma, "{:?}", sampler);
+                prop_assert_eq!(verdict.token, choose(&logits[gamma], &sampler, position + gamma, Stream::Sample));
             }
         }
 
