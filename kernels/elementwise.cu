@@ -71,52 +71,53 @@ KERNEL __launch_bounds__(256) embed_f32(const Row* rows, const int* windows, int
 
 // ---- RMSNorm ----
 // norm_*: hidden += y + bias (y, bias may be null), then x = hidden / rms(hidden) * weight.
-//   hidden f32 [row][width]; y f32 [row][width]; bias, weight f32 [width]. Grid (rows), block 256.
+//   hidden f32 [row][width]; y f32 [row][width]; bias, weight f32 [width]. Grid (rows), block 1024.
+// A step has few rows and waits for each of them, so a row gets a whole block and its weights are loaded before the kernel waits for the one before it.
 // A thread keeps what it loaded; rows wider than KEPT groups per warp are read a second time.
 template <class Out>
 DEV void norm(float* hidden, const float* y, const float* bias, const float* weight, float eps, int width, Out out) {
-  constexpr int WARPS = 8, KEPT = 8;
+  constexpr int WARPS = 32, KEPT = 2;
   __shared__ float sums[WARPS];
   grid_trigger();
-  grid_wait();
   const int row = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, groups = (width + 127) / 128;
+  const float4 none = make_float4(0, 0, 0, 0);
+  auto there = [&](int group) { return group * 128 + lane * 4 < width; };
+  auto constant = [&](const float* p, int group) { return there(group) ? __ldg((const float4*)(p + group * 128 + lane * 4)) : none; };
+  float4 kept[KEPT], scale[KEPT];
+#pragma unroll
+  for (int i = 0; i < KEPT; i++) scale[i] = constant(weight, warp + i * WARPS);
+  grid_wait();
   float* h = hidden + (size_t)row * width;
-  float4 kept[KEPT];
   float sum = 0;
   auto visit = [&](int group) {
     const int k = group * 128 + lane * 4;
-    float4 v = make_float4(0, 0, 0, 0);
-    if (k < width) {
-      v = load4(h + k);
-      if (y) v = add4(v, load4(y + (size_t)row * width + k));
-      if (bias) v = add4(v, *(const float4*)(bias + k));
-      if (y || bias) *(float4*)(h + k) = v;
-    }
-    sum = __fmaf_rn(v.x, v.x, sum), sum = __fmaf_rn(v.y, v.y, sum), sum = __fmaf_rn(v.z, v.z, sum), sum = __fmaf_rn(v.w, v.w, sum);
+    if (!there(group)) return none;
+    float4 v = load4(h + k);
+    if (y) v = add4(v, load4(y + (size_t)row * width + k));
+    if (bias) v = add4(v, constant(bias, group));
+    if (y || bias) *(float4*)(h + k) = v;
     return v;
   };
+  auto square = [&](float4 v) { sum = __fmaf_rn(v.x, v.x, sum), sum = __fmaf_rn(v.y, v.y, sum), sum = __fmaf_rn(v.z, v.z, sum), sum = __fmaf_rn(v.w, v.w, sum); };
 #pragma unroll
-  for (int i = 0; i < KEPT; i++) kept[i] = warp + i * WARPS < groups ? visit(warp + i * WARPS) : make_float4(0, 0, 0, 0);
-  for (int group = warp + KEPT * WARPS; group < groups; group += WARPS) visit(group);
+  for (int i = 0; i < KEPT; i++) kept[i] = visit(warp + i * WARPS);
+#pragma unroll
+  for (int i = 0; i < KEPT; i++) square(kept[i]);
+  for (int group = warp + KEPT * WARPS; group < groups; group += WARPS) square(visit(group));
   const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
-  auto finish = [&](int group, float4 v) {
-    const int k = group * 128 + lane * 4;
-    const bool there = k < width;
-    const float4 w = there ? *(const float4*)(weight + k) : make_float4(0, 0, 0, 0);
-    out.put(row, group, lane, there, make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y), __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w)));
+  auto finish = [&](int group, float4 v, float4 w) {
+    const float4 x = make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y), __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w));
+    if (group < groups) out.put(row, group, lane, there(group), x);
   };
 #pragma unroll
-  for (int i = 0; i < KEPT; i++)
-    if (warp + i * WARPS < groups) finish(warp + i * WARPS, kept[i]);
-  for (int group = warp + KEPT * WARPS; group < groups; group += WARPS) {
-    const int k = group * 128 + lane * 4;
-    finish(group, k < width ? load4(h + k) : make_float4(0, 0, 0, 0));
-  }
+  for (int i = 0; i < KEPT; i++) finish(warp + i * WARPS, kept[i], scale[i]);
+  for (int group = warp + KEPT * WARPS; group < groups; group += WARPS)
+    finish(group, there(group) ? load4(h + group * 128 + lane * 4) : none, constant(weight, group));
 }
 
-// ---- SiLU * up, casts: one warp per group of 128 outputs of a row ----
+// ---- SiLU * up: one warp per group of 128 outputs of a row ----
 // silu_mul_*: y f32 [row][2 width], gate and up interleaved by 8, bias [2 width] in the same order or null -> x [row][width]. width a multiple of 8.
-// cast_*: y f32 [row][width] (+ bias) -> x. Grid (ceil(width / 1024), rows), block 256.
+// Grid (ceil(width / 1024), rows), block 256.
 template <class Out>
 DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
   grid_trigger();
@@ -134,36 +135,23 @@ DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
   }
   out.put(row, group, lane, there, v);
 }
-template <class Out>
-DEV void cast(const float* y, int width, Out out) {
-  grid_trigger();
-  grid_wait();
-  const int row = blockIdx.y, lane = threadIdx.x & 31, group = blockIdx.x * 8 + (threadIdx.x >> 5), k = group * 128 + lane * 4;
-  if (group >= (width + 127) / 128) return;
-  out.put(row, group, lane, k < width, k < width ? load4(y + (size_t)row * width + k) : make_float4(0, 0, 0, 0));
-}
-
 #define PRODUCERS(NAME, T)                                                                                                                                \
-  KERNEL __launch_bounds__(256) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, T::Bits* x, float eps, int width,      \
+  KERNEL __launch_bounds__(1024) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, T::Bits* x, float eps, int width,      \
                                             int pitch) {                                                                                                  \
     norm(hidden, y, bias, weight, eps, width, Into<T>{x, pitch});                                                                                         \
   }                                                                                                                                                       \
   KERNEL __launch_bounds__(256) silu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) {                                    \
     silu_mul(y, bias, width, Into<T>{x, pitch});                                                                                                          \
-  }                                                                                                                                                       \
-  KERNEL __launch_bounds__(256) cast_##NAME(const float* y, T::Bits* x, int width, int pitch) { cast(y, width, Into<T>{x, pitch}); }
+  }
 PRODUCERS(bf16, Bf16)
 PRODUCERS(f16, Half)
 PRODUCERS(f32, Single)
-KERNEL __launch_bounds__(256) norm_i8(float* hidden, const float* y, const float* bias, const float* weight, int8_t* x, float2* xs, float eps, int width,
+KERNEL __launch_bounds__(1024) norm_i8(float* hidden, const float* y, const float* bias, const float* weight, int8_t* x, float2* xs, float eps, int width,
                                       int pitch) {
   norm(hidden, y, bias, weight, eps, width, IntoInt8{x, xs, pitch, (width + 127) / 128});
 }
 KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int pitch) {
   silu_mul(y, bias, width, IntoInt8{x, xs, pitch, (width + 127) / 128});
-}
-KERNEL __launch_bounds__(256) cast_i8(const float* y, int8_t* x, float2* xs, int width, int pitch) {
-  cast(y, width, IntoInt8{x, xs, pitch, (width + 127) / 128});
 }
 
 // widen: x f32 [n] = h f16 [n] (attention's output for checkpoints in single precision). Grid ceil(n / 256), block 256.

@@ -48,17 +48,14 @@ DEV float warp_sum(float x) {
   for (int step = 16; step; step >>= 1) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, step));
   return x;
 }
-// Sum over a block of WARPS warps: warp sums first, then those in order. `scratch`: WARPS floats of shared memory. Contains two barriers.
+// Sum over a block of WARPS (up to 32) warps: warp sums, then a tree over those. `scratch`: WARPS floats of shared memory. Contains two barriers.
 template <int WARPS>
 DEV float block_sum(float x, float* scratch) {
   x = warp_sum(x);
   __syncthreads();
   if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = x;
   __syncthreads();
-  float sum = scratch[0];
-#pragma unroll
-  for (int i = 1; i < WARPS; i++) sum = __fadd_rn(sum, scratch[i]);
-  return sum;
+  return warp_sum((threadIdx.x & 31) < WARPS ? scratch[threadIdx.x & 31] : 0.f);
 }
 
 // The error flag of a device: bits are only ever set by kernels; the host reads and clears it at its synchronisations.

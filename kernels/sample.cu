@@ -17,8 +17,8 @@ struct Sampler {
   int accept, unused[3];
 };
 
-// What the warpers keep of a row: logit > bar, or logit == bar and id <= bar_id; and exp(z) >= min_p, where z = (logit - most) / temperature.
-// `total` is the sum of exp(z) over what is kept.
+// What the warpers keep of a row: logit > bar, or logit == bar and id <= bar_id; and z >= ln min_p, where z = (logit - most) / temperature.
+// `total` is the sum of exp(z) over what is kept (rejection needs it; 1 otherwise).
 struct Cut {
   float most, bar;
   int bar_id, unused;
@@ -34,7 +34,7 @@ struct Verdict {
 };
 
 constexpr float MASS_UNIT = 1.7592186044416e13f;  // 2^44: 2^20 tokens of mass 1 fit into 64 bits, and rounding costs a vocabulary less than 1e-8
-constexpr int CHUNK = 8192;                       // tokens of a block that chooses
+constexpr int CHUNK = 2048;                       // tokens of a block that chooses
 
 DEV float minus_infinity() { return __int_as_float(0xff800000); }
 
@@ -68,7 +68,7 @@ constexpr float ESTIMATE_ERROR = 1e-3f;
 
 DEV bool kept(const Cut& cut, const Sampler& s, float logit, int id, float z) {
   if (!(logit > cut.bar || (logit == cut.bar && id <= cut.bar_id)) || logit == minus_infinity()) return false;
-  return s.min_p == 0.f || expf(z) >= s.min_p;
+  return s.min_p == 0.f || z >= logf(s.min_p);
 }
 // Warped probability of a token.
 DEV float probability(const Cut& cut, const Sampler& s, float logit, int id) {
@@ -77,9 +77,12 @@ DEV float probability(const Cut& cut, const Sampler& s, float logit, int id) {
 }
 
 // ---- cuts ----
+//
+// One block finds a row's cut: the maximum; a histogram of z in bins of 1/64 nat with counts and masses; the bin at the edge; and the place in that bin by
+// comparing its few tokens with each other. Only where one bin holds more than LIST tokens is the edge found by bisection over the whole row.
 
-constexpr int LIST = 8192;            // tokens the search of a cut may hold in shared memory
-constexpr float LIST_DEPTH = -10.f;   // z from which on they are listed: below lies under 1e-4 of the mass unless the distribution is nearly flat
+constexpr int BINS = 2048, LIST = 1024;
+constexpr float BINS_PER_NAT = 64;
 
 DEV uint64_t block_sum64(uint64_t x, uint64_t* scratch) {  // 1024 threads; everyone gets the sum
 #pragma unroll
@@ -93,23 +96,38 @@ DEV uint64_t block_sum64(uint64_t x, uint64_t* scratch) {  // 1024 threads; ever
   return x;
 }
 
-// Tokens to search: the whole row, or those listed.
+// f(id, logit) for every token, several loads in flight.
+template <class F>
+DEV void each_token(const float* row, int vocab, F f) {
+  constexpr int FLIGHT = 8;
+  int id = threadIdx.x;
+  for (; id + (FLIGHT - 1) * 1024 < vocab; id += FLIGHT * 1024) {
+    float x[FLIGHT];
+#pragma unroll
+    for (int i = 0; i < FLIGHT; i++) x[i] = row[id + i * 1024];
+#pragma unroll
+    for (int i = 0; i < FLIGHT; i++) f(id + i * 1024, x[i]);
+  }
+  for (; id < vocab; id += 1024) f(id, row[id]);
+}
+
+// A row by its logits, and searches over all of it.
 struct Tokens {
-  const float* logits;
-  const int* ids;  // null: the place is the id
-  int count;
+  const float* row;
+  int vocab;
   float most, temperature;
   uint64_t* scratch;
-  DEV int id(int i) const { return ids ? ids[i] : i; }
-  DEV uint64_t mass(float logit) const { return (uint64_t)(expf(scaled(logit, most, temperature)) * MASS_UNIT); }
+  DEV float z(float logit) const { return scaled(logit, most, temperature); }
+  DEV uint64_t mass(float logit) const { return (uint64_t)(expf(z(logit)) * MASS_UNIT); }
+  template <class F>
+  DEV uint64_t sum(F f) const {
+    uint64_t total = 0;
+    each_token(row, vocab, [&](int id, float x) { total += f(id, x); });
+    return block_sum64(total, scratch);
+  }
   // Sum of 1, or of the mass, over tokens with ordered(logit) >= key.
   DEV uint64_t above(uint64_t key, bool by_mass) const {
-    uint64_t sum = 0;
-    for (int i = threadIdx.x; i < count; i += 1024) {
-      const float x = logits[i];
-      if (ordered(x) >= key && x != minus_infinity()) sum += by_mass ? mass(x) : 1;
-    }
-    return block_sum64(sum, scratch);
+    return sum([&](int, float x) { return ordered(x) >= key && x != minus_infinity() ? (by_mass ? mass(x) : 1ull) : 0ull; });
   }
   // The greatest key whose tokens and those above it make up `goal`; 0 if all together do not.
   DEV uint32_t reach(uint64_t goal, bool by_mass) const {
@@ -119,40 +137,128 @@ struct Tokens {
     return key;
   }
   // The least id that has `n` tokens of this key up to it.
-  DEV int nth(uint32_t key, uint64_t n, int vocab) const {
+  DEV int nth(uint32_t key, uint64_t n) const {
     int low = 0, high = vocab - 1;
     while (low < high) {
       const int middle = low + (high - low) / 2;
-      uint64_t sum = 0;
-      for (int i = threadIdx.x; i < count; i += 1024) sum += ordered(logits[i]) == key && id(i) <= middle;
-      if (block_sum64(sum, scratch) >= n) high = middle;
+      if (sum([&](int id, float x) { return (uint64_t)(ordered(x) == key && id <= middle); }) >= n) high = middle;
       else low = middle + 1;
     }
     return low;
   }
 };
 
-// sample_cut: the cut of every row whose sampler has a temperature.
-//   logits f32 [row][vocab] -> cuts [row]. Grid (rows), block 1024, dynamic shared memory 8 * LIST bytes.
+struct Histogram {
+  uint32_t count[BINS];
+  union {
+    uint2 parts[BINS];    // sums of the high and low 13 bits of exp(z - top of the bin) * 2^26: no order of additions matters, and 2^18 tokens fit
+    double mass[BINS];    // the same as one number
+  };
+  float list[LIST];  // the tokens of the bin at the edge
+  int ids[LIST];
+  uint32_t listed;
+  int edge, bar_id;
+  float bar;
+  double before;
+
+  static DEV int bin(float z) { return min(BINS - 1, (int)(z * -BINS_PER_NAT)); }
+  static DEV uint32_t part(float z, int bin) { return (uint32_t)(expf(z + bin * (1 / BINS_PER_NAT)) * 67108864.f); }
+
+  DEV void fill(const Tokens& t) {
+    for (int i = threadIdx.x; i < BINS; i += 1024) count[i] = 0, parts[i] = make_uint2(0, 0);
+    __syncthreads();
+    each_token(t.row, t.vocab, [&](int, float x) {
+      if (x == minus_infinity()) return;
+      const float z = t.z(x);
+      const int b = bin(z);
+      const uint32_t m = part(z, b);
+      atomicAdd(&count[b], 1), atomicAdd(&parts[b].x, m >> 13), atomicAdd(&parts[b].y, m & 8191);
+    });
+    __syncthreads();
+    double m[BINS / 1024];
+#pragma unroll
+    for (int i = 0; i < BINS / 1024; i++) {
+      const int b = threadIdx.x + i * 1024;
+      m[i] = ((double)parts[b].x * 8192 + parts[b].y) * (1 / 67108864.) * exp(-b / (double)BINS_PER_NAT);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < BINS / 1024; i++) mass[threadIdx.x + i * 1024] = m[i];
+    __syncthreads();
+  }
+
+  // Sum of the weights of all bins, in one order; by the first warp.
+  template <class Weight>
+  DEV double lane_sum(Weight weight) const {
+    double own = 0;
+    for (int i = 0; i < BINS / 32; i++) own += weight((int)(threadIdx.x * (BINS / 32) + i));
+    return own;
+  }
+
+  // Sets `edge` to the first bin whose weight, with that of all bins before it, reaches goal(sum of all); `before` to the weight before it.
+  template <class Weight, class Goal>
+  DEV void find(Weight weight, Goal goal_of) {
+    if (threadIdx.x < 32) {
+      const double own = lane_sum(weight);
+      double run = 0, mine = 0;
+      for (int i = 0; i < 32; i++) {
+        const double of_lane = __shfl_sync(~0u, own, i);
+        if (i == threadIdx.x) mine = run;
+        run += of_lane;
+      }
+      const double goal = goal_of(run);
+      const uint32_t reached = __ballot_sync(~0u, mine + own >= goal), present = __ballot_sync(~0u, own > 0);
+      const int lane = reached ? __ffs(reached) - 1 : 31 - __clz(present);  // short of the goal by rounding: the last bin there is
+      if (threadIdx.x == lane) {
+        int last = -1;
+        double sum = mine, until = mine;
+        for (int i = 0; i < BINS / 32; i++) {
+          const int b = lane * (BINS / 32) + i;
+          if (weight(b) <= 0) continue;
+          last = b, until = sum, sum += weight(b);
+          if (sum >= goal) break;
+        }
+        edge = last, before = until;
+      }
+      if (threadIdx.x == 0) listed = 0;
+    }
+    __syncthreads();
+  }
+
+  // Lists the tokens of the edge's bin; false where they are too many.
+  DEV bool collect(const Tokens& t) {
+    if (count[edge] > LIST) return false;
+    const int wanted = edge;
+    each_token(t.row, t.vocab, [&](int id, float x) {
+      if (x != minus_infinity() && bin(t.z(x)) == wanted) {
+        const uint32_t at = atomicAdd(&listed, 1);
+        list[at] = x, ids[at] = id;
+      }
+    });
+    __syncthreads();
+    return true;
+  }
+};
+
+// sample_cut: the cut of every row whose sampler has a temperature. At most 2^18 tokens.
+//   logits f32 [row][vocab] -> cuts [row]; their `total` only for samplers of rejection. Grid (rows), block 1024.
 KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* samplers, const float* logits, Cut* cuts, int vocab, uint32_t* flag) {
-  extern __shared__ __align__(16) float list_logits[];
-  int* list_ids = (int*)(list_logits + LIST);
+  __shared__ Histogram h;
   __shared__ uint64_t scratch[32];
-  __shared__ uint32_t top, listed;
+  __shared__ uint32_t top;
   grid_trigger();
   grid_wait();
   const Sampler s = samplers[rows[blockIdx.x].slot];
   if (s.temperature == 0.f) return;
   const float* row = logits + (size_t)blockIdx.x * vocab;
-  if (threadIdx.x == 0) top = listed = 0;
+  if (threadIdx.x == 0) top = 0;
   __syncthreads();
   uint32_t best = 0;
   bool bad = false;
-  for (int i = threadIdx.x; i < vocab; i += 1024) {
-    const float x = row[i];
+  each_token(row, vocab, [&](int, float x) {
     bad |= !(x < __int_as_float(0x7f800000));  // NaN or +infinity
     best = max(best, ordered(x));
-  }
+  });
 #pragma unroll
   for (int step = 16; step; step >>= 1) best = max(best, __shfl_xor_sync(~0u, best, step));
   if ((threadIdx.x & 31) == 0) atomicMax(&top, best);
@@ -165,52 +271,82 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
     }
     return;
   }
-  const Tokens all{row, nullptr, vocab, most, s.temperature, scratch};
-  Tokens list = all;
+  const Tokens t{row, vocab, most, s.temperature, scratch};
   const bool cut_k = s.top_k > 0 && s.top_k < vocab, cut_p = s.top_p < 1.f;
-  if (cut_k || cut_p) {
-    for (int i = threadIdx.x; i < vocab; i += 1024) {
-      const float x = row[i];
-      if (scaled(x, most, s.temperature) >= LIST_DEPTH) {
-        const uint32_t at = atomicAdd(&listed, 1);
-        if (at < LIST) list_logits[at] = x, list_ids[at] = i;
-      }
-    }
-    __syncthreads();
-    list.logits = list_logits, list.ids = list_ids, list.count = listed;
-  }
-  const bool have_list = (cut_k || cut_p) && listed <= LIST;
-  uint32_t bar = 0;
-  int bar_id = 0x7fffffff;
-  bool inside = false;  // everything kept is in the list
+  float bar = minus_infinity();
+  int bar_id = 0x7fffffff, bin_k = BINS;
+  bool listed = false;
+  if (cut_k || cut_p) h.fill(t);
   if (cut_k) {
-    inside = have_list && listed >= s.top_k;
-    bar = (inside ? list : all).reach(s.top_k, false);
+    h.find([&](int b) { return (double)h.count[b]; }, [&](double) { return (double)s.top_k; });
+    bin_k = h.edge, listed = h.collect(t);
+    if (listed) {
+      const int need = s.top_k - (int)h.before, n = h.listed;
+      const int i = threadIdx.x;
+      if (i < n) {
+        int greater = 0, equal = 0;
+        for (int j = 0; j < n; j++) greater += h.list[j] > h.list[i], equal += h.list[j] == h.list[i];
+        if (greater < need && greater + equal >= need) h.bar = h.list[i];  // the same from every thread that writes
+      }
+      __syncthreads();
+      bar = h.bar;
+    } else {
+      bar = unordered(t.reach(s.top_k, false));
+    }
   }
   if (cut_p) {
-    const uint64_t total = (inside ? list : all).above(bar, true), goal = max(1ull, (unsigned long long)ceil((double)s.top_p * (double)total));
-    if (!inside && have_list) inside = list.above(bar, true) >= goal;
-    const Tokens& from = inside ? list : all;
-    const uint32_t key = from.reach(goal, true);
-    if (key > bar || (key == bar && key)) {
-      const uint64_t before = from.above((uint64_t)key + 1, true), each = max(1ull, (unsigned long long)from.mass(unordered(key)));
-      const uint64_t need = (goal - before + each - 1) / each, equal = from.above(key, false) - from.above((uint64_t)key + 1, false);
-      bar = key;
-      if (need < equal) bar_id = from.nth(key, need, vocab);
+    if (cut_k) {  // what top-k left
+      double left = 0;
+      if (listed) {
+        uint64_t sum = threadIdx.x < h.listed && h.list[threadIdx.x] >= bar ? Histogram::part(t.z(h.list[threadIdx.x]), bin_k) : 0;
+        sum = block_sum64(sum, scratch);
+        left = (double)sum * (1 / 67108864.) * exp(-bin_k / (double)BINS_PER_NAT);
+      }
+      __syncthreads();
+      for (int b = threadIdx.x; b < BINS; b += 1024)
+        if (b >= bin_k) h.mass[b] = b == bin_k ? left : 0;
+      __syncthreads();
+    }
+    if (!cut_k || listed) {
+      h.find([&](int b) { return h.mass[b]; }, [&](double all) { return s.top_p * all; });
+      if (threadIdx.x < 32) {  // the goal inside the bin, in the units of its parts
+        double own = h.lane_sum([&](int b) { return h.mass[b]; }), all = 0;
+        for (int i = 0; i < 32; i++) all += __shfl_sync(~0u, own, i);
+        if (threadIdx.x == 0) h.before = ceil((s.top_p * all - h.before) * 67108864. * exp(h.edge / (double)BINS_PER_NAT));
+      }
+      __syncthreads();
+      listed = h.collect(t);
+    } else {
+      listed = false;
+    }
+    if (listed) {
+      const int i = threadIdx.x, n = h.listed;
+      const bool in = i < n && h.list[i] >= bar;
+      const uint64_t mine = in ? Histogram::part(t.z(h.list[i]), h.edge) : 0, there = block_sum64(mine, scratch);
+      const uint64_t need = min(there, max(1ull, (unsigned long long)fmax(h.before, 1.0)));
+      uint64_t before = 0;
+      if (in)
+        for (int j = 0; j < n; j++) {
+          const float x = h.list[j];
+          if (x >= bar && (x > h.list[i] || (x == h.list[i] && h.ids[j] < h.ids[i]))) before += Histogram::part(t.z(x), h.edge);
+        }
+      __syncthreads();
+      if (in && before < need && before + mine >= need) h.bar = h.list[i], h.bar_id = h.ids[i];
+      __syncthreads();
+      bar = h.bar, bar_id = h.bar_id;
+    } else {
+      const uint32_t floor = ordered(bar);
+      const uint64_t total = t.above(floor, true), goal = max(1ull, (unsigned long long)ceil((double)s.top_p * (double)total));
+      const uint32_t key = max(floor, t.reach(goal, true));
+      const uint64_t before = t.above((uint64_t)key + 1, true), each = max(1ull, (unsigned long long)t.mass(unordered(key)));
+      const uint64_t need = goal > before ? (goal - before + each - 1) / each : 1, equal = t.above(key, false) - t.above((uint64_t)key + 1, false);
+      bar = unordered(key);
+      if (need < equal) bar_id = t.nth(key, need);
     }
   }
-  Cut cut{most, bar ? unordered(bar) : minus_infinity(), bar_id, 0, 1.0};
-  const Tokens& from = inside ? list : all;
-  uint64_t sum = 0;
-  for (int i = threadIdx.x; i < from.count; i += 1024) {
-    const float x = from.logits[i];
-    if (kept(cut, s, x, from.id(i), scaled(x, most, s.temperature))) sum += from.mass(x);
-  }
-  sum = block_sum64(sum, scratch);
-  if (threadIdx.x == 0) {
-    cut.total = (double)sum / (double)MASS_UNIT;
-    cuts[blockIdx.x] = cut;
-  }
+  Cut cut{most, bar, bar_id, 0, 1.0};
+  if (s.accept == REJECTION) cut.total = (double)t.sum([&](int id, float x) { return kept(cut, s, x, id, t.z(x)) ? t.mass(x) : 0ull; }) / (double)MASS_UNIT;
+  if (threadIdx.x == 0) cuts[blockIdx.x] = cut;
 }
 
 // ---- choice ----

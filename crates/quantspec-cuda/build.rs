@@ -148,9 +148,9 @@ impl<'a> Nvrtc<'a> {
     }
 }
 
-/// PTX with its `.version` lowered to [`PTX_VERSION`], so that drivers older than the compiler translate it.
+/// PTX with its `.version` lowered to [`PTX_VERSION`], so that drivers older than the compiler translate it, and without the one hint that is newer.
 fn lower_version(ptx: &str) -> Vec<u8> {
-    let lines = ptx.trim_end_matches('\0').lines();
+    let lines = ptx.trim_end_matches('\0').lines().filter(|line| !line.contains("\"used_bytes_mask"));
     let mut text: String = lines
         .map(
             |line| {

@@ -1,0 +1,353 @@
+//! Decode attention against quantspec-core in f64, its row invariance bit by bit, and the choice of pages.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod gpu;
+
+use gpu::{Random, device, distance, poisoned};
+use half::f16;
+use quantspec_core::attend::{Cache, FullPage, attend, page_bound, select_pages, window_pages};
+use quantspec_core::cache::{BUFFER_TOKENS, G, buffer_slot, visible_pages, visible_quantised};
+use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Rounding, View};
+use quantspec_core::layout::Layout;
+use quantspec_core::quantize::{Page, quantize_page};
+use quantspec_cuda::attend::{Attend, Choice, Chosen, Layer, Pass, Places};
+use quantspec_cuda::device::{Buffer, Device};
+use quantspec_model::backend::Row;
+use std::sync::Arc;
+
+fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelConfig {
+    ModelConfig {
+        family: "llama".to_owned(),
+        layers: 1,
+        hidden: 64,
+        intermediate: 64,
+        heads,
+        kv_heads,
+        head_dim,
+        vocab: 64,
+        max_positions: 1 << 20,
+        rms_eps: 1e-5,
+        rope: Rope { theta: 1e4, scaling: RopeScaling::None },
+        tied_embeddings: true,
+        qkv_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        qk_norm: false,
+        dtype: Dtype::Bf16,
+        eos: Vec::new(),
+    }
+}
+
+/// One slot's cache of one layer on the host.
+struct Slot {
+    /// [kv head][token][d]
+    keys: Vec<Vec<f16>>,
+    values: Vec<Vec<f16>>,
+    pages: Vec<Vec<Page>>,
+}
+
+/// A layer with two slots, of which the second is the one under test, on host and device.
+struct World {
+    device: Arc<Device>,
+    config: ModelConfig,
+    rounding: Rounding,
+    slot: Slot,
+    tokens: usize,
+    pools: [Buffer; 3],
+    rings: [Buffer; 2],
+    tables: Buffer,
+    table: Vec<i32>,
+    attend: Attend,
+}
+
+const SLOTS: usize = 2;
+const SLOT: usize = 1;
+
+impl World {
+    /// `tokens` cached tokens; the ring is that of a decoder which has just written the last of them.
+    fn new(device: &Arc<Device>, config: ModelConfig, rounding: Rounding, tokens: usize, seed: u64) -> World {
+        let mut random = Random(seed);
+        let (d, heads) = (config.head_dim, config.kv_heads);
+        let mut tensor = |outlier: f32| -> Vec<Vec<f16>> {
+            let channel = |c: usize| {
+                if c == 3 {
+                    (outlier, 0.0)
+                } else if c == 17 {
+                    (1.0, 5.0)
+                } else {
+                    (1.0, 0.0)
+                }
+            };
+            (0..heads)
+                .map(|_| {
+                    (0..tokens * d)
+                        .map(|i| {
+                            let (scale, shift) = channel(i % d);
+                            f16::from_f32(random.normal() * scale + shift)
+                        })
+                        .collect()
+                })
+                .collect()
+        };
+        let (keys, values) = (tensor(20.0), tensor(1.0));
+        let count = tokens / G;
+        let pages: Vec<Vec<Page>> = (0..heads)
+            .map(|head| {
+                let page = |page: usize| {
+                    let range = page * G * d..(page + 1) * G * d;
+                    quantize_page(&keys[head][range.clone()], &values[head][range], d, rounding).unwrap()
+                };
+                (0..count).map(page).collect()
+            })
+            .collect();
+        // A permuted table with a hole, so that a wrong page shows.
+        let physical = |page: usize| (page * 7 + 3) % (count + 2).next_power_of_two().max(8);
+        let room = (count + 2).next_power_of_two().max(8);
+        let (up, low, full) = (Layout::Cuda.upper_bytes(d), Layout::Cuda.lower_bytes(d), 4 * G * d);
+        let mut pools =
+            [vec![0xffu8; room * heads * up], vec![0xffu8; room * heads * low], vec![0xffu8; room * heads * full]];
+        for page in 0..count {
+            for head in 0..heads {
+                let blocks = Layout::Cuda.pack(&pages[head][page]).unwrap();
+                let block = physical(page) * heads + head;
+                pools[0][block * up..][..up].copy_from_slice(&blocks.upper);
+                pools[1][block * low..][..low].copy_from_slice(&blocks.lower);
+                let range = page * G * d..(page + 1) * G * d;
+                let both = keys[head][range.clone()].iter().chain(&values[head][range]);
+                let bytes: Vec<u8> = both.flat_map(|v| v.to_le_bytes()).collect();
+                pools[2][block * full..][..full].copy_from_slice(&bytes);
+            }
+        }
+        let ring = |from: &[Vec<f16>]| -> Buffer {
+            let mut ring = vec![f16::ZERO; SLOTS * heads * BUFFER_TOKENS * d];
+            for (head, from) in from.iter().enumerate() {
+                for token in tokens.saturating_sub(BUFFER_TOKENS)..tokens {
+                    let at = ((SLOT * heads + head) * BUFFER_TOKENS + buffer_slot(token)) * d;
+                    ring[at..at + d].copy_from_slice(&from[token * d..(token + 1) * d]);
+                }
+            }
+            device.copied(&ring).unwrap()
+        };
+        let mut table = vec![0i32; SLOTS * count.max(1)];
+        for page in 0..count {
+            table[SLOT * count.max(1) + page] = physical(page) as i32;
+        }
+        World {
+            attend: Attend::new(device, &config, rounding).unwrap(),
+            rings: [ring(&keys), ring(&values)],
+            tables: device.copied(&table).unwrap(),
+            table,
+            pools: pools.map(|pool| device.copied(&pool).unwrap()),
+            slot: Slot { keys, values, pages },
+            device: device.clone(),
+            config,
+            rounding,
+            tokens,
+        }
+    }
+
+    fn layer(&self, lists: u64) -> Layer {
+        Layer {
+            upper: self.pools[0].at(0),
+            lower: self.pools[1].at(0),
+            full: self.pools[2].at(0),
+            ring_k: self.rings[0].at(0),
+            ring_v: self.rings[1].at(0),
+            lists,
+        }
+    }
+
+    fn places(&self, pass: &Pass, list_pitch: usize) -> (Places, Vec<Buffer>) {
+        let rows = self.attend.partial_rows(self.tokens, pass.row_spans.len());
+        let buffers = vec![
+            self.device.copied(&pass.spans).unwrap(),
+            self.device.copied(&pass.parts).unwrap(),
+            self.device.copied(&pass.row_spans).unwrap(),
+            poisoned(&self.device, rows * self.config.head_dim * 4),
+            poisoned(&self.device, rows * 8),
+        ];
+        let places = Places {
+            spans: buffers[0].at(0),
+            parts: buffers[1].at(0),
+            row_spans: buffers[2].at(0),
+            tables: self.tables.at(0),
+            table_pitch: self.table.len() / SLOTS,
+            list_pitch,
+            partial: buffers[3].at(0),
+            extremes: buffers[4].at(0),
+        };
+        (places, buffers)
+    }
+
+    /// Attention of consecutive rows from `position` on; q f16 [row][heads][d], scaled as the append kernel does.
+    fn run(&self, view: View, position: usize, q: &[f16], chosen: Option<(Chosen, u64, usize)>) -> Vec<f32> {
+        let width = self.config.heads * self.config.head_dim;
+        let rows: Vec<Row> =
+            (0..q.len() / width).map(|i| Row { slot: SLOT, offset: i, position: position + i }).collect();
+        let q = self.device.copied(q).unwrap();
+        let x = poisoned(&self.device, rows.len() * width * 4);
+        for pass in self.attend.plan(view, &rows, |_| chosen.map(|(chosen, ..)| chosen)).unwrap() {
+            let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
+            let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
+            // SAFETY: everything lives until the wait below.
+            unsafe {
+                self.attend.run(view, &pass, q.at(0), &layer, &places).unwrap();
+                self.attend.merge(&pass, Some(Dtype::F32), x.at(0), 0, width, &places).unwrap();
+            }
+            self.device.synchronize().unwrap();
+        }
+        x.read::<f32>(0, rows.len() * width).unwrap()
+    }
+
+    /// The same by quantspec-core.
+    fn want(&self, view: View, position: usize, q: &[f16], pages: &[usize]) -> Vec<f64> {
+        let (d, group) = (self.config.head_dim, self.config.group());
+        let back = (d as f64).sqrt() / std::f64::consts::LOG2_E;
+        let mut out = Vec::new();
+        for (index, query) in q.chunks(d).enumerate() {
+            let (row, head) = (index / self.config.heads, index % self.config.heads / group);
+            let at = position + row;
+            let (keys, values) = (&self.slot.keys[head], &self.slot.values[head]);
+            let ring = |from: &[f16]| -> Vec<f16> {
+                let mut ring = vec![f16::ZERO; BUFFER_TOKENS * d];
+                for token in visible_quantised(at)..=at {
+                    ring[buffer_slot(token) * d..][..d].copy_from_slice(&from[token * d..(token + 1) * d]);
+                }
+                ring
+            };
+            let full: Vec<FullPage> = (0..self.tokens / G)
+                .map(|page| page * G * d..(page + 1) * G * d)
+                .map(|range| FullPage { keys: &keys[range.clone()], values: &values[range] })
+                .collect();
+            let (buffer_keys, buffer_values) = (ring(keys), ring(values));
+            let cache = Cache {
+                head_dim: d,
+                rounding: self.rounding,
+                pages: &self.slot.pages[head],
+                full: &full,
+                buffer_keys: &buffer_keys,
+                buffer_values: &buffer_values,
+            };
+            let query: Vec<f32> = query.iter().map(|v| (v.to_f64() * back) as f32).collect();
+            out.extend(attend(&query, at, view, pages, &cache).unwrap());
+        }
+        out
+    }
+}
+
+fn queries(random: &mut Random, rows: usize, config: &ModelConfig) -> Vec<f16> {
+    let scale = std::f32::consts::LOG2_E / (config.head_dim as f32).sqrt();
+    random.normals(rows * config.heads * config.head_dim).iter().map(|v| f16::from_f32(v * scale * 2.0)).collect()
+}
+
+const VIEWS: [View; 3] = [View::Upper, View::Both, View::Full];
+
+#[test]
+fn equals_core() {
+    let Some(device) = device() else { return };
+    for (heads, kv_heads, d) in [(2, 2, 128), (4, 1, 128), (8, 2, 64), (7, 1, 64)] {
+        for (index, (position, rows)) in
+            [(0, 1), (5, 3), (126, 5), (255, 2), (254, 6), (383, 8), (1000, 5), (2815, 7), (9470, 5)]
+                .into_iter()
+                .enumerate()
+        {
+            let rounding = if index % 2 == 0 { Rounding::Balanced } else { Rounding::Paper };
+            let config = config(heads, kv_heads, d);
+            let world = World::new(&device, config, rounding, position + rows, index as u64);
+            let q = queries(&mut Random(77), rows, &world.config);
+            let all: Vec<usize> = (0..visible_pages(position + rows)).collect();
+            for view in VIEWS {
+                let got = world.run(view, position, &q, None);
+                let error = distance(&got, &world.want(view, position, &q, &all));
+                assert!(error < 4e-3, "{heads}/{kv_heads} heads of {d}, {rows} rows at {position}, {view:?}: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_do_not_depend_on_each_other() {
+    let Some(device) = device() else { return };
+    for (heads, kv_heads, d) in [(2, 2, 128), (4, 1, 128), (8, 1, 64)] {
+        // Windows over page edges, visibility edges, and (long) changes of the chunk length.
+        for position in [120, 250, 380, 1275, 2170, 4600, 17_400, 36_990] {
+            let most = 17;
+            let world =
+                World::new(&device, config(heads, kv_heads, d), Rounding::Balanced, position + most, position as u64);
+            let q = queries(&mut Random(5), most, &world.config);
+            let width = heads * d;
+            for view in VIEWS {
+                let alone: Vec<Vec<f32>> = (0..most)
+                    .map(|row| world.run(view, position + row, &q[row * width..(row + 1) * width], None))
+                    .collect();
+                for rows in [2, 3, 5, 8, 9, 17] {
+                    let together = world.run(view, position, &q[..rows * width], None);
+                    for (row, alone) in alone[..rows].iter().enumerate() {
+                        let same = together[row * width..(row + 1) * width]
+                            .iter()
+                            .zip(alone)
+                            .all(|(a, b)| a.to_bits() == b.to_bits());
+                        assert!(same, "{heads}/{kv_heads} heads of {d}, row {row} of {rows} at {position}, {view:?}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn chosen_pages_equal_core() {
+    let Some(device) = device() else { return };
+    for (heads, kv_heads, d) in [(4, 2, 128), (4, 1, 64)] {
+        for (position, n) in [(700, 2), (5000, 7), (20_000, 1), (20_000, 16)] {
+            let config = config(heads, kv_heads, d);
+            let world = World::new(&device, config, Rounding::Balanced, position + 4, 9);
+            let visible = visible_pages(position);
+            let q = queries(&mut Random(6), 1, &world.config);
+            let on_device = device.copied(&q).unwrap();
+            let pitch = n + 3;
+            let lists = poisoned(&device, SLOTS * kv_heads * pitch * 4);
+            let scores = poisoned(&device, kv_heads * (world.table.len() / SLOTS) * 4);
+            let choices = device.copied(&[Choice { row: 0, slot: SLOT as i32, pages: visible as i32 }]).unwrap();
+            let places = Places {
+                tables: world.tables.at(0),
+                table_pitch: world.table.len() / SLOTS,
+                list_pitch: pitch,
+                ..Places::default()
+            };
+            for best in [true, false] {
+                let layer = world.layer(lists.at(0));
+                let by = if best { scores.at(0) } else { 0 };
+                // SAFETY: everything lives until the read below, which waits.
+                unsafe { world.attend.choose(choices.at(0), 1, visible, n, on_device.at(0), by, &layer, &places) }
+                    .unwrap();
+                let lists_read = lists.read::<i32>(0, SLOTS * kv_heads * pitch).unwrap();
+                let group = heads / kv_heads;
+                let mut outputs = Vec::new();
+                let chosen = Chosen { listed: n.min(visible), visible };
+                let got = world.run(View::Upper, position, &q, Some((chosen, lists.at(0), pitch)));
+                for head in 0..kv_heads {
+                    let bounds: Vec<f32> = (0..visible)
+                        .map(|page| {
+                            let params = &world.slot.pages[head][page].key_params;
+                            let of = |h: usize| {
+                                let query: Vec<f32> =
+                                    q[(head * group + h) * d..][..d].iter().map(|v| v.to_f32()).collect();
+                                page_bound(&query, params, world.rounding)
+                            };
+                            (0..group).map(of).fold(f32::NEG_INFINITY, f32::max)
+                        })
+                        .collect();
+                    let want = if best { select_pages(&bounds, n) } else { window_pages(visible, n) };
+                    let list = &lists_read[(SLOT * kv_heads + head) * pitch..][..n.min(visible)];
+                    let list: Vec<usize> = list.iter().map(|&page| page as usize).collect();
+                    assert_eq!(list, want, "best {best}, {n} of {visible}, head {head}");
+                    outputs.push(world.want(View::Upper, position, &q, &want));
+                }
+                let want: Vec<f64> = (0..heads * d).map(|i| outputs[i / d / group][i]).collect();
+                let error = distance(&got, &want);
+                assert!(error < 4e-3, "best {best}, {n} of {visible}: {error}");
+            }
+        }
+    }
+}

@@ -1,0 +1,376 @@
+//! Norms, RoPE, SiLU and conversions against f64, and every row's bits against the same row alone.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod gpu;
+
+use gpu::{Random, device, distance, download, matrix, name, poisoned, round, run};
+use half::f16;
+use quantspec_core::cache::BUFFER_TOKENS;
+use quantspec_core::config::Dtype;
+use quantspec_core::quantize::quantize_activations;
+use quantspec_cuda::args;
+use quantspec_cuda::device::{Arg, Device};
+use std::sync::Arc;
+
+const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
+
+/// Largest relative error of a value rounded to a type, as a distance over many values.
+fn rounding(dtype: Dtype) -> f64 {
+    match dtype {
+        Dtype::Bf16 => 3e-3,
+        Dtype::F16 => 4e-4,
+        Dtype::F32 => 2e-6,
+    }
+}
+
+fn rows_of(device: &Arc<Device>, rows: &[[i32; 4]]) -> quantspec_cuda::device::Buffer {
+    device.copied(&rows.concat()).unwrap()
+}
+
+#[test]
+fn norms_add_the_branch_and_normalise() {
+    let Some(device) = device() else { return };
+    let mut random = Random(1);
+    let eps = 1e-5f32;
+    // Below one group, several groups per warp, more than a thread keeps.
+    for width in [72, 4096, 9216] {
+        let rows = 9;
+        let (hidden, y) = (random.normals(rows * width), random.normals(rows * width));
+        let (bias, weight) = (random.normals(width), random.normals(width));
+        let (bias_on, weight_on) = (device.copied(&bias).unwrap(), device.copied(&weight).unwrap());
+        for with in [true, false] {
+            let mut sums: Vec<f64> = Vec::new();
+            let mut want: Vec<f64> = Vec::new();
+            for row in 0..rows {
+                let h: Vec<f64> = (0..width)
+                    .map(|k| {
+                        let h = hidden[row * width + k];
+                        f64::from(if with { (h + y[row * width + k]) + bias[k] } else { h })
+                    })
+                    .collect();
+                let f = 1.0 / (h.iter().map(|x| x * x).sum::<f64>() / width as f64 + f64::from(eps)).sqrt();
+                want.extend(h.iter().zip(&weight).map(|(x, &w)| x * f * f64::from(w)));
+                sums.extend(h);
+            }
+            let pitch = width.next_multiple_of(64) + 64;
+            let launch = |kernel: &str, first: usize, count: usize, outputs: &[Arg]| {
+                let part = first * width..(first + count) * width;
+                let h = device.copied(&hidden[part.clone()]).unwrap();
+                let branch = device.copied(&y[part]).unwrap();
+                let (y_at, bias_at) = if with { (branch.at(0), bias_on.at(0)) } else { (0, 0) };
+                let mut arguments = args![&h, y_at, bias_at, &weight_on].to_vec();
+                arguments.extend_from_slice(outputs);
+                arguments.extend_from_slice(&args![eps, width, pitch]);
+                run(&device, kernel, [count, 1, 1], 1024, 0, &arguments);
+                h.read::<f32>(0, count * width).unwrap()
+            };
+            for dtype in DTYPES {
+                let kernel = format!("norm_{}", name(dtype));
+                let x = poisoned(&device, rows * pitch * dtype.bytes());
+                let h = launch(&kernel, 0, rows, &args![&x]);
+                assert!(h.iter().zip(&sums).all(|(&got, &want)| f64::from(got) == want), "hidden of {width}");
+                let got = download(&x, rows * pitch, dtype);
+                let inside: Vec<f32> = (0..rows).flat_map(|row| got[row * pitch..][..width].to_vec()).collect();
+                let error = distance(&inside, &want);
+                assert!(error < rounding(dtype), "{kernel} of {width}: {error}");
+                assert!((0..rows).all(|row| got[row * pitch + width..(row + 1) * pitch].iter().all(|v| v.is_nan())));
+                for row in [0, 4, 8] {
+                    let alone = poisoned(&device, pitch * dtype.bytes());
+                    launch(&kernel, row, 1, &args![&alone]);
+                    let alone = download(&alone, width, dtype);
+                    assert!(alone == got[row * pitch..][..width], "row {row} of {kernel} alone");
+                }
+            }
+            // Int8: codes and scales as core makes them of the f32 result.
+            let exact = poisoned(&device, rows * pitch * 4);
+            launch("norm_f32", 0, rows, &args![&exact]);
+            let exact = exact.read::<f32>(0, rows * pitch).unwrap();
+            let groups = width.div_ceil(128);
+            let (x8, xs) = (poisoned(&device, rows * pitch), poisoned(&device, rows * groups * 8));
+            launch("norm_i8", 0, rows, &args![&x8, &xs]);
+            check_int8(
+                &exact,
+                pitch,
+                width,
+                rows,
+                &x8.read(0, rows * pitch).unwrap(),
+                pitch,
+                &xs.read(0, rows * groups * 2).unwrap(),
+            );
+        }
+    }
+}
+
+/// Codes, scales and sums of quantised rows.
+fn check_int8(
+    exact: &[f32],
+    exact_pitch: usize,
+    width: usize,
+    rows: usize,
+    codes: &[i8],
+    pitch: usize,
+    scales: &[f32],
+) {
+    let groups = width.div_ceil(128);
+    for row in 0..rows {
+        let x = &exact[row * exact_pitch..][..width];
+        let want = quantize_activations(x).unwrap();
+        assert!(codes[row * pitch..][..width] == want.codes[..], "codes of row {row}");
+        for (group, part) in x.chunks(128).enumerate() {
+            let at = (row * groups + group) * 2;
+            assert_eq!(scales[at], want.scales[group], "scale of row {row}, group {group}");
+            let sum: f64 = part.iter().map(|&v| f64::from(v)).sum();
+            let size: f64 = part.iter().map(|&v| f64::from(v).abs()).sum();
+            assert!((f64::from(scales[at + 1]) - sum).abs() <= 1e-6 * size, "sum of row {row}, group {group}");
+        }
+    }
+}
+
+#[test]
+fn silu_times_up() {
+    let Some(device) = device() else { return };
+    let mut random = Random(2);
+    let rows = 5;
+    for width in [72, 1376, 14336] {
+        let mut y = random.normals(rows * 2 * width);
+        // Saturation at both ends, and no NaN from exp's overflow.
+        y[0] = -200.0;
+        y[1] = 200.0;
+        y[2] = -1e4;
+        let bias = random.normals(2 * width);
+        let (on, bias_on) = (device.copied(&y).unwrap(), device.copied(&bias).unwrap());
+        let pitch = width.next_multiple_of(128) + 128;
+        let grid = [width.div_ceil(1024), rows, 1];
+        for with in [true, false] {
+            let at = |row: usize, k: usize| {
+                let value =
+                    |at: usize| f64::from(y[row * 2 * width + at]) + if with { f64::from(bias[at]) } else { 0.0 };
+                let gate = value(k / 8 * 16 + k % 8);
+                gate / (1.0 + (-gate).exp()) * value(k / 8 * 16 + k % 8 + 8)
+            };
+            let want: Vec<f64> =
+                (0..rows).flat_map(|row| (0..width).map(move |k| (row, k))).map(|(row, k)| at(row, k)).collect();
+            let bias_at = if with { bias_on.at(0) } else { 0 };
+            for dtype in DTYPES {
+                let x = poisoned(&device, rows * pitch * dtype.bytes());
+                run(
+                    &device,
+                    &format!("silu_mul_{}", name(dtype)),
+                    grid,
+                    256,
+                    0,
+                    &args![&on, bias_at, &x, width, pitch],
+                );
+                let got = download(&x, rows * pitch, dtype);
+                let inside: Vec<f32> = (0..rows).flat_map(|row| got[row * pitch..][..width].to_vec()).collect();
+                let error = distance(&inside, &want);
+                assert!(error < rounding(dtype), "silu_mul_{dtype:?} of {width}: {error}");
+                assert!((0..rows).all(|row| got[row * pitch + width..(row + 1) * pitch].iter().all(|v| v.is_nan())));
+            }
+            let exact = poisoned(&device, rows * pitch * 4);
+            run(&device, "silu_mul_f32", grid, 256, 0, &args![&on, bias_at, &exact, width, pitch]);
+            let exact = exact.read::<f32>(0, rows * pitch).unwrap();
+            let groups = width.div_ceil(128);
+            let (x8, xs) = (poisoned(&device, rows * pitch), poisoned(&device, rows * groups * 8));
+            run(&device, "silu_mul_i8", grid, 256, 0, &args![&on, bias_at, &x8, &xs, width, pitch]);
+            check_int8(
+                &exact,
+                pitch,
+                width,
+                rows,
+                &x8.read(0, rows * pitch).unwrap(),
+                pitch,
+                &xs.read(0, rows * groups * 2).unwrap(),
+            );
+        }
+    }
+}
+
+#[test]
+fn embeddings_come_from_windows_or_prompts() {
+    let Some(device) = device() else { return };
+    let (vocab, width) = (50, 200);
+    let values = Random(3).normals(vocab * width);
+    let rows = [[1, 2, 700, 0], [0, 0, 5, 1], [1, 3, 701, 0]];
+    let (windows, pitch) = ([[7, 8, 9, 10, 11], [20, 21, 49, 0, 13]].concat(), 5);
+    for dtype in DTYPES {
+        let table = matrix(&device, &values, vocab, width, dtype);
+        let (on, windows_on) = (rows_of(&device, &rows), device.copied(&windows).unwrap());
+        let kernel = format!("embed_{}", name(dtype));
+        let check = |tokens: &[usize], arguments: &[Arg], hidden: &quantspec_cuda::device::Buffer| {
+            run(&device, &kernel, [tokens.len(), 1, 1], 256, 0, arguments);
+            let got = hidden.read::<f32>(0, tokens.len() * width).unwrap();
+            for (row, &token) in tokens.iter().enumerate() {
+                assert!(
+                    (0..width).all(|k| got[row * width + k] == round(values[token * width + k], dtype)),
+                    "{kernel}, row {row}"
+                );
+            }
+        };
+        let hidden = poisoned(&device, 3 * width * 4);
+        check(&[49, 7, 0], &args![&on, &windows_on, pitch, 0u64, &table, &hidden, width, vocab], &hidden);
+        let prompt = device.copied(&[3, 49, 3, 0]).unwrap();
+        let hidden = poisoned(&device, 4 * width * 4);
+        check(&[3, 49, 3, 0], &args![0u64, 0u64, 0, &prompt, &table, &hidden, width, vocab], &hidden);
+    }
+}
+
+/// One head after bias, norm and rotation, in f64.
+fn head(y: &[f32], bias: Option<&[f32]>, norm: Option<&[f32]>, angles: Option<&[[f32; 2]]>, eps: f32) -> Vec<f64> {
+    let d = y.len();
+    let mut v: Vec<f64> = (0..d).map(|i| f64::from(y[i]) + bias.map_or(0.0, |b| f64::from(b[i]))).collect();
+    if let Some(norm) = norm {
+        let f = 1.0 / (v.iter().map(|x| x * x).sum::<f64>() / d as f64 + f64::from(eps)).sqrt();
+        v.iter_mut().zip(norm).for_each(|(x, &w)| *x *= f * f64::from(w));
+    }
+    if let Some(angles) = angles {
+        for (i, &[cos, sin]) in angles.iter().enumerate() {
+            let (x, z) = (v[i], v[d / 2 + i]);
+            v[i] = x * f64::from(cos) - z * f64::from(sin);
+            v[d / 2 + i] = z * f64::from(cos) + x * f64::from(sin);
+        }
+    }
+    v
+}
+
+#[test]
+fn heads_are_turned_and_appended() {
+    let Some(device) = device() else { return };
+    let mut random = Random(4);
+    let (heads, kv_heads, slots, layers, layer, eps) = (6, 2, 3, 2, 1, 1e-6f32);
+    let all = heads + 2 * kv_heads;
+    let rows = [[2, 0, 383, 0], [2, 1, 384, 0], [0, 0, 5, 1], [2, 2, 385, 0], [1, 0, 1_000_000, 2]];
+    let rows_on = rows_of(&device, &rows);
+    for d in [64, 128, 256] {
+        let (y, bias) = (random.normals(rows.len() * all * d), random.normals(all * d));
+        let (q_norm, k_norm) = (random.normals(d), random.normals(d));
+        let angles: Vec<[f32; 2]> =
+            (0..rows.len() * d / 2).map(|_| (random.uniform() * 6.3).sin_cos()).map(|(s, c)| [c, s]).collect();
+        let on = device.copied(&y).unwrap();
+        let (bias_on, q_on, k_on) =
+            (device.copied(&bias).unwrap(), device.copied(&q_norm).unwrap(), device.copied(&k_norm).unwrap());
+        let angles_on = device.copied(&angles.concat()).unwrap();
+        let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
+        for (with_bias, with_norm) in [(true, true), (false, false), (true, false), (false, true)] {
+            let value = |row: usize, h: usize| {
+                let norm = if h < heads {
+                    Some(&q_norm[..])
+                } else if h < heads + kv_heads {
+                    Some(&k_norm[..])
+                } else {
+                    None
+                };
+                head(
+                    &y[(row * all + h) * d..][..d],
+                    with_bias.then_some(&bias[h * d..(h + 1) * d]),
+                    if with_norm { norm } else { None },
+                    (h < heads + kv_heads).then_some(&angles[row * d / 2..(row + 1) * d / 2]),
+                    eps,
+                )
+            };
+            let optional =
+                |wanted: bool, buffer: &quantspec_cuda::device::Buffer| if wanted { buffer.at(0) } else { 0 };
+            let (b, qn, kn) = (optional(with_bias, &bias_on), optional(with_norm, &q_on), optional(with_norm, &k_on));
+            let elements = layers * slots * kv_heads * BUFFER_TOKENS * d;
+            let (ring_k, ring_v) = (poisoned(&device, elements * 2), poisoned(&device, elements * 2));
+            let q = poisoned(&device, rows.len() * heads * d * 2);
+            let flag = device.zeroed(4).unwrap();
+            let arguments = args![
+                &rows_on, &on, b, qn, kn, &angles_on, &q, &ring_k, &ring_v, eps, scale, heads, kv_heads, layer, slots,
+                &flag
+            ];
+            run(&device, &format!("append_{d}"), [all.div_ceil(4), rows.len(), 1], 128, 0, &arguments);
+            assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
+            let q = download(&q, rows.len() * heads * d, Dtype::F16);
+            let want: Vec<f64> = (0..rows.len())
+                .flat_map(|row| (0..heads).flat_map(move |h| value(row, h)))
+                .map(|x| x * f64::from(scale))
+                .collect();
+            assert!(distance(&q, &want) < 4e-4, "q of append_{d}: {}", distance(&q, &want));
+            for (part, ring) in [&ring_k, &ring_v].into_iter().enumerate() {
+                let mut got = download(ring, elements, Dtype::F16);
+                for (row, &[slot, _, position, _]) in rows.iter().enumerate() {
+                    for h in 0..kv_heads {
+                        let at = (((layer * slots + slot as usize) * kv_heads + h) * BUFFER_TOKENS
+                            + position as usize % BUFFER_TOKENS)
+                            * d;
+                        let error = distance(&got[at..at + d], &value(row, heads + part * kv_heads + h));
+                        assert!(error < 4e-4, "append_{d}, part {part}, row {row}: {error}");
+                        got[at..at + d].fill(f32::NAN);
+                    }
+                }
+                assert!(got.iter().all(|x| x.is_nan()), "append_{d} wrote elsewhere");
+            }
+            // The prompt's variant: the same heads, in matrices, to the bit (the scale apart).
+            let (q, kv) =
+                (poisoned(&device, rows.len() * heads * d * 2), poisoned(&device, rows.len() * 2 * kv_heads * d * 2));
+            let arguments = args![&on, b, qn, kn, &angles_on, &q, &kv, eps, heads, kv_heads];
+            run(&device, &format!("rope_store_{d}"), [all.div_ceil(4), rows.len(), 1], 128, 0, &arguments);
+            let q = download(&q, rows.len() * heads * d, Dtype::F16);
+            let want: Vec<f64> = (0..rows.len()).flat_map(|row| (0..heads).flat_map(move |h| value(row, h))).collect();
+            assert!(distance(&q, &want) < 4e-4);
+            let kv = kv.read::<u16>(0, rows.len() * 2 * kv_heads * d).unwrap();
+            let rings = [ring_k.read::<u16>(0, elements).unwrap(), ring_v.read::<u16>(0, elements).unwrap()];
+            for (row, &[slot, _, position, _]) in rows.iter().enumerate() {
+                for h in 0..2 * kv_heads {
+                    let at = (((layer * slots + slot as usize) * kv_heads + h % kv_heads) * BUFFER_TOKENS
+                        + position as usize % BUFFER_TOKENS)
+                        * d;
+                    assert!(kv[(row * 2 * kv_heads + h) * d..][..d] == rings[h / kv_heads][at..at + d]);
+                }
+            }
+        }
+        // A row alone has the same bits: row 3 as the only one.
+        let appended = |rows: &[[i32; 4]], first: usize| {
+            let rows_on = rows_of(&device, rows);
+            let (ring_k, ring_v) = (
+                device.zeroed(layers * slots * kv_heads * BUFFER_TOKENS * d * 2).unwrap(),
+                device.zeroed(layers * slots * kv_heads * BUFFER_TOKENS * d * 2).unwrap(),
+            );
+            let (q, flag) = (poisoned(&device, rows.len() * heads * d * 2), device.zeroed(4).unwrap());
+            let (y_at, angles_at) = (on.at(first * all * d * 4), angles_on.at(first * d / 2 * 8));
+            let arguments = args![
+                &rows_on, y_at, &bias_on, &q_on, &k_on, angles_at, &q, &ring_k, &ring_v, eps, scale, heads, kv_heads,
+                layer, slots, &flag
+            ];
+            run(&device, &format!("append_{d}"), [all.div_ceil(4), rows.len(), 1], 128, 0, &arguments);
+            q.read::<u16>(0, rows.len() * heads * d).unwrap()
+        };
+        assert!(appended(&rows[3..4], 3)[..] == appended(&rows, 0)[3 * heads * d..4 * heads * d]);
+        // A value f16 cannot hold raises the flag.
+        let mut big = y.clone();
+        big[(heads + kv_heads) * d + 3] = 1e6;
+        let big = device.copied(&big).unwrap();
+        let (ring_k, ring_v) = (
+            device.zeroed(layers * slots * kv_heads * BUFFER_TOKENS * d * 2).unwrap(),
+            device.zeroed(layers * slots * kv_heads * BUFFER_TOKENS * d * 2).unwrap(),
+        );
+        let (q, flag) = (poisoned(&device, rows.len() * heads * d * 2), device.zeroed(4).unwrap());
+        let arguments = args![
+            &rows_on, &big, 0u64, 0u64, 0u64, &angles_on, &q, &ring_k, &ring_v, eps, scale, heads, kv_heads, layer,
+            slots, &flag
+        ];
+        run(&device, &format!("append_{d}"), [all.div_ceil(4), rows.len(), 1], 128, 0, &arguments);
+        assert_eq!(flag.read::<u32>(0, 1).unwrap(), [1]);
+    }
+}
+
+#[test]
+fn small_helpers() {
+    let Some(device) = device() else { return };
+    let mut random = Random(5);
+    let values = random.normals(1000);
+    let (h, x) = (gpu::upload(&device, &values, Dtype::F16), poisoned(&device, 4000));
+    run(&device, "widen", [4, 1, 1], 256, 0, &args![&h, &x, 1000u64]);
+    let got = x.read::<f32>(0, 1000).unwrap();
+    assert!(got.iter().zip(&values).all(|(&got, &v)| got == f16::from_f32(v).to_f32()));
+    let (hidden, y, bias) = (random.normals(2400), random.normals(2400), random.normals(800));
+    for with in [true, false] {
+        let (on, y_on, bias_on) =
+            (device.copied(&hidden).unwrap(), device.copied(&y).unwrap(), device.copied(&bias).unwrap());
+        let bias_at = if with { bias_on.at(0) } else { 0 };
+        run(&device, "add_rows", [3, 1, 1], 256, 0, &args![&on, &y_on, bias_at, 2400u64, 800]);
+        let got = on.read::<f32>(0, 2400).unwrap();
+        assert!((0..2400).all(|i| got[i] == if with { (hidden[i] + y[i]) + bias[i % 800] } else { hidden[i] + y[i] }));
+    }
+}

@@ -1,0 +1,154 @@
+//! What the GPU tests share: a device or a loud skip, random numbers, and small conversions.
+#![allow(dead_code, reason = "every test file uses its own part")]
+#![allow(clippy::print_stderr, reason = "a skipped test must say so")]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+use half::{bf16, f16};
+use quantspec_core::config::Dtype;
+use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
+use std::sync::Arc;
+
+/// The first GPU, or `None` with the reason on stderr. `QUANTSPEC_TEST_PTX=1` takes the portable images, as GPUs newer than this library do.
+pub(crate) fn device() -> Option<Arc<Device>> {
+    let opened = if std::env::var_os("QUANTSPEC_TEST_PTX").is_some() { Device::open_ptx(0) } else { Device::open(0) };
+    match opened {
+        Ok(device) => Some(device),
+        Err(error) => {
+            eprintln!("SKIPPED, no GPU: {} ({})", error.message, error.hint);
+            None
+        }
+    }
+}
+
+/// Launches kernel `name` and waits for it.
+pub(crate) fn run(device: &Arc<Device>, name: &str, grid: [usize; 3], block: u32, shared: usize, arguments: &[Arg]) {
+    let kernel = device.kernel(name, shared).unwrap();
+    let launch = Launch { grid: grid.map(|n| n as u32), block, shared: shared as u32, overlap: false };
+    // SAFETY: the tests pass the arguments documented in kernels/, with buffers of those shapes.
+    unsafe { device.launch(kernel, launch, arguments) }.unwrap();
+    device.synchronize().unwrap();
+}
+
+/// splitmix64.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut x = self.0;
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    }
+
+    pub(crate) fn below(&mut self, n: usize) -> usize {
+        (self.next() % n as u64) as usize
+    }
+
+    pub(crate) fn uniform(&mut self) -> f32 {
+        ((self.next() >> 40) as f32 + 0.5) / 16_777_216.0
+    }
+
+    pub(crate) fn normal(&mut self) -> f32 {
+        (-2.0 * self.uniform().ln()).sqrt() * (std::f32::consts::TAU * self.uniform()).cos()
+    }
+
+    pub(crate) fn normals(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.normal()).collect()
+    }
+}
+
+/// Rounds to a stored type and back.
+pub(crate) fn round(x: f32, dtype: Dtype) -> f32 {
+    match dtype {
+        Dtype::Bf16 => bf16::from_f32(x).to_f32(),
+        Dtype::F16 => f16::from_f32(x).to_f32(),
+        Dtype::F32 => x,
+    }
+}
+
+/// Device memory holding `values` in a stored type.
+pub(crate) fn upload(device: &Arc<Device>, values: &[f32], dtype: Dtype) -> Buffer {
+    match dtype {
+        Dtype::Bf16 => device.copied(&values.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>()),
+        Dtype::F16 => device.copied(&values.iter().map(|&x| f16::from_f32(x)).collect::<Vec<_>>()),
+        Dtype::F32 => device.copied(values),
+    }
+    .unwrap()
+}
+
+/// `count` values of a stored type.
+pub(crate) fn download(buffer: &Buffer, count: usize, dtype: Dtype) -> Vec<f32> {
+    match dtype {
+        Dtype::Bf16 => buffer.read::<bf16>(0, count).unwrap().iter().map(|x| x.to_f32()).collect(),
+        Dtype::F16 => buffer.read::<f16>(0, count).unwrap().iter().map(|x| x.to_f32()).collect(),
+        Dtype::F32 => buffer.read::<f32>(0, count).unwrap(),
+    }
+}
+
+pub(crate) fn name(dtype: Dtype) -> &'static str {
+    match dtype {
+        Dtype::Bf16 => "bf16",
+        Dtype::F16 => "f16",
+        Dtype::F32 => "f32",
+    }
+}
+
+/// Device memory of `bytes` bytes 0xff: a NaN in every float type, so that what is not written shows.
+pub(crate) fn poisoned(device: &Arc<Device>, bytes: usize) -> Buffer {
+    let buffer = device.allocate(bytes).unwrap();
+    buffer.fill(0xff).unwrap();
+    buffer
+}
+
+/// ‖a − b‖ / ‖b‖; NaN never passes a comparison with it.
+pub(crate) fn distance(a: &[f32], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let (mut difference, mut norm) = (0.0, 0.0);
+    for (&x, &y) in a.iter().zip(b) {
+        difference += (f64::from(x) - y).powi(2);
+        norm += y * y;
+    }
+    (difference / norm.max(1e-300)).sqrt()
+}
+
+/// Row-major `[n][k]` in atoms of 16 rows and 64 columns, as 16-bit patterns.
+pub(crate) fn atoms(values: &[u16], n: usize, k: usize) -> Vec<u16> {
+    let (tiles, blocks) = (n.div_ceil(16), k.div_ceil(64));
+    let mut out = vec![0; tiles * blocks * 1024];
+    for row in 0..n {
+        for column in 0..k {
+            let piece = (column % 64 / 8) ^ (row & 7);
+            out[((row / 16 * blocks + column / 64) * 16 + row % 16) * 64 + piece * 8 + column % 8] =
+                values[row * k + column];
+        }
+    }
+    out
+}
+
+/// Bit patterns of a 16-bit type.
+pub(crate) fn bits(values: &[f32], dtype: Dtype) -> Vec<u16> {
+    match dtype {
+        Dtype::Bf16 => values.iter().map(|&x| bf16::from_f32(x).to_bits()).collect(),
+        _ => values.iter().map(|&x| f16::from_f32(x).to_bits()).collect(),
+    }
+}
+
+/// A weight matrix as the device keeps it: atoms, or row-major in f32.
+pub(crate) fn matrix(device: &Arc<Device>, values: &[f32], n: usize, k: usize, dtype: Dtype) -> Buffer {
+    match dtype {
+        Dtype::F32 => device.copied(values),
+        _ => device.copied(&atoms(&bits(values, dtype), n, k)),
+    }
+    .unwrap()
+}
+
+/// Rows of gate and up interleaved by eight.
+pub(crate) fn interleave(gate: &[f32], up: &[f32], rows: usize, width: usize) -> Vec<f32> {
+    (0..2 * rows)
+        .flat_map(|row| {
+            let (from, at) = (if row % 16 < 8 { gate } else { up }, row / 16 * 8 + row % 8);
+            from[at * width..(at + 1) * width].iter().copied()
+        })
+        .collect()
+}

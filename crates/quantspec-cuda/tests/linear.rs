@@ -1,0 +1,138 @@
+//! Products of few rows against sums in f64, and their row invariance bit by bit.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod gpu;
+
+use gpu::{Random, device, distance, matrix, poisoned, round, upload};
+use quantspec_core::config::Dtype;
+use quantspec_core::quantize::{quantize_activations, quantize_head_row, quantize_weights_row};
+use quantspec_cuda::device::{Buffer, Device};
+use quantspec_cuda::linear::{Linear, Matrix};
+use std::sync::Arc;
+
+/// Rows in the order of their pitch.
+fn pitched(x: &[f32], rows: usize, k: usize, pitch: usize) -> Vec<f32> {
+    let mut out = vec![0.0; rows * pitch];
+    for row in 0..rows {
+        out[row * pitch..row * pitch + k].copy_from_slice(&x[row * k..(row + 1) * k]);
+    }
+    out
+}
+
+fn read(y: &Buffer, count: usize) -> Vec<f32> {
+    y.read::<f32>(0, count).unwrap()
+}
+
+/// Runs `work` for 1 row and for each of `counts`, and holds every row to the bits of the largest run.
+fn invariant(device: &Arc<Device>, n: usize, counts: &[usize], work: impl Fn(u64, usize)) -> Vec<f32> {
+    let most = counts.iter().copied().max().unwrap();
+    let y = poisoned(device, most * n * 4);
+    work(y.at(0), most);
+    let all = read(&y, most * n);
+    assert!(all.iter().all(|v| v.is_finite()), "an output was not written");
+    for &rows in counts {
+        y.fill(0xff).unwrap();
+        work(y.at(0), rows);
+        let some = read(&y, rows * n);
+        let differs = some.iter().zip(&all).position(|(a, b)| a.to_bits() != b.to_bits());
+        assert_eq!(differs, None, "{rows} of {most} rows change bits");
+    }
+    all
+}
+
+const COUNTS: [usize; 12] = [1, 2, 5, 7, 8, 9, 16, 17, 32, 33, 64, 71];
+/// Outputs and inputs: whole tiles, remainders of both, fewer inputs than warps share, and many tiles per block.
+const SHAPES: [(usize, usize); 6] = [(256, 512), (40, 200), (8192, 256), (17, 64), (129, 1376), (4800, 4096)];
+
+#[test]
+fn full_weights() {
+    let Some(device) = device() else { return };
+    let linear = Linear::new(&device).unwrap();
+    let mut random = Random(3);
+    for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
+        for (n, k) in SHAPES {
+            if dtype == Dtype::F32 && n > 300 {
+                continue;
+            }
+            let most = *COUNTS.last().unwrap();
+            let w: Vec<f32> = random.normals(n * k).iter().map(|&v| round(v, dtype)).collect();
+            let x: Vec<f32> = random.normals(most * k).iter().map(|&v| round(v, dtype)).collect();
+            let pitch = k.next_multiple_of(64);
+            let on_device = upload(&device, &pitched(&x, most, k, pitch), dtype);
+            let weights = Matrix { buffer: matrix(&device, &w, n, k, dtype), dtype, n, k };
+            let y = invariant(&device, n, &COUNTS, |y, rows| {
+                // SAFETY: x has `most` rows and y room for as many.
+                unsafe { linear.run(&weights, on_device.at(0), y, rows) }.unwrap();
+            });
+            let rows = [0, 6, 30, most - 1];
+            let (mut got, mut want) = (Vec::new(), Vec::new());
+            for row in rows {
+                for out in 0..n {
+                    got.push(y[row * n + out]);
+                    let pairs = w[out * k..(out + 1) * k].iter().zip(&x[row * k..(row + 1) * k]);
+                    want.push(pairs.map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>());
+                }
+            }
+            let error = distance(&got, &want);
+            assert!(error < 3e-6, "{dtype:?} {n} x {k}: {error}");
+        }
+    }
+}
+
+#[test]
+fn draft_weights() {
+    let Some(device) = device() else { return };
+    let linear = Linear::new(&device).unwrap();
+    let flag = device.zeroed(4).unwrap();
+    let mut random = Random(4);
+    for bits in [4, 8] {
+        for (n, k) in SHAPES {
+            let most = *COUNTS.last().unwrap();
+            let w: Vec<f32> = random.normals(n * k).iter().map(|&v| round(v, Dtype::Bf16)).collect();
+            let x: Vec<f32> = random.normals(most * k);
+            let weights = Matrix { buffer: matrix(&device, &w, n, k, Dtype::Bf16), dtype: Dtype::Bf16, n, k };
+            let draft = linear.quantise(&weights, bits, &flag).unwrap();
+            let (groups, pitch) = (k.div_ceil(128), k.next_multiple_of(128));
+            let (mut codes, mut scales) = (vec![0i8; most * pitch], vec![0.0f32; most * groups * 2]);
+            let mut rounded = vec![0.0f64; most * k];
+            for row in 0..most {
+                let values = &x[row * k..(row + 1) * k];
+                let quantised = quantize_activations(values).unwrap();
+                for (i, &code) in quantised.codes.iter().enumerate() {
+                    codes[row * pitch + i] = code;
+                    rounded[row * k + i] = f64::from(code) * f64::from(quantised.scales[i / 128]);
+                }
+                for (group, values) in values.chunks(128).enumerate() {
+                    scales[(row * groups + group) * 2] = quantised.scales[group];
+                    scales[(row * groups + group) * 2 + 1] = values.iter().sum();
+                }
+            }
+            let (x8, xs) = (device.copied(&codes).unwrap(), device.copied(&scales).unwrap());
+            let y = invariant(&device, n, &COUNTS, |y, rows| {
+                // SAFETY: x8 and xs have `most` rows and y room for as many.
+                unsafe { linear.run_quantised(&draft, x8.at(0), xs.at(0), y, rows) }.unwrap();
+            });
+            let (mut got, mut want) = (Vec::new(), Vec::new());
+            for out in 0..n {
+                let row = &w[out * k..(out + 1) * k];
+                let quantised = if bits == 4 { quantize_weights_row(row) } else { quantize_head_row(row) }.unwrap();
+                let (values, zeros) = (quantised.dequantize(), &quantised.params);
+                for row in [0, 6, 30, most - 1] {
+                    got.push(y[row * n + out]);
+                    // The zero meets the exact sum of a group, the codes its rounded values.
+                    want.push(
+                        (0..k)
+                            .map(|i| {
+                                let zero = f64::from(zeros[i / 128].zero.to_f32());
+                                (f64::from(values[i]) - zero) * rounded[row * k + i] + zero * f64::from(x[row * k + i])
+                            })
+                            .sum::<f64>(),
+                    );
+                }
+            }
+            let error = distance(&got, &want);
+            assert!(error < 3e-6, "{bits} bits, {n} x {k}: {error}");
+        }
+    }
+    assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
+}
