@@ -497,6 +497,26 @@ mod tests {
     }
 
     #[test]
+    fn the_ledger_ends_what_the_model_cannot_see() {
+        // One of four sequences drafts, well; the others are at their ends and wait for it. α and the costs promise a gain.
+        let (mut policy, machine) = (Policy::auto(8), world(3.0, &flat, &|_| 0.95));
+        let (mut seconds, mut tokens) = (0.0, 0);
+        for round in 0..3_000 {
+            let gamma = policy.gamma();
+            let accepted = (0..gamma).take_while(|i| machine.uniform(round, *i as u64) < 0.95).count();
+            if gamma > 0 {
+                policy.observe_draft(3.0 * gamma as f64, gamma);
+                policy.observe_round(gamma, accepted);
+            }
+            policy.observe_verify(4 + gamma, flat(4 + gamma));
+            seconds += 3.0 * gamma as f64 + flat(4 + gamma);
+            tokens += 4 + accepted;
+        }
+        let plain = flat(4) * tokens as f64 / 4.0;
+        assert!(seconds < 1.02 * plain, "{}", seconds / plain);
+    }
+
+    #[test]
     fn costs_that_fall_are_noticed() {
         // Long windows are dear at first: their last timings say so until they are forgotten.
         let mut policy = Policy::auto(8);
