@@ -27,6 +27,8 @@ def test_a_sound_engine_passes(fake: Any, quantspec: Run) -> None:
     cases = report["cases"]
     assert report["compared_tokens"] == sum(case["tokens"] for case in cases) > 20_000
     assert all(case["equal"] for case in cases)
+    for method in ("kv4", "w4", "quantspec"):
+        assert {case["gamma"] for case in cases if case["method"] == method and case["batch"] == 4} == set(GAMMAS)
     assert {case["method"] for case in cases} == {"kv4", "w4", "quantspec"}
     assert {case["gamma"] for case in cases} == set(GAMMAS)
     assert {case["accept"] for case in cases} == {"greedy", "replay"}

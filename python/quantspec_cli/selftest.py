@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .options import EngineOptions
 
 GAMMAS = (1, 2, 4, 7, 12, GAMMA_MAX)
+# Where every gamma would only repeat what the others show: one that mostly accepts, one that mostly refuses.
+FEW = (4, GAMMA_MAX)
 # Around one and two pages of 128 tokens; from 5 pages on, selecting some leaves others out.
 LENGTHS = (127, 128, 129, 255, 256, 257, 640, 700)
 LONG = 640
@@ -138,13 +140,13 @@ def _cases(
     ]
     if long:
         selected = replace(options, method="quantspec", draft_pages=PAGES_MIN)
-        ways += [(replace(selected, page_choice=choice), long, GAMMAS) for choice in ("best", "window")]
-    ways.append((replace(options, method="quantspec", threads=1), everything, GAMMAS[2:3]))
+        ways += [(replace(selected, page_choice=choice), long, FEW) for choice in ("best", "window")]
+    ways.append((replace(options, method="quantspec", threads=1), everything, FEW[:1]))
     for way, places, gammas in ways:
         engine = _engine(model, replace(way, gamma=GAMMA_MAX), prompts, batch=BATCH)
         for accept, sampling in _SAMPLING.items():
             for batch in (1, BATCH):
-                for turn, gamma in enumerate(gammas):
+                for turn, gamma in enumerate(gammas if batch > 1 else [gamma for gamma in gammas if gamma in FEW]):
                     # The batch moves on by one prompt per case; its neighbours have other lengths.
                     chosen = [places[turn % len(places)]]
                     chosen += [(chosen[0] + step) % len(prompts) for step in range(1, batch)]
