@@ -1,17 +1,16 @@
 //! `_native.Engine`: one engine on one device, driven round by round from Python.
 
+use crate::device::{Device, Place, on_device};
 use crate::errors::{detached, to_python};
-use crate::machine;
 use crate::options::Request;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
-use quantspec_cpu::CpuBackend;
-use quantspec_model::backend::{Hooks, Memory, Options};
+use quantspec_model::backend::{Hooks, Memory};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::engine::{Emitted, Engine};
+use quantspec_model::engine::Emitted;
 use std::path::Path;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -22,20 +21,6 @@ const POLL_EVERY: Duration = Duration::from_millis(40);
 
 /// How often progress is shown.
 const SHOW_EVERY: Duration = Duration::from_millis(50);
-
-/// An engine on whichever device was chosen.
-enum Device {
-    Cpu(Box<Engine<CpuBackend>>),
-}
-
-/// Evaluates an expression on the engine, whatever its device.
-macro_rules! on_device {
-    ($device:expr, $engine:ident => $work:expr) => {
-        match $device {
-            Device::Cpu($engine) => $work,
-        }
-    };
-}
 
 /// Runs pending Python signal handlers now and then; their exception becomes an interrupt.
 pub(crate) fn poll() -> impl FnMut() -> Result<()> + Send {
@@ -78,67 +63,11 @@ fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyD
     Ok(parts)
 }
 
-fn total(memory: &Memory) -> usize {
-    memory.weights_bytes
-        + memory.draft_weights_bytes
-        + memory.cache_upper_bytes
-        + memory.cache_lower_bytes
-        + memory.cache_full_bytes
-        + memory.buffer_bytes
-        + memory.workspace_bytes
-}
-
-/// The plan of an engine, checked against the model's context and the machine's memory.
-pub(crate) struct Plan {
-    memory: Memory,
-    /// Bytes of the process at its peak: resident now plus the plan.
-    planned_bytes: usize,
-    /// Longest capacity that would fit in memory and context.
-    longest_context: usize,
-}
-
-pub(crate) fn plan_on_cpu(checkpoint: &Checkpoint, options: &Options) -> Result<Plan> {
-    let config = checkpoint.config();
-    let resident = machine::resident().unwrap_or(0);
-    let available = machine::memory_available().unwrap_or(usize::MAX);
-    let fits =
-        |capacity: usize| total(&quantspec_cpu::plan(config, &Options { capacity, ..options.clone() })) <= available;
-    // The largest capacity that fits, by bisection: the plan grows with capacity.
-    let (mut low, mut high) = (0, config.max_positions);
-    while low < high {
-        let middle = low + (high - low).div_ceil(2);
-        if fits(middle) { low = middle } else { high = middle - 1 }
-    }
-    let memory = quantspec_cpu::plan(config, options);
-    if options.capacity > config.max_positions {
-        return Err(Error::does_not_fit(
-            format!("{} tokens exceed the model's context of {}", options.capacity, config.max_positions),
-            format!("shorten the prompt or lower -n so that both stay within {} tokens", low.max(1)),
-        ));
-    }
-    if total(&memory) > available {
-        let gigabytes = |bytes: usize| bytes as f64 / 1e9;
-        return Err(Error::does_not_fit(
-            format!(
-                "{} tokens need {:.2} GB of memory and {:.2} GB are available",
-                options.capacity,
-                gigabytes(total(&memory)),
-                gigabytes(available)
-            ),
-            if low > 0 {
-                format!("the longest context that fits is {low} tokens; lower -n or shorten the prompt")
-            } else {
-                "the weights alone do not fit; use a smaller model or a machine with more memory".to_string()
-            },
-        ));
-    }
-    Ok(Plan { planned_bytes: resident + total(&memory), memory, longest_context: low })
-}
-
 /// Decodes sequences on one device. See `_native.pyi` for the contract of each method.
 #[pyclass(name = "Engine", module = "quantspec_cli._native")]
 pub(crate) struct PyEngine {
     device: Mutex<Device>,
+    place: Place,
     accept: Accept,
     info: Py<PyDict>,
     planned_bytes: usize,
@@ -208,22 +137,23 @@ impl PyEngine {
         let resolved = request.resolve().map_err(to_python)?;
         let loading = progress(on_loading);
         let started = Instant::now();
-        let (device, config, plan, simd) = detached(py, || {
-            choose_device(device)?;
+        let accept = resolved.accept;
+        let (device, place, config, plan) = detached(py, || {
             let checkpoint = Checkpoint::open(Path::new(model))?;
-            let config = checkpoint.config().clone();
-            let plan = plan_on_cpu(&checkpoint, &resolved.options)?;
+            let place = Place::choose(device, &checkpoint)?;
+            let plan = place.plan(&checkpoint, &resolved.options)?;
             let hooks = Hooks { poll: Box::new(poll()), loading: Box::new(loading) };
-            let backend = CpuBackend::load(&checkpoint, &resolved.options, hooks)?;
-            let simd = backend.simd();
-            let options = &resolved.options;
-            let engine = Engine::new(backend, resolved.method, options.slots, options.capacity, options.block_rows);
-            Ok((Device::Cpu(Box::new(engine)), config, plan, simd))
+            let engine = place.engine(&checkpoint, resolved, hooks)?;
+            Ok((engine, place, checkpoint.config().clone(), plan))
         })?;
         let load_s = started.elapsed().as_secs_f64();
         let info = PyDict::new(py);
-        info.set_item("device", "cpu")?;
-        info.set_item("device_name", machine::cpu_name())?;
+        info.set_item("device", place.name())?;
+        info.set_item("device_name", place.hardware())?;
+        let simd = match &device {
+            Device::Cpu(_) => Some(detached(py, quantspec_cpu::simd)?.name),
+            Device::Cuda(_) => None,
+        };
         info.set_item("simd", simd)?;
         info.set_item("threads", threads)?;
         info.set_item("family", &config.family)?;
@@ -235,7 +165,8 @@ impl PyEngine {
         info.set_item("load_s", load_s)?;
         Ok(PyEngine {
             device: Mutex::new(device),
-            accept: resolved.accept,
+            place,
+            accept,
             info: info.unbind(),
             planned_bytes: plan.planned_bytes,
             load_s,
@@ -385,7 +316,7 @@ impl PyEngine {
         out.set_item("acceptance_rate_per_position", stats.acceptance_rate_per_position())?;
         out.update(memory_dict(py, &memory)?.as_mapping())?;
         out.set_item("planned_bytes", self.planned_bytes)?;
-        out.set_item("peak_bytes", machine::peak_resident())?;
+        out.set_item("peak_bytes", self.place.peak_bytes())?;
         Ok(out)
     }
 }
@@ -393,14 +324,6 @@ impl PyEngine {
 /// Worker threads where nobody asked: one per processor the process may use.
 pub(crate) fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// Checks the device asked for; `auto` falls back to the CPU.
-pub(crate) fn choose_device(wanted: &str) -> Result<()> {
-    match wanted {
-        "auto" | "cpu" => Ok(()),
-        other => Err(Error::usage(format!("device is {other:?}"), "use auto, cpu, cuda or cuda:0")),
-    }
 }
 
 /// `plan(model, **options)`: what an engine would take, without loading it.
@@ -441,9 +364,9 @@ pub(crate) fn plan<'py>(
         every_view: false,
     };
     let planned = detached(py, || {
-        choose_device(device)?;
         let resolved = request.resolve()?;
-        plan_on_cpu(&Checkpoint::open(Path::new(model))?, &resolved.options)
+        let checkpoint = Checkpoint::open(Path::new(model))?;
+        Place::choose(device, &checkpoint)?.plan(&checkpoint, &resolved.options)
     })?;
     let out = memory_dict(py, &planned.memory)?;
     out.set_item("planned_bytes", planned.planned_bytes)?;

@@ -1,11 +1,13 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
-use crate::engine::{choose_device, default_threads, plan_on_cpu, poll, progress};
+use crate::device::Place;
+use crate::engine::{default_threads, poll, progress};
 use crate::errors::{detached, to_python};
 use crate::options::rounding;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_cpu::CpuBackend;
+use quantspec_cuda::CudaBackend;
 use quantspec_model::backend::Hooks;
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::evaluate;
@@ -31,13 +33,23 @@ pub(crate) fn scores<'py>(
     let options = evaluate::options(tokens.len(), rounding(kv_rounding).map_err(to_python)?, threads);
     let loading = progress(on_loading);
     let mut show = progress(on_progress);
-    let scored = detached(py, || {
-        choose_device(device)?;
+    let (place, scored) = detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
-        plan_on_cpu(&checkpoint, &options)?;
+        let place = Place::choose(device, &checkpoint)?;
+        place.plan(&checkpoint, &options)?;
+        let options = place.adapt(&options);
         let hooks = Hooks { poll: Box::new(poll()), loading: Box::new(loading) };
-        let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
-        evaluate::evaluate(&mut backend, &tokens, context, &mut show)
+        let scored = match &place {
+            Place::Cpu => {
+                let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
+                evaluate::evaluate(&mut backend, &tokens, context, &mut show)
+            }
+            Place::Cuda { gpu, .. } => {
+                let mut backend = CudaBackend::load_on(gpu, &checkpoint, &options, hooks)?;
+                evaluate::evaluate(&mut backend, &tokens, context, &mut show)
+            }
+        };
+        Ok((place.name(), scored?))
     })?;
     let targets = PyDict::new(py);
     for (name, score) in &scored.targets {
@@ -59,7 +71,7 @@ pub(crate) fn scores<'py>(
         drafts.set_item(name, entry)?;
     }
     let out = PyDict::new(py);
-    out.set_item("device", "cpu")?;
+    out.set_item("device", place)?;
     out.set_item("tokens", tokens.len())?;
     out.set_item("positions", scored.positions)?;
     out.set_item("targets", targets)?;

@@ -1,0 +1,190 @@
+//! Where an engine runs: choosing the device, planning its memory, loading the model onto it.
+
+use crate::machine;
+use crate::options::Resolved;
+use quantspec_core::cache::G;
+use quantspec_core::{Error, Result};
+use quantspec_cpu::CpuBackend;
+use quantspec_cuda::CudaBackend;
+use quantspec_model::backend::{Hooks, Memory, Options};
+use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::engine::Engine;
+use std::sync::Arc;
+
+/// Rows of a prefill block on a GPU: its products reach their full rate from about 4,000 rows on.
+const CUDA_BLOCK_ROWS: usize = 4096;
+
+/// Head widths the CUDA kernels exist for.
+const CUDA_HEAD_DIMS: [usize; 3] = [64, 128, 256];
+
+/// An engine on whichever device was chosen.
+pub(crate) enum Device {
+    Cpu(Box<Engine<CpuBackend>>),
+    Cuda(Box<Engine<CudaBackend>>),
+}
+
+/// Evaluates an expression on the engine, whatever its device.
+macro_rules! on_device {
+    ($device:expr, $engine:ident => $work:expr) => {
+        match $device {
+            $crate::device::Device::Cpu($engine) => $work,
+            $crate::device::Device::Cuda($engine) => $work,
+        }
+    };
+}
+pub(crate) use on_device;
+
+/// The device an engine will run on.
+pub(crate) enum Place {
+    Cpu,
+    Cuda { gpu: Arc<quantspec_cuda::device::Device>, index: usize, name: String, free_bytes: usize },
+}
+
+impl Place {
+    /// Resolves `auto`, `cpu`, `cuda` or `cuda:i` for a model. `auto` takes the first usable GPU whose kernels know the model,
+    /// and the CPU otherwise.
+    pub(crate) fn choose(wanted: &str, checkpoint: &Checkpoint) -> Result<Place> {
+        let head_dim = checkpoint.config().head_dim;
+        match wanted {
+            "cpu" => Ok(Place::Cpu),
+            "auto" => match quantspec_cuda::detect() {
+                found if found.available && CUDA_HEAD_DIMS.contains(&head_dim) => Place::open(0),
+                _ => Ok(Place::Cpu),
+            },
+            "cuda" => Place::open(0),
+            other => match other.strip_prefix("cuda:").and_then(|index| index.parse().ok()) {
+                Some(index) => Place::open(index),
+                None => Err(Error::usage(format!("device is {other:?}"), "use auto, cpu, cuda or cuda:0")),
+            },
+        }
+    }
+
+    fn open(index: usize) -> Result<Place> {
+        let gpu = quantspec_cuda::device::Device::open(index)?;
+        let (free_bytes, _) = gpu.memory()?;
+        let name =
+            quantspec_cuda::detect().devices.into_iter().nth(index).map_or_else(String::new, |device| device.name);
+        Ok(Place::Cuda { gpu, index, name, free_bytes })
+    }
+
+    /// "cpu" or "cuda:i".
+    pub(crate) fn name(&self) -> String {
+        match self {
+            Place::Cpu => "cpu".to_string(),
+            Place::Cuda { index, .. } => format!("cuda:{index}"),
+        }
+    }
+
+    /// The processor's or the GPU's own name.
+    pub(crate) fn hardware(&self) -> String {
+        match self {
+            Place::Cpu => machine::cpu_name(),
+            Place::Cuda { name, .. } => name.clone(),
+        }
+    }
+
+    /// Adapts options that depend on the device.
+    pub(crate) fn adapt(&self, options: &Options) -> Options {
+        let block_rows = match self {
+            Place::Cpu => options.block_rows,
+            Place::Cuda { .. } => CUDA_BLOCK_ROWS,
+        };
+        // No block is longer than the longest prompt, rounded up to whole pages.
+        Options { block_rows: block_rows.min(options.capacity.next_multiple_of(G)), ..options.clone() }
+    }
+
+    fn memory(&self, checkpoint: &Checkpoint, options: &Options) -> Memory {
+        match self {
+            Place::Cpu => quantspec_cpu::plan(checkpoint.config(), options),
+            Place::Cuda { .. } => quantspec_cuda::plan(checkpoint.config(), options),
+        }
+    }
+
+    /// Plans an engine and refuses what does not fit in the model's context or the device's memory.
+    pub(crate) fn plan(&self, checkpoint: &Checkpoint, options: &Options) -> Result<Plan> {
+        let config = checkpoint.config();
+        let (used, available) = match self {
+            Place::Cpu => (machine::resident().unwrap_or(0), machine::memory_available().unwrap_or(usize::MAX)),
+            Place::Cuda { free_bytes, .. } => (0, *free_bytes),
+        };
+        let needed = |capacity: usize| {
+            let options = self.adapt(&Options { capacity, ..options.clone() });
+            total(&self.memory(checkpoint, &options))
+        };
+        // The largest capacity that fits, by bisection: the plan grows with capacity.
+        let (mut low, mut high) = (0, config.max_positions);
+        while low < high {
+            let middle = low + (high - low).div_ceil(2);
+            if needed(middle) <= available { low = middle } else { high = middle - 1 }
+        }
+        if options.capacity > config.max_positions {
+            return Err(Error::does_not_fit(
+                format!("{} tokens exceed the model's context of {}", options.capacity, config.max_positions),
+                format!("shorten the prompt or lower -n so that both stay within {} tokens", low.max(1)),
+            ));
+        }
+        let memory = self.memory(checkpoint, &self.adapt(options));
+        if total(&memory) > available {
+            let gigabytes = |bytes: usize| bytes as f64 / 1e9;
+            return Err(Error::does_not_fit(
+                format!(
+                    "{} sequences of {} tokens need {:.2} GB of {} memory and {:.2} GB are available",
+                    options.slots,
+                    options.capacity,
+                    gigabytes(total(&memory)),
+                    self.name(),
+                    gigabytes(available)
+                ),
+                if low > 0 {
+                    format!("the longest context that fits is {low} tokens; lower -n or shorten the prompt")
+                } else {
+                    "the weights alone do not fit; use a smaller model or a machine with more memory".to_string()
+                },
+            ));
+        }
+        Ok(Plan { planned_bytes: used + total(&memory), memory, longest_context: low })
+    }
+
+    /// Loads the model and opens an engine.
+    pub(crate) fn engine(&self, checkpoint: &Checkpoint, resolved: Resolved, hooks: Hooks) -> Result<Device> {
+        let options = self.adapt(&resolved.options);
+        let (slots, capacity, rows) = (options.slots, options.capacity, options.block_rows);
+        Ok(match self {
+            Place::Cpu => {
+                let backend = CpuBackend::load(checkpoint, &options, hooks)?;
+                Device::Cpu(Box::new(Engine::new(backend, resolved.method, slots, capacity, rows)))
+            }
+            Place::Cuda { gpu, .. } => {
+                let backend = CudaBackend::load_on(gpu, checkpoint, &options, hooks)?;
+                Device::Cuda(Box::new(Engine::new(backend, resolved.method, slots, capacity, rows)))
+            }
+        })
+    }
+
+    /// Largest number of bytes taken so far: of the process, or of the GPU since it was opened (pools never shrink).
+    pub(crate) fn peak_bytes(&self) -> Option<usize> {
+        match self {
+            Place::Cpu => machine::peak_resident(),
+            Place::Cuda { gpu, free_bytes, .. } => gpu.memory().ok().map(|(free, _)| free_bytes.saturating_sub(free)),
+        }
+    }
+}
+
+/// The plan of an engine that fits.
+pub(crate) struct Plan {
+    pub(crate) memory: Memory,
+    /// Bytes at the peak: of the process (resident now plus the plan), or of the GPU.
+    pub(crate) planned_bytes: usize,
+    /// Longest capacity that would fit in memory and context.
+    pub(crate) longest_context: usize,
+}
+
+fn total(memory: &Memory) -> usize {
+    memory.weights_bytes
+        + memory.draft_weights_bytes
+        + memory.cache_upper_bytes
+        + memory.cache_lower_bytes
+        + memory.cache_full_bytes
+        + memory.buffer_bytes
+        + memory.workspace_bytes
+}
