@@ -338,9 +338,12 @@ fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions:
         }
     };
     match window {
-        Some(window) if window < max_positions => Err(unsupported(format!(
-            "sliding-window attention ({window} tokens of a context of {max_positions}; sliding_window)"
-        ))),
+        Some(window) if window < max_positions => Err(Error::model(
+            format!(
+                "sliding-window attention ({window} tokens of a context of {max_positions}; sliding_window) is not supported"
+            ),
+            "use a checkpoint with full attention, for Mistral 7B its version 0.2 or later",
+        )),
         _ => Ok(()),
     }
 }
