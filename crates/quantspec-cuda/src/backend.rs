@@ -529,7 +529,8 @@ impl CudaBackend {
     fn choose_lists(&mut self, step: &Step) -> Result<Vec<Choice>> {
         let n = match step.pages {
             Pages::All => return Ok(Vec::new()),
-            Pages::Window(n) | Pages::Best(n) => n.max(1),
+            // The first and the newest are always in.
+            Pages::Window(n) | Pages::Best(n) => n.max(2),
         };
         let (layers, slots, heads) = (self.config.layers, self.options.slots, self.config.kv_heads);
         if self.lists.as_ref().is_none_or(|lists| lists.pitch < n) {
@@ -576,10 +577,10 @@ impl CudaBackend {
         let bias = if self.plan.pending { bias } else { 0 };
         if quantised {
             let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, input.pitch8()];
-            self.launch(self.kernels.norm_i8, [rows, 1, 1], 256, 0, &arguments)
+            self.launch(self.kernels.norm_i8, [rows, 1, 1], 1024, 0, &arguments)
         } else {
             let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch()];
-            self.launch(kernel, [rows, 1, 1], 256, 0, &arguments)
+            self.launch(kernel, [rows, 1, 1], 1024, 0, &arguments)
         }
     }
 
@@ -667,7 +668,7 @@ impl CudaBackend {
                     plan.choices,
                     plan.choosing,
                     plan.choosing_pages,
-                    n.max(1),
+                    n.max(2),
                     space.q.at(0),
                     scores,
                     &cache,
@@ -775,7 +776,7 @@ impl CudaBackend {
             width,
             pitch
         ];
-        self.launch(self.kernels.norm[0], [block.rows, 1, 1], 256, 0, &arguments)
+        self.launch(self.kernels.norm[0], [block.rows, 1, 1], 1024, 0, &arguments)
     }
 
     fn prompt_qkv(&self, layer: usize, block: &Block) -> Result<()> {

@@ -1,0 +1,61 @@
+//! Logits of a whole model on the GPU against those of the reference backend.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+#![allow(clippy::print_stderr, reason = "errors are worth seeing")]
+
+mod gpu;
+#[path = "gpu/model.rs"]
+mod small;
+
+use gpu::device;
+use quantspec_core::config::{Pages, View, Weights};
+use quantspec_cuda::CudaBackend;
+use quantspec_model::backend::{Backend, Hooks, Row, Step};
+use quantspec_model::forward;
+use quantspec_model::reference::ReferenceBackend;
+use small::{checkpoint, options, prompt};
+
+/// Largest difference of two rows of logits against the spread of the second.
+fn apart(a: &[f32], b: &[f32]) -> f64 {
+    let mean = b.iter().map(|&x| f64::from(x)).sum::<f64>() / b.len() as f64;
+    let spread = (b.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / b.len() as f64).sqrt();
+    a.iter().zip(b).map(|(&x, &y)| (f64::from(x) - f64::from(y)).abs()).fold(0.0, f64::max) / spread
+}
+
+#[test]
+fn logits_are_those_of_the_reference() {
+    let (Some(device), Some(checkpoint)) = (device(), checkpoint()) else { return };
+    let options = options(700, 1);
+    let vocab = checkpoint.config().vocab;
+    let tokens = prompt(vocab, 640, 1);
+    let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
+    let mut reference = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).unwrap();
+    let window = [tokens[7], tokens[90], tokens[3], tokens[4], tokens[5]];
+    let rows: Vec<Row> = (0..window.len()).map(|i| Row { slot: 0, offset: i, position: tokens.len() + i }).collect();
+    fn prepare<B: Backend>(backend: &mut B, tokens: &[u32], window: &[u32]) -> Vec<f32> {
+        backend.open(0, 700).unwrap();
+        forward::prefill(backend, 0, tokens, 256, &mut |_, _| {}).unwrap();
+        let logits = backend.logits(0).unwrap();
+        backend.set_window(0, window).unwrap();
+        logits
+    }
+    let first = (prepare(&mut gpu, &tokens, &window), prepare(&mut reference, &tokens, &window));
+    let error = apart(&first.0, &first.1);
+    eprintln!("prefill: {error:.4} of the logits' spread");
+    // bfloat16 inputs of every product against f32 throughout.
+    assert!(error < 0.15, "prefill {error}");
+    for (weights, view, bound) in [
+        (Weights::Full, View::Both, 0.15),
+        (Weights::Full, View::Full, 0.15),
+        (Weights::Full, View::Upper, 0.15),
+        (Weights::Draft, View::Upper, 0.3),
+    ] {
+        let step = Step { weights, view, pages: Pages::All, choose_pages: false, rows: &rows };
+        forward::step(&mut gpu, &step).unwrap();
+        forward::step(&mut reference, &step).unwrap();
+        for row in 0..rows.len() {
+            let error = apart(&gpu.logits(row).unwrap(), &reference.logits(row).unwrap());
+            eprintln!("{weights:?} {view:?} row {row}: {error:.4}");
+            assert!(error < bound, "{weights:?} {view:?} row {row}: {error}");
+        }
+    }
+}
