@@ -84,8 +84,9 @@ impl Folder {
         &self.0
     }
 
-    /// Writes a file.
+    /// Writes a file. A file that is there is removed first: ext4 waits for the disk when one is truncated and written again.
     pub(crate) fn write(&self, name: &str, bytes: &[u8]) {
+        let _ = std::fs::remove_file(self.0.join(name));
         std::fs::write(self.0.join(name), bytes).expect("write");
     }
 }
