@@ -6,6 +6,8 @@
 //! selection at 320 tokens runs, long enough to cross two page borders from every prompt length. Models beside the embedded
 //! one are taken from the directory `QUANTSPEC_TEST_MODELS`, where it is set.
 
+#![allow(clippy::print_stderr, reason = "a skipped test must say so")]
+
 use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::policy::Policy;

@@ -60,7 +60,7 @@ pub fn prefill<B: Backend>(
         backend.poll()?;
         progress((index + 1) * prompt.len(), layers * prompt.len());
     }
-    match blocks().last() {
+    match blocks().next_back() {
         Some(last) => backend.head(&Pass::Prefill(last)),
         None => Ok(()),
     }
