@@ -22,7 +22,7 @@ from quantspec_cli import __main__, hub
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Settings of the person who runs the tests must not reach them.
 for variable in [name for name in os.environ if name.startswith("QUANTSPEC_")]:
-    if variable not in {"QUANTSPEC_SIMD", "QUANTSPEC_REQUIRE_GPU"}:
+    if variable not in {"QUANTSPEC_SIMD", "QUANTSPEC_REQUIRE_GPU", "QUANTSPEC_TEST_MODELS"}:
         del os.environ[variable]
 os.environ["QUANTSPEC_CONFIG"] = os.devnull
 
