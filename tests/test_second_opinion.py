@@ -1,0 +1,174 @@
+"""Whole texts against the equations: what the installed wheel decodes is what NumPy says a token must be.
+
+NumPy computes the prompt exactly, then every new position by the visibility law over quantised pages, in float64; noise,
+warpers and the choice are written again from docs/algorithm.md. The engine's arithmetic is coarser, so a token is compared
+where the winner leads by more than its error; everywhere else the engine must have taken one of the leaders.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llama_numpy
+import numpy as np
+import pytest
+from conftest import DEMO
+from llama_numpy import Array, G, Llama, half
+
+from quantspec_cli import Engine
+from quantspec_cli.engine import Prompt
+from quantspec_cli.selftest import cut_prompts
+
+NEW = 100
+# Between them, decoding crosses 384 and 512, where a second and a third page become visible.
+PROMPTS = (300, 420)
+# BF16 activations move a logit by a few hundredths; far less than this.
+LEAD = 0.3
+
+
+def paper(x: Array, axis: int) -> tuple[Array, Array]:
+    """(view Upper, view Both) by the paper: quantise to 4 bits, then the error to 4 more."""
+    least, most = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
+    constant = least == most
+    scale = half(np.where(constant, 1, np.maximum((most - least) / 15, 2.0**-14)))
+    zero = half(least)
+    upper = np.clip(np.rint((x - zero) / scale), 0, 15)
+    lower = np.clip(np.rint((x - zero - upper * scale) / (scale / 16)), -8, 7)
+    views = upper * scale + zero, (upper + lower / 16) * scale + zero
+    return tuple(np.where(constant, zero, view) for view in views)  # type: ignore[return-value]
+
+
+ROUNDINGS = {"balanced": llama_numpy.balanced, "paper": paper}
+
+
+def philox(counter: Array, key: tuple[int, int]) -> Array:
+    """Philox4x32-10 of counters [n][4]."""
+    a, b, c, d = counter.astype(np.uint64).T
+    k, m = (np.uint64(word) for word in key)
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for _ in range(10):
+        left, right = a * np.uint64(0xD2511F53), c * np.uint64(0xCD9E8D57)
+        a, b, c, d = (right >> shift) ^ b ^ k, right & low, (left >> shift) ^ d ^ m, left & low
+        k, m = (k + np.uint64(0x9E3779B9)) & low, (m + np.uint64(0xBB67AE85)) & low
+    return np.stack((a, b, c, d), 1)
+
+
+def gumbel(seed: int, position: int, vocab: int) -> Array:
+    """Noise of every token at a position, for sequence 0 and the purpose of sampling (both 0)."""
+    blocks = np.arange((vocab + 3) // 4)
+    zeros = np.zeros_like(blocks)
+    counter = np.stack((zeros + position, zeros, zeros, blocks), 1)
+    words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32)).reshape(-1)[:vocab]
+    uniform = (2 * (words >> np.uint64(9)).astype(np.float64) + 1) / 2**24
+    gumbels: Array = -np.log(-np.log(uniform))
+    return gumbels
+
+
+def scores(logits: Array, position: int, options: dict[str, Any], slack: float) -> Array:
+    """What the chosen token has most of: its logit, or its scaled logit and noise among the tokens that are kept.
+
+    `slack` moves the borders of the warpers, so that tokens at a border can be told: about as far as a logit may move.
+    """
+    temperature = options.get("temperature", 0)
+    if not temperature:
+        return logits
+    z = (logits - logits.max()) / temperature
+    order = np.argsort(-z, kind="stable")
+    keep = np.full(len(z), True)
+    if options.get("top_k"):
+        keep &= z >= z[order[options["top_k"] - 1]] - slack
+    p = np.where(keep, np.exp(z), 0)
+    before = np.cumsum(p[order]) - p[order]
+    if options.get("top_p"):
+        keep[order[before >= (options["top_p"] + slack / 4) * p.sum()]] = False
+    if options.get("min_p"):
+        keep &= p >= options["min_p"] * np.exp(-slack)
+    return np.where(keep, z + gumbel(options["seed"], position, len(z)), -np.inf)
+
+
+class Decoder:
+    """Decodes one token after another over the cache as the engine defines it."""
+
+    def __init__(self, model: Llama, prompt: list[int], kv_target: str, rounding: str) -> None:
+        self.model = model
+        self.view = {"fp16": None, "int8": 1, "int4": 0}[kv_target]
+        self.round = ROUNDINGS[rounding]
+        self.past: list[tuple[Array, Array]] = []
+        self.pages: dict[tuple[int, int], tuple[Array, Array]] = {}
+        positions = np.arange(len(prompt))
+        x = model.embedding[prompt]
+        for layer in range(model.layers):
+            q, k, v = model.qkv(layer, x, positions)
+            self.past.append((half(k), half(v)))
+            x = model.rest(layer, x, model.attend(q, k, v, positions[:, None] >= positions))
+        self.logits = model.logits(x[-1:])[0]
+        self.position = len(prompt)
+
+    def step(self, token: int) -> None:
+        """Feeds a token; `logits` are then those after it."""
+        at = np.array([self.position])
+        quantised = max(0, self.position // G - 1) * G
+        x = self.model.embedding[[token]]
+        for layer in range(self.model.layers):
+            q, k, v = self.model.qkv(layer, x, at)
+            keys, values = (np.concatenate((old, half(new))) for old, new in zip(self.past[layer], (k, v), strict=True))
+            self.past[layer] = keys, values
+            if self.view is not None and quantised:
+                if (layer, quantised) not in self.pages:
+                    pages = keys[:quantised].reshape(-1, G, *keys.shape[1:])
+                    seen = self.round(pages, 1)[self.view].reshape(quantised, *keys.shape[1:])
+                    self.pages[layer, quantised] = seen, self.round(values[:quantised], 2)[self.view]
+                seen_keys, seen_values = self.pages[layer, quantised]
+                keys = np.concatenate((seen_keys, keys[quantised:]))
+                values = np.concatenate((seen_values, values[quantised:]))
+            visible = np.full((1, len(keys)), True)
+            x = self.model.rest(layer, x, self.model.attend(q, keys, values, visible))
+        self.logits = self.model.logits(x)[0]
+        self.position += 1
+
+
+@pytest.fixture(scope="module")
+def model() -> Llama:
+    return Llama(*llama_numpy.load(DEMO))
+
+
+@pytest.mark.parametrize(
+    ("kv_target", "rounding", "method", "options"),
+    [
+        ("int8", "balanced", "quantspec", {}),
+        ("int8", "balanced", "quantspec", {"temperature": 0.9, "seed": 2**40 + 7}),
+        ("int8", "paper", "kv4", {"temperature": 0.7, "seed": 1, "top_p": 0.9}),
+        ("int4", "balanced", "w4", {"temperature": 1.3, "seed": 2, "top_k": 40}),
+        ("int4", "paper", "ar", {"temperature": 1.0, "seed": 3, "min_p": 0.05}),
+        ("fp16", "balanced", "quantspec", {"temperature": 0.8, "seed": 4, "top_k": 200, "top_p": 0.95, "min_p": 0.01}),
+    ],
+)
+def test_every_token_is_the_one_the_equations_choose(
+    model: Llama, kv_target: str, rounding: str, method: str, options: dict[str, Any]
+) -> None:
+    engine = Engine.load(context=600, method=method, gamma=5, kv_target=kv_target, kv_rounding=rounding)
+    source = cut_prompts(engine.model)[-1]
+    clear = 0
+    for length in PROMPTS:
+        prompt = source[:length]
+        answer = engine.generate(Prompt(prompt), max_new_tokens=NEW, ignore_eos=True, **options)
+        assert len(answer.tokens) == NEW
+        decoder = Decoder(model, prompt, kv_target, rounding)
+        for token in answer.tokens:
+            surely, perhaps = (scores(decoder.logits, decoder.position, options, slack) for slack in (-0.1, 0.1))
+            behind = surely.max() - perhaps
+            assert behind[token] < LEAD, (length, decoder.position, token, behind[token])
+            clear += np.sum(behind < LEAD) == 1
+            decoder.step(token)
+    # The comparison means something: most positions have a winner.
+    assert clear > NEW
+
+
+def test_the_noise_is_that_of_the_published_generator() -> None:
+    # Random123's known answer for a counter and a key of zeros.
+    assert [hex(word) for word in philox(np.zeros((1, 4)), (0, 0))[0]] == [
+        "0x6627e8d5",
+        "0xe169c58d",
+        "0xbc57ac4c",
+        "0x9b00dbd8",
+    ]
