@@ -16,7 +16,7 @@ import hypothesis
 import pytest
 
 import quantspec_cli
-from quantspec_cli import __main__, hub
+from quantspec_cli import entry, hub
 
 # Before huggingface_hub is imported, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -72,7 +72,7 @@ def quantspec(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
     def run(*arguments: str) -> Outcome:
         capfd.readouterr()
-        code = __main__.execute(arguments)
+        code = entry.execute(arguments)
         captured = capfd.readouterr()
         return Outcome(code, captured.out, captured.err)
 

@@ -97,11 +97,11 @@ def test_methods_cross_gammas_and_pages() -> None:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    from quantspec_cli import __main__
+    from quantspec_cli import entry
 
     out = tmp_path_factory.mktemp("bench") / "rows.jsonl"
     arguments = "bench -p 64 -n 40 -d 0,1024 -r 2 -g 3 --methods ar-fp16,ar,ar-int4,quantspec,w4,kv4 -o jsonl --output"
-    assert __main__.execute([*arguments.split(), str(out)]) == 0
+    assert entry.execute([*arguments.split(), str(out)]) == 0
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 

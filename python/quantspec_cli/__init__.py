@@ -9,7 +9,10 @@
 Importing the package loads neither the native module nor a tokenizer; both wait until something is decoded.
 """
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
+
+# What type checkers take for true. The module `typing` would be the most expensive thing imported here.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from .engine import Engine, Generation, Stream
@@ -22,12 +25,13 @@ __all__ = ["Engine", "Generation", "QuantspecError", "Stream", "__version__"]
 _HOME = {"Engine": "engine", "Generation": "engine", "Stream": "engine", "QuantspecError": "errors"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    found: object = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,102 @@
+"""Runs a command and turns whatever happens into output and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from .cli import cli
+from .errors import (
+    EXIT_DONE,
+    EXIT_PIPE_CLOSED,
+    EXIT_USAGE,
+    InterruptedByUserError,
+    QuantspecError,
+    UsageError,
+    internal,
+)
+from .output import abandon_stdout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main() -> int:
+    """The `quantspec` command; returns its exit code."""
+    if "_QUANTSPEC_COMPLETE" in os.environ:  # a shell asks for completions
+        cli.main(prog_name="quantspec")
+    for stream in (sys.stdout, sys.stderr):
+        # Text is UTF-8 with line breaks as they are, whatever the locale.
+        stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")  # type: ignore[union-attr]
+    code = execute(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except OSError:
+        abandon_stdout()
+        code = code or EXIT_PIPE_CLOSED
+    return code
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Runs a command line and returns its exit code."""
+    as_json = "--json" in arguments
+    try:
+        return _invoke(list(arguments))
+    except QuantspecError as error:
+        return _fail(error, as_json=as_json)
+    except (KeyboardInterrupt, click.Abort):
+        return _fail(InterruptedByUserError("interrupted", "run the command again"), as_json=as_json)
+    except BrokenPipeError:
+        abandon_stdout()
+        return EXIT_PIPE_CLOSED
+    except MemoryError:
+        from .errors import DoesNotFitError
+
+        return _fail(DoesNotFitError("out of memory", "use a shorter prompt or a smaller model"), as_json=as_json)
+    except Exception as error:
+        if os.environ.get("QUANTSPEC_DEBUG"):
+            raise
+        return _fail(internal(error), as_json=as_json)
+
+
+def _invoke(arguments: list[str]) -> int:
+    try:
+        with cli.make_context("quantspec", arguments) as context:
+            code = cli.invoke(context)
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return EXIT_USAGE
+    except click.UsageError as error:
+        raise _usage(error) from error
+    except click.ClickException as error:
+        raise UsageError(error.format_message(), "see quantspec --help") from error
+    return code if isinstance(code, int) else EXIT_DONE
+
+
+def _usage(error: click.UsageError) -> UsageError:
+    path = error.ctx.command_path if error.ctx is not None else "quantspec"
+    hint = f"see {path} --help"
+    similar = getattr(error, "possibilities", None)
+    if similar:
+        hint = f"did you mean {' or '.join(sorted(similar))}? {hint}"
+    message = (error.message if similar else error.format_message()).rstrip(".")
+    return UsageError(message[:1].lower() + message[1:], hint)
+
+
+def _fail(error: QuantspecError, *, as_json: bool) -> int:
+    try:
+        if as_json:
+            sys.stdout.write(json.dumps(error.to_json(), ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+        sys.stderr.write(error.render() + "\n")
+        sys.stderr.flush()
+    except OSError:
+        # Nobody is left to tell; the exit code remains.
+        abandon_stdout()
+    return error.exit_code
