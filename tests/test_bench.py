@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,15 @@ def _tests(markdown: str) -> list[str]:
 )
 def test_bad_input(quantspec: Callable[..., Any], arguments: str, code: int, words: tuple[str, ...]) -> None:
     quantspec("bench", *arguments.split()).assert_error(code, *words)
+
+
+def test_more_threads_than_processors_are_pointed_out(quantspec: Callable[..., Any]) -> None:
+    processors = os.cpu_count() or 1
+    arguments = f"-p 0 -n 2 -r 1 --methods ar --threads {processors + 1}"
+    outcome = quantspec("bench", *arguments.split())
+    assert outcome.code == 0
+    assert outcome.stderr.count("\n") == 1
+    assert f"{processors + 1} threads on {processors} processors" in outcome.stderr
 
 
 def test_texts_that_are_too_short(quantspec: Callable[..., Any], tmp_path: Path) -> None:

@@ -39,7 +39,10 @@ class Engine:
     ) -> Engine: ...
     @property
     def info(self) -> dict[str, Any]:
-        """device, device_name, simd, threads, family, vocab, layers, max_positions, eos, planned_bytes, load_s."""
+        """What was loaded: device, device_name, simd, threads, family, vocab, layers, max_positions, eos.
+
+        Also block_rows (of a prefill), planned_bytes and load_s.
+        """
 
     def add(
         self,
@@ -150,7 +153,7 @@ def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:
 
     weights_bytes (target, one pass; head_bytes of them its head), pages and buffer_tokens (visible on average),
     upper_page_bytes, lower_page_bytes, full_page_bytes and page_bound_bytes (of one page), token_bytes (keys and values of
-    one token in f16), block_rows (rows of a prefill block).
+    one token in f16).
     """
 
 def read_gb_per_s(threads: int | None = None) -> float:

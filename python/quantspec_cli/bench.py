@@ -14,7 +14,6 @@ import gzip
 import io
 import itertools
 import json
-import os
 import statistics
 import time
 from contextlib import nullcontext
@@ -154,8 +153,7 @@ class Sample:
 def bench(request: Request, options: EngineOptions) -> int:
     """Measures and prints as it goes; returns the exit code."""
     plan = read_plan(request)
-    if options.threads is not None and options.threads > (os.cpu_count() or options.threads):
-        render.note(f"warning: {options.threads} threads on {os.cpu_count()} processors will wait for each other")
+    render.warn_of_threads(options.threads)
     with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
         name, text = _text(request)
         opened = [
@@ -325,6 +323,7 @@ class Bench:
             self._draft_bytes = int(self._engine.stats()["draft_weights_bytes"])
         self._page_choice = options.page_choice
         self._info = self._engine.info
+        self._bandwidth_now: float | None = None
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All measurements, as soon as each depth is done."""
@@ -363,6 +362,7 @@ class Bench:
                 self._configure(method)
                 answer.run(self._request.seed, min(WARM_UP, tokens))
             for repetition in range(repetitions):
+                self._bandwidth_now = self._bandwidth()
                 # Forth and back, so that a drift of the machine favours nobody.
                 for method in plan.methods[:: -1 if repetition % 2 else 1]:
                     samples[method].append(self._sample(method, answer, repetition))
@@ -380,11 +380,12 @@ class Bench:
         self._engine.configure(page_choice=self._page_choice, **method.native())
 
     def _sample(self, method: Method, answer: Answer, repetition: int) -> Sample:
-        before = self._bandwidth()
+        before = self._bandwidth_now
         self._configure(method)
         seconds, tokens = answer.run(self._request.seed + repetition)
         stats = self._engine.stats()
-        after = self._bandwidth()
+        # What is read after a run is read before the next.
+        after = self._bandwidth_now = self._bandwidth()
         return Sample(seconds, self._decode_bytes(method, answer, stats), _pair(before, after), stats, tokens)
 
     def _add(self, prompt_tokens: int, new_tokens: int) -> int:
@@ -395,7 +396,7 @@ class Bench:
     def _prefill_bytes(self, depth: int, tokens: int) -> float:
         """Least a prefill of `tokens` behind `depth` reads: a layer's weights and the past once a block, the head once."""
         seen = self._native.traffic(str(self._model.directory), depth, tokens)
-        blocks = range(depth, depth + tokens, seen["block_rows"])
+        blocks = range(depth, depth + tokens, self._info["block_rows"])
         layers = seen["weights_bytes"] - seen["head_bytes"]
         read: float = len(blocks) * layers + sum(blocks) * seen["token_bytes"] + seen["head_bytes"]
         return read

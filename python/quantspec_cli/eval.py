@@ -48,6 +48,7 @@ def evaluate(request: Request, options: EngineOptions) -> int:
         raise UsageError(f"tokens is {request.tokens}", "use at least 2: the first token is only context")
     if request.context < 0:
         raise UsageError(f"context is {request.context}", "use 0 or more tokens")
+    render.warn_of_threads(options.threads)
     with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
         document = prompts.read(str(SAMPLE) if request.prompt is None else request.prompt)
         model = Model.open(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,13 @@ def console() -> Console:
 def note(text: str) -> None:
     """One line to stderr."""
     console().print(text, style="dim")
+
+
+def warn_of_threads(threads: int | None) -> None:
+    """More workers than processors wait for each other."""
+    processors = os.cpu_count()
+    if threads is not None and processors is not None and threads > processors:
+        note(f"warning: {threads} threads on {processors} processors wait for each other; use --threads {processors}")
 
 
 def statistics(engine: Engine, names: Sequence[str], answers: Sequence[Generation]) -> None:

@@ -290,6 +290,11 @@ impl<B: Backend> Engine<B> {
         &self.stats
     }
 
+    /// Rows of a prefill block.
+    pub fn block_rows(&self) -> usize {
+        self.block_rows
+    }
+
     /// Bytes the backend holds.
     pub fn memory(&self) -> Memory {
         self.backend.memory()

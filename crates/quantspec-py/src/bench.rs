@@ -2,7 +2,6 @@
 
 use crate::engine::default_threads;
 use crate::errors::detached;
-use crate::options::BLOCK_ROWS;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::cache::{visible_buffer, visible_pages};
@@ -43,7 +42,6 @@ pub(crate) fn traffic<'py>(py: Python<'py>, model: &str, start: usize, tokens: u
     out.set_item("page_bound_bytes", heads * PARAMS * config.head_dim)?;
     out.set_item("buffer_tokens", mean(|position| visible_buffer(position).len()))?;
     out.set_item("token_bytes", heads * 2 * HALF * config.head_dim)?;
-    out.set_item("block_rows", BLOCK_ROWS)?;
     Ok(out)
 }
 

@@ -161,6 +161,7 @@ impl PyEngine {
         info.set_item("layers", config.layers)?;
         info.set_item("max_positions", config.max_positions)?;
         info.set_item("eos", &config.eos)?;
+        info.set_item("block_rows", on_device!(&device, engine => engine.block_rows()))?;
         info.set_item("planned_bytes", plan.planned_bytes)?;
         info.set_item("load_s", load_s)?;
         Ok(PyEngine {
