@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -39,11 +41,15 @@ def repository() -> dict[str, bytes]:
 class Hub(ThreadingHTTPServer):
     """Serves one repository, owner/model, with the revision `main` and the commit `SHA`."""
 
+    daemon_threads = True
+
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = files
         self.fetched: list[str] = []
         self.gated = False
+        self.pause_s = 0.0  # in the middle of every large file
+        self.paused = threading.Event()
 
     @property
     def endpoint(self) -> str:
@@ -94,7 +100,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         if send:
-            self.wfile.write(body)
+            half = len(body) // 2
+            self.wfile.write(body[:half])
+            if len(body) > 10**6 and self.server.pause_s:
+                self.server.paused.set()
+                time.sleep(self.server.pause_s)
+            self.wfile.write(body[half:])
 
 
 @pytest.fixture
@@ -206,3 +217,19 @@ def test_a_directory_wins_over_the_hub(tmp_path: Path, monkeypatch: pytest.Monke
 def test_the_demo_is_complete() -> None:
     names = set(os.listdir(hub.resolve(None)))
     assert names >= {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_ctrl_c_ends_a_download_at_once_and_it_resumes(start: Start, server: Hub, tmp_path: Path) -> None:
+    settings = {"HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    server.pause_s = 30
+    child = start("run", "-m", "owner/model", "--text", "x", "-n", "3", env=settings)
+    assert server.paused.wait(60)
+    child.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    out, err = child.communicate(timeout=60)
+    assert time.monotonic() - sent < 1
+    assert (child.returncode, out, err) == (130, b"", b"error: interrupted\nhint: run the command again\n")
+    server.pause_s = 0
+    child = start("run", "-m", "owner/model", "--text", "x", "-n", "3", env=settings)
+    child.communicate(timeout=120)
+    assert child.returncode == 0

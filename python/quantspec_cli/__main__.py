@@ -12,6 +12,12 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\nhint: run the command again\n")
         code = 130
+    if code == 130:
+        # Threads of an interrupted download or tokenizer would be waited for.
+        import os
+
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from . import background
 from .errors import FileError, ModelError, UsageError, reason
 
 DEMO = "demo"
@@ -72,8 +73,10 @@ def _download(model: str, repository: str, revision: str | None, *, offline: boo
         disable_progress_bars()
     offline = offline or bool(constants.HF_HUB_OFFLINE)
     try:
-        directory = snapshot_download(
-            repository, revision=revision, allow_patterns=FILES, local_files_only=offline, library_name="quantspec"
+        directory = background.run(
+            lambda: snapshot_download(
+                repository, revision=revision, allow_patterns=FILES, local_files_only=offline, library_name="quantspec"
+            )
         )
     except errors.GatedRepoError as error:
         raise ModelError(

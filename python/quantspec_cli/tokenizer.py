@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from typing import TYPE_CHECKING, Any
 
-from .errors import ModelError, internal
+from . import background
+from .errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,8 +46,9 @@ class Tokenizer:
 
         Text rendered by a chat template holds its special tokens already and is encoded with `special=False`.
         """
-        # The batch call is the one that releases the GIL, so that Ctrl-C is heard.
-        ids = list(_in_background(lambda: self._inner.encode_batch_fast([text], add_special_tokens=special))[0].ids)
+        # The batch call is the one that releases the GIL.
+        encodings = background.run(lambda: self._inner.encode_batch_fast([text], add_special_tokens=special))
+        ids = list(encodings[0].ids)
         if special and self.config.get("add_bos_token") is True:
             bos = self.id_of(self.special.get("bos_token"))
             if bos is not None and ids[:1] != [bos]:
@@ -120,26 +121,6 @@ def _guarded(work: Callable[[], Any], message: str) -> Any:
     except BaseException as error:
         hint = "use the tokenizer.json published with these weights"
         raise ModelError(f"{message}: {error}", hint) from error
-
-
-def _in_background(work: Callable[[], Any]) -> Any:
-    """Runs a call that releases the GIL on another thread, so that this one hears Ctrl-C while it runs."""
-    outcome: list[Any] = []
-    failure: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except BaseException as error:
-            failure.append(error)
-
-    # A daemon: after Ctrl-C the process ends without waiting for it.
-    thread = threading.Thread(target=run, name="quantspec-tokenizer", daemon=True)
-    thread.start()
-    thread.join()
-    if failure:
-        raise internal(failure[0]) from failure[0]
-    return outcome[0]
 
 
 def _byte_rule(inner: tokenizers.Tokenizer, name: str) -> tuple[Callable[[str], bytes], bool]:
