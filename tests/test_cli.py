@@ -13,7 +13,7 @@ import pytest
 from conftest import DEMO, Outcome, copy_demo
 from tokenizers import Tokenizer
 
-from quantspec_cli import __version__
+from quantspec_cli import __version__, tokenizer
 from quantspec_cli.cli import cli
 
 Run = Callable[..., Outcome]
@@ -193,6 +193,15 @@ def test_the_hint_of_a_refusal_fits(fake: Any, quantspec: Run, tmp_path: Path) -
     )
 
 
+def test_a_document_no_context_can_hold_is_refused_before_it_is_encoded(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("a few words " * 100_000)
+    monkeypatch.setattr(tokenizer.Tokenizer, "encode", None)
+    quantspec("run", "-p", str(book), "-c", "2000").assert_error(3, "1200000 characters", "2000 tokens")
+
+
 def test_ctx_size_limits_and_is_limited(fake: Any, quantspec: Run) -> None:
     quantspec("run", "--text", "x", "-n", "60", "-c", "50").assert_error(3, "context is 50", "raise the context")
     quantspec("run", "--text", "x", "-c", "200000").assert_error(3, "200000", "131072")
@@ -305,3 +314,12 @@ def test_json_numbers_are_json(fake: Any, quantspec: Run) -> None:
         raise AssertionError(constant)
 
     json.loads(quantspec("run", "--text", "x", "-n", "5", "--json").stdout, parse_constant=refuse)
+
+
+def test_the_page_of_the_command_line_names_every_exit_code_and_json_field(fake: Any, quantspec: Run) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text(encoding="utf-8")
+    for code in (0, 1, 2, 3, 4, 130, 141):
+        assert f"| {code} |" in page
+    report = quantspec("run", "--text", "x", "-n", "3", "--json").json
+    for field in report["stats"]:
+        assert f"`{field}`" in page, field

@@ -147,6 +147,11 @@ def test_json_goes_to_stdout_and_the_answer_to_the_file(fake: type, quantspec: R
     assert path.read_text() == outcome.json["results"][0]["text"] + "\n"
 
 
+def test_a_prompt_is_not_overwritten(fake: type, quantspec: Run, document: Path) -> None:
+    quantspec("run", "-p", str(document), "-o", f"{document.parent}/./{document.name}").assert_error(2, "also a prompt")
+    assert document.read_text().startswith("It was")
+
+
 def test_an_error_leaves_no_file(fake: type, quantspec: Run, tmp_path: Path) -> None:
     fake.fail = ("not_finite", "logits are NaN", "check the weights")  # type: ignore[attr-defined]
     path = tmp_path / "out.txt"

@@ -153,8 +153,20 @@ class Model:
         instruction: str | None = None,
         system_prompt: str | None = None,
         name: str = "the prompt",
+        context: int | None = None,
     ) -> Prompt:
-        """Encodes a document: as it is, or as a conversation when there is an instruction or a system prompt."""
+        """Encodes a document: as it is, or as a conversation when there is an instruction or a system prompt.
+
+        A document that cannot fit the context (by default the model's), whatever its tokens, is refused before the
+        long work of encoding it.
+        """
+        limit = self.context if context is None else context
+        # Composing characters may make a text a little shorter before it is split into tokens, never four times.
+        if len(document) > 4 * limit and len(document.encode()) > 4 * limit * self.tokenizer.longest_token_bytes:
+            raise DoesNotFitError(
+                f"{name} has {len(document)} characters, more than {limit} tokens can hold",
+                "split the document or choose a model with a longer context",
+            )
         if instruction is None and system_prompt is None:
             prompt = Prompt(self.tokenizer.encode(document), name=name)
         elif self.chat_template is None:
@@ -401,7 +413,9 @@ class Engine:
         """Starts decoding prompts together. Every prompt is checked to fit before the first one is taken."""
         if not prompts:
             raise UsageError("no prompt", "give at least one prompt")
-        encoded = [self.model.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        encoded = [
+            self.model.prompt(prompt, context=self.context) if isinstance(prompt, str) else prompt for prompt in prompts
+        ]
         for prompt in encoded:
             if not prompt.ids:
                 raise UsageError(f"{prompt.name} has 0 tokens", "give at least one token, for example the model's BOS")

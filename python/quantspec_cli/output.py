@@ -78,6 +78,10 @@ class AtomicFile:
                 f"output {path} cannot be written: {reason(error)}", "check the folder's permissions"
             ) from error
 
+    def is_at(self, path: str) -> bool:
+        """The file would take the place of that one."""
+        return not self._special and os.path.realpath(path) == str(self._path)
+
     def write(self, text: str) -> None:
         """Adds text."""
         with self._reported():

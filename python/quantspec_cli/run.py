@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import __version__, output, prompts, render
 from .engine import Engine, Model
-from .errors import EXIT_DONE, EXIT_INTERRUPTED
+from .errors import EXIT_DONE, EXIT_INTERRUPTED, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +39,8 @@ class Request:
 def run(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> int:
     """Runs and returns the exit code."""
     with output.AtomicFile(request.output) if request.output is not None else nullcontext() as file:
+        if file is not None and any(file.is_at(path) for path in request.prompts):
+            raise UsageError(f"output {request.output} is also a prompt", "name another file")
         documents = prompts.read_all(request.prompts, request.texts)
         names = [document.name for document in documents]
         model = Model.open(
@@ -46,13 +48,17 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
         )
         if not request.as_json and not request.quiet and _is_bare(request, model):
             render.note("the model has no chat template: system prompt, document and instruction are plain text to it")
+        limit = model.resolve_context(request.ctx_size)
         encoded = [
             model.prompt(
-                document.text, instruction=request.instruction, system_prompt=request.system_prompt, name=document.name
+                document.text,
+                instruction=request.instruction,
+                system_prompt=request.system_prompt,
+                name=document.name,
+                context=limit,
             )
             for document in documents
         ]
-        limit = model.resolve_context(request.ctx_size)
         context = max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded)
         with render.progress("loading weights", shown=not request.quiet) as on_loading:
             engine = Engine(model, engine_options, context=context, batch=len(encoded), on_loading=on_loading)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from . import background
@@ -64,6 +65,11 @@ class Tokenizer:
         """Id of a token, or None where it is unknown."""
         found = self._inner.token_to_id(token) if token else None
         return None if found is None else int(found)
+
+    @cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token of the vocabulary."""
+        return max(len(self._to_bytes(token)) for token in self._inner.get_vocab(with_added_tokens=True))
 
     def token_bytes(self, token: int) -> bytes:
         """UTF-8 bytes a token stands for, possibly part of a character; empty for special and padding tokens."""
