@@ -73,6 +73,11 @@ DEV void tma_store(const TensorMap* m, int x, int y, int z, uint32_t src) {
                "r"(src)
                : "memory");
 }
+// Adds f32 values to what is there.
+DEV void tma_add(const TensorMap* m, int x, int y, uint32_t src) {
+  asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0,{%1,%2}],[%3];" ::"l"(m), "r"(x), "r"(y), "r"(src)
+               : "memory");
+}
 DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Sources of all but the last N groups may be overwritten.
 template <int N> DEV void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }

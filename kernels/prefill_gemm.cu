@@ -31,11 +31,11 @@ struct Config {
   static constexpr int OUT_BYTES = 64 * 64 * 2, OUT_BUFFERS = CONSUMERS == 2 ? 2 : 1;  // 64 x 64 blocks on their way out, per warpgroup
   static constexpr bool SHIFT_REGISTERS = CONSUMERS == 2;                                 // the producer gives registers to the consumers
 };
-// Few rows: small tiles, two CTAs per SM. Otherwise pairs of CTAs.
+// Few rows: small tiles and a deep ring, since the weights come from memory and their latency is what counts. Otherwise pairs of CTAs.
 template <class T> using Wide = Config<T, 256, 2, 2, 4>;
 template <class T> using Middle = Config<T, 128, 2, 2, 6>;
-template <class T> using Small = Config<T, 128, 1, 1, 4>;
-template <class T> using Narrow = Config<T, 64, 1, 1, 6>;
+template <class T> using Small = Config<T, 128, 1, 1, 8>;
+template <class T> using Narrow = Config<T, 64, 1, 1, 12>;
 
 struct Place {
   int row, column;  // in tiles
@@ -143,25 +143,39 @@ struct Qkv {
 };
 
 struct Residual {
-  float* hidden;      // [M][N]
-  const float* bias;  // [N] or null
-  int M, N;
+  const TensorMap* hidden;  // [M][N] f32; box 32 columns x 64 rows
+  const float* bias;        // [N] or null
+  int N;
 
+  // The copy engine adds blocks of 32 columns to memory while the next ones are written. Every element is added to once, so no order of arrival matters.
   template <class C>
   DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
-    const int lane = threadIdx.x & 31, row = at.row + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2), first = at.column + 2 * (lane & 3);
+    const int lane = threadIdx.x & 31, c = lane & 3, row = (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
 #pragma unroll
-    for (int j = 0; j < C::COLUMNS / 8; j++) {
-      const int column = first + 8 * j;
-      float2 b = make_float2(0, 0);
+    for (int j = 0; j < C::COLUMNS / 32; j++) {
+      const int column = at.column + 32 * j;
       if (column >= N) break;
-      if (bias) b = *(const float2*)(bias + column);
+      const uint32_t block = at.out + at.sent % C::OUT_BUFFERS * C::OUT_BYTES;
+      if ((threadIdx.x & 127) == 0) bulk_wait_read<C::OUT_BUFFERS - 1>();
+      bar_sync(at.barrier, 128);
 #pragma unroll
-      for (int r = 0; r < 2; r++)
-        if (row + 8 * r < M)  // every element is added to once, so the order of arrival does not matter
-          asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0],{%1,%2};" ::"l"(hidden + (size_t)(row + 8 * r) * N + column),
-                       "f"(d[4 * j + 2 * r] + b.x), "f"(d[4 * j + 2 * r + 1] + b.y)
-                       : "memory");
+      for (int i = 0; i < 4; i++) {  // 8 columns each: this thread has 8 bytes of a 16-byte piece
+        float2 b = make_float2(0, 0);
+        if (bias && column + 8 * i < N) b = *(const float2*)(bias + column + 8 * i + 2 * c);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          const float* v = d + 16 * j + 4 * i + 2 * r;
+          const uint32_t to = block + (row + 8 * r) * 128 + (((2 * i + (c >> 1)) ^ (row & 7)) << 4) + (c & 1) * 8;
+          asm volatile("st.shared.v2.f32 [%0],{%1,%2};" ::"r"(to), "f"(v[0] + b.x), "f"(v[1] + b.y) : "memory");
+        }
+      }
+      fence_async();
+      bar_sync(at.barrier, 128);
+      if ((threadIdx.x & 127) == 0) {
+        tma_add(hidden, column, at.row, block);
+        bulk_commit();
+      }
+      at.sent++;
     }
   }
 };
@@ -270,7 +284,7 @@ using namespace wgmma_gemm;
 // prefill_residual_{bf16,f16}_{wide,middle,narrow}(A, W, hidden, bias, M, N, K, group)
 // prefill_gated_{bf16,f16}_{wide,middle,small}(A, W, X, bias, M, N, K, group)
 // Block: 384 threads (wide, middle) or 256. Dynamic shared memory: STAGES * STAGE_BYTES + the outgoing blocks + 16 STAGES + 1024.
-#define LAUNCHED(CONFIG, CLUSTERED) CLUSTERED __launch_bounds__(CONFIG::THREADS, CONFIG::CLUSTER == 1 ? 2 : 1)
+#define LAUNCHED(CONFIG, CLUSTERED) CLUSTERED __launch_bounds__(CONFIG::THREADS, 1)
 #define CLUSTER_PAIR __cluster_dims__(2, 1, 1)
 #define SINGLE
 #define QKV(D, NAME, CONFIG, CLUSTERED)                                                                                                             \
@@ -282,9 +296,9 @@ using namespace wgmma_gemm;
   }
 #define RESIDUAL(NAME, CONFIG, CLUSTERED)                                                                                                      \
   extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED)                                                                                       \
-      prefill_residual_##NAME(const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W, float* hidden, const float* bias, int M, \
-                              int N, int K, int group) {                                                                                       \
-    multiply<CONFIG>(&A, &W, M, N, K, group, Residual{hidden, bias, M, N});                                                                    \
+      prefill_residual_##NAME(const __grid_constant__ TensorMap A, const __grid_constant__ TensorMap W,                                        \
+                              const __grid_constant__ TensorMap hidden, const float* bias, int M, int N, int K, int group) {                   \
+    multiply<CONFIG>(&A, &W, M, N, K, group, Residual{&hidden, bias, N});                                                                      \
   }
 #define GATED(NAME, CONFIG, CLUSTERED)                                                                                                        \
   extern "C" __global__ void LAUNCHED(CONFIG, CLUSTERED)                                                                                      \

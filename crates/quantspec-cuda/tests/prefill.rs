@@ -55,7 +55,7 @@ fn cuts(rows: usize) -> Vec<Vec<usize>> {
     for block in [512, 200, 100, 1] {
         if block < rows && rows / block <= 30 {
             let mut parts = vec![block; rows / block];
-            if rows % block > 0 {
+            if !rows.is_multiple_of(block) {
                 parts.push(rows % block);
             }
             all.push(parts);
@@ -95,169 +95,184 @@ fn floats(bytes: &[u8], dtype: Dtype) -> Vec<f32> {
     }
 }
 
-/// Shapes and rows that between them use every tile: narrow widths, widths that are no multiple of a tile or an atom, and large ones.
-fn cases(dtype: Dtype) -> Vec<(Shape, usize)> {
-    let shape = |hidden, intermediate, heads, kv_heads, head_dim| Shape {
-        hidden,
-        intermediate,
-        heads,
-        kv_heads,
-        head_dim,
-        rms_eps: 1e-6,
-        dtype,
+fn shape(hidden: usize, intermediate: usize, heads: usize, kv_heads: usize, head_dim: usize, dtype: Dtype) -> Shape {
+    Shape { hidden, intermediate, heads, kv_heads, head_dim, rms_eps: 1e-6, dtype }
+}
+
+/// Narrow widths, and widths that are no multiple of a tile or an atom.
+fn odd() -> Vec<(Shape, usize)> {
+    let of = |dtype| {
+        [
+            (shape(328, 200, 6, 2, 128, dtype), 300),
+            (shape(72, 136, 6, 3, 64, dtype), 300),
+            (shape(512, 64, 4, 4, 128, dtype), 5),
+        ]
     };
-    let mut all =
-        vec![(shape(328, 200, 6, 2, 128), 300), (shape(72, 136, 6, 3, 64), 300), (shape(512, 64, 4, 4, 128), 5)];
-    if dtype == Dtype::Bf16 {
-        all.extend([
-            (shape(200, 64, 32, 32, 128), 2100),
-            (shape(4096, 72, 2, 1, 64), 2100),
-            (shape(136, 11008, 1, 1, 64), 2100),
-            (shape(4096, 64, 2, 1, 128), 600),
-        ]);
-    }
-    all
+    DTYPES.into_iter().flat_map(of).collect()
+}
+
+/// Widths and rows that between them use every tile.
+fn large() -> Vec<(Shape, usize)> {
+    vec![
+        (shape(200, 64, 32, 32, 128, Dtype::Bf16), 2100),
+        (shape(4096, 72, 2, 1, 64, Dtype::Bf16), 2100),
+        (shape(136, 11008, 1, 1, 64, Dtype::Bf16), 2100),
+        (shape(4096, 64, 2, 1, 128, Dtype::Bf16), 600),
+    ]
 }
 
 #[test]
 fn queries_keys_and_values() {
+    check_qkv(odd());
+}
+
+#[test]
+fn queries_keys_and_values_in_every_tile() {
+    check_qkv(large());
+}
+
+fn check_qkv(cases: Vec<(Shape, usize)>) {
     let Some(device) = device() else { return };
-    for dtype in DTYPES {
-        for (case, (s, rows)) in cases(dtype).into_iter().enumerate() {
-            let mut random = Random(case as u64 + 1);
-            let (d, all) = (s.head_dim, s.heads + 2 * s.kv_heads);
-            let x = rounded(&mut random, rows * s.hidden, 1.0, dtype);
-            let w = rounded(&mut random, all * d * s.hidden, 0.1, dtype);
-            let (bias, q_norm, k_norm) = (random.normals(all * d), random.normals(d), random.normals(d));
-            let angles: Vec<f32> =
-                (0..rows * d / 2).flat_map(|_| <[f32; 2]>::from((random.uniform() * 6.3).sin_cos())).collect();
-            let x_on = activations(&device, &x, rows, s.hidden, dtype);
-            let w_on = matrix(&device, &w, all * d, s.hidden, dtype);
-            let [bias_on, q_on, k_on, angles_on] =
-                [&bias, &q_norm, &k_norm, &angles].map(|values| device.copied(values).unwrap());
-            let prefill = Prefill::new(&device, s, rows).unwrap();
-            for (with_bias, with_norm) in [(false, false), (true, true)] {
-                let (q_bytes, kv_bytes) = (s.heads * d * 2, 2 * s.kv_heads * d * 2);
-                let bytes = same_for_all_cuts(rows, "qkv", |parts| {
-                    let (q, kv) = (poisoned(&device, rows * q_bytes + 64), poisoned(&device, rows * kv_bytes + 64));
-                    for (start, count) in blocks(parts) {
-                        // SAFETY: the buffers have the documented shapes.
-                        unsafe {
-                            prefill.qkv(
-                                x_on.at(start * padded(s.hidden) * dtype.bytes()),
-                                w_on.at(0),
-                                with_bias.then(|| bias_on.at(0)),
-                                with_norm.then(|| (q_on.at(0), k_on.at(0))),
-                                angles_on.at(start * d / 2 * 8),
-                                q.at(start * q_bytes),
-                                kv.at(start * kv_bytes),
-                                count,
-                            )
-                        }
-                        .unwrap();
+    for (case, (s, rows)) in cases.into_iter().enumerate() {
+        let dtype = s.dtype;
+        let mut random = Random(case as u64 + 1);
+        let (d, all) = (s.head_dim, s.heads + 2 * s.kv_heads);
+        let x = rounded(&mut random, rows * s.hidden, 1.0, dtype);
+        let w = rounded(&mut random, all * d * s.hidden, 0.1, dtype);
+        let (bias, q_norm, k_norm) = (random.normals(all * d), random.normals(d), random.normals(d));
+        let angles: Vec<f32> =
+            (0..rows * d / 2).flat_map(|_| <[f32; 2]>::from((random.uniform() * 6.3).sin_cos())).collect();
+        let x_on = activations(&device, &x, rows, s.hidden, dtype);
+        let w_on = matrix(&device, &w, all * d, s.hidden, dtype);
+        let [bias_on, q_on, k_on, angles_on] =
+            [&bias, &q_norm, &k_norm, &angles].map(|values| device.copied(values).unwrap());
+        let prefill = Prefill::new(&device, s, rows).unwrap();
+        for (with_bias, with_norm) in [(false, false), (true, true)] {
+            let (q_bytes, kv_bytes) = (s.heads * d * 2, 2 * s.kv_heads * d * 2);
+            let bytes = same_for_all_cuts(rows, "qkv", |parts| {
+                let (q, kv) = (poisoned(&device, rows * q_bytes + 64), poisoned(&device, rows * kv_bytes + 64));
+                for (start, count) in blocks(parts) {
+                    // SAFETY: the buffers have the documented shapes.
+                    unsafe {
+                        prefill.qkv(
+                            x_on.at(start * padded(s.hidden) * dtype.bytes()),
+                            w_on.at(0),
+                            with_bias.then(|| bias_on.at(0)),
+                            with_norm.then(|| (q_on.at(0), k_on.at(0))),
+                            angles_on.at(start * d / 2 * 8),
+                            q.at(start * q_bytes),
+                            kv.at(start * kv_bytes),
+                            count,
+                        )
                     }
-                    let (q, kv) = (
-                        q.read::<u8>(0, rows * q_bytes + 64).unwrap(),
-                        kv.read::<u8>(0, rows * kv_bytes + 64).unwrap(),
-                    );
-                    assert!(
-                        q[rows * q_bytes..].iter().chain(&kv[rows * kv_bytes..]).all(|&b| b == 0xff),
-                        "wrote beyond its rows"
-                    );
-                    [&q[..rows * q_bytes], &kv[..rows * kv_bytes]].concat()
-                });
-                let got = floats(&bytes, Dtype::F16);
-                let (q, kv) = got.split_at(rows * s.heads * d);
-                let (mut seen, mut want) = (Vec::new(), Vec::new());
-                for row in sample(rows) {
-                    for head in 0..all {
-                        let turned = head < s.heads + s.kv_heads;
-                        let mut v: Vec<f64> = (0..d)
-                            .map(|i| {
-                                let n = head * d + i;
-                                dot(&x[row * s.hidden..][..s.hidden], &w[n * s.hidden..][..s.hidden])
-                                    + if with_bias { f64::from(bias[n]) } else { 0.0 }
-                            })
-                            .collect();
-                        if with_norm && turned {
-                            let norm = if head < s.heads { &q_norm } else { &k_norm };
-                            let f =
-                                1.0 / (v.iter().map(|x| x * x).sum::<f64>() / d as f64 + f64::from(s.rms_eps)).sqrt();
-                            v.iter_mut().zip(norm).for_each(|(x, &w)| *x *= f * f64::from(w));
-                        }
-                        if turned {
-                            for i in 0..d / 2 {
-                                // sin_cos gave (sin, cos): the pair is read as (cos, sin), which is as good a rotation.
-                                let at = (row * d / 2 + i) * 2;
-                                let (cos, sin) = (f64::from(angles[at]), f64::from(angles[at + 1]));
-                                let (a, b) = (v[i], v[d / 2 + i]);
-                                (v[i], v[d / 2 + i]) = (a * cos - b * sin, b * cos + a * sin);
-                            }
-                        }
-                        want.extend(v);
-                        let from = if head < s.heads {
-                            (row * s.heads + head) * d
-                        } else {
-                            (row * 2 * s.kv_heads + head - s.heads) * d
-                        };
-                        seen.extend(if head < s.heads { &q[from..from + d] } else { &kv[from..from + d] });
-                    }
+                    .unwrap();
                 }
-                let error = distance(&seen, &want);
-                eprintln!("qkv {s:?} rows {rows} bias {with_bias} norm {with_norm}: {error:.2e}");
-                assert!(error < 6e-4, "{error}");
+                let (q, kv) =
+                    (q.read::<u8>(0, rows * q_bytes + 64).unwrap(), kv.read::<u8>(0, rows * kv_bytes + 64).unwrap());
+                assert!(
+                    q[rows * q_bytes..].iter().chain(&kv[rows * kv_bytes..]).all(|&b| b == 0xff),
+                    "wrote beyond its rows"
+                );
+                [&q[..rows * q_bytes], &kv[..rows * kv_bytes]].concat()
+            });
+            let got = floats(&bytes, Dtype::F16);
+            let (q, kv) = got.split_at(rows * s.heads * d);
+            let (mut seen, mut want) = (Vec::new(), Vec::new());
+            for row in sample(rows) {
+                for head in 0..all {
+                    let turned = head < s.heads + s.kv_heads;
+                    let mut v: Vec<f64> = (0..d)
+                        .map(|i| {
+                            let n = head * d + i;
+                            dot(&x[row * s.hidden..][..s.hidden], &w[n * s.hidden..][..s.hidden])
+                                + if with_bias { f64::from(bias[n]) } else { 0.0 }
+                        })
+                        .collect();
+                    if with_norm && turned {
+                        let norm = if head < s.heads { &q_norm } else { &k_norm };
+                        let f = 1.0 / (v.iter().map(|x| x * x).sum::<f64>() / d as f64 + f64::from(s.rms_eps)).sqrt();
+                        v.iter_mut().zip(norm).for_each(|(x, &w)| *x *= f * f64::from(w));
+                    }
+                    if turned {
+                        for i in 0..d / 2 {
+                            // sin_cos gave (sin, cos): the pair is read as (cos, sin), which is as good a rotation.
+                            let at = (row * d / 2 + i) * 2;
+                            let (cos, sin) = (f64::from(angles[at]), f64::from(angles[at + 1]));
+                            let (a, b) = (v[i], v[d / 2 + i]);
+                            (v[i], v[d / 2 + i]) = (a * cos - b * sin, b * cos + a * sin);
+                        }
+                    }
+                    want.extend(v);
+                    let from = if head < s.heads {
+                        (row * s.heads + head) * d
+                    } else {
+                        (row * 2 * s.kv_heads + head - s.heads) * d
+                    };
+                    seen.extend(if head < s.heads { &q[from..from + d] } else { &kv[from..from + d] });
+                }
             }
+            let error = distance(&seen, &want);
+            eprintln!("qkv {s:?} rows {rows} bias {with_bias} norm {with_norm}: {error:.2e}");
+            assert!(error < 6e-4, "{error}");
         }
     }
 }
 
 #[test]
 fn projections_onto_the_hidden_stream() {
+    check_residual(odd());
+}
+
+#[test]
+fn projections_onto_the_hidden_stream_in_every_tile() {
+    check_residual(large());
+}
+
+fn check_residual(cases: Vec<(Shape, usize)>) {
     let Some(device) = device() else { return };
-    for dtype in DTYPES {
-        for (case, (s, rows)) in cases(dtype).into_iter().enumerate() {
-            let mut random = Random(case as u64 + 50);
-            let prefill = Prefill::new(&device, s, rows).unwrap();
-            for (down, k) in [(false, s.heads * s.head_dim), (true, s.intermediate)] {
-                let x = rounded(&mut random, rows * k, 1.0, dtype);
-                let w = rounded(&mut random, s.hidden * k, 0.1, dtype);
-                let (hidden, bias) = (random.normals(rows * s.hidden), random.normals(s.hidden));
-                let (x_on, w_on) = (activations(&device, &x, rows, k, dtype), matrix(&device, &w, s.hidden, k, dtype));
-                let bias_on = device.copied(&bias).unwrap();
-                for with_bias in [false, true] {
-                    let bytes = same_for_all_cuts(rows, "residual", |parts| {
-                        let h = device.copied(&[&hidden[..], &[7.5; 16]].concat()).unwrap();
-                        for (start, count) in blocks(parts) {
-                            let (x, h) = (x_on.at(start * padded(k) * dtype.bytes()), h.at(start * s.hidden * 4));
-                            let b = with_bias.then(|| bias_on.at(0));
-                            // SAFETY: the buffers have the documented shapes.
-                            unsafe {
-                                if down {
-                                    prefill.down(x, w_on.at(0), b, h, count)
-                                } else {
-                                    prefill.output(x, w_on.at(0), b, h, count)
-                                }
+    for (case, (s, rows)) in cases.into_iter().enumerate() {
+        let dtype = s.dtype;
+        let mut random = Random(case as u64 + 50);
+        let prefill = Prefill::new(&device, s, rows).unwrap();
+        for (down, k) in [(false, s.heads * s.head_dim), (true, s.intermediate)] {
+            let x = rounded(&mut random, rows * k, 1.0, dtype);
+            let w = rounded(&mut random, s.hidden * k, 0.1, dtype);
+            let (hidden, bias) = (random.normals(rows * s.hidden), random.normals(s.hidden));
+            let (x_on, w_on) = (activations(&device, &x, rows, k, dtype), matrix(&device, &w, s.hidden, k, dtype));
+            let bias_on = device.copied(&bias).unwrap();
+            for with_bias in [false, true] {
+                let bytes = same_for_all_cuts(rows, "residual", |parts| {
+                    let h = device.copied(&[&hidden[..], &[7.5; 16]].concat()).unwrap();
+                    for (start, count) in blocks(parts) {
+                        let (x, h) = (x_on.at(start * padded(k) * dtype.bytes()), h.at(start * s.hidden * 4));
+                        let b = with_bias.then(|| bias_on.at(0));
+                        // SAFETY: the buffers have the documented shapes.
+                        unsafe {
+                            if down {
+                                prefill.down(x, w_on.at(0), b, h, count)
+                            } else {
+                                prefill.output(x, w_on.at(0), b, h, count)
                             }
-                            .unwrap();
                         }
-                        assert!(h.read::<f32>(rows * s.hidden * 4, 16).unwrap().iter().all(|&x| x == 7.5));
-                        h.read::<u8>(0, rows * s.hidden * 4).unwrap()
-                    });
-                    let got = floats(&bytes, Dtype::F32);
-                    let (mut seen, mut want) = (Vec::new(), Vec::new());
-                    for row in sample(rows) {
-                        for n in 0..s.hidden {
-                            let add = dot(&x[row * k..][..k], &w[n * k..][..k])
-                                + if with_bias { f64::from(bias[n]) } else { 0.0 };
-                            want.push(f64::from(hidden[row * s.hidden + n]) + add);
-                            seen.push(got[row * s.hidden + n]);
-                        }
+                        .unwrap();
                     }
-                    let error = distance(&seen, &want);
-                    eprintln!("residual {s:?} rows {rows} k {k}: {error:.2e}");
-                    // The tensor cores truncate their sums, so the error grows with k.
-                    assert!(error < 1e-6 + 1.5e-9 * k as f64, "{error}");
+                    assert!(h.read::<f32>(rows * s.hidden * 4, 16).unwrap().iter().all(|&x| x == 7.5));
+                    h.read::<u8>(0, rows * s.hidden * 4).unwrap()
+                });
+                let got = floats(&bytes, Dtype::F32);
+                let (mut seen, mut want) = (Vec::new(), Vec::new());
+                for row in sample(rows) {
+                    for n in 0..s.hidden {
+                        let add = dot(&x[row * k..][..k], &w[n * k..][..k])
+                            + if with_bias { f64::from(bias[n]) } else { 0.0 };
+                        want.push(f64::from(hidden[row * s.hidden + n]) + add);
+                        seen.push(got[row * s.hidden + n]);
+                    }
                 }
+                let error = distance(&seen, &want);
+                eprintln!("residual {s:?} rows {rows} k {k}: {error:.2e}");
+                // The tensor cores truncate their sums, so the error grows with k.
+                assert!(error < 1e-6 + 1.5e-9 * k as f64, "{error}");
             }
         }
     }
@@ -265,55 +280,61 @@ fn projections_onto_the_hidden_stream() {
 
 #[test]
 fn gate_and_up() {
+    check_gated(odd());
+}
+
+#[test]
+fn gate_and_up_in_every_tile() {
+    check_gated(large());
+}
+
+fn check_gated(cases: Vec<(Shape, usize)>) {
     let Some(device) = device() else { return };
-    for dtype in DTYPES {
-        for (case, (s, rows)) in cases(dtype).into_iter().enumerate() {
-            let mut random = Random(case as u64 + 100);
-            let (k, width) = (s.hidden, s.intermediate);
-            let scale = 1.0 / (k as f32).sqrt();
-            let x = rounded(&mut random, rows * k, 1.0, dtype);
-            let gate = rounded(&mut random, width * k, scale, dtype);
-            let up = rounded(&mut random, width * k, scale, dtype);
-            let (gate_bias, up_bias) = (random.normals(width), random.normals(width));
-            let x_on = activations(&device, &x, rows, k, dtype);
-            let w_on = matrix(&device, &interleave(&gate, &up, width, k), 2 * width, k, dtype);
-            let bias_on = device.copied(&interleave(&gate_bias, &up_bias, width, 1)).unwrap();
-            let prefill = Prefill::new(&device, s, rows).unwrap();
-            let pitch = padded(width);
-            for with_bias in [false, true] {
-                let bytes = same_for_all_cuts(rows, "gated", |parts| {
-                    let out = poisoned(&device, rows * pitch * dtype.bytes());
-                    for (start, count) in blocks(parts) {
-                        let (x, out) =
-                            (x_on.at(start * padded(k) * dtype.bytes()), out.at(start * pitch * dtype.bytes()));
-                        // SAFETY: the buffers have the documented shapes.
-                        unsafe { prefill.gate_up(x, w_on.at(0), with_bias.then(|| bias_on.at(0)), out, count) }
-                            .unwrap();
-                    }
-                    out.read::<u8>(0, rows * pitch * dtype.bytes()).unwrap()
-                });
-                let got = floats(&bytes, dtype);
-                let (mut seen, mut want) = (Vec::new(), Vec::new());
-                for row in 0..rows {
-                    assert!(
-                        got[row * pitch + width..(row + 1) * pitch].iter().all(|v| v.is_nan()),
-                        "wrote into the padding"
-                    );
+    for (case, (s, rows)) in cases.into_iter().enumerate() {
+        let dtype = s.dtype;
+        let mut random = Random(case as u64 + 100);
+        let (k, width) = (s.hidden, s.intermediate);
+        let scale = 1.0 / (k as f32).sqrt();
+        let x = rounded(&mut random, rows * k, 1.0, dtype);
+        let gate = rounded(&mut random, width * k, scale, dtype);
+        let up = rounded(&mut random, width * k, scale, dtype);
+        let (gate_bias, up_bias) = (random.normals(width), random.normals(width));
+        let x_on = activations(&device, &x, rows, k, dtype);
+        let w_on = matrix(&device, &interleave(&gate, &up, width, k), 2 * width, k, dtype);
+        let bias_on = device.copied(&interleave(&gate_bias, &up_bias, width, 1)).unwrap();
+        let prefill = Prefill::new(&device, s, rows).unwrap();
+        let pitch = padded(width);
+        for with_bias in [false, true] {
+            let bytes = same_for_all_cuts(rows, "gated", |parts| {
+                let out = poisoned(&device, rows * pitch * dtype.bytes());
+                for (start, count) in blocks(parts) {
+                    let (x, out) = (x_on.at(start * padded(k) * dtype.bytes()), out.at(start * pitch * dtype.bytes()));
+                    // SAFETY: the buffers have the documented shapes.
+                    unsafe { prefill.gate_up(x, w_on.at(0), with_bias.then(|| bias_on.at(0)), out, count) }.unwrap();
                 }
-                for row in sample(rows) {
-                    for n in 0..width {
-                        let value = |w: &[f32], b: &[f32]| {
-                            dot(&x[row * k..][..k], &w[n * k..][..k]) + if with_bias { f64::from(b[n]) } else { 0.0 }
-                        };
-                        let g = value(&gate, &gate_bias);
-                        want.push(g / (1.0 + (-g).exp()) * value(&up, &up_bias));
-                        seen.push(got[row * pitch + n]);
-                    }
-                }
-                let error = distance(&seen, &want);
-                eprintln!("gated {s:?} rows {rows}: {error:.2e}");
-                assert!(error < output_error(dtype), "{error}");
+                out.read::<u8>(0, rows * pitch * dtype.bytes()).unwrap()
+            });
+            let got = floats(&bytes, dtype);
+            let (mut seen, mut want) = (Vec::new(), Vec::new());
+            for row in 0..rows {
+                assert!(
+                    got[row * pitch + width..(row + 1) * pitch].iter().all(|v| v.is_nan()),
+                    "wrote into the padding"
+                );
             }
+            for row in sample(rows) {
+                for n in 0..width {
+                    let value = |w: &[f32], b: &[f32]| {
+                        dot(&x[row * k..][..k], &w[n * k..][..k]) + if with_bias { f64::from(b[n]) } else { 0.0 }
+                    };
+                    let g = value(&gate, &gate_bias);
+                    want.push(g / (1.0 + (-g).exp()) * value(&up, &up_bias));
+                    seen.push(got[row * pitch + n]);
+                }
+            }
+            let error = distance(&seen, &want);
+            eprintln!("gated {s:?} rows {rows}: {error:.2e}");
+            assert!(error < output_error(dtype), "{error}");
         }
     }
 }

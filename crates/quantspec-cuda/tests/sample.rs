@@ -224,6 +224,7 @@ fn rows_do_not_depend_on_each_other() {
 }
 
 #[test]
+#[allow(clippy::needless_range_loop, reason = "i is the offset of a drafted token, and indexes more than one thing")]
 fn verdicts_equal_core() {
     let Some(device) = device() else { return };
     let (mut random, vocab, gamma) = (Random(4), 3000, 5);
