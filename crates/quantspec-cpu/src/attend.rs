@@ -142,6 +142,9 @@ pub(crate) struct State {
     params: Array<f32>,
     /// 64 tokens of keys or 16 of values, widened.
     wide: Vec<f32>,
+    /// Few rows: planes are fetched ahead line by line.
+    #[cfg(target_arch = "x86_64")]
+    ahead: bool,
 }
 
 impl State {
@@ -162,6 +165,8 @@ impl State {
             f: vec![[0.0; 4]; rows],
             params: Array::zeros(2 * wide)?,
             wide: vec![0.0; 64 * shape.d],
+            #[cfg(target_arch = "x86_64")]
+            ahead: false,
         })
     }
 
@@ -654,6 +659,7 @@ pub(crate) fn avx512_exp2(x: std::arch::x86_64::__m512) -> std::arch::x86_64::__
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
     use super::{G, Planes, Shape, State};
+    use crate::dispatch::{AHEAD, fetch, fetches_ahead};
     use quantspec_core::config::Rounding;
     use std::arch::x86_64::*;
     use std::ops::Range;
@@ -750,12 +756,21 @@ mod avx512 {
         steps: usize,
         a: *const i8,
         lda: usize,
+        ahead: bool,
     ) -> [[__m512i; NR]; NV] {
         // SAFETY: the caller's planes hold steps · NV vectors, its limbs NR rows of 8 · steps.
         unsafe {
             let mut acc = [[_mm512_setzero_si512(); NR]; NV];
             for s in 0..steps {
                 let mut c = [(_mm512_setzero_si512(), _mm512_setzero_si512()); NV];
+                if ahead {
+                    for t in 0..NV {
+                        fetch(u.wrapping_add((s * NV + t) * 64), AHEAD);
+                        if BOTH {
+                            fetch(l.wrapping_add((s * NV + t) * 64), AHEAD);
+                        }
+                    }
+                }
                 for (t, c) in c.iter_mut().enumerate() {
                     *c = codes::<BOTH>(u, l, s * NV + t);
                 }
@@ -795,7 +810,7 @@ mod avx512 {
             for b in 0..2 {
                 let off = b * d * 32;
                 // Limbs of a row lie `wide` apart, so rows are two limbs apart whatever LIMBS is.
-                let acc = dots::<NR, 4, BOTH>(u.add(off), l.wrapping_add(off), d / 8, a, wide * (3 - LIMBS));
+                let acc = dots::<NR, 4, BOTH>(u.add(off), l.wrapping_add(off), d / 8, a, wide * (3 - LIMBS), st.ahead);
                 for (t, acc) in acc.iter().enumerate() {
                     for r in 0..NR / LIMBS {
                         let f = st.f.get_unchecked(r0 + r);
@@ -848,7 +863,7 @@ mod avx512 {
             let a = st.limbs.as_ptr().add(r0 * 2 * wide);
             let o = st.o.as_mut_ptr().add(r0 * d16 + first * 16);
             let off = first * G / 8 * 64;
-            let acc = dots::<NR, NV, BOTH>(u.add(off), l.wrapping_add(off), G / 8, a, wide * (3 - LIMBS));
+            let acc = dots::<NR, NV, BOTH>(u.add(off), l.wrapping_add(off), G / 8, a, wide * (3 - LIMBS), st.ahead);
             for (t, acc) in acc.iter().enumerate() {
                 for r in 0..NR / LIMBS {
                     let f = st.f.get_unchecked(r0 + r);
@@ -1016,6 +1031,7 @@ mod avx512 {
             let shape = st.shape;
             let wide = shape.d16.max(G);
             let (u, l) = (upper.as_ptr(), lower.as_ptr());
+            st.ahead = rows.len() * LIMBS <= MANY && fetches_ahead();
             unpack(u, shape.d, shape.d16, (step, shift), st.params.as_mut_ptr(), wide);
             for r in rows.clone() {
                 fold_query::<LIMBS>(st, r, centre);

@@ -116,17 +116,47 @@ fn force(name: &str) -> Result<Choice> {
     Ok(Choice { simd, reason: format!("{name} was asked for by QUANTSPEC_SIMD") })
 }
 
+/// Bytes by which kernels that stream weights or pages run ahead of their loads where [`fetches_ahead`] says so.
+pub(crate) const AHEAD: usize = 2048;
+
+/// Whether software prefetch pays for one stream in address order. On Intel's server cores (Sapphire Rapids) five rows of a
+/// product read 16.5 GB/s with it and 8.0 without, one row 16.6 and 12.1; on AMD's Zen 4 the hardware does better alone and
+/// prefetching costs 15 to 35 %. No bit depends on it.
+pub(crate) fn fetches_ahead() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        static INTEL: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+        *INTEL.get_or_init(|| {
+            let id = std::arch::x86_64::__cpuid(0);
+            [id.ebx, id.edx, id.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel"
+        })
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// Asks for the cache line `bytes` behind `at`, whatever address that is.
+#[inline(always)]
+pub(crate) fn fetch<T>(at: *const T, bytes: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch may have any address; SSE belongs to every x86-64 CPU.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(at.cast::<i8>().wrapping_add(bytes));
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (at, bytes);
+}
+
 /// Calls a portable kernel (`#[inline(always)]`, generic over `const FMA: bool`) compiled for the path: the compiler turns
 /// its loops over fixed arrays into the path's vectors.
 macro_rules! portable {
     ($simd:expr, $body:ident $([$($generic:tt),*])? ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {{
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = "avx2,fma,f16c")]
-        #[allow(clippy::too_many_arguments)]
         fn avx2($($arg: $ty),*) $(-> $out)? { $body::<true $(, $($generic),*)?>($($arg),*) }
         #[cfg(target_arch = "x86_64")]
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,fma,f16c")]
-        #[allow(clippy::too_many_arguments)]
         fn avx512($($arg: $ty),*) $(-> $out)? { $body::<true $(, $($generic),*)?>($($arg),*) }
         match $simd {
             // SAFETY: the path was chosen because the CPU has these features (`Simd::missing`).

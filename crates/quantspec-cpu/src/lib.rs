@@ -3,6 +3,9 @@
 //! Kernels are named after core's concepts (`linear`, `attend`, `quantize`); each file says its byte layouts and its order of
 //! sums. Target kernels are row-invariant to the bit on every SIMD path, whatever the number of threads.
 
+// Kernels walk several arrays by one lane index, and take their shapes as plain numbers.
+#![allow(clippy::needless_range_loop, clippy::too_many_arguments)]
+
 mod attend;
 mod backend;
 mod bandwidth;

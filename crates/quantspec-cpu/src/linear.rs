@@ -9,7 +9,7 @@
 //! n is padded to panels and k to pairs, with zeros. **Row invariance:** each (row, output) owns its accumulators and walks k
 //! upwards; how many rows share a pass changes which registers are used, never an operand or its place in the order.
 
-use crate::dispatch::{Simd, portable};
+use crate::dispatch::{AHEAD, Simd, fetch, fetches_ahead, portable};
 use crate::lanes::{bf16_bits, f16_value, madd};
 use crate::memory::Array;
 use crate::pool::{Pool, part};
@@ -99,19 +99,34 @@ impl Matrix {
     }
 }
 
+/// Inputs of a block of a repack: 32 rows of one cache line each.
+const REPACK: usize = 32;
+
 /// Places raw little-endian rows `[rows][k]` of 16-bit numbers into a panel; `pairs` for BF16's layout. Returns whether all
 /// exponents are below the mask `special`, that is, whether all numbers are finite.
 pub(crate) fn repack16(raw: &[u8], k: usize, pairs: bool, special: u16, panel: &mut [u16]) -> bool {
-    let mut finite = true;
-    for (lane, row) in raw.chunks_exact(2 * k).enumerate() {
-        for (c, bytes) in row.chunks_exact(2).enumerate() {
-            let bits = u16::from_le_bytes([bytes[0], bytes[1]]);
-            finite &= bits & special != special;
-            let at = if pairs { c / 2 * 2 * PANEL + lane * 2 + c % 2 } else { c * PANEL + lane };
-            panel[at] = bits;
+    let rows = raw.len() / (2 * k);
+    let number = |row: usize, c: usize| u16::from_le_bytes([raw[2 * (row * k + c)], raw[2 * (row * k + c) + 1]]);
+    for first in (0..k).step_by(REPACK) {
+        let last = k.min(first + REPACK);
+        if pairs {
+            for c in (first..last).step_by(2) {
+                let out = &mut panel[c * PANEL..][..2 * PANEL];
+                for lane in 0..rows {
+                    out[2 * lane] = number(lane, c);
+                    out[2 * lane + 1] = if c + 1 < k { number(lane, c + 1) } else { 0 };
+                }
+            }
+        } else {
+            for c in first..last {
+                for (lane, out) in panel[c * PANEL..][..rows].iter_mut().enumerate() {
+                    *out = number(lane, c);
+                }
+            }
         }
     }
-    finite
+    // No early exit: this way it is a few vector operations.
+    raw.chunks_exact(2).fold(true, |finite, b| finite & (u16::from_le_bytes([b[0], b[1]]) & special != special))
 }
 
 /// Places rows `[rows][k]` of f32 into a panel.
@@ -188,44 +203,41 @@ pub(crate) fn run(
     }
     pool.run(&|thread| {
         let mut tile = vec![0f32; per * m * PANEL];
+        let mut chains = vec![0f32; 2 * m * PANEL];
         for unit in part(units, thread, threads) {
             for (i, out) in tile.chunks_exact_mut(m * PANEL).enumerate() {
-                panel(simd, weight, unit * per + i, input, m, out);
+                panel(simd, weight, unit * per + i, input, m, &mut chains, out);
             }
             each(unit, &mut tile);
         }
     })
 }
 
-/// One panel: `out[m][32]`.
-fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, out: &mut [f32]) {
+/// One panel: `out[m][32]`; `chains`: scratch of twice that.
+fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, chains: &mut [f32], out: &mut [f32]) {
     match (weight, input) {
         (Weight::Draft(tiles), Input::Int8(acts)) => tiles.panel(simd, index, acts, m, out),
         (Weight::Full(matrix), input) => {
             let len = Matrix::panel_len(matrix.k);
             let at: Range<usize> = index * len..(index + 1) * len;
+            #[cfg(target_arch = "x86_64")]
+            if let (Store::Bf16(w), Input::Bf16(x, stride)) = (&matrix.store, input) {
+                avx512::rows(&w[at], x, stride, m, chains, out);
+                return;
+            }
+            let _ = chains;
             for (first, rows) in groups(m, GROUP) {
                 let out = &mut out[first * PANEL..(first + rows) * PANEL];
-                match (&matrix.store, input) {
-                    #[cfg(target_arch = "x86_64")]
-                    (Store::Bf16(w), Input::Bf16(x, stride)) => {
-                        avx512::rows(&w[at.clone()], &x[first * stride..], stride, rows, out)
-                    }
-                    (Store::Bf16(w), Input::F32(x, stride)) => {
-                        bf16(simd, &w[at.clone()], &x[first * stride..], stride, rows, out)
-                    }
-                    (Store::F16(w), Input::F32(x, stride)) => {
-                        f16(simd, &w[at.clone()], &x[first * stride..], stride, rows, out)
-                    }
-                    (Store::F32(w), Input::F32(x, stride)) => {
-                        f32(simd, &w[at.clone()], &x[first * stride..], stride, rows, out)
-                    }
-                    // `run` refuses other pairs.
-                    _ => unreachable!("activations of another kind"),
+                let Input::F32(x, stride) = input else { unreachable!("`run` refuses other pairs") };
+                let x = &x[first * stride..];
+                match &matrix.store {
+                    Store::Bf16(w) => bf16(simd, &w[at.clone()], x, stride, rows, out),
+                    Store::F16(w) => f16(simd, &w[at.clone()], x, stride, rows, out),
+                    Store::F32(w) => f32(simd, &w[at.clone()], x, stride, rows, out),
                 }
             }
         }
-        _ => unreachable!("activations of another kind"),
+        _ => unreachable!("`run` refuses other pairs"),
     }
 }
 
@@ -304,7 +316,14 @@ fn lanes<const FMA: bool, W: Pair, const M: usize, const L: usize>(
     for (j, row) in rows.iter_mut().enumerate() {
         *row = &x[j * stride..][..2 * pairs];
     }
+    let ahead = FMA && lane == 0 && fetches_ahead();
     for pair in 0..pairs {
+        if ahead {
+            let at = w.as_ptr().wrapping_add(2 * pair * PANEL);
+            for line in (0..2 * PANEL * size_of::<W>()).step_by(64) {
+                fetch(at, AHEAD + line);
+            }
+        }
         let w = W::load::<L>(w, pair, lane);
         for j in 0..M {
             for (k, w) in w.iter().enumerate() {
@@ -357,42 +376,99 @@ fn f32(simd: Simd, w: &[f32], x: &[f32], stride: usize, m: usize, out: &mut [f32
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{Matrix, PANEL};
+    use super::{AHEAD, GROUP, Matrix, PANEL, fetch, fetches_ahead, groups};
     use std::arch::x86_64::*;
 
-    /// Up to six rows of a BF16 panel with BF16 activations.
-    pub(super) fn rows(w: &[u16], x: &[u16], stride: usize, m: usize, out: &mut [f32]) {
+    /// Pairs of a chunk where rows take several passes: 16 KiB of weights, which stay in L1 for the passes after the first.
+    const CHUNK: usize = 128;
+
+    /// Floats of accumulators of one row: two chains of 32 outputs.
+    const CHAINS: usize = 2 * PANEL;
+
+    /// Rows of a BF16 panel with BF16 activations; `chains`: scratch of `m · 64` floats.
+    pub(super) fn rows(w: &[u16], x: &[u16], stride: usize, m: usize, chains: &mut [f32], out: &mut [f32]) {
         let pairs = w.len() / (2 * PANEL);
-        assert!(
-            w.len() == Matrix::panel_len(2 * pairs)
-                && x.len() >= (m - 1) * stride + 2 * pairs
-                && out.len() == m * PANEL
-        );
-        let (w, x, out) = (w.as_ptr(), x.as_ptr(), out.as_mut_ptr());
-        // SAFETY: `run` lets BF16 activations through on the AVX-512 path only; the lengths were checked above.
+        assert!(w.len() == Matrix::panel_len(2 * pairs) && x.len() >= (m - 1) * stride + 2 * pairs);
+        assert!(chains.len() >= m * CHAINS && out.len() == m * PANEL);
+        let chunk = if m <= GROUP { pairs } else { CHUNK };
+        for first in (0..pairs).step_by(chunk) {
+            let count = chunk.min(pairs - first);
+            for (row, rows) in groups(m, GROUP) {
+                let w = w[first * 2 * PANEL..].as_ptr();
+                let x = x[row * stride + 2 * first..].as_ptr();
+                let chains = chains[row * CHAINS..].as_mut_ptr();
+                // SAFETY: `run` lets BF16 activations through on the AVX-512 path only; the lengths were checked above.
+                unsafe {
+                    if row == 0 && fetches_ahead() {
+                        panels::<true>(w, count, x, stride, rows, chains, first > 0);
+                    } else {
+                        panels::<false>(w, count, x, stride, rows, chains, first > 0);
+                    }
+                }
+            }
+        }
+        for (chains, out) in chains.chunks_exact(CHAINS).zip(out.chunks_exact_mut(PANEL)) {
+            let (even, odd) = chains.split_at(PANEL);
+            out.iter_mut().zip(even).zip(odd).for_each(|((out, even), odd)| *out = even + odd);
+        }
+    }
+
+    /// # Safety
+    /// As `panel`, with M = m.
+    unsafe fn panels<const FETCH: bool>(
+        w: *const u16,
+        pairs: usize,
+        x: *const u16,
+        stride: usize,
+        m: usize,
+        chains: *mut f32,
+        add: bool,
+    ) {
+        // SAFETY: the caller's promise.
         unsafe {
             match m {
-                1 => panel::<1>(w, pairs, x, stride, out),
-                2 => panel::<2>(w, pairs, x, stride, out),
-                3 => panel::<3>(w, pairs, x, stride, out),
-                4 => panel::<4>(w, pairs, x, stride, out),
-                5 => panel::<5>(w, pairs, x, stride, out),
-                _ => panel::<6>(w, pairs, x, stride, out),
+                1 => panel::<1, FETCH>(w, pairs, x, stride, chains, add),
+                2 => panel::<2, FETCH>(w, pairs, x, stride, chains, add),
+                3 => panel::<3, FETCH>(w, pairs, x, stride, chains, add),
+                4 => panel::<4, FETCH>(w, pairs, x, stride, chains, add),
+                5 => panel::<5, FETCH>(w, pairs, x, stride, chains, add),
+                _ => panel::<6, FETCH>(w, pairs, x, stride, chains, add),
             }
         }
     }
 
     /// Two accumulators per (row, vector), for even and for odd pairs: one row alone would otherwise wait for the latency
-    /// of `vdpbf16ps`. The order is the same for every M.
+    /// of `vdpbf16ps`. The order is the same for every M. They start from zero, or from `chains` where `add` says so.
     ///
     /// # Safety
-    /// `w`: `[pairs][32][2]`, 64-byte aligned; `x`: M rows of `2 · pairs`, `stride` apart; `out`: `[M][32]`.
+    /// AVX-512 F and BF16. `w`: `[pairs][32][2]`; `x`: M rows of `2 · pairs`, `stride` apart; `chains`: `[M][2][32]`.
     #[target_feature(enable = "avx512f,avx512bf16")]
-    unsafe fn panel<const M: usize>(w: *const u16, pairs: usize, x: *const u16, stride: usize, out: *mut f32) {
-        // SAFETY: all offsets stay inside what the caller promises.
+    unsafe fn panel<const M: usize, const FETCH: bool>(
+        w: *const u16,
+        pairs: usize,
+        x: *const u16,
+        stride: usize,
+        chains: *mut f32,
+        add: bool,
+    ) {
+        // SAFETY: all offsets stay inside what the caller promises; a prefetch may have any address.
         unsafe {
+            let place = |chain: usize, v: usize, j: usize| chains.add(j * CHAINS + chain * PANEL + 16 * v);
             let mut acc = [[[_mm512_setzero_ps(); M]; 2]; 2];
+            if add {
+                for (chain, acc) in acc.iter_mut().enumerate() {
+                    for (v, acc) in acc.iter_mut().enumerate() {
+                        for (j, acc) in acc.iter_mut().enumerate() {
+                            *acc = _mm512_loadu_ps(place(chain, v, j));
+                        }
+                    }
+                }
+            }
             let step = |acc: &mut [[__m512; M]; 2], pair: usize| {
+                if FETCH {
+                    fetch(w.wrapping_add(pair * 64), AHEAD);
+                    fetch(w.wrapping_add(pair * 64 + 32), AHEAD);
+                }
                 let w0: __m512bh = std::mem::transmute(_mm512_loadu_si512(w.add(pair * 64).cast()));
                 let w1: __m512bh = std::mem::transmute(_mm512_loadu_si512(w.add(pair * 64 + 32).cast()));
                 for j in 0..M {
@@ -411,9 +487,11 @@ mod avx512 {
             if pair < pairs {
                 step(&mut acc[0], pair);
             }
-            for j in 0..M {
-                for v in 0..2 {
-                    _mm512_storeu_ps(out.add(j * PANEL + 16 * v), _mm512_add_ps(acc[0][v][j], acc[1][v][j]));
+            for (chain, acc) in acc.iter().enumerate() {
+                for (v, acc) in acc.iter().enumerate() {
+                    for (j, acc) in acc.iter().enumerate() {
+                        _mm512_storeu_ps(place(chain, v, j), *acc);
+                    }
                 }
             }
         }

@@ -461,7 +461,6 @@ mod avx512 {
     /// AVX-512 F and BF16, and that all of it is there.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bf16")]
-    #[allow(clippy::too_many_arguments)]
     unsafe fn tile<const N: usize, const INIT: u8>(
         b: *const u8,
         sj: usize,
@@ -511,7 +510,6 @@ mod avx512 {
     /// As `tile`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bf16")]
-    #[allow(clippy::too_many_arguments)]
     unsafe fn tiles<const INIT: u8>(
         n: usize,
         b: *const u8,

@@ -9,7 +9,7 @@
 //! 2,112 bytes) byte b is k = 4v + b. Tiles lie `[n/16][group]`; a last group shorter than 128 is padded with zero codes, and
 //! its activations with zeros.
 
-use crate::dispatch::{Simd, portable};
+use crate::dispatch::{AHEAD, Simd, fetch, fetches_ahead, portable};
 use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint_i32};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
@@ -332,7 +332,7 @@ fn column_body<const FMA: bool>(part: &Part, j: usize, out: &mut [f32]) {
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{Bits, GROUP, PANEL, PARAMS, Part};
+    use super::{AHEAD, Bits, GROUP, PANEL, PARAMS, Part, fetch, fetches_ahead};
     use std::arch::x86_64::*;
 
     /// `vpdpbusd` on codes. High nibbles are used in place, 16 times too large, and shifted once per group.
@@ -341,18 +341,21 @@ mod avx512 {
     /// The lengths `Part::rows` checks for M rows; `out`: M rows of 16, 32 apart.
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
     pub(super) unsafe fn column<const M: usize>(part: &Part, out: *mut f32) {
-        match part.bits {
-            // SAFETY: passed on.
-            Bits::Four => unsafe { tiles::<M, 16>(part, out) },
-            // SAFETY: passed on.
-            Bits::Eight => unsafe { tiles::<M, 32>(part, out) },
+        // SAFETY: passed on.
+        unsafe {
+            match (part.bits, fetches_ahead()) {
+                (Bits::Four, false) => tiles::<M, 16, false>(part, out),
+                (Bits::Four, true) => tiles::<M, 16, true>(part, out),
+                (Bits::Eight, false) => tiles::<M, 32, false>(part, out),
+                (Bits::Eight, true) => tiles::<M, 32, true>(part, out),
+            }
         }
     }
 
     /// V code vectors to a tile.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-    unsafe fn tiles<const M: usize, const V: usize>(part: &Part, out: *mut f32) {
+    unsafe fn tiles<const M: usize, const V: usize, const FETCH: bool>(part: &Part, out: *mut f32) {
         // SAFETY: offsets stay inside the lengths promised by the caller.
         unsafe {
             let low = _mm512_set1_epi8(15);
@@ -362,7 +365,15 @@ mod avx512 {
                 let q = part.q.as_ptr().add(g * GROUP);
                 let mut a = [_mm512_setzero_si512(); M];
                 let mut b = a;
+                if FETCH {
+                    fetch(tile, AHEAD);
+                }
                 for v in 0..16 {
+                    if FETCH {
+                        for line in 0..V / 16 {
+                            fetch(tile, AHEAD + PARAMS + v * 4 * V + line * 64);
+                        }
+                    }
                     let (c0, c1) = if V == 16 {
                         let c = _mm512_loadu_si512(tile.add(PARAMS + v * 64).cast());
                         (_mm512_and_si512(c, low), _mm512_andnot_si512(low, c))
@@ -396,7 +407,7 @@ mod avx512 {
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use super::{Bits, GROUP, PARAMS, Part};
+    use super::{AHEAD, Bits, GROUP, PARAMS, Part, fetch, fetches_ahead};
     use std::arch::x86_64::*;
 
     /// 4-bit tiles with `vpmaddubsw`: eight products of at most 2·15·127 fit an i16 lane before it must be widened.
@@ -409,6 +420,7 @@ mod avx2 {
         unsafe {
             let low = _mm256_set1_epi8(15);
             let ones = _mm256_set1_epi16(1);
+            let ahead = fetches_ahead();
             let mut acc = [_mm256_setzero_ps(); 2];
             for g in 0..part.groups {
                 let tile = part.tiles.as_ptr().add(g * Bits::Four.tile_bytes());
@@ -418,6 +430,9 @@ mod avx2 {
                     let mut sums = [_mm256_setzero_si256(); 2];
                     for v in quarter * 4..quarter * 4 + 4 {
                         let codes = tile.add(PARAMS + v * 64);
+                        if ahead {
+                            fetch(codes, AHEAD);
+                        }
                         let q0 = _mm256_set1_epi32(q.add(2 * v).read_unaligned());
                         let q1 = _mm256_set1_epi32(q.add(2 * v + 1).read_unaligned());
                         for (h, sum) in sums.iter_mut().enumerate() {

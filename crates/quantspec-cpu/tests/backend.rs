@@ -1,0 +1,184 @@
+//! What a caller of the backend relies on beside numbers: memory as planned, hooks that are asked, errors that name what is
+//! wrong, slots that do not see each other.
+
+#[path = "support/random.rs"]
+mod random;
+
+use quantspec_core::cache::G;
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::{Error, ErrorKind};
+use quantspec_cpu::dispatch::{Choice, Simd};
+use quantspec_cpu::{CpuBackend, plan};
+use quantspec_model::backend::{Backend, Hooks, Options, Row, Step};
+use quantspec_model::forward;
+use random::Shape;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+const LLAMA: Shape = Shape { tied: false, ..Shape::new("llama", "BF16", (4, 2, 32)) };
+
+fn options(slots: usize, capacity: usize) -> Options {
+    Options {
+        slots,
+        capacity,
+        planes: Planes { upper: true, lower: true, full: true },
+        rounding: Rounding::Balanced,
+        draft_weights: DraftWeights::Int4,
+        step_rows: 8,
+        block_rows: 64,
+        threads: 2,
+    }
+}
+
+/// One decode row of a slot; logits.
+fn step(backend: &mut CpuBackend, slot: usize, token: u32, position: usize) -> Result<Vec<f32>, Error> {
+    backend.set_window(slot, &[token])?;
+    let rows = [Row { slot, offset: 0, position }];
+    let step = Step { weights: Weights::Full, view: View::Both, pages: Pages::All, choose_pages: false, rows: &rows };
+    forward::step(backend, &step)?;
+    backend.logits(0)
+}
+
+#[test]
+fn memory_is_what_was_planned() {
+    for (shape, draft) in [
+        (LLAMA, DraftWeights::Int4),
+        (Shape { biases: true, ..Shape::new("llama", "F32", (2, 1, 40)) }, DraftWeights::Int4Mlp),
+        (Shape::new("qwen3", "F16", (2, 2, 64)), DraftWeights::None),
+    ] {
+        let checkpoint = shape.checkpoint(1);
+        for planes in [Planes::of(&[View::Both]), Planes::of(&[View::Full]), Planes::of(&[View::Upper])] {
+            let options = Options { planes, draft_weights: draft, ..options(3, 1000) };
+            let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
+            assert_eq!(backend.memory(), plan(checkpoint.config(), &options), "{shape:?} {planes:?}");
+            let weights: usize = backend.memory().weights_bytes;
+            assert!(weights > 0 && (backend.memory().draft_weights_bytes > 0) == (draft != DraftWeights::None));
+        }
+    }
+}
+
+#[test]
+fn loading_tells_how_far_it_is_and_stops_when_asked() {
+    let checkpoint = LLAMA.checkpoint(2);
+    let seen = Arc::new(AtomicUsize::new(0));
+    let last = seen.clone();
+    let loading = move |done: usize, total: usize| {
+        assert!(done >= last.load(Relaxed) && done <= total);
+        last.store(done, Relaxed);
+    };
+    let hooks = Hooks { loading: Box::new(loading), ..Hooks::default() };
+    CpuBackend::load(&checkpoint, &options(1, 256), hooks).expect("load");
+    let config = checkpoint.config();
+    let layer = config.hidden * (2 * config.q_width() + 2 * config.kv_width() + 3 * config.intermediate);
+    assert_eq!(seen.load(Relaxed), 2 * (config.layers * layer + 2 * config.vocab * config.hidden));
+
+    let mut calls = 0;
+    let poll = move || {
+        calls += 1;
+        if calls == 5 { Err(Error::interrupted()) } else { Ok(()) }
+    };
+    let hooks = Hooks { poll: Box::new(poll), ..Hooks::default() };
+    let error = CpuBackend::load(&checkpoint, &options(1, 256), hooks).err().expect("interrupted");
+    assert_eq!(error.kind, ErrorKind::Interrupted);
+}
+
+#[test]
+fn prefill_asks_inside_its_operations() {
+    let checkpoint = LLAMA.checkpoint(3);
+    let calls = Arc::new(AtomicUsize::new(0));
+    let counter = calls.clone();
+    let poll = move || {
+        counter.fetch_add(1, Relaxed);
+        Ok(())
+    };
+    let hooks = Hooks { poll: Box::new(poll), ..Hooks::default() };
+    let mut backend = CpuBackend::load(&checkpoint, &options(1, 512), hooks).expect("load");
+    backend.open(0, 512).expect("open");
+    let ids = random::tokens(300, 300, 4);
+    let before = calls.load(Relaxed);
+    forward::prefill(&mut backend, 0, &ids, 64, &mut |_, _| ()).expect("prefill");
+    // Five blocks and two layers of five operations, each polled by the forward pass once, four of them inside as well.
+    let inside = calls.load(Relaxed) - before - 2 * (5 * 5 + 1);
+    assert!(inside >= 2 * 5 * 5, "{inside}");
+}
+
+#[test]
+fn weights_that_are_no_numbers_are_named() {
+    for name in ["model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"] {
+        for bits in [0x7f80, 0xff80, 0x7fc0] {
+            let checkpoint = LLAMA.damaged(5, name, bits);
+            let error = CpuBackend::load(&checkpoint, &options(1, 256), Hooks::default()).err().expect("an error");
+            assert_eq!(error.kind, ErrorKind::NotFinite);
+            assert!(error.message.contains(name), "{}", error.message);
+        }
+    }
+}
+
+#[test]
+fn keys_beyond_half_precision_are_an_error() {
+    // One weight of 1e6 in the value projection: finite in BF16, the values are not in f16.
+    let checkpoint = LLAMA.damaged(5, "model.layers.0.self_attn.v_proj.weight", 0x4974);
+    let mut backend = CpuBackend::load(
+        &checkpoint,
+        &Options { draft_weights: DraftWeights::None, ..options(1, 256) },
+        Hooks::default(),
+    )
+    .expect("load");
+    backend.open(0, 256).expect("open");
+    let ids = random::tokens(300, 100, 4);
+    let error = forward::prefill(&mut backend, 0, &ids, 64, &mut |_, _| ()).expect_err("an error");
+    assert_eq!(error.kind, ErrorKind::NotFinite);
+    let error = step(&mut backend, 0, 7, 0).expect_err("an error");
+    assert_eq!(error.kind, ErrorKind::NotFinite);
+}
+
+#[test]
+fn slots_do_not_see_each_other() {
+    let checkpoint = LLAMA.checkpoint(6);
+    let ids: Vec<Vec<u32>> = (0..3).map(|slot| random::tokens(300, 3 * G + 50 * slot, 10 + slot as u64)).collect();
+    let load = |slots: usize| CpuBackend::load(&checkpoint, &options(slots, 4 * G), Hooks::default()).expect("load");
+    let bits = |logits: Vec<f32>| -> Vec<u32> { logits.iter().map(|x| x.to_bits()).collect() };
+    let alone: Vec<Vec<u32>> = ids
+        .iter()
+        .map(|ids| {
+            let mut backend = load(1);
+            backend.open(0, 4 * G).expect("open");
+            forward::prefill(&mut backend, 0, ids, 64, &mut |_, _| ()).expect("prefill");
+            bits(step(&mut backend, 0, 3, ids.len()).expect("step"))
+        })
+        .collect();
+    let mut backend = load(3);
+    for (slot, ids) in ids.iter().enumerate().rev() {
+        backend.open(slot, 4 * G).expect("open");
+        forward::prefill(&mut backend, slot, ids, 64, &mut |_, _| ()).expect("prefill");
+    }
+    (0..3).for_each(|slot| backend.set_window(slot, &[3]).expect("window"));
+    let rows: Vec<Row> = [2, 0, 1].map(|slot| Row { slot, offset: 0, position: ids[slot].len() }).to_vec();
+    let step = Step { weights: Weights::Full, view: View::Both, pages: Pages::All, choose_pages: false, rows: &rows };
+    forward::step(&mut backend, &step).expect("step");
+    for (row, slot) in [2, 0, 1].into_iter().enumerate() {
+        assert_eq!(bits(backend.logits(row).expect("logits")), alone[slot], "slot {slot}");
+    }
+}
+
+#[test]
+fn misuse_is_an_error() {
+    let checkpoint = LLAMA.checkpoint(7);
+    let mut backend = CpuBackend::load(&checkpoint, &options(1, 256), Hooks::default()).expect("load");
+    let kind = |result: Result<Vec<f32>, Error>| result.err().map(|error| error.kind);
+    assert_eq!(kind(step(&mut backend, 0, 1, 0)), Some(ErrorKind::Internal), "a slot that is not open");
+    assert_eq!(backend.open(0, 257).err().map(|error| error.kind), Some(ErrorKind::DoesNotFit));
+    assert_eq!(backend.open(1, 10).err().map(|error| error.kind), Some(ErrorKind::Internal));
+    backend.open(0, 100).expect("open");
+    assert_eq!(kind(step(&mut backend, 0, 1, 100)), Some(ErrorKind::DoesNotFit), "beyond the capacity");
+    assert_eq!(kind(step(&mut backend, 0, 300, 0)), Some(ErrorKind::Internal), "a token outside the vocabulary");
+    assert_eq!(kind(step(&mut backend, 0, 1, 99)), None);
+    assert!(backend.flush(0, 1).is_err() && backend.store(0, 0, 101).is_err() && backend.window(0, 40).is_err());
+    let foreign = Simd::ALL.into_iter().find(|simd| !simd.missing().is_empty()).expect("no CPU has every path");
+    let choice = Choice { simd: foreign, reason: String::new() };
+    let error = CpuBackend::load_on(&checkpoint, &options(1, 256), Hooks::default(), choice).err().expect("an error");
+    assert_eq!(error.kind, ErrorKind::Usage);
+    // More memory than any machine has.
+    let error = CpuBackend::load(&checkpoint, &options(1 << 20, 1 << 30), Hooks::default()).err().expect("an error");
+    assert_eq!(error.kind, ErrorKind::DoesNotFit);
+}

@@ -1,0 +1,150 @@
+//! Random checkpoints of any shape, held in memory.
+
+use quantspec_model::checkpoint::Checkpoint;
+use serde_json::{Value, json};
+
+/// What distinguishes one random model from another.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Shape {
+    pub(crate) family: &'static str,
+    pub(crate) dtype: &'static str,
+    pub(crate) layers: usize,
+    pub(crate) hidden: usize,
+    pub(crate) intermediate: usize,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) vocab: usize,
+    pub(crate) tied: bool,
+    pub(crate) biases: bool,
+}
+
+/// A fixed stream of numbers (xorshift64).
+pub(crate) struct Noise(pub(crate) u64);
+
+impl Noise {
+    pub(crate) fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+
+    /// Nearly normal: four uniforms, variance 1.
+    fn normal(&mut self) -> f32 {
+        let unit = |bits: u64| (bits >> 40) as f32 / (1u64 << 24) as f32;
+        ((0..4).map(|_| unit(self.bits())).sum::<f32>() - 2.0) * 3f32.sqrt()
+    }
+}
+
+impl Shape {
+    /// A model small enough for the reference, with every family's parts where `family` and `biases` ask for them.
+    pub(crate) const fn new(family: &'static str, dtype: &'static str, heads: (usize, usize, usize)) -> Shape {
+        Shape {
+            family,
+            dtype,
+            layers: 2,
+            hidden: 96,
+            intermediate: 172,
+            heads: heads.0,
+            kv_heads: heads.1,
+            head_dim: heads.2,
+            vocab: 300,
+            tied: true,
+            biases: false,
+        }
+    }
+
+    fn config(&self) -> Value {
+        let biases = self.biases && self.family == "llama";
+        json!({
+            "model_type": self.family, "hidden_size": self.hidden, "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers, "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim, "vocab_size": self.vocab, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": self.tied, "attention_bias": biases,
+            "mlp_bias": biases, "torch_dtype": match self.dtype { "BF16" => "bfloat16", "F16" => "float16", _ => "float32" },
+        })
+    }
+
+    /// Name, shape, and scale of the random values (0: a norm, near 1) of every tensor.
+    fn tensors(&self) -> Vec<(String, Vec<usize>, f32)> {
+        let (h, q, kv, f) = (self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.intermediate);
+        let (llama, qwen2, qwen3) =
+            (self.family == "llama" && self.biases, self.family == "qwen2", self.family == "qwen3");
+        let mut out = vec![("model.embed_tokens.weight".to_string(), vec![self.vocab, h], 1.0)];
+        for layer in 0..self.layers {
+            let mut push = |name: &str, shape: Vec<usize>, scale: f32| {
+                out.push((format!("model.layers.{layer}.{name}"), shape, scale));
+            };
+            push("input_layernorm.weight", vec![h], 0.0);
+            push("post_attention_layernorm.weight", vec![h], 0.0);
+            for (name, n, k, bias) in [
+                ("self_attn.q_proj", q, h, llama || qwen2),
+                ("self_attn.k_proj", kv, h, llama || qwen2),
+                ("self_attn.v_proj", kv, h, llama || qwen2),
+                ("self_attn.o_proj", h, q, llama),
+                ("mlp.gate_proj", f, h, llama),
+                ("mlp.up_proj", f, h, llama),
+                ("mlp.down_proj", h, f, llama),
+            ] {
+                push(&format!("{name}.weight"), vec![n, k], 1.5 / (k as f32).sqrt());
+                if bias {
+                    push(&format!("{name}.bias"), vec![n], 0.3);
+                }
+            }
+            if qwen3 {
+                push("self_attn.q_norm.weight", vec![self.head_dim], 0.0);
+                push("self_attn.k_norm.weight", vec![self.head_dim], 0.0);
+            }
+        }
+        out.push(("model.norm.weight".to_string(), vec![h], 0.0));
+        if !self.tied {
+            out.push(("lm_head.weight".to_string(), vec![self.vocab, h], 1.0 / (h as f32).sqrt()));
+        }
+        out
+    }
+
+    /// The checkpoint. Its few bytes live as long as the test process.
+    pub(crate) fn checkpoint(&self, seed: u64) -> Checkpoint {
+        self.build(seed, None)
+    }
+
+    /// The checkpoint with one element in the middle of a 16-bit tensor replaced by these bits.
+    #[allow(dead_code, reason = "not every test that includes this file damages checkpoints")]
+    pub(crate) fn damaged(&self, seed: u64, tensor: &str, bits: u16) -> Checkpoint {
+        self.build(seed, Some((tensor, bits)))
+    }
+
+    fn build(&self, seed: u64, damage: Option<(&str, u16)>) -> Checkpoint {
+        let mut noise = Noise(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
+        let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
+        for (name, shape, scale) in self.tensors() {
+            let start = data.len();
+            for _ in 0..shape.iter().product::<usize>() {
+                let x = if scale == 0.0 { 1.0 + 0.2 * noise.normal() } else { scale * noise.normal() };
+                match self.dtype {
+                    "BF16" => data.extend(half::bf16::from_f32(x).to_le_bytes()),
+                    "F16" => data.extend(half::f16::from_f32(x).to_le_bytes()),
+                    _ => data.extend(x.to_le_bytes()),
+                }
+            }
+            if let Some((_, bits)) = damage.filter(|(tensor, _)| *tensor == name) {
+                let middle = start + (data.len() - start) / 4 * 2;
+                data[middle..middle + 2].copy_from_slice(&bits.to_le_bytes());
+            }
+            header.insert(name, json!({"dtype": self.dtype, "shape": shape, "data_offsets": [start, data.len()]}));
+        }
+        let header = Value::Object(header).to_string();
+        let mut file = (header.len() as u64).to_le_bytes().to_vec();
+        file.extend(header.as_bytes());
+        file.extend(data);
+        let checkpoint = Checkpoint::from_bytes(self.config().to_string().as_bytes(), file.leak());
+        checkpoint.unwrap_or_else(|error| panic!("{self:?}: {error} ({})", error.hint))
+    }
+}
+
+/// Random token ids.
+pub(crate) fn tokens(vocab: usize, n: usize, seed: u64) -> Vec<u32> {
+    let mut noise = Noise(seed | 1);
+    (0..n).map(|_| (noise.bits() >> 33) as u32 % vocab as u32).collect()
+}
