@@ -28,10 +28,11 @@ ATTEND(attend_full_128_1, 128, FULL, 1, 3)
 ATTEND(attend_full_128_3, 128, FULL, 3, 2)
 
 // ---- merging the items of a row ----
-// merge_{bf16,f16,f32,i8}(MergeArgs): grid (heads * D / 128 rounded up, rows of the step), 128 threads. Writes the input of the output projection:
+// merge_{bf16,f16,f32,i8}(MergeArgs): grid (heads * D / 128 rounded up, rows of the step), 256 threads. Writes the input of the output projection:
 // x [row][pitch], or x8 [row][pitch] and xs [row][pitch / 128] for the draft.
-// Warp w adds page items w, w + 4, ... and the recent blocks whose absolute number is w modulo 4, the four warps are added in order: an item that a
+// Warp w adds page items w, w + 8, ... and the recent blocks whose absolute number is w modulo 8, the eight warps are added in order: an item that a
 // row does not see has weight 0 and changes nothing, so the bits depend on the row's position alone.
+constexpr int MERGE_WARPS = 8;
 struct MergeArgs {
   const Span* spans;
   const int* row_spans;                  // span of each row of the step
@@ -44,8 +45,8 @@ struct MergeArgs {
 
 template <class Out>
 DEV void merge(const MergeArgs& p) {
-  __shared__ float4 sums[4][32];
-  __shared__ float2 heads[4][32];
+  __shared__ float4 sums[MERGE_WARPS][32];
+  __shared__ float2 heads[MERGE_WARPS][32];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, channel = blockIdx.x * 128 + lane * 4, row = blockIdx.y;
   grid_trigger();
   grid_wait();
@@ -56,41 +57,43 @@ DEV void merge(const MergeArgs& p) {
   const float* o = p.partial + base * p.head_dim + channel % p.head_dim;
   const float2* e = p.extremes + base;
   // items of this warp, in order: page items (they follow the recent blocks in memory), then recent blocks
-  const int pages = (span.chunks - warp + 3) / 4, first = (warp - span.first_block) & 3, count = pages + (span.blocks - first + 3) / 4;
-  auto place = [&](int i) { return (size_t)(i < pages ? span.blocks + warp + i * 4 : first + (i - pages) * 4) * total; };
-  float top = -1e30f;
-#pragma unroll 4
-  for (int i = 0; i < count; i++) top = fmaxf(top, __ldcg(e + place(i)).x);
-  heads[warp][lane].x = top;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < 4; w++) top = fmaxf(top, heads[w][lane].x);
-  __syncthreads();
-  float4 sum = make_float4(0, 0, 0, 0);
-  float l = 0;
+  const int pages = (span.chunks - warp + MERGE_WARPS - 1) / MERGE_WARPS, first = (warp - span.first_block) & (MERGE_WARPS - 1);
+  const int count = pages + (span.blocks - first + MERGE_WARPS - 1) / MERGE_WARPS;
+  auto place = [&](int i) { return (size_t)(i < pages ? span.blocks + warp + i * MERGE_WARPS : first + (i - pages) * MERGE_WARPS) * total; };
+  // A warp keeps a running maximum of its own, the maxima meet at the end: nothing waits for the whole row's.
   constexpr int B = 8;                   // items in flight
+  float4 sum = make_float4(0, 0, 0, 0);
+  float top = -1e30f, l = 0;
   for (int i0 = 0; i0 < count; i0 += B) {
     float4 v[B];
     float2 m[B];
 #pragma unroll
-    for (int i = 0; i < B; i++)
-      if (i0 + i < count) v[i] = __ldcg(reinterpret_cast<const float4*>(o + place(i0 + i) * p.head_dim)), m[i] = __ldcg(e + place(i0 + i));
+    for (int i = 0; i < B; i++) {
+      v[i] = make_float4(0, 0, 0, 0), m[i] = make_float2(-1e30f, 0);
+      if (i0 + i < count) m[i] = __ldcg(e + place(i0 + i)), v[i] = __ldcg(reinterpret_cast<const float4*>(o + place(i0 + i) * p.head_dim));
+    }
 #pragma unroll
-    for (int i = 0; i < B; i++)
-      if (i0 + i < count) {
-        const float a = exp2_fast(__fadd_rn(m[i].x, -top));
-        l = __fmaf_rn(a, m[i].y, l);
-        sum.x = __fmaf_rn(a, v[i].x, sum.x), sum.y = __fmaf_rn(a, v[i].y, sum.y), sum.z = __fmaf_rn(a, v[i].z, sum.z), sum.w = __fmaf_rn(a, v[i].w, sum.w);
-      }
+    for (int i = 0; i < B; i++) {
+      // One item after the other, so that the number of items that are in flight together changes no bit.
+      const float now = fmaxf(top, m[i].x), old = exp2_fast(__fadd_rn(top, -now)), a = exp2_fast(__fadd_rn(m[i].x, -now));
+      top = now, l = __fmaf_rn(a, m[i].y, __fmul_rn(l, old));
+      sum.x = __fmaf_rn(a, v[i].x, __fmul_rn(sum.x, old)), sum.y = __fmaf_rn(a, v[i].y, __fmul_rn(sum.y, old));
+      sum.z = __fmaf_rn(a, v[i].z, __fmul_rn(sum.z, old)), sum.w = __fmaf_rn(a, v[i].w, __fmul_rn(sum.w, old));
+    }
   }
-  sums[warp][lane] = sum, heads[warp][lane].y = l;
+  sums[warp][lane] = sum, heads[warp][lane] = make_float2(top, l);
   __syncthreads();
   if (warp) return;
 #pragma unroll
-  for (int w = 1; w < 4; w++) {
+  for (int w = 1; w < MERGE_WARPS; w++) top = fmaxf(top, heads[w][lane].x);
+  l = 0, sum = make_float4(0, 0, 0, 0);
+#pragma unroll
+  for (int w = 0; w < MERGE_WARPS; w++) {
     const float4 v = sums[w][lane];
-    sum.x = __fadd_rn(sum.x, v.x), sum.y = __fadd_rn(sum.y, v.y), sum.z = __fadd_rn(sum.z, v.z), sum.w = __fadd_rn(sum.w, v.w);
-    l = __fadd_rn(l, heads[w][lane].y);
+    const float2 m = heads[w][lane];
+    const float a = exp2_fast(__fadd_rn(m.x, -top));
+    l = __fmaf_rn(a, m.y, l);
+    sum.x = __fmaf_rn(a, v.x, sum.x), sum.y = __fmaf_rn(a, v.y, sum.y), sum.z = __fmaf_rn(a, v.z, sum.z), sum.w = __fmaf_rn(a, v.w, sum.w);
   }
   const bool there = channel < all * p.head_dim;
   const float4 out = there ? make_float4(__fdiv_rn(sum.x, l), __fdiv_rn(sum.y, l), __fdiv_rn(sum.z, l), __fdiv_rn(sum.w, l)) : make_float4(0, 0, 0, 0);
@@ -116,10 +119,10 @@ struct Output {
   typedef E Element;
   static constexpr int BYTES = B;
 };
-KERNEL __launch_bounds__(128) merge_bf16(const __grid_constant__ MergeArgs args) { merge<Output<Bf16, 2>>(args); }
-KERNEL __launch_bounds__(128) merge_f16(const __grid_constant__ MergeArgs args) { merge<Output<Half, 2>>(args); }
-KERNEL __launch_bounds__(128) merge_f32(const __grid_constant__ MergeArgs args) { merge<Output<Single, 4>>(args); }
-KERNEL __launch_bounds__(128) merge_i8(const __grid_constant__ MergeArgs args) { merge<Output<int8_t, 1>>(args); }
+KERNEL __launch_bounds__(256) merge_bf16(const __grid_constant__ MergeArgs args) { merge<Output<Bf16, 2>>(args); }
+KERNEL __launch_bounds__(256) merge_f16(const __grid_constant__ MergeArgs args) { merge<Output<Half, 2>>(args); }
+KERNEL __launch_bounds__(256) merge_f32(const __grid_constant__ MergeArgs args) { merge<Output<Single, 4>>(args); }
+KERNEL __launch_bounds__(256) merge_i8(const __grid_constant__ MergeArgs args) { merge<Output<int8_t, 1>>(args); }
 
 // ---- choosing pages for a draft ----
 // bounds(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d], choices [list], scores [list][kv head][score_pitch], ...): the

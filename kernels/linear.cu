@@ -17,10 +17,10 @@ LINEAR(linear_f16_4, MmaHalf, 4, 2, 2)
 LINEAR(linear_f16_8, MmaHalf, 8, 2, 1)
 
 // linear_{w4,w8}_{NT}(w blocks, x8 [rows][groups * 128], xs [rows][groups] {scale, sum}, y f32 [rows][n], groups, tiles, n, rows): the same grid,
-// 256 threads, 8 * QUANT_STAGES * (256 bits + 64) bytes of shared memory.
+// 256 threads, 8 * QUANT_STAGES * (256 bits + 64) bytes of shared memory, with one row tile rows * (groups * 136 + 64) more.
 #define QUANT(name, BITS, NT, PER_SM)                                                                                                                     \
   KERNEL __launch_bounds__(256, PER_SM) name(const uint8_t* w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) { \
-    linear_quant<BITS, NT>(w, x, xs, y, groups, tiles, n, rows);                                                                                         \
+    linear_quant<BITS, NT, NT == 1>(w, x, xs, y, groups, tiles, n, rows);                                                                                         \
   }
 QUANT(linear_w4_1, 4, 1, 3)
 QUANT(linear_w4_2, 4, 2, 2)

@@ -99,7 +99,9 @@ template <int BITS>
 constexpr int QUANT_BLOCK = 256 * BITS + 64;
 constexpr int QUANT_STAGES = 6;          // blocks per warp under way
 
-template <int BITS, int NT>
+// STAGED: the activations lie in shared memory behind the ring, [row][groups * 128 + 64 bytes] and then their scales [row][groups]: a step of a single
+// row is a chain of latencies, and this takes one out of every block.
+template <int BITS, int NT, bool STAGED>
 DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) {
   constexpr int BLOCK = QUANT_BLOCK<BITS>, STAGES = QUANT_STAGES, PIECES = BLOCK / 16;
   extern __shared__ __align__(128) uint8_t ring[];
@@ -125,6 +127,16 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
   for (int i = 0; i < STAGES - 1; i++) load();
   grid_wait();
   x += (size_t)blockIdx.y * NT * 8 * groups * 128, xs += (size_t)blockIdx.y * NT * 8 * groups, y += (size_t)blockIdx.y * NT * 8 * n, rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
+  const int pitch = groups * 128 + 64;                                     // a row's pieces and its neighbour's fall into different banks
+  const uint32_t staged_x = shared_address(ring) + LINEAR_WARPS * STAGES * BLOCK, staged_s = staged_x + rows * pitch;
+  if (STAGED) {
+    for (int i = threadIdx.x; i < rows * groups * 8; i += LINEAR_WARPS * 32) sts128(staged_x + i / (groups * 8) * pitch + i % (groups * 8) * 16, ldg_plain(x + (size_t)i * 16));
+    for (int i = threadIdx.x; i < rows * groups; i += LINEAR_WARPS * 32) {
+      const float2 v = __ldcg(xs + i);
+      sts32(staged_s + i * 8, __float_as_uint(v.x)), sts32(staged_s + i * 8 + 4, __float_as_uint(v.y));
+    }
+    __syncthreads();
+  }
   int slot = 0;
   for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
     float acc[NT][4];
@@ -138,11 +150,25 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 #pragma unroll
       for (int t = 0; t < NT; t++) {
         b[t][0] = b[t][1] = make_uint4(0, 0, 0, 0), sx[t][0] = sx[t][1] = make_float2(0, 0);
-        const int8_t* from = x + ((size_t)(t * 8 + g) * groups + group) * 128 + c * 16;
-        if (t * 8 + g < rows) b[t][0] = ldg_plain(from), b[t][1] = ldg_plain(from + 64);
+        if (t * 8 + g < rows) {
+          if (STAGED) {
+            const uint32_t from = staged_x + g * pitch + group * 128 + c * 16;
+            b[t][0] = lds128(from), b[t][1] = lds128(from + 64);
+          } else {
+            const int8_t* from = x + ((size_t)(t * 8 + g) * groups + group) * 128 + c * 16;
+            b[t][0] = ldg_plain(from), b[t][1] = ldg_plain(from + 64);
+          }
+        }
 #pragma unroll
         for (int e = 0; e < 2; e++)
-          if (t * 8 + 2 * c + e < rows) sx[t][e] = __ldcg(xs + (size_t)(t * 8 + 2 * c + e) * groups + group);
+          if (t * 8 + 2 * c + e < rows) {
+            if (STAGED) {
+              const uint2 v = lds64(staged_s + ((2 * c + e) * groups + group) * 8);
+              sx[t][e] = make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+            } else {
+              sx[t][e] = __ldcg(xs + (size_t)(t * 8 + 2 * c + e) * groups + group);
+            }
+          }
       }
       __syncwarp();                                                        // the slot asked for next was read by all lanes
       load();

@@ -92,6 +92,14 @@ pub struct Pass {
     partial_rows: usize,
 }
 
+impl Pass {
+    /// What decides the launches of this pass, beside addresses.
+    pub(crate) fn launches(&self) -> [u64; 6] {
+        let rows = self.row_spans.len();
+        [self.first_row, self.items, self.part_rows, self.parts.len(), self.spans.len(), rows].map(|n| n as u64)
+    }
+}
+
 /// Pages of an item for a row that sees `visible` pages: about `items` items, from a ladder of lengths with steps of an eighth, so that it
 /// changes seldom and a function of the row's position decides it.
 fn chunk_pages(visible: usize, items: usize) -> usize {
@@ -448,7 +456,7 @@ impl Attend {
         let grid = [groups as u32, pass.row_spans.len() as u32, 1];
         // SAFETY: the argument is the kernel's; the caller vouches for what it points to.
         unsafe {
-            self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: true }, &[Arg::of(&arguments)])
+            self.device.launch(kernel, Launch { grid, block: 256, shared: 0, overlap: true }, &[Arg::of(&arguments)])
         }
     }
 

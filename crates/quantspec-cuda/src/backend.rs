@@ -7,25 +7,29 @@ use crate::args;
 use crate::attend::{
     Attend, Choice, Chosen, Layer as CacheLayer, PASS_ROWS, Part as AttendPart, Pass as AttendPass, Places, Span,
 };
-use crate::device::{Buffer, Device, Kernel, Launch, Pinned, Plain};
+use crate::device::{Buffer, Device, Graph, Kernel, Launch, Pinned, Plain};
 use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
 use crate::prefill::{Prefill, Shape, Way, padded};
+use crate::sample::Sampling;
 use crate::weights::{self, Weights as Stored, address, argument};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, visible_pages};
 use quantspec_core::config::{Dtype, ModelConfig, Pages, Rounding, View, Weights};
 use quantspec_core::layout::Layout;
 use quantspec_core::plan::{CacheBytes, pages};
-use quantspec_core::sample::{Sampler, Stream, check_finite, choose};
-use quantspec_core::verify::{Judge, Verdict};
+use quantspec_core::sample::Sampler;
+use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Backend, Block, Hooks, Memory, Options, Pass, Step, Turn};
+use quantspec_model::backend::{Backend, Block, DraftPlan, Hooks, Memory, Options, Pass, Row, Step, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::rope::RopeTable;
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Steps that may be queued before the host must wait for the oldest: more than a round has.
 const STAGES: usize = 2 * (GAMMA_MAX + 2);
+/// Steps that are kept as graphs; a round of one slot has two kinds, and a kind changes when a page becomes visible.
+const GRAPHS_MAX: usize = 64;
 /// How long the host sleeps between looks at a busy device: short against a prompt's layer.
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
 /// Bits of the device's error flag (`FLAG_*` in kernels/numbers.cuh and quantize.cu).
@@ -165,15 +169,13 @@ pub struct CudaBackend {
     weights: Stored,
     cache: Cache,
     slots: Vec<Option<Slot>>,
-    /// i32 `[slot][window_pitch]`.
-    windows: Buffer,
-    window_pitch: usize,
+    sampling: Sampling,
     step: StepSpace,
     prompt: PromptSpace,
-    flag: Buffer,
     /// Lists of chosen pages `[layer][slot][kv head][pitch]`, and the scores they are chosen by; made when first asked for.
     lists: Option<Lists>,
-    judge: Judge,
+    /// Recorded steps by everything their launches depend on; `None` for one that was seen once.
+    graphs: HashMap<Vec<u64>, Option<Graph>>,
     /// The step under way.
     plan: Plan,
     staged: usize,
@@ -226,7 +228,11 @@ impl Sizes {
             rows,
             y: rows * widest * 4,
             logits: rows * config.vocab * 4,
-            description: rows * per_row + 4096 + 1024 * rows.div_ceil(PASS_ROWS),
+            // A window's tokens travel along, and every piece begins at a multiple of 16.
+            description: rows * per_row
+                + options.slots * (window_pitch(options) * 4 + 16)
+                + 4096
+                + 1024 * rows.div_ceil(PASS_ROWS),
             partial_rows,
         }
     }
@@ -261,6 +267,22 @@ fn prompt_bytes(config: &ModelConfig, options: &Options) -> [usize; 8] {
     ]
 }
 
+/// Tokens of a slot's window: γ drafted ones around the emitted one, or a step's rows when nothing drafts.
+fn window_pitch(options: &Options) -> usize {
+    options.step_rows.max(GAMMA_MAX + 2)
+}
+
+/// Turns what kernels flagged since the last look into an error.
+fn check_flag(flag: u32) -> Result<()> {
+    Err(Error::not_finite(match flag {
+        0 => return Ok(()),
+        flag if flag & FLAG_WEIGHTS != 0 => "a weight is NaN or infinite, or its group does not fit half precision",
+        flag if flag & FLAG_CACHE != 0 => "keys or values are NaN, infinite or beyond half precision",
+        flag if flag & FLAG_LOGITS != 0 => "logits are NaN or infinite",
+        _ => "a kernel found values that are not finite",
+    }))
+}
+
 fn shape(config: &ModelConfig) -> Shape {
     Shape {
         hidden: config.hidden,
@@ -291,6 +313,7 @@ pub fn plan(config: &ModelConfig, options: &Options) -> Memory {
         buffer_bytes: cache.buffer_bytes,
         workspace_bytes: sizes.step_bytes(config)
             + prompt_bytes(config, options).iter().sum::<usize>()
+            + Sampling::bytes(options.slots, options.step_rows.max(1), window_pitch(options))
             + Prefill::scratch_bytes(&shape(config), options.block_rows.max(1), way),
     }
 }
@@ -315,8 +338,9 @@ impl CudaBackend {
         let attend = Attend::new(device, &config, options.rounding)?;
         let linear = Linear::new(device)?;
         let prefill = Prefill::new(device, shape(&config), options.block_rows.max(1))?;
-        let flag = device.zeroed(4)?;
-        let weights = weights::load(checkpoint, device, &linear, options.draft_weights, &flag, &mut hooks)?;
+        let pitch = window_pitch(options);
+        let sampling = Sampling::new(device, config.vocab, options.slots, options.step_rows.max(1), pitch)?;
+        let weights = weights::load(checkpoint, device, &linear, options.draft_weights, sampling.flag(), &mut hooks)?;
         let d = config.head_dim;
         let dtype = config.dtype;
         let page_shared = 256 * d + 4096;
@@ -361,12 +385,10 @@ impl CudaBackend {
             attended: device.zeroed(bytes[6])?,
             gated: device.zeroed(bytes[7])?,
         };
-        let window_pitch = options.step_rows.max(GAMMA_MAX + 2);
-        let backend = CudaBackend {
+        let mut backend = CudaBackend {
             cache: Cache::new(device, &config, options)?,
             slots: (0..options.slots).map(|_| None).collect(),
-            windows: device.zeroed(options.slots * window_pitch * 4)?,
-            window_pitch,
+            sampling,
             rope: RopeTable::new(&config),
             options: options.clone(),
             device: device.clone(),
@@ -377,15 +399,15 @@ impl CudaBackend {
             weights,
             step,
             prompt,
-            flag,
             lists: None,
-            judge: Judge::new(),
+            graphs: HashMap::new(),
             plan: Plan::default(),
             staged: 0,
             config,
             hooks,
         };
-        backend.check_flag()?;
+        let flag = backend.sampling.read()?;
+        check_flag(flag)?;
         Ok(backend)
     }
 
@@ -397,21 +419,6 @@ impl CudaBackend {
     fn slot(&self, slot: usize) -> Result<&Slot> {
         let found = self.slots.get(slot).and_then(Option::as_ref);
         found.ok_or_else(|| Error::internal(format!("slot {slot} is not open")))
-    }
-
-    /// Turns what kernels flagged since the last look into an error.
-    fn check_flag(&self) -> Result<()> {
-        let flag = self.flag.read::<u32>(0, 1)?.first().copied().unwrap_or(0);
-        if flag == 0 {
-            return Ok(());
-        }
-        self.flag.fill(0)?;
-        Err(Error::not_finite(match flag {
-            flag if flag & FLAG_WEIGHTS != 0 => "a weight is NaN or infinite, or its group does not fit half precision",
-            flag if flag & FLAG_CACHE != 0 => "keys or values are NaN, infinite or beyond half precision",
-            flag if flag & FLAG_LOGITS != 0 => "logits are NaN or infinite",
-            _ => "a kernel found values that are not finite",
-        }))
     }
 
     fn launch(
@@ -469,7 +476,7 @@ impl CudaBackend {
         let choices = self.choose_lists(step)?;
         let with_lists = step.pages != Pages::All;
         for row in rows {
-            if row.offset >= self.window_pitch || row.position / G > self.slot(row.slot)?.pages.len() {
+            if row.offset >= self.sampling.pitch() || row.position / G > self.slot(row.slot)?.pages.len() {
                 return Err(Error::internal(format!("row {row:?} is beyond its slot")));
             }
         }
@@ -518,7 +525,15 @@ impl CudaBackend {
             });
         }
         plan.passes = passes;
+        let dirty = self.sampling.take_dirty();
+        let mut places = Vec::with_capacity(dirty.len());
+        for (at, tokens) in &dirty {
+            places.push((*at, writer.put(tokens)?, size_of_val(&tokens[..])));
+        }
         let bytes = writer.at;
+        for (at, from, bytes) in places {
+            self.sampling.buffer().write_pinned(at, &self.step.staging[self.staged], from, bytes)?;
+        }
         self.step.description.write_pinned(0, &self.step.staging[self.staged], 0, bytes)?;
         self.staged += 1;
         self.plan = plan;
@@ -604,6 +619,102 @@ impl CudaBackend {
         self.prompt.hidden.at(row * self.config.hidden * 4)
     }
 
+    fn step_embed(&self, step: &Step) -> Result<()> {
+        let arguments = args![
+            self.plan.rows,
+            self.sampling.windows(),
+            self.sampling.pitch(),
+            0u64,
+            &self.weights.embedding.buffer,
+            &self.step.hidden,
+            self.config.hidden,
+            self.config.vocab,
+        ];
+        self.launch(self.kernels.embed, [step.rows.len(), 1, 1], 256, 0, &arguments)
+    }
+
+    /// Queues a whole step that was begun, up to its logits, and the choice of drafted tokens where `propose` says so.
+    fn queue(&mut self, step: &Step, propose: Option<bool>) -> Result<()> {
+        let pass = Pass::Step(step);
+        self.step_embed(step)?;
+        for layer in 0..self.config.layers {
+            self.qkv(layer, &pass)?;
+            self.attend(layer, &pass)?;
+            self.output(layer, &pass)?;
+            self.gate_up(layer, &pass)?;
+            self.down(layer, &pass)?;
+        }
+        self.head(&pass)?;
+        match propose {
+            Some(warm) => self.sampling.propose(step.rows.len(), self.plan.rows, self.step.logits.at(0), warm),
+            None => Ok(()),
+        }
+    }
+
+    /// Runs a step, as a graph where one like it ran before: some three hundred launches become one.
+    fn run(&mut self, step: &Step, turns: &[Turn], propose: bool) -> Result<()> {
+        (self.hooks.poll)()?;
+        let warm = if propose { Some(self.sampling.learn(turns)?) } else { None };
+        self.begin(step)?;
+        let key = self.key(step, warm);
+        let device = self.device.clone();
+        if self.graphs.len() >= GRAPHS_MAX && !self.graphs.contains_key(&key) {
+            self.graphs.clear();
+        }
+        match self.graphs.get(&key) {
+            None => {
+                self.graphs.insert(key, None);
+                return self.queue(step, warm);
+            }
+            Some(None) => {
+                let graph = device.record(|| self.queue(step, warm))?;
+                self.graphs.insert(key.clone(), Some(graph));
+            }
+            Some(Some(_)) => {}
+        }
+        match self.graphs.get(&key) {
+            // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
+            Some(Some(graph)) => unsafe { graph.launch() }?,
+            _ => return Err(Error::internal("a graph vanished")),
+        }
+        if propose {
+            self.sampling.wrote();
+        }
+        self.plan.pending = false;
+        Ok(())
+    }
+
+    /// Everything that decides which kernels a step launches, with which grids and addresses.
+    fn key(&self, step: &Step, propose: Option<bool>) -> Vec<u64> {
+        let plan = &self.plan;
+        let (kind, n) = match step.pages {
+            Pages::All => (0, 0),
+            Pages::Window(n) => (1, n),
+            Pages::Best(n) => (2, n),
+        };
+        let mut key = vec![
+            step.weights as u64,
+            step.view as u64,
+            kind,
+            n as u64,
+            step.rows.len() as u64,
+            propose.map_or(0, |warm| 1 + u64::from(warm)),
+            plan.rows,
+            plan.cos_sin,
+            plan.choices,
+            plan.choosing as u64,
+            plan.choosing_pages as u64,
+            self.lists.as_ref().map_or(0, |lists| lists.lists.at(0)),
+            self.lists.as_ref().map_or(0, |lists| lists.scores.at(0)),
+            self.sampling.draft_address(),
+        ];
+        for (pass, places) in plan.passes.iter().zip(&plan.places) {
+            key.extend(pass.launches());
+            key.extend([places.spans, places.parts, places.row_spans, places.list_pitch as u64]);
+        }
+        key
+    }
+
     fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
         let draft = weights.draft.qkv.as_ref().filter(|_| step.weights == Weights::Draft);
@@ -639,7 +750,7 @@ impl CudaBackend {
             config.kv_heads,
             layer,
             self.options.slots,
-            &self.flag,
+            self.sampling.flag(),
         ];
         self.launch(
             self.kernels.append,
@@ -872,20 +983,12 @@ impl Backend for CudaBackend {
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
         self.slot(slot)?;
-        if tokens.len() > self.window_pitch {
-            return Err(Error::internal(format!("{} tokens for a window of {}", tokens.len(), self.window_pitch)));
-        }
-        self.windows.write(slot * self.window_pitch * 4, tokens)?;
-        self.staged = 0;
-        Ok(())
+        self.sampling.set_window(slot, tokens)
     }
 
     fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
         self.slot(slot)?;
-        if n > self.window_pitch {
-            return Err(Error::internal(format!("{n} tokens of a window of {}", self.window_pitch)));
-        }
-        self.windows.read(slot * self.window_pitch * 4, n)
+        self.sampling.window(slot, n)
     }
 
     fn embed(&mut self, pass: &Pass) -> Result<()> {
@@ -893,17 +996,7 @@ impl Backend for CudaBackend {
             Pass::Prefill(block) => self.prompt_embed(block),
             Pass::Step(step) => {
                 self.begin(step)?;
-                let arguments = args![
-                    self.plan.rows,
-                    &self.windows,
-                    self.window_pitch,
-                    0u64,
-                    &self.weights.embedding.buffer,
-                    &self.step.hidden,
-                    self.config.hidden,
-                    self.config.vocab,
-                ];
-                self.launch(self.kernels.embed, [step.rows.len(), 1, 1], 256, 0, &arguments)
+                self.step_embed(step)
             }
         }
     }
@@ -1015,7 +1108,7 @@ impl Backend for CudaBackend {
                 self.cache.tables.at(slot * self.cache.pitch * 4),
                 0usize,
                 usize::from(self.options.rounding == Rounding::Balanced),
-                &self.flag,
+                self.sampling.flag(),
             ];
             self.launch(self.kernels.store, [heads, complete, 2], 256, 256 * d + 4096, &arguments)?;
         }
@@ -1030,7 +1123,7 @@ impl Backend for CudaBackend {
             heads,
             d,
             first,
-            &self.flag,
+            self.sampling.flag(),
         ];
         self.launch(self.kernels.keep_recent, [tokens - first, 2, 1], 128, 0, &arguments)?;
         self.wait()
@@ -1078,45 +1171,57 @@ impl Backend for CudaBackend {
             page,
             physical,
             usize::from(self.options.rounding == Rounding::Balanced),
-            &self.flag,
+            self.sampling.flag(),
         ];
         self.launch(self.kernels.flush, [heads, self.config.layers, 2], 256, 256 * d + 4096, &arguments)
     }
 
-    fn first(&mut self, _slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
-        let logits = self.logits(0)?;
-        self.check_flag()?;
-        check_finite(&logits)?;
-        Ok(choose(&logits, sampler, position, Stream::Sample))
+    fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
+        let row = DeviceRow { slot: slot as i32, offset: 0, position: position as i32 - 1, sequence: 0 };
+        self.step.description.write(0, &[row])?;
+        self.staged = 0;
+        let rows = self.step.description.at(0);
+        let token = self.sampling.first(slot, sampler, rows, self.step.logits.at(0))?;
+        check_flag(self.sampling.read()?)?;
+        Ok(token)
     }
 
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
-        for (index, row) in step.rows.iter().enumerate() {
-            let Some(turn) = turns.iter().find(|turn| turn.slot == row.slot) else {
-                return Err(Error::internal(format!("slot {} has no turn", row.slot)));
-            };
-            let logits = self.logits(index)?;
-            let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
-            self.windows.write((row.slot * self.window_pitch + row.offset + 1) * 4, &[token])?;
+        let warm = self.sampling.learn(turns)?;
+        self.sampling.propose(step.rows.len(), self.plan.rows, self.step.logits.at(0), warm)
+    }
+
+    fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
+        let (verdicts, flag) = self.sampling.judge(step, turns, self.plan.rows, self.step.logits.at(0))?;
+        self.staged = 0;
+        check_flag(flag)?;
+        Ok(verdicts)
+    }
+
+    fn draft(&mut self, plan: &DraftPlan, turns: &[Turn]) -> Result<()> {
+        let longest = turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
+        for offset in 0..longest {
+            let rows: Vec<Row> = turns
+                .iter()
+                .filter(|turn| turn.gamma > offset)
+                .map(|turn| Row { slot: turn.slot, offset, position: turn.committed + offset })
+                .collect();
+            let (weights, view, pages) = (plan.weights, plan.view, plan.pages);
+            self.run(&Step { weights, view, pages, choose_pages: offset == 0, rows: &rows }, turns, true)?;
         }
         Ok(())
     }
 
-    fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
-        let mut verdicts = Vec::with_capacity(turns.len());
-        for turn in turns {
-            let drafted = self.window(turn.slot, turn.gamma + 1)?.split_off(1);
-            let mut rows = Vec::new();
-            for (index, row) in step.rows.iter().enumerate() {
-                if row.slot == turn.slot {
-                    rows.push(self.logits(index)?);
-                }
-            }
-            let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
-            verdicts.push(self.judge.judge(turn.slot, &drafted, &rows, &turn.sampler, turn.committed + 1)?);
-        }
-        self.check_flag()?;
-        Ok(verdicts)
+    fn verify(&mut self, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
+        let rows: Vec<Row> = turns
+            .iter()
+            .flat_map(|turn| {
+                (0..=turn.gamma).map(|offset| Row { slot: turn.slot, offset, position: turn.committed + offset })
+            })
+            .collect();
+        let step = Step { weights: Weights::Full, view, pages: Pages::All, choose_pages: false, rows: &rows };
+        self.run(&step, turns, false)?;
+        self.judge(&step, turns)
     }
 
     fn poll(&mut self) -> Result<()> {
@@ -1156,6 +1261,8 @@ impl Backend for CudaBackend {
             workspace_bytes: inputs
                 + step_bytes.iter().map(|buffer| buffer.bytes()).sum::<usize>()
                 + lists
+                + Sampling::bytes(self.options.slots, self.options.step_rows.max(1), self.sampling.pitch())
+                + self.sampling.draft_bytes()
                 + Prefill::scratch_bytes(&shape(&self.config), self.options.block_rows.max(1), way),
         }
     }

@@ -24,6 +24,8 @@ pub struct Device {
     pub multiprocessors: usize,
     /// Shared memory a block may have, in bytes.
     pub shared_bytes: usize,
+    /// Shared memory of a multiprocessor, in bytes.
+    pub shared_per_multiprocessor: usize,
 }
 
 // SAFETY: handles of the driver may be used from any thread; every call binds the context to its thread first.
@@ -164,6 +166,7 @@ impl Device {
             info,
             multiprocessors: 0,
             shared_bytes: 0,
+            shared_per_multiprocessor: 0,
         };
         // SAFETY: detection has opened the driver's library and found it new enough for every symbol used here. Handles are stored in
         // `device` as soon as they exist, so that its Drop releases them also on an early return.
@@ -176,6 +179,8 @@ impl Device {
             check(sys::cuStreamCreate(&mut device.stream, flags), "cuStreamCreate")?;
             device.multiprocessors =
                 device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+            device.shared_per_multiprocessor =
+                device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?;
             device.shared_bytes =
                 device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         }
@@ -497,6 +502,20 @@ impl Buffer {
             sys::cuMemcpyHtoDAsync_v2(self.at(offset), from.pointer.add(start).cast(), bytes, self.device.stream)
         };
         check(status, "copying to the GPU")
+    }
+
+    /// Copies bytes to the start of page-locked memory, after everything queued so far, and waits.
+    pub fn read_pinned(&self, offset: usize, to: &mut Pinned, bytes: usize) -> Result<()> {
+        self.inside(offset, bytes)?;
+        if bytes > to.bytes {
+            return Err(Error::internal("copy beyond a page-locked buffer"));
+        }
+        self.device.bind()?;
+        // SAFETY: both ranges were checked, and the wait below ends the copy before `to` can be used again.
+        let status =
+            unsafe { sys::cuMemcpyDtoHAsync_v2(to.pointer.cast(), self.at(offset), bytes, self.device.stream) };
+        check(status, "copying from the GPU")?;
+        self.device.synchronize()
     }
 
     /// `count` values from byte `offset`, after everything queued so far.

@@ -10,6 +10,7 @@ pub mod device;
 mod images;
 pub mod linear;
 pub mod prefill;
+mod sample;
 mod weights;
 
 pub use backend::{CudaBackend, plan};

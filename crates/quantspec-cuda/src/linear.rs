@@ -16,6 +16,9 @@ pub(crate) const GROUP: usize = 128;
 const STAGES: usize = 6;
 const WARPS: usize = 8;
 
+/// Static shared memory of a kernel and what the driver keeps of every block's, at the most.
+const RESERVED: usize = 18 << 10;
+
 /// Name of a type in kernel names.
 pub(crate) const fn name(dtype: Dtype) -> &'static str {
     match dtype {
@@ -115,8 +118,9 @@ impl Linear {
         Ok(Linear {
             bf16: Family::new(device, "linear_bf16", &[1, 2, 4, 8], 0)?,
             f16: Family::new(device, "linear_f16", &[1, 2, 4, 8], 0)?,
-            w4: Family::new(device, "linear_w4", &[1, 2, 4], WARPS * STAGES * block_bytes(4))?,
-            w8: Family::new(device, "linear_w8", &[1, 2, 4], WARPS * STAGES * block_bytes(8))?,
+            // The kernel of one row tile keeps its activations in shared memory too, as far as that goes.
+            w4: Family::new(device, "linear_w4", &[1, 2, 4], device.shared_bytes - RESERVED)?,
+            w8: Family::new(device, "linear_w8", &[1, 2, 4], device.shared_bytes - RESERVED)?,
             single: device.kernel("linear_f32", 0)?,
             quantise: [quantise(4)?, quantise(8)?],
             device: device.clone(),
@@ -156,19 +160,24 @@ impl Linear {
     /// # Safety
     /// As [`Linear::run`].
     pub unsafe fn run_quantised(&self, weights: &Quantised, x: u64, xs: u64, y: u64, rows: usize) -> Result<()> {
-        let (family, resident) = if weights.bits == 4 { (&self.w4, 3) } else { (&self.w8, 2) };
-        let (nt, kernel) = family.choose(rows)?;
-        let resident = self.device.multiprocessors * if nt == 1 { resident } else { 2 };
-        let tiles = weights.n.div_ceil(TILE);
-        let grid = [tiles.min(resident) as u32, rows.div_ceil(8 * nt) as u32, 1];
-        let arguments = args![&weights.buffer, x, xs, y, weights.k.div_ceil(GROUP), tiles, weights.n, rows];
-        let launch = Launch { grid, block: 256, shared: family.shared as u32, overlap: true };
+        let family = if weights.bits == 4 { &self.w4 } else { &self.w8 };
+        let (groups, tiles) = (weights.k.div_ceil(GROUP), weights.n.div_ceil(TILE));
+        let ring = WARPS * STAGES * block_bytes(weights.bits);
+        let staged = ring + rows * (groups * (GROUP + 8) + 64);
+        // Too many inputs for shared memory: the next larger kernel reads them from the cache.
+        let (nt, kernel) = family.choose(if rows <= 8 && staged > family.shared { 9 } else { rows })?;
+        let shared = if nt == 1 { staged } else { ring };
+        let resident =
+            (self.device.shared_per_multiprocessor / (shared + RESERVED)).clamp(1, if nt == 1 { 3 } else { 2 });
+        let grid = [tiles.min(self.device.multiprocessors * resident) as u32, rows.div_ceil(8 * nt) as u32, 1];
+        let arguments = args![&weights.buffer, x, xs, y, groups, tiles, weights.n, rows];
+        let launch = Launch { grid, block: 256, shared: shared as u32, overlap: true };
         // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
-    /// Draft weights of a matrix. `flag` is the device's error flag.
-    pub fn quantise(&self, weights: &Matrix, bits: usize, flag: &Buffer) -> Result<Quantised> {
+    /// Draft weights of a matrix. `flag` is the address of the device's error flag.
+    pub fn quantise(&self, weights: &Matrix, bits: usize, flag: u64) -> Result<Quantised> {
         let of_bits = self.quantise.get(if bits == 4 { 0 } else { 1 });
         let index = match weights.dtype {
             Dtype::Bf16 => 0,

@@ -189,7 +189,7 @@ pub(crate) fn load(
     device: &Arc<Device>,
     linear: &Linear,
     kind: DraftWeights,
-    flag: &Buffer,
+    flag: u64,
     hooks: &mut Hooks,
 ) -> Result<Weights> {
     use LayerPart::*;

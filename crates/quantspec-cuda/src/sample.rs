@@ -1,0 +1,389 @@
+//! Choosing and judging tokens on the device (kernels/sample.cu), and the windows they are written to.
+//!
+//! Windows, verdicts and the error flag lie in one buffer, so that a round ends with one copy to the host.
+
+use crate::args;
+use crate::device::{Buffer, Device, Kernel, Launch, Pinned, Plain};
+use quantspec_core::cache::GAMMA_MAX;
+use quantspec_core::sample::{Accept, Sampler};
+use quantspec_core::verify::Verdict;
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::{Step, Turn};
+use std::sync::Arc;
+
+/// Tokens of a block that chooses (`CHUNK` in kernels/sample.cu).
+const CHUNK: usize = 2048;
+/// Most tokens `sample_cut` takes.
+const VOCAB_MAX: usize = 1 << 18;
+/// Where verdicts begin, behind the flag.
+const VERDICTS_AT: usize = 16;
+
+/// How a slot chooses; `Sampler` in kernels/sample.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct DeviceSampler {
+    temperature: f32,
+    top_p: f32,
+    min_p: f32,
+    top_k: i32,
+    seed: [u32; 2],
+    sequence: [u32; 2],
+    accept: i32,
+    unused: [i32; 3],
+}
+
+/// The rows of a slot in a verify step; `Turn` in kernels/sample.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct DeviceTurn {
+    slot: i32,
+    first_row: i32,
+    gamma: i32,
+    position: i32,
+}
+
+const _: () = assert!(size_of::<DeviceSampler>() == 48 && size_of::<DeviceTurn>() == 16);
+// SAFETY: numbers only, without padding.
+unsafe impl Plain for DeviceSampler {}
+// SAFETY: see above.
+unsafe impl Plain for DeviceTurn {}
+
+/// Bytes of a `Cut`.
+const CUT_BYTES: usize = 24;
+
+/// What `sample_choose` is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Purpose {
+    Propose = 0,
+    Judge = 1,
+    First = 2,
+}
+
+impl DeviceSampler {
+    fn new(sampler: &Sampler) -> DeviceSampler {
+        let halves = |x: u64| [x as u32, (x >> 32) as u32];
+        DeviceSampler {
+            temperature: sampler.temperature,
+            top_p: sampler.top_p,
+            min_p: sampler.min_p,
+            top_k: i32::try_from(sampler.top_k).unwrap_or(i32::MAX),
+            seed: halves(sampler.seed),
+            sequence: halves(sampler.sequence),
+            accept: match sampler.accept {
+                Accept::Greedy => 0,
+                Accept::Replay => 1,
+                Accept::Rejection => 2,
+            },
+            unused: [0; 3],
+        }
+    }
+}
+
+/// Choices, verdicts and windows of all slots.
+#[derive(Debug)]
+pub(crate) struct Sampling {
+    device: Arc<Device>,
+    cut: Kernel,
+    choose: Kernel,
+    judge: Kernel,
+    vocab: usize,
+    slots: usize,
+    /// Tokens of a window.
+    pitch: usize,
+    /// Flag, verdicts `[slots]`, windows `[slots][pitch]`.
+    shared: Buffer,
+    result: Pinned,
+    samplers: Buffer,
+    turns: Buffer,
+    cuts: Buffer,
+    choices: Buffer,
+    best: Buffer,
+    arrived: Buffer,
+    /// Draft logits `[slot][GAMMA_MAX][vocab]` and their cuts, for rejection; made when first needed.
+    draft: Option<(Buffer, Buffer)>,
+    /// What the device holds.
+    known: Vec<Option<DeviceSampler>>,
+    /// The windows as the host knows them, `[slots][pitch]`.
+    windows: Vec<u32>,
+    /// Tokens of a slot's window that the device has yet to learn.
+    dirty: Vec<usize>,
+    /// The device has written no window since the host read them.
+    fresh: bool,
+}
+
+impl Sampling {
+    /// Bytes taken on the device, but for the draft logits of rejection.
+    pub(crate) fn bytes(slots: usize, rows: usize, pitch: usize) -> usize {
+        Sampling::shared_bytes(slots, pitch) + slots * (48 + 16) + rows * (CUT_BYTES + 4 + 8 + 4)
+    }
+
+    fn shared_bytes(slots: usize, pitch: usize) -> usize {
+        VERDICTS_AT + slots * 8 + slots * pitch * 4
+    }
+
+    pub(crate) fn new(device: &Arc<Device>, vocab: usize, slots: usize, rows: usize, pitch: usize) -> Result<Sampling> {
+        if vocab > VOCAB_MAX {
+            return Err(Error::model(
+                format!("a vocabulary of {vocab} tokens on the GPU"),
+                format!("the kernels take {VOCAB_MAX}; use --device cpu"),
+            ));
+        }
+        let bytes = Sampling::shared_bytes(slots, pitch);
+        Ok(Sampling {
+            cut: device.kernel("sample_cut", 0)?,
+            choose: device.kernel("sample_choose", 0)?,
+            judge: device.kernel("judge", 0)?,
+            shared: device.zeroed(bytes)?,
+            result: device.pinned(bytes)?,
+            samplers: device.zeroed(slots * 48)?,
+            turns: device.zeroed(slots * 16)?,
+            cuts: device.zeroed(rows * CUT_BYTES)?,
+            choices: device.zeroed(rows * 4)?,
+            best: device.zeroed(rows * 8)?,
+            arrived: device.zeroed(rows * 4)?,
+            draft: None,
+            known: vec![None; slots],
+            windows: vec![0; slots * pitch],
+            dirty: vec![0; slots],
+            fresh: true,
+            device: device.clone(),
+            vocab,
+            slots,
+            pitch,
+        })
+    }
+
+    /// Bytes held beyond [`Sampling::bytes`].
+    pub(crate) fn draft_bytes(&self) -> usize {
+        self.draft.as_ref().map_or(0, |(logits, cuts)| logits.bytes() + cuts.bytes())
+    }
+
+    /// Address of the device's error flag.
+    pub(crate) fn flag(&self) -> u64 {
+        self.shared.at(0)
+    }
+
+    /// Address of the windows.
+    pub(crate) fn windows(&self) -> u64 {
+        self.shared.at(self.windows_at())
+    }
+
+    /// Tokens of a window.
+    pub(crate) fn pitch(&self) -> usize {
+        self.pitch
+    }
+
+    fn windows_at(&self) -> usize {
+        VERDICTS_AT + self.slots * 8
+    }
+
+    /// Reads flag, verdicts and windows; waits for all that was queued. Returns the flag, and clears it.
+    pub(crate) fn read(&mut self) -> Result<u32> {
+        let bytes = Sampling::shared_bytes(self.slots, self.pitch);
+        self.shared.read_pinned(0, &mut self.result, bytes)?;
+        let at = self.windows_at();
+        let words = |bytes: &[u8]| -> Vec<u32> {
+            bytes.chunks_exact(4).map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]])).collect()
+        };
+        let read = words(self.result.bytes());
+        for slot in 0..self.slots {
+            let dirty = self.dirty[slot];
+            let range = slot * self.pitch + dirty..(slot + 1) * self.pitch;
+            self.windows[range.clone()].copy_from_slice(&read[at / 4..][range]);
+        }
+        self.fresh = true;
+        let flag = read.first().copied().unwrap_or(0);
+        if flag != 0 {
+            self.shared.write(0, &[0u32])?;
+        }
+        Ok(flag)
+    }
+
+    fn verdict(&mut self, index: usize) -> Result<Verdict> {
+        let at = VERDICTS_AT + index * 8;
+        match self.result.bytes().get(at..at + 8) {
+            Some(&[a, b, c, d, e, f, g, h]) => {
+                let (accepted, token) = (u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h]));
+                Ok(Verdict { accepted: accepted as usize, token })
+            }
+            _ => Err(Error::internal(format!("no verdict {index}"))),
+        }
+    }
+
+    /// Puts tokens into a slot's window; the device learns of them before its next step.
+    pub(crate) fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        if tokens.len() > self.pitch || slot >= self.slots {
+            return Err(Error::internal(format!("{} tokens for a window of {}", tokens.len(), self.pitch)));
+        }
+        self.windows[slot * self.pitch..][..tokens.len()].copy_from_slice(tokens);
+        self.dirty[slot] = self.dirty[slot].max(tokens.len());
+        Ok(())
+    }
+
+    /// The first `n` tokens of a slot's window.
+    pub(crate) fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
+        if n > self.pitch || slot >= self.slots {
+            return Err(Error::internal(format!("{n} tokens of a window of {}", self.pitch)));
+        }
+        if !self.fresh && n > self.dirty[slot] {
+            let from = self.windows_at() + slot * self.pitch * 4;
+            let read = self.shared.read::<u32>(from, n)?;
+            let dirty = self.dirty[slot];
+            self.windows[slot * self.pitch + dirty..slot * self.pitch + n].copy_from_slice(&read[dirty..]);
+        }
+        Ok(self.windows[slot * self.pitch..][..n].to_vec())
+    }
+
+    /// Tokens the device has yet to learn, with their place in the windows' buffer; they count as learnt.
+    pub(crate) fn take_dirty(&mut self) -> Vec<(usize, Vec<u32>)> {
+        let mut out = Vec::new();
+        for slot in 0..self.slots {
+            let count = std::mem::take(&mut self.dirty[slot]);
+            if count > 0 {
+                let at = self.windows_at() + slot * self.pitch * 4;
+                out.push((at, self.windows[slot * self.pitch..][..count].to_vec()));
+            }
+        }
+        out
+    }
+
+    /// The buffer that [`Sampling::take_dirty`] speaks of.
+    pub(crate) fn buffer(&self) -> &Buffer {
+        &self.shared
+    }
+
+    /// Tells the device how the slots choose, where that has changed. Returns whether any of them has a temperature.
+    pub(crate) fn learn(&mut self, turns: &[Turn]) -> Result<bool> {
+        let mut warm = false;
+        for turn in turns {
+            warm |= self.learn_one(turn.slot, &turn.sampler)?;
+        }
+        Ok(warm)
+    }
+
+    fn learn_one(&mut self, slot: usize, sampler: &Sampler) -> Result<bool> {
+        let wanted = DeviceSampler::new(sampler);
+        if sampler.accept == Accept::Rejection && self.draft.is_none() {
+            let rows = self.slots * GAMMA_MAX;
+            self.draft = Some((self.device.allocate(rows * self.vocab * 4)?, self.device.allocate(rows * CUT_BYTES)?));
+        }
+        match self.known.get_mut(slot) {
+            Some(known) if *known == Some(wanted) => {}
+            Some(known) => {
+                self.samplers.write(slot * 48, &[wanted])?;
+                *known = Some(wanted);
+            }
+            None => return Err(Error::internal(format!("slot {slot} does not exist"))),
+        }
+        Ok(wanted.temperature != 0.0)
+    }
+
+    /// Where the draft logits of rejection lie; 0 where they are not kept.
+    pub(crate) fn draft_address(&self) -> u64 {
+        self.draft.as_ref().map_or(0, |(logits, _)| logits.at(0))
+    }
+
+    /// A recorded step has written to windows.
+    pub(crate) fn wrote(&mut self) {
+        self.fresh = false;
+    }
+
+    fn choose(&self, purpose: Purpose, rows: u64, count: usize, logits: u64, warm: bool) -> Result<()> {
+        let (vocab, flag) = (self.vocab, self.flag());
+        let launch = |grid: [usize; 2], block: u32| Launch {
+            grid: [grid[0] as u32, grid[1] as u32, 1],
+            block,
+            shared: 0,
+            overlap: true,
+        };
+        let (q_logits, q_cuts) = self.draft.as_ref().map_or((0, 0), |(logits, cuts)| (logits.at(0), cuts.at(0)));
+        // SAFETY: the argument lists are the kernels'; rows and logits are the backend's and hold `count` rows, as do the buffers here.
+        unsafe {
+            if warm {
+                let arguments = args![rows, &self.samplers, logits, &self.cuts, vocab, flag];
+                self.device.launch(self.cut, launch([count, 1], 1024), &arguments)?;
+            }
+            let arguments = args![
+                rows,
+                &self.samplers,
+                logits,
+                &self.cuts,
+                vocab,
+                purpose as i32,
+                &self.choices,
+                self.windows(),
+                self.pitch,
+                q_logits,
+                q_cuts,
+                GAMMA_MAX,
+                &self.best,
+                &self.arrived,
+                flag,
+            ];
+            self.device.launch(self.choose, launch([vocab.div_ceil(CHUNK), count], 256), &arguments)
+        }
+    }
+
+    /// Queues the choice of the drafted token after every row of a draft step; `warm` is what [`Sampling::learn`] returned.
+    pub(crate) fn propose(&mut self, count: usize, rows: u64, logits: u64, warm: bool) -> Result<()> {
+        self.fresh = false;
+        self.choose(Purpose::Propose, rows, count, logits, warm)
+    }
+
+    /// The token after a prompt's last row. `rows` describes that row.
+    pub(crate) fn first(&mut self, slot: usize, sampler: &Sampler, rows: u64, logits: u64) -> Result<u32> {
+        let warm = self.learn_one(slot, sampler)?;
+        self.choose(Purpose::First, rows, 1, logits, warm)?;
+        let token = self.choices.read::<u32>(0, 1)?;
+        token.first().copied().ok_or_else(|| Error::internal("no choice"))
+    }
+
+    /// Judges every turn. Waits; returns the verdicts and the error flag.
+    pub(crate) fn judge(&mut self, step: &Step, turns: &[Turn], rows: u64, logits: u64) -> Result<(Vec<Verdict>, u32)> {
+        let warm = self.learn(turns)?;
+        let mut described = Vec::with_capacity(turns.len());
+        for turn in turns {
+            let first = step.rows.iter().position(|row| row.slot == turn.slot);
+            let first = first.ok_or_else(|| Error::internal(format!("slot {} has no rows", turn.slot)))?;
+            described.push(DeviceTurn {
+                slot: turn.slot as i32,
+                first_row: first as i32,
+                gamma: turn.gamma as i32,
+                position: turn.committed as i32 + 1,
+            });
+        }
+        if described.len() > self.slots {
+            return Err(Error::internal("more turns than slots"));
+        }
+        // The result's place for verdicts carries the turns to the device: it is read again only after the copy below.
+        self.result.put(0, &described)?;
+        self.turns.write_pinned(0, &self.result, 0, described.len() * 16)?;
+        self.choose(Purpose::Judge, rows, step.rows.len(), logits, warm)?;
+        let (q_logits, q_cuts) = self.draft.as_ref().map_or((0, 0), |(logits, cuts)| (logits.at(0), cuts.at(0)));
+        let arguments = args![
+            &self.turns,
+            &self.samplers,
+            &self.choices,
+            self.windows(),
+            self.pitch,
+            logits,
+            &self.cuts,
+            self.vocab,
+            q_logits,
+            q_cuts,
+            GAMMA_MAX,
+            self.shared.at(VERDICTS_AT),
+        ];
+        let launch = Launch { grid: [turns.len() as u32, 1, 1], block: 1024, shared: 0, overlap: true };
+        // SAFETY: as in `choose`.
+        unsafe { self.device.launch(self.judge, launch, &arguments)? };
+        let flag = self.read()?;
+        let verdicts = (0..turns.len()).map(|index| self.verdict(index)).collect::<Result<Vec<_>>>()?;
+        for (verdict, turn) in verdicts.iter().zip(turns) {
+            if verdict.accepted > turn.gamma || verdict.token as usize >= self.vocab {
+                return Err(Error::internal(format!("verdict {verdict:?} of a turn of {}", turn.gamma)));
+            }
+        }
+        Ok((verdicts, flag))
+    }
+}

@@ -1,0 +1,371 @@
+//! Times of the decode kernels and of whole rounds. Not tests: `cargo test --release -p quantspec-cuda --test measure -- --ignored --nocapture`.
+//!
+//! Kernels run in graphs over rotating buffers larger than L2; medians. `QUANTSPEC_TEST_MODEL` names the model of `rounds`,
+//! `QUANTSPEC_MEASURE_TOKENS` a file of its token ids (u16, little endian), `QUANTSPEC_MEASURE_CONTEXTS` prompt lengths.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a measurement fails by panicking")]
+#![allow(clippy::print_stderr, reason = "numbers go to the terminal")]
+
+mod gpu;
+
+use gpu::{Random, device};
+use half::f16;
+use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
+use quantspec_core::config::{
+    DraftWeights, Dtype, ModelConfig, Pages, Planes, Rope, RopeScaling, Rounding, View, Weights,
+};
+use quantspec_core::layout::Layout;
+use quantspec_core::policy::Policy;
+use quantspec_core::sample::Sampler;
+use quantspec_cuda::CudaBackend;
+use quantspec_cuda::attend::{Attend, Layer, Places};
+use quantspec_cuda::device::{Buffer, Device};
+use quantspec_cuda::linear::{Linear, Matrix};
+use quantspec_model::backend::{DraftPlan, Hooks, Options, Row};
+use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::engine::{Engine, Method};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Bytes that buffers rotate over: many times the largest L2.
+const ROTATED_BYTES: usize = 1 << 30;
+
+/// Median seconds of a graph of `work` over `repeat` replays.
+fn graph_seconds(device: &Arc<Device>, repeat: usize, work: impl FnOnce()) -> f64 {
+    let graph = device
+        .record(|| {
+            work();
+            Ok(())
+        })
+        .unwrap();
+    let mut times: Vec<f64> = (0..repeat + 3)
+        .map(|_| {
+            let start = device.mark().unwrap();
+            // SAFETY: the recorded buffers outlive the loop.
+            unsafe { graph.launch() }.unwrap();
+            start.seconds_to(&device.mark().unwrap()).unwrap()
+        })
+        .skip(3)
+        .collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+fn random_bytes(device: &Arc<Device>, bytes: usize, seed: u64) -> Buffer {
+    let mut random = Random(seed);
+    let part: Vec<u64> = (0..(bytes / 8).min(1 << 20)).map(|_| random.next()).collect();
+    let buffer = device.allocate(bytes).unwrap();
+    let source = device.copied(&part).unwrap();
+    for at in (0..bytes).step_by(source.bytes().max(1)) {
+        buffer.copy_from(at, &source, 0, source.bytes().min(bytes - at)).unwrap();
+    }
+    device.synchronize().unwrap();
+    buffer
+}
+
+fn read_bandwidth(device: &Arc<Device>) -> f64 {
+    // A copy reads and writes every byte.
+    let (a, b) = (random_bytes(device, ROTATED_BYTES, 1), random_bytes(device, ROTATED_BYTES, 2));
+    2.0 * ROTATED_BYTES as f64 / graph_seconds(device, 11, || b.copy_from(0, &a, 0, ROTATED_BYTES).unwrap())
+}
+
+fn config(heads: usize, kv_heads: usize) -> ModelConfig {
+    ModelConfig {
+        family: "llama".to_owned(),
+        layers: 1,
+        hidden: 64,
+        intermediate: 64,
+        heads,
+        kv_heads,
+        head_dim: 128,
+        vocab: 64,
+        max_positions: 1 << 20,
+        rms_eps: 1e-5,
+        rope: Rope { theta: 1e4, scaling: RopeScaling::None },
+        tied_embeddings: true,
+        qkv_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        qk_norm: false,
+        dtype: Dtype::Bf16,
+        eos: Vec::new(),
+    }
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn attention() {
+    let Some(device) = device() else { return };
+    eprintln!("copy {:.0} GB/s", read_bandwidth(&device) / 1e9);
+    let d = 128;
+    for (heads, kv_heads) in [(32, 8), (32, 32)] {
+        let config = config(heads, kv_heads);
+        let attend = Attend::new(&device, &config, Rounding::Balanced).unwrap();
+        for context in [4096, 32_768, 131_072] {
+            for view in [View::Upper, View::Both, View::Full] {
+                let pages = context / G;
+                let block = |view: View| match view {
+                    View::Upper => Layout::Cuda.upper_bytes(d),
+                    View::Both => Layout::Cuda.upper_bytes(d) + Layout::Cuda.lower_bytes(d),
+                    View::Full => 4 * G * d,
+                };
+                let layers = (ROTATED_BYTES / (pages * kv_heads * block(view))).clamp(2, 64);
+                let blocks = layers * pages * kv_heads;
+                // Parameters that decode to small numbers in every block: random bits would hold NaN.
+                let upper = device.allocate(blocks * Layout::Cuda.upper_bytes(d)).unwrap();
+                let mut random = Random(9);
+                let mut one: Vec<u8> = (0..Layout::Cuda.upper_bytes(d)).map(|_| random.next() as u8).collect();
+                let offsets = Layout::Cuda.offsets(d);
+                for (at, count) in [(offsets.key_params, 2 * d), (offsets.value_params, 2 * G)] {
+                    for i in 0..count {
+                        let value = f16::from_f32(0.01 + 0.01 * random.uniform());
+                        one[at + 2 * i..at + 2 * i + 2].copy_from_slice(&value.to_le_bytes());
+                    }
+                }
+                let many: Vec<u8> = one.iter().copied().cycle().take(one.len() * 64).collect();
+                let many = device.copied(&many).unwrap();
+                for at in (0..upper.bytes()).step_by(many.bytes()) {
+                    upper.copy_from(at, &many, 0, many.bytes().min(upper.bytes() - at)).unwrap();
+                }
+                let lower =
+                    random_bytes(&device, if view == View::Both { blocks * Layout::Cuda.lower_bytes(d) } else { 8 }, 5);
+                let halves: Vec<f16> = (0..1 << 20).map(|_| f16::from_f32(random.normal())).collect();
+                let halves = device.copied(&halves).unwrap();
+                let full = device.allocate(if view == View::Full { blocks * 4 * G * d } else { 8 }).unwrap();
+                for at in (0..full.bytes()).step_by(halves.bytes()) {
+                    full.copy_from(at, &halves, 0, halves.bytes().min(full.bytes() - at)).unwrap();
+                }
+                let ring = device.allocate(layers * kv_heads * BUFFER_TOKENS * d * 2).unwrap();
+                for at in (0..ring.bytes()).step_by(halves.bytes()) {
+                    ring.copy_from(at, &halves, 0, halves.bytes().min(ring.bytes() - at)).unwrap();
+                }
+                let table: Vec<i32> = (0..pages as i32).collect();
+                let table = device.copied(&table).unwrap();
+                let q: Vec<f16> = random.normals(17 * heads * d).iter().map(|v| f16::from_f32(v * 0.1)).collect();
+                let q = device.copied(&q).unwrap();
+                let x = device.allocate(17 * heads * d * 2).unwrap();
+                let partial_rows = attend.partial_rows(context + 256, 17);
+                let (partial, extremes) =
+                    (device.allocate(partial_rows * d * 4).unwrap(), device.allocate(partial_rows * 8).unwrap());
+                let mut line = String::new();
+                for m in if view == View::Both { vec![1, 4, 5, 6, 8] } else { vec![1] } {
+                    let position = context - 64;
+                    let rows: Vec<Row> = (0..m).map(|i| Row { slot: 0, offset: i, position: position + i }).collect();
+                    let plan = attend.plan(view, &rows, |_| None).unwrap();
+                    let pass = &plan[0];
+                    let (spans, parts, row_spans) = (
+                        device.copied(&pass.spans).unwrap(),
+                        device.copied(&pass.parts).unwrap(),
+                        device.copied(&pass.row_spans).unwrap(),
+                    );
+                    let places = Places {
+                        spans: spans.at(0),
+                        parts: parts.at(0),
+                        row_spans: row_spans.at(0),
+                        tables: table.at(0),
+                        table_pitch: pages,
+                        list_pitch: 0,
+                        partial: partial.at(0),
+                        extremes: extremes.at(0),
+                    };
+                    let run = |merge: bool| {
+                        graph_seconds(&device, 15, || {
+                            for layer in 0..layers {
+                                let first = layer * pages * kv_heads;
+                                let at = Layer {
+                                    upper: upper.at(first * Layout::Cuda.upper_bytes(d)),
+                                    lower: if view == View::Both {
+                                        lower.at(first * Layout::Cuda.lower_bytes(d))
+                                    } else {
+                                        0
+                                    },
+                                    full: if view == View::Full { full.at(first * 4 * G * d) } else { 0 },
+                                    ring_k: ring.at(layer * kv_heads * BUFFER_TOKENS * d * 2),
+                                    ring_v: ring.at(layer * kv_heads * BUFFER_TOKENS * d * 2),
+                                    lists: 0,
+                                };
+                                // SAFETY: every buffer outlives the graph.
+                                unsafe {
+                                    attend.run(view, pass, q.at(0), &at, &places).unwrap();
+                                    if merge {
+                                        attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, heads * d, &places).unwrap();
+                                    }
+                                }
+                            }
+                        }) / layers as f64
+                    };
+                    let (alone, both) = (run(false), run(true));
+                    let bytes = (visible_pages(position) * block(view) + 200 * 512) * kv_heads;
+                    line += &format!(
+                        " | m {m}: {:.1} us {:.0} GB/s, with merge {:.1}",
+                        alone * 1e6,
+                        bytes as f64 / alone / 1e9,
+                        both * 1e6
+                    );
+                }
+                eprintln!("attend {heads}/{kv_heads} {context} {view:?}{line}");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn products() {
+    let Some(device) = device() else { return };
+    let linear = Linear::new(&device).unwrap();
+    let flag = device.zeroed(4).unwrap();
+    let shapes = [
+        (12_288, 4096),
+        (4096, 4096),
+        (22_016, 4096),
+        (4096, 11_008),
+        (6144, 4096),
+        (28_672, 4096),
+        (4096, 14_336),
+        (32_000, 4096),
+        (128_256, 4096),
+    ];
+    for (n, k) in shapes {
+        let mut line = String::new();
+        let x = random_bytes(&device, 16 * k * 2, 3);
+        // Small finite numbers: bits of bfloat16 around one.
+        let ones: Vec<u16> = (0..1 << 20).map(|i: u32| 0x3c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
+        let source = device.copied(&ones).unwrap();
+        let bytes = Matrix::bytes(Dtype::Bf16, n, k);
+        let copies = (ROTATED_BYTES / bytes).clamp(2, 48);
+        let matrices: Vec<Matrix> = (0..copies)
+            .map(|_| {
+                let buffer = device.allocate(bytes).unwrap();
+                for at in (0..bytes).step_by(source.bytes()) {
+                    buffer.copy_from(at, &source, 0, source.bytes().min(bytes - at)).unwrap();
+                }
+                Matrix { buffer, dtype: Dtype::Bf16, n, k }
+            })
+            .collect();
+        x.copy_from(0, &source, 0, x.bytes().min(source.bytes())).unwrap();
+        let y = device.allocate(16 * n * 4).unwrap();
+        for m in [1, 5, 8, 16] {
+            let seconds = graph_seconds(&device, 15, || {
+                for matrix in &matrices {
+                    // SAFETY: every buffer outlives the graph.
+                    unsafe { linear.run(matrix, x.at(0), y.at(0), m) }.unwrap();
+                }
+            }) / copies as f64;
+            line += &format!(" | bf16 m {m}: {:.1} us {:.0} GB/s", seconds * 1e6, bytes as f64 / seconds / 1e9);
+        }
+        for bits in [4, 8] {
+            if (bits == 8) != (n > 30_000) {
+                continue;
+            }
+            let drafts: Vec<_> = (0..(copies * 4).min(160))
+                .map(|i| linear.quantise(&matrices[i % copies], bits, flag.at(0)).unwrap())
+                .collect();
+            let bytes = drafts[0].buffer.bytes();
+            let x8 = random_bytes(&device, 16 * k, 4);
+            let xs = device.zeroed(16 * k / 128 * 8).unwrap();
+            for m in [1, 8] {
+                let seconds = graph_seconds(&device, 15, || {
+                    for draft in &drafts {
+                        // SAFETY: every buffer outlives the graph.
+                        unsafe { linear.run_quantised(draft, x8.at(0), xs.at(0), y.at(0), m) }.unwrap();
+                    }
+                }) / drafts.len() as f64;
+                line += &format!(" | w{bits} m {m}: {:.1} us {:.0} GB/s", seconds * 1e6, bytes as f64 / seconds / 1e9);
+            }
+        }
+        eprintln!("linear {n} x {k}{line}");
+    }
+}
+
+#[test]
+#[ignore = "a measurement"]
+fn rounds() {
+    let Some(device) = device() else { return };
+    let Some(dir) = std::env::var_os("QUANTSPEC_TEST_MODEL") else {
+        return eprintln!("QUANTSPEC_TEST_MODEL is not set");
+    };
+    let checkpoint = Checkpoint::open(Path::new(&dir)).unwrap();
+    let tokens: Vec<u32> = match std::env::var_os("QUANTSPEC_MEASURE_TOKENS") {
+        Some(file) => {
+            std::fs::read(file).unwrap().chunks_exact(2).map(|b| u32::from(u16::from_le_bytes([b[0], b[1]]))).collect()
+        }
+        None => (0..200_000)
+            .map(|i: u32| 3 + i.wrapping_mul(2_654_435_761) % (checkpoint.config().vocab as u32 - 3))
+            .collect(),
+    };
+    let contexts = std::env::var("QUANTSPEC_MEASURE_CONTEXTS").unwrap_or_else(|_| "4096,32768".to_owned());
+    let contexts: Vec<usize> = contexts.split(',').map(|n| n.parse().unwrap()).collect();
+    let new = 192;
+    let capacity = contexts.iter().max().unwrap() + new + 64;
+    let options = Options {
+        slots: 1,
+        capacity,
+        planes: Planes { upper: true, lower: true, full: true },
+        rounding: Rounding::Balanced,
+        draft_weights: DraftWeights::Int4,
+        step_rows: 17,
+        block_rows: 4096,
+        threads: 1,
+    };
+    let start = Instant::now();
+    let backend = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
+    eprintln!("loaded in {:.1} s", start.elapsed().as_secs_f64());
+    let plain = |target: View| Method { target, draft: None, policy: Policy::fixed(0) };
+    let mut engine = Engine::new(backend, plain(View::Both), 1, capacity, options.block_rows);
+    let draft = |pages: Pages| DraftPlan { weights: Weights::Draft, view: View::Upper, pages };
+    for context in contexts {
+        let prompt = &tokens[..context];
+        let slot = engine.add(prompt, Sampler::greedy(), new).unwrap();
+        let start = Instant::now();
+        let first = engine.prefill(slot, &mut |_, _| {}).unwrap();
+        let seconds = start.elapsed().as_secs_f64();
+        eprintln!("{context}: prefill {seconds:.3} s, {:.0} tokens/s", context as f64 / seconds);
+        let mut want: Option<Vec<u32>> = None;
+        for (name, target, plan, gamma) in [
+            ("ar fp16", View::Full, None, 0),
+            ("ar int8", View::Both, None, 0),
+            ("quantspec", View::Both, Some(draft(Pages::All)), 3),
+            ("quantspec", View::Both, Some(draft(Pages::All)), 4),
+            ("quantspec", View::Both, Some(draft(Pages::All)), 5),
+            ("best 16", View::Both, Some(draft(Pages::Best(16))), 4),
+            ("best 32", View::Both, Some(draft(Pages::Best(32))), 5),
+        ] {
+            engine.set_method(Method { target, draft: plan, policy: Policy::fixed(gamma.max(1)) });
+            if !engine.restart(slot, first, Sampler::greedy()).unwrap() {
+                let _ = engine.finish(slot);
+                engine.add(prompt, Sampler::greedy(), new).unwrap();
+                engine.prefill(slot, &mut |_, _| {}).unwrap();
+            }
+            engine.reset_stats();
+            let (mut out, mut drafting, mut rounds) = (Vec::new(), 0.0, 0);
+            let start = Instant::now();
+            while out.len() + 1 < new {
+                let gamma = gamma.min(new - 2 - out.len());
+                let before = Instant::now();
+                engine.draft(&[(slot, gamma)]).unwrap();
+                drafting += before.elapsed().as_secs_f64();
+                out.extend(engine.verify().unwrap().remove(0).tokens);
+                rounds += 1;
+            }
+            let seconds = start.elapsed().as_secs_f64();
+            let same = match (&want, target) {
+                (_, View::Full) => "-".to_owned(),
+                (None, _) => {
+                    want = Some(out.clone());
+                    "baseline".to_owned()
+                }
+                (Some(want), _) => format!("equal {}", *want == out),
+            };
+            eprintln!(
+                "{context}: {name} gamma {gamma}: {:.3} ms/token, {:.1} tokens/s, {:.3} ms/round (queueing drafts {:.3}), acceptance {:?}, {same}",
+                seconds / out.len() as f64 * 1e3,
+                out.len() as f64 / seconds,
+                seconds / f64::from(rounds) * 1e3,
+                drafting / f64::from(rounds) * 1e3,
+                engine.stats().acceptance_rate()
+            );
+        }
+        engine.finish(slot);
+    }
+}
