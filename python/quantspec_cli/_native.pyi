@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+__all__ = ["Engine", "NativeError", "doctor", "evaluate", "model_info", "plan", "read_gb_per_s", "traffic"]
+
 class NativeError(Exception):
     """Any error of the engine but an interrupt, which arrives as KeyboardInterrupt."""
 
