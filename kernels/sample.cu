@@ -99,7 +99,7 @@ DEV uint64_t block_sum64(uint64_t x, uint64_t* scratch) {  // 1024 threads; ever
 // f(id, logit) for every token, several loads in flight.
 template <class F>
 DEV void each_token(const float* row, int vocab, F f) {
-  constexpr int FLIGHT = 8;
+  constexpr int FLIGHT = 16;
   int id = threadIdx.x;
   for (; id + (FLIGHT - 1) * 1024 < vocab; id += FLIGHT * 1024) {
     float x[FLIGHT];
@@ -115,9 +115,11 @@ DEV void each_token(const float* row, int vocab, F f) {
 struct Tokens {
   const float* row;
   int vocab;
-  float most, temperature;
+  float most, temperature, rate;
   uint64_t* scratch;
   DEV float z(float logit) const { return scaled(logit, most, temperature); }
+  // z without the division, for what needs its order and its size only: the histogram.
+  DEV float depth(float logit) const { return __fmul_rn(__fsub_rn(logit, most), rate); }
   DEV uint64_t mass(float logit) const { return (uint64_t)(expf(z(logit)) * MASS_UNIT); }
   template <class F>
   DEV uint64_t sum(F f) const {
@@ -151,35 +153,37 @@ struct Tokens {
 struct Histogram {
   uint32_t count[BINS];
   union {
-    uint2 parts[BINS];    // sums of the high and low 13 bits of exp(z - top of the bin) * 2^26: no order of additions matters, and 2^18 tokens fit
-    double mass[BINS];    // the same as one number
+    uint32_t parts[BINS];  // sums of exp(z - top of the bin) in units of 2^-14: no order of additions matters, and 2^18 tokens fit
+    double mass[BINS];     // the same as one number
   };
   float list[LIST];  // the tokens of the bin at the edge
   int ids[LIST];
+  uint32_t masses[LIST];  // theirs, in units of 2^-26 of the top of the bin
   uint32_t listed;
   int edge, bar_id;
   float bar;
   double before;
 
   static DEV int bin(float z) { return min(BINS - 1, (int)(z * -BINS_PER_NAT)); }
-  static DEV uint32_t part(float z, int bin) { return (uint32_t)(expf(z + bin * (1 / BINS_PER_NAT)) * 67108864.f); }
+  static DEV float inside(float z, int bin) { return expf(z + bin * (1 / BINS_PER_NAT)); }
 
-  DEV void fill(const Tokens& t) {
-    for (int i = threadIdx.x; i < BINS; i += 1024) count[i] = 0, parts[i] = make_uint2(0, 0);
+  // Counts where `counts`, masses where `masses`.
+  DEV void fill(const Tokens& t, bool counts, bool masses) {
+    for (int i = threadIdx.x; i < BINS; i += 1024) count[i] = parts[i] = 0;
     __syncthreads();
     each_token(t.row, t.vocab, [&](int, float x) {
       if (x == minus_infinity()) return;
-      const float z = t.z(x);
+      const float z = t.depth(x);
       const int b = bin(z);
-      const uint32_t m = part(z, b);
-      atomicAdd(&count[b], 1), atomicAdd(&parts[b].x, m >> 13), atomicAdd(&parts[b].y, m & 8191);
+      if (counts) atomicAdd(&count[b], 1);
+      if (masses) atomicAdd(&parts[b], __float2uint_rn(inside(z, b) * 16384.f));
     });
     __syncthreads();
     double m[BINS / 1024];
 #pragma unroll
     for (int i = 0; i < BINS / 1024; i++) {
       const int b = threadIdx.x + i * 1024;
-      m[i] = ((double)parts[b].x * 8192 + parts[b].y) * (1 / 67108864.) * exp(-b / (double)BINS_PER_NAT);
+      m[i] = (double)parts[b] * (1 / 16384.) * exp(-b / (double)BINS_PER_NAT);
     }
     __syncthreads();
 #pragma unroll
@@ -227,16 +231,14 @@ struct Histogram {
 
   // Lists the tokens of the edge's bin; false where they are too many.
   DEV bool collect(const Tokens& t) {
-    if (count[edge] > LIST) return false;
     const int wanted = edge;
     each_token(t.row, t.vocab, [&](int id, float x) {
-      if (x != minus_infinity() && bin(t.z(x)) == wanted) {
-        const uint32_t at = atomicAdd(&listed, 1);
-        list[at] = x, ids[at] = id;
-      }
+      if (x == minus_infinity() || bin(t.depth(x)) != wanted) return;
+      const uint32_t at = atomicAdd(&listed, 1);
+      if (at < LIST) list[at] = x, ids[at] = id, masses[at] = (uint32_t)(inside(t.depth(x), wanted) * 67108864.f);
     });
     __syncthreads();
-    return true;
+    return listed <= LIST;
   }
 };
 
@@ -271,12 +273,12 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
     }
     return;
   }
-  const Tokens t{row, vocab, most, s.temperature, scratch};
+  const Tokens t{row, vocab, most, s.temperature, fminf(1 / s.temperature, 1e30f), scratch};
   const bool cut_k = s.top_k > 0 && s.top_k < vocab, cut_p = s.top_p < 1.f;
   float bar = minus_infinity();
   int bar_id = 0x7fffffff, bin_k = BINS;
   bool listed = false;
-  if (cut_k || cut_p) h.fill(t);
+  if (cut_k || cut_p) h.fill(t, cut_k, cut_p);
   if (cut_k) {
     h.find([&](int b) { return (double)h.count[b]; }, [&](double) { return (double)s.top_k; });
     bin_k = h.edge, listed = h.collect(t);
@@ -298,7 +300,7 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
     if (cut_k) {  // what top-k left
       double left = 0;
       if (listed) {
-        uint64_t sum = threadIdx.x < h.listed && h.list[threadIdx.x] >= bar ? Histogram::part(t.z(h.list[threadIdx.x]), bin_k) : 0;
+        uint64_t sum = threadIdx.x < h.listed && h.list[threadIdx.x] >= bar ? h.masses[threadIdx.x] : 0;
         sum = block_sum64(sum, scratch);
         left = (double)sum * (1 / 67108864.) * exp(-bin_k / (double)BINS_PER_NAT);
       }
@@ -322,13 +324,13 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
     if (listed) {
       const int i = threadIdx.x, n = h.listed;
       const bool in = i < n && h.list[i] >= bar;
-      const uint64_t mine = in ? Histogram::part(t.z(h.list[i]), h.edge) : 0, there = block_sum64(mine, scratch);
+      const uint64_t mine = in ? h.masses[i] : 0, there = block_sum64(mine, scratch);
       const uint64_t need = min(there, max(1ull, (unsigned long long)fmax(h.before, 1.0)));
       uint64_t before = 0;
       if (in)
         for (int j = 0; j < n; j++) {
           const float x = h.list[j];
-          if (x >= bar && (x > h.list[i] || (x == h.list[i] && h.ids[j] < h.ids[i]))) before += Histogram::part(t.z(x), h.edge);
+          if (x >= bar && (x > h.list[i] || (x == h.list[i] && h.ids[j] < h.ids[i]))) before += h.masses[j];
         }
       __syncthreads();
       if (in && before < need && before + mine >= need) h.bar = h.list[i], h.bar_id = h.ids[i];
