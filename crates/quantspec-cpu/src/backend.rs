@@ -287,7 +287,8 @@ impl CpuBackend {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
         let (d, heads, kv_heads, places) = (config.head_dim, config.heads, config.kv_heads, self.rows.places);
-        let (shape, threads) = (self.cache.plan.shape, self.pool.threads());
+        let shape = self.cache.plan.shape;
+        let threads = self.pool.team(m * places.width);
         let (cos, sin) = (&self.rows.cos, &self.rows.sin);
         let qkv = Parts::new(&mut self.rows.qkv);
         let broken = AtomicBool::new(false);
@@ -297,7 +298,7 @@ impl CpuBackend {
         };
         let ring = Parts::new(&mut self.cache.ring);
         // An item is one KV head of all rows (they share pages of the ring), or one query head of one row.
-        self.pool.run(&|thread| {
+        self.pool.run_team(threads, &|thread| {
             let mut halves = vec![0u16; 2 * d];
             for item in part(kv_heads + heads * m, thread, threads) {
                 // SAFETY: heads of a row do not overlap, and each belongs to one item.
@@ -467,8 +468,9 @@ impl CpuBackend {
         // Merge.
         let stride = row_stride(config.q_width());
         let (partials, length) = (&self.rows.partials, 2 + d);
+        let threads = self.pool.team(step.rows.len() * heads * parts * length);
         let out = Parts::new(&mut self.rows.attended);
-        self.pool.run(&|thread| {
+        self.pool.run_team(threads, &|thread| {
             let mut gathered = vec![0f32; parts * length];
             for item in part(step.rows.len() * heads, thread, threads) {
                 let (j, head) = (item / heads, item % heads);
@@ -1043,5 +1045,27 @@ impl Backend for CpuBackend {
     fn memory(&self) -> Memory {
         let (weights_bytes, draft_weights_bytes) = self.model.bytes(&self.config);
         Memory { weights_bytes, draft_weights_bytes, ..plan(&self.config, &self.options) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Noise;
+
+    #[test]
+    fn pages_are_chosen_as_core_chooses_them() {
+        let mut noise = Noise::new(31);
+        for count in [0, 1, 2, 3, 4, 17, 200] {
+            for n in [0, 1, 2, 3, 5, 16, 199, 200, 300] {
+                // Whole numbers, so that bounds tie.
+                let bounds: Vec<f32> = (0..count).map(|_| (noise.normal() * 3.0).round()).collect();
+                assert_eq!(
+                    best_pages(&bounds, n),
+                    quantspec_core::attend::select_pages(&bounds, n),
+                    "{n} of {bounds:?}"
+                );
+            }
+        }
     }
 }

@@ -20,6 +20,13 @@ const SPINS: u32 = 10_000;
 /// Spins of the caller before it lets other threads run: workers on a busy machine may need its core.
 const CALLER_SPINS: u32 = 2_000;
 
+/// Numbers of elementwise work that take about as long as waking the pool on a busy machine (some microseconds).
+const SMALL: usize = 32_768;
+
+fn panicked() -> Error {
+    Error::internal("a kernel panicked; the line above says where")
+}
+
 /// A value alone on its cache lines (pairs of lines are fetched together).
 #[repr(align(128))]
 struct Line<T>(T);
@@ -87,6 +94,22 @@ impl Pool {
         self.workers.len() + 1
     }
 
+    /// Threads worth waking for work on `numbers` numbers: below [`SMALL`] the caller alone is done sooner.
+    pub(crate) fn team(&self, numbers: usize) -> usize {
+        if numbers < SMALL { 1 } else { self.threads() }
+    }
+
+    /// Calls `f(0)` where `team` is 1, else `f(thread)` on every thread.
+    ///
+    /// # Errors
+    /// As [`Pool::run`].
+    pub(crate) fn run_team(&self, team: usize, f: &(dyn Fn(usize) + Sync)) -> Result<()> {
+        if team == 1 {
+            return catch_unwind(AssertUnwindSafe(|| f(0))).map_err(|_| panicked());
+        }
+        self.run(f)
+    }
+
     /// Calls `f(thread)` once on every thread and returns when all are done.
     ///
     /// # Errors
@@ -116,7 +139,7 @@ impl Pool {
             }
         }
         if shared.panicked.swap(false, Relaxed) || mine.is_err() {
-            return Err(Error::internal("a kernel panicked; the line above says where"));
+            return Err(panicked());
         }
         Ok(())
     }

@@ -278,9 +278,13 @@ impl Part<'_> {
                 };
             },
             // SAFETY: as above.
-            Simd::Avx2 if self.bits == Bits::Four => unsafe {
+            Simd::Avx2 => unsafe {
                 for j in 0..m {
-                    avx2::column(self, j, out.as_mut_ptr().add(j * PANEL));
+                    let out = out.as_mut_ptr().add(j * PANEL);
+                    match self.bits {
+                        Bits::Four => avx2::column::<16>(self, j, out),
+                        Bits::Eight => avx2::column::<32>(self, j, out),
+                    }
                 }
                 return;
             },
@@ -407,15 +411,16 @@ mod avx512 {
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use super::{AHEAD, Bits, GROUP, PARAMS, Part, fetch, fetches_ahead};
+    use super::{AHEAD, GROUP, PARAMS, Part, fetch, fetches_ahead};
     use std::arch::x86_64::*;
 
-    /// 4-bit tiles with `vpmaddubsw`: eight products of at most 2·15·127 fit an i16 lane before it must be widened.
+    /// `vpmaddubsw` on nibbles, V code vectors to a tile: eight products of at most 2·15·127 fit an i16 lane before it must be
+    /// widened, products of whole bytes would not. High nibbles of 8-bit codes count sixteen times.
     ///
     /// # Safety
     /// The lengths `Part::rows` checks, for row j; `out`: 16 floats.
     #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) unsafe fn column(part: &Part, j: usize, out: *mut f32) {
+    pub(super) unsafe fn column<const V: usize>(part: &Part, j: usize, out: *mut f32) {
         // SAFETY: offsets stay inside the lengths promised by the caller.
         unsafe {
             let low = _mm256_set1_epi8(15);
@@ -423,27 +428,46 @@ mod avx2 {
             let ahead = fetches_ahead();
             let mut acc = [_mm256_setzero_ps(); 2];
             for g in 0..part.groups {
-                let tile = part.tiles.as_ptr().add(g * Bits::Four.tile_bytes());
+                let tile = part.tiles.as_ptr().add(g * (PARAMS + 64 * V));
                 let q = part.q.as_ptr().add(j * part.width + g * GROUP).cast::<i32>();
-                let mut dot = [_mm256_setzero_si256(); 2];
-                for quarter in 0..4 {
-                    let mut sums = [_mm256_setzero_si256(); 2];
-                    for v in quarter * 4..quarter * 4 + 4 {
+                // Sums over low and over high nibbles of the two halves of the outputs.
+                let mut dots = [[_mm256_setzero_si256(); 2]; 2];
+                // Both nibbles of a 4-bit vector meet in one sum, so four vectors fill a lane; of an 8-bit one, eight.
+                for first in (0..V).step_by(V / 4) {
+                    let mut sums = [[_mm256_setzero_si256(); 2]; 2];
+                    for v in first..first + V / 4 {
                         let codes = tile.add(PARAMS + v * 64);
                         if ahead {
                             fetch(codes, AHEAD);
                         }
-                        let q0 = _mm256_set1_epi32(q.add(2 * v).read_unaligned());
-                        let q1 = _mm256_set1_epi32(q.add(2 * v + 1).read_unaligned());
-                        for (h, sum) in sums.iter_mut().enumerate() {
+                        let (q0, q1) = if V == 16 {
+                            (q.add(2 * v).read_unaligned(), q.add(2 * v + 1).read_unaligned())
+                        } else {
+                            (q.add(v).read_unaligned(), q.add(v).read_unaligned())
+                        };
+                        let (q0, q1) = (_mm256_set1_epi32(q0), _mm256_set1_epi32(q1));
+                        for h in 0..2 {
                             let c = _mm256_loadu_si256(codes.add(32 * h).cast());
                             let a = _mm256_maddubs_epi16(_mm256_and_si256(c, low), q0);
                             let b = _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16::<4>(c), low), q1);
-                            *sum = _mm256_add_epi16(*sum, _mm256_add_epi16(a, b));
+                            if V == 16 {
+                                sums[0][h] = _mm256_add_epi16(sums[0][h], _mm256_add_epi16(a, b));
+                            } else {
+                                sums[0][h] = _mm256_add_epi16(sums[0][h], a);
+                                sums[1][h] = _mm256_add_epi16(sums[1][h], b);
+                            }
                         }
                     }
-                    for (dot, sum) in dot.iter_mut().zip(sums) {
-                        *dot = _mm256_add_epi32(*dot, _mm256_madd_epi16(sum, ones));
+                    for (dots, sums) in dots.iter_mut().zip(sums) {
+                        for (dot, sum) in dots.iter_mut().zip(sums) {
+                            *dot = _mm256_add_epi32(*dot, _mm256_madd_epi16(sum, ones));
+                        }
+                    }
+                }
+                let [mut dot, high] = dots;
+                if V == 32 {
+                    for h in 0..2 {
+                        dot[h] = _mm256_add_epi32(dot[h], _mm256_slli_epi32::<4>(high[h]));
                     }
                 }
                 let xs = _mm256_set1_ps(*part.scale.get_unchecked(j * part.groups + g));
