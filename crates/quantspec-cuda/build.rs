@@ -209,7 +209,10 @@ fn main() {
     let mut table = String::from("pub(crate) static IMAGES: &[Image] = &[\n");
     if wanted {
         let toolkit = toolkit();
-        for (stem, architecture, bytes, file) in compile(&toolkit, &architectures, &kernels, &out) {
+        // OUT_DIR is <target>/<profile>/build/<package>/out. Images do not depend on the profile, and compiling them takes minutes.
+        let images = out.ancestors().nth(4).unwrap_or(&out).join("kernel-images");
+        fs::create_dir_all(&images).unwrap_or_else(|error| fail(&format!("{}: {error}", images.display())));
+        for (stem, architecture, bytes, file) in compile(&toolkit, &architectures, &kernels, &images) {
             let number: String = architecture.chars().filter(char::is_ascii_digit).collect();
             let number = if architecture.starts_with("compute_") { "0".to_owned() } else { number };
             table += &format!(
@@ -226,13 +229,16 @@ fn compile(
     toolkit: &Toolkit,
     architectures: &[&'static str],
     kernels: &Path,
-    out: &Path,
+    images: &Path,
 ) -> Vec<(String, &'static str, usize, PathBuf)> {
     // SAFETY: loading NVRTC runs only its own initialisers.
     let library = unsafe { Library::new(&toolkit.library) }
         .unwrap_or_else(|error| fail(&format!("{}: {error}; reinstall {PACKAGE}", toolkit.library.display())));
     let nvrtc = Nvrtc::new(&library)
         .unwrap_or_else(|error| fail(&format!("{}: {error}; install {PACKAGE}", toolkit.library.display())));
+    // The library is known by its name and size: isolated builds install the same package at a new path every time.
+    let size = fs::metadata(&toolkit.library).map_or(0, |metadata| metadata.len());
+    let compiler = format!("{:?} {size}", toolkit.library.file_name().unwrap_or_default());
     let headers: String = sources(kernels, "cuh").iter().map(|path| read(path)).collect();
     let units = sources(kernels, "cu");
     let jobs: Mutex<VecDeque<(&PathBuf, &'static str)>> = Mutex::new(
@@ -247,13 +253,8 @@ fn compile(
                     let Some((unit, architecture)) = job else { break };
                     let stem = unit.file_stem().unwrap_or_default().to_string_lossy().into_owned();
                     let source = read(unit);
-                    let key = hash(&[
-                        source.as_bytes(),
-                        headers.as_bytes(),
-                        toolkit.library.to_string_lossy().as_bytes(),
-                        &[LEVEL],
-                    ]);
-                    let file = out.join(format!("{stem}.{architecture}.{key:016x}"));
+                    let key = hash(&[source.as_bytes(), headers.as_bytes(), compiler.as_bytes(), &[LEVEL]]);
+                    let file = images.join(format!("{stem}.{architecture}.{key:016x}"));
                     let bytes =
                         match fs::read(&file).ok().and_then(|old| miniz_oxide::inflate::decompress_to_vec(&old).ok()) {
                             Some(old) => old.len(),
@@ -262,7 +263,10 @@ fn compile(
                                     .image(&format!("{stem}.cu"), &source, architecture, &[kernels, &toolkit.include])
                                     .unwrap_or_else(|log| fail(&format!("{stem}.cu for {architecture}: {log}")));
                                 let deflated = miniz_oxide::deflate::compress_to_vec(&image, LEVEL);
-                                fs::write(&file, deflated)
+                                // Renamed when complete: another build may read it meanwhile.
+                                let partial = file.with_extension(format!("{}.partial", process::id()));
+                                fs::write(&partial, deflated)
+                                    .and_then(|()| fs::rename(&partial, &file))
                                     .unwrap_or_else(|error| fail(&format!("{}: {error}", file.display())));
                                 image.len()
                             }
