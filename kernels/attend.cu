@@ -49,8 +49,7 @@ DEV void merge(const MergeArgs& p) {
   __shared__ float2 heads[MERGE_WARPS][32];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, channel = blockIdx.x * 128 + lane * 4, row = blockIdx.y;
   grid_trigger();
-  grid_wait();
-  const Span span = p.spans[p.row_spans[row]];
+  const Span span = p.spans[p.row_spans[row]];         // complete before the step
   const int all = p.kv_heads * p.group, head = min(all - 1, channel / p.head_dim), items = span.blocks + span.chunks, total = span.queries * p.group;
   const int r = (row - span.row) * p.group + head % p.group;
   const size_t base = (size_t)span.partial + (size_t)(head / p.group) * items * total + r;
@@ -60,8 +59,9 @@ DEV void merge(const MergeArgs& p) {
   const int pages = (span.chunks - warp + MERGE_WARPS - 1) / MERGE_WARPS, first = (warp - span.first_block) & (MERGE_WARPS - 1);
   const int count = pages + (span.blocks - first + MERGE_WARPS - 1) / MERGE_WARPS;
   auto place = [&](int i) { return (size_t)(i < pages ? span.blocks + warp + i * MERGE_WARPS : first + (i - pages) * MERGE_WARPS) * total; };
+  grid_wait();
   // A warp keeps a running maximum of its own, the maxima meet at the end: nothing waits for the whole row's.
-  constexpr int B = 8;                   // items in flight
+  constexpr int B = 10;                  // items in flight
   float4 sum = make_float4(0, 0, 0, 0);
   float top = -1e30f, l = 0;
   for (int i0 = 0; i0 < count; i0 += B) {

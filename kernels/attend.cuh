@@ -105,27 +105,17 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   const uint32_t slots = shared_address(shared), rest = slots + p.stages * C::SLOT;
 
   grid_trigger();
-  grid_wait();
+  // Descriptions, tables and pages were complete before the step's first kernel began, so they are read ahead of the kernel before this one.
+  // Lists of chosen pages, q and the ring are written in this step.
   const Part part = p.parts[blockIdx.z];
   const Span span = p.spans[part.span];
   const int items = span.blocks + span.chunks, item = blockIdx.x;
   if (item >= items) return;
+  if (span.listed >= 0) grid_wait();
   const bool recent = item < span.blocks;
   const int total = span.queries * p.group;                 // query rows of the span
   auto row_position = [&](int t, int e) { return span.position + min(span.queries - 1, (part.row + t * 8 + 2 * c + e) / p.group); };
   auto from_pages = [&](int position) { return min(quantised(position), span.cap); };
-
-  // ---- q as B fragments [kp][t][lane]: two k tiles per uint4 ----
-  for (int i = threadIdx.x; i < KP * NT * 32; i += 128) {
-    const int r = part.row + i / 32 % NT * 8 + (i & 31) / 4, kp = i / (32 * NT), first = kp * 32 + (i & 3) * 2;
-    uint32_t w[4] = {0, 0, 0, 0};
-    if (i / 32 % NT * 8 + (i & 31) / 4 < part.rows) {
-      const __half* q = p.q + ((size_t)(span.row + r / p.group) * p.kv_heads * p.group + head * p.group + r % p.group) * D + first;
-#pragma unroll
-      for (int j = 0; j < 4; j++) w[j] = *reinterpret_cast<const uint32_t*>(q + j * 8);
-    }
-    sts128(rest + C::Q + i * 16, make_uint4(w[0], w[1], w[2], w[3]));
-  }
 
   // ---- the item's steps; part 2s is the keys of step s, part 2s + 1 its values ----
   const int first_page = (item - span.blocks) * span.chunk_pages;
@@ -428,8 +418,22 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   };
 
   // The slots hold keys and values of step s and keys of step s + 1; the values of s + 1 and keys of s + 2 are asked for inside step s.
+  const bool early = p.stages == 4 && !recent;
+  if (early) load(0, 0), copy_commit(), load(0, 1), load(1, 0), copy_commit();
+  grid_wait();
+  // ---- q as B fragments [kp][t][lane]: two k tiles per uint4 ----
+  for (int i = threadIdx.x; i < KP * NT * 32; i += 128) {
+    const int r = part.row + i / 32 % NT * 8 + (i & 31) / 4, kp = i / (32 * NT), first = kp * 32 + (i & 3) * 2;
+    uint32_t w[4] = {0, 0, 0, 0};
+    if (i / 32 % NT * 8 + (i & 31) / 4 < part.rows) {
+      const __half* q = p.q + ((size_t)(span.row + r / p.group) * p.kv_heads * p.group + head * p.group + r % p.group) * D + first;
+#pragma unroll
+      for (int j = 0; j < 4; j++) w[j] = *reinterpret_cast<const uint32_t*>(q + j * 8);
+    }
+    sts128(rest + C::Q + i * 16, make_uint4(w[0], w[1], w[2], w[3]));
+  }
   if (p.stages == 4) {
-    load(0, 0), copy_commit(), load(0, 1), load(1, 0), copy_commit();
+    if (!early) load(0, 0), copy_commit(), load(0, 1), load(1, 0), copy_commit();
     copy_wait<1>();
     __syncthreads();
     if (!plain) {

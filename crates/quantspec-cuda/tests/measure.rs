@@ -338,17 +338,25 @@ fn rounds() {
                 engine.prefill(slot, &mut |_, _| {}).unwrap();
             }
             engine.reset_stats();
-            let (mut out, mut drafting, mut rounds) = (Vec::new(), 0.0, 0);
+            let (mut out, mut drafts, mut verifies) = (Vec::new(), Vec::new(), Vec::new());
             let start = Instant::now();
             while out.len() + 1 < new {
                 let gamma = gamma.min(new - 2 - out.len());
                 let before = Instant::now();
                 engine.draft(&[(slot, gamma)]).unwrap();
-                drafting += before.elapsed().as_secs_f64();
+                drafts.push(before.elapsed().as_secs_f64());
+                let before = Instant::now();
                 out.extend(engine.verify().unwrap().remove(0).tokens);
-                rounds += 1;
+                verifies.push(before.elapsed().as_secs_f64());
             }
             let seconds = start.elapsed().as_secs_f64();
+            let rounds = verifies.len() as f64;
+            let spread = |times: &mut Vec<f64>| {
+                times.sort_by(f64::total_cmp);
+                let at = |share: f64| times[((times.len() - 1) as f64 * share) as usize] * 1e3;
+                format!("{:.3} / {:.3} / {:.3}", at(0.0), at(0.5), at(1.0))
+            };
+            let (drafting, verifying) = (spread(&mut drafts), spread(&mut verifies));
             let same = match (&want, target) {
                 (_, View::Full) => "-".to_owned(),
                 (None, _) => {
@@ -358,11 +366,10 @@ fn rounds() {
                 (Some(want), _) => format!("equal {}", *want == out),
             };
             eprintln!(
-                "{context}: {name} gamma {gamma}: {:.3} ms/token, {:.1} tokens/s, {:.3} ms/round (queueing drafts {:.3}), acceptance {:?}, {same}",
+                "{context}: {name} gamma {gamma}: {:.3} ms/token, {:.1} tokens/s, {:.3} ms/round, least / median / most of draft {drafting} and verify {verifying}, acceptance {:?}, {same}",
                 seconds / out.len() as f64 * 1e3,
                 out.len() as f64 / seconds,
-                seconds / f64::from(rounds) * 1e3,
-                drafting / f64::from(rounds) * 1e3,
+                seconds / rounds * 1e3,
                 engine.stats().acceptance_rate()
             );
         }
