@@ -243,14 +243,23 @@ pub(crate) fn nibble_page(
 /// The nibble of index i in a lane.
 const NIBBLE: [u32; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
+/// The sixteen lanes of a vector.
+#[inline(always)]
+fn words(vector: &[u8]) -> [u32; 16] {
+    assert!(vector.len() == 64);
+    // SAFETY: 64 bytes; any bytes are words. Assembled from single bytes this would not become one load.
+    unsafe { vector.as_ptr().cast::<[u32; 16]>().read_unaligned() }.map(u32::from_le)
+}
+
 /// Centred codes of one vector: eight indices of sixteen lanes.
 #[inline(always)]
 fn decode(both: bool, centre: f32, upper: &[u8], lower: &[u8]) -> [[f32; 16]; 8] {
-    let mut words = [[0u32; 16]; 2];
-    let word = |x: &[u8], l: usize| u32::from_le_bytes([x[4 * l], x[4 * l + 1], x[4 * l + 2], x[4 * l + 3]]);
-    for l in 0..16 {
-        words[0][l] = word(upper, l);
-        words[1][l] = if both { word(lower, l).rotate_left(4) } else { 0 };
+    let mut words = [words(upper), [0u32; 16]];
+    if both {
+        words[1] = self::words(lower);
+        for word in &mut words[1] {
+            *word = word.rotate_left(4);
+        }
     }
     let mut out = [[0f32; 16]; 8];
     for i in 0..8 {

@@ -2,7 +2,7 @@
 //!
 //! All of it is branch-free over fixed-size arrays, which the compiler turns into vectors of the path it compiles for.
 
-use crate::dispatch::{AHEAD, Simd, fetch, fetches_ahead, portable};
+use crate::dispatch::{Simd, portable};
 
 /// a·b + c, fused where the path has the instruction (a fused multiply-add in software costs fifty times as much).
 #[inline(always)]
@@ -128,6 +128,7 @@ pub(crate) fn widen(simd: Simd, from: &[u16], to: &mut [f32]) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn widen_avx512(from: &[u16], to: &mut [f32]) {
+    use crate::dispatch::{AHEAD, fetch, fetches_ahead};
     use std::arch::x86_64::*;
     let (whole, ahead) = (from.len() / 16 * 16, fetches_ahead());
     for i in (0..whole).step_by(16) {
@@ -146,6 +147,7 @@ fn widen_avx512(from: &[u16], to: &mut [f32]) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 fn widen_avx2(from: &[u16], to: &mut [f32]) {
+    use crate::dispatch::{AHEAD, fetch, fetches_ahead};
     use std::arch::x86_64::*;
     let (whole, ahead) = (from.len() / 8 * 8, fetches_ahead());
     for i in (0..whole).step_by(8) {

@@ -9,7 +9,7 @@
 //! 2,112 bytes) byte b is k = 4v + b. Tiles lie `[n/16][group]`; a last group shorter than 128 is padded with zero codes, and
 //! its activations with zeros.
 
-use crate::dispatch::{AHEAD, Simd, fetch, fetches_ahead, portable};
+use crate::dispatch::{Simd, portable};
 use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint_i32};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
@@ -336,7 +336,8 @@ fn column_body<const FMA: bool>(part: &Part, j: usize, out: &mut [f32]) {
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{AHEAD, Bits, GROUP, PANEL, PARAMS, Part, fetch, fetches_ahead};
+    use super::{Bits, GROUP, PANEL, PARAMS, Part};
+    use crate::dispatch::{AHEAD, fetch, fetches_ahead};
     use std::arch::x86_64::*;
 
     /// `vpdpbusd` on codes. High nibbles are used in place, 16 times too large, and shifted once per group.
@@ -411,7 +412,8 @@ mod avx512 {
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use super::{AHEAD, GROUP, PARAMS, Part, fetch, fetches_ahead};
+    use super::{GROUP, PARAMS, Part};
+    use crate::dispatch::{AHEAD, fetch, fetches_ahead};
     use std::arch::x86_64::*;
 
     /// `vpmaddubsw` on nibbles, V code vectors to a tile: eight products of at most 2·15·127 fit an i16 lane before it must be
