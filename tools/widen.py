@@ -209,7 +209,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("source", type=Path, help="directory of the small checkpoint")
     parser.add_argument("out", type=Path, help="new or empty directory")
-    parser.add_argument("--times", type=int, required=True, help="copies of every hidden, feed-forward and head dimension")
+    parser.add_argument(
+        "--times", type=int, required=True, help="copies of every hidden, feed-forward and head dimension"
+    )
     parser.add_argument("--layers", type=int, required=True, help="layers of the result, at least the source's")
     options = parser.parse_args(arguments)
     try:
@@ -220,7 +222,9 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: cannot write {options.out}: {error}\nhint: check space and permissions", file=sys.stderr)
         return 1
-    print(f"{options.out}: {size / 1e9:.2f} GB, widened {options.times} times, {options.layers} layers", file=sys.stderr)
+    print(
+        f"{options.out}: {size / 1e9:.2f} GB, widened {options.times} times, {options.layers} layers", file=sys.stderr
+    )
     return 0
 
 

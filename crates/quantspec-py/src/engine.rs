@@ -3,7 +3,7 @@
 use crate::device::{Device, Place, on_device};
 use crate::errors::{detached, to_python};
 use crate::options::Request;
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::sample::{Accept, Sampler};
@@ -12,7 +12,8 @@ use quantspec_model::backend::{Hooks, Memory};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::engine::Emitted;
 use std::path::Path;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// How often a long operation asks Python for pending signals: well under the 0.3 s in which Ctrl-C must act, and far
@@ -22,10 +23,17 @@ const POLL_EVERY: Duration = Duration::from_millis(40);
 /// How often progress is shown.
 const SHOW_EVERY: Duration = Duration::from_millis(50);
 
-/// Runs pending Python signal handlers now and then; their exception becomes an interrupt.
-pub(crate) fn poll() -> impl FnMut() -> Result<()> + Send {
+/// Set when a Python callback raised: the next poll ends the operation.
+pub(crate) type Raised = Arc<AtomicBool>;
+
+/// Runs pending Python signal handlers now and then; their exception, or one that a progress callback raised, becomes an
+/// interrupt.
+pub(crate) fn poll(raised: Raised) -> impl FnMut() -> Result<()> + Send {
     let mut last = Instant::now();
     move || {
+        if raised.swap(false, Ordering::Relaxed) {
+            return Err(Error::interrupted());
+        }
         if last.elapsed() < POLL_EVERY {
             return Ok(());
         }
@@ -34,8 +42,9 @@ pub(crate) fn poll() -> impl FnMut() -> Result<()> + Send {
     }
 }
 
-/// Hands (done, total) to a Python callable at most every [`SHOW_EVERY`], and always at the end.
-pub(crate) fn progress(callback: Option<Py<PyAny>>) -> impl FnMut(usize, usize) + Send {
+/// Hands (done, total) to a Python callable at most every [`SHOW_EVERY`], and always at the end. Ctrl-C inside the callable is
+/// handed to [`poll`]; any other exception of it is reported as unraisable, because progress must not decide about an answer.
+pub(crate) fn progress(callback: Option<Py<PyAny>>, raised: Raised) -> impl FnMut(usize, usize) + Send {
     let mut last = Instant::now();
     move |done, total| {
         let Some(callback) = &callback else { return };
@@ -43,10 +52,10 @@ pub(crate) fn progress(callback: Option<Py<PyAny>>) -> impl FnMut(usize, usize) 
             return;
         }
         last = Instant::now();
-        Python::attach(|py| {
-            if let Err(error) = callback.call1(py, (done, total)) {
-                error.write_unraisable(py, None);
-            }
+        Python::attach(|py| match callback.call1(py, (done, total)) {
+            Ok(_) => (),
+            Err(error) if error.is_instance_of::<PyKeyboardInterrupt>(py) => raised.store(true, Ordering::Relaxed),
+            Err(error) => error.write_unraisable(py, None),
         });
     }
 }
@@ -68,6 +77,7 @@ fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyD
 pub(crate) struct PyEngine {
     device: Mutex<Device>,
     place: Place,
+    raised: Raised,
     accept: Accept,
     info: Py<PyDict>,
     planned_bytes: usize,
@@ -135,14 +145,16 @@ impl PyEngine {
             every_view,
         };
         let resolved = request.resolve().map_err(to_python)?;
-        let loading = progress(on_loading);
+        let raised = Raised::default();
+        let loading = progress(on_loading, raised.clone());
+        let polled = poll(raised.clone());
         let started = Instant::now();
         let accept = resolved.accept;
         let (device, place, config, plan) = detached(py, || {
             let checkpoint = Checkpoint::open(Path::new(model))?;
             let place = Place::choose(device, &checkpoint)?;
             let plan = place.plan(&checkpoint, &resolved.options)?;
-            let hooks = Hooks { poll: Box::new(poll()), loading: Box::new(loading) };
+            let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading) };
             let engine = place.engine(&checkpoint, resolved, hooks)?;
             Ok((engine, place, checkpoint.config().clone(), plan))
         })?;
@@ -167,6 +179,7 @@ impl PyEngine {
         Ok(PyEngine {
             device: Mutex::new(device),
             place,
+            raised,
             accept,
             info: info.unbind(),
             planned_bytes: plan.planned_bytes,
@@ -199,7 +212,7 @@ impl PyEngine {
 
     #[pyo3(signature = (slot, on_progress=None))]
     fn prefill(&self, py: Python<'_>, slot: usize, on_progress: Option<Py<PyAny>>) -> PyResult<u32> {
-        let mut show = progress(on_progress);
+        let mut show = progress(on_progress, self.raised.clone());
         self.run(py, |device| on_device!(device, engine => engine.prefill(slot, &mut show)))
     }
 
@@ -212,7 +225,7 @@ impl PyEngine {
         rows_from: usize,
         on_progress: Option<Py<PyAny>>,
     ) -> PyResult<(u32, f64)> {
-        let mut show = progress(on_progress);
+        let mut show = progress(on_progress, self.raised.clone());
         self.run(py, |device| on_device!(device, engine => engine.prefill_timed(slot, rows_from, &mut show)))
     }
 

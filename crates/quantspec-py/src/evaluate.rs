@@ -1,7 +1,7 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
 use crate::device::Place;
-use crate::engine::{default_threads, poll, progress};
+use crate::engine::{Raised, default_threads, poll, progress};
 use crate::errors::{detached, to_python};
 use crate::options::rounding;
 use pyo3::prelude::*;
@@ -31,14 +31,16 @@ pub(crate) fn scores<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let threads = threads.unwrap_or_else(default_threads);
     let options = evaluate::options(tokens.len(), rounding(kv_rounding).map_err(to_python)?, threads);
-    let loading = progress(on_loading);
-    let mut show = progress(on_progress);
+    let raised = Raised::default();
+    let loading = progress(on_loading, raised.clone());
+    let mut show = progress(on_progress, raised.clone());
+    let polled = poll(raised);
     let (place, scored) = detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let place = Place::choose(device, &checkpoint)?;
         place.plan(&checkpoint, &options)?;
         let options = place.adapt(&options);
-        let hooks = Hooks { poll: Box::new(poll()), loading: Box::new(loading) };
+        let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading) };
         let scored = match &place {
             Place::Cpu => {
                 let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
