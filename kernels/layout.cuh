@@ -1,4 +1,4 @@
-// Where everything lies in device memory. quantspec-cuda/src/layout.rs holds the same numbers; a test compares them.
+// Where everything lies in device memory. quantspec_core::layout (Layout::Cuda) holds the same places; the tests pack pages by it and compare bytes.
 #pragma once
 #include "ptx.cuh"
 
@@ -7,7 +7,7 @@ constexpr int RING = 3 * PAGE;     // tokens of the recent buffer (core::cache::
 
 // One row of a step. Uploaded by the host for every step; positions of a whole round are known before it starts, only tokens are not.
 struct Row {
-  int slot, offset, position, sequence;   // sequence: index of the row's slot among the slots of this step
+  int slot, offset, position, unused;     // unused: rows stay 16 bytes
 };
 
 // ---- pages: pool[layer][page][kv head], one block per plane ----

@@ -44,7 +44,7 @@ struct DeviceRow {
     slot: i32,
     offset: i32,
     position: i32,
-    sequence: i32,
+    unused: i32,
 }
 
 // SAFETY: thirty-two-bit numbers only.
@@ -497,7 +497,7 @@ impl CudaBackend {
                 slot: row.slot as i32,
                 offset: row.offset as i32,
                 position: row.position as i32,
-                sequence: 0,
+                unused: 0,
             })
             .collect();
         let base = self.step.description.at(0);
@@ -1177,7 +1177,7 @@ impl Backend for CudaBackend {
     }
 
     fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
-        let row = DeviceRow { slot: slot as i32, offset: 0, position: position as i32 - 1, sequence: 0 };
+        let row = DeviceRow { slot: slot as i32, offset: 0, position: position as i32 - 1, unused: 0 };
         self.step.description.write(0, &[row])?;
         self.staged = 0;
         let rows = self.step.description.at(0);
