@@ -106,9 +106,9 @@ impl World {
         let (up, low, full) = (Layout::Cuda.upper_bytes(d), Layout::Cuda.lower_bytes(d), 4 * G * d);
         let mut pools =
             [vec![0xffu8; room * heads * up], vec![0xffu8; room * heads * low], vec![0xffu8; room * heads * full]];
-        for page in 0..count {
-            for head in 0..heads {
-                let blocks = Layout::Cuda.pack(&pages[head][page]).unwrap();
+        for (head, of_head) in pages.iter().enumerate() {
+            for (page, content) in of_head.iter().enumerate() {
+                let blocks = Layout::Cuda.pack(content).unwrap();
                 let block = physical(page) * heads + head;
                 pools[0][block * up..][..up].copy_from_slice(&blocks.upper);
                 pools[1][block * low..][..low].copy_from_slice(&blocks.lower);

@@ -333,7 +333,7 @@ fn rounds() {
         ] {
             engine.set_method(Method { target, draft: plan, policy: Policy::fixed(gamma.max(1)) });
             if !engine.restart(slot, first, Sampler::greedy()).unwrap() {
-                let _ = engine.finish(slot);
+                engine.finish(slot);
                 engine.add(prompt, Sampler::greedy(), new).unwrap();
                 engine.prefill(slot, &mut |_, _| {}).unwrap();
             }

@@ -1,5 +1,6 @@
 //! A small model to test with, and prompts for it.
 #![allow(dead_code, reason = "every test file uses its own part")]
+#![allow(unreachable_pub, reason = "shared by test files, each its own crate")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stderr, reason = "a skipped test must say so")]
 
