@@ -1,4 +1,4 @@
-//! Logits of a whole model on the GPU against those of the reference backend.
+//! Logits of a whole model on the GPU against those of the CPU backend, which is held to the reference.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stderr, reason = "errors are worth seeing")]
 
@@ -8,27 +8,28 @@ mod small;
 
 use gpu::device;
 use quantspec_core::config::{Pages, View, Weights};
+use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
 use quantspec_model::backend::{Backend, Hooks, Row, Step};
 use quantspec_model::forward;
-use quantspec_model::reference::ReferenceBackend;
 use small::{checkpoint, options, prompt};
 
-/// Largest difference of two rows of logits against the spread of the second.
+/// Root mean square of the difference of two rows of logits, against the spread of the second.
 fn apart(a: &[f32], b: &[f32]) -> f64 {
-    let mean = b.iter().map(|&x| f64::from(x)).sum::<f64>() / b.len() as f64;
-    let spread = (b.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>() / b.len() as f64).sqrt();
-    a.iter().zip(b).map(|(&x, &y)| (f64::from(x) - f64::from(y)).abs()).fold(0.0, f64::max) / spread
+    let n = b.len() as f64;
+    let mean = b.iter().map(|&x| f64::from(x)).sum::<f64>() / n;
+    let spread = b.iter().map(|&x| (f64::from(x) - mean).powi(2)).sum::<f64>();
+    (a.iter().zip(b).map(|(&x, &y)| (f64::from(x) - f64::from(y)).powi(2)).sum::<f64>() / spread).sqrt()
 }
 
 #[test]
-fn logits_are_those_of_the_reference() {
+fn logits_are_those_of_the_cpu() {
     let (Some(device), Some(checkpoint)) = (device(), checkpoint()) else { return };
     let options = options(700, 1);
     let vocab = checkpoint.config().vocab;
     let tokens = prompt(vocab, 640, 1);
     let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
-    let mut reference = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).unwrap();
+    let mut reference = CpuBackend::load(&checkpoint, &options, Hooks::default()).unwrap();
     let window = [tokens[7], tokens[90], tokens[3], tokens[4], tokens[5]];
     let rows: Vec<Row> = (0..window.len()).map(|i| Row { slot: 0, offset: i, position: tokens.len() + i }).collect();
     fn prepare<B: Backend>(backend: &mut B, tokens: &[u32], window: &[u32]) -> Vec<f32> {
@@ -41,13 +42,14 @@ fn logits_are_those_of_the_reference() {
     let first = (prepare(&mut gpu, &tokens, &window), prepare(&mut reference, &tokens, &window));
     let error = apart(&first.0, &first.1);
     eprintln!("prefill: {error:.4} of the logits' spread");
-    // bfloat16 inputs of every product against f32 throughout.
-    assert!(error < 0.15, "prefill {error}");
+    // Both round the inputs of products to bfloat16, in different places.
+    assert!(error < 0.03, "prefill {error}");
     for (weights, view, bound) in [
-        (Weights::Full, View::Both, 0.15),
-        (Weights::Full, View::Full, 0.15),
-        (Weights::Full, View::Upper, 0.15),
-        (Weights::Draft, View::Upper, 0.3),
+        (Weights::Full, View::Both, 0.03),
+        (Weights::Full, View::Full, 0.03),
+        (Weights::Full, View::Upper, 0.06),
+        // A difference in the last bit of an activation may become one step of its int8 code.
+        (Weights::Draft, View::Upper, 0.25),
     ] {
         let step = Step { weights, view, pages: Pages::All, choose_pages: false, rows: &rows };
         forward::step(&mut gpu, &step).unwrap();
