@@ -48,6 +48,8 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
         )
         if not request.as_json and not request.quiet and _is_bare(request, model):
             render.note("the model has no chat template: system prompt, document and instruction are plain text to it")
+        if not request.quiet:
+            render.warn_of_threads(engine_options.threads)
         limit = model.resolve_context(request.ctx_size)
         encoded = [
             model.prompt(
