@@ -28,28 +28,28 @@ ATTEND(attend_full_128_1, 128, FULL, 1, 3)
 ATTEND(attend_full_128_3, 128, FULL, 3, 2)
 
 // ---- merging the items of a row ----
-// merge_{bf16,f16,f32,i8}(MergeArgs): grid (heads * D / 128 rounded up, rows of the step), 256 threads. Writes the input of the output projection:
+// merge_{bf16,f16,f32,i8}(MergeArgs): grid (heads * D / 128 rounded up, rows of the pass), 256 threads. Writes the input of the output projection:
 // x [row][pitch], or x8 [row][pitch] and xs [row][pitch / 128] for the draft.
 // Warp w adds page items w, w + 8, ... and the recent blocks whose absolute number is w modulo 8, the eight warps are added in order: an item that a
 // row does not see has weight 0 and changes nothing, so the bits depend on the row's position alone.
 constexpr int MERGE_WARPS = 8;
 struct MergeArgs {
   const Span* spans;
-  const int* row_spans;                  // span of each row of the step
+  const int* row_spans;                  // span of each row of the pass
   const float* partial;
   const float2* extremes;
-  void* x;
+  void* x;                               // of the step's row 0, as xs
   float2* xs;
-  int kv_heads, group, head_dim, pitch;
+  int kv_heads, group, head_dim, pitch, first_row, unused;   // first_row: the step's row that this pass begins with
 };
 
 template <class Out>
 DEV void merge(const MergeArgs& p) {
   __shared__ float4 sums[MERGE_WARPS][32];
   __shared__ float2 heads[MERGE_WARPS][32];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, channel = blockIdx.x * 128 + lane * 4, row = blockIdx.y;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, channel = blockIdx.x * 128 + lane * 4, row = p.first_row + blockIdx.y;
   grid_trigger();
-  const Span span = p.spans[p.row_spans[row]];         // complete before the step
+  const Span span = p.spans[p.row_spans[blockIdx.y]];         // complete before the step
   const int all = p.kv_heads * p.group, head = min(all - 1, channel / p.head_dim), items = span.blocks + span.chunks, total = span.queries * p.group;
   const int r = (row - span.row) * p.group + head % p.group;
   const size_t base = (size_t)span.partial + (size_t)(head / p.group) * items * total + r;

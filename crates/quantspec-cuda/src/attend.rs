@@ -228,9 +228,11 @@ struct MergeArgs {
     group: i32,
     head_dim: i32,
     pitch: i32,
+    first_row: i32,
+    unused: i32,
 }
 
-const _: () = assert!(size_of::<AttendArgs>() == 120 && size_of::<MergeArgs>() == 64);
+const _: () = assert!(size_of::<AttendArgs>() == 120 && size_of::<MergeArgs>() == 72);
 // SAFETY: numbers only, and the sizes above leave no room for padding.
 unsafe impl Plain for AttendArgs {}
 // SAFETY: see above.
@@ -433,24 +435,25 @@ impl Attend {
         pitch: usize,
         places: &Places,
     ) -> Result<()> {
-        let (kernel, element) = match dtype {
-            Some(Dtype::Bf16) => (self.merge[0], 2),
-            Some(Dtype::F16) => (self.merge[1], 2),
-            Some(Dtype::F32) => (self.merge[2], 4),
-            None => (self.merge[3], 1),
+        let kernel = match dtype {
+            Some(Dtype::Bf16) => self.merge[0],
+            Some(Dtype::F16) => self.merge[1],
+            Some(Dtype::F32) => self.merge[2],
+            None => self.merge[3],
         };
-        let row_bytes = (pass.first_row * pitch * element) as u64;
         let arguments = MergeArgs {
             spans: places.spans,
             row_spans: places.row_spans,
             partial: places.partial,
             extremes: places.extremes,
-            x: x + row_bytes,
-            xs: xs + if dtype.is_none() { (pass.first_row * (pitch / GROUP) * 8) as u64 } else { 0 },
+            x,
+            xs,
             kv_heads: self.kv_heads as i32,
             group: self.group as i32,
             head_dim: self.head_dim as i32,
             pitch: pitch as i32,
+            first_row: pass.first_row as i32,
+            unused: 0,
         };
         let groups = (self.kv_heads * self.group * self.head_dim).div_ceil(GROUP);
         let grid = [groups as u32, pass.row_spans.len() as u32, 1];
