@@ -90,7 +90,7 @@ def test_doctor_knows_this_machine(quantspec: Run) -> None:
     report = quantspec("doctor", "--json").json
     assert report["cpu"]["threads"] >= 1
     assert report["cpu"]["read_gb_per_s"] > 0.1
-    assert report["cpu"]["simd"] in {"scalar", "avx2", "avx512", "neon"}
+    assert report["cpu"]["simd"] in {"scalar", "avx2", "avx512", "amx", "neon"}
     assert report["gpu"]["available"] or report["gpu"]["reason"]
     assert report["memory_bytes"] > 10**8
     assert quantspec("doctor").code == 0

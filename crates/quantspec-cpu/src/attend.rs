@@ -224,7 +224,7 @@ pub(crate) fn nibble_page(
     assert!(upper.len() == state.shape.upper_bytes() && rows.end <= state.m.len());
     assert!(!planes.both() || lower.len() == state.shape.lower_bytes());
     #[cfg(target_arch = "x86_64")]
-    if simd == Simd::Avx512 {
+    if simd.has_avx512() {
         // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
         unsafe { avx512::page(state, rows, planes, rounding, upper, lower, next) };
         return;

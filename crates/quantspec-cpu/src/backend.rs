@@ -142,7 +142,7 @@ impl CpuBackend {
     /// Loads a checkpoint on the SIMD path of [`dispatch::choose`].
     ///
     /// # Errors
-    /// Those of the checkpoint and the hooks; [`quantspec_core::ErrorKind::Usage`] for a forced path this CPU lacks;
+    /// Those of the checkpoint and the hooks; [`quantspec_core::ErrorKind::Usage`] for a forced path this machine lacks;
     /// [`quantspec_core::ErrorKind::Model`] for a head_dim without a page layout;
     /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
     pub fn load(checkpoint: &Checkpoint, options: &Options, hooks: Hooks) -> Result<CpuBackend> {
@@ -164,7 +164,7 @@ impl CpuBackend {
         let missing = choice.simd.missing();
         if !missing.is_empty() {
             return Err(Error::usage(
-                format!("this CPU lacks {} for the {} kernels", missing.join(", "), choice.simd.name()),
+                format!("this machine lacks {} for the {} kernels", missing.join(", "), choice.simd.name()),
                 "choose another path",
             ));
         }

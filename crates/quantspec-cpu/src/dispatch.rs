@@ -11,6 +11,8 @@ pub enum Simd {
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ, VNNI and BF16.
     Avx512,
+    /// x86-64 with everything of [`Simd::Avx512`] and tiles ([`crate::amx`]) of BF16 and int8.
+    Amx,
     /// aarch64.
     Neon,
 }
@@ -26,7 +28,7 @@ pub struct Choice {
 
 impl Simd {
     /// All paths, the best first.
-    pub const ALL: [Simd; 4] = [Simd::Avx512, Simd::Avx2, Simd::Neon, Simd::Scalar];
+    pub const ALL: [Simd; 5] = [Simd::Amx, Simd::Avx512, Simd::Avx2, Simd::Neon, Simd::Scalar];
 
     /// The name `QUANTSPEC_SIMD` takes.
     pub const fn name(self) -> &'static str {
@@ -34,11 +36,17 @@ impl Simd {
             Simd::Scalar => "scalar",
             Simd::Avx2 => "avx2",
             Simd::Avx512 => "avx512",
+            Simd::Amx => "amx",
             Simd::Neon => "neon",
         }
     }
 
-    /// CPU features this path needs and this CPU lacks; empty where the path runs.
+    /// The path has the instructions of [`Simd::Avx512`].
+    pub const fn has_avx512(self) -> bool {
+        matches!(self, Simd::Avx512 | Simd::Amx)
+    }
+
+    /// What this path needs and this machine lacks, CPU features first; empty where the path runs.
     pub fn missing(self) -> Vec<&'static str> {
         let lacking = |features: Vec<(&'static str, bool)>| -> Vec<&'static str> {
             features.into_iter().filter(|(_, there)| !there).map(|(name, _)| name).collect()
@@ -61,17 +69,23 @@ impl Simd {
                 ("fma", is_x86_feature_detected!("fma")),
                 ("f16c", is_x86_feature_detected!("f16c")),
             ]),
+            #[cfg(target_arch = "x86_64")]
+            Simd::Amx => {
+                let mut missing = Simd::Avx512.missing();
+                missing.extend(crate::amx::missing());
+                missing
+            }
             #[cfg(not(target_arch = "x86_64"))]
-            Simd::Avx2 | Simd::Avx512 => lacking(vec![("x86-64", false)]),
+            Simd::Avx2 | Simd::Avx512 | Simd::Amx => lacking(vec![("x86-64", false)]),
             Simd::Neon => lacking(vec![("aarch64", cfg!(target_arch = "aarch64"))]),
         }
     }
 }
 
-/// The path of this process: the best the CPU has, or the one `QUANTSPEC_SIMD` names.
+/// The path of this process: the best the machine has, or the one `QUANTSPEC_SIMD` names.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Usage`] where the variable names no path, or one this CPU lacks.
+/// [`quantspec_core::ErrorKind::Usage`] where the variable names no path, or one this machine lacks.
 pub fn choose() -> Result<Choice> {
     let forced = std::env::var_os("QUANTSPEC_SIMD");
     match forced.as_ref().map(|value| value.to_string_lossy()) {
@@ -84,7 +98,7 @@ fn best() -> Choice {
     let (mut reason, mut chosen) = (Vec::new(), Simd::Scalar);
     // Paths of other architectures are no news to the reader.
     for simd in Simd::ALL.into_iter().filter(|simd| match simd {
-        Simd::Avx2 | Simd::Avx512 => cfg!(target_arch = "x86_64"),
+        Simd::Avx2 | Simd::Avx512 | Simd::Amx => cfg!(target_arch = "x86_64"),
         Simd::Neon => cfg!(target_arch = "aarch64"),
         Simd::Scalar => true,
     }) {
@@ -93,9 +107,9 @@ fn best() -> Choice {
             chosen = simd;
             break;
         }
-        reason.push(format!("no {}: the CPU lacks {}", simd.name(), missing.join(", ")));
+        reason.push(format!("no {}: this machine lacks {}", simd.name(), missing.join(", ")));
     }
-    reason.insert(0, format!("{} is the best this CPU has", chosen.name()));
+    reason.insert(0, format!("{} is the best this machine has", chosen.name()));
     Choice { simd: chosen, reason: reason.join("; ") }
 }
 
@@ -103,14 +117,14 @@ fn force(name: &str) -> Result<Choice> {
     let Some(simd) = Simd::ALL.into_iter().find(|simd| simd.name() == name) else {
         return Err(Error::usage(
             format!("QUANTSPEC_SIMD is {name:?}"),
-            "set it to scalar, avx2, avx512 or neon, or unset it to let the program choose",
+            "set it to scalar, avx2, avx512, amx or neon, or unset it to let the program choose",
         ));
     };
     let missing = simd.missing();
     if !missing.is_empty() {
         return Err(Error::usage(
-            format!("QUANTSPEC_SIMD is {name}, and this CPU lacks {}", missing.join(", ")),
-            format!("unset it; {} is the best this CPU has", best().simd.name()),
+            format!("QUANTSPEC_SIMD is {name}, and this machine lacks {}", missing.join(", ")),
+            format!("unset it; {} is the best this machine has", best().simd.name()),
         ));
     }
     Ok(Choice { simd, reason: format!("{name} was asked for by QUANTSPEC_SIMD") })
@@ -161,7 +175,7 @@ macro_rules! portable {
         match $simd {
             // SAFETY: the path was chosen because the CPU has these features (`Simd::missing`).
             #[cfg(target_arch = "x86_64")]
-            $crate::dispatch::Simd::Avx512 => unsafe { avx512($($arg),*) },
+            $crate::dispatch::Simd::Avx512 | $crate::dispatch::Simd::Amx => unsafe { avx512($($arg),*) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
             $crate::dispatch::Simd::Avx2 => unsafe { avx2($($arg),*) },

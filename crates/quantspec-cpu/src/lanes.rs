@@ -117,7 +117,7 @@ pub(crate) fn widen(simd: Simd, from: &[u16], to: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     match simd {
         // SAFETY: the CPU has these features, by the choice of the path.
-        Simd::Avx512 => return unsafe { widen_avx512(from, to) },
+        Simd::Avx512 | Simd::Amx => return unsafe { widen_avx512(from, to) },
         // SAFETY: as above.
         Simd::Avx2 => return unsafe { widen_avx2(from, to) },
         _ => (),

@@ -6,6 +6,8 @@
 // Kernels walk several arrays by one lane index, and take their shapes as plain numbers.
 #![allow(clippy::needless_range_loop, clippy::too_many_arguments)]
 
+#[cfg(target_arch = "x86_64")]
+mod amx;
 mod attend;
 mod backend;
 mod bandwidth;

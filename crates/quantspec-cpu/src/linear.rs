@@ -193,7 +193,7 @@ pub(crate) fn run(
     let fits = match (weight, input) {
         (Weight::Full(w), Input::F32(x, stride)) => stride >= 2 * pairs_of(w.k) && x.len() >= m * stride,
         (Weight::Full(w), Input::Bf16(x, stride)) => {
-            w.dtype() == Dtype::Bf16 && simd == Simd::Avx512 && stride >= 2 * pairs_of(w.k) && x.len() >= m * stride
+            w.dtype() == Dtype::Bf16 && simd.has_avx512() && stride >= 2 * pairs_of(w.k) && x.len() >= m * stride
         }
         (Weight::Draft(w), Input::Int8(x)) => x.fits(w, m),
         _ => false,

@@ -29,7 +29,7 @@ pub(crate) const KEYS: usize = 64;
 /// 0.1 s or so: AVX-512 reaches 115 Gflop/s per thread of a Sapphire Rapids, AVX2 75; for the others a few are assumed.
 const fn slice_flops(simd: Simd) -> usize {
     match simd {
-        Simd::Avx512 => 8_000_000_000,
+        Simd::Amx | Simd::Avx512 => 8_000_000_000,
         Simd::Avx2 => 4_000_000_000,
         Simd::Neon => 1_000_000_000,
         Simd::Scalar => 250_000_000,
@@ -38,7 +38,7 @@ const fn slice_flops(simd: Simd) -> usize {
 
 /// The input of `matrix` is BF16 pairs on this path.
 pub(crate) fn takes_pairs(simd: Simd, matrix: &Matrix) -> bool {
-    simd == Simd::Avx512 && matrix.dtype() == Dtype::Bf16
+    simd.has_avx512() && matrix.dtype() == Dtype::Bf16
 }
 
 /// Values of a panel, `[k][64]` f32 or `[k/2][64]` words of BF16 pairs: floats it takes.
@@ -177,7 +177,7 @@ fn widen_pairs<const FMA: bool>(from: &[u16], to: &mut [f32]) {
 
 /// `c[j][64] (+)= Σ_p w[j·sj + p·sp] · x[p][64]` for j in 0..n, p in 0..kc; `add`: onto what is there.
 fn tiles(simd: Simd, w: &[f32], strides: (usize, usize), n: usize, kc: usize, x: &[f32], c: &mut [f32], add: bool) {
-    if simd == Simd::Avx512 {
+    if simd.has_avx512() {
         portable!(simd, tiles_body[64](w: &[f32], strides: (usize, usize), n: usize, kc: usize, x: &[f32], c: &mut [f32], add: bool));
     } else {
         portable!(simd, tiles_body[16](w: &[f32], strides: (usize, usize), n: usize, kc: usize, x: &[f32], c: &mut [f32], add: bool));

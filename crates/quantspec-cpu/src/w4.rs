@@ -269,7 +269,7 @@ impl Part<'_> {
         #[cfg(target_arch = "x86_64")]
         match simd {
             // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
-            Simd::Avx512 => unsafe {
+            Simd::Avx512 | Simd::Amx => unsafe {
                 return match m {
                     1 => avx512::column::<1>(self, out.as_mut_ptr()),
                     2 => avx512::column::<2>(self, out.as_mut_ptr()),
