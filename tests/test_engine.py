@@ -12,7 +12,7 @@ from conftest import copy_demo
 import quantspec_cli
 from quantspec_cli import Engine, QuantspecError, loop
 from quantspec_cli.engine import Prompt
-from quantspec_cli.errors import DoesNotFitError, UsageError
+from quantspec_cli.errors import DoesNotFitError, InputError, UsageError
 from quantspec_cli.options import GenerateOptions
 from quantspec_cli.text import Text
 
@@ -92,12 +92,28 @@ def test_values_out_of_range_are_refused_before_the_engine_sees_them(engine: Eng
         {"seed": 2**64},
         {"stop": "text"},
         {"stop": [""]},
+        {"stop": [5]},
+        {"temperature": "hot"},
+        {"top_p": None},
+        {"max_new_tokens": "5"},
+        {"max_new_tokens": 2.5},
+        {"seed": True},
     ):
         with pytest.raises(UsageError):
             engine.generate("one", **options)
     for load in ({"gamma": 17}, {"gamma": "fast"}, {"draft_pages": 0}, {"batch": 0}, {"context": -1}, {"threads": 0}):
         with pytest.raises(UsageError):
             Engine.load(**load)
+    for load in ({"context": "5"}, {"context": 0}, {"batch": 2**70}, {"batch": "2"}, {"device": 0}):
+        with pytest.raises(UsageError):
+            Engine.load(**load)
+    for prompt in (None, 5, b"text"):
+        with pytest.raises(UsageError, match="a prompt is"):
+            engine.generate(prompt)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="a prompt is"):
+        engine.generate_batch("text")
+    with pytest.raises(InputError, match="character 1 is half of a pair"):
+        engine.generate("a\udcff")
     with pytest.raises(TypeError):
         engine.generate("one", max_tokens=3)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="no prompt"):

@@ -125,7 +125,8 @@ def test_a_place_that_cannot_be_written_is_an_error_before_any_work(fake: type, 
         1, "does not exist", "mkdir -p"
     )
     quantspec("run", "--text", "x", "-o", str(tmp_path)).assert_error(2, "is a directory")
-    quantspec("run", "--text", "x", "-o", "").assert_error(2, "directory")
+    quantspec("run", "--text", "x", "-o", "").assert_error(2, "empty")
+    quantspec("run", "--text", "x", "-o", "x" * 300).assert_error(1, "cannot be written", "name too long")
     quantspec("run", "--text", "x", "-o", "/proc/quantspec.txt").assert_error(1, "cannot be written")
     (tmp_path / "file").touch()
     quantspec("run", "--text", "x", "-o", str(tmp_path / "file" / "out.txt")).assert_error(1, "cannot be written")
@@ -139,6 +140,52 @@ def test_the_answer_goes_to_the_file_instead_of_stdout(fake: type, quantspec: Ru
     assert (written.code, written.stdout) == (0, "")
     assert path.read_text() == printed.stdout
     assert written.stderr == printed.stderr
+
+
+def test_a_name_may_be_as_long_as_the_system_allows(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 255)
+    with AtomicFile(str(path)) as file:
+        file.write("text")
+    assert path.read_text() == "text"
+
+
+def test_a_folder_that_is_gone_is_one_error(
+    fake: type, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    try:
+        quantspec("run", "--text", "x", "-o", "out.txt").assert_error(1, "cannot be written", "no such file")
+        with AtomicFile(str(tmp_path / "out.txt")) as file:
+            assert not file.is_at("out.txt")
+    finally:
+        monkeypatch.undo()
+
+
+def test_a_dash_is_standard_output(fake: type, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = quantspec("run", "--text", "one", "-n", "9", "-o", "-")
+    assert printed == quantspec("run", "--text", "one", "-n", "9")
+    assert printed.stdout
+    assert os.listdir(tmp_path) == []
+
+
+def test_names_of_files_cannot_move_the_cursor(fake: type, quantspec: Run, tmp_path: Path) -> None:
+    path = tmp_path / "a\n\x1b[31mb"
+    path.write_text("It was")
+    outcome = quantspec("run", "-p", str(path), "--text", "x", "-n", "3")
+    assert outcome.code == 0
+    for text in (outcome.stdout, outcome.stderr):
+        assert "\x1b" not in text
+        assert "a \N{REPLACEMENT CHARACTER}[31mb" in text
+    assert quantspec("run", "-p", str(path), "-n", "3", "--json").json["results"][0]["prompt"] == str(path)
+
+
+def test_an_answer_that_cannot_be_written_is_one_document(fake: type, quantspec: Run) -> None:
+    outcome = quantspec("run", "--text", "x", "-n", "3", "--json", "-o", "/dev/full")
+    assert (outcome.code, outcome.json["error"]["kind"]) == (1, "io")
 
 
 def test_json_goes_to_stdout_and_the_answer_to_the_file(fake: type, quantspec: Run, tmp_path: Path) -> None:

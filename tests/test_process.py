@@ -140,6 +140,40 @@ def test_a_full_disk_behind_stdout_is_one_error(toy_command: list[str]) -> None:
     assert len(err.splitlines()) == 2
 
 
+def without(toy_command: list[str], streams: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs a command line with streams closed or redirected as a shell writes it."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {streams}', "sh", *toy_command, *arguments],
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_closed_streams(toy_command: list[str], tmp_path: Path) -> None:
+    run = ["run", "--text", "x", "-n", "5"]
+    answer = without(toy_command, "", *run).stdout
+    # Without a standard error the answer is the same; nobody is told more.
+    for streams in ("2>&-", "2>/dev/full", "2>&- <&-"):
+        done = without(toy_command, streams, *run)
+        assert (done.returncode, done.stdout, done.stderr) == (0, answer, b""), streams
+    assert without(toy_command, "2>&-", "run", "--text", "").returncode == 1
+    # Without a standard output only a file can take the answer.
+    for arguments in (run, [*run, "--json"], ["doctor"], ["selftest"]):
+        done = without(toy_command, ">&-", *arguments)
+        assert done.returncode == 1, arguments
+        assert done.stderr.startswith(b"error: standard output is closed\nhint: "), arguments
+    assert without(toy_command, ">&- 2>&-", *run).returncode == 1
+    for streams in (">&-", "2>/dev/full", "<&- >&- 2>&-"):
+        path = tmp_path / "out.txt"
+        assert without(toy_command, streams, *run, "-o", str(path)).returncode == 0, streams
+        assert path.read_bytes() == answer, streams
+        path.unlink()
+    done = without(toy_command, "<&-", "run", "--prompt", "-")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.startswith(b"error: standard input is closed\nhint: ")
+
+
 def test_text_is_utf8_in_any_locale(start: Start) -> None:
     answer = {"answer": [130, 117, 223, 163, 119, 247]}
     outputs = set()

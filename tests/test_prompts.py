@@ -53,10 +53,10 @@ def test_a_file_that_is_not_there_is_one_error(fake: object, quantspec: Run, tmp
 def test_a_file_without_permission_is_one_error(
     fake: object, quantspec: Run, document: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(_: Path) -> bytes:
+    def refuse(*_: object) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # root may read everything, whatever its mode
+    monkeypatch.setattr(prompts, "_read_whole", refuse)  # root may read everything, whatever its mode
     quantspec("run", "--prompt", str(document)).assert_error(1, "permission denied")
 
 
@@ -66,9 +66,21 @@ def test_no_prompt_is_a_usage_error_and_never_waits(fake: object, quantspec: Run
     quantspec("run", "-p", "-", "-p", "-").assert_error(2, "standard input")
 
 
-def test_half_a_pair_on_the_command_line_is_one_error() -> None:
+def test_half_a_pair_on_the_command_line_is_one_error(fake: object, quantspec: Run) -> None:
     with pytest.raises(InputError, match="not UTF-8"):
         prompts.read_all([], ["a\udcff"])
+    for flag in ("--instruction", "--system-prompt", "--stop"):
+        quantspec("run", "--text", "x", flag, "caf\udce9").assert_error(1, "not UTF-8", "character 3")
+
+
+def test_a_stream_without_end_is_refused(fake: object, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    quantspec("run", "--prompt", "/dev/zero").assert_error(1, "binary", "offset 0")
+    monkeypatch.setattr(prompts, "BYTES_MAX", 10_000_000)
+    with subprocess.Popen(["yes"], stdout=subprocess.PIPE) as endless:
+        assert endless.stdout is not None
+        path = f"/dev/fd/{endless.stdout.fileno()}"
+        quantspec("run", "--prompt", path).assert_error(3, "more than 10000000 bytes")
+        endless.kill()
 
 
 def test_dash_reads_standard_input(start: Callable[..., subprocess.Popen[bytes]]) -> None:

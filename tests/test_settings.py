@@ -45,6 +45,9 @@ def test_every_kind_of_value(fake: type, quantspec: Run, file: Path) -> None:
     outcome = quantspec("run", "--text", "x")
     assert (outcome.code, outcome.stderr) == (0, "")
     assert fake.engines[0]["method"] == "kv4"  # type: ignore[attr-defined]
+    # One value of a flag that may be repeated needs no list.
+    file.write_text('max-tokens = 4\nstop = "END"\n')
+    assert quantspec("run", "--text", "x").code == 0
     assert quantspec("run", "--text", "x", "--json").json["results"][0]["new_tokens"] == 4
 
 
@@ -67,7 +70,11 @@ def test_the_default_place(fake: type, quantspec: Run, tmp_path: Path, monkeypat
         ('prompt = "x"', "prompt is no setting"),
         ("gamma = ", "not valid TOML"),
         ("\udce9".encode("utf-8", "surrogateescape").decode("latin-1"), "not valid TOML"),
-        ("gamma = [1]", "neither a whole number"),
+        ("gamma = [1]", "gamma is [1]"),
+        ("[run]\nmax-tokens = true", "run.max-tokens is True"),
+        ("max-tokens = 2026-11-21", "max-tokens is datetime.date"),
+        ("[run]\nquiet = 'yes'", "true or false"),
+        ("stop = [['x']]", "stop is ['x']"),
         ('method = "fast"', "'fast' is not one of"),
     ],
 )

@@ -35,6 +35,11 @@ Exit codes: 0 done, 1 error, 2 usage, 3 does not fit in memory or context
 141 standard output was closed."""
 
 
+def _dash_is_stdout(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """`--output -` is standard output, as `--prompt -` is standard input."""
+    return None if value == "-" else value
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
 @click.version_option(__version__, prog_name="quantspec")
 @click.option(
@@ -69,6 +74,7 @@ def cli(ctx: click.Context, config: Path | None) -> None:
 @click.option(
     *("-o", "--output", "output"),
     metavar="FILE",
+    callback=_dash_is_stdout,
     allow_from_autoenv=False,
     help="Write the answer there instead of stdout; the file appears when it is complete.",
 )
@@ -149,7 +155,13 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     default="md",
     show_default=True,
 )
-@click.option("--output", metavar="FILE", allow_from_autoenv=False, help="Write there instead of stdout.")
+@click.option(
+    *("--output", "output"),
+    metavar="FILE",
+    callback=_dash_is_stdout,
+    allow_from_autoenv=False,
+    help="Write there instead of stdout.",
+)
 def bench(*, device: str, threads: int | None, page_choice: str, kv_rounding: str, **flags: Any) -> int:
     """Measure prefill and decoding at depth, and the memory bandwidth that bounds them.
 
@@ -178,7 +190,11 @@ def bench(*, device: str, threads: int | None, page_choice: str, kv_rounding: st
 )
 @click.option("--kv-rounding", type=click.Choice(("balanced", "paper")), default="balanced", show_default=True)
 @click.option(
-    "-o", "--output", metavar="FILE", allow_from_autoenv=False, help="Write the report there instead of stdout."
+    *("-o", "--output", "output"),
+    metavar="FILE",
+    callback=_dash_is_stdout,
+    allow_from_autoenv=False,
+    help="Write the report there instead of stdout.",
 )
 @device_flags
 @json_flag

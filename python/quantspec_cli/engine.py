@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from . import hub, loop, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
-from .options import EngineOptions, GenerateOptions
+from .options import EngineOptions, GenerateOptions, whole
+from .prompts import check_utf8
 from .text import Text
 from .tokenizer import Tokenizer
 
@@ -161,6 +162,9 @@ class Model:
         long work of encoding it.
         """
         limit = self.context if context is None else context
+        for what, text in ((name, document), ("the instruction", instruction), ("the system prompt", system_prompt)):
+            if text is not None:
+                check_utf8(what, text)
         # Composing characters may make a text a little shorter before it is split into tokens, never four times.
         if len(document) > 4 * limit and len(document.encode()) > 4 * limit * self.tokenizer.longest_token_bytes:
             raise DoesNotFitError(
@@ -396,10 +400,12 @@ class Engine:
             page_choice=page_choice,
             accept=accept,
         )
-        if batch < 1:
-            raise UsageError(f"batch is {batch}", "use at least 1")
+        # More sequences than any memory holds; the number reaches the engine as it is.
+        whole("batch", batch, 1, 65_536)
+        if context is not None:
+            whole("the context", context, 1, None)
         opened = Model.open(None if model is None else str(model), revision=revision, offline=offline)
-        limit = opened.resolve_context(context) if context else min(opened.context, DEFAULT_CONTEXT)
+        limit = opened.resolve_context(context) if context is not None else min(opened.context, DEFAULT_CONTEXT)
         return cls(opened, options, context=limit, batch=batch, on_loading=on_loading)
 
     @property
@@ -413,6 +419,8 @@ class Engine:
         """Starts decoding prompts together. Every prompt is checked to fit before the first one is taken."""
         if not prompts:
             raise UsageError("no prompt", "give at least one prompt")
+        if isinstance(prompts, str) or not all(isinstance(prompt, str | Prompt) for prompt in prompts):
+            raise UsageError(f"a prompt is {prompts!r:.60}", "give texts, or what engine.model.prompt returns")
         encoded = [
             self.model.prompt(prompt, context=self.context) if isinstance(prompt, str) else prompt for prompt in prompts
         ]

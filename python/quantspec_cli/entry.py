@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -27,18 +28,35 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """The `quantspec` command; returns its exit code."""
+    _open_standard_streams()
     if "_QUANTSPEC_COMPLETE" in os.environ:  # a shell asks for completions
         cli.main(prog_name="quantspec")
-    for stream in (sys.stdout, sys.stderr):
-        # Text is UTF-8 with line breaks as they are, whatever the locale.
-        stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")  # type: ignore[union-attr]
     code = execute(sys.argv[1:])
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError:
         abandon_stdout()
         code = code or EXIT_PIPE_CLOSED
     return code
+
+
+def _open_standard_streams() -> None:
+    """Streams as the rest expects them. One that was closed (`2>&-`) must not lend its number to the next file opened, which
+    would then receive what somebody writes to the stream. What people read goes nowhere without a standard error; without a
+    standard output `output.Stdout` refuses, and without a standard input `--prompt -`.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            # Text is UTF-8 with line breaks as they are, whatever the locale.
+            stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")  # type: ignore[union-attr]
 
 
 def execute(arguments: Sequence[str]) -> int:
@@ -91,7 +109,7 @@ def _usage(error: click.UsageError) -> UsageError:
 
 def _fail(error: QuantspecError, *, as_json: bool) -> int:
     try:
-        if as_json:
+        if as_json and sys.stdout is not None:
             sys.stdout.write(json.dumps(error.to_json(), ensure_ascii=False) + "\n")
             sys.stdout.flush()
         sys.stderr.write(error.render() + "\n")

@@ -34,8 +34,8 @@ class QuantspecError(Exception):
     exit_code: ClassVar[int] = EXIT_ERROR
 
     def __init__(self, message: str, hint: str) -> None:
-        self.message = _one_line(message)
-        self.hint = _one_line(hint)
+        self.message = one_line(message)
+        self.hint = one_line(hint)
         super().__init__(f"{self.message} ({self.hint})")
 
     def to_json(self) -> dict[str, object]:
@@ -148,7 +148,7 @@ def reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def _one_line(text: str) -> str:
-    # Foreign text (a template's message, a tensor's name) must not break the promise of one line, nor move the cursor.
+def one_line(text: str) -> str:
+    """Foreign text (a template's message, a tensor's or file's name) on one line, with nothing that moves the cursor."""
     folded = " ".join(text.split()) if not text.isprintable() else text
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in folded)

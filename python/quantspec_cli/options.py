@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
@@ -50,16 +52,20 @@ class EngineOptions:
         _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
         _one_of("page_choice", self.page_choice, PAGE_CHOICES)
         _one_of("accept", self.accept, ACCEPTANCE)
-        kind, _, index = self.device.partition(":")
-        if kind not in {"auto", "cpu", "cuda"} or (":" in self.device and (kind != "cuda" or not _is_index(index))):
+        kind, _, index = str(self.device).partition(":")
+        if (
+            not isinstance(self.device, str)
+            or kind not in {"auto", "cpu", "cuda"}
+            or (":" in self.device and (kind != "cuda" or not _is_index(index)))
+        ):
             raise UsageError(f"device is {self.device!r}", "use auto, cpu, cuda or cuda:0")
         if self.threads is not None:
             # More than any machine has; the number reaches the system as it is.
-            _whole("threads", self.threads, 1, 4096)
+            whole("threads", self.threads, 1, 4096)
         if self.gamma != "auto":
-            _whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
+            whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
         if self.draft_pages != "all":
-            _whole("draft_pages", self.draft_pages, PAGES_MIN, 2**32, ", or all")
+            whole("draft_pages", self.draft_pages, PAGES_MIN, 2**32, ", or all")
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""
@@ -91,14 +97,14 @@ class GenerateOptions:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _whole("number of new tokens (-n)", self.max_new_tokens, 1, None)
-        _number("temperature", self.temperature, 0 <= self.temperature <= 100, "use 0 (greedy) to 100")
-        _whole("top_k", self.top_k, 0, 2**32, " (0 is off)")
-        _number("top_p", self.top_p, 0 < self.top_p <= 1, "use a number above 0, at most 1 (1 is off)")
-        _number("min_p", self.min_p, 0 <= self.min_p <= 1, "use 0 (off) to 1")
-        _whole("seed", self.seed, 0, SEED_MAX)
-        if isinstance(self.stop, str):
-            raise UsageError(f"stop is the string {self.stop!r}", "give a list of strings")
+        whole("number of new tokens (-n)", self.max_new_tokens, 1, None)
+        _number("temperature", self.temperature, lambda t: 0 <= t <= 100, "use 0 (greedy) to 100")
+        whole("top_k", self.top_k, 0, 2**32, " (0 is off)")
+        _number("top_p", self.top_p, lambda p: 0 < p <= 1, "use a number above 0, at most 1 (1 is off)")
+        _number("min_p", self.min_p, lambda p: 0 <= p <= 1, "use 0 (off) to 1")
+        whole("seed", self.seed, 0, SEED_MAX)
+        if isinstance(self.stop, str) or not all(isinstance(stop, str) for stop in self.stop):
+            raise UsageError(f"stop is {self.stop!r}", "give a list of strings")
         if not all(self.stop):
             raise UsageError("a stop string is empty", "give at least one character after --stop")
 
@@ -119,15 +125,22 @@ def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
         raise UsageError(f"{name} is {value!r}", f"use one of {', '.join(choices)}")
 
 
-def _whole(name: str, value: object, least: int, most: int | None, other: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
-        bounds = f"at least {least}" if most is None or most >= 2**32 else f"{least} to {most}"
-        raise UsageError(f"{name} is {value}", f"use a whole number, {bounds}{other}")
+def whole(name: str, value: object, least: int, most: int | None, other: str = "") -> None:
+    """Refuses what is no whole number from `least` to `most`. NumPy's whole numbers are some."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        too_large = number is not None and most is not None and number > most
+        bounds = f"at least {least}" if most is None or (most >= 2**32 and not too_large) else f"{least} to {most}"
+        raise UsageError(f"{name} is {value!r}", f"use a whole number, {bounds}{other}")
 
 
-def _number(name: str, value: float, valid: bool, hint: str) -> None:
-    if not (math.isfinite(value) and valid):
-        raise UsageError(f"{name} is {value}", hint)
+def _number(name: str, value: object, valid: Callable[[float], bool], hint: str) -> None:
+    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if not (math.isfinite(number) and valid(number)):
+        raise UsageError(f"{name} is {value!r}", hint)
 
 
 def _is_index(text: str) -> bool:
@@ -197,6 +210,7 @@ def engine_flags(command: Command) -> Command:
         click.option(
             *("--gamma", "--draft-max", "--num-draft-tokens", "gamma"),
             type=NumberOr("auto"),
+            metavar="N|auto",
             default="auto",
             show_default=True,
             help=f"Drafted tokens per round, 0 to {GAMMA_MAX}; auto follows measured cost and acceptance.",
@@ -207,6 +221,7 @@ def engine_flags(command: Command) -> Command:
         click.option(
             "--draft-pages",
             type=NumberOr("all"),
+            metavar="N|all",
             default="all",
             show_default=True,
             help="Pages of 128 tokens a draft reads per KV head.",

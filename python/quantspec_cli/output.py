@@ -26,6 +26,11 @@ class Sink(Protocol):
 class Stdout:
     """Standard output, flushed piece by piece. A closed pipe surfaces as BrokenPipeError."""
 
+    def __init__(self) -> None:
+        """Fails at once where there is no standard output (`>&-`)."""
+        if sys.stdout is None:
+            raise FileError("standard output is closed", "leave it open, or name a file with --output")
+
     def write(self, text: str) -> None:
         """Writes and flushes."""
         try:
@@ -54,16 +59,19 @@ class AtomicFile:
     """
 
     def __init__(self, path: str) -> None:
-        # A link is followed: what it points to gets the text.
-        self._path = Path(os.path.realpath(path))
-        if not path or self._path.is_dir():
-            raise UsageError(f"output {path!r} is a directory", "name a file")
-        folder = self._path.parent
-        if not folder.exists():
-            raise FileError(f"folder {folder} of output {path} does not exist", f"create it: mkdir -p {folder}")
-        self._special = self._path.exists() and not self._path.is_file()
-        self._temporary = self._path.with_name(f".{self._path.name}.{os.urandom(4).hex()}.tmp")
+        if not path:
+            raise UsageError("the name of the output is empty", "name a file")
         try:
+            # A link is followed: what it points to gets the text.
+            self._path = Path(os.path.realpath(path))
+            if self._path.is_dir():
+                raise UsageError(f"output {path!r} is a directory", "name a file")
+            folder = self._path.parent
+            if not folder.exists():
+                raise FileError(f"folder {folder} of output {path} does not exist", f"create it: mkdir -p {folder}")
+            self._special = self._path.exists() and not self._path.is_file()
+            # Not named after the file, whose name may already be as long as the system allows.
+            self._temporary = self._path.with_name(f".quantspec-{os.urandom(8).hex()}.tmp")
             if self._special:  # a device or a pipe cannot be replaced
                 self._file = self._path.open("w", encoding="utf-8", newline="")
             else:
@@ -75,12 +83,15 @@ class AtomicFile:
                 self._file = os.fdopen(handle, "w", encoding="utf-8", newline="")
         except OSError as error:
             raise FileError(
-                f"output {path} cannot be written: {reason(error)}", "check the folder's permissions"
+                f"output {path} cannot be written: {reason(error)}", "check the name and the folder's permissions"
             ) from error
 
     def is_at(self, path: str) -> bool:
         """The file would take the place of that one."""
-        return not self._special and os.path.realpath(path) == str(self._path)
+        try:
+            return not self._special and os.path.realpath(path) == str(self._path)
+        except OSError:  # a relative path below a folder that is gone
+            return False
 
     def write(self, text: str) -> None:
         """Adds text."""
@@ -182,7 +193,7 @@ class Answers:
 
 def abandon_stdout() -> None:
     """Points standard output at nothing, so that the flush at exit finds no closed pipe to complain about."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
         os.close(nothing)

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import InputError, UsageError, reason
+from .errors import DoesNotFitError, InputError, UsageError, reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import BinaryIO
 
 STDIN = "-"
+
+# More than any supported context holds; an endless stream must not fill the memory before it is refused.
+BYTES_MAX = 1 << 30
 
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _CONVERT = "convert it to UTF-8, for example: iconv -f LATIN1 -t UTF-8 FILE"
@@ -40,6 +44,7 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
     documents = [read(path) for path in paths]
     for index, text in enumerate(texts):
         name = "text" if len(texts) == 1 else f"text {index + 1}"
+        check_utf8(name, text)
         documents.append(_checked(name, text, "give some text after --text"))
     return documents
 
@@ -47,9 +52,12 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
 def read(path: str) -> Document:
     """Reads one file, or standard input for "-"."""
     if path == STDIN:
-        return from_bytes("stdin", sys.stdin.buffer.read())
+        if sys.stdin is None:  # closed by whoever started us
+            raise InputError("standard input is closed", "pipe a document into the command, or name a file")
+        return from_bytes("stdin", _read_whole("stdin", sys.stdin.buffer))
     try:
-        raw = Path(path).read_bytes()
+        with Path(path).open("rb") as file:
+            raw = _read_whole(path, file)
     except FileNotFoundError as error:
         raise InputError(
             f"prompt file {path} does not exist", "check the path; literal text is given with --text"
@@ -60,6 +68,20 @@ def read(path: str) -> Document:
         why = reason(error) if isinstance(error, OSError) else str(error)
         raise InputError(f"prompt file {path} cannot be read: {why}", "check the path and its permissions") from error
     return from_bytes(path, raw)
+
+
+def _read_whole(name: str, file: BinaryIO) -> bytes:
+    """All bytes of a file; stops where they cannot become a prompt any more, because a stream may have no end."""
+    raw = bytearray()
+    while chunk := file.read(1 << 20):
+        raw += chunk
+        if len(raw) > BYTES_MAX:
+            raise DoesNotFitError(
+                f"{name} has more than {BYTES_MAX} bytes, more than any context holds", "split the document"
+            )
+        if b"\0" in chunk:
+            break
+    return bytes(raw)
 
 
 def from_bytes(name: str, raw: bytes) -> Document:
@@ -79,14 +101,17 @@ def from_bytes(name: str, raw: bytes) -> Document:
     return _checked(name, text, "give a document with some text")
 
 
-def _checked(name: str, text: str, hint: str) -> Document:
-    if not text:
-        raise InputError(f"{name} is empty", hint)
-    if not text.strip():
-        raise InputError(f"{name} holds nothing but white space", hint)
+def check_utf8(name: str, text: str) -> None:
+    """Refuses text with lone surrogates: what bytes of a command line that are not UTF-8 arrive as."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        # Bytes of a command line that are not UTF-8 arrive as lone surrogates.
         raise InputError(f"{name} is not UTF-8: character {error.start} is half of a pair", _CONVERT) from error
+
+
+def _checked(name: str, text: str, hint: str) -> Document:
+    if not text:
+        raise InputError(f"{name} is empty", hint)
+    if text.isspace():
+        raise InputError(f"{name} holds nothing but white space", hint)
     return Document(name, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,8 +23,9 @@ def console() -> Console:
 
 
 def note(text: str) -> None:
-    """One line to stderr."""
-    console().print(text, style="dim")
+    """One line to stderr; lost where nobody can read it, which must not end a command whose answer is elsewhere."""
+    with suppress(OSError):
+        console().print(text, style="dim")
 
 
 def warn_of_threads(threads: int | None) -> None:

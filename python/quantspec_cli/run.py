@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import __version__, output, prompts, render
 from .engine import Engine, Model
-from .errors import EXIT_DONE, EXIT_INTERRUPTED, UsageError
+from .errors import EXIT_DONE, EXIT_INTERRUPTED, UsageError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +38,10 @@ class Request:
 
 def run(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> int:
     """Runs and returns the exit code."""
+    arguments = {"the instruction": request.instruction, "the system prompt": request.system_prompt}
+    for name, text in [*arguments.items(), *(("a stop string", stop) for stop in options.stop)]:
+        prompts.check_utf8(name, text or "")
+    stdout = output.Stdout() if request.output is None or request.as_json else None
     with output.AtomicFile(request.output) if request.output is not None else nullcontext() as file:
         if file is not None and any(file.is_at(path) for path in request.prompts):
             raise UsageError(f"output {request.output} is also a prompt", "name another file")
@@ -65,13 +69,15 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
         with render.progress("loading weights", shown=not request.quiet) as on_loading:
             engine = Engine(model, engine_options, context=context, batch=len(encoded), on_loading=on_loading)
 
-        sink: output.Sink = file or (output.Nowhere() if request.as_json else output.Stdout())
-        batch, interrupted = _decode(engine, encoded, options, output.Answers(sink, names), quiet=request.quiet)
-        generations = batch.generations()
-        if request.as_json:
-            output.Stdout().write(json.dumps(report(engine, options, names, generations), ensure_ascii=False) + "\n")
-        elif not request.quiet:
-            render.statistics(engine, names, generations)
+        sink: output.Sink = file or (stdout if stdout is not None and not request.as_json else output.Nowhere())
+        shown = [one_line(name) for name in names]
+        batch, interrupted = _decode(engine, encoded, options, output.Answers(sink, shown), quiet=request.quiet)
+    # The file is in its place: nothing that happens to the rest of the output can take the answer away.
+    generations = batch.generations()
+    if stdout is not None and request.as_json:
+        stdout.write(json.dumps(report(engine, options, names, generations), ensure_ascii=False) + "\n")
+    elif not request.quiet:
+        render.statistics(engine, shown, generations)
     return EXIT_INTERRUPTED if interrupted else EXIT_DONE
 
 

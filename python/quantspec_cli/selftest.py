@@ -69,10 +69,10 @@ class Case:
 
 def selftest(*, model: str | None, revision: str | None, offline: bool, options: EngineOptions, as_json: bool) -> int:
     """Runs all cases up to the first difference, prints what was compared, and returns the exit code."""
+    out = Stdout()
     opened = Model.open(model, revision=revision, offline=offline, progress=render.on_terminal())
     prompts = cut_prompts(opened)
     device, references = _references(opened, options, prompts)
-    out = Stdout()
     if not as_json:
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
         out.write(f"{opened.name} on {device}: prompts of {lengths} tokens, {NEW_TOKENS} new tokens each\n")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import FileError, UsageError, reason
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     import click
 
@@ -48,14 +48,14 @@ def default_map(path: Path | None, commands: Mapping[str, click.Command]) -> dic
     for key, value in table.items():
         users = [name for name in commands if _parameter(key) in known[name]]
         if not users or isinstance(value, dict):
-            raise _unknown(path, key, set().union(*known.values()) | set(commands))
+            raise _unknown(path, key, set().union(*map(set, known.values())) | set(commands))
         for name in users:
-            defaults[name][_parameter(key)] = value
+            defaults[name][_parameter(key)] = _checked(path, key, value, known[name][_parameter(key)])
     for name, section in sections.items():
         for key, value in section.items():
             if _parameter(key) not in known[name] or isinstance(value, dict):
                 raise _unknown(path, f"{name}.{key}", known[name])
-            defaults[name][_parameter(key)] = value
+            defaults[name][_parameter(key)] = _checked(path, f"{name}.{key}", value, known[name][_parameter(key)])
     return defaults
 
 
@@ -73,14 +73,29 @@ def _read(path: Path) -> dict[str, Any]:
     return table
 
 
-def _settable(command: click.Command) -> set[str]:
-    return {parameter.name for parameter in command.params if parameter.name} - _NO_SETTING
+def _settable(command: click.Command) -> dict[str, click.Parameter]:
+    return {name: parameter for parameter in command.params if (name := parameter.name) and name not in _NO_SETTING}
+
+
+def _checked(path: Path, key: str, value: object, parameter: click.Parameter) -> object:
+    """A value of the file as the flag would take it: text, a number, true or false; a list where a flag may be repeated."""
+    if parameter.multiple:
+        items = value if isinstance(value, list) else [value]
+        return [_checked_one(path, key, item, flag=False) for item in items]
+    return _checked_one(path, key, value, flag=bool(getattr(parameter, "is_flag", False)))
+
+
+def _checked_one(path: Path, key: str, value: object, *, flag: bool) -> object:
+    if isinstance(value, bool) != flag or not isinstance(value, str | int | float):
+        wanted = "true or false" if flag else "a text or a number"
+        raise UsageError(f"settings file {path}: {key} is {value!r}", f"give {wanted}")
+    return value
 
 
 def _parameter(key: str) -> str:
     return key.replace("-", "_")
 
 
-def _unknown(path: Path, key: str, known: set[str]) -> UsageError:
+def _unknown(path: Path, key: str, known: Iterable[str]) -> UsageError:
     names = ", ".join(sorted(name.replace("_", "-") for name in known))
     return UsageError(f"settings file {path}: {key} is no setting", f"known are {names}")

@@ -32,7 +32,7 @@ _CHILD = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from quantspe
 
 
 def find(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of a checkpoint: chat_template.jinja, chat_template.json, or tokenizer_config.json's."""
+    """The chat template of a checkpoint: chat_template.jinja, or tokenizer_config.json's (its default one of several)."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         try:
