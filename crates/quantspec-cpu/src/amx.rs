@@ -6,9 +6,8 @@
 //!
 //! Rust's intrinsics for tiles are not stable, so tiles are used in inline assembly.
 
-// The kernels that use tiles come with the next change.
-#![allow(dead_code)]
-
+use crate::dispatch::{AHEAD, FAR_AHEAD};
+use crate::linear::{Matrix, PANEL};
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid, __cpuid_count};
 use std::marker::PhantomData;
@@ -99,5 +98,95 @@ impl Drop for Tiles {
                 options(nostack, nomem, preserves_flags),
             );
         }
+    }
+}
+
+/// Pairs of k of one step: a whole tile.
+const STEP: usize = 16;
+
+/// Elements of a panel's part for one step: two tiles beside each other, rows of 128 bytes.
+const STEP_LEN: usize = STEP * 2 * PANEL;
+
+/// Tiles for [`rows`] of m rows: C, C, A, B, B.
+///
+/// # Safety
+/// As [`Tiles::new`].
+pub(crate) unsafe fn tiles_for_rows(m: usize) -> Tiles {
+    let (few, whole, unused) = ((m.clamp(1, TILE_ROWS), TILE_BYTES), (TILE_ROWS, TILE_BYTES), (1, 4));
+    // SAFETY: the caller's promise.
+    unsafe { Tiles::new([few, few, few, whole, whole, unused, unused, unused]) }
+}
+
+/// Rows of a BF16 panel with BF16 activations, as `linear` has them: `w` `[k/2][32][2]`, `x` m rows `stride` apart and zero
+/// behind k up to a multiple of 32, `out` `[m][32]`. Every (row, output) takes k upwards in steps of 32.
+///
+/// # Safety
+/// The tiles are those of [`tiles_for_rows`] of m.
+pub(crate) unsafe fn rows(_tiles: &Tiles, w: &[u16], x: &[u16], stride: usize, m: usize, out: &mut [f32]) {
+    let (steps, rest) = (w.len() / STEP_LEN, w.len() % STEP_LEN);
+    assert!(w.len() == Matrix::panel_len(w.len() / PANEL) && out.len() == m * PANEL);
+    assert!(stride >= (w.len() / PANEL).next_multiple_of(2 * STEP) && x.len() >= m * stride);
+    // Pairs behind k are zero on both sides: what a tile would read there belongs to the next panel, or to nobody.
+    let mut padded = [0u16; STEP_LEN];
+    padded[..rest].copy_from_slice(&w[steps * STEP_LEN..]);
+    let count = m.min(TILE_ROWS);
+    for first in (0..m).step_by(TILE_ROWS) {
+        // Tiles keep their shape: the last rows of many reach back over rows that are done, whose bits come out again.
+        let first = first.min(m - count);
+        let (x, out) = (x[first * stride..].as_ptr(), &mut out[first * PANEL..][..count * PANEL]);
+        out.fill(0.0);
+        let out = out.as_mut_ptr();
+        // SAFETY: the caller's promise. The lengths were checked above: `steps` steps of `w` and rows, one more of `padded`
+        // and the zeros behind the rows' k.
+        unsafe {
+            if steps > 0 {
+                add_product(w.as_ptr(), x, stride, steps, out);
+            }
+            if rest > 0 {
+                add_product(padded.as_ptr(), x.add(steps * 2 * STEP), stride, 1, out);
+            }
+        }
+    }
+}
+
+/// `out[m][32] += x[m][32 · steps] · w`, one stream of loads in address order. m is that of the tiles.
+///
+/// # Safety
+/// Tiles as `rows` shapes them; `steps` ≥ 1 steps of 1,024 elements of `w` and 32 of each row of `x`.
+unsafe fn add_product(w: *const u16, x: *const u16, stride: usize, steps: usize, out: *mut f32) {
+    // SAFETY: the caller's promise; a prefetch may have any address.
+    unsafe {
+        asm!(
+            "tileloadd tmm0, [{out} + {pitch}]",
+            "tileloadd tmm1, [{out} + {pitch} + 64]",
+            "2:",
+            ".irp line, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, \
+                16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31",
+            "prefetcht1 [{w} + 64 * \\line + {far}]",
+            "prefetcht0 [{w} + 64 * \\line + {near}]",
+            ".endr",
+            "tileloadd tmm2, [{x} + {stride}]",
+            "tileloadd tmm3, [{w} + {pitch}]",
+            "tileloadd tmm4, [{w} + {pitch} + 64]",
+            "tdpbf16ps tmm0, tmm2, tmm3",
+            "tdpbf16ps tmm1, tmm2, tmm4",
+            "add {x}, 64",
+            "add {w}, 2048",
+            "dec {steps}",
+            "jnz 2b",
+            "tilestored [{out} + {pitch}], tmm0",
+            "tilestored [{out} + {pitch} + 64], tmm1",
+            out = in(reg) out,
+            // Bytes of 32 outputs, and of 32 pairs.
+            pitch = in(reg) 128usize,
+            w = inout(reg) w => _,
+            x = inout(reg) x => _,
+            stride = in(reg) 2 * stride,
+            steps = inout(reg) steps => _,
+            near = const AHEAD,
+            far = const FAR_AHEAD,
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _,
+            options(nostack),
+        );
     }
 }

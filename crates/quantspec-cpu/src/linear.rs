@@ -2,8 +2,8 @@
 //!
 //! Weights keep the checkpoint's precision and are repacked at load into panels of 32 outputs, so that a pass reads them in
 //! address order, lanes are outputs, activations are broadcasts, and nothing is summed across lanes:
-//! * BF16: `[n/32][k/2][32][2]`; with AVX-512 one `vdpbf16ps` takes a pair (activations rounded to BF16), elsewhere a word is
-//!   two f32 after a shift and a mask (activations f32);
+//! * BF16: `[n/32][k/2][32][2]`; with AMX sixteen pairs of sixteen outputs are a tile, with AVX-512 one `vdpbf16ps` takes a
+//!   pair (both with activations rounded to BF16), elsewhere a word is two f32 after a shift and a mask (activations f32);
 //! * F16 and F32: `[n/32][k][32]`, activations f32.
 //!
 //! n is padded to panels and k to pairs, with zeros. **Row invariance:** each (row, output) owns its accumulators and walks k
@@ -143,7 +143,7 @@ pub(crate) fn repack32(rows: &[f32], k: usize, panel: &mut [f32]) {
 pub(crate) enum Input<'a> {
     /// f32.
     F32(&'a [f32], usize),
-    /// BF16, for BF16 weights with AVX-512.
+    /// BF16, for BF16 weights with AMX or AVX-512.
     Bf16(&'a [u16], usize),
     /// int8 with a scale per 128, for draft weights.
     Int8(&'a w4::Acts),
@@ -193,7 +193,7 @@ pub(crate) fn run(
     let fits = match (weight, input) {
         (Weight::Full(w), Input::F32(x, stride)) => stride >= 2 * pairs_of(w.k) && x.len() >= m * stride,
         (Weight::Full(w), Input::Bf16(x, stride)) => {
-            w.dtype() == Dtype::Bf16 && simd.has_avx512() && stride >= 2 * pairs_of(w.k) && x.len() >= m * stride
+            w.dtype() == Dtype::Bf16 && simd.has_avx512() && stride >= row_stride(w.k) && x.len() >= m * stride
         }
         (Weight::Draft(w), Input::Int8(x)) => x.fits(w, m),
         _ => false,
@@ -203,18 +203,42 @@ pub(crate) fn run(
     }
     pool.run(&|thread| {
         let mut tile = vec![0f32; per * m * PANEL];
-        let mut chains = vec![0f32; 2 * m * PANEL];
+        let mut scratch = Scratch::new(simd, input, m);
         for unit in part(units, thread, threads) {
             for (i, out) in tile.chunks_exact_mut(m * PANEL).enumerate() {
-                panel(simd, weight, unit * per + i, input, m, &mut chains, out);
+                panel(simd, weight, unit * per + i, input, m, &mut scratch, out);
             }
             each(unit, &mut tile);
         }
     })
 }
 
-/// One panel: `out[m][32]`; `chains`: scratch of twice that.
-fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, chains: &mut [f32], out: &mut [f32]) {
+/// What a thread needs beside its output.
+enum Scratch {
+    None,
+    /// Accumulators of the AVX-512 kernel.
+    #[cfg(target_arch = "x86_64")]
+    Chains(Vec<f32>),
+    /// Tile registers, in use until this is dropped.
+    #[cfg(target_arch = "x86_64")]
+    Tiles(crate::amx::Tiles),
+}
+
+impl Scratch {
+    fn new(simd: Simd, input: Input, m: usize) -> Scratch {
+        match (simd, input) {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the path was chosen because the machine has tiles, and this thread holds no others.
+            (Simd::Amx, Input::Bf16(..)) => Scratch::Tiles(unsafe { crate::amx::tiles_for_rows(m) }),
+            #[cfg(target_arch = "x86_64")]
+            (_, Input::Bf16(..)) => Scratch::Chains(vec![0f32; m * avx512::CHAINS]),
+            _ => Scratch::None,
+        }
+    }
+}
+
+/// One panel: `out[m][32]`.
+fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, scratch: &mut Scratch, out: &mut [f32]) {
     match (weight, input) {
         (Weight::Draft(tiles), Input::Int8(acts)) => tiles.panel(simd, index, acts, m, out),
         (Weight::Full(matrix), input) => {
@@ -222,10 +246,15 @@ fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, chain
             let at: Range<usize> = index * len..(index + 1) * len;
             #[cfg(target_arch = "x86_64")]
             if let (Store::Bf16(w), Input::Bf16(x, stride)) = (&matrix.store, input) {
-                avx512::rows(&w[at], x, stride, m, chains, out);
+                match scratch {
+                    // SAFETY: made for m rows.
+                    Scratch::Tiles(tiles) => unsafe { crate::amx::rows(tiles, &w[at], x, stride, m, out) },
+                    Scratch::Chains(chains) => avx512::rows(&w[at], x, stride, m, chains, out),
+                    Scratch::None => unreachable!("`Scratch::new` knows BF16 activations"),
+                }
                 return;
             }
-            let _ = chains;
+            let _ = scratch;
             for (first, rows) in groups(m, GROUP) {
                 let out = &mut out[first * PANEL..(first + rows) * PANEL];
                 let Input::F32(x, stride) = input else { unreachable!("`run` refuses other pairs") };
@@ -383,7 +412,7 @@ mod avx512 {
     const CHUNK: usize = 128;
 
     /// Floats of accumulators of one row: two chains of 32 outputs.
-    const CHAINS: usize = 2 * PANEL;
+    pub(super) const CHAINS: usize = 2 * PANEL;
 
     /// Rows of a BF16 panel with BF16 activations; `chains`: scratch of `m · 64` floats.
     pub(super) fn rows(w: &[u16], x: &[u16], stride: usize, m: usize, chains: &mut [f32], out: &mut [f32]) {
