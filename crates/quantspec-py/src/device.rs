@@ -143,6 +143,8 @@ impl Place {
                 ),
                 if low > 0 {
                     format!("the longest context that fits is {low} tokens; lower -n or shorten the prompt")
+                } else if options.slots > 1 {
+                    "not even short sequences fit; decode fewer at once, or use a smaller model".to_string()
                 } else {
                     "the weights alone do not fit; use a smaller model or a machine with more memory".to_string()
                 },
@@ -185,12 +187,17 @@ pub(crate) struct Plan {
     pub(crate) longest_context: usize,
 }
 
+/// Sum of all parts. Saturating: the plan of an absurd request does too, and must not wrap around to one that fits.
 fn total(memory: &Memory) -> usize {
-    memory.weights_bytes
-        + memory.draft_weights_bytes
-        + memory.cache_upper_bytes
-        + memory.cache_lower_bytes
-        + memory.cache_full_bytes
-        + memory.buffer_bytes
-        + memory.workspace_bytes
+    [
+        memory.weights_bytes,
+        memory.draft_weights_bytes,
+        memory.cache_upper_bytes,
+        memory.cache_lower_bytes,
+        memory.cache_full_bytes,
+        memory.buffer_bytes,
+        memory.workspace_bytes,
+    ]
+    .into_iter()
+    .fold(0, usize::saturating_add)
 }

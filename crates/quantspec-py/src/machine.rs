@@ -1,6 +1,7 @@
 //! What the operating system says about this machine and process.
 
 use std::fs;
+use std::path::Path;
 
 /// A field of a `/proc` file in bytes: lines look like `MemAvailable:   123 kB`.
 fn proc_bytes(path: &str, field: &str) -> Option<usize> {
@@ -10,11 +11,29 @@ fn proc_bytes(path: &str, field: &str) -> Option<usize> {
     kilobytes.checked_mul(1024)
 }
 
-/// Memory limit of the control group this process runs in, where it has one, less what the group uses.
+/// Bytes the control groups of this process leave it, where one of them has a limit.
 fn group_available() -> Option<usize> {
-    let read = |path: &str| fs::read_to_string(path).ok()?.trim().parse::<usize>().ok();
-    let limit = read("/sys/fs/cgroup/memory.max")?;
-    Some(limit.saturating_sub(read("/sys/fs/cgroup/memory.current").unwrap_or(0)))
+    let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    // Version 2 has one line, "0::/path"; inside a container the path is that of the host and may not be there.
+    let own = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
+    tightest(Path::new("/sys/fs/cgroup"), own)
+}
+
+/// The least that the group `own` below `root`, or a group above it, leaves: its limit less what it uses. Cached files count
+/// as used (the checkpoint just downloaded, for example), but the kernel gives them back before it refuses memory.
+fn tightest(root: &Path, own: &str) -> Option<usize> {
+    let left = |group: &Path| {
+        let read = |file: &str| fs::read_to_string(group.join(file)).ok();
+        let limit: usize = read("memory.max")?.trim().parse().ok()?;
+        let used: usize = read("memory.current")?.trim().parse().ok()?;
+        let stat = read("memory.stat").unwrap_or_default();
+        let cached = |name: &str| -> usize {
+            let value = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+            value.and_then(|value| value.trim().parse().ok()).unwrap_or(0)
+        };
+        Some(limit.saturating_sub(used.saturating_sub(cached("inactive_file") + cached("active_file"))))
+    };
+    root.join(own).ancestors().take_while(|group| group.starts_with(root)).filter_map(left).min()
 }
 
 /// Bytes this process may still take without swapping, or None where the system does not say.
@@ -48,4 +67,33 @@ pub(crate) fn cpu_name() -> String {
         .find(|line| line.starts_with("model name"))
         .and_then(|line| line.split_once(':'))
         .map_or_else(|| std::env::consts::ARCH.to_string(), |(_, name)| name.trim().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn groups_leave_what_they_do_not_need() {
+        let root = std::env::temp_dir().join(format!("quantspec-groups-{}", std::process::id()));
+        let group = |path: &str, max: &str, current: &str, stat: &str| {
+            let folder = root.join(path);
+            fs::create_dir_all(&folder).unwrap();
+            for (file, text) in [("memory.max", max), ("memory.current", current), ("memory.stat", stat)] {
+                fs::write(folder.join(file), text).unwrap();
+            }
+        };
+        assert_eq!(tightest(&root, "a/b"), None);
+        group("", "max\n", "7\n", "");
+        assert_eq!(tightest(&root, "a/b"), None);
+        group("a", "1000\n", "600\n", "anon 300\ninactive_file 100\nactive_file 50\nfile 900\n");
+        assert_eq!(tightest(&root, "a/b"), Some(550));
+        group("a/b", "500\n", "450\n", "anon 450\n");
+        assert_eq!(tightest(&root, "a/b"), Some(50));
+        // A group of the host that is not here: the nearest one above that is.
+        assert_eq!(tightest(&root, "a/gone/deep"), Some(550));
+        group("a/b", "500\n", "900\n", "");
+        assert_eq!(tightest(&root, "a/b"), Some(0));
+        fs::remove_dir_all(&root).unwrap();
+    }
 }
