@@ -405,6 +405,21 @@ mod tests {
     }
 
     #[test]
+    fn codes_keep_to_their_bits_where_the_zero_rounds_far() {
+        // Half precision has a spacing of 0.5 here, so the stored zero lies many steps beside the group, on either side.
+        for x in [[1_000.74f32, 1_000.76, 1_000.8], [1_000.3, 1_000.4, 1_000.49]] {
+            let beyond = if f16::from_f32(x[0]).to_f32() < x[0] { 15 } else { 0 };
+            for rounding in MODES {
+                let (upper, lower, _) = quantized(&x, rounding);
+                assert!(upper.iter().all(|u| *u == beyond), "{rounding:?} {upper:?}");
+                assert!(lower.iter().all(|l| *l == if beyond == 0 { -8 } else { 7 }), "{rounding:?} {lower:?}");
+            }
+            assert_eq!(quantize_weights_row(&x).unwrap().codes, [beyond; 3]);
+            assert_eq!(quantize_head_row(&x).unwrap().codes, [17 * beyond; 3]);
+        }
+    }
+
+    #[test]
     fn what_is_not_finite_is_refused() {
         for rounding in MODES {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
