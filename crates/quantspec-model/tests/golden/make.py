@@ -183,7 +183,8 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
         3,
     ),
     "llama-256": ({"config": LLAMA | {"head_dim": 256, "num_hidden_layers": 1}}, 40, 1),
-    "mistral": ({"config": MISTRAL | {"head_dim": 128, "num_hidden_layers": 1}}, 40, 1),
+    # Two shards of BF16.
+    "mistral": ({"config": MISTRAL | {"head_dim": 128, "num_hidden_layers": 1}}, 40, 2),
     # Q, K and V biases without being asked for; tied; GQA 2 with two key/value heads.
     "qwen2": (
         {
@@ -204,10 +205,11 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
     ),
     # Norms of queries and keys; head_dim 128 of the family's default.
     "qwen3": ({"config": without(QWEN3, "head_dim") | {"tie_word_embeddings": True}}, 40, 1),
+    # Two shards of F16.
     "qwen3-bias": (
         {"config": QWEN3 | {"attention_bias": True, "num_hidden_layers": 1, "head_dim": 80, "torch_dtype": "float16"}},
         40,
-        1,
+        2,
     ),
 }
 
