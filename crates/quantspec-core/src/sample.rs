@@ -386,6 +386,7 @@ impl Noise<'_> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::f32::consts::LN_2;
 
     fn sampler(temperature: f32, top_k: usize, top_p: f32, min_p: f32, seed: u64) -> Sampler {
         Sampler::new(temperature, top_k, top_p, min_p, seed, 0, Accept::Replay).unwrap()
@@ -540,6 +541,24 @@ mod tests {
         });
         // Ties inside top-p go to the lower ids.
         close(warp(&[0.0; 4], &sampler(1.0, 0, 0.5, 0.0, 0)), &[0.5, 0.5, 0.0, 0.0]);
+        // Reaching the mass exactly is enough, also where the next token is far less likely.
+        close(warp(&[0.0, -LN_2, -LN_2], &sampler(1.0, 0, 0.5, 0.0, 0)), &[1.0, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn equal_scores_of_the_race_go_to_the_lower_id() {
+        let sampler = sampler(1.0, 0, 1.0, 0.0, 3);
+        let mut ties = 0;
+        for position in 0..2_000 {
+            let noise = |id| gumbel(3, 0, position, Stream::Sample, id);
+            // Token 1 is likelier, token 0 has the luck that makes up for it exactly.
+            let logit = noise(1) - noise(0);
+            if logit < 0.0 && logit + noise(0) == noise(1) {
+                assert_eq!(choose(&[logit, 0.0], &sampler, position, Stream::Sample), 0);
+                ties += 1;
+            }
+        }
+        assert!(ties > 100, "{ties}");
     }
 
     /// Warpers by their definitions: sort everything, f64.

@@ -288,6 +288,43 @@ mod tests {
     }
 
     #[test]
+    fn rejection_where_probabilities_vanish() {
+        let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
+        let verdict = |drafted: u32, q: &[f32], p: &[f32], position: usize| {
+            judge_rejection(&[drafted], &[q.to_vec()], &[p.to_vec(), vec![0.0, 0.0, 1.0]], &rejection, position)
+        };
+        for position in 0..64 {
+            // u·q underflows to 0, which is not less than p = 0: what the target excludes never stands.
+            assert_eq!(verdict(0, &[1e-45, 0.5, 0.5], &[0.0, 0.0, 1.0], position), Verdict { accepted: 0, token: 2 });
+            // u·q rounds to q = p, so an equal distribution is refused at times: p is drawn from, never its impossible token 0.
+            let equal = [0.0, 1e-45, 1.0];
+            let verdict = verdict(1, &equal, &equal, position);
+            assert_eq!(verdict.token, 2);
+            let u = uniform(17, 0, position, Stream::Accept, 0);
+            assert_eq!(verdict.accepted, usize::from(u * 1e-45 < 1e-45));
+        }
+    }
+
+    #[test]
+    fn acceptance_and_correction_have_noise_of_their_own_at_their_own_position() {
+        // Backends that judge elsewhere must use the same numbers: u < p/q from `Accept` at the token's position, and a draw
+        // from (p − q)+ with `Correct` there.
+        let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
+        let (q, p) = (vec![1.0, 0.0, 0.0, 0.0], vec![0.5, 0.25, 0.125, 0.125]);
+        for position in 0..200 {
+            let rows = [q.clone(), p.clone(), p.clone()];
+            let verdict = judge_rejection(&[0, 0], &[q.clone(), q.clone()], &rows, &rejection, position);
+            let at = position + 1;
+            if uniform(17, 0, at, Stream::Accept, 0) < 0.5 {
+                assert_eq!(verdict.accepted, 2);
+            } else {
+                let token = draw(&[0.0, 0.25, 0.125, 0.125], &rejection, at, Stream::Correct);
+                assert_eq!(verdict, Verdict { accepted: 1, token });
+            }
+        }
+    }
+
+    #[test]
     fn nothing_drafted_is_plain_decoding_under_every_rule() {
         let row = [1.0, 0.5, 0.8, -1.0, 2.0];
         for accept in [Accept::Replay, Accept::Rejection] {
