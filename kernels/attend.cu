@@ -2,40 +2,71 @@
 #include "attend.cuh"
 #include "numbers.cuh"
 
-// attend_{upper,both,full}_{64,128}_{NT}(AttendArgs): grid (items, kv heads, parts), 128 threads,
-// stages * SLOT + BYTES of shared memory (attend.cuh; crates/quantspec-cuda/src/attend.rs computes the same).
-// The draft's view needs few rows, the target's up to gamma + 1 per head of a group.
-#define ATTEND(name, D, VIEW, NT, PER_SM)                                                    \
-  KERNEL __launch_bounds__(128, PER_SM) name(const __grid_constant__ AttendArgs args) {      \
-    extern __shared__ __align__(128) uint8_t shared[];                                       \
-    attend<Attend<D, VIEW, NT>>(args, shared);                                               \
+// attend_{upper,both,full}_{64,128,256}_{NT}(AttendArgs): NT row tiles of eight; see the table below for threads and shared memory (crates/quantspec-cuda/
+// src/attend.rs computes the same). Rings belong to the order of a row's sums: one number per view and head width.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define REGISTERS(C, PER_SM) __maxnreg__((C::ENTRY))
+#else
+#define REGISTERS(C, PER_SM) __launch_bounds__(128, PER_SM)
+#endif
+#define ATTEND(name, D, VIEW, NT, RINGS, STAGES, PER_SM)                                                  \
+  struct name##_of : Attend<D, VIEW, NT, RINGS, STAGES> {};                                               \
+  KERNEL REGISTERS(name##_of, PER_SM) name(const __grid_constant__ AttendArgs args) {                     \
+    extern __shared__ __align__(128) uint8_t shared[];                                                    \
+    attend<name##_of>(args, shared);                                                                      \
   }
-ATTEND(attend_upper_64_1, 64, UPPER, 1, 4)
-ATTEND(attend_upper_64_3, 64, UPPER, 3, 3)
-ATTEND(attend_both_64_1, 64, BOTH, 1, 4)
-ATTEND(attend_both_64_2, 64, BOTH, 2, 3)
-ATTEND(attend_both_64_3, 64, BOTH, 3, 3)
-ATTEND(attend_both_64_4, 64, BOTH, 4, 2)
-ATTEND(attend_full_64_1, 64, FULL, 1, 4)
-ATTEND(attend_full_64_3, 64, FULL, 3, 3)
-ATTEND(attend_upper_128_1, 128, UPPER, 1, 4)
-ATTEND(attend_upper_128_3, 128, UPPER, 3, 3)
-ATTEND(attend_both_128_1, 128, BOTH, 1, 3)
-ATTEND(attend_both_128_2, 128, BOTH, 2, 3)
-ATTEND(attend_both_128_3, 128, BOTH, 3, 2)
-ATTEND(attend_both_128_4, 128, BOTH, 4, 2)
-ATTEND(attend_full_128_1, 128, FULL, 1, 3)
-ATTEND(attend_full_128_3, 128, FULL, 3, 2)
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// grid min(items, multiprocessors), 128 (rings + 1) threads
+ATTEND(attend_upper_64_1, 64, UPPER, 1, 4, 4, 1)
+ATTEND(attend_upper_64_2, 64, UPPER, 2, 4, 4, 1)
+ATTEND(attend_both_64_1, 64, BOTH, 1, 3, 4, 1)
+ATTEND(attend_both_64_2, 64, BOTH, 2, 3, 4, 1)
+ATTEND(attend_both_64_3, 64, BOTH, 3, 3, 4, 1)
+ATTEND(attend_both_64_4, 64, BOTH, 4, 3, 4, 1)
+ATTEND(attend_full_64_1, 64, FULL, 1, 3, 4, 1)
+ATTEND(attend_full_64_2, 64, FULL, 2, 3, 4, 1)
+ATTEND(attend_full_64_4, 64, FULL, 4, 3, 4, 1)
+ATTEND(attend_upper_128_1, 128, UPPER, 1, 4, 4, 1)
+ATTEND(attend_upper_128_2, 128, UPPER, 2, 4, 4, 1)
+ATTEND(attend_both_128_1, 128, BOTH, 1, 3, 4, 1)
+ATTEND(attend_both_128_2, 128, BOTH, 2, 3, 3, 1)
+ATTEND(attend_both_128_3, 128, BOTH, 3, 3, 3, 1)
+ATTEND(attend_both_128_4, 128, BOTH, 4, 3, 3, 1)
+ATTEND(attend_full_128_1, 128, FULL, 1, 3, 4, 1)
+ATTEND(attend_full_128_2, 128, FULL, 2, 3, 4, 1)
+ATTEND(attend_full_128_4, 128, FULL, 4, 3, 3, 1)
+#else
+// grid items, 128 threads
+ATTEND(attend_upper_64_1, 64, UPPER, 1, 1, 0, 4)
+ATTEND(attend_upper_64_2, 64, UPPER, 2, 1, 0, 3)
+ATTEND(attend_both_64_1, 64, BOTH, 1, 1, 0, 3)
+ATTEND(attend_both_64_2, 64, BOTH, 2, 1, 0, 3)
+ATTEND(attend_both_64_3, 64, BOTH, 3, 1, 0, 3)
+ATTEND(attend_both_64_4, 64, BOTH, 4, 1, 0, 2)
+ATTEND(attend_full_64_1, 64, FULL, 1, 1, 0, 3)
+ATTEND(attend_full_64_2, 64, FULL, 2, 1, 0, 3)
+ATTEND(attend_full_64_4, 64, FULL, 4, 1, 0, 2)
+ATTEND(attend_upper_128_1, 128, UPPER, 1, 1, 0, 4)
+ATTEND(attend_upper_128_2, 128, UPPER, 2, 1, 0, 3)
+ATTEND(attend_both_128_1, 128, BOTH, 1, 1, 0, 3)
+ATTEND(attend_both_128_2, 128, BOTH, 2, 1, 0, 3)
+ATTEND(attend_both_128_3, 128, BOTH, 3, 1, 0, 2)
+ATTEND(attend_both_128_4, 128, BOTH, 4, 1, 0, 2)
+ATTEND(attend_full_128_1, 128, FULL, 1, 1, 0, 3)
+ATTEND(attend_full_128_2, 128, FULL, 2, 1, 0, 3)
+ATTEND(attend_full_128_4, 128, FULL, 4, 1, 0, 2)
+#endif
 
 // ---- merging the items of a row ----
-// merge_{bf16,f16,f32,i8}(MergeArgs): grid (heads * D / 128 rounded up, rows of the pass), 256 threads. Writes the input of the output projection:
+// merge_{bf16,f16,f32,i8}(MergeArgs): grid (heads * D / 128 rounded up, rows of the pass), 128 threads. Writes the input of the output projection:
 // x [row][pitch], or x8 [row][pitch] and xs [row][pitch / 128] for the draft.
-// Warp w adds page items w, w + 8, ... and the recent blocks whose absolute number is w modulo 8, the eight warps are added in order: an item that a
-// row does not see has weight 0 and changes nothing, so the bits depend on the row's position alone.
-constexpr int MERGE_WARPS = 8;
+// Warp w adds items w, w + 4, ..., then the four warps are added in order. How many items a row has depends on its position alone, and one in which it
+// sees nothing has weight 0 and changes nothing.
+// 4,096 registers: a block waits beside one of `attend`.
+constexpr int MERGE_WARPS = 4, MERGE_BLOCKS = 16;
+struct Merged { int first, items, total, unused; };       // of a row: its first partial row, items of a KV head, query rows of its span
 struct MergeArgs {
-  const Span* spans;
-  const int* row_spans;                  // span of each row of the pass
+  const Merged* rows;                    // of the pass
   const float* partial;
   const float2* extremes;
   void* x;                               // of the step's row 0, as xs
@@ -49,28 +80,25 @@ DEV void merge(const MergeArgs& p) {
   __shared__ float2 heads[MERGE_WARPS][32];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, channel = blockIdx.x * 128 + lane * 4, row = p.first_row + blockIdx.y;
   grid_trigger();
-  const Span span = p.spans[p.row_spans[blockIdx.y]];         // complete before the step
-  const int all = p.kv_heads * p.group, head = min(all - 1, channel / p.head_dim), items = span.blocks + span.chunks, total = span.queries * p.group;
-  const int r = (row - span.row) * p.group + head % p.group;
-  const size_t base = (size_t)span.partial + (size_t)(head / p.group) * items * total + r;
+  const int4 m = *reinterpret_cast<const int4*>(p.rows + blockIdx.y);       // complete before the step
+  const int items = m.y, total = m.z, all = p.kv_heads * p.group, head = min(all - 1, channel / p.head_dim);
+  const size_t base = (size_t)m.x + (size_t)(head / p.group) * items * total + head % p.group;
   const float* o = p.partial + base * p.head_dim + channel % p.head_dim;
   const float2* e = p.extremes + base;
-  // items of this warp, in order: page items (they follow the recent blocks in memory), then recent blocks
-  const int pages = (span.chunks - warp + MERGE_WARPS - 1) / MERGE_WARPS, first = (warp - span.first_block) & (MERGE_WARPS - 1);
-  const int count = pages + (span.blocks - first + MERGE_WARPS - 1) / MERGE_WARPS;
-  auto place = [&](int i) { return (size_t)(i < pages ? span.blocks + warp + i * MERGE_WARPS : first + (i - pages) * MERGE_WARPS) * total; };
   grid_wait();
   // A warp keeps a running maximum of its own, the maxima meet at the end: nothing waits for the whole row's.
-  constexpr int B = 10;                  // items in flight
+  constexpr int B = 2;                   // items in flight
   float4 sum = make_float4(0, 0, 0, 0);
   float top = -1e30f, l = 0;
-  for (int i0 = 0; i0 < count; i0 += B) {
+#pragma unroll 1
+  for (int i0 = warp; i0 < items; i0 += B * MERGE_WARPS) {
     float4 v[B];
     float2 m[B];
 #pragma unroll
     for (int i = 0; i < B; i++) {
+      const int item = (i0 + i * MERGE_WARPS) * total;
       v[i] = make_float4(0, 0, 0, 0), m[i] = make_float2(-1e30f, 0);
-      if (i0 + i < count) m[i] = __ldcg(e + place(i0 + i)), v[i] = __ldcg(reinterpret_cast<const float4*>(o + place(i0 + i) * p.head_dim));
+      if (i0 + i * MERGE_WARPS < items) m[i] = __ldcg(e + item), v[i] = __ldcg(reinterpret_cast<const float4*>(o + (size_t)item * p.head_dim));
     }
 #pragma unroll
     for (int i = 0; i < B; i++) {
@@ -119,10 +147,10 @@ struct Output {
   typedef E Element;
   static constexpr int BYTES = B;
 };
-KERNEL __launch_bounds__(256) merge_bf16(const __grid_constant__ MergeArgs args) { merge<Output<Bf16, 2>>(args); }
-KERNEL __launch_bounds__(256) merge_f16(const __grid_constant__ MergeArgs args) { merge<Output<Half, 2>>(args); }
-KERNEL __launch_bounds__(256) merge_f32(const __grid_constant__ MergeArgs args) { merge<Output<Single, 4>>(args); }
-KERNEL __launch_bounds__(256) merge_i8(const __grid_constant__ MergeArgs args) { merge<Output<int8_t, 1>>(args); }
+KERNEL __launch_bounds__(128, MERGE_BLOCKS) merge_bf16(const __grid_constant__ MergeArgs args) { merge<Output<Bf16, 2>>(args); }
+KERNEL __launch_bounds__(128, MERGE_BLOCKS) merge_f16(const __grid_constant__ MergeArgs args) { merge<Output<Half, 2>>(args); }
+KERNEL __launch_bounds__(128, MERGE_BLOCKS) merge_f32(const __grid_constant__ MergeArgs args) { merge<Output<Single, 4>>(args); }
+KERNEL __launch_bounds__(128, MERGE_BLOCKS) merge_i8(const __grid_constant__ MergeArgs args) { merge<Output<int8_t, 1>>(args); }
 
 // ---- choosing pages for a draft ----
 // bounds(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d], choices [list], scores [list][kv head][score_pitch], ...): the

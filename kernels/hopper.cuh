@@ -78,6 +78,14 @@ DEV void tma_add(const TensorMap* m, int x, int y, uint32_t src) {
   asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0,{%1,%2}],[%3];" ::"l"(m), "r"(x), "r"(y), "r"(src)
                : "memory");
 }
+// ---- plain copies; `policy` as of `evict_first` ----
+DEV void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar, uint64_t policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+               : "memory");
+}
+// The barrier's phase also waits for this thread's copies so far (copy16): one arrival is added now and taken back when they are done.
+DEV void copy_arrive(uint32_t bar) { asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(bar) : "memory"); }
+
 DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Sources of all but the last N groups may be overwritten.
 template <int N> DEV void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }

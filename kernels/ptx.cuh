@@ -109,6 +109,30 @@ DEV void copy16(uint32_t shared, const void* global) {
   sts128(shared, ldg_stream(global));
 #endif
 }
+// The same for what a whole pass reads once: it leaves L2 first, so that activations stay.
+DEV uint64_t evict_first() {
+  uint64_t policy = 0;
+#ifdef QS_SM80
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+DEV uint4 ldg_once(const void* p, uint64_t policy) {
+#ifdef QS_SM80
+  uint4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0,%1,%2,%3},[%4],%5;" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p), "l"(policy));
+  return r;
+#else
+  return ldg_stream(p);
+#endif
+}
+DEV void copy16_once(uint32_t shared, const void* global, uint64_t policy) {
+#ifdef QS_SM80
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "l"(policy) : "memory");
+#else
+  copy16(shared, global);
+#endif
+}
 DEV void copy_commit() {
 #ifdef QS_SM80
   asm volatile("cp.async.commit_group;" ::: "memory");

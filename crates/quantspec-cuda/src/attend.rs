@@ -9,11 +9,13 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::Row;
 use std::sync::Arc;
 
-/// Most pages of an item (`CHUNK_MAX`).
-const CHUNK_MAX: usize = 128;
-/// Fewest: an item of one page would spend more on its start and its partial result than on the page.
+/// Fewest pages of an item: one of a single page would spend more on its start and its partial result than on the page.
 const CHUNK_MIN: usize = 2;
-/// Most blocks of a view that are on a multiprocessor together, by their registers (`__launch_bounds__` in kernels/attend.cu).
+/// Items that share the recent tokens of a row which sees few pages.
+const RECENT_ITEMS: usize = 4;
+/// Threads of a ring.
+const RING: usize = 128;
+/// Most blocks of a view that are on a multiprocessor together without the copy engine, by their registers (`PER_SM` in kernels/attend.cu).
 const BLOCKS_MAX: usize = 4;
 /// Rows one launch takes; more are attended in turns, so that partial results stay small.
 pub(crate) const PASS_ROWS: usize = 64;
@@ -29,11 +31,11 @@ pub struct Span {
     chunk_pages: i32,
     chunks: i32,
     first_block: i32,
-    blocks: i32,
     list: i32,
     listed: i32,
     cap: i32,
     partial: i32,
+    unused: i32,
 }
 
 /// Query rows of a span that one block works on; `Part` in kernels/attend.cuh.
@@ -43,7 +45,17 @@ pub struct Part {
     span: i32,
     row: i32,
     rows: i32,
-    padding: i32,
+    first: i32,
+}
+
+/// Where the items of a row lie in the partial results; `Merged` in kernels/attend.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Merged {
+    first: i32,
+    items: i32,
+    total: i32,
+    unused: i32,
 }
 
 /// What a list of pages is chosen for; `Choice` in kernels/attend.cu.
@@ -58,12 +70,15 @@ pub struct Choice {
     pub pages: i32,
 }
 
-const _: () = assert!(size_of::<Span>() == 48 && size_of::<Part>() == 16 && size_of::<Choice>() == 12);
+const _: () = assert!(size_of::<Span>() == 48 && size_of::<Part>() == 16 && size_of::<Merged>() == 16);
+const _: () = assert!(size_of::<Choice>() == 12);
 
 // SAFETY: thirty-two-bit numbers only.
 unsafe impl Plain for Span {}
 // SAFETY: see above.
 unsafe impl Plain for Part {}
+// SAFETY: see above.
+unsafe impl Plain for Merged {}
 // SAFETY: see above.
 unsafe impl Plain for Choice {}
 
@@ -83,8 +98,8 @@ pub struct Pass {
     pub spans: Vec<Span>,
     /// Parts.
     pub parts: Vec<Part>,
-    /// Span of each row of the pass.
-    pub row_spans: Vec<i32>,
+    /// What is merged for each row of the pass.
+    pub merged: Vec<Merged>,
     /// First row of the step.
     pub first_row: usize,
     items: usize,
@@ -95,56 +110,86 @@ pub struct Pass {
 impl Pass {
     /// What decides the launches of this pass, beside addresses.
     pub(crate) fn launches(&self) -> [u64; 6] {
-        let rows = self.row_spans.len();
+        let rows = self.merged.len();
         [self.first_row, self.items, self.part_rows, self.parts.len(), self.spans.len(), rows].map(|n| n as u64)
     }
 }
 
-/// Pages of an item for a row that sees `visible` pages: about `items` items, from a ladder of lengths with steps of an eighth, so that it
-/// changes seldom and a function of the row's position decides it.
-fn chunk_pages(visible: usize, items: usize) -> usize {
+/// (pages of an item, items of a KV head) for a row that sees `visible` pages: at most `items` items. The row's position decides alone, and by a
+/// ladder with steps of an eighth, so that neighbouring positions seldom differ.
+fn cut(visible: usize, items: usize) -> (usize, usize) {
     let step = (visible.max(1).next_power_of_two() / 16).max(1);
-    visible.next_multiple_of(step).div_ceil(items).clamp(CHUNK_MIN, CHUNK_MAX)
+    let rounded = visible.next_multiple_of(step);
+    let pages = rounded.div_ceil(items).max(CHUNK_MIN);
+    (pages, rounded.div_ceil(pages).max(RECENT_ITEMS.min(items)))
+}
+
+/// One kernel of a view.
+#[derive(Clone, Copy, Debug)]
+struct Variant {
+    /// Tiles of eight rows.
+    tiles: usize,
+    kernel: Kernel,
+    /// Slots of a ring: what the kernel was compiled for, or what fits where its threads copy.
+    stages: usize,
+    shared: usize,
+    threads: usize,
 }
 
 /// How a view is split and which kernels it has.
 #[derive(Debug)]
 struct Split {
     /// Kernels by row tiles, ascending.
-    kernels: Vec<(usize, Kernel, Stages)>,
+    variants: Vec<Variant>,
     /// Items per KV head that fill the device.
     items: usize,
 }
 
-/// Shared memory of a kernel with the next page under way, and without where that does not fit.
-#[derive(Clone, Copy, Debug)]
-struct Stages {
-    stages: usize,
-    shared: usize,
+/// Kernels of a view with the copy engine: rings of a block, then (row tiles, slots of a ring), as instantiated in kernels/attend.cu.
+fn engine_kernels(view: View, d: usize) -> (usize, Vec<(usize, usize)>) {
+    match (view, d) {
+        (View::Upper, _) => (4, vec![(1, 4), (2, 4)]),
+        (View::Both, 128) => (3, vec![(1, 4), (2, 3), (3, 3), (4, 3)]),
+        (View::Both, _) => (3, vec![(1, 4), (2, 4), (3, 4), (4, 4)]),
+        (View::Full, 128) => (3, vec![(1, 4), (2, 4), (4, 3)]),
+        (View::Full, _) => (3, vec![(1, 4), (2, 4), (4, 4)]),
+    }
 }
 
-/// Bytes of a stage and of the rest, as `Attend` in kernels/attend.cuh.
-fn shared_bytes(view: View, d: usize, nt: usize, stages: usize) -> usize {
+/// Bytes of shared memory: `Attend` in kernels/attend.cuh.
+fn shared_bytes(view: View, d: usize, tiles: usize, rings: usize, stages: usize, engine: bool) -> usize {
+    let full = view == View::Full;
     let tokens = if view == View::Upper { 32 } else { 64 };
     let packed = (4 * d).max(512) + 64 * d * if view == View::Both { 2 } else { 1 };
     let plain = tokens * d * 2;
-    let slot = if view == View::Full { plain } else { packed.max(plain) };
-    let pitch = if nt % 2 == 1 { nt * 16 } else { nt * 16 + 16 };
-    let queries = nt * 16 * d * if view == View::Full { 1 } else { 2 };
-    stages * slot + queries + 128 * pitch + nt * 8 * (16 + 32) + CHUNK_MAX * 8
+    let slot = if full { plain } else { packed.max(plain) };
+    let (rows, query) = (tiles * 8, tiles * 16 * d);
+    let pitch = if tiles % 2 == 1 { tiles * 16 } else { tiles * 16 + 16 };
+    let probabilities = if full { tokens * pitch } else { query + G * pitch };
+    let work = probabilities.max(if rings > 1 { 2 * query } else { 0 });
+    let rest = (work + rows * (16 + 32) + if engine { stages * 16 } else { 0 }).next_multiple_of(128);
+    rings * (stages * slot + rest) + query + rows * 8 * (rings + 1)
 }
 
 /// Partial results of `rows` rows with `heads` query heads where a view is cut into at most `items` items.
-fn most_partial_rows(heads: usize, items: usize, capacity: usize, rows: usize) -> usize {
-    let pages = visible_pages(capacity);
-    let most = items.max(pages.div_ceil(CHUNK_MAX)).min(pages.div_ceil(CHUNK_MIN));
-    // Four recent blocks at most: two that a row sees, one more for the rows of a window, one more for an older list.
-    rows * heads * (most + 4)
+fn most_partial_rows(heads: usize, items: usize, rows: usize) -> usize {
+    rows * heads * items
+}
+
+/// Items per KV head that fill a device with `blocks` blocks at a time.
+fn most_items(blocks: usize, kv_heads: usize) -> usize {
+    (blocks / kv_heads).max(1)
 }
 
 /// [`Attend::partial_rows`] of a model before a device is open.
-pub(crate) fn partial_rows(config: &ModelConfig, multiprocessors: usize, capacity: usize, rows: usize) -> usize {
-    most_partial_rows(config.heads, (multiprocessors * BLOCKS_MAX / config.kv_heads).max(1), capacity, rows)
+pub(crate) fn partial_rows(config: &ModelConfig, multiprocessors: usize, capability: u32, rows: usize) -> usize {
+    let blocks = if has_engine(capability) { 1 } else { BLOCKS_MAX };
+    most_partial_rows(config.heads, most_items(multiprocessors * blocks, config.kv_heads), rows)
+}
+
+/// Whether kernels use the copy engine: images of compute capability 9.0 do.
+fn has_engine(capability: u32) -> bool {
+    capability == 90
 }
 
 const fn view_name(view: View) -> &'static str {
@@ -179,8 +224,8 @@ pub struct Places {
     pub spans: u64,
     /// `Part`s.
     pub parts: u64,
-    /// Span of each row.
-    pub row_spans: u64,
+    /// [`Merged`]s of the rows.
+    pub merged: u64,
     /// Page tables `[slot][table_pitch]`.
     pub tables: u64,
     /// Entries of a page table.
@@ -210,6 +255,8 @@ struct AttendArgs {
     list_pitch: i32,
     kv_heads: i32,
     group: i32,
+    part_count: i32,
+    items: i32,
     stages: i32,
     centre: f32,
 }
@@ -218,8 +265,7 @@ struct AttendArgs {
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct MergeArgs {
-    spans: u64,
-    row_spans: u64,
+    rows: u64,
     partial: u64,
     extremes: u64,
     x: u64,
@@ -232,7 +278,7 @@ struct MergeArgs {
     unused: i32,
 }
 
-const _: () = assert!(size_of::<AttendArgs>() == 120 && size_of::<MergeArgs>() == 72);
+const _: () = assert!(size_of::<AttendArgs>() == 128 && size_of::<MergeArgs>() == 64);
 // SAFETY: numbers only, and the sizes above leave no room for padding.
 unsafe impl Plain for AttendArgs {}
 // SAFETY: see above.
@@ -267,32 +313,39 @@ impl Attend {
                 "the kernels know 64 and 128; use --device cpu",
             ));
         }
-        // Blocks that stay on a multiprocessor together, by registers (kernels/attend.cu) and shared memory: a constant of the device, whatever the
-        // rows of a call, because it belongs to the order of the sums.
+        // How many blocks fill the device is a constant of it, whatever the rows of a call: it belongs to the order of the sums.
+        let engine = has_engine(device.info.capability);
         let split = |view: View, tiles: &[usize], registers: usize| -> Result<Split> {
-            let per_block = shared_bytes(view, d, 1, 4) + 1024;
-            let per_multiprocessor = (device.shared_bytes / per_block).clamp(1, registers);
-            let mut kernels = Vec::new();
-            for &nt in tiles {
-                let Some(stages) =
-                    [4, 2].into_iter().find(|&stages| shared_bytes(view, d, nt, stages) <= device.shared_bytes)
-                else {
-                    continue;
+            let (rings, wanted) = if engine { engine_kernels(view, d) } else { (1, Vec::new()) };
+            // Without the engine: the next page under way while one is worked on, or not where shared memory is small.
+            let copied = tiles.iter().filter_map(|&tiles| {
+                let fits = |&stages: &usize| shared_bytes(view, d, tiles, 1, stages, false) <= device.shared_bytes;
+                Some((tiles, [4, 2].into_iter().find(fits)?))
+            });
+            let wanted = if engine { wanted } else { copied.collect() };
+            let variants = wanted.into_iter().map(|(tiles, stages)| {
+                let shared = shared_bytes(view, d, tiles, rings, stages, engine);
+                let kernel = device.kernel(&format!("attend_{}_{d}_{tiles}", view_name(view)), shared)?;
+                // A warp per ring fills its slots; where these warps give registers up they are a whole group of four.
+                let fill = if !engine {
+                    0
+                } else if tiles >= 3 {
+                    RING
+                } else {
+                    32 * rings
                 };
-                let shared = shared_bytes(view, d, nt, stages);
-                kernels.push((
-                    nt,
-                    device.kernel(&format!("attend_{}_{d}_{nt}", view_name(view)), shared)?,
-                    Stages { stages, shared },
-                ));
-            }
-            Ok(Split { kernels, items: (device.multiprocessors * per_multiprocessor / config.kv_heads).max(1) })
+                Ok(Variant { tiles, kernel, stages, shared, threads: rings * RING + fill })
+            });
+            let per_block = shared_bytes(view, d, 1, 1, 4, false) + 1024;
+            let blocks = if engine { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
+            let items = most_items(device.multiprocessors * blocks, config.kv_heads);
+            Ok(Split { variants: variants.collect::<Result<_>>()?, items })
         };
         let merge = |out: &str| device.kernel(&format!("merge_{out}"), 0);
         Ok(Attend {
-            upper: split(View::Upper, &[1, 3], BLOCKS_MAX)?,
+            upper: split(View::Upper, &[1, 2], BLOCKS_MAX)?,
             both: split(View::Both, &[1, 2, 3, 4], 2)?,
-            full: split(View::Full, &[1, 3], 2)?,
+            full: split(View::Full, &[1, 2, 4], 2)?,
             merge: [merge(name(Dtype::Bf16))?, merge(name(Dtype::F16))?, merge(name(Dtype::F32))?, merge("i8")?],
             bounds: device.kernel("bounds", 0)?,
             select: device.kernel("select", 0)?,
@@ -312,17 +365,17 @@ impl Attend {
         }
     }
 
-    /// Most rows of partial results a pass of `rows` rows can leave, for sequences of up to `capacity` tokens.
-    pub fn partial_rows(&self, capacity: usize, rows: usize) -> usize {
+    /// Most rows of partial results a pass of `rows` rows can leave.
+    pub fn partial_rows(&self, rows: usize) -> usize {
         let splits = [self.upper.items, self.both.items, self.full.items];
-        most_partial_rows(self.kv_heads * self.group, splits.into_iter().max().unwrap_or(1), capacity, rows)
+        most_partial_rows(self.kv_heads * self.group, splits.into_iter().max().unwrap_or(1), rows)
     }
 
     /// Cuts the rows of a step into passes. `chosen` gives the list of a slot's draft, or nothing for all pages.
     pub fn plan(&self, view: View, rows: &[Row], chosen: impl Fn(usize) -> Option<Chosen>) -> Result<Vec<Pass>> {
         let split = self.split(view);
         let most_rows =
-            split.kernels.last().map(|(nt, ..)| nt * 8).ok_or_else(|| Error::internal("attention without kernels"))?;
+            split.variants.last().map(|v| v.tiles * 8).ok_or_else(|| Error::internal("attention without kernels"))?;
         let mut passes = Vec::new();
         for (index, chunk) in rows.chunks(PASS_ROWS).enumerate() {
             let mut pass = Pass { first_row: index * PASS_ROWS, ..Pass::default() };
@@ -331,19 +384,16 @@ impl Attend {
                 let first = chunk[start];
                 let list = chosen(first.slot);
                 let length = |row: &Row| match list {
-                    Some(list) => chunk_pages(list.listed, split.items),
-                    None => chunk_pages(visible_pages(row.position), split.items),
+                    Some(list) => cut(list.listed, split.items),
+                    None => cut(visible_pages(row.position), split.items),
                 };
                 let same = |(offset, row): (usize, &Row)| {
                     row.slot == first.slot && row.position == first.position + offset && length(row) == length(&first)
                 };
                 let queries =
                     chunk[start..].iter().enumerate().take_while(|&(offset, row)| same((offset, row))).count();
-                let last = first.position + queries - 1;
                 let cap = list.map_or(i32::MAX as usize, |list| list.visible * G);
-                let pages = list.map_or(visible_pages(last), |list| list.listed);
-                let chunk_pages = length(&first);
-                let first_block = visible_quantised(first.position).min(cap) / G;
+                let (chunk_pages, chunks) = length(&first);
                 let number = pass.spans.len() as i32;
                 let span = Span {
                     slot: first.slot as i32,
@@ -351,30 +401,29 @@ impl Attend {
                     queries: queries as i32,
                     position: first.position as i32,
                     chunk_pages: chunk_pages as i32,
-                    chunks: pages.div_ceil(chunk_pages) as i32,
-                    first_block: first_block as i32,
-                    blocks: (last / G + 1 - first_block) as i32,
+                    chunks: chunks as i32,
+                    first_block: (visible_quantised(first.position).min(cap) / G) as i32,
                     list: first.slot as i32,
                     listed: list.map_or(-1, |list| list.listed as i32),
                     cap: cap as i32,
                     partial: pass.partial_rows as i32,
+                    unused: 0,
                 };
                 let total = queries * self.group;
-                let parts = total.div_ceil(most_rows);
-                let part_rows = total.div_ceil(parts);
+                let part_rows = total.div_ceil(total.div_ceil(most_rows));
                 for row in (0..total).step_by(part_rows) {
-                    pass.parts.push(Part {
-                        span: number,
-                        row: row as i32,
-                        rows: part_rows.min(total - row) as i32,
-                        padding: 0,
-                    });
+                    let rows = part_rows.min(total - row) as i32;
+                    pass.parts.push(Part { span: number, row: row as i32, rows, first: pass.items as i32 });
+                    pass.items += chunks * self.kv_heads;
                 }
-                let items = (span.chunks + span.blocks) as usize;
-                pass.items = pass.items.max(items);
                 pass.part_rows = pass.part_rows.max(part_rows);
-                pass.partial_rows += items * total * self.kv_heads;
-                pass.row_spans.extend(std::iter::repeat_n(number, queries));
+                pass.merged.extend((0..queries).map(|query| Merged {
+                    first: (pass.partial_rows + query * self.group) as i32,
+                    items: chunks as i32,
+                    total: total as i32,
+                    unused: 0,
+                }));
+                pass.partial_rows += chunks * total * self.kv_heads;
                 pass.spans.push(span);
                 start += queries;
             }
@@ -389,11 +438,10 @@ impl Attend {
     /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `places` must be good until the stream has passed this call; `places` must hold `pass`
     /// and room for its partial rows.
     pub unsafe fn run(&self, view: View, pass: &Pass, q: u64, layer: &Layer, places: &Places) -> Result<()> {
-        let kernels = &self.split(view).kernels;
-        let (_, kernel, Stages { stages, shared }) = *kernels
-            .iter()
-            .find(|(nt, ..)| nt * 8 >= pass.part_rows)
-            .ok_or_else(|| Error::internal("more rows than attention takes"))?;
+        let split = self.split(view);
+        let variant = split.variants.iter().find(|variant| variant.tiles * 8 >= pass.part_rows);
+        let Variant { kernel, stages, shared, threads, .. } =
+            *variant.ok_or_else(|| Error::internal("more rows than attention takes"))?;
         let arguments = AttendArgs {
             pools: [layer.upper, layer.lower, layer.full],
             rings: [layer.ring_k, layer.ring_v],
@@ -408,15 +456,20 @@ impl Attend {
             list_pitch: places.list_pitch as i32,
             kv_heads: self.kv_heads as i32,
             group: self.group as i32,
+            part_count: pass.parts.len() as i32,
+            items: pass.items as i32,
             stages: stages as i32,
             centre: self.centre,
         };
-        let grid = [pass.items as u32, self.kv_heads as u32, pass.parts.len() as u32];
+        // With the engine a block has a multiprocessor to itself and walks the items.
+        let engine = has_engine(self.device.info.capability);
+        let blocks = if engine { pass.items.min(self.device.multiprocessors) } else { pass.items };
+        let grid = [blocks as u32, 1, 1];
         // SAFETY: the argument is the kernel's; the caller vouches for what it points to.
         unsafe {
             self.device.launch(
                 kernel,
-                Launch { grid, block: 128, shared: shared as u32, overlap: true },
+                Launch { grid, block: threads as u32, shared: shared as u32, overlap: true },
                 &[Arg::of(&arguments)],
             )
         }
@@ -442,8 +495,7 @@ impl Attend {
             None => self.merge[3],
         };
         let arguments = MergeArgs {
-            spans: places.spans,
-            row_spans: places.row_spans,
+            rows: places.merged,
             partial: places.partial,
             extremes: places.extremes,
             x,
@@ -456,10 +508,10 @@ impl Attend {
             unused: 0,
         };
         let groups = (self.kv_heads * self.group * self.head_dim).div_ceil(GROUP);
-        let grid = [groups as u32, pass.row_spans.len() as u32, 1];
+        let grid = [groups as u32, pass.merged.len() as u32, 1];
         // SAFETY: the argument is the kernel's; the caller vouches for what it points to.
         unsafe {
-            self.device.launch(kernel, Launch { grid, block: 256, shared: 0, overlap: true }, &[Arg::of(&arguments)])
+            self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: true }, &[Arg::of(&arguments)])
         }
     }
 
@@ -511,18 +563,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chunk_lengths_grow_slowly_and_fill_the_device() {
-        for items in [1, 8, 33, 264] {
+    fn items_grow_slowly_and_fill_the_device() {
+        for items in [1, 3, 4, 8, 16, 33, 264] {
             let mut last = 0;
             for visible in 0..10_000 {
-                let pages = chunk_pages(visible, items);
-                assert!(pages >= last && (CHUNK_MIN..=CHUNK_MAX).contains(&pages));
-                // No more items than fill the device, unless an item is as long as may be.
-                assert!(visible.div_ceil(pages) <= items || pages == CHUNK_MAX);
-                // Not many fewer: the ladder rounds up by an eighth, and then to whole pages.
+                let (pages, chunks) = cut(visible, items);
+                assert!(pages >= last && pages >= CHUNK_MIN && chunks <= items && pages * chunks >= visible);
+                // Not many fewer items than fill the device: the ladder rounds up by an eighth, and then to whole pages.
                 let exact = visible as f64 / items as f64;
                 assert!((pages as f64) <= (exact * 1.126 + 1.0).max(CHUNK_MIN as f64), "{visible} {items} {pages}");
                 last = pages;
+            }
+        }
+    }
+
+    #[test]
+    fn shared_memory_fits_a_block() {
+        for view in [View::Upper, View::Both, View::Full] {
+            for d in [64, 128] {
+                let (rings, kernels) = engine_kernels(view, d);
+                for (tiles, stages) in kernels {
+                    // What Hopper gives a block.
+                    assert!(shared_bytes(view, d, tiles, rings, stages, true) <= 227 * 1024, "{view:?} {d} {tiles}");
+                }
             }
         }
     }

@@ -5,7 +5,8 @@
 
 use crate::args;
 use crate::attend::{
-    Attend, Choice, Chosen, Layer as CacheLayer, PASS_ROWS, Part as AttendPart, Pass as AttendPass, Places, Span,
+    Attend, Choice, Chosen, Layer as CacheLayer, Merged, PASS_ROWS, Part as AttendPart, Pass as AttendPass, Places,
+    Span,
 };
 use crate::device::{Buffer, Device, Graph, Kernel, Launch, Pinned, Plain};
 use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
@@ -220,7 +221,7 @@ impl Sizes {
         // Spans and parts: at most one span per row; a row's group is cut into parts of eight rows at the least.
         let per_row = size_of::<DeviceRow>()
             + config.head_dim * 4
-            + 4
+            + size_of::<Merged>()
             + size_of::<Span>()
             + (config.group().div_ceil(8) + 1) * size_of::<AttendPart>()
             + size_of::<Choice>();
@@ -301,7 +302,7 @@ pub fn plan(config: &ModelConfig, options: &Options) -> Memory {
     let cache = CacheBytes::of(config, options.planes, options.capacity, options.slots);
     let (weights_bytes, draft_weights_bytes) = weights::bytes(config, options.draft_weights);
     let partial =
-        crate::attend::partial_rows(config, multiprocessors, options.capacity, options.step_rows.clamp(1, PASS_ROWS));
+        crate::attend::partial_rows(config, multiprocessors, capability, options.step_rows.clamp(1, PASS_ROWS));
     let sizes = Sizes::new(config, options, partial);
     let way = Way::of(capability, config.dtype);
     Memory {
@@ -358,7 +359,7 @@ impl CudaBackend {
             store: device.kernel(&format!("store_{d}"), page_shared)?,
             keep_recent: device.kernel("keep_recent", 0)?,
         };
-        let partial = attend.partial_rows(options.capacity, options.step_rows.clamp(1, PASS_ROWS));
+        let partial = attend.partial_rows(options.step_rows.clamp(1, PASS_ROWS));
         let sizes = Sizes::new(&config, options, partial);
         let step = StepSpace {
             hidden: device.allocate(sizes.rows * config.hidden * 4)?,
@@ -516,7 +517,7 @@ impl CudaBackend {
             plan.places.push(Places {
                 spans: base + writer.put(&pass.spans)? as u64,
                 parts: base + writer.put(&pass.parts)? as u64,
-                row_spans: base + writer.put(&pass.row_spans)? as u64,
+                merged: base + writer.put(&pass.merged)? as u64,
                 tables: self.cache.tables.at(0),
                 table_pitch: self.cache.pitch,
                 list_pitch: self.lists.as_ref().map_or(0, |lists| lists.pitch),
@@ -710,7 +711,7 @@ impl CudaBackend {
         ];
         for (pass, places) in plan.passes.iter().zip(&plan.places) {
             key.extend(pass.launches());
-            key.extend([places.spans, places.parts, places.row_spans, places.list_pitch as u64]);
+            key.extend([places.spans, places.parts, places.merged, places.list_pitch as u64]);
         }
         key
     }

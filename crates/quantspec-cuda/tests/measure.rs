@@ -92,6 +92,11 @@ fn config(heads: usize, kv_heads: usize) -> ModelConfig {
     }
 }
 
+fn contexts(usual: &str) -> Vec<usize> {
+    let given = std::env::var("QUANTSPEC_MEASURE_CONTEXTS").unwrap_or_else(|_| usual.to_owned());
+    given.split(',').map(|n| n.parse().unwrap()).collect()
+}
+
 #[test]
 #[ignore = "a measurement"]
 fn attention() {
@@ -101,7 +106,7 @@ fn attention() {
     for (heads, kv_heads) in [(32, 8), (32, 32)] {
         let config = config(heads, kv_heads);
         let attend = Attend::new(&device, &config, Rounding::Balanced).unwrap();
-        for context in [4096, 32_768, 131_072] {
+        for context in contexts("192,4096,32768,65536,131072") {
             for view in [View::Upper, View::Both, View::Full] {
                 let pages = context / G;
                 let block = |view: View| match view {
@@ -144,7 +149,7 @@ fn attention() {
                 let q: Vec<f16> = random.normals(17 * heads * d).iter().map(|v| f16::from_f32(v * 0.1)).collect();
                 let q = device.copied(&q).unwrap();
                 let x = device.allocate(17 * heads * d * 2).unwrap();
-                let partial_rows = attend.partial_rows(context + 256, 17);
+                let partial_rows = attend.partial_rows(17);
                 let (partial, extremes) =
                     (device.allocate(partial_rows * d * 4).unwrap(), device.allocate(partial_rows * 8).unwrap());
                 let mut line = String::new();
@@ -153,15 +158,15 @@ fn attention() {
                     let rows: Vec<Row> = (0..m).map(|i| Row { slot: 0, offset: i, position: position + i }).collect();
                     let plan = attend.plan(view, &rows, |_| None).unwrap();
                     let pass = &plan[0];
-                    let (spans, parts, row_spans) = (
+                    let (spans, parts, merged) = (
                         device.copied(&pass.spans).unwrap(),
                         device.copied(&pass.parts).unwrap(),
-                        device.copied(&pass.row_spans).unwrap(),
+                        device.copied(&pass.merged).unwrap(),
                     );
                     let places = Places {
                         spans: spans.at(0),
                         parts: parts.at(0),
-                        row_spans: row_spans.at(0),
+                        merged: merged.at(0),
                         tables: table.at(0),
                         table_pitch: pages,
                         list_pitch: 0,
@@ -294,8 +299,7 @@ fn rounds() {
             .map(|i: u32| 3 + i.wrapping_mul(2_654_435_761) % (checkpoint.config().vocab as u32 - 3))
             .collect(),
     };
-    let contexts = std::env::var("QUANTSPEC_MEASURE_CONTEXTS").unwrap_or_else(|_| "4096,32768".to_owned());
-    let contexts: Vec<usize> = contexts.split(',').map(|n| n.parse().unwrap()).collect();
+    let contexts = contexts("4096,32768");
     let new = 192;
     let capacity = contexts.iter().max().unwrap() + new + 64;
     let options = Options {
@@ -374,5 +378,54 @@ fn rounds() {
             );
         }
         engine.finish(slot);
+    }
+}
+
+/// Single steps of each view behind a short prompt, where all of them read the same bytes: what the views themselves cost.
+#[test]
+#[ignore = "a measurement"]
+fn steps() {
+    let Some(device) = device() else { return };
+    let Some(dir) = std::env::var_os("QUANTSPEC_TEST_MODEL") else {
+        return eprintln!("QUANTSPEC_TEST_MODEL is not set");
+    };
+    let checkpoint = Checkpoint::open(Path::new(&dir)).unwrap();
+    let (new, capacity) = (64, 512);
+    let options = Options {
+        slots: 1,
+        capacity,
+        planes: Planes { upper: true, lower: true, full: true },
+        rounding: Rounding::Balanced,
+        draft_weights: DraftWeights::Int4,
+        step_rows: 17,
+        block_rows: 512,
+        threads: 1,
+    };
+    let backend = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
+    let plain = |target: View| Method { target, draft: None, policy: Policy::fixed(0) };
+    let mut engine = Engine::new(backend, plain(View::Both), 1, capacity, options.block_rows);
+    let prompt: Vec<u32> = (0..capacity as u32).map(|i| 3 + i.wrapping_mul(2_654_435_761) % 8000).collect();
+    for context in [2, 140] {
+        // Forth and back, so that a drift of the machine favours nobody.
+        for view in [View::Full, View::Both, View::Upper, View::Upper, View::Both, View::Full] {
+            engine.set_method(plain(view));
+            let slot = engine.add(&prompt[..context], Sampler::greedy(), new).unwrap();
+            engine.prefill(slot, &mut |_, _| {}).unwrap();
+            let mut times = Vec::new();
+            while times.len() + 1 < new {
+                engine.draft(&[(slot, 0)]).unwrap();
+                let start = Instant::now();
+                engine.verify().unwrap();
+                times.push(start.elapsed().as_secs_f64());
+            }
+            engine.finish(slot);
+            times.sort_by(f64::total_cmp);
+            eprintln!(
+                "steps {context} {view:?}: least {:.3}, median {:.3}, most {:.3} ms",
+                times[0] * 1e3,
+                times[times.len() / 2] * 1e3,
+                times[times.len() - 1] * 1e3
+            );
+        }
     }
 }
