@@ -7,9 +7,10 @@
 //! Rust's intrinsics for tiles are not stable, so tiles are used in inline assembly.
 
 use crate::dispatch::{AHEAD, FAR_AHEAD};
+use crate::elementwise::PANEL_TOKENS;
 use crate::linear::{Matrix, PANEL};
 use std::arch::asm;
-use std::arch::x86_64::{__cpuid, __cpuid_count};
+use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
@@ -189,4 +190,210 @@ unsafe fn add_product(w: *const u16, x: *const u16, stride: usize, steps: usize,
             options(nostack),
         );
     }
+}
+
+/// Tiles for [`product`]: four of C, two of A, two of B.
+///
+/// # Safety
+/// As [`Tiles::new`].
+pub(crate) unsafe fn prompt_tiles() -> Tiles {
+    // SAFETY: the caller's promise.
+    unsafe { Tiles::new([(TILE_ROWS, TILE_BYTES); 8]) }
+}
+
+/// The left operand of [`product`]: rows of BF16 `pitch` bytes apart, the next 32 k `step` bytes on.
+#[derive(Clone, Copy)]
+pub(crate) struct Left {
+    pub(crate) start: *const u16,
+    pub(crate) pitch: usize,
+    pub(crate) step: usize,
+}
+
+/// `c[rows][64] (+)= a[rows][32 · steps] · b`, b a prompt panel of pairs `[16 · steps][64][2]`, c f32; 32 × 32 at a time, k
+/// upwards in steps of 32. ADD: onto what is there.
+///
+/// # Safety
+/// The tiles are those of [`prompt_tiles`]; `rows` is a multiple of 32, `steps` ≥ 1, and all of it is there.
+pub(crate) unsafe fn product<const ADD: bool>(
+    tiles: &Tiles,
+    a: Left,
+    rows: usize,
+    steps: usize,
+    b: *const f32,
+    c: *mut f32,
+) {
+    for row in (0..rows).step_by(2 * TILE_ROWS) {
+        for column in (0..PANEL_TOKENS).step_by(2 * TILE_ROWS) {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let a = Left { start: a.start.byte_add(row * a.pitch), ..a };
+                let second = a.start.byte_add(TILE_ROWS * a.pitch);
+                let (b, c) = (b.add(column), c.add(row * PANEL_TOKENS + column));
+                block::<ADD>(tiles, a, second, steps, b, c, a.start.cast());
+            }
+        }
+    }
+}
+
+/// One output panel against 64 tokens: `c[32][64] (+)= w · x`, `packed` as [`pack`] leaves it, `x` pairs `[k/2][64]` up to a
+/// multiple of 16. Meanwhile `ahead` is fetched, 512 bytes for every step.
+///
+/// # Safety
+/// The tiles are those of [`prompt_tiles`].
+pub(crate) unsafe fn panel(tiles: &Tiles, packed: &[Line], x: &[f32], c: &mut [f32], add: bool, ahead: *const u8) {
+    let steps = packed.len() / (2 * TILE_ROWS);
+    assert!(steps > 0 && packed.len() == steps * 2 * TILE_ROWS);
+    assert!(x.len() == steps * STEP * PANEL_TOKENS && c.len() == PANEL * PANEL_TOKENS);
+    let a = Left { start: packed.as_ptr().cast(), pitch: TILE_BYTES, step: 2 * TILE_ROWS * TILE_BYTES };
+    let second = packed[TILE_ROWS..].as_ptr().cast();
+    for column in (0..PANEL_TOKENS).step_by(2 * TILE_ROWS) {
+        let ahead = ahead.wrapping_add(steps * 4 * TILE_BYTES * (column / (2 * TILE_ROWS)));
+        let c = c[column..].as_mut_ptr();
+        // SAFETY: the caller's promise; lengths were checked.
+        unsafe {
+            if add {
+                block::<true>(tiles, a, second, steps, x[column..].as_ptr(), c, ahead);
+            } else {
+                block::<false>(tiles, a, second, steps, x[column..].as_ptr(), c, ahead);
+            }
+        }
+    }
+}
+
+/// `c[32][32] (+)= a · b`: rows 0..16 of `a` and 16..32 at `second`, against 32 tokens of panels 64 wide.
+///
+/// # Safety
+/// As [`product`]. `ahead` may be any address.
+unsafe fn block<const ADD: bool>(
+    _tiles: &Tiles,
+    a: Left,
+    second: *const u16,
+    steps: usize,
+    b: *const f32,
+    c: *mut f32,
+    ahead: *const u8,
+) {
+    macro_rules! run {
+        ($($start:literal),*) => {
+            asm!(
+                $($start,)*
+                "2:",
+                "tileloadd tmm4, [{a} + {a_pitch}]",
+                "tileloadd tmm6, [{b} + {pitch}]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{b} + {pitch} + 64]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm5, [{second} + {a_pitch}]",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                "prefetcht1 [{ahead}]",
+                "prefetcht1 [{ahead} + 64]",
+                "prefetcht1 [{ahead} + 128]",
+                "prefetcht1 [{ahead} + 192]",
+                "add {a}, {step}",
+                "add {second}, {step}",
+                "add {b}, 4096",
+                "add {ahead}, 256",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{c} + {pitch}], tmm0",
+                "tilestored [{c} + {pitch} + 64], tmm1",
+                "tilestored [{c} + {pitch} + 4096], tmm2",
+                "tilestored [{c} + {pitch} + 4160], tmm3",
+                a = inout(reg) a.start => _,
+                second = inout(reg) second => _,
+                a_pitch = in(reg) a.pitch,
+                step = in(reg) a.step,
+                b = inout(reg) b => _,
+                c = in(reg) c,
+                // Bytes of 64 tokens, f32 or pairs; sixteen times that are the next rows.
+                pitch = in(reg) 4 * PANEL_TOKENS,
+                steps = inout(reg) steps => _,
+                ahead = inout(reg) ahead => _,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack),
+            )
+        };
+    }
+    const _: () = assert!(4 * PANEL_TOKENS * TILE_ROWS == 4096);
+    // SAFETY: the caller's promise; a prefetch may have any address.
+    unsafe {
+        if ADD {
+            run!(
+                "tileloadd tmm0, [{c} + {pitch}]",
+                "tileloadd tmm1, [{c} + {pitch} + 64]",
+                "tileloadd tmm2, [{c} + {pitch} + 4096]",
+                "tileloadd tmm3, [{c} + {pitch} + 4160]"
+            );
+        } else {
+            run!("tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3");
+        }
+    }
+}
+
+/// A row of a tile.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+pub(crate) struct Line(pub(crate) [u16; 32]);
+
+/// Turns a panel's pairs `w` `[k/2][32][2]` into left operands: `[k/32][2]` tiles of 16 outputs × 32 k, zero behind k.
+pub(crate) fn pack(w: &[u16], packed: &mut [Line]) {
+    let (steps, rest) = (w.len() / STEP_LEN, w.len() % STEP_LEN);
+    assert!(packed.len() == w.len().div_ceil(STEP_LEN) * 2 * TILE_ROWS);
+    let mut padded = [0u16; STEP_LEN];
+    padded[..rest].copy_from_slice(&w[steps * STEP_LEN..]);
+    let parts = w.chunks_exact(STEP_LEN).chain((rest > 0).then_some(&padded[..]));
+    for (part, tiles) in parts.zip(packed.chunks_exact_mut(2 * TILE_ROWS)) {
+        for (half, tile) in tiles.chunks_exact_mut(TILE_ROWS).enumerate() {
+            // SAFETY: tiles are used where AVX-512 is; a part is 16 rows of 128 bytes, half of which are taken, a tile 16
+            // lines.
+            unsafe { pack_tile(part[half * PANEL..].as_ptr(), tile.as_mut_ptr()) };
+        }
+    }
+}
+
+/// # Safety
+/// AVX-512 F; sixteen vectors 128 bytes apart, and sixteen lines.
+#[target_feature(enable = "avx512f")]
+unsafe fn pack_tile(from: *const u16, to: *mut Line) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut rows = [_mm512_setzero_si512(); 16];
+        for (i, row) in rows.iter_mut().enumerate() {
+            *row = _mm512_loadu_si512(from.add(i * 2 * PANEL).cast());
+        }
+        for (i, row) in transpose(rows).into_iter().enumerate() {
+            _mm512_store_si512(to.add(i).cast(), row);
+        }
+    }
+}
+
+/// The transpose of 16 × 16 words.
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(crate) fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
+    // Pairs of rows, then rows in fours: vector 4i + j has in its part p (of 128 bits) column 4p + j of rows 4i to 4i + 3.
+    let (mut twos, mut fours) = (rows, rows);
+    for i in 0..8 {
+        twos[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+        twos[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+    }
+    for i in 0..4 {
+        for j in 0..2 {
+            fours[4 * i + 2 * j] = _mm512_unpacklo_epi64(twos[4 * i + j], twos[4 * i + 2 + j]);
+            fours[4 * i + 2 * j + 1] = _mm512_unpackhi_epi64(twos[4 * i + j], twos[4 * i + 2 + j]);
+        }
+    }
+    // A column's four parts come together.
+    let mut columns = rows;
+    for j in 0..4 {
+        let even = |i: usize| _mm512_shuffle_i32x4::<0x88>(fours[i + j], fours[i + 4 + j]);
+        let odd = |i: usize| _mm512_shuffle_i32x4::<0xdd>(fours[i + j], fours[i + 4 + j]);
+        columns[j] = _mm512_shuffle_i32x4::<0x88>(even(0), even(8));
+        columns[4 + j] = _mm512_shuffle_i32x4::<0x88>(odd(0), odd(8));
+        columns[8 + j] = _mm512_shuffle_i32x4::<0xdd>(even(0), even(8));
+        columns[12 + j] = _mm512_shuffle_i32x4::<0xdd>(odd(0), odd(8));
+    }
+    columns
 }

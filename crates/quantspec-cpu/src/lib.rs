@@ -12,6 +12,7 @@ mod attend;
 mod backend;
 mod bandwidth;
 mod cache;
+mod causal;
 pub mod dispatch;
 mod elementwise;
 mod lanes;

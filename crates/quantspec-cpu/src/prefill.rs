@@ -1,18 +1,20 @@
-//! Prompt rows: matrices and exact causal attention with tokens as lanes.
+//! Prompt rows: matrices with tokens as lanes.
 //!
 //! Activations are panels of 64 tokens, `[feature][64]`; the input of a matrix is f32, or BF16 pairs `[k/2][64][2]` where the
 //! path multiplies BF16. Weights are the decode kernels' repacked panels, read in place: a pair of k of one output is one
-//! broadcast word. Outputs come as `[n][64]`, the next operation's panel; norms, RoPE and SiLU are vertical in it.
+//! broadcast word; for AMX they are turned into tiles first, once for all tokens of a block. Outputs come as `[n][64]`, the next operation's panel; norms, RoPE and SiLU are vertical in it.
 //!
-//! A token's result never depends on the block of rows it is computed with: panels lie at multiples of 64 tokens, keys are
-//! taken in blocks of 64 at multiples of 64, and every (token, output) pair sums over k upwards in one accumulator.
+//! A token's result never depends on the block of rows it is computed with: panels lie at multiples of 64 tokens, and every
+//! (token, output) pair sums over k upwards in one accumulator.
 
+#[cfg(target_arch = "x86_64")]
+use crate::amx;
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS};
-use crate::lanes::{bf16_bits, exp2, madd, widen};
+use crate::lanes::{bf16_bits, madd, widen};
 use crate::linear::{Matrix, PANEL, Store, pairs_of};
-use crate::memory::{Array, Parts};
-use crate::pool::{Pool, part, part_by_cost};
+use crate::memory::Parts;
+use crate::pool::{Pool, part};
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
 
@@ -22,14 +24,16 @@ const KC: usize = 512;
 /// Outputs of one tile: with 64 tokens, 24 accumulators of AVX-512.
 const TILE: usize = 6;
 
-/// Tokens of a block of keys.
-pub(crate) const KEYS: usize = 64;
+/// k of one block on tiles: the pairs of 5 panels, 1.25 MiB, stay in L2, and so do the packed weights, 128 KiB.
+#[cfg(target_arch = "x86_64")]
+const TILE_KC: usize = 2048;
 
 /// Floating-point operations of one dispatch per thread, so that the caller is asked between dispatches at least every
 /// 0.1 s or so: AVX-512 reaches 115 Gflop/s per thread of a Sapphire Rapids, AVX2 75; for the others a few are assumed.
-const fn slice_flops(simd: Simd) -> usize {
+pub(crate) const fn slice_flops(simd: Simd) -> usize {
     match simd {
-        Simd::Amx | Simd::Avx512 => 8_000_000_000,
+        Simd::Amx => 40_000_000_000,
+        Simd::Avx512 => 8_000_000_000,
         Simd::Avx2 => 4_000_000_000,
         Simd::Neon => 1_000_000_000,
         Simd::Scalar => 250_000_000,
@@ -41,9 +45,14 @@ pub(crate) fn takes_pairs(simd: Simd, matrix: &Matrix) -> bool {
     simd.has_avx512() && matrix.dtype() == Dtype::Bf16
 }
 
-/// Values of a panel, `[k][64]` f32 or `[k/2][64]` words of BF16 pairs: floats it takes.
+/// Values of a panel, `[k][64]` f32 or `[k/2][64]` words of BF16 pairs: floats it takes, whole tiles of 16 pairs at least.
 pub(crate) const fn panel_len(k: usize) -> usize {
-    2 * pairs_of(k) * PANEL_TOKENS
+    if k < 16 { 16 * PANEL_TOKENS } else { 2 * pairs_of(k) * PANEL_TOKENS }
+}
+
+/// Floats behind the pairs of a panel that tiles read and that must be zero.
+pub(crate) const fn tile_padding(k: usize) -> std::ops::Range<usize> {
+    pairs_of(k) * PANEL_TOKENS..pairs_of(k).div_ceil(16) * 16 * PANEL_TOKENS
 }
 
 /// Writes features `first ..` (an even number) of sixteen tokens from lane `lane` on into a panel that is the input of a
@@ -87,7 +96,7 @@ pub(crate) fn gemm(
     simd: Simd,
     poll: &mut dyn FnMut() -> Result<()>,
     matrix: &Matrix,
-    x: &[f32],
+    x: &mut [f32],
     y: &mut [f32],
     panels: usize,
 ) -> Result<()> {
@@ -95,6 +104,10 @@ pub(crate) fn gemm(
     if x.len() < panels * panel_len(k) || y.len() < panels * n * PANEL_TOKENS {
         return Err(Error::internal("a prefill matrix was given panels of another shape"));
     }
+    if takes_pairs(simd, matrix) {
+        x.chunks_exact_mut(panel_len(k)).take(panels).for_each(|x| x[tile_padding(k)].fill(0.0));
+    }
+    let x = &*x;
     let flops = 2 * PANEL * k * panels * PANEL_TOKENS;
     let most = (slice_flops(simd) / flops.max(1)).max(1) * threads;
     let y = Parts::new(y);
@@ -104,6 +117,12 @@ pub(crate) fn gemm(
         pool.run(&|thread| {
             let mine = part(outputs, thread, threads);
             let mine = first + mine.start..first + mine.end;
+            #[cfg(target_arch = "x86_64")]
+            if let (Simd::Amx, Store::Bf16(w)) = (simd, &matrix.store) {
+                // SAFETY: as below; the path was chosen because the machine has tiles.
+                unsafe { gemm_tiles(w, k, n, x, &y, panels, mine) };
+                return;
+            }
             // SAFETY: output panels belong to one thread, and rows of `y` to one output.
             unsafe { gemm_part(simd, matrix, x, &y, panels, mine) };
         })?;
@@ -164,6 +183,45 @@ unsafe fn gemm_part(
     }
 }
 
+/// [`gemm_part`] on tiles: `w` is a matrix of k inputs and n outputs.
+///
+/// # Safety
+/// As `gemm_part`; the machine has tiles, and this thread holds none.
+#[cfg(target_arch = "x86_64")]
+unsafe fn gemm_tiles(
+    w: &[u16],
+    k: usize,
+    n: usize,
+    x: &[f32],
+    y: &Parts<f32>,
+    panels: usize,
+    mine: std::ops::Range<usize>,
+) {
+    let k2 = 2 * pairs_of(k);
+    let mut packed = vec![amx::Line([0; 32]); TILE_KC.min(k2.next_multiple_of(32))];
+    // SAFETY: the caller's promise.
+    let tiles = unsafe { amx::prompt_tiles() };
+    for first in (0..k2).step_by(TILE_KC) {
+        let kc = TILE_KC.min(k2 - first);
+        let packed = &mut packed[..kc.next_multiple_of(32)];
+        for output in mine.clone() {
+            let w = &w[(output * k2 + first) * PANEL..][..kc * PANEL];
+            amx::pack(w, packed);
+            // The next block of weights is on its way while this one is used: all of it within four panels.
+            let ahead = w.as_ptr().wrapping_add(k2 * PANEL).cast::<u8>();
+            for panel in 0..panels {
+                let x = &x[panel * panel_len(k) + first / 2 * PANEL_TOKENS..][..packed.len() / 2 * PANEL_TOKENS];
+                let ahead = ahead.wrapping_add(panel.min(3) * packed.len() / 32 * 512);
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let c = y.slice((panel * n + output * PANEL) * PANEL_TOKENS, PANEL * PANEL_TOKENS);
+                    amx::panel(&tiles, packed, x, c, first > 0, ahead);
+                }
+            }
+        }
+    }
+}
+
 /// BF16 pairs `[k/2][32][2]` to f32 `[k][32]`.
 #[inline(always)]
 fn widen_pairs<const FMA: bool>(from: &[u16], to: &mut [f32]) {
@@ -176,7 +234,16 @@ fn widen_pairs<const FMA: bool>(from: &[u16], to: &mut [f32]) {
 }
 
 /// `c[j][64] (+)= Σ_p w[j·sj + p·sp] · x[p][64]` for j in 0..n, p in 0..kc; `add`: onto what is there.
-fn tiles(simd: Simd, w: &[f32], strides: (usize, usize), n: usize, kc: usize, x: &[f32], c: &mut [f32], add: bool) {
+pub(crate) fn tiles(
+    simd: Simd,
+    w: &[f32],
+    strides: (usize, usize),
+    n: usize,
+    kc: usize,
+    x: &[f32],
+    c: &mut [f32],
+    add: bool,
+) {
     if simd.has_avx512() {
         portable!(simd, tiles_body[64](w: &[f32], strides: (usize, usize), n: usize, kc: usize, x: &[f32], c: &mut [f32], add: bool));
     } else {
@@ -245,194 +312,9 @@ fn tile<const FMA: bool, const N: usize, const L: usize>(
     }
 }
 
-/// The keys and values of the layer under way, and the queries of a block.
-pub(crate) struct Causal<'a> {
-    pub(crate) heads: usize,
-    pub(crate) group: usize,
-    pub(crate) d: usize,
-    /// Queries are BF16 pairs, and so are the results.
-    pub(crate) pairs: bool,
-    /// `[panel][head]` of `panel_len(d)`, times log2(e)/√D.
-    pub(crate) q: &'a [f32],
-    /// `[kv head][token][D]` halves, `tokens` tokens (a multiple of 64) each, 16 halves of padding at the end.
-    pub(crate) keys: &'a [u16],
-    /// Likewise.
-    pub(crate) values: &'a [u16],
-    pub(crate) tokens: usize,
-    /// The block's first panel (absolute) and their number.
-    pub(crate) first: usize,
-    pub(crate) panels: usize,
-}
-
-/// Scratch of one thread for attention.
-pub(crate) struct Scratch {
-    keys: Array<f32>,
-    values: Array<f32>,
-    /// Scores `[64 keys][64]`, then probabilities.
-    scores: Array<f32>,
-    out: Array<f32>,
-}
-
-impl Scratch {
-    pub(crate) fn new(d: usize) -> Result<Scratch> {
-        Ok(Scratch {
-            keys: Array::zeros(KEYS * d + 16)?,
-            values: Array::zeros(KEYS * d + 16)?,
-            scores: Array::zeros(KEYS * PANEL_TOKENS)?,
-            out: Array::zeros(d * PANEL_TOKENS)?,
-        })
-    }
-
-    /// Bytes of [`Scratch::new`].
-    pub(crate) const fn bytes_of(d: usize) -> usize {
-        4 * (2 * (KEYS * d + 16) + KEYS * PANEL_TOKENS + d * PANEL_TOKENS)
-    }
-}
-
-impl Causal<'_> {
-    /// Attention of every head and panel of the block into `out`, the output projection's input: `[panel]` of
-    /// `panel_len(heads · D)`.
-    ///
-    /// # Errors
-    /// Those of `poll`.
-    pub(crate) fn run(
-        &self,
-        pool: &Pool,
-        simd: Simd,
-        poll: &mut dyn FnMut() -> Result<()>,
-        scratch: &mut [Scratch],
-        out: &mut [f32],
-    ) -> Result<()> {
-        let (threads, width) = (pool.threads(), panel_len(self.heads * self.d));
-        let items = self.heads * self.panels;
-        // Heads of a group are neighbours, so that their keys stay in the cache.
-        let place = |item: usize| (item % self.panels, item / self.panels);
-        let cost = |item: usize| self.first + place(item).0 + 1;
-        let per_item = |item: usize| 4 * cost(item) * KEYS * PANEL_TOKENS * self.d;
-        let scratch = Parts::new(scratch);
-        let out = Parts::new(out);
-        let mut start = 0;
-        while start < items {
-            // As many items as one dispatch may take.
-            let (mut end, mut flops) = (start, 0);
-            while end < items && (end < start + threads || flops < slice_flops(simd) * threads) {
-                flops += per_item(end);
-                end += 1;
-            }
-            pool.run(&|thread| {
-                // SAFETY: one element per thread.
-                let scratch = unsafe { &mut scratch.slice(thread, 1)[0] };
-                for item in part_by_cost(end - start, thread, threads, |i| cost(start + i)) {
-                    let (panel, head) = place(start + item);
-                    self.block(simd, panel, head, scratch);
-                    // SAFETY: features of one head of one panel belong to one item.
-                    let out = unsafe {
-                        let at = panel * width + head * self.d * PANEL_TOKENS / if self.pairs { 2 } else { 1 };
-                        out.slice(at, self.d * PANEL_TOKENS / if self.pairs { 2 } else { 1 })
-                    };
-                    let mut values = [[0f32; LANES]; 2];
-                    for lane in (0..PANEL_TOKENS).step_by(LANES) {
-                        for c in (0..self.d).step_by(2) {
-                            for (i, values) in values.iter_mut().enumerate() {
-                                *values = crate::lanes::take(&scratch.out, (c + i) * PANEL_TOKENS + lane);
-                            }
-                            put_features(simd, self.pairs, out, c, lane, &values);
-                        }
-                    }
-                }
-            })?;
-            start = end;
-            poll()?;
-        }
-        Ok(())
-    }
-
-    /// One head of 64 query tokens, into `scratch.out` `[D][64]`.
-    fn block(&self, simd: Simd, panel: usize, head: usize, scratch: &mut Scratch) {
-        let (d, q0) = (self.d, (self.first + panel) * PANEL_TOKENS);
-        let q = &self.q[(panel * self.heads + head) * panel_len(d)..][..panel_len(d)];
-        let at = head / self.group * self.tokens * d;
-        let seen = q0 + PANEL_TOKENS;
-        assert!(seen <= self.tokens);
-        let (keys, values) = (&self.keys[at..], &self.values[at..]);
-        #[cfg(target_arch = "x86_64")]
-        if self.pairs {
-            avx512::causal(q, &keys[..seen * d + 16], &values[..seen * d + 16], d, q0, scratch);
-            return;
-        }
-        scratch.out.fill(0.0);
-        let mut state = [[-1e30f32, 0.0]; PANEL_TOKENS];
-        for t0 in (0..seen).step_by(KEYS) {
-            let range = t0 * d..(t0 + KEYS) * d;
-            widen(simd, &keys[range.clone()], &mut scratch.keys[..KEYS * d]);
-            widen(simd, &values[range], &mut scratch.values[..KEYS * d]);
-            tiles(simd, &scratch.keys, (d, 1), KEYS, d, q, &mut scratch.scores, false);
-            let (scores, state, out) = (&mut scratch.scores[..], &mut state, &mut scratch.out[..]);
-            portable!(simd, softmax(
-                scores: &mut [f32],
-                state: &mut [[f32; 2]; PANEL_TOKENS],
-                out: &mut [f32],
-                q0: usize,
-                t0: usize,
-            ));
-            tiles(simd, &scratch.values, (1, d), d, KEYS, &scratch.scores, &mut scratch.out, true);
-        }
-        for out in scratch.out.chunks_exact_mut(PANEL_TOKENS) {
-            for (out, state) in out.iter_mut().zip(&state) {
-                *out *= 1.0 / state[1];
-            }
-        }
-    }
-}
-
-/// Scores `[64 keys from t0][64 queries from q0]` become probabilities against the running maximum; `state`: maximum and sum
-/// of each query; `out` is scaled to the new maximum.
-#[inline(always)]
-fn softmax<const FMA: bool>(
-    scores: &mut [f32],
-    state: &mut [[f32; 2]; PANEL_TOKENS],
-    out: &mut [f32],
-    q0: usize,
-    t0: usize,
-) {
-    for lane in (0..PANEL_TOKENS).step_by(LANES) {
-        let (mut most, mut sum, mut alpha) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
-        for l in 0..LANES {
-            most[l] = state[lane + l][0];
-        }
-        let before = most;
-        for t in 0..KEYS {
-            let s = &mut scores[t * PANEL_TOKENS + lane..][..LANES];
-            for l in 0..LANES {
-                s[l] = if t0 + t > q0 + lane + l { f32::NEG_INFINITY } else { s[l] };
-                most[l] = if s[l] > most[l] { s[l] } else { most[l] };
-            }
-        }
-        for l in 0..LANES {
-            alpha[l] = exp2::<FMA>(before[l] - most[l]);
-            sum[l] = state[lane + l][1] * alpha[l];
-        }
-        for t in 0..KEYS {
-            let s = &mut scores[t * PANEL_TOKENS + lane..][..LANES];
-            for l in 0..LANES {
-                s[l] = exp2::<FMA>(s[l] - most[l]);
-                sum[l] += s[l];
-            }
-        }
-        for l in 0..LANES {
-            state[lane + l] = [most[l], sum[l]];
-        }
-        for out in out.chunks_exact_mut(PANEL_TOKENS) {
-            for l in 0..LANES {
-                out[lane + l] *= alpha[l];
-            }
-        }
-    }
-}
-
 #[cfg(target_arch = "x86_64")]
-mod avx512 {
-    use super::{KEYS, PANEL, PANEL_TOKENS, Scratch, TILE};
+pub(crate) mod avx512 {
+    use super::{PANEL, PANEL_TOKENS, TILE};
     use std::arch::x86_64::*;
 
     /// One output panel against 64 tokens, BF16: `c[32][64] (+)= w · x`.
@@ -511,7 +393,7 @@ mod avx512 {
     /// As `tile`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bf16")]
-    unsafe fn tiles<const INIT: u8>(
+    pub(crate) unsafe fn tiles<const INIT: u8>(
         n: usize,
         b: *const u8,
         sj: usize,
@@ -553,106 +435,6 @@ mod avx512 {
                     }
                 };
             }
-        }
-    }
-
-    /// One head of 64 queries from position q0 on, q: BF16 pairs `[D/2][64]`; keys and values `[token][D]` halves up to
-    /// q0 + 64 tokens and 16 halves more; result in `scratch.out`, `[D][64]`.
-    pub(super) fn causal(q: &[f32], keys: &[u16], values: &[u16], d: usize, q0: usize, scratch: &mut Scratch) {
-        let need = (q0 + PANEL_TOKENS) * d + 16;
-        assert!(q.len() >= d / 2 * PANEL_TOKENS && keys.len() >= need && values.len() >= need);
-        assert!(scratch.out.len() == d * PANEL_TOKENS && scratch.keys.len() >= KEYS * d / 2 + 16);
-        // SAFETY: pairs are used on the AVX-512 path only; lengths were checked.
-        unsafe { blocks(q.as_ptr().cast(), keys.as_ptr(), values.as_ptr(), d, q0, scratch) }
-    }
-
-    #[target_feature(enable = "avx512f,avx512bf16,avx512bw,avx512dq")]
-    unsafe fn blocks(q: *const u8, keys: *const u16, values: *const u16, d: usize, q0: usize, scratch: &mut Scratch) {
-        use crate::attend::avx512_exp2 as exp2;
-        // SAFETY: as `causal` checked.
-        unsafe {
-            let mut m = [_mm512_set1_ps(-1e30); 4];
-            let mut l = [_mm512_setzero_ps(); 4];
-            let mut alpha = [[0f32; 16]; 4];
-            scratch.out.fill(0.0);
-            let (s, out) = (scratch.scores.as_mut_ptr(), scratch.out.as_mut_ptr());
-            let (kb, vb) = (scratch.keys.as_mut_ptr().cast::<u16>(), scratch.values.as_mut_ptr().cast::<u32>());
-            let lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-            for t0 in (0..q0 + PANEL_TOKENS).step_by(KEYS) {
-                // Keys [token][D], values [token/2][D][2], both BF16. A row's last vector may reach into the next row, which is
-                // written after it, and behind the last row there is padding.
-                for t in 0..KEYS {
-                    for c in (0..d).step_by(16) {
-                        let k = halves(keys.add((t0 + t) * d + c));
-                        _mm256_storeu_si256(kb.add(t * d + c).cast(), k);
-                    }
-                }
-                for t in (0..KEYS).step_by(2) {
-                    for c in (0..d).step_by(16) {
-                        let v0 = _mm512_cvtepu16_epi32(halves(values.add((t0 + t) * d + c)));
-                        let v1 = _mm512_cvtepu16_epi32(halves(values.add((t0 + t + 1) * d + c)));
-                        let pair = _mm512_or_si512(v0, _mm512_slli_epi32::<16>(v1));
-                        _mm512_storeu_si512(vb.add(t / 2 * d + c).cast(), pair);
-                    }
-                }
-                tiles::<0>(KEYS, kb.cast(), d * 2, 4, q, d / 2, s, std::ptr::null());
-                if t0 + KEYS > q0 {
-                    for t in 0..KEYS {
-                        for i in 0..4 {
-                            let at = s.add(t * 64 + i * 16);
-                            let position = _mm512_add_epi32(lane, _mm512_set1_epi32((q0 + i * 16) as i32));
-                            let hidden = _mm512_cmplt_epi32_mask(position, _mm512_set1_epi32((t0 + t) as i32));
-                            let masked = _mm512_mask_blend_ps(hidden, _mm512_loadu_ps(at), _mm512_set1_ps(-1e30));
-                            _mm512_storeu_ps(at, masked);
-                        }
-                    }
-                }
-                for i in 0..4 {
-                    let mut top = [m[i]; 2];
-                    for t in (0..KEYS).step_by(2) {
-                        top[0] = _mm512_max_ps(top[0], _mm512_loadu_ps(s.add(t * 64 + i * 16)));
-                        top[1] = _mm512_max_ps(top[1], _mm512_loadu_ps(s.add(t * 64 + 64 + i * 16)));
-                    }
-                    let new = _mm512_max_ps(top[0], top[1]);
-                    let a = exp2(_mm512_sub_ps(m[i], new));
-                    m[i] = new;
-                    _mm512_storeu_ps(alpha[i].as_mut_ptr(), a);
-                    let mut sum = [_mm512_mul_ps(l[i], a), _mm512_setzero_ps()];
-                    let half = _mm512_set1_epi32(0x8000);
-                    for t in (0..KEYS).step_by(2) {
-                        let e0 = exp2(_mm512_sub_ps(_mm512_loadu_ps(s.add(t * 64 + i * 16)), new));
-                        let e1 = exp2(_mm512_sub_ps(_mm512_loadu_ps(s.add(t * 64 + 64 + i * 16)), new));
-                        sum[0] = _mm512_add_ps(sum[0], e0);
-                        sum[1] = _mm512_add_ps(sum[1], e1);
-                        // Rounded to BF16 and paired, in place of the scores: positive numbers need no more than an addition.
-                        // Pair t/2 of sixteen lanes lies where scores of token t/2 lay, which are read already.
-                        let low = _mm512_srli_epi32::<16>(_mm512_add_epi32(_mm512_castps_si512(e0), half));
-                        let high = _mm512_add_epi32(_mm512_castps_si512(e1), half);
-                        let pair = _mm512_mask_blend_epi16(0xaaaa_aaaa, low, high);
-                        _mm512_storeu_si512(s.add(t * 32 + i * 16).cast(), pair);
-                    }
-                    l[i] = _mm512_add_ps(sum[0], sum[1]);
-                }
-                tiles::<2>(d, vb.cast(), 4, d * 4, s.cast(), KEYS / 2, out, alpha.as_ptr().cast());
-            }
-            for (i, l) in l.iter().enumerate() {
-                let inverse = _mm512_div_ps(_mm512_set1_ps(1.0), *l);
-                for c in 0..d {
-                    let at = out.add(c * PANEL_TOKENS + i * 16);
-                    _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), inverse));
-                }
-            }
-        }
-    }
-
-    /// Sixteen halves to BF16.
-    #[inline]
-    #[target_feature(enable = "avx512f,avx512bf16")]
-    unsafe fn halves(from: *const u16) -> __m256i {
-        // SAFETY: sixteen halves.
-        unsafe {
-            let x = _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()));
-            std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(x))
         }
     }
 }

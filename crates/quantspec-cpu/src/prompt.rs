@@ -2,13 +2,14 @@
 //! layer.
 
 use crate::attend::{Shape, put_token};
+use crate::causal::{Causal, Scratch};
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm_panel};
 use crate::lanes::{f16_bits, f16_is_finite, silu, take};
 use crate::linear::PANEL;
 use crate::memory::{Array, Parts};
 use crate::pool::{Pool, part};
-use crate::prefill::{self, Causal, panel_len, put_features, takes_pairs};
+use crate::prefill::{self, panel_len, put_features, takes_pairs, tile_padding};
 use crate::weights::{Layer, Linear, Model, QkvPlaces, panels};
 use quantspec_core::config::ModelConfig;
 use quantspec_core::{Error, Result};
@@ -56,7 +57,7 @@ pub(crate) struct Prompt {
     y: Array<f32>,
     /// `[panel][head]` of `panel_len(D)`.
     q: Array<f32>,
-    scratch: Vec<prefill::Scratch>,
+    scratch: Vec<Scratch>,
 }
 
 /// Lengths of the arrays of a prompt.
@@ -112,13 +113,14 @@ impl Prompt {
             x: Array::zeros(len.x)?,
             y: Array::zeros(len.y)?,
             q: Array::zeros(len.q)?,
-            scratch: (0..threads).map(|_| prefill::Scratch::new(config.head_dim)).collect::<Result<_>>()?,
+            scratch: (0..threads).map(|_| Scratch::new(config.head_dim, config.group())).collect::<Result<_>>()?,
         })
     }
 
     /// Bytes of [`Prompt::new`].
     pub(crate) fn plan(config: &ModelConfig, capacity: usize, block_rows: usize, threads: usize) -> usize {
-        Lengths::new(config, capacity, block_rows).bytes() + threads * prefill::Scratch::bytes_of(config.head_dim)
+        Lengths::new(config, capacity, block_rows).bytes()
+            + threads * Scratch::bytes_of(config.head_dim, config.group())
     }
 
     /// First panel and number of panels of a block, checked.
@@ -211,7 +213,7 @@ impl Prompt {
     }
 
     fn multiply(&mut self, machine: &mut Machine, linear: &Linear, count: usize) -> Result<()> {
-        prefill::gemm(machine.pool, machine.simd, machine.poll, &linear.full, &self.x, &mut self.y, count)
+        prefill::gemm(machine.pool, machine.simd, machine.poll, &linear.full, &mut self.x, &mut self.y, count)
     }
 
     /// Adds a matrix's output to the hidden states of the block's rows.
@@ -295,6 +297,9 @@ impl Prompt {
                             // SAFETY: a head of a panel is one item.
                             let q = unsafe { q.slice((panel * heads + index) * panel_len(d), panel_len(d)) };
                             put_features(simd, pairs, q, 0, lane, &head);
+                            if pairs && lane == 0 {
+                                q[tile_padding(d)].fill(0.0);
+                            }
                             continue;
                         }
                         for l in 0..LANES {

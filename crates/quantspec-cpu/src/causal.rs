@@ -1,0 +1,544 @@
+//! Exact causal attention of prompt rows, with queries as lanes.
+//!
+//! Scores are `[key][64 queries]`, results `[D][64 queries]`; softmax is vertical in them. With AVX-512 and AMX queries,
+//! keys, probabilities and values are multiplied in BF16 and summed in f32.
+//!
+//! Keys are taken in blocks at multiples of the block's size, from the first up to the last query of the panel, so a query's
+//! bits depend on its position alone.
+
+use crate::dispatch::{Simd, portable};
+use crate::elementwise::{LANES, PANEL_TOKENS};
+use crate::lanes::{exp2, widen};
+use crate::memory::{Array, Parts};
+use crate::pool::{Pool, part_by_cost};
+use crate::prefill::{panel_len, put_features, slice_flops, tiles};
+use quantspec_core::Result;
+
+/// Tokens of a block of keys.
+const KEYS: usize = 64;
+
+/// Tokens of a block of keys on tiles: the longer, the less often results are scaled, loaded and stored; the scores of 256
+/// would no longer fit L1.
+const TILE_KEYS: usize = 128;
+
+/// The keys and values of the layer under way, and the queries of a block.
+pub(crate) struct Causal<'a> {
+    pub(crate) heads: usize,
+    pub(crate) group: usize,
+    pub(crate) d: usize,
+    /// Queries are BF16 pairs, and so are the results.
+    pub(crate) pairs: bool,
+    /// `[panel][head]` of `panel_len(d)`, times log2(e)/√D; pairs behind D are zero.
+    pub(crate) q: &'a [f32],
+    /// `[kv head][token][D]` halves, `tokens` tokens (a multiple of 64) each, 16 halves of padding at the end.
+    pub(crate) keys: &'a [u16],
+    /// Likewise.
+    pub(crate) values: &'a [u16],
+    pub(crate) tokens: usize,
+    /// The block's first panel (absolute) and their number.
+    pub(crate) first: usize,
+    pub(crate) panels: usize,
+}
+
+/// Scratch of one thread.
+pub(crate) struct Scratch {
+    /// A block of keys `[key][D]` and of values, f32 or BF16, as the path has them.
+    keys: Array<f32>,
+    values: Array<f32>,
+    /// Scores `[key][64]`, then probabilities.
+    scores: Array<f32>,
+    /// Results `[head][Dp][64]` of the heads that share keys, with Dp as [`padded`].
+    out: Array<f32>,
+    /// Running maximum and sum of each query, `[head][2][64]`.
+    state: Array<f32>,
+}
+
+/// D in whole tiles of 16 pairs, two beside each other.
+const fn padded(d: usize) -> usize {
+    d.div_ceil(32) * 32
+}
+
+impl Scratch {
+    /// (keys or values, scores, out, state)
+    const fn lengths(d: usize, group: usize) -> [usize; 4] {
+        // 128 tokens in BF16 are as long as 64 in f32.
+        [KEYS * padded(d) + 16, TILE_KEYS * PANEL_TOKENS, group * padded(d) * PANEL_TOKENS, group * 2 * PANEL_TOKENS]
+    }
+
+    /// For heads of `d` channels, `group` of which share keys.
+    pub(crate) fn new(d: usize, group: usize) -> Result<Scratch> {
+        let [block, scores, out, state] = Scratch::lengths(d, group);
+        Ok(Scratch {
+            keys: Array::zeros(block)?,
+            values: Array::zeros(block)?,
+            scores: Array::zeros(scores)?,
+            out: Array::zeros(out)?,
+            state: Array::zeros(state)?,
+        })
+    }
+
+    /// Bytes of [`Scratch::new`].
+    pub(crate) const fn bytes_of(d: usize, group: usize) -> usize {
+        let [block, scores, out, state] = Scratch::lengths(d, group);
+        4 * (2 * block + scores + out + state)
+    }
+}
+
+const _: () = assert!(TILE_KEYS == 2 * KEYS && TILE_KEYS % PANEL_TOKENS == 0);
+
+impl Causal<'_> {
+    /// Attention of every head and panel of the block into `out`, the output projection's input: `[panel]` of
+    /// `panel_len(heads · D)`.
+    ///
+    /// # Errors
+    /// Those of `poll`.
+    pub(crate) fn run(
+        &self,
+        pool: &Pool,
+        simd: Simd,
+        poll: &mut dyn FnMut() -> Result<()>,
+        scratch: &mut [Scratch],
+        out: &mut [f32],
+    ) -> Result<()> {
+        let (threads, width) = (pool.threads(), panel_len(self.heads * self.d));
+        let share = self.share(simd, threads);
+        let items = self.heads / share * self.panels;
+        // Heads of a group are neighbours, so that their keys stay in the cache.
+        let place = |item: usize| (item % self.panels, item / self.panels * share);
+        let cost = |item: usize| self.first + place(item).0 + 1;
+        let per_item = |item: usize| 4 * share * cost(item) * KEYS * PANEL_TOKENS * self.d;
+        // Floats of a head in the output.
+        let length = self.d * PANEL_TOKENS / if self.pairs { 2 } else { 1 };
+        let scratch = Parts::new(scratch);
+        let out = Parts::new(out);
+        let mut start = 0;
+        while start < items {
+            // As many items as one dispatch may take.
+            let (mut end, mut flops) = (start, 0);
+            while end < items && (end < start + threads || flops < slice_flops(simd) * threads) {
+                flops += per_item(end);
+                end += 1;
+            }
+            pool.run(&|thread| {
+                // SAFETY: one element per thread.
+                let scratch = unsafe { &mut scratch.slice(thread, 1)[0] };
+                for item in part_by_cost(end - start, thread, threads, |i| cost(start + i)) {
+                    let (panel, head) = place(start + item);
+                    self.block(simd, panel, head, share, scratch);
+                    for (i, from) in scratch.out.chunks_exact(padded(self.d) * PANEL_TOKENS).take(share).enumerate() {
+                        // SAFETY: features of one head of one panel belong to one item.
+                        let out = unsafe { out.slice(panel * width + (head + i) * length, length) };
+                        let mut values = [[0f32; LANES]; 2];
+                        for lane in (0..PANEL_TOKENS).step_by(LANES) {
+                            for c in (0..self.d).step_by(2) {
+                                for (i, values) in values.iter_mut().enumerate() {
+                                    *values = crate::lanes::take(from, (c + i) * PANEL_TOKENS + lane);
+                                }
+                                put_features(simd, self.pairs, out, c, lane, &values);
+                            }
+                        }
+                    }
+                }
+            })?;
+            start = end;
+            poll()?;
+        }
+        Ok(())
+    }
+
+    /// Heads of one item. On tiles, converting keys and values is a good part of a block's work, so heads of a group share
+    /// it, as long as there are items enough for the threads.
+    fn share(&self, simd: Simd, threads: usize) -> usize {
+        if !self.pairs || simd != Simd::Amx {
+            return 1;
+        }
+        let fits = |share: &usize| {
+            self.group.is_multiple_of(*share) && (*share == 1 || self.heads / share * self.panels >= 2 * threads)
+        };
+        (1..=self.group).rev().find(fits).unwrap_or(1)
+    }
+
+    /// `share` heads from `head` on of 64 query tokens, into `scratch.out`.
+    fn block(&self, simd: Simd, panel: usize, head: usize, share: usize, scratch: &mut Scratch) {
+        let (d, q0) = (self.d, (self.first + panel) * PANEL_TOKENS);
+        let q = &self.q[(panel * self.heads + head) * panel_len(d)..][..share * panel_len(d)];
+        let at = head / self.group * self.tokens * d;
+        let seen = q0 + PANEL_TOKENS;
+        assert!(seen <= self.tokens);
+        let (keys, values) = (&self.keys[at..], &self.values[at..]);
+        #[cfg(target_arch = "x86_64")]
+        if self.pairs {
+            // The last vector of a row may reach behind it.
+            let (keys, values) = (&keys[..seen * d + 16], &values[..seen * d + 16]);
+            match simd {
+                Simd::Amx => amx::causal(q, share, keys, values, d, q0, scratch),
+                _ => avx512::causal(q, keys, values, d, q0, scratch),
+            }
+            return;
+        }
+        let out = &mut scratch.out[..d * PANEL_TOKENS];
+        out.fill(0.0);
+        let mut state = [[-1e30f32, 0.0]; PANEL_TOKENS];
+        for t0 in (0..seen).step_by(KEYS) {
+            let range = t0 * d..(t0 + KEYS) * d;
+            widen(simd, &keys[range.clone()], &mut scratch.keys[..KEYS * d]);
+            widen(simd, &values[range], &mut scratch.values[..KEYS * d]);
+            let scores = &mut scratch.scores[..KEYS * PANEL_TOKENS];
+            tiles(simd, &scratch.keys, (d, 1), KEYS, d, q, scores, false);
+            let (state, out) = (&mut state, &mut *out);
+            portable!(simd, softmax(
+                scores: &mut [f32],
+                state: &mut [[f32; 2]; PANEL_TOKENS],
+                out: &mut [f32],
+                q0: usize,
+                t0: usize,
+            ));
+            tiles(simd, &scratch.values, (1, d), d, KEYS, &scratch.scores, out, true);
+        }
+        for out in out.chunks_exact_mut(PANEL_TOKENS) {
+            for (out, state) in out.iter_mut().zip(&state) {
+                *out *= 1.0 / state[1];
+            }
+        }
+    }
+}
+
+/// Scores `[64 keys from t0][64 queries from q0]` become probabilities against the running maximum; `state`: maximum and sum
+/// of each query; `out` is scaled to the new maximum.
+#[inline(always)]
+fn softmax<const FMA: bool>(
+    scores: &mut [f32],
+    state: &mut [[f32; 2]; PANEL_TOKENS],
+    out: &mut [f32],
+    q0: usize,
+    t0: usize,
+) {
+    for lane in (0..PANEL_TOKENS).step_by(LANES) {
+        let (mut most, mut sum, mut alpha) = ([0f32; LANES], [0f32; LANES], [0f32; LANES]);
+        for l in 0..LANES {
+            most[l] = state[lane + l][0];
+        }
+        let before = most;
+        for t in 0..KEYS {
+            let s = &mut scores[t * PANEL_TOKENS + lane..][..LANES];
+            for l in 0..LANES {
+                s[l] = if t0 + t > q0 + lane + l { f32::NEG_INFINITY } else { s[l] };
+                most[l] = if s[l] > most[l] { s[l] } else { most[l] };
+            }
+        }
+        for l in 0..LANES {
+            alpha[l] = exp2::<FMA>(before[l] - most[l]);
+            sum[l] = state[lane + l][1] * alpha[l];
+        }
+        for t in 0..KEYS {
+            let s = &mut scores[t * PANEL_TOKENS + lane..][..LANES];
+            for l in 0..LANES {
+                s[l] = exp2::<FMA>(s[l] - most[l]);
+                sum[l] += s[l];
+            }
+        }
+        for l in 0..LANES {
+            state[lane + l] = [most[l], sum[l]];
+        }
+        for out in out.chunks_exact_mut(PANEL_TOKENS) {
+            for l in 0..LANES {
+                out[lane + l] *= alpha[l];
+            }
+        }
+    }
+}
+
+/// What the BF16 kernels share.
+#[cfg(target_arch = "x86_64")]
+mod bf16 {
+    use super::PANEL_TOKENS;
+    use crate::attend::avx512_exp2 as exp2;
+    use std::arch::x86_64::*;
+
+    /// Vectors of a panel of queries.
+    pub(super) const VECTORS: usize = PANEL_TOKENS / 16;
+
+    /// Running maximum and sum of 64 queries.
+    pub(super) struct State {
+        pub(super) most: [__m512; VECTORS],
+        pub(super) sum: [__m512; VECTORS],
+    }
+
+    impl State {
+        #[inline]
+        #[target_feature(enable = "avx512f")]
+        pub(super) fn new() -> State {
+            // Not −∞: a difference of two of them would be NaN.
+            State { most: [_mm512_set1_ps(-1e30); VECTORS], sum: [_mm512_setzero_ps(); VECTORS] }
+        }
+    }
+
+    /// Sixteen halves to BF16.
+    ///
+    /// # Safety
+    /// They are there.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    pub(super) unsafe fn halves(from: *const u16) -> __m256i {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let x = _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()));
+            std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(x))
+        }
+    }
+
+    /// Sixteen channels of two tokens as words of BF16 pairs.
+    ///
+    /// # Safety
+    /// Sixteen halves at both places.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    pub(super) unsafe fn token_pair(first: *const u16, second: *const u16) -> __m512i {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let (low, high) = (_mm512_cvtepu16_epi32(halves(first)), _mm512_cvtepu16_epi32(halves(second)));
+            _mm512_or_si512(low, _mm512_slli_epi32::<16>(high))
+        }
+    }
+
+    /// Hides the keys of a query that come after it: `scores[64 keys][64]` of queries and keys from the same position on.
+    ///
+    /// # Safety
+    /// They are there.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn mask_diagonal(scores: *mut f32) {
+        let lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        for t in 0..PANEL_TOKENS {
+            for i in 0..VECTORS {
+                let query = _mm512_add_epi32(lane, _mm512_set1_epi32((i * 16) as i32));
+                let hidden = _mm512_cmplt_epi32_mask(query, _mm512_set1_epi32(t as i32));
+                // SAFETY: the caller's promise.
+                unsafe { _mm512_mask_storeu_ps(scores.add(t * PANEL_TOKENS + i * 16), hidden, _mm512_set1_ps(-1e30)) };
+            }
+        }
+    }
+
+    /// Scores `[n][64]`, n even, become probabilities against the running maximum, in place, as words of BF16 pairs
+    /// `[n/2][64]`. Returns the factors of what was summed before.
+    ///
+    /// # Safety
+    /// They are there.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
+    pub(super) unsafe fn softmax(scores: *mut f32, n: usize, state: &mut State) -> [__m512; VECTORS] {
+        let mut alpha = [_mm512_setzero_ps(); VECTORS];
+        let half = _mm512_set1_epi32(0x8000);
+        for i in 0..VECTORS {
+            // SAFETY: the caller's promise.
+            let score = |t: usize| unsafe { _mm512_loadu_ps(scores.add(t * PANEL_TOKENS + i * 16)) };
+            let mut top = [state.most[i]; 2];
+            for t in (0..n).step_by(2) {
+                top = [_mm512_max_ps(top[0], score(t)), _mm512_max_ps(top[1], score(t + 1))];
+            }
+            let most = _mm512_max_ps(top[0], top[1]);
+            alpha[i] = exp2(_mm512_sub_ps(state.most[i], most));
+            state.most[i] = most;
+            let mut sum = [_mm512_mul_ps(state.sum[i], alpha[i]), _mm512_setzero_ps()];
+            for t in (0..n).step_by(2) {
+                let even = exp2(_mm512_sub_ps(score(t), most));
+                let odd = exp2(_mm512_sub_ps(score(t + 1), most));
+                sum = [_mm512_add_ps(sum[0], even), _mm512_add_ps(sum[1], odd)];
+                // Positive numbers need no more than an addition to round. Pair t/2 of sixteen lanes lies where scores of
+                // token t/2 lay, which are read already.
+                let low = _mm512_srli_epi32::<16>(_mm512_add_epi32(_mm512_castps_si512(even), half));
+                let high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
+                let pair = _mm512_mask_blend_epi16(0xaaaa_aaaa, low, high);
+                // SAFETY: as above.
+                unsafe { _mm512_storeu_si512(scores.add(t / 2 * PANEL_TOKENS + i * 16).cast(), pair) };
+            }
+            state.sum[i] = _mm512_add_ps(sum[0], sum[1]);
+        }
+        alpha
+    }
+
+    /// Multiplies `out[d][64]` by a factor of each query.
+    ///
+    /// # Safety
+    /// They are there.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) unsafe fn scale(out: *mut f32, d: usize, factors: &[__m512; VECTORS]) {
+        for c in 0..d {
+            for (i, factor) in factors.iter().enumerate() {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    let at = out.add(c * PANEL_TOKENS + i * 16);
+                    _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), *factor));
+                }
+            }
+        }
+    }
+
+    /// 1 / sum of each query.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    pub(super) fn inverse(state: &State) -> [__m512; VECTORS] {
+        state.sum.map(|sum| _mm512_div_ps(_mm512_set1_ps(1.0), sum))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx512 {
+    use super::bf16::{State, halves, inverse, mask_diagonal, scale, softmax, token_pair};
+    use super::{KEYS, PANEL_TOKENS, Scratch};
+    use crate::prefill::avx512::tiles;
+    use std::arch::x86_64::*;
+
+    /// One head of 64 queries from position q0 on, q: BF16 pairs `[D/2][64]`; keys and values `[token][D]` halves up to
+    /// q0 + 64 tokens and 16 halves more; result in `scratch.out`, `[D][64]`.
+    pub(super) fn causal(q: &[f32], keys: &[u16], values: &[u16], d: usize, q0: usize, scratch: &mut Scratch) {
+        let need = (q0 + PANEL_TOKENS) * d + 16;
+        assert!(q.len() >= d / 2 * PANEL_TOKENS && keys.len() >= need && values.len() >= need);
+        assert!(scratch.out.len() >= d * PANEL_TOKENS && scratch.keys.len() >= KEYS * d / 2 + 16);
+        // SAFETY: pairs are used with AVX-512 only; lengths were checked.
+        unsafe { blocks(q.as_ptr().cast(), keys.as_ptr(), values.as_ptr(), d, q0, scratch) }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bf16,avx512bw,avx512dq")]
+    unsafe fn blocks(q: *const u8, keys: *const u16, values: *const u16, d: usize, q0: usize, scratch: &mut Scratch) {
+        // SAFETY: as `causal` checked.
+        unsafe {
+            let mut state = State::new();
+            scratch.out[..d * PANEL_TOKENS].fill(0.0);
+            let (s, out) = (scratch.scores.as_mut_ptr(), scratch.out.as_mut_ptr());
+            let (kb, vb) = (scratch.keys.as_mut_ptr().cast::<u16>(), scratch.values.as_mut_ptr().cast::<u32>());
+            for t0 in (0..q0 + PANEL_TOKENS).step_by(KEYS) {
+                // Keys [token][D], values [token/2][D][2], both BF16. A row's last vector may reach into the next row, which is
+                // written after it, and behind the last row there is padding.
+                for t in 0..KEYS {
+                    for c in (0..d).step_by(16) {
+                        _mm256_storeu_si256(kb.add(t * d + c).cast(), halves(keys.add((t0 + t) * d + c)));
+                    }
+                }
+                for t in (0..KEYS).step_by(2) {
+                    for c in (0..d).step_by(16) {
+                        let at = values.add((t0 + t) * d + c);
+                        _mm512_storeu_si512(vb.add(t / 2 * d + c).cast(), token_pair(at, at.add(d)));
+                    }
+                }
+                tiles::<0>(KEYS, kb.cast(), d * 2, 4, q, d / 2, s, std::ptr::null());
+                if t0 == q0 {
+                    mask_diagonal(s);
+                }
+                let alpha = softmax(s, KEYS, &mut state);
+                tiles::<2>(d, vb.cast(), 4, d * 4, s.cast(), KEYS / 2, out, alpha.as_ptr().cast());
+            }
+            scale(out, d, &inverse(&state));
+        }
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+mod amx {
+    use super::bf16::{State, halves, inverse, mask_diagonal, scale, softmax, token_pair};
+    use super::{PANEL_TOKENS, Scratch, TILE_KEYS, padded};
+    use crate::amx::{Left, Tiles, product, prompt_tiles, transpose};
+    use crate::prefill::panel_len;
+    use std::arch::x86_64::*;
+
+    /// `heads` heads of 64 queries from position q0 on that share keys and values, q: BF16 pairs `[head]` of `panel_len(D)`,
+    /// zero behind D; keys and values `[token][D]` halves up to q0 + 64 tokens and 16 halves more; results in
+    /// `scratch.out`, `[head][Dp][64]`.
+    pub(super) fn causal(
+        q: &[f32],
+        heads: usize,
+        keys: &[u16],
+        values: &[u16],
+        d: usize,
+        q0: usize,
+        scratch: &mut Scratch,
+    ) {
+        let need = (q0 + PANEL_TOKENS) * d + 16;
+        assert!(q.len() >= heads * panel_len(d) && keys.len() >= need && values.len() >= need);
+        assert!(panel_len(d) >= padded(d) / 2 * PANEL_TOKENS && scratch.out.len() >= heads * padded(d) * PANEL_TOKENS);
+        let block = TILE_KEYS * padded(d) / 2;
+        assert!(scratch.keys.len() >= block && scratch.values.len() >= block);
+        assert!(scratch.scores.len() >= TILE_KEYS * PANEL_TOKENS && scratch.state.len() >= heads * 2 * PANEL_TOKENS);
+        // SAFETY: this path was chosen because the machine has tiles, and this thread holds no others; lengths were checked.
+        unsafe {
+            let tiles = prompt_tiles();
+            blocks(&tiles, q.as_ptr(), heads, keys.as_ptr(), values.as_ptr(), d, q0, scratch);
+        }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bf16,avx512bw,avx512dq")]
+    unsafe fn blocks(
+        tiles: &Tiles,
+        q: *const f32,
+        heads: usize,
+        keys: *const u16,
+        values: *const u16,
+        d: usize,
+        q0: usize,
+        scratch: &mut Scratch,
+    ) {
+        let (dp, seen) = (padded(d), q0 + PANEL_TOKENS);
+        scratch.out[..heads * dp * PANEL_TOKENS].fill(0.0);
+        let (s, out) = (scratch.scores.as_mut_ptr(), scratch.out.as_mut_ptr());
+        let (kb, vb) = (scratch.keys.as_mut_ptr().cast::<u16>(), scratch.values.as_mut_ptr().cast::<u16>());
+        let state_of = scratch.state.as_mut_ptr().cast::<State>();
+        // SAFETY: as `causal` checked.
+        unsafe {
+            for head in 0..heads {
+                state_of.add(head).write(State::new());
+            }
+            for t0 in (0..seen).step_by(TILE_KEYS) {
+                let n = TILE_KEYS.min(seen - t0);
+                convert(keys.add(t0 * d), values.add(t0 * d), n, d, kb, vb);
+                for head in 0..heads {
+                    let (state, out) = (&mut *state_of.add(head), out.add(head * dp * PANEL_TOKENS));
+                    let left = Left { start: kb, pitch: 2 * dp, step: 64 };
+                    product::<false>(tiles, left, n, dp / 32, q.add(head * panel_len(d)), s);
+                    if t0 + n == seen {
+                        mask_diagonal(s.add((n - PANEL_TOKENS) * PANEL_TOKENS));
+                    }
+                    let alpha = softmax(s, n, state);
+                    let one = _mm512_set1_ps(1.0);
+                    if alpha.iter().any(|alpha| _mm512_cmpneq_ps_mask(*alpha, one) != 0) {
+                        scale(out, d, &alpha);
+                    }
+                    let left = Left { start: vb, pitch: 2 * TILE_KEYS, step: 64 };
+                    product::<true>(tiles, left, dp, n / 32, s, out);
+                }
+            }
+            for head in 0..heads {
+                scale(out.add(head * dp * PANEL_TOKENS), d, &inverse(&*state_of.add(head)));
+            }
+        }
+    }
+
+    /// Keys `[n][Dp]` and values transposed, `[Dp][128]`, both BF16. What is behind D is finite: it meets zeros in the
+    /// queries, or ends in results behind D.
+    ///
+    /// # Safety
+    /// n tokens, a multiple of 32, of keys and values, and 16 halves more; blocks of 128 tokens.
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    unsafe fn convert(keys: *const u16, values: *const u16, n: usize, d: usize, kb: *mut u16, vb: *mut u16) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            for t in 0..n {
+                for c in (0..d).step_by(16) {
+                    _mm256_storeu_si256(kb.add(t * padded(d) + c).cast(), halves(keys.add(t * d + c)));
+                }
+            }
+            for c in (0..d).step_by(16) {
+                for t in (0..n).step_by(32) {
+                    let mut rows = [_mm512_setzero_si512(); 16];
+                    for (i, row) in rows.iter_mut().enumerate() {
+                        let at = values.add((t + 2 * i) * d + c);
+                        *row = token_pair(at, at.add(d));
+                    }
+                    for (i, row) in transpose(rows).into_iter().enumerate() {
+                        _mm512_store_si512(vb.add((c + i) * TILE_KEYS + t).cast(), row);
+                    }
+                }
+            }
+        }
+    }
+}
