@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import shutil
 import struct
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -169,7 +171,14 @@ def test_space_is_checked_before_anything_is_written(
 
 @pytest.mark.parametrize(
     ("times", "layers", "message"),
-    [("0", "6", "--times is 0"), ("-1", "6", "--times is -1"), ("2", "5", "--layers is 5")],
+    [
+        ("0", "6", "--times is 0"),
+        ("-1", "6", "--times is -1"),
+        ("2", "5", "--layers is 5"),
+        # Refused before a plan of so many tensors is made.
+        ("99999999", "6", "--times is 99999999"),
+        ("2", "99999999", "--layers is 99999999"),
+    ],
 )
 def test_shapes_that_cannot_be(
     widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], times: str, layers: str, message: str
@@ -186,3 +195,91 @@ def test_sources_that_are_none(widen: ModuleType, tmp_path: Path, capfd: pytest.
     (broken / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 40))
     for source in (tmp_path / "absent", broken):
         assert "cannot read" in refused(widen, capfd, source, tmp_path / "wide", "--times", "2", "--layers", "6")
+
+
+Damage = Callable[[Path], object]
+
+
+def change(name: str, edit: Callable[[Any], object]) -> Damage:
+    def apply(folder: Path) -> None:
+        value = json.loads((folder / name).read_text())
+        edit(value)
+        (folder / name).write_text(json.dumps(value))
+
+    return apply
+
+
+def change_header(edit: Callable[[Any], object]) -> Damage:
+    def apply(folder: Path) -> None:
+        raw = (folder / "model.safetensors").read_bytes()
+        (length,) = struct.unpack_from("<Q", raw)
+        header = json.loads(raw[8 : 8 + length])
+        edit(header)
+        text = json.dumps(header).encode()
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+    return apply
+
+
+def cut(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(100_000)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, "does not fit into the file"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "names nothing"),
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no such file"),
+        (change("config.json", lambda config: config.pop("hidden_size")), "hidden_size None"),
+        (change("config.json", lambda config: config.update(num_attention_heads="8")), "num_attention_heads '8'"),
+        (change("config.json", lambda config: config.update(num_hidden_layers=7)), "no layer 6 of 7"),
+        (change_header(lambda header: header.pop("model.norm.weight")), "no tensor model.norm.weight"),
+        (change_header(lambda header: header["model.norm.weight"].update(dtype="I8")), "is I8"),
+        (change_header(lambda header: header["model.norm.weight"].update(shape=[255])), "does not fit"),
+        (change_header(lambda header: header["model.norm.weight"].pop("shape")), "does not fit"),
+        (change_header(lambda header: header.update({"model.norm.weight": 3})), "is None"),
+        (change_header(lambda header: header.clear()), "names nothing"),
+    ],
+)
+def test_a_damaged_source_is_one_error(
+    widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: Damage, message: str
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(hub.demo(), source)
+    damage(source)
+    assert message in refused(widen, capfd, source, tmp_path / "wide", "--times", "2", "--layers", "7")
+    assert not (tmp_path / "wide").exists()
+
+
+@pytest.mark.parametrize("existing", [False, True])
+def test_what_fails_half_way_leaves_nothing(
+    widen: ModuleType,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    existing: bool,
+) -> None:
+    out = tmp_path / "wide"
+    if existing:
+        out.mkdir()
+
+    def full(*_: object) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(widen, "encode", full)
+    assert "no space left" in refused(widen, capfd, hub.demo(), out, "--times", "2", "--layers", "6")
+    assert out.exists() == existing
+    assert not existing or not list(out.iterdir())
+
+
+def test_flags_that_are_wrong_are_one_error(widen: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["a", "b", "--times", "x", "--layers", "2"]):
+        with pytest.raises(SystemExit) as exit:
+            widen.main(arguments)
+        first, second = capfd.readouterr().err.splitlines()
+        assert exit.value.code == 2
+        assert first.startswith("error: ")
+        assert second.startswith("hint: ")

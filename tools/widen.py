@@ -21,12 +21,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -36,6 +37,12 @@ BLOCK_ROWS = 1024
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Space beyond the tensors: header, config, tokenizer.
 HEADROOM_BYTES = 64 << 20
+# Far beyond any model: what is planned stays small.
+TIMES_MAX = 1024
+LAYERS_MAX = 4096
+PARTIAL = "model.safetensors.partial"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+SETTINGS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
 
 
 class Refusal(Exception):
@@ -51,22 +58,28 @@ class Source:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        hint = "name a directory with config.json and one model.safetensors"
+        path = folder / "model.safetensors"
         try:
             self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-            path = folder / "model.safetensors"
+            size = path.stat().st_size
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
-                if length > path.stat().st_size:
-                    raise ValueError(f"header of {length} bytes in a file of {path.stat().st_size}")
+                if length > size:
+                    raise ValueError(f"header of {length} bytes in a file of {size}")
                 header = json.loads(file.read(length))
-        except (OSError, ValueError, struct.error) as error:
-            raise Refusal(
-                f"cannot read {folder}: {error}", "name a directory with config.json and one model.safetensors"
-            ) from error
+        except OSError as error:
+            raise Refusal(f"cannot read {error.filename or folder}: {reason(error)}", hint) from error
+        except (ValueError, struct.error) as error:
+            raise Refusal(f"cannot read {folder}: {error}", hint) from error
+        if not isinstance(self.config, dict) or not isinstance(header, dict) or not header.keys() - {"__metadata__"}:
+            raise Refusal(f"cannot read {folder}: its JSON names nothing", hint)
+        for key in SETTINGS:
+            if not isinstance(self.config.get(key), int) or self.config[key] < 1:
+                raise Refusal(f"config.json of {folder} has {key} {self.config.get(key)!r}", "use a Llama-family model")
         header.pop("__metadata__", None)
         for name, info in header.items():
-            if info.get("dtype") not in BYTES:
-                raise Refusal(f"tensor {name} is {info.get('dtype')}", f"use a checkpoint in {', '.join(BYTES)}")
+            check(name, info, size - 8 - length)
         self.tensors: dict[str, Any] = header
         self.data = np.memmap(path, dtype=np.uint8, mode="r", offset=8 + length)
 
@@ -81,6 +94,26 @@ class Source:
         else:
             values = raw.view(np.float16 if info["dtype"] == "F16" else np.float32).astype(np.float32)
         return values.reshape(shape)
+
+
+def check(name: str, info: Any, data: int) -> None:
+    """Refuses a tensor of a kind or a place that cannot be read; `data` bytes follow the header."""
+    dtype = info.get("dtype") if isinstance(info, dict) else None
+    if dtype not in BYTES:
+        raise Refusal(f"tensor {name} is {dtype}", f"use a checkpoint in {', '.join(BYTES)}")
+    try:
+        begin, end = (int(offset) for offset in info["data_offsets"])
+        shape = [int(extent) for extent in info["shape"]]
+        whole = 0 <= begin <= end <= data and end - begin == math.prod(shape) * BYTES[dtype] and 1 <= len(shape) <= 2
+    except (KeyError, TypeError, ValueError):
+        whole = False
+    if not whole:
+        raise Refusal(f"tensor {name} does not fit into the file", "the file is damaged; fetch it again")
+
+
+def reason(error: OSError) -> str:
+    """Why the system refused, in its words."""
+    return (error.strerror or str(error)).lower()
 
 
 def encode(values: np.ndarray[Any, Any], dtype: str) -> bytes:
@@ -113,6 +146,12 @@ class Target:
 def plan(source: Source, times: int, layers: int) -> list[Target]:
     """Every tensor of the widened checkpoint, in file order."""
     own = int(source.config["num_hidden_layers"])
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        if name not in source.tensors:
+            raise Refusal(f"{source.folder} has no tensor {name}", "use a Llama-family model")
+    for layer in range(own):
+        if not any(name.startswith(f"model.layers.{layer}.") for name in source.tensors):
+            raise Refusal(f"{source.folder} has no layer {layer} of {own}", "use a Llama-family model")
     head = "lm_head.weight" if "lm_head.weight" in source.tensors else "model.embed_tokens.weight"
     targets = [
         Target("model.embed_tokens.weight", "model.embed_tokens.weight", 1, times, 1.0),
@@ -161,10 +200,13 @@ def widen(folder: Path, out: Path, times: int, layers: int) -> int:
     """Writes the widened checkpoint and returns its tensor bytes."""
     source = Source(folder)
     own = int(source.config["num_hidden_layers"])
-    if times < 1:
-        raise Refusal(f"--times is {times}", "use 1 or more; powers of two keep half-precision weights exact")
-    if layers < own:
-        raise Refusal(f"--layers is {layers} and the source has {own}", f"use {own} or more: layers can only be added")
+    if not 1 <= times <= TIMES_MAX:
+        raise Refusal(f"--times is {times}", f"use 1 to {TIMES_MAX}; powers of two keep half-precision weights exact")
+    if not own <= layers <= LAYERS_MAX:
+        raise Refusal(
+            f"--layers is {layers} and the source has {own}",
+            f"use {own} to {LAYERS_MAX}: layers can only be added",
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refusal(f"{out} exists and is not an empty folder", "name a new or empty folder")
     targets = plan(source, times, layers)
@@ -182,28 +224,47 @@ def widen(folder: Path, out: Path, times: int, layers: int) -> int:
             f"{out} needs {(offset + HEADROOM_BYTES) / 1e9:.2f} GB and {free / 1e9:.2f} GB are free",
             "free some space or choose another disk",
         )
+    made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
+    try:
+        write(source, targets, header, out)
+        config = widened_config(source.config, times, layers, folder.name)
+        (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        (out / "README.md").write_text(CARD.format(name=folder.name, times=times, layers=layers), encoding="utf-8")
+    except BaseException:
+        for name in (PARTIAL, "model.safetensors", "config.json", "README.md", *TOKENIZER):
+            (out / name).unlink(missing_ok=True)
+        if made:
+            out.rmdir()
+        raise
+    return offset
+
+
+def write(source: Source, targets: list[Target], header: dict[str, Any], out: Path) -> None:
+    """Writes the tensors, and copies the tokenizer."""
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    partial = out / "model.safetensors.partial"
-    with partial.open("wb") as file:
+    with (out / PARTIAL).open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for target in targets:
             dtype = source.tensors[target.source]["dtype"]
             for block in target.blocks(source):
                 file.write(encode(block, dtype))
-    partial.rename(out / "model.safetensors")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json"):
-        if (folder / name).exists():
-            shutil.copyfile(folder / name, out / name)
-    config = widened_config(source.config, times, layers, folder.name)
-    (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    (out / "README.md").write_text(CARD.format(name=folder.name, times=times, layers=layers), encoding="utf-8")
-    return offset
+    (out / PARTIAL).rename(out / "model.safetensors")
+    for name in TOKENIZER:
+        if (source.folder / name).exists():
+            shutil.copyfile(source.folder / name, out / name)
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors of one line and one hint, as everywhere."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\nhint: see {self.prog} --help\n")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description="Tile a small Llama checkpoint into a wide one of the same function.",
         epilog="Example: python tools/widen.py seed-gqa wide-1b --times 4 --layers 18",
     )
@@ -220,8 +281,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {refusal}\nhint: {refusal.hint}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"error: cannot write {options.out}: {error}\nhint: check space and permissions", file=sys.stderr)
+        print(f"error: cannot write {options.out}: {reason(error)}\nhint: check space and permissions", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("error: interrupted\nhint: run the command again", file=sys.stderr)
+        return 130
     print(
         f"{options.out}: {size / 1e9:.2f} GB, widened {options.times} times, {options.layers} layers", file=sys.stderr
     )
