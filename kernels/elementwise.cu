@@ -218,7 +218,7 @@ struct Head {
   }
 };
 
-// append_{64,128}: queries, keys and values of a step's rows.
+// append_{64,128,256}: queries, keys and values of a step's rows.
 //   y f32 [row][(heads + 2 kv_heads) D]; bias of that width or null; q_norm, k_norm f32 [D] or null; cos_sin float2 [row][D / 2].
 //   q f16 [row][heads][D] times `scale`; keys and values to the rings f16 [layer][slot][kv_heads][RING][D] at the row's position.
 //   Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
@@ -242,7 +242,7 @@ DEV void append(const Row* rows, const float* y, const float* bias, const float*
   if (bad) atomicOr(flag, FLAG_CACHE);
 }
 
-// rope_store_{64,128}: the same for prompt rows where the product did not do it: q f16 [row][heads D], unscaled; kv f16 [row][2 kv_heads D].
+// rope_store_{64,128,256}: the same for prompt rows where the product did not do it: q f16 [row][heads D], unscaled; kv f16 [row][2 kv_heads D].
 //   Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
 template <int D>
 DEV void rope_store(const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin, uint16_t* q, uint16_t* kv, float eps,
@@ -267,3 +267,4 @@ DEV void rope_store(const float* y, const float* bias, const float* q_norm, cons
   }
 HEADS(64)
 HEADS(128)
+HEADS(256)

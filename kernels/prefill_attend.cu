@@ -4,7 +4,7 @@
 // cache stores); P is rounded to f16 for P V, after a factor 2^14 that keeps its tail out of the subnormals; sums are f32; O is written in the weights' type.
 // Keys run upward from 0 in tiles of fixed width whatever q0 is, so a query row's bits do not depend on q0, n or the row's place in its tile.
 //
-// sm_90a: wgmma and the copy engine. Elsewhere: mma.sync and cp.async.
+// sm_90a: wgmma and the copy engine, but for heads of 256 channels. There and elsewhere: mma.sync and cp.async.
 #include "numbers.cuh"
 
 // P is at most 2^14, so f16 holds probabilities down to 2^-28 of the largest without loss; the factor cancels in O.
@@ -188,13 +188,16 @@ ENTRY(64, f16, Half)
 ENTRY(128, bf16, Bf16)
 ENTRY(128, f16, Half)
 
-#else
+#undef ENTRY
+
+#endif
 
 namespace mma_attention {
 
 // 128 query rows of a head per CTA, 4 warps of 32 rows (with 16 rows a warp shared-memory reads would be the limit), keys upward in tiles of 64.
 // Shared memory: Q, one tile of K (its successor loads during P V) and one of V (loads during Q K^T); two CTAs per SM.
-enum { ROWS = 128, KEYS = 64, THREADS = 128 };
+// Heads of 256 channels leave registers for 16 rows a warp; they take this way on Hopper, too.
+enum { KEYS = 64, THREADS = 128 };
 
 template <int D>
 DEV uint32_t place(int row, int piece) {
@@ -208,6 +211,7 @@ DEV void arrived() {
 
 template <int D, class Store>
 DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, int q0, int group, int64_t q_row, int64_t kv_row, float scale_log2, Store store) {
+  constexpr int BLOCKS = D > 128 ? 1 : 2, ROWS = 64 * BLOCKS;                // blocks of 16 rows of a warp
   constexpr int PIECES = D / 8, K_AT = ROWS * 2 * D, V_AT = K_AT + KEYS * 2 * D;
   extern __shared__ __align__(128) char raw[];
   const uint32_t base = shared_address(raw);
@@ -220,46 +224,46 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
     copy_commit();
   };
   const uint16_t *k_head = K + kv_head * D, *v_head = V + kv_head * D;
-  const uint32_t q_at = base + warp * 32 * 2 * D, k_at = base + K_AT, v_at = base + V_AT;
+  const uint32_t q_at = base + warp * 16 * BLOCKS * 2 * D, k_at = base + K_AT, v_at = base + V_AT;
   load(base, Q + head * D, q_row, row0, n, ROWS);
   load(k_at, k_head, kv_row, 0, keys, KEYS);
-  const int query = q0 + row0 + warp * 32 + (lane >> 2), unmasked = (q0 + row0 + warp * 32 + 1) / KEYS;  // rows query + 16 m + 8 h
-  float o[2][D / 8][4], top[2][2], sum[2][2];
+  const int query = q0 + row0 + warp * 16 * BLOCKS + (lane >> 2), unmasked = (q0 + row0 + warp * 16 * BLOCKS + 1) / KEYS;  // rows query + 16 m + 8 h
+  float o[BLOCKS][D / 8][4], top[BLOCKS][2], sum[BLOCKS][2];
 #pragma unroll
-  for (int i = 0; i < D; i++) (&o[0][0][0])[i] = 0;
+  for (int i = 0; i < BLOCKS * D / 2; i++) (&o[0][0][0])[i] = 0;
 #pragma unroll
-  for (int i = 0; i < 4; i++) top[i >> 1][i & 1] = -1e30f, sum[i >> 1][i & 1] = 0;
+  for (int i = 0; i < 2 * BLOCKS; i++) top[i >> 1][i & 1] = -1e30f, sum[i >> 1][i & 1] = 0;
   for (int j = 0; j < tiles; j++) {
     arrived();  // K of tile j; V of tile j - 1 has been used
     load(v_at, v_head, kv_row, j * KEYS, keys, KEYS);
-    float s[2][8][4];
+    float s[BLOCKS][8][4];
 #pragma unroll
-    for (int i = 0; i < 64; i++) (&s[0][0][0])[i] = 0;
+    for (int i = 0; i < 32 * BLOCKS; i++) (&s[0][0][0])[i] = 0;
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-      uint32_t q[2][4];
+      uint32_t q[BLOCKS][4];
 #pragma unroll
-      for (int m = 0; m < 2; m++) ldmatrix4(q[m], q_at + place<D>(16 * m + (lane & 15), 2 * k + (lane >> 4)));
+      for (int m = 0; m < BLOCKS; m++) ldmatrix4(q[m], q_at + place<D>(16 * m + (lane & 15), 2 * k + (lane >> 4)));
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         uint32_t b[4];
         ldmatrix4(b, k_at + place<D>(16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
 #pragma unroll
-        for (int m = 0; m < 2; m++) mma(s[m][2 * i], q[m], b[0], b[1]), mma(s[m][2 * i + 1], q[m], b[2], b[3]);
+        for (int m = 0; m < BLOCKS; m++) mma(s[m][2 * i], q[m], b[0], b[1]), mma(s[m][2 * i + 1], q[m], b[2], b[3]);
       }
     }
     arrived();  // V of tile j; K of tile j has been used
     if (j + 1 < tiles) load(k_at, k_head, kv_row, (j + 1) * KEYS, keys, KEYS);
     if (j >= unmasked) {
 #pragma unroll
-      for (int i = 0; i < 64; i++) {
+      for (int i = 0; i < 32 * BLOCKS; i++) {
         const int key = j * KEYS + (i >> 2 & 7) * 8 + (lane & 3) * 2 + (i & 1);
         if (key > query + (i >> 5) * 16 + (i & 2) * 4) s[i >> 5][i >> 2 & 7][i & 3] = -1e30f;
       }
     }
-    uint32_t p[2][4][4];
+    uint32_t p[BLOCKS][4][4];
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
+    for (int m = 0; m < BLOCKS; m++) {
       float m0 = top[m][0], m1 = top[m][1];
 #pragma unroll
       for (int i = 0; i < 8; i++) m0 = fmaxf(m0, fmaxf(s[m][i][0], s[m][i][1])), m1 = fmaxf(m1, fmaxf(s[m][i][2], s[m][i][3]));
@@ -286,17 +290,17 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
         uint32_t b[4];
         ldmatrix4_trans(b, v_at + place<D>(16 * k + (lane & 15), 2 * i + (lane >> 4)));
 #pragma unroll
-        for (int m = 0; m < 2; m++) mma(o[m][2 * i], p[m][k], b[0], b[1]), mma(o[m][2 * i + 1], p[m][k], b[2], b[3]);
+        for (int m = 0; m < BLOCKS; m++) mma(o[m][2 * i], p[m][k], b[0], b[1]), mma(o[m][2 * i + 1], p[m][k], b[2], b[3]);
       }
   }
 #pragma unroll
-  for (int m = 0; m < 2; m++)
+  for (int m = 0; m < BLOCKS; m++)
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float total = sum[m][h];
       total += __shfl_xor_sync(~0u, total, 1), total += __shfl_xor_sync(~0u, total, 2);
       const float f = 1.f / total;
-      const int row = row0 + warp * 32 + 16 * m + 8 * h + (lane >> 2);
+      const int row = row0 + warp * 16 * BLOCKS + 16 * m + 8 * h + (lane >> 2);
       if (row < n)
 #pragma unroll
         for (int i = 0; i < D / 8; i++) store(row, head * D + (lane & 3) * 2 + 8 * i, o[m][i][2 * h] * f, o[m][i][2 * h + 1] * f);
@@ -305,18 +309,21 @@ DEV void attend(const uint16_t* Q, const uint16_t* K, const uint16_t* V, int n, 
 
 }  // namespace mma_attention
 
-// prefill_attend_{64,128}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2): row strides in elements, a head's channels contiguous
-// and 16-byte aligned; the suffix is O's type. Grid: ceil(n / 128) * heads; block 128; dynamic shared memory 512 D bytes.
+// prefill_attend_{64,128,256}_{bf16,f16}(Q, K, V, O, n, q0, group, q_row, kv_row, o_row, scale_log2): row strides in elements, a head's channels contiguous
+// and 16-byte aligned; the suffix is O's type. Grid: ceil(n / 128) * heads, or with 256 channels ceil(n / 64) * heads;
+// block 128; dynamic shared memory 512 D bytes, or 384 D.
 #define ENTRY(D, NAME, T)                                                                                                                             \
-  extern "C" __global__ void __launch_bounds__(mma_attention::THREADS, 2)                                                                             \
+  extern "C" __global__ void __launch_bounds__(mma_attention::THREADS, D > 128 ? 1 : 2)                                                                             \
       prefill_attend_##D##_##NAME(const uint16_t* Q, const uint16_t* K, const uint16_t* V, uint16_t* O, int n, int q0, int group, int64_t q_row,      \
                                   int64_t kv_row, int64_t o_row, float scale_log2) {                                                                  \
     mma_attention::attend<D>(Q, K, V, n, q0, group, q_row, kv_row, scale_log2,                                                                        \
                              [&](int row, int column, float x, float y) { *(uint32_t*)(O + row * o_row + column) = T::pack(x, y); });                 \
   }
+#if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 ENTRY(64, bf16, Bf16)
 ENTRY(64, f16, Half)
 ENTRY(128, bf16, Bf16)
 ENTRY(128, f16, Half)
-
 #endif
+ENTRY(256, bf16, Bf16)
+ENTRY(256, f16, Half)

@@ -313,6 +313,7 @@ using namespace wgmma_gemm;
   QKV(128, NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                       \
   QKV(128, NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                   \
   QKV(128, NAME##_small, Small<T>, SINGLE)                                                                           \
+  QKV(256, NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                       \
   RESIDUAL(NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                       \
   RESIDUAL(NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                   \
   RESIDUAL(NAME##_narrow, Narrow<T>, SINGLE)                                                                         \

@@ -125,7 +125,7 @@ DEV Page page_at(uint8_t* upper, uint8_t* lower, uint16_t* full, size_t block) {
           full ? full + block * (full_bytes(D) / 2) : nullptr};
 }
 
-// flush_{64,128}: quantises logical page `page` of `slot` from the rings, in all layers; `physical` is its place in the pools.
+// flush_{64,128,256}: quantises logical page `page` of `slot` from the rings, in all layers; `physical` is its place in the pools.
 //   ring_k, ring_v f16 [layers][slots][heads][RING][D]; upper, lower, full: pools [layers][pages][heads] of blocks, or null; balanced: 0 paper, 1 balanced.
 //   Grid (heads, layers, 2: keys, values), block 256, dynamic shared memory 256 D + 4096.
 template <int D>
@@ -140,7 +140,7 @@ DEV void flush(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, u
   else quantize_part<D, false>(ring_k + from, D, to, balanced, flag);
 }
 
-// store_{64,128}: quantises pages first .. of one layer from prefill's scratch, f16 [token][2 heads D] (keys, then values).
+// store_{64,128,256}: quantises pages first .. of one layer from prefill's scratch, f16 [token][2 heads D] (keys, then values).
 //   upper, lower, full: the layer's part of the pools, [pages][heads], or null; table: physical page of each logical page of the slot.
 //   Grid (heads, number of pages, 2), block 256, dynamic shared memory 256 D + 4096.
 template <int D>
@@ -186,6 +186,7 @@ KERNEL __launch_bounds__(128) keep_recent(const uint16_t* scratch, uint16_t* rin
   }
 PAGES(64)
 PAGES(128)
+PAGES(256)
 
 // ---- weights ----
 // Where row n of a part lies in its matrix: plain (0) behind first_row; gate (1) and up (2) rows alternate by eight.

@@ -148,7 +148,10 @@ struct Split {
 /// Kernels of a view with the copy engine: rings of a block, then (row tiles, slots of a ring), as instantiated in kernels/attend.cu.
 fn engine_kernels(view: View, d: usize) -> (usize, Vec<(usize, usize)>) {
     match (view, d) {
+        (View::Upper, 256) => (3, vec![(1, 3), (2, 3)]),
         (View::Upper, _) => (4, vec![(1, 4), (2, 4)]),
+        (View::Both, 256) => (2, vec![(1, 3), (2, 2), (3, 2), (4, 2)]),
+        (View::Full, 256) => (2, vec![(1, 3), (2, 2), (4, 2)]),
         (View::Both, 128) => (3, vec![(1, 4), (2, 3), (3, 3), (4, 3)]),
         (View::Both, _) => (3, vec![(1, 4), (2, 4), (3, 4), (4, 4)]),
         (View::Full, 128) => (3, vec![(1, 4), (2, 4), (4, 3)]),
@@ -185,6 +188,16 @@ fn most_items(blocks: usize, kv_heads: usize) -> usize {
 pub(crate) fn partial_rows(config: &ModelConfig, multiprocessors: usize, capability: u32, rows: usize) -> usize {
     let blocks = if has_engine(capability) { 1 } else { BLOCKS_MAX };
     most_partial_rows(config.heads, most_items(multiprocessors * blocks, config.kv_heads), rows)
+}
+
+/// Refuses head widths without kernels, and those whose smallest kernel needs more shared memory than the device has.
+pub(crate) fn check_head(device: &Device, d: usize) -> Result<()> {
+    let hint = "the kernels know 64, 128 and, from compute capability 8.0 on, 256; use --device cpu";
+    let least = shared_bytes(View::Both, d, 1, 1, 2, false).max(384 * d);
+    if matches!(d, 64 | 128 | 256) && least <= device.shared_bytes {
+        return Ok(());
+    }
+    Err(Error::model(format!("head_dim {d} on a GPU of compute capability {}", device.info.compute_capability), hint))
 }
 
 /// Whether kernels use the copy engine: images of compute capability 9.0 do.
@@ -307,12 +320,7 @@ impl Attend {
     /// [`quantspec_core::ErrorKind::Model`] for head widths without kernels.
     pub fn new(device: &Arc<Device>, config: &ModelConfig, rounding: Rounding) -> Result<Attend> {
         let d = config.head_dim;
-        if !matches!(d, 64 | 128) {
-            return Err(Error::model(
-                format!("head_dim {d} on the GPU"),
-                "the kernels know 64 and 128; use --device cpu",
-            ));
-        }
+        check_head(device, d)?;
         // How many blocks fill the device is a constant of it, whatever the rows of a call: it belongs to the order of the sums.
         let engine = has_engine(device.info.capability);
         let split = |view: View, tiles: &[usize], registers: usize| -> Result<Split> {
@@ -329,7 +337,7 @@ impl Attend {
                 // A warp per ring fills its slots; where these warps give registers up they are a whole group of four.
                 let fill = if !engine {
                     0
-                } else if tiles >= 3 {
+                } else if tiles >= 3 || d == 256 {
                     RING
                 } else {
                     32 * rings
@@ -580,7 +588,7 @@ mod tests {
     #[test]
     fn shared_memory_fits_a_block() {
         for view in [View::Upper, View::Both, View::Full] {
-            for d in [64, 128] {
+            for d in [64, 128, 256] {
                 let (rings, kernels) = engine_kernels(view, d);
                 for (tiles, stages) in kernels {
                     // What Hopper gives a block.

@@ -9,6 +9,7 @@
 //! * [`Way::Plain`] (f32 weights; bfloat16 on 7.5): scalar products to f32, everything else in its own kernel.
 
 use crate::args;
+use crate::attend::check_head;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use cudarc::driver::sys;
 use quantspec_core::config::Dtype;
@@ -181,10 +182,17 @@ impl Prefill {
     pub fn new(device: &Arc<Device>, shape: Shape, rows: usize) -> Result<Prefill> {
         let way = Way::of(device.info.capability, shape.dtype);
         check(&shape)?;
+        check_head(device, shape.head_dim)?;
         let (d, dtype) = (shape.head_dim, name(shape.dtype));
         let kernels = match way {
             Way::Hopper => Kernels::Hopper {
-                qkv: Product::new(device, &format!("prefill_qkv_{d}"), dtype, &[WIDE, MIDDLE, SMALL])?,
+                // A head lies in one tile.
+                qkv: Product::new(
+                    device,
+                    &format!("prefill_qkv_{d}"),
+                    dtype,
+                    if d > MIDDLE.columns { &[WIDE] } else { &[WIDE, MIDDLE, SMALL] },
+                )?,
                 residual: Product::new(device, "prefill_residual", dtype, &[WIDE, MIDDLE, NARROW])?,
                 gated: Product::new(device, "prefill_gated", dtype, &[WIDE, MIDDLE, SMALL])?,
             },
@@ -296,13 +304,14 @@ impl Prefill {
         let values = kv + (s.kv_width() * 2) as u64;
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
         let group = s.heads / s.kv_heads;
-        let grid = [(rows.div_ceil(128) * s.heads) as u32, 1, 1];
+        let tile = if d > 128 { 64 } else { 128 };
+        let grid = [(rows.div_ceil(tile) * s.heads) as u32, 1, 1];
         let shared = attend_shared_bytes(&self.device, d) as u32;
         // f32 models: the output passes through f16, which is what the values are.
         let (out, out_pitch) = if s.dtype == Dtype::F32 { (self.scratch()?, s.q_width()) } else { (x, pitch) };
         // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
         unsafe {
-            if self.device.info.capability == 90 {
+            if wgmma_attention(&self.device, d) {
                 let from_q = TensorMap::heads(Dtype::F16, q, d, rows, s.heads, s.q_width(), 128)?;
                 let from_k = TensorMap::heads(Dtype::F16, kv, d, tokens, s.kv_heads, kv_width, 128)?;
                 let from_v = TensorMap::heads(Dtype::F16, values, d, tokens, s.kv_heads, kv_width, 128)?;
@@ -517,12 +526,6 @@ impl Prefill {
 }
 
 fn check(shape: &Shape) -> Result<()> {
-    if !matches!(shape.head_dim, 64 | 128) {
-        return Err(Error::model(
-            format!("head_dim {} on the GPU", shape.head_dim),
-            "the kernels know 64 and 128; use --device cpu",
-        ));
-    }
     for (what, width) in [("hidden size", shape.hidden), ("intermediate size", shape.intermediate)] {
         if width == 0 || !width.is_multiple_of(8) {
             return Err(Error::model(
@@ -545,9 +548,18 @@ fn name(dtype: Dtype) -> &'static str {
     }
 }
 
+/// Whether attention has its Hopper kernel: not for heads whose outputs would fill all registers.
+fn wgmma_attention(device: &Device, head_dim: usize) -> bool {
+    device.info.capability == 90 && head_dim <= 128
+}
+
 fn attend_shared_bytes(device: &Device, head_dim: usize) -> usize {
-    // Hopper: Q and two stages of K and V, tiles of 128 rows; nine barriers; room to align. Elsewhere Q, and 64 rows each of K and V.
-    if device.info.capability == 90 { 5 * 256 * head_dim + 72 + 1024 } else { 512 * head_dim }
+    // Hopper: Q and two stages of K and V, tiles of 128 rows; nine barriers; room to align. Else 128 rows of Q (64 of wide heads), 64 each of K and V.
+    match head_dim {
+        _ if wgmma_attention(device, head_dim) => 5 * 256 * head_dim + 72 + 1024,
+        ..=128 => 512 * head_dim,
+        _ => 384 * head_dim,
+    }
 }
 
 /// A CUtensorMap: what the copy engine knows of a tensor.

@@ -246,15 +246,11 @@ fn queries(random: &mut Random, rows: usize, config: &ModelConfig) -> Vec<f16> {
 
 const VIEWS: [View; 3] = [View::Upper, View::Both, View::Full];
 
-#[test]
-fn equals_core() {
+/// (position of the first row, rows): windows over the edges of pages and of what is visible.
+fn check_against_core(windows: &[(usize, usize)]) {
     let Some(device) = device() else { return };
-    for (heads, kv_heads, d) in [(2, 2, 128), (4, 1, 128), (8, 2, 64), (7, 1, 64)] {
-        for (index, (position, rows)) in
-            [(0, 1), (5, 3), (126, 5), (255, 2), (254, 6), (383, 8), (1000, 5), (2815, 7), (9470, 5)]
-                .into_iter()
-                .enumerate()
-        {
+    for (heads, kv_heads, d) in [(2, 2, 128), (4, 1, 128), (8, 2, 64), (7, 1, 64), (4, 2, 256)] {
+        for (index, &(position, rows)) in windows.iter().enumerate() {
             let rounding = if index % 2 == 0 { Rounding::Balanced } else { Rounding::Paper };
             let config = config(heads, kv_heads, d);
             let world = World::new(&device, config, rounding, position + rows, index as u64);
@@ -270,9 +266,19 @@ fn equals_core() {
 }
 
 #[test]
+fn edges_equal_core() {
+    check_against_core(&[(0, 1), (5, 3), (126, 5), (255, 2), (254, 6), (383, 8), (1000, 5)]);
+}
+
+#[test]
+fn long_contexts_equal_core() {
+    check_against_core(&[(2815, 7), (9470, 5)]);
+}
+
+#[test]
 fn rows_do_not_depend_on_each_other() {
     let Some(device) = device() else { return };
-    for (heads, kv_heads, d) in [(2, 2, 128), (4, 1, 128), (8, 1, 64)] {
+    for (heads, kv_heads, d) in [(2, 2, 128), (4, 1, 128), (8, 1, 64), (2, 1, 256)] {
         // Windows over page edges, visibility edges, and (long) changes of the chunk length.
         for position in [120, 250, 380, 1275, 2170, 4600, 17_400, 36_990] {
             let most = 17;
@@ -302,7 +308,7 @@ fn rows_do_not_depend_on_each_other() {
 #[test]
 fn rows_do_not_depend_on_the_batch() {
     let Some(device) = device() else { return };
-    for (heads, kv_heads, d) in [(4, 4, 128), (8, 2, 128), (4, 2, 64)] {
+    for (heads, kv_heads, d) in [(4, 4, 128), (8, 2, 128), (4, 2, 64), (4, 1, 256)] {
         // More rows than a pass takes, in windows of two slots, of which the other one is short and of no interest.
         for position in [300, 5000, 21_000] {
             let world = World::new(&device, config(heads, kv_heads, d), Rounding::Balanced, position + 64, 3);
@@ -330,7 +336,7 @@ fn rows_do_not_depend_on_the_batch() {
 #[test]
 fn chosen_pages_equal_core() {
     let Some(device) = device() else { return };
-    for (heads, kv_heads, d) in [(4, 2, 128), (4, 1, 64)] {
+    for (heads, kv_heads, d) in [(4, 2, 128), (4, 1, 64), (2, 1, 256)] {
         for (position, n) in [(700, 2), (5000, 7), (20_000, 1), (20_000, 16)] {
             let config = config(heads, kv_heads, d);
             let world = World::new(&device, config, Rounding::Balanced, position + 4, 9);

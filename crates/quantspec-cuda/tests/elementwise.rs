@@ -241,7 +241,7 @@ fn heads_are_turned_and_appended() {
     let all = heads + 2 * kv_heads;
     let rows = [[2, 0, 383, 0], [2, 1, 384, 0], [0, 0, 5, 1], [2, 2, 385, 0], [1, 0, 1_000_000, 2]];
     let rows_on = rows_of(&device, &rows);
-    for d in [64, 128] {
+    for d in [64, 128, 256] {
         let (y, bias) = (random.normals(rows.len() * all * d), random.normals(all * d));
         let (q_norm, k_norm) = (random.normals(d), random.normals(d));
         let angles: Vec<[f32; 2]> =

@@ -106,6 +106,7 @@ fn odd() -> Vec<(Shape, usize)> {
             (shape(328, 200, 6, 2, 128, dtype), 300),
             (shape(72, 136, 6, 3, 64, dtype), 300),
             (shape(512, 64, 4, 4, 128, dtype), 5),
+            (shape(136, 72, 3, 1, 256, dtype), 300),
         ]
     };
     DTYPES.into_iter().flat_map(of).collect()
@@ -343,9 +344,15 @@ fn check_gated(cases: Vec<(Shape, usize)>) {
 fn causal_attention() {
     let Some(device) = device() else { return };
     for dtype in DTYPES {
-        for (heads, kv_heads, d, rows) in
-            [(4, 2, 128, 300), (4, 1, 64, 300), (2, 2, 128, 1), (3, 1, 128, 129), (8, 2, 128, 1500), (5, 5, 64, 700)]
-        {
+        for (heads, kv_heads, d, rows) in [
+            (4, 2, 128, 300),
+            (4, 1, 64, 300),
+            (2, 2, 128, 1),
+            (3, 1, 128, 129),
+            (8, 2, 128, 1500),
+            (5, 5, 64, 700),
+            (4, 2, 256, 333),
+        ] {
             let s = Shape { hidden: 64, intermediate: 64, heads, kv_heads, head_dim: d, rms_eps: 1e-6, dtype };
             let mut random = Random((heads * 1000 + rows) as u64);
             let mut q = rounded(&mut random, rows * heads * d, 1.0, Dtype::F16);

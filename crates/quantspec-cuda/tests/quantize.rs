@@ -51,7 +51,7 @@ fn flushed_pages_equal_core() {
     let mut random = Random(1);
     let (layers, slots, heads, pages) = (2, 2, 3, 4);
     let (slot, logical, physical) = (1, 4, 2);
-    for d in [64, 128] {
+    for d in [64, 128, 256] {
         let ring = |random: &mut Random| -> Vec<f16> {
             (0..layers * slots * heads * 3).flat_map(|_| page(random, d)).collect()
         };
