@@ -37,13 +37,16 @@ class Engine:
         gamma: int | None = None,
         slots: int = 1,
         every_view: bool = False,
+        draft_cache: tuple[str, int] | None = None,
         on_loading: Callable[[int, int], object] | None = None,
     ) -> Engine: ...
     @property
     def info(self) -> dict[str, Any]:
         """What was loaded: device, device_name, simd, threads, family, vocab, layers, max_positions, eos.
 
-        Also block_rows (of a prefill), planned_bytes and load_s.
+        Also block_rows (of a prefill), planned_bytes and load_s; cached_drafts, the share of the draft weights that was
+        read from `draft_cache` (its folder and the least bytes kept there; None without one), and note, one line about
+        trouble with it.
         """
 
     def add(
@@ -141,13 +144,14 @@ def evaluate(
     device: str = "auto",
     threads: int | None = None,
     kv_rounding: str = "balanced",
+    draft_cache: tuple[str, int] | None = None,
     on_loading: Callable[[int, int], object] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
     """Teacher-forced scores: device, tokens, positions, targets and drafts as in `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
-    `on_progress` is told positions done and in all.
+    `on_progress` is told positions done and in all. Also cached_drafts and note, as in `Engine.info`.
     """
 
 def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import platform
+from contextlib import suppress
 from typing import Any
 
-from . import __version__, hub, render
+from . import __version__, hub, render, settings
 from .errors import EXIT_DONE, native_errors
 from .output import Stdout
 
@@ -31,6 +32,7 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         **machine,
         "model_cache": str(hub.cache()),
+        "draft_cache": _draft_cache(),
         "packages": _versions(),
     }
 
@@ -51,6 +53,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     report += [
         f"kernels     {', '.join(map(str, found['kernels'])) or 'none in this build'}",
         f"model cache {found['model_cache']}",
+        f"draft cache {_drafts(found['draft_cache'])}",
         "packages    " + ", ".join(f"{name} {version}" for name, version in found["packages"].items()),
     ]
     return report
@@ -59,6 +62,25 @@ def lines(found: dict[str, Any]) -> list[str]:
 def _device(device: dict[str, Any]) -> str:
     memory = render.size(device.get("memory_bytes"))
     return f"{device.get('name')}, compute capability {device.get('compute_capability')}, {memory}"
+
+
+def _draft_cache() -> dict[str, Any] | None:
+    """Where draft weights are kept, and what is there; None where the cache is off."""
+    folder = settings.draft_cache()
+    if folder is None:
+        return None
+    sizes = []
+    # A folder that is not there or may not be read holds nothing for us.
+    with suppress(OSError):
+        sizes = [path.stat().st_size for path in folder.glob("*.draft")]
+    return {"path": str(folder), "files": len(sizes), "bytes": sum(sizes)}
+
+
+def _drafts(cache: dict[str, Any] | None) -> str:
+    if cache is None:
+        return "off: QUANTSPEC_DRAFT_CACHE says so"
+    models = "model" if cache["files"] == 1 else "models"
+    return f"{cache['path']}: {cache['files']} {models}, {render.size(cache['bytes'])}; delete it at will"
 
 
 def _versions() -> dict[str, str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
-from . import hub, loop, template
+from . import hub, loop, settings, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
 from .options import EngineOptions, GenerateOptions, whole
 from .prompts import check_utf8
@@ -340,7 +340,12 @@ class Engine:
         self.context = context
         with native_errors():
             self.native = _native.Engine(
-                str(model.directory), capacity=context, slots=batch, on_loading=on_loading, **options.native()
+                str(model.directory),
+                capacity=context,
+                slots=batch,
+                draft_cache=settings.native_draft_cache(),
+                on_loading=on_loading,
+                **options.native(),
             )
 
     @classmethod

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import output, prompts, render
+from . import output, prompts, render, settings
 from .engine import Model
 from .errors import EXIT_DONE, DoesNotFitError, InputError, UsageError, native_errors
 
@@ -88,16 +88,20 @@ def _cut(model: Model, ids: list[int], name: str, request: Request) -> list[int]
 def _scores(model: Model, ids: Sequence[int], request: Request, options: EngineOptions) -> dict[str, Any]:
     from . import _native
 
-    with render.progress("scoring", shown=True) as on_progress, native_errors():
-        return _native.evaluate(
+    with render.phases("loading weights", "scoring", shown=True) as (on_loading, on_progress), native_errors():
+        found = _native.evaluate(
             str(model.directory),
             ids,
             context=request.context,
             device=options.device,
             threads=options.threads,
             kv_rounding=options.kv_rounding,
+            draft_cache=settings.native_draft_cache(),
+            on_loading=on_loading,
             on_progress=on_progress,
         )
+    render.note_of_drafts(found)
+    return {name: value for name, value in found.items() if name not in {"cached_drafts", "note"}}
 
 
 def lines(found: dict[str, Any]) -> list[str]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
     from .engine import Engine, Generation, Statistics
 
+    OnProgress = Callable[[int, int], object]
+
 
 def console() -> Console:
     """Standard error: colour on a terminal unless NO_COLOR, lines as long as they are elsewhere."""
@@ -35,6 +37,12 @@ def warn_of_threads(threads: int | None) -> None:
         note(f"warning: {threads} threads on {processors} processors wait for each other; use --threads {processors}")
 
 
+def note_of_drafts(info: dict[str, Any]) -> None:
+    """Says where the cache of draft weights was of no use."""
+    if info.get("note"):
+        note(f"warning: {info['note']}")
+
+
 def statistics(engine: Engine, names: Sequence[str], answers: Sequence[Generation]) -> None:
     """What a run did: prompts, speed, speculation, memory."""
     for line in statistics_lines(engine.info, engine.statistics(), names, answers):
@@ -51,7 +59,7 @@ def statistics_lines(
         for name, answer in zip(names, answers, strict=True)
     ]
     lines.append(
-        f"load {seconds(stats['load_s'])}, "
+        f"load {seconds(stats['load_s'])}{' with cached draft weights' if info.get('cached_drafts') else ''}, "
         f"prefill {seconds(stats['prefill_s'])} ({rate(stats['prefill_tokens_per_s'])}), "
         f"decode {seconds(stats['decode_s'])} ({rate(stats['decode_tokens_per_s'])})"
     )
@@ -120,26 +128,34 @@ def on_terminal() -> bool:
 
 
 @contextmanager
-def progress(what: str, *, shown: bool) -> Iterator[Callable[[int, int], object] | None]:
+def progress(what: str, *, shown: bool) -> Iterator[OnProgress | None]:
     """A bar on stderr while the body runs; yields what to call with (done, in all), or None where nothing is shown."""
+    with phases(what, shown=shown) as (on_progress,):
+        yield on_progress
+
+
+@contextmanager
+def phases(*names: str, shown: bool) -> Iterator[Sequence[OnProgress | None]]:
+    """A bar that shows several pieces of work one after the other; yields a callable, or None, for each."""
     if not shown or not on_terminal():
-        yield None
+        yield [None] * len(names)
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    seen: dict[int, int] = {}
+    seen: list[dict[int, int]] = [{} for _ in names]
 
     class Bar(Progress):
         def get_renderables(self) -> Any:
-            if seen:
-                done = max(seen)
-                self.update(task, completed=done, total=seen[done])
+            for name, steps in zip(names, seen, strict=True):
+                if steps:
+                    done = max(steps)
+                    self.update(task, description=name, completed=done, total=steps[done])
             return super().get_renderables()
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     bar = Bar(*columns, console=console(), transient=True)
-    task = bar.add_task(what, total=None)
+    task = bar.add_task(names[0], total=None)
     with bar:
         # A method of a built-in: a callable written in Python would give a pending Ctrl-C the chance to be raised
         # inside the engine's callback, where it is lost.
-        yield seen.__setitem__
+        yield [steps.__setitem__ for steps in seen]

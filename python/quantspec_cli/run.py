@@ -68,6 +68,8 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
         context = max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded)
         with render.progress("loading weights", shown=not request.quiet) as on_loading:
             engine = Engine(model, engine_options, context=context, batch=len(encoded), on_loading=on_loading)
+        if not request.quiet:
+            render.note_of_drafts(engine.info)
 
         sink: output.Sink = file or (stdout if stdout is not None and not request.as_json else output.Nowhere())
         shown = [one_line(name) for name in names]

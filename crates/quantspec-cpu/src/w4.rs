@@ -22,6 +22,9 @@ pub(crate) const GROUP: usize = WEIGHT_GROUP;
 // A tile holds 16 vectors of 8 k.
 const _: () = assert!(GROUP == 128);
 
+/// Names what [`encode`] writes, for files that keep it: another name for other bytes.
+pub(crate) const LAYOUT: &str = "cpu tiles 1";
+
 /// Outputs of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
 

@@ -11,6 +11,7 @@ use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Weights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Hooks;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
+use quantspec_model::draft_cache::{self, Drafts};
 use std::sync::Mutex;
 
 /// Bytes of a checkpoint one thread reads between two calls of the hooks: a quarter of a second of a slow disk.
@@ -84,6 +85,7 @@ impl QkvPlaces {
 }
 
 /// Panels and inputs of the linear layers of one decoder layer and of the head, with their draft bits.
+#[derive(Debug)]
 struct Sizes {
     layer: [(usize, usize, Option<Bits>); 4],
     head: (usize, usize, Option<Bits>),
@@ -106,6 +108,21 @@ impl Sizes {
             head: (panels(config.vocab), config.hidden, all.then_some(Bits::Eight)),
         }
     }
+}
+
+/// The drafts of a checkpoint on disk, where it keeps them: a block is a panel, in the order of [`Loader::linear`].
+fn drafts(checkpoint: &Checkpoint, draft: DraftWeights, sizes: &Sizes) -> Option<Drafts> {
+    let kind = match draft {
+        DraftWeights::None => return None,
+        DraftWeights::Int4 => "int4",
+        DraftWeights::Int4Mlp => "int4-mlp",
+    };
+    let layers = checkpoint.config().layers;
+    let recipe = format!("{} {layers} {sizes:?}", w4::LAYOUT);
+    let linears = std::iter::repeat_n(&sizes.layer, layers).flatten().chain([&sizes.head]);
+    let panels = linears.filter_map(|(panels, k, bits)| Some((*panels, Tiles::panel_bytes(*k, (*bits)?))));
+    let blocks = panels.flat_map(|(panels, bytes)| std::iter::repeat_n(bytes, panels));
+    Drafts::open(checkpoint.draft_cache()?, kind, &recipe, blocks)
 }
 
 /// Bytes of the weights and of the draft weights.
@@ -144,9 +161,12 @@ impl Model {
         hooks: &mut Hooks,
     ) -> Result<Model> {
         let config = checkpoint.config();
-        let total = matrices(config).map(|part| bytes_of(checkpoint, part)).sum();
-        let mut loader = Loader { checkpoint, simd, pool, hooks, done: 0, total };
         let sizes = Sizes::new(config, draft);
+        let drafts = drafts(checkpoint, draft, &sizes);
+        let total: usize = matrices(config).map(|part| bytes_of(checkpoint, part)).sum();
+        let total = total + drafts.as_ref().map_or(0, Drafts::unsaved_bytes);
+        let drafts_of = drafts.as_ref();
+        let mut loader = Loader { checkpoint, simd, pool, hooks, drafts: drafts_of, blocks: 0, done: 0, total };
         let mut layers = Vec::with_capacity(config.layers);
         for index in 0..config.layers {
             layers.push(loader.layer(index, &sizes)?);
@@ -155,7 +175,27 @@ impl Model {
         let head = loader.linear(panels, k, bits, &[Source { part: Part::Head, bias: None, first: 0, step: 1 }])?;
         let embedding = if config.tied_embeddings { None } else { Some(loader.embedding()?) };
         let final_norm = loader.vector(Part::FinalNorm)?;
-        Ok(Model { embedding, layers, final_norm, head })
+        let done = loader.done;
+        let model = Model { embedding, layers, final_norm, head };
+        if let Some(drafts) = drafts {
+            let origin = drafts.save(model.draft_panels(), |saved| {
+                (hooks.loading)(total.min(done + saved), total);
+                (hooks.poll)()
+            })?;
+            (hooks.drafts)(origin);
+        }
+        Ok(model)
+    }
+
+    fn linears(&self) -> impl Iterator<Item = &Linear> {
+        let layers = self.layers.iter().flat_map(|layer| [&layer.qkv, &layer.output, &layer.gate_up, &layer.down]);
+        layers.chain([&self.head])
+    }
+
+    /// Every panel of draft weights, in the order of loading.
+    fn draft_panels(&self) -> impl Iterator<Item = &[u8]> {
+        let tiles = self.linears().filter_map(|linear| linear.draft.as_ref());
+        tiles.flat_map(|tiles| tiles.data.chunks_exact(Tiles::panel_bytes(tiles.k, tiles.bits)))
     }
 
     /// Embedding of a token, [hidden].
@@ -168,11 +208,9 @@ impl Model {
 
     /// Bytes of the weights and of the draft weights.
     pub(crate) fn bytes(&self, config: &ModelConfig) -> (usize, usize) {
-        let layers = self.layers.iter().flat_map(|layer| [&layer.qkv, &layer.output, &layer.gate_up, &layer.down]);
-        let all = || layers.clone().chain([&self.head]);
         let embedding = self.embedding.as_ref().map_or(0, |embedding| embedding.bytes.bytes());
-        let full: usize = all().map(|linear| linear.full.bytes()).sum();
-        let draft = all().map(|linear| linear.draft.as_ref().map_or(0, |tiles| tiles.data.bytes())).sum();
+        let full: usize = self.linears().map(|linear| linear.full.bytes()).sum();
+        let draft = self.linears().map(|linear| linear.draft.as_ref().map_or(0, |tiles| tiles.data.bytes())).sum();
         (full + embedding + vectors(config), draft)
     }
 }
@@ -197,6 +235,12 @@ fn matrices(config: &ModelConfig) -> impl Iterator<Item = Part> {
 fn bytes_of(checkpoint: &Checkpoint, part: Part) -> usize {
     let (rows, cols) = checkpoint.shape(part);
     rows * cols * checkpoint.dtype(part).bytes()
+}
+
+/// Numbers as they lie in memory.
+fn bytes_of_f32(values: &[f32]) -> &[u8] {
+    // SAFETY: f32 has no padding, and bytes no alignment.
+    unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
 /// Little-endian numbers of a checkpoint as f32.
@@ -228,6 +272,9 @@ struct Loader<'a> {
     simd: Simd,
     pool: &'a Pool,
     hooks: &'a mut Hooks,
+    drafts: Option<&'a Drafts>,
+    /// Blocks of `drafts` before the linear layer under way.
+    blocks: usize,
     done: usize,
     total: usize,
 }
@@ -299,12 +346,13 @@ impl Loader<'_> {
                 }
             }
         }
+        self.blocks += draft.as_ref().map_or(0, |tiles| tiles.panels);
         Ok(Linear { full, draft, bias })
     }
 
     /// Reads one tensor into its panels.
     fn fill(&mut self, full: &mut Matrix, draft: Option<&mut Tiles>, k: usize, source: &Source) -> Result<()> {
-        let (checkpoint, simd) = (self.checkpoint, self.simd);
+        let (checkpoint, simd, drafts, first_block) = (self.checkpoint, self.simd, self.drafts, self.blocks);
         let (rows, _) = checkpoint.shape(source.part);
         let dtype = full.dtype();
         let (len, count) = (Matrix::panel_len(k), panels(rows));
@@ -332,10 +380,6 @@ impl Loader<'_> {
                     if !repack16(raw, k, bf16, if bf16 { 0x7f80 } else { 0x7c00 }, panel) {
                         return Err(not_finite(checkpoint, source.part));
                     }
-                    if tiles.is_some() {
-                        values.resize(n * k, 0.0);
-                        to_f32(dtype, raw, values);
-                    }
                 }
                 Out::Bits32(parts) => {
                     values.resize(n * k, 0.0);
@@ -344,15 +388,24 @@ impl Loader<'_> {
                     repack32(values, k, unsafe { parts.slice(place * len, len) });
                 }
             }
-            if let Some((bits, len, parts)) = &tiles {
-                // SAFETY: as above.
-                let panel = unsafe { parts.slice(place * len, *len) };
+            let Some((bits, len, parts)) = &tiles else { return Ok(()) };
+            // SAFETY: as above.
+            let panel = unsafe { parts.slice(place * len, *len) };
+            let (raw, whole): (&[u8], bool) = (raw, matches!(out, Out::Bits32(_)));
+            let make = |values: &mut Vec<f32>, panel: &mut [u8]| -> Result<()> {
+                if !whole {
+                    values.resize(n * k, 0.0);
+                    to_f32(dtype, raw, values);
+                }
                 w4::encode(simd, *bits, values, k, panel).map_err(|error| Error {
                     message: format!("{}: {}", checkpoint.tensor_name(source.part), error.message),
                     ..error
-                })?;
-            }
-            Ok(())
+                })
+            };
+            let Some(drafts) = drafts else { return make(values, panel) };
+            let bytes = if whole { bytes_of_f32(values) } else { raw };
+            let of = draft_cache::source(dtype as u64, bytes);
+            drafts.block(first_block + place, of, panel, |panel| make(values, panel))
         };
         let unit_bytes = PANEL * k * checkpoint.dtype(source.part).bytes();
         self.slices(count, per_thread, unit_bytes, bytes_of(checkpoint, source.part), &|panels| {

@@ -7,6 +7,7 @@
 //! **Target operations are row-invariant to the bit**: what a row yields never depends on the other rows of the pass, on the
 //! thread count or on earlier calls. Draft weights and the Upper view may be lossy in any way.
 
+use crate::draft_cache::Origin;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::sample::Sampler;
@@ -88,12 +89,14 @@ pub struct Hooks {
     pub poll: Box<dyn FnMut() -> Result<()> + Send>,
     /// Told bytes done and bytes in all while weights are loaded.
     pub loading: Box<dyn FnMut(usize, usize) + Send>,
+    /// Told once, by a backend that looked for draft weights on disk, how they came about.
+    pub drafts: Box<dyn FnMut(Origin) + Send>,
 }
 
 impl Default for Hooks {
     /// Hooks that never interrupt and show nothing.
     fn default() -> Hooks {
-        Hooks { poll: Box::new(|| Ok(())), loading: Box::new(|_, _| ()) }
+        Hooks { poll: Box::new(|| Ok(())), loading: Box::new(|_, _| ()), drafts: Box::new(|_| ()) }
     }
 }
 

@@ -4,6 +4,7 @@
 //! reads. No weight is held here: a backend asks for a few rows at a time and keeps them in its own layout.
 
 use crate::config;
+use crate::draft_cache::DraftCache;
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
 use quantspec_core::config::{Dtype, ModelConfig};
@@ -200,6 +201,7 @@ pub struct Checkpoint {
     config: ModelConfig,
     shards: Vec<SafeTensors>,
     places: HashMap<Part, Place>,
+    draft_cache: Option<DraftCache>,
 }
 
 /// Largest JSON file read beside the weights: far above any real config.json or shard index.
@@ -253,13 +255,23 @@ impl Checkpoint {
         if let Some(place) = places.get(&Part::Layer(0, Q)) {
             config.dtype = place.dtype;
         }
-        Ok(Checkpoint { config, shards, places })
+        Ok(Checkpoint { config, shards, places, draft_cache: None })
     }
 
     /// The model's shape. Its dtype is the one of the first layer's query projection, and its head is tied where the weights
     /// say so too.
     pub fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    /// Keeps draft weights made of this checkpoint on disk, where the backend makes them on the CPU.
+    pub fn cache_drafts(&mut self, cache: DraftCache) {
+        self.draft_cache = Some(cache);
+    }
+
+    /// Where draft weights of this checkpoint are kept; None where they are made at every load.
+    pub fn draft_cache(&self) -> Option<&DraftCache> {
+        self.draft_cache.as_ref()
     }
 
     /// Number format of a part (of the whole model where the part does not exist).

@@ -10,8 +10,9 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Memory};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft_cache::{DraftCache, Origin};
 use quantspec_model::engine::Emitted;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -57,6 +58,42 @@ pub(crate) fn progress(callback: Option<Py<PyAny>>, raised: Raised) -> impl FnMu
             Err(error) if error.is_instance_of::<PyKeyboardInterrupt>(py) => raised.store(true, Ordering::Relaxed),
             Err(error) => error.write_unraisable(py, None),
         });
+    }
+}
+
+/// Opens a checkpoint; `draft_cache` is the folder of its draft weights and the least bytes that are kept there.
+pub(crate) fn open(model: &str, draft_cache: Option<(PathBuf, usize)>) -> Result<Checkpoint> {
+    let model = Path::new(model);
+    let mut checkpoint = Checkpoint::open(model)?;
+    if let Some((folder, smallest_bytes)) = draft_cache {
+        // A snapshot of the hub's cache is found again by any path that leads to it.
+        let model = model.canonicalize().unwrap_or_else(|_| model.to_path_buf());
+        checkpoint.cache_drafts(DraftCache { folder, model, smallest_bytes });
+    }
+    Ok(checkpoint)
+}
+
+/// Where a hook leaves how the draft weights came about.
+#[derive(Clone, Default)]
+pub(crate) struct OriginSlot(Arc<Mutex<Option<Origin>>>);
+
+impl OriginSlot {
+    /// The hook.
+    pub(crate) fn hook(&self) -> Box<dyn FnMut(Origin) + Send> {
+        let slot = self.clone();
+        Box::new(move |origin| {
+            // Nobody panics while holding the lock.
+            if let Ok(mut place) = slot.0.lock() {
+                *place = Some(origin);
+            }
+        })
+    }
+
+    /// `cached_drafts` (share of the draft weights that was read; None without a cache) and `note`.
+    pub(crate) fn describe(&self, out: &Bound<'_, PyDict>) -> PyResult<()> {
+        let origin = self.0.lock().ok().and_then(|mut place| place.take());
+        out.set_item("cached_drafts", origin.as_ref().map(|o| o.cached as f64 / o.blocks.max(1) as f64))?;
+        out.set_item("note", origin.and_then(|origin| origin.note))
     }
 }
 
@@ -109,7 +146,7 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, device="auto", threads=None, kv_target="int8", method="quantspec",
         kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
-        slots=1, every_view=false, on_loading=None))]
+        slots=1, every_view=false, draft_cache=None, on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
         py: Python<'_>,
@@ -127,6 +164,7 @@ impl PyEngine {
         gamma: Option<usize>,
         slots: usize,
         every_view: bool,
+        draft_cache: Option<(PathBuf, usize)>,
         on_loading: Option<Py<PyAny>>,
     ) -> PyResult<PyEngine> {
         let threads = threads.unwrap_or_else(default_threads);
@@ -150,11 +188,13 @@ impl PyEngine {
         let polled = poll(raised.clone());
         let started = Instant::now();
         let accept = resolved.accept;
+        let origin = OriginSlot::default();
+        let drafts = origin.hook();
         let (device, place, config, plan) = detached(py, || {
-            let checkpoint = Checkpoint::open(Path::new(model))?;
+            let checkpoint = open(model, draft_cache)?;
             let place = Place::choose(device, &checkpoint)?;
             let plan = place.plan(&checkpoint, &resolved.options)?;
-            let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading) };
+            let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
             let engine = place.engine(&checkpoint, resolved, hooks)?;
             Ok((engine, place, checkpoint.config().clone(), plan))
         })?;
@@ -176,6 +216,7 @@ impl PyEngine {
         info.set_item("block_rows", on_device!(&device, engine => engine.block_rows()))?;
         info.set_item("planned_bytes", plan.planned_bytes)?;
         info.set_item("load_s", load_s)?;
+        origin.describe(&info)?;
         Ok(PyEngine {
             device: Mutex::new(device),
             place,

@@ -1,7 +1,7 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
 use crate::device::Place;
-use crate::engine::{Raised, default_threads, poll, progress};
+use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
 use crate::errors::{detached, to_python};
 use crate::options::rounding;
 use pyo3::prelude::*;
@@ -9,14 +9,13 @@ use pyo3::types::PyDict;
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
 use quantspec_model::backend::Hooks;
-use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::evaluate;
-use std::path::Path;
+use std::path::PathBuf;
 
 /// `evaluate(model, tokens, …)`: loads the model with every view and scores the tokens.
 #[pyfunction(name = "evaluate")]
-#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, kv_rounding="balanced", on_loading=None,
-    on_progress=None))]
+#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, kv_rounding="balanced",
+    draft_cache=None, on_loading=None, on_progress=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
 pub(crate) fn scores<'py>(
     py: Python<'py>,
@@ -26,6 +25,7 @@ pub(crate) fn scores<'py>(
     device: &str,
     threads: Option<usize>,
     kv_rounding: &str,
+    draft_cache: Option<(PathBuf, usize)>,
     on_loading: Option<Py<PyAny>>,
     on_progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
@@ -35,12 +35,14 @@ pub(crate) fn scores<'py>(
     let loading = progress(on_loading, raised.clone());
     let mut show = progress(on_progress, raised.clone());
     let polled = poll(raised);
+    let origin = OriginSlot::default();
+    let drafts = origin.hook();
     let (place, scored) = detached(py, || {
-        let checkpoint = Checkpoint::open(Path::new(model))?;
+        let checkpoint = open(model, draft_cache)?;
         let place = Place::choose(device, &checkpoint)?;
         place.plan(&checkpoint, &options)?;
         let options = place.adapt(&options);
-        let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading) };
+        let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let scored = match &place {
             Place::Cpu => {
                 let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
@@ -78,5 +80,6 @@ pub(crate) fn scores<'py>(
     out.set_item("positions", scored.positions)?;
     out.set_item("targets", targets)?;
     out.set_item("drafts", drafts)?;
+    origin.describe(&out)?;
     Ok(out)
 }

@@ -1,0 +1,107 @@
+//! Draft weights from disk: the same bits as made ones, and never of other weights than the checkpoint's.
+
+#[path = "support/random.rs"]
+mod random;
+
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_cpu::CpuBackend;
+use quantspec_model::backend::{Backend, Hooks, Options, Row, Step};
+use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft_cache::{DraftCache, Origin};
+use quantspec_model::forward;
+use random::Shape;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new(name: &str) -> Folder {
+        let path = std::env::temp_dir().join(format!("quantspec-cpu-drafts-{}-{name}", std::process::id()));
+        let _ = std::fs::remove_dir_all(&path);
+        Folder(path)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Bits of the logits of a draft step, and how the drafts came about.
+fn load(
+    mut checkpoint: Checkpoint,
+    folder: Option<&Folder>,
+    draft: DraftWeights,
+    threads: usize,
+) -> (Vec<u32>, Origin) {
+    if let Some(Folder(path)) = folder {
+        let cache = DraftCache { folder: path.clone(), model: std::env::temp_dir(), smallest_bytes: 0 };
+        checkpoint.cache_drafts(cache);
+    }
+    let options = Options {
+        slots: 1,
+        capacity: 256,
+        planes: Planes::of(&[View::Both]),
+        rounding: Rounding::Balanced,
+        draft_weights: draft,
+        step_rows: 1,
+        block_rows: 64,
+        threads,
+    };
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let slot = told.clone();
+    let hooks = Hooks { drafts: Box::new(move |origin| slot.lock().unwrap().push(origin)), ..Hooks::default() };
+    let mut backend = CpuBackend::load(&checkpoint, &options, hooks).expect("load");
+    backend.open(0, 256).expect("open");
+    backend.set_window(0, &random::tokens(300, 1, 7)).expect("window");
+    let rows = [Row { slot: 0, offset: 0, position: 0 }];
+    let step = Step { weights: Weights::Draft, view: View::Both, pages: Pages::All, choose_pages: false, rows: &rows };
+    forward::step(&mut backend, &step).expect("step");
+    let logits = backend.logits(0).expect("logits").iter().map(|x| x.to_bits()).collect();
+    let mut told = told.lock().unwrap();
+    assert_eq!(told.len(), usize::from(folder.is_some()));
+    (logits, told.pop().unwrap_or_default())
+}
+
+#[test]
+fn drafts_from_disk_have_the_bits_of_made_ones() {
+    let shapes = [
+        ("BF16", Shape { tied: false, ..Shape::new("llama", "BF16", (4, 2, 32)) }),
+        ("F16", Shape::new("qwen2", "F16", (2, 1, 40))),
+        ("F32", Shape { biases: true, ..Shape::new("llama", "F32", (3, 1, 40)) }),
+    ];
+    for (dtype, shape) in shapes {
+        for draft in [DraftWeights::Int4, DraftWeights::Int4Mlp] {
+            let folder = Folder::new(&format!("{dtype}-{draft:?}"));
+            let (made, _) = load(shape.checkpoint(1), None, draft, 1);
+            let (saved, first) = load(shape.checkpoint(1), Some(&folder), draft, 3);
+            let (read, second) = load(shape.checkpoint(1), Some(&folder), draft, 2);
+            assert!(made == saved && made == read, "{shape:?}");
+            assert!(first.blocks > 4 && first.cached == 0 && first.note.is_none(), "{first:?}");
+            assert_eq!(second, Origin { cached: first.blocks, ..first });
+        }
+    }
+}
+
+#[test]
+fn one_changed_weight_is_quantised_anew() {
+    let shape = Shape { tied: false, ..Shape::new("llama", "BF16", (4, 2, 32)) };
+    let folder = Folder::new("changed");
+    let (before, first) = load(shape.checkpoint(1), Some(&folder), DraftWeights::Int4, 2);
+    for tensor in ["model.layers.0.self_attn.v_proj.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"] {
+        // 1.0 among weights of a tenth.
+        let changed = || shape.damaged(1, tensor, 0x3f80);
+        let (want, _) = load(changed(), None, DraftWeights::Int4, 2);
+        assert_ne!(want, before);
+        let (got, origin) = load(changed(), Some(&folder), DraftWeights::Int4, 2);
+        assert_eq!(got, want, "{tensor}");
+        assert!(
+            origin.cached < first.blocks && origin.cached + 2 >= first.blocks && origin.note.is_none(),
+            "{origin:?}"
+        );
+        let (got, origin) = load(changed(), Some(&folder), DraftWeights::Int4, 2);
+        assert!(got == want && origin.cached == first.blocks, "{tensor}: the file was replaced");
+    }
+}

@@ -1,0 +1,188 @@
+"""Draft weights on disk, as a user meets them: read back, never in the way, never part of the answer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Outcome, copy_demo
+
+from quantspec_cli import Engine, settings
+
+Run = Callable[..., Outcome]
+
+COMMAND = ("run", "--text", "It was a dark and stormy night", "-n", "20", "--device", "cpu", "--gamma", "3")
+CACHED = "with cached draft weights"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of its own that takes small models too."""
+    monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", str(tmp_path / "drafts"))
+    monkeypatch.setattr(settings, "SMALLEST_DRAFTS_BYTES", 0)
+    return tmp_path / "drafts"
+
+
+def the_file(folder: Path) -> Path:
+    (path,) = folder.iterdir()
+    return path
+
+
+def test_the_second_load_reads_and_the_text_is_the_same(
+    quantspec: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = quantspec(*COMMAND)
+    assert (first.code, CACHED in first.stderr) == (0, False)
+    path = the_file(folder)
+    assert path.name.startswith("demo-int4-")
+    before = (path.read_bytes(), path.stat().st_mtime_ns)
+    second = quantspec(*COMMAND)
+    assert second.stdout == first.stdout
+    assert CACHED in second.stderr
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", "off")
+    third = quantspec(*COMMAND)
+    assert (third.stdout, CACHED in third.stderr) == (first.stdout, False)
+
+
+def test_small_models_leave_no_file(quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", str(tmp_path / "drafts"))
+    assert quantspec(*COMMAND).code == 0
+    assert not (tmp_path / "drafts").exists()
+
+
+def test_only_methods_that_draft_with_them_make_them(quantspec: Run, folder: Path) -> None:
+    for flags in (("--method", "ar"), ("--method", "kv4"), ("--draft-weights", "none")):
+        assert quantspec(*COMMAND, *flags).code == 0
+        assert not folder.exists(), flags
+
+
+@pytest.mark.parametrize("damage", ["truncated", "emptied", "one byte", "another file"])
+def test_a_damaged_file_is_one_warning_and_is_replaced(quantspec: Run, folder: Path, damage: str) -> None:
+    first = quantspec(*COMMAND)
+    path = the_file(folder)
+    sound = path.read_bytes()
+    damaged = {
+        "truncated": sound[: len(sound) // 2],
+        "emptied": b"",
+        "one byte": sound[:-1000] + bytes([sound[-1000] ^ 1]) + sound[-999:],
+        "another file": b"PK\x03\x04" * 1000,
+    }[damage]
+    path.write_bytes(damaged)
+    second = quantspec(*COMMAND)
+    assert (second.code, second.stdout) == (0, first.stdout)
+    warnings = [line for line in second.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warnings) == 1, second.stderr
+    assert str(path) in warnings[0]
+    assert "damaged" in warnings[0]
+    again = quantspec(*COMMAND)
+    assert CACHED in again.stderr
+    assert "warning" not in again.stderr
+
+
+def test_changed_weights_never_meet_old_drafts(quantspec: Run, folder: Path, tmp_path: Path) -> None:
+    model = copy_demo(tmp_path / "model")
+    weights = model / "model.safetensors"
+    sound = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(sound)
+    command = (*COMMAND, "--model", str(model), "--json")
+    before = quantspec(*command).json
+    times = weights.stat()
+    # 0 instead of one weight in the middle; size and time stay.
+    middle = len(sound) // 2
+    weights.write_bytes(sound[:middle] + b"\x00\x00" + sound[middle + 2 :])
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
+    engine = Engine.load(str(model), device="cpu")
+    assert 0.9 < engine.info["cached_drafts"] < 1
+    assert engine.info["note"] is None
+    assert Engine.load(str(model), device="cpu").info["cached_drafts"] == 1
+    # Back again: the drafts that were replaced are made anew too.
+    weights.write_bytes(sound)
+    assert Engine.load(str(model), device="cpu").info["cached_drafts"] < 1
+    assert quantspec(*command).json["results"] == before["results"]
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(
+    quantspec: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("/proc/quantspec", "/dev/null/drafts"):
+        monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", place)
+        outcome = quantspec(*COMMAND)
+        assert outcome.code == 0
+        assert outcome.stderr.count("warning: draft weights are not cached: ") == 1
+        assert "QUANTSPEC_DRAFT_CACHE" in outcome.stderr
+        assert "warning" not in quantspec(*COMMAND, "-q").stderr
+        # A warning is no part of the document.
+        assert quantspec(*COMMAND, "--json").json["results"][0]["new_tokens"] == 20
+
+
+def test_a_full_disk_is_one_warning_and_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "drafts"
+    program = (
+        "import resource, sys; from quantspec_cli import settings, entry; settings.SMALLEST_DRAFTS_BYTES = 0; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000)); sys.exit(entry.execute(sys.argv[1:]))"
+    )
+    environment = {**os.environ, "QUANTSPEC_DRAFT_CACHE": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *COMMAND], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0
+    assert done.stdout
+    assert done.stderr.count("warning: draft weights are not cached: ") == 1
+    assert "file too large" in done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_drafts_of_a_deleted_model_go_with_the_next_file(quantspec: Run, folder: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        copy_demo(tmp_path / name)
+        assert quantspec(*COMMAND, "--model", str(tmp_path / name)).code == 0
+    assert len(list(folder.iterdir())) == 2
+    shutil.rmtree(tmp_path / "a")
+    assert quantspec(*COMMAND).code == 0
+    assert {path.name.partition("-")[0] for path in folder.iterdir()} == {"b", "demo"}
+
+
+def test_doctor_shows_place_and_size(quantspec: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert quantspec("doctor", "--json").json["draft_cache"] == {"path": str(folder), "files": 0, "bytes": 0}
+    quantspec(*COMMAND)
+    size = the_file(folder).stat().st_size
+    assert quantspec("doctor", "--json").json["draft_cache"] == {"path": str(folder), "files": 1, "bytes": size}
+    assert f"draft cache {folder}: 1 model, " in quantspec("doctor").stdout
+    monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", "off")
+    assert quantspec("doctor", "--json").json["draft_cache"] is None
+    assert "draft cache off" in quantspec("doctor").stdout
+
+
+def test_the_default_place_is_beside_the_hub_s(tmp_path: Path) -> None:
+    program = "from quantspec_cli import settings; print(settings.draft_cache())"
+    for variables, expected in (
+        ({"HF_HOME": str(tmp_path)}, tmp_path / "assets" / "quantspec" / "drafts"),
+        ({"HF_ASSETS_CACHE": str(tmp_path)}, tmp_path / "quantspec" / "drafts"),
+        ({"XDG_CACHE_HOME": str(tmp_path)}, tmp_path / "huggingface" / "assets" / "quantspec" / "drafts"),
+        ({"HF_HOME": "/x", "QUANTSPEC_DRAFT_CACHE": "~/drafts", "HOME": str(tmp_path)}, tmp_path / "drafts"),
+    ):
+        clean = {
+            name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "QUANTSPEC_"))
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, env={**clean, **variables}, check=True
+        )
+        assert done.stdout.strip() == str(expected)
+
+
+def test_eval_reads_them_too(quantspec: Run, folder: Path) -> None:
+    command = ("eval", "--tokens", "40", "--device", "cpu", "--json")
+    first = quantspec(*command)
+    assert "cached_drafts" not in first.json
+    before = the_file(folder).stat().st_mtime_ns
+    assert quantspec(*command).json == first.json
+    assert the_file(folder).stat().st_mtime_ns == before
+    the_file(folder).write_bytes(b"")
+    assert "damaged" in quantspec(*command).stderr
