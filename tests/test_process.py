@@ -108,6 +108,45 @@ def test_ctrl_c_writes_the_text_so_far_to_the_file(start: Start, tmp_path: Path)
     assert os.listdir(tmp_path) == ["out.txt"]
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_signals_that_end_a_program_tidy_up(start: Start, tmp_path: Path, number: int, code: int) -> None:
+    path = tmp_path / "out.txt"
+    child = start("run", "--text", "x", "-n", "100000", "-o", str(path), script=SLOW)
+    time.sleep(1.5)
+    child.send_signal(number)
+    sent = time.monotonic()
+    out, err = child.communicate(timeout=30)
+    assert time.monotonic() - sent < 0.5
+    assert (child.returncode, out) == (code, b"")
+    assert b"(interrupted)" in err
+    assert b"Traceback" not in err
+    assert len(path.read_text(encoding="utf-8")) > 1
+    assert os.listdir(tmp_path) == ["out.txt"]
+    path.unlink()
+    child = start("run", "--text", "x", "-o", str(path), "--json", script={"load_s": 30})
+    time.sleep(1.5)
+    child.send_signal(number)
+    out, err = child.communicate(timeout=30)
+    name = signal.Signals(number).name
+    assert child.returncode == code
+    assert err.decode() == f"error: interrupted by {name}\nhint: run the command again\n"
+    assert json.loads(out)["error"]["exit_code"] == code
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_hang_up_is_ignored_where_somebody_asked_for_that(toy_command: list[str]) -> None:
+    environment = {**os.environ, "FAKE_NATIVE": json.dumps({"round_s": 0.02})}
+    command = ["nohup", *toy_command, "run", "--text", "x", "-n", "150"]
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    first = read_some(child)
+    child.send_signal(signal.SIGHUP)
+    out, _ = child.communicate(timeout=30)
+    assert child.returncode == 0
+    assert len(first + out) > len(first)
+
+
 def test_a_reader_that_leaves_ends_the_command_quietly(start: Start) -> None:
     child = start("run", "--text", "x", "-n", "100000", script={"round_s": 0.005})
     read_some(child)

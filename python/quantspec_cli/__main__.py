@@ -12,7 +12,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("error: interrupted\nhint: run the command again\n")
         code = 130
-    if code == 130:
+    if code in {129, 130, 143}:  # SIGHUP, Ctrl-C, SIGTERM
         # Threads of an interrupted download or tokenizer would be waited for.
         import os
 

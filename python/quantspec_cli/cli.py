@@ -31,8 +31,8 @@ _CONTEXT = {"auto_envvar_prefix": settings.PREFIX, "help_option_names": ["-h", "
 
 _EXIT_CODES = """\b
 Exit codes: 0 done, 1 error, 2 usage, 3 does not fit in memory or context
-(nothing was cut), 4 some documents of a batch failed, 130 interrupted,
-141 standard output was closed."""
+(nothing was cut), 4 some documents of a batch failed, 130 interrupted
+(129 SIGHUP, 143 SIGTERM), 141 standard output was closed."""
 
 
 def _dash_is_stdout(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,22 +14,31 @@ import click
 from .cli import cli
 from .errors import (
     EXIT_DONE,
+    EXIT_INTERRUPTED,
     EXIT_PIPE_CLOSED,
     EXIT_USAGE,
-    InterruptedByUserError,
     QuantspecError,
     UsageError,
     internal,
+    interrupted,
 )
 from .output import abandon_stdout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType
+
+# Signals that end a command as Ctrl-C does: files are tidied up, and the text so far is kept.
+_ENDING = ("SIGTERM", "SIGHUP")  # the second is unknown to Windows
+
+# Those of them that came.
+_came: list[int] = []
 
 
 def main() -> int:
     """The `quantspec` command; returns its exit code."""
     _open_standard_streams()
+    _listen()
     if "_QUANTSPEC_COMPLETE" in os.environ:  # a shell asks for completions
         cli.main(prog_name="quantspec")
     code = execute(sys.argv[1:])
@@ -39,6 +49,23 @@ def main() -> int:
         abandon_stdout()
         code = code or EXIT_PIPE_CLOSED
     return code
+
+
+def _listen() -> None:
+    for number in (getattr(signal, name) for name in _ENDING if hasattr(signal, name)):
+        # Whoever started us may have decided otherwise (nohup).
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _interrupt)
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    _came.append(number)
+    raise KeyboardInterrupt
+
+
+def _signal() -> int:
+    """What interrupted the command."""
+    return _came[0] if _came else signal.SIGINT
 
 
 def _open_standard_streams() -> None:
@@ -63,11 +90,11 @@ def execute(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code."""
     as_json = "--json" in arguments
     try:
-        return _invoke(list(arguments))
+        code = _invoke(list(arguments))
     except QuantspecError as error:
         return _fail(error, as_json=as_json)
     except (KeyboardInterrupt, click.Abort):
-        return _fail(InterruptedByUserError("interrupted", "run the command again"), as_json=as_json)
+        return _fail(interrupted(_signal()), as_json=as_json)
     except BrokenPipeError:
         abandon_stdout()
         return EXIT_PIPE_CLOSED
@@ -79,6 +106,7 @@ def execute(arguments: Sequence[str]) -> int:
         if os.environ.get("QUANTSPEC_DEBUG"):
             raise
         return _fail(internal(error), as_json=as_json)
+    return 128 + _signal() if code == EXIT_INTERRUPTED else code
 
 
 def _invoke(arguments: list[str]) -> int:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import signal
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
@@ -31,7 +32,7 @@ class QuantspecError(Exception):
     """
 
     kind: ClassVar[str] = "internal"
-    exit_code: ClassVar[int] = EXIT_ERROR
+    exit_code: int = EXIT_ERROR
 
     def __init__(self, message: str, hint: str) -> None:
         self.message = one_line(message)
@@ -93,7 +94,7 @@ class NotFiniteError(QuantspecError):
 
 
 class InterruptedByUserError(QuantspecError):
-    """Ctrl-C arrived before there was anything to keep."""
+    """Ctrl-C, or a signal that ends a command like it, arrived before there was anything to keep."""
 
     kind = "interrupted"
     exit_code = EXIT_INTERRUPTED
@@ -103,6 +104,14 @@ class InternalError(QuantspecError):
     """A broken invariant of this program."""
 
     kind = "internal"
+
+
+def interrupted(number: int) -> InterruptedByUserError:
+    """The error of a signal, with the exit code a shell reports for a program that the signal ended."""
+    by = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+    error = InterruptedByUserError(f"interrupted{by}", "run the command again")
+    error.exit_code = 128 + number
+    return error
 
 
 KINDS: dict[str, type[QuantspecError]] = {
