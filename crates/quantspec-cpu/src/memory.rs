@@ -12,6 +12,11 @@ pub(crate) const ALIGN: usize = 64;
 #[cfg(unix)]
 const HUGE: usize = 2 << 20;
 
+/// Arrays end at a multiple of this, which every system's page size divides. Not at a multiple of [`HUGE`]: the end of an
+/// array would then cost up to a huge page that the memory plan does not count, for every layer.
+#[cfg(unix)]
+const PAGE: usize = 64 << 10;
+
 /// Types whose every bit pattern is a value, zero included.
 ///
 /// # Safety
@@ -78,7 +83,7 @@ impl<T: Plain> Array<T> {
 
     #[cfg(unix)]
     fn map(len: usize, bytes: usize) -> Result<Array<T>> {
-        let wanted = bytes.div_ceil(HUGE) * HUGE;
+        let wanted = bytes.next_multiple_of(PAGE);
         // SAFETY: a fresh private anonymous mapping touches no memory of ours; it is one huge page longer than needed, and
         // what lies outside the aligned part is given back. `munmap` and `madvise` get page-aligned parts of this mapping.
         unsafe {
@@ -198,6 +203,14 @@ mod tests {
             array.fill(1.0);
             assert!(array.iter().all(|x| *x == 1.0));
         }
+    }
+
+    #[test]
+    #[cfg(unix)]
+    fn an_array_takes_what_the_plan_counts() {
+        // Plans add up elements. A model has hundreds of arrays just above a multiple of a huge page.
+        let array = Array::<u8>::zeros(HUGE + 1).unwrap();
+        assert_eq!((array.as_ptr() as usize % HUGE, array.mapped), (0, HUGE + PAGE));
     }
 
     #[test]
