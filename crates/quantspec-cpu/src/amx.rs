@@ -135,60 +135,73 @@ pub(crate) unsafe fn rows(_tiles: &Tiles, w: &[u16], x: &[u16], stride: usize, m
         // Tiles keep their shape: the last rows of many reach back over rows that are done, whose bits come out again.
         let first = first.min(m - count);
         let (x, out) = (x[first * stride..].as_ptr(), &mut out[first * PANEL..][..count * PANEL]);
-        out.fill(0.0);
         let out = out.as_mut_ptr();
         // SAFETY: the caller's promise. The lengths were checked above: `steps` steps of `w` and rows, one more of `padded`
         // and the zeros behind the rows' k.
         unsafe {
             if steps > 0 {
-                add_product(w.as_ptr(), x, stride, steps, out);
+                stream::<false>(w.as_ptr(), x, stride, steps, out);
             }
             if rest > 0 {
-                add_product(padded.as_ptr(), x.add(steps * 2 * STEP), stride, 1, out);
+                let x = x.add(steps * 2 * STEP);
+                if steps > 0 {
+                    stream::<true>(padded.as_ptr(), x, stride, 1, out);
+                } else {
+                    stream::<false>(padded.as_ptr(), x, stride, 1, out);
+                }
             }
         }
     }
 }
 
-/// `out[m][32] += x[m][32 · steps] · w`, one stream of loads in address order. m is that of the tiles.
+/// `out[m][32] (+)= x[m][32 · steps] · w`, one stream of loads in address order; m is that of the tiles. ADD: onto what is
+/// there.
 ///
 /// # Safety
-/// Tiles as `rows` shapes them; `steps` ≥ 1 steps of 1,024 elements of `w` and 32 of each row of `x`.
-unsafe fn add_product(w: *const u16, x: *const u16, stride: usize, steps: usize, out: *mut f32) {
+/// Tiles as `rows` has them; `steps` ≥ 1 steps of 1,024 elements of `w` and 32 of each row of `x`.
+unsafe fn stream<const ADD: bool>(w: *const u16, x: *const u16, stride: usize, steps: usize, out: *mut f32) {
+    macro_rules! run {
+        ($($start:literal),*) => {
+            asm!(
+                $($start,)*
+                "2:",
+                ".irp line, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, \
+                    16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31",
+                "prefetcht1 [{w} + 64 * \\line + {far}]",
+                "prefetcht0 [{w} + 64 * \\line + {near}]",
+                ".endr",
+                "tileloadd tmm2, [{x} + {stride}]",
+                "tileloadd tmm3, [{w} + {pitch}]",
+                "tileloadd tmm4, [{w} + {pitch} + 64]",
+                "tdpbf16ps tmm0, tmm2, tmm3",
+                "tdpbf16ps tmm1, tmm2, tmm4",
+                "add {x}, 64",
+                "add {w}, 2048",
+                "dec {steps}",
+                "jnz 2b",
+                "tilestored [{out} + {pitch}], tmm0",
+                "tilestored [{out} + {pitch} + 64], tmm1",
+                out = in(reg) out,
+                // Bytes of 32 outputs, and of 32 pairs.
+                pitch = in(reg) 128usize,
+                w = inout(reg) w => _,
+                x = inout(reg) x => _,
+                stride = in(reg) 2 * stride,
+                steps = inout(reg) steps => _,
+                near = const AHEAD,
+                far = const FAR_AHEAD,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _,
+                options(nostack),
+            )
+        };
+    }
     // SAFETY: the caller's promise; a prefetch may have any address.
     unsafe {
-        asm!(
-            "tileloadd tmm0, [{out} + {pitch}]",
-            "tileloadd tmm1, [{out} + {pitch} + 64]",
-            "2:",
-            ".irp line, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, \
-                16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31",
-            "prefetcht1 [{w} + 64 * \\line + {far}]",
-            "prefetcht0 [{w} + 64 * \\line + {near}]",
-            ".endr",
-            "tileloadd tmm2, [{x} + {stride}]",
-            "tileloadd tmm3, [{w} + {pitch}]",
-            "tileloadd tmm4, [{w} + {pitch} + 64]",
-            "tdpbf16ps tmm0, tmm2, tmm3",
-            "tdpbf16ps tmm1, tmm2, tmm4",
-            "add {x}, 64",
-            "add {w}, 2048",
-            "dec {steps}",
-            "jnz 2b",
-            "tilestored [{out} + {pitch}], tmm0",
-            "tilestored [{out} + {pitch} + 64], tmm1",
-            out = in(reg) out,
-            // Bytes of 32 outputs, and of 32 pairs.
-            pitch = in(reg) 128usize,
-            w = inout(reg) w => _,
-            x = inout(reg) x => _,
-            stride = in(reg) 2 * stride,
-            steps = inout(reg) steps => _,
-            near = const AHEAD,
-            far = const FAR_AHEAD,
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _, out("tmm4") _,
-            options(nostack),
-        );
+        if ADD {
+            run!("tileloadd tmm0, [{out} + {pitch}]", "tileloadd tmm1, [{out} + {pitch} + 64]");
+        } else {
+            run!("tilezero tmm0", "tilezero tmm1");
+        }
     }
 }
 

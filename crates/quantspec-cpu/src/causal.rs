@@ -84,7 +84,7 @@ impl Scratch {
     }
 }
 
-const _: () = assert!(TILE_KEYS == 2 * KEYS && TILE_KEYS % PANEL_TOKENS == 0);
+const _: () = assert!(TILE_KEYS == 2 * KEYS && KEYS == PANEL_TOKENS);
 
 impl Causal<'_> {
     /// Attention of every head and panel of the block into `out`, the output projection's input: `[panel]` of
@@ -536,6 +536,94 @@ mod amx {
                     }
                     for (i, row) in transpose(rows).into_iter().enumerate() {
                         _mm512_store_si512(vb.add((c + i) * TILE_KEYS + t).cast(), row);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lanes::{bf16_value, f16_bits, f16_value};
+    use crate::testing::{Noise, bits, distance, paths};
+
+    const TOKENS: usize = 5 * PANEL_TOKENS;
+
+    /// Attention of panels `first ..` of 320 tokens: `[token][head][D]`.
+    fn attend(
+        simd: Simd,
+        pairs: bool,
+        threads: usize,
+        (heads, group, d): (usize, usize, usize),
+        first: usize,
+        q: &[f32],
+        kv: &[Vec<u16>; 2],
+    ) -> Vec<f32> {
+        let panels = TOKENS / PANEL_TOKENS - first;
+        let mut packed = vec![0f32; panels * heads * panel_len(d)];
+        for (i, x) in packed.chunks_exact_mut(panel_len(d)).enumerate() {
+            let (panel, head) = (first + i / heads, i % heads);
+            for lane in (0..PANEL_TOKENS).step_by(LANES) {
+                let token = |l: usize| panel * PANEL_TOKENS + lane + l;
+                let values: Vec<[f32; LANES]> =
+                    (0..d).map(|c| std::array::from_fn(|l| q[(token(l) * heads + head) * d + c])).collect();
+                put_features(simd, pairs, x, 0, lane, &values);
+            }
+        }
+        let causal =
+            Causal { heads, group, d, pairs, q: &packed, keys: &kv[0], values: &kv[1], tokens: TOKENS, first, panels };
+        let mut scratch: Vec<Scratch> = (0..threads).map(|_| Scratch::new(d, group).unwrap()).collect();
+        let mut out = vec![f32::NAN; panels * panel_len(heads * d)];
+        causal.run(&Pool::new(threads).unwrap(), simd, &mut || Ok(()), &mut scratch, &mut out).unwrap();
+        let value = |token: usize, feature: usize| {
+            let x = &out[token / PANEL_TOKENS * panel_len(heads * d)..];
+            if pairs {
+                let word = x[feature / 2 * PANEL_TOKENS + token % PANEL_TOKENS].to_bits();
+                bf16_value((word >> (16 * (feature % 2))) as u16)
+            } else {
+                x[feature * PANEL_TOKENS + token % PANEL_TOKENS]
+            }
+        };
+        (0..panels * PANEL_TOKENS).flat_map(|token| (0..heads * d).map(move |c| value(token, c))).collect()
+    }
+
+    #[test]
+    fn attention_matches_f64_and_neither_blocks_nor_threads_change_a_bit() {
+        let mut noise = Noise::new(42);
+        for (heads, group, d) in [(2, 1, 8), (4, 4, 40), (6, 3, 64), (2, 2, 128), (1, 1, 256)] {
+            let kv_heads = heads / group;
+            let q: Vec<f32> = noise.normals(TOKENS * heads * d).iter().map(|x| x * 2.0 / (d as f32).sqrt()).collect();
+            let kv = [0, 1].map(|_| {
+                let mut halves: Vec<u16> = noise.normals(kv_heads * TOKENS * d).iter().map(|x| f16_bits(*x)).collect();
+                halves.resize(halves.len() + 16, 0);
+                halves
+            });
+            let row = |of: usize, head: usize, t: usize| -> Vec<f64> {
+                kv[of][(head * TOKENS + t) * d..][..d].iter().map(|x| f64::from(f16_value(*x))).collect()
+            };
+            let mut exact = vec![0f64; TOKENS * heads * d];
+            for (i, out) in exact.chunks_exact_mut(d).enumerate() {
+                let (token, head) = (i / heads, i % heads / group);
+                let q: Vec<f64> = q[i * d..][..d].iter().map(|x| f64::from(*x)).collect();
+                let weights: Vec<f64> = (0..=token)
+                    .map(|t| row(0, head, t).iter().zip(&q).map(|(k, q)| k * q).sum::<f64>().exp2())
+                    .collect();
+                let sum: f64 = weights.iter().sum();
+                for (t, weight) in weights.iter().enumerate() {
+                    out.iter_mut().zip(row(1, head, t)).for_each(|(out, v)| *out += weight / sum * v);
+                }
+            }
+            for simd in paths() {
+                for pairs in if simd.has_avx512() { vec![true, false] } else { vec![false] } {
+                    let all = attend(simd, pairs, 1, (heads, group, d), 0, &q, &kv);
+                    let (error, bound) = (distance(&all, &exact), if pairs { 8e-3 } else { 2e-6 });
+                    assert!(error < bound, "{heads} heads of {d}, {simd:?}, pairs {pairs}: off by {error}");
+                    for (first, threads) in [(0, 3), (3, 1), (4, 2)] {
+                        let some = attend(simd, pairs, threads, (heads, group, d), first, &q, &kv);
+                        let expected = &all[first * PANEL_TOKENS * heads * d..];
+                        assert!(bits(&some) == bits(expected), "{heads} heads of {d} from {first}, {simd:?}");
                     }
                 }
             }

@@ -438,3 +438,84 @@ pub(crate) mod avx512 {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::linear::repack32;
+    use crate::testing::{Noise, bits, distance, paths};
+
+    /// Random weights `[n][k]` of a type, rounded to it, as a matrix.
+    fn matrix(noise: &mut Noise, n: usize, k: usize, dtype: Dtype) -> (Matrix, Vec<f32>) {
+        let mut weights = noise.normals(n * k);
+        let mut matrix = Matrix::zeros(n.div_ceil(PANEL), k, dtype).unwrap();
+        let len = Matrix::panel_len(k);
+        for (i, rows) in weights.chunks_mut(PANEL * k).enumerate() {
+            match &mut matrix.store {
+                Store::Bf16(w) => {
+                    rows.iter_mut().for_each(|x| *x = crate::lanes::bf16_value(bf16_bits(*x)));
+                    let raw: Vec<u8> = rows.iter().flat_map(|x| bf16_bits(*x).to_le_bytes()).collect();
+                    assert!(crate::linear::repack16(&raw, k, true, 0x7f80, &mut w[i * len..(i + 1) * len]));
+                }
+                Store::F32(w) => repack32(rows, k, &mut w[i * len..(i + 1) * len]),
+                Store::F16(_) => unreachable!("not asked for"),
+            }
+        }
+        (matrix, weights)
+    }
+
+    /// Tokens `[panels · 64][k]` as the input of `matrix`.
+    fn input(simd: Simd, matrix: &Matrix, tokens: &[f32], k: usize) -> Vec<f32> {
+        // What lies between panels and behind k is no number, to be found out if it is read.
+        let mut x = vec![f32::NAN; tokens.len() / k / PANEL_TOKENS * panel_len(k)];
+        for (x, tokens) in x.chunks_exact_mut(panel_len(k)).zip(tokens.chunks_exact(k * PANEL_TOKENS)) {
+            for lane in (0..PANEL_TOKENS).step_by(LANES) {
+                let values: Vec<[f32; LANES]> =
+                    (0..k).map(|c| std::array::from_fn(|l| tokens[(lane + l) * k + c])).collect();
+                put_features(simd, takes_pairs(simd, matrix), x, 0, lane, &values);
+            }
+        }
+        x
+    }
+
+    #[test]
+    fn products_match_f64_and_panels_do_not_see_each_other() {
+        let mut noise = Noise::new(41);
+        let (one, three) = (Pool::new(1).unwrap(), Pool::new(3).unwrap());
+        // Less than a tile, parts of tiles, and more than one block of k.
+        for (n, k) in [(96, 7), (33, 172), (64, 40), (32, 2100)] {
+            for dtype in [Dtype::Bf16, Dtype::F32] {
+                let (matrix, weights) = matrix(&mut noise, n, k, dtype);
+                let tokens = noise.normals(3 * PANEL_TOKENS * k);
+                for simd in paths() {
+                    let pairs = takes_pairs(simd, &matrix);
+                    let round = |x: f32| if pairs { crate::lanes::bf16_value(bf16_bits(x)) } else { x };
+                    let multiply = |pool: &Pool, tokens: &[f32], panels: usize| {
+                        let mut x = input(simd, &matrix, tokens, k);
+                        let mut y = vec![f32::NAN; panels * matrix.panels * PANEL * PANEL_TOKENS];
+                        gemm(pool, simd, &mut || Ok(()), &matrix, &mut x, &mut y, panels).unwrap();
+                        y
+                    };
+                    let y = multiply(&three, &tokens, 3);
+                    let width = matrix.panels * PANEL;
+                    let (mut found, mut exact) = (Vec::new(), Vec::new());
+                    for token in 0..3 * PANEL_TOKENS {
+                        for output in 0..n {
+                            let (x, w) = (&tokens[token * k..][..k], &weights[output * k..][..k]);
+                            exact.push(x.iter().zip(w).map(|(x, w)| f64::from(round(*x)) * f64::from(*w)).sum());
+                            let at = (token / PANEL_TOKENS * width + output) * PANEL_TOKENS + token % PANEL_TOKENS;
+                            found.push(y[at]);
+                        }
+                    }
+                    let error = distance(&found, &exact);
+                    assert!(error < 2e-6, "{n}x{k} {dtype:?} {simd:?}: off by {error}");
+                    for panel in 0..3 {
+                        let alone = &tokens[panel * PANEL_TOKENS * k..][..PANEL_TOKENS * k];
+                        let expected = &y[panel * width * PANEL_TOKENS..][..width * PANEL_TOKENS];
+                        assert!(bits(&multiply(&one, alone, 1)) == bits(expected), "{n}x{k} {dtype:?} {simd:?}");
+                    }
+                }
+            }
+        }
+    }
+}

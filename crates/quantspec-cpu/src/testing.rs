@@ -2,9 +2,17 @@
 
 use crate::dispatch::Simd;
 
-/// The paths this CPU runs.
+/// The paths this machine runs; the others are said to be skipped.
+#[allow(clippy::print_stderr, reason = "a path that is not tested must say so")]
 pub(crate) fn paths() -> Vec<Simd> {
-    Simd::ALL.into_iter().filter(|simd| simd.missing().is_empty()).collect()
+    let runs = |simd: &Simd| {
+        let missing = simd.missing();
+        if !missing.is_empty() {
+            eprintln!("SKIPPED: {} lacks {}", simd.name(), missing.join(", "));
+        }
+        missing.is_empty()
+    };
+    Simd::ALL.into_iter().filter(runs).collect()
 }
 
 /// A fixed stream of numbers (xorshift64).

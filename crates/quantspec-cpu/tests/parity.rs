@@ -15,8 +15,16 @@ use quantspec_model::forward;
 use quantspec_model::reference::ReferenceBackend;
 use random::Shape;
 
+/// The paths this machine runs; the others are said to be skipped.
+#[allow(clippy::print_stderr, reason = "a path that is not tested must say so")]
 fn paths() -> impl Iterator<Item = Simd> {
-    Simd::ALL.into_iter().filter(|simd| simd.missing().is_empty())
+    Simd::ALL.into_iter().filter(|simd| {
+        let missing = simd.missing();
+        if !missing.is_empty() {
+            eprintln!("SKIPPED: {} lacks {}", simd.name(), missing.join(", "));
+        }
+        missing.is_empty()
+    })
 }
 
 fn load(checkpoint: &Checkpoint, options: &Options, simd: Simd) -> CpuBackend {
