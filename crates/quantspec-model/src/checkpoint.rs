@@ -381,11 +381,14 @@ fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
             "check the file's permissions",
         )
     };
-    let file = match File::open(dir.join(name)) {
-        Ok(file) => file,
+    // Asked before opening: to open a pipe would wait for its writer.
+    match dir.join(name).metadata() {
+        Ok(found) if found.is_file() => (),
+        Ok(_) => return Err(failed(std::io::Error::other("it is not a file"))),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(failed(error)),
-    };
+    }
+    let file = File::open(dir.join(name)).map_err(failed)?;
     let mut bytes = Vec::new();
     file.take(JSON_BYTES_MAX + 1).read_to_end(&mut bytes).map_err(failed)?;
     if bytes.len() as u64 > JSON_BYTES_MAX {
@@ -483,14 +486,21 @@ fn no_weights(dir: &Path) -> Error {
     Error::model(format!("{} has neither model.safetensors nor model.safetensors.index.json", dir.display()), hint)
 }
 
-/// Refuses tensors in decoder layers that the configured network does not use: ignoring a bias or a quantised tensor's
+/// Refuses tensors of the network's modules that it does not use as configured: ignoring a bias or a quantised tensor's
 /// scale would silently compute another function. `rotary_emb.inv_freq` is recomputed and may be present.
 fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Result<()> {
     let mut sorted: Vec<&String> = names.keys().collect();
     sorted.sort_unstable();
     for name in sorted {
-        let Some((layer, suffix)) = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.')) else {
-            continue;
+        let in_layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
+        let beside = [Part::Embedding, Part::FinalNorm, Part::Head].map(Part::name);
+        let (layer, suffix) = match in_layer {
+            Some((layer, suffix)) => (Some(layer), suffix),
+            // Of the embedding, the final norm or the head, but not their weight: a bias of the head, for example.
+            None if beside.iter().any(|weight| name != weight && module(name) == module(weight)) => {
+                (None, name.as_str())
+            }
+            None => continue,
         };
         let shown = shown(name);
         const QUANTISED: [&str; 12] = [
@@ -513,14 +523,14 @@ fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Resul
                 "use the unquantised checkpoint (BF16, F16 or F32): quantspec makes its own 4-bit draft weights from it",
             ));
         }
-        let inside = layer.parse::<usize>().is_ok_and(|layer| layer < config.layers);
+        let inside = layer.is_none_or(|layer| layer.parse::<usize>().is_ok_and(|layer| layer < config.layers));
         if !inside {
             return Err(Error::model(
                 format!("tensor \"{shown}\" is outside the {} layers of config.json", config.layers),
                 "config.json and the weights are of different models; fetch both again",
             ));
         }
-        let used = LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix() == suffix);
+        let used = layer.is_some() && LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix() == suffix);
         if !used && suffix != "self_attn.rotary_emb.inv_freq" {
             return Err(Error::model(
                 format!("tensor \"{shown}\" is no part of a {} network as config.json describes it", config.family),
@@ -529,6 +539,11 @@ fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Resul
         }
     }
     Ok(())
+}
+
+/// A tensor's name without its last component.
+fn module(name: &str) -> Option<&str> {
+    name.rsplit_once('.').map(|(module, _)| module)
 }
 
 /// Finds the embedding. Where the configuration ties the head to it, a stored head decides, as in transformers 5: alone it is

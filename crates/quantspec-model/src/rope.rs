@@ -166,6 +166,24 @@ mod tests {
     }
 
     #[test]
+    fn yarn_with_an_empty_ramp_is_a_step() {
+        let scaling = RopeScaling::Yarn {
+            factor: 4.0,
+            original: 1024,
+            beta_fast: 4.0,
+            beta_slow: 4.0,
+            attention_factor: 1.0,
+            truncate: false,
+        };
+        let (plain, scaled) = (table(64, RopeScaling::None).inverse, table(64, scaling).inverse);
+        // Channels that turn more than 4 times within the context are kept, the others stretched.
+        for (plain, scaled) in plain.iter().zip(scaled) {
+            let factor = if 1024.0 * plain / (2.0 * PI) > 4.0 { 1.0 } else { 4.0 };
+            assert!((plain / scaled - factor).abs() < 1e-12, "{plain} {scaled}");
+        }
+    }
+
+    #[test]
     fn yarn_scales_cosine_and_sine() {
         let scaling = RopeScaling::Yarn {
             factor: 4.0,

@@ -113,12 +113,12 @@ impl SafeTensors {
     pub fn open(path: &Path) -> Result<SafeTensors> {
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         let failed = |error: std::io::Error| unreadable(&name, &error);
-        let file = File::open(path).map_err(failed)?;
-        let metadata = file.metadata().map_err(failed)?;
-        if !metadata.is_file() {
+        // Asked before opening: to open a pipe would wait for its writer.
+        if !path.metadata().map_err(failed)?.is_file() {
             return Err(damaged(&name, "is not a file"));
         }
-        let length = metadata.len();
+        let file = File::open(path).map_err(failed)?;
+        let length = file.metadata().map_err(failed)?.len();
         SafeTensors::new(Source::File(file), name, length)
     }
 

@@ -128,6 +128,20 @@ fn missing_files() {
 }
 
 #[test]
+#[cfg(unix)]
+fn pipes_are_no_files() {
+    for name in ["config.json", "generation_config.json", "model.safetensors"] {
+        let folder = Folder::valid();
+        let path = folder.path().join(name);
+        let _ = std::fs::remove_file(&path);
+        let made = std::process::Command::new("mkfifo").arg(&path).status().expect("mkfifo");
+        assert!(made.success());
+        // Opening it would wait for a writer that never comes.
+        refused(&folder, "not a file");
+    }
+}
+
+#[test]
 fn damaged_weights() {
     let folder = Folder::valid();
     let valid = tiny::weights();
@@ -165,6 +179,16 @@ fn damaged_weights() {
                 json!({"dtype": "F32", "shape": [0], "data_offsets": [544, 544]})
         }),
         "is no part of a llama network",
+    ));
+    for name in ["lm_head.bias", "model.norm.bias", "model.embed_tokens.extra"] {
+        cases.push((
+            changed(|h| h[name] = json!({"dtype": "F32", "shape": [0], "data_offsets": [544, 544]})),
+            "is no part of a llama network",
+        ));
+    }
+    cases.push((
+        changed(|h| h["lm_head.weight_scale"] = json!({"dtype": "F32", "shape": [0], "data_offsets": [544, 544]})),
+        "quantised checkpoint",
     ));
     cases.push((
         changed(|h| {
@@ -354,6 +378,7 @@ fn unsupported_models_are_named() {
 
 #[test]
 fn windows_that_are_not_in_use_are_accepted() {
+    config_refused(json!({"model_type": "mistral", "sliding_window": 63}), "sliding-window attention (63 tokens");
     for fields in [
         json!({"model_type": "mistral", "sliding_window": null}),
         json!({"model_type": "mistral", "sliding_window": 64}),
