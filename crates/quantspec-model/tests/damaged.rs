@@ -160,6 +160,7 @@ fn damaged_weights() {
     ];
     let q = "model.layers.0.self_attn.q_proj.weight";
     cases.push((changed(|h| h[q]["data_offsets"] = json!([520, 776])), "overlapping the one before it by 24 bytes"));
+    cases.push((changed(|h| h[q]["data_offsets"] = json!([543, 799])), "overlapping the one before it by 1 bytes"));
     cases.push((changed(|h| drop(h.as_object_mut().map(|h| h.remove(q)))), "bytes of no tensor before"));
     cases.push((changed(|h| h[q]["data_offsets"] = json!([800, 544])), "ends (byte 544) before it begins (byte 800)"));
     cases.push((changed(|h| h[q]["data_offsets"] = json!([544, u64::MAX])), "that ends at byte 18446744073709551615"));
@@ -409,6 +410,28 @@ fn families_have_their_own_defaults() {
     assert_eq!(yarn.max_positions, 256);
     assert!(matches!(yarn.rope.scaling, RopeScaling::Yarn { original: 64, truncate: true, .. }));
     assert_eq!(parsed(json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}})).max_positions, 128);
+    // An original context beside the scaling wins over one inside it; a stated context is never shortened.
+    let both = parsed(json!({
+        "original_max_position_embeddings": 32,
+        "rope_scaling": {"type": "yarn", "factor": 1.5, "original_max_position_embeddings": 16}
+    }));
+    assert!(matches!(both.rope.scaling, RopeScaling::Yarn { original: 32, .. }));
+    assert_eq!(both.max_positions, 64);
+    // Values of transformers 5.23 where the file is silent.
+    let heads = json!({"num_attention_heads": 32, "num_key_value_heads": "REMOVE", "head_dim": 8});
+    for (family, kv_heads, positions) in
+        [("llama", 32, 2048), ("mistral", 8, 131_072), ("qwen2", 32, 32_768), ("qwen3", 32, 32_768)]
+    {
+        let mut fields = heads.clone();
+        fields["model_type"] = json!(family);
+        for absent in ["max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias"] {
+            fields[absent] = json!("REMOVE");
+        }
+        fields["sliding_window"] = Value::Null;
+        let config = parsed(fields);
+        assert_eq!((config.kv_heads, config.max_positions), (kv_heads, positions), "{family}");
+        assert_eq!((config.rms_eps, config.rope.theta, config.tied_embeddings), (1e-6, 10_000.0, false), "{family}");
+    }
 }
 
 #[test]
