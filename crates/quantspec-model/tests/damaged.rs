@@ -424,7 +424,8 @@ fn families_have_their_own_defaults() {
     {
         let mut fields = heads.clone();
         fields["model_type"] = json!(family);
-        for absent in ["max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias"] {
+        for absent in ["max_position_embeddings", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias"]
+        {
             fields[absent] = json!("REMOVE");
         }
         fields["sliding_window"] = Value::Null;
