@@ -564,9 +564,57 @@ mod tests {
         let blocks = Layout::Cpu.pack(&page(64, 1)).unwrap();
         assert!(Layout::Cpu.unpack(64, &blocks.upper[1..], None).is_err());
         assert!(Layout::Cpu.unpack(64, &blocks.upper, Some(&blocks.lower[1..])).is_err());
-        let mut short = page(64, 1);
-        short.key_lower.pop();
-        assert!(Layout::Cpu.pack(&short).is_err());
+        let spoil: [fn(&mut Page); 6] = [
+            |page| _ = page.key_upper.pop(),
+            |page| _ = page.key_lower.pop(),
+            |page| _ = page.value_upper.pop(),
+            |page| _ = page.value_lower.pop(),
+            |page| _ = page.key_params.pop(),
+            |page| _ = page.value_params.pop(),
+        ];
+        for (i, spoil) in spoil.into_iter().enumerate() {
+            let mut short = page(64, 1);
+            spoil(&mut short);
+            let error = Layout::Cpu.pack(&short).expect_err(&format!("array {i}"));
+            assert_eq!(error.kind, crate::ErrorKind::Internal);
+            assert!(error.message.contains("head_dim 64"));
+        }
+    }
+
+    #[test]
+    fn head_sizes_of_a_layout() {
+        for (layout, yes, no, multiple) in [
+            (Layout::Cuda, [64, 128, 192, 256], [0, 32, 96, 127], "multiple of 64"),
+            (Layout::Cpu, [8, 40, 80, 256], [0, 4, 12, 127], "multiple of 8"),
+        ] {
+            for head_dim in yes {
+                assert!(layout.supports(head_dim) && layout.check(head_dim).is_ok(), "{layout:?} {head_dim}");
+            }
+            for head_dim in no {
+                assert!(!layout.supports(head_dim), "{layout:?} {head_dim}");
+                let error = layout.check(head_dim).unwrap_err();
+                assert!(error.message.contains(&format!("head_dim {head_dim} ")) && error.hint.ends_with(multiple));
+            }
+        }
+    }
+
+    #[test]
+    fn a_code_out_of_range_stays_in_its_nibble() {
+        let elements = G * 64;
+        for (layout, at) in [Layout::Cuda, Layout::Cpu].into_iter().flat_map(|l| [(l, 0), (l, 77), (l, elements - 1)]) {
+            let mut page = Page::zeros(64);
+            page.key_upper[at] = 0xf3;
+            page.value_upper[at] = 0xf3;
+            page.key_lower[at] = 0x75;
+            page.value_lower[at] = 0x75;
+            let blocks = layout.pack(&page).unwrap();
+            let read = layout.unpack(64, &blocks.upper, Some(&blocks.lower)).unwrap();
+            for i in 0..elements {
+                let (upper, lower) = if i == at { (3, 5) } else { (0, 0) };
+                assert_eq!((read.key_upper[i], read.value_upper[i]), (upper, upper), "{layout:?} {at} {i}");
+                assert_eq!((read.key_lower[i], read.value_lower[i]), (lower, lower), "{layout:?} {at} {i}");
+            }
+        }
     }
 
     proptest! {
@@ -580,8 +628,8 @@ mod tests {
             let blocks = layout.pack(&page).unwrap();
             prop_assert_eq!(&layout.unpack(head_dim, &blocks.upper, Some(&blocks.lower)).unwrap(), &page);
             let upper_only = layout.unpack(head_dim, &blocks.upper, None).unwrap();
-            prop_assert_eq!(upper_only.key_upper, page.key_upper);
-            prop_assert!(upper_only.value_lower.iter().all(|code| *code == 0));
+            let zeros = Page::zeros(head_dim);
+            prop_assert_eq!(upper_only, Page { key_lower: zeros.key_lower, value_lower: zeros.value_lower, ..page });
         }
     }
 }

@@ -164,4 +164,41 @@ mod tests {
         assert_eq!(longest_context(&config, planes, 3, usize::MAX, other), Some(131_072));
         assert_eq!(longest_context(&config, planes, 3, 16_000_000_000, other), None);
     }
+
+    #[test]
+    fn every_part_counts() {
+        let every = Planes::of(&[View::Both, View::Full]);
+        let bytes = CacheBytes::of(&llama_8b(), every, 1_024, 2);
+        // Eight pages of 2 × 32 × 8 heads; bytes of a page and of a ring from docs/cache.md.
+        let heads = 2 * 32 * 8;
+        let want = [heads * 8 * 17_408, heads * 8 * 16_384, heads * 8 * 65_536, heads * 196_608];
+        assert_eq!([bytes.upper_bytes, bytes.lower_bytes, bytes.full_bytes, bytes.buffer_bytes], want);
+        assert_eq!(bytes.total(), want.iter().sum());
+    }
+
+    #[test]
+    fn heads_of_another_width() {
+        // 64 channels, where key and value parameters differ in number.
+        assert_eq!((upper_page_bytes(64), lower_page_bytes(64)), (8_192 + 256 + 512, 8_192));
+        assert_eq!((full_page_bytes(64), buffer_bytes(64)), (32_768, 98_304));
+    }
+
+    #[test]
+    fn a_context_that_fills_memory_to_the_byte_fits() {
+        let (config, planes) = (llama_8b(), Planes::of(&[View::Both]));
+        for capacity in [1, 127, 128, 5_000] {
+            let exact = CacheBytes::of(&config, planes, capacity, 1).total() + capacity;
+            assert_eq!(longest_context(&config, planes, 1, exact, |capacity| capacity), Some(capacity));
+        }
+    }
+
+    #[test]
+    fn an_absurd_plan_is_large_and_not_small() {
+        let config = ModelConfig { layers: usize::MAX / 2, ..llama_8b() };
+        let bytes = CacheBytes::of(&config, Planes::of(&[View::Both, View::Full]), usize::MAX, 3);
+        assert_eq!((bytes.upper_bytes, bytes.buffer_bytes, bytes.total()), (usize::MAX, usize::MAX, usize::MAX));
+        assert_eq!(longest_context(&config, Planes::of(&[View::Full]), 1, 1 << 40, |_| 0), None);
+        let endless = ModelConfig { max_positions: usize::MAX, ..llama_8b() };
+        assert_eq!(longest_context(&endless, Planes::of(&[View::Full]), 1, usize::MAX, |_| 0), Some(usize::MAX - 1));
+    }
 }

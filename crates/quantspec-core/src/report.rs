@@ -159,8 +159,38 @@ mod tests {
     }
 
     #[test]
+    fn every_number_has_its_own_name() {
+        let mut stats = Stats::default();
+        for _ in 0..2 {
+            stats.prefill(3, 0.5);
+            stats.draft(0.25);
+            stats.verify(2.0);
+            stats.round(7, 5);
+        }
+        assert_eq!((stats.prefill_tokens(), stats.prefill_s()), (6, 1.0));
+        assert_eq!((stats.draft_s(), stats.verify_s(), stats.decode_s()), (0.5, 4.0, 4.5));
+        assert_eq!((stats.rounds(), stats.drafted_tokens(), stats.accepted_tokens()), (2, 14, 10));
+        // Each round emits what was accepted and one token of the target.
+        assert_eq!(stats.decode_tokens(), 12);
+        assert_eq!(stats.gamma_mean(), Some(7.0));
+    }
+
+    #[test]
+    fn rates_per_position_add_up_to_the_mean_length() {
+        let mut stats = Stats::default();
+        for (gamma, accepted) in [(2, 2), (5, 3), (1, 0), (0, 0), (5, 5), (3, 1)] {
+            stats.round(gamma, accepted);
+        }
+        let rates = stats.acceptance_rate_per_position().unwrap();
+        assert_eq!(rates.len(), 5);
+        assert!(rates.windows(2).all(|pair| pair[0] >= pair[1]));
+        assert!((1.0 + rates.iter().sum::<f64>() - stats.mean_acceptance_length().unwrap()).abs() < 1e-12);
+    }
+
+    #[test]
     fn nothing_drafted_has_no_rates() {
         let mut stats = Stats::default();
+        assert_eq!((stats.prefill_tokens_per_s(), stats.decode_tokens()), (None, 0));
         assert_eq!((stats.gamma_mean(), stats.decode_tokens_per_s()), (None, None));
         stats.round(0, 0);
         assert_eq!(stats.gamma_mean(), Some(0.0));
@@ -182,8 +212,10 @@ mod tests {
                 stats.verify(0.125);
             }
         }
-        let [mut merged, second] = parts;
-        merged.merge(&second);
-        assert_eq!(merged, all);
+        // A longer draft may be on either side.
+        for (mut merged, other) in [(parts[0].clone(), &parts[1]), (parts[1].clone(), &parts[0])] {
+            merged.merge(other);
+            assert_eq!(merged, all);
+        }
     }
 }
