@@ -203,7 +203,7 @@ def doctor() -> dict[str, Any]:
         "cpu": {"name": "toy", "threads": 2, "simd": "none", "simd_reason": "a toy has none", "read_gb_per_s": 12.5},
         "gpu": {"available": False, "reason": "a toy has none", "devices": []},
         "memory_bytes": 8_000_000_000,
-        "kernels": [],
+        "kernels": ["attend ptx compute_80", "attend sm_100", "attend sm_90a", "sample sm_100", "sample sm_90a"],
     }
 
 

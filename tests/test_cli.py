@@ -276,6 +276,7 @@ def test_doctor(fake: Any, quantspec: Run) -> None:
     text = quantspec("doctor").stdout
     for words in (__version__, "a toy has none", "8 GB", "model cache", "tokenizers"):
         assert words in text
+    assert "attend, sample for sm_90a, sm_100; attend for ptx compute_80\n" in text
 
 
 def test_version_and_help(quantspec: Run) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import platform
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import __version__, hub, render, settings
 from .errors import EXIT_DONE, native_errors
 from .output import Stdout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def doctor(*, as_json: bool) -> int:
@@ -51,12 +54,26 @@ def lines(found: dict[str, Any]) -> list[str]:
     else:
         report.append(f"GPU         off: {gpu['reason']}")
     report += [
-        f"kernels     {', '.join(map(str, found['kernels'])) or 'none in this build'}",
+        f"kernels     {_kernels(found['kernels'])}",
         f"model cache {found['model_cache']}",
         f"draft cache {_drafts(found['draft_cache'])}",
         "packages    " + ", ".join(f"{name} {version}" for name, version in found["packages"].items()),
     ]
     return report
+
+
+def _kernels(images: Sequence[str]) -> str:
+    """Images ("attend sm_90a", "attend ptx compute_80") by architecture: all of them as a rule hold the same modules."""
+    if not images:
+        return "none in this build"
+    modules: dict[str, list[str]] = {}
+    for image in images:
+        module, _, architecture = image.partition(" ")
+        modules.setdefault(architecture, []).append(module)
+    groups: dict[str, list[str]] = {}
+    for architecture in sorted(modules, key=lambda name: (name.startswith("ptx"), len(name.rstrip("abcdef")), name)):
+        groups.setdefault(", ".join(sorted(modules[architecture])), []).append(architecture)
+    return "; ".join(f"{names} for {', '.join(architectures)}" for names, architectures in groups.items())
 
 
 def _device(device: dict[str, Any]) -> str:
