@@ -5,7 +5,11 @@ from __future__ import annotations
 import gzip
 import math
 import os
+import pty
+import subprocess
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +134,31 @@ def test_texts_that_are_none(quantspec: Callable[..., Any], tmp_path: Path) -> N
     for raw, word in ((b"", "empty"), (b" \n", "white space"), (b"\xff\xfe", "UTF-16"), (b"a\0", "binary")):
         path.write_bytes(raw)
         quantspec("eval", "-p", str(path)).assert_error(1, word)
+
+
+def test_the_prompt_is_not_overwritten(quantspec: Callable[..., Any], document: Path) -> None:
+    before = document.read_text()
+    quantspec("eval", "-p", str(document), "-o", str(document)).assert_error(2, "is also the prompt")
+    assert document.read_text() == before
+
+
+def test_progress_shows_on_a_terminal_only() -> None:
+    command = [sys.executable, "-m", "quantspec_cli", "eval", "--tokens", "150", "--device", "cpu"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
+    piped = subprocess.run(command, capture_output=True, env=environment, check=True)
+    assert piped.stderr == b""
+    terminal, end = pty.openpty()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, env=environment) as child:
+        os.close(end)
+        seen = b""
+        with suppress(OSError):  # the terminal is gone when the command has ended
+            while chunk := os.read(terminal, 1 << 16):
+                seen += chunk
+        assert child.stdout is not None
+        assert child.stdout.read() == piped.stdout
+    os.close(terminal)
+    assert child.returncode == 0
+    assert seen.index(b"loading weights") < seen.index(b"scoring")
 
 
 def test_acceptance_of_a_trained_model() -> None:

@@ -50,6 +50,8 @@ def evaluate(request: Request, options: EngineOptions) -> int:
         raise UsageError(f"context is {request.context}", "use 0 or more tokens")
     render.warn_of_threads(options.threads)
     with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
+        if request.prompt is not None and isinstance(sink, output.AtomicFile) and sink.is_at(request.prompt):
+            raise UsageError(f"output {request.output} is also the prompt", "name another file")
         document = prompts.read(str(SAMPLE) if request.prompt is None else request.prompt)
         model = Model.open(
             request.model, revision=request.revision, offline=request.offline, progress=render.on_terminal()

@@ -41,7 +41,7 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
         raise UsageError("no prompt", "give a file with --prompt, '--prompt -' for standard input, or --text")
     if list(paths).count(STDIN) > 1:
         raise UsageError("standard input is asked for twice", "give '--prompt -' once")
-    documents = [read(path) for path in paths]
+    documents = [read(path, "check the path; literal text is given with --text") for path in paths]
     for index, text in enumerate(texts):
         name = "text" if len(texts) == 1 else f"text {index + 1}"
         check_utf8(name, text)
@@ -49,8 +49,8 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
     return documents
 
 
-def read(path: str) -> Document:
-    """Reads one file, or standard input for "-"."""
+def read(path: str, absent: str = "check the path") -> Document:
+    """Reads one file, or standard input for "-"; `absent` is the hint where there is no such file."""
     if path == STDIN:
         if sys.stdin is None:  # closed by whoever started us
             raise InputError("standard input is closed", "pipe a document into the command, or name a file")
@@ -59,9 +59,7 @@ def read(path: str) -> Document:
         with Path(path).open("rb") as file:
             raw = _read_whole(path, file)
     except FileNotFoundError as error:
-        raise InputError(
-            f"prompt file {path} does not exist", "check the path; literal text is given with --text"
-        ) from error
+        raise InputError(f"prompt file {path} does not exist", absent) from error
     except IsADirectoryError as error:
         raise InputError(f"prompt file {path} is a directory", "name one file; repeat --prompt for several") from error
     except (OSError, ValueError) as error:
