@@ -197,8 +197,16 @@ impl<B: Backend> Engine<B> {
         wanted.min(GAMMA_MAX).min(remaining.saturating_sub(1))
     }
 
-    /// Drafts γ tokens for every (slot, γ). The slots named here are the round.
+    /// Drafts γ tokens for every (slot, γ). The slots named here are the round; where one is refused, there is none.
     pub fn draft(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
+        let drafted = self.begin_round(gammas);
+        if drafted.is_err() {
+            self.turns.clear();
+        }
+        drafted
+    }
+
+    fn begin_round(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
         self.turns.clear();
         for &(slot, gamma) in gammas {
             let (_, sequence) = self.parts(slot)?;

@@ -224,6 +224,15 @@ fn weights_that_are_not_numbers() {
         let error = checkpoint.read_f32(Part::FinalNorm, 0..1, &mut [0.0; 8]).expect_err("not finite");
         assert_eq!(error.kind, ErrorKind::NotFinite);
         check(&error, &format!("model.norm.weight is {shown} at element 5"));
+        // Elements are counted from the tensor's first row, whichever rows are read.
+        let mut weights = tiny::weights();
+        let at = weights.len() - 4 * (16 * 8) + 4 * (2 * 8 + 3);
+        weights[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        folder.write("model.safetensors", &weights);
+        let checkpoint = Checkpoint::open(folder.path()).expect("the header is sound");
+        assert!(checkpoint.read_f32(Part::Head, 0..2, &mut [0.0; 16]).is_ok());
+        let error = checkpoint.read_f32(Part::Head, 1..3, &mut [0.0; 16]).expect_err("not finite");
+        check(&error, &format!("lm_head.weight is {shown} at element 19"));
     }
 }
 

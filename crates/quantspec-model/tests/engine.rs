@@ -1,0 +1,107 @@
+//! What the engine refuses, and that a refusal leaves it as it was. That it decodes well is held by the stories and, with the
+//! fast backends, by the laws of exactness.
+#![cfg(feature = "reference")]
+
+#[path = "support/tiny.rs"]
+mod tiny;
+
+use quantspec_core::ErrorKind;
+use quantspec_core::cache::GAMMA_MAX;
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::policy::Policy;
+use quantspec_core::sample::Sampler;
+use quantspec_model::backend::{DraftPlan, Hooks, Options};
+use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::engine::{Engine, Method};
+use quantspec_model::reference::ReferenceBackend;
+
+const CAPACITY: usize = 40;
+
+fn engine(gamma: usize, slots: usize) -> Engine<ReferenceBackend> {
+    let folder = tiny::Folder::valid();
+    let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
+    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let options = Options {
+        slots,
+        capacity: CAPACITY,
+        planes: Planes::of(&[View::Both]),
+        rounding: Rounding::Balanced,
+        draft_weights: DraftWeights::Int4,
+        step_rows: slots * (gamma + 1),
+        block_rows: 16,
+        threads: 1,
+    };
+    let backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
+    let method = Method { target: View::Both, draft: (gamma > 0).then_some(plan), policy: Policy::fixed(gamma) };
+    Engine::new(backend, method, slots, CAPACITY, 16)
+}
+
+fn add(engine: &mut Engine<ReferenceBackend>, prompt: &[u32], new: usize) -> Result<usize, ErrorKind> {
+    engine.add(prompt, Sampler::greedy(), new).map_err(|error| error.kind)
+}
+
+fn prefill(engine: &mut Engine<ReferenceBackend>, slot: usize) -> Result<u32, ErrorKind> {
+    engine.prefill(slot, &mut |_, _| ()).map_err(|error| error.kind)
+}
+
+#[test]
+fn prompts_that_cannot_be_taken() {
+    let mut engine = engine(4, 2);
+    assert_eq!(add(&mut engine, &[], 5), Err(ErrorKind::Usage));
+    assert_eq!(add(&mut engine, &[1, 16], 5), Err(ErrorKind::Model));
+    assert_eq!(add(&mut engine, &[1], 0), Err(ErrorKind::Usage));
+    assert_eq!(add(&mut engine, &[1; 30], 11), Err(ErrorKind::DoesNotFit));
+    assert_eq!(add(&mut engine, &[1], usize::MAX), Err(ErrorKind::DoesNotFit));
+    // Exactly full is not too much, and refusals took no slot.
+    assert_eq!(add(&mut engine, &[1; 30], 10), Ok(0));
+    assert_eq!(add(&mut engine, &[1], 5), Ok(1));
+    assert_eq!(add(&mut engine, &[1], 5), Err(ErrorKind::Usage));
+    engine.finish(0);
+    engine.finish(0);
+    assert_eq!(add(&mut engine, &[1], 5), Ok(0));
+}
+
+#[test]
+fn rounds_that_cannot_be_run() {
+    let mut engine = engine(4, 2);
+    let slot = add(&mut engine, &[1, 2, 3], 6).expect("add");
+    let kind = |result: quantspec_core::Result<()>| result.expect_err("refused").kind;
+    assert_eq!(kind(engine.draft(&[(slot, 1)])), ErrorKind::Usage, "before prefill");
+    prefill(&mut engine, slot).expect("prefill");
+    assert_eq!(prefill(&mut engine, slot), Err(ErrorKind::Usage));
+    for round in [
+        vec![(slot, 5)],
+        vec![(slot, GAMMA_MAX + 1)],
+        vec![(slot, 1), (slot, 1)],
+        vec![(slot, 1), (1, 1)],
+        vec![(7, 0)],
+    ] {
+        assert_eq!(kind(engine.draft(&round)), ErrorKind::Usage, "{round:?}");
+        // No part of a refused round is left to verify.
+        assert_eq!(engine.verify().expect_err("nothing drafted").kind, ErrorKind::Usage, "{round:?}");
+    }
+    // Five tokens are left: γ 4 may emit all of them and is what the policy's 4 becomes; then there is nothing to do.
+    let mut emitted = 0;
+    while emitted < 5 {
+        let gamma = engine.choose_gamma(slot);
+        assert_eq!(gamma, 4.min(4 - emitted));
+        engine.draft(&[(slot, gamma)]).expect("draft");
+        let round = engine.verify().expect("verify");
+        assert!(round[0].tokens.len() <= gamma + 1);
+        emitted += round[0].tokens.len();
+    }
+    assert_eq!((emitted, engine.choose_gamma(slot)), (5, 0));
+    assert_eq!(kind(engine.draft(&[(slot, 0)])), ErrorKind::Usage, "ended");
+}
+
+#[test]
+fn plain_decoding_drafts_nothing() {
+    let mut engine = engine(0, 1);
+    let slot = add(&mut engine, &[1], 9).expect("add");
+    prefill(&mut engine, slot).expect("prefill");
+    assert_eq!(engine.choose_gamma(slot), 0);
+    assert_eq!(engine.draft(&[(slot, 1)]).expect_err("no draft").kind, ErrorKind::Usage);
+    assert!(engine.verify().is_err());
+    engine.draft(&[(slot, 0)]).expect("plain step");
+    assert_eq!(engine.verify().expect("verify")[0].tokens.len(), 1);
+}
