@@ -6,7 +6,7 @@
 mod tiny;
 
 use quantspec_core::ErrorKind;
-use quantspec_core::cache::GAMMA_MAX;
+use quantspec_core::cache::{BUFFER_TOKENS, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
@@ -15,15 +15,13 @@ use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::reference::ReferenceBackend;
 
-const CAPACITY: usize = 40;
-
-fn engine(gamma: usize, slots: usize) -> Engine<ReferenceBackend> {
+fn engine(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBackend> {
     let folder = tiny::Folder::valid();
     let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
     let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let options = Options {
         slots,
-        capacity: CAPACITY,
+        capacity,
         planes: Planes::of(&[View::Both]),
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
@@ -33,7 +31,7 @@ fn engine(gamma: usize, slots: usize) -> Engine<ReferenceBackend> {
     };
     let backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
     let method = Method { target: View::Both, draft: (gamma > 0).then_some(plan), policy: Policy::fixed(gamma) };
-    Engine::new(backend, method, slots, CAPACITY, 16)
+    Engine::new(backend, method, slots, capacity, 16)
 }
 
 fn add(engine: &mut Engine<ReferenceBackend>, prompt: &[u32], new: usize) -> Result<usize, ErrorKind> {
@@ -46,7 +44,7 @@ fn prefill(engine: &mut Engine<ReferenceBackend>, slot: usize) -> Result<u32, Er
 
 #[test]
 fn prompts_that_cannot_be_taken() {
-    let mut engine = engine(4, 2);
+    let mut engine = engine(4, 2, 40);
     assert_eq!(add(&mut engine, &[], 5), Err(ErrorKind::Usage));
     assert_eq!(add(&mut engine, &[1, 16], 5), Err(ErrorKind::Model));
     assert_eq!(add(&mut engine, &[1], 0), Err(ErrorKind::Usage));
@@ -63,7 +61,7 @@ fn prompts_that_cannot_be_taken() {
 
 #[test]
 fn rounds_that_cannot_be_run() {
-    let mut engine = engine(4, 2);
+    let mut engine = engine(4, 2, 40);
     let slot = add(&mut engine, &[1, 2, 3], 6).expect("add");
     let kind = |result: quantspec_core::Result<()>| result.expect_err("refused").kind;
     assert_eq!(kind(engine.draft(&[(slot, 1)])), ErrorKind::Usage, "before prefill");
@@ -96,7 +94,7 @@ fn rounds_that_cannot_be_run() {
 
 #[test]
 fn plain_decoding_drafts_nothing() {
-    let mut engine = engine(0, 1);
+    let mut engine = engine(0, 1, 40);
     let slot = add(&mut engine, &[1], 9).expect("add");
     prefill(&mut engine, slot).expect("prefill");
     assert_eq!(engine.choose_gamma(slot), 0);
@@ -104,4 +102,26 @@ fn plain_decoding_drafts_nothing() {
     assert!(engine.verify().is_err());
     engine.draft(&[(slot, 0)]).expect("plain step");
     assert_eq!(engine.verify().expect("verify")[0].tokens.len(), 1);
+}
+
+#[test]
+fn an_answer_begins_anew_while_the_buffer_holds_what_its_first_row_reads() {
+    let mut engine = engine(0, 1, 600);
+    let slot = add(&mut engine, &[1, 2, 3], 500).expect("add");
+    assert_eq!(engine.restart(slot, 1, Sampler::greedy()).expect_err("nothing to restart").kind, ErrorKind::Usage);
+    let first = prefill(&mut engine, slot).expect("prefill");
+    let steps = |engine: &mut Engine<ReferenceBackend>, count: usize| -> Vec<u32> {
+        let step = |_| {
+            engine.draft(&[(slot, 0)]).expect("draft");
+            engine.verify().expect("verify")[0].tokens[0]
+        };
+        (0..count).map(step).collect()
+    };
+    // Three tokens of prompt: the ring is written once around, then its oldest token is lost.
+    let answer = steps(&mut engine, BUFFER_TOKENS - 3);
+    assert!(engine.restart(slot, first, Sampler::greedy()).expect("restart"));
+    assert_eq!(steps(&mut engine, BUFFER_TOKENS - 3), answer);
+    steps(&mut engine, 1);
+    assert!(!engine.restart(slot, first, Sampler::greedy()).expect("restart"));
+    assert_eq!(engine.restart(slot, 16, Sampler::greedy()).expect_err("no such token").kind, ErrorKind::Model);
 }
