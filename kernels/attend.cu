@@ -28,7 +28,7 @@ ATTEND(attend_full_64_2, 64, FULL, 2, 3, 4, 1)
 ATTEND(attend_full_64_4, 64, FULL, 4, 3, 4, 1)
 ATTEND(attend_upper_128_1, 128, UPPER, 1, 4, 4, 1)
 ATTEND(attend_upper_128_2, 128, UPPER, 2, 4, 4, 1)
-ATTEND(attend_both_128_1, 128, BOTH, 1, 3, 4, 1)
+ATTEND(attend_both_128_1, 128, BOTH, 1, 3, 3, 1)
 ATTEND(attend_both_128_2, 128, BOTH, 2, 3, 3, 1)
 ATTEND(attend_both_128_3, 128, BOTH, 3, 3, 3, 1)
 ATTEND(attend_both_128_4, 128, BOTH, 4, 3, 3, 1)
@@ -76,12 +76,12 @@ ATTEND(attend_full_256_4, 256, FULL, 4, 1, 0, 1)
 #endif
 
 // ---- merging the items of a row ----
-// merge_{bf16,f16,f32,i8}(MergeArgs): grid (heads * D / 128 rounded up, rows of the pass), 128 threads. Writes the input of the output projection:
+// merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the pass), 128 threads. Writes the input of the output projection:
 // x [row][pitch], or x8 [row][pitch] and xs [row][pitch / 128] for the draft.
 // Warp w adds items w, w + 4, ..., then the four warps are added in order. How many items a row has depends on its position alone, and one in which it
 // sees nothing has weight 0 and changes nothing.
-// 4,096 registers: a block waits beside one of `attend`.
-constexpr int MERGE_WARPS = 4, MERGE_BLOCKS = 16;
+// Few blocks wait beside those of `attend`, which leave 4,096 registers; where there are more than multiprocessors, merge_wide_* has more items in flight.
+constexpr int MERGE_WARPS = 4;
 struct Merged { int first, items, total, unused; };       // of a row: its first partial row, items of a KV head, query rows of its span
 struct MergeArgs {
   const Merged* rows;                    // of the pass
@@ -92,7 +92,7 @@ struct MergeArgs {
   int kv_heads, group, head_dim, pitch, first_row, unused;   // first_row: the step's row that this pass begins with
 };
 
-template <class Out>
+template <class Out, int B>              // B: items in flight
 DEV void merge(const MergeArgs& p) {
   __shared__ float4 sums[MERGE_WARPS][32];
   __shared__ float2 heads[MERGE_WARPS][32];
@@ -105,7 +105,6 @@ DEV void merge(const MergeArgs& p) {
   const float2* e = p.extremes + base;
   grid_wait();
   // A warp keeps a running maximum of its own, the maxima meet at the end: nothing waits for the whole row's.
-  constexpr int B = 2;                   // items in flight
   float4 sum = make_float4(0, 0, 0, 0);
   float top = -1e30f, l = 0;
 #pragma unroll 1
@@ -165,10 +164,13 @@ struct Output {
   typedef E Element;
   static constexpr int BYTES = B;
 };
-KERNEL __launch_bounds__(128, MERGE_BLOCKS) merge_bf16(const __grid_constant__ MergeArgs args) { merge<Output<Bf16, 2>>(args); }
-KERNEL __launch_bounds__(128, MERGE_BLOCKS) merge_f16(const __grid_constant__ MergeArgs args) { merge<Output<Half, 2>>(args); }
-KERNEL __launch_bounds__(128, MERGE_BLOCKS) merge_f32(const __grid_constant__ MergeArgs args) { merge<Output<Single, 4>>(args); }
-KERNEL __launch_bounds__(128, MERGE_BLOCKS) merge_i8(const __grid_constant__ MergeArgs args) { merge<Output<int8_t, 1>>(args); }
+#define MERGE(name, E, BYTES)                                                                                                      \
+  KERNEL __maxnreg__(32) merge_##name(const __grid_constant__ MergeArgs args) { merge<Output<E, BYTES>, 2>(args); }                \
+  KERNEL __launch_bounds__(128, 8) merge_wide_##name(const __grid_constant__ MergeArgs args) { merge<Output<E, BYTES>, 4>(args); }
+MERGE(bf16, Bf16, 2)
+MERGE(f16, Half, 2)
+MERGE(f32, Single, 4)
+MERGE(i8, int8_t, 1)
 
 // ---- choosing pages for a draft ----
 // bounds(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d], choices [list], scores [list][kv head][score_pitch], ...): the

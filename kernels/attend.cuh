@@ -204,11 +204,7 @@ struct Copier {
         rows(reinterpret_cast<const __half*>(block) + (value * PAGE + (ring + n * C::RINGS) % C::SUB * C::STEP) * C::D, to);
       }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-      if (C::ENGINE) {
-        copy_arrive(full);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mbar_arrive(full);
-      }
+      if (C::ENGINE) copy_arrive(full);
 #endif
     } else {
       const size_t at = (size_t)id * p.kv_heads + w.head;
@@ -221,6 +217,8 @@ struct Copier {
           mbar_expect(full, bytes + (C::TWO ? C::CODES : 0));
           bulk_copy(to, up, bytes, full, once);
           if (C::TWO) bulk_copy(to + C::LOWER, low, C::CODES, full, once);
+        } else {
+          mbar_arrive(full);
         }
 #endif
       } else {
@@ -254,7 +252,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   if constexpr (ENGINE) {
     if (threadIdx.x < RINGS) {
       const uint32_t bars = base + threadIdx.x * ring_bytes + C::STAGES * C::SLOT + C::BARS;
-      for (int i = 0; i < C::STAGES; i++) mbar_init(bars + i * 8, 1), mbar_init(bars + (C::STAGES + i) * 8, 4);       // slot full; slot left by the four warps
+      for (int i = 0; i < C::STAGES; i++) mbar_init(bars + i * 8, 32), mbar_init(bars + (C::STAGES + i) * 8, 4);      // slot full, by the producer's lanes; slot left, by the four warps
       mbar_init_done();
     }
     __syncthreads();
@@ -694,6 +692,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
         for (int j = 0; j < TILES_W; j++) O[t][j][e] = __fmaf_rn(O[t][j][e], 1.f / O_SCALE, z[t][e]), O[t][j][e + 2] = __fmaf_rn(O[t][j][e + 2], 1.f / O_SCALE, z[t][e]);
       }
     if constexpr (RINGS > 1) {
+      __syncwarp();
       block_sync();
 #pragma unroll
       for (int t = 0; t < NT; t++)

@@ -152,7 +152,7 @@ fn engine_kernels(view: View, d: usize) -> (usize, Vec<(usize, usize)>) {
         (View::Upper, _) => (4, vec![(1, 4), (2, 4)]),
         (View::Both, 256) => (2, vec![(1, 3), (2, 2), (3, 2), (4, 2)]),
         (View::Full, 256) => (2, vec![(1, 3), (2, 2), (4, 2)]),
-        (View::Both, 128) => (3, vec![(1, 4), (2, 3), (3, 3), (4, 3)]),
+        (View::Both, 128) => (3, vec![(1, 3), (2, 3), (3, 3), (4, 3)]),
         (View::Both, _) => (3, vec![(1, 4), (2, 4), (3, 4), (4, 4)]),
         (View::Full, 128) => (3, vec![(1, 4), (2, 4), (4, 3)]),
         (View::Full, _) => (3, vec![(1, 4), (2, 4), (4, 4)]),
@@ -308,7 +308,8 @@ pub struct Attend {
     upper: Split,
     both: Split,
     full: Split,
-    merge: [Kernel; 4],
+    /// By output: for few blocks, and for more than the device has multiprocessors.
+    merge: [[Kernel; 2]; 4],
     bounds: Kernel,
     select: Kernel,
 }
@@ -349,7 +350,9 @@ impl Attend {
             let items = most_items(device.multiprocessors * blocks, config.kv_heads);
             Ok(Split { variants: variants.collect::<Result<_>>()?, items })
         };
-        let merge = |out: &str| device.kernel(&format!("merge_{out}"), 0);
+        let merge = |out: &str| -> Result<[Kernel; 2]> {
+            Ok([device.kernel(&format!("merge_{out}"), 0)?, device.kernel(&format!("merge_wide_{out}"), 0)?])
+        };
         Ok(Attend {
             upper: split(View::Upper, &[1, 2], BLOCKS_MAX)?,
             both: split(View::Both, &[1, 2, 3, 4], 2)?,
@@ -496,7 +499,7 @@ impl Attend {
         pitch: usize,
         places: &Places,
     ) -> Result<()> {
-        let kernel = match dtype {
+        let [narrow, wide] = match dtype {
             Some(Dtype::Bf16) => self.merge[0],
             Some(Dtype::F16) => self.merge[1],
             Some(Dtype::F32) => self.merge[2],
@@ -516,6 +519,7 @@ impl Attend {
             unused: 0,
         };
         let groups = (self.kv_heads * self.group * self.head_dim).div_ceil(GROUP);
+        let kernel = if groups * pass.merged.len() > self.device.multiprocessors { wide } else { narrow };
         let grid = [groups as u32, pass.merged.len() as u32, 1];
         // SAFETY: the argument is the kernel's; the caller vouches for what it points to.
         unsafe {
