@@ -7,7 +7,7 @@
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_cpu::{CpuBackend, read_gb_per_s};
-use quantspec_model::backend::{Backend, Hooks, Options, Pass, Row, Step};
+use quantspec_model::backend::{Backend, Block, Hooks, Options, Pass, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::forward;
 use std::io::Write;
@@ -79,12 +79,8 @@ fn time(backend: &mut CpuBackend, rows: usize, depth: usize, plan: (Weights, Vie
     Ok((times[0], times[times.len() / 2]))
 }
 
-/// Milliseconds of each operation of a step, summed over the layers: the best of the repetitions.
-fn operations(backend: &mut CpuBackend, rows: usize, depth: usize) -> Result<Vec<(&'static str, f64)>> {
-    backend.set_window(0, &vec![1; rows])?;
-    let rows: Vec<Row> = (0..rows).map(|offset| Row { slot: 0, offset, position: depth + offset }).collect();
-    let step = Step { weights: Weights::Full, view: View::Both, pages: Pages::All, choose_pages: true, rows: &rows };
-    let pass = Pass::Step(&step);
+/// Milliseconds of each operation of a pass, summed over the layers: the best of the repetitions.
+fn operations(backend: &mut CpuBackend, pass: &Pass) -> Result<Vec<(&'static str, f64)>> {
     let layers = backend.config().layers;
     let mut best = vec![
         ("embed", f64::MAX),
@@ -103,18 +99,23 @@ fn operations(backend: &mut CpuBackend, rows: usize, depth: usize) -> Result<Vec
             times[index] += started.elapsed().as_secs_f64() * 1e3;
             Ok(())
         };
-        timed(0, &mut || backend.embed(&pass))?;
+        timed(0, &mut || backend.embed(pass))?;
         for layer in 0..layers {
-            timed(1, &mut || backend.qkv(layer, &pass))?;
-            timed(2, &mut || backend.attend(layer, &pass))?;
-            timed(3, &mut || backend.output(layer, &pass))?;
-            timed(4, &mut || backend.gate_up(layer, &pass))?;
-            timed(5, &mut || backend.down(layer, &pass))?;
+            timed(1, &mut || backend.qkv(layer, pass))?;
+            timed(2, &mut || backend.attend(layer, pass))?;
+            timed(3, &mut || backend.output(layer, pass))?;
+            timed(4, &mut || backend.gate_up(layer, pass))?;
+            timed(5, &mut || backend.down(layer, pass))?;
         }
-        timed(6, &mut || backend.head(&pass))?;
+        timed(6, &mut || backend.head(pass))?;
         best.iter_mut().zip(times).for_each(|((_, best), time)| *best = best.min(time));
     }
     Ok(best)
+}
+
+fn line(times: &[(&str, f64)]) -> String {
+    let times: Vec<String> = times.iter().map(|(name, best)| format!("{name} {best:.2}")).collect();
+    times.join(", ")
 }
 
 fn run(arguments: &[String], out: &mut impl Write) -> std::result::Result<(), Box<dyn std::error::Error>> {
@@ -171,11 +172,18 @@ fn run(arguments: &[String], out: &mut impl Write) -> std::result::Result<(), Bo
             let one = *first.get_or_insert(best);
             writeln!(out, "  {name:16} {best:9.3} ms (median {median:9.3})  {:.3} x ar", best / one)?;
         }
-        for rows in [1, 5] {
-            let parts = operations(&mut backend, rows, depth).map_err(error)?;
-            let parts: Vec<String> = parts.iter().map(|(name, best)| format!("{name} {best:.2}")).collect();
-            writeln!(out, "  {rows} rows, ms: {}", parts.join(", "))?;
+        for count in [1, 5] {
+            backend.set_window(0, &vec![1; count]).map_err(error)?;
+            let rows: Vec<Row> = (0..count).map(|offset| Row { slot: 0, offset, position: depth + offset }).collect();
+            let (weights, view, pages) = (Weights::Full, View::Both, Pages::All);
+            let step = Step { weights, view, pages, choose_pages: true, rows: &rows };
+            let times = operations(&mut backend, &Pass::Step(&step)).map_err(error)?;
+            writeln!(out, "  {count} rows, ms: {}", line(&times))?;
         }
+        let prompt = vec![1; depth + 256];
+        let block = Block { slot: 0, prompt: &prompt, start: depth, rows: 256 };
+        let times = operations(&mut backend, &Pass::Prefill(block)).map_err(error)?;
+        writeln!(out, "  256 rows of a prompt, ms: {}", line(&times))?;
     }
     let prompt = vec![1; capacity.min(512)];
     let started = Instant::now();
