@@ -16,7 +16,20 @@ SAMPLE = Path(hub.__file__).with_name("sample.txt")
 def test_the_peak_is_the_plan() -> None:
     # Twelve sequences fill 140 MB of pages, buffers and weights, beside which Python's own growth is small.
     prompts = list(chain.from_iterable(("--prompt", str(SAMPLE)) for _ in range(12)))
-    command = [sys.executable, "-m", "quantspec_cli", "run", *prompts, "-n", "9", "--gamma", "4", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "quantspec_cli",
+        "run",
+        *prompts,
+        "-n",
+        "9",
+        "--gamma",
+        "4",
+        "--device",
+        "cpu",
+        "--json",
+    ]
     done = subprocess.run(command, capture_output=True, check=True)
     stats = json.loads(done.stdout)["stats"]
     held = ("weights", "draft_weights", "cache_upper", "cache_lower", "buffer", "workspace")
