@@ -212,6 +212,8 @@ def _tests(markdown: str) -> list[str]:
         ("--draft-pages 1", 2, ("--draft-pages has '1'",)),
         ("--methods ar-fp32", 2, ("ar-fp32",)),
         ("-r 0", 2, ("repetitions is 0",)),
+        ("-s -1", 2, ("seed is -1",)),
+        ("-s 18446744073709551615", 2, ("seed is 18446744073709551615",)),
         ("-o xml", 2, ("xml",)),
         ("--threads 0", 2, ("threads is 0",)),
         ("-d 0,200000", 3, ("depth 200000", "context of demo is 131072", "at most 130559")),

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from . import __version__, loop, output, prompts, render
 from .engine import Model
 from .errors import EXIT_DONE, DoesNotFitError, InputError, InternalError, UsageError, native_errors
-from .options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MIN
+from .options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MIN, SEED_MAX
 from .text import Text
 
 if TYPE_CHECKING:
@@ -155,6 +155,8 @@ def bench(request: Request, options: EngineOptions) -> int:
     plan = read_plan(request)
     render.warn_of_threads(options.threads)
     with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
+        if request.prompt is not None and isinstance(sink, output.AtomicFile) and sink.is_at(request.prompt):
+            raise UsageError(f"output {request.output} is also the prompt", "name another file")
         name, text = _text(request)
         opened = [
             Model.open(model, revision=request.revision, offline=request.offline, progress=render.on_terminal())
@@ -176,6 +178,9 @@ def read_plan(request: Request) -> Plan:
     """The lists of a request, or the item that is wrong."""
     if request.repetitions < 1:
         raise UsageError(f"repetitions is {request.repetitions}", "use -r 1 or more")
+    # Every repetition has the next seed.
+    if not 0 <= request.seed <= SEED_MAX - request.repetitions:
+        raise UsageError(f"seed is {request.seed}", f"use a whole number, 0 to {SEED_MAX - request.repetitions}")
     plan = Plan(
         n_prompt=[n for n in numbers("-p", request.n_prompt) if n > 0],
         n_gen=[n for n in numbers("-n", request.n_gen) if n > 0],
