@@ -44,17 +44,27 @@ DEV float4 add4(float4 a, float4 b) { return make_float4(__fadd_rn(a.x, b.x), __
 
 // ---- embedding ----
 // embed_{bf16,f16}: hidden[row] = table[token], table as atoms; embed_f32: table row-major [vocab][width].
-//   The token of a row is windows[slot * window_pitch + offset] where `rows` is given, else tokens[row]. hidden f32 [row][width]. Grid (rows), block 256.
+//   The token of a row is the row's own, which goes into its window (slot * window_pitch + offset), or what its window holds; without `rows` it is
+//   tokens[row]. hidden f32 [row][width]. Grid (rows), block 256.
 template <class Load>
-DEV void embed(const Row* rows, const int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab, Load load) {
+DEV void embed(const Row* rows, int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab, Load load) {
   grid_trigger();
   grid_wait();
   const int row = blockIdx.x;
-  const int token = min(max(rows ? windows[rows[row].slot * window_pitch + rows[row].offset] : tokens[row], 0), vocab - 1);  // never outside the table
+  int token;
+  if (rows) {
+    const Row r = rows[row];
+    int* place = windows + (size_t)r.slot * window_pitch + r.offset;
+    token = r.token < 0 ? __ldcg(place) : r.token;
+    if (r.token >= 0 && threadIdx.x == 0) *place = token;
+  } else {
+    token = tokens[row];
+  }
+  token = min(max(token, 0), vocab - 1);  // never outside the table
   for (int k = threadIdx.x; k < width; k += 256) hidden[(size_t)row * width + k] = load(token, k);
 }
 #define EMBED(NAME, T)                                                                                                                                  \
-  KERNEL __launch_bounds__(256) embed_##NAME(const Row* rows, const int* windows, int window_pitch, const int* tokens, const uint16_t* table,           \
+  KERNEL __launch_bounds__(256) embed_##NAME(const Row* rows, int* windows, int window_pitch, const int* tokens, const uint16_t* table,           \
                                              float* hidden, int width, int vocab) {                                                                     \
     const int atoms = (width + 63) / 64;                                                                                                                \
     embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) {                                                            \
@@ -64,7 +74,7 @@ DEV void embed(const Row* rows, const int* windows, int window_pitch, const int*
   }
 EMBED(bf16, Bf16)
 EMBED(f16, Half)
-KERNEL __launch_bounds__(256) embed_f32(const Row* rows, const int* windows, int window_pitch, const int* tokens, const float* table, float* hidden, int width,
+KERNEL __launch_bounds__(256) embed_f32(const Row* rows, int* windows, int window_pitch, const int* tokens, const float* table, float* hidden, int width,
                                         int vocab) {
   embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) { return table[(size_t)token * width + k]; });
 }
@@ -169,6 +179,23 @@ KERNEL __launch_bounds__(256) add_rows(float* hidden, const float* y, const floa
   float4 v = add4(load4(hidden + i), load4(y + i));
   if (bias) v = add4(v, *(const float4*)(bias + i % width));
   *(float4*)(hidden + i) = v;
+}
+
+// read_all: reads `pieces` uint4 once, as fast as the memory goes: what kernels are measured against. Writes where the exclusive or of all it
+// read is `never`, so that nothing is left out. Any grid, block 512.
+KERNEL __launch_bounds__(512) read_all(const uint4* from, int64_t pieces, uint32_t never, uint32_t* to) {
+  constexpr int B = 8;
+  const uint64_t once = evict_first();
+  uint32_t all = 0;
+  const int64_t step = (int64_t)gridDim.x * 512;
+  for (int64_t i = (int64_t)blockIdx.x * 512 + threadIdx.x; i < pieces; i += B * step) {
+    uint4 v[B];
+#pragma unroll
+    for (int j = 0; j < B; j++) v[j] = i + j * step < pieces ? ldg_once(from + i + j * step, once) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int j = 0; j < B; j++) all ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+  }
+  if (all == never) *to = all;
 }
 
 // ---- heads: bias, per-head norm, RoPE ----

@@ -5,9 +5,9 @@
 constexpr int PAGE = 128;          // tokens of a page (core::cache::G)
 constexpr int RING = 3 * PAGE;     // tokens of the recent buffer (core::cache::BUFFER_TOKENS)
 
-// One row of a step. Uploaded by the host for every step; positions of a whole round are known before it starts, only tokens are not.
+// One row of a step. Described by the host for a whole round: positions are known before it starts, only drafted tokens are not.
 struct Row {
-  int slot, offset, position, unused;     // unused: rows stay 16 bytes
+  int slot, offset, position, token;      // token: -1 where the slot's window has it
 };
 
 // ---- pages: pool[layer][page][kv head], one block per plane ----

@@ -1,4 +1,4 @@
-//! How many tokens to draft: γ from measured costs and measured acceptance.
+//! How many tokens to draft, and from how many pages: γ and the draft's pages from measured costs and measured acceptance.
 //!
 //! With α the probability that a drafted token is accepted, a round of γ drafted tokens emits (1 − α^(γ+1)) / (1 − α) tokens
 //! on average (Leviathan et al., eq. 1) and costs γ·T_draft + T_verify(γ + 1). [`Policy::auto`] drafts the γ with the most
@@ -9,8 +9,13 @@
 //! however wrong α and the costs are, the loss against plain decoding is bounded. γ never changes a token under greedy and
 //! replay acceptance, only the time.
 //!
+//! Where the pages of a draft are chosen too, every choice has costs and an acceptance of its own, and the pair with the most tokens per second
+//! wins. A choice is tried for some rounds at first and again from time to time, at growing intervals while it keeps losing; what trials cost is
+//! in the ledger like everything else.
+//!
 //! No clock is read here: seconds are given, and the same observations give the same γ.
 
+use crate::config::Pages;
 use std::collections::BTreeMap;
 
 /// Share of the time that may be lost against plain decoding.
@@ -43,7 +48,29 @@ const STALE_ROUNDS: usize = 256;
 /// Drafted tokens over which the estimate of α forgets.
 const ACCEPTANCE_WINDOW: f64 = 64.0;
 
-/// Chooses γ. Everything it is told comes from the engine, after each round in this order: [`Policy::observe_draft`],
+/// Rounds of a trial of a choice of pages: enough for its cost to be believed, and for an acceptance far from the others' to show.
+const TRIAL_ROUNDS: usize = 5;
+
+/// Drafted tokens per round of a trial at most: a bad choice should lose little.
+const TRIAL_GAMMA: usize = 4;
+
+/// Rounds of a trial that goes on because the choice is this close to the best: by chance it may be better.
+const TRIAL_ROUNDS_MAX: usize = 20;
+const CLOSE: f64 = 0.93;
+
+/// A trial ends early where this share of the best rate is out of reach: its rounds so far and what it inherited say so.
+const HOPELESS: f64 = 0.8;
+
+/// Plain steps that must have been won before a choice is tried while drafting pays: what a trial can lose, and what one starts with.
+const TRIAL_CREDIT: f64 = 2.0 * CREDIT;
+
+/// Drafted tokens' worth of belief in an acceptance taken over from another choice of pages.
+const INHERITED: f64 = 16.0;
+
+/// Rounds after which a choice of pages that lost is tried again, at first and at most.
+const PATIENCE: (usize, usize) = (64, 1024);
+
+/// Chooses γ, and the pages drafts read. Everything it is told comes from the engine, after each round in this order: [`Policy::observe_draft`],
 /// [`Policy::observe_round`] per sequence that drafted, [`Policy::observe_verify`].
 #[derive(Clone, Debug)]
 pub struct Policy {
@@ -62,16 +89,47 @@ impl Policy {
         Policy { max, auto: Some(Box::new(Auto::new(max))) }
     }
 
+    /// Chooses among these pages, too; the first are read where others would leave out less than half of what there is.
+    #[must_use]
+    pub fn with_pages(self, choices: &[Pages]) -> Policy {
+        let fixed = self.auto.is_none().then_some(self.max);
+        let mut auto = self.auto.unwrap_or_else(|| Box::new(Auto::new(self.max)));
+        if let Some(gamma) = fixed {
+            (auto.fixed, auto.gamma) = (true, gamma);
+        }
+        let first = auto.drafts[0].clone();
+        auto.drafts = choices.iter().map(|&pages| Draft { pages: Some(pages), ..first.clone() }).collect();
+        if auto.drafts.is_empty() {
+            auto.drafts.push(first);
+        }
+        Policy { max: self.max, auto: Some(auto) }
+    }
+
     /// γ of the next round. A caller may draft fewer, at the end of a text for example.
     pub fn gamma(&self) -> usize {
         self.auto.as_ref().map_or(self.max, |auto| auto.gamma)
+    }
+
+    /// Pages that the next round's draft reads; `None` where they are not chosen here.
+    pub fn pages(&self) -> Option<Pages> {
+        self.auto.as_ref().and_then(|auto| auto.drafts[auto.draft].pages)
+    }
+
+    /// The round under way sees that many pages (of its longest sequence).
+    pub fn observe_context(&mut self, pages: usize) {
+        if let Some(auto) = self.auto.as_mut() {
+            auto.visible = pages;
+            if !auto.usable(auto.draft) {
+                auto.draft = 0;
+            }
+        }
     }
 
     /// The draft of a round took `seconds` for `steps` steps, one after another.
     pub fn observe_draft(&mut self, seconds: f64, steps: usize) {
         if let Some(auto) = self.auto.as_mut().filter(|_| steps > 0) {
             auto.steps = steps;
-            auto.draft.observe(steps, seconds, auto.round);
+            auto.drafts[auto.draft].costs.observe(steps, seconds, auto.round);
         }
     }
 
@@ -80,7 +138,7 @@ impl Policy {
         if let Some(auto) = self.auto.as_mut() {
             auto.accepted += accepted;
             auto.drafted += drafted;
-            auto.acceptance.observe(drafted, accepted);
+            auto.drafts[auto.draft].acceptance.observe(drafted, accepted);
         }
     }
 
@@ -211,18 +269,45 @@ enum Purpose {
     ProbePlain,
     /// A short draft while it does not pay, to notice when it would.
     ProbeDraft,
+    /// A draft from other pages than what is believed to be best, to learn what they cost and yield.
+    Trial,
+}
+
+/// One way to draft: what it reads, costs and yields.
+#[derive(Clone, Debug)]
+struct Draft {
+    pages: Option<Pages>,
+    acceptance: Acceptance,
+    /// Seconds of a draft by its steps.
+    costs: Costs,
+    /// Rounds of the trial under way.
+    tried: usize,
+    /// Round of the next trial, and rounds from one to the next.
+    due: usize,
+    patience: usize,
+}
+
+impl Draft {
+    /// Its cost is known, beyond that of drafting nothing.
+    fn timed(&self) -> bool {
+        self.costs.known().nth(1).is_some()
+    }
 }
 
 /// State of the automatic policy.
 #[derive(Clone, Debug)]
 struct Auto {
     max: usize,
-    /// γ of the next round, and why.
+    /// γ is always `max`; only pages are chosen.
+    fixed: bool,
+    /// γ of the next round, which draft, and why.
     gamma: usize,
+    draft: usize,
     purpose: Purpose,
-    acceptance: Acceptance,
-    /// Seconds of a draft by its steps.
-    draft: Costs,
+    /// The ways to draft; the first is the one that always works.
+    drafts: Vec<Draft>,
+    /// Pages that the longest sequence sees.
+    visible: usize,
     /// Seconds of a verification by its rows, over all sequences.
     verify: Costs,
     /// Sequences of the last round.
@@ -242,10 +327,19 @@ impl Auto {
     fn new(max: usize) -> Auto {
         Auto {
             max,
+            fixed: false,
             gamma: 0,
+            draft: 0,
             purpose: Purpose::Work,
-            acceptance: Acceptance::PRIOR,
-            draft: Costs { from_nothing: true, ..Costs::default() },
+            drafts: vec![Draft {
+                pages: None,
+                acceptance: Acceptance::PRIOR,
+                costs: Costs { from_nothing: true, ..Costs::default() },
+                tried: 0,
+                due: 0,
+                patience: PATIENCE.0,
+            }],
+            visible: 0,
             verify: Costs::default(),
             batch: 1,
             round: 0,
@@ -263,17 +357,66 @@ impl Auto {
         self.batch = rows.saturating_sub(self.drafted).max(1);
         self.verify.observe(rows, seconds, self.round);
         self.verify.forget(self.round, 2 * self.batch);
-        self.draft.forget(self.round, 1);
+        for draft in &mut self.drafts {
+            draft.costs.forget(self.round, 1);
+        }
         self.settle(rows);
+        if self.steps > 0 {
+            self.after_draft();
+        }
         (self.steps, self.drafted, self.accepted) = (0, 0, 0);
-        (self.gamma, self.purpose) = self.next();
+        (self.gamma, self.draft, self.purpose) = self.next();
+    }
+
+    /// The draft that read enough pages for this context.
+    fn usable(&self, index: usize) -> bool {
+        match self.drafts[index].pages {
+            Some(Pages::Best(n) | Pages::Window(n)) => index == 0 || 2 * n <= self.visible,
+            _ => true,
+        }
+    }
+
+    /// Notes when the draft of this round is to be tried again, should it lose.
+    fn after_draft(&mut self) {
+        let (_, best, rate) = self.best();
+        let wins = best == self.draft;
+        let (round, trial) = (self.round, !wins && self.purpose != Purpose::Work);
+        let timed = self.drafts[self.draft].timed();
+        // Where its cost is unknown yet: as if drafting took no time.
+        let free = self.drafts[self.draft].acceptance.tokens(self.steps)
+            / self.verify.seconds(self.batch * (self.steps + 1)).unwrap_or(f64::INFINITY);
+        let share = if timed { self.best_of(self.draft).1 } else { free } / rate;
+        let draft = &mut self.drafts[self.draft];
+        draft.tried += usize::from(trial);
+        let more = match draft.tried {
+            0..TRIAL_ROUNDS => share > HOPELESS,
+            tried => tried < TRIAL_ROUNDS_MAX && share > CLOSE,
+        };
+        if trial && more {
+            return;
+        }
+        draft.tried = 0;
+        draft.patience = if wins { PATIENCE.0 } else { (draft.patience * if trial { 2 } else { 1 }).min(PATIENCE.1) };
+        draft.due = round + draft.patience;
+    }
+
+    /// A draft whose trial is under way or due, the unknown first. It begins with the acceptance of the draft in use: pages change it little.
+    fn trial(&mut self) -> Option<usize> {
+        let in_use = self.best().1;
+        let due = |index: &usize| *index != in_use && self.usable(*index) && self.drafts[*index].due <= self.round;
+        let chosen = (0..self.drafts.len()).filter(due).min_by_key(|&index| (self.drafts[index].tried == 0, index))?;
+        if !self.drafts[chosen].timed() && self.drafts[chosen].tried == 0 {
+            let alpha = self.drafts[in_use].acceptance.alpha();
+            self.drafts[chosen].acceptance = Acceptance { successes: INHERITED * alpha, trials: INHERITED };
+        }
+        Some(chosen)
     }
 
     /// Books the round in plain steps: tokens won against its cost. Costs are the filtered ones, so that one interrupted
     /// round is not held against drafting.
     fn settle(&mut self, rows: usize) {
         let (Some(plain), Some(verify)) = (self.plain_s(), self.verify.seconds(rows)) else { return };
-        let cost = (self.draft.seconds(self.steps).unwrap_or(0.0) + verify) / plain;
+        let cost = (self.drafts[self.draft].costs.seconds(self.steps).unwrap_or(0.0) + verify) / plain;
         self.credit += ALLOWANCE * cost;
         self.probing += PROBING * cost;
         if self.steps > 0 {
@@ -289,26 +432,55 @@ impl Auto {
         self.probing = self.probing.min(self.risk(plain).max(1.0));
     }
 
-    /// γ of the next round.
-    fn next(&self) -> (usize, Purpose) {
-        let Some(plain) = self.plain_s().filter(|_| self.max > 0) else { return (0, Purpose::Work) };
-        if self.draft.known().nth(1).is_none() {
-            return (1, Purpose::Work);
+    /// γ of the next round, its draft, and why.
+    fn next(&mut self) -> (usize, usize, Purpose) {
+        if self.fixed {
+            return match self.trial() {
+                Some(draft) => (self.max, draft, Purpose::Trial),
+                None => (self.max, self.best().1, Purpose::Work),
+            };
         }
-        let (gamma, rate) = self.best();
+        let Some(plain) = self.plain_s().filter(|_| self.max > 0) else { return (0, 0, Purpose::Work) };
+        if !self.drafts.iter().any(Draft::timed) {
+            return (1, 0, Purpose::Work);
+        }
+        let (gamma, draft, rate) = self.best();
         if rate * plain > MARGIN && self.credit >= 0.0 {
-            return if self.probing >= self.missed(plain) { (0, Purpose::ProbePlain) } else { (gamma, Purpose::Work) };
+            if self.probing >= self.missed(plain) {
+                return (0, draft, Purpose::ProbePlain);
+            }
+            return match self.trial().filter(|_| self.credit >= TRIAL_CREDIT) {
+                Some(other) => (gamma.min(TRIAL_GAMMA), other, Purpose::Trial),
+                None => (gamma, draft, Purpose::Work),
+            };
         }
-        if self.probing >= self.risk(plain) { (1, Purpose::ProbeDraft) } else { (0, Purpose::Work) }
+        // Nothing known pays yet; what was never timed might.
+        if self.credit >= 0.0
+            && let Some(other) = self.trial().filter(|&other| !self.drafts[other].timed())
+        {
+            return (1, other, Purpose::Trial);
+        }
+        if self.probing >= self.risk(plain) {
+            return (1, self.trial().unwrap_or(draft), Purpose::ProbeDraft);
+        }
+        (0, draft, Purpose::Work)
     }
 
-    /// The γ ≥ 1 with the most tokens per second, and that rate for one sequence. Beyond what was timed γ at most doubles:
-    /// a line through two noisy timings should not be followed far.
-    fn best(&self) -> (usize, f64) {
+    /// The γ ≥ 1 and the draft with the most tokens per second, and that rate for one sequence.
+    fn best(&self) -> (usize, usize, f64) {
+        let usable = (0..self.drafts.len()).filter(|&draft| self.usable(draft));
+        usable
+            .map(|draft| (draft, self.best_of(draft)))
+            .fold((1, 0, 0.0), |best, (draft, (gamma, rate))| if rate > best.2 { (gamma, draft, rate) } else { best })
+    }
+
+    /// The best γ of a draft, and its rate. Beyond what was timed γ at most doubles: a line through two noisy timings should not be
+    /// followed far.
+    fn best_of(&self, draft: usize) -> (usize, f64) {
         let longest = self.verify.known().map(|(rows, _)| rows / self.batch).max().unwrap_or(1).max(1);
-        let rate = |gamma| (gamma, self.acceptance.tokens(gamma) / self.round_s(gamma));
-        (1..=self.max.min(2 * longest - 1))
-            .map(rate)
+        let gammas = if self.fixed { self.max..=self.max } else { 1..=self.max.min(2 * longest - 1) };
+        gammas
+            .map(|gamma| (gamma, self.drafts[draft].acceptance.tokens(gamma) / self.round_s(draft, gamma)))
             .fold((1, 0.0), |best, next| if next.1 > best.1 { next } else { best })
     }
 
@@ -317,20 +489,24 @@ impl Auto {
         self.verify.seconds(self.batch)
     }
 
-    /// Seconds of a round of γ.
-    fn round_s(&self, gamma: usize) -> f64 {
-        let known = self.draft.seconds(gamma).zip(self.verify.seconds(self.batch * (gamma + 1)));
+    /// Seconds of a round of γ; infinite where the draft was never timed.
+    fn round_s(&self, draft: usize, gamma: usize) -> f64 {
+        let draft = &self.drafts[draft];
+        if !draft.timed() {
+            return f64::INFINITY;
+        }
+        let known = draft.costs.seconds(gamma).zip(self.verify.seconds(self.batch * (gamma + 1)));
         known.map_or(f64::INFINITY, |(draft, verify)| draft + verify)
     }
 
     /// Plain steps lost by a plain step while drafting is faster.
     fn missed(&self, plain: f64) -> f64 {
-        (1.0 - 1.0 / (self.best().1 * plain)).max(0.0)
+        (1.0 - 1.0 / (self.best().2 * plain)).max(0.0)
     }
 
     /// Plain steps lost by a draft of one token that is refused.
     fn risk(&self, plain: f64) -> f64 {
-        (self.round_s(1) / plain - 1.0).max(0.1)
+        (self.round_s(self.best().1, 1) / plain - 1.0).max(0.1)
     }
 }
 
@@ -637,6 +813,140 @@ mod tests {
         assert!(world.run(&mut none, 100).gammas.iter().all(|gamma| *gamma == 0));
     }
 
+    /// A machine and a text on which drafts may read fewer pages: what a draft step costs and how its tokens fare, by the pages it reads.
+    struct Library<'a> {
+        world: World<'a>,
+        draft: &'a dyn Fn(Option<usize>, usize) -> f64,
+        alpha: &'a dyn Fn(Option<usize>) -> f64,
+        /// Pages at the start, and tokens per page.
+        pages: usize,
+        growth: usize,
+    }
+
+    const COUNTS: [Pages; 4] = [Pages::All, Pages::Best(16), Pages::Best(64), Pages::Best(256)];
+
+    fn count(pages: Pages) -> Option<usize> {
+        match pages {
+            Pages::All => None,
+            Pages::Window(n) | Pages::Best(n) => Some(n),
+        }
+    }
+
+    impl Library<'_> {
+        /// Seconds per token against plain decoding's, and the pages of each drafting round.
+        fn run(&self, policy: &mut Policy, tokens: usize) -> (f64, Vec<Option<usize>>) {
+            let (mut seconds, mut plain, mut emitted, mut read, mut round) = (0.0, 0.0, 0, vec![], 0);
+            while emitted < tokens {
+                let visible = self.pages + emitted / self.growth;
+                policy.observe_context(visible);
+                let (gamma, choice) = (policy.gamma(), policy.pages().and_then(count));
+                assert!(choice.is_none_or(|n| 2 * n <= visible), "{choice:?} of {visible}");
+                let draft = (self.draft)(choice, visible) * gamma as f64;
+                let alpha = (self.alpha)(choice);
+                let accepted = (0..gamma).take_while(|&i| self.world.uniform(round, i as u64) < alpha).count();
+                if gamma > 0 {
+                    policy.observe_draft(self.world.timed(draft, round, 0), gamma);
+                    policy.observe_round(gamma, accepted);
+                    read.push(choice);
+                }
+                let verify = (self.world.verify)(gamma + 1);
+                policy.observe_verify(gamma + 1, self.world.timed(verify, round, 1));
+                seconds += draft + verify;
+                plain += (self.world.verify)(1) * (accepted + 1) as f64;
+                emitted += accepted + 1;
+                round += 1;
+            }
+            (seconds / plain, read)
+        }
+    }
+
+    /// A draft step that reads weights and then pages.
+    fn reading(weights: f64, page: f64) -> impl Fn(Option<usize>, usize) -> f64 {
+        move |choice, visible| weights + page * choice.unwrap_or(visible) as f64
+    }
+
+    #[test]
+    fn pages_and_gamma_come_close_to_the_best_pair() {
+        let nothing = |_: usize| 0.0;
+        for page in [0.0, 0.002, 0.01] {
+            for losses in [[0.0, 0.0, 0.0], [0.02, 0.01, 0.0], [0.5, 0.05, 0.01], [0.9, 0.9, 0.9]] {
+                let draft = reading(2.0, page);
+                let alpha = |choice: Option<usize>| {
+                    0.93 - choice.map_or(0.0, |n| losses[[16, 64, 256].iter().position(|&m| m == n).unwrap()])
+                };
+                let world = world(0.0, &flat, &nothing);
+                let library = Library { world, draft: &draft, alpha: &alpha, pages: 1_000, growth: 128 };
+                let mut best = (f64::INFINITY, 0, Pages::All);
+                for pages in COUNTS {
+                    for gamma in 0..=12 {
+                        let mut policy = Policy::fixed(gamma).with_pages(&[pages]);
+                        best = [(library.run(&mut policy, 3_000).0, gamma, pages), best]
+                            .into_iter()
+                            .min_by(|a, b| a.0.total_cmp(&b.0))
+                            .unwrap();
+                    }
+                }
+                let (auto, read) = library.run(&mut Policy::auto(12).with_pages(&COUNTS), 3_000);
+                assert!(auto < best.0 * 1.08, "page {page} losses {losses:?}: {auto} against {best:?}");
+                assert!(read.len() > 100);
+            }
+        }
+    }
+
+    #[test]
+    fn choosing_pages_is_never_slower_than_plain_decoding_by_more_than_2_percent() {
+        let nothing = |_: usize| 0.0;
+        let cliff = |rows: usize| if rows < 3 { 10.0 } else { 45.0 };
+        let linear = |rows: usize| 10.0 * rows as f64;
+        for verify in [&flat as &dyn Fn(usize) -> f64, &steep, &cliff, &linear] {
+            for (weights, page) in [(0.5, 0.0), (3.0, 0.003), (3.0, 0.02), (8.0, 0.01), (12.0, 0.0)] {
+                for all in [0.0, 0.3, 0.6, 0.8, 0.95] {
+                    for few in [0.0, 0.5, 1.0] {
+                        for noise in [0.0, 0.05] {
+                            let draft = reading(weights, page);
+                            let alpha = |choice: Option<usize>| if choice.is_some() { all * few } else { all };
+                            let world = World { noise, ..world(0.0, verify, &nothing) };
+                            let library = Library { world, draft: &draft, alpha: &alpha, pages: 900, growth: 128 };
+                            let (auto, _) = library.run(&mut Policy::auto(12).with_pages(&COUNTS), 1_500);
+                            assert!(auto < 1.02, "{weights} {page} alpha {all} x {few} noise {noise}: {auto}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_context_that_grows_moves_drafts_to_fewer_pages() {
+        let nothing = |_: usize| 0.0;
+        let (draft, alpha) = (reading(2.0, 0.01), |choice: Option<usize>| if choice.is_some() { 0.92 } else { 0.95 });
+        let world = world(0.0, &flat, &nothing);
+        // A page a token: the end of the text sees 4,000 where the beginning sees none.
+        let library = Library { world, draft: &draft, alpha: &alpha, pages: 0, growth: 1 };
+        let (_, read) = library.run(&mut Policy::auto(12).with_pages(&COUNTS), 4_000);
+        let share = |rounds: &[Option<usize>]| rounds.iter().flatten().count() as f64 / rounds.len() as f64;
+        assert_eq!(share(&read[..8]), 0.0);
+        assert!(share(&read[read.len() / 2..]) > 0.9, "{}", share(&read[read.len() / 2..]));
+    }
+
+    #[test]
+    fn fixed_gamma_still_chooses_pages() {
+        let nothing = |_: usize| 0.0;
+        let (draft, alpha) = (reading(2.0, 0.01), |_: Option<usize>| 0.9);
+        let world = world(0.0, &flat, &nothing);
+        let library = Library { world, draft: &draft, alpha: &alpha, pages: 1_000, growth: 128 };
+        let mut policy = Policy::fixed(4).with_pages(&COUNTS);
+        let (_, read) = library.run(&mut policy, 1_000);
+        assert_eq!(policy.gamma(), 4);
+        let few = read.iter().flatten().count();
+        assert!(few * 10 > read.len() * 9, "{few} of {}", read.len());
+        // A shorter text takes its place: 16 of 20 pages are no gain.
+        policy.observe_context(20);
+        assert_eq!(policy.pages(), Some(Pages::All));
+        assert_eq!(Policy::fixed(4).pages(), None);
+        assert_eq!(Policy::auto(4).pages(), None);
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(24))]
         #[test]
@@ -649,6 +959,16 @@ mod tests {
             let (first, second) = (world.run(&mut a, 300), world.run(&mut b, 300));
             prop_assert_eq!(&first.gammas, &second.gammas);
             prop_assert!(first.gammas.iter().all(|gamma| *gamma <= max));
+        }
+
+        #[test]
+        fn the_same_observations_give_the_same_pages(weights in 0.5f64..12.0, page in 0.0f64..0.02, all in 0.0f64..1.0, few in 0.0f64..1.0, seed: u64) {
+            let nothing = |_: usize| 0.0;
+            let (draft, alpha) = (reading(weights, page), |choice: Option<usize>| if choice.is_some() { few } else { all });
+            let world = World { seed, ..world(0.0, &steep, &nothing) };
+            let library = Library { world, draft: &draft, alpha: &alpha, pages: 600, growth: 64 };
+            let run = || library.run(&mut Policy::auto(12).with_pages(&COUNTS), 300);
+            prop_assert_eq!(run(), run());
         }
     }
 }

@@ -9,6 +9,8 @@ pub struct Stats {
     verify_s: f64,
     rounds: usize,
     drafted_tokens: usize,
+    /// Pages those tokens' steps read per KV head.
+    drafted_pages: usize,
     accepted_tokens: usize,
     /// `accepted_at[i]`: rounds whose (i+1)-th drafted token was accepted; as long as the longest draft.
     accepted_at: Vec<usize>,
@@ -43,6 +45,11 @@ impl Stats {
         self.accepted_at.iter_mut().take(accepted).for_each(|count| *count += 1);
     }
 
+    /// Adds what the drafts of a sequence's round read: `pages` per KV head, summed over its drafted tokens.
+    pub fn pages(&mut self, pages: usize) {
+        self.drafted_pages += pages;
+    }
+
     /// Adds the counters of `other`, for example of another engine.
     pub fn merge(&mut self, other: &Stats) {
         self.prefill_tokens += other.prefill_tokens;
@@ -51,6 +58,7 @@ impl Stats {
         self.verify_s += other.verify_s;
         self.rounds += other.rounds;
         self.drafted_tokens += other.drafted_tokens;
+        self.drafted_pages += other.drafted_pages;
         self.accepted_tokens += other.accepted_tokens;
         if self.accepted_at.len() < other.accepted_at.len() {
             self.accepted_at.resize(other.accepted_at.len(), 0);
@@ -111,6 +119,11 @@ impl Stats {
     /// Drafted tokens.
     pub fn drafted_tokens(&self) -> usize {
         self.drafted_tokens
+    }
+
+    /// Pages a draft step read per KV head, on average; `None` where nothing was drafted.
+    pub fn draft_pages_mean(&self) -> Option<f64> {
+        (self.drafted_tokens > 0).then(|| self.drafted_pages as f64 / self.drafted_tokens as f64)
     }
 
     /// Drafted tokens that were accepted.

@@ -1,14 +1,14 @@
 //! [`CudaBackend`]: the operations of a pass as launches on one stream.
 //!
-//! Nothing waits but what needs a value on the host: a step is described to the device by one copy (rows, angles, spans), its operations are
-//! queued one behind the other, and the host reads back choices and verdicts.
+//! A round is one copy to the device (rows, angles, spans and turns of every draft step and of the verification), one graph of all their
+//! launches, and one copy back. Positions are known before a round starts; drafted tokens never leave the device before its end.
 
 use crate::args;
 use crate::attend::{
     Attend, Choice, Chosen, Layer as CacheLayer, Merged, PASS_ROWS, Part as AttendPart, Pass as AttendPass, Places,
     Span,
 };
-use crate::device::{Buffer, Device, Graph, Kernel, Launch, Pinned, Plain};
+use crate::device::{Buffer, Device, Graph, Kernel, Launch, Mark, Pinned, Plain};
 use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
 use crate::prefill::{Prefill, Shape, Way, padded};
 use crate::sample::Sampling;
@@ -27,10 +27,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Steps that may be queued before the host must wait for the oldest: more than a round has.
-const STAGES: usize = 2 * (GAMMA_MAX + 2);
-/// Steps that are kept as graphs; a round of one slot has two kinds, and a kind changes when a page becomes visible.
-const GRAPHS_MAX: usize = 64;
+/// Descriptions that may be queued before the host must wait for the oldest: rounds end with a wait, only single steps queue up.
+const STAGES: usize = 4;
+/// Steps in graphs that are kept: dozens of kinds of rounds, and some hundred bytes per launch.
+const GRAPH_STEPS_MAX: usize = 512;
+/// Begins a step in the key of a graph; no address and no count is as large.
+const STEP: u64 = u64::MAX;
 /// How long the host sleeps between looks at a busy device: short against a prompt's layer.
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
 /// Bits of the device's error flag (`FLAG_*` in kernels/numbers.cuh and quantize.cu).
@@ -45,7 +47,7 @@ struct DeviceRow {
     slot: i32,
     offset: i32,
     position: i32,
-    unused: i32,
+    token: i32,
 }
 
 // SAFETY: thirty-two-bit numbers only.
@@ -136,7 +138,7 @@ struct StepSpace {
     logits: Buffer,
     partial: Buffer,
     extremes: Buffer,
-    /// What describes a step: rows, angles, spans; written by one copy.
+    /// What describes a round or a single step: rows, angles, spans, turns; written by one copy.
     description: Buffer,
     staging: Vec<Pinned>,
 }
@@ -175,11 +177,22 @@ pub struct CudaBackend {
     prompt: PromptSpace,
     /// Lists of chosen pages `[layer][slot][kv head][pitch]`, and the scores they are chosen by; made when first asked for.
     lists: Option<Lists>,
-    /// Recorded steps by everything their launches depend on; `None` for one that was seen once.
+    /// Recorded rounds by everything their launches depend on; `None` for one that was seen once.
     graphs: HashMap<Vec<u64>, Option<Graph>>,
     /// The step under way.
     plan: Plan,
     staged: usize,
+    /// What the next verification's draft reads: a round is queued as a whole.
+    drafting: Option<DraftPlan>,
+    clock: Clock,
+}
+
+/// Points of a round in the device's time.
+struct Clock {
+    start: Mark,
+    drafted: Mark,
+    /// The last round drafted.
+    ran: bool,
 }
 
 /// Page lists of drafts that do not read every page.
@@ -191,7 +204,7 @@ struct Lists {
 }
 
 /// How the step under way is laid out in the description.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Plan {
     passes: Vec<AttendPass>,
     places: Vec<Places>,
@@ -229,11 +242,10 @@ impl Sizes {
             rows,
             y: rows * widest * 4,
             logits: rows * config.vocab * 4,
-            // A window's tokens travel along, and every piece begins at a multiple of 16.
-            description: rows * per_row
-                + options.slots * (window_pitch(options) * 4 + 16)
-                + 4096
-                + 1024 * rows.div_ceil(PASS_ROWS),
+            // As many rows again are drafted as are verified; every piece begins at a multiple of 16, and a step has three, and three per pass.
+            description: 2 * rows * per_row
+                + options.slots * 16
+                + (GAMMA_MAX + 1) * 16 * (4 + 3 * rows.div_ceil(PASS_ROWS)),
             partial_rows,
         }
     }
@@ -386,7 +398,10 @@ impl CudaBackend {
             attended: device.zeroed(bytes[6])?,
             gated: device.zeroed(bytes[7])?,
         };
+        let clock = Clock { start: device.mark()?, drafted: device.mark()?, ran: false };
         let mut backend = CudaBackend {
+            clock,
+            drafting: None,
             cache: Cache::new(device, &config, options)?,
             slots: (0..options.slots).map(|_| None).collect(),
             sampling,
@@ -453,8 +468,32 @@ impl CudaBackend {
         }
     }
 
-    /// Describes a step to the device: one copy.
+    /// Describes a single step to the device: one copy.
     fn begin(&mut self, step: &Step) -> Result<()> {
+        self.stage()?;
+        let mut at = 0;
+        self.plan = self.describe(step, &mut at)?;
+        self.send(at)
+    }
+
+    /// Makes the next staging buffer free to write.
+    fn stage(&mut self) -> Result<()> {
+        if self.staged == STAGES {
+            self.device.synchronize()?;
+            self.staged = 0;
+        }
+        Ok(())
+    }
+
+    /// Queues the copy of the first `bytes` of the staging buffer.
+    fn send(&mut self, bytes: usize) -> Result<()> {
+        self.step.description.write_pinned(0, &self.step.staging[self.staged], 0, bytes)?;
+        self.staged += 1;
+        Ok(())
+    }
+
+    /// Writes what describes a step into the staging buffer from `at` on.
+    fn describe(&mut self, step: &Step, at: &mut usize) -> Result<Plan> {
         let rows = step.rows;
         if rows.is_empty() || rows.len() > self.options.step_rows {
             return Err(Error::internal(format!(
@@ -486,19 +525,16 @@ impl CudaBackend {
             slots.get(slot).and_then(Option::as_ref).and_then(|slot| slot.chosen).filter(|_| with_lists)
         })?;
 
-        if self.staged == STAGES {
-            self.device.synchronize()?;
-            self.staged = 0;
-        }
         let half = self.config.head_dim / 2;
-        let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at: 0 };
+        let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at: *at };
+        let sampling = &self.sampling;
         let device_rows: Vec<DeviceRow> = rows
             .iter()
             .map(|row| DeviceRow {
                 slot: row.slot as i32,
                 offset: row.offset as i32,
                 position: row.position as i32,
-                unused: 0,
+                token: sampling.token(row.slot, row.offset),
             })
             .collect();
         let base = self.step.description.at(0);
@@ -512,7 +548,9 @@ impl CudaBackend {
         plan.cos_sin = base + writer.put(&angles)? as u64;
         plan.choices = base + writer.put(&choices)? as u64;
         plan.choosing = choices.len();
-        plan.choosing_pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
+        // In steps, so that rounds stay alike while a text grows by a few pages; scores beyond a sequence's pages are not made.
+        let pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
+        plan.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
         for pass in &passes {
             plan.places.push(Places {
                 spans: base + writer.put(&pass.spans)? as u64,
@@ -525,20 +563,9 @@ impl CudaBackend {
                 extremes: self.step.extremes.at(0),
             });
         }
+        *at = writer.at;
         plan.passes = passes;
-        let dirty = self.sampling.take_dirty();
-        let mut places = Vec::with_capacity(dirty.len());
-        for (at, tokens) in &dirty {
-            places.push((*at, writer.put(tokens)?, size_of_val(&tokens[..])));
-        }
-        let bytes = writer.at;
-        for (at, from, bytes) in places {
-            self.sampling.buffer().write_pinned(at, &self.step.staging[self.staged], from, bytes)?;
-        }
-        self.step.description.write_pinned(0, &self.step.staging[self.staged], 0, bytes)?;
-        self.staged += 1;
-        self.plan = plan;
-        Ok(())
+        Ok(plan)
     }
 
     /// Which lists of pages a draft step chooses anew, and for which rows; notes what each slot reads from now on.
@@ -634,8 +661,9 @@ impl CudaBackend {
         self.launch(self.kernels.embed, [step.rows.len(), 1, 1], 256, 0, &arguments)
     }
 
-    /// Queues a whole step that was begun, up to its logits, and the choice of drafted tokens where `propose` says so.
-    fn queue(&mut self, step: &Step, propose: Option<bool>) -> Result<()> {
+    /// Queues a whole step that was described, up to its logits.
+    fn queue(&mut self, step: &Step, plan: &Plan) -> Result<()> {
+        self.plan = plan.clone();
         let pass = Pass::Step(step);
         self.step_embed(step)?;
         for layer in 0..self.config.layers {
@@ -645,61 +673,67 @@ impl CudaBackend {
             self.gate_up(layer, &pass)?;
             self.down(layer, &pass)?;
         }
-        self.head(&pass)?;
-        match propose {
-            Some(warm) => self.sampling.propose(step.rows.len(), self.plan.rows, self.step.logits.at(0), warm),
-            None => Ok(()),
-        }
+        self.head(&pass)
     }
 
-    /// Runs a step, as a graph where one like it ran before: some three hundred launches become one.
-    fn run(&mut self, step: &Step, turns: &[Turn], propose: bool) -> Result<()> {
-        (self.hooks.poll)()?;
-        let warm = if propose { Some(self.sampling.learn(turns)?) } else { None };
-        self.begin(step)?;
-        let key = self.key(step, warm);
-        let device = self.device.clone();
-        if self.graphs.len() >= GRAPHS_MAX && !self.graphs.contains_key(&key) {
-            self.graphs.clear();
+    /// Queues a round: draft steps with their choices, the verification and its judgement. `recording`: into a graph.
+    fn queue_round(&mut self, round: &[(Step, Plan)], turns: (u64, usize), warm: bool, recording: bool) -> Result<()> {
+        let logits = self.step.logits.at(0);
+        let Some(((verify, last), drafts)) = round.split_last() else { return Ok(()) };
+        if !drafts.is_empty() {
+            self.clock.start.set(recording)?;
+            for (step, plan) in drafts {
+                self.queue(step, plan)?;
+                self.sampling.propose(step.rows.len(), plan.rows, logits, warm)?;
+            }
+            self.clock.drafted.set(recording)?;
+        }
+        self.queue(verify, last)?;
+        self.sampling.judge(turns.0, turns.1, verify.rows.len(), last.rows, logits, warm)
+    }
+
+    /// Runs a round that was described, as a graph where one like it ran before: some hundred launches per step become one.
+    fn run(&mut self, round: &[(Step, Plan)], turns: (u64, usize), warm: bool) -> Result<()> {
+        let mut key = vec![turns.0, turns.1 as u64, u64::from(warm), self.sampling.draft_address()];
+        for (step, plan) in round {
+            self.key(step, plan, &mut key);
         }
         match self.graphs.get(&key) {
             None => {
+                let steps = |key: &Vec<u64>| key.iter().filter(|&&word| word == STEP).count();
+                let kept = self.graphs.iter().filter(|(_, graph)| graph.is_some()).map(|(key, _)| steps(key));
+                if kept.sum::<usize>() + round.len() > GRAPH_STEPS_MAX {
+                    self.graphs.clear();
+                }
                 self.graphs.insert(key, None);
-                return self.queue(step, warm);
+                self.queue_round(round, turns, warm, false)
             }
             Some(None) => {
-                let graph = device.record(|| self.queue(step, warm))?;
-                self.graphs.insert(key.clone(), Some(graph));
+                let device = self.device.clone();
+                let graph = device.record(|| self.queue_round(round, turns, warm, true))?;
+                let graph = self.graphs.entry(key).insert_entry(Some(graph)).into_mut();
+                // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
+                graph.as_ref().map_or(Ok(()), |graph| unsafe { graph.launch() })
             }
-            Some(Some(_)) => {}
+            // SAFETY: as above.
+            Some(Some(graph)) => unsafe { graph.launch() },
         }
-        match self.graphs.get(&key) {
-            // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
-            Some(Some(graph)) => unsafe { graph.launch() }?,
-            _ => return Err(Error::internal("a graph vanished")),
-        }
-        if propose {
-            self.sampling.wrote();
-        }
-        self.plan.pending = false;
-        Ok(())
     }
 
     /// Everything that decides which kernels a step launches, with which grids and addresses.
-    fn key(&self, step: &Step, propose: Option<bool>) -> Vec<u64> {
-        let plan = &self.plan;
+    fn key(&self, step: &Step, plan: &Plan, key: &mut Vec<u64>) {
         let (kind, n) = match step.pages {
             Pages::All => (0, 0),
             Pages::Window(n) => (1, n),
             Pages::Best(n) => (2, n),
         };
-        let mut key = vec![
+        key.extend([
+            STEP,
             step.weights as u64,
             step.view as u64,
             kind,
             n as u64,
             step.rows.len() as u64,
-            propose.map_or(0, |warm| 1 + u64::from(warm)),
             plan.rows,
             plan.cos_sin,
             plan.choices,
@@ -707,13 +741,11 @@ impl CudaBackend {
             plan.choosing_pages as u64,
             self.lists.as_ref().map_or(0, |lists| lists.lists.at(0)),
             self.lists.as_ref().map_or(0, |lists| lists.scores.at(0)),
-            self.sampling.draft_address(),
-        ];
+        ]);
         for (pass, places) in plan.passes.iter().zip(&plan.places) {
             key.extend(pass.launches());
             key.extend([places.spans, places.parts, places.merged, places.list_pitch as u64]);
         }
-        key
     }
 
     fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
@@ -830,6 +862,15 @@ impl CudaBackend {
             let arguments = [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into()];
             self.launch(self.kernels.silu, grid, 256, 0, &arguments)
         }
+    }
+
+    /// Waits for the verdicts of a round.
+    fn conclude(&mut self, turns: &[Turn]) -> Result<Vec<Verdict>> {
+        let (verdicts, flag) = self.sampling.verdicts(turns)?;
+        self.staged = 0;
+        self.plan.pending = false;
+        check_flag(flag)?;
+        Ok(verdicts)
     }
 
     /// Waits for the device while the caller may interrupt.
@@ -1178,7 +1219,7 @@ impl Backend for CudaBackend {
     }
 
     fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
-        let row = DeviceRow { slot: slot as i32, offset: 0, position: position as i32 - 1, unused: 0 };
+        let row = DeviceRow { slot: slot as i32, offset: 0, position: position as i32 - 1, token: -1 };
         self.step.description.write(0, &[row])?;
         self.staged = 0;
         let rows = self.step.description.at(0);
@@ -1189,40 +1230,67 @@ impl Backend for CudaBackend {
 
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
         let warm = self.sampling.learn(turns)?;
+        for row in step.rows {
+            self.sampling.drafts(row.slot, row.offset);
+        }
         self.sampling.propose(step.rows.len(), self.plan.rows, self.step.logits.at(0), warm)
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
-        let (verdicts, flag) = self.sampling.judge(step, turns, self.plan.rows, self.step.logits.at(0))?;
-        self.staged = 0;
-        check_flag(flag)?;
-        Ok(verdicts)
+        let warm = self.sampling.learn(turns)?;
+        let described = self.sampling.describe(step.rows, turns)?;
+        self.sampling.turns().write(0, &described)?;
+        let (at, logits) = (self.sampling.turns().at(0), self.step.logits.at(0));
+        self.sampling.judge(at, turns.len(), step.rows.len(), self.plan.rows, logits, warm)?;
+        self.conclude(turns)
     }
 
-    fn draft(&mut self, plan: &DraftPlan, turns: &[Turn]) -> Result<()> {
-        let longest = turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
-        for offset in 0..longest {
-            let rows: Vec<Row> = turns
-                .iter()
-                .filter(|turn| turn.gamma > offset)
-                .map(|turn| Row { slot: turn.slot, offset, position: turn.committed + offset })
-                .collect();
-            let (weights, view, pages) = (plan.weights, plan.view, plan.pages);
-            self.run(&Step { weights, view, pages, choose_pages: offset == 0, rows: &rows }, turns, true)?;
-        }
+    fn draft(&mut self, plan: &DraftPlan, _turns: &[Turn]) -> Result<()> {
+        self.drafting = Some(*plan);
         Ok(())
     }
 
     fn verify(&mut self, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
-        let rows: Vec<Row> = turns
-            .iter()
-            .flat_map(|turn| {
-                (0..=turn.gamma).map(|offset| Row { slot: turn.slot, offset, position: turn.committed + offset })
-            })
+        (self.hooks.poll)()?;
+        let drafting = self.drafting.take();
+        let longest = drafting.map_or(0, |_| turns.iter().map(|turn| turn.gamma).max().unwrap_or(0));
+        let warm = self.sampling.learn(turns)?;
+        let at_offset = |turn: &Turn, offset| Row { slot: turn.slot, offset, position: turn.committed + offset };
+        let mut rows: Vec<Vec<Row>> = (0..longest)
+            .map(|offset| turns.iter().filter(|turn| turn.gamma > offset).map(|turn| at_offset(turn, offset)).collect())
             .collect();
-        let step = Step { weights: Weights::Full, view, pages: Pages::All, choose_pages: false, rows: &rows };
-        self.run(&step, turns, false)?;
-        self.judge(&step, turns)
+        rows.push(turns.iter().flat_map(|turn| (0..=turn.gamma).map(|offset| at_offset(turn, offset))).collect());
+
+        self.stage()?;
+        let mut at = 0;
+        let mut round = Vec::with_capacity(rows.len());
+        for (offset, rows) in rows.iter().enumerate() {
+            let step = match drafting.filter(|_| offset < longest) {
+                Some(DraftPlan { weights, view, pages }) => {
+                    Step { weights, view, pages, choose_pages: offset == 0, rows }
+                }
+                None => Step { weights: Weights::Full, view, pages: Pages::All, choose_pages: false, rows },
+            };
+            let plan = self.describe(&step, &mut at)?;
+            if offset < longest {
+                for row in rows {
+                    self.sampling.drafts(row.slot, row.offset);
+                }
+            }
+            round.push((step, plan));
+        }
+        let described = self.sampling.describe(rows.last().map_or(&[], Vec::as_slice), turns)?;
+        let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at };
+        let turns_at = self.step.description.at(writer.put(&described)?);
+        at = writer.at;
+        self.send(at)?;
+        self.run(&round, (turns_at, turns.len()), warm)?;
+        self.clock.ran = longest > 0;
+        self.conclude(turns)
+    }
+
+    fn draft_seconds(&mut self) -> Result<Option<f64>> {
+        self.clock.ran.then(|| self.clock.start.seconds_to(&self.clock.drafted)).transpose()
     }
 
     fn poll(&mut self) -> Result<()> {

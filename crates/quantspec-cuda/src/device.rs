@@ -397,7 +397,7 @@ impl Device {
         unsafe {
             check(sys::cuEventCreate(&mut event, 0), "cuEventCreate")?;
             let mark = Mark { device: self.clone(), event };
-            check(sys::cuEventRecord(event, self.stream), "cuEventRecord")?;
+            mark.set(false)?;
             Ok(mark)
         }
     }
@@ -645,7 +645,18 @@ pub struct Mark {
     event: sys::CUevent,
 }
 
+// SAFETY: handles of the driver may be used from any thread.
+unsafe impl Send for Mark {}
+
 impl Mark {
+    /// Moves the mark to this point of the stream; `recording`: to this point of every launch of the graph that is being recorded.
+    pub fn set(&self, recording: bool) -> Result<()> {
+        self.device.bind()?;
+        let flags = if recording { sys::CUevent_record_flags_enum::CU_EVENT_RECORD_EXTERNAL as u32 } else { 0 };
+        // SAFETY: event and stream are alive.
+        check(unsafe { sys::cuEventRecordWithFlags(self.event, self.device.stream, flags) }, "cuEventRecord")
+    }
+
     /// Seconds from `self` to `later`, once both have passed.
     pub fn seconds_to(&self, later: &Mark) -> Result<f64> {
         self.device.bind()?;

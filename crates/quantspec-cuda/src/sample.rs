@@ -8,11 +8,11 @@ use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Step, Turn};
+use quantspec_model::backend::{Row, Turn};
 use std::sync::Arc;
 
 /// Tokens of a block that chooses (`CHUNK` in kernels/sample.cu).
-const CHUNK: usize = 2048;
+pub(crate) const CHUNK: usize = 2048;
 /// Most tokens `sample_cut` takes.
 const VOCAB_MAX: usize = 1 << 18;
 /// Where verdicts begin, behind the flag.
@@ -35,7 +35,7 @@ struct DeviceSampler {
 /// The rows of a slot in a verify step; `Turn` in kernels/sample.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-struct DeviceTurn {
+pub(crate) struct DeviceTurn {
     slot: i32,
     first_row: i32,
     gamma: i32,
@@ -105,8 +105,8 @@ pub(crate) struct Sampling {
     known: Vec<Option<DeviceSampler>>,
     /// The windows as the host knows them, `[slots][pitch]`.
     windows: Vec<u32>,
-    /// Tokens of a slot's window that the device has yet to learn.
-    dirty: Vec<usize>,
+    /// Tokens of a slot's window that the host set and no draft has replaced: rows carry them to the device.
+    set: Vec<usize>,
     /// The device has written no window since the host read them.
     fresh: bool,
 }
@@ -144,7 +144,7 @@ impl Sampling {
             draft: None,
             known: vec![None; slots],
             windows: vec![0; slots * pitch],
-            dirty: vec![0; slots],
+            set: vec![0; slots],
             fresh: true,
             device: device.clone(),
             vocab,
@@ -187,8 +187,7 @@ impl Sampling {
         };
         let read = words(self.result.bytes());
         for slot in 0..self.slots {
-            let dirty = self.dirty[slot];
-            let range = slot * self.pitch + dirty..(slot + 1) * self.pitch;
+            let range = slot * self.pitch + self.set[slot]..(slot + 1) * self.pitch;
             self.windows[range.clone()].copy_from_slice(&read[at / 4..][range]);
         }
         self.fresh = true;
@@ -210,13 +209,13 @@ impl Sampling {
         }
     }
 
-    /// Puts tokens into a slot's window; the device learns of them before its next step.
+    /// Puts tokens into a slot's window; rows carry them to the device.
     pub(crate) fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
         if tokens.len() > self.pitch || slot >= self.slots {
             return Err(Error::internal(format!("{} tokens for a window of {}", tokens.len(), self.pitch)));
         }
         self.windows[slot * self.pitch..][..tokens.len()].copy_from_slice(tokens);
-        self.dirty[slot] = self.dirty[slot].max(tokens.len());
+        self.set[slot] = self.set[slot].max(tokens.len());
         Ok(())
     }
 
@@ -225,31 +224,19 @@ impl Sampling {
         if n > self.pitch || slot >= self.slots {
             return Err(Error::internal(format!("{n} tokens of a window of {}", self.pitch)));
         }
-        if !self.fresh && n > self.dirty[slot] {
+        if !self.fresh && n > self.set[slot] {
             let from = self.windows_at() + slot * self.pitch * 4;
             let read = self.shared.read::<u32>(from, n)?;
-            let dirty = self.dirty[slot];
-            self.windows[slot * self.pitch + dirty..slot * self.pitch + n].copy_from_slice(&read[dirty..]);
+            let set = self.set[slot];
+            self.windows[slot * self.pitch + set..slot * self.pitch + n].copy_from_slice(&read[set..]);
         }
         Ok(self.windows[slot * self.pitch..][..n].to_vec())
     }
 
-    /// Tokens the device has yet to learn, with their place in the windows' buffer; they count as learnt.
-    pub(crate) fn take_dirty(&mut self) -> Vec<(usize, Vec<u32>)> {
-        let mut out = Vec::new();
-        for slot in 0..self.slots {
-            let count = std::mem::take(&mut self.dirty[slot]);
-            if count > 0 {
-                let at = self.windows_at() + slot * self.pitch * 4;
-                out.push((at, self.windows[slot * self.pitch..][..count].to_vec()));
-            }
-        }
-        out
-    }
-
-    /// The buffer that [`Sampling::take_dirty`] speaks of.
-    pub(crate) fn buffer(&self) -> &Buffer {
-        &self.shared
+    /// The token at a place of a slot's window, or -1 where only the device knows it.
+    pub(crate) fn token(&self, slot: usize, offset: usize) -> i32 {
+        let set = self.set.get(slot).is_some_and(|&set| offset < set);
+        if set { self.windows[slot * self.pitch + offset] as i32 } else { -1 }
     }
 
     /// Tells the device how the slots choose, where that has changed. Returns whether any of them has a temperature.
@@ -283,9 +270,12 @@ impl Sampling {
         self.draft.as_ref().map_or(0, |(logits, _)| logits.at(0))
     }
 
-    /// A recorded step has written to windows.
-    pub(crate) fn wrote(&mut self) {
+    /// A draft step writes the token after `offset` of the slot's window.
+    pub(crate) fn drafts(&mut self, slot: usize, offset: usize) {
         self.fresh = false;
+        if let Some(set) = self.set.get_mut(slot) {
+            *set = (*set).min(offset + 1);
+        }
     }
 
     fn choose(&self, purpose: Purpose, rows: u64, count: usize, logits: u64, warm: bool) -> Result<()> {
@@ -325,8 +315,7 @@ impl Sampling {
     }
 
     /// Queues the choice of the drafted token after every row of a draft step; `warm` is what [`Sampling::learn`] returned.
-    pub(crate) fn propose(&mut self, count: usize, rows: u64, logits: u64, warm: bool) -> Result<()> {
-        self.fresh = false;
+    pub(crate) fn propose(&self, count: usize, rows: u64, logits: u64, warm: bool) -> Result<()> {
         self.choose(Purpose::Propose, rows, count, logits, warm)
     }
 
@@ -338,30 +327,43 @@ impl Sampling {
         token.first().copied().ok_or_else(|| Error::internal("no choice"))
     }
 
-    /// Judges every turn. Waits; returns the verdicts and the error flag.
-    pub(crate) fn judge(&mut self, step: &Step, turns: &[Turn], rows: u64, logits: u64) -> Result<(Vec<Verdict>, u32)> {
-        let warm = self.learn(turns)?;
-        let mut described = Vec::with_capacity(turns.len());
-        for turn in turns {
-            let first = step.rows.iter().position(|row| row.slot == turn.slot);
+    /// Turns as the device knows them. `rows` are those of the verification.
+    pub(crate) fn describe(&self, rows: &[Row], turns: &[Turn]) -> Result<Vec<DeviceTurn>> {
+        if turns.len() > self.slots {
+            return Err(Error::internal("more turns than slots"));
+        }
+        let described = turns.iter().map(|turn| {
+            let first = rows.iter().position(|row| row.slot == turn.slot);
             let first = first.ok_or_else(|| Error::internal(format!("slot {} has no rows", turn.slot)))?;
-            described.push(DeviceTurn {
+            Ok(DeviceTurn {
                 slot: turn.slot as i32,
                 first_row: first as i32,
                 gamma: turn.gamma as i32,
                 position: turn.committed as i32 + 1,
-            });
-        }
-        if described.len() > self.slots {
-            return Err(Error::internal("more turns than slots"));
-        }
-        // The result's place for verdicts carries the turns to the device: it is read again only after the copy below.
-        self.result.put(0, &described)?;
-        self.turns.write_pinned(0, &self.result, 0, described.len() * 16)?;
-        self.choose(Purpose::Judge, rows, step.rows.len(), logits, warm)?;
+            })
+        });
+        described.collect()
+    }
+
+    /// Where turns lie that are not part of a round's description.
+    pub(crate) fn turns(&self) -> &Buffer {
+        &self.turns
+    }
+
+    /// Queues the judgement of `turns` turns, described at an address, over the logits of `count` rows.
+    pub(crate) fn judge(
+        &self,
+        described: u64,
+        turns: usize,
+        count: usize,
+        rows: u64,
+        logits: u64,
+        warm: bool,
+    ) -> Result<()> {
+        self.choose(Purpose::Judge, rows, count, logits, warm)?;
         let (q_logits, q_cuts) = self.draft.as_ref().map_or((0, 0), |(logits, cuts)| (logits.at(0), cuts.at(0)));
         let arguments = args![
-            &self.turns,
+            described,
             &self.samplers,
             &self.choices,
             self.windows(),
@@ -374,9 +376,13 @@ impl Sampling {
             GAMMA_MAX,
             self.shared.at(VERDICTS_AT),
         ];
-        let launch = Launch { grid: [turns.len() as u32, 1, 1], block: 1024, shared: 0, overlap: true };
+        let launch = Launch { grid: [turns as u32, 1, 1], block: 1024, shared: 0, overlap: true };
         // SAFETY: as in `choose`.
-        unsafe { self.device.launch(self.judge, launch, &arguments)? };
+        unsafe { self.device.launch(self.judge, launch, &arguments) }
+    }
+
+    /// Waits for what [`Sampling::judge`] queued; returns the verdicts and the error flag.
+    pub(crate) fn verdicts(&mut self, turns: &[Turn]) -> Result<(Vec<Verdict>, u32)> {
         let flag = self.read()?;
         let verdicts = (0..turns.len()).map(|index| self.verdict(index)).collect::<Result<Vec<_>>>()?;
         for (verdict, turn) in verdicts.iter().zip(turns) {

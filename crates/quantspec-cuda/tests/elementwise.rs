@@ -191,7 +191,8 @@ fn embeddings_come_from_windows_or_prompts() {
     let Some(device) = device() else { return };
     let (vocab, width) = (50, 200);
     let values = Random(3).normals(vocab * width);
-    let rows = [[1, 2, 700, 0], [0, 0, 5, 1], [1, 3, 701, 0]];
+    // The middle row brings its token along.
+    let rows = [[1, 2, 700, -1], [0, 0, 5, 31], [1, 3, 701, -1]];
     let (windows, pitch) = ([[7, 8, 9, 10, 11], [20, 21, 49, 0, 13]].concat(), 5);
     for dtype in DTYPES {
         let table = matrix(&device, &values, vocab, width, dtype);
@@ -208,7 +209,9 @@ fn embeddings_come_from_windows_or_prompts() {
             }
         };
         let hidden = poisoned(&device, 3 * width * 4);
-        check(&[49, 7, 0], &args![&on, &windows_on, pitch, 0u64, &table, &hidden, width, vocab], &hidden);
+        check(&[49, 31, 0], &args![&on, &windows_on, pitch, 0u64, &table, &hidden, width, vocab], &hidden);
+        let kept = windows_on.read::<i32>(0, windows.len()).unwrap();
+        assert_eq!(kept, [&[31], &windows[1..]].concat());
         let prompt = device.copied(&[3, 49, 3, 0]).unwrap();
         let hidden = poisoned(&device, 4 * width * 4);
         check(&[3, 49, 3, 0], &args![0u64, 0u64, 0, &prompt, &table, &hidden, width, vocab], &hidden);

@@ -22,12 +22,12 @@ use std::sync::Arc;
 
 const QUANTSPEC: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
 
-/// Decodes every prompt as one batch; γ of each round cycles through `gammas`.
+/// Decodes every prompt as one batch, `tokens[i]` of the i-th; γ of each round cycles through `gammas`.
 fn decode(
     engine: &mut Engine<CudaBackend>,
     method: Method,
     prompts: &[Vec<u32>],
-    tokens: usize,
+    tokens: &[usize],
     samplers: &[Sampler],
     gammas: &[usize],
 ) -> Vec<Vec<u32>> {
@@ -35,15 +35,16 @@ fn decode(
     let slots: Vec<usize> = prompts
         .iter()
         .zip(samplers)
-        .map(|(prompt, sampler)| engine.add(prompt, sampler.clone(), tokens).unwrap())
+        .zip(tokens)
+        .map(|((prompt, sampler), &tokens)| engine.add(prompt, sampler.clone(), tokens).unwrap())
         .collect();
     let mut out: Vec<Vec<u32>> =
         slots.iter().map(|&slot| vec![engine.prefill(slot, &mut |_, _| {}).unwrap()]).collect();
     let mut round = 0;
-    while out.iter().any(|text| text.len() < tokens) {
+    while out.iter().zip(tokens).any(|(text, &tokens)| text.len() < tokens) {
         let mut turns = Vec::new();
         for (index, &slot) in slots.iter().enumerate() {
-            let left = tokens - out[index].len();
+            let left = tokens[index] - out[index].len();
             if left > 0 {
                 turns.push((slot, gammas[(round + index) % gammas.len()].min(left - 1)));
             }
@@ -83,7 +84,7 @@ fn speculation_and_neighbours_change_no_token() {
     let vocab = checkpoint.config().vocab;
     let mut engine = Engine::new(load(&device, &checkpoint, &options), method(View::Both, None), 3, 3200, 256);
     let prompts: Vec<Vec<u32>> = [2330, 120, 1015].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
-    let tokens = 600;
+    let tokens = [600; 3];
     for target in [View::Both, View::Full, View::Upper] {
         for accept in [Accept::Greedy, Accept::Replay] {
             let samplers: Vec<Sampler> = (0..3).map(|sequence| sampler(accept, 11, sequence)).collect();
@@ -93,7 +94,7 @@ fn speculation_and_neighbours_change_no_token() {
                     &mut engine,
                     method(target, None),
                     &prompts[index..=index],
-                    tokens,
+                    &tokens[index..=index],
                     &samplers[index..=index],
                     &[0],
                 );
@@ -107,7 +108,7 @@ fn speculation_and_neighbours_change_no_token() {
                 (DraftPlan { pages: Pages::Window(3), view: target, weights: Weights::Draft }, vec![5]),
             ];
             for (draft, gammas) in drafts {
-                let together = decode(&mut engine, method(target, Some(draft)), &prompts, tokens, &samplers, &gammas);
+                let together = decode(&mut engine, method(target, Some(draft)), &prompts, &tokens, &samplers, &gammas);
                 for (index, (got, want)) in together.iter().zip(&plain).enumerate() {
                     let differs = got.iter().zip(want).position(|(a, b)| a != b);
                     assert_eq!(differs, None, "{target:?} {accept:?} {draft:?} gamma {gammas:?} prompt {index}");
@@ -120,6 +121,61 @@ fn speculation_and_neighbours_change_no_token() {
     eprintln!("acceptance over all drafts {:?}", stats.acceptance_rate());
 }
 
+/// Ragged batches: prompts from one token to eleven pages, some ending at the borders of pages, answers of different lengths, γ from 0 to 16 mixed.
+#[test]
+fn batches_of_any_size_change_no_token() {
+    let (Some(device), Some(checkpoint)) = (device(), checkpoint()) else { return };
+    const SLOTS: usize = 32;
+    let options = options(1700, SLOTS);
+    let vocab = checkpoint.config().vocab;
+    let mut engine = Engine::new(load(&device, &checkpoint, &options), method(View::Both, None), SLOTS, 1700, 256);
+    let lengths = |i: usize| [1, 127, 128, 129, 255, 256, 257, 640][i % 8] + [0, 256, 512, 768][i / 8];
+    let prompts: Vec<Vec<u32>> = (0..SLOTS).map(|i| prompt(vocab, lengths(i), i as u64)).collect();
+    let tokens: Vec<usize> = (0..SLOTS).map(|i| 90 + 37 * (i % 5)).collect();
+    let gammas: Vec<usize> = (0..=16).rev().collect();
+    let mut compared = 0;
+    for accept in [Accept::Greedy, Accept::Replay] {
+        let samplers: Vec<Sampler> = (0..SLOTS).map(|i| sampler(accept, 3, i as u64)).collect();
+        let mut alone = Vec::new();
+        for i in 0..SLOTS {
+            let of = i..=i;
+            let (prompts, tokens, samplers) = (&prompts[of.clone()], &tokens[of.clone()], &samplers[of]);
+            alone.extend(decode(&mut engine, method(View::Both, None), prompts, tokens, samplers, &[0]));
+        }
+        for batch in [1, 3, 8, SLOTS] {
+            for pages in [Pages::All, Pages::Best(3)] {
+                let method = method(View::Both, Some(DraftPlan { pages, ..QUANTSPEC }));
+                // Small batches take others of the prompts.
+                let of = SLOTS - batch..SLOTS;
+                let (prompts, samplers) = (&prompts[of.clone()], &samplers[of.clone()]);
+                let together = decode(&mut engine, method, prompts, &tokens[of.clone()], samplers, &gammas);
+                for (index, (got, want)) in together.iter().zip(&alone[of.clone()]).enumerate() {
+                    let differs = got.iter().zip(want).position(|(a, b)| a != b);
+                    assert_eq!((differs, got.len()), (None, want.len()), "{accept:?} {pages:?} batch {batch}: {index}");
+                    compared += got.len();
+                }
+            }
+        }
+    }
+    eprintln!("{compared} tokens equal");
+}
+
+#[test]
+fn ten_thousand_tokens_are_those_of_plain_decoding() {
+    let (Some(device), Some(checkpoint)) = (device(), checkpoint()) else { return };
+    let tokens = [10_000];
+    let options = options(10_400, 1);
+    let vocab = checkpoint.config().vocab;
+    let mut engine = Engine::new(load(&device, &checkpoint, &options), method(View::Both, None), 1, 10_400, 256);
+    let prompts = [prompt(vocab, 300, 1)];
+    let samplers = [sampler(Accept::Replay, 8, 0)];
+    let plain = decode(&mut engine, method(View::Both, None), &prompts, &tokens, &samplers, &[0]);
+    let draft = method(View::Both, Some(QUANTSPEC));
+    let drafted = decode(&mut engine, draft, &prompts, &tokens, &samplers, &[4, 6, 16, 1]);
+    assert_eq!(plain[0].iter().zip(&drafted[0]).position(|(a, b)| a != b), None);
+    assert_eq!((plain[0].len(), drafted[0].len()), (10_000, 10_000));
+}
+
 #[test]
 fn rejection_is_reproducible() {
     let (Some(device), Some(checkpoint)) = (device(), checkpoint()) else { return };
@@ -129,7 +185,7 @@ fn rejection_is_reproducible() {
         Engine::new(load(&device, &checkpoint, &options), method(View::Both, Some(QUANTSPEC)), 2, 900, 256);
     let prompts: Vec<Vec<u32>> = [500, 333].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
     let samplers: Vec<Sampler> = (0..2).map(|sequence| sampler(Accept::Rejection, 5, sequence)).collect();
-    let mut run = || decode(&mut engine, method(View::Both, Some(QUANTSPEC)), &prompts, 200, &samplers, &[4]);
+    let mut run = || decode(&mut engine, method(View::Both, Some(QUANTSPEC)), &prompts, &[200; 2], &samplers, &[4]);
     assert_eq!(run(), run());
 }
 

@@ -187,7 +187,8 @@ pub trait Backend: Send {
     /// after it. One verdict per turn, in order.
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>>;
 
-    /// Drafts for every turn. The provided method runs one step per drafted token; a backend with graphs may replay them.
+    /// Drafts for every turn. The provided method runs one step per drafted token; a backend may also leave that to the verification that
+    /// follows, and say there what it took ([`Backend::draft_seconds`]).
     fn draft(&mut self, plan: &DraftPlan, turns: &[Turn]) -> Result<()>
     where
         Self: Sized,
@@ -201,6 +202,11 @@ pub trait Backend: Send {
         Self: Sized,
     {
         crate::forward::verify(self, view, turns)
+    }
+
+    /// Seconds that the last verification spent drafting, where [`Backend::draft`] only notes what is to be drafted.
+    fn draft_seconds(&mut self) -> Result<Option<f64>> {
+        Ok(None)
     }
 
     /// Called between operations: an [`quantspec_core::ErrorKind::Interrupted`] error ends the pass. Long operations poll it too.

@@ -6,8 +6,8 @@
 
 use crate::backend::{Backend, DraftPlan, Memory, Turn};
 use crate::forward;
-use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_quantised};
-use quantspec_core::config::View;
+use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
+use quantspec_core::config::{Pages, View};
 use quantspec_core::policy::Policy;
 use quantspec_core::report::Stats;
 use quantspec_core::sample::Sampler;
@@ -59,6 +59,8 @@ pub struct Engine<B: Backend> {
     sequences: Vec<Option<Sequence>>,
     /// The round under way: turns whose windows hold drafted tokens.
     turns: Vec<Turn>,
+    /// Steps of its draft, and seconds they took so far.
+    drafted: Option<(usize, f64)>,
     stats: Stats,
 }
 
@@ -72,6 +74,7 @@ impl<B: Backend> Engine<B> {
             block_rows,
             sequences: (0..slots).map(|_| None).collect(),
             turns: Vec::new(),
+            drafted: None,
             stats: Stats::default(),
         }
     }
@@ -208,6 +211,7 @@ impl<B: Backend> Engine<B> {
 
     fn begin_round(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
         self.turns.clear();
+        self.drafted = None;
         for &(slot, gamma) in gammas {
             let (_, sequence) = self.parts(slot)?;
             if !sequence.running || sequence.remaining == 0 {
@@ -233,18 +237,27 @@ impl<B: Backend> Engine<B> {
             self.turns.push(Turn { slot, committed, gamma, sampler });
         }
         let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
-        let Some(plan) = self.method.draft.filter(|_| steps > 0) else {
+        let visible = self.turns.iter().map(|turn| visible_pages(turn.committed)).max().unwrap_or(0);
+        self.method.policy.observe_context(visible);
+        let Some(mut plan) = self.method.draft.filter(|_| steps > 0) else {
             return if steps == 0 {
                 Ok(())
             } else {
                 Err(Error::usage(format!("gamma {steps} with method ar"), "method ar drafts nothing; use gamma 0"))
             };
         };
+        plan.pages = self.method.policy.pages().unwrap_or(plan.pages);
+        for turn in &self.turns {
+            let visible = visible_pages(turn.committed);
+            let read = match plan.pages {
+                Pages::All => visible,
+                Pages::Window(n) | Pages::Best(n) => n.min(visible),
+            };
+            self.stats.pages(turn.gamma * read);
+        }
         let started = Instant::now();
         self.backend.draft(&plan, &self.turns)?;
-        let seconds = started.elapsed().as_secs_f64();
-        self.method.policy.observe_draft(seconds, steps);
-        self.stats.draft(seconds);
+        self.drafted = Some((steps, started.elapsed().as_secs_f64()));
         Ok(())
     }
 
@@ -257,6 +270,13 @@ impl<B: Backend> Engine<B> {
         }
         let started = Instant::now();
         let verdicts = self.backend.verify(self.method.target, &turns)?;
+        let mut draft_s = 0.0;
+        if let Some((steps, seconds)) = self.drafted.take() {
+            // A backend that queued the draft with the verification knows what it took of that time.
+            draft_s = self.backend.draft_seconds()?.unwrap_or(0.0);
+            self.method.policy.observe_draft(seconds + draft_s, steps);
+            self.stats.draft(seconds + draft_s);
+        }
         let mut round = Vec::with_capacity(turns.len());
         for (turn, verdict) in turns.iter().zip(verdicts) {
             let (backend, sequence) = self.parts(turn.slot)?;
@@ -273,7 +293,7 @@ impl<B: Backend> Engine<B> {
             }
             round.push(Emitted { slot: turn.slot, tokens });
         }
-        let seconds = started.elapsed().as_secs_f64();
+        let seconds = started.elapsed().as_secs_f64() - draft_s;
         let rows = turns.iter().map(|turn| turn.gamma + 1).sum();
         self.method.policy.observe_verify(rows, seconds);
         self.stats.verify(seconds);

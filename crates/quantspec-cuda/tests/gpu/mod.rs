@@ -8,12 +8,13 @@ use quantspec_core::config::Dtype;
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use std::sync::Arc;
 
-/// The first GPU, or `None` with the reason on stderr. `QUANTSPEC_TEST_PTX=1` takes the portable images, as GPUs newer than this library do.
+/// The first GPU, or `None` with the reason on stderr; with `QUANTSPEC_REQUIRE_GPU=1` its absence fails. `QUANTSPEC_TEST_PTX=1` takes the portable images, as GPUs newer than this library do.
 pub(crate) fn device() -> Option<Arc<Device>> {
     let opened = if std::env::var_os("QUANTSPEC_TEST_PTX").is_some() { Device::open_ptx(0) } else { Device::open(0) };
     match opened {
         Ok(device) => Some(device),
         Err(error) => {
+            assert!(std::env::var_os("QUANTSPEC_REQUIRE_GPU").is_none(), "no GPU: {} ({})", error.message, error.hint);
             eprintln!("SKIPPED, no GPU: {} ({})", error.message, error.hint);
             None
         }

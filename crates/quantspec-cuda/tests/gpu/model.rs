@@ -18,6 +18,7 @@ pub fn checkpoint() -> Option<Checkpoint> {
     match found {
         Some(dir) => Some(Checkpoint::open(&dir).unwrap()),
         None => {
+            assert!(std::env::var_os("QUANTSPEC_REQUIRE_GPU").is_none(), "no model");
             eprintln!("SKIPPED, no model");
             None
         }
