@@ -16,18 +16,22 @@ LINEAR(linear_f16_2, MmaHalf, 2, 4, 2)
 LINEAR(linear_f16_4, MmaHalf, 4, 2, 2)
 LINEAR(linear_f16_8, MmaHalf, 8, 2, 1)
 
-// linear_{w4,w8}_{NT}(w blocks, x8 [rows][groups * 128], xs [rows][groups] {scale, sum}, y f32 [rows][n], groups, tiles, n, rows): the same grid,
-// 256 threads, 8 * QUANT_STAGES * (256 bits + 64) bytes of shared memory, with one row tile rows * (groups * 136 + 64) more.
-#define QUANT(name, BITS, NT, PER_SM)                                                                                                                     \
+// linear_{w4,w8}_{NT}_{STAGES}(w blocks, x8 [rows][groups * 128], xs [rows][groups] {scale, sum}, y f32 [rows][n], groups, tiles, n, rows): the same grid,
+// 256 threads, 8 STAGES (256 bits + 64) bytes of shared memory, with one row tile rows * (groups * 136 + 64) more.
+#define QUANT(name, BITS, NT, STAGES, PER_SM)                                                                                                             \
   KERNEL __launch_bounds__(256, PER_SM) name(const uint8_t* w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) { \
-    linear_quant<BITS, NT, NT == 1>(w, x, xs, y, groups, tiles, n, rows);                                                                                         \
+    linear_quant<BITS, NT, STAGES, NT == 1>(w, x, xs, y, groups, tiles, n, rows);                                                                                         \
   }
-QUANT(linear_w4_1, 4, 1, 3)
-QUANT(linear_w4_2, 4, 2, 2)
-QUANT(linear_w4_4, 4, 4, 2)
-QUANT(linear_w8_1, 8, 1, 2)
-QUANT(linear_w8_2, 8, 2, 2)
-QUANT(linear_w8_4, 8, 4, 2)
+QUANT(linear_w4_1_8, 4, 1, 8, 2)
+QUANT(linear_w4_1_6, 4, 1, 6, 2)
+QUANT(linear_w4_2_6, 4, 2, 6, 2)
+QUANT(linear_w4_4_6, 4, 4, 6, 2)
+QUANT(linear_w4_4_3, 4, 4, 3, 2)
+QUANT(linear_w8_1_6, 8, 1, 6, 2)
+QUANT(linear_w8_1_4, 8, 1, 4, 2)
+QUANT(linear_w8_2_4, 8, 2, 4, 2)
+QUANT(linear_w8_4_4, 8, 4, 4, 2)
+QUANT(linear_w8_4_2, 8, 4, 2, 2)
 
 // linear_f32(w [n][k], x [rows][pitch], y f32 [rows][n], k, n, rows, pitch): grid (n / 8 rounded up, rows / 8 rounded up), 256 threads.
 KERNEL __launch_bounds__(256) linear_f32(const float* w, const float* x, float* y, int k, int n, int rows, int pitch) { linear_single<8>(w, x, y, k, n, rows, pitch); }

@@ -97,18 +97,18 @@ DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int
 // Then parameters [g] half {scale, zero of row g, scale, zero of row g + 8}.
 template <int BITS>
 constexpr int QUANT_BLOCK = 256 * BITS + 64;
-constexpr int QUANT_STAGES = 6;          // blocks per warp under way
 
 // STAGED: the activations lie in shared memory behind the ring, [row][groups * 128 + 64 bytes] and then their scales [row][groups]: a step of a single
 // row is a chain of latencies, and this takes one out of every block.
-template <int BITS, int NT, bool STAGED>
+template <int BITS, int NT, int STAGES, bool STAGED>
 DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) {
-  constexpr int BLOCK = QUANT_BLOCK<BITS>, STAGES = QUANT_STAGES, PIECES = BLOCK / 16;
+  constexpr int BLOCK = QUANT_BLOCK<BITS>, PIECES = BLOCK / 16;
   extern __shared__ __align__(128) uint8_t ring[];
   __shared__ float sums[LINEAR_WARPS][NT][128];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   const int mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;     // groups of this warp: warp, warp + 8, ...
   const uint32_t slots = shared_address(ring) + warp * STAGES * BLOCK;
+  const uint64_t once = evict_first();
   grid_trigger();
   int load_tile = blockIdx.x, load_group = 0, load_slot = 0;
   auto load = [&]() {
@@ -117,7 +117,7 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
       const uint32_t to = slots + load_slot * BLOCK;
 #pragma unroll
       for (int i = 0; i < PIECES; i += 32)
-        if (i + lane < PIECES) copy16(to + (i + lane) * 16, at + (i + lane) * 16);
+        if (i + lane < PIECES) copy16_once(to + (i + lane) * 16, at + (i + lane) * 16, once);
       if (++load_group == mine) load_group = 0, load_tile += gridDim.x;
     }
     copy_commit();

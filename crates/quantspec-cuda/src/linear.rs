@@ -12,12 +12,10 @@ const TILE: usize = 16;
 const ATOM: usize = 64;
 /// Inputs that share the parameters of a draft weight (and of an int8 activation).
 pub(crate) const GROUP: usize = 128;
-/// Blocks of draft weights a warp has under way (`QUANT_STAGES`), and warps of a block.
-const STAGES: usize = 6;
+/// Warps of a block.
 const WARPS: usize = 8;
-
-/// Static shared memory of a kernel and what the driver keeps of every block's, at the most.
-const RESERVED: usize = 18 << 10;
+/// Blocks that should be on a multiprocessor together: one alone is bound by its latencies.
+const RESIDENT: usize = 2;
 
 /// Name of a type in kernel names.
 pub(crate) const fn name(dtype: Dtype) -> &'static str {
@@ -80,13 +78,12 @@ impl Quantised {
 #[derive(Debug)]
 struct Family {
     kernels: Vec<(usize, Kernel)>,
-    shared: usize,
 }
 
 impl Family {
-    fn new(device: &Device, stem: &str, tiles: &[usize], shared: usize) -> Result<Family> {
-        let kernels = tiles.iter().map(|&nt| Ok((nt, device.kernel(&format!("{stem}_{nt}"), shared)?)));
-        Ok(Family { kernels: kernels.collect::<Result<_>>()?, shared })
+    fn new(device: &Device, stem: &str, tiles: &[usize]) -> Result<Family> {
+        let kernels = tiles.iter().map(|&nt| Ok((nt, device.kernel(&format!("{stem}_{nt}"), 0)?)));
+        Ok(Family { kernels: kernels.collect::<Result<_>>()? })
     }
 
     /// The smallest kernel that takes all rows at once, or the largest.
@@ -96,14 +93,67 @@ impl Family {
     }
 }
 
+/// A kernel for draft weights: row tiles, and blocks of weights that each warp has under way.
+#[derive(Clone, Copy, Debug)]
+struct Ring {
+    tiles: usize,
+    stages: usize,
+    kernel: Kernel,
+}
+
+impl Ring {
+    /// Dynamic shared memory: the weights under way, and the activations where the kernel has one row tile.
+    const fn shared(&self, bits: usize, groups: usize, rows: usize) -> usize {
+        let staged = if self.tiles == 1 { rows * (groups * (GROUP + 8) + 64) } else { 0 };
+        WARPS * self.stages * block_bytes(bits) + staged
+    }
+
+    /// Shared memory that a block takes in all: the sums of the warps, and what the driver keeps.
+    const fn resident(&self, shared: usize) -> usize {
+        shared + self.tiles * WARPS * 128 * 4 + 1024
+    }
+}
+
+/// Kernels of one width of draft weights, in the order they are tried: deep rings first, and activations from the cache last.
+#[derive(Debug)]
+struct Rings {
+    kernels: Vec<Ring>,
+}
+
+impl Rings {
+    fn new(device: &Device, stem: &str, shapes: &[(usize, usize)]) -> Result<Rings> {
+        let kernels = shapes.iter().map(|&(tiles, stages)| {
+            let kernel = device.kernel(&format!("{stem}_{tiles}_{stages}"), device.shared_bytes - STATIC_MAX)?;
+            Ok(Ring { tiles, stages, kernel })
+        });
+        Ok(Rings { kernels: kernels.collect::<Result<_>>()? })
+    }
+
+    /// The first kernel that takes the rows at once (the largest in turns) and leaves room for a second block; else the last, which is small.
+    fn choose(&self, device: &Device, bits: usize, groups: usize, rows: usize) -> Result<Ring> {
+        let fits = |ring: &&Ring| {
+            let shared = ring.shared(bits, groups, rows);
+            ring.tiles * 8 >= rows.min(8 * TILES_MAX)
+                && RESIDENT * ring.resident(shared) <= device.shared_per_multiprocessor
+        };
+        let ring = self.kernels.iter().find(fits).or(self.kernels.last());
+        ring.copied().ok_or_else(|| Error::internal("a product without kernels"))
+    }
+}
+
+/// Row tiles of the largest kernel for draft weights.
+const TILES_MAX: usize = 4;
+/// Its static shared memory, and what the driver keeps.
+const STATIC_MAX: usize = TILES_MAX * WARPS * 128 * 4 + 1024;
+
 /// Launches products.
 #[derive(Debug)]
 pub struct Linear {
     device: Arc<Device>,
     bf16: Family,
     f16: Family,
-    w4: Family,
-    w8: Family,
+    w4: Rings,
+    w8: Rings,
     single: Kernel,
     quantise: [[Kernel; 3]; 2],
 }
@@ -116,11 +166,10 @@ impl Linear {
             Ok([kernel(Dtype::Bf16)?, kernel(Dtype::F16)?, kernel(Dtype::F32)?])
         };
         Ok(Linear {
-            bf16: Family::new(device, "linear_bf16", &[1, 2, 4, 8], 0)?,
-            f16: Family::new(device, "linear_f16", &[1, 2, 4, 8], 0)?,
-            // The kernel of one row tile keeps its activations in shared memory too, as far as that goes.
-            w4: Family::new(device, "linear_w4", &[1, 2, 4], device.shared_bytes - RESERVED)?,
-            w8: Family::new(device, "linear_w8", &[1, 2, 4], device.shared_bytes - RESERVED)?,
+            bf16: Family::new(device, "linear_bf16", &[1, 2, 4, 8])?,
+            f16: Family::new(device, "linear_f16", &[1, 2, 4, 8])?,
+            w4: Rings::new(device, "linear_w4", &[(1, 8), (1, 6), (2, 6), (TILES_MAX, 6), (TILES_MAX, 3)])?,
+            w8: Rings::new(device, "linear_w8", &[(1, 6), (1, 4), (2, 4), (TILES_MAX, 4), (TILES_MAX, 2)])?,
             single: device.kernel("linear_f32", 0)?,
             quantise: [quantise(4)?, quantise(8)?],
             device: device.clone(),
@@ -148,7 +197,7 @@ impl Linear {
         let (nt, kernel) = family.choose(rows)?;
         let tiles = weights.n.div_ceil(TILE);
         // Two blocks fit on a multiprocessor, one of the largest.
-        let resident = self.device.multiprocessors * if nt == 8 { 1 } else { 2 };
+        let resident = self.device.multiprocessors * if nt == 8 { 1 } else { RESIDENT };
         let grid = [tiles.min(resident) as u32, rows.div_ceil(8 * nt) as u32, 1];
         let arguments = args![&weights.buffer, x, y, pitch / ATOM, tiles, weights.n, rows, pitch];
         // SAFETY: as above.
@@ -160,20 +209,16 @@ impl Linear {
     /// # Safety
     /// As [`Linear::run`].
     pub unsafe fn run_quantised(&self, weights: &Quantised, x: u64, xs: u64, y: u64, rows: usize) -> Result<()> {
-        let family = if weights.bits == 4 { &self.w4 } else { &self.w8 };
         let (groups, tiles) = (weights.k.div_ceil(GROUP), weights.n.div_ceil(TILE));
-        let ring = WARPS * STAGES * block_bytes(weights.bits);
-        let staged = ring + rows * (groups * (GROUP + 8) + 64);
-        // Too many inputs for shared memory: the next larger kernel reads them from the cache.
-        let (nt, kernel) = family.choose(if rows <= 8 && staged > family.shared { 9 } else { rows })?;
-        let shared = if nt == 1 { staged } else { ring };
-        let resident =
-            (self.device.shared_per_multiprocessor / (shared + RESERVED)).clamp(1, if nt == 1 { 3 } else { 2 });
-        let grid = [tiles.min(self.device.multiprocessors * resident) as u32, rows.div_ceil(8 * nt) as u32, 1];
+        let rings = if weights.bits == 4 { &self.w4 } else { &self.w8 };
+        let ring = rings.choose(&self.device, weights.bits, groups, rows)?;
+        let shared = ring.shared(weights.bits, groups, rows);
+        let resident = (self.device.shared_per_multiprocessor / ring.resident(shared)).clamp(1, RESIDENT);
+        let grid = [tiles.min(self.device.multiprocessors * resident) as u32, rows.div_ceil(8 * ring.tiles) as u32, 1];
         let arguments = args![&weights.buffer, x, xs, y, groups, tiles, weights.n, rows];
         let launch = Launch { grid, block: 256, shared: shared as u32, overlap: true };
         // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
-        unsafe { self.device.launch(kernel, launch, &arguments) }
+        unsafe { self.device.launch(ring.kernel, launch, &arguments) }
     }
 
     /// Draft weights of a matrix. `flag` is the address of the device's error flag.

@@ -18,7 +18,7 @@ use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_cuda::CudaBackend;
 use quantspec_cuda::attend::{Attend, Layer, Places};
-use quantspec_cuda::device::{Buffer, Device};
+use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use quantspec_cuda::linear::{Linear, Matrix};
 use quantspec_model::backend::{DraftPlan, Hooks, Options, Row};
 use quantspec_model::checkpoint::Checkpoint;
@@ -63,10 +63,17 @@ fn random_bytes(device: &Arc<Device>, bytes: usize, seed: u64) -> Buffer {
     buffer
 }
 
+/// Bytes per second of a kernel that only reads.
 fn read_bandwidth(device: &Arc<Device>) -> f64 {
-    // A copy reads and writes every byte.
-    let (a, b) = (random_bytes(device, ROTATED_BYTES, 1), random_bytes(device, ROTATED_BYTES, 2));
-    2.0 * ROTATED_BYTES as f64 / graph_seconds(device, 11, || b.copy_from(0, &a, 0, ROTATED_BYTES).unwrap())
+    let (from, to) = (random_bytes(device, 2 * ROTATED_BYTES, 1), device.zeroed(4).unwrap());
+    let kernel = device.kernel("read_all", 0).unwrap();
+    let seconds = graph_seconds(device, 11, || {
+        let arguments = [(&from).into(), Arg::Long(from.bytes() as u64 / 16), Arg::Int(0x1234_5678), (&to).into()];
+        let launch = Launch { grid: [8 * device.multiprocessors as u32, 1, 1], block: 512, shared: 0, overlap: false };
+        // SAFETY: the buffer has that many pieces.
+        unsafe { device.launch(kernel, launch, &arguments) }.unwrap();
+    });
+    from.bytes() as f64 / seconds
 }
 
 fn config(heads: usize, kv_heads: usize) -> ModelConfig {
@@ -101,7 +108,7 @@ fn contexts(usual: &str) -> Vec<usize> {
 #[ignore = "a measurement"]
 fn attention() {
     let Some(device) = device() else { return };
-    eprintln!("copy {:.0} GB/s", read_bandwidth(&device) / 1e9);
+    eprintln!("read {:.0} GB/s", read_bandwidth(&device) / 1e9);
     let d = 128;
     for (heads, kv_heads) in [(32, 8), (32, 32)] {
         let config = config(heads, kv_heads);
@@ -281,6 +288,145 @@ fn products() {
         }
         eprintln!("linear {n} x {k}{line}");
     }
+}
+
+/// The products of layers in sequence, as a step runs them, and the share of the bandwidth that a copy reaches.
+#[test]
+#[ignore = "a measurement"]
+fn sequence() {
+    let Some(device) = device() else { return };
+    let linear = Linear::new(&device).unwrap();
+    let bandwidth = read_bandwidth(&device);
+    eprintln!("read {:.0} GB/s", bandwidth / 1e9);
+    let flag = device.zeroed(4).unwrap();
+    let source: Vec<u16> = (0..1 << 20).map(|i: u32| 0x3c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
+    let source = device.copied(&source).unwrap();
+    for (name, shapes) in [
+        ("Llama-2-7B", [(12_288, 4096), (4096, 4096), (22_016, 4096), (4096, 11_008)]),
+        ("Llama-3.1-8B", [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)]),
+    ] {
+        let x = device.zeroed(16 * 14_336 * 2).unwrap();
+        let (x8, xs) = (device.zeroed(16 * 14_336).unwrap(), device.zeroed(16 * 112 * 8).unwrap());
+        let y = device.allocate(16 * 28_672 * 4).unwrap();
+        let layers: Vec<Vec<Matrix>> = (0..6)
+            .map(|_| {
+                let matrix = |(n, k)| {
+                    let buffer = device.allocate(Matrix::bytes(Dtype::Bf16, n, k)).unwrap();
+                    for at in (0..buffer.bytes()).step_by(source.bytes()) {
+                        buffer.copy_from(at, &source, 0, source.bytes().min(buffer.bytes() - at)).unwrap();
+                    }
+                    Matrix { buffer, dtype: Dtype::Bf16, n, k }
+                };
+                shapes.iter().map(|&shape| matrix(shape)).collect()
+            })
+            .collect();
+        let drafts: Vec<Vec<_>> = layers
+            .iter()
+            .cycle()
+            .take(12)
+            .map(|layer| layer.iter().map(|matrix| linear.quantise(matrix, 4, flag.at(0)).unwrap()).collect())
+            .collect();
+        let norm = device.kernel("norm_bf16", 0).unwrap();
+        let (hidden, weight) = (device.zeroed(16 * 4096 * 4).unwrap(), device.zeroed(4096 * 4).unwrap());
+        // What lies between two products of a step: a kernel that waits for one and is waited for by the next.
+        let between = |rows: usize| {
+            let arguments = quantspec_cuda::args![&hidden, 0u64, 0u64, &weight, &x, 1e-5f32, 4096usize, 4096usize];
+            let launch = Launch { grid: [rows as u32, 1, 1], block: 1024, shared: 0, overlap: true };
+            // SAFETY: sixteen rows of 4,096 fit everywhere.
+            unsafe { device.launch(norm, launch, &arguments) }.unwrap();
+        };
+        for rows in [1, 5, 8] {
+            for apart in [false, true] {
+                let bytes: usize = layers.iter().flatten().map(|matrix| matrix.buffer.bytes()).sum();
+                let full = graph_seconds(&device, 15, || {
+                    for matrix in layers.iter().flatten() {
+                        // SAFETY: every buffer outlives the graph.
+                        unsafe { linear.run(matrix, x.at(0), y.at(0), rows) }.unwrap();
+                        if apart {
+                            between(rows);
+                        }
+                    }
+                });
+                let share = bytes as f64 / full / bandwidth;
+                eprint!(
+                    "{name} rows {rows}, norms between {apart}: bf16 {:.1} us a layer, {share:.3}",
+                    full / 6.0 * 1e6
+                );
+                let bytes: usize = drafts.iter().flatten().map(|draft| draft.buffer.bytes()).sum();
+                let quantised = graph_seconds(&device, 15, || {
+                    for draft in drafts.iter().flatten() {
+                        // SAFETY: every buffer outlives the graph.
+                        unsafe { linear.run_quantised(draft, x8.at(0), xs.at(0), y.at(0), rows) }.unwrap();
+                        if apart {
+                            between(rows);
+                        }
+                    }
+                });
+                let share = bytes as f64 / quantised / bandwidth;
+                eprintln!("; 4 bits {:.1} us a layer, {share:.3}", quantised / 12.0 * 1e6);
+            }
+        }
+    }
+}
+
+/// What starting work costs: seconds until a call returns, and until what it queued is done, for graphs of small kernels.
+#[test]
+#[ignore = "a measurement"]
+fn launches() {
+    let Some(device) = device() else { return };
+    let kernel = device.kernel("add_rows", 0).unwrap();
+    let (a, b) = (device.zeroed(4096).unwrap(), device.zeroed(4096).unwrap());
+    let mut pinned = device.pinned(4096).unwrap();
+    let queue = |n: usize, overlap: bool| {
+        for _ in 0..n {
+            let arguments = quantspec_cuda::args![&a, &b, 0u64, 256u64, 256usize];
+            let launch = Launch { grid: [1, 1, 1], block: 256, shared: 0, overlap };
+            // SAFETY: both buffers hold 256 floats.
+            unsafe { device.launch(kernel, launch, &arguments) }.unwrap();
+        }
+    };
+    let median = |mut times: Vec<(f64, f64)>| {
+        times.sort_by(|a, b| a.1.total_cmp(&b.1));
+        times[times.len() / 2]
+    };
+    let timed = |work: &mut dyn FnMut()| {
+        let times = (0..25).map(|_| {
+            let start = Instant::now();
+            work();
+            let queued = start.elapsed().as_secs_f64();
+            device.synchronize().unwrap();
+            (queued * 1e6, start.elapsed().as_secs_f64() * 1e6)
+        });
+        median(times.collect())
+    };
+    for n in [0, 1, 10, 50, 360, 1800, 3600] {
+        for overlap in [false, true] {
+            let (queued, done) = timed(&mut || queue(n, overlap));
+            eprint!("{n} kernels, overlap {overlap}: one by one {queued:.1} us queued, {done:.1} us done");
+            if n > 0 {
+                let start = Instant::now();
+                let graph = device
+                    .record(|| {
+                        queue(n, overlap);
+                        Ok(())
+                    })
+                    .unwrap();
+                let recorded = start.elapsed().as_secs_f64() * 1e3;
+                // SAFETY: the buffers outlive the graph.
+                let (queued, done) = timed(&mut || unsafe { graph.launch() }.unwrap());
+                eprint!("; graph recorded in {recorded:.2} ms, {queued:.1} us queued, {done:.1} us done");
+            }
+            eprintln!();
+        }
+    }
+    let (queued, done) = timed(&mut || a.write_pinned(0, &pinned, 0, 1024).unwrap());
+    eprintln!("copy of 1 kB to the device: {queued:.1} us queued, {done:.1} us done");
+    let (queued, done) = timed(&mut || a.read_pinned(0, &mut pinned, 1024).unwrap());
+    eprintln!("copy of 1 kB back: {queued:.1} us queued, {done:.1} us done");
+    let (queued, done) = timed(&mut || {
+        device.idle().unwrap();
+    });
+    eprintln!("a query: {queued:.1} us, and a wait for nothing {done:.1} us");
 }
 
 #[test]
