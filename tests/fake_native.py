@@ -207,6 +207,15 @@ def doctor() -> dict[str, Any]:
     }
 
 
+def kernels(
+    model: str, *, device: str, contexts: Sequence[int], rows: Sequence[int]
+) -> tuple[str, str, float, list[dict[str, Any]]]:
+    row = {"form": "x", "rows": rows[0], "us": 2.0, "bytes": 4_000_000, "gb_per_s": 2000.0, "bandwidth_share": 0.5}
+    row |= {"bandwidth_gb_per_s": 4000.0, "tflop_per_s": None, "context": None, "n": None, "k": None}
+    measured = [row | {"kernel": "attend", "context": contexts[0]}, row | {"kernel": "linear", "n": 96, "k": 32}]
+    return "cuda:0", "toy", 4e12, measured
+
+
 def model_info(path: str) -> dict[str, Any]:
     config = json.loads((Path(path) / "config.json").read_text())
     if not (Path(path) / "model.safetensors").exists():

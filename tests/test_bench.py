@@ -170,12 +170,12 @@ def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:
 
 def test_different_tokens_are_an_error() -> None:
     runs = {
-        Method("ar", "int8"): Sample(1, 1, None, tokens=[1, 2]),
-        Method("ar", "fp16"): Sample(1, 1, None, tokens=[1, 3]),
-        Method("quantspec", "int8", 4): Sample(1, 1, None, tokens=[1, 2]),
+        Method("ar", "int8"): Sample(1, 1, (30.0, 30.0), tokens=[1, 2]),
+        Method("ar", "fp16"): Sample(1, 1, (30.0, 30.0), tokens=[1, 3]),
+        Method("quantspec", "int8", 4): Sample(1, 1, (30.0, 30.0), tokens=[1, 2]),
     }
     bench._check_equal(runs)
-    runs[Method("kv4", "int8", 4)] = Sample(1, 1, None, tokens=[1, 3])
+    runs[Method("kv4", "int8", 4)] = Sample(1, 1, (30.0, 30.0), tokens=[1, 3])
     with pytest.raises(InternalError, match="kv4 and ar emitted different tokens from the int8 target"):
         bench._check_equal(runs)
 
@@ -194,6 +194,47 @@ def test_formats(quantspec: Callable[..., Any], output_format: str, read: Callab
     assert read(outcome.stdout) == [("tg", 4), ("tg", 6)]
 
 
+def test_kernels_stand_beside_their_bytes(fake: Any, quantspec: Callable[..., Any]) -> None:
+    rows = [json.loads(line) for line in quantspec("bench", "kernels", "-o", "jsonl").stdout.splitlines()]
+    assert [(row["kernel"], row["test"], row["device_name"]) for row in rows] == [
+        ("attend", "kernel", "toy"),
+        ("linear", "kernel", "toy"),
+    ]
+    # Depths are those asked for that fit the model, rows are handed on.
+    assert (rows[0]["context"], rows[0]["rows"]) == (4096, 1)
+    deep = quantspec("bench", "kernels", "-d", "8192,999999", "--rows", "3", "-o", "json").json
+    assert (deep[0]["context"], deep[0]["rows"]) == (8192, 3)
+    table = quantspec("bench", "kernels")
+    lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.stdout.splitlines()]
+    assert [line[0] for line in lines[2:]] == ["attend", "linear"]
+    assert [line[3] for line in lines[2:]] == ["d4096", "96 x 32"]
+    assert "cuda:0: toy, reads 4,000 GB/s" in table.stderr
+
+
+def test_automatic_pages(quantspec: Callable[..., Any]) -> None:
+    outcome = quantspec(
+        *(
+            "bench",
+            "-p",
+            "0",
+            "-n",
+            "12",
+            "-d",
+            "300",
+            "-r",
+            "1",
+            "--methods",
+            "quantspec",
+            "--draft-pages",
+            "auto,all",
+        ),
+        *("-o", "json"),
+    )
+    assert [row["draft_pages"] for row in outcome.json] == ["auto", "all"]
+    # Two pages are visible: there is nothing to choose from.
+    assert outcome.json[0]["bytes_per_token"] == pytest.approx(outcome.json[1]["bytes_per_token"], rel=0.5)
+
+
 def _tests(markdown: str) -> list[str]:
     lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in markdown.splitlines()]
     assert len({len(line) for line in lines}) == 1
@@ -209,7 +250,10 @@ def _tests(markdown: str) -> list[str]:
         ("-p 0 -n 0", 2, ("nothing to measure",)),
         ("-g 17", 2, ("--gamma has '17'", "0 to 16")),
         ("-g auto,,", 2, ("--gamma",)),
-        ("--draft-pages 1", 2, ("--draft-pages has '1'",)),
+        ("--draft-pages 1", 2, ("--draft-pages has '1'", "all or auto")),
+        ("kernels --device cpu", 2, ("bench kernels", "--device cuda")),
+        ("kernels --rows 0", 2, ("--rows", "1 to 64")),
+        ("kernel", 2, ("kernels",)),
         ("--methods ar-fp32", 2, ("ar-fp32",)),
         ("-r 0", 2, ("repetitions is 0",)),
         ("-s -1", 2, ("seed is -1",)),

@@ -1,9 +1,9 @@
 """Types of the native module: the whole door between Python and the engine. Token ids and numbers only, no text."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
-__all__ = ["Engine", "NativeError", "doctor", "evaluate", "model_info", "plan", "read_gb_per_s", "traffic"]
+__all__ = ["Engine", "NativeError", "doctor", "evaluate", "kernels", "model_info", "plan", "traffic"]
 
 class NativeError(Exception):
     """Any error of the engine but an interrupt, which arrives as KeyboardInterrupt."""
@@ -31,7 +31,7 @@ class Engine:
         method: str = "quantspec",
         kv_rounding: str = "balanced",
         draft_weights: str = "int4",
-        draft_pages: int | None = None,
+        draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
         accept: str = "replay",
         gamma: int | None = None,
@@ -75,7 +75,7 @@ class Engine:
         *,
         method: str = "quantspec",
         kv_target: str = "int8",
-        draft_pages: int | None = None,
+        draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
         gamma: int | None = None,
     ) -> None:
@@ -106,6 +106,9 @@ class Engine:
     def verify(self) -> list[tuple[int, list[int]]]:
         """Verifies what `draft` drafted: per slot the accepted tokens and one more of the target."""
 
+    def read_gb_per_s(self) -> float:
+        """How fast the engine's device reads memory now, in 10⁹ bytes a second. Takes less than 0.3 s."""
+
     def finish(self, slot: int) -> None:
         """Frees the slot."""
 
@@ -122,7 +125,7 @@ def plan(
     method: str = "quantspec",
     kv_rounding: str = "balanced",
     draft_weights: str = "int4",
-    draft_pages: int | None = None,
+    draft_pages: int | Literal["auto"] | None = None,
     page_choice: str = "best",
     accept: str = "replay",
     gamma: int | None = None,
@@ -162,5 +165,15 @@ def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:
     one token in f16).
     """
 
-def read_gb_per_s(threads: int | None = None) -> float:
-    """How fast that many threads read memory now, in 10⁹ bytes a second. Takes less than 0.3 s."""
+def kernels(
+    model: str, *, device: str, contexts: Sequence[int], rows: Sequence[int]
+) -> tuple[str, str, float, list[dict[str, Any]]]:
+    """Times the GPU's kernels at the shapes of a model.
+
+    Returns the device, its own name, the bytes per second that a kernel reads which does nothing else, and one dict per
+    measurement: kernel, form, rows, context, n, k, heads, kv_heads, head_dim, us, bytes (least to be moved), gb_per_s,
+    bandwidth_gb_per_s, bandwidth_share, tflop_per_s (None where bytes bound).
+
+    Raises:
+        NativeError: "usage" on a CPU.
+    """

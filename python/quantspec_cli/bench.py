@@ -38,6 +38,9 @@ DEFAULT_METHODS = "ar-fp16,ar-int8,ar-int4,quantspec"
 
 # The novel whose beginning is the sample of `run`: 230,000 tokens, so that every depth has text.
 BOOK = Path(__file__).with_name("book.txt.gz")
+# Depths of `bench kernels` where none are given, and the most rows of a step that it takes.
+KERNEL_DEPTHS = [4096, 32_768, 131_072]
+ROWS_MAX = 64
 # Measurements of one option: more are a typing error (0-100000) rather than a wish.
 LIST_MAX = 256
 # Tokens decoded before measuring, per method and depth: page faults, and the clock of the processor.
@@ -47,7 +50,7 @@ STEADY = 0.1
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 Gamma = int | Literal["auto"]
-Pages = int | Literal["all"]
+Pages = int | Literal["all", "auto"]
 
 
 @dataclass(frozen=True)
@@ -128,26 +131,26 @@ class Sample:
     Attributes:
         seconds: wall time of the decoding, the loop included.
         read_bytes: what its steps had to read.
-        bandwidths: GB/s read before and after, or None where the device's bandwidth is not measured.
+        bandwidths: GB/s read before and after.
         stats: the engine's counters of this run.
         tokens: what it emitted.
     """
 
     seconds: float
     read_bytes: float
-    bandwidths: tuple[float, float] | None
+    bandwidths: tuple[float, float]
     stats: Mapping[str, Any] = field(default_factory=dict)
     tokens: Sequence[int] = ()
 
     @property
-    def bandwidth(self) -> float | None:
+    def bandwidth(self) -> float:
         """Mean read bandwidth around the run."""
-        return None if self.bandwidths is None else statistics.fmean(self.bandwidths)
+        return statistics.fmean(self.bandwidths)
 
     @property
     def steady(self) -> bool:
         """The memory had one speed before and after."""
-        return self.bandwidths is not None and _same(*self.bandwidths)
+        return _same(*self.bandwidths)
 
 
 def bench(request: Request, options: EngineOptions) -> int:
@@ -163,10 +166,37 @@ def bench(request: Request, options: EngineOptions) -> int:
             for model in _models(request.model)
         ]
         tokens = [_tokens(model, name, text, plan) for model in opened]
-        table = WRITERS[request.output_format](sink)
+        table = writer(request.output_format, Decoding, sink)
         for model, ids in zip(opened, tokens, strict=True):
             for row in Bench(model, ids, plan, request, options).rows():
                 table.row(row)
+        table.close()
+    return EXIT_DONE
+
+
+def kernels(request: Request, options: EngineOptions, rows: str) -> int:
+    """Times the kernels of a GPU at the shapes of each model; returns the exit code."""
+    from . import _native
+
+    counts = [n for n in numbers("--rows", rows) if n > 0]
+    depths = [n for n in numbers("-d", request.n_depth) if n > 0] or KERNEL_DEPTHS
+    if not counts or max(counts) > ROWS_MAX:
+        raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}")
+    with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
+        table = writer(request.output_format, Kernels, sink)
+        for name in _models(request.model):
+            model = Model.open(name, revision=request.revision, offline=request.offline, progress=render.on_terminal())
+            with render.progress("timing kernels", shown=False), native_errors():
+                device, device_name, read, measured = _native.kernels(
+                    str(model.directory),
+                    device=options.device,
+                    contexts=[depth for depth in depths if depth <= model.context] or [model.context],
+                    rows=counts,
+                )
+            render.note(f"{device}: {device_name}, reads {render.number(read / 1e9)} GB/s")
+            about = {"quantspec": __version__, "model": model.name, "device": device, "device_name": device_name}
+            for row in measured:
+                table.row(about | {"test": "kernel"} | row)
         table.close()
     return EXIT_DONE
 
@@ -187,9 +217,9 @@ def read_plan(request: Request) -> Plan:
         n_depth=numbers("-d", request.n_depth),
         methods=methods(
             request.methods,
-            [_number_or("--gamma", item, "auto", 0, GAMMA_MAX) for item in items("--gamma", request.gamma)],
+            [_number_or("--gamma", item, ("auto",), 0, GAMMA_MAX) for item in items("--gamma", request.gamma)],
             [
-                _number_or("--draft-pages", i, "all", PAGES_MIN, 2**31)
+                _number_or("--draft-pages", i, ("all", "auto"), PAGES_MIN, 2**31)
                 for i in items("--draft-pages", request.draft_pages)
             ],
         ),
@@ -241,12 +271,12 @@ def _range(flag: str, item: str) -> Iterator[int]:
         value = value + by if operator == "+" else value * by
 
 
-def _number_or(flag: str, item: str, word: str, least: int, most: int) -> Any:
-    if item == word:
+def _number_or(flag: str, item: str, words: Sequence[str], least: int, most: int) -> Any:
+    if item in words:
         return item
     if not (item.isascii() and item.isdigit() and least <= int(item[:12]) <= most):
         bounds = f"{least} to {most}" if most < 2**31 else f"at least {least}"
-        raise UsageError(f"{flag} has {item!r}", f"use whole numbers, {bounds}, or {word}")
+        raise UsageError(f"{flag} has {item!r}", f"use whole numbers, {bounds}, or {' or '.join(words)}")
     return int(item)
 
 
@@ -328,7 +358,7 @@ class Bench:
             self._draft_bytes = int(self._engine.stats()["draft_weights_bytes"])
         self._page_choice = options.page_choice
         self._info = self._engine.info
-        self._bandwidth_now: float | None = None
+        self._bandwidth_now = 0.0
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All measurements, as soon as each depth is done."""
@@ -338,9 +368,9 @@ class Bench:
             for tokens in self._plan.n_gen:
                 yield from self._decode(depth, tokens)
 
-    def _bandwidth(self) -> float | None:
-        """GB/s now. Only a processor's memory is measured."""
-        return self._native.read_gb_per_s(self._info["threads"]) if self._info["device"] == "cpu" else None
+    def _bandwidth(self) -> float:
+        """GB/s now, of the engine's device."""
+        return self._engine.read_gb_per_s()
 
     def _prefill(self, depth: int, tokens: int) -> dict[str, Any]:
         """What `tokens` more of a prompt cost behind `depth` of it: their share of the prefill of both."""
@@ -352,7 +382,7 @@ class Bench:
                 slot = self._add(depth + tokens, 1)
                 _, seconds = self._engine.prefill_timed(slot, depth, on_prefill)
                 self._engine.finish(slot)
-                samples.append(Sample(seconds, read, _pair(before, self._bandwidth())))
+                samples.append(Sample(seconds, read, (before, self._bandwidth())))
         row = self._row(samples, tokens, test="pp", n_prompt=tokens, n_gen=0, n_depth=depth)
         # Prefill is exact: it is the same whatever decodes afterwards.
         return row | {"method": "any", "kv_target": "any", "gamma": 0, "draft_pages": "all"}
@@ -391,7 +421,7 @@ class Bench:
         stats = self._engine.stats()
         # What is read after a run is read before the next.
         after = self._bandwidth_now = self._bandwidth()
-        return Sample(seconds, self._decode_bytes(method, answer, stats), _pair(before, after), stats, tokens)
+        return Sample(seconds, self._decode_bytes(method, answer, stats), (before, after), stats, tokens)
 
     def _add(self, prompt_tokens: int, new_tokens: int) -> int:
         return self._engine.add(
@@ -417,9 +447,13 @@ class Bench:
         if method.name != "ar":
             weights = seen["weights_bytes"] if method.name == "kv4" else self._draft_bytes
             view = page[method.kv_target if method.name == "w4" else "int4"]
-            pages = seen["pages"] if method.draft_pages == "all" else min(seen["pages"], method.draft_pages)
+            pages = seen["pages"]
+            if isinstance(method.draft_pages, int):
+                pages = min(pages, method.draft_pages)
+            elif method.draft_pages == "auto":
+                pages = stats.get("draft_pages_mean") or 0.0
             read += stats["drafted_tokens"] * (weights + pages * view + recent)
-            if method.draft_pages != "all" and self._page_choice == "best":
+            if pages < seen["pages"] and self._page_choice == "best":
                 read += stats["rounds"] * seen["pages"] * seen["page_bound_bytes"]
         return read
 
@@ -427,9 +461,9 @@ class Bench:
         """What every test reports."""
         times = [sample.seconds / tokens * 1e3 for sample in samples]
         bytes_per_token = statistics.fmean(sample.read_bytes for sample in samples) / tokens
-        bandwidths = [sample.bandwidth for sample in samples if sample.bandwidth is not None]
+        bandwidths = [sample.bandwidth for sample in samples]
         steady = [sample for sample in samples if sample.steady]
-        shares = [sample.read_bytes / sample.seconds / 1e9 / sample.bandwidth for sample in steady if sample.bandwidth]
+        shares = [sample.read_bytes / sample.seconds / 1e9 / sample.bandwidth for sample in steady]
         milliseconds = statistics.fmean(times)
         return {
             "quantspec": __version__,
@@ -450,7 +484,7 @@ class Bench:
             "tokens_per_s": 1e3 / milliseconds,
             "bytes_per_token": bytes_per_token,
             "gb_per_s": bytes_per_token / milliseconds / 1e6,
-            "bandwidth_gb_per_s": statistics.fmean(bandwidths) if bandwidths else None,
+            "bandwidth_gb_per_s": statistics.fmean(bandwidths),
             "bandwidth_share": statistics.fmean(shares) if shares else None,
             "bandwidth_steady_repetitions": len(steady),
             "acceptance_rate": None,
@@ -530,10 +564,6 @@ class Answer:
         return slot
 
 
-def _pair(before: float | None, after: float | None) -> tuple[float, float] | None:
-    return None if before is None or after is None else (before, after)
-
-
 def _same(one: float, other: float) -> bool:
     return abs(one - other) <= STEADY * max(one, other)
 
@@ -573,8 +603,7 @@ def _speedup(runs: Sequence[Sample], baseline: Sequence[Sample] | None) -> dict[
     ratios = [
         base.seconds / run.seconds
         for run, base in zip(runs, baseline or [], strict=False)
-        if run.bandwidth is None
-        or (run.steady and base.steady and base.bandwidth is not None and _same(run.bandwidth, base.bandwidth))
+        if run.steady and base.steady and _same(run.bandwidth, base.bandwidth)
     ]
     return {
         "speedup": statistics.fmean(ratios) if ratios else None,
@@ -638,14 +667,11 @@ class Csv:
 
 
 class Markdown:
-    """llama-bench's table, with what bounds each row."""
+    """A table, row by row."""
 
-    HEAD = (
-        ("model", 20), ("device", 6), ("method", 10), ("kv", 4), ("gamma", 5), ("pages", 5), ("test", 16),
-        ("ms/token", 15), ("tokens/s", 8), ("speed-up", 8), ("MB/token", 8), ("GB/s", 5), ("of read", 8),
-        ("accepted", 8), ("loop us", 7),
-    )  # fmt: skip
-    TEXTS = 7
+    HEAD: tuple[tuple[str, int], ...]
+    # Columns that are text, aligned to the left: the first ones.
+    TEXTS: int
 
     def __init__(self, sink: output.Sink) -> None:
         self._sink = sink
@@ -660,28 +686,11 @@ class Markdown:
                 "-" * width if i < self.TEXTS else "-" * (width - 1) + ":" for i, (_, width) in enumerate(self.HEAD)
             ]
             self._line(rules)
-        tokens = f"{row['test']}{row['n_prompt'] or row['n_gen']}"
-        drafts = row["method"] not in {"ar", "any"}
-        loop_us = row.get("loop_us")
-        self._line(
-            [
-                row["model"] + (" (widened)" if row["widened"] else ""),
-                row["device"],
-                row["method"],
-                row["kv_target"],
-                str(row["gamma"]) if drafts else "-",
-                str(row["draft_pages"]) if drafts else "-",
-                tokens + (f" @ d{row['n_depth']}" if row["n_depth"] else ""),
-                f"{row['ms_per_token']:.2f} ± {row['ms_per_token_sd']:.2f}",
-                render.number(row["tokens_per_s"]),
-                "-" if row.get("speedup") is None else f"{row['speedup']:.2f}x",
-                f"{row['bytes_per_token'] / 1e6:.1f}",
-                f"{row['gb_per_s']:.1f}",
-                "-" if row["bandwidth_share"] is None else f"{row['bandwidth_share']:.1%}",
-                render.percent(row["acceptance_rate"]),
-                "-" if loop_us is None else f"{loop_us:.0f}",
-            ]
-        )
+        self._line(self.cells(row))
+
+    def cells(self, row: Mapping[str, Any]) -> list[str]:
+        """The columns of a measurement."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Nothing is left."""
@@ -695,6 +704,66 @@ class Markdown:
         self._sink.write("| " + " | ".join(padded) + " |\n")
 
 
-WRITERS: dict[str, type[Markdown | Csv | Json | JsonLines]] = dict(
-    zip(FORMATS, (Markdown, Csv, Json, JsonLines), strict=True)
-)
+class Decoding(Markdown):
+    """llama-bench's table, with what bounds each row."""
+
+    HEAD = (
+        ("model", 20), ("device", 6), ("method", 10), ("kv", 4), ("gamma", 5), ("pages", 5), ("test", 16),
+        ("ms/token", 15), ("tokens/s", 8), ("speed-up", 8), ("MB/token", 8), ("GB/s", 5), ("of read", 8),
+        ("accepted", 8), ("loop us", 7),
+    )  # fmt: skip
+    TEXTS = 7
+
+    def cells(self, row: Mapping[str, Any]) -> list[str]:
+        """The columns of a measurement."""
+        tokens = f"{row['test']}{row['n_prompt'] or row['n_gen']}"
+        drafts = row["method"] not in {"ar", "any"}
+        loop_us = row.get("loop_us")
+        return [
+            row["model"] + (" (widened)" if row["widened"] else ""),
+            row["device"],
+            row["method"],
+            row["kv_target"],
+            str(row["gamma"]) if drafts else "-",
+            str(row["draft_pages"]) if drafts else "-",
+            tokens + (f" @ d{row['n_depth']}" if row["n_depth"] else ""),
+            f"{row['ms_per_token']:.2f} ± {row['ms_per_token_sd']:.2f}",
+            render.number(row["tokens_per_s"]),
+            "-" if row.get("speedup") is None else f"{row['speedup']:.2f}x",
+            f"{row['bytes_per_token'] / 1e6:.1f}",
+            f"{row['gb_per_s']:.1f}",
+            "-" if row["bandwidth_share"] is None else f"{row['bandwidth_share']:.1%}",
+            render.percent(row["acceptance_rate"]),
+            "-" if loop_us is None else f"{loop_us:.0f}",
+        ]
+
+
+class Kernels(Markdown):
+    """One kernel a row, beside the bytes it must move and what the memory gives."""
+
+    HEAD = (
+        ("kernel", 15), ("form", 8), ("rows", 5), ("shape", 14), ("us", 9), ("MB", 8), ("GB/s", 6), ("of read", 7),
+        ("TFLOP/s", 7),
+    )  # fmt: skip
+    TEXTS = 4
+
+    def cells(self, row: Mapping[str, Any]) -> list[str]:
+        """The columns of a measurement."""
+        shape = f"{row['n']} x {row['k']}" if row["n"] else f"d{row['context']}" if row["context"] is not None else ""
+        return [
+            row["kernel"],
+            row["form"],
+            str(row["rows"]),
+            shape,
+            f"{row['us']:.1f}",
+            f"{row['bytes'] / 1e6:.2f}",
+            f"{row['gb_per_s']:.0f}",
+            f"{row['bandwidth_share']:.0%}",
+            "-" if row["tflop_per_s"] is None else f"{row['tflop_per_s']:.0f}",
+        ]
+
+
+def writer(form: str, table: type[Markdown], sink: output.Sink) -> Markdown | Csv | Json | JsonLines:
+    """What writes measurements in a form of `FORMATS`."""
+    forms: dict[str, type[Markdown | Csv | Json | JsonLines]] = {"csv": Csv, "json": Json, "jsonl": JsonLines}
+    return forms.get(form, table)(sink)

@@ -131,6 +131,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 
 
 @cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@click.argument("what", type=click.Choice(("kernels",)), required=False)
 @model_flags
 @click.option(
     "--prompt",
@@ -142,10 +143,11 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0 is none.")
 @_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before those.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
-@_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, or all.")
+@_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
 @click.option("--page-choice", type=click.Choice(("best", "window")), default="best", show_default=True)
 @_list_flag("--methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV.")
 @click.option("--kv-rounding", type=click.Choice(("balanced", "paper")), default="balanced", show_default=True)
+@_list_flag("--rows", default="1,5,8", text="With kernels: rows of a step.")
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs of each test.")
 @click.option("-s", "--seed", type=int, default=0, show_default=True, help="Of the first repetition.")
 @device_flags
@@ -162,18 +164,22 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     allow_from_autoenv=False,
     help="Write there instead of stdout.",
 )
-def bench(*, device: str, threads: int | None, page_choice: str, kv_rounding: str, **flags: Any) -> int:
+def bench(
+    *, what: str | None, rows: str, device: str, threads: int | None, page_choice: str, kv_rounding: str, **flags: Any
+) -> int:
     """Measure prefill and decoding at depth, and the memory bandwidth that bounds them.
+
+    bench kernels times each kernel of a GPU at the model's shapes against the bytes it must move.
 
     \b
     Lists are llama-bench's: 0,512 or 0-4096+1024 or 1-64*2. For example:
       quantspec bench -m DIR -p 512 -n 128 -d 0,4096,16384 -r 3
     """
-    from .bench import Request
-    from .bench import bench as execute
+    from . import bench as measure
 
     options = EngineOptions(device=device, threads=threads, page_choice=page_choice, kv_rounding=kv_rounding)
-    return execute(Request(**flags), options)
+    request = measure.Request(**flags)
+    return measure.bench(request, options) if what is None else measure.kernels(request, options, rows)
 
 
 @cli.command("eval", context_settings=_CONTEXT, epilog=_EXIT_CODES)

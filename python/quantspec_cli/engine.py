@@ -364,7 +364,7 @@ class Engine:
         kv_target: str = "int8",
         kv_rounding: str = "balanced",
         draft_weights: str = "int4",
-        draft_pages: int | Literal["all"] = "all",
+        draft_pages: int | Literal["all", "auto"] = "all",
         page_choice: str = "best",
         accept: str = "replay",
         on_loading: OnProgress | None = None,
@@ -385,7 +385,7 @@ class Engine:
             kv_target: view of the cache that defines the output: "int8", "fp16" or "int4".
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".
-            draft_pages: pages of 128 tokens a draft reads per KV head, or "all".
+            draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto": as measured cost and acceptance say.
             page_choice: with a number of pages, the "best" ones or the recent ones ("window").
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
             on_loading: called with (bytes done, bytes in all).

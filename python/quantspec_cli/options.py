@@ -40,7 +40,7 @@ class EngineOptions:
     kv_target: str = "int8"
     kv_rounding: str = "balanced"
     draft_weights: str = "int4"
-    draft_pages: int | Literal["all"] = "all"
+    draft_pages: int | Literal["all", "auto"] = "all"
     page_choice: str = "best"
     accept: str = "replay"
     gamma: int | Literal["auto"] = "auto"
@@ -64,8 +64,8 @@ class EngineOptions:
             whole("threads", self.threads, 1, 4096)
         if self.gamma != "auto":
             whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
-        if self.draft_pages != "all":
-            whole("draft_pages", self.draft_pages, PAGES_MIN, 2**32, ", or all")
+        if self.draft_pages not in ("all", "auto"):
+            whole("draft_pages", self.draft_pages, PAGES_MIN, 2**32, ", all or auto")
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""
@@ -148,20 +148,20 @@ def _is_index(text: str) -> bool:
 
 
 class NumberOr(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic since click 8.4
-    """A whole number or one word."""
+    """A whole number or one of some words."""
 
-    def __init__(self, word: str) -> None:
-        self.word = word
-        self.name = f"N|{word}"
+    def __init__(self, *words: str) -> None:
+        self.words = words
+        self.name = "|".join(("N", *words))
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number, or the word itself."""
-        if value == self.word or (isinstance(value, int) and not isinstance(value, bool)):
+        if value in self.words or (isinstance(value, int) and not isinstance(value, bool)):
             return value
         try:
             return int(str(value))
         except ValueError:
-            self.fail(f"{value!r} is neither a whole number nor {self.word!r}", param, ctx)
+            self.fail(f"{value!r} is neither a whole number nor {' or '.join(map(repr, self.words))}", param, ctx)
 
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
@@ -220,13 +220,15 @@ def engine_flags(command: Command) -> Command:
         choice("--draft-weights", DRAFT_WEIGHTS, "Weights of the draft."),
         click.option(
             "--draft-pages",
-            type=NumberOr("all"),
-            metavar="N|all",
+            type=NumberOr("all", "auto"),
+            metavar="N|all|auto",
             default="all",
             show_default=True,
-            help="Pages of 128 tokens a draft reads per KV head.",
+            help="Pages of 128 tokens a draft reads per KV head; auto chooses them together with gamma.",
         ),
-        choice("--page-choice", PAGE_CHOICES, "With --draft-pages N: the best-scoring pages or the recent ones."),
+        choice(
+            "--page-choice", PAGE_CHOICES, "With --draft-pages N or auto: the best-scoring pages or the recent ones."
+        ),
         choice("--accept", ACCEPTANCE, "Acceptance rule when sampling: same text as ar, or same distribution."),
     )(command)
 

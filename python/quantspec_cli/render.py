@@ -78,9 +78,8 @@ def statistics_lines(
         f"cache {size(cache)}, buffer {size(stats['buffer_bytes'])}, "
         f"peak {size(stats['peak_bytes'])} (planned {size(stats['planned_bytes'])})"
     )
-    lines.append(
-        f"{info['device']}: {info['device_name']} ({info['simd']})" if info.get("simd") else str(info["device"])
-    )
+    simd = f" ({info['simd']})" if info.get("simd") else ""
+    lines.append(f"{info['device']}: {info['device_name']}{simd}")
     return lines
 
 

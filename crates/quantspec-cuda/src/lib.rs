@@ -5,6 +5,7 @@
 
 pub mod attend;
 mod backend;
+pub mod bench;
 mod detect;
 pub mod device;
 mod images;

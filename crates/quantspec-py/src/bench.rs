@@ -1,9 +1,11 @@
 //! What `quantspec bench` relates its times to: bytes a step must read, and how fast this machine reads.
 
-use crate::engine::default_threads;
+use crate::device::Place;
+use crate::engine::{Raised, poll};
 use crate::errors::detached;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use quantspec_core::Error;
 use quantspec_core::cache::{visible_buffer, visible_pages};
 use quantspec_core::config::ModelConfig;
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
@@ -45,9 +47,55 @@ pub(crate) fn traffic<'py>(py: Python<'py>, model: &str, start: usize, tokens: u
     Ok(out)
 }
 
-/// `read_gb_per_s(threads)`: how fast that many threads read memory now, in 10⁹ bytes a second.
+/// `kernels(model, …)`: times of the GPU's kernels at the shapes of a model. Returns what the GPU is called, the bytes per second it reads, and one
+/// dict per measurement.
 #[pyfunction]
-#[pyo3(signature = (threads=None))]
-pub(crate) fn read_gb_per_s(py: Python<'_>, threads: Option<usize>) -> PyResult<f64> {
-    detached(py, || quantspec_cpu::read_gb_per_s(threads.unwrap_or_else(default_threads)))
+#[pyo3(signature = (model, *, device, contexts, rows))]
+pub(crate) fn kernels<'py>(
+    py: Python<'py>,
+    model: &str,
+    device: &str,
+    contexts: Vec<usize>,
+    rows: Vec<usize>,
+) -> PyResult<(String, String, f64, Vec<Bound<'py, PyDict>>)> {
+    let mut interrupted = poll(Raised::default());
+    let (place, config, read, measured) = detached(py, || {
+        let checkpoint = Checkpoint::open(Path::new(model))?;
+        let config = checkpoint.config().clone();
+        let place = Place::choose(device, &checkpoint)?;
+        let Place::Cuda { gpu, .. } = &place else {
+            return Err(Error::usage(
+                "bench kernels times the kernels of a GPU, and this engine runs on the CPU",
+                "use --device cuda where there is one (quantspec doctor says why not); bench without kernels relates whole steps to the bandwidth",
+            ));
+        };
+        let read = quantspec_cuda::bench::read_bytes_per_s(gpu)?;
+        let mut measured = Vec::new();
+        quantspec_cuda::bench::measure(gpu, &config, &contexts, &rows, &mut |one| {
+            measured.push(one);
+            interrupted()
+        })?;
+        Ok((place, config, read, measured))
+    })?;
+    let describe = |one: &quantspec_cuda::bench::Measured| {
+        let out = PyDict::new(py);
+        out.set_item("kernel", one.kernel)?;
+        out.set_item("form", one.form)?;
+        out.set_item("rows", one.rows)?;
+        out.set_item("context", one.context)?;
+        out.set_item("n", one.shape.map(|(n, _)| n))?;
+        out.set_item("k", one.shape.map(|(_, k)| k))?;
+        out.set_item("heads", config.heads)?;
+        out.set_item("kv_heads", config.kv_heads)?;
+        out.set_item("head_dim", config.head_dim)?;
+        out.set_item("us", one.seconds * 1e6)?;
+        out.set_item("bytes", one.bytes)?;
+        out.set_item("gb_per_s", one.bytes as f64 / one.seconds / 1e9)?;
+        out.set_item("bandwidth_gb_per_s", read / 1e9)?;
+        out.set_item("bandwidth_share", one.bytes as f64 / one.seconds / read)?;
+        out.set_item("tflop_per_s", one.operations.map(|operations| operations / one.seconds / 1e12))?;
+        Ok(out)
+    };
+    let rows = measured.iter().map(describe).collect::<PyResult<_>>()?;
+    Ok((place.name(), place.hardware(), read, rows))
 }

@@ -71,6 +71,14 @@ impl Place {
         Ok(Place::Cuda { gpu, index, name, free_bytes })
     }
 
+    /// The GPU, where it is one.
+    pub(crate) fn gpu(&self) -> Option<&Arc<quantspec_cuda::device::Device>> {
+        match self {
+            Place::Cpu => None,
+            Place::Cuda { gpu, .. } => Some(gpu),
+        }
+    }
+
     /// "cpu" or "cuda:i".
     pub(crate) fn name(&self) -> String {
         match self {

@@ -2,7 +2,7 @@
 
 use crate::device::{Device, Place, on_device};
 use crate::errors::{detached, to_python};
-use crate::options::Request;
+use crate::options::{DraftPages, Request};
 use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -114,6 +114,7 @@ fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyD
 pub(crate) struct PyEngine {
     device: Mutex<Device>,
     place: Place,
+    threads: usize,
     raised: Raised,
     accept: Accept,
     info: Py<PyDict>,
@@ -158,7 +159,7 @@ impl PyEngine {
         method: &str,
         kv_rounding: &str,
         draft_weights: &str,
-        draft_pages: Option<usize>,
+        draft_pages: Option<DraftPages>,
         page_choice: &str,
         accept: &str,
         gamma: Option<usize>,
@@ -220,6 +221,7 @@ impl PyEngine {
         Ok(PyEngine {
             device: Mutex::new(device),
             place,
+            threads,
             raised,
             accept,
             info: info.unbind(),
@@ -277,7 +279,7 @@ impl PyEngine {
         py: Python<'_>,
         method: &str,
         kv_target: &str,
-        draft_pages: Option<usize>,
+        draft_pages: Option<DraftPages>,
         page_choice: &str,
         gamma: Option<usize>,
     ) -> PyResult<()> {
@@ -344,6 +346,16 @@ impl PyEngine {
         Ok(round.into_iter().map(|Emitted { slot, tokens }| (slot, tokens)).collect())
     }
 
+    /// How fast the engine's device reads memory now, in 10⁹ bytes a second.
+    fn read_gb_per_s(&self, py: Python<'_>) -> PyResult<f64> {
+        let threads = self.threads;
+        let gpu = self.place.gpu();
+        self.run(py, |_| match gpu {
+            Some(gpu) => Ok(quantspec_cuda::bench::read_bytes_per_s(gpu)? / 1e9),
+            None => quantspec_cpu::read_gb_per_s(threads),
+        })
+    }
+
     fn finish(&self, py: Python<'_>, slot: usize) -> PyResult<()> {
         self.run(py, |device| {
             on_device!(device, engine => engine.finish(slot));
@@ -364,6 +376,7 @@ impl PyEngine {
         out.set_item("decode_tokens_per_s", stats.decode_tokens_per_s())?;
         out.set_item("rounds", stats.rounds())?;
         out.set_item("gamma_mean", stats.gamma_mean())?;
+        out.set_item("draft_pages_mean", stats.draft_pages_mean())?;
         out.set_item("drafted_tokens", stats.drafted_tokens())?;
         out.set_item("accepted_tokens", stats.accepted_tokens())?;
         out.set_item("acceptance_rate", stats.acceptance_rate())?;
@@ -397,7 +410,7 @@ pub(crate) fn plan<'py>(
     method: &str,
     kv_rounding: &str,
     draft_weights: &str,
-    draft_pages: Option<usize>,
+    draft_pages: Option<DraftPages>,
     page_choice: &str,
     accept: &str,
     gamma: Option<usize>,

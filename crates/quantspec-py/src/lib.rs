@@ -21,7 +21,7 @@ mod _native {
     use std::path::Path;
 
     #[pymodule_export]
-    use super::bench::{read_gb_per_s, traffic};
+    use super::bench::{kernels, traffic};
     #[pymodule_export]
     use super::engine::{PyEngine, plan};
     #[pymodule_export]

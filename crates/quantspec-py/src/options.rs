@@ -1,5 +1,6 @@
 //! What Python asks for, in Rust's words.
 
+use pyo3::prelude::*;
 use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::policy::Policy;
@@ -16,13 +17,24 @@ pub(crate) const BLOCK_ROWS: usize = 256;
 /// measured cost table is flat.
 const GAMMA_AUTO: usize = 12;
 
+/// Pages that drafts choose among when their number is chosen by measurement: all, and powers of four from what barely costs anything on.
+const PAGES_AUTO: [usize; 3] = [16, 64, 256];
+
+/// Pages of a draft, as Python passes them; all of them where it passes None.
+#[derive(Clone, FromPyObject)]
+pub(crate) enum DraftPages {
+    Count(usize),
+    /// "auto".
+    Word(String),
+}
+
 /// The arguments that shape an engine, as Python passes them.
 pub(crate) struct Request<'a> {
     pub(crate) kv_target: &'a str,
     pub(crate) method: &'a str,
     pub(crate) kv_rounding: &'a str,
     pub(crate) draft_weights: &'a str,
-    pub(crate) draft_pages: Option<usize>,
+    pub(crate) draft_pages: Option<DraftPages>,
     pub(crate) page_choice: &'a str,
     pub(crate) accept: &'a str,
     pub(crate) gamma: Option<usize>,
@@ -65,16 +77,22 @@ impl Request<'_> {
         )?;
         let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
         let windowed = one_of("page_choice", self.page_choice, &[("best", false), ("window", true)])?;
-        let pages = match self.draft_pages {
-            None => Pages::All,
-            Some(count) if count < 2 => {
+        let chosen = |count| if windowed { Pages::Window(count) } else { Pages::Best(count) };
+        let (pages, choices) = match self.draft_pages {
+            None => (Pages::All, None),
+            Some(DraftPages::Word(ref word)) if word == "auto" => {
+                (Pages::All, Some(std::iter::once(Pages::All).chain(PAGES_AUTO.map(chosen)).collect::<Vec<_>>()))
+            }
+            Some(DraftPages::Word(ref word)) => {
+                return Err(Error::usage(format!("draft_pages is {word:?}"), "use a number, or auto, or None for all"));
+            }
+            Some(DraftPages::Count(count)) if count < 2 => {
                 return Err(Error::usage(
                     format!("draft_pages is {count}"),
                     "use at least 2 (the first and the newest page are always read), or all",
                 ));
             }
-            Some(count) if windowed => Pages::Window(count),
-            Some(count) => Pages::Best(count),
+            Some(DraftPages::Count(count)) => (chosen(count), None),
         };
         let weights = if wanted == DraftWeights::None { Weights::Full } else { Weights::Draft };
         let draft = match one_of("method", self.method, &[("quantspec", 0), ("kv4", 1), ("w4", 2), ("ar", 3)])? {
@@ -92,6 +110,10 @@ impl Request<'_> {
             }
             Some(gamma) => Policy::fixed(gamma),
             None => Policy::auto(GAMMA_AUTO),
+        };
+        let policy = match choices {
+            Some(choices) => policy.with_pages(&choices),
+            None => policy,
         };
         if self.capacity == 0 || self.slots == 0 {
             return Err(Error::usage(

@@ -1,0 +1,480 @@
+//! Times of the kernels at a model's shapes, beside the bytes each of them must at least move.
+//!
+//! A measurement is a graph of one kernel over buffers that together exceed the L2 cache by far, replayed; the median counts. Contents are made
+//! up: small numbers of the right format, because no kernel's speed depends on more than that.
+
+use crate::args;
+use crate::attend::{Attend, Layer, Pass, Places};
+use crate::device::{Arg, Buffer, Device, Kernel, Launch};
+use crate::linear::{Linear, Matrix, Quantised, name};
+use crate::prefill::{Prefill, Shape, padded};
+use half::f16;
+use quantspec_core::Result;
+use quantspec_core::cache::{BUFFER_TOKENS, G, visible_buffer, visible_pages};
+use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
+use quantspec_core::layout::Layout;
+use quantspec_model::backend::Row;
+use std::sync::Arc;
+
+/// Bytes the buffers of a measurement come to together at least: several times the largest L2 there is.
+const ROTATED_BYTES: usize = 512 << 20;
+/// Replays of a graph that count, and before them.
+const REPEATED: usize = 11;
+const WARM_UP: usize = 3;
+/// Rows of a prefill block that is timed.
+const PREFILL_ROWS: usize = 2048;
+
+/// One measurement.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Measured {
+    /// What was timed: "attend", "linear", "norm", …
+    pub kernel: &'static str,
+    /// Which form of it: the view, or the type of the weights.
+    pub form: &'static str,
+    /// Rows of the call.
+    pub rows: usize,
+    /// Tokens before them, where that matters.
+    pub context: Option<usize>,
+    /// Outputs and inputs of a product.
+    pub shape: Option<(usize, usize)>,
+    /// Seconds of a call.
+    pub seconds: f64,
+    /// Bytes a call must at least read and write.
+    pub bytes: usize,
+    /// Floating-point operations of a call, for kernels of many rows.
+    pub operations: Option<f64>,
+}
+
+/// Bytes a second that a kernel reads that does nothing else; of as much memory as may be had without crowding others out.
+pub fn read_bytes_per_s(device: &Arc<Device>) -> Result<f64> {
+    let bytes = (2 * ROTATED_BYTES).min(device.memory()?.0 / 2) / 16 * 16;
+    let (from, to) = (filled(device, bytes)?, device.zeroed(4)?);
+    let kernel = device.kernel("read_all", 0)?;
+    let seconds = seconds(device, || {
+        // Small numbers never add up to this.
+        let arguments = [(&from).into(), Arg::Long(from.bytes() as u64 / 16), Arg::Int(i32::MIN), (&to).into()];
+        let launch = Launch { grid: [8 * device.multiprocessors as u32, 1, 1], block: 512, shared: 0, overlap: false };
+        // SAFETY: the buffer has that many pieces.
+        unsafe { device.launch(kernel, launch, &arguments) }
+    })?;
+    Ok(from.bytes() as f64 / seconds)
+}
+
+/// Times every kernel of a step and of a prompt's block, at `rows` rows and behind each of `contexts`; `report` is told one after another and may end
+/// it with an error.
+pub fn measure(
+    device: &Arc<Device>,
+    config: &ModelConfig,
+    contexts: &[usize],
+    rows: &[usize],
+    report: &mut dyn FnMut(Measured) -> Result<()>,
+) -> Result<()> {
+    let bench = Bench { device: device.clone(), config: config.clone() };
+    for &context in contexts {
+        for view in [View::Upper, View::Both, View::Full] {
+            bench.attend(view, context, rows, report)?;
+        }
+    }
+    bench.products(rows, report)?;
+    bench.small(rows, report)?;
+    bench.pages(report)?;
+    bench.prompt(contexts, report)
+}
+
+/// Median seconds of what `work` queues, as a graph.
+fn seconds(device: &Arc<Device>, work: impl FnOnce() -> Result<()>) -> Result<f64> {
+    let graph = device.record(work)?;
+    let mut times = Vec::with_capacity(REPEATED);
+    for round in 0..WARM_UP + REPEATED {
+        let start = device.mark()?;
+        // SAFETY: callers keep what they recorded until this returns.
+        unsafe { graph.launch() }?;
+        let took = start.seconds_to(&device.mark()?)?;
+        if round >= WARM_UP {
+            times.push(took);
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2])
+}
+
+/// Memory full of halves and bfloat16s of ordinary size.
+fn filled(device: &Arc<Device>, bytes: usize) -> Result<Buffer> {
+    let ones: Vec<u16> = (0..1 << 19).map(|i: u32| 0x2c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
+    repeated(device, &device.copied(&ones)?, bytes)
+}
+
+/// Memory that repeats a pattern.
+fn repeated(device: &Arc<Device>, pattern: &Buffer, bytes: usize) -> Result<Buffer> {
+    let buffer = device.allocate(bytes)?;
+    for at in (0..bytes).step_by(pattern.bytes().max(1)) {
+        buffer.copy_from(at, pattern, 0, pattern.bytes().min(bytes - at))?;
+    }
+    device.synchronize()?;
+    Ok(buffer)
+}
+
+struct Bench {
+    device: Arc<Device>,
+    config: ModelConfig,
+}
+
+impl Bench {
+    /// Copies of something so that all of them exceed the cache.
+    fn copies(&self, bytes: usize) -> usize {
+        (ROTATED_BYTES / bytes.max(1)).clamp(2, 96)
+    }
+
+    fn launch(&self, kernel: Kernel, grid: [usize; 3], block: u32, shared: usize, arguments: &[Arg]) -> Result<()> {
+        let launch = Launch { grid: grid.map(|n| n as u32), block, shared: shared as u32, overlap: true };
+        // SAFETY: callers pass the kernel's own argument list, with buffers of its shapes that live until the measurement is done.
+        unsafe { self.device.launch(kernel, launch, arguments) }
+    }
+
+    /// Decode attention with its merge.
+    fn attend(
+        &self,
+        view: View,
+        context: usize,
+        rows: &[usize],
+        report: &mut dyn FnMut(Measured) -> Result<()>,
+    ) -> Result<()> {
+        let (device, config) = (&self.device, &self.config);
+        let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
+        let most = rows.iter().copied().max().unwrap_or(1);
+        // Rows begin in the middle of a page, so that they see the same pages.
+        let position = (context / G * G + G / 4).max(1);
+        let pages = (position + most).div_ceil(G);
+        let (upper, lower, full) = match view {
+            View::Upper => (Layout::Cuda.upper_bytes(d), 0, 0),
+            View::Both => (Layout::Cuda.upper_bytes(d), Layout::Cuda.lower_bytes(d), 0),
+            View::Full => (0, 0, 4 * G * d),
+        };
+        let layers = self.copies(pages * kv_heads * (upper + lower + full));
+        let blocks = layers * pages * kv_heads;
+        let pool = |bytes: usize| if bytes > 0 { filled(device, blocks * bytes) } else { device.allocate(16) };
+        // Codes may be anything; parameters must be numbers.
+        let upper_pool = if upper > 0 {
+            let offsets = Layout::Cuda.offsets(d);
+            let mut one: Vec<u8> = (0..upper as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
+            for (at, count) in [(offsets.key_params, 2 * d), (offsets.value_params, 2 * G)] {
+                for place in one[at..at + 2 * count].chunks_exact_mut(2) {
+                    place.copy_from_slice(&f16::from_f32(0.01).to_le_bytes());
+                }
+            }
+            let many: Vec<u8> = one.iter().copied().cycle().take(64 * upper).collect();
+            repeated(device, &device.copied(&many)?, blocks * upper)?
+        } else {
+            device.allocate(16)?
+        };
+        let (lower_pool, full_pool) = (pool(lower)?, pool(full)?);
+        let ring = filled(device, layers * kv_heads * BUFFER_TOKENS * d * 2)?;
+        let table = device.copied(&(0..pages as i32).collect::<Vec<_>>())?;
+        let (q, x) = (filled(device, most * heads * d * 2)?, device.allocate(most * padded(heads * d) * 4)?);
+        let attend = Attend::new(device, config, Rounding::Balanced)?;
+        let partial_rows = attend.partial_rows(most);
+        let (partial, extremes) = (device.allocate(partial_rows * d * 4)?, device.allocate(partial_rows * 8)?);
+        for &count in rows {
+            let steps: Vec<Row> =
+                (0..count).map(|offset| Row { slot: 0, offset, position: position + offset }).collect();
+            let mut launches: Vec<(Pass, Places, [Buffer; 3])> = Vec::new();
+            for pass in attend.plan(view, &steps, |_| None)? {
+                let described =
+                    [device.copied(&pass.spans)?, device.copied(&pass.parts)?, device.copied(&pass.merged)?];
+                let places = Places {
+                    spans: described[0].at(0),
+                    parts: described[1].at(0),
+                    merged: described[2].at(0),
+                    tables: table.at(0),
+                    table_pitch: pages,
+                    list_pitch: 0,
+                    partial: partial.at(0),
+                    extremes: extremes.at(0),
+                };
+                launches.push((pass, places, described));
+            }
+            let seconds = seconds(device, || {
+                for layer in 0..layers {
+                    let first = layer * pages * kv_heads;
+                    let ring = ring.at(layer * kv_heads * BUFFER_TOKENS * d * 2);
+                    let at = Layer {
+                        upper: upper_pool.at(first * upper),
+                        lower: lower_pool.at(first * lower),
+                        full: full_pool.at(first * full),
+                        ring_k: ring,
+                        ring_v: ring,
+                        lists: 0,
+                    };
+                    for (pass, places, _) in &launches {
+                        // SAFETY: every buffer has room for this context and these rows, and lives until the measurement is done.
+                        unsafe {
+                            attend.run(view, pass, q.at(0), &at, places)?;
+                            attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), places)?;
+                        }
+                    }
+                }
+                Ok(())
+            })? / layers as f64;
+            let recent = visible_buffer(position).len() * 4 * d;
+            report(Measured {
+                kernel: "attend",
+                form: match view {
+                    View::Upper => "upper",
+                    View::Both => "both",
+                    View::Full => "full",
+                },
+                rows: count,
+                context: Some(context),
+                seconds,
+                bytes: kv_heads * (visible_pages(position) * (upper + lower + full) + recent),
+                ..Measured::default()
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The products of a layer and the head, with the checkpoint's weights and with those of a draft.
+    fn products(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
+        let (device, config) = (&self.device, &self.config);
+        let linear = Linear::new(device)?;
+        let flag = device.zeroed(4)?;
+        let most = rows.iter().copied().max().unwrap_or(1);
+        let shapes = [
+            (config.q_width() + 2 * config.kv_width(), config.hidden, 4),
+            (config.hidden, config.q_width(), 4),
+            (2 * config.intermediate, config.hidden, 4),
+            (config.hidden, config.intermediate, 4),
+            (config.vocab, config.hidden, 8),
+        ];
+        let mut measured = Vec::new();
+        for (n, k, bits) in shapes {
+            let bytes = Matrix::bytes(config.dtype, n, k);
+            let matrices: Vec<Matrix> = (0..self.copies(bytes))
+                .map(|_| Ok(Matrix { buffer: filled(device, bytes)?, dtype: config.dtype, n, k }))
+                .collect::<Result<_>>()?;
+            let (x, y) = (filled(device, most * padded(k) * 4)?, device.allocate(most * n * 4)?);
+            for &rows in rows {
+                let seconds = seconds(device, || {
+                    // SAFETY: x has `most` rows and y room for as many.
+                    matrices.iter().try_for_each(|matrix| unsafe { linear.run(matrix, x.at(0), y.at(0), rows) })
+                })? / matrices.len() as f64;
+                let (form, shape) = (name(config.dtype), Some((n, k)));
+                measured.push(Measured { kernel: "linear", form, rows, shape, seconds, bytes, ..Measured::default() });
+            }
+            let quantised = self.copies(Quantised::bytes(bits, n, k));
+            let drafts: Vec<Quantised> = (0..quantised)
+                .map(|i| linear.quantise(&matrices[i % matrices.len()], bits, flag.at(0)))
+                .collect::<Result<_>>()?;
+            let xs = device.zeroed(most * k.div_ceil(128) * 8)?;
+            for &rows in rows {
+                let seconds = seconds(device, || {
+                    // SAFETY: as above; the bytes of x are as good as codes.
+                    drafts
+                        .iter()
+                        .try_for_each(|draft| unsafe { linear.run_quantised(draft, x.at(0), xs.at(0), y.at(0), rows) })
+                })? / drafts.len() as f64;
+                measured.push(Measured {
+                    kernel: "linear",
+                    form: if bits == 4 { "w4" } else { "w8" },
+                    rows,
+                    shape: Some((n, k)),
+                    seconds,
+                    bytes: Quantised::bytes(bits, n, k),
+                    ..Measured::default()
+                });
+            }
+        }
+        measured.into_iter().try_for_each(report)
+    }
+
+    /// What lies between the products, and the choice of tokens. These buffers stay in the cache, as they do in a step.
+    fn small(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
+        const CALLS: usize = 32;
+        let (device, config) = (&self.device, &self.config);
+        let (hidden, width, dtype) = (config.hidden, config.intermediate, name(config.dtype));
+        let most = rows.iter().copied().max().unwrap_or(1);
+        let norm = device.kernel(&format!("norm_{dtype}"), 0)?;
+        let silu = device.kernel(&format!("silu_mul_{dtype}"), 0)?;
+        let choose = device.kernel("sample_choose", 0)?;
+        let (stream, y) = (device.zeroed(most * hidden * 4)?, device.zeroed(most * (2 * width).max(hidden) * 4)?);
+        let (weight, x) = (device.zeroed(hidden * 4)?, device.zeroed(most * padded(width.max(hidden)) * 4)?);
+        let logits = device.zeroed(most * config.vocab * 4)?;
+        // Row descriptions, samplers, windows and all counters are zero: slot 0, greedy.
+        let zeros = device.zeroed(most * 64)?;
+        let element = config.dtype.bytes();
+        for &rows in rows {
+            let arguments = args![&stream, &y, 0u64, &weight, &x, config.rms_eps, hidden, padded(hidden)];
+            let took =
+                seconds(device, || (0..CALLS).try_for_each(|_| self.launch(norm, [rows, 1, 1], 1024, 0, &arguments)))?;
+            let bytes = hidden * (4 + rows * (12 + element));
+            let seconds_of = |took: f64| took / CALLS as f64;
+            report(Measured {
+                kernel: "norm",
+                form: dtype,
+                rows,
+                seconds: seconds_of(took),
+                bytes,
+                ..Measured::default()
+            })?;
+            let arguments = args![&y, 0u64, &x, width, padded(width)];
+            let grid = [width.div_ceil(1024), rows, 1];
+            let took = seconds(device, || (0..CALLS).try_for_each(|_| self.launch(silu, grid, 256, 0, &arguments)))?;
+            let bytes = rows * width * (8 + element);
+            report(Measured {
+                kernel: "silu",
+                form: dtype,
+                rows,
+                seconds: seconds_of(took),
+                bytes,
+                ..Measured::default()
+            })?;
+            let (best, arrived, choices, flag) =
+                (zeros.at(0), zeros.at(most * 16), zeros.at(most * 32), zeros.at(most * 48));
+            // Purpose 1 judges: it writes choices only.
+            let arguments = args![
+                zeros.at(0),
+                zeros.at(0),
+                &logits,
+                0u64,
+                config.vocab,
+                1,
+                choices,
+                0u64,
+                0,
+                0u64,
+                0u64,
+                0,
+                best,
+                arrived,
+                flag
+            ];
+            let grid = [config.vocab.div_ceil(crate::sample::CHUNK), rows, 1];
+            let took = seconds(device, || (0..CALLS).try_for_each(|_| self.launch(choose, grid, 256, 0, &arguments)))?;
+            let bytes = rows * config.vocab * 4;
+            report(Measured {
+                kernel: "choose",
+                form: "greedy",
+                rows,
+                seconds: seconds_of(took),
+                bytes,
+                ..Measured::default()
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Quantising: one page of a sequence in all layers, from the ring; many pages of one layer, from a prompt.
+    fn pages(&self, report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
+        const PAGES: usize = 64;
+        let (device, config) = (&self.device, &self.config);
+        let (d, heads, layers) = (config.head_dim, config.kv_heads, config.layers);
+        let (upper, lower) = (Layout::Cuda.upper_bytes(d), Layout::Cuda.lower_bytes(d));
+        let shared = 256 * d + 4096;
+        let (flush, store) =
+            (device.kernel(&format!("flush_{d}"), shared)?, device.kernel(&format!("store_{d}"), shared)?);
+        let ring = filled(device, layers * heads * BUFFER_TOKENS * d * 2)?;
+        let scratch = filled(device, PAGES * G * 2 * heads * d * 2)?;
+        let blocks = (layers.max(PAGES)) * heads;
+        let (upper_pool, lower_pool) = (device.allocate(blocks * upper)?, device.allocate(blocks * lower)?);
+        let table = device.copied(&(0..PAGES as i32).collect::<Vec<_>>())?;
+        let flag = device.zeroed(4)?;
+        for (form, balanced) in [("balanced", 1usize), ("paper", 0)] {
+            let moved = 4 * G * d + upper + lower;
+            let arguments = args![
+                &ring,
+                &ring,
+                &upper_pool,
+                &lower_pool,
+                0u64,
+                1usize,
+                1usize,
+                0usize,
+                0usize,
+                0usize,
+                balanced,
+                &flag
+            ];
+            let took = seconds(device, || self.launch(flush, [heads, layers, 2], 256, shared, &arguments))?;
+            let bytes = layers * heads * moved;
+            report(Measured { kernel: "flush", form, rows: G, seconds: took, bytes, ..Measured::default() })?;
+            let arguments = args![&scratch, &upper_pool, &lower_pool, 0u64, &table, 0usize, balanced, &flag];
+            let took = seconds(device, || self.launch(store, [heads, PAGES, 2], 256, shared, &arguments))?;
+            let bytes = PAGES * heads * moved;
+            report(Measured { kernel: "store", form, rows: PAGES * G, seconds: took, bytes, ..Measured::default() })?;
+        }
+        Ok(())
+    }
+
+    /// A block of a prompt: its products with everything fused to them, and its attention.
+    fn prompt(&self, contexts: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
+        let (device, config, rows) = (&self.device, &self.config, PREFILL_ROWS);
+        let shape = Shape {
+            hidden: config.hidden,
+            intermediate: config.intermediate,
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            rms_eps: config.rms_eps,
+            dtype: config.dtype,
+        };
+        let (d, dtype, form) = (config.head_dim, config.dtype, name(config.dtype));
+        let prefill = Prefill::new(device, shape, rows)?;
+        let (q_width, kv_width) = (config.q_width(), 2 * config.kv_width());
+        let widest = config.hidden.max(q_width).max(config.intermediate);
+        let x = filled(device, rows * padded(widest) * dtype.bytes())?;
+        let (out, q) = (device.allocate(x.bytes())?, device.allocate(rows * q_width * 2)?);
+        let (hidden, angles) = (device.zeroed(rows * config.hidden * 4)?, device.zeroed(rows * d / 2 * 8)?);
+        let most = contexts.iter().copied().max().unwrap_or(0) + rows;
+        let kv = filled(device, most * kv_width * 2)?;
+        let weights = |n: usize, k: usize| filled(device, Matrix::bytes(dtype, n, k)).map(|buffer| (buffer, n, k));
+        let products = [
+            ("prefill_qkv", weights(q_width + kv_width, config.hidden)?),
+            ("prefill_output", weights(config.hidden, q_width)?),
+            ("prefill_gate_up", weights(2 * config.intermediate, config.hidden)?),
+            ("prefill_down", weights(config.hidden, config.intermediate)?),
+        ];
+        for (kernel, (weights, n, k)) in &products {
+            let (n, k, w) = (*n, *k, weights.at(0));
+            let took = seconds(device, || {
+                // SAFETY: all buffers have room for the block, and live until the measurement is done.
+                unsafe {
+                    match *kernel {
+                        "prefill_qkv" => prefill.qkv(x.at(0), w, None, None, angles.at(0), q.at(0), kv.at(0), rows),
+                        "prefill_output" => prefill.output(x.at(0), w, None, hidden.at(0), rows),
+                        "prefill_gate_up" => prefill.gate_up(x.at(0), w, None, out.at(0), rows),
+                        _ => prefill.down(x.at(0), w, None, hidden.at(0), rows),
+                    }
+                }
+            })?;
+            report(Measured {
+                kernel,
+                form,
+                rows,
+                shape: Some((n, k)),
+                seconds: took,
+                bytes: weights.bytes() + rows * (k + n) * dtype.bytes(),
+                operations: Some(2.0 * rows as f64 * n as f64 * k as f64),
+                ..Measured::default()
+            })?;
+        }
+        for &context in contexts {
+            let took = seconds(device, || {
+                // SAFETY: as above; kv has room for the context and the block.
+                unsafe { prefill.attend(q.at(0), kv.at(0), out.at(0), context, rows) }
+            })?;
+            // Scores and sums over what a row sees, on average.
+            let seen = context as f64 + (rows as f64 + 1.0) / 2.0;
+            report(Measured {
+                kernel: "prefill_attend",
+                form,
+                rows,
+                context: Some(context),
+                seconds: took,
+                bytes: (context + rows) * kv_width * 2 + rows * q_width * (2 + dtype.bytes()),
+                operations: Some(4.0 * rows as f64 * seen * q_width as f64),
+                ..Measured::default()
+            })?;
+        }
+        Ok(())
+    }
+}
