@@ -25,6 +25,8 @@ for variable in [name for name in os.environ if name.startswith("QUANTSPEC_")]:
     if variable not in {"QUANTSPEC_SIMD", "QUANTSPEC_REQUIRE_GPU", "QUANTSPEC_TEST_MODELS"}:
         del os.environ[variable]
 os.environ["QUANTSPEC_CONFIG"] = os.devnull
+# Nor may tests fill that person's cache.
+os.environ["QUANTSPEC_DRAFT_CACHE"] = "off"
 
 DEMO = hub.demo()
 

@@ -532,6 +532,20 @@ mod tests {
     }
 
     #[test]
+    fn files_that_keep_tiles_know_their_bytes() {
+        let rows: Vec<f32> = (0..17 * 200).map(|i| ((i * 37) % 101) as f32 - 50.0).collect();
+        for (bits, bytes) in [
+            (Bits::Four, 0x857f_67aa_ba5e_8c20_f8e4_d850_95c6_59da),
+            (Bits::Eight, 0xf337_81da_4165_cefb_54b5_81c5_1a2f_c0ea),
+        ] {
+            let mut tiles = Tiles::zeros(1, 200, bits).unwrap();
+            encode(Simd::Scalar, bits, &rows, 200, &mut tiles.data).unwrap();
+            let seen = quantspec_model::draft_cache::source(0, &tiles.data);
+            assert_eq!(seen, bytes, "{seen:#x}: other bytes need another LAYOUT than {LAYOUT:?}");
+        }
+    }
+
+    #[test]
     fn products_match_core_on_every_path() {
         let mut noise = Noise::new(12);
         for k in [100, 128, 704] {
