@@ -139,9 +139,8 @@ def test_a_row_keeps_the_contract(rows: list[dict[str, Any]]) -> None:
 
 
 def test_bytes_are_what_the_steps_read(rows: list[dict[str, Any]]) -> None:
-    read = {
-        (row["n_depth"], row["method"], row["kv_target"]): row["bytes_per_token"] for row in rows if row["test"] == "tg"
-    }
+    decoding = {(row["n_depth"], row["method"], row["kv_target"]): row for row in rows if row["test"] == "tg"}
+    read = {key: row["bytes_per_token"] for key, row in decoding.items()}
     # The demo model: 6 layers of 2 + 2 · 256 · 256 and 3 · 256 · 704 weights, a head of 8192 · 256, in BF16.
     weights = 2 * (6 * (4 * 256 * 256 + 3 * 256 * 704) + 8192 * 256)
     # Positions 1024 … 1063: 7 pages of 128, and from 129 to 168 recent tokens, for 6 · 2 heads of 128 channels.
@@ -151,7 +150,13 @@ def test_bytes_are_what_the_steps_read(rows: list[dict[str, Any]]) -> None:
         assert read[1024, "ar", target] == pytest.approx(weights + pages + recent)
     # Three draft steps and a verification for at most four tokens: drafts with full weights read at least a step a token.
     assert read[1024, "kv4", "int8"] > 0.95 * read[1024, "ar", "int4"]
-    assert read[1024, "quantspec", "int8"] < read[1024, "w4", "int8"]
+
+    # How many tokens a round leaves depends on the text; what a round reads does not.
+    def read_a_round(method: str) -> float:
+        row = decoding[1024, method, "int8"]
+        return float(row["bytes_per_token"] * row["mean_acceptance_length"] / (1 + row["gamma_mean"]))
+
+    assert read_a_round("quantspec") < read_a_round("w4") < read_a_round("kv4")
 
 
 def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:

@@ -190,11 +190,10 @@ pub(crate) fn partial_rows(config: &ModelConfig, multiprocessors: usize, capabil
     most_partial_rows(config.heads, most_items(multiprocessors * blocks, config.kv_heads), rows)
 }
 
-/// Refuses head widths without kernels, and those whose smallest kernel needs more shared memory than the device has.
+/// Refuses head widths without kernels.
 pub(crate) fn check_head(device: &Device, d: usize) -> Result<()> {
     let hint = "the kernels know 64, 128 and, from compute capability 8.0 on, 256; use --device cpu";
-    let least = shared_bytes(View::Both, d, 1, 1, 2, false).max(384 * d);
-    if matches!(d, 64 | 128 | 256) && least <= device.shared_bytes {
+    if device.info.takes_heads_of(d) {
         return Ok(());
     }
     Err(Error::model(format!("head_dim {d} on a GPU of compute capability {}", device.info.compute_capability), hint))

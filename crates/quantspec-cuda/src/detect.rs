@@ -34,6 +34,14 @@ pub struct DeviceInfo {
     pub(crate) multiprocessors: usize,
 }
 
+impl DeviceInfo {
+    /// Whether kernels exist here for heads of `d` channels: pages of 256 take the 96 KiB of shared memory that blocks have from
+    /// compute capability 8.0 on.
+    pub fn takes_heads_of(&self, d: usize) -> bool {
+        matches!(d, 64 | 128) || d == 256 && self.capability >= 80
+    }
+}
+
 /// Whether and why a GPU can be used.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Detection {

@@ -18,9 +18,6 @@ const CUDA_BLOCK_ROWS: usize = 4096;
 /// show progress and text. 4 to 5.4 MB in runs of the demo model.
 const PROCESS_BYTES: usize = 5 << 20;
 
-/// Head widths the CUDA kernels exist for; `auto` takes the CPU for other models.
-const CUDA_HEAD_DIMS: [usize; 2] = [64, 128];
-
 /// An engine on whichever device was chosen.
 pub(crate) enum Device {
     Cpu(Box<Engine<CpuBackend>>),
@@ -52,7 +49,9 @@ impl Place {
         match wanted {
             "cpu" => Ok(Place::Cpu),
             "auto" => match quantspec_cuda::detect() {
-                found if found.available && CUDA_HEAD_DIMS.contains(&head_dim) => Place::open(0),
+                found if found.available && found.devices.first().is_some_and(|gpu| gpu.takes_heads_of(head_dim)) => {
+                    Place::open(0)
+                }
                 _ => Ok(Place::Cpu),
             },
             "cuda" => Place::open(0),
