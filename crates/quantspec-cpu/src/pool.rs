@@ -42,6 +42,9 @@ struct Shared {
     panicked: AtomicBool,
     stop: AtomicBool,
     asleep: Vec<Line<AtomicBool>>,
+    /// Spins before a worker parks: [`SPINS`], or none where threads outnumber processors and one that waits keeps another
+    /// from its work.
+    spins: u32,
     job: UnsafeCell<Option<Job>>,
 }
 // SAFETY: `job` is written by the caller only while no worker is in a dispatch (`left` is 0) and read by workers only after
@@ -64,7 +67,9 @@ impl Pool {
     /// # Errors
     /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system starts no more threads.
     pub(crate) fn new(threads: usize) -> Result<Pool> {
+        let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
+            spins: if threads > processors { 0 } else { SPINS },
             epoch: Line(AtomicU64::new(0)),
             left: Line(AtomicUsize::new(0)),
             panicked: AtomicBool::new(false),
@@ -162,7 +167,7 @@ fn work(shared: &Shared, thread: usize) {
     loop {
         let mut spins = 0;
         while shared.epoch.0.load(SeqCst) == seen {
-            if spins < SPINS {
+            if spins < shared.spins {
                 spins += 1;
                 std::hint::spin_loop();
                 continue;
