@@ -445,11 +445,9 @@ impl CpuBackend {
             let state = unsafe { &mut states.slice(thread, 1)[0] };
             for item in part_by_cost(items.len(), thread, threads, cost) {
                 let item = &items[item];
-                let d16 = cache.plan.shape.d16;
                 for r in 0..item.rows * group {
                     let (j, head) = (item.first + r / group, item.kv_head * group + r % group);
-                    let q = &qkv[j * width + head * d..][..d];
-                    state.q[r * d16..][..d].iter_mut().zip(q).for_each(|(to, q)| *to = q * scale);
+                    state.set_query(r, &qkv[j * width + head * d..][..d], scale);
                 }
                 state.reset(item.rows * group);
                 let head = cache.head(step.rows[item.first].slot, index, item.kv_head);
@@ -714,7 +712,7 @@ impl Reads<'_> {
             let rows = blind * self.group..item.rows * self.group;
             match self.planes {
                 Some(planes) => {
-                    let next = pages.get(i + 1).map(|page| {
+                    let next = list.get(chunk * CHUNK + i + 1).map(|page| {
                         let page = *page as usize;
                         (self.cache.upper(head, page), self.cache.lower(head, page))
                     });

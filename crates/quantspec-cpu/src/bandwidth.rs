@@ -61,7 +61,7 @@ fn flush(x: &[u32]) {
 }
 
 /// Sum of all words, in vectors.
-fn sum(simd: Simd, x: &[u32]) -> u32 {
+pub(crate) fn sum(simd: Simd, x: &[u32]) -> u32 {
     #[inline(always)]
     fn body<const FMA: bool>(x: &[u32]) -> u32 {
         let mut sums = [0u32; 64];

@@ -11,6 +11,8 @@ mod amx;
 mod attend;
 mod backend;
 mod bandwidth;
+#[doc(hidden)]
+pub mod bench;
 mod cache;
 mod causal;
 pub mod dispatch;

@@ -117,7 +117,7 @@ fn codes<const N: usize>(rounding: Rounding, x: [f32; N], scale: [f32; N], zero:
 /// Keys: a group is a channel.
 #[inline(always)]
 fn key_codes<const FMA: bool>(shape: Shape, rounding: Rounding, scratch: &mut Scratch) {
-    let Shape { d, d16 } = shape;
+    let Shape { d, d16, .. } = shape;
     for c in (0..d).step_by(8) {
         let (mut low, mut high) = ([f32::INFINITY; 8], [f32::NEG_INFINITY; 8]);
         for token in 0..G {
@@ -143,7 +143,7 @@ fn key_codes<const FMA: bool>(shape: Shape, rounding: Rounding, scratch: &mut Sc
 /// Values: a group is a token.
 #[inline(always)]
 fn value_codes<const FMA: bool>(shape: Shape, rounding: Rounding, scratch: &mut Scratch) {
-    let Shape { d, d16 } = shape;
+    let Shape { d, d16, .. } = shape;
     for token in 0..G {
         let row = &scratch.wide[token * d..][..d];
         let (mut low, mut high) = ([f32::INFINITY; 8], [f32::NEG_INFINITY; 8]);
@@ -176,7 +176,7 @@ fn lane(nibbles: u64) -> u32 {
 
 /// Lanes are tokens, a lane eight consecutive channels.
 fn pack_keys(shape: Shape, codes: &[u8], upper: &mut [u8], lower: &mut [u8]) {
-    let Shape { d, d16 } = shape;
+    let Shape { d, d16, .. } = shape;
     for token in 0..G {
         for step in 0..d / 8 {
             let mut bytes = [0u8; 8];

@@ -1,0 +1,367 @@
+//! A nibble page with AVX2: products of 16-bit integers, or of bytes for a draft.
+//!
+//! The integers are those of [`super::avx512`] without the split into limbs: `vpmaddwd` takes 15-bit queries (and probabilities times
+//! steps) as they are, two codes and two of them to a sum of 32 bits. A draft's 8-bit queries go through `vpmaddubsw`. Codes stay
+//! unsigned; what that is too much is in the offset of the scores. Sums of integers do not depend on their order.
+
+use super::portable::softmax;
+use super::{G, Planes, Shape, State};
+use crate::lanes::{f16_value, madd, rint_i32, sum16};
+use quantspec_core::config::Rounding;
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+/// How queries are rounded, and codes multiplied.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// Upper nibbles as bytes, 8-bit queries.
+    Bytes,
+    /// Upper nibbles as words, 15-bit queries.
+    Upper,
+    /// Both nibbles as words, 15-bit queries.
+    Both,
+}
+
+const BYTES: u8 = Kind::Bytes as u8;
+const UPPER: u8 = Kind::Upper as u8;
+const BOTH: u8 = Kind::Both as u8;
+
+/// Index of a lane's eight elements that word i of a lane's unpacked codes holds: words come in pairs of neighbours of a
+/// 32-bit lane, nibbles 0 and 4, then 2 and 6 (the bytes' high nibbles are indices 4 to 7).
+const WORDS: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+
+/// Rows that share one pass over a vector of codes.
+const ROWS: usize = 4;
+
+/// Most channels of a head: the sum of that many products of words, codes up to 255, fits 32 bits.
+pub(super) const MAX_D: usize = 256;
+
+/// Largest word and largest byte of a query.
+const WORD_TOP: usize = 16_256;
+const BYTE_TOP: usize = 127;
+
+/// Steps of two products of bytes, each of two nibbles, whose sum fits 16 bits.
+const BYTE_STEPS: usize = 4;
+
+const _: () = assert!(MAX_D >= G && MAX_D * 255 * WORD_TOP <= i32::MAX as usize);
+const _: () = assert!(BYTE_STEPS * 2 * 2 * 15 * BYTE_TOP <= i16::MAX as usize);
+
+const fn top(kind: u8) -> f32 {
+    (if kind == BYTES { BYTE_TOP } else { WORD_TOP }) as f32
+}
+
+/// # Safety
+/// AVX2, FMA and F16C; block lengths as [`Shape`] says, D at most [`MAX_D`]; rows inside the state.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn page(
+    st: &mut State,
+    rows: Range<usize>,
+    planes: Planes,
+    rounding: Rounding,
+    upper: &[u8],
+    lower: &[u8],
+) {
+    let code = planes.code(rounding);
+    // SAFETY: passed on.
+    unsafe {
+        match planes {
+            Planes::UpperCoarse => run::<BYTES>(st, rows, code, upper, lower),
+            Planes::Upper => run::<UPPER>(st, rows, code, upper, lower),
+            Planes::Both => run::<BOTH>(st, rows, code, upper, lower),
+        }
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn run<const KIND: u8>(
+    st: &mut State,
+    rows: Range<usize>,
+    (step, shift, centre): (f32, f32, f32),
+    upper: &[u8],
+    lower: &[u8],
+) {
+    let shape = st.shape;
+    let Shape { d, d16, .. } = shape;
+    unpack(st, upper, d, (step, shift));
+    for r in rows.clone() {
+        fold_query::<KIND>(st, r, centre);
+    }
+    let most = unpack(st, &upper[shape.value_params()..], G, (step, shift)).max(1e-30);
+    let low = |at: usize| if KIND == BOTH { &lower[at..] } else { lower };
+    for vector in 0..G / 16 {
+        let first = vector / 4 * (d / 8) * 4 + vector % 4;
+        let plane = (&upper[shape.key_plane() + first * 64..], low(first * 64));
+        // SAFETY: the plane holds d / 8 vectors, four apart, from `first` on.
+        unsafe {
+            each_row(st, rows.clone(), KIND, plane, 4, d / 8, |st, r, half, dots| {
+                let [scale, offset, ..] = st.f[r];
+                let s = &mut st.s[r * G + vector * 16 + half * 8..][..8];
+                for l in 0..8 {
+                    s[l] = madd::<true>(dots[l] as f32, scale, offset);
+                }
+            });
+        }
+    }
+    for r in rows.clone() {
+        fold_probabilities::<KIND>(st, r, most, centre);
+    }
+    for (first, vectors) in shape.value_groups() {
+        for vector in 0..vectors {
+            let at = (first * G / 8 + vector) * 64;
+            let plane = (&upper[shape.value_plane() + at..], low(shape.lower_value_plane() + at));
+            // SAFETY: the plane holds G / 8 vectors, `vectors` apart.
+            unsafe {
+                each_row(st, rows.clone(), KIND, plane, vectors, G / 8, |st, r, half, dots| {
+                    let [_, _, alpha, factor] = st.f[r];
+                    let o = &mut st.o[r * d16 + (first + vector) * 16 + half * 8..][..8];
+                    for l in 0..8 {
+                        o[l] = madd::<true>(dots[l] as f32, factor, o[l] * alpha);
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// Scales and zeros of n groups become steps and values of the centre code. Returns the largest step.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn unpack(st: &mut State, params: &[u8], n: usize, (step, shift): (f32, f32)) -> f32 {
+    let wide = st.shape.wide();
+    let (steps, centres) = st.params.split_at_mut(wide);
+    let (scales, zeros) = params[..4 * n].split_at(2 * n);
+    let value = |x: &[u8]| f16_value(u16::from_le_bytes([x[0], x[1]]));
+    let mut most = 0f32;
+    for (i, (scale, zero)) in scales.chunks_exact(2).zip(zeros.chunks_exact(2)).enumerate() {
+        let s = value(scale);
+        (steps[i], centres[i]) = (s * step, madd::<true>(s, shift, value(zero)));
+        most = if steps[i] > most { steps[i] } else { most };
+    }
+    most
+}
+
+/// Writes eight codes of a row, elements `8·step ..`, as the products take them.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn put<const KIND: u8>(st: &mut State, r: usize, step: usize, codes: [i32; 8]) {
+    let row = &mut st.limbs.data[r * 2 * st.shape.wide()..];
+    if KIND == BYTES {
+        for (to, code) in row[8 * step..][..8].iter_mut().zip(codes) {
+            *to = code as i8;
+        }
+    } else {
+        for (to, index) in row[16 * step..][..16].chunks_exact_mut(2).zip(WORDS) {
+            let [low, high] = (codes[index] as i16).to_le_bytes();
+            (to[0], to[1]) = (low as i8, high as i8);
+        }
+    }
+}
+
+/// Query codes of row r against the page's key parameters; sets the scale and offset of its scores.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fold_query<const KIND: u8>(st: &mut State, r: usize, centre: f32) {
+    let Shape { d, d64, .. } = st.shape;
+    let wide = st.shape.wide();
+    let (mut offset, mut most) = ([0f32; 8], [1e-30f32; 8]);
+    for first in (0..d).step_by(8) {
+        for l in 0..8 {
+            let (q, c) = (st.q[r * d64 + first + l], first + l);
+            let x = q * st.params[c];
+            st.folded[r * wide + c] = x;
+            most[l] = if x.abs() > most[l] { x.abs() } else { most[l] };
+            offset[l] = madd::<true>(q, st.params[wide + c], offset[l]);
+        }
+    }
+    let most = most.iter().fold(0f32, |a, b| a.max(*b));
+    let (scale, inverse) = (most / top(KIND), top(KIND) / most);
+    let mut sums = [0i32; 8];
+    for step in 0..d / 8 {
+        let mut codes = [0i32; 8];
+        for l in 0..8 {
+            codes[l] = rint_i32(st.folded[r * wide + 8 * step + l] * inverse);
+            sums[l] += codes[l];
+        }
+        put::<KIND>(st, r, step, codes);
+    }
+    let mut lanes = [0f32; 16];
+    for l in 0..8 {
+        lanes[l] = madd::<true>(sums[l] as f32, -centre * scale, offset[l]);
+    }
+    (st.f[r][0], st.f[r][1]) = (scale, sum16(lanes));
+}
+
+/// Softmax of row r over the page; codes of p·step, whose scale is the page's largest step (`most`) over the top code.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+fn fold_probabilities<const KIND: u8>(st: &mut State, r: usize, most: f32, centre: f32) {
+    let wide = st.shape.wide();
+    let (alpha, w) = softmax::<true>(st, r, G);
+    let (scale, inverse) = (most / top(KIND), top(KIND) / most);
+    let (mut total, mut zeros, mut sums) = ([0f32; 8], [0f32; 8], [0i32; 8]);
+    for step in 0..G / 8 {
+        let mut codes = [0i32; 8];
+        for l in 0..8 {
+            let t = 8 * step + l;
+            let p = st.s[r * G + t];
+            total[l] += p;
+            zeros[l] = madd::<true>(p, st.params[wide + t], zeros[l]);
+            codes[l] = rint_i32(p * st.params[t] * inverse);
+            sums[l] += codes[l];
+        }
+        put::<KIND>(st, r, step, codes);
+    }
+    for l in 0..8 {
+        let zero = madd::<true>(sums[l] as f32, -centre * scale, zeros[l]);
+        st.l[r * 16 + l] = madd::<true>(st.l[r * 16 + l], alpha, total[l] * w);
+        st.zero[r * 16 + l] = madd::<true>(st.zero[r * 16 + l], alpha, zero * w);
+    }
+    (st.f[r][2], st.f[r][3]) = (alpha, w * scale);
+}
+
+/// Calls `each(state, row, half, dots)` with the products of all rows and the eight lanes of both halves of a vector, over `steps`
+/// vectors `apart` vectors apart.
+///
+/// # Safety
+/// The planes hold these vectors; the rows' codes 8 · steps elements.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn each_row(
+    st: &mut State,
+    rows: Range<usize>,
+    kind: u8,
+    (u, l): (&[u8], &[u8]),
+    apart: usize,
+    steps: usize,
+    mut each: impl FnMut(&mut State, usize, usize, [i32; 8]),
+) {
+    assert!(steps > 0 && u.len() >= ((steps - 1) * apart + 1) * 64);
+    assert!(kind != BOTH || l.len() >= ((steps - 1) * apart + 1) * 64);
+    let row_bytes = 2 * st.shape.wide();
+    for half in 0..2 {
+        let (u, l) = (u.as_ptr().wrapping_add(32 * half), l.as_ptr().wrapping_add(32 * half));
+        let mut r = rows.start;
+        while r < rows.end {
+            let (n, a) = ((rows.end - r).min(ROWS), st.limbs.data[r * row_bytes..].as_ptr());
+            let mut dots = [[0i32; 8]; ROWS];
+            macro_rules! pass {
+                ($n:literal) => {{
+                    // SAFETY: the lengths were checked above; codes of $n rows lie `row_bytes` apart.
+                    let sums = unsafe {
+                        match kind {
+                            BYTES => bytes::<$n>(u, apart, steps, a, row_bytes),
+                            UPPER => words::<$n, false>(u, l, apart, steps, a, row_bytes),
+                            _ => words::<$n, true>(u, l, apart, steps, a, row_bytes),
+                        }
+                    };
+                    for (to, sum) in dots.iter_mut().zip(sums) {
+                        // SAFETY: eight integers.
+                        unsafe { _mm256_storeu_si256(to.as_mut_ptr().cast(), sum) };
+                    }
+                }};
+            }
+            match n {
+                1 => pass!(1),
+                2 => pass!(2),
+                3 => pass!(3),
+                _ => pass!(4),
+            }
+            for (i, dots) in dots[..n].iter().enumerate() {
+                each(st, r + i, half, *dots);
+            }
+            r += n;
+        }
+    }
+}
+
+/// Σ codes · words of NR rows, for eight lanes.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn words<const NR: usize, const BOTH: bool>(
+    u: *const u8,
+    l: *const u8,
+    apart: usize,
+    steps: usize,
+    a: *const i8,
+    row_bytes: usize,
+) -> [__m256i; NR] {
+    let mut acc = [_mm256_setzero_si256(); NR];
+    for step in 0..steps {
+        // SAFETY: the caller's promise.
+        let u = unsafe { _mm256_loadu_si256(u.add(step * apart * 64).cast()) };
+        let codes = if BOTH {
+            let high = _mm256_set1_epi8(0xf0_u8 as i8);
+            // SAFETY: as above.
+            let l = unsafe { _mm256_loadu_si256(l.add(step * apart * 64).cast()) };
+            // See docs/cache.md: bytes 16·U + L + 8 of indices 4 to 7, then (rotated) of 0 to 3.
+            let odd = _mm256_or_si256(_mm256_and_si256(u, high), _mm256_andnot_si256(high, l));
+            let even = _mm256_or_si256(_mm256_and_si256(l, high), _mm256_andnot_si256(high, u));
+            let even = _mm256_or_si256(_mm256_slli_epi32::<4>(even), _mm256_srli_epi32::<28>(even));
+            let word = _mm256_set1_epi16(0xff);
+            [
+                _mm256_and_si256(even, word),
+                _mm256_and_si256(odd, word),
+                _mm256_srli_epi16::<8>(even),
+                _mm256_srli_epi16::<8>(odd),
+            ]
+        } else {
+            let word = _mm256_set1_epi16(15);
+            [
+                _mm256_and_si256(u, word),
+                _mm256_and_si256(_mm256_srli_epi16::<4>(u), word),
+                _mm256_and_si256(_mm256_srli_epi16::<8>(u), word),
+                _mm256_srli_epi16::<12>(u),
+            ]
+        };
+        for (r, acc) in acc.iter_mut().enumerate() {
+            // SAFETY: four pairs of words per step.
+            let pairs = unsafe { a.add(r * row_bytes + step * 16).cast::<i32>() };
+            for (i, codes) in codes.iter().enumerate() {
+                // SAFETY: as above.
+                let pair = _mm256_set1_epi32(unsafe { pairs.add(i).read_unaligned() });
+                *acc = _mm256_add_epi32(*acc, _mm256_madd_epi16(*codes, pair));
+            }
+        }
+    }
+    acc
+}
+
+/// Σ upper nibbles · bytes of NR rows, for eight lanes.
+#[inline]
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn bytes<const NR: usize>(
+    u: *const u8,
+    apart: usize,
+    steps: usize,
+    a: *const i8,
+    row_bytes: usize,
+) -> [__m256i; NR] {
+    let (low, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
+    let mut acc = [_mm256_setzero_si256(); NR];
+    let mut step = 0;
+    while step < steps {
+        let end = steps.min(step + BYTE_STEPS);
+        let mut sums = [_mm256_setzero_si256(); NR];
+        while step < end {
+            // SAFETY: the caller's promise.
+            let u = unsafe { _mm256_loadu_si256(u.add(step * apart * 64).cast()) };
+            let (first, second) = (_mm256_and_si256(u, low), _mm256_and_si256(_mm256_srli_epi16::<4>(u), low));
+            for (r, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: eight bytes per step.
+                let (x, y) = unsafe {
+                    let quads = a.add(r * row_bytes + step * 8).cast::<i32>();
+                    (quads.read_unaligned(), quads.add(1).read_unaligned())
+                };
+                let x = _mm256_maddubs_epi16(first, _mm256_set1_epi32(x));
+                let y = _mm256_maddubs_epi16(second, _mm256_set1_epi32(y));
+                *sum = _mm256_add_epi16(*sum, _mm256_add_epi16(x, y));
+            }
+            step += 1;
+        }
+        for (acc, sum) in acc.iter_mut().zip(sums) {
+            *acc = _mm256_add_epi32(*acc, _mm256_madd_epi16(sum, ones));
+        }
+    }
+    acc
+}

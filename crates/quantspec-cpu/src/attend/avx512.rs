@@ -1,0 +1,484 @@
+//! A nibble page with AVX-512 VNNI, or with AMX for the products: both give the same integers, so the same bits.
+
+use super::{G, Planes, State, amx};
+use crate::dispatch::{AHEAD, fetch, fetches_ahead};
+use quantspec_core::config::Rounding;
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+/// Row limbs above which arithmetic takes longer than reading: tiles pay, and the next page is fetched meanwhile. Up to here
+/// the page itself is fetched ahead of its loads.
+const MANY: usize = 8;
+
+/// Products are integers: the query times the page's steps, and the probabilities times the tokens' steps, become one
+/// int8 limb (UpperCoarse) or two, 15 bits (`127` or `127·128 = 16,256` at most), each row with its own scale. So the order
+/// of summation inside a page does not matter. Codes are centred through the sum of the limbs.
+///
+/// # Safety
+/// AVX-512 F, BW, DQ and VNNI; block lengths as `Shape` says; rows inside the state.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vnni")]
+pub(super) unsafe fn page(
+    tiles: bool,
+    st: &mut State,
+    rows: Range<usize>,
+    planes: Planes,
+    rounding: Rounding,
+    upper: &[u8],
+    lower: &[u8],
+    next: Option<(&[u8], &[u8])>,
+) {
+    let code = planes.code(rounding);
+    // SAFETY: passed on.
+    unsafe {
+        match planes {
+            Planes::UpperCoarse => run::<1, false>(tiles, st, rows, code, upper, lower, next),
+            Planes::Upper => run::<2, false>(tiles, st, rows, code, upper, lower, next),
+            Planes::Both => run::<2, true>(tiles, st, rows, code, upper, lower, next),
+        }
+    }
+}
+
+const fn top(limbs: usize) -> f32 {
+    if limbs == 2 { 16_256.0 } else { 127.0 }
+}
+
+/// 2^x for x ≤ 0 of any size, degree 4 (3e-6) or 3 (1e-4): x − ⌊x⌋ is one instruction, and `scalef` takes the floor itself.
+#[inline]
+#[target_feature(enable = "avx512f,avx512dq")]
+pub(super) fn exp2<const FINE: bool>(x: __m512) -> __m512 {
+    let c = |v: f32| _mm512_set1_ps(v);
+    let r = _mm512_reduce_ps::<1>(x);
+    let p = if FINE {
+        let p = _mm512_fmadd_ps(c(1.353_416_7e-2), r, c(5.201_146_4e-2));
+        let p = _mm512_fmadd_ps(p, r, c(2.414_427_5e-1));
+        let p = _mm512_fmadd_ps(p, r, c(6.930_038_3e-1));
+        _mm512_fmadd_ps(p, r, c(1.000_002_6))
+    } else {
+        let p = _mm512_fmadd_ps(c(7.802_452e-2), r, c(2.260_671_6e-1));
+        let p = _mm512_fmadd_ps(p, r, c(6.958_335_6e-1));
+        _mm512_fmadd_ps(p, r, c(9.999_252e-1))
+    };
+    _mm512_scalef_ps(p, x)
+}
+
+/// Lane sum in a fixed tree.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn sum(v: __m512) -> f32 {
+    let mut lanes = [0f32; 16];
+    // SAFETY: sixteen floats.
+    unsafe { _mm512_storeu_ps(lanes.as_mut_ptr(), v) };
+    crate::lanes::sum16(lanes)
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+pub(super) unsafe fn codes<const BOTH: bool>(u: *const u8, l: *const u8, i: usize) -> (__m512i, __m512i) {
+    // SAFETY: vector i of planes that the caller knows to be that long.
+    unsafe {
+        let u = _mm512_loadu_si512(u.add(i * 64).cast());
+        if BOTH {
+            let mask = _mm512_set1_epi32(0xf0f0_f0f0_u32 as i32);
+            let l = _mm512_loadu_si512(l.add(i * 64).cast());
+            (
+                _mm512_rol_epi32::<4>(_mm512_ternarylogic_epi32::<0xca>(mask, l, u)),
+                _mm512_ternarylogic_epi32::<0xca>(mask, u, l),
+            )
+        } else {
+            let low = _mm512_set1_epi8(15);
+            (_mm512_and_si512(u, low), _mm512_and_si512(_mm512_srli_epi16::<4>(u), low))
+        }
+    }
+}
+
+/// acc[vector][r] = Σ over `steps` of codes · limb r, for the NV lane vectors side by side from u (and l) on.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+unsafe fn dots<const NR: usize, const NV: usize, const BOTH: bool>(
+    u: *const u8,
+    l: *const u8,
+    steps: usize,
+    a: *const i8,
+    lda: usize,
+    ahead: &mut Ahead,
+) -> [[__m512i; NR]; NV] {
+    // SAFETY: the caller's planes hold steps · NV vectors, its limbs NR rows of 8 · steps.
+    unsafe {
+        let mut acc = [[_mm512_setzero_si512(); NR]; NV];
+        for s in 0..steps {
+            let mut c = [(_mm512_setzero_si512(), _mm512_setzero_si512()); NV];
+            if ahead.near {
+                for t in 0..NV {
+                    fetch(u.wrapping_add((s * NV + t) * 64), AHEAD);
+                    if BOTH {
+                        fetch(l.wrapping_add((s * NV + t) * 64), AHEAD);
+                    }
+                }
+            }
+            for (t, c) in c.iter_mut().enumerate() {
+                *c = codes::<BOTH>(u, l, s * NV + t);
+            }
+            for r in 0..NR {
+                let p = a.add(r * lda + s * 8).cast::<i32>();
+                let (x0, x1) = (_mm512_set1_epi32(p.read_unaligned()), _mm512_set1_epi32(p.add(1).read_unaligned()));
+                for t in 0..NV {
+                    acc[t][r] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(acc[t][r], c[t].0, x0), c[t].1, x1);
+                }
+            }
+        }
+        acc
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+pub(super) fn join<const LIMBS: usize>(high: __m512i, low: __m512i) -> __m512 {
+    _mm512_cvtepi32_ps(if LIMBS == 2 { _mm512_add_epi32(_mm512_slli_epi32::<7>(high), low) } else { high })
+}
+
+/// Scores of rows r0.. (NR/LIMBS of them) against the page.
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+unsafe fn score_rows<const NR: usize, const LIMBS: usize, const BOTH: bool>(
+    st: &mut State,
+    r0: usize,
+    u: *const u8,
+    l: *const u8,
+    ahead: &mut Ahead,
+) {
+    // SAFETY: as `page`.
+    unsafe {
+        let d = st.shape.d;
+        let wide = st.shape.wide();
+        let a = st.limbs.data.as_ptr().add(r0 * 2 * wide);
+        let s = st.s.as_mut_ptr().add(r0 * G);
+        for b in 0..2 {
+            let off = b * d * 32;
+            // Limbs of a row lie `wide` apart, so rows are two limbs apart whatever LIMBS is.
+            let acc = dots::<NR, 4, BOTH>(u.add(off), l.wrapping_add(off), d / 8, a, wide * (3 - LIMBS), ahead);
+            for (t, acc) in acc.iter().enumerate() {
+                for r in 0..NR / LIMBS {
+                    let f = st.f.get_unchecked(r0 + r);
+                    let v = join::<LIMBS>(acc[r * LIMBS], acc[r * LIMBS + LIMBS - 1]);
+                    let v = _mm512_fmadd_ps(v, _mm512_set1_ps(f[0]), _mm512_set1_ps(f[1]));
+                    _mm512_storeu_ps(s.add(r * G + (b * 4 + t) * 16), v);
+                }
+            }
+        }
+    }
+}
+
+/// o = o·alpha + codes·p·factor for rows r0..
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+unsafe fn value_rows<const NR: usize, const LIMBS: usize, const BOTH: bool>(
+    st: &mut State,
+    r0: usize,
+    u: *const u8,
+    l: *const u8,
+    ahead: &mut Ahead,
+) {
+    let vectors = st.shape.d16 / 16;
+    let mut first = 0;
+    while first < vectors {
+        // SAFETY: as `page`; groups are those of `Shape::value_groups`.
+        unsafe {
+            match vectors - first {
+                1 => value_group::<NR, 1, LIMBS, BOTH>(st, r0, first, u, l, ahead),
+                2 => value_group::<NR, 2, LIMBS, BOTH>(st, r0, first, u, l, ahead),
+                3 => value_group::<NR, 3, LIMBS, BOTH>(st, r0, first, u, l, ahead),
+                _ => value_group::<NR, 4, LIMBS, BOTH>(st, r0, first, u, l, ahead),
+            }
+        }
+        first += 4;
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
+unsafe fn value_group<const NR: usize, const NV: usize, const LIMBS: usize, const BOTH: bool>(
+    st: &mut State,
+    r0: usize,
+    first: usize,
+    u: *const u8,
+    l: *const u8,
+    ahead: &mut Ahead,
+) {
+    // SAFETY: as `page`.
+    unsafe {
+        let d16 = st.shape.d16;
+        let wide = st.shape.wide();
+        let a = st.limbs.data.as_ptr().add(r0 * 2 * wide);
+        let o = st.o.as_mut_ptr().add(r0 * d16 + first * 16);
+        let off = first * G / 8 * 64;
+        let acc = dots::<NR, NV, BOTH>(u.add(off), l.wrapping_add(off), G / 8, a, wide * (3 - LIMBS), ahead);
+        for (t, acc) in acc.iter().enumerate() {
+            for r in 0..NR / LIMBS {
+                let f = st.f.get_unchecked(r0 + r);
+                let p = o.add(r * d16 + t * 16);
+                let old = _mm512_mul_ps(_mm512_loadu_ps(p), _mm512_set1_ps(f[2]));
+                let v = join::<LIMBS>(acc[r * LIMBS], acc[r * LIMBS + LIMBS - 1]);
+                _mm512_storeu_ps(p, _mm512_fmadd_ps(v, _mm512_set1_ps(f[3]), old));
+            }
+        }
+    }
+}
+
+/// Writes the limbs of sixty-four integers q, four vectors in order: 64 bytes at `out`, and with two limbs 64 more `apart` bytes
+/// behind: q = 128·high + low, low in 0..128. |q| is at most [`top`].
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn put_limbs<const LIMBS: usize>(q: [__m512i; 4], out: *mut i8, apart: usize) {
+    // Packing works inside 128-bit lanes: word i of lane l is then word l of vector i.
+    let order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    let (a, b) = (_mm512_packs_epi32(q[0], q[1]), _mm512_packs_epi32(q[2], q[3]));
+    let bytes = |a, b| _mm512_permutexvar_epi32(order, _mm512_packs_epi16(a, b));
+    // SAFETY: 64 bytes at `out` and, with two limbs, at `out + apart`.
+    unsafe {
+        if LIMBS == 2 {
+            let low = _mm512_set1_epi16(127);
+            let high = bytes(_mm512_srai_epi16::<7>(a), _mm512_srai_epi16::<7>(b));
+            _mm512_storeu_si512(out.cast(), high);
+            let low = bytes(_mm512_and_si512(a, low), _mm512_and_si512(b, low));
+            _mm512_storeu_si512(out.add(apart).cast(), low);
+        } else {
+            _mm512_storeu_si512(out.cast(), bytes(a, b));
+        }
+    }
+}
+
+/// Scales and, `groups` halves behind them, zeros become n steps and values of the centre code, `apart` floats apart (those
+/// behind `groups` mean nothing, and meet queries of 0). Returns the largest step.
+#[inline]
+#[target_feature(enable = "avx512f")]
+unsafe fn unpack(
+    params: *const u8,
+    groups: usize,
+    n: usize,
+    (step, shift): (f32, f32),
+    out: *mut f32,
+    apart: usize,
+) -> f32 {
+    // SAFETY: n, a multiple of 16, floats at `out` and at `out + apart`; `groups + n` halves at `params`, padding included.
+    unsafe {
+        let mut most = _mm512_setzero_ps();
+        for i in (0..n).step_by(16) {
+            let s = _mm512_cvtph_ps(_mm256_loadu_si256(params.add(i * 2).cast()));
+            let z = _mm512_cvtph_ps(_mm256_loadu_si256(params.add((groups + i) * 2).cast()));
+            let steps = _mm512_mul_ps(s, _mm512_set1_ps(step));
+            most = _mm512_max_ps(most, steps);
+            _mm512_storeu_ps(out.add(i), steps);
+            _mm512_storeu_ps(out.add(apart + i), _mm512_fmadd_ps(s, _mm512_set1_ps(shift), z));
+        }
+        _mm512_reduce_max_ps(most)
+    }
+}
+
+/// Query limbs of row r against the page's key parameters; sets the scale and offset of its scores.
+#[target_feature(enable = "avx512f,avx512bw")]
+unsafe fn fold_query<const LIMBS: usize>(st: &mut State, r: usize, centre: f32) {
+    // SAFETY: as `page`. Queries behind D are zeros, and what parameters stand there is finite.
+    unsafe {
+        let (d64, wide) = (st.shape.d64, st.shape.wide());
+        let (q, params) = (st.q.as_ptr().add(r * d64), st.params.as_ptr());
+        let out = st.limbs.data.as_mut_ptr().add(r * 2 * wide);
+        let mut offset = _mm512_setzero_ps();
+        let mut most = offset;
+        for i in (0..d64).step_by(16) {
+            let q = _mm512_loadu_ps(q.add(i));
+            most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_mul_ps(q, _mm512_loadu_ps(params.add(i)))));
+            offset = _mm512_fmadd_ps(q, _mm512_loadu_ps(params.add(wide + i)), offset);
+        }
+        let most = _mm512_reduce_max_ps(most).max(1e-30);
+        let (scale, inv) = (most / top(LIMBS), _mm512_set1_ps(top(LIMBS) / most));
+        let mut sums = _mm512_setzero_si512();
+        for first in (0..d64).step_by(64) {
+            let mut codes = [sums; 4];
+            for (i, code) in codes.iter_mut().enumerate() {
+                let at = first + i * 16;
+                let x = _mm512_mul_ps(_mm512_loadu_ps(q.add(at)), _mm512_loadu_ps(params.add(at)));
+                *code = _mm512_cvtps_epi32(_mm512_mul_ps(x, inv));
+                sums = _mm512_add_epi32(sums, *code);
+            }
+            put_limbs::<LIMBS>(codes, out.add(first), wide);
+        }
+        let offset = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(-centre * scale), offset);
+        st.f[r][0] = scale;
+        st.f[r][1] = sum(offset);
+    }
+}
+
+/// Softmax of row r over the page, relative to the page's own maximum; limbs of p·step, whose scale is the page's largest
+/// step (`most`) over the top code; merge factors of the row. Steps are those of [`normalise_steps`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq")]
+unsafe fn softmax<const LIMBS: usize>(st: &mut State, r: usize, most: f32, centre: f32) {
+    // SAFETY: as `page`.
+    unsafe {
+        let wide = st.shape.wide();
+        let s = st.s.as_ptr().add(r * G);
+        let params = st.params.as_ptr();
+        let out = st.limbs.data.as_mut_ptr().add(r * 2 * wide);
+        let (l, zero) = (st.l.as_mut_ptr().add(r * 16), st.zero.as_mut_ptr().add(r * 16));
+        let mut p = [_mm512_setzero_ps(); 8];
+        for (i, p) in p.iter_mut().enumerate() {
+            *p = _mm512_loadu_ps(s.add(i * 16));
+        }
+        let a = _mm512_max_ps(_mm512_max_ps(p[0], p[1]), _mm512_max_ps(p[2], p[3]));
+        let b = _mm512_max_ps(_mm512_max_ps(p[4], p[5]), _mm512_max_ps(p[6], p[7]));
+        let highest = _mm512_reduce_max_ps(_mm512_max_ps(a, b));
+        // One of the two factors is 1.
+        let less = _mm512_cvtss_f32(exp2::<true>(_mm512_set1_ps(-(st.m[r] - highest).abs())));
+        let (alpha, w) = if highest > st.m[r] { (less, 1.0) } else { (1.0, less) };
+        st.m[r] = st.m[r].max(highest);
+        let (mut total, mut zeros, mut sums) = (_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_si512());
+        for first in [0, 4] {
+            let mut codes = [sums; 4];
+            for (i, code) in codes.iter_mut().enumerate() {
+                let at = (first + i) * 16;
+                let x = _mm512_sub_ps(p[first + i], _mm512_set1_ps(highest));
+                let e = if LIMBS == 2 { exp2::<true>(x) } else { exp2::<false>(x) };
+                total = _mm512_add_ps(total, e);
+                zeros = _mm512_fmadd_ps(e, _mm512_loadu_ps(params.add(wide + at)), zeros);
+                *code = _mm512_cvtps_epi32(_mm512_mul_ps(e, _mm512_loadu_ps(params.add(at))));
+                sums = _mm512_add_epi32(sums, *code);
+            }
+            put_limbs::<LIMBS>(codes, out.add(first * 16), wide);
+        }
+        let scale = most / top(LIMBS);
+        zeros = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums), _mm512_set1_ps(-centre * scale), zeros);
+        let (av, wv) = (_mm512_set1_ps(alpha), _mm512_set1_ps(w));
+        _mm512_storeu_ps(l, _mm512_fmadd_ps(_mm512_loadu_ps(l), av, _mm512_mul_ps(total, wv)));
+        _mm512_storeu_ps(zero, _mm512_fmadd_ps(_mm512_loadu_ps(zero), av, _mm512_mul_ps(zeros, wv)));
+        st.f[r][2] = alpha;
+        st.f[r][3] = w * scale;
+    }
+}
+
+/// Calls `$f` for all row limbs, in passes of at most five. Integers: any split gives the same bits.
+macro_rules! passes {
+    ($f:ident, $rows:expr, $limbs:expr, $both:tt, $st:expr, $planes:expr, $ahead:expr) => {{
+        let mut r = $rows.start;
+        while r < $rows.end {
+            let left = ($rows.end - r) * $limbs;
+            let n = if left >= 5 && left != 8 && $limbs == 1 {
+                $f::<5, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead);
+                5
+            } else if left >= 4 {
+                $f::<4, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead);
+                4
+            } else if left >= 2 {
+                $f::<2, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead);
+                2
+            } else {
+                $f::<1, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead);
+                1
+            };
+            r += n / $limbs;
+        }
+    }};
+}
+
+/// Steps of the page's tokens become multiples of top/most: a probability times that is a code.
+#[target_feature(enable = "avx512f")]
+unsafe fn normalise_steps<const LIMBS: usize>(params: *mut f32, most: f32) {
+    let inv = _mm512_set1_ps(top(LIMBS) / most);
+    for i in (0..G).step_by(16) {
+        // SAFETY: G floats at `params`.
+        unsafe { _mm512_storeu_ps(params.add(i), _mm512_mul_ps(_mm512_loadu_ps(params.add(i)), inv)) };
+    }
+}
+
+/// What is fetched while a page is computed.
+///
+/// For few rows, the page's own lines shortly before they are loaded. For many, the next page line by line, evenly: a core has some
+/// sixteen lines under way at most, and a burst of requests waits as loads do.
+pub(super) struct Ahead<'a> {
+    near: bool,
+    /// What is left of the next page.
+    blocks: [&'a [u8]; 2],
+    /// Lines asked for with every row of a phase, and with every vector that is unpacked to a tile.
+    per_row: usize,
+    per_step: usize,
+}
+
+impl<'a> Ahead<'a> {
+    /// For `rows` rows of `limbs` limbs in all. On tiles, `steps` vectors are unpacked and rows go through three phases, else
+    /// through two.
+    fn new(next: Option<[&'a [u8]; 2]>, rows: usize, limbs: usize, steps: Option<usize>) -> Ahead<'a> {
+        let many = limbs > MANY;
+        let blocks = next.filter(|_| many).unwrap_or_default();
+        let lines = (blocks[0].len() + blocks[1].len()) / 64;
+        let (per_row, per_step) = match steps {
+            Some(steps) => (lines / 8, (lines * 5 / 8).div_ceil(steps)),
+            None => (lines / 2, 0),
+        };
+        Ahead { near: !many && fetches_ahead(), blocks, per_row: per_row.div_ceil(rows.max(1)), per_step }
+    }
+
+    #[inline(always)]
+    fn lines(&mut self, count: usize) {
+        let [block, after] = self.blocks;
+        let now = block.len().min(count * 64);
+        for line in block[..now].chunks(64) {
+            // SAFETY: a prefetch may have any address; SSE belongs to every x86-64 CPU.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
+        }
+        self.blocks = if now == block.len() { [after, &[]] } else { [&block[now..], after] };
+    }
+
+    /// Lines of one row of a phase.
+    #[inline(always)]
+    pub(super) fn row(&mut self) {
+        self.lines(self.per_row);
+    }
+
+    /// Lines of one unpacked vector.
+    #[inline(always)]
+    pub(super) fn step(&mut self) {
+        self.lines(self.per_step);
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vnni")]
+unsafe fn run<const LIMBS: usize, const BOTH: bool>(
+    tiles: bool,
+    st: &mut State,
+    rows: Range<usize>,
+    (step, shift, centre): (f32, f32, f32),
+    upper: &[u8],
+    lower: &[u8],
+    next: Option<(&[u8], &[u8])>,
+) {
+    // SAFETY: as `page`.
+    unsafe {
+        let shape = st.shape;
+        let wide = shape.wide();
+        let (u, l) = (upper.as_ptr(), lower.as_ptr());
+        let limbs = rows.len() * LIMBS;
+        let tiles = tiles && limbs > MANY && shape.d64 <= 64 * amx::MAX_K;
+        let next = next.map(|(upper, lower)| [upper, if BOTH { lower } else { &[] }]);
+        let ahead = &mut Ahead::new(next, rows.len(), limbs, tiles.then_some(2 * shape.d));
+        let params = st.params.as_mut_ptr();
+        unpack(u, shape.d, shape.d16, (step, shift), params, wide);
+        for r in rows.clone() {
+            ahead.row();
+            fold_query::<LIMBS>(st, r, centre);
+        }
+        // All steps may be 0 (constant values): any scale does then.
+        let most = unpack(u.add(shape.value_params()), G, G, (step, shift), params, wide).max(1e-30);
+        normalise_steps::<LIMBS>(params, most);
+        let keys = (u.add(shape.key_plane()), l);
+        let values = (u.add(shape.value_plane()), l.wrapping_add(shape.lower_value_plane()));
+        if tiles {
+            let _config = crate::amx::Tiles::new([(amx::ROWS, 64); 8]);
+            amx::scores::<LIMBS, BOTH>(st, rows.clone(), keys, ahead, |st, r| softmax::<LIMBS>(st, r, most, centre));
+            amx::values::<LIMBS, BOTH>(st, rows, values, ahead);
+        } else {
+            passes!(score_rows, rows, LIMBS, BOTH, st, keys, ahead);
+            for r in rows.clone() {
+                ahead.row();
+                softmax::<LIMBS>(st, r, most, centre);
+            }
+            passes!(value_rows, rows, LIMBS, BOTH, st, values, ahead);
+        }
+    }
+}

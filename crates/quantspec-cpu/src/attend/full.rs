@@ -1,0 +1,393 @@
+//! Pages of halves: those of view Full, and the ring of recent tokens.
+//!
+//! Halves are widened once for all rows. A score is one chain of multiply-adds over the channels, an output one over the tokens,
+//! on every path: how many rows and vectors a kernel keeps in registers at once changes no bit.
+
+use super::portable::softmax;
+use super::{G, Shape, State};
+use crate::dispatch::{Simd, portable};
+use crate::lanes::{madd, widen};
+use std::ops::Range;
+
+/// Feeds one f16 page (or a page of the ring) to rows of the state; row r reads its first `visible(r)` tokens, at least one.
+pub(crate) fn full_page(simd: Simd, state: &mut State, rows: Range<usize>, page: &[u16], visible: &[usize]) {
+    assert!(page.len() == state.shape.full_len() && visible.len() == rows.len() && rows.end <= state.m.len());
+    let (key_halves, value_halves) = page.split_at(G * state.shape.d);
+    let d = state.shape.d;
+    let most = visible.iter().copied().max().unwrap_or(0);
+    let mut wide = std::mem::take(&mut state.wide);
+    for first in (0..most).step_by(64) {
+        // Whole vectors: what the ring holds behind the newest token is finite and masked.
+        let tokens = (most - first).min(64).div_ceil(16) * 16;
+        let wide = &mut wide[..tokens * d];
+        widen(simd, &key_halves[first * d..][..tokens * d], wide);
+        scores(simd, state, rows.clone(), visible, first, wide);
+    }
+    {
+        let (state, rows) = (&mut *state, rows.clone());
+        portable!(simd, full_softmax(state: &mut State, rows: Range<usize>, visible: &[usize]));
+    }
+    for first in (0..most).step_by(16) {
+        let tokens = (most - first).min(16);
+        let wide = &mut wide[..tokens * d];
+        widen(simd, &value_halves[first * d..][..tokens * d], wide);
+        values(simd, state, rows.clone(), visible, first, wide);
+    }
+    state.wide = wide;
+}
+
+/// Scores of up to 64 tokens from `first` on, for all rows; those a row does not see mean nothing. `wide`: their keys
+/// `[token/16][D][16]`.
+fn scores(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
+    let (d, d64) = (state.shape.d, state.shape.d64);
+    let tokens = wide.len() / d;
+    assert!(tokens.is_multiple_of(16) && first + tokens <= G);
+    #[cfg(target_arch = "x86_64")]
+    if simd.has_avx512() || simd == Simd::Avx2 {
+        assert!(rows.end * d64 <= state.q.len() && rows.end * G <= state.s.len());
+        let (q, s) = (&state.q[rows.start * d64..], &mut state.s[rows.start * G + first..]);
+        // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
+        unsafe {
+            match simd {
+                Simd::Avx2 => avx2::scores(q.as_ptr(), d64, rows.len(), wide.as_ptr(), d, tokens, s.as_mut_ptr()),
+                _ => avx512::scores(q.as_ptr(), d64, rows.len(), wide.as_ptr(), d, tokens, s.as_mut_ptr()),
+            }
+        }
+        return;
+    }
+    portable!(simd, full_scores(state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]));
+}
+
+/// Adds up to 16 tokens from `first` on to the outputs of the rows that see them. `wide`: their values `[token][D]`.
+fn values(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if simd.has_avx512() || simd == Simd::Avx2 {
+        let (d, d16) = (state.shape.d, state.shape.d16);
+        assert!(rows.end * d16 <= state.o.len() && rows.end * G <= state.s.len());
+        // Rows ascend in position: neighbours that see equally many tokens share loads.
+        let seen = |i: usize| visible[i].saturating_sub(first).min(wide.len() / d);
+        let mut i = 0;
+        while i < rows.len() {
+            let alike = (i..rows.len()).take_while(|j| seen(*j) == seen(i)).count();
+            let r = rows.start + i;
+            let (p, o) = (state.s[r * G + first..].as_ptr(), state.o[r * d16..].as_mut_ptr());
+            // SAFETY: as above; `seen` tokens are in `wide`, `alike` rows in the state.
+            unsafe {
+                match simd {
+                    Simd::Avx2 => avx2::values(p, alike, seen(i), wide.as_ptr(), d, o, d16),
+                    _ => avx512::values(p, alike, seen(i), wide.as_ptr(), d, o, d16),
+                }
+            }
+            i += alike;
+        }
+        return;
+    }
+    portable!(simd, full_values(state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]));
+}
+
+/// The two loops for vectors of `$lanes` floats, `$most` rows at a time by four vectors.
+#[cfg(target_arch = "x86_64")]
+macro_rules! kernels {
+    ($name:ident, $feature:literal, $lanes:literal, $most:literal, $zero:ident, $load:ident, $store:ident, $set1:ident, $fmadd:ident) => {
+        mod $name {
+            use super::G;
+            use std::arch::x86_64::*;
+
+            const LANES: usize = $lanes;
+
+            /// Calls `$f` for all rows, up to `$most` at a time.
+            macro_rules! row_groups {
+                ($rows:expr, |$r:ident, $n:ident| $call:expr) => {{
+                    let mut $r = 0;
+                    while $r < $rows {
+                        $r += match ($rows - $r).min($most) {
+                            1 => {
+                                const $n: usize = 1;
+                                $call;
+                                $n
+                            }
+                            2 => {
+                                const $n: usize = 2;
+                                $call;
+                                $n
+                            }
+                            3 => {
+                                const $n: usize = 3;
+                                $call;
+                                $n
+                            }
+                            4 => {
+                                const $n: usize = 4;
+                                $call;
+                                $n
+                            }
+                            _ => {
+                                const $n: usize = if $most < 5 { $most } else { 5 };
+                                $call;
+                                $n
+                            }
+                        };
+                    }
+                }};
+            }
+
+            /// `s[r][token] = Σ q[r][c] · k[c][token]`, rows of `s` G apart; keys `[token/16][d][16]`.
+            ///
+            /// # Safety
+            /// `rows` rows of `q` (`d64` apart) and of `s`, and `tokens` (a multiple of 16) keys exist.
+            #[target_feature(enable = $feature)]
+            pub(super) unsafe fn scores(
+                q: *const f32,
+                d64: usize,
+                rows: usize,
+                keys: *const f32,
+                d: usize,
+                tokens: usize,
+                s: *mut f32,
+            ) {
+                // SAFETY: passed on.
+                unsafe {
+                    let mut token = 0;
+                    while token < tokens {
+                        let whole = tokens - token >= 4 * LANES;
+                        row_groups!(rows, |r, N| {
+                            let (q, s) = (q.add(r * d64), s.add(r * G + token));
+                            if whole {
+                                score_block::<N, 4>(q, d64, keys, d, token, s)
+                            } else {
+                                score_block::<N, 1>(q, d64, keys, d, token, s)
+                            }
+                        });
+                        token += if whole { 4 * LANES } else { LANES };
+                    }
+                }
+            }
+
+            #[inline]
+            #[target_feature(enable = $feature)]
+            unsafe fn score_block<const R: usize, const V: usize>(
+                q: *const f32,
+                d64: usize,
+                keys: *const f32,
+                d: usize,
+                token: usize,
+                s: *mut f32,
+            ) {
+                // SAFETY: as `scores`, for R rows and V vectors of tokens.
+                unsafe {
+                    let mut acc = [[$zero(); V]; R];
+                    let mut vectors = [keys; V];
+                    for (v, vector) in vectors.iter_mut().enumerate() {
+                        let t = token + v * LANES;
+                        *vector = keys.add(t / 16 * d * 16 + t % 16);
+                    }
+                    for c in 0..d {
+                        let mut k = [$zero(); V];
+                        for v in 0..V {
+                            k[v] = $load(vectors[v].add(c * 16));
+                        }
+                        for r in 0..R {
+                            let q = $set1(*q.add(r * d64 + c));
+                            for v in 0..V {
+                                acc[r][v] = $fmadd(k[v], q, acc[r][v]);
+                            }
+                        }
+                    }
+                    for r in 0..R {
+                        for v in 0..V {
+                            $store(s.add(r * G + v * LANES), acc[r][v]);
+                        }
+                    }
+                }
+            }
+
+            /// `o[r][c] += Σ p[r][token] · v[token][c]`, rows of `p` G and of `o` `d16` apart.
+            ///
+            /// # Safety
+            /// `rows` rows of `p` and `o` and `tokens` values of d channels exist.
+            #[target_feature(enable = $feature)]
+            pub(super) unsafe fn values(
+                p: *const f32,
+                rows: usize,
+                tokens: usize,
+                values: *const f32,
+                d: usize,
+                o: *mut f32,
+                d16: usize,
+            ) {
+                // SAFETY: passed on.
+                unsafe {
+                    row_groups!(rows, |r, N| {
+                        let (p, o) = (p.add(r * G), o.add(r * d16));
+                        let mut c = 0;
+                        while c + 4 * LANES <= d {
+                            value_block::<N, 4>(p, tokens, values.add(c), d, o.add(c), d16);
+                            c += 4 * LANES;
+                        }
+                        while c + LANES <= d {
+                            value_block::<N, 1>(p, tokens, values.add(c), d, o.add(c), d16);
+                            c += LANES;
+                        }
+                        // Eight channels are left where vectors are of sixteen.
+                        for r in 0..N {
+                            for c in c..d {
+                                let o = o.add(r * d16 + c);
+                                for t in 0..tokens {
+                                    *o = (*values.add(t * d + c)).mul_add(*p.add(r * G + t), *o);
+                                }
+                            }
+                        }
+                    });
+                }
+            }
+
+            #[inline]
+            #[target_feature(enable = $feature)]
+            unsafe fn value_block<const R: usize, const V: usize>(
+                p: *const f32,
+                tokens: usize,
+                values: *const f32,
+                d: usize,
+                o: *mut f32,
+                d16: usize,
+            ) {
+                // SAFETY: as `values`, for R rows and V vectors of channels.
+                unsafe {
+                    let mut acc = [[$zero(); V]; R];
+                    for r in 0..R {
+                        for v in 0..V {
+                            acc[r][v] = $load(o.add(r * d16 + v * LANES));
+                        }
+                    }
+                    for t in 0..tokens {
+                        let mut x = [$zero(); V];
+                        for v in 0..V {
+                            x[v] = $load(values.add(t * d + v * LANES));
+                        }
+                        for r in 0..R {
+                            let p = $set1(*p.add(r * G + t));
+                            for v in 0..V {
+                                acc[r][v] = $fmadd(x[v], p, acc[r][v]);
+                            }
+                        }
+                    }
+                    for r in 0..R {
+                        for v in 0..V {
+                            $store(o.add(r * d16 + v * LANES), acc[r][v]);
+                        }
+                    }
+                }
+            }
+        }
+    };
+}
+
+#[cfg(target_arch = "x86_64")]
+kernels!(
+    avx512,
+    "avx512f,fma",
+    16,
+    5,
+    _mm512_setzero_ps,
+    _mm512_loadu_ps,
+    _mm512_storeu_ps,
+    _mm512_set1_ps,
+    _mm512_fmadd_ps
+);
+#[cfg(target_arch = "x86_64")]
+kernels!(avx2, "avx2,fma", 8, 2, _mm256_setzero_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_set1_ps, _mm256_fmadd_ps);
+
+#[inline(always)]
+fn full_softmax<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[usize]) {
+    let d16 = st.shape.d16;
+    for (r, visible) in rows.zip(visible) {
+        let (alpha, w) = softmax::<FMA>(st, r, *visible);
+        let mut sum = [0f32; 16];
+        for v in st.s[r * G..(r + 1) * G].chunks_exact_mut(16) {
+            for l in 0..16 {
+                sum[l] += v[l];
+                v[l] *= w;
+            }
+        }
+        for l in 0..16 {
+            st.l[r * 16 + l] = madd::<FMA>(st.l[r * 16 + l], alpha, sum[l] * w);
+            st.zero[r * 16 + l] *= alpha;
+        }
+        for o in &mut st.o[r * d16..(r + 1) * d16] {
+            *o *= alpha;
+        }
+    }
+}
+
+/// [`scores`] in plain Rust.
+#[inline(always)]
+fn full_scores<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
+    let Shape { d, d64, .. } = st.shape;
+    for (r, visible) in rows.zip(visible) {
+        if *visible <= first {
+            continue;
+        }
+        let q = &st.q[r * d64..][..d];
+        let s = &mut st.s[r * G + first..][..wide.len() / d];
+        if s.len() == 64 {
+            // Four chains of sums, or each would wait for the one before.
+            let mut acc = [[0f32; 16]; 4];
+            for (c, q) in q.iter().enumerate() {
+                for (v, acc) in acc.iter_mut().enumerate() {
+                    let k = &wide[(v * d + c) * 16..][..16];
+                    for l in 0..16 {
+                        acc[l] = madd::<FMA>(k[l], *q, acc[l]);
+                    }
+                }
+            }
+            for (s, acc) in s.chunks_exact_mut(16).zip(acc) {
+                s.copy_from_slice(&acc);
+            }
+        } else {
+            for (v, s) in s.chunks_exact_mut(16).enumerate() {
+                let mut acc = [0f32; 16];
+                for (c, q) in q.iter().enumerate() {
+                    let k = &wide[(v * d + c) * 16..][..16];
+                    for l in 0..16 {
+                        acc[l] = madd::<FMA>(k[l], *q, acc[l]);
+                    }
+                }
+                s.copy_from_slice(&acc);
+            }
+        }
+    }
+}
+
+/// [`values`] in plain Rust.
+#[inline(always)]
+fn full_values<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
+    let Shape { d, d16, .. } = st.shape;
+    for (r, visible) in rows.zip(visible) {
+        let tokens = visible.saturating_sub(first).min(16);
+        let p = &st.s[r * G + first..][..tokens];
+        let o = &mut st.o[r * d16..][..d];
+        let mut c = 0;
+        while c + 64 <= d {
+            let mut acc: [f32; 64] = crate::lanes::take(o, c);
+            for (t, p) in p.iter().enumerate() {
+                let v = &wide[t * d + c..][..64];
+                for l in 0..64 {
+                    acc[l] = madd::<FMA>(v[l], *p, acc[l]);
+                }
+            }
+            o[c..c + 64].copy_from_slice(&acc);
+            c += 64;
+        }
+        while c < d {
+            let mut acc: [f32; 8] = crate::lanes::take(o, c);
+            for (t, p) in p.iter().enumerate() {
+                let v = &wide[t * d + c..][..8];
+                for l in 0..8 {
+                    acc[l] = madd::<FMA>(v[l], *p, acc[l]);
+                }
+            }
+            o[c..c + 8].copy_from_slice(&acc);
+            c += 8;
+        }
+    }
+}
