@@ -1,6 +1,10 @@
 //! Compiles kernels/*.cu with NVRTC, which comes from the Python package of [`PACKAGE`] in the building environment: machine code for
 //! every architecture of [`ARCHITECTURES`] and PTX for what comes after them, embedded deflated.
-#![allow(clippy::print_stdout, reason = "a build script speaks to cargo on stdout")]
+#![allow(
+    clippy::print_stdout,
+    clippy::print_stderr,
+    reason = "a build script speaks to cargo on stdout, its children to it on stderr"
+)]
 
 use libloading::{Library, Symbol};
 use std::collections::VecDeque;
@@ -185,7 +189,36 @@ fn sources(directory: &Path, extension: &str) -> Vec<PathBuf> {
     found
 }
 
+/// The work of one process that [`compile`] starts: `library include kernels stem architecture file`, from which the deflated image
+/// goes to `file`. What is wrong goes to standard error.
+fn compile_one(arguments: &[String]) -> Result<(), String> {
+    let [library, include, kernels, stem, architecture, file] = arguments else {
+        return Err("a compiling process takes six arguments".to_owned());
+    };
+    // SAFETY: loading NVRTC runs only its own initialisers.
+    let library = unsafe { Library::new(library) }.map_err(|error| format!("{error}; reinstall {PACKAGE}"))?;
+    let nvrtc = Nvrtc::new(&library).map_err(|error| format!("{error}; install {PACKAGE}"))?;
+    let name = format!("{stem}.cu");
+    let kernels = Path::new(kernels);
+    let image = nvrtc
+        .image(&name, &read(&kernels.join(&name)), architecture, &[kernels, Path::new(include)])
+        .map_err(|log| format!("{name} for {architecture}: {log}"))?;
+    // Renamed when complete: another build may read it meanwhile.
+    let (file, partial) = (Path::new(file), Path::new(file).with_extension(format!("{}.partial", process::id())));
+    fs::write(&partial, miniz_oxide::deflate::compress_to_vec(&image, LEVEL))
+        .and_then(|()| fs::rename(&partial, file))
+        .map_err(|error| format!("{}: {error}", file.display()))
+}
+
 fn main() {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    if !arguments.is_empty() {
+        if let Err(message) = compile_one(&arguments) {
+            eprint!("{message}");
+            process::exit(1);
+        }
+        return;
+    }
     let out = PathBuf::from(env::var_os("OUT_DIR").unwrap_or_else(|| fail("OUT_DIR is not set")));
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels");
     println!("cargo::rerun-if-env-changed=QUANTSPEC_KERNELS");
@@ -224,6 +257,19 @@ fn main() {
     fs::write(out.join("images.rs"), table).unwrap_or_else(|error| fail(&error.to_string()));
 }
 
+/// Compiles one image in a process of its own: NVRTC compiles one program at a time, however many threads ask.
+fn compile_apart(toolkit: &Toolkit, kernels: &Path, stem: &str, architecture: &str, file: &Path) {
+    let done = env::current_exe().and_then(|this| {
+        let paths = [toolkit.library.as_path(), &toolkit.include, kernels];
+        process::Command::new(this).args(paths).args([stem, architecture]).arg(file).output()
+    });
+    match done {
+        Ok(output) if output.status.success() => (),
+        Ok(output) => fail(&String::from_utf8_lossy(&output.stderr)),
+        Err(error) => fail(&format!("{stem}.cu for {architecture}: no process to compile it: {error}")),
+    }
+}
+
 /// (stem, architecture, bytes, deflated file) of every image, in a fixed order.
 fn compile(
     toolkit: &Toolkit,
@@ -231,11 +277,6 @@ fn compile(
     kernels: &Path,
     images: &Path,
 ) -> Vec<(String, &'static str, usize, PathBuf)> {
-    // SAFETY: loading NVRTC runs only its own initialisers.
-    let library = unsafe { Library::new(&toolkit.library) }
-        .unwrap_or_else(|error| fail(&format!("{}: {error}; reinstall {PACKAGE}", toolkit.library.display())));
-    let nvrtc = Nvrtc::new(&library)
-        .unwrap_or_else(|error| fail(&format!("{}: {error}; install {PACKAGE}", toolkit.library.display())));
     // The library is known by its name and size: isolated builds install the same package at a new path every time.
     let size = fs::metadata(&toolkit.library).map_or(0, |metadata| metadata.len());
     let compiler = format!("{:?} {size}", toolkit.library.file_name().unwrap_or_default());
@@ -255,22 +296,12 @@ fn compile(
                     let source = read(unit);
                     let key = hash(&[source.as_bytes(), headers.as_bytes(), compiler.as_bytes(), &[LEVEL]]);
                     let file = images.join(format!("{stem}.{architecture}.{key:016x}"));
-                    let bytes =
-                        match fs::read(&file).ok().and_then(|old| miniz_oxide::inflate::decompress_to_vec(&old).ok()) {
-                            Some(old) => old.len(),
-                            None => {
-                                let image = nvrtc
-                                    .image(&format!("{stem}.cu"), &source, architecture, &[kernels, &toolkit.include])
-                                    .unwrap_or_else(|log| fail(&format!("{stem}.cu for {architecture}: {log}")));
-                                let deflated = miniz_oxide::deflate::compress_to_vec(&image, LEVEL);
-                                // Renamed when complete: another build may read it meanwhile.
-                                let partial = file.with_extension(format!("{}.partial", process::id()));
-                                fs::write(&partial, deflated)
-                                    .and_then(|()| fs::rename(&partial, &file))
-                                    .unwrap_or_else(|error| fail(&format!("{}: {error}", file.display())));
-                                image.len()
-                            }
-                        };
+                    let inflated = || miniz_oxide::inflate::decompress_to_vec(&fs::read(&file).ok()?).ok();
+                    let bytes = inflated().or_else(|| {
+                        compile_apart(toolkit, kernels, &stem, architecture, &file);
+                        inflated()
+                    });
+                    let bytes = bytes.unwrap_or_else(|| fail(&format!("{}: is not an image", file.display()))).len();
                     done.lock().unwrap_or_else(|lock| lock.into_inner()).push((stem, architecture, bytes, file));
                 }
             });
