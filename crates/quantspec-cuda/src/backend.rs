@@ -692,7 +692,7 @@ impl CudaBackend {
         self.sampling.judge(turns.0, turns.1, verify.rows.len(), last.rows, logits, warm)
     }
 
-    /// Runs a round that was described, as a graph where one like it ran before: some hundred launches per step become one.
+    /// Runs a round that was described, as a graph where two like it ran before: some hundred launches per step become one.
     fn run(&mut self, round: &[(Step, Plan)], turns: (u64, usize), warm: bool) -> Result<()> {
         let mut key = vec![turns.0, turns.1 as u64, u64::from(warm), self.sampling.draft_address()];
         for (step, plan) in round {
@@ -709,13 +709,15 @@ impl CudaBackend {
                 self.queue_round(round, turns, warm, false)
             }
             Some(None) => {
+                // Launched one by one once more, and recorded while the GPU works on it: building a graph of thousands of launches
+                // takes milliseconds.
+                self.queue_round(round, turns, warm, false)?;
                 let device = self.device.clone();
                 let graph = device.record(|| self.queue_round(round, turns, warm, true))?;
-                let graph = self.graphs.entry(key).insert_entry(Some(graph)).into_mut();
-                // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
-                graph.as_ref().map_or(Ok(()), |graph| unsafe { graph.launch() })
+                self.graphs.insert(key, Some(graph));
+                Ok(())
             }
-            // SAFETY: as above.
+            // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
             Some(Some(graph)) => unsafe { graph.launch() },
         }
     }
