@@ -376,6 +376,14 @@ def test_what_cannot_be_restarted(engine: Any) -> None:
     refused("one method", lambda: ordinary.configure(method="ar"))
 
 
+def test_a_step_has_so_many_rows() -> None:
+    from quantspec_cli import _native
+
+    for slots in (1 << 16, 1 << 62):
+        with pytest.raises(_native.NativeError, match=f"{slots} slots"):
+            _native.Engine(str(hub.demo()), capacity=20, slots=slots, gamma=1)
+
+
 def test_rows_at_a_depth_are_part_of_the_prefill(engine: Any) -> None:
     prompt = ids(1000)
     seconds = {}

@@ -75,29 +75,15 @@ impl CacheBytes {
     }
 }
 
-/// The longest capacity, in tokens and at most `config.max_positions`, whose caches fit into `bytes` beside
-/// `other_bytes(capacity)`: weights, workspace, and whatever else the backend takes, not shrinking with the capacity.
-/// `None` where not even one token fits.
-pub fn longest_context(
-    config: &ModelConfig,
-    planes: Planes,
-    slots: usize,
-    bytes: usize,
-    other_bytes: impl Fn(usize) -> usize,
-) -> Option<usize> {
-    let fits = |capacity: usize| {
-        CacheBytes::of(config, planes, capacity, slots).total().saturating_add(other_bytes(capacity)) <= bytes
-    };
-    let (mut fitting, mut beyond) = (0, config.max_positions.saturating_add(1));
-    while beyond - fitting > 1 {
-        let middle = fitting + (beyond - fitting) / 2;
-        if fits(middle) {
-            fitting = middle;
-        } else {
-            beyond = middle;
-        }
+/// The longest capacity, in tokens and at most `max_positions`, whose `needed_bytes(capacity)` fit into `bytes`; what is
+/// needed must not shrink as the capacity grows. 0 where not even one token fits.
+pub fn longest_context(max_positions: usize, bytes: usize, needed_bytes: impl Fn(usize) -> usize) -> usize {
+    let (mut low, mut high) = (0, max_positions);
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        if needed_bytes(middle) <= bytes { low = middle } else { high = middle - 1 }
     }
-    (fitting > 0).then_some(fitting)
+    low
 }
 
 #[cfg(test)]
@@ -154,15 +140,15 @@ mod tests {
     #[test]
     fn the_longest_context_fits_and_one_more_does_not() {
         let (config, planes) = (llama_8b(), Planes::of(&[View::Both]));
-        let other = |capacity: usize| 16_000_000_000 + 8_192 * capacity;
-        let total = |capacity| CacheBytes::of(&config, planes, capacity, 3).total() + other(capacity);
+        let needed =
+            |capacity| CacheBytes::of(&config, planes, capacity, 3).total() + 16_000_000_000 + 8_192 * capacity;
         for bytes in [17_000_000_000, 18_234_567_890, 24_000_000_000] {
-            let longest = longest_context(&config, planes, 3, bytes, other).unwrap();
+            let longest = longest_context(config.max_positions, bytes, needed);
             assert!(longest < config.max_positions);
-            assert!(total(longest) <= bytes && total(longest + 1) > bytes, "{longest}");
+            assert!(needed(longest) <= bytes && needed(longest + 1) > bytes, "{longest}");
         }
-        assert_eq!(longest_context(&config, planes, 3, usize::MAX, other), Some(131_072));
-        assert_eq!(longest_context(&config, planes, 3, 16_000_000_000, other), None);
+        assert_eq!(longest_context(config.max_positions, usize::MAX, needed), 131_072);
+        assert_eq!(longest_context(config.max_positions, 16_000_000_000, needed), 0);
     }
 
     #[test]
@@ -186,9 +172,9 @@ mod tests {
     #[test]
     fn a_context_that_fills_memory_to_the_byte_fits() {
         let (config, planes) = (llama_8b(), Planes::of(&[View::Both]));
-        for capacity in [1, 127, 128, 5_000] {
-            let exact = CacheBytes::of(&config, planes, capacity, 1).total() + capacity;
-            assert_eq!(longest_context(&config, planes, 1, exact, |capacity| capacity), Some(capacity));
+        let needed = |capacity| CacheBytes::of(&config, planes, capacity, 1).total() + capacity;
+        for capacity in [1, 127, 128, 5_000, config.max_positions] {
+            assert_eq!(longest_context(config.max_positions, needed(capacity), needed), capacity);
         }
     }
 
@@ -197,8 +183,8 @@ mod tests {
         let config = ModelConfig { layers: usize::MAX / 2, ..llama_8b() };
         let bytes = CacheBytes::of(&config, Planes::of(&[View::Both, View::Full]), usize::MAX, 3);
         assert_eq!((bytes.upper_bytes, bytes.buffer_bytes, bytes.total()), (usize::MAX, usize::MAX, usize::MAX));
-        assert_eq!(longest_context(&config, Planes::of(&[View::Full]), 1, 1 << 40, |_| 0), None);
-        let endless = ModelConfig { max_positions: usize::MAX, ..llama_8b() };
-        assert_eq!(longest_context(&endless, Planes::of(&[View::Full]), 1, usize::MAX, |_| 0), Some(usize::MAX - 1));
+        let needed = |capacity| CacheBytes::of(&config, Planes::of(&[View::Full]), capacity, 1).total();
+        assert_eq!(longest_context(usize::MAX, 1 << 40, needed), 0);
+        assert_eq!(longest_context(usize::MAX, usize::MAX, needed), usize::MAX);
     }
 }

@@ -50,22 +50,6 @@ impl Stats {
         self.drafted_pages += pages;
     }
 
-    /// Adds the counters of `other`, for example of another engine.
-    pub fn merge(&mut self, other: &Stats) {
-        self.prefill_tokens += other.prefill_tokens;
-        self.prefill_s += other.prefill_s;
-        self.draft_s += other.draft_s;
-        self.verify_s += other.verify_s;
-        self.rounds += other.rounds;
-        self.drafted_tokens += other.drafted_tokens;
-        self.drafted_pages += other.drafted_pages;
-        self.accepted_tokens += other.accepted_tokens;
-        if self.accepted_at.len() < other.accepted_at.len() {
-            self.accepted_at.resize(other.accepted_at.len(), 0);
-        }
-        self.accepted_at.iter_mut().zip(&other.accepted_at).for_each(|(mine, theirs)| *mine += theirs);
-    }
-
     /// Prompt tokens processed.
     pub fn prefill_tokens(&self) -> usize {
         self.prefill_tokens
@@ -210,25 +194,5 @@ mod tests {
         assert_eq!(stats.acceptance_rate(), None);
         assert_eq!(stats.mean_acceptance_length(), None);
         assert_eq!(stats.acceptance_rate_per_position(), None);
-    }
-
-    #[test]
-    fn merging_equals_counting_together() {
-        let rounds = [(4, 2), (1, 1), (7, 7), (0, 0), (2, 0)];
-        let (mut all, mut parts) = (Stats::default(), [Stats::default(), Stats::default()]);
-        for (i, &(gamma, accepted)) in rounds.iter().enumerate() {
-            let part = &mut parts[usize::from(i > 1)];
-            for stats in [&mut all, part] {
-                stats.round(gamma, accepted);
-                stats.prefill(i, 0.25);
-                stats.draft(0.5);
-                stats.verify(0.125);
-            }
-        }
-        // A longer draft may be on either side.
-        for (mut merged, other) in [(parts[0].clone(), &parts[1]), (parts[1].clone(), &parts[0])] {
-            merged.merge(other);
-            assert_eq!(merged, all);
-        }
     }
 }

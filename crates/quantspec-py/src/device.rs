@@ -3,6 +3,7 @@
 use crate::machine;
 use crate::options::Resolved;
 use quantspec_core::cache::G;
+use quantspec_core::plan::longest_context;
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
@@ -124,16 +125,11 @@ impl Place {
             let options = self.adapt(&Options { capacity, ..options.clone() });
             total(&self.memory(checkpoint, &options))
         };
-        // The largest capacity that fits, by bisection: the plan grows with capacity.
-        let (mut low, mut high) = (0, config.max_positions);
-        while low < high {
-            let middle = low + (high - low).div_ceil(2);
-            if needed(middle) <= available { low = middle } else { high = middle - 1 }
-        }
+        let longest = longest_context(config.max_positions, available, needed);
         if options.capacity > config.max_positions {
             return Err(Error::does_not_fit(
                 format!("{} tokens exceed the model's context of {}", options.capacity, config.max_positions),
-                format!("shorten the prompt or lower -n so that both stay within {} tokens", low.max(1)),
+                format!("shorten the prompt or lower -n so that both stay within {} tokens", longest.max(1)),
             ));
         }
         let memory = self.memory(checkpoint, &self.adapt(options));
@@ -148,8 +144,8 @@ impl Place {
                     self.name(),
                     gigabytes(available)
                 ),
-                if low > 0 {
-                    format!("the longest context that fits is {low} tokens; lower -n or shorten the prompt")
+                if longest > 0 {
+                    format!("the longest context that fits is {longest} tokens; lower -n or shorten the prompt")
                 } else if options.slots > 1 {
                     "not even short sequences fit; decode fewer at once, or use a smaller model".to_string()
                 } else {
@@ -157,7 +153,7 @@ impl Place {
                 },
             ));
         }
-        Ok(Plan { planned_bytes: used + total(&memory), memory, longest_context: low })
+        Ok(Plan { planned_bytes: used + total(&memory), memory, longest_context: longest })
     }
 
     /// Loads the model and opens an engine.

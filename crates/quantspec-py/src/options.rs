@@ -17,6 +17,9 @@ pub(crate) const BLOCK_ROWS: usize = 256;
 /// measured cost table is flat.
 const GAMMA_AUTO: usize = 12;
 
+/// Rows of the largest step. Kernels number rows in 32 bits, and logits of this many rows already take gigabytes.
+const STEP_ROWS_MAX: usize = 1 << 16;
+
 /// Pages that drafts choose among when their number is chosen by measurement: all, and powers of four from what barely costs anything on.
 const PAGES_AUTO: [usize; 3] = [16, 64, 256];
 
@@ -115,6 +118,18 @@ impl Request<'_> {
             Some(choices) => policy.with_pages(&choices),
             None => policy,
         };
+        let longest = match (self.every_view, &draft) {
+            (true, _) => GAMMA_MAX,
+            (false, Some(_)) => self.gamma.unwrap_or(GAMMA_AUTO),
+            (false, None) => 0,
+        };
+        let step_rows = self.slots.saturating_mul(longest + 1);
+        if step_rows > STEP_ROWS_MAX {
+            return Err(Error::usage(
+                format!("{} slots of up to {} rows make a step of {step_rows} rows", self.slots, longest + 1),
+                format!("keep slots × (γ + 1) within {STEP_ROWS_MAX}"),
+            ));
+        }
         if self.capacity == 0 || self.slots == 0 {
             return Err(Error::usage(
                 format!("an engine of {} slots of {} tokens holds nothing", self.slots, self.capacity),
@@ -126,13 +141,6 @@ impl Request<'_> {
             false => std::iter::once(target).chain(draft.map(|plan| plan.view)).collect(),
         };
         let drafting = self.every_view || draft.is_some_and(|plan| plan.weights == Weights::Draft);
-        let longest = if self.every_view {
-            GAMMA_MAX
-        } else if draft.is_some() {
-            self.gamma.unwrap_or(GAMMA_AUTO)
-        } else {
-            0
-        };
         Ok(Resolved {
             method: Method { target, draft, policy },
             options: Options {
@@ -141,7 +149,7 @@ impl Request<'_> {
                 planes: Planes::of(&views),
                 rounding,
                 draft_weights: if drafting { wanted } else { DraftWeights::None },
-                step_rows: self.slots * (longest + 1),
+                step_rows,
                 block_rows: BLOCK_ROWS,
                 threads: self.threads,
             },
