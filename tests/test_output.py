@@ -12,7 +12,7 @@ from conftest import Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli.errors import QuantspecError
+from quantspec_cli.errors import FileError, QuantspecError
 from quantspec_cli.output import Answers, AtomicFile
 
 Run = Callable[..., Outcome]
@@ -118,6 +118,20 @@ def test_a_link_is_followed_and_a_device_is_written(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(QuantspecError, match="no space left"), AtomicFile("/dev/full") as file:
         file.write("x")
+
+
+def test_a_place_that_is_taken_meanwhile_costs_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+
+    def write() -> None:
+        with AtomicFile(str(path)) as file:
+            file.write("an hour's work")
+            path.mkdir()
+
+    with pytest.raises(FileError, match="is a directory") as caught:
+        write()
+    kept = Path(str(caught.value.hint).removeprefix("the complete text is in "))
+    assert kept.read_text() == "an hour's work"
 
 
 def test_a_place_that_cannot_be_written_is_an_error_before_any_work(fake: type, quantspec: Run, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class AtomicFile:
     def __init__(self, path: str) -> None:
         if not path:
             raise UsageError("the name of the output is empty", "name a file")
+        self._kept = False
         try:
             # A link is followed: what it points to gets the text.
             self._path = Path(os.path.realpath(path))
@@ -105,14 +106,21 @@ class AtomicFile:
             if not self._special:
                 os.fsync(self._file.fileno())
             self._file.close()
-            if not self._special:
-                self._temporary.replace(self._path)
+        if self._special:
+            return
+        try:
+            self._temporary.replace(self._path)
+        except OSError as error:  # the place has changed meanwhile: the text is complete, and stays where it is
+            self._kept = True
+            raise FileError(
+                f"output {self._path} cannot be written: {reason(error)}", f"the complete text is in {self._temporary}"
+            ) from error
 
     def discard(self) -> None:
         """Leaves the place as it was."""
         with contextlib.suppress(OSError):
             self._file.close()
-        if not self._special:
+        if not (self._special or self._kept):
             self._temporary.unlink(missing_ok=True)
 
     def __enter__(self) -> AtomicFile:
