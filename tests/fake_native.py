@@ -194,10 +194,6 @@ class Engine:
         return token
 
 
-def plan(model: str, *, capacity: int, **_: Any) -> dict[str, Any]:
-    return {"planned_bytes": 1000 * capacity, "longest_context": model_info(model)["max_positions"]}
-
-
 def doctor() -> dict[str, Any]:
     return {
         "cpu": {"name": "toy", "threads": 2, "simd": "none", "simd_reason": "a toy has none", "read_gb_per_s": 12.5},

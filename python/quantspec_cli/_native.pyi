@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
-__all__ = ["Engine", "NativeError", "doctor", "evaluate", "kernels", "model_info", "plan", "traffic"]
+__all__ = ["Engine", "NativeError", "doctor", "evaluate", "kernels", "model_info", "traffic"]
 
 class NativeError(Exception):
     """Any error of the engine but an interrupt, which arrives as KeyboardInterrupt."""
@@ -16,6 +16,8 @@ class NativeError(Exception):
 class Engine:
     """One model on one device with room for `slots` sequences of up to `capacity` tokens each.
 
+    Prompts have up to `prompt_capacity` of them (None: all): prefill holds every hidden state of a prompt.
+
     Long calls release the GIL and run pending signal handlers, so Ctrl-C ends them within 0.3 s. Callbacks are called
     with (done, total), at most every 50 ms.
     """
@@ -25,6 +27,7 @@ class Engine:
         model: str,
         *,
         capacity: int,
+        prompt_capacity: int | None = None,
         device: str = "auto",
         threads: int | None = None,
         kv_target: str = "int8",
@@ -114,24 +117,6 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters, times and bytes since the engine was opened; names as in `quantspec run --json`."""
-
-def plan(
-    model: str,
-    *,
-    capacity: int,
-    device: str = "auto",
-    threads: int | None = None,
-    kv_target: str = "int8",
-    method: str = "quantspec",
-    kv_rounding: str = "balanced",
-    draft_weights: str = "int4",
-    draft_pages: int | Literal["auto"] | None = None,
-    page_choice: str = "best",
-    accept: str = "replay",
-    gamma: int | None = None,
-    slots: int = 1,
-) -> dict[str, Any]:
-    """What such an engine would take: planned_bytes, its parts, and longest_context in tokens. Loads nothing."""
 
 def doctor() -> dict[str, Any]:
     """What this machine offers: cpu, gpu, memory_bytes, kernels."""

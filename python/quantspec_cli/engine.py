@@ -329,10 +329,14 @@ class Engine:
         options: EngineOptions,
         *,
         context: int,
+        longest_prompt: int | None = None,
         batch: int = 1,
         on_loading: OnProgress | None = None,
     ) -> None:
-        """Loads the weights; `context` and `batch` are the longest sequence and the most sequences at once."""
+        """Loads the weights; `context` and `batch` are the longest sequence and the most sequences at once.
+
+        Where the longest prompt is known, less memory is planned for reading it than for one that fills the context.
+        """
         from . import _native
 
         self.model = model
@@ -342,6 +346,7 @@ class Engine:
             self.native = _native.Engine(
                 str(model.directory),
                 capacity=context,
+                prompt_capacity=longest_prompt,
                 slots=batch,
                 draft_cache=settings.native_draft_cache(),
                 on_loading=on_loading,

@@ -67,7 +67,14 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
         ]
         context = max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded)
         with render.progress("loading weights", shown=not request.quiet) as on_loading:
-            engine = Engine(model, engine_options, context=context, batch=len(encoded), on_loading=on_loading)
+            engine = Engine(
+                model,
+                engine_options,
+                context=context,
+                longest_prompt=max(len(prompt.ids) for prompt in encoded),
+                batch=len(encoded),
+                on_loading=on_loading,
+            )
         if not request.quiet:
             render.note_of_drafts(engine.info)
 

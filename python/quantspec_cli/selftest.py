@@ -180,7 +180,8 @@ def first_difference(lengths: Sequence[int], expected: Sequence[list[int]], deco
 
 
 def _engine(model: Model, options: EngineOptions, prompts: Sequence[list[int]], *, batch: int) -> Engine:
-    return Engine(model, options, context=max(map(len, prompts)) + NEW_TOKENS, batch=batch)
+    longest = max(map(len, prompts))
+    return Engine(model, options, context=longest + NEW_TOKENS, longest_prompt=longest, batch=batch)
 
 
 def _decode(engine: Engine, prompts: Sequence[list[int]], options: GenerateOptions, gamma: int) -> list[list[int]]:

@@ -134,6 +134,7 @@ fn run(arguments: &[String], out: &mut impl Write) -> std::result::Result<(), Bo
     let options = Options {
         slots: 1,
         capacity,
+        prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,

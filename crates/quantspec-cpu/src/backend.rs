@@ -125,7 +125,7 @@ pub fn plan(config: &ModelConfig, options: &Options) -> Memory {
     let [upper, lower, full, ring] = Plan::new(config, options.planes, options.slots, options.capacity).bytes();
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
-        + Prompt::plan(config, options.capacity, options.block_rows, threads)
+        + Prompt::plan(config, options.prompt_capacity, options.block_rows, threads)
         + threads * (State::bytes_of(state_rows(config, options), shape) + quantize::Scratch::bytes_of(shape));
     Memory {
         weights_bytes,
@@ -172,7 +172,7 @@ impl CpuBackend {
         let pool = Pool::new(threads)?;
         // Memory first: what does not fit is known before a minute of loading.
         let cache = Cache::new(Plan::new(&config, options.planes, options.slots, options.capacity))?;
-        let prompt = Prompt::new(&config, options.capacity, options.block_rows, threads)?;
+        let prompt = Prompt::new(&config, options.prompt_capacity, options.block_rows, threads)?;
         let rows = Rows::new(&config, options)?;
         let states = (0..threads).map(|_| State::new(state_rows(&config, options), shape)).collect::<Result<_>>()?;
         let model = Model::load(checkpoint, options.draft_weights, choice.simd, &pool, &mut hooks)?;

@@ -21,6 +21,7 @@ fn options(slots: usize, capacity: usize) -> Options {
     Options {
         slots,
         capacity,
+        prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,

@@ -44,6 +44,7 @@ fn load(
     let options = Options {
         slots: 1,
         capacity: 256,
+        prompt_capacity: 256,
         planes: Planes::of(&[View::Both]),
         rounding: Rounding::Balanced,
         draft_weights: draft,

@@ -109,6 +109,7 @@ impl Run {
         let options = Options {
             slots: prompts.len(),
             capacity,
+            prompt_capacity: capacity,
             planes: Planes::of(&views),
             rounding: self.rounding,
             draft_weights: if drafts { DraftWeights::Int4 } else { DraftWeights::None },

@@ -36,6 +36,7 @@ fn options(capacity: usize) -> Options {
     Options {
         slots: 1,
         capacity,
+        prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,

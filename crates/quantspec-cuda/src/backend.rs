@@ -146,9 +146,9 @@ struct StepSpace {
 /// Activations of a prompt.
 #[derive(Debug)]
 struct PromptSpace {
-    /// f32 `[capacity][hidden]`: prefill is layer-major.
+    /// f32 `[prompt_capacity][hidden]`: prefill is layer-major.
     hidden: Buffer,
-    /// Keys and values of the layer under way, f16 `[capacity][2 kv_width]`.
+    /// Keys and values of the layer under way, f16 `[prompt_capacity][2 kv_width]`.
     scratch: Buffer,
     cos_sin: Buffer,
     tokens: Buffer,
@@ -267,7 +267,7 @@ impl Sizes {
 
 /// Bytes of a prompt's activations: (kept for every token, kept for a block).
 fn prompt_bytes(config: &ModelConfig, options: &Options) -> [usize; 8] {
-    let (tokens, rows, element) = (options.capacity.max(1), options.block_rows.max(1), config.dtype.bytes());
+    let (tokens, rows, element) = (options.prompt_capacity.max(1), options.block_rows.max(1), config.dtype.bytes());
     [
         tokens * config.hidden * 4,
         tokens * 2 * config.kv_width() * 2,
@@ -447,7 +447,7 @@ impl CudaBackend {
     ) -> Result<()> {
         let launch = Launch { grid: grid.map(|n| n as u32), block, shared: shared as u32, overlap: true };
         // SAFETY: every caller below passes the kernel's own argument list (kernels/elementwise.cu, quantize.cu) with buffers of this
-        // backend, which outlive the stream's work and have room for `step_rows` rows, `capacity` tokens or `block_rows` rows.
+        // backend, which outlive the stream's work and have room for `step_rows` rows, `prompt_capacity` tokens or `block_rows` rows.
         unsafe { self.device.launch(kernel, launch, arguments) }
     }
 
@@ -887,11 +887,11 @@ impl CudaBackend {
 
     fn prompt_embed(&mut self, block: &Block) -> Result<()> {
         let end = block.start + block.rows;
-        if block.prompt.len() > self.options.capacity || end > block.prompt.len() {
+        if block.prompt.len() > self.options.prompt_capacity || end > block.prompt.len() {
             return Err(Error::internal(format!(
                 "a prompt of {} tokens where {} fit",
                 block.prompt.len(),
-                self.options.capacity
+                self.options.prompt_capacity
             )));
         }
         self.prompt.tokens.write(block.start * 4, &block.prompt[block.start..end])?;
@@ -942,7 +942,7 @@ impl CudaBackend {
         let prompt = &self.prompt;
         let cos_sin = prompt.cos_sin.at(block.start * self.config.head_dim / 2 * 8);
         let kv = prompt.scratch.at(block.start * 2 * self.config.kv_width() * 2);
-        // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `capacity` tokens.
+        // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
         unsafe {
             self.prefill.qkv(
                 prompt.normed.at(0),
@@ -1061,7 +1061,7 @@ impl Backend for CudaBackend {
             Pass::Step(step) => self.step_attend(layer, step),
             Pass::Prefill(block) => {
                 let prompt = &self.prompt;
-                // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `capacity` tokens.
+                // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
                 unsafe {
                     self.prefill.attend(
                         prompt.q.at(0),

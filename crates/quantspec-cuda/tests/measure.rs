@@ -451,6 +451,7 @@ fn rounds() {
     let options = Options {
         slots: 1,
         capacity,
+        prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
@@ -540,6 +541,7 @@ fn steps() {
     let options = Options {
         slots: 1,
         capacity,
+        prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,

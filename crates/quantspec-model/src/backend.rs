@@ -69,6 +69,8 @@ pub struct Options {
     pub slots: usize,
     /// Tokens of the longest sequence, prompt and output together.
     pub capacity: usize,
+    /// Tokens of the longest prompt, at most `capacity`: prefill holds the hidden states of all of them.
+    pub prompt_capacity: usize,
     /// Planes every page keeps.
     pub planes: Planes,
     /// How keys and values are rounded to nibbles.

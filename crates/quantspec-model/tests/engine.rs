@@ -22,6 +22,7 @@ fn engine(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBacken
     let options = Options {
         slots,
         capacity,
+        prompt_capacity: capacity,
         planes: Planes::of(&[View::Both]),
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,

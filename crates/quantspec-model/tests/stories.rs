@@ -31,6 +31,7 @@ fn decode(
     let options = Options {
         slots,
         capacity,
+        prompt_capacity: capacity,
         planes: Planes::of(&[target, plan.view]),
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,

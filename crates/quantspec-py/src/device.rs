@@ -98,7 +98,7 @@ impl Place {
             Place::Cuda { .. } => CUDA_BLOCK_ROWS,
         };
         // No block is longer than the longest prompt, rounded up to whole pages.
-        Options { block_rows: block_rows.min(options.capacity.next_multiple_of(G)), ..options.clone() }
+        Options { block_rows: block_rows.min(options.prompt_capacity.next_multiple_of(G)), ..options.clone() }
     }
 
     fn memory(&self, checkpoint: &Checkpoint, options: &Options) -> Memory {
@@ -108,8 +108,9 @@ impl Place {
         }
     }
 
-    /// Plans an engine and refuses what does not fit in the model's context or the device's memory.
-    pub(crate) fn plan(&self, checkpoint: &Checkpoint, options: &Options) -> Result<Plan> {
+    /// Bytes at the peak of an engine: of the process (resident now plus what the engine will hold), or of the GPU. Refuses what
+    /// does not fit in the model's context or the device's memory.
+    pub(crate) fn plan(&self, checkpoint: &Checkpoint, options: &Options) -> Result<usize> {
         let config = checkpoint.config();
         let (used, available) = match self {
             // What Python's allocator has freed by now serves the engine: beside the plan the process grows by less than 1 MB.
@@ -117,7 +118,7 @@ impl Place {
             Place::Cuda { free_bytes, .. } => (0, *free_bytes),
         };
         let needed = |capacity: usize| {
-            let options = self.adapt(&Options { capacity, ..options.clone() });
+            let options = self.adapt(&Options { capacity, prompt_capacity: capacity, ..options.clone() });
             total(&self.memory(checkpoint, &options))
         };
         let longest = longest_context(config.max_positions, available, needed);
@@ -148,7 +149,7 @@ impl Place {
                 },
             ));
         }
-        Ok(Plan { planned_bytes: used + total(&memory), memory, longest_context: longest })
+        Ok(used + total(&memory))
     }
 
     /// Loads the model and opens an engine.
@@ -174,15 +175,6 @@ impl Place {
             Place::Cuda { gpu, free_bytes, .. } => gpu.memory().ok().map(|(free, _)| free_bytes.saturating_sub(free)),
         }
     }
-}
-
-/// The plan of an engine that fits.
-pub(crate) struct Plan {
-    pub(crate) memory: Memory,
-    /// Bytes at the peak: of the process (resident now plus the plan), or of the GPU.
-    pub(crate) planned_bytes: usize,
-    /// Longest capacity that would fit in memory and context.
-    pub(crate) longest_context: usize,
 }
 
 /// Sum of all parts. Saturating: the plan of an absurd request does too, and must not wrap around to one that fits.

@@ -120,6 +120,7 @@ pub(crate) struct PyEngine {
     info: Py<PyDict>,
     planned_bytes: usize,
     load_s: f64,
+    prompt_capacity: usize,
     every_view: bool,
 }
 
@@ -145,7 +146,7 @@ impl PyEngine {
 #[pymethods]
 impl PyEngine {
     #[new]
-    #[pyo3(signature = (model, *, capacity, device="auto", threads=None, kv_target="int8", method="quantspec",
+    #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, kv_target="int8", method="quantspec",
         kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
         slots=1, every_view=false, draft_cache=None, on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
@@ -153,6 +154,7 @@ impl PyEngine {
         py: Python<'_>,
         model: &str,
         capacity: usize,
+        prompt_capacity: Option<usize>,
         device: &str,
         threads: Option<usize>,
         kv_target: &str,
@@ -169,6 +171,7 @@ impl PyEngine {
         on_loading: Option<Py<PyAny>>,
     ) -> PyResult<PyEngine> {
         let threads = threads.unwrap_or_else(default_threads);
+        let prompt_capacity = prompt_capacity.map_or(capacity, |tokens| tokens.clamp(1, capacity.max(1)));
         let request = Request {
             kv_target,
             method,
@@ -179,6 +182,7 @@ impl PyEngine {
             accept,
             gamma,
             capacity,
+            prompt_capacity,
             slots,
             threads,
             every_view,
@@ -191,13 +195,13 @@ impl PyEngine {
         let accept = resolved.accept;
         let origin = OriginSlot::default();
         let drafts = origin.hook();
-        let (device, place, config, plan) = detached(py, || {
+        let (device, place, config, planned_bytes) = detached(py, || {
             let checkpoint = open(model, draft_cache)?;
             let place = Place::choose(device, &checkpoint)?;
-            let plan = place.plan(&checkpoint, &resolved.options)?;
+            let planned_bytes = place.plan(&checkpoint, &resolved.options)?;
             let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
             let engine = place.engine(&checkpoint, resolved, hooks)?;
-            Ok((engine, place, checkpoint.config().clone(), plan))
+            Ok((engine, place, checkpoint.config().clone(), planned_bytes))
         })?;
         let load_s = started.elapsed().as_secs_f64();
         let info = PyDict::new(py);
@@ -215,7 +219,7 @@ impl PyEngine {
         info.set_item("max_positions", config.max_positions)?;
         info.set_item("eos", &config.eos)?;
         info.set_item("block_rows", on_device!(&device, engine => engine.block_rows()))?;
-        info.set_item("planned_bytes", plan.planned_bytes)?;
+        info.set_item("planned_bytes", planned_bytes)?;
         info.set_item("load_s", load_s)?;
         origin.describe(&info)?;
         Ok(PyEngine {
@@ -225,8 +229,9 @@ impl PyEngine {
             raised,
             accept,
             info: info.unbind(),
-            planned_bytes: plan.planned_bytes,
+            planned_bytes,
             load_s,
+            prompt_capacity,
             every_view,
         })
     }
@@ -249,6 +254,12 @@ impl PyEngine {
         seed: u64,
         max_new_tokens: usize,
     ) -> PyResult<usize> {
+        if prompt.len() > self.prompt_capacity {
+            return Err(to_python(Error::does_not_fit(
+                format!("a prompt of {} tokens; the engine was opened for {}", prompt.len(), self.prompt_capacity),
+                "shorten the prompt, or open the engine for longer ones",
+            )));
+        }
         let sampler = self.sampler(temperature, top_k, top_p, min_p, seed)?;
         self.run(py, |device| on_device!(device, engine => engine.add(&prompt, sampler, max_new_tokens)))
     }
@@ -300,6 +311,7 @@ impl PyEngine {
             draft_weights: "int4",
             accept: "replay",
             capacity: 1,
+            prompt_capacity: 1,
             slots: 1,
             threads: 1,
             every_view: true,
@@ -392,52 +404,4 @@ impl PyEngine {
 /// Worker threads where nobody asked: one per processor the process may use.
 pub(crate) fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
-}
-
-/// `plan(model, **options)`: what an engine would take, without loading it.
-#[pyfunction]
-#[pyo3(signature = (model, *, capacity, device="auto", threads=None, kv_target="int8", method="quantspec",
-    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
-    slots=1))]
-#[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
-pub(crate) fn plan<'py>(
-    py: Python<'py>,
-    model: &str,
-    capacity: usize,
-    device: &str,
-    threads: Option<usize>,
-    kv_target: &str,
-    method: &str,
-    kv_rounding: &str,
-    draft_weights: &str,
-    draft_pages: Option<DraftPages>,
-    page_choice: &str,
-    accept: &str,
-    gamma: Option<usize>,
-    slots: usize,
-) -> PyResult<Bound<'py, PyDict>> {
-    let threads = threads.unwrap_or_else(default_threads);
-    let request = Request {
-        kv_target,
-        method,
-        kv_rounding,
-        draft_weights,
-        draft_pages,
-        page_choice,
-        accept,
-        gamma,
-        capacity,
-        slots,
-        threads,
-        every_view: false,
-    };
-    let planned = detached(py, || {
-        let resolved = request.resolve()?;
-        let checkpoint = Checkpoint::open(Path::new(model))?;
-        Place::choose(device, &checkpoint)?.plan(&checkpoint, &resolved.options)
-    })?;
-    let out = memory_dict(py, &planned.memory)?;
-    out.set_item("planned_bytes", planned.planned_bytes)?;
-    out.set_item("longest_context", planned.longest_context)?;
-    Ok(out)
 }

@@ -23,7 +23,7 @@ mod _native {
     #[pymodule_export]
     use super::bench::{kernels, traffic};
     #[pymodule_export]
-    use super::engine::{PyEngine, plan};
+    use super::engine::PyEngine;
     #[pymodule_export]
     use super::errors::NativeError;
     #[pymodule_export]

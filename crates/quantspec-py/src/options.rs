@@ -42,6 +42,7 @@ pub(crate) struct Request<'a> {
     pub(crate) accept: &'a str,
     pub(crate) gamma: Option<usize>,
     pub(crate) capacity: usize,
+    pub(crate) prompt_capacity: usize,
     pub(crate) slots: usize,
     pub(crate) threads: usize,
     /// Keep every plane, the draft weights and room for the longest γ, so that the method may be changed later.
@@ -146,6 +147,7 @@ impl Request<'_> {
             options: Options {
                 slots: self.slots,
                 capacity: self.capacity,
+                prompt_capacity: self.prompt_capacity,
                 planes: Planes::of(&views),
                 rounding,
                 draft_weights: if drafting { wanted } else { DraftWeights::None },

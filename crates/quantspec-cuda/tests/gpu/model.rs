@@ -30,6 +30,7 @@ pub fn options(capacity: usize, slots: usize) -> Options {
     Options {
         slots,
         capacity,
+        prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,

@@ -79,6 +79,7 @@ pub(crate) fn options(golden: &Golden, slots: usize) -> Options {
     Options {
         slots,
         capacity: golden.ids.len() + 1,
+        prompt_capacity: golden.ids.len() + 1,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::None,
