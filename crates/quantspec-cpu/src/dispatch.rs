@@ -64,6 +64,7 @@ impl Simd {
                 ("avx512f", is_x86_feature_detected!("avx512f")),
                 ("avx512bw", is_x86_feature_detected!("avx512bw")),
                 ("avx512dq", is_x86_feature_detected!("avx512dq")),
+                ("avx512vl", is_x86_feature_detected!("avx512vl")),
                 ("avx512vnni", is_x86_feature_detected!("avx512vnni")),
                 ("avx512bf16", is_x86_feature_detected!("avx512bf16")),
                 ("fma", is_x86_feature_detected!("fma")),

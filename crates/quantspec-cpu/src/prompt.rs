@@ -153,7 +153,8 @@ impl Prompt {
         block: &Block,
     ) -> Result<()> {
         let (first, count) = self.panels(block)?;
-        if let Some(token) = block.prompt.iter().find(|token| **token as usize >= self.config.vocab) {
+        let fed = &block.prompt[block.start..block.start + block.rows];
+        if let Some(token) = fed.iter().find(|token| **token as usize >= self.config.vocab) {
             return Err(Error::internal(format!("token {token} is outside the vocabulary of {}", self.config.vocab)));
         }
         let (hidden, half, threads) = (self.config.hidden, self.config.head_dim / 2, machine.pool.threads());

@@ -117,11 +117,19 @@ pub(crate) fn device(index: usize) -> Result<DeviceInfo> {
     if supported(device.capability) { Ok(device) } else { Err(unsupported(&device)) }
 }
 
+/// An error and what caused it: the loader's own words, such as the name of a missing file, are in the cause.
+fn with_cause(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(cause) => format!("{error}: {}", with_cause(cause)),
+        None => error.to_string(),
+    }
+}
+
 /// The driver's library, opened once and never closed.
 fn library() -> Result<&'static Library> {
     static OPENED: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
     // SAFETY: loading the driver runs only its own initialisers.
-    let opened = OPENED.get_or_init(|| unsafe { Library::new(LIBRARY) }.map_err(|error| error.to_string()));
+    let opened = OPENED.get_or_init(|| unsafe { Library::new(LIBRARY) }.map_err(|error| with_cause(&error)));
     opened.as_ref().map_err(|reason| {
         Error::device(
             format!("no NVIDIA driver: {reason}"),

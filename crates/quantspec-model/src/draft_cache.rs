@@ -40,6 +40,9 @@ const ENTRY_BYTES: usize = 24;
 /// Longest description read: far above a path and a recipe.
 const DESCRIPTION_MAX: u32 = 64 << 10;
 const SUFFIX: &str = "draft";
+
+/// Beginning of the names of files on their way: the folder may be one in which others keep files, too.
+const TEMPORARY: &str = ".quantspec-draft-";
 /// Bytes read before reading is compared with making: enough for a disk to show its speed.
 const TRIAL_BYTES: u64 = 32 << 20;
 const MIB: u64 = 1 << 20;
@@ -323,7 +326,7 @@ impl Drafts {
         for path in entries.flatten().map(|entry| entry.path()) {
             let gone = match path.extension().and_then(|extension| extension.to_str()) {
                 Some(SUFFIX) => model_of(&path).is_some_and(|model| !model.exists()),
-                Some("tmp") => is_abandoned(&path),
+                Some("tmp") => is_ours(&path) && is_abandoned(&path),
                 _ => false,
             };
             if gone {
@@ -438,6 +441,10 @@ fn model_of(path: &Path) -> Option<PathBuf> {
     (!model.is_empty()).then(|| PathBuf::from(model))
 }
 
+fn is_ours(path: &Path) -> bool {
+    path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(TEMPORARY))
+}
+
 fn is_abandoned(path: &Path) -> bool {
     let changed = fs::metadata(path).and_then(|metadata| metadata.modified());
     changed.is_ok_and(|time| SystemTime::now().duration_since(time).is_ok_and(|age| age > ABANDONED))
@@ -485,7 +492,7 @@ impl Temporary {
         fs::create_dir_all(folder)?;
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let name = format!(
-            ".{}.{}.{}.tmp",
+            "{TEMPORARY}{}.{}.{}.tmp",
             XxHash3_64::oneshot(place.as_os_str().as_encoded_bytes()),
             std::process::id(),
             since.as_nanos()
@@ -721,20 +728,24 @@ mod tests {
         load(&other, [1, 2, 3, 4]);
         let drafts = folder.0.join("drafts");
         fs::write(drafts.join("notes.txt"), "not ours").unwrap();
-        fs::write(drafts.join("fresh.tmp"), "of a process that runs").unwrap();
-        let old = File::create(drafts.join("old.tmp")).unwrap();
-        old.set_modified(SystemTime::now() - 2 * ABANDONED).unwrap();
+        let fresh = format!("{TEMPORARY}3.2.1.tmp");
+        fs::write(drafts.join(&fresh), "of a process that runs").unwrap();
+        let left = format!("{TEMPORARY}1.2.3.tmp");
+        for name in [&left, "thesis.tmp"] {
+            let old = File::create(drafts.join(name)).unwrap();
+            old.set_modified(SystemTime::now() - 2 * ABANDONED).unwrap();
+        }
         load(&folder.cache(), [1, 2, 3, 4]);
-        assert_eq!(folder.files().len(), 4);
-        assert!(!drafts.join("old.tmp").exists());
+        assert_eq!(folder.files().len(), 5);
+        assert!(!drafts.join(left).exists());
         fs::remove_dir(&other.model).unwrap();
         load(&folder.cache(), [1, 2, 3, 4]);
-        assert_eq!(folder.files().len(), 4, "reading sweeps nothing");
+        assert_eq!(folder.files().len(), 5, "reading sweeps nothing");
         load(&folder.cache(), [5, 2, 3, 4]);
         let names: Vec<_> =
             folder.files().iter().map(|f| f.file_name().unwrap().to_str().unwrap().to_string()).collect();
-        assert_eq!(names.len(), 3);
-        assert!(names.contains(&"notes.txt".to_string()) && names.contains(&"fresh.tmp".to_string()));
+        assert_eq!(names.len(), 4);
+        assert!(["notes.txt", &fresh, "thesis.tmp"].iter().all(|name| names.contains(&name.to_string())));
     }
 
     #[test]

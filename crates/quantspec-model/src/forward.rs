@@ -50,6 +50,7 @@ pub fn prefill<B: Backend>(
     };
     for block in blocks() {
         backend.embed(&Pass::Prefill(block))?;
+        backend.poll()?;
     }
     for index in 0..layers {
         for block in blocks() {

@@ -3,7 +3,7 @@
 use crate::device::{Device, Place, on_device};
 use crate::errors::{detached, to_python};
 use crate::options::{DraftPages, Request};
-use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError};
+use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::sample::{Accept, Sampler};
@@ -14,12 +14,16 @@ use quantspec_model::draft_cache::{DraftCache, Origin};
 use quantspec_model::engine::Emitted;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
 /// How often a long operation asks Python for pending signals: well under the 0.3 s in which Ctrl-C must act, and far
 /// longer than taking the GIL costs.
 const POLL_EVERY: Duration = Duration::from_millis(40);
+
+/// How often a call looks whether another thread has left the engine: a step of the smallest model takes longer.
+const LOOK_EVERY: Duration = Duration::from_micros(200);
 
 /// How often progress is shown.
 const SHOW_EVERY: Duration = Duration::from_millis(50);
@@ -109,10 +113,21 @@ fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyD
     Ok(parts)
 }
 
+/// Notes that no thread is in the engine; dropped before its lock.
+struct Leaving<'a>(&'a PyEngine);
+
+impl Drop for Leaving<'_> {
+    fn drop(&mut self) {
+        *self.0.user() = None;
+    }
+}
+
 /// Decodes sequences on one device. See `_native.pyi` for the contract of each method.
 #[pyclass(name = "Engine", module = "quantspec_cli._native")]
 pub(crate) struct PyEngine {
     device: Mutex<Device>,
+    /// The thread that holds `device`.
+    user: Mutex<Option<ThreadId>>,
     place: Place,
     threads: usize,
     raised: Raised,
@@ -125,14 +140,40 @@ pub(crate) struct PyEngine {
 }
 
 impl PyEngine {
+    /// One call at a time: other threads wait, and Ctrl-C ends their waiting.
     fn run<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Device) -> Result<T> + Send) -> PyResult<T> {
         detached(py, || {
-            let mut device = self
-                .device
-                .lock()
-                .map_err(|_| Error::internal("an earlier call panicked and left the engine in an unknown state"))?;
+            let me = thread::current().id();
+            let mut asked = poll(Raised::default());
+            let mut device = loop {
+                match self.device.try_lock() {
+                    Ok(device) => break device,
+                    Err(TryLockError::Poisoned(_)) => {
+                        return Err(Error::internal(
+                            "an earlier call panicked and left the engine in an unknown state",
+                        ));
+                    }
+                    Err(TryLockError::WouldBlock) if *self.user() == Some(me) => {
+                        return Err(Error::usage(
+                            "the engine is called from a callback of its own",
+                            "call it after the callback has returned",
+                        ));
+                    }
+                    Err(TryLockError::WouldBlock) => {
+                        asked()?;
+                        thread::sleep(LOOK_EVERY);
+                    }
+                }
+            };
+            *self.user() = Some(me);
+            // Also when `work` panics.
+            let _leaving = Leaving(self);
             work(&mut device)
         })
+    }
+
+    fn user(&self) -> MutexGuard<'_, Option<ThreadId>> {
+        self.user.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 
     /// One sample per prompt: the sequence key of the noise is 0, so that a prompt's text does not depend on its place in a
@@ -224,6 +265,7 @@ impl PyEngine {
         origin.describe(&info)?;
         Ok(PyEngine {
             device: Mutex::new(device),
+            user: Mutex::new(None),
             place,
             threads,
             raised,
@@ -344,9 +386,8 @@ impl PyEngine {
         self.run(py, |device| on_device!(device, engine => engine.restart(slot, token, sampler)))
     }
 
-    fn choose_gamma(&self, slot: usize) -> PyResult<usize> {
-        let device = self.device.lock().map_err(|_| PyRuntimeError::new_err("the engine is in an unknown state"))?;
-        Ok(on_device!(&*device, engine => engine.choose_gamma(slot)))
+    fn choose_gamma(&self, py: Python<'_>, slot: usize) -> PyResult<usize> {
+        self.run(py, |device| Ok(on_device!(device, engine => engine.choose_gamma(slot))))
     }
 
     fn draft(&self, py: Python<'_>, gammas: Vec<(usize, usize)>) -> PyResult<()> {
