@@ -33,6 +33,8 @@ const STAGES: usize = 4;
 const GRAPH_STEPS_MAX: usize = 512;
 /// Begins a step in the key of a graph; no address and no count is as large.
 const STEP: u64 = u64::MAX;
+/// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to wait beside a product's block.
+const NORM_THREADS: u32 = 512;
 /// How long the host sleeps between looks at a busy device: short against a prompt's layer.
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
 /// Bits of the device's error flag (`FLAG_*` in kernels/numbers.cuh and quantize.cu).
@@ -620,10 +622,10 @@ impl CudaBackend {
         let bias = if self.plan.pending { bias } else { 0 };
         if quantised {
             let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, input.pitch8()];
-            self.launch(self.kernels.norm_i8, [rows, 1, 1], 1024, 0, &arguments)
+            self.launch(self.kernels.norm_i8, [rows, 1, 1], NORM_THREADS, 0, &arguments)
         } else {
             let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch()];
-            self.launch(kernel, [rows, 1, 1], 1024, 0, &arguments)
+            self.launch(kernel, [rows, 1, 1], NORM_THREADS, 0, &arguments)
         }
     }
 
@@ -931,7 +933,7 @@ impl CudaBackend {
             width,
             pitch
         ];
-        self.launch(self.kernels.norm[0], [block.rows, 1, 1], 1024, 0, &arguments)
+        self.launch(self.kernels.norm[0], [block.rows, 1, 1], NORM_THREADS, 0, &arguments)
     }
 
     fn prompt_qkv(&self, layer: usize, block: &Block) -> Result<()> {

@@ -61,7 +61,7 @@ fn norms_add_the_branch_and_normalise() {
                 let mut arguments = args![&h, y_at, bias_at, &weight_on].to_vec();
                 arguments.extend_from_slice(outputs);
                 arguments.extend_from_slice(&args![eps, width, pitch]);
-                run(&device, kernel, [count, 1, 1], 1024, 0, &arguments);
+                run(&device, kernel, [count, 1, 1], 512, 0, &arguments);
                 h.read::<f32>(0, count * width).unwrap()
             };
             for dtype in DTYPES {

@@ -331,7 +331,7 @@ fn sequence() {
         // What lies between two products of a step: a kernel that waits for one and is waited for by the next.
         let between = |rows: usize| {
             let arguments = quantspec_cuda::args![&hidden, 0u64, 0u64, &weight, &x, 1e-5f32, 4096usize, 4096usize];
-            let launch = Launch { grid: [rows as u32, 1, 1], block: 1024, shared: 0, overlap: true };
+            let launch = Launch { grid: [rows as u32, 1, 1], block: 512, shared: 0, overlap: true };
             // SAFETY: sixteen rows of 4,096 fit everywhere.
             unsafe { device.launch(norm, launch, &arguments) }.unwrap();
         };
