@@ -7,12 +7,25 @@
   KERNEL __launch_bounds__(256, PER_SM) name(const uint4* w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) { \
     linear_16<E, NT, DEPTH>(w, x, y, atoms, tiles, n, rows, pitch);                                                                              \
   }
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// On Hopper up to 16 rows: grid min(tiles, multiprocessors), 288 threads, RING_STAGES (RING_CHUNK + 16) + 8192 bytes of shared memory. 104 registers leave
+// room for a block of a norm.
+#define RING(name, E, NT)                                                                                                                         \
+  KERNEL __maxnreg__(104) name(const uint8_t* w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {                 \
+    linear_ring<E, NT>(w, x, y, atoms, tiles, n, rows, pitch);                                                                                    \
+  }
+RING(linear_bf16_1, MmaBf16, 1)
+RING(linear_bf16_2, MmaBf16, 2)
+RING(linear_f16_1, MmaHalf, 1)
+RING(linear_f16_2, MmaHalf, 2)
+#else
 LINEAR(linear_bf16_1, MmaBf16, 1, 4, 2)
 LINEAR(linear_bf16_2, MmaBf16, 2, 4, 2)
-LINEAR(linear_bf16_4, MmaBf16, 4, 2, 2)
-LINEAR(linear_bf16_8, MmaBf16, 8, 2, 1)
 LINEAR(linear_f16_1, MmaHalf, 1, 4, 2)
 LINEAR(linear_f16_2, MmaHalf, 2, 4, 2)
+#endif
+LINEAR(linear_bf16_4, MmaBf16, 4, 2, 2)
+LINEAR(linear_bf16_8, MmaBf16, 8, 2, 1)
 LINEAR(linear_f16_4, MmaHalf, 4, 2, 2)
 LINEAR(linear_f16_8, MmaHalf, 8, 2, 1)
 

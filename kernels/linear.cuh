@@ -8,6 +8,9 @@
 // long as both operands agree. So x is plain row-major and needs no packing.
 #pragma once
 #include "numbers.cuh"
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#include "hopper.cuh"
+#endif
 
 struct MmaBf16 {
   static DEV void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_bf16(d, a, b0, b1); }
@@ -214,6 +217,148 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
   copy_wait<0>();
 }
 static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must stay where floats count by ones");
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// ---- Hopper: a block per multiprocessor behind a ring that the copy engine fills ----
+// Weights do not depend on the kernel before, so a producer warp fills the ring, nearly all shared memory of a multiprocessor, as soon as the product before
+// has left it: memory works on while norms and the like run, whose blocks fit beside in the registers that are left. No more than AHEAD chunks are on their
+// way: they keep memory busy, and behind more of them every input and every result would queue.
+//
+// A chunk is an atom for each of the eight warps. TOGETHER tiles of a block alternate by chunks, so that what a warp needs of x serves all of them; it is asked
+// for two chunks ahead. Which atoms a warp adds up in which order is as in `linear_16`.
+constexpr int RING_STAGES = 12, RING_AHEAD = 4, RING_CHUNK = LINEAR_WARPS * 2048;
+
+// Keeps the ring full: by one thread.
+template <int TOGETHER>
+DEV void ring_fill(const uint8_t* w, uint32_t slots, uint32_t full, uint32_t empty, int atoms, int mine) {
+  const uint64_t once = evict_first();
+  int slot = 0, phase = 1, behind = 0, behind_phase = 0, ahead = 0;
+#pragma unroll 1
+  for (int first = 0; first < mine; first += TOGETHER)
+#pragma unroll 1
+    for (int k = 0; k < atoms; k += LINEAR_WARPS)
+#pragma unroll 1
+      for (int t = first; t < min(first + TOGETHER, mine); t++) {
+        const int bytes = min(LINEAR_WARPS, atoms - k) * 2048;
+        mbar_wait(empty + slot * 8, phase);
+        if (ahead < RING_AHEAD) {
+          ahead++;
+        } else {
+          mbar_wait(full + behind * 8, behind_phase);
+          if (++behind == RING_STAGES) behind = 0, behind_phase ^= 1;
+        }
+        mbar_expect(full + slot * 8, bytes);
+        bulk_copy(slots + slot * RING_CHUNK, w + ((size_t)(blockIdx.x + t * gridDim.x) * atoms + k) * 2048, bytes, full + slot * 8, once);
+        if (++slot == RING_STAGES) slot = 0, phase ^= 1;
+      }
+}
+
+template <class E, int NT>
+DEV void linear_ring(const uint8_t* __restrict__ w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {
+  constexpr int W = LINEAR_WARPS, TOGETHER = NT == 1 ? 4 : 2;
+  extern __shared__ __align__(128) uint8_t shared[];                       // slots, two turns of the warps' sums, barriers
+  float* const sums = reinterpret_cast<float*>(shared + RING_STAGES * RING_CHUNK);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  const uint32_t slots = shared_address(shared), full = slots + RING_STAGES * RING_CHUNK + 2 * W * 512, empty = full + RING_STAGES * 8;
+  const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, chunks = (atoms + W - 1) / W;
+  grid_trigger();
+  if (threadIdx.x < RING_STAGES) mbar_init(full + threadIdx.x * 8, 1), mbar_init(empty + threadIdx.x * 8, W), mbar_init_done();
+  __syncthreads();
+  if (warp == W) {
+    if (lane == 0) ring_fill<TOGETHER>(w, slots, full, empty, atoms, mine);
+    return;
+  }
+  grid_wait();
+  x += (size_t)g * pitch + warp * 64 + c * 8;
+  const uint32_t low = warp * 2048 + (g * 8 + (c ^ g)) * 16, high = warp * 2048 + (g * 8 + ((c + 4) ^ g)) * 16;
+  uint4 in[2][NT][2];
+  auto load = [&](int i, int k) {
+    if (k * W + warp < atoms)
+#pragma unroll
+      for (int t = 0; t < NT; t++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          in[i][t][h] = make_uint4(0, 0, 0, 0);
+          if (t * 8 + g < rows) in[i][t][h] = ldg_plain(x + (size_t)t * 8 * pitch + k * (W * 64) + h * 32);
+        }
+  };
+  int slot = 0, phase = 0, turn = 0;
+  load(0, 0), load(1, 1);
+#pragma unroll 1
+  for (int first = 0; first < mine; first += TOGETHER) {
+    const int count = min(TOGETHER, mine - first);
+    float acc[TOGETHER][NT][4];
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++)
+#pragma unroll
+      for (int t = 0; t < NT; t++) acc[i][t][0] = acc[i][t][1] = acc[i][t][2] = acc[i][t][3] = 0;
+#pragma unroll 1
+    for (int k0 = 0; k0 < chunks; k0 += 2)
+#pragma unroll
+      for (int b = 0; b < 2; b++)
+        if (k0 + b < chunks) {
+          const bool there = (k0 + b) * W + warp < atoms;
+#pragma unroll
+          for (int i = 0; i < TOGETHER; i += 2)
+            if (i < count) {
+              // Two tiles at a time. Without a second the first is read again, and nobody reads what it sums up.
+              const bool two = i + 1 < count;
+              uint4 a[2][4];
+              uint32_t left[2];
+#pragma unroll
+              for (int j = 0; j < 2; j++) {
+                if (j) left[1] = left[0];
+                if (j == 0 || two) {
+                  mbar_wait(full + slot * 8, phase);
+                  left[j] = slot;
+                  if (++slot == RING_STAGES) slot = 0, phase ^= 1;
+                }
+                const uint32_t at = slots + left[j] * RING_CHUNK;
+                a[j][0] = lds128(at + low), a[j][1] = lds128(at + low + 1024), a[j][2] = lds128(at + high), a[j][3] = lds128(at + high + 1024);
+              }
+              __syncwarp();
+              if (lane == 0) {
+                mbar_arrive(empty + left[0] * 8);
+                if (two) mbar_arrive(empty + left[1] * 8);
+              }
+              if (there)
+#pragma unroll
+                for (int h = 0; h < 2; h++)
+#pragma unroll
+                  for (int half = 0; half < 2; half++)
+#pragma unroll
+                    for (int j = 0; j < 2; j++) {
+                      const uint4 r = a[j][h * 2], s = a[j][h * 2 + 1];
+                      const uint32_t f[4] = {half ? r.z : r.x, half ? s.z : s.x, half ? r.w : r.y, half ? s.w : s.y};
+#pragma unroll
+                      for (int t = 0; t < NT; t++) E::mma(acc[i + j][t], f, half ? in[b][t][h].z : in[b][t][h].x, half ? in[b][t][h].w : in[b][t][h].y);
+                    }
+            }
+          load(b, k0 + b + 2);
+        }
+    if (first + TOGETHER < mine) load(0, 0), load(1, 1);
+#pragma unroll
+    for (int i = 0; i < TOGETHER; i++)
+#pragma unroll
+      for (int t = 0; t < NT; t++)
+        if (i < count && t * 8 < rows) {
+          float* const of = sums + turn * (W * 128);
+          turn ^= 1;                                                       // whoever is a turn ahead has met all others since
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            if (t * 8 + 2 * c + (e & 1) < rows) of[warp * 128 + (2 * c + (e & 1)) * 16 + g + (e >> 1) * 8] = acc[i][t][e];
+          bar_sync(1, W * 32);
+          const int row = t * 8 + (threadIdx.x >> 4), out = (blockIdx.x + (first + i) * gridDim.x) * 16 + (threadIdx.x & 15);
+          if (threadIdx.x < 128 && row < rows && out < n) {
+            float sum = of[threadIdx.x];
+#pragma unroll
+            for (int v = 1; v < W; v++) sum = __fadd_rn(sum, of[v * 128 + threadIdx.x]);
+            y[(size_t)row * n + out] = sum;
+          }
+        }
+  }
+}
+#endif
 
 // f32 weights, row-major [n][k]: a warp per output, lanes stride through k. For checkpoints that are stored so: small ones.
 template <int ROWS>

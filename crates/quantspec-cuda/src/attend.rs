@@ -200,7 +200,7 @@ pub(crate) fn check_head(device: &Device, d: usize) -> Result<()> {
 }
 
 /// Whether kernels use the copy engine: images of compute capability 9.0 do.
-fn has_engine(capability: u32) -> bool {
+pub(crate) fn has_engine(capability: u32) -> bool {
     capability == 90
 }
 
@@ -322,7 +322,7 @@ impl Attend {
         let d = config.head_dim;
         check_head(device, d)?;
         // How many blocks fill the device is a constant of it, whatever the rows of a call: it belongs to the order of the sums.
-        let engine = has_engine(device.info.capability);
+        let engine = device.has_engine();
         let split = |view: View, tiles: &[usize], registers: usize| -> Result<Split> {
             let (rings, wanted) = if engine { engine_kernels(view, d) } else { (1, Vec::new()) };
             // Without the engine: the next page under way while one is worked on, or not where shared memory is small.
@@ -472,7 +472,7 @@ impl Attend {
             centre: self.centre,
         };
         // With the engine a block has a multiprocessor to itself and walks the items.
-        let engine = has_engine(self.device.info.capability);
+        let engine = self.device.has_engine();
         let blocks = if engine { pass.items.min(self.device.multiprocessors) } else { pass.items };
         let grid = [blocks as u32, 1, 1];
         // SAFETY: the argument is the kernel's; the caller vouches for what it points to.

@@ -10,9 +10,11 @@ use std::sync::Arc;
 
 /// Shared memory a kernel may use without asking.
 const PLAIN_SHARED_BYTES: u32 = 48 * 1024;
-/// What kernels without dynamic shared memory want of a multiprocessor's memory as shared, in percent: their blocks' sums. The rest is L1, where their
-/// loads wait for memory. Without a wish they inherit what attention, which may come up just before, needs: nearly all, and run at three quarters.
-const SHARED_PERCENT: i32 = 30;
+/// What products that load into registers want of a multiprocessor's memory as shared, in percent: their blocks' sums. The rest is L1, where their loads
+/// wait for memory. Without a wish they inherit what attention, which may come up just before, needs: nearly all, and run at three quarters.
+pub(crate) const LOADS_PERCENT: i32 = 30;
+/// What small kernels want where products have rings in shared memory: all, so that a multiprocessor's split never changes within a step.
+const RINGS_PERCENT: i32 = 100;
 
 /// A GPU with the crate's kernels loaded. Work is queued on one stream, in order.
 #[derive(Debug)]
@@ -237,15 +239,26 @@ impl Device {
                     let status = unsafe { sys::cuFuncSetAttribute(function, attribute, shared as i32) };
                     check(status, &format!("{name} with {shared} bytes of shared memory"))?;
                 }
+                let kernel = Kernel { function };
                 if shared == 0 {
-                    let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-                    // SAFETY: `function` was just found.
-                    check(unsafe { sys::cuFuncSetAttribute(function, attribute, SHARED_PERCENT) }, name)?;
+                    self.prefer_shared(kernel, if self.has_engine() { RINGS_PERCENT } else { LOADS_PERCENT })?;
                 }
-                return Ok(Kernel { function });
+                return Ok(kernel);
             }
         }
         Err(Error::internal(format!("no kernel {name} for compute capability {}", self.info.compute_capability)))
+    }
+
+    /// Whether kernels use the copy engine: images of compute capability 9.0 do.
+    pub(crate) fn has_engine(&self) -> bool {
+        crate::attend::has_engine(self.info.capability)
+    }
+
+    /// Asks for `percent` of a multiprocessor's memory as shared while the kernel runs.
+    pub(crate) fn prefer_shared(&self, kernel: Kernel, percent: i32) -> Result<()> {
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        // SAFETY: kernels live as long as their module, which is the device's.
+        check(unsafe { sys::cuFuncSetAttribute(kernel.function, attribute, percent) }, "preferring shared memory")
     }
 
     /// Queues a kernel.

@@ -1,7 +1,7 @@
 //! Weights on the device and their products with the few rows of a step (kernels/linear.cu).
 
 use crate::args;
-use crate::device::{Buffer, Device, Kernel, Launch};
+use crate::device::{Buffer, Device, Kernel, LOADS_PERCENT, Launch};
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
@@ -16,6 +16,13 @@ pub(crate) const GROUP: usize = 128;
 const WARPS: usize = 8;
 /// Blocks that should be on a multiprocessor together: one alone is bound by its latencies.
 const RESIDENT: usize = 2;
+
+/// Row tiles of the largest product whose weights go through a ring on Hopper.
+const RING_TILES: usize = 2;
+/// Shared memory of such a block: stages of eight atoms with their two barriers, and two turns of the warps' sums (kernels/linear.cuh).
+const RING_SHARED: usize = 12 * (8 * 2048 + 16) + 2 * WARPS * 128 * 4;
+/// Its threads: a ninth warp loads.
+const RING_THREADS: u32 = 288;
 
 /// Name of a type in kernel names.
 pub(crate) const fn name(dtype: Dtype) -> &'static str {
@@ -77,18 +84,32 @@ impl Quantised {
 /// Kernels of one weight type by row tiles (of 8 rows).
 #[derive(Debug)]
 struct Family {
-    kernels: Vec<(usize, Kernel)>,
+    kernels: Vec<Product>,
+}
+
+/// A kernel for weights of 16 bits.
+#[derive(Clone, Copy, Debug)]
+struct Product {
+    tiles: usize,
+    /// Its weights go through a ring in shared memory.
+    ring: bool,
+    kernel: Kernel,
 }
 
 impl Family {
     fn new(device: &Device, stem: &str, tiles: &[usize]) -> Result<Family> {
-        let kernels = tiles.iter().map(|&nt| Ok((nt, device.kernel(&format!("{stem}_{nt}"), 0)?)));
+        let kernels = tiles.iter().map(|&tiles| {
+            let ring = device.has_engine() && tiles <= RING_TILES;
+            let kernel = device.kernel(&format!("{stem}_{tiles}"), if ring { RING_SHARED } else { 0 })?;
+            device.prefer_shared(kernel, if ring { 100 } else { LOADS_PERCENT })?;
+            Ok(Product { tiles, ring, kernel })
+        });
         Ok(Family { kernels: kernels.collect::<Result<_>>()? })
     }
 
     /// The smallest kernel that takes all rows at once, or the largest.
-    fn choose(&self, rows: usize) -> Result<(usize, Kernel)> {
-        let fits = self.kernels.iter().find(|(nt, _)| nt * 8 >= rows).or(self.kernels.last());
+    fn choose(&self, rows: usize) -> Result<Product> {
+        let fits = self.kernels.iter().find(|product| product.tiles * 8 >= rows).or(self.kernels.last());
         fits.copied().ok_or_else(|| Error::internal("a product without kernels"))
     }
 }
@@ -194,14 +215,15 @@ impl Linear {
                 };
             }
         };
-        let (nt, kernel) = family.choose(rows)?;
+        let Product { tiles: nt, ring, kernel } = family.choose(rows)?;
         let tiles = weights.n.div_ceil(TILE);
-        // Two blocks fit on a multiprocessor, one of the largest.
-        let resident = self.device.multiprocessors * if nt == 8 { 1 } else { RESIDENT };
+        // A ring takes a multiprocessor, as does a block of the largest kernel; two of the others fit.
+        let resident = self.device.multiprocessors * if ring || nt == 8 { 1 } else { RESIDENT };
         let grid = [tiles.min(resident) as u32, rows.div_ceil(8 * nt) as u32, 1];
+        let (block, shared) = if ring { (RING_THREADS, RING_SHARED as u32) } else { (256, 0) };
         let arguments = args![&weights.buffer, x, y, pitch / ATOM, tiles, weights.n, rows, pitch];
         // SAFETY: as above.
-        unsafe { self.device.launch(kernel, Launch { grid, block: 256, shared: 0, overlap: true }, &arguments) }
+        unsafe { self.device.launch(kernel, Launch { grid, block, shared, overlap: true }, &arguments) }
     }
 
     /// y f32 `[rows][n]` = x · weightsᵀ with draft weights; x int8 `[rows][k padded to 128]` and xs float2 `[rows][groups]` {scale, sum}.
