@@ -12,7 +12,7 @@
 use crate::dispatch::{AHEAD, Simd, fetch, fetches_ahead, portable};
 use crate::lanes::{bf16_bits, f16_value, madd};
 use crate::memory::Array;
-use crate::pool::{Pool, part};
+use crate::pool::{Deal, Pool, part};
 use crate::w4;
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
@@ -158,12 +158,28 @@ pub(crate) enum Weight<'a> {
     Draft(&'a w4::Tiles),
 }
 
-impl Weight<'_> {
+impl<'a> Weight<'a> {
     fn panels(&self) -> usize {
         match self {
             Weight::Full(matrix) => matrix.panels,
             Weight::Draft(tiles) => tiles.panels,
         }
+    }
+
+    /// What `thread` reads in [`run`] in units of `per` panels, others' work apart.
+    pub(crate) fn bytes_of_thread(&self, per: usize, thread: usize, threads: usize) -> &'a [u8] {
+        let (panels, bytes) = match self {
+            Weight::Full(Matrix { panels, store, .. }) => {
+                let bytes = match store {
+                    Store::Bf16(w) | Store::F16(w) => w.as_bytes(),
+                    Store::F32(w) => w.as_bytes(),
+                };
+                (*panels, bytes)
+            }
+            Weight::Draft(tiles) => (tiles.panels, tiles.data.as_bytes()),
+        };
+        let (unit, mine) = (bytes.len() / (panels / per), part(panels / per, thread, threads));
+        &bytes[mine.start * unit..mine.end * unit]
     }
 }
 
@@ -179,7 +195,7 @@ pub(crate) fn to_bf16(simd: Simd, from: &[f32], to: &mut [u16]) {
 }
 
 /// Computes outputs in units of `per` neighbouring panels and hands each unit to `each(unit, tile)`, tile `[per][m][32]`, on
-/// the thread that computed it. Units are dealt to threads in address order.
+/// the thread that computed it.
 pub(crate) fn run(
     pool: &Pool,
     simd: Simd,
@@ -201,10 +217,11 @@ pub(crate) fn run(
     if !fits {
         return Err(Error::internal("a linear layer was given activations of another shape"));
     }
+    let units = Deal::new(units, threads);
     pool.run(&|thread| {
         let mut tile = vec![0f32; per * m * PANEL];
         let mut scratch = Scratch::new(simd, input, m);
-        for unit in part(units, thread, threads) {
+        while let Some(unit) = units.take(thread) {
             for (i, out) in tile.chunks_exact_mut(m * PANEL).enumerate() {
                 panel(simd, weight, unit * per + i, input, m, &mut scratch, out);
             }
