@@ -446,7 +446,7 @@ impl CpuBackend {
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
         let cost = |i: usize| items[i].cost(group);
         let states = Parts::new(&mut self.states);
-        let context = Reads { simd, step, cache, index, planes, rounding, group };
+        let context = Reads { simd, step, cache, planes, rounding, group };
         let deal = Deal::of((0..threads).map(|thread| part_by_cost(items.len(), thread, threads, cost)));
         self.pool.run(&|thread| {
             // SAFETY: one element per thread.
@@ -699,7 +699,6 @@ struct Reads<'a> {
     simd: Simd,
     step: &'a Step<'a>,
     cache: &'a Cache,
-    index: usize,
     /// None: f16 pages.
     planes: Option<attend::Planes>,
     rounding: Rounding,
@@ -709,7 +708,6 @@ struct Reads<'a> {
 impl Reads<'_> {
     /// Feeds an item's pages to the state, each to the rows that see it. `list`: the pages of the item's last row.
     fn item(&self, state: &mut State, item: &Item, head: usize, list: &[u32]) {
-        debug_assert!(self.index < self.cache.plan.layers);
         let position = |i: usize| self.step.rows[item.first + i].position;
         let Some(chunk) = item.chunk else {
             self.recent(state, item, head);
