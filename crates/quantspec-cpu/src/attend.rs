@@ -23,6 +23,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod full;
+#[cfg(target_arch = "x86_64")]
+mod next;
 mod portable;
 
 pub(crate) use full::full_page;
@@ -271,7 +273,7 @@ pub(crate) fn nibble_page(
     #[cfg(target_arch = "x86_64")]
     if simd == Simd::Avx2 && state.shape.d <= avx2::MAX_D {
         // SAFETY: as above.
-        unsafe { avx2::page(state, rows, planes, rounding, upper, lower) };
+        unsafe { avx2::page(state, rows, planes, rounding, upper, lower, next) };
         return;
     }
     let _ = next;

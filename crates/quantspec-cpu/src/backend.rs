@@ -7,7 +7,7 @@ use crate::elementwise::{rms_norm, rope, silu_mul};
 use crate::lanes::{f16_bits, f16_is_finite};
 use crate::linear::{self, Input, PANEL, Weight, row_stride};
 use crate::memory::{Array, Parts};
-use crate::pool::{Pool, part, part_by_cost};
+use crate::pool::{Deal, Pool, part, part_by_cost};
 use crate::prompt::{Machine, Prompt};
 use crate::quantize;
 use crate::w4::Acts;
@@ -264,9 +264,16 @@ impl CpuBackend {
         Ok(())
     }
 
+    /// Threads that wait during the operations to come prepare to read this matrix, in units of `per` panels.
+    fn expect(&self, linear: &Linear, weights: Weights, per: usize) {
+        let weight = linear.weight(weights);
+        self.pool.expect(|thread| weight.bytes_of_thread(per, thread, self.pool.threads()));
+    }
+
     fn qkv_step(&mut self, index: usize, step: &Step) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
+        self.expect(&layer.output, step.weights, 1);
         self.rows.norm(simd, config, &layer.attention_norm, m);
         let places = self.rows.places;
         let (weight, input, out) = self.rows.input(simd, &layer.qkv, step.weights, From::X, config.hidden, m);
@@ -439,11 +446,12 @@ impl CpuBackend {
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
         let cost = |i: usize| items[i].cost(group);
         let states = Parts::new(&mut self.states);
-        let context = Reads { simd, step, cache, index, planes, rounding, group };
+        let context = Reads { simd, step, cache, planes, rounding, group };
+        let deal = Deal::of((0..threads).map(|thread| part_by_cost(items.len(), thread, threads, cost)));
         self.pool.run(&|thread| {
             // SAFETY: one element per thread.
             let state = unsafe { &mut states.slice(thread, 1)[0] };
-            for item in part_by_cost(items.len(), thread, threads, cost) {
+            while let Some(item) = deal.take(thread) {
                 let item = &items[item];
                 for r in 0..item.rows * group {
                     let (j, head) = (item.first + r / group, item.kv_head * group + r % group);
@@ -489,10 +497,12 @@ impl CpuBackend {
     fn add(&mut self, index: usize, step: &Step, from: From) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
-        let (linear, k) = match from {
-            From::Attended => (&layer.output, config.q_width()),
-            From::X | From::Ffn => (&layer.down, config.intermediate),
+        let after = self.model.layers.get(index + 1).map_or(&self.model.head, |layer| &layer.qkv);
+        let (linear, k, (next, per)) = match from {
+            From::Attended => (&layer.output, config.q_width(), (&layer.gate_up, 2)),
+            From::X | From::Ffn => (&layer.down, config.intermediate, (after, 1)),
         };
+        self.expect(next, step.weights, per);
         let (hidden, stride) = (config.hidden, row_stride(config.hidden));
         let (weight, input, out) = self.rows.input(simd, linear, step.weights, from, k, m);
         let out = Parts::new(out.hidden);
@@ -511,6 +521,7 @@ impl CpuBackend {
     fn gate_up_step(&mut self, index: usize, step: &Step) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
+        self.expect(&layer.down, step.weights, 1);
         self.rows.norm(simd, config, &layer.mlp_norm, m);
         let stride = row_stride(config.intermediate);
         let (weight, input, out) = self.rows.input(simd, &layer.gate_up, step.weights, From::X, config.hidden, m);
@@ -688,7 +699,6 @@ struct Reads<'a> {
     simd: Simd,
     step: &'a Step<'a>,
     cache: &'a Cache,
-    index: usize,
     /// None: f16 pages.
     planes: Option<attend::Planes>,
     rounding: Rounding,
@@ -698,7 +708,6 @@ struct Reads<'a> {
 impl Reads<'_> {
     /// Feeds an item's pages to the state, each to the rows that see it. `list`: the pages of the item's last row.
     fn item(&self, state: &mut State, item: &Item, head: usize, list: &[u32]) {
-        debug_assert!(self.index < self.cache.plan.layers);
         let position = |i: usize| self.step.rows[item.first + i].position;
         let Some(chunk) = item.chunk else {
             self.recent(state, item, head);

@@ -169,6 +169,19 @@ pub(crate) fn fetch<T>(at: *const T, bytes: usize) {
     let _ = (at, bytes);
 }
 
+/// Asks for a cache line, into L2, whatever address it is.
+#[inline(always)]
+pub(crate) fn fetch_far<T>(at: *const T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: as above.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(at.cast::<i8>());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 /// Calls a portable kernel (`#[inline(always)]`, generic over `const FMA: bool`) compiled for the path: the compiler turns
 /// its loops over fixed arrays into the path's vectors.
 macro_rules! portable {

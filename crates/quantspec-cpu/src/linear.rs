@@ -12,7 +12,7 @@
 use crate::dispatch::{AHEAD, Simd, fetch, fetches_ahead, portable};
 use crate::lanes::{bf16_bits, f16_value, madd};
 use crate::memory::Array;
-use crate::pool::{Pool, part};
+use crate::pool::{Deal, Pool, part};
 use crate::w4;
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
@@ -158,12 +158,28 @@ pub(crate) enum Weight<'a> {
     Draft(&'a w4::Tiles),
 }
 
-impl Weight<'_> {
+impl<'a> Weight<'a> {
     fn panels(&self) -> usize {
         match self {
             Weight::Full(matrix) => matrix.panels,
             Weight::Draft(tiles) => tiles.panels,
         }
+    }
+
+    /// What `thread` reads in [`run`] in units of `per` panels, others' work apart.
+    pub(crate) fn bytes_of_thread(&self, per: usize, thread: usize, threads: usize) -> &'a [u8] {
+        let (panels, bytes) = match self {
+            Weight::Full(Matrix { panels, store, .. }) => {
+                let bytes = match store {
+                    Store::Bf16(w) | Store::F16(w) => w.as_bytes(),
+                    Store::F32(w) => w.as_bytes(),
+                };
+                (*panels, bytes)
+            }
+            Weight::Draft(tiles) => (tiles.panels, tiles.data.as_bytes()),
+        };
+        let (unit, mine) = (bytes.len() / (panels / per), part(panels / per, thread, threads));
+        &bytes[mine.start * unit..mine.end * unit]
     }
 }
 
@@ -179,7 +195,7 @@ pub(crate) fn to_bf16(simd: Simd, from: &[f32], to: &mut [u16]) {
 }
 
 /// Computes outputs in units of `per` neighbouring panels and hands each unit to `each(unit, tile)`, tile `[per][m][32]`, on
-/// the thread that computed it. Units are dealt to threads in address order.
+/// the thread that computed it.
 pub(crate) fn run(
     pool: &Pool,
     simd: Simd,
@@ -201,10 +217,11 @@ pub(crate) fn run(
     if !fits {
         return Err(Error::internal("a linear layer was given activations of another shape"));
     }
+    let units = Deal::new(units, threads);
     pool.run(&|thread| {
         let mut tile = vec![0f32; per * m * PANEL];
         let mut scratch = Scratch::new(simd, input, m);
-        for unit in part(units, thread, threads) {
+        while let Some(unit) = units.take(thread) {
             for (i, out) in tile.chunks_exact_mut(m * PANEL).enumerate() {
                 panel(simd, weight, unit * per + i, input, m, &mut scratch, out);
             }
@@ -388,6 +405,11 @@ fn panel_body<const FMA: bool, W: Pair>(w: &[W], x: &[f32], stride: usize, m: us
 }
 
 fn bf16(simd: Simd, w: &[u16], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
+    #[cfg(target_arch = "x86_64")]
+    if simd == Simd::Avx2 {
+        avx2::rows(w, x, stride, m, out);
+        return;
+    }
     // SAFETY: `Bf16` is a transparent u16.
     let w: &[Bf16] = unsafe { std::slice::from_raw_parts(w.as_ptr().cast(), w.len()) };
     portable!(simd, panel_body[Bf16](w: &[Bf16], x: &[f32], stride: usize, m: usize, out: &mut [f32]));
@@ -401,6 +423,95 @@ fn f16(simd: Simd, w: &[u16], x: &[f32], stride: usize, m: usize, out: &mut [f32
 
 fn f32(simd: Simd, w: &[f32], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
     portable!(simd, panel_body[f32](w: &[f32], x: &[f32], stride: usize, m: usize, out: &mut [f32]));
+}
+
+#[cfg(target_arch = "x86_64")]
+mod avx2 {
+    use super::{AHEAD, GROUP, Matrix, PANEL, fetch, fetches_ahead};
+    use std::arch::x86_64::*;
+
+    /// Pairs of a chunk where lanes take two passes: 16 KiB of weights, which stay in L1 for the second.
+    const CHUNK: usize = 128;
+
+    /// A BF16 panel with f32 activations, up to [`GROUP`] rows; sums as `lanes` of the parent has them.
+    pub(super) fn rows(w: &[u16], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
+        let pairs = w.len() / (2 * PANEL);
+        assert!((1..=GROUP).contains(&m) && w.len() == Matrix::panel_len(2 * pairs) && out.len() == m * PANEL);
+        assert!(x.len() >= (m - 1) * stride + 2 * pairs);
+        let chunk = if m <= 2 { pairs } else { CHUNK };
+        for first in (0..pairs).step_by(chunk) {
+            let count = chunk.min(pairs - first);
+            let (w, x, add) = (w[first * 2 * PANEL..].as_ptr(), x[2 * first..].as_ptr(), first > 0);
+            // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
+            unsafe {
+                match m {
+                    1 => lanes::<1, 4>(w, count, x, stride, out.as_mut_ptr(), add),
+                    2 => lanes::<2, 4>(w, count, x, stride, out.as_mut_ptr(), add),
+                    3 => lanes::<3, 2>(w, count, x, stride, out.as_mut_ptr(), add),
+                    4 => lanes::<4, 2>(w, count, x, stride, out.as_mut_ptr(), add),
+                    5 => lanes::<5, 2>(w, count, x, stride, out.as_mut_ptr(), add),
+                    _ => lanes::<6, 2>(w, count, x, stride, out.as_mut_ptr(), add),
+                }
+            }
+        }
+    }
+
+    /// V vectors of outputs at a time: with M rows, as many accumulators as registers hold beside the weights. They start from
+    /// zero, or from `out` where `add` says so.
+    ///
+    /// # Safety
+    /// AVX2 and FMA. `w`: `[pairs][32][2]`; `x`: M rows of `2 · pairs`, `stride` apart; `out`: `[M][32]`.
+    #[target_feature(enable = "avx2,fma")]
+    unsafe fn lanes<const M: usize, const V: usize>(
+        w: *const u16,
+        pairs: usize,
+        x: *const f32,
+        stride: usize,
+        out: *mut f32,
+        add: bool,
+    ) {
+        let odd = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+        let ahead = fetches_ahead();
+        for lane in (0..PANEL).step_by(8 * V) {
+            // SAFETY: all offsets stay inside what the caller promises; a prefetch may have any address.
+            unsafe {
+                let mut acc = [[_mm256_setzero_ps(); V]; M];
+                if add {
+                    for (j, acc) in acc.iter_mut().enumerate() {
+                        for (v, acc) in acc.iter_mut().enumerate() {
+                            *acc = _mm256_loadu_ps(out.add(j * PANEL + lane + 8 * v));
+                        }
+                    }
+                }
+                for pair in 0..pairs {
+                    let at = w.add(pair * 2 * PANEL);
+                    if ahead && lane == 0 {
+                        fetch(at, AHEAD);
+                        fetch(at.wrapping_add(PANEL), AHEAD);
+                    }
+                    let mut values = [[_mm256_setzero_ps(); V]; 2];
+                    for v in 0..V {
+                        let words = _mm256_loadu_si256(at.add((lane + 8 * v) * 2).cast());
+                        values[0][v] = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words));
+                        values[1][v] = _mm256_castsi256_ps(_mm256_and_si256(words, odd));
+                    }
+                    for (k, values) in values.iter().enumerate() {
+                        for (j, acc) in acc.iter_mut().enumerate() {
+                            let x = _mm256_broadcast_ss(&*x.add(j * stride + 2 * pair + k));
+                            for (acc, value) in acc.iter_mut().zip(values) {
+                                *acc = _mm256_fmadd_ps(*value, x, *acc);
+                            }
+                        }
+                    }
+                }
+                for (j, acc) in acc.iter().enumerate() {
+                    for (v, acc) in acc.iter().enumerate() {
+                        _mm256_storeu_ps(out.add(j * PANEL + lane + 8 * v), *acc);
+                    }
+                }
+            }
+        }
+    }
 }
 
 #[cfg(target_arch = "x86_64")]

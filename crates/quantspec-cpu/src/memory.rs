@@ -118,6 +118,12 @@ impl<T: Plain> Array<T> {
     pub(crate) fn bytes(&self) -> usize {
         self.len * size_of::<T>()
     }
+
+    /// The elements as bytes.
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        // SAFETY: a plain type has no padding, so all bytes of initialised elements are.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), self.bytes()) }
+    }
 }
 
 impl<T: Plain> Drop for Array<T> {

@@ -1,8 +1,9 @@
 //! A fixed pool of threads: every dispatch runs one closure once per thread and ends when all are done.
 //!
-//! The caller is thread 0; the others spin on an epoch for a moment and then park. Work is partitioned statically by thread
-//! index, so nothing a thread does depends on how fast another one is.
+//! The caller is thread 0; the others spin on an epoch for a moment and then park. Work is dealt in items whose results do not
+//! depend on the thread that computes them: by thread index ([`part`]), or so that all threads end together ([`Deal`]).
 
+use crate::dispatch::{fetch_far, fetches_ahead};
 use quantspec_core::{Error, Result};
 use std::cell::{Cell, UnsafeCell};
 use std::marker::PhantomData;
@@ -10,7 +11,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize};
 use std::thread::JoinHandle;
 
 /// Spins before a worker parks. A PAUSE takes 40 to 140 cycles, so this is 100 to 500 µs: long against the gap between two
@@ -19,6 +20,13 @@ const SPINS: u32 = 10_000;
 
 /// Spins of the caller before it lets other threads run: workers on a busy machine may need its core.
 const CALLER_SPINS: u32 = 2_000;
+
+/// Bytes of what a thread reads next that it asks for at most while it waits: half of a small second-level cache. Half and
+/// three times as much gained less.
+const NEXT_BYTES: usize = 256 << 10;
+
+/// Bytes it asks for between two looks at what it waits for.
+const WAIT_BYTES: usize = 512;
 
 /// Numbers of elementwise work that take about as long as waking the pool on a busy machine (some microseconds).
 const SMALL: usize = 32_768;
@@ -31,6 +39,34 @@ fn panicked() -> Error {
 #[repr(align(128))]
 struct Line<T>(T);
 
+/// Memory that a thread is expected to read: a start and bytes, either of which may be of another time than the other.
+#[derive(Default)]
+struct Next {
+    start: AtomicPtr<u8>,
+    bytes: AtomicUsize,
+}
+
+/// A loop in which a thread waits.
+struct Wait<'a> {
+    next: &'a Next,
+    asked: usize,
+}
+
+impl Wait<'_> {
+    /// Asks for some lines of what comes next, or pauses when all are there.
+    fn turn(&mut self) {
+        if self.asked < self.next.bytes.load(Relaxed) {
+            let at = self.next.start.load(Relaxed).wrapping_add(self.asked);
+            for line in (0..WAIT_BYTES).step_by(64) {
+                fetch_far(at.wrapping_add(line));
+            }
+            self.asked += WAIT_BYTES;
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+}
+
 type Job = *const (dyn Fn(usize) + Sync);
 
 struct Shared {
@@ -42,6 +78,8 @@ struct Shared {
     panicked: AtomicBool,
     stop: AtomicBool,
     asleep: Vec<Line<AtomicBool>>,
+    /// What each thread is expected to read next.
+    next: Vec<Line<Next>>,
     /// Spins before a worker parks: [`SPINS`], or none where threads outnumber processors and one that waits keeps another
     /// from its work.
     spins: u32,
@@ -75,6 +113,7 @@ impl Pool {
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             asleep: (1..threads).map(|_| Line(AtomicBool::new(false))).collect(),
+            next: (0..threads).map(|_| Line(Next::default())).collect(),
             job: UnsafeCell::new(None),
         });
         let mut pool = Pool { shared: shared.clone(), workers: Vec::new(), one_caller: PhantomData };
@@ -97,6 +136,18 @@ impl Pool {
     /// Threads, the caller included.
     pub(crate) fn threads(&self) -> usize {
         self.workers.len() + 1
+    }
+
+    /// Says what `first(thread)` each thread will read first after the dispatches to come: threads that wait in between ask for it.
+    pub(crate) fn expect<'a>(&self, first: impl Fn(usize) -> &'a [u8]) {
+        if !fetches_ahead() {
+            return;
+        }
+        for (thread, next) in self.shared.next.iter().enumerate() {
+            let first = first(thread);
+            next.0.start.store(first.as_ptr().cast_mut(), Relaxed);
+            next.0.bytes.store(first.len().min(NEXT_BYTES), Relaxed);
+        }
     }
 
     /// Threads worth waking for work on `numbers` numbers: below [`SMALL`] the caller alone is done sooner.
@@ -134,11 +185,11 @@ impl Pool {
             }
         }
         let mine = catch_unwind(AssertUnwindSafe(|| f(0)));
-        let mut spins = 0;
+        let (mut spins, mut wait) = (0, Wait { next: &shared.next[0].0, asked: 0 });
         while shared.left.0.load(Acquire) != 0 {
             if spins < CALLER_SPINS {
                 spins += 1;
-                std::hint::spin_loop();
+                wait.turn();
             } else {
                 std::thread::yield_now();
             }
@@ -165,11 +216,11 @@ impl Drop for Pool {
 fn work(shared: &Shared, thread: usize) {
     let mut seen = 0;
     loop {
-        let mut spins = 0;
+        let (mut spins, mut wait) = (0, Wait { next: &shared.next[thread].0, asked: 0 });
         while shared.epoch.0.load(SeqCst) == seen {
             if spins < shared.spins {
                 spins += 1;
-                std::hint::spin_loop();
+                wait.turn();
                 continue;
             }
             // Announced before the epoch is read again: the caller either sees the announcement or was seen.
@@ -193,6 +244,58 @@ fn work(shared: &Shared, thread: usize) {
         }
         shared.left.0.fetch_sub(1, Release);
     }
+}
+
+/// Items of a dispatch in which a core that is slower, or busy with other work, must not keep the others waiting: each thread
+/// has a run of neighbours that it takes from the front, in address order; one that is done takes from the back of the longest
+/// run left.
+pub(crate) struct Deal {
+    /// Items left of each thread: the first, and 32 bits higher the end.
+    left: Vec<Line<AtomicU64>>,
+}
+
+impl Deal {
+    /// Runs of `0..n`, as even as can be.
+    pub(crate) fn new(n: usize, threads: usize) -> Deal {
+        Deal::of((0..threads).map(|thread| part(n, thread, threads)))
+    }
+
+    /// These runs; numbers below 2³².
+    pub(crate) fn of(runs: impl Iterator<Item = Range<usize>>) -> Deal {
+        Deal { left: runs.map(|run| Line(AtomicU64::new(pack(run.start as u64, run.end as u64)))).collect() }
+    }
+
+    /// The next item of `thread`; None when none is left.
+    pub(crate) fn take(&self, thread: usize) -> Option<usize> {
+        // An item's operands were written before the dispatch began, and its results are read after it: no order is needed.
+        let mine = self.left[thread].0.fetch_update(Relaxed, Relaxed, |left| {
+            let (start, end) = unpack(left);
+            (start < end).then(|| pack(start + 1, end))
+        });
+        if let Ok(left) = mine {
+            return Some(unpack(left).0 as usize);
+        }
+        loop {
+            let count = |left: u64| unpack(left).1.saturating_sub(unpack(left).0);
+            let (victim, left) =
+                self.left.iter().map(|left| (&left.0, left.0.load(Relaxed))).max_by_key(|(_, left)| count(*left))?;
+            if count(left) == 0 {
+                return None;
+            }
+            let (start, end) = unpack(left);
+            if victim.compare_exchange(left, pack(start, end - 1), Relaxed, Relaxed).is_ok() {
+                return Some(end as usize - 1);
+            }
+        }
+    }
+}
+
+const fn pack(start: u64, end: u64) -> u64 {
+    end << 32 | start
+}
+
+const fn unpack(left: u64) -> (u64, u64) {
+    (left & 0xffff_ffff, left >> 32)
 }
 
 /// The part of `0..n` that `thread` of `threads` owns.
@@ -267,6 +370,29 @@ mod tests {
                 assert_eq!(seen, (0..n).collect::<Vec<_>>());
             }
         }
+    }
+
+    #[test]
+    fn every_item_is_dealt_once_in_order_and_a_thread_that_is_done_helps() {
+        for (n, threads) in [(0, 2), (1, 3), (7, 2), (100, 3)] {
+            let deal = Deal::new(n, threads);
+            // One thread alone: its own run upwards, then what the others have left.
+            let taken: Vec<usize> = std::iter::from_fn(|| deal.take(threads - 1)).collect();
+            let own = part(n, threads - 1, threads);
+            assert!(taken.iter().copied().take(own.len()).eq(own));
+            let mut all = taken;
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..n) && deal.take(0).is_none());
+        }
+        let pool = Pool::new(4).unwrap();
+        let (deal, counts) = (Deal::new(5000, 4), (0..5000).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>());
+        pool.run(&|thread| {
+            while let Some(item) = deal.take(thread) {
+                counts[item].fetch_add(1, Relaxed);
+            }
+        })
+        .unwrap();
+        assert!(counts.iter().all(|count| count.load(Relaxed) == 1));
     }
 
     #[test]

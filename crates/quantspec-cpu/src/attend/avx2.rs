@@ -4,9 +4,10 @@
 //! steps) as they are, two codes and two of them to a sum of 32 bits. A draft's 8-bit queries go through `vpmaddubsw`. Codes stay
 //! unsigned; what that is too much is in the offset of the scores. Sums of integers do not depend on their order.
 
+use super::next::Next;
 use super::portable::softmax;
 use super::{G, Planes, Shape, State};
-use crate::lanes::{f16_value, madd, rint_i32, sum16};
+use crate::lanes::{madd, sum16};
 use quantspec_core::config::Rounding;
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -28,7 +29,7 @@ const BOTH: u8 = Kind::Both as u8;
 
 /// Index of a lane's eight elements that word i of a lane's unpacked codes holds: words come in pairs of neighbours of a
 /// 32-bit lane, nibbles 0 and 4, then 2 and 6 (the bytes' high nibbles are indices 4 to 7).
-const WORDS: [usize; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
+const WORDS: [i32; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
 /// Rows that share one pass over a vector of codes.
 const ROWS: usize = 4;
@@ -60,14 +61,16 @@ pub(super) unsafe fn page(
     rounding: Rounding,
     upper: &[u8],
     lower: &[u8],
+    next: Option<(&[u8], &[u8])>,
 ) {
     let code = planes.code(rounding);
+    let next = &mut Next::new(next, planes);
     // SAFETY: passed on.
     unsafe {
         match planes {
-            Planes::UpperCoarse => run::<BYTES>(st, rows, code, upper, lower),
-            Planes::Upper => run::<UPPER>(st, rows, code, upper, lower),
-            Planes::Both => run::<BOTH>(st, rows, code, upper, lower),
+            Planes::UpperCoarse => run::<BYTES>(st, rows, code, upper, lower, next),
+            Planes::Upper => run::<UPPER>(st, rows, code, upper, lower, next),
+            Planes::Both => run::<BOTH>(st, rows, code, upper, lower, next),
         }
     }
 }
@@ -80,12 +83,14 @@ unsafe fn run<const KIND: u8>(
     (step, shift, centre): (f32, f32, f32),
     upper: &[u8],
     lower: &[u8],
+    next: &mut Next,
 ) {
     let shape = st.shape;
     let Shape { d, d16, .. } = shape;
     unpack(st, upper, d, (step, shift));
     for r in rows.clone() {
-        fold_query::<KIND>(st, r, centre);
+        // SAFETY: the caller's rows are in the state.
+        unsafe { fold_query::<KIND>(st, r, centre) };
     }
     let most = unpack(st, &upper[shape.value_params()..], G, (step, shift)).max(1e-30);
     let low = |at: usize| if KIND == BOTH { &lower[at..] } else { lower };
@@ -94,7 +99,7 @@ unsafe fn run<const KIND: u8>(
         let plane = (&upper[shape.key_plane() + first * 64..], low(first * 64));
         // SAFETY: the plane holds d / 8 vectors, four apart, from `first` on.
         unsafe {
-            each_row(st, rows.clone(), KIND, plane, 4, d / 8, |st, r, half, dots| {
+            each_row(st, rows.clone(), KIND, plane, 4, d / 8, next, |st, r, half, dots| {
                 let [scale, offset, ..] = st.f[r];
                 let s = &mut st.s[r * G + vector * 16 + half * 8..][..8];
                 for l in 0..8 {
@@ -104,7 +109,8 @@ unsafe fn run<const KIND: u8>(
         }
     }
     for r in rows.clone() {
-        fold_probabilities::<KIND>(st, r, most, centre);
+        // SAFETY: as above.
+        unsafe { fold_probabilities::<KIND>(st, r, most, centre) };
     }
     for (first, vectors) in shape.value_groups() {
         for vector in 0..vectors {
@@ -112,7 +118,7 @@ unsafe fn run<const KIND: u8>(
             let plane = (&upper[shape.value_plane() + at..], low(shape.lower_value_plane() + at));
             // SAFETY: the plane holds G / 8 vectors, `vectors` apart.
             unsafe {
-                each_row(st, rows.clone(), KIND, plane, vectors, G / 8, |st, r, half, dots| {
+                each_row(st, rows.clone(), KIND, plane, vectors, G / 8, next, |st, r, half, dots| {
                     let [_, _, alpha, factor] = st.f[r];
                     let o = &mut st.o[r * d16 + (first + vector) * 16 + half * 8..][..8];
                     for l in 0..8 {
@@ -124,104 +130,130 @@ unsafe fn run<const KIND: u8>(
     }
 }
 
-/// Scales and zeros of n groups become steps and values of the centre code. Returns the largest step.
+/// Scales and zeros of n groups (a multiple of 8) become steps and values of the centre code. Returns the largest step.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn unpack(st: &mut State, params: &[u8], n: usize, (step, shift): (f32, f32)) -> f32 {
     let wide = st.shape.wide();
-    let (steps, centres) = st.params.split_at_mut(wide);
-    let (scales, zeros) = params[..4 * n].split_at(2 * n);
-    let value = |x: &[u8]| f16_value(u16::from_le_bytes([x[0], x[1]]));
-    let mut most = 0f32;
-    for (i, (scale, zero)) in scales.chunks_exact(2).zip(zeros.chunks_exact(2)).enumerate() {
-        let s = value(scale);
-        (steps[i], centres[i]) = (s * step, madd::<true>(s, shift, value(zero)));
-        most = if steps[i] > most { steps[i] } else { most };
+    assert!(n.is_multiple_of(8) && n <= wide && st.params.len() >= wide + n && params.len() >= 4 * n);
+    let (from, to) = (params.as_ptr(), st.params.as_mut_ptr());
+    let mut most = _mm256_setzero_ps();
+    for i in (0..n).step_by(8) {
+        // SAFETY: the lengths were checked above.
+        unsafe {
+            let s = _mm256_cvtph_ps(_mm_loadu_si128(from.add(2 * i).cast()));
+            let z = _mm256_cvtph_ps(_mm_loadu_si128(from.add(2 * (n + i)).cast()));
+            let steps = _mm256_mul_ps(s, _mm256_set1_ps(step));
+            most = _mm256_max_ps(most, steps);
+            _mm256_storeu_ps(to.add(i), steps);
+            _mm256_storeu_ps(to.add(wide + i), _mm256_fmadd_ps(s, _mm256_set1_ps(shift), z));
+        }
     }
-    most
+    lanes(most).into_iter().fold(0.0, f32::max)
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn lanes(v: __m256) -> [f32; 8] {
+    let mut lanes = [0f32; 8];
+    // SAFETY: eight floats.
+    unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), v) };
+    lanes
 }
 
 /// Writes eight codes of a row, elements `8·step ..`, as the products take them.
+///
+/// # Safety
+/// The row's limbs begin at `row` and have as many elements.
 #[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn put<const KIND: u8>(st: &mut State, r: usize, step: usize, codes: [i32; 8]) {
-    let row = &mut st.limbs.data[r * 2 * st.shape.wide()..];
-    if KIND == BYTES {
-        for (to, code) in row[8 * step..][..8].iter_mut().zip(codes) {
-            *to = code as i8;
-        }
-    } else {
-        for (to, index) in row[16 * step..][..16].chunks_exact_mut(2).zip(WORDS) {
-            let [low, high] = (codes[index] as i16).to_le_bytes();
-            (to[0], to[1]) = (low as i8, high as i8);
+#[target_feature(enable = "avx2")]
+unsafe fn put<const KIND: u8>(row: *mut i8, step: usize, codes: __m256i) {
+    // SAFETY: the caller's promise: 8 bytes or 8 words per step.
+    unsafe {
+        if KIND == BYTES {
+            let words = _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256::<1>(codes));
+            _mm_storel_epi64(row.add(8 * step).cast(), _mm_packs_epi16(words, words));
+        } else {
+            let [a, b, c, d, e, f, g, h] = WORDS;
+            let codes = _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(a, b, c, d, e, f, g, h));
+            let words = _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256::<1>(codes));
+            _mm_storeu_si128(row.add(16 * step).cast(), words);
         }
     }
 }
 
 /// Query codes of row r against the page's key parameters; sets the scale and offset of its scores.
+///
+/// # Safety
+/// Row r is in the state.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn fold_query<const KIND: u8>(st: &mut State, r: usize, centre: f32) {
+unsafe fn fold_query<const KIND: u8>(st: &mut State, r: usize, centre: f32) {
     let Shape { d, d64, .. } = st.shape;
     let wide = st.shape.wide();
-    let (mut offset, mut most) = ([0f32; 8], [1e-30f32; 8]);
-    for first in (0..d).step_by(8) {
-        for l in 0..8 {
-            let (q, c) = (st.q[r * d64 + first + l], first + l);
-            let x = q * st.params[c];
-            st.folded[r * wide + c] = x;
-            most[l] = if x.abs() > most[l] { x.abs() } else { most[l] };
-            offset[l] = madd::<true>(q, st.params[wide + c], offset[l]);
+    // SAFETY: rows of the state's arrays are as long as `Shape` says.
+    unsafe {
+        let (q, params) = (st.q.as_ptr().add(r * d64), st.params.as_ptr());
+        let out = st.limbs.data.as_mut_ptr().add(r * 2 * wide);
+        let folded = |c: usize| _mm256_mul_ps(_mm256_loadu_ps(q.add(c)), _mm256_loadu_ps(params.add(c)));
+        let (mut offset, mut most) = (_mm256_setzero_ps(), _mm256_set1_ps(1e-30));
+        for c in (0..d).step_by(8) {
+            most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0), folded(c)));
+            offset = _mm256_fmadd_ps(_mm256_loadu_ps(q.add(c)), _mm256_loadu_ps(params.add(wide + c)), offset);
         }
-    }
-    let most = most.iter().fold(0f32, |a, b| a.max(*b));
-    let (scale, inverse) = (most / top(KIND), top(KIND) / most);
-    let mut sums = [0i32; 8];
-    for step in 0..d / 8 {
-        let mut codes = [0i32; 8];
-        for l in 0..8 {
-            codes[l] = rint_i32(st.folded[r * wide + 8 * step + l] * inverse);
-            sums[l] += codes[l];
+        let most = lanes(most).into_iter().fold(0.0, f32::max);
+        let (scale, inverse) = (most / top(KIND), _mm256_set1_ps(top(KIND) / most));
+        let mut sums = _mm256_setzero_si256();
+        for step in 0..d / 8 {
+            let codes = _mm256_cvtps_epi32(_mm256_mul_ps(folded(8 * step), inverse));
+            sums = _mm256_add_epi32(sums, codes);
+            put::<KIND>(out, step, codes);
         }
-        put::<KIND>(st, r, step, codes);
+        let offset = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(-centre * scale), offset);
+        let mut wide = [0f32; 16];
+        wide[..8].copy_from_slice(&lanes(offset));
+        (st.f[r][0], st.f[r][1]) = (scale, sum16(wide));
     }
-    let mut lanes = [0f32; 16];
-    for l in 0..8 {
-        lanes[l] = madd::<true>(sums[l] as f32, -centre * scale, offset[l]);
-    }
-    (st.f[r][0], st.f[r][1]) = (scale, sum16(lanes));
 }
 
 /// Softmax of row r over the page; codes of p·step, whose scale is the page's largest step (`most`) over the top code.
+///
+/// # Safety
+/// Row r is in the state.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn fold_probabilities<const KIND: u8>(st: &mut State, r: usize, most: f32, centre: f32) {
+unsafe fn fold_probabilities<const KIND: u8>(st: &mut State, r: usize, most: f32, centre: f32) {
     let wide = st.shape.wide();
     let (alpha, w) = softmax::<true>(st, r, G);
-    let (scale, inverse) = (most / top(KIND), top(KIND) / most);
-    let (mut total, mut zeros, mut sums) = ([0f32; 8], [0f32; 8], [0i32; 8]);
-    for step in 0..G / 8 {
-        let mut codes = [0i32; 8];
-        for l in 0..8 {
-            let t = 8 * step + l;
-            let p = st.s[r * G + t];
-            total[l] += p;
-            zeros[l] = madd::<true>(p, st.params[wide + t], zeros[l]);
-            codes[l] = rint_i32(p * st.params[t] * inverse);
-            sums[l] += codes[l];
+    let (scale, inverse) = (most / top(KIND), _mm256_set1_ps(top(KIND) / most));
+    // SAFETY: rows of the state's arrays are as long as `Shape` says.
+    unsafe {
+        let (p, params) = (st.s.as_ptr().add(r * G), st.params.as_ptr());
+        let out = st.limbs.data.as_mut_ptr().add(r * 2 * wide);
+        let (mut total, mut zeros, mut sums) = (_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_si256());
+        for step in 0..G / 8 {
+            let t = 8 * step;
+            let p = _mm256_loadu_ps(p.add(t));
+            total = _mm256_add_ps(total, p);
+            zeros = _mm256_fmadd_ps(p, _mm256_loadu_ps(params.add(wide + t)), zeros);
+            let x = _mm256_mul_ps(p, _mm256_loadu_ps(params.add(t)));
+            let codes = _mm256_cvtps_epi32(_mm256_mul_ps(x, inverse));
+            sums = _mm256_add_epi32(sums, codes);
+            put::<KIND>(out, step, codes);
         }
-        put::<KIND>(st, r, step, codes);
-    }
-    for l in 0..8 {
-        let zero = madd::<true>(sums[l] as f32, -centre * scale, zeros[l]);
-        st.l[r * 16 + l] = madd::<true>(st.l[r * 16 + l], alpha, total[l] * w);
-        st.zero[r * 16 + l] = madd::<true>(st.zero[r * 16 + l], alpha, zero * w);
+        let zeros = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums), _mm256_set1_ps(-centre * scale), zeros);
+        for (state, sum) in [(&mut st.l, total), (&mut st.zero, zeros)] {
+            let at = state.as_mut_ptr().add(r * 16);
+            let sum = _mm256_mul_ps(sum, _mm256_set1_ps(w));
+            _mm256_storeu_ps(at, _mm256_fmadd_ps(_mm256_loadu_ps(at), _mm256_set1_ps(alpha), sum));
+        }
     }
     (st.f[r][2], st.f[r][3]) = (alpha, w * scale);
 }
 
 /// Calls `each(state, row, half, dots)` with the products of all rows and the eight lanes of both halves of a vector, over `steps`
-/// vectors `apart` vectors apart.
+/// vectors `apart` vectors apart. The next page comes meanwhile: that order of use is none of addresses, so nothing else would
+/// fetch it.
 ///
 /// # Safety
 /// The planes hold these vectors; the rows' codes 8 · steps elements.
@@ -234,6 +266,7 @@ unsafe fn each_row(
     (u, l): (&[u8], &[u8]),
     apart: usize,
     steps: usize,
+    next: &mut Next,
     mut each: impl FnMut(&mut State, usize, usize, [i32; 8]),
 ) {
     assert!(steps > 0 && u.len() >= ((steps - 1) * apart + 1) * 64);
@@ -250,9 +283,9 @@ unsafe fn each_row(
                     // SAFETY: the lengths were checked above; codes of $n rows lie `row_bytes` apart.
                     let sums = unsafe {
                         match kind {
-                            BYTES => bytes::<$n>(u, apart, steps, a, row_bytes),
-                            UPPER => words::<$n, false>(u, l, apart, steps, a, row_bytes),
-                            _ => words::<$n, true>(u, l, apart, steps, a, row_bytes),
+                            BYTES => bytes::<$n>(u, apart, steps, a, row_bytes, next),
+                            UPPER => words::<$n, false>(u, l, apart, steps, a, row_bytes, next),
+                            _ => words::<$n, true>(u, l, apart, steps, a, row_bytes, next),
                         }
                     };
                     for (to, sum) in dots.iter_mut().zip(sums) {
@@ -285,9 +318,11 @@ unsafe fn words<const NR: usize, const BOTH: bool>(
     steps: usize,
     a: *const i8,
     row_bytes: usize,
+    next: &mut Next,
 ) -> [__m256i; NR] {
     let mut acc = [_mm256_setzero_si256(); NR];
     for step in 0..steps {
+        next.line();
         // SAFETY: the caller's promise.
         let u = unsafe { _mm256_loadu_si256(u.add(step * apart * 64).cast()) };
         let codes = if BOTH {
@@ -336,6 +371,7 @@ unsafe fn bytes<const NR: usize>(
     steps: usize,
     a: *const i8,
     row_bytes: usize,
+    next: &mut Next,
 ) -> [__m256i; NR] {
     let (low, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
     let mut acc = [_mm256_setzero_si256(); NR];
@@ -344,6 +380,7 @@ unsafe fn bytes<const NR: usize>(
         let end = steps.min(step + BYTE_STEPS);
         let mut sums = [_mm256_setzero_si256(); NR];
         while step < end {
+            next.line();
             // SAFETY: the caller's promise.
             let u = unsafe { _mm256_loadu_si256(u.add(step * apart * 64).cast()) };
             let (first, second) = (_mm256_and_si256(u, low), _mm256_and_si256(_mm256_srli_epi16::<4>(u), low));

@@ -1,5 +1,6 @@
 //! A nibble page with AVX-512 VNNI, or with AMX for the products: both give the same integers, so the same bits.
 
+use super::next::Next;
 use super::{G, Planes, State, amx};
 use crate::dispatch::{AHEAD, fetch, fetches_ahead};
 use quantspec_core::config::Rounding;
@@ -28,6 +29,7 @@ pub(super) unsafe fn page(
     next: Option<(&[u8], &[u8])>,
 ) {
     let code = planes.code(rounding);
+    let next = Next::new(next, planes);
     // SAFETY: passed on.
     unsafe {
         match planes {
@@ -386,14 +388,10 @@ unsafe fn normalise_steps<const LIMBS: usize>(params: *mut f32, most: f32) {
     }
 }
 
-/// What is fetched while a page is computed.
-///
-/// For few rows, the page's own lines shortly before they are loaded. For many, the next page line by line, evenly: a core has some
-/// sixteen lines under way at most, and a burst of requests waits as loads do.
+/// What is fetched while a page is computed: for few rows its own lines shortly before they are loaded, for many the next page.
 pub(super) struct Ahead<'a> {
     near: bool,
-    /// What is left of the next page.
-    blocks: [&'a [u8]; 2],
+    next: Next<'a>,
     /// Lines asked for with every row of a phase, and with every vector that is unpacked to a tile.
     per_row: usize,
     per_step: usize,
@@ -402,38 +400,31 @@ pub(super) struct Ahead<'a> {
 impl<'a> Ahead<'a> {
     /// For `rows` rows of `limbs` limbs in all. On tiles, `steps` vectors are unpacked and rows go through three phases, else
     /// through two.
-    fn new(next: Option<[&'a [u8]; 2]>, rows: usize, limbs: usize, steps: Option<usize>) -> Ahead<'a> {
+    fn new(next: Next<'a>, rows: usize, limbs: usize, steps: Option<usize>) -> Ahead<'a> {
         let many = limbs > MANY;
-        let blocks = next.filter(|_| many).unwrap_or_default();
-        let lines = (blocks[0].len() + blocks[1].len()) / 64;
+        let next = if many { next } else { Next::none() };
+        let lines = next.len();
         let (per_row, per_step) = match steps {
             Some(steps) => (lines / 8, (lines * 5 / 8).div_ceil(steps)),
             None => (lines / 2, 0),
         };
-        Ahead { near: !many && fetches_ahead(), blocks, per_row: per_row.div_ceil(rows.max(1)), per_step }
-    }
-
-    #[inline(always)]
-    fn lines(&mut self, count: usize) {
-        let [block, after] = self.blocks;
-        let now = block.len().min(count * 64);
-        for line in block[..now].chunks(64) {
-            // SAFETY: a prefetch may have any address; SSE belongs to every x86-64 CPU.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) };
-        }
-        self.blocks = if now == block.len() { [after, &[]] } else { [&block[now..], after] };
+        Ahead { near: !many && fetches_ahead(), next, per_row: per_row.div_ceil(rows.max(1)), per_step }
     }
 
     /// Lines of one row of a phase.
     #[inline(always)]
     pub(super) fn row(&mut self) {
-        self.lines(self.per_row);
+        for _ in 0..self.per_row {
+            self.next.line();
+        }
     }
 
     /// Lines of one unpacked vector.
     #[inline(always)]
     pub(super) fn step(&mut self) {
-        self.lines(self.per_step);
+        for _ in 0..self.per_step {
+            self.next.line();
+        }
     }
 }
 
@@ -446,7 +437,7 @@ unsafe fn run<const LIMBS: usize, const BOTH: bool>(
     (step, shift, centre): (f32, f32, f32),
     upper: &[u8],
     lower: &[u8],
-    next: Option<(&[u8], &[u8])>,
+    next: Next,
 ) {
     // SAFETY: as `page`.
     unsafe {
@@ -455,7 +446,6 @@ unsafe fn run<const LIMBS: usize, const BOTH: bool>(
         let (u, l) = (upper.as_ptr(), lower.as_ptr());
         let limbs = rows.len() * LIMBS;
         let tiles = tiles && limbs > MANY && shape.d64 <= 64 * amx::MAX_K;
-        let next = next.map(|(upper, lower)| [upper, if BOTH { lower } else { &[] }]);
         let ahead = &mut Ahead::new(next, rows.len(), limbs, tiles.then_some(2 * shape.d));
         let params = st.params.as_mut_ptr();
         unpack(u, shape.d, shape.d16, (step, shift), params, wide);
