@@ -8,6 +8,7 @@ use crate::attend::{
     Attend, Choice, Chosen, Layer as CacheLayer, Merged, PASS_ROWS, Part as AttendPart, Pass as AttendPass, Places,
     Span,
 };
+use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch, Mark, Pinned, Plain};
 use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
 use crate::prefill::{Prefill, Shape, Way, padded};
@@ -310,9 +311,9 @@ fn shape(config: &ModelConfig) -> Shape {
     }
 }
 
-/// Bytes [`CudaBackend::load`] will hold on a device, before anything is loaded.
-pub fn plan(config: &ModelConfig, options: &Options) -> Memory {
-    let (multiprocessors, capability) = crate::detect::first().unwrap_or((132, 90));
+/// Bytes [`CudaBackend::load`] will hold on this device, before anything is loaded.
+pub fn plan(config: &ModelConfig, options: &Options, device: &DeviceInfo) -> Memory {
+    let (multiprocessors, capability) = (device.multiprocessors, device.capability);
     let cache = CacheBytes::of(config, options.planes, options.capacity, options.slots);
     let (weights_bytes, draft_weights_bytes) = weights::bytes(config, options.draft_weights);
     let partial =
@@ -570,12 +571,16 @@ impl CudaBackend {
         Ok(plan)
     }
 
+    /// Entries of a list that was asked for `n` pages: the first and the newest are always in, and there are no more than of a sequence.
+    fn listed(&self, n: usize) -> usize {
+        n.min(self.cache.pitch).max(2)
+    }
+
     /// Which lists of pages a draft step chooses anew, and for which rows; notes what each slot reads from now on.
     fn choose_lists(&mut self, step: &Step) -> Result<Vec<Choice>> {
         let n = match step.pages {
             Pages::All => return Ok(Vec::new()),
-            // The first and the newest are always in.
-            Pages::Window(n) | Pages::Best(n) => n.max(2),
+            Pages::Window(n) | Pages::Best(n) => self.listed(n),
         };
         let (layers, slots, heads) = (self.config.layers, self.options.slots, self.config.kv_heads);
         if self.lists.as_ref().is_none_or(|lists| lists.pitch < n) {
@@ -816,7 +821,7 @@ impl CudaBackend {
                     plan.choices,
                     plan.choosing,
                     plan.choosing_pages,
-                    n.max(2),
+                    self.listed(n),
                     space.q.at(0),
                     scores,
                     &cache,

@@ -38,7 +38,7 @@ impl DeviceInfo {
     /// Whether kernels exist here for heads of `d` channels: pages of 256 take the 96 KiB of shared memory that blocks have from
     /// compute capability 8.0 on.
     pub fn takes_heads_of(&self, d: usize) -> bool {
-        matches!(d, 64 | 128) || d == 256 && self.capability >= 80
+        supported(self.capability) && (matches!(d, 64 | 128) || d == 256 && self.capability >= 80)
     }
 }
 
@@ -79,12 +79,6 @@ pub fn detect() -> Detection {
             Detection { available: usable.is_some(), reason, devices }
         }
     }
-}
-
-/// (multiprocessors, compute capability times ten) of the first device that can be used.
-pub(crate) fn first() -> Option<(usize, u32)> {
-    let device = detect().devices.into_iter().find(|device| supported(device.capability))?;
-    Some((device.multiprocessors, device.capability))
 }
 
 pub(crate) fn supported(capability: u32) -> bool {

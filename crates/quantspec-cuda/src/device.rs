@@ -4,9 +4,10 @@ use crate::{detect, images};
 use cudarc::driver::sys;
 use quantspec_core::{Error, ErrorKind, Result};
 use std::cell::Cell;
+use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_void};
-use std::ptr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+use std::{fmt, ptr};
 
 /// Shared memory a kernel may use without asking.
 const PLAIN_SHARED_BYTES: u32 = 48 * 1024;
@@ -23,6 +24,7 @@ pub struct Device {
     handle: sys::CUdevice,
     stream: sys::CUstream,
     modules: Vec<sys::CUmodule>,
+    queued: Mutex<Queued>,
     /// Name and compute capability.
     pub info: detect::DeviceInfo,
     /// Streaming multiprocessors.
@@ -42,6 +44,39 @@ unsafe impl Sync for Device {}
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel {
     function: sys::CUfunction,
+    name: &'static str,
+}
+
+/// A name that lives as long as the process, so that a kernel can be copied with it. Each of the few hundred names is kept once.
+fn kept(name: &str) -> &'static str {
+    static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+    let mut names = NAMES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    match names.get(name) {
+        Some(kept) => kept,
+        None => {
+            let kept: &'static str = Box::leak(name.into());
+            names.insert(kept);
+            kept
+        }
+    }
+}
+
+/// What was queued last, for errors that only show when the GPU has worked: a kernel and its grid, or a recorded round.
+#[derive(Clone, Copy, Debug)]
+enum Queued {
+    Nothing,
+    Kernel(&'static str, [u32; 3]),
+    Graph,
+}
+
+impl fmt::Display for Queued {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Queued::Nothing => write!(f, "nothing queued"),
+            Queued::Kernel(name, [x, y, z]) => write!(f, "kernel {name} of {x} × {y} × {z} blocks queued last"),
+            Queued::Graph => write!(f, "a recorded round queued last"),
+        }
+    }
 }
 
 // SAFETY: a function handle is valid in every thread while its module is loaded, which is as long as its device lives.
@@ -123,9 +158,15 @@ macro_rules! args {
 
 /// Turns a status into an error that names the call.
 fn check(status: sys::CUresult, what: &str) -> Result<()> {
+    check_with(status, || what.to_owned())
+}
+
+/// The same, with words that are made only when they are needed.
+fn check_with(status: sys::CUresult, what: impl FnOnce() -> String) -> Result<()> {
     if status == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }
+    let what = what();
     let mut text = ptr::null();
     // SAFETY: cuGetErrorName stores a pointer to a static string, or null.
     let name = unsafe {
@@ -135,7 +176,7 @@ fn check(status: sys::CUresult, what: &str) -> Result<()> {
     if status == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
         return Err(Error::does_not_fit(
             format!("{what}: the GPU is out of memory"),
-            "use a smaller context (-c), fewer slots, or free the GPU's memory (nvidia-smi shows who holds it)",
+            "use a smaller context (-c), fewer sequences at once, or free the GPU's memory (nvidia-smi shows who holds it)",
         ));
     }
     Err(Error::device(format!("{what}: {name}"), "check nvidia-smi and the kernel log (dmesg), or use --device cpu"))
@@ -168,6 +209,7 @@ impl Device {
             handle: 0,
             stream: ptr::null_mut(),
             modules: Vec::new(),
+            queued: Mutex::new(Queued::Nothing),
             info,
             multiprocessors: 0,
             shared_bytes: 0,
@@ -239,7 +281,7 @@ impl Device {
                     let status = unsafe { sys::cuFuncSetAttribute(function, attribute, shared as i32) };
                     check(status, &format!("{name} with {shared} bytes of shared memory"))?;
                 }
-                let kernel = Kernel { function };
+                let kernel = Kernel { function, name: kept(name) };
                 if shared == 0 {
                     self.prefer_shared(kernel, if self.has_engine() { RINGS_PERCENT } else { LOADS_PERCENT })?;
                 }
@@ -306,10 +348,23 @@ impl Device {
             numAttrs: u32::from(launch.overlap && self.info.capability >= 90),
         };
         // SAFETY: the caller vouches for the arguments; the driver copies them before it returns.
-        check(
-            unsafe { sys::cuLaunchKernelEx(&config, kernel.function, pointers.as_mut_ptr(), ptr::null_mut()) },
-            "launching a kernel",
-        )
+        let status = unsafe { sys::cuLaunchKernelEx(&config, kernel.function, pointers.as_mut_ptr(), ptr::null_mut()) };
+        self.note(Queued::Kernel(kernel.name, launch.grid));
+        check_with(status, || {
+            let Launch { grid: [x, y, z], block, shared, .. } = launch;
+            format!(
+                "launching {} with {x} × {y} × {z} blocks of {block} threads, {shared} bytes of shared memory",
+                kernel.name
+            )
+        })
+    }
+
+    fn note(&self, queued: Queued) {
+        *self.queued.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = queued;
+    }
+
+    fn waiting(&self) -> String {
+        format!("waiting for the GPU, {}", self.queued.lock().unwrap_or_else(|poisoned| poisoned.into_inner()))
     }
 
     /// Device memory of `bytes` bytes (at least one), uninitialised.
@@ -369,7 +424,7 @@ impl Device {
     pub fn synchronize(&self) -> Result<()> {
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
-        check(unsafe { sys::cuStreamSynchronize(self.stream) }, "waiting for the GPU")
+        check_with(unsafe { sys::cuStreamSynchronize(self.stream) }, || self.waiting())
     }
 
     /// Whether everything queued is done.
@@ -378,7 +433,7 @@ impl Device {
         // SAFETY: the stream lives as long as `self`.
         match unsafe { sys::cuStreamQuery(self.stream) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            status => check(status, "asking the GPU").map(|()| true),
+            status => check_with(status, || self.waiting()).map(|()| true),
         }
     }
 
@@ -638,7 +693,9 @@ impl Graph {
     pub unsafe fn launch(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the executable lives as long as `self`.
-        check(unsafe { sys::cuGraphLaunch(self.exec, self.device.stream) }, "launching a graph")
+        let status = unsafe { sys::cuGraphLaunch(self.exec, self.device.stream) };
+        self.device.note(Queued::Graph);
+        check(status, "launching a recorded round")
     }
 }
 
@@ -676,7 +733,7 @@ impl Mark {
         let mut milliseconds = 0.0;
         // SAFETY: both events are alive.
         unsafe {
-            check(sys::cuEventSynchronize(later.event), "waiting for the GPU")?;
+            check_with(sys::cuEventSynchronize(later.event), || self.device.waiting())?;
             check(sys::cuEventElapsedTime(&mut milliseconds, self.event, later.event), "cuEventElapsedTime")?;
         }
         Ok(f64::from(milliseconds) / 1e3)

@@ -249,7 +249,17 @@ const VIEWS: [View; 3] = [View::Upper, View::Both, View::Full];
 /// (position of the first row, rows): windows over the edges of pages and of what is visible.
 fn check_against_core(windows: &[(usize, usize)]) {
     let Some(device) = device() else { return };
-    for (heads, kv_heads, d) in [(2, 2, 128), (4, 1, 128), (8, 2, 64), (7, 1, 64), (4, 2, 256)] {
+    for (heads, kv_heads, d) in [
+        (2, 2, 128),
+        (4, 1, 128),
+        (3, 1, 128),
+        (6, 1, 128),
+        (8, 1, 128),
+        (8, 2, 64),
+        (5, 1, 64),
+        (7, 1, 64),
+        (4, 2, 256),
+    ] {
         for (index, &(position, rows)) in windows.iter().enumerate() {
             let rounding = if index % 2 == 0 { Rounding::Balanced } else { Rounding::Paper };
             let config = config(heads, kv_heads, d);
@@ -278,7 +288,7 @@ fn long_contexts_equal_core() {
 #[test]
 fn rows_do_not_depend_on_each_other() {
     let Some(device) = device() else { return };
-    for (heads, kv_heads, d) in [(2, 2, 128), (4, 1, 128), (8, 1, 64), (2, 1, 256)] {
+    for (heads, kv_heads, d) in [(2, 2, 128), (4, 1, 128), (8, 1, 128), (3, 1, 64), (8, 1, 64), (2, 1, 256)] {
         // Windows over page edges, visibility edges, and (long) changes of the chunk length.
         for position in [120, 250, 380, 1275, 2170, 4600, 17_400, 36_990] {
             let most = 17;

@@ -10,9 +10,12 @@ use gpu::device;
 use quantspec_core::config::{Pages, View, Weights};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
+use quantspec_cuda::device::Device;
 use quantspec_model::backend::{Backend, Hooks, Row, Step};
+use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::forward;
-use small::{checkpoint, options, prompt};
+use small::{checkpoints, options, prompt};
+use std::sync::Arc;
 
 /// Root mean square of the difference of two rows of logits, against the spread of the second.
 fn apart(a: &[f32], b: &[f32]) -> f64 {
@@ -24,12 +27,18 @@ fn apart(a: &[f32], b: &[f32]) -> f64 {
 
 #[test]
 fn logits_are_those_of_the_cpu() {
-    let (Some(device), Some(checkpoint)) = (device(), checkpoint()) else { return };
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 700) {
+        compare(&device, &checkpoint);
+    }
+}
+
+fn compare(device: &Arc<Device>, checkpoint: &Checkpoint) {
     let options = options(700, 1);
     let vocab = checkpoint.config().vocab;
     let tokens = prompt(vocab, 640, 1);
-    let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
-    let mut reference = CpuBackend::load(&checkpoint, &options, Hooks::default()).unwrap();
+    let mut gpu = CudaBackend::load_on(device, checkpoint, &options, Hooks::default()).unwrap();
+    let mut reference = CpuBackend::load(checkpoint, &options, Hooks::default()).unwrap();
     let window = [tokens[7], tokens[90], tokens[3], tokens[4], tokens[5]];
     let rows: Vec<Row> = (0..window.len()).map(|i| Row { slot: 0, offset: i, position: tokens.len() + i }).collect();
     fn prepare<B: Backend>(backend: &mut B, tokens: &[u32], window: &[u32]) -> Vec<f32> {

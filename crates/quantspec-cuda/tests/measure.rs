@@ -1,6 +1,6 @@
 //! Times of the decode kernels and of whole rounds. Not tests: `cargo test --release -p quantspec-cuda --test measure -- --ignored --nocapture`.
 //!
-//! Kernels run in graphs over rotating buffers larger than L2; medians. `QUANTSPEC_TEST_MODEL` names the model of `rounds`,
+//! Kernels run in graphs over rotating buffers larger than L2; medians. `QUANTSPEC_MEASURE_MODEL` names the model of `rounds`,
 //! `QUANTSPEC_MEASURE_TOKENS` a file of its token ids (u16, little endian), `QUANTSPEC_MEASURE_CONTEXTS` prompt lengths.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a measurement fails by panicking")]
 #![allow(clippy::print_stderr, reason = "numbers go to the terminal")]
@@ -433,8 +433,8 @@ fn launches() {
 #[ignore = "a measurement"]
 fn rounds() {
     let Some(device) = device() else { return };
-    let Some(dir) = std::env::var_os("QUANTSPEC_TEST_MODEL") else {
-        return eprintln!("QUANTSPEC_TEST_MODEL is not set");
+    let Some(dir) = std::env::var_os("QUANTSPEC_MEASURE_MODEL") else {
+        return eprintln!("QUANTSPEC_MEASURE_MODEL is not set");
     };
     let checkpoint = Checkpoint::open(Path::new(&dir)).unwrap();
     let tokens: Vec<u32> = match std::env::var_os("QUANTSPEC_MEASURE_TOKENS") {
@@ -533,8 +533,8 @@ fn rounds() {
 #[ignore = "a measurement"]
 fn steps() {
     let Some(device) = device() else { return };
-    let Some(dir) = std::env::var_os("QUANTSPEC_TEST_MODEL") else {
-        return eprintln!("QUANTSPEC_TEST_MODEL is not set");
+    let Some(dir) = std::env::var_os("QUANTSPEC_MEASURE_MODEL") else {
+        return eprintln!("QUANTSPEC_MEASURE_MODEL is not set");
     };
     let checkpoint = Checkpoint::open(Path::new(&dir)).unwrap();
     let (new, capacity) = (64, 512);

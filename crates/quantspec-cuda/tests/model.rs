@@ -1,6 +1,6 @@
 //! A whole model on the GPU: speculation changes no token, neighbours change no token, and memory is what was planned.
 //!
-//! The model is the demo model of the repository; `QUANTSPEC_TEST_MODEL` names another directory.
+//! The models are the demo model of the repository and those in the directory that `QUANTSPEC_TEST_MODELS` names.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stderr, reason = "acceptance is worth seeing")]
 
@@ -17,7 +17,7 @@ use quantspec_cuda::{CudaBackend, plan};
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::engine::{Engine, Method};
-use small::{checkpoint, options, prompt};
+use small::{checkpoints, options, prompt};
 use std::sync::Arc;
 
 const QUANTSPEC: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
@@ -79,10 +79,16 @@ fn load(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options) -> Cud
 
 #[test]
 fn speculation_and_neighbours_change_no_token() {
-    let (Some(device), Some(checkpoint)) = (device(), checkpoint()) else { return };
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 3200) {
+        speculation(&device, &checkpoint);
+    }
+}
+
+fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint) {
     let options = options(3200, 3);
     let vocab = checkpoint.config().vocab;
-    let mut engine = Engine::new(load(&device, &checkpoint, &options), method(View::Both, None), 3, 3200, 256);
+    let mut engine = Engine::new(load(device, checkpoint, &options), method(View::Both, None), 3, 3200, 256);
     let prompts: Vec<Vec<u32>> = [2330, 120, 1015].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
     let tokens = [600; 3];
     for target in [View::Both, View::Full, View::Upper] {
@@ -124,11 +130,17 @@ fn speculation_and_neighbours_change_no_token() {
 /// Ragged batches: prompts from one token to eleven pages, some ending at the borders of pages, answers of different lengths, γ from 0 to 16 mixed.
 #[test]
 fn batches_of_any_size_change_no_token() {
-    let (Some(device), Some(checkpoint)) = (device(), checkpoint()) else { return };
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 1700) {
+        batches(&device, &checkpoint);
+    }
+}
+
+fn batches(device: &Arc<Device>, checkpoint: &Checkpoint) {
     const SLOTS: usize = 32;
     let options = options(1700, SLOTS);
     let vocab = checkpoint.config().vocab;
-    let mut engine = Engine::new(load(&device, &checkpoint, &options), method(View::Both, None), SLOTS, 1700, 256);
+    let mut engine = Engine::new(load(device, checkpoint, &options), method(View::Both, None), SLOTS, 1700, 256);
     let lengths = |i: usize| [1, 127, 128, 129, 255, 256, 257, 640][i % 8] + [0, 256, 512, 768][i / 8];
     let prompts: Vec<Vec<u32>> = (0..SLOTS).map(|i| prompt(vocab, lengths(i), i as u64)).collect();
     let tokens: Vec<usize> = (0..SLOTS).map(|i| 90 + 37 * (i % 5)).collect();
@@ -162,11 +174,17 @@ fn batches_of_any_size_change_no_token() {
 
 #[test]
 fn ten_thousand_tokens_are_those_of_plain_decoding() {
-    let (Some(device), Some(checkpoint)) = (device(), checkpoint()) else { return };
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 10_400) {
+        long_text(&device, &checkpoint);
+    }
+}
+
+fn long_text(device: &Arc<Device>, checkpoint: &Checkpoint) {
     let tokens = [10_000];
     let options = options(10_400, 1);
     let vocab = checkpoint.config().vocab;
-    let mut engine = Engine::new(load(&device, &checkpoint, &options), method(View::Both, None), 1, 10_400, 256);
+    let mut engine = Engine::new(load(device, checkpoint, &options), method(View::Both, None), 1, 10_400, 256);
     let prompts = [prompt(vocab, 300, 1)];
     let samplers = [sampler(Accept::Replay, 8, 0)];
     let plain = decode(&mut engine, method(View::Both, None), &prompts, &tokens, &samplers, &[0]);
@@ -178,11 +196,16 @@ fn ten_thousand_tokens_are_those_of_plain_decoding() {
 
 #[test]
 fn rejection_is_reproducible() {
-    let (Some(device), Some(checkpoint)) = (device(), checkpoint()) else { return };
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 900) {
+        rejection(&device, &checkpoint);
+    }
+}
+
+fn rejection(device: &Arc<Device>, checkpoint: &Checkpoint) {
     let options = options(900, 2);
     let vocab = checkpoint.config().vocab;
-    let mut engine =
-        Engine::new(load(&device, &checkpoint, &options), method(View::Both, Some(QUANTSPEC)), 2, 900, 256);
+    let mut engine = Engine::new(load(device, checkpoint, &options), method(View::Both, Some(QUANTSPEC)), 2, 900, 256);
     let prompts: Vec<Vec<u32>> = [500, 333].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
     let samplers: Vec<Sampler> = (0..2).map(|sequence| sampler(Accept::Rejection, 5, sequence)).collect();
     let mut run = || decode(&mut engine, method(View::Both, Some(QUANTSPEC)), &prompts, &[200; 2], &samplers, &[4]);
@@ -191,11 +214,17 @@ fn rejection_is_reproducible() {
 
 #[test]
 fn memory_is_what_the_plan_says() {
-    let (Some(device), Some(checkpoint)) = (device(), checkpoint()) else { return };
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 4000) {
+        memory(&device, &checkpoint);
+    }
+}
+
+fn memory(device: &Arc<Device>, checkpoint: &Checkpoint) {
     for slots in [1, 3] {
         let options = options(4000, slots);
-        let planned = plan(checkpoint.config(), &options);
-        let held = load(&device, &checkpoint, &options).memory();
+        let planned = plan(checkpoint.config(), &options, &device.info);
+        let held = load(device, checkpoint, &options).memory();
         let sum = |m: &Memory| {
             (m.weights_bytes
                 + m.draft_weights_bytes

@@ -45,12 +45,10 @@ impl Place {
         let head_dim = checkpoint.config().head_dim;
         match wanted {
             "cpu" => Ok(Place::Cpu),
-            "auto" => match quantspec_cuda::detect() {
-                found if found.available && found.devices.first().is_some_and(|gpu| gpu.takes_heads_of(head_dim)) => {
-                    Place::open(0)
-                }
-                _ => Ok(Place::Cpu),
-            },
+            "auto" => {
+                let gpus = quantspec_cuda::detect().devices;
+                gpus.iter().position(|gpu| gpu.takes_heads_of(head_dim)).map_or(Ok(Place::Cpu), Place::open)
+            }
             "cuda" => Place::open(0),
             other => match other.strip_prefix("cuda:").and_then(|index| index.parse().ok()) {
                 Some(index) => Place::open(index),
@@ -104,7 +102,7 @@ impl Place {
     fn memory(&self, checkpoint: &Checkpoint, options: &Options) -> Memory {
         match self {
             Place::Cpu => quantspec_cpu::plan(checkpoint.config(), options),
-            Place::Cuda { .. } => quantspec_cuda::plan(checkpoint.config(), options),
+            Place::Cuda { gpu, .. } => quantspec_cuda::plan(checkpoint.config(), options, &gpu.info),
         }
     }
 

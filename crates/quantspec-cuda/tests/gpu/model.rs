@@ -6,23 +6,31 @@
 
 use crate::gpu::Random;
 use quantspec_core::config::{DraftWeights, Planes, Rounding};
+use quantspec_cuda::device::Device;
 use quantspec_model::backend::Options;
 use quantspec_model::checkpoint::Checkpoint;
 use std::path::PathBuf;
 
-/// The demo model, or the one that `QUANTSPEC_TEST_MODEL` names.
-pub fn checkpoint() -> Option<Checkpoint> {
-    let named = std::env::var_os("QUANTSPEC_TEST_MODEL").map(PathBuf::from);
+/// The demo model and, of the directory that `QUANTSPEC_TEST_MODELS` names, every model with room for `tokens` whose heads the GPU
+/// takes.
+pub fn checkpoints(device: &Device, tokens: usize) -> Vec<Checkpoint> {
     let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../python/quantspec_cli/demo");
-    let found = named.into_iter().chain([beside, PathBuf::from("python/quantspec_cli/demo")]).find(|dir| dir.is_dir());
-    match found {
-        Some(dir) => Some(Checkpoint::open(&dir).unwrap()),
-        None => {
-            assert!(std::env::var_os("QUANTSPEC_REQUIRE_GPU").is_none(), "no model");
-            eprintln!("SKIPPED, no model");
-            None
+    let demo = [beside, PathBuf::from("python/quantspec_cli/demo")].into_iter().find(|dir| dir.is_dir());
+    let mut dirs = vec![demo.expect("the demo model is in the repository")];
+    match std::env::var_os("QUANTSPEC_TEST_MODELS") {
+        Some(folder) => {
+            let models = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+            let mut models: Vec<PathBuf> = models.filter(|path| path.join("config.json").is_file()).collect();
+            models.sort();
+            dirs.extend(models);
         }
+        None => eprintln!("SKIPPED: other models than the demo model, QUANTSPEC_TEST_MODELS is not set"),
     }
+    let fits = |checkpoint: &Checkpoint| {
+        let config = checkpoint.config();
+        config.max_positions >= tokens && device.info.takes_heads_of(config.head_dim)
+    };
+    dirs.iter().map(|dir| Checkpoint::open(dir).unwrap()).filter(fits).collect()
 }
 
 /// Every plane, quantised drafts, rows for γ up to 16.
