@@ -28,7 +28,8 @@ class Script:
     prefill_s: float = 0.0
     round_s: float = 0.0
     corrupt: tuple[str, int] | None = None  # (method, position): what that method emits there is wrong
-    fail: tuple[str, str, str] | None = None  # error of the first verify
+    fail: tuple[str, str, str] | None = None  # error of a verify
+    fail_after: int = 0  # verifies before that one
     engines: list[dict[str, Any]] = []  # options of every engine opened
 
     @classmethod
@@ -42,6 +43,7 @@ class Script:
         cls.round_s = settings.get("round_s", 0.0)
         cls.corrupt = None
         cls.fail = None
+        cls.fail_after = 0
         cls.engines = []
 
 
@@ -88,6 +90,7 @@ class Engine:
         self._gamma = 4 if gamma is None else gamma
         self._sequences: list[dict[str, Any] | None] = [None] * slots
         self._turns: list[tuple[int, int]] | None = None
+        self._verified = 0
         self._rounds = self._drafted = self._accepted = 0
 
     def add(self, prompt: Sequence[int], *, max_new_tokens: int, seed: int, temperature: float, **_: Any) -> int:
@@ -126,8 +129,9 @@ class Engine:
         if self._turns is None:
             raise NativeError("usage", "verify without draft", "call draft first")
         _sleep(Script.round_s, None)
-        if Script.fail:
+        if Script.fail and self._verified == Script.fail_after:
             raise NativeError(*Script.fail)
+        self._verified += 1
         turns, self._turns = self._turns, None
         emitted = []
         for slot, gamma in turns:
@@ -148,15 +152,18 @@ class Engine:
             "load_s": Script.load_s,
             "prefill_s": 0.5,
             "decode_s": 1.5,
+            "draft_s": 0.5,
+            "verify_s": 1.0,
             "prefill_tokens_per_s": 1000.0,
             "decode_tokens_per_s": 33.3 if self._rounds else None,
             "rounds": self._rounds,
             "gamma_mean": self._drafted / self._rounds if self._rounds else None,
+            "draft_pages_mean": drafted and 2.0,
             "drafted_tokens": self._drafted,
             "accepted_tokens": self._accepted,
             "acceptance_rate": drafted and self._accepted / drafted,
             "mean_acceptance_length": drafted and 1 + self._accepted / self._rounds,
-            "acceptance_rate_per_position": [],
+            "acceptance_rate_per_position": drafted and [self._accepted / self._rounds],
             "weights_bytes": 13_840_832,
             "draft_weights_bytes": 4_000_000,
             "cache_upper_bytes": 1_000,

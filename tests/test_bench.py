@@ -6,16 +6,17 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_native
 import pytest
 
-from quantspec_cli import bench, hub
+from quantspec_cli import bench, hub, render
 from quantspec_cli.bench import Method, Sample
 from quantspec_cli.engine import Model
-from quantspec_cli.errors import InternalError, UsageError
+from quantspec_cli.errors import DeviceError, InternalError, UsageError
 
 CONTRACT = {
     *(
@@ -205,15 +206,100 @@ def test_kernels_stand_beside_their_bytes(fake: Any, quantspec: Callable[..., An
         ("attend", "kernel", "toy"),
         ("linear", "kernel", "toy"),
     ]
-    # Depths are those asked for that fit the model, rows are handed on.
     assert (rows[0]["context"], rows[0]["rows"]) == (4096, 1)
-    deep = quantspec("bench", "kernels", "-d", "8192,999999", "--rows", "3", "-o", "json").json
+    # Depths and rows are handed on.
+    deep = quantspec("bench", "kernels", "-d", "8192", "--rows", "3", "-o", "json").json
     assert (deep[0]["context"], deep[0]["rows"]) == (8192, 3)
     table = quantspec("bench", "kernels")
     lines = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.stdout.splitlines()]
     assert [line[0] for line in lines[2:]] == ["attend", "linear"]
     assert [line[3] for line in lines[2:]] == ["d4096", "96 x 32"]
     assert "cuda:0: toy, reads 4,000 GB/s" in table.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ("-d 8192,999999", 3, ("depth 999999", "context of demo, 131072")),
+        ("-d 0,4096", 2, ("-d is 0,4096", "at least 1")),
+        *(
+            (f"{flag} {value}", 2, (f"{flag} does not apply to bench kernels", f"leave out {flag}"))
+            for flag, value in (
+                *(("--n-prompt", "5"), ("--n-gen", "5"), ("--methods", "ar"), ("--prompt", "x"), ("--gamma", "3")),
+                *(("--draft-pages", "3"), ("--page-choice", "best"), ("--kv-rounding", "paper"), ("--threads", "1")),
+                *(("--repetitions", "3"), ("--seed", "1")),
+            )
+        ),
+    ],
+)
+def test_kernels_are_not_timed_as_nobody_asked(
+    fake: Any,
+    quantspec: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: str,
+    code: int,
+    words: tuple[str, ...],
+) -> None:
+    # A variable or a settings file is for several commands: what does not apply here is no mistake.
+    monkeypatch.setenv("QUANTSPEC_GAMMA", "4")
+    assert quantspec("bench", "kernels", "-o", "jsonl").code == 0
+    monkeypatch.setattr(fake_native, "kernels", None)
+    quantspec("bench", "kernels", *arguments.split()).assert_error(code, *words)
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, done: int, end: BaseException) -> None:
+    """Makes `bench` measure so many rows before it ends early."""
+
+    def rows(_: object) -> Iterator[dict[str, Any]]:
+        for number in range(done):
+            yield {"test": "tg", "n_gen": number}
+        raise end
+
+    monkeypatch.setattr(bench.Bench, "__init__", lambda *_: None)
+    monkeypatch.setattr(bench.Bench, "rows", rows)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
+        (DeviceError("the device fell off", "plug it in"), 1, "error: the device fell off\nhint: plug it in\n"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("output_format", "read"),
+    [
+        ("jsonl", lambda text: [json.loads(line)["n_gen"] for line in text.splitlines()]),
+        ("json", lambda text: [row["n_gen"] for row in json.loads(text)]),
+        ("csv", lambda text: [int(row["n_gen"]) for row in csv.DictReader(io.StringIO(text))]),
+    ],
+)
+def test_what_was_measured_is_kept(
+    fake: Any,
+    quantspec: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    end: BaseException,
+    code: int,
+    words: str,
+    output_format: str,
+    read: Callable[[str], list[int]],
+) -> None:
+    measure(monkeypatch, 2, end)
+    path = tmp_path / "rows"
+    command = ["bench", "-o", output_format]
+    printed = quantspec(*command)
+    written = quantspec(*command, "--output", str(path))
+    assert (printed.code, written.code, written.stdout) == (code, code, "")
+    for outcome in (printed, written):
+        assert outcome.stderr.startswith(words)
+        assert len(outcome.stderr.splitlines()) == 2
+    assert read(printed.stdout) == read(path.read_text()) == [0, 1]
+    # Without a row there is nothing to keep: an older file stays.
+    measure(monkeypatch, 0, end)
+    assert quantspec(*command, "--output", str(path)).code == code
+    assert read(path.read_text()) == [0, 1]
+    assert os.listdir(tmp_path) == ["rows"]
 
 
 def test_automatic_pages(quantspec: Callable[..., Any]) -> None:
@@ -261,6 +347,9 @@ def _tests(markdown: str) -> list[str]:
         ("kernel", 2, ("kernels",)),
         ("--methods ar-fp32", 2, ("ar-fp32",)),
         ("-r 0", 2, ("repetitions is 0",)),
+        ("-r 99999999999999999999", 2, ("repetitions is 99999999999999999999", "1 to 10000")),
+        ("--rows 3", 2, ("--rows does not apply to bench without kernels",)),
+        ("-m " + "x" * 5000, 1, ("is no valid hub id",)),
         ("-s -1", 2, ("seed is -1",)),
         ("-s 18446744073709551615", 2, ("seed is 18446744073709551615",)),
         ("-o xml", 2, ("xml",)),
@@ -276,12 +365,22 @@ def test_bad_input(quantspec: Callable[..., Any], arguments: str, code: int, wor
 
 
 def test_more_threads_than_processors_are_pointed_out(quantspec: Callable[..., Any]) -> None:
-    processors = os.cpu_count() or 1
-    arguments = f"-p 0 -n 2 -r 1 --methods ar --threads {processors + 1}"
+    usable = render.processors()
+    arguments = f"-p 0 -n 2 -r 1 --methods ar --threads {usable + 1}"
     outcome = quantspec("bench", *arguments.split())
     assert outcome.code == 0
     assert outcome.stderr.count("\n") == 1
-    assert f"{processors + 1} threads on {processors} processors" in outcome.stderr
+    assert f"{usable + 1} threads on {usable} processors" in outcome.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no process to processors")
+def test_processors_are_those_the_process_may_use() -> None:
+    whole = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(whole)})
+        assert render.processors() == 1
+    finally:
+        os.sched_setaffinity(0, whole)
 
 
 def test_texts_that_are_too_short(quantspec: Callable[..., Any], tmp_path: Path) -> None:

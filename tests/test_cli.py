@@ -281,6 +281,7 @@ def test_doctor(fake: Any, quantspec: Run) -> None:
 
 def test_version_and_help(quantspec: Run) -> None:
     assert quantspec("--version").stdout == f"quantspec, version {__version__}\n"
+    assert "4 is reserved for a batch" in quantspec("--help").stdout
     for command in cli.commands:
         assert quantspec(command, "--help").code == 0
     nothing = quantspec()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from conftest import copy_demo
 
 import quantspec_cli
 from quantspec_cli import Engine, QuantspecError, loop
-from quantspec_cli.engine import Prompt
+from quantspec_cli.engine import Prompt, Statistics
 from quantspec_cli.errors import DoesNotFitError, InputError, UsageError
 from quantspec_cli.options import GenerateOptions
 from quantspec_cli.text import Text
@@ -70,9 +72,53 @@ def test_two_streams_at_once_do_not_disturb_each_other(engine: Engine) -> None:
 
 
 def test_too_many_prompts_are_refused_and_leave_no_slot_taken(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="slots"):
+    with pytest.raises(UsageError, match="3 sequences are to start and 2 of the engine's 2 are free"):
         engine.generate_batch(["one", "two", "three"])
     assert free(engine) == 2
+
+
+def test_a_full_engine_names_what_makes_room(engine: Engine) -> None:
+    first, second = engine.stream("one", max_new_tokens=30), engine.stream("two", max_new_tokens=30)
+    next(first)
+    next(second)
+    with pytest.raises(UsageError, match=r"1 sequences are to start and 0 of .* 2 are free") as caught:
+        engine.generate("three")
+    assert "Stream.close()" in caught.value.hint
+    assert "batch=" in caught.value.hint
+    # Room is made by closing a stream, and by one that comes to its end.
+    first.close()
+    engine.generate("three")
+    list(second)
+    engine.generate_batch(["one", "two"])
+    assert free(engine) == 2
+
+
+def test_a_fork_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = engine.stream("one", max_new_tokens=50)
+    next(stream)
+    process = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: process + 1)
+    late: list[Callable[[], object]] = [
+        lambda: engine.generate("one"),
+        lambda: engine.stream("one"),
+        lambda: next(stream),
+    ]
+    for work in late:
+        with pytest.raises(UsageError, match=f"belongs to process {process}, this is its fork {process + 1}"):
+            work()
+
+
+def test_ids_the_model_does_not_have_are_refused(engine: Engine) -> None:
+    for id in (-1, 2**40, 8192, True, 1.5, "x", None):
+        with pytest.raises(UsageError, match="a token id of the prompt is") as caught:
+            engine.generate(Prompt([5, id]))  # type: ignore[list-item]
+        assert "0 to 8191" in caught.value.hint
+    assert engine.generate(Prompt([0, 8191]), max_new_tokens=2).prompt_tokens == 2
+
+
+def test_the_toy_counts_what_the_engine_counts(engine: Engine) -> None:
+    assert engine.statistics()["acceptance_rate_per_position"] is None
+    assert engine.statistics().keys() == Statistics.__annotations__.keys()
 
 
 def test_an_error_while_decoding_frees_the_slots(engine: Engine, fake: Any) -> None:

@@ -98,6 +98,14 @@ def test_the_document(quantspec: Callable[..., Any]) -> None:
     assert outcome.stderr == ""
 
 
+def test_json_goes_to_stdout_and_the_report_to_the_file(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+    out = tmp_path / "report.txt"
+    command = ["eval", "--tokens", "60"]
+    outcome = quantspec(*command, "--json", "--output", str(out))
+    assert (outcome.code, outcome.json["tokens"]) == (0, 60)
+    assert out.read_text(encoding="utf-8") == quantspec(*command).stdout
+
+
 def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "report.txt"
     outcome = quantspec("eval", "--tokens", "70", "--context", "40", "--output", str(out))

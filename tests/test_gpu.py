@@ -64,6 +64,10 @@ def test_pages_of_drafts_change_no_token(quantspec: Run, pages: str) -> None:
     assert drafted["stats"]["drafted_tokens"] > 0
 
 
+def test_an_index_out_of_range_is_a_usage_error(quantspec: Run) -> None:
+    quantspec("run", "--text", "x", "--device", "cuda:99").assert_error(2, "99")
+
+
 def test_statistics_name_the_gpu(quantspec: Run, gpu: dict[str, Any]) -> None:
     outcome = quantspec("run", "--text", "It was a dark", "-n", "8", "--device", "cuda")
     assert outcome.stderr.splitlines()[-1] == f"cuda:0: {gpu['name']}"

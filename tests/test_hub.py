@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -190,6 +191,31 @@ def test_names_that_cannot_be_models(fake: Any, quantspec: Run, model: str, word
 
 def test_a_file_is_no_model(fake: Any, quantspec: Run) -> None:
     quantspec("run", "-m", str(DEMO / "model.safetensors"), "--text", "x").assert_error(1, "is a file", "directory")
+
+
+def test_without_a_home_directory_nothing_is_fetched_and_no_draft_kept(tmp_path: Path) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "QUANTSPEC_"))}
+    del clean["HOME"]
+    # Where the system knows the user, it knows a home directory, too.
+    program = (
+        "import pwd, sys\n"
+        "def nobody(_): raise KeyError\n"
+        "pwd.getpwuid = nobody\n"
+        "from quantspec_cli.__main__ import main; main()"
+    )
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, *arguments]
+        return subprocess.run(command, env=clean, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    refused = run("run", "-m", "owner/name", "--text", "x")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(
+        "error: the hub's cache has no place: no home directory is known\nhint: set HF_HOME"
+    )
+    assert "draft cache off: no home directory is known" in run("doctor").stdout
+    assert run("run", "--text", "x", "-n", "2").returncode == 0
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_directory_without_config_or_weights(fake: Any, quantspec: Run, tmp_path: Path) -> None:

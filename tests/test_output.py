@@ -6,7 +6,9 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import fake_native
 import pytest
 from conftest import Outcome
 from hypothesis import given
@@ -213,8 +215,50 @@ def test_a_prompt_is_not_overwritten(fake: type, quantspec: Run, document: Path)
     assert document.read_text().startswith("It was")
 
 
-def test_an_error_leaves_no_file(fake: type, quantspec: Run, tmp_path: Path) -> None:
-    fake.fail = ("not_finite", "logits are NaN", "check the weights")  # type: ignore[attr-defined]
+def test_an_error_before_the_first_token_leaves_no_file(
+    fake: type, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> int:
+        raise fake_native.NativeError("not_finite", "logits are NaN", "check the weights")
+
+    monkeypatch.setattr(fake_native.Engine, "prefill", fail)
     path = tmp_path / "out.txt"
     quantspec("run", "--text", "x", "-o", str(path)).assert_error(1, "logits are NaN")
+    assert os.listdir(tmp_path) == []
+    outcome = quantspec("run", "--text", "x", "--json")
+    assert outcome.json.keys() == {"error"}
+
+
+def test_an_error_on_the_way_keeps_the_text_of_all_prompts(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    command = ["run", "--text", "one", "--text", "two", "-n", "60"]
+    # Rounds of the two prompts until the error: 1, 3 and 1, 6 and 2, 5 tokens, and one of each prefill.
+    fake.accepted = [2, 0, 5, 1, 4]
+    whole = quantspec(*command, "--json", "--gamma", "5").json["results"]
+    fake.fail, fake.fail_after = ("device", "the device fell off", "plug it in"), 2
+    path = tmp_path / "out.txt"
+    error = "error: the device fell off\nhint: plug it in\n"
+    printed = quantspec(*command, "--gamma", "5")
+    assert (printed.code, printed.stderr) == (1, error)
+    written = quantspec(*command, "--gamma", "5", "-o", str(path))
+    assert (written.code, written.stdout, written.stderr) == (1, "", error)
+    assert path.read_text() == printed.stdout
+    document = quantspec(*command, "--gamma", "5", "--json", "-o", str(path))
+    assert (document.code, document.stderr, path.read_text()) == (1, error, printed.stdout)
+    assert document.json.keys() == {"error", "results"}
+    assert document.json["error"]["kind"] == "device"
+    for name, result, full in zip(["text 1", "text 2"], document.json["results"], whole, strict=True):
+        assert (result["prompt"], result["stop_reason"]) == (name, "interrupted")
+        assert 1 < result["new_tokens"] < 60
+        assert full["tokens"][: result["new_tokens"]] == result["tokens"]
+        assert f"==> {name} <==\n{result['text']}" in printed.stdout
+
+
+def test_a_full_disk_on_the_way_leaves_no_half_file(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise FileError("no space left on device", "free some space")
+
+    monkeypatch.setattr(AtomicFile, "write", full)
+    quantspec("run", "--text", "x", "-o", str(tmp_path / "out.txt")).assert_error(1, "no space left")
     assert os.listdir(tmp_path) == []

@@ -41,6 +41,12 @@ def test_a_sound_engine_passes(fake: Any, quantspec: Run) -> None:
     assert len(text.stdout.splitlines()) == len(cases) + 2
 
 
+def test_more_threads_than_processors_are_pointed_out(fake: Any, quantspec: Run) -> None:
+    outcome = quantspec("selftest", "--threads", "4000")
+    assert outcome.code == 0
+    assert outcome.stderr.startswith("warning: 4000 threads on")
+
+
 @pytest.mark.parametrize("place", [0, 1, 57, 135])
 @pytest.mark.parametrize("method", ["kv4", "w4", "quantspec"])
 def test_one_wrong_token_fails(fake: Any, quantspec: Run, method: str, place: int) -> None:

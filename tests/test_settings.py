@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pwd
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Outcome
+from conftest import DEMO, Outcome
+from tokenizers import Tokenizer
 
 Run = Callable[..., Outcome]
 
@@ -76,6 +78,14 @@ def test_the_default_place(fake: type, quantspec: Run, tmp_path: Path, monkeypat
         ("[run]\nquiet = 'yes'", "true or false"),
         ("stop = [['x']]", "stop is ['x']"),
         ('method = "fast"', "'fast' is not one of"),
+        ("max-tokens = 2.9", "max-tokens is 2.9"),
+        ("[run]\nseed = 1.0", "run.seed is 1.0"),
+        ("max-tokens = inf", "max-tokens is inf"),
+        ("ctx-size = 1e400", "ctx-size is inf"),
+        ("gamma = 2.5", "2.5 is neither a whole number"),
+        ("temperature = 1" + "0" * 400, "temperature is a number of 1329 bits"),
+        ("max-tokens = 0x" + "f" * 5000, "max-tokens is a number of 20000 bits"),
+        ('[bench]\nwhat = "kernels"', "bench.what is no setting"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_usage_error(
@@ -88,6 +98,40 @@ def test_a_mistake_in_the_file_is_one_usage_error(
 def test_a_file_that_is_named_must_exist(fake: type, quantspec: Run, file: Path) -> None:
     quantspec("run", "--text", "x").assert_error(1, str(file), "cannot be read")
     quantspec("--config", str(file), "run", "--text", "x").assert_error(1, str(file), "cannot be read")
+
+
+def test_help_needs_no_settings(quantspec: Run, file: Path) -> None:
+    for content in (None, "gama = 3"):
+        if content is not None:
+            file.write_text(content)
+        for command in (["run"], ["bench"], []):
+            outcome = quantspec(*command, "--help")
+            assert (outcome.code, outcome.stderr) == (0, "")
+            assert "Usage: quantspec" in outcome.stdout
+
+
+@pytest.mark.parametrize("place", ["~nouser", "~", "x" * 5000, "/" + "x" * 5000])
+def test_a_place_no_file_can_have_holds_no_settings(
+    fake: type, quantspec: Run, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def nobody(_: int) -> None:
+        raise KeyError
+
+    # A user that the system does not know, as in containers.
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("QUANTSPEC_CONFIG")
+    monkeypatch.setenv("XDG_CONFIG_HOME", place)
+    assert quantspec("run", "--text", "x", "-n", "2").code == 0
+
+
+def test_a_variable_holds_one_stop_string(fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "one horse, two horses, then two zebras and more"
+    inner = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    fake.answer = inner.encode(text, add_special_tokens=False).ids
+    monkeypatch.setenv("QUANTSPEC_STOP", "two zebras")
+    (result,) = quantspec("run", "--text", "x", "--json").json["results"]
+    assert (result["text"], result["stop_reason"]) == ("one horse, two horses, then ", "stop")
 
 
 def test_a_bad_variable_is_one_usage_error(fake: type, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ def test_a_document_is_data_not_a_template() -> None:
         ("{% for i in range(100000) %}{{ 'x' * 1000 }}{% endfor %}", "characters"),
         ("{{ 'x' * 10 ** 11 }}", "memory"),
         ("{{ range(10 ** 9) | list }}", "range"),
+        ("{{ messages[0].content }}{{ '\\ud800' }}", "half of a pair: character 1 "),
     ],
 )
 def test_a_template_that_fails_is_one_error(source: str, words: str) -> None:

@@ -153,6 +153,16 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
         larger.encode(" ".join(TEXTS) + " extraordinarily")
 
 
+def test_a_text_the_tokenizer_fails_on_is_one_error(tmp_path: Path) -> None:
+    inner = Inner(models.Unigram([("a", -1.0)], unk_id=None, byte_fallback=False))
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = saved(inner, tmp_path)
+    assert tokenizer.encode("aa") == [0, 0]
+    for text in ("ab", "\ud800"):
+        with pytest.raises(ModelError, match=r"tokenizer\.json cannot encode the text"):
+            tokenizer.encode(text)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {"type": "BPE"}}', "\0\0", '{"version": "1.0"}'])
 def test_a_damaged_tokenizer_is_one_error(fake: Any, quantspec: Any, tmp_path: Path, content: str) -> None:
     model = copy_demo(tmp_path / "model")

@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from itertools import chain
@@ -18,7 +19,7 @@ import pytest
 from conftest import DEMO, Outcome
 
 from quantspec_cli import Engine, hub
-from quantspec_cli.engine import Prompt
+from quantspec_cli.engine import Prompt, Statistics
 
 Run = Callable[..., Outcome]
 
@@ -176,6 +177,60 @@ def test_a_damaged_model_is_one_error(
     quantspec("run", "--model", model, "--text", "x", "-n", "3").assert_error(1, *words)
 
 
+def test_statistics_have_the_names_they_promise() -> None:
+    engine = Engine.load(context=100)
+    assert engine.statistics().keys() == Statistics.__annotations__.keys()
+    assert engine.statistics()["acceptance_rate_per_position"] is None
+
+
+def test_threads_that_share_an_engine_get_what_each_gets_alone() -> None:
+    engine = Engine.load(context=400, batch=2, gamma=3)
+    prompts = ["It was a dark and stormy night", "The two men spoke in low voices"]
+    alone = [engine.generate(prompt, max_new_tokens=150) for prompt in prompts]
+    found: dict[str, Any] = {}
+    together = threading.Barrier(2)
+
+    def decode(prompt: str) -> None:
+        together.wait()
+        try:
+            for _ in range(3):
+                stream = engine.stream(prompt, max_new_tokens=150)
+                text = "".join(stream)
+                assert text == stream.generation.text
+                found[prompt] = stream.generation
+        except BaseException as error:
+            found[prompt] = error
+
+    threads = [threading.Thread(target=decode, args=(prompt,), daemon=True) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found.get(prompt) for prompt in prompts] == alone
+
+
+def test_a_fork_is_told_that_it_has_no_engine() -> None:
+    program = """
+import os
+from quantspec_cli import Engine, QuantspecError
+engine = Engine.load(context=100)
+stream = engine.stream("x", max_new_tokens=50)
+next(stream)
+child = os.fork()
+if child == 0:
+    refused = 0
+    for work in (lambda: engine.generate("x"), lambda: engine.stream("x"), lambda: next(stream)):
+        try:
+            work()
+        except QuantspecError as error:
+            refused += "fork" in error.message
+    os._exit(refused)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+next(stream)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+
+
 def test_a_missing_shard_is_one_error(quantspec: Run, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
@@ -200,7 +255,7 @@ def test_a_gpu_that_is_not_there_is_explained(quantspec: Run) -> None:
         assert quantspec("run", "--text", "x", "-n", "3", "--device", "cuda:0").code == 0
     else:
         quantspec("run", "--text", "x", "--device", "cuda:0").assert_error(1)
-    quantspec("run", "--text", "x", "--device", "cuda:99").assert_error(1)
+        quantspec("run", "--text", "x", "--device", "cuda:99").assert_error(1)
 
 
 def test_a_forced_simd_path_this_processor_lacks_is_one_error(quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,25 @@ def test_the_engine_scores_it_as_the_source(widen: ModuleType, tmp_path: Path) -
     )
 
 
+def test_what_every_loader_computes_is_left_out(widen: ModuleType, strange: Path, tmp_path: Path) -> None:
+    config, tensors = llama_numpy.load(strange)
+    stored = dict(tensors) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
+    source = write(tmp_path / "stored", {**config, "head_dim": 8}, stored)
+    out = tmp_path / "wide"
+    assert widen.main([str(source), str(out), "--times", "2", "--layers", "2"]) == 0
+    _, found = llama_numpy.load(out)
+    assert found.keys() == tensors.keys()
+
+
+def test_a_bias_belongs_to_every_layer(
+    widen: ModuleType, strange: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config, tensors = llama_numpy.load(strange)
+    missing = "model.layers.1.self_attn.q_proj.bias"
+    source = write(tmp_path / "uneven", config, {name: tensors[name] for name in tensors if name != missing})
+    assert f"no tensor {missing}" in refused(widen, capfd, source, tmp_path / "wide", "--times", "2", "--layers", "2")
+
+
 def refused(widen: ModuleType, capfd: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
     assert widen.main([str(argument) for argument in arguments]) == 1
     captured = capfd.readouterr()
@@ -221,6 +240,10 @@ def change_header(edit: Callable[[Any], object]) -> Damage:
     return apply
 
 
+LAYER = "model.layers.1."
+EMPTY = {"dtype": "BF16", "shape": [0, 0], "data_offsets": [0, 0]}
+
+
 def cut(folder: Path) -> None:
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)
@@ -236,6 +259,34 @@ def cut(folder: Path) -> None:
         (change("config.json", lambda config: config.pop("hidden_size")), "hidden_size None"),
         (change("config.json", lambda config: config.update(num_attention_heads="8")), "num_attention_heads '8'"),
         (change("config.json", lambda config: config.update(num_hidden_layers=7)), "no layer 6 of 7"),
+        (change("config.json", lambda config: config.update(hidden_size=True)), "hidden_size True"),
+        (change("config.json", lambda config: config.update(head_dim=False)), "head_dim False"),
+        (change("config.json", lambda config: config.pop("vocab_size")), "vocab_size None"),
+        (change("config.json", lambda config: config.update(num_key_value_heads=3)), "3 KV heads for 2 heads"),
+        (
+            change(
+                "config.json",
+                lambda config: (
+                    config.pop("head_dim"),
+                    config.update(num_attention_heads=3, num_key_value_heads=3),
+                ),
+            ),
+            "3 heads for 256 channels",
+        ),
+        (change("config.json", lambda config: config.update(vocab_size=8191)), "makes it [8191, 256]"),
+        (
+            change("config.json", lambda config: config.update(num_hidden_layers=5)),
+            "layers.5.input_layernorm.weight is",
+        ),
+        (change_header(lambda header: header.pop(LAYER + "self_attn.o_proj.weight")), "no tensor " + LAYER),
+        (change_header(lambda header: header.pop(LAYER + "mlp.down_proj.weight")), "no tensor " + LAYER),
+        (
+            change_header(lambda header: header[LAYER + "self_attn.q_proj.weight"].update(shape=[65536])),
+            "q_proj.weight is [65536], config.json makes it [256, 256]",
+        ),
+        (change_header(lambda header: header["model.norm.weight"].update(shape=[256.0])), "does not fit"),
+        (change_header(lambda header: header.update({LAYER + "extra": EMPTY})), "layers.1.extra is no part"),
+        (change_header(lambda header: header.update(extra=EMPTY)), "extra is no part"),
         (change_header(lambda header: header.pop("model.norm.weight")), "no tensor model.norm.weight"),
         (change_header(lambda header: header["model.norm.weight"].update(dtype="I8")), "is I8"),
         (change_header(lambda header: header["model.norm.weight"].update(shape=[255])), "does not fit"),

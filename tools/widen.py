@@ -34,7 +34,6 @@ import numpy as np
 BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 # Rows handled at once: bounds memory to a few hundred MB at the widest shapes.
 BLOCK_ROWS = 1024
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # Space beyond the tensors: header, config, tokenizer.
 HEADROOM_BYTES = 64 << 20
 # Far beyond any model: what is planned stays small.
@@ -42,7 +41,13 @@ TIMES_MAX = 1024
 LAYERS_MAX = 4096
 PARTIAL = "model.safetensors.partial"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
-SETTINGS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+WIDENED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+SETTINGS = (*WIDENED, "num_hidden_layers", "vocab_size")
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+# Some checkpoints store it; every loader computes it.
+RECOMPUTED = "rotary_emb.inv_freq"
+# Channels of a head where a family fixes them and config.json does not say.
+HEAD_DIM = {"qwen3": 128}
 
 
 class Refusal(Exception):
@@ -75,8 +80,7 @@ class Source:
         if not isinstance(self.config, dict) or not isinstance(header, dict) or not header.keys() - {"__metadata__"}:
             raise Refusal(f"cannot read {folder}: its JSON names nothing", hint)
         for key in SETTINGS:
-            if not isinstance(self.config.get(key), int) or self.config[key] < 1:
-                raise Refusal(f"config.json of {folder} has {key} {self.config.get(key)!r}", "use a Llama-family model")
+            positive(self.config, key, folder)
         header.pop("__metadata__", None)
         for name, info in header.items():
             check(name, info, size - 8 - length)
@@ -102,13 +106,40 @@ def check(name: str, info: Any, data: int) -> None:
     if dtype not in BYTES:
         raise Refusal(f"tensor {name} is {dtype}", f"use a checkpoint in {', '.join(BYTES)}")
     try:
-        begin, end = (int(offset) for offset in info["data_offsets"])
-        shape = [int(extent) for extent in info["shape"]]
-        whole = 0 <= begin <= end <= data and end - begin == math.prod(shape) * BYTES[dtype] and 1 <= len(shape) <= 2
+        (begin, end), shape = info["data_offsets"], info["shape"]
+        numbers = all(type(number) is int for number in (begin, end, *shape))
+        whole = (
+            numbers
+            and 0 <= begin <= end <= data
+            and end - begin == math.prod(shape) * BYTES[dtype]
+            and 1 <= len(shape) <= 2
+        )
     except (KeyError, TypeError, ValueError):
         whole = False
     if not whole:
         raise Refusal(f"tensor {name} does not fit into the file", "the file is damaged; fetch it again")
+
+
+def positive(config: dict[str, Any], key: str, folder: Path) -> int:
+    """A size in config.json. True is none, though Python counts with it."""
+    value = config.get(key)
+    if type(value) is not int or value < 1:
+        raise Refusal(f"config.json of {folder} has {key} {value!r}", "use a Llama-family model")
+    return value
+
+
+def head_dim(config: dict[str, Any], folder: Path) -> int:
+    """Channels of a head."""
+    hidden, heads, kv_heads = (config[key] for key in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if heads % kv_heads:
+        raise Refusal(f"config.json of {folder} has {kv_heads} KV heads for {heads} heads", "use a Llama-family model")
+    if config.get("head_dim") is not None:
+        return positive(config, "head_dim", folder)
+    if config.get("model_type") in HEAD_DIM:
+        return HEAD_DIM[config["model_type"]]
+    if hidden % heads:
+        raise Refusal(f"config.json of {folder} has {heads} heads for {hidden} channels", "use a Llama-family model")
+    return int(hidden // heads)
 
 
 def reason(error: OSError) -> str:
@@ -143,32 +174,70 @@ class Target:
                 yield np.tile(values[start : start + BLOCK_ROWS] * np.float32(self.scale), (1, self.across))
 
 
-def plan(source: Source, times: int, layers: int) -> list[Target]:
-    """Every tensor of the widened checkpoint, in file order."""
-    own = int(source.config["num_hidden_layers"])
-    for name in ("model.embed_tokens.weight", "model.norm.weight"):
-        if name not in source.tensors:
-            raise Refusal(f"{source.folder} has no tensor {name}", "use a Llama-family model")
+def layer_shapes(source: Source) -> dict[str, list[int]]:
+    """Shapes of the tensors of each layer, by their names behind `model.layers.i.`. What a layer may lack, a bias or a norm
+    of heads, belongs to all of them if the first one has it.
+    """
+    hidden, ffn, heads, kv_heads = (int(source.config[key]) for key in WIDENED)
+    dim = head_dim(source.config, source.folder)
+    linears = {
+        "self_attn.q_proj": [heads * dim, hidden],
+        "self_attn.k_proj": [kv_heads * dim, hidden],
+        "self_attn.v_proj": [kv_heads * dim, hidden],
+        "self_attn.o_proj": [hidden, heads * dim],
+        "mlp.gate_proj": [ffn, hidden],
+        "mlp.up_proj": [ffn, hidden],
+        "mlp.down_proj": [hidden, ffn],
+    }
+    shapes = {f"{name}.weight": shape for name, shape in linears.items()}
+    shapes |= {f"{name}.weight": [hidden] for name in ("input_layernorm", "post_attention_layernorm")}
+    optional = {f"{name}.bias": shape[:1] for name, shape in linears.items()}
+    optional |= {f"self_attn.{name}.weight": [dim] for name in ("q_norm", "k_norm")}
+    return shapes | {name: shape for name, shape in optional.items() if f"model.layers.0.{name}" in source.tensors}
+
+
+def check_tensors(source: Source, parts: dict[str, list[int]]) -> None:
+    """Refuses a source that lacks a tensor, or has one of another shape than config.json makes it, or one too many: what is
+    widened of it could not be loaded.
+    """
+    own, hidden, vocab = (int(source.config[key]) for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
     for layer in range(own):
         if not any(name.startswith(f"model.layers.{layer}.") for name in source.tensors):
             raise Refusal(f"{source.folder} has no layer {layer} of {own}", "use a Llama-family model")
-    head = "lm_head.weight" if "lm_head.weight" in source.tensors else "model.embed_tokens.weight"
+    expected = {EMBEDDING: [vocab, hidden], NORM: [hidden]}
+    expected |= {f"model.layers.{layer}.{name}": shape for layer in range(own) for name, shape in parts.items()}
+    # A tied head is not stored.
+    expected |= {HEAD: [vocab, hidden]} if HEAD in source.tensors else {}
+    for name, shape in expected.items():
+        if name not in source.tensors:
+            raise Refusal(f"{source.folder} has no tensor {name}", "use a Llama-family model")
+        found = source.tensors[name]["shape"]
+        if found != shape:
+            raise Refusal(f"tensor {name} is {found}, config.json makes it {shape}", "fetch both files again")
+    for name in source.tensors:
+        if name not in expected and not name.endswith(RECOMPUTED):
+            raise Refusal(f"tensor {name} is no part of a Llama-family model", "use a Llama-family model")
+
+
+def plan(source: Source, times: int, layers: int) -> list[Target]:
+    """Every tensor of the widened checkpoint, in file order."""
+    own = int(source.config["num_hidden_layers"])
+    parts = layer_shapes(source)
+    check_tensors(source, parts)
     targets = [
-        Target("model.embed_tokens.weight", "model.embed_tokens.weight", 1, times, 1.0),
-        Target("model.norm.weight", "model.norm.weight", 1, times, 1.0),
-        Target("lm_head.weight", head, 1, times, 1.0 / times),
+        Target(EMBEDDING, EMBEDDING, 1, times, 1.0),
+        Target(NORM, NORM, 1, times, 1.0),
+        Target(HEAD, HEAD if HEAD in source.tensors else EMBEDDING, 1, times, 1.0 / times),
     ]
     for layer in range(layers):
-        prefix = f"model.layers.{layer % own}."
-        for name in (name for name in source.tensors if name.startswith(prefix)):
-            short = name.removeprefix(prefix)
-            linear = any(f"{part}.weight" in short for part in LINEAR)
+        for short, shape in parts.items():
+            linear = len(shape) == 2
             silent = layer >= own and any(part in short for part in ("o_proj", "down_proj"))
             per_head = "q_norm" in short or "k_norm" in short
             targets.append(
                 Target(
                     f"model.layers.{layer}.{short}",
-                    name,
+                    f"model.layers.{layer % own}.{short}",
                     times if linear else 1,
                     1 if per_head else times,
                     0.0 if silent else 1.0 / times if linear else 1.0,
@@ -177,11 +246,12 @@ def plan(source: Source, times: int, layers: int) -> list[Target]:
     return targets
 
 
-def widened_config(config: dict[str, Any], times: int, layers: int, name: str) -> dict[str, Any]:
+def widened_config(source: Source, times: int, layers: int, name: str) -> dict[str, Any]:
+    config = source.config
     out = dict(config)
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
+    for key in WIDENED:
         out[key] = int(config[key]) * times
-    out.setdefault("head_dim", int(config["hidden_size"]) // int(config["num_attention_heads"]))
+    out["head_dim"] = head_dim(config, source.folder)
     out["num_hidden_layers"] = layers
     out["tie_word_embeddings"] = False
     out["widened"] = {"source": name, "times": times, "source_layers": int(config["num_hidden_layers"])}
@@ -228,7 +298,7 @@ def widen(folder: Path, out: Path, times: int, layers: int) -> int:
     out.mkdir(parents=True, exist_ok=True)
     try:
         write(source, targets, header, out)
-        config = widened_config(source.config, times, layers, folder.name)
+        config = widened_config(source, times, layers, folder.name)
         (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         (out / "README.md").write_text(CARD.format(name=folder.name, times=times, layers=layers), encoding="utf-8")
     except BaseException:

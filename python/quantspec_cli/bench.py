@@ -14,6 +14,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import statistics
 import time
 from contextlib import nullcontext
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from . import __version__, loop, output, prompts, render
 from .engine import Model
-from .errors import EXIT_DONE, DoesNotFitError, InputError, InternalError, UsageError, native_errors
-from .options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MIN, SEED_MAX
+from .errors import EXIT_DONE, DoesNotFitError, InputError, InternalError, QuantspecError, UsageError, native_errors
+from .options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MIN, SEED_MAX, whole
 from .text import Text
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ BOOK = Path(__file__).with_name("book.txt.gz")
 # Depths of `bench kernels` where none are given, and the most rows of a step that it takes.
 KERNEL_DEPTHS = [4096, 32_768, 131_072]
 ROWS_MAX = 64
+# Far beyond what steadies a mean.
+REPETITIONS_MAX = 10_000
 # Measurements of one option: more are a typing error (0-100000) rather than a wish.
 LIST_MAX = 256
 # Tokens decoded before measuring, per method and depth: page faults, and the clock of the processor.
@@ -166,39 +169,86 @@ def bench(request: Request, options: EngineOptions) -> int:
             for model in _models(request.model)
         ]
         tokens = [_tokens(model, name, text, plan) for model in opened]
-        table = writer(request.output_format, Decoding, sink)
-        for model, ids in zip(opened, tokens, strict=True):
-            for row in Bench(model, ids, plan, request, options).rows():
-                table.row(row)
-        table.close()
+        measured = (
+            row
+            for model, ids in zip(opened, tokens, strict=True)
+            for row in Bench(model, ids, plan, request, options).rows()
+        )
+        failure = _write(measured, writer(request.output_format, Decoding, sink))
+    if failure is not None:
+        raise failure
     return EXIT_DONE
 
 
-def kernels(request: Request, options: EngineOptions, rows: str) -> int:
-    """Times the kernels of a GPU at the shapes of each model; returns the exit code."""
-    from . import _native
+def _write(rows: Iterable[Mapping[str, Any]], table: Markdown | Csv | Json | JsonLines) -> BaseException | None:
+    """Writes measurements as they come. Returns what ended them early: those that are done are kept, where there are any."""
+    failures: list[QuantspecError] = []
+    ended: BaseException | None = None
+    done = 0
+    try:
+        for row in output.until_failure(rows, failures):
+            table.row(row)
+            done += 1
+    except KeyboardInterrupt as interrupt:
+        ended = interrupt
+    ended = ended or next(iter(failures), None)
+    if ended is not None and not done:
+        raise ended
+    table.close()
+    return ended
 
+
+def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str | None) -> int:
+    """Times the kernels of a GPU at the shapes of each model; returns the exit code. Where nobody asks for `depths`, they
+    are those of `KERNEL_DEPTHS` that the model has.
+    """
     counts = [n for n in numbers("--rows", rows) if n > 0]
-    depths = [n for n in numbers("-d", request.n_depth) if n > 0] or KERNEL_DEPTHS
+    asked = None if depths is None else numbers("-d", depths)
+    if asked is not None and 0 in asked:
+        raise UsageError(f"-d is {depths}", "give depths of at least 1: attention is timed behind so many tokens")
     if not counts or max(counts) > ROWS_MAX:
         raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}")
     with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
-        table = writer(request.output_format, Kernels, sink)
-        for name in _models(request.model):
-            model = Model.open(name, revision=request.revision, offline=request.offline, progress=render.on_terminal())
-            with render.progress("timing kernels", shown=False), native_errors():
-                device, device_name, read, measured = _native.kernels(
-                    str(model.directory),
-                    device=options.device,
-                    contexts=[depth for depth in depths if depth <= model.context] or [model.context],
-                    rows=counts,
-                )
-            render.note(f"{device}: {device_name}, reads {render.number(read / 1e9)} GB/s")
-            about = {"quantspec": __version__, "model": model.name, "device": device, "device_name": device_name}
-            for row in measured:
-                table.row(about | {"test": "kernel"} | row)
-        table.close()
+        opened = [
+            Model.open(name, revision=request.revision, offline=request.offline, progress=render.on_terminal())
+            for name in _models(request.model)
+        ]
+        contexts = [_kernel_depths(model, asked) for model in opened]
+        measured = (
+            row
+            for model, depths_of_it in zip(opened, contexts, strict=True)
+            for row in _kernels(model, options, depths_of_it, counts)
+        )
+        failure = _write(measured, writer(request.output_format, Kernels, sink))
+    if failure is not None:
+        raise failure
     return EXIT_DONE
+
+
+def _kernel_depths(model: Model, asked: Sequence[int] | None) -> list[int]:
+    if asked is None:
+        return [depth for depth in KERNEL_DEPTHS if depth <= model.context] or [model.context]
+    if max(asked) > model.context:
+        raise DoesNotFitError(
+            f"depth {max(asked)} exceeds the context of {model.name}, {model.context}",
+            f"lower -d to at most {model.context}",
+        )
+    return list(asked)
+
+
+def _kernels(
+    model: Model, options: EngineOptions, depths: Sequence[int], rows: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    from . import _native
+
+    with native_errors():
+        device, device_name, read, measured = _native.kernels(
+            str(model.directory), device=options.device, contexts=depths, rows=rows
+        )
+    render.note(f"{device}: {device_name}, reads {render.number(read / 1e9)} GB/s")
+    about = {"quantspec": __version__, "model": model.name, "device": device, "device_name": device_name}
+    for row in measured:
+        yield about | {"test": "kernel"} | row
 
 
 # Lists ---------------------------------------------------------------------------------------------------------------
@@ -206,8 +256,7 @@ def kernels(request: Request, options: EngineOptions, rows: str) -> int:
 
 def read_plan(request: Request) -> Plan:
     """The lists of a request, or the item that is wrong."""
-    if request.repetitions < 1:
-        raise UsageError(f"repetitions is {request.repetitions}", "use -r 1 or more")
+    whole("repetitions", request.repetitions, 1, REPETITIONS_MAX)
     # Every repetition has the next seed.
     if not 0 <= request.seed <= SEED_MAX - request.repetitions:
         raise UsageError(f"seed is {request.seed}", f"use a whole number, 0 to {SEED_MAX - request.repetitions}")
@@ -299,7 +348,8 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
 
 def _models(given: str | None) -> list[str | None]:
     """The models of a comma list; a directory may have a comma in its name."""
-    if given is None or Path(given).exists():
+    # Not Path.exists: it raises on names that no file can have.
+    if given is None or os.path.exists(given):  # noqa: PTH110
         return [given]
     return [*items("--model", given)]
 

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from . import __version__, settings
+from .errors import QuantspecError, UsageError
 from .options import (
     EngineOptions,
     GenerateOptions,
+    Verbatim,
     device_flags,
     engine_flags,
     json_flag,
@@ -31,8 +34,8 @@ _CONTEXT = {"auto_envvar_prefix": settings.PREFIX, "help_option_names": ["-h", "
 
 _EXIT_CODES = """\b
 Exit codes: 0 done, 1 error, 2 usage, 3 does not fit in memory or context
-(nothing was cut), 4 some documents of a batch failed, 130 interrupted
-(129 SIGHUP, 143 SIGTERM), 141 standard output was closed."""
+(nothing was cut), 130 interrupted (129 SIGHUP, 143 SIGTERM), 141 standard
+output was closed; 4 is reserved for a batch with failed documents."""
 
 
 def _dash_is_stdout(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
@@ -40,7 +43,21 @@ def _dash_is_stdout(_ctx: click.Context, _parameter: click.Parameter, value: str
     return None if value == "-" else value
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
+class _Command(click.Command):
+    """A command that complains of the settings file when it runs: `--help` works whatever the file holds."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command, or says why the settings file cannot be used."""
+        if isinstance(ctx.obj, QuantspecError):
+            raise ctx.obj
+        return super().invoke(ctx)
+
+
+class _Group(click.Group):
+    command_class = _Command
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXIT_CODES)
 @click.version_option(__version__, prog_name="quantspec")
 @click.option(
     "--config",
@@ -56,7 +73,10 @@ def cli(ctx: click.Context, config: Path | None) -> None:
     weights over the 8-bit view. Flags override QUANTSPEC_* variables (QUANTSPEC_MODEL, ...), which override the
     settings file.
     """
-    ctx.default_map = settings.default_map(config, cli.commands)
+    try:
+        ctx.default_map = settings.default_map(config, cli.commands)
+    except QuantspecError as error:
+        ctx.obj = error
 
 
 @cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
@@ -80,7 +100,7 @@ def cli(ctx: click.Context, config: Path | None) -> None:
 )
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
-@click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. Repeatable.")
+@click.option("--stop", multiple=True, type=Verbatim(), metavar="TEXT", help="End before this text. Repeatable.")
 @engine_flags
 @device_flags
 @json_flag
@@ -125,6 +145,22 @@ def selftest(*, device: str, threads: int | None, **flags: Any) -> int:
     return execute(options=options, **flags)
 
 
+# What `bench kernels` takes; each other flag of `bench` would be ignored. `--rows` is its own.
+_OF_KERNELS = {"what", "model", "revision", "offline", "n_depth", "rows", "device", "output_format", "output"}
+_ONLY_OF_KERNELS = {"rows"}
+
+
+def _refuse_unused(ctx: click.Context, what: str | None) -> None:
+    """Refuses flags that would be ignored. Variables and the settings file are meant for several commands and may be."""
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        used = name in _OF_KERNELS if what == "kernels" else name not in _ONLY_OF_KERNELS
+        if not used and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            flag = max(parameter.opts, key=len)
+            place = "bench kernels" if what == "kernels" else "bench without kernels"
+            raise UsageError(f"{flag} does not apply to {place}", f"leave out {flag}")
+
+
 def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Command]:
     """A flag that takes a comma list; its command reads it."""
     return click.option(*names, default=default, show_default=True, metavar="LIST", help=text)
@@ -164,8 +200,18 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     allow_from_autoenv=False,
     help="Write there instead of stdout.",
 )
+@click.pass_context
 def bench(
-    *, what: str | None, rows: str, device: str, threads: int | None, page_choice: str, kv_rounding: str, **flags: Any
+    ctx: click.Context,
+    /,
+    *,
+    what: str | None,
+    rows: str,
+    device: str,
+    threads: int | None,
+    page_choice: str,
+    kv_rounding: str,
+    **flags: Any,
 ) -> int:
     """Measure prefill and decoding at depth, and the memory bandwidth that bounds them.
 
@@ -178,8 +224,12 @@ def bench(
     from . import bench as measure
 
     options = EngineOptions(device=device, threads=threads, page_choice=page_choice, kv_rounding=kv_rounding)
+    _refuse_unused(ctx, what)
     request = measure.Request(**flags)
-    return measure.bench(request, options) if what is None else measure.kernels(request, options, rows)
+    if what is None:
+        return measure.bench(request, options)
+    asked = ctx.get_parameter_source("n_depth") is not ParameterSource.DEFAULT
+    return measure.kernels(request, options, rows, depths=request.n_depth if asked else None)
 
 
 @cli.command("eval", context_settings=_CONTEXT, epilog=_EXIT_CODES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -95,7 +96,8 @@ def _draft_cache() -> dict[str, Any] | None:
 
 def _drafts(cache: dict[str, Any] | None) -> str:
     if cache is None:
-        return "off: QUANTSPEC_DRAFT_CACHE says so"
+        said = os.environ.get("QUANTSPEC_DRAFT_CACHE") == "off"
+        return "off: " + ("QUANTSPEC_DRAFT_CACHE says so" if said else "no home directory is known")
     models = "model" if cache["files"] == 1 else "models"
     return f"{cache['path']}: {cache['files']} {models}, {render.size(cache['bytes'])}; delete it at will"
 

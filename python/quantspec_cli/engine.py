@@ -7,6 +7,9 @@ print(answer.text, engine.statistics()["acceptance_rate"])
 
 from __future__ import annotations
 
+import os
+import threading
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
@@ -44,11 +47,12 @@ class Statistics(TypedDict):
     decode_tokens_per_s: float | None
     rounds: int
     gamma_mean: float | None
+    draft_pages_mean: float | None
     drafted_tokens: int
     accepted_tokens: int
     acceptance_rate: float | None
     mean_acceptance_length: float | None
-    acceptance_rate_per_position: list[float]
+    acceptance_rate_per_position: list[float] | None
     weights_bytes: int
     draft_weights_bytes: int
     cache_upper_bytes: int
@@ -214,6 +218,57 @@ class Model:
         return wanted
 
 
+class Slots:
+    """Places for sequences in an engine, which all its streams share."""
+
+    def __init__(self, native: _native.Engine, count: int) -> None:
+        """`count` sequences have a place."""
+        self.native = native
+        # One prefill or round at a time. Reentrant: what a callback of a prefill asks for reaches the engine, which refuses.
+        self.turn = threading.RLock()
+        self._count = count
+        self._taken: set[Text] = set()
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Refuses a fork: the engine's worker threads stayed behind, and it would wait for them for ever."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"the engine belongs to process {self._process}, this is its fork {os.getpid()}",
+                'load an engine in every process, or start processes by "spawn"',
+            )
+
+    @contextmanager
+    def take(self, prompts: Sequence[Prompt], texts: Sequence[Text], options: GenerateOptions) -> Iterator[list[int]]:
+        """Slots with these prompts while the body runs; whoever decodes frees a slot when its text ends."""
+        slots: list[int] = []
+        try:
+            with self.turn:
+                self._check_room(len(prompts))
+                for prompt in prompts:
+                    slots.append(self.native.add(prompt.ids, **options.sampling()))
+                self._taken.update(texts)
+        except BaseException:
+            for slot in slots:
+                self.native.finish(slot)
+            raise
+        try:
+            yield slots
+        finally:
+            self._taken.difference_update(texts)
+
+    def _check_room(self, wanted: int) -> None:
+        # A copy: streams of other threads come and go.
+        under_way = sum(text.stop_reason is None for text in list(self._taken))
+        if wanted + under_way <= self._count:
+            return
+        free = self._count - under_way
+        raise UsageError(
+            f"{wanted} sequences are to start and {free} of the engine's {self._count} are free",
+            "end a stream with Stream.close(), or load the engine with a larger batch=",
+        )
+
+
 class Batch:
     """Sequences that decode together. Iterating yields (index of the prompt, text) as text becomes available.
 
@@ -226,7 +281,7 @@ class Batch:
 
     def __init__(
         self,
-        native: _native.Engine,
+        slots: Slots,
         model: Model,
         prompts: Sequence[Prompt],
         options: GenerateOptions,
@@ -244,7 +299,7 @@ class Batch:
             for prompt in prompts
         ]
         # Not a method of this object: dropping the batch then ends its decoding and frees its slots at once.
-        self._pieces = _decode(native, prompts, self.texts, options, on_prefill)
+        self._pieces = _decode(slots, prompts, self.texts, options, on_prefill)
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         return self._pieces
@@ -263,30 +318,33 @@ class Batch:
 
 
 def _decode(
-    native: _native.Engine,
+    places: Slots,
     prompts: Sequence[Prompt],
     texts: Sequence[Text],
     options: GenerateOptions,
     on_prefill: OnProgress | None,
 ) -> Generator[tuple[int, str], None, None]:
     """Takes slots and decodes; yields (index of the prompt, text)."""
-    with native_errors():
-        slots = _take_slots(native, prompts, options)
+    places.check_process()
+    with native_errors(), places.take(prompts, texts, options) as slots:
         index = {slot: place for place, slot in enumerate(slots)}
-        for slot, text in loop.decode(native, dict(zip(slots, texts, strict=True)), on_prefill=on_prefill):
-            yield index[slot], text
+        answers = dict(zip(slots, texts, strict=True))
+        # Closed before the places count as free: the engine frees them then.
+        with closing(loop.decode(places.native, answers, on_prefill=on_prefill, turn=places.turn)) as pieces:
+            for slot, text in pieces:
+                yield index[slot], text
+                # A stream of the parent may go on in a fork.
+                places.check_process()
 
 
-def _take_slots(native: _native.Engine, prompts: Sequence[Prompt], options: GenerateOptions) -> list[int]:
-    slots: list[int] = []
-    try:
-        for prompt in prompts:
-            slots.append(native.add(prompt.ids, **options.sampling()))
-    except BaseException:
-        for slot in slots:
-            native.finish(slot)
-        raise
-    return slots
+def _check_ids(prompt: Prompt, vocab: int) -> None:
+    """Refuses ids the model does not have: the engine takes unsigned numbers only."""
+    if not prompt.ids:
+        raise UsageError(f"{prompt.name} has 0 tokens", "give at least one token, for example the model's BOS")
+    for id in prompt.ids:
+        # The first test alone is the fast path of a long prompt.
+        if type(id) is not int or not 0 <= id < vocab:
+            whole(f"a token id of {prompt.name}", id, 0, vocab - 1)
 
 
 class Stream:
@@ -321,7 +379,10 @@ class Stream:
 
 
 class Engine:
-    """A model on a device, ready to decode. Use `Engine.load`."""
+    """A model on a device, ready to decode. Use `Engine.load`.
+
+    Threads may share it: streams take turns, round by round.
+    """
 
     def __init__(
         self,
@@ -352,6 +413,7 @@ class Engine:
                 on_loading=on_loading,
                 **options.native(),
             )
+        self._slots = Slots(self.native, batch)
 
     @classmethod
     def load(
@@ -427,6 +489,7 @@ class Engine:
         self, prompts: Sequence[str | Prompt], options: GenerateOptions, *, on_prefill: OnProgress | None = None
     ) -> Batch:
         """Starts decoding prompts together. Every prompt is checked to fit before the first one is taken."""
+        self._slots.check_process()
         if not prompts:
             raise UsageError("no prompt", "give at least one prompt")
         if isinstance(prompts, str) or not all(isinstance(prompt, str | Prompt) for prompt in prompts):
@@ -435,10 +498,9 @@ class Engine:
             self.model.prompt(prompt, context=self.context) if isinstance(prompt, str) else prompt for prompt in prompts
         ]
         for prompt in encoded:
-            if not prompt.ids:
-                raise UsageError(f"{prompt.name} has 0 tokens", "give at least one token, for example the model's BOS")
+            _check_ids(prompt, self.model.info["vocab"])
             self.model.check_fits(prompt, options.max_new_tokens, self.context)
-        return Batch(self.native, self.model, encoded, options, on_prefill)
+        return Batch(self._slots, self.model, encoded, options, on_prefill)
 
     def stream(
         self,

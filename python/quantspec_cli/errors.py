@@ -29,6 +29,7 @@ class QuantspecError(Exception):
         message: one line, naming the value that is wrong.
         hint: one line, naming the remedy.
         exit_code: what the command line exits with.
+        kept: what was done before the error came, as fields of the document of `--json`.
     """
 
     kind: ClassVar[str] = "internal"
@@ -37,12 +38,13 @@ class QuantspecError(Exception):
     def __init__(self, message: str, hint: str) -> None:
         self.message = one_line(message)
         self.hint = one_line(hint)
+        self.kept: dict[str, object] = {}
         super().__init__(f"{self.message} ({self.hint})")
 
     def to_json(self) -> dict[str, object]:
         """The error as `--json` prints it."""
         body = {"kind": self.kind, "message": self.message, "hint": self.hint, "exit_code": self.exit_code}
-        return {"error": body}
+        return {"error": body, **self.kept}
 
     def render(self) -> str:
         """The two lines for stderr."""

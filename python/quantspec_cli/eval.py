@@ -29,7 +29,7 @@ class Request:
         prompt: text file, "-" for standard input, None for the sample that ships with the package.
         tokens: score the first so many tokens of the text; None is all of it.
         context: of these, tokens that are processed as a prompt (exactly) and not scored.
-        output: file for the report instead of standard output.
+        output: file for the report instead of standard output, where the document of `--json` still goes.
     """
 
     model: str | None
@@ -49,8 +49,9 @@ def evaluate(request: Request, options: EngineOptions) -> int:
     if request.context < 0:
         raise UsageError(f"context is {request.context}", "use 0 or more tokens")
     render.warn_of_threads(options.threads)
-    with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
-        if request.prompt is not None and isinstance(sink, output.AtomicFile) and sink.is_at(request.prompt):
+    stdout = output.Stdout() if request.output is None or request.as_json else None
+    with output.AtomicFile(request.output) if request.output is not None else nullcontext() as file:
+        if request.prompt is not None and file is not None and file.is_at(request.prompt):
             raise UsageError(f"output {request.output} is also the prompt", "name another file")
         document = prompts.read(str(SAMPLE) if request.prompt is None else request.prompt)
         model = Model.open(
@@ -64,7 +65,12 @@ def evaluate(request: Request, options: EngineOptions) -> int:
             "context": request.context,
             **_scores(model, ids, request, options),
         }
-        sink.write(json.dumps(found, ensure_ascii=False) + "\n" if request.as_json else "\n".join(lines(found)) + "\n")
+        report = "\n".join(lines(found)) + "\n"
+        if file is not None:
+            file.write(report)
+    # The file is in its place: nothing that happens to standard output can take the report away.
+    if stdout is not None:
+        stdout.write(json.dumps(found, ensure_ascii=False) + "\n" if request.as_json else report)
     return EXIT_DONE
 
 

@@ -55,6 +55,8 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
         )
     if pinned and revision is not None and pinned != revision:
         raise UsageError(f"two revisions: {pinned} and {revision}", "give one of them")
+    if cache().parts[:1] == ("~",):
+        raise FileError("the hub's cache has no place: no home directory is known", "set HF_HOME to a folder")
     return _download(model, repository, revision or pinned or None, offline=offline, progress=progress)
 
 

@@ -6,10 +6,12 @@ weights over both nibbles, and emits the accepted ones and one more of the targe
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
+    from contextlib import AbstractContextManager
 
     from ._native import Engine
     from .text import Text
@@ -28,20 +30,26 @@ def decode(
     *,
     choose_gamma: Callable[[int], int] | None = None,
     on_prefill: Callable[[int, int], object] | None = None,
+    turn: AbstractContextManager[object] | None = None,
 ) -> Generator[Piece, None, None]:
     """Decodes the sequences in `texts` (slot to answer) together until every text has ended; frees their slots.
 
     `choose_gamma` replaces the engine's policy. `on_prefill` is told rows done and rows in all of the prompt under way.
+    `turn` is held for a prefill and for a round, so that threads which share the engine do not enter each other's.
     """
     choose_gamma = choose_gamma or engine.choose_gamma
+    turn = turn or nullcontext()
     running = dict(texts)
     try:
         for slot in list(running):
-            first = engine.prefill(slot, on_prefill)
+            with turn:
+                first = engine.prefill(slot, on_prefill)
             yield _emit(engine, running, slot, [first])
         while running:
-            engine.draft([(slot, choose_gamma(slot)) for slot in running])
-            for slot, tokens in engine.verify():
+            with turn:
+                engine.draft([(slot, choose_gamma(slot)) for slot in running])
+                emitted = engine.verify()
+            for slot, tokens in emitted:
                 yield _emit(engine, running, slot, tokens)
     finally:
         for slot in running:

@@ -164,6 +164,14 @@ class NumberOr(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # gen
             self.fail(f"{value!r} is neither a whole number nor {' or '.join(map(repr, self.words))}", param, ctx)
 
 
+class Verbatim(click.types.StringParamType):
+    """Text of a flag that may be repeated; its variable holds one such text, white space and all."""
+
+    def split_envvar_value(self, rv: str) -> list[str]:
+        """The variable's one text; click would split it at spaces."""
+        return [rv]
+
+
 Command = TypeVar("Command", bound="Callable[..., Any]")
 
 

@@ -7,13 +7,15 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from .errors import FileError, UsageError, reason
+from .errors import FileError, QuantspecError, UsageError, reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
+
+Item = TypeVar("Item")
 
 
 class Sink(Protocol):
@@ -197,6 +199,16 @@ class Answers:
             # First: Ctrl-C often arrives in the write, when somebody has just read the text.
             self._at_line_start = text.endswith("\n")
             self._sink.write(text)
+
+
+def until_failure(items: Iterable[Item], failures: list[QuantspecError]) -> Iterator[Item]:
+    """Items up to an error of their source, which is left in `failures`: what came before it is to be written. Errors of the
+    writing itself are none of this.
+    """
+    try:
+        yield from items
+    except QuantspecError as error:
+        failures.append(error)
 
 
 def abandon_stdout() -> None:

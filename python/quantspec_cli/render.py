@@ -30,11 +30,15 @@ def note(text: str) -> None:
         console().print(text, style="dim")
 
 
+def processors() -> int:
+    """Processors this process may use: fewer than the machine's under taskset, or in a container."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def warn_of_threads(threads: int | None) -> None:
     """More workers than processors wait for each other."""
-    processors = os.cpu_count()
-    if threads is not None and processors is not None and threads > processors:
-        note(f"warning: {threads} threads on {processors} processors wait for each other; use --threads {processors}")
+    if threads is not None and threads > (usable := processors()):
+        note(f"warning: {threads} threads on {usable} processors wait for each other; use --threads {usable}")
 
 
 def note_of_drafts(info: dict[str, Any]) -> None:

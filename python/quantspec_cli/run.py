@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from . import __version__, output, prompts, render
 from .engine import Engine, Model
-from .errors import EXIT_DONE, EXIT_INTERRUPTED, UsageError, one_line
+from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, UsageError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,9 +80,13 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
 
         sink: output.Sink = file or (stdout if stdout is not None and not request.as_json else output.Nowhere())
         shown = [one_line(name) for name in names]
-        batch, interrupted = _decode(engine, encoded, options, output.Answers(sink, shown), quiet=request.quiet)
+        answers = output.Answers(sink, shown)
+        batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=request.quiet)
     # The file is in its place: nothing that happens to the rest of the output can take the answer away.
     generations = batch.generations()
+    if failure is not None:
+        failure.kept = {"results": results(names, generations)}
+        raise failure
     if stdout is not None and request.as_json:
         stdout.write(json.dumps(report(engine, options, names, generations), ensure_ascii=False) + "\n")
     elif not request.quiet:
@@ -109,35 +113,45 @@ def report(
         "gamma": 0 if chosen.method == "ar" else chosen.gamma,
         "temperature": options.temperature,
         "seed": options.seed,
-        "results": [
-            {
-                "prompt": name,
-                "prompt_tokens": generation.prompt_tokens,
-                "new_tokens": len(generation.tokens),
-                "tokens": generation.tokens,
-                "text": generation.text,
-                "stop_reason": generation.stop_reason,
-            }
-            for name, generation in zip(names, generations, strict=True)
-        ],
+        "results": results(names, generations),
         "stats": engine.statistics(),
     }
 
 
+def results(names: Sequence[str], generations: Sequence[Generation]) -> list[dict[str, Any]]:
+    """The answers as `--json` prints them."""
+    return [
+        {
+            "prompt": name,
+            "prompt_tokens": generation.prompt_tokens,
+            "new_tokens": len(generation.tokens),
+            "tokens": generation.tokens,
+            "text": generation.text,
+            "stop_reason": generation.stop_reason,
+        }
+        for name, generation in zip(names, generations, strict=True)
+    ]
+
+
 def _decode(
     engine: Engine, prompts: Sequence[Prompt], options: GenerateOptions, answers: output.Answers, *, quiet: bool
-) -> tuple[Batch, bool]:
-    """Decodes and hands on the text. Ctrl-C ends it with the text so far; the second value says so."""
+) -> tuple[Batch, bool, QuantspecError | None]:
+    """Decodes and hands on the text. Ctrl-C ends it with the text so far, and so does an error of the engine: the second and
+    third value say so. An error before the first token has nothing to keep and is raised.
+    """
     first: list[tuple[int, str]] = []
     interrupted = False
+    failures: list[QuantspecError] = []
     with render.progress("reading the prompt", shown=not quiet) as on_prefill:
         batch = engine.start(prompts, options, on_prefill=on_prefill)
-        pieces = iter(batch)
+        pieces = output.until_failure(batch, failures)
         try:
             # The first texts wait until the bar has left the terminal.
-            first.extend(next(pieces) for _ in prompts)
+            first.extend(islice(pieces, len(prompts)))
         except KeyboardInterrupt:
             interrupted = True
+    if failures and not any(text.tokens for text in batch.texts):
+        raise failures[0]
     try:
         for index, text in chain(first, () if interrupted else pieces):
             answers.push(index, text)
@@ -145,11 +159,11 @@ def _decode(
                 answers.end(index)
     except KeyboardInterrupt:
         interrupted = True
-    if interrupted:
+    if interrupted or failures:
         for index, text in batch.interrupt():
             answers.push(index, text)
     answers.close()
-    return batch, interrupted
+    return batch, interrupted, failures[0] if failures else None
 
 
 def _is_bare(request: Request, model: Model) -> bool:

@@ -70,6 +70,7 @@ class Case:
 def selftest(*, model: str | None, revision: str | None, offline: bool, options: EngineOptions, as_json: bool) -> int:
     """Runs all cases up to the first difference, prints what was compared, and returns the exit code."""
     out = Stdout()
+    render.warn_of_threads(options.threads)
     opened = Model.open(model, revision=revision, offline=offline, progress=render.on_terminal())
     prompts = cut_prompts(opened)
     device, references = _references(opened, options, prompts)

@@ -16,41 +16,49 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import click
+
 from .errors import FileError, UsageError, reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    import click
 
 PREFIX = "QUANTSPEC"
 
 # Draft weights of fewer bytes are made faster than anybody notices: 0.2 s of one processor, measured (docs/cli.md).
 SMALLEST_DRAFTS_BYTES = 64 << 20
 
+# No setting is larger than a seed. TOML's numbers have no bound, and neither printing nor converting them is safe.
+_LARGEST = 2**64 - 1
+
 # What one invocation is about cannot be a default.
-_NO_SETTING = {"prompt", "text", "output", "as_json", "help"}
+_NO_SETTING = {"prompt", "text", "output", "as_json", "help", "what"}
 
 
 def default_path() -> Path:
     """Where the file is looked for when nobody names one."""
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(home).expanduser() / "quantspec" / "config.toml"
+    return Path(_expanded(home)) / "quantspec" / "config.toml"
+
+
+def _expanded(path: str) -> str:
+    # Not Path.expanduser: it raises where there is no such user, or nobody's home directory is known.
+    return os.path.expanduser(path)  # noqa: PTH111
 
 
 def draft_cache() -> Path | None:
     """The folder of draft weights: $QUANTSPEC_DRAFT_CACHE (None where that is "off"), or beside the hub's cache, where
-    Hugging Face wants other programs to keep files (HF_HOME, HF_ASSETS_CACHE).
+    Hugging Face wants other programs to keep files (HF_HOME, HF_ASSETS_CACHE; None where no home directory is known).
     """
     wanted = os.environ.get("QUANTSPEC_DRAFT_CACHE")
     if wanted == "off":
         return None
     if wanted:
-        # Not Path.expanduser: it raises where there is no such user.
-        return Path(os.path.expanduser(wanted))  # noqa: PTH111
+        return Path(_expanded(wanted))
     from huggingface_hub import constants
 
-    return Path(constants.HF_ASSETS_CACHE) / "quantspec" / "drafts"
+    folder = Path(constants.HF_ASSETS_CACHE) / "quantspec" / "drafts"
+    return None if folder.parts[0] == "~" else folder
 
 
 def native_draft_cache() -> tuple[str, int] | None:
@@ -63,7 +71,8 @@ def default_map(path: Path | None, commands: Mapping[str, click.Command]) -> dic
     """The file as click's default map: command name to parameter name to value. No file, no defaults."""
     if path is None:
         path = default_path()
-        if not path.is_file():
+        # Not Path.is_file: it raises on names that no file can have.
+        if not os.path.isfile(path):  # noqa: PTH113
             return {}
     table = _read(path)
     sections = {name: table.pop(name) for name in list(table) if name in commands and isinstance(table[name], dict)}
@@ -105,14 +114,20 @@ def _checked(path: Path, key: str, value: object, parameter: click.Parameter) ->
     """A value of the file as the flag would take it: text, a number, true or false; a list where a flag may be repeated."""
     if parameter.multiple:
         items = value if isinstance(value, list) else [value]
-        return [_checked_one(path, key, item, flag=False) for item in items]
-    return _checked_one(path, key, value, flag=bool(getattr(parameter, "is_flag", False)))
+        return [_checked_one(path, key, item, parameter) for item in items]
+    return _checked_one(path, key, value, parameter)
 
 
-def _checked_one(path: Path, key: str, value: object, *, flag: bool) -> object:
+def _checked_one(path: Path, key: str, value: object, parameter: click.Parameter) -> object:
+    flag = bool(getattr(parameter, "is_flag", False))
+    if isinstance(value, int) and abs(value) > _LARGEST:
+        raise UsageError(f"settings file {path}: {key} is a number of {value.bit_length()} bits", "give a smaller one")
     if isinstance(value, bool) != flag or not isinstance(value, str | int | float):
         wanted = "true or false" if flag else "a text or a number"
         raise UsageError(f"settings file {path}: {key} is {value!r}", f"give {wanted}")
+    # As a flag 2.9 is refused; click would cut a number of the file to 2 without a word.
+    if isinstance(value, float) and isinstance(parameter.type, click.types.IntParamType):
+        raise UsageError(f"settings file {path}: {key} is {value!r}", "give a whole number")
     return value
 
 

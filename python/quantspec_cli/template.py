@@ -91,6 +91,10 @@ def render(template: str, conversation: Sequence[Mapping[str, str]], special: Ma
     text = answer["text"]
     if not isinstance(text, str) or not text.strip():
         raise _refused("the chat template rendered nothing")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _refused(f"the chat template rendered half of a pair: character {error.start} is not UTF-8") from error
     return text
 
 

@@ -48,7 +48,10 @@ class Tokenizer:
         Text rendered by a chat template holds its special tokens already and is encoded with `special=False`.
         """
         # The batch call is the one that releases the GIL.
-        encodings = background.run(lambda: self._inner.encode_batch_fast([text], add_special_tokens=special))
+        encodings = _guarded(
+            lambda: background.run(lambda: self._inner.encode_batch_fast([text], add_special_tokens=special)),
+            f"{self._name} cannot encode the text",
+        )
         ids = list(encodings[0].ids)
         if special and self.config.get("add_bos_token") is True:
             bos = self.id_of(self.special.get("bos_token"))
@@ -122,7 +125,7 @@ def _guarded(work: Callable[[], Any], message: str) -> Any:
     """Runs a call into the tokenizer library, whose errors are bare exceptions and, for some damaged files, panics."""
     try:
         return work()
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:
         hint = "use the tokenizer.json published with these weights"
