@@ -136,6 +136,7 @@ pub(crate) const AHEAD: usize = 768;
 
 /// Bytes by which they run ahead into L2: less than the 4 KiB at which Intel's prefetchers stop. With 6 KiB in its place a
 /// stream is as slow as with no such step.
+#[cfg(target_arch = "x86_64")]
 pub(crate) const FAR_AHEAD: usize = 3072;
 
 /// Whether software prefetch pays for one stream in address order. On Intel's server cores (Sapphire Rapids, two threads)

@@ -95,6 +95,8 @@ unsafe impl Send for Shared {}
 pub(crate) struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
+    /// The process that started the workers: a fork of it has none.
+    process: u32,
     /// One thread dispatches at a time: a pool is not `Sync`, so no closure can hold one and dispatch inside a dispatch.
     one_caller: PhantomData<Cell<()>>,
 }
@@ -116,7 +118,8 @@ impl Pool {
             next: (0..threads).map(|_| Line(Next::default())).collect(),
             job: UnsafeCell::new(None),
         });
-        let mut pool = Pool { shared: shared.clone(), workers: Vec::new(), one_caller: PhantomData };
+        let process = std::process::id();
+        let mut pool = Pool { shared: shared.clone(), workers: Vec::new(), process, one_caller: PhantomData };
         for thread in 1..threads {
             let shared = shared.clone();
             let worker = std::thread::Builder::new()
@@ -206,6 +209,10 @@ impl Drop for Pool {
         self.shared.stop.store(true, SeqCst);
         self.shared.epoch.0.fetch_add(1, SeqCst);
         for worker in self.workers.drain(..) {
+            if self.process != std::process::id() {
+                std::mem::forget(worker);
+                continue;
+            }
             worker.thread().unpark();
             // A worker catches panics of closures, so it ends normally.
             let _ = worker.join();

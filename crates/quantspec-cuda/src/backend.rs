@@ -35,7 +35,7 @@ const GRAPH_STEPS_MAX: usize = 512;
 /// Begins a step in the key of a graph; no address and no count is as large.
 const STEP: u64 = u64::MAX;
 /// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to wait beside a product's block.
-const NORM_THREADS: u32 = 512;
+pub(crate) const NORM_THREADS: u32 = 512;
 /// How long the host sleeps between looks at a busy device: short against a prompt's layer.
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
 /// Bits of the device's error flag (`FLAG_*` in kernels/numbers.cuh and quantize.cu).

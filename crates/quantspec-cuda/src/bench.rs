@@ -5,6 +5,7 @@
 
 use crate::args;
 use crate::attend::{Attend, Layer, Pass, Places};
+use crate::backend::NORM_THREADS;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::linear::{Linear, Matrix, Quantised, name};
 use crate::prefill::{Prefill, Shape, padded};
@@ -304,8 +305,9 @@ impl Bench {
         let element = config.dtype.bytes();
         for &rows in rows {
             let arguments = args![&stream, &y, 0u64, &weight, &x, config.rms_eps, hidden, padded(hidden)];
-            let took =
-                seconds(device, || (0..CALLS).try_for_each(|_| self.launch(norm, [rows, 1, 1], 1024, 0, &arguments)))?;
+            let took = seconds(device, || {
+                (0..CALLS).try_for_each(|_| self.launch(norm, [rows, 1, 1], NORM_THREADS, 0, &arguments))
+            })?;
             let bytes = hidden * (4 + rows * (12 + element));
             let seconds_of = |took: f64| took / CALLS as f64;
             report(Measured {

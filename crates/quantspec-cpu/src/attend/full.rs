@@ -39,11 +39,12 @@ pub(crate) fn full_page(simd: Simd, state: &mut State, rows: Range<usize>, page:
 /// Scores of up to 64 tokens from `first` on, for all rows; those a row does not see mean nothing. `wide`: their keys
 /// `[token/16][D][16]`.
 fn scores(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
-    let (d, d64) = (state.shape.d, state.shape.d64);
+    let d = state.shape.d;
     let tokens = wide.len() / d;
     assert!(tokens.is_multiple_of(16) && first + tokens <= G);
     #[cfg(target_arch = "x86_64")]
     if simd.has_avx512() || simd == Simd::Avx2 {
+        let d64 = state.shape.d64;
         assert!(rows.end * d64 <= state.q.len() && rows.end * G <= state.s.len());
         let (q, s) = (&state.q[rows.start * d64..], &mut state.s[rows.start * G + first..]);
         // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
