@@ -7,8 +7,8 @@ Of each image that the build left there, disassembled by nvdisasm (package nvidi
 
 * no main loop, an innermost loop with matrix instructions, touches local memory: a spill there costs a trip to the cache
   in every turn. `SPILLS` lists the kernels that are allowed some, and how many;
-* every kernel with a main loop reads memory 16 bytes at a time or by bulk copies, and its main loops have no load of
-  global memory below 8 bytes (what is read 8 bytes at a time are scales).
+* every kernel with a main loop reads memory 16 bytes at a time or by bulk copies, and a main loop has at most
+  `PAGE_NUMBERS` loads of global memory below 8 bytes (what is read 8 bytes at a time are scales).
 
 Prints one line per violation and exits 1, or a summary.
 """
@@ -25,9 +25,13 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-# Local loads in the main loops of one kernel that the compiler of 12.8 does not find registers for. 24 to 32 query rows a
-# KV head: one value is loaded again per page of some 1,300 instructions.
-SPILLS: dict[tuple[str, str], int] = {}
+# Local accesses in the main loops of kernels for 25 to 32 query rows a KV head, which have more in hand than there are
+# registers: on Hopper one or two values are loaded again per page of some 1,300 instructions, and heads of 256 channels
+# spill some on three architectures.
+SPILLS = {("attend_both_128_4", "sm_90a"): 3} | {("attend_both_256_4", sm): 16 for sm in ("sm_80", "sm_86", "sm_89")}
+
+# An entry of a list of pages and one of the page table, at the two places where a loop asks for the next page.
+PAGE_NUMBERS = 4
 
 LABEL = re.compile(r"(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]+)\*/\s+(.*)")
@@ -87,9 +91,10 @@ def violations(kernel: Kernel, architecture: str) -> list[str]:
         found.append(f"{spills} accesses to local memory in its main loops")
     if loops and not any(WIDE.search(text) for _, text in kernel.instructions):
         found.append("no load of 16 bytes")
-    narrow = [text for body in loops for text in body if GLOBAL.search(text)]
-    if narrow:
-        found.append(f"{len(narrow)} narrow loads in its main loops, the first {narrow[0].strip()!r}")
+    for body in loops:
+        narrow = [text for text in body if GLOBAL.search(text)]
+        if len(narrow) > PAGE_NUMBERS:
+            found.append(f"{len(narrow)} narrow loads in a main loop, the first {narrow[0].strip()!r}")
     return found
 
 
