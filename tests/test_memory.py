@@ -34,5 +34,4 @@ def test_the_peak_is_the_plan() -> None:
     stats = json.loads(done.stdout)["stats"]
     held = ("weights", "draft_weights", "cache_upper", "cache_lower", "buffer", "workspace")
     assert sum(stats[f"{part}_bytes"] for part in held) > 0.6 * stats["planned_bytes"]
-    # A planned page that is never touched costs nothing, and freed memory of Python's is used again.
-    assert 0.96 < stats["peak_bytes"] / stats["planned_bytes"] < 1.03, stats
+    assert 0.97 < stats["peak_bytes"] / stats["planned_bytes"] < 1.03, stats

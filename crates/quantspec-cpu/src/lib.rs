@@ -31,6 +31,7 @@ mod weights;
 
 pub use backend::{CpuBackend, plan};
 pub use bandwidth::read_gb_per_s;
+pub use memory::give_back_freed;
 use quantspec_core::Result;
 
 /// The SIMD path this process uses, for display.

@@ -17,6 +17,15 @@ const HUGE: usize = 2 << 20;
 #[cfg(unix)]
 const PAGE: usize = 64 << 10;
 
+/// Gives freed memory that the allocator still holds back to the system, where the allocator can: what is resident then is what is in use.
+pub fn give_back_freed() {
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    // SAFETY: glibc's malloc_trim touches free memory only, under the allocator's own locks.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
 /// Types whose every bit pattern is a value, zero included.
 ///
 /// # Safety
