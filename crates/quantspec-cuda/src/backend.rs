@@ -299,18 +299,6 @@ fn check_flag(flag: u32) -> Result<()> {
     }))
 }
 
-fn shape(config: &ModelConfig) -> Shape {
-    Shape {
-        hidden: config.hidden,
-        intermediate: config.intermediate,
-        heads: config.heads,
-        kv_heads: config.kv_heads,
-        head_dim: config.head_dim,
-        rms_eps: config.rms_eps,
-        dtype: config.dtype,
-    }
-}
-
 /// Bytes [`CudaBackend::load`] will hold on this device, before anything is loaded.
 pub fn plan(config: &ModelConfig, options: &Options, device: &DeviceInfo) -> Memory {
     let (multiprocessors, capability) = (device.multiprocessors, device.capability);
@@ -330,7 +318,7 @@ pub fn plan(config: &ModelConfig, options: &Options, device: &DeviceInfo) -> Mem
         workspace_bytes: sizes.step_bytes(config)
             + prompt_bytes(config, options).iter().sum::<usize>()
             + Sampling::bytes(options.slots, options.step_rows.max(1), window_pitch(options))
-            + Prefill::scratch_bytes(&shape(config), options.block_rows.max(1), way),
+            + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), way),
     }
 }
 
@@ -353,7 +341,7 @@ impl CudaBackend {
         let config = checkpoint.config().clone();
         let attend = Attend::new(device, &config, options.rounding)?;
         let linear = Linear::new(device)?;
-        let prefill = Prefill::new(device, shape(&config), options.block_rows.max(1))?;
+        let prefill = Prefill::new(device, Shape::of(&config), options.block_rows.max(1))?;
         let pitch = window_pitch(options);
         let sampling = Sampling::new(device, config.vocab, options.slots, options.step_rows.max(1), pitch)?;
         let weights = weights::load(checkpoint, device, &linear, options.draft_weights, sampling.flag(), &mut hooks)?;
@@ -1341,7 +1329,7 @@ impl Backend for CudaBackend {
                 + lists
                 + Sampling::bytes(self.options.slots, self.options.step_rows.max(1), self.sampling.pitch())
                 + self.sampling.draft_bytes()
-                + Prefill::scratch_bytes(&shape(&self.config), self.options.block_rows.max(1), way),
+                + Prefill::scratch_bytes(&Shape::of(&self.config), self.options.block_rows.max(1), way),
         }
     }
 }

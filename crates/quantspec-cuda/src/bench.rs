@@ -410,15 +410,7 @@ impl Bench {
     /// A block of a prompt: its products with everything fused to them, and its attention.
     fn prompt(&self, contexts: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
         let (device, config, rows) = (&self.device, &self.config, PREFILL_ROWS);
-        let shape = Shape {
-            hidden: config.hidden,
-            intermediate: config.intermediate,
-            heads: config.heads,
-            kv_heads: config.kv_heads,
-            head_dim: config.head_dim,
-            rms_eps: config.rms_eps,
-            dtype: config.dtype,
-        };
+        let shape = Shape::of(config);
         let (d, dtype, form) = (config.head_dim, config.dtype, name(config.dtype));
         let prefill = Prefill::new(device, shape, rows)?;
         let (q_width, kv_width) = (config.q_width(), 2 * config.kv_width());

@@ -12,7 +12,7 @@ use crate::args;
 use crate::attend::check_head;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use cudarc::driver::sys;
-use quantspec_core::config::Dtype;
+use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ pub struct Shape {
     pub heads: usize,
     /// Key and value heads.
     pub kv_heads: usize,
-    /// Channels of a head: 64 or 128.
+    /// Channels of a head: 64, 128 or 256.
     pub head_dim: usize,
     /// Epsilon of the per-head norms.
     pub rms_eps: f32,
@@ -36,6 +36,19 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// Of a model.
+    pub fn of(config: &ModelConfig) -> Shape {
+        Shape {
+            hidden: config.hidden,
+            intermediate: config.intermediate,
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            rms_eps: config.rms_eps,
+            dtype: config.dtype,
+        }
+    }
+
     fn q_width(&self) -> usize {
         self.heads * self.head_dim
     }
