@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import fake_native
@@ -33,6 +35,18 @@ DEMO = hub.demo()
 # A busy machine must not fail a property.
 hypothesis.settings.register_profile("quantspec", deadline=None)
 hypothesis.settings.load_profile("quantspec")
+
+
+def tool(name: str) -> ModuleType:
+    """A script of tools/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Where dataclasses look for the module of their fields' types.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 @dataclass(frozen=True)

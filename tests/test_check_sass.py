@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-PATH = Path(__file__).resolve().parents[1] / "tools" / "check_sass.py"
+from conftest import tool
 
 
 @pytest.fixture(scope="module")
 def check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_sass", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_sass"] = module
-    spec.loader.exec_module(module)
-    return module
+    return tool("check_sass")
 
 
 def listing(*body: str) -> str:

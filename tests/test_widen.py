@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import shutil
 import struct
@@ -16,20 +15,14 @@ from typing import Any
 import llama_numpy
 import numpy as np
 import pytest
+from conftest import tool
 
 from quantspec_cli import hub
-
-TOOL = Path(__file__).parents[1] / "tools" / "widen.py"
 
 
 @pytest.fixture(scope="module")
 def widen() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("widen", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool("widen")
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]]) -> Path:

@@ -13,10 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 
-import torch
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+try:
+    import torch
+    from torch.nn import functional
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}\nhint: pip install torch")
 
 HIDDEN, HEADS, DIM, LAYERS = 4096, 32, 128, 32
 # KV heads, feed-forward width, vocabulary.
@@ -121,15 +125,23 @@ def measure(shape: str, depth: int, vocab: int | None) -> dict[str, object]:
     return {"shape": shape, "vocab": len(head), "depth": depth, "ms": round(milliseconds(graph), 3)}
 
 
+def numbers(text: str) -> list[int]:
+    """Positive numbers between commas."""
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise ValueError
+    return found
+
+
 def main() -> None:
     """Prints a line per depth."""
     parser = argparse.ArgumentParser(description="Time a plain decoding step in PyTorch.")
     parser.add_argument("--shape", choices=tuple(SHAPES), required=True)
-    parser.add_argument("--depths", default="4096", help="comma list")
+    parser.add_argument("--depths", type=numbers, default=[4096], help="comma list")
     parser.add_argument("--vocab", type=int, help="instead of the shape's own, to compare with a widened checkpoint")
     options = parser.parse_args()
-    for depth in options.depths.split(","):
-        print(json.dumps(measure(options.shape, int(depth), options.vocab)), flush=True)
+    for depth in options.depths:
+        print(json.dumps(measure(options.shape, depth, options.vocab)), flush=True)
         torch.cuda.empty_cache()
 
 
