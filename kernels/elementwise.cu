@@ -206,12 +206,13 @@ struct Head {
   float v[2 * PAIRS];
 
   // y: the head's D values; norm [D] or null; angles {cos, sin} [D / 2] or null (values are not turned).
-  DEV Head(const float* y, const float* bias, const float* norm, float eps, const float2* angles) {
+  // paired: y holds channels c .. c + 7 and D / 2 + c .. in turn (`weights_w4_*` in quantize.cu).
+  DEV Head(const float* y, bool paired, const float* bias, const float* norm, float eps, const float2* angles) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int i = 0; i < 2 * PAIRS; i++) {
-      const int channel = channel_of(lane, i);
-      v[i] = *(const volatile float*)(y + channel);
+      const int channel = channel_of(lane, i), c = channel % (D / 2);
+      v[i] = *(const volatile float*)(y + (paired ? c / 8 * 16 + c % 8 + channel / (D / 2) * 8 : channel));
       if (bias) v[i] = __fadd_rn(v[i], bias[channel]);
     }
     if (norm) {
@@ -246,18 +247,18 @@ struct Head {
 };
 
 // append_{64,128,256}: queries, keys and values of a step's rows.
-//   y f32 [row][(heads + 2 kv_heads) D]; bias of that width or null; q_norm, k_norm f32 [D] or null; cos_sin float2 [row][D / 2].
+//   y f32 [row][(heads + 2 kv_heads) D], heads in order or `paired`; bias of that width or null; q_norm, k_norm f32 [D] or null; cos_sin float2 [row][D / 2].
 //   q f16 [row][heads][D] times `scale`; keys and values to the rings f16 [layer][slot][kv_heads][RING][D] at the row's position.
 //   Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
 template <int D>
 DEV void append(const Row* rows, const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin, uint16_t* q, uint16_t* ring_k,
-                uint16_t* ring_v, float eps, float scale, int heads, int kv_heads, int layer, int slots, uint32_t* flag) {
+                uint16_t* ring_v, float eps, float scale, int heads, int kv_heads, int layer, int slots, int paired, uint32_t* flag) {
   grid_trigger();
   grid_wait();
   const int row = blockIdx.y, all = heads + 2 * kv_heads, head = blockIdx.x * 4 + (threadIdx.x >> 5);
   if (head >= all) return;
   const bool is_q = head < heads, is_k = !is_q && head < heads + kv_heads;
-  const Head<D> h(y + ((size_t)row * all + head) * D, bias ? bias + head * D : nullptr, is_q ? q_norm : is_k ? k_norm : nullptr, eps,
+  const Head<D> h(y + ((size_t)row * all + head) * D, paired, bias ? bias + head * D : nullptr, is_q ? q_norm : is_k ? k_norm : nullptr, eps,
                   is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
   bool bad;
   if (is_q) bad = h.put(q + ((size_t)row * heads + head) * D, scale);
@@ -277,7 +278,7 @@ DEV void rope_store(const float* y, const float* bias, const float* q_norm, cons
   const int row = blockIdx.y, all = heads + 2 * kv_heads, head = blockIdx.x * 4 + (threadIdx.x >> 5);
   if (head >= all) return;
   const bool is_q = head < heads, is_k = !is_q && head < heads + kv_heads;
-  const Head<D> h(y + ((size_t)row * all + head) * D, bias ? bias + head * D : nullptr, is_q ? q_norm : is_k ? k_norm : nullptr, eps,
+  const Head<D> h(y + ((size_t)row * all + head) * D, false, bias ? bias + head * D : nullptr, is_q ? q_norm : is_k ? k_norm : nullptr, eps,
                   is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
   h.put(is_q ? q + ((size_t)row * heads + head) * D : kv + ((size_t)row * 2 * kv_heads + head - heads) * D, 1.f);
 }
@@ -285,8 +286,8 @@ DEV void rope_store(const float* y, const float* bias, const float* q_norm, cons
 #define HEADS(D)                                                                                                                                        \
   KERNEL __launch_bounds__(128) append_##D(const Row* rows, const float* y, const float* bias, const float* q_norm, const float* k_norm,                 \
                                            const float2* cos_sin, uint16_t* q, uint16_t* ring_k, uint16_t* ring_v, float eps, float scale, int heads,   \
-                                           int kv_heads, int layer, int slots, uint32_t* flag) {                                                        \
-    append<D>(rows, y, bias, q_norm, k_norm, cos_sin, q, ring_k, ring_v, eps, scale, heads, kv_heads, layer, slots, flag);                              \
+                                           int kv_heads, int layer, int slots, int paired, uint32_t* flag) {                                            \
+    append<D>(rows, y, bias, q_norm, k_norm, cos_sin, q, ring_k, ring_v, eps, scale, heads, kv_heads, layer, slots, paired, flag);                      \
   }                                                                                                                                                     \
   KERNEL __launch_bounds__(128) rope_store_##D(const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin,      \
                                                uint16_t* q, uint16_t* kv, float eps, int heads, int kv_heads) {                                         \

@@ -89,6 +89,7 @@ DEV uint32_t lds32(uint32_t a) {
   return r;
 }
 DEV void sts128(uint32_t a, uint4 v) { asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory"); }
+DEV void sts64(uint32_t a, uint2 v) { asm volatile("st.shared.v2.u32 [%0],{%1,%2};" ::"r"(a), "r"(v.x), "r"(v.y) : "memory"); }
 DEV void sts32(uint32_t a, uint32_t v) { asm volatile("st.shared.u32 [%0],%1;" ::"r"(a), "r"(v) : "memory"); }
 // Weights and pages: read once per pass, so they stay out of L1.
 DEV uint4 ldg_stream(const void* p) {

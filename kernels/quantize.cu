@@ -233,8 +233,15 @@ struct FromRows {
 //   W4, 1088 bytes: codes [h 0..1][lane] uint4, word w byte b: low nibble row g, high nibble row g + 8, k = 64 h + 16 c + 4 w + b;
 //   W8, 2112 bytes: codes [j 0..3][lane] uint4, j = 2 h + p: words 0, 1 rows g, g + 8 at k = 64 h + 16 c + 8 p + b, words 2, 3 the same at k + 4;
 //   then parameters [g] {scale, zero of row g, scale, zero of row g + 8}. Code 0 past K; scale and zero 0 past N.
+//
+// `paired`: 0, or the width D of the heads that the rows are. Then a tile holds channels c .. c + 7 of a head and D / 2 + c .. of the same, which RoPE turns together.
+DEV int paired_row(int n, int paired) {
+  if (!paired) return n;
+  const int in = n % paired;
+  return n - in + in / 16 * 8 + in % 8 + (in & 8 ? paired / 2 : 0);
+}
 template <class T, class From, int TOP>
-DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, uint32_t* flag) {
+DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) {
   __shared__ __align__(16) uint8_t codes[16][128];
   const int tile = blockIdx.y, group = blockIdx.x, groups = gridDim.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   constexpr int CODES = TOP == 15 ? 1024 : 2048, BLOCK = CODES + 64;
@@ -247,7 +254,7 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, uint32_t*
     for (int i = 0; i < 4; i++) {
       const int k = k0 + i * 32 + lane;
       const bool there = n < N && k < K;
-      x[i] = there ? From::template at<T>(src, n, k, K) : 0.f;
+      x[i] = there ? From::template at<T>(src, paired_row(n, paired), k, K) : 0.f;
       if (there) bad |= !is_finite(x[i]), low = fminf(low, x[i]), high = fmaxf(high, x[i]);
     }
 #pragma unroll
@@ -283,11 +290,11 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, uint32_t*
 // weights_w{4,8}_{bf16,f16,f32}(src, dst, N, K, flag): src as the device keeps the matrix (atoms, or row-major for f32).
 //   Grid (ceil(K / 128), ceil(N / 16)), block 128.
 #define WEIGHTS(NAME, T, FROM)                                                                                                        \
-  KERNEL __launch_bounds__(128) weights_w4_##NAME(const void* src, uint8_t* dst, int N, int K, uint32_t* flag) {                      \
-    quantize_weights<T, FROM, 15>(src, dst, N, K, flag);                                                                              \
+  KERNEL __launch_bounds__(128) weights_w4_##NAME(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) {          \
+    quantize_weights<T, FROM, 15>(src, dst, N, K, paired, flag);                                                                      \
   }                                                                                                                                   \
-  KERNEL __launch_bounds__(128) weights_w8_##NAME(const void* src, uint8_t* dst, int N, int K, uint32_t* flag) {                      \
-    quantize_weights<T, FROM, 255>(src, dst, N, K, flag);                                                                             \
+  KERNEL __launch_bounds__(128) weights_w8_##NAME(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) {          \
+    quantize_weights<T, FROM, 255>(src, dst, N, K, paired, flag);                                                                     \
   }
 WEIGHTS(bf16, Bf16, FromAtoms)
 WEIGHTS(f16, Half, FromAtoms)

@@ -10,12 +10,13 @@ use crate::attend::{
 };
 use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch, Mark, Pinned, Plain};
+use crate::draft::{Draft, Heads, Hidden};
 use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
 use crate::prefill::{Prefill, Shape, Way, padded};
 use crate::sample::Sampling;
 use crate::weights::{self, Weights as Stored, address, argument};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, visible_pages};
-use quantspec_core::config::{Dtype, ModelConfig, Pages, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Rounding, View, Weights};
 use quantspec_core::layout::Layout;
 use quantspec_core::plan::{CacheBytes, pages};
 use quantspec_core::sample::Sampler;
@@ -170,6 +171,8 @@ pub struct CudaBackend {
     device: Arc<Device>,
     kernels: Kernels,
     linear: Linear,
+    /// Products of draft steps that take along what lies between them.
+    draft: Option<Draft>,
     attend: Attend,
     prefill: Prefill,
     weights: Stored,
@@ -341,6 +344,7 @@ impl CudaBackend {
         let config = checkpoint.config().clone();
         let attend = Attend::new(device, &config, options.rounding)?;
         let linear = Linear::new(device)?;
+        let draft = Draft::new(device, config.head_dim)?;
         let prefill = Prefill::new(device, Shape::of(&config), options.block_rows.max(1))?;
         let pitch = window_pitch(options);
         let sampling = Sampling::new(device, config.vocab, options.slots, options.step_rows.max(1), pitch)?;
@@ -401,6 +405,7 @@ impl CudaBackend {
             device: device.clone(),
             kernels,
             linear,
+            draft,
             attend,
             prefill,
             weights,
@@ -633,6 +638,19 @@ impl CudaBackend {
         }
     }
 
+    /// The kernels of a draft step that takes along what lies between its products, where it can: all weights in four bits, few rows.
+    fn together(&self, step: &Step) -> Option<&Draft> {
+        let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
+        let of_draft = step.weights == Weights::Draft && self.options.draft_weights == DraftWeights::Int4;
+        self.draft.as_ref().filter(|draft| of_draft && draft.takes(widest, step.rows.len()))
+    }
+
+    /// The hidden stream of a step ahead of a norm.
+    fn stream(&self, weight: &Buffer) -> Hidden {
+        let (eps, width) = (self.config.rms_eps, self.config.hidden);
+        Hidden { address: self.step.hidden.at(0), weight: weight.at(0), eps, width }
+    }
+
     fn layer(&self, layer: usize) -> Result<&weights::Layer> {
         self.weights.layers.get(layer).ok_or_else(|| Error::internal(format!("layer {layer} does not exist")))
     }
@@ -745,13 +763,11 @@ impl CudaBackend {
         }
     }
 
-    fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
-        let weights = self.layer(layer)?;
-        let draft = weights.draft.qkv.as_ref().filter(|_| step.weights == Weights::Draft);
-        let (rows, config) = (step.rows.len(), &self.config);
+    /// The norm ahead of attention, which adds what the layer before left in y, and the product.
+    fn step_norm_qkv(&self, layer: usize, draft: Option<&Quantised>, rows: usize) -> Result<()> {
+        let (weights, space) = (self.layer(layer)?, &self.step);
         let before = layer.checked_sub(1).map(|before| self.layer(before)).transpose()?;
         let bias = before.map_or(0, |before| address(&before.down_bias));
-        let space = &self.step;
         self.norm(
             rows,
             &weights.attention_norm,
@@ -761,9 +777,39 @@ impl CudaBackend {
             draft.is_some(),
             space.hidden.at(0),
         )?;
-        self.product(&weights.qkv, draft, &space.normed, space.y.at(0), rows)?;
-        let (q_norm, k_norm) = weights.head_norms.as_ref().map_or((0, 0), |(q, k)| (q.at(0), k.at(0)));
+        self.product(&weights.qkv, draft, &space.normed, space.y.at(0), rows)
+    }
+
+    fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
+        let weights = self.layer(layer)?;
+        let draft = weights.draft.qkv.as_ref().filter(|_| step.weights == Weights::Draft);
+        let (rows, config) = (step.rows.len(), &self.config);
+        let space = &self.step;
         let scale = std::f32::consts::LOG2_E / (config.head_dim as f32).sqrt();
+        if let (Some(together), Some(draft)) = (self.together(step), draft) {
+            let hidden = self.stream(&weights.attention_norm);
+            if weights.head_norms.is_none() {
+                let heads = Heads {
+                    rows: self.plan.rows,
+                    bias: address(&weights.qkv_bias),
+                    cos_sin: self.plan.cos_sin,
+                    q: space.q.at(0),
+                    rings: [self.cache.ring_k.at(0), self.cache.ring_v.at(0)],
+                    scale,
+                    heads: [config.heads, config.kv_heads],
+                    layer,
+                    slots: self.options.slots,
+                    flag: self.sampling.flag(),
+                };
+                // SAFETY: rows, angles, q and rings are this backend's and have room for `step_rows` rows.
+                return unsafe { together.heads(draft, hidden, &heads, rows) };
+            }
+            // SAFETY: as above.
+            unsafe { together.rows(draft, hidden, space.y.at(0), rows)? };
+        } else {
+            self.step_norm_qkv(layer, draft, rows)?;
+        }
+        let (q_norm, k_norm) = weights.head_norms.as_ref().map_or((0, 0), |(q, k)| (q.at(0), k.at(0)));
         let arguments = args![
             self.plan.rows,
             &space.y,
@@ -780,6 +826,7 @@ impl CudaBackend {
             config.kv_heads,
             layer,
             self.options.slots,
+            usize::from(draft.is_some()),
             self.sampling.flag(),
         ];
         self.launch(
@@ -838,6 +885,13 @@ impl CudaBackend {
         let draft = weights.draft.gate_up.as_ref().filter(|_| drafting);
         let (rows, width) = (step.rows.len(), self.config.intermediate);
         let space = &self.step;
+        if let (Some(together), Some(draft)) = (self.together(step), draft) {
+            let (hidden, gated) = (self.stream(&weights.mlp_norm), &space.gated);
+            // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
+            return unsafe {
+                together.gated(draft, hidden, address(&weights.gate_up_bias), gated.x.at(0), gated.pitch(), rows)
+            };
+        }
         let bias = address(&weights.output_bias);
         self.norm(
             rows,
@@ -1075,6 +1129,12 @@ impl Backend for CudaBackend {
         match pass {
             Pass::Step(step) => {
                 let draft = weights.draft.output.as_ref().filter(|_| step.weights == Weights::Draft);
+                if let (Some(together), Some(draft)) = (self.together(step), draft) {
+                    let (x, hidden) = (&self.step.attended, self.step.hidden.at(0));
+                    let bias = address(&weights.output_bias);
+                    // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
+                    return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
+                }
                 self.product(&weights.output, draft, &self.step.attended, self.step.y.at(0), step.rows.len())?;
                 self.plan.pending = true;
                 Ok(())
@@ -1119,6 +1179,12 @@ impl Backend for CudaBackend {
         match pass {
             Pass::Step(step) => {
                 let draft = weights.draft.down.as_ref().filter(|_| step.weights == Weights::Draft);
+                if let (Some(together), Some(draft)) = (self.together(step), draft) {
+                    let (x, hidden) = (&self.step.gated, self.step.hidden.at(0));
+                    let bias = address(&weights.down_bias);
+                    // SAFETY: as above.
+                    return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
+                }
                 self.product(&weights.down, draft, &self.step.gated, self.step.y.at(0), step.rows.len())?;
                 self.plan.pending = true;
                 Ok(())

@@ -264,7 +264,7 @@ impl Bench {
             }
             let quantised = self.copies(Quantised::bytes(bits, n, k));
             let drafts: Vec<Quantised> = (0..quantised)
-                .map(|i| linear.quantise(&matrices[i % matrices.len()], bits, flag.at(0)))
+                .map(|i| linear.quantise(&matrices[i % matrices.len()], bits, 0, flag.at(0)))
                 .collect::<Result<_>>()?;
             let xs = device.zeroed(most * k.div_ceil(128) * 8)?;
             for &rows in rows {

@@ -8,6 +8,7 @@ mod backend;
 pub mod bench;
 mod detect;
 pub mod device;
+pub mod draft;
 mod images;
 pub mod linear;
 pub mod prefill;

@@ -7,13 +7,13 @@ use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
 /// Rows of a tile of atoms.
-const TILE: usize = 16;
+pub(crate) const TILE: usize = 16;
 /// Inputs of an atom.
 const ATOM: usize = 64;
 /// Inputs that share the parameters of a draft weight (and of an int8 activation).
 pub(crate) const GROUP: usize = 128;
 /// Warps of a block.
-const WARPS: usize = 8;
+pub(crate) const WARPS: usize = 8;
 /// Blocks that should be on a multiprocessor together: one alone is bound by its latencies.
 const RESIDENT: usize = 2;
 
@@ -70,7 +70,7 @@ pub struct Quantised {
 }
 
 /// Bytes of a block of draft weights.
-const fn block_bytes(bits: usize) -> usize {
+pub(crate) const fn block_bytes(bits: usize) -> usize {
     TILE * GROUP * bits / 8 + TILE * 4
 }
 
@@ -243,8 +243,9 @@ impl Linear {
         unsafe { self.device.launch(ring.kernel, launch, &arguments) }
     }
 
-    /// Draft weights of a matrix. `flag` is the address of the device's error flag.
-    pub fn quantise(&self, weights: &Matrix, bits: usize, flag: u64) -> Result<Quantised> {
+    /// Draft weights of a matrix. `paired`: 0, or the width of the heads that the rows are, whose channels c … c + 7 and width / 2 + c … then share a
+    /// tile. `flag` is the address of the device's error flag.
+    pub fn quantise(&self, weights: &Matrix, bits: usize, paired: usize, flag: u64) -> Result<Quantised> {
         let of_bits = self.quantise.get(if bits == 4 { 0 } else { 1 });
         let index = match weights.dtype {
             Dtype::Bf16 => 0,
@@ -255,7 +256,7 @@ impl Linear {
         let kernel = kernel.ok_or_else(|| Error::internal("no such quantiser"))?;
         let buffer = self.device.allocate(Quantised::bytes(bits, weights.n, weights.k))?;
         let grid = [weights.k.div_ceil(GROUP) as u32, weights.n.div_ceil(TILE) as u32, 1];
-        let arguments = args![&weights.buffer, &buffer, weights.n, weights.k, flag];
+        let arguments = args![&weights.buffer, &buffer, weights.n, weights.k, paired, flag];
         // SAFETY: the argument list is the kernel's, and both buffers have the sizes of the shape.
         unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)? };
         Ok(Quantised { buffer, bits, n: weights.n, k: weights.k })

@@ -35,6 +35,7 @@ pub(crate) struct Layer {
 /// The draft's weights of a layer; what is absent is drafted with in full.
 #[derive(Debug, Default)]
 pub(crate) struct DraftLayer {
+    /// Channels of a head that RoPE turns together side by side.
     pub(crate) qkv: Option<Quantised>,
     pub(crate) output: Option<Quantised>,
     pub(crate) gate_up: Option<Quantised>,
@@ -236,12 +237,14 @@ pub(crate) fn load(
                 "store the checkpoint in one format, or use --device cpu",
             ));
         }
-        let draft = |on: bool, matrix: &Matrix| if on { linear.quantise(matrix, 4, flag).map(Some) } else { Ok(None) };
+        let draft = |on: bool, matrix: &Matrix, paired: usize| {
+            if on { linear.quantise(matrix, 4, paired, flag).map(Some) } else { Ok(None) }
+        };
         let draft = DraftLayer {
-            qkv: draft(attention, &qkv)?,
-            output: draft(attention, &output)?,
-            gate_up: draft(mlp, &gate_up)?,
-            down: draft(mlp, &down)?,
+            qkv: draft(attention, &qkv, config.head_dim)?,
+            output: draft(attention, &output, 0)?,
+            gate_up: draft(mlp, &gate_up, 0)?,
+            down: draft(mlp, &down, 0)?,
         };
         layers.push(Layer {
             attention_norm: loader.vector(&[part(AttentionNorm)])?,
@@ -269,7 +272,7 @@ pub(crate) fn load(
     let final_norm = loader.vector(&[Part::FinalNorm])?;
     let head = if config.tied_embeddings { None } else { Some(loader.plain(Part::Head)?) };
     let draft_head = match head_in_eight {
-        true => Some(linear.quantise(head.as_ref().unwrap_or(&embedding), 8, flag)?),
+        true => Some(linear.quantise(head.as_ref().unwrap_or(&embedding), 8, 0, flag)?),
         false => None,
     };
     device.synchronize()?;

@@ -280,10 +280,23 @@ fn heads_are_turned_and_appended() {
             let flag = device.zeroed(4).unwrap();
             let arguments = args![
                 &rows_on, &on, b, qn, kn, &angles_on, &q, &ring_k, &ring_v, eps, scale, heads, kv_heads, layer, slots,
-                &flag
+                0, &flag
             ];
             run(&device, &format!("append_{d}"), [all.div_ceil(4), rows.len(), 1], 128, 0, &arguments);
             assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
+            // Heads whose halves alternate by eight channels, as draft weights make them: the same bits.
+            let pairs = |at: usize| at - at % d + at % d / 16 * 8 + at % 8 + at / 8 % 2 * (d / 2);
+            let paired_on = device.copied(&(0..y.len()).map(|at| y[pairs(at)]).collect::<Vec<_>>()).unwrap();
+            let [q2, k2, v2] = [&q, &ring_k, &ring_v].map(|like| poisoned(&device, like.bytes()));
+            let arguments = args![
+                &rows_on, &paired_on, b, qn, kn, &angles_on, &q2, &k2, &v2, eps, scale, heads, kv_heads, layer, slots,
+                1, &flag
+            ];
+            run(&device, &format!("append_{d}"), [all.div_ceil(4), rows.len(), 1], 128, 0, &arguments);
+            for (natural, paired) in [(&q, &q2), (&ring_k, &k2), (&ring_v, &v2)] {
+                let bytes = |of: &quantspec_cuda::device::Buffer| of.read::<u8>(0, of.bytes()).unwrap();
+                assert!(bytes(natural) == bytes(paired), "append_{d} of paired heads");
+            }
             let q = download(&q, rows.len() * heads * d, Dtype::F16);
             let want: Vec<f64> = (0..rows.len())
                 .flat_map(|row| (0..heads).flat_map(move |h| value(row, h)))
@@ -334,7 +347,7 @@ fn heads_are_turned_and_appended() {
             let (y_at, angles_at) = (on.at(first * all * d * 4), angles_on.at(first * d / 2 * 8));
             let arguments = args![
                 &rows_on, y_at, &bias_on, &q_on, &k_on, angles_at, &q, &ring_k, &ring_v, eps, scale, heads, kv_heads,
-                layer, slots, &flag
+                layer, slots, 0, &flag
             ];
             run(&device, &format!("append_{d}"), [all.div_ceil(4), rows.len(), 1], 128, 0, &arguments);
             q.read::<u16>(0, rows.len() * heads * d).unwrap()
@@ -351,7 +364,7 @@ fn heads_are_turned_and_appended() {
         let (q, flag) = (poisoned(&device, rows.len() * heads * d * 2), device.zeroed(4).unwrap());
         let arguments = args![
             &rows_on, &big, 0u64, 0u64, 0u64, &angles_on, &q, &ring_k, &ring_v, eps, scale, heads, kv_heads, layer,
-            slots, &flag
+            slots, 0, &flag
         ];
         run(&device, &format!("append_{d}"), [all.div_ceil(4), rows.len(), 1], 128, 0, &arguments);
         assert_eq!(flag.read::<u32>(0, 1).unwrap(), [1]);

@@ -19,6 +19,7 @@ use quantspec_core::sample::Sampler;
 use quantspec_cuda::CudaBackend;
 use quantspec_cuda::attend::{Attend, Layer, Places};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
+use quantspec_cuda::draft::{Draft, Heads, Hidden};
 use quantspec_cuda::linear::{Linear, Matrix};
 use quantspec_model::backend::{DraftPlan, Hooks, Options, Row};
 use quantspec_model::checkpoint::Checkpoint;
@@ -271,7 +272,7 @@ fn products() {
                 continue;
             }
             let drafts: Vec<_> = (0..(copies * 4).min(160))
-                .map(|i| linear.quantise(&matrices[i % copies], bits, flag.at(0)).unwrap())
+                .map(|i| linear.quantise(&matrices[i % copies], bits, 0, flag.at(0)).unwrap())
                 .collect();
             let bytes = drafts[0].buffer.bytes();
             let x8 = random_bytes(&device, 16 * k, 4);
@@ -296,6 +297,7 @@ fn products() {
 fn sequence() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
+    let draft = Draft::new(&device, 128).unwrap().expect("kernels for Hopper");
     let bandwidth = read_bandwidth(&device);
     eprintln!("read {:.0} GB/s", bandwidth / 1e9);
     let flag = device.zeroed(4).unwrap();
@@ -324,10 +326,25 @@ fn sequence() {
             .iter()
             .cycle()
             .take(12)
-            .map(|layer| layer.iter().map(|matrix| linear.quantise(matrix, 4, flag.at(0)).unwrap()).collect())
+            .map(|layer| layer.iter().map(|matrix| linear.quantise(matrix, 4, 0, flag.at(0)).unwrap()).collect())
             .collect();
         let norm = device.kernel("norm_bf16", 0).unwrap();
         let (hidden, weight) = (device.zeroed(16 * 4096 * 4).unwrap(), device.zeroed(4096 * 4).unwrap());
+        let heads_of = if name == "Llama-2-7B" { [32, 32] } else { [32, 8] };
+        let rings = [0; 2].map(|_| device.zeroed(heads_of[1] * BUFFER_TOKENS * 128 * 2).unwrap());
+        let (rows_on, angles) = (device.zeroed(16 * 16).unwrap(), device.zeroed(16 * 64 * 8).unwrap());
+        let heads = Heads {
+            rows: rows_on.at(0),
+            bias: 0,
+            cos_sin: angles.at(0),
+            q: y.at(0),
+            rings: [rings[0].at(0), rings[1].at(0)],
+            scale: 1.0,
+            heads: heads_of,
+            layer: 0,
+            slots: 1,
+            flag: flag.at(0),
+        };
         // What lies between two products of a step: a kernel that waits for one and is waited for by the next.
         let between = |rows: usize| {
             let arguments = quantspec_cuda::args![&hidden, 0u64, 0u64, &weight, &x, 1e-5f32, 4096usize, 4096usize];
@@ -335,7 +352,27 @@ fn sequence() {
             // SAFETY: sixteen rows of 4,096 fit everywhere.
             unsafe { device.launch(norm, launch, &arguments) }.unwrap();
         };
-        for rows in [1, 5, 8] {
+        for rows in [1, 2, 3, 4, 5, 8] {
+            if draft.takes(14_336, rows) {
+                let hidden_at = Hidden { address: hidden.at(0), weight: weight.at(0), eps: 1e-5, width: 4096 };
+                let bytes: usize = drafts.iter().flatten().map(|draft| draft.buffer.bytes()).sum();
+                let together = graph_seconds(&device, 15, || {
+                    for layer in &drafts {
+                        // SAFETY: every buffer outlives the graph.
+                        unsafe {
+                            draft.heads(&layer[0], hidden_at, &heads, rows).unwrap();
+                            draft.add_i8(&layer[1], x8.at(0), xs.at(0), hidden.at(0), 0, rows).unwrap();
+                            draft.gated(&layer[2], hidden_at, 0, x.at(0), 14_336, rows).unwrap();
+                            draft.add_bf16(&layer[3], x.at(0), 14_336, hidden.at(0), 0, rows).unwrap();
+                        }
+                    }
+                });
+                let share = bytes as f64 / together / bandwidth;
+                eprintln!(
+                    "{name} rows {rows}: 4 bits, norms and all that lies between taken along: {:.1} us a layer, {share:.3}",
+                    together / 12.0 * 1e6
+                );
+            }
             for apart in [false, true] {
                 let bytes: usize = layers.iter().flatten().map(|matrix| matrix.buffer.bytes()).sum();
                 let full = graph_seconds(&device, 15, || {

@@ -244,7 +244,7 @@ fn weights_are_repacked_and_interleaved() {
 fn draft_weights_equal_core() {
     let Some(device) = device() else { return };
     let mut random = Random(6);
-    for (n, k) in [(48, 256), (40, 200), (16, 64)] {
+    for (n, k, paired) in [(48, 256, 0), (40, 200, 0), (16, 64, 0), (192, 136, 64), (256, 64, 256)] {
         let mut values = random.normals(n * k);
         values[..k].fill(0.125);
         values.iter_mut().step_by(97).for_each(|w| *w *= 30.0);
@@ -256,12 +256,19 @@ fn draft_weights_equal_core() {
                 let out = poisoned(&device, tiles * groups * block);
                 let flag = device.zeroed(4).unwrap();
                 let kernel = format!("weights_w{bits}_{}", name(dtype));
-                run(&device, &kernel, [groups, tiles, 1], 128, 0, &args![&weights, &out, n, k, &flag]);
+                run(&device, &kernel, [groups, tiles, 1], 128, 0, &args![&weights, &out, n, k, paired, &flag]);
                 assert_eq!(flags(&flag), 0);
                 let got = out.read::<u8>(0, tiles * groups * block).unwrap();
                 let mut want = vec![0; tiles * groups * block];
-                for row in 0..n {
-                    let source = &stored[row * k..(row + 1) * k];
+                for natural in 0..n {
+                    let source = &stored[natural * k..(natural + 1) * k];
+                    let row = match natural % paired.max(1) {
+                        _ if paired == 0 => natural,
+                        channel => {
+                            let (half, c) = (channel / (paired / 2), channel % (paired / 2));
+                            natural - channel + c / 8 * 16 + half * 8 + c % 8
+                        }
+                    };
                     let quantised =
                         if bits == 4 { quantize_weights_row(source) } else { quantize_head_row(source) }.unwrap();
                     for (column, &code) in quantised.codes.iter().enumerate() {
@@ -284,7 +291,7 @@ fn draft_weights_equal_core() {
                         want[at + 2..at + 4].copy_from_slice(&params.zero.to_bits().to_le_bytes());
                     }
                 }
-                assert!(got == want, "{bits} bits of {dtype:?} {n} x {k}");
+                assert!(got == want, "{bits} bits of {dtype:?} {n} x {k}, paired {paired}");
             }
         }
     }

@@ -1,0 +1,425 @@
+// The products of a draft step together with everything between them, for one or two rows on Hopper:
+//
+//   draft_heads_*    norm of the hidden stream, product, RoPE, queries out and keys and values into the rings
+//   draft_rows       norm of the hidden stream, product
+//   draft_gated      norm of the hidden stream, product, SiLU(gate) * up
+//   draft_add_i8     product of int8 inputs, added to the hidden stream
+//   draft_add_bf16   product of inputs in bfloat16, added to the hidden stream
+//
+// A draft step of one row is a chain of small reads, and what lies between two of them costs as much as they do. So there is nothing between: a block
+// makes the int8 input of its warps itself (each of them needs an eighth), and gives its outputs their last form. Weights do not depend on the kernel
+// before: a producer warp fills a ring of half a multiprocessor's shared memory while that kernel is still at work in the other half.
+//
+// An input's norm is a factor of a row, known when all warps have met, so it multiplies the outputs. Codes of int8 inputs are rounded products with
+// 127 / maximum where quantspec_core::quantize_activations divides; drafts may differ from it in a last place. What meets a weight's zero is the sum of the
+// codes: so the result is that of rounded inputs, whose errors meet weights around nought, not their distances from the zero.
+#include "layout.cuh"
+#include "linear.cuh"
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr int DRAFT_TOGETHER = 4;        // tiles of a block that share what a warp reads of the inputs; two of them a chunk
+constexpr int DRAFT_ROWS = 2;            // rows are even columns of a product, so that a lane has outputs of one row
+constexpr int DRAFT_BLOCK = QUANT_BLOCK<4>, DRAFT_HALF = LINEAR_WARPS * DRAFT_BLOCK, DRAFT_CHUNK = 2 * DRAFT_HALF;
+
+// Shared memory: [stages][DRAFT_CHUNK] weights, f32 [tile][warp][row][16] sums, f32 [warp][2] squares, barriers [2][stages], int8 inputs [row][pitch],
+// float2 [row][groups] {scale, sum} of their groups.
+struct DraftShared {
+  float *sums, *squares;
+  uint32_t slots, full, empty, x, xs;
+  int groups, pitch;
+  DEV DraftShared(uint8_t* shared, int stages, int groups, int rows) : groups(groups), pitch(groups * 128 + 64) {  // 64: neighbouring rows in other banks
+    sums = reinterpret_cast<float*>(shared + stages * DRAFT_CHUNK), squares = sums + DRAFT_TOGETHER * LINEAR_WARPS * 16 * rows;
+    slots = shared_address(shared), full = shared_address(squares + LINEAR_WARPS * DRAFT_ROWS), empty = full + stages * 8;
+    x = (empty + stages * 8 + 15) & ~15, xs = x + rows * pitch;
+  }
+  // One warp's group of a row, four values a lane: codes, scale and sum.
+  DEV void put(int row, int group, float4 v) const {
+    const int lane = threadIdx.x & 31;
+    const float most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))))));
+    const float to_code = most > 0.f ? __fdividef(127.f, most) : 0.f;
+    // 1.5 * 2^23 more, the last byte of a float is the code.
+    auto code = [&](float value) { return __float_as_uint(__fmaf_rn(value, to_code, 12582912.f)); };
+    const uint32_t codes = __byte_perm(__byte_perm(code(v.x), code(v.y), 0x0040), __byte_perm(code(v.z), code(v.w), 0x0040), 0x5410);
+    const int sum = __reduce_add_sync(~0u, __dp4a((int)codes, 0x01010101, 0));
+    sts32(x + row * pitch + group * 128 + lane * 4, codes);
+    const float scale = most * (1.f / 127.f);
+    if (lane == 0) sts64(xs + (row * groups + group) * 8, make_uint2(__float_as_uint(scale), __float_as_uint(scale * (float)sum)));
+  }
+};
+
+// ---- inputs: a warp stages its groups, warp, warp + 8, ... ----
+DEV float4 draft_load4(const float* p) {
+  const uint4 v = ldg_plain(p);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+// hidden f32 [row][width] times the norm's weight f32 [width]; its squares make the factor 1 / rms.
+struct FromHidden {
+  static constexpr bool NORM = true;
+  const float *hidden, *weight;
+  float eps;
+  int width;
+  static constexpr int AT_ONCE = 4;
+  float4 kept[AT_ONCE];                                                    // of the weight, which is there before the kernel ahead has ended
+  DEV float4 factor(int group) const {
+    const int k = group * 128 + (threadIdx.x & 31) * 4;
+    return k < width ? __ldg(reinterpret_cast<const float4*>(weight + k)) : make_float4(0, 0, 0, 0);
+  }
+  DEV void before() {
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) kept[i] = factor((threadIdx.x >> 5) + i * LINEAR_WARPS);
+  }
+  DEV void stage(const DraftShared& to, int rows) const {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int row = 0; row < rows; row++) {
+      float square = 0;
+#pragma unroll 1
+      for (int first = warp; first < to.groups; first += AT_ONCE * LINEAR_WARPS) {
+        float4 v[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+          const int k = (first + i * LINEAR_WARPS) * 128 + lane * 4;
+          v[i] = k < width ? draft_load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+          const int group = first + i * LINEAR_WARPS;
+          square = __fmaf_rn(v[i].x, v[i].x, square), square = __fmaf_rn(v[i].y, v[i].y, square);
+          square = __fmaf_rn(v[i].z, v[i].z, square), square = __fmaf_rn(v[i].w, v[i].w, square);
+          const float4 f = first == warp ? kept[i] : factor(group);
+          if (group < to.groups) to.put(row, group, make_float4(v[i].x * f.x, v[i].y * f.y, v[i].z * f.z, v[i].w * f.w));
+        }
+      }
+      square = warp_sum(square);
+      if (lane == 0) to.squares[warp * DRAFT_ROWS + row] = square;
+    }
+  }
+};
+// x bf16 [row][pitch].
+struct FromBf16 {
+  static constexpr bool NORM = false;
+  const uint16_t* x;
+  int width, pitch;
+  DEV void before() {}
+  DEV void stage(const DraftShared& to, int rows) const {
+    constexpr int AT_ONCE = 14;                                            // 14,336 inputs in one go
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int row = 0; row < rows; row++)
+#pragma unroll 1
+      for (int first = warp; first < to.groups; first += AT_ONCE * LINEAR_WARPS) {
+        uint2 v[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+          const int k = (first + i * LINEAR_WARPS) * 128 + lane * 4;
+          v[i] = k < width ? __ldcg(reinterpret_cast<const uint2*>(x + (size_t)row * pitch + k)) : make_uint2(0, 0);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+          const int group = first + i * LINEAR_WARPS;
+          const float4 f = make_float4(__uint_as_float(v[i].x << 16), __uint_as_float(v[i].x & 0xffff0000u), __uint_as_float(v[i].y << 16), __uint_as_float(v[i].y & 0xffff0000u));
+          if (group < to.groups) to.put(row, group, f);
+        }
+      }
+  }
+};
+// x int8 [row][groups * 128] and xs float2 [row][groups], as linear_w4 takes them.
+struct FromInt8 {
+  static constexpr bool NORM = false;
+  const int8_t* x;
+  const float2* xs;
+  DEV void before() {}
+  DEV void stage(const DraftShared& to, int rows) const {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll 1
+    for (int row = 0; row < rows; row++)
+#pragma unroll 1
+      for (int first = warp; first < to.groups; first += 4 * LINEAR_WARPS) {
+        const int group = first + lane / 8 * LINEAR_WARPS;                 // eight lanes a group
+        if (group >= to.groups) continue;
+        const uint4 v = ldg_plain(x + ((size_t)row * to.groups + group) * 128 + lane % 8 * 16);
+        if (lane % 8 == 0) {
+          const float2 s = __ldcg(xs + (size_t)row * to.groups + group);
+          sts64(to.xs + (row * to.groups + group) * 8, make_uint2(__float_as_uint(s.x), __float_as_uint(s.y)));
+        }
+        sts128(to.x + row * to.pitch + group * 128 + lane % 8 * 16, v);
+      }
+  }
+};
+
+// ---- outputs: a thread has outputs j and j + 8 of a tile, and asks early for what it will need with them ----
+// y f32 [row][n].
+struct ToRows {
+  struct Early {};
+  float* y;
+  int n;
+  DEV Early early(int, int, int) const { return {}; }
+  DEV void put(int row, int tile, int j, float a, float b, Early) const {
+    const int out = tile * 16 + j;
+    if (out < n) y[(size_t)row * n + out] = a;
+    if (out + 8 < n) y[(size_t)row * n + out + 8] = b;
+  }
+};
+// hidden f32 [row][n] += y + bias; bias f32 [n] or null.
+struct ToHidden {
+  typedef float2 Early;
+  float* hidden;
+  const float* bias;
+  int n;
+  DEV Early early(int row, int tile, int j) const {
+    const int out = tile * 16 + j;
+    auto at = [&](int o) { return o < n ? __ldcg(hidden + (size_t)row * n + o) + (bias ? __ldg(bias + o) : 0.f) : 0.f; };
+    return make_float2(at(out), at(out + 8));
+  }
+  DEV void put(int row, int tile, int j, float a, float b, Early old) const {
+    const int out = tile * 16 + j;
+    if (out < n) hidden[(size_t)row * n + out] = old.x + a;
+    if (out + 8 < n) hidden[(size_t)row * n + out + 8] = old.y + b;
+  }
+};
+// Gate and up interleaved by eight, as is their bias f32 [2 width] or null -> x bf16 [row][pitch].
+struct ToGated {
+  typedef float2 Early;
+  uint16_t* x;
+  const float* bias;
+  int width, pitch;
+  DEV Early early(int, int tile, int j) const {
+    const int out = tile * 16 + j;
+    return bias && tile * 8 + j < width ? make_float2(__ldg(bias + out), __ldg(bias + out + 8)) : make_float2(0, 0);
+  }
+  DEV void put(int row, int tile, int j, float a, float b, Early early) const {
+    const int k = tile * 8 + j;
+    if (k < width) x[(size_t)row * pitch + k] = Bf16::from_float(silu(a + early.x) * (b + early.y));
+  }
+};
+// Heads whose channels c and D / 2 + c lie beside each other (`weights_w4_*` with `paired`): as `append_*` without head norms.
+template <int D>
+struct ToHeads {
+  struct Early {
+    float2 bias, angle;
+    int slot, position;
+  };
+  const Row* rows;
+  const float* bias;
+  const float2* cos_sin;
+  uint16_t *q, *ring_k, *ring_v;
+  float scale;
+  int heads, kv_heads, layer, slots;
+  uint32_t* flag;
+  static DEV int channel(int tile, int j) { return tile % (D / 16) * 8 + j; }
+  DEV Early early(int row, int tile, int j) const {
+    const int head = tile / (D / 16), c = channel(tile, j);
+    Early early = {make_float2(0, 0), make_float2(1, 0), rows[row].slot, rows[row].position};
+    if (bias) early.bias = make_float2(__ldg(bias + head * D + c), __ldg(bias + head * D + D / 2 + c));
+    if (head < heads + kv_heads) early.angle = __ldcg(cos_sin + row * (D / 2) + c);
+    return early;
+  }
+  DEV void put(int row, int tile, int j, float a, float b, Early early) const {
+    const int head = tile / (D / 16), c = channel(tile, j);
+    a += early.bias.x, b += early.bias.y;
+    float x = a * early.angle.x - b * early.angle.y, z = b * early.angle.x + a * early.angle.y;
+    uint16_t* to;
+    if (head < heads) {
+      to = q + ((size_t)row * heads + head) * D, x *= scale, z *= scale;
+    } else {
+      const int kv = (head - heads) % kv_heads;
+      to = (head < heads + kv_heads ? ring_k : ring_v) + ring_at(layer, early.slot, kv, early.position, slots, kv_heads, D);
+    }
+    const uint16_t low = Half::from_float(x), high = Half::from_float(z);
+    to[c] = low, to[D / 2 + c] = high;
+    if ((low & 0x7c00) == 0x7c00 || (high & 0x7c00) == 0x7c00) atomicOr(flag, FLAG_CACHE);
+  }
+};
+
+// Keeps the ring full, by one thread. No more than `most` chunks are on their way: they keep memory busy, behind more of them inputs and results would queue.
+DEV void draft_fill(const uint8_t* w, const DraftShared& to, int stages, int most, int mine) {
+  const uint64_t once = evict_first();
+  int slot = 0, phase = 1, behind = 0, behind_phase = 0, ahead = 0;
+#pragma unroll 1
+  for (int first = 0; first < mine; first += DRAFT_TOGETHER)
+#pragma unroll 1
+    for (int k = 0; k < to.groups; k += LINEAR_WARPS)
+#pragma unroll 1
+      for (int t = first; t < min(first + DRAFT_TOGETHER, mine); t += 2) {
+        const int tiles = min(2, mine - t), bytes = min(LINEAR_WARPS, to.groups - k) * DRAFT_BLOCK;
+        mbar_wait(to.empty + slot * 8, phase);
+        if (ahead < most) {
+          ahead++;
+        } else {
+          mbar_wait(to.full + behind * 8, behind_phase);
+          if (++behind == stages) behind = 0, behind_phase ^= 1;
+        }
+        mbar_expect(to.full + slot * 8, tiles * bytes);
+#pragma unroll 1
+        for (int i = 0; i < tiles; i++)
+          bulk_copy(to.slots + slot * DRAFT_CHUNK + i * DRAFT_HALF, w + ((size_t)(blockIdx.x + (t + i) * gridDim.x) * to.groups + k) * DRAFT_BLOCK, bytes,
+                    to.full + slot * 8, once);
+        if (++slot == stages) slot = 0, phase ^= 1;
+      }
+}
+
+// What a warp reads of a chunk: of each of two tiles codes and parameters of 16 outputs x 128 k. Without a second tile it is what lay there before, and nobody
+// reads what it sums up to.
+struct DraftPiece {
+  uint4 v[2][2];
+  uint2 params[2];
+};
+// A warp's place in the ring.
+struct DraftReader {
+  uint32_t codes, bar, first, end;                                         // codes of this lane; barrier of the slot; first, end: of the barriers
+  int phase;
+  DEV DraftReader(const DraftShared& s, int warp, int lane) {
+    codes = s.slots + warp * DRAFT_BLOCK + lane * 16, bar = first = s.full, end = s.empty, phase = 0;
+  }
+  DEV void fetch(DraftPiece& to, int lane) {
+    mbar_wait(bar, phase);
+    const uint32_t params = codes + 1024 - lane * 16 + lane / 4 * 8;
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      to.v[i][0] = lds128(codes + i * DRAFT_HALF), to.v[i][1] = lds128(codes + i * DRAFT_HALF + 512), to.params[i] = lds64(params + i * DRAFT_HALF);
+    __syncwarp();
+    if (lane == 0) mbar_arrive(bar + (end - first));
+    codes += DRAFT_CHUNK, bar += 8;
+    if (bar == end) codes -= (end - first) / 8 * DRAFT_CHUNK, bar = first, phase ^= 1;
+  }
+};
+// A warp's input of a group: codes of row g / 2 where g is even, scale of row c and its sixteenth, sum.
+struct DraftInput {
+  uint4 b[2];
+  float scale, part, sum;
+  DEV DraftInput(const DraftShared& s, int group, int rows, int lane) {
+    const int row = lane >> 3, c = lane & 3;
+    const uint32_t x = s.x + row * s.pitch + c * 16 + group * 128;
+    b[0] = b[1] = make_uint4(0, 0, 0, 0);
+    if (!(lane & 4) && row < rows) b[0] = lds128(x), b[1] = lds128(x + 64);
+    uint2 v = make_uint2(0, 0);
+    if (c < rows) v = lds64(s.xs + (c * s.groups + group) * 8);
+    scale = __uint_as_float(v.x), part = scale * 0.0625f, sum = __uint_as_float(v.y);
+  }
+};
+// Outputs g and g + 8 of two tiles. Row g has the low nibbles, row g + 8 the whole bytes: 16 times the high nibbles and the low ones, which are known.
+DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece& piece, const DraftInput& in) {
+  constexpr uint32_t L = 0x0f0f0f0f;
+  int d[2][4];
+#pragma unroll
+  for (int t = 0; t < 2; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0x4b400000;             // 1.5 * 2^23: read as a float the sum is exact
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+      for (int t = 0; t < 2; t++) {
+        const uint4 v = piece.v[t][h];
+        const uint32_t p = half ? v.z : v.x, q = half ? v.w : v.y;
+        mma_u8s8(d[t], p & L, p, q & L, q, half ? in.b[h].z : in.b[h].x, half ? in.b[h].w : in.b[h].y);
+      }
+#pragma unroll
+  for (int t = 0; t < 2; t++) {
+    const float2 low = unpack_half2(piece.params[t].x), high = unpack_half2(piece.params[t].y);
+    const float a = __int_as_float(d[t][0]), b = __int_as_float(d[t][2]);
+    float(&acc)[2] = t ? second : first;
+    acc[0] = __fmaf_rn(__fadd_rn(a, -12582912.f), low.x * in.scale, __fmaf_rn(low.y, in.sum, acc[0]));
+    acc[1] = __fmaf_rn(__fadd_rn(b, -a), high.x * in.part, __fmaf_rn(high.y, in.sum, acc[1]));
+  }
+}
+// A warp's groups of TILES tiles.
+template <int TILES>
+DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader& reader, const DraftShared& s, int warp, int rows, int lane) {
+#pragma unroll 1
+  for (int group = warp; group - warp < s.groups; group += LINEAR_WARPS) {
+    DraftPiece pieces[TILES / 2];
+#pragma unroll
+    for (int i = 0; i < TILES / 2; i++) reader.fetch(pieces[i], lane);
+    if (group >= s.groups) break;
+    const DraftInput input(s, group, rows, lane);
+#pragma unroll
+    for (int i = 0; i < TILES / 2; i++) draft_multiply(acc[2 * i], acc[2 * i + 1], pieces[i], input);
+  }
+}
+
+// w: blocks [tiles][groups] of `linear.cuh`. The blocks share the tiles in turn; of a tile warp w has groups w, w + 8, ...
+template <class In, class Out>
+DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int rows, int stages, int ahead, In in, const Out& out) {
+  constexpr int W = LINEAR_WARPS, T = DRAFT_TOGETHER;
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;    // shuffled: the compiler sees that a warp agrees
+  const DraftShared s(shared, stages, groups, rows);
+  const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
+  grid_trigger();
+  if (threadIdx.x < stages) mbar_init(s.full + threadIdx.x * 8, 1), mbar_init(s.empty + threadIdx.x * 8, W), mbar_init_done();
+  __syncthreads();
+  if (warp >= W) {
+    registers_give<24>();
+    if (threadIdx.x == W * 32) draft_fill(w, s, stages, ahead, mine);
+    return;
+  }
+  registers_take<104>();
+  in.before();
+  grid_wait();
+  in.stage(s, rows);
+  __syncwarp();
+  // This thread's outputs of a batch of tiles.
+  const int j = threadIdx.x & 7, row = (threadIdx.x >> 3) % rows, of = (threadIdx.x >> 3) / rows;
+  DraftReader reader(s, warp, lane);
+#pragma unroll 1
+  for (int first = 0; first < mine; first += T) {
+    const int count = min(T, mine - first), tile = blockIdx.x + (first + of) * gridDim.x;
+    typename Out::Early early;
+    if (of < count) early = out.early(row, tile, j);
+    float acc[T][2];
+#pragma unroll
+    for (int t = 0; t < T; t++) acc[t][0] = acc[t][1] = 0;
+    if (count > 2) draft_batch<4>(acc, reader, s, warp, rows, lane);
+    else draft_batch<2>(acc, reader, s, warp, rows, lane);
+    if (first) bar_sync(1, W * 32);                                        // the sums of the batch before were read
+#pragma unroll
+    for (int t = 0; t < T; t++)
+      if (t < count && c < rows) {
+        float* const to = s.sums + ((t * W + warp) * rows + c) * 16 + g;
+        to[0] = acc[t][0], to[8] = acc[t][1];
+      }
+    bar_sync(1, W * 32);
+    if (of < count) {
+      float lower = 0, upper = 0, square = 0;
+#pragma unroll
+      for (int v = 0; v < W; v++) {
+        const float* sum = s.sums + ((of * W + v) * rows + row) * 16 + j;
+        lower += sum[0], upper += sum[8];
+        if (In::NORM) square += s.squares[v * DRAFT_ROWS + row];
+      }
+      if constexpr (In::NORM) {
+        const float f = __frsqrt_rn(square / (float)in.width + in.eps);
+        lower *= f, upper *= f;
+      }
+      out.put(row, tile, j, lower, upper, early);
+    }
+  }
+}
+
+// Grid min(tiles, multiprocessors), 384 threads; 80 registers, so that two blocks and a small one fit a multiprocessor. Shared memory as above.
+#define DRAFT KERNEL __maxnreg__(80)
+#define DRAFT_WEIGHTS const uint8_t *w, int groups, int tiles, int rows, int stages, int ahead
+#define DRAFT_HIDDEN const float *hidden, const float *weight, float eps, int width
+
+#define DRAFT_HEADS(D)                                                                                                                                     \
+  DRAFT draft_heads_##D(DRAFT_WEIGHTS, DRAFT_HIDDEN, const Row* of, const float* bias, const float2* cos_sin, uint16_t* q, uint16_t* ring_k,               \
+                        uint16_t* ring_v, float scale, int heads, int kv_heads, int layer, int slots, uint32_t* flag) {                                    \
+    draft_product(w, groups, tiles, rows, stages, ahead, FromHidden{hidden, weight, eps, width},                                                                  \
+                  ToHeads<D>{of, bias, cos_sin, q, ring_k, ring_v, scale, heads, kv_heads, layer, slots, flag});                                           \
+  }
+DRAFT_HEADS(64)
+DRAFT_HEADS(128)
+DRAFT_HEADS(256)
+DRAFT draft_rows(DRAFT_WEIGHTS, DRAFT_HIDDEN, float* y, int n) {
+  draft_product(w, groups, tiles, rows, stages, ahead, FromHidden{hidden, weight, eps, width}, ToRows{y, n});
+}
+DRAFT draft_gated(DRAFT_WEIGHTS, DRAFT_HIDDEN, const float* bias, uint16_t* x, int inner, int pitch) {
+  draft_product(w, groups, tiles, rows, stages, ahead, FromHidden{hidden, weight, eps, width}, ToGated{x, bias, inner, pitch});
+}
+DRAFT draft_add_i8(DRAFT_WEIGHTS, const int8_t* x, const float2* xs, float* hidden, const float* bias, int n) {
+  draft_product(w, groups, tiles, rows, stages, ahead, FromInt8{x, xs}, ToHidden{hidden, bias, n});
+}
+DRAFT draft_add_bf16(DRAFT_WEIGHTS, const uint16_t* x, int width, int pitch, float* hidden, const float* bias, int n) {
+  draft_product(w, groups, tiles, rows, stages, ahead, FromBf16{x, width, pitch}, ToHidden{hidden, bias, n});
+}
+#endif
