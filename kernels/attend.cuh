@@ -52,7 +52,8 @@ struct AttendArgs {
   float2* extremes;                      // [partial row] {maximum, sum}
   int table_pitch, list_pitch, kv_heads, group;
   int part_count, items;                 // items over all parts; block b has items b, b + gridDim.x, ...
-  int stages;                            // slots of a ring where threads copy. 4: the next page is under way while one is worked on; 2: small shared memory
+  int stages;                            // slots of a ring where threads copy. 4: the next page is under way while one is worked on; 2: small shared memory.
+                                         // With the copy engine: slots that a ring fills before the kernel ahead has ended
   float centre;                          // Upper view: codes stand for U s + z - centre s
 };
 
@@ -263,7 +264,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
       if (ring >= RINGS) return;
       const uint32_t slots = base + ring * ring_bytes, bars = slots + C::STAGES * C::SLOT + C::BARS;
       Copier<C> copier{p, ring, 0, 0, evict_first()};
-      int slot = 0, parity = 1;
+      int slot = 0, parity = 1, early = p.stages;
       bool waited = false;
       auto wait = [&]() {
         if (!waited) grid_wait(), waited = true;
@@ -278,6 +279,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
           if (n == w.pages) wait();
 #pragma unroll 1
           for (int value = 0; value < 2; value++) {
+            if (early-- == 0) wait();
             mbar_wait(bars + (C::STAGES + slot) * 8, parity);
             copier.copy(w, n, value, slots + slot * C::SLOT, bars + slot * 8);
             if (++slot == C::STAGES) slot = 0, parity ^= 1;

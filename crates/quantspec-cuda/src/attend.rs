@@ -13,6 +13,9 @@ use std::sync::Arc;
 const CHUNK_MIN: usize = 2;
 /// Items that share the recent tokens of a row which sees few pages.
 const RECENT_ITEMS: usize = 4;
+/// Slots that a ring of the copy engine fills before the kernel ahead has ended: the first keys and values. With all slots the last inputs of that kernel,
+/// on other multiprocessors, would queue behind 18 MB of pages (docs/kernels.md).
+const EARLY: i32 = 2;
 /// Threads of a ring.
 const RING: usize = 128;
 /// Most blocks of a view that are on a multiprocessor together without the copy engine, by their registers (`PER_SM` in kernels/attend.cu).
@@ -452,6 +455,8 @@ impl Attend {
         let variant = split.variants.iter().find(|variant| variant.tiles * 8 >= pass.part_rows);
         let Variant { kernel, stages, shared, threads, .. } =
             *variant.ok_or_else(|| Error::internal("more rows than attention takes"))?;
+        // With the engine a block has a multiprocessor to itself and walks the items.
+        let engine = self.device.has_engine();
         let arguments = AttendArgs {
             pools: [layer.upper, layer.lower, layer.full],
             rings: [layer.ring_k, layer.ring_v],
@@ -468,11 +473,9 @@ impl Attend {
             group: self.group as i32,
             part_count: pass.parts.len() as i32,
             items: pass.items as i32,
-            stages: stages as i32,
+            stages: if engine { EARLY } else { stages as i32 },
             centre: self.centre,
         };
-        // With the engine a block has a multiprocessor to itself and walks the items.
-        let engine = self.device.has_engine();
         let blocks = if engine { pass.items.min(self.device.multiprocessors) } else { pass.items };
         let grid = [blocks as u32, 1, 1];
         // SAFETY: the argument is the kernel's; the caller vouches for what it points to.
