@@ -4,6 +4,9 @@
 //! on average (Leviathan et al., eq. 1) and costs γ·T_draft + T_verify(γ + 1). [`Policy::auto`] drafts the γ with the most
 //! tokens per second, where γ = 0, plain decoding, is one of the candidates.
 //!
+//! It begins with one plain step, the yardstick, and two short drafts ([`FIRST_GAMMA`]), which timed once suffice to go on from: a text may
+//! end within some dozens of rounds.
+//!
 //! It is safe rather than clever: a ledger in units of plain steps holds what speculation has won or lost against plain
 //! decoding, and when it is overdrawn the policy decodes plainly until 1 % of the time spent has paid the debt. So
 //! however wrong α and the costs are, the loss against plain decoding is bounded. γ never changes a token under greedy and
@@ -39,6 +42,18 @@ const MARGIN: f64 = 1.01;
 /// γ stays where another promises less than this much more: the promise rests on noisy timings, and a γ not used before
 /// costs a backend that records its rounds.
 const STEADY: f64 = 1.02;
+
+/// Drafted tokens of the first drafts: near the best where drafts pay, and not dear where they do not.
+const FIRST_GAMMA: usize = 3;
+
+/// Rows of the first verifications at most, over all sequences: about as dear as one on devices that are bound by their memory.
+const FIRST_ROWS: usize = 8;
+
+/// A first draft that promises this share of plain decoding's speed is repeated; below it, two drafts of one token must show more.
+const PROMISING: f64 = 0.75;
+
+/// Round after which a plain step that was timed once is timed again: the one timing may have been slow, and drafting look good by it.
+const SECOND_LOOK: usize = 24;
 
 /// Timings kept per size.
 const KEPT: usize = 7;
@@ -204,13 +219,13 @@ impl Timings {
         }
     }
 
-    /// The lower quartile, once enough were seen: interruptions only ever add time, so most of what was kept may be
+    /// The lower quartile: interruptions only ever add time, so most of what was kept may be
     /// interrupted. It follows a fall at once and a rise as soon as the rise is the rule; a plain step believed too fast is
     /// what plain decoding corrects quickest, one believed too slow would keep a losing draft going.
     fn seconds(&self) -> Option<f64> {
         let mut sorted = self.recent.clone();
         sorted.sort_unstable_by(f64::total_cmp);
-        if sorted.len() < BELIEVED { None } else { sorted.get(sorted.len() / 4).copied() }
+        sorted.get(sorted.len() / 4).copied()
     }
 }
 
@@ -240,14 +255,37 @@ impl Costs {
 
     /// Sizes whose cost is known, with their seconds, ascending.
     fn known(&self) -> impl Iterator<Item = (usize, f64)> {
-        let timed = self.timings.iter().filter_map(|(&size, timings)| Some((size, timings.seconds()?)));
+        self.timed(BELIEVED)
+    }
+
+    /// Sizes timed at least so often.
+    fn timed(&self, times: usize) -> impl Iterator<Item = (usize, f64)> {
+        let timed = self.timings.iter().filter(move |(_, timings)| timings.recent.len() >= times);
+        let timed = timed.filter_map(|(&size, timings)| Some((size, timings.seconds()?)));
         self.from_nothing.then_some((0, 0.0)).into_iter().chain(timed)
     }
 
-    /// Seconds of this size: measured, or on the line through its measured neighbours. Only sizes timed often enough count,
-    /// so a first, slow call of a new size is not held against it.
+    /// Timings of this size.
+    fn times(&self, size: usize) -> usize {
+        self.timings.get(&size).map_or(0, |timings| timings.recent.len())
+    }
+
+    /// Seconds of this size: measured, or on the line through its measured neighbours. A size timed once is not dearer than that, and a first,
+    /// slow call of it is not held against it where others were timed often enough.
     fn seconds(&self, size: usize) -> Option<f64> {
-        let known: Vec<(usize, f64)> = self.known().collect();
+        let once = self.timings.get(&size).and_then(Timings::seconds);
+        match (once, self.expected(size)) {
+            (Some(once), Some(expected)) if self.times(size) < BELIEVED => Some(once.min(expected)),
+            (once, expected) => once.or(expected),
+        }
+    }
+
+    /// Seconds of this size by the others, those timed once only where there are no better ones.
+    fn expected(&self, size: usize) -> Option<f64> {
+        let mut known: Vec<(usize, f64)> = self.known().collect();
+        if known.len() == usize::from(self.from_nothing) {
+            known = self.timed(1).collect();
+        }
         let above = known.partition_point(|point| point.0 < size);
         match (known.as_slice(), known.get(above)) {
             ([], _) => None,
@@ -427,7 +465,9 @@ impl Auto {
         self.credit += ALLOWANCE * cost;
         self.probing += PROBING * cost;
         if self.steps > 0 {
-            let won = 1.0 + self.accepted as f64 / self.batch as f64 - cost;
+            // The very first draft may have been slow by chance: it loses no more than there is.
+            let least = if self.drafts.iter().any(Draft::timed) { f64::NEG_INFINITY } else { -CREDIT };
+            let won = (1.0 + self.accepted as f64 / self.batch as f64 - cost).max(least);
             self.credit += won;
             if self.purpose == Purpose::ProbeDraft {
                 self.probing += won;
@@ -449,12 +489,13 @@ impl Auto {
         }
         let Some(plain) = self.plain_s().filter(|_| self.max > 0) else { return (0, 0, Purpose::Work) };
         if !self.drafts.iter().any(Draft::timed) {
-            return (1, 0, Purpose::Work);
+            return (self.first(plain), 0, Purpose::Work);
         }
         let (gamma, draft, rate) = self.best();
         let gamma = self.steady(draft, gamma, rate);
         if rate * plain > MARGIN && self.credit >= 0.0 {
-            if self.probing >= self.missed(plain) {
+            let unsure = self.round >= SECOND_LOOK && self.verify.times(self.batch) == 1;
+            if unsure || self.probing >= self.missed(plain) {
                 return (0, draft, Purpose::ProbePlain);
             }
             return match self.trial().filter(|_| self.credit >= TRIAL_CREDIT) {
@@ -475,6 +516,19 @@ impl Auto {
             return (1, self.trial().unwrap_or(draft), Purpose::ProbeDraft);
         }
         (0, draft, Purpose::Work)
+    }
+
+    /// γ until a draft's cost is known. Where there are pages to be left out, reading them all may be dear.
+    fn first(&self, plain: f64) -> usize {
+        if (1..self.drafts.len()).any(|draft| self.usable(draft)) {
+            return 1;
+        }
+        let gamma = FIRST_GAMMA.min(self.max).min((FIRST_ROWS / self.batch).saturating_sub(1)).max(1);
+        let draft = &self.drafts[0];
+        let round = draft.costs.seconds(gamma).zip(self.verify.seconds(self.batch * (gamma + 1)));
+        let promises =
+            |(drafting, verify): (f64, f64)| draft.acceptance.tokens(gamma) * plain > PROMISING * (drafting + verify);
+        if draft.costs.times(gamma) == 0 || round.is_some_and(promises) { gamma } else { 1 }
     }
 
     /// The γ that this draft worked with last, where drafting has won and it is within [`STEADY`] of the best.
@@ -661,6 +715,30 @@ mod tests {
     }
 
     #[test]
+    fn starts_near_the_best_fixed_gamma() {
+        // A draft step and five rows cost so much of a plain step on a CPU, and on a GPU.
+        let (cpu, gpu) = (|rows: usize| 10.0 + 0.15 * (rows - 1) as f64, |rows: usize| 10.0 + 0.2 * (rows - 1) as f64);
+        for (draft, verify) in [(2.7, &cpu as &dyn Fn(usize) -> f64), (2.9, &cpu), (4.5, &gpu)] {
+            for (alpha, goal) in [(0.8, 0.965), (0.85, 0.96), (0.9, 0.955), (0.95, 0.935)] {
+                for tokens in [64, 96] {
+                    let alpha = |_: usize| alpha;
+                    // Mean over texts of this length, behind each of which a policy starts anew.
+                    let seconds = |policy: &Policy| -> f64 {
+                        let runs = (0..200).map(|seed| {
+                            let run = World { seed, ..world(draft, verify, &alpha) }.run(&mut policy.clone(), tokens);
+                            run.seconds / run.tokens as f64
+                        });
+                        runs.sum()
+                    };
+                    let best = (0..=12).map(|gamma| seconds(&Policy::fixed(gamma))).fold(f64::INFINITY, f64::min);
+                    let share = best / seconds(&Policy::auto(12));
+                    assert!(share > goal, "draft {draft} alpha {} tokens {tokens}: {share}", alpha(0));
+                }
+            }
+        }
+    }
+
+    #[test]
     fn never_slower_than_plain_decoding_by_more_than_2_percent() {
         let cliff = |rows: usize| if rows < 3 { 10.0 } else { 45.0 };
         let step = |rows: usize| 10.0 * rows.div_ceil(4) as f64;
@@ -763,8 +841,10 @@ mod tests {
         let alpha = |_: usize| 0.9;
         let world = world(3.0, &flat, &alpha);
         let (mut policy, mut seen) = (Policy::auto(8), std::collections::HashSet::new());
+        let mut gammas = vec![];
         for round in 0..100 {
             let gamma = policy.gamma();
+            gammas.push(gamma);
             let first = if seen.insert(gamma) { 20.0 } else { 1.0 };
             let accepted = (0..gamma).take_while(|i| world.uniform(round, *i as u64) < 0.9).count();
             if gamma > 0 {
@@ -774,7 +854,9 @@ mod tests {
             policy.observe_verify(gamma + 1, flat(gamma + 1) * first);
         }
         let (best, _) = world.best_fixed(8, 3_000);
-        assert!(policy.gamma().abs_diff(best) <= 2, "{} {best}", policy.gamma());
+        gammas.sort_unstable();
+        let median = gammas[gammas.len() / 2];
+        assert!(median.abs_diff(best) <= 2, "{median} {best}");
     }
 
     #[test]
@@ -910,7 +992,7 @@ mod tests {
                 }
                 let (auto, read) = library.run(&mut Policy::auto(12).with_pages(&COUNTS), 3_000);
                 assert!(auto < best.0 * 1.08, "page {page} losses {losses:?}: {auto} against {best:?}");
-                assert!(read.len() > 100, "{}", read.len());
+                assert!(read.len() > 80, "{}", read.len());
             }
         }
     }
@@ -947,7 +1029,7 @@ mod tests {
         let library = Library { world, draft: &draft, alpha: &alpha, pages: 0, growth: 1 };
         let (_, read) = library.run(&mut Policy::auto(12).with_pages(&COUNTS), 4_000);
         let share = |rounds: &[Option<usize>]| rounds.iter().flatten().count() as f64 / rounds.len() as f64;
-        assert_eq!(share(&read[..8]), 0.0);
+        assert_eq!(share(&read[..4]), 0.0);
         assert!(share(&read[read.len() / 2..]) > 0.9, "{}", share(&read[read.len() / 2..]));
     }
 
