@@ -4,6 +4,9 @@
 //! on average (Leviathan et al., eq. 1) and costs γ·T_draft + T_verify(γ + 1). [`Policy::auto`] drafts the γ with the most
 //! tokens per second, where γ = 0, plain decoding, is one of the candidates.
 //!
+//! A draft whose tokens become unlikely ends before γ ([`Stop`]), where somebody looks at each: how far a token led its runner-up says much about
+//! whether it stands.
+//!
 //! It begins with one plain step, the yardstick, and two short drafts ([`FIRST_GAMMA`]), which timed once suffice to go on from: a text may
 //! end within some dozens of rounds.
 //!
