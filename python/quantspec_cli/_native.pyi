@@ -104,7 +104,7 @@ class Engine:
         """The policy's γ for the slot's next round, clipped by the tokens it may still emit."""
 
     def draft(self, gammas: Sequence[tuple[int, int]]) -> None:
-        """Drafts γ tokens for every (slot, γ): the round consists of these slots."""
+        """Drafts γ tokens for every (slot, γ), fewer where γ is automatic and in doubt: the round is of these slots."""
 
     def verify(self) -> list[tuple[int, list[int]]]:
         """Verifies what `draft` drafted: per slot the accepted tokens and one more of the target."""

@@ -4,6 +4,12 @@
 //! on average (Leviathan et al., eq. 1) and costs γ·T_draft + T_verify(γ + 1). [`Policy::auto`] drafts the γ with the most
 //! tokens per second, where γ = 0, plain decoding, is one of the candidates.
 //!
+//! A draft whose tokens become unlikely ends before γ ([`Stop`]), where somebody looks at each: how far a token led its runner-up says much about
+//! whether it stands.
+//!
+//! It begins with one plain step, the yardstick, and two short drafts ([`FIRST_GAMMA`]), which timed once suffice to go on from: a text may
+//! end within some dozens of rounds.
+//!
 //! It is safe rather than clever: a ledger in units of plain steps holds what speculation has won or lost against plain
 //! decoding, and when it is overdrawn the policy decodes plainly until 1 % of the time spent has paid the debt. So
 //! however wrong α and the costs are, the loss against plain decoding is bounded. γ never changes a token under greedy and
@@ -40,6 +46,33 @@ const MARGIN: f64 = 1.01;
 /// costs a backend that records its rounds.
 const STEADY: f64 = 1.02;
 
+/// Drafted tokens of the first drafts: near the best where drafts pay, and not dear where they do not.
+const FIRST_GAMMA: usize = 3;
+
+/// Rows of the first verifications at most, over all sequences: about as dear as one on devices that are bound by their memory.
+const FIRST_ROWS: usize = 8;
+
+/// A first draft that promises this share of plain decoding's speed is repeated; below it, two drafts of one token must show more.
+const PROMISING: f64 = 0.75;
+
+/// Round after which a plain step that was timed once is timed again: the one timing may have been slow, and drafting look good by it.
+const SECOND_LOOK: usize = 24;
+
+/// Where a draft ends when its tokens become unlikely, it may be so many times as long as a draft that does not look.
+const REACH: usize = 2;
+
+/// Doubt at first, in logits. With W4 drafts of a trained model it came to 0.6 behind an empty context and to 0.3 behind 4,096 tokens.
+const DOUBT: f64 = 0.45;
+
+/// Beyond these a lead says everything, or nothing.
+const DOUBT_RANGE: (f64, f64) = (0.01, 100.0);
+
+/// Drafted tokens over which the doubt forgets: refusals are few.
+const LEADS_WINDOW: f64 = 256.0;
+
+/// A draft whose tokens stand more likely than this goes on, however dear a step is.
+const ENOUGH_MAX: f64 = 0.9;
+
 /// Timings kept per size.
 const KEPT: usize = 7;
 
@@ -74,8 +107,27 @@ const INHERITED: f64 = 16.0;
 /// Rounds after which a choice of pages that lost is tried again, at first and at most.
 const PATIENCE: (usize, usize) = (64, 1024);
 
+/// When a draft ends before γ tokens: where it is unlikely enough that all its tokens stand.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Stop {
+    /// The chance below which it ends; 0 never ends.
+    pub enough: f64,
+    /// Lead at which the doubt about a token has fallen to 1/e of that about a tie, in logits: the draft's error in the difference of two.
+    pub doubt: f64,
+}
+
+impl Stop {
+    /// Drafts γ tokens.
+    pub const NEVER: Stop = Stop { enough: 0.0, doubt: DOUBT };
+
+    /// About the chance that a drafted token stands which led its runner-up by so much, under greedy and replay acceptance: a tie is open.
+    pub fn chance(&self, lead: f32) -> f64 {
+        1.0 - 0.5 * (-f64::from(lead) / self.doubt).exp()
+    }
+}
+
 /// Chooses γ, and the pages drafts read. Everything it is told comes from the engine, after each round in this order: [`Policy::observe_draft`],
-/// [`Policy::observe_round`] per sequence that drafted, [`Policy::observe_verify`].
+/// [`Policy::observe_round`] per sequence that drafted (and before it [`Policy::observe_leads`] where leads are known), [`Policy::observe_verify`].
 #[derive(Clone, Debug)]
 pub struct Policy {
     max: usize,
@@ -114,6 +166,17 @@ impl Policy {
         self.auto.as_ref().map_or(self.max, |auto| auto.gamma)
     }
 
+    /// γ of the next round where drafting ends by [`Policy::stop`]: it rarely comes to that.
+    pub fn reach(&self) -> usize {
+        let reach = |auto: &Auto| if auto.enough() > 0.0 { (REACH * auto.gamma).min(self.max) } else { auto.gamma };
+        self.auto.as_ref().map_or(self.max, |auto| reach(auto))
+    }
+
+    /// When drafts of the next round end early, for a sequence whose leads are known and which is alone in its round.
+    pub fn stop(&self) -> Stop {
+        self.auto.as_ref().map_or(Stop::NEVER, |auto| auto.stop())
+    }
+
     /// Pages that the next round's draft reads; `None` where they are not chosen here.
     pub fn pages(&self) -> Option<Pages> {
         self.auto.as_ref().and_then(|auto| auto.drafts[auto.draft].pages)
@@ -143,6 +206,13 @@ impl Policy {
             auto.accepted += accepted;
             auto.drafted += drafted;
             auto.drafts[auto.draft].acceptance.observe(drafted, accepted);
+        }
+    }
+
+    /// The drafted tokens of a sequence led their runners-up by `leads`, and the first `accepted` were accepted.
+    pub fn observe_leads(&mut self, leads: &[f32], accepted: usize) {
+        if let Some(auto) = self.auto.as_mut() {
+            auto.doubts.observe(&leads[..leads.len().min(accepted + 1)], accepted < leads.len());
         }
     }
 
@@ -185,6 +255,31 @@ impl Acceptance {
     }
 }
 
+/// How far leads can be trusted: the doubt under which as many tokens are refused as were.
+#[derive(Clone, Debug)]
+struct Doubts {
+    refused: f64,
+    /// What would have been refused, by their leads, for each logit of doubt.
+    expected: f64,
+}
+
+impl Doubts {
+    const PRIOR: Doubts = Doubts { refused: 2.0, expected: 2.0 / DOUBT };
+
+    /// Tokens that were judged, the last of which was refused or not.
+    fn observe(&mut self, leads: &[f32], refused: bool) {
+        let stop = self.stop(0.0);
+        let keep = (-(leads.len() as f64) / LEADS_WINDOW).exp();
+        let expected: f64 = leads.iter().map(|&lead| 1.0 - stop.chance(lead)).sum();
+        self.refused = self.refused * keep + f64::from(u8::from(refused));
+        self.expected = self.expected * keep + expected / stop.doubt;
+    }
+
+    fn stop(&self, enough: f64) -> Stop {
+        Stop { enough, doubt: (self.refused / self.expected).clamp(DOUBT_RANGE.0, DOUBT_RANGE.1) }
+    }
+}
+
 /// The last timings of one thing.
 #[derive(Clone, Debug, Default)]
 struct Timings {
@@ -204,13 +299,13 @@ impl Timings {
         }
     }
 
-    /// The lower quartile, once enough were seen: interruptions only ever add time, so most of what was kept may be
+    /// The lower quartile: interruptions only ever add time, so most of what was kept may be
     /// interrupted. It follows a fall at once and a rise as soon as the rise is the rule; a plain step believed too fast is
     /// what plain decoding corrects quickest, one believed too slow would keep a losing draft going.
     fn seconds(&self) -> Option<f64> {
         let mut sorted = self.recent.clone();
         sorted.sort_unstable_by(f64::total_cmp);
-        if sorted.len() < BELIEVED { None } else { sorted.get(sorted.len() / 4).copied() }
+        sorted.get(sorted.len() / 4).copied()
     }
 }
 
@@ -240,14 +335,37 @@ impl Costs {
 
     /// Sizes whose cost is known, with their seconds, ascending.
     fn known(&self) -> impl Iterator<Item = (usize, f64)> {
-        let timed = self.timings.iter().filter_map(|(&size, timings)| Some((size, timings.seconds()?)));
+        self.timed(BELIEVED)
+    }
+
+    /// Sizes timed at least so often.
+    fn timed(&self, times: usize) -> impl Iterator<Item = (usize, f64)> {
+        let timed = self.timings.iter().filter(move |(_, timings)| timings.recent.len() >= times);
+        let timed = timed.filter_map(|(&size, timings)| Some((size, timings.seconds()?)));
         self.from_nothing.then_some((0, 0.0)).into_iter().chain(timed)
     }
 
-    /// Seconds of this size: measured, or on the line through its measured neighbours. Only sizes timed often enough count,
-    /// so a first, slow call of a new size is not held against it.
+    /// Timings of this size.
+    fn times(&self, size: usize) -> usize {
+        self.timings.get(&size).map_or(0, |timings| timings.recent.len())
+    }
+
+    /// Seconds of this size: measured, or on the line through its measured neighbours. A size timed once is not dearer than that, and a first,
+    /// slow call of it is not held against it where others were timed often enough.
     fn seconds(&self, size: usize) -> Option<f64> {
-        let known: Vec<(usize, f64)> = self.known().collect();
+        let once = self.timings.get(&size).and_then(Timings::seconds);
+        match (once, self.expected(size)) {
+            (Some(once), Some(expected)) if self.times(size) < BELIEVED => Some(once.min(expected)),
+            (once, expected) => once.or(expected),
+        }
+    }
+
+    /// Seconds of this size by the others, those timed once only where there are no better ones.
+    fn expected(&self, size: usize) -> Option<f64> {
+        let mut known: Vec<(usize, f64)> = self.known().collect();
+        if known.len() == usize::from(self.from_nothing) {
+            known = self.timed(1).collect();
+        }
         let above = known.partition_point(|point| point.0 < size);
         match (known.as_slice(), known.get(above)) {
             ([], _) => None,
@@ -314,6 +432,7 @@ struct Auto {
     drafts: Vec<Draft>,
     /// Pages that the longest sequence sees.
     visible: usize,
+    doubts: Doubts,
     /// Seconds of a verification by its rows, over all sequences.
     verify: Costs,
     /// Sequences of the last round.
@@ -347,6 +466,7 @@ impl Auto {
                 patience: PATIENCE.0,
             }],
             visible: 0,
+            doubts: Doubts::PRIOR,
             verify: Costs::default(),
             batch: 1,
             round: 0,
@@ -427,7 +547,9 @@ impl Auto {
         self.credit += ALLOWANCE * cost;
         self.probing += PROBING * cost;
         if self.steps > 0 {
-            let won = 1.0 + self.accepted as f64 / self.batch as f64 - cost;
+            // The very first draft may have been slow by chance: it loses no more than there is.
+            let least = if self.drafts.iter().any(Draft::timed) { f64::NEG_INFINITY } else { -CREDIT };
+            let won = (1.0 + self.accepted as f64 / self.batch as f64 - cost).max(least);
             self.credit += won;
             if self.purpose == Purpose::ProbeDraft {
                 self.probing += won;
@@ -449,12 +571,13 @@ impl Auto {
         }
         let Some(plain) = self.plain_s().filter(|_| self.max > 0) else { return (0, 0, Purpose::Work) };
         if !self.drafts.iter().any(Draft::timed) {
-            return (1, 0, Purpose::Work);
+            return (self.first(plain), 0, Purpose::Work);
         }
         let (gamma, draft, rate) = self.best();
         let gamma = self.steady(draft, gamma, rate);
         if rate * plain > MARGIN && self.credit >= 0.0 {
-            if self.probing >= self.missed(plain) {
+            let unsure = self.round >= SECOND_LOOK && self.verify.times(self.batch) == 1;
+            if unsure || self.probing >= self.missed(plain) {
                 return (0, draft, Purpose::ProbePlain);
             }
             return match self.trial().filter(|_| self.credit >= TRIAL_CREDIT) {
@@ -475,6 +598,19 @@ impl Auto {
             return (1, self.trial().unwrap_or(draft), Purpose::ProbeDraft);
         }
         (0, draft, Purpose::Work)
+    }
+
+    /// γ until a draft's cost is known. Where there are pages to be left out, reading them all may be dear.
+    fn first(&self, plain: f64) -> usize {
+        if (1..self.drafts.len()).any(|draft| self.usable(draft)) {
+            return 1;
+        }
+        let gamma = FIRST_GAMMA.min(self.max).min((FIRST_ROWS / self.batch).saturating_sub(1)).max(1);
+        let draft = &self.drafts[0];
+        let round = draft.costs.seconds(gamma).zip(self.verify.seconds(self.batch * (gamma + 1)));
+        let promises =
+            |(drafting, verify): (f64, f64)| draft.acceptance.tokens(gamma) * plain > PROMISING * (drafting + verify);
+        if draft.costs.times(gamma) == 0 || round.is_some_and(promises) { gamma } else { 1 }
     }
 
     /// The γ that this draft worked with last, where drafting has won and it is within [`STEADY`] of the best.
@@ -504,6 +640,24 @@ impl Auto {
         gammas
             .map(|gamma| (gamma, self.rate(draft, gamma)))
             .fold((1, 0.0), |best, next| if next.1 > best.1 { next } else { best })
+    }
+
+    fn stop(&self) -> Stop {
+        self.doubts.stop(self.enough())
+    }
+
+    /// One more draft step, and row, must yield tokens at the rate of the rounds; 0 where γ tokens are drafted in any case.
+    fn enough(&self) -> f64 {
+        let works = self.purpose == Purpose::Work && !self.fixed && self.drafts[self.draft].timed();
+        // Steps of a batch are shared: one of a sequence that ends early would be run for the others all the same.
+        if !works || self.gamma == 0 || self.batch > 1 {
+            return 0.0;
+        }
+        let more = self.gamma + 1;
+        let step = self.round_s(self.draft, more + self.gamma) - self.round_s(self.draft, more);
+        let worth =
+            self.rate(self.draft, self.gamma) * step / (self.gamma as f64 * self.drafts[self.draft].acceptance.alpha());
+        worth.clamp(0.0, ENOUGH_MAX)
     }
 
     /// Seconds of a plain step of all sequences.
@@ -548,6 +702,10 @@ mod tests {
         batch: usize,
         /// Acceptance of a whole draft at once, not token by token as the policy's model has it.
         together: bool,
+        /// Leads of drafted tokens, from uniform noise, by which a draft may end.
+        lead: Option<&'a dyn Fn(f64) -> f32>,
+        /// Tokens stand as their leads say by this doubt, whatever α.
+        error: Option<f64>,
         seed: u64,
     }
 
@@ -571,21 +729,46 @@ mod tests {
             seconds * (1.0 + jitter.max(-0.5)) * if interrupted { 5.0 } else { 1.0 }
         }
 
+        fn lead(&self, round: usize, i: usize) -> f32 {
+            self.lead.map_or(f32::INFINITY, |lead| lead(self.uniform(round, 2_000 + i as u64)))
+        }
+
+        /// Tokens drafted in a round.
+        fn drafted(&self, policy: &Policy, round: usize) -> usize {
+            if self.lead.is_none() {
+                return policy.gamma();
+            }
+            let (mut all, stop) = (1.0, policy.stop());
+            let ends = |i: &usize| {
+                all *= stop.chance(self.lead(round, *i));
+                all < stop.enough
+            };
+            (0..policy.reach()).find(ends).map_or(policy.reach(), |i| i + 1)
+        }
+
         /// Decodes `tokens` tokens per sequence (at least). True costs are summed, noisy ones observed.
         fn run(&self, policy: &mut Policy, tokens: usize) -> Run {
             let mut run = Run { seconds: 0.0, tokens: 0, gammas: vec![] };
             let mut round = 0;
             while run.tokens < tokens * self.batch {
-                let gamma = policy.gamma();
+                let gamma = self.drafted(policy, round);
                 if gamma > 0 {
                     run.seconds += self.draft * gamma as f64;
                     policy.observe_draft(self.timed(self.draft * gamma as f64, round, 0), gamma);
                 }
                 let done = run.tokens / self.batch;
                 for sequence in 0..self.batch {
-                    let stands = |i: usize| self.uniform(round, (sequence * 20 + i) as u64) < (self.alpha)(done);
+                    let alpha = |i: usize| match self.error {
+                        Some(doubt) => Stop { enough: 0.0, doubt }.chance(self.lead(round, i)),
+                        None => (self.alpha)(done),
+                    };
+                    let stands = |i: usize| self.uniform(round, (sequence * 20 + i) as u64) < alpha(i);
                     let accepted = (0..gamma).take_while(|i| stands(if self.together { 0 } else { *i })).count();
                     if gamma > 0 {
+                        let leads: Vec<f32> = (0..gamma).map(|i| self.lead(round, i)).collect();
+                        if self.lead.is_some() {
+                            policy.observe_leads(&leads, accepted);
+                        }
                         policy.observe_round(gamma, accepted);
                     }
                     run.tokens += accepted + 1;
@@ -622,7 +805,7 @@ mod tests {
     }
 
     fn world<'a>(draft: f64, verify: &'a dyn Fn(usize) -> f64, alpha: &'a dyn Fn(usize) -> f64) -> World<'a> {
-        World { draft, verify, alpha, noise: 0.03, batch: 1, together: false, seed: 1 }
+        World { draft, verify, alpha, noise: 0.03, batch: 1, together: false, lead: None, error: None, seed: 1 }
     }
 
     #[test]
@@ -655,6 +838,68 @@ mod tests {
                     let (gamma, best) = world.best_fixed(12, 4_000);
                     let auto = world.relative(&mut Policy::auto(12), 4_000);
                     assert!(auto < best * 1.06, "draft {draft} alpha {}: {auto} against {best} at {gamma}", alpha(0));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn starts_near_the_best_fixed_gamma() {
+        // A draft step and five rows cost so much of a plain step on a CPU, and on a GPU.
+        let (cpu, gpu) = (|rows: usize| 10.0 + 0.15 * (rows - 1) as f64, |rows: usize| 10.0 + 0.2 * (rows - 1) as f64);
+        for (draft, verify) in [(2.7, &cpu as &dyn Fn(usize) -> f64), (2.9, &cpu), (4.5, &gpu)] {
+            for (alpha, goal) in [(0.8, 0.965), (0.85, 0.96), (0.9, 0.955), (0.95, 0.935)] {
+                for tokens in [64, 96] {
+                    let alpha = |_: usize| alpha;
+                    // Mean over texts of this length, behind each of which a policy starts anew.
+                    let seconds = |policy: &Policy| -> f64 {
+                        let runs = (0..200).map(|seed| {
+                            let run = World { seed, ..world(draft, verify, &alpha) }.run(&mut policy.clone(), tokens);
+                            run.seconds / run.tokens as f64
+                        });
+                        runs.sum()
+                    };
+                    let best = (0..=12).map(|gamma| seconds(&Policy::fixed(gamma))).fold(f64::INFINITY, f64::min);
+                    let share = best / seconds(&Policy::auto(12));
+                    assert!(share > goal, "draft {draft} alpha {} tokens {tokens}: {share}", alpha(0));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn leads_beat_the_best_fixed_gamma() {
+        // Means of leads of which .83, .9 and .98 of the tokens stand, and an error that the policy must find out.
+        for (draft, mean, error) in [
+            (2.7, 0.87, 0.45),
+            (2.9, 0.87, 0.45),
+            (2.7, 1.8, 0.45),
+            (4.5, 1.8, 0.45),
+            (2.7, 1.8, 0.05),
+            (2.7, 5.0, 3.0),
+        ] {
+            let lead = |u: f64| -(mean * u.ln()) as f32;
+            let world = World { lead: Some(&lead), error: Some(error), ..world(draft, &flat, &|_| 0.0) };
+            let (gamma, best) = world.best_fixed(12, 4_000);
+            let auto = world.relative(&mut Policy::auto(12), 4_000);
+            assert!(auto < 0.98 * best, "draft {draft} lead {mean}, {error}: {auto} against {best} at {gamma}");
+        }
+    }
+
+    #[test]
+    fn leads_that_say_nothing_lose_little() {
+        // All sure, all doubtful, or by chance, whatever stands.
+        for lead in [&(|_: f64| 9.0_f32) as &dyn Fn(f64) -> f32, &|_| 0.1, &|u: f64| -u.ln() as f32] {
+            for verify in [&flat as &dyn Fn(usize) -> f64, &steep, &|rows: usize| 10.0 * rows as f64] {
+                for draft in [1.5, 3.0, 8.0] {
+                    for alpha in [0.0, 0.3, 0.6, 0.8, 0.95] {
+                        let alpha = |_: usize| alpha;
+                        let world = World { lead: Some(lead), ..world(draft, verify, &alpha) };
+                        let (auto, best) =
+                            (world.relative(&mut Policy::auto(12), 1_500), world.best_fixed(12, 1_500).1);
+                        assert!(auto < 1.08 * best, "draft {draft} alpha {}: {auto} against {best}", alpha(0));
+                        assert!(auto < 1.02, "draft {draft} alpha {}: {auto}", alpha(0));
+                    }
                 }
             }
         }
@@ -763,8 +1008,10 @@ mod tests {
         let alpha = |_: usize| 0.9;
         let world = world(3.0, &flat, &alpha);
         let (mut policy, mut seen) = (Policy::auto(8), std::collections::HashSet::new());
+        let mut gammas = vec![];
         for round in 0..100 {
             let gamma = policy.gamma();
+            gammas.push(gamma);
             let first = if seen.insert(gamma) { 20.0 } else { 1.0 };
             let accepted = (0..gamma).take_while(|i| world.uniform(round, *i as u64) < 0.9).count();
             if gamma > 0 {
@@ -774,7 +1021,9 @@ mod tests {
             policy.observe_verify(gamma + 1, flat(gamma + 1) * first);
         }
         let (best, _) = world.best_fixed(8, 3_000);
-        assert!(policy.gamma().abs_diff(best) <= 2, "{} {best}", policy.gamma());
+        gammas.sort_unstable();
+        let median = gammas[gammas.len() / 2];
+        assert!(median.abs_diff(best) <= 2, "{median} {best}");
     }
 
     #[test]
@@ -910,7 +1159,7 @@ mod tests {
                 }
                 let (auto, read) = library.run(&mut Policy::auto(12).with_pages(&COUNTS), 3_000);
                 assert!(auto < best.0 * 1.08, "page {page} losses {losses:?}: {auto} against {best:?}");
-                assert!(read.len() > 100, "{}", read.len());
+                assert!(read.len() > 80, "{}", read.len());
             }
         }
     }
@@ -947,7 +1196,7 @@ mod tests {
         let library = Library { world, draft: &draft, alpha: &alpha, pages: 0, growth: 1 };
         let (_, read) = library.run(&mut Policy::auto(12).with_pages(&COUNTS), 4_000);
         let share = |rounds: &[Option<usize>]| rounds.iter().flatten().count() as f64 / rounds.len() as f64;
-        assert_eq!(share(&read[..8]), 0.0);
+        assert_eq!(share(&read[..4]), 0.0);
         assert!(share(&read[read.len() / 2..]) > 0.9, "{}", share(&read[read.len() / 2..]));
     }
 

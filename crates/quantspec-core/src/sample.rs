@@ -300,17 +300,45 @@ pub fn choose(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream
     if sampler.temperature == 0.0 {
         return most_likely;
     }
+    race::<false>(logits, most_likely, sampler, position, stream).0
+}
+
+/// [`choose`], and by how much the token led its runner-up, as a difference of logits; infinite where it runs alone.
+pub fn choose_with_lead(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> (u32, f32) {
+    let most_likely = argmax(logits);
+    if sampler.temperature > 0.0 {
+        let (token, lead) = race::<true>(logits, most_likely, sampler, position, stream);
+        return (token, lead * sampler.temperature);
+    }
+    let (before, after) = logits.split_at(most_likely as usize);
+    let (first, after) = after.split_first().unwrap_or((&0.0, &[]));
+    (most_likely, first - maximum(before).max(maximum(after)))
+}
+
+/// The winner of the Gumbel race and, where `LEAD`, its lead.
+fn race<const LEAD: bool>(
+    logits: &[f32],
+    most_likely: u32,
+    sampler: &Sampler,
+    position: usize,
+    stream: Stream,
+) -> (u32, f32) {
     let mut noise = Noise::new(sampler, position, stream);
     // The most probable token first: its score lets nearly every other token be passed over without its noise.
     let mut winner = (most_likely, gumbel_of(noise.uniform(most_likely)));
+    let mut second = f32::NEG_INFINITY;
     let mut race = |id: u32, z: f32| {
-        if z + GUMBEL_MAX >= winner.1 {
+        let bar = if LEAD { second } else { winner.1 };
+        if z + GUMBEL_MAX >= bar && !(LEAD && id == most_likely) {
             let u = noise.uniform(id);
             // −ln(−ln u) ≤ −ln(1 − u): one exponential, with room for rounding, refuses what cannot win.
-            if 1.0 - u <= (z - winner.1).exp() * 1.000_1 {
+            if 1.0 - u <= (z - bar).exp() * 1.000_1 {
                 let score = z + gumbel_of(u);
                 if score > winner.1 || (score == winner.1 && id < winner.0) {
+                    second = winner.1;
                     winner = (id, score);
+                } else if score > second {
+                    second = score;
                 }
             }
         }
@@ -325,7 +353,7 @@ pub fn choose(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream
             race(id, z);
         }
     }
-    winner.0
+    (winner.0, winner.1 - second)
 }
 
 /// A token drawn in proportion to `weights` (not negative, any sum), by the same race: the largest weight over −ln u wins.
@@ -390,6 +418,30 @@ mod tests {
 
     fn sampler(temperature: f32, top_k: usize, top_p: f32, min_p: f32, seed: u64) -> Sampler {
         Sampler::new(temperature, top_k, top_p, min_p, seed, 0, Accept::Replay).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn a_lead_is_that_over_the_second_score(
+            logits in prop::collection::vec(prop_oneof![8 => -4.0f32..4.0, 1 => Just(f32::NEG_INFINITY)], 1..40), seed: u64,
+            t in 0.1f32..2.0, k in 0usize..9,
+        ) {
+            prop_assume!(check_finite(&logits).is_ok());
+            let sampler = sampler(t, k, 1.0, 0.0, seed);
+            let (token, lead) = choose_with_lead(&logits, &sampler, 5, Stream::Sample);
+            prop_assert_eq!(token, choose(&logits, &sampler, 5, Stream::Sample));
+            let score = |(id, z): Candidate| z + gumbel(seed, 0, 5, Stream::Sample, id.into());
+            let mut scores: Vec<f32> = kept(&logits, &sampler).into_iter().map(score).collect();
+            scores.sort_unstable_by(|a, b| b.total_cmp(a));
+            let want = scores.get(1).map_or(f32::INFINITY, |second| (scores[0] - second) * t);
+            prop_assert!(lead == want || (lead - want).abs() < 1e-4, "{} {}", lead, want);
+
+            let (token, lead) = choose_with_lead(&logits, &Sampler::greedy(), 5, Stream::Sample);
+            prop_assert_eq!(token, argmax(&logits));
+            let mut sorted = logits.clone();
+            sorted.sort_unstable_by(|a, b| b.total_cmp(a));
+            prop_assert_eq!(lead, sorted.get(1).map_or(f32::INFINITY, |second| sorted[0] - second));
+        }
     }
 
     #[test]

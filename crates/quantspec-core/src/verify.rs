@@ -1,7 +1,7 @@
 //! Acceptance: how many drafted tokens stand, and which token of the target follows them.
 
 use crate::error::{Error, Result};
-use crate::sample::{Accept, Sampler, Stream, argmax, check_finite, choose, draw, uniform, warp};
+use crate::sample::{Accept, Sampler, Stream, argmax, check_finite, choose, choose_with_lead, draw, uniform, warp};
 use std::borrow::Cow;
 
 /// Outcome of a round for one sequence.
@@ -69,6 +69,8 @@ fn correct(q: &[f32], p: &[f32], sampler: &Sampler, position: usize) -> u32 {
 pub struct Judge {
     /// `[slot][offset]` warped draft distributions, empty unless the slot's rule is rejection.
     q: Vec<Vec<Vec<f32>>>,
+    /// Lead of each slot's last proposed token.
+    leads: Vec<f32>,
 }
 
 impl Judge {
@@ -79,13 +81,25 @@ impl Judge {
 
     /// The drafted token at `position`, from the draft's logits of the row before it, which sits at `offset` of the window.
     pub fn propose(&mut self, slot: usize, offset: usize, position: usize, logits: &[f32], sampler: &Sampler) -> u32 {
-        if sampler.accept != Accept::Rejection {
-            return choose(logits, sampler, position, sampler.draft_stream());
+        if self.leads.len() <= slot {
+            self.leads.resize(slot + 1, f32::INFINITY);
         }
+        if sampler.accept != Accept::Rejection {
+            let (token, lead) = choose_with_lead(logits, sampler, position, sampler.draft_stream());
+            self.leads[slot] = lead;
+            return token;
+        }
+        // Its noise is not the target's, and a lead says nothing.
+        self.leads[slot] = f32::INFINITY;
         let q = warp(logits, sampler);
         let token = draw(&q, sampler, position, sampler.draft_stream());
         self.keep(slot, offset, q);
         token
+    }
+
+    /// By how much, in logits, the last proposed token of a slot led its runner-up.
+    pub fn lead(&self, slot: usize) -> f32 {
+        self.leads.get(slot).copied().unwrap_or(f32::INFINITY)
     }
 
     fn keep(&mut self, slot: usize, offset: usize, q: Vec<f32>) {
@@ -334,6 +348,16 @@ mod tests {
                 assert_eq!(verdict, Verdict { accepted: 0, token: choose(&row, &sampler, position, Stream::Sample) });
             }
         }
+    }
+
+    #[test]
+    fn a_lead_is_the_last_proposals_and_none_of_rejection() {
+        let (mut judge, row) = (Judge::new(), [1.0, 3.0, 0.5]);
+        assert_eq!(judge.lead(1), f32::INFINITY);
+        judge.propose(1, 0, 5, &row, &Sampler::greedy());
+        assert_eq!((judge.lead(1), judge.lead(0)), (2.0, f32::INFINITY));
+        judge.propose(1, 1, 6, &row, &sampler(1.0, 0, 1.0, 0.0, Accept::Rejection));
+        assert_eq!(judge.lead(1), f32::INFINITY);
     }
 
     #[test]

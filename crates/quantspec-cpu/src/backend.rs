@@ -848,6 +848,8 @@ impl Rows {
 }
 
 impl Backend for CpuBackend {
+    const LEADS: bool = true;
+
     fn config(&self) -> &ModelConfig {
         &self.config
     }
@@ -1024,6 +1026,10 @@ impl Backend for CpuBackend {
             window[row.offset + 1] = token;
         }
         Ok(())
+    }
+
+    fn lead(&self, slot: usize) -> f32 {
+        self.judge.lead(slot)
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {

@@ -74,6 +74,8 @@ struct Run {
     target: View,
     draft: Option<DraftPlan>,
     gamma: usize,
+    /// γ is up to `gamma`, as the policy and the leads of the drafted tokens say.
+    auto: bool,
     threads: usize,
     rounding: Rounding,
 }
@@ -90,7 +92,7 @@ fn draft(name: &str, target: View, pages: Pages) -> Option<DraftPlan> {
 
 impl Run {
     fn ar() -> Run {
-        Run { target: View::Both, draft: None, gamma: 0, threads: 1, rounding: Rounding::Balanced }
+        Run { target: View::Both, draft: None, gamma: 0, auto: false, threads: 1, rounding: Rounding::Balanced }
     }
 
     fn new(method: &str, pages: Pages, gamma: usize, threads: usize) -> Run {
@@ -118,7 +120,8 @@ impl Run {
             threads: self.threads,
         };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
-        let method = Method { target: self.target, draft: self.draft, policy: Policy::fixed(self.gamma) };
+        let policy = if self.auto { Policy::auto(self.gamma) } else { Policy::fixed(self.gamma) };
+        let method = Method { target: self.target, draft: self.draft, policy };
         let mut engine = Engine::new(backend, method, prompts.len(), capacity, BLOCK_ROWS);
         let mut texts: Vec<Vec<u32>> = Vec::new();
         for (index, prompt) in prompts.iter().enumerate() {
@@ -210,6 +213,9 @@ fn combinations() -> Vec<(Run, usize)> {
         }
     }
     all.push((Run::new("ar", Pages::All, 0, 2), 8));
+    for batch in [1, 3] {
+        all.push((Run { auto: true, ..Run::new("quantspec", Pages::All, 12, 2) }, batch));
+    }
     all
 }
 
@@ -262,7 +268,14 @@ fn every_target_view_and_rounding_is_exact() {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
             for method in ["quantspec", "kv4", "w4"] {
-                let run = Run { target, rounding, draft: draft(method, target, Pages::All), gamma: 5, threads: 2 };
+                let run = Run {
+                    target,
+                    rounding,
+                    draft: draft(method, target, Pages::All),
+                    gamma: 5,
+                    threads: 2,
+                    ..Run::ar()
+                };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
             }

@@ -1308,7 +1308,7 @@ impl Backend for CudaBackend {
         self.conclude(turns)
     }
 
-    fn draft(&mut self, plan: &DraftPlan, _turns: &[Turn]) -> Result<()> {
+    fn draft(&mut self, plan: &DraftPlan, _turns: &mut [Turn]) -> Result<()> {
         self.drafting = Some(*plan);
         Ok(())
     }

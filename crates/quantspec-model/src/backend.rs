@@ -10,6 +10,7 @@
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::policy::Stop;
 use quantspec_core::sample::Sampler;
 use quantspec_core::verify::Verdict;
 
@@ -109,8 +110,12 @@ pub struct Turn {
     pub slot: usize,
     /// Committed tokens.
     pub committed: usize,
-    /// Tokens to draft, 0..=GAMMA_MAX.
+    /// Tokens to draft, 0..=GAMMA_MAX; after the draft, tokens that were drafted.
     pub gamma: usize,
+    /// When to draft fewer.
+    pub stop: Stop,
+    /// Leads of the drafted tokens, where [`Backend::LEADS`].
+    pub leads: Vec<f32>,
     /// How tokens are chosen and accepted.
     pub sampler: Sampler,
 }
@@ -129,6 +134,9 @@ pub struct DraftPlan {
 /// A device that runs the network. All calls are made from one thread; a failed call leaves slots in an undefined state
 /// (close them), never memory.
 pub trait Backend: Send {
+    /// Whether [`Backend::lead`] is known: what is drafted next can depend on it.
+    const LEADS: bool = false;
+
     /// The model's shape.
     fn config(&self) -> &ModelConfig;
 
@@ -185,13 +193,18 @@ pub trait Backend: Send {
     /// `row.offset + 1`; keeps q where the sampler's acceptance rule needs it. `turns` holds the turn of every slot.
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()>;
 
+    /// By how much, in logits, the slot's last proposed token led its runner-up.
+    fn lead(&self, _slot: usize) -> f32 {
+        f32::INFINITY
+    }
+
     /// After the head of a verify step: accepts the longest valid prefix of each turn's drafted tokens and chooses the token
     /// after it. One verdict per turn, in order.
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>>;
 
-    /// Drafts for every turn. The provided method runs one step per drafted token; a backend may also leave that to the verification that
+    /// Drafts for every turn, and sets leads, and γ of one that ends early. The provided method runs one step per drafted token; a backend may also leave that to the verification that
     /// follows, and say there what it took ([`Backend::draft_seconds`]).
-    fn draft(&mut self, plan: &DraftPlan, turns: &[Turn]) -> Result<()>
+    fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()>
     where
         Self: Sized,
     {

@@ -8,9 +8,9 @@ use crate::backend::{Backend, DraftPlan, Memory, Turn};
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
 use quantspec_core::config::{Pages, View};
-use quantspec_core::policy::Policy;
+use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::report::Stats;
-use quantspec_core::sample::Sampler;
+use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
 use std::time::Instant;
 
@@ -196,11 +196,26 @@ impl<B: Backend> Engine<B> {
     /// γ for the slot's next round: the policy's, clipped so that a round never emits more than what remains.
     pub fn choose_gamma(&self, slot: usize) -> usize {
         let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
-        let wanted = if self.method.draft.is_some() { self.method.policy.gamma() } else { 0 };
+        let policy = &self.method.policy;
+        let wanted = match self.method.draft {
+            Some(_) if self.leads(slot) => policy.reach(),
+            Some(_) => policy.gamma(),
+            None => 0,
+        };
         wanted.min(GAMMA_MAX).min(remaining.saturating_sub(1))
     }
 
-    /// Drafts γ tokens for every (slot, γ). The slots named here are the round; where one is refused, there is none.
+    /// Whether a draft of this slot can end early: its leads say how likely its tokens stand, and no other sequence shares its steps.
+    fn leads(&self, slot: usize) -> bool {
+        let sampled = |sequence: &Sequence| sequence.sampler.accept != Accept::Rejection;
+        B::LEADS
+            && self.sequences.get(slot).and_then(Option::as_ref).is_some_and(sampled)
+            && self.sequences.iter().flatten().filter(|sequence| sequence.running && sequence.remaining > 0).count()
+                == 1
+    }
+
+    /// Drafts γ tokens for every (slot, γ), or fewer where the policy says when a draft is to end. The slots named here are the round; where one
+    /// is refused, there is none.
     pub fn draft(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
         let drafted = self.begin_round(gammas);
         if drafted.is_err() {
@@ -213,6 +228,7 @@ impl<B: Backend> Engine<B> {
         self.turns.clear();
         self.drafted = None;
         for &(slot, gamma) in gammas {
+            let stop = if self.leads(slot) { self.method.policy.stop() } else { Stop::NEVER };
             let (_, sequence) = self.parts(slot)?;
             if !sequence.running || sequence.remaining == 0 {
                 return Err(Error::usage(
@@ -234,7 +250,7 @@ impl<B: Backend> Engine<B> {
             if self.turns.iter().any(|turn| turn.slot == slot) {
                 return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
             }
-            self.turns.push(Turn { slot, committed, gamma, sampler });
+            self.turns.push(Turn { slot, committed, gamma, stop, leads: Vec::new(), sampler });
         }
         let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
         let visible = self.turns.iter().map(|turn| visible_pages(turn.committed)).max().unwrap_or(0);
@@ -247,6 +263,10 @@ impl<B: Backend> Engine<B> {
             };
         };
         plan.pages = self.method.policy.pages().unwrap_or(plan.pages);
+        let started = Instant::now();
+        self.backend.draft(&plan, &mut self.turns)?;
+        let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
+        self.drafted = Some((steps, started.elapsed().as_secs_f64()));
         for turn in &self.turns {
             let visible = visible_pages(turn.committed);
             let read = match plan.pages {
@@ -255,9 +275,6 @@ impl<B: Backend> Engine<B> {
             };
             self.stats.pages(turn.gamma * read);
         }
-        let started = Instant::now();
-        self.backend.draft(&plan, &self.turns)?;
-        self.drafted = Some((steps, started.elapsed().as_secs_f64()));
         Ok(())
     }
 
@@ -289,6 +306,9 @@ impl<B: Backend> Engine<B> {
             sequence.remaining -= tokens.len();
             self.stats.round(turn.gamma, verdict.accepted);
             if turn.gamma > 0 {
+                if turn.sampler.accept != Accept::Rejection && !turn.leads.is_empty() {
+                    self.method.policy.observe_leads(&turn.leads, verdict.accepted);
+                }
                 self.method.policy.observe_round(turn.gamma, verdict.accepted);
             }
             round.push(Emitted { slot: turn.slot, tokens });

@@ -67,19 +67,29 @@ pub fn prefill<B: Backend>(
     }
 }
 
-/// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i.
-pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &[Turn]) -> Result<()> {
-    let longest = turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
-    for offset in 0..longest {
+/// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i. A turn ends where it is unlikely enough that all its tokens stand.
+pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
+    let mut chances = vec![1.0; turns.len()];
+    for offset in 0.. {
         let rows: Vec<Row> = turns
             .iter()
             .filter(|turn| turn.gamma > offset)
             .map(|turn| Row { slot: turn.slot, offset, position: turn.committed + offset })
             .collect();
+        if rows.is_empty() {
+            break;
+        }
         let next =
             Step { weights: plan.weights, view: plan.view, pages: plan.pages, choose_pages: offset == 0, rows: &rows };
         step(backend, &next)?;
         backend.propose(&next, turns)?;
+        for (turn, all) in turns.iter_mut().zip(&mut chances).filter(|(turn, _)| turn.gamma > offset) {
+            turn.leads.push(backend.lead(turn.slot));
+            *all *= turn.stop.chance(backend.lead(turn.slot));
+            if *all < turn.stop.enough {
+                turn.gamma = offset + 1;
+            }
+        }
     }
     Ok(())
 }

@@ -414,6 +414,8 @@ impl Head {
 }
 
 impl Backend for ReferenceBackend {
+    const LEADS: bool = true;
+
     fn config(&self) -> &ModelConfig {
         &self.config
     }
@@ -615,6 +617,10 @@ impl Backend for ReferenceBackend {
             }
         }
         Ok(())
+    }
+
+    fn lead(&self, slot: usize) -> f32 {
+        self.judge.lead(slot)
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {

@@ -8,11 +8,12 @@ mod tiny;
 use quantspec_core::ErrorKind;
 use quantspec_core::cache::{BUFFER_TOKENS, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
-use quantspec_core::policy::Policy;
+use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::Sampler;
-use quantspec_model::backend::{DraftPlan, Hooks, Options};
+use quantspec_model::backend::{DraftPlan, Hooks, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::engine::{Engine, Method};
+use quantspec_model::forward;
 use quantspec_model::reference::ReferenceBackend;
 
 fn engine(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBackend> {
@@ -103,6 +104,22 @@ fn plain_decoding_drafts_nothing() {
     assert!(engine.verify().is_err());
     engine.draft(&[(slot, 0)]).expect("plain step");
     assert_eq!(engine.verify().expect("verify")[0].tokens.len(), 1);
+}
+
+#[test]
+fn a_draft_ends_where_its_tokens_are_in_doubt() {
+    let mut engine = engine(4, 1, 40);
+    let slot = add(&mut engine, &[1, 2, 3], 9).expect("add");
+    prefill(&mut engine, slot).expect("prefill");
+    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    // No lead counts beside such an error: each token halves the chance.
+    for (enough, drafted) in [(0.0, 4), (0.2, 3), (0.4, 2), (0.9, 1)] {
+        let stop = Stop { enough, doubt: 1e9 };
+        let mut turns = [Turn { slot, committed: 3, gamma: 4, stop, leads: vec![], sampler: Sampler::greedy() }];
+        forward::draft(engine.backend(), &plan, &mut turns).expect("draft");
+        assert_eq!((turns[0].gamma, turns[0].leads.len()), (drafted, drafted));
+        assert!(turns[0].leads.iter().all(|lead| *lead >= 0.0));
+    }
 }
 
 #[test]
