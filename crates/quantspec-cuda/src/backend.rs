@@ -150,10 +150,14 @@ struct StepSpace {
 /// Activations of a prompt.
 #[derive(Debug)]
 struct PromptSpace {
-    /// f32 `[prompt_capacity][hidden]`: prefill is layer-major.
+    /// f32 `[tokens][hidden]`: prefill is layer-major.
     hidden: Buffer,
-    /// Keys and values of the layer under way, f16 `[prompt_capacity][2 kv_width]`.
+    /// Keys and values of the layer under way, f16 `[tokens][2 kv_width]`.
     scratch: Buffer,
+    /// Tokens of both. Longer prompts have theirs where the draft weights are.
+    own: [usize; 2],
+    /// Which of both the prompt under way has there.
+    borrows: [bool; 2],
     cos_sin: Buffer,
     tokens: Buffer,
     normed: Buffer,
@@ -190,6 +194,8 @@ pub struct CudaBackend {
     staged: usize,
     /// What the next verification's draft reads: a round is queued as a whole.
     drafting: Option<DraftPlan>,
+    /// A prompt was where the draft weights belong.
+    overwritten: bool,
     clock: Clock,
 }
 
@@ -271,12 +277,30 @@ impl Sizes {
     }
 }
 
-/// Bytes of a prompt's activations: (kept for every token, kept for a block).
-fn prompt_bytes(config: &ModelConfig, options: &Options) -> [usize; 8] {
+/// Tokens of a prompt whose hidden states, keys and values have memory of their own. Longer ones put them where the draft weights are, which are made anew
+/// before the next draft: some hundredths of a second, against half a second and more for such a prompt.
+const TOKENS_OWN: usize = 16_384;
+
+/// Bytes of hidden states, and of one layer's keys and values.
+fn kept_bytes(config: &ModelConfig, tokens: usize) -> [usize; 2] {
+    [tokens * config.hidden * 4, tokens * 2 * config.kv_width() * 2]
+}
+
+/// Tokens of hidden states, and of keys and values, with memory of their own: all, unless those of prompts of more than `most` fit where the draft
+/// weights are, the hidden states first.
+fn tokens_own(config: &ModelConfig, options: &Options, most: usize) -> [usize; 2] {
+    let all = options.prompt_capacity.max(1);
+    let [hidden, scratch] = kept_bytes(config, all);
+    let room = weights::bytes(config, options.draft_weights).1;
+    [hidden, hidden + scratch].map(|bytes| if bytes <= room { all.min(most) } else { all })
+}
+
+/// Bytes of a prompt's activations: two kept for every token, two of every token, the others for a block.
+fn prompt_bytes(config: &ModelConfig, options: &Options, own: [usize; 2]) -> [usize; 8] {
     let (tokens, rows, element) = (options.prompt_capacity.max(1), options.block_rows.max(1), config.dtype.bytes());
     [
-        tokens * config.hidden * 4,
-        tokens * 2 * config.kv_width() * 2,
+        kept_bytes(config, own[0])[0],
+        kept_bytes(config, own[1])[1],
         tokens * config.head_dim / 2 * 8,
         tokens * 4,
         rows * padded(config.hidden) * element,
@@ -319,7 +343,7 @@ pub fn plan(config: &ModelConfig, options: &Options, device: &DeviceInfo) -> Mem
         cache_full_bytes: cache.full_bytes,
         buffer_bytes: cache.buffer_bytes,
         workspace_bytes: sizes.step_bytes(config)
-            + prompt_bytes(config, options).iter().sum::<usize>()
+            + prompt_bytes(config, options, tokens_own(config, options, TOKENS_OWN)).iter().sum::<usize>()
             + Sampling::bytes(options.slots, options.step_rows.max(1), window_pitch(options))
             + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), way),
     }
@@ -339,7 +363,18 @@ impl CudaBackend {
         device: &Arc<Device>,
         checkpoint: &Checkpoint,
         options: &Options,
+        hooks: Hooks,
+    ) -> Result<CudaBackend> {
+        CudaBackend::load_lending(device, checkpoint, options, hooks, TOKENS_OWN)
+    }
+
+    /// The same where prompts of more than `most` tokens borrow the memory of the draft weights, if they fit there.
+    pub fn load_lending(
+        device: &Arc<Device>,
+        checkpoint: &Checkpoint,
+        options: &Options,
         mut hooks: Hooks,
+        most: usize,
     ) -> Result<CudaBackend> {
         let config = checkpoint.config().clone();
         let attend = Attend::new(device, &config, options.rounding)?;
@@ -382,10 +417,13 @@ impl CudaBackend {
             description: device.allocate(sizes.description)?,
             staging: (0..STAGES).map(|_| device.pinned(sizes.description)).collect::<Result<_>>()?,
         };
-        let bytes = prompt_bytes(&config, options);
+        let own = tokens_own(&config, options, most);
+        let bytes = prompt_bytes(&config, options, own);
         let prompt = PromptSpace {
             hidden: device.allocate(bytes[0])?,
             scratch: device.allocate(bytes[1])?,
+            own,
+            borrows: [false; 2],
             cos_sin: device.allocate(bytes[2])?,
             tokens: device.allocate(bytes[3])?,
             normed: device.zeroed(bytes[4])?,
@@ -397,6 +435,7 @@ impl CudaBackend {
         let mut backend = CudaBackend {
             clock,
             drafting: None,
+            overwritten: false,
             cache: Cache::new(device, &config, options)?,
             slots: (0..options.slots).map(|_| None).collect(),
             sampling,
@@ -655,9 +694,35 @@ impl CudaBackend {
         self.weights.layers.get(layer).ok_or_else(|| Error::internal(format!("layer {layer} does not exist")))
     }
 
+    /// Addresses of hidden states, and of keys and values, of the prompt under way.
+    fn prompt_kept(&self) -> [u64; 2] {
+        let drafts = self.weights.drafts.as_ref().map_or(0, |drafts| drafts.at(0));
+        let [hidden, _] = kept_bytes(&self.config, self.options.prompt_capacity);
+        let prompt = &self.prompt;
+        [
+            if prompt.borrows[0] { drafts } else { prompt.hidden.at(0) },
+            if prompt.borrows[1] { drafts + hidden as u64 } else { prompt.scratch.at(0) },
+        ]
+    }
+
     /// Address of a prompt row's hidden state.
     fn prompt_hidden(&self, row: usize) -> u64 {
-        self.prompt.hidden.at(row * self.config.hidden * 4)
+        self.prompt_kept()[0] + (row * self.config.hidden * 4) as u64
+    }
+
+    /// Address of a prompt row's keys and values.
+    fn prompt_scratch(&self, row: usize) -> u64 {
+        self.prompt_kept()[1] + (row * 2 * self.config.kv_width() * 2) as u64
+    }
+
+    /// Makes the draft weights anew where a prompt was in their place, and waits: kernels of a draft read weights before the kernel ahead has ended.
+    fn restore_drafts(&mut self) -> Result<()> {
+        if self.overwritten {
+            self.weights.quantise(&self.linear, self.sampling.flag())?;
+            self.device.synchronize()?;
+            self.overwritten = false;
+        }
+        Ok(())
     }
 
     fn step_embed(&self, step: &Step) -> Result<()> {
@@ -943,6 +1008,10 @@ impl CudaBackend {
                 self.options.prompt_capacity
             )));
         }
+        if block.start == 0 {
+            self.prompt.borrows = self.prompt.own.map(|tokens| block.prompt.len() > tokens);
+        }
+        self.overwritten |= self.prompt.borrows.contains(&true);
         self.prompt.tokens.write(block.start * 4, &block.prompt[block.start..end])?;
         let half = self.config.head_dim / 2;
         let mut angles = vec![0.0f32; block.rows * half * 2];
@@ -990,7 +1059,7 @@ impl CudaBackend {
         let bias = weights.qkv_bias.as_ref().map(|bias| bias.at(0));
         let prompt = &self.prompt;
         let cos_sin = prompt.cos_sin.at(block.start * self.config.head_dim / 2 * 8);
-        let kv = prompt.scratch.at(block.start * 2 * self.config.kv_width() * 2);
+        let kv = self.prompt_scratch(block.start);
         // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
         unsafe {
             self.prefill.qkv(
@@ -1088,6 +1157,9 @@ impl Backend for CudaBackend {
         match pass {
             Pass::Prefill(block) => self.prompt_embed(block),
             Pass::Step(step) => {
+                if step.weights == Weights::Draft {
+                    self.restore_drafts()?;
+                }
                 self.begin(step)?;
                 self.step_embed(step)
             }
@@ -1114,7 +1186,7 @@ impl Backend for CudaBackend {
                 unsafe {
                     self.prefill.attend(
                         prompt.q.at(0),
-                        prompt.scratch.at(0),
+                        self.prompt_scratch(0),
                         prompt.attended.at(0),
                         block.start,
                         block.rows,
@@ -1206,7 +1278,7 @@ impl Backend for CudaBackend {
         let cache = self.cache_layer(layer);
         if complete > 0 {
             let arguments = args![
-                &self.prompt.scratch,
+                self.prompt_scratch(0),
                 cache.upper,
                 cache.lower,
                 cache.full,
@@ -1219,7 +1291,7 @@ impl Backend for CudaBackend {
         }
         let first = tokens.saturating_sub(BUFFER_TOKENS);
         let arguments = args![
-            &self.prompt.scratch,
+            self.prompt_scratch(0),
             &self.cache.ring_k,
             &self.cache.ring_v,
             layer,
@@ -1317,6 +1389,9 @@ impl Backend for CudaBackend {
         (self.hooks.poll)()?;
         let drafting = self.drafting.take();
         let longest = drafting.map_or(0, |_| turns.iter().map(|turn| turn.gamma).max().unwrap_or(0));
+        if drafting.is_some_and(|plan| plan.weights == Weights::Draft) {
+            self.restore_drafts()?;
+        }
         let warm = self.sampling.learn(turns)?;
         let at_offset = |turn: &Turn, offset| Row { slot: turn.slot, offset, position: turn.committed + offset };
         let mut rows: Vec<Vec<Row>> = (0..longest)

@@ -111,7 +111,7 @@ impl Draft {
             return Err(Error::internal(format!("a draft product of {rows} rows and {} inputs", weights.k)));
         }
         let stages = self.stages(groups, rows);
-        let mut arguments = args![&weights.buffer, groups, tiles, rows, stages, AHEAD].to_vec();
+        let mut arguments = args![weights.address(), groups, tiles, rows, stages, AHEAD].to_vec();
         arguments.extend_from_slice(rest);
         let grid = [tiles.min(self.device.multiprocessors) as u32, 1, 1];
         let launch = Launch { grid, block: THREADS, shared: self.shared as u32, overlap: true };

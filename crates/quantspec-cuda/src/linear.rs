@@ -59,14 +59,18 @@ impl Matrix {
 /// Draft weights `[n][k]`: blocks of 16 outputs and 128 inputs with their parameters.
 #[derive(Debug)]
 pub struct Quantised {
-    /// The blocks.
-    pub buffer: Buffer,
+    /// Memory that holds the blocks, and where they begin.
+    pub buffer: Arc<Buffer>,
+    /// Byte of the first block.
+    pub offset: usize,
     /// Bits of a code: 4, or 8 for the head.
     pub bits: usize,
     /// Outputs.
     pub n: usize,
     /// Inputs.
     pub k: usize,
+    /// 0, or the width of the heads that the rows are, whose channels c … c + 7 and width / 2 + c … then share a tile.
+    pub paired: usize,
 }
 
 /// Bytes of a block of draft weights.
@@ -78,6 +82,11 @@ impl Quantised {
     /// Bytes of draft weights of that shape.
     pub const fn bytes(bits: usize, n: usize, k: usize) -> usize {
         n.div_ceil(TILE) * k.div_ceil(GROUP) * block_bytes(bits)
+    }
+
+    /// Address of the first block.
+    pub fn address(&self) -> u64 {
+        self.buffer.at(self.offset)
     }
 }
 
@@ -237,16 +246,31 @@ impl Linear {
         let shared = ring.shared(weights.bits, groups, rows);
         let resident = (self.device.shared_per_multiprocessor / ring.resident(shared)).clamp(1, RESIDENT);
         let grid = [tiles.min(self.device.multiprocessors * resident) as u32, rows.div_ceil(8 * ring.tiles) as u32, 1];
-        let arguments = args![&weights.buffer, x, xs, y, groups, tiles, weights.n, rows];
+        let arguments = args![weights.address(), x, xs, y, groups, tiles, weights.n, rows];
         let launch = Launch { grid, block: 256, shared: shared as u32, overlap: true };
         // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
         unsafe { self.device.launch(ring.kernel, launch, &arguments) }
     }
 
-    /// Draft weights of a matrix. `paired`: 0, or the width of the heads that the rows are, whose channels c … c + 7 and width / 2 + c … then share a
-    /// tile. `flag` is the address of the device's error flag.
+    /// Draft weights of a matrix in memory of their own; `paired` as in [`Quantised`]. `flag` is the address of the device's error flag.
     pub fn quantise(&self, weights: &Matrix, bits: usize, paired: usize, flag: u64) -> Result<Quantised> {
-        let of_bits = self.quantise.get(if bits == 4 { 0 } else { 1 });
+        let buffer = Arc::new(self.device.allocate(Quantised::bytes(bits, weights.n, weights.k))?);
+        let draft = Quantised { buffer, offset: 0, bits, n: weights.n, k: weights.k, paired };
+        self.quantise_into(weights, &draft, flag)?;
+        Ok(draft)
+    }
+
+    /// Queues making the draft weights `to` of a matrix of its shape.
+    pub fn quantise_into(&self, weights: &Matrix, to: &Quantised, flag: u64) -> Result<()> {
+        let bytes = Quantised::bytes(to.bits, to.n, to.k);
+        if (weights.n, weights.k) != (to.n, to.k) || to.offset + bytes > to.buffer.bytes() {
+            return Err(Error::internal(format!(
+                "{bytes} bytes of draft weights at {} of {}",
+                to.offset,
+                to.buffer.bytes()
+            )));
+        }
+        let of_bits = self.quantise.get(if to.bits == 4 { 0 } else { 1 });
         let index = match weights.dtype {
             Dtype::Bf16 => 0,
             Dtype::F16 => 1,
@@ -254,11 +278,9 @@ impl Linear {
         };
         let kernel = of_bits.and_then(|kernels| kernels.get(index)).copied();
         let kernel = kernel.ok_or_else(|| Error::internal("no such quantiser"))?;
-        let buffer = self.device.allocate(Quantised::bytes(bits, weights.n, weights.k))?;
         let grid = [weights.k.div_ceil(GROUP) as u32, weights.n.div_ceil(TILE) as u32, 1];
-        let arguments = args![&weights.buffer, &buffer, weights.n, weights.k, paired, flag];
-        // SAFETY: the argument list is the kernel's, and both buffers have the sizes of the shape.
-        unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)? };
-        Ok(Quantised { buffer, bits, n: weights.n, k: weights.k })
+        let arguments = args![&weights.buffer, to.address(), weights.n, weights.k, to.paired, flag];
+        // SAFETY: the argument list is the kernel's, and both buffers have room for the shape.
+        unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments) }
     }
 }

@@ -51,6 +51,8 @@ pub(crate) struct Weights {
     /// None where the head is the embedding.
     pub(crate) head: Option<Matrix>,
     pub(crate) draft_head: Option<Quantised>,
+    /// What holds all draft weights.
+    pub(crate) drafts: Option<Arc<Buffer>>,
     pub(crate) bytes: usize,
     pub(crate) draft_bytes: usize,
 }
@@ -58,6 +60,45 @@ pub(crate) struct Weights {
 impl Weights {
     pub(crate) fn head(&self) -> &Matrix {
         self.head.as_ref().unwrap_or(&self.embedding)
+    }
+
+    /// Queues making all draft weights anew, where something else was in their memory.
+    pub(crate) fn quantise(&self, linear: &Linear, flag: u64) -> Result<()> {
+        for layer in &self.layers {
+            let Layer { qkv, output, gate_up, down, draft, .. } = layer;
+            let pairs = [(qkv, &draft.qkv), (output, &draft.output), (gate_up, &draft.gate_up), (down, &draft.down)];
+            for (full, draft) in pairs {
+                draft.iter().try_for_each(|draft| linear.quantise_into(full, draft, flag))?;
+            }
+        }
+        self.draft_head.iter().try_for_each(|draft| linear.quantise_into(self.head(), draft, flag))
+    }
+}
+
+/// Draft weights begin at multiples of this.
+const ALIGNED: usize = 256;
+
+/// Hands out places in the memory of the draft weights, one behind the other.
+struct Places {
+    buffer: Option<Arc<Buffer>>,
+    taken: usize,
+}
+
+impl Places {
+    /// Draft weights of a matrix, queued to be made.
+    fn quantise(
+        &mut self,
+        linear: &Linear,
+        full: &Matrix,
+        bits: usize,
+        paired: usize,
+        flag: u64,
+    ) -> Result<Option<Quantised>> {
+        let Some(buffer) = self.buffer.clone() else { return Ok(None) };
+        let draft = Quantised { buffer, offset: self.taken, bits, n: full.n, k: full.k, paired };
+        self.taken += Quantised::bytes(bits, full.n, full.k).next_multiple_of(ALIGNED);
+        linear.quantise_into(full, &draft, flag)?;
+        Ok(Some(draft))
     }
 }
 
@@ -85,10 +126,11 @@ pub(crate) fn bytes(config: &ModelConfig, kind: DraftWeights) -> (usize, usize) 
     let tables = if config.tied_embeddings { table } else { 2 * table };
     let (attention, mlp, head) = drafted(kind);
     let four = |on: bool, shapes: &[(usize, usize)]| -> usize {
-        if on { shapes.iter().map(|&(n, k)| Quantised::bytes(4, n, k)).sum() } else { 0 }
+        let bytes = |&(n, k): &(usize, usize)| Quantised::bytes(4, n, k).next_multiple_of(ALIGNED);
+        if on { shapes.iter().map(bytes).sum() } else { 0 }
     };
     let draft_layer = four(attention, &shapes[..2]) + four(mlp, &shapes[2..]);
-    let draft_head = if head { Quantised::bytes(8, config.vocab, hidden) } else { 0 };
+    let draft_head = if head { Quantised::bytes(8, config.vocab, hidden).next_multiple_of(ALIGNED) } else { 0 };
     (config.layers * (matrices + 4 * vectors) + 4 * hidden + tables, config.layers * draft_layer + draft_head)
 }
 
@@ -215,6 +257,9 @@ pub(crate) fn load(
         done: 0,
     };
     let (attention, mlp, head_in_eight) = drafted(kind);
+    let (bytes, draft_bytes) = bytes(&config, kind);
+    let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
+    let mut places = Places { buffer, taken: 0 };
     let embedding = loader.plain(Part::Embedding)?;
     let mut layers = Vec::with_capacity(config.layers);
     for index in 0..config.layers {
@@ -237,8 +282,8 @@ pub(crate) fn load(
                 "store the checkpoint in one format, or use --device cpu",
             ));
         }
-        let draft = |on: bool, matrix: &Matrix, paired: usize| {
-            if on { linear.quantise(matrix, 4, paired, flag).map(Some) } else { Ok(None) }
+        let mut draft = |on: bool, matrix: &Matrix, paired: usize| {
+            if on { places.quantise(linear, matrix, 4, paired, flag) } else { Ok(None) }
         };
         let draft = DraftLayer {
             qkv: draft(attention, &qkv, config.head_dim)?,
@@ -272,12 +317,11 @@ pub(crate) fn load(
     let final_norm = loader.vector(&[Part::FinalNorm])?;
     let head = if config.tied_embeddings { None } else { Some(loader.plain(Part::Head)?) };
     let draft_head = match head_in_eight {
-        true => Some(linear.quantise(head.as_ref().unwrap_or(&embedding), 8, 0, flag)?),
+        true => places.quantise(linear, head.as_ref().unwrap_or(&embedding), 8, 0, flag)?,
         false => None,
     };
     device.synchronize()?;
-    let (bytes, draft_bytes) = bytes(&config, kind);
-    Ok(Weights { embedding, layers, final_norm, head, draft_head, bytes, draft_bytes })
+    Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: places.buffer, bytes, draft_bytes })
 }
 
 /// Address of an optional vector, as kernels take it.
