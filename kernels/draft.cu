@@ -48,10 +48,6 @@ struct DraftShared {
 };
 
 // ---- inputs: a warp stages its groups, warp, warp + 8, ... ----
-DEV float4 draft_load4(const float* p) {
-  const uint4 v = ldg_plain(p);
-  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
-}
 // hidden f32 [row][width] times the norm's weight f32 [width]; its squares make the factor 1 / rms.
 struct FromHidden {
   static constexpr bool NORM = true;
@@ -79,7 +75,7 @@ struct FromHidden {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
           const int k = (first + i * LINEAR_WARPS) * 128 + lane * 4;
-          v[i] = k < width ? draft_load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0);
+          v[i] = k < width ? load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0);
         }
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {

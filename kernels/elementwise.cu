@@ -36,10 +36,6 @@ struct IntoInt8 {
   }
 };
 
-DEV float4 load4(const float* p) {
-  const uint4 v = ldg_plain(p);
-  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
-}
 DEV float4 add4(float4 a, float4 b) { return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)); }
 
 // ---- embedding ----

@@ -39,6 +39,12 @@ struct Single {
 };
 DEV bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
+// Four floats that another kernel of the step wrote.
+DEV float4 load4(const float* p) {
+  const uint4 v = ldg_plain(p);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+
 // x * sigmoid(x). For large negative x the exponential is infinite and the quotient zero.
 DEV float silu(float x) { return __fdividef(x, 1.f + exp2_fast(x * -1.4426950408889634f)); }
 

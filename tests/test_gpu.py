@@ -34,7 +34,9 @@ def test_the_self_test_passes(quantspec: Run) -> None:
 def test_every_kernel_stands_beside_the_bandwidth(quantspec: Run, gpu: dict[str, Any]) -> None:
     rows = quantspec("bench", "kernels", "-d", "1024", "--rows", "1,5", "-o", "json").json
     assert {row["device_name"] for row in rows} == {gpu["name"]}
-    assert {row["kernel"] for row in rows} == {
+    # Draft steps have products of their own on Hopper.
+    hopper = {"draft"} if gpu["compute_capability"] == "9.0" else set()
+    assert {row["kernel"] for row in rows} == hopper | {
         *("attend", "linear", "norm", "silu", "choose", "flush", "store"),
         *("prefill_qkv", "prefill_output", "prefill_gate_up", "prefill_down", "prefill_attend"),
     }
@@ -44,7 +46,7 @@ def test_every_kernel_stands_beside_the_bandwidth(quantspec: Run, gpu: dict[str,
         assert row["us"] > 0
         assert row["bandwidth_gb_per_s"] > 50
         # What exceeds the cache cannot be read faster than memory gives it.
-        if row["kernel"] in {"attend", "linear"}:
+        if row["kernel"] in {"attend", "linear", "draft"}:
             assert row["bandwidth_share"] < 1.1, row
 
 

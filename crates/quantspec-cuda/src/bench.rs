@@ -7,6 +7,7 @@ use crate::args;
 use crate::attend::{Attend, Layer, Pass, Places};
 use crate::backend::NORM_THREADS;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
+use crate::draft::{Draft, Heads, Hidden};
 use crate::linear::{Linear, Matrix, Quantised, name};
 use crate::prefill::{Prefill, Shape, padded};
 use half::f16;
@@ -77,6 +78,7 @@ pub fn measure(
         }
     }
     bench.products(rows, report)?;
+    bench.drafts(rows, report)?;
     bench.small(rows, report)?;
     bench.pages(report)?;
     bench.prompt(contexts, report)
@@ -286,6 +288,69 @@ impl Bench {
             }
         }
         measured.into_iter().try_for_each(report)
+    }
+
+    /// The products of a draft step that take along what lies between them, where the device has them and for as many rows as they take. Only weights
+    /// count as bytes: all else stays in the cache.
+    fn drafts(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
+        let (device, config) = (&self.device, &self.config);
+        let Some(draft) = Draft::new(device, config.head_dim)? else { return Ok(()) };
+        let linear = Linear::new(device)?;
+        let (hidden, inner, heads) = (config.hidden, config.intermediate, config.q_width());
+        let most = rows.iter().copied().max().unwrap_or(1);
+        let flag = device.zeroed(4)?;
+        let (stream, weight) = (device.zeroed(most * hidden * 4)?, device.zeroed(hidden * 4)?);
+        let stream_at =
+            Hidden { address: stream.at(0), weight: weight.at(0), eps: config.rms_eps, width: config.hidden };
+        let widest = heads.max(inner).max(hidden);
+        let (x, xs) = (device.zeroed(most * padded(widest) * 4)?, device.zeroed(most * widest.div_ceil(128) * 8)?);
+        let q = device.allocate(most * (heads + 2 * config.kv_width()) * 4)?;
+        let ring = || device.zeroed(config.kv_width() * BUFFER_TOKENS * 2);
+        let (ring_k, ring_v) = (ring()?, ring()?);
+        // Descriptions of rows are zero: slot 0, position 0.
+        let (described, angles) = (device.zeroed(most * 16)?, device.zeroed(most * config.head_dim * 4)?);
+        let to = Heads {
+            rows: described.at(0),
+            bias: 0,
+            cos_sin: angles.at(0),
+            q: q.at(0),
+            rings: [ring_k.at(0), ring_v.at(0)],
+            scale: 1.0,
+            heads: [config.heads, config.kv_heads],
+            layer: 0,
+            slots: 1,
+            flag: flag.at(0),
+        };
+        let shapes = [
+            ("heads", heads + 2 * config.kv_width(), hidden),
+            ("add i8", hidden, heads),
+            ("gated", 2 * inner, hidden),
+            ("add bf16", hidden, inner),
+        ];
+        for (form, n, k) in shapes {
+            let paired = if form == "heads" { config.head_dim } else { 0 };
+            let full = Matrix { buffer: filled(device, Matrix::bytes(config.dtype, n, k))?, dtype: config.dtype, n, k };
+            let bytes = Quantised::bytes(4, n, k);
+            let drafts: Vec<Quantised> = (0..self.copies(bytes))
+                .map(|_| linear.quantise(&full, 4, paired, flag.at(0)))
+                .collect::<Result<_>>()?;
+            for &rows in rows.iter().filter(|&&rows| draft.takes(widest, rows)) {
+                let seconds = seconds(device, || {
+                    // SAFETY: every buffer has room for `most` rows and outlives the graph.
+                    drafts.iter().try_for_each(|weights| unsafe {
+                        match form {
+                            "heads" => draft.heads(weights, stream_at, &to, rows),
+                            "add i8" => draft.add_i8(weights, x.at(0), xs.at(0), stream.at(0), 0, rows),
+                            "gated" => draft.gated(weights, stream_at, 0, x.at(0), padded(inner), rows),
+                            _ => draft.add_bf16(weights, x.at(0), padded(inner), stream.at(0), 0, rows),
+                        }
+                    })
+                })? / drafts.len() as f64;
+                let shape = Some((n, k));
+                report(Measured { kernel: "draft", form, rows, shape, seconds, bytes, ..Measured::default() })?;
+            }
+        }
+        Ok(())
     }
 
     /// What lies between the products, and the choice of tokens. These buffers stay in the cache, as they do in a step.
