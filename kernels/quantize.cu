@@ -287,7 +287,7 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
   ((uint4*)block)[warp * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// weights_w{4,8}_{bf16,f16,f32}(src, dst, N, K, flag): src as the device keeps the matrix (atoms, or row-major for f32).
+// weights_w{4,8}_{bf16,f16,f32}(src, dst, N, K, paired, flag): src as the device keeps the matrix (atoms, or row-major for f32).
 //   Grid (ceil(K / 128), ceil(N / 16)), block 128.
 #define WEIGHTS(NAME, T, FROM)                                                                                                        \
   KERNEL __launch_bounds__(128) weights_w4_##NAME(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) {          \

@@ -7,8 +7,8 @@
 //! A draft whose tokens become unlikely ends before γ ([`Stop`]), where somebody looks at each: how far a token led its runner-up says much about
 //! whether it stands.
 //!
-//! It begins with one plain step, the yardstick, and two short drafts ([`FIRST_GAMMA`]), which timed once suffice to go on from: a text may
-//! end within some dozens of rounds.
+//! It begins with one plain step, the yardstick, and two short drafts ([`FIRST_GAMMA`]; of one token for batches and where pages are chosen), which timed
+//! once suffice to go on from: a text may end within some dozens of rounds.
 //!
 //! It is safe rather than clever: a ledger in units of plain steps holds what speculation has won or lost against plain
 //! decoding, and when it is overdrawn the policy decodes plainly until 1 % of the time spent has paid the debt. So
@@ -67,6 +67,9 @@ const DOUBT: f64 = 0.45;
 /// Beyond these a lead says everything, or nothing.
 const DOUBT_RANGE: (f64, f64) = (0.01, 100.0);
 
+/// A lead counts as no more: what is refused with it must be able to raise the doubt, however seldom that is.
+const LEAD_MAX: f64 = 30.0;
+
 /// Drafted tokens over which the doubt forgets: refusals are few.
 const LEADS_WINDOW: f64 = 256.0;
 
@@ -122,7 +125,7 @@ impl Stop {
 
     /// About the chance that a drafted token stands which led its runner-up by so much, under greedy and replay acceptance: a tie is open.
     pub fn chance(&self, lead: f32) -> f64 {
-        1.0 - 0.5 * (-f64::from(lead) / self.doubt).exp()
+        1.0 - 0.5 * (-f64::from(lead).min(LEAD_MAX) / self.doubt).exp()
     }
 }
 
@@ -276,7 +279,10 @@ impl Doubts {
     }
 
     fn stop(&self, enough: f64) -> Stop {
-        Stop { enough, doubt: (self.refused / self.expected).clamp(DOUBT_RANGE.0, DOUBT_RANGE.1) }
+        Stop {
+            enough,
+            doubt: (self.refused / self.expected.max(f64::MIN_POSITIVE)).clamp(DOUBT_RANGE.0, DOUBT_RANGE.1),
+        }
     }
 }
 
@@ -889,7 +895,8 @@ mod tests {
     #[test]
     fn leads_that_say_nothing_lose_little() {
         // All sure, all doubtful, or by chance, whatever stands.
-        for lead in [&(|_: f64| 9.0_f32) as &dyn Fn(f64) -> f32, &|_| 0.1, &|u: f64| -u.ln() as f32] {
+        let one = |_: f64| f32::INFINITY;
+        for lead in [&one as &dyn Fn(f64) -> f32, &|_| 9.0, &|_| 0.1, &|u: f64| -u.ln() as f32] {
             for verify in [&flat as &dyn Fn(usize) -> f64, &steep, &|rows: usize| 10.0 * rows as f64] {
                 for draft in [1.5, 3.0, 8.0] {
                     for alpha in [0.0, 0.3, 0.6, 0.8, 0.95] {

@@ -1381,6 +1381,10 @@ impl Backend for CudaBackend {
     }
 
     fn draft(&mut self, plan: &DraftPlan, _turns: &mut [Turn]) -> Result<()> {
+        if plan.weights == Weights::Draft {
+            // Here, where nobody takes it for the time of a verification.
+            self.restore_drafts()?;
+        }
         self.drafting = Some(*plan);
         Ok(())
     }
@@ -1389,9 +1393,6 @@ impl Backend for CudaBackend {
         (self.hooks.poll)()?;
         let drafting = self.drafting.take();
         let longest = drafting.map_or(0, |_| turns.iter().map(|turn| turn.gamma).max().unwrap_or(0));
-        if drafting.is_some_and(|plan| plan.weights == Weights::Draft) {
-            self.restore_drafts()?;
-        }
         let warm = self.sampling.learn(turns)?;
         let at_offset = |turn: &Turn, offset| Row { slot: turn.slot, offset, position: turn.committed + offset };
         let mut rows: Vec<Vec<Row>> = (0..longest)

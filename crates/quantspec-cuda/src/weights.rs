@@ -22,20 +22,24 @@ const READ_MIN: usize = 1 << 20;
 fn read_rows(checkpoint: &Checkpoint, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
     let row_bytes = out.len() / rows.len().max(1);
     let each = rows.len().div_ceil(READERS.min(out.len() / READ_MIN).max(1)).max(1);
+    let read = |index: usize, out: &mut [u8]| {
+        let start = rows.start + index * each;
+        checkpoint.read(part, start..(start + each).min(rows.end), out)
+    };
+    let mut pieces = out.chunks_mut((each * row_bytes).max(1)).enumerate();
+    let Some((first, own)) = pieces.next() else { return Ok(()) };
     std::thread::scope(|scope| {
-        let readers: Vec<_> = out
-            .chunks_mut((each * row_bytes).max(1))
-            .enumerate()
-            .map(|(index, out)| {
-                let start = rows.start + index * each;
-                let rows = start..(start + each).min(rows.end);
-                scope.spawn(move || checkpoint.read(part, rows, out))
-            })
+        let readers: Vec<_> = pieces
+            .map(|(index, out)| std::thread::Builder::new().spawn_scoped(scope, move || read(index, out)))
             .collect();
-        let result = |reader: std::thread::ScopedJoinHandle<'_, Result<()>>| {
-            reader.join().unwrap_or_else(|_| Err(Error::internal("a reader panicked")))
-        };
-        readers.into_iter().try_for_each(result)
+        read(first, own)?;
+        readers.into_iter().try_for_each(|reader| {
+            let no_thread = |error| {
+                let hint = "allow this user more threads (ulimit -u)";
+                Error::device(format!("a thread that reads weights did not start: {error}"), hint)
+            };
+            reader.map_err(no_thread)?.join().unwrap_or_else(|_| Err(Error::internal("a reader panicked")))
+        })
     })
 }
 
