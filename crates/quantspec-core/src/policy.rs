@@ -171,8 +171,7 @@ impl Policy {
 
     /// γ of the next round where drafting ends by [`Policy::stop`]: it rarely comes to that.
     pub fn reach(&self) -> usize {
-        let reach = |auto: &Auto| if auto.enough() > 0.0 { (REACH * auto.gamma).min(self.max) } else { auto.gamma };
-        self.auto.as_ref().map_or(self.max, |auto| reach(auto))
+        self.auto.as_ref().map_or(self.max, |auto| auto.reach())
     }
 
     /// When drafts of the next round end early, for a sequence whose leads are known and which is alone in its round.
@@ -646,6 +645,10 @@ impl Auto {
         gammas
             .map(|gamma| (gamma, self.rate(draft, gamma)))
             .fold((1, 0.0), |best, next| if next.1 > best.1 { next } else { best })
+    }
+
+    fn reach(&self) -> usize {
+        if self.enough() > 0.0 { (REACH * self.gamma).min(self.max) } else { self.gamma }
     }
 
     fn stop(&self) -> Stop {

@@ -300,8 +300,7 @@ impl Bench {
         let most = rows.iter().copied().max().unwrap_or(1);
         let flag = device.zeroed(4)?;
         let (stream, weight) = (device.zeroed(most * hidden * 4)?, device.zeroed(hidden * 4)?);
-        let stream_at =
-            Hidden { address: stream.at(0), weight: weight.at(0), eps: config.rms_eps, width: config.hidden };
+        let stream_at = Hidden { address: stream.at(0), weight: weight.at(0), eps: config.rms_eps, width: hidden };
         let widest = heads.max(inner).max(hidden);
         let (x, xs) = (device.zeroed(most * padded(widest) * 4)?, device.zeroed(most * widest.div_ceil(128) * 8)?);
         let q = device.allocate(most * (heads + 2 * config.kv_width()) * 4)?;

@@ -49,7 +49,7 @@ pub struct Heads {
     pub scale: f32,
     /// Query and KV heads.
     pub heads: [usize; 2],
-    /// The layer, and slots of the rings.
+    /// Layer of the rings.
     pub layer: usize,
     /// Slots of the rings.
     pub slots: usize,

@@ -84,8 +84,9 @@ pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) 
         step(backend, &next)?;
         backend.propose(&next, turns)?;
         for (turn, all) in turns.iter_mut().zip(&mut chances).filter(|(turn, _)| turn.gamma > offset) {
-            turn.leads.push(backend.lead(turn.slot));
-            *all *= turn.stop.chance(backend.lead(turn.slot));
+            let lead = backend.lead(turn.slot);
+            turn.leads.push(lead);
+            *all *= turn.stop.chance(lead);
             if *all < turn.stop.enough {
                 turn.gamma = offset + 1;
             }
