@@ -9,8 +9,8 @@
 #else
 #define REGISTERS(C, PER_SM) __launch_bounds__(128, PER_SM)
 #endif
-#define ATTEND(name, D, VIEW, NT, RINGS, STAGES, PER_SM)                                                  \
-  struct name##_of : Attend<D, VIEW, NT, RINGS, STAGES> {};                                               \
+#define ATTEND(name, D, VIEW, NT, RINGS, STAGES, PER_SM, ...)                                             \
+  struct name##_of : Attend<D, VIEW, NT, RINGS, STAGES, ##__VA_ARGS__> {};                                \
   KERNEL REGISTERS(name##_of, PER_SM) name(const __grid_constant__ AttendArgs args) {                     \
     extern __shared__ __align__(128) uint8_t shared[];                                                    \
     attend<name##_of>(args, shared);                                                                      \
@@ -18,6 +18,8 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // grid min(items, multiprocessors), 128 (rings + 1) threads
 ATTEND(attend_upper_64_1, 64, UPPER, 1, 4, 4, 1)
+ATTEND(attend_beside_64, 64, UPPER, 1, 2, 8, 1, true)
+ATTEND(attend_beside_128, 128, UPPER, 1, 2, 5, 1, true)
 ATTEND(attend_upper_64_2, 64, UPPER, 2, 4, 4, 1)
 ATTEND(attend_both_64_1, 64, BOTH, 1, 3, 4, 1)
 ATTEND(attend_both_64_2, 64, BOTH, 2, 3, 4, 1)
@@ -176,67 +178,128 @@ MERGE(i8, int8_t, 1)
 // bounds(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d], choices [list], scores [list][kv head][score_pitch], ...): the
 // score of a page is, over the heads of a group, the largest upper bound of q . k (core::attend::page_bound): sum over channels of max(q lo, q hi),
 // lo and hi being the values of codes 0 and 15.
-// grid (pages / 8 rounded up, kv heads, lists), 256 threads, one warp per page.
+// grid (pages / 8 rounded up, kv heads, lists), 256 threads, one warp per page, d / 8 of its lanes with eight channels each. Pages and their parameters
+// were complete before the step, so they are on their way before q is.
 struct Choice { int row, slot, pages; };               // the list's row of q, its slot, its visible pages
 KERNEL __launch_bounds__(256) bounds(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const Choice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
   grid_trigger();
-  grid_wait();
   const Choice choice = choices[blockIdx.z];
   const int page = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31, head = blockIdx.y;
-  if (page >= choice.pages) return;
-  const __half* params = reinterpret_cast<const __half*>(upper + ((size_t)tables[(size_t)choice.slot * table_pitch + page] * kv_heads + head) * upper_bytes(d));
-  float best = -1e30f;
-  for (int h = 0; h < group; h++) {
-    const __half* row = q + ((size_t)choice.row * kv_heads * group + head * group + h) * d;
-    float sum = 0;
-    for (int channel = lane; channel < d; channel += 32) {
-      const float s = __half2float(params[k_param(channel)]), z = __half2float(params[k_param(channel) + 8]), x = __half2float(row[channel]);
-      const float low = __fmaf_rn(-centre, s, z), high = __fmaf_rn(15.f, s, low);
-      sum += fmaxf(x * low, x * high);
+  const bool there = page < choice.pages, mine = lane < d / 8;
+  float low[8], high[8];
+  if (there && mine) {
+    const uint8_t* params = upper + ((size_t)tables[(size_t)choice.slot * table_pitch + page] * kv_heads + head) * upper_bytes(d) + lane * 32;
+    const uint4 s = ldg_plain(params), z = ldg_plain(params + 16);         // of channels 32 (lane / 4) + 2 (lane % 4) + {0, 1, 8, 9, 16, 17, 24, 25}
+    const uint32_t scales[4] = {s.x, s.y, s.z, s.w}, zeros[4] = {z.x, z.y, z.z, z.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const float2 a = unpack_half2(scales[i]), b = unpack_half2(zeros[i]);
+      low[2 * i] = __fmaf_rn(-centre, a.x, b.x), low[2 * i + 1] = __fmaf_rn(-centre, a.y, b.y);
+      high[2 * i] = __fmaf_rn(15.f, a.x, low[2 * i]), high[2 * i + 1] = __fmaf_rn(15.f, a.y, low[2 * i + 1]);
     }
+  }
+  grid_wait();
+  if (!there) return;
+  const __half* row = q + ((size_t)choice.row * kv_heads * group + head * group) * d + lane / 4 * 32 + lane % 4 * 2;
+  float best = -1e30f;
+#pragma unroll 4
+  for (int h = 0; h < group; h++) {
+    float sum = 0;
+    if (mine)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float2 x = unpack_half2(__ldcg(reinterpret_cast<const uint32_t*>(row + h * d + i * 8)));
+        sum += fmaxf(x.x * low[2 * i], x.x * high[2 * i]) + fmaxf(x.y * low[2 * i + 1], x.y * high[2 * i + 1]);
+      }
     best = fmaxf(best, warp_sum(sum));
   }
   if (lane == 0) scores[((size_t)blockIdx.z * kv_heads + head) * score_pitch + page] = best;
 }
 
 // select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): the first and the newest page and the n - 2 best of the others (ties to the
-// lower number), ascending, into lists [slot][kv head][list_pitch]; without scores the newest are best. grid (kv heads, lists), 1024 threads.
-// A page's rank is the number of pages that beat it; with n of them kept, counting is cheaper than sorting.
-KERNEL __launch_bounds__(1024) select(const float* scores, int score_pitch, const Choice* choices, int* lists, int list_pitch, int kv_heads, int n) {
-  __shared__ float tile[1024];
-  __shared__ int sums[32], before;
+// lower number), ascending, into lists [slot][kv head][list_pitch]; without scores the newest are best. grid (kv heads, lists), 256 threads.
+// The least key that is kept is found bit by bit, by counting; then pages above it and the first ones that equal it are listed in order.
+DEV int warp_count(int x) {
+#ifdef QS_SM80
+  return __reduce_add_sync(~0u, x);
+#else
+  for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+#endif
+}
+constexpr int SELECT_WARPS = 8, SELECT_THREADS = SELECT_WARPS * 32;
+constexpr int SELECT_KEPT = 8;                          // keys of a thread in registers: contexts of 2,048 pages; the rest are read again
+KERNEL __launch_bounds__(SELECT_THREADS) select(const float* scores, int score_pitch, const Choice* choices, int* lists, int list_pitch, int kv_heads, int n) {
+  __shared__ uint4 counts[2][SELECT_WARPS];
   grid_trigger();
-  grid_wait();
-  const int pages = choices[blockIdx.y].pages, kept = min(n, pages);
+  const Choice choice = choices[blockIdx.y];
+  const int pages = choice.pages, kept = min(n, pages), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const float* s = scores + ((size_t)blockIdx.y * kv_heads + blockIdx.x) * score_pitch;
-  int* list = lists + ((size_t)choices[blockIdx.y].slot * kv_heads + blockIdx.x) * list_pitch;
-  if (threadIdx.x == 0) before = 0;
-  auto score = [&](int i) { return i == 0 || i == pages - 1 ? 3e38f : scores ? s[i] : (float)i; };
-  for (int base = 0; base < pages; base += 1024) {
-    const int mine = base + threadIdx.x;
-    const float value = mine < pages ? score(mine) : -3e38f;
-    int rank = 0;
-    for (int from = 0; from < pages; from += 1024) {
-      __syncthreads();
-      tile[threadIdx.x] = from + (int)threadIdx.x < pages ? score(from + threadIdx.x) : -3.4e38f;
-      __syncthreads();
-      const int count = min(1024, pages - from);
-      for (int i = 0; i < count; i++) rank += tile[i] > value || (tile[i] == value && from + i < mine);
+  int* list = lists + ((size_t)choice.slot * kv_heads + blockIdx.x) * list_pitch;
+  grid_wait();
+  // Keys in the order of the scores, from 1 on; 0 where there is no page.
+  auto key = [&](int page) -> uint32_t {
+    if (page >= pages) return 0;
+    if (page == 0 || page == pages - 1) return ~0u;
+    if (!scores) return page;
+    const uint32_t bits = __float_as_uint(__ldcg(s + page));
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+  };
+  uint32_t keys[SELECT_KEPT];
+#pragma unroll
+  for (int i = 0; i < SELECT_KEPT; i++) keys[i] = key(i * SELECT_THREADS + threadIdx.x);
+  // Over the block; `turn` alternates, so that one barrier a turn is enough.
+  auto total = [&](int a, int b, int c, int turn) -> uint4 {
+    a = warp_count(a), b = warp_count(b), c = warp_count(c);
+    if (lane == 0) counts[turn][warp] = make_uint4(a, b, c, 0);
+    __syncthreads();
+    uint4 sum = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int w = 0; w < SELECT_WARPS; w++) {
+      const uint4 v = counts[turn][w];
+      sum.x += v.x, sum.y += v.y, sum.z += v.z;
     }
-    // Places in ascending order of page number: how many kept pages come before this one.
-    const bool keep = mine < pages && rank < kept;
-    const unsigned ballot = __ballot_sync(~0u, keep);
-    __syncthreads();
-    if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = __popc(ballot);
-    __syncthreads();
-    int place = before + __popc(ballot & ((1u << (threadIdx.x & 31)) - 1)), total = 0;
-    for (int w = 0; w < 32; w++) {
-      if (w < (int)(threadIdx.x >> 5)) place += sums[w];
-      total += sums[w];
-    }
-    if (keep) list[place] = mine;
-    __syncthreads();
-    if (threadIdx.x == 0) before += total;
-    __syncthreads();
+    return sum;
+  };
+  uint32_t least = 0;                                   // `kept` pages or more have this key or a higher one
+#pragma unroll 1
+  for (int shift = 30; shift >= 0; shift -= 2) {        // two bits a turn
+    const uint32_t step = 1u << shift;
+    int a = 0, b = 0, c = 0;
+    auto count = [&](uint32_t key) { a += key >= least + step, b += key >= least + 2 * step, c += key >= least + 3 * step; };
+#pragma unroll
+    for (int i = 0; i < SELECT_KEPT; i++) count(keys[i]);
+    for (int page = SELECT_KEPT * SELECT_THREADS + threadIdx.x; page < pages; page += SELECT_THREADS) count(key(page));
+    const uint4 sum = total(a, b, c, shift >> 1 & 1);
+    least += ((int)sum.x >= kept ? step : 0) + ((int)sum.y >= kept ? step : 0) + ((int)sum.z >= kept ? step : 0);
   }
+  int above = 0;
+  auto count = [&](uint32_t key) { above += key > least; };
+#pragma unroll
+  for (int i = 0; i < SELECT_KEPT; i++) count(keys[i]);
+  for (int page = SELECT_KEPT * SELECT_THREADS + threadIdx.x; page < pages; page += SELECT_THREADS) count(key(page));
+  const int ties = kept - (int)total(above, 0, 0, 1).x;            // of those that equal it
+  // A page's place: pages above `least` ahead of it, and as many ties ahead of it as are kept.
+  int before = 0, before_ties = 0, turn = 0;
+  auto put = [&](int page, uint32_t key) {
+    const bool over = key > least, tie = key == least && page < pages;
+    const unsigned overs = __ballot_sync(~0u, over), equals = __ballot_sync(~0u, tie), lower = (1u << lane) - 1;
+    if (lane == 0) counts[turn][warp] = make_uint4(__popc(overs), __popc(equals), 0, 0);
+    __syncthreads();
+    int first = before, first_ties = before_ties;
+#pragma unroll
+    for (int w = 0; w < SELECT_WARPS; w++) {
+      const uint4 v = counts[turn][w];
+      if (w < warp) first += v.x, first_ties += v.y;
+      before += v.x, before_ties += v.y;
+    }
+    first_ties += __popc(equals & lower);
+    if (over || (tie && first_ties < ties)) list[first + __popc(overs & lower) + min(first_ties, ties)] = page;
+    turn ^= 1;
+  };
+#pragma unroll
+  for (int i = 0; i < SELECT_KEPT; i++)
+    if (i * SELECT_THREADS < pages) put(i * SELECT_THREADS + threadIdx.x, keys[i]);
+#pragma unroll 1
+  for (int first = SELECT_KEPT * SELECT_THREADS; first < pages; first += SELECT_THREADS) put(first + threadIdx.x, key(first + threadIdx.x));
 }

@@ -36,7 +36,7 @@ struct Span {
   int list, listed;                      // pages chosen for a draft: index of the span's list, entries; listed < 0: all pages
   int cap;                               // no row reads more than this many tokens from pages (a list is older than the row); large: the law
   int partial;                           // first row of the span in the partial results
-  int unused;
+  int fresh;                             // the list is made in this step
 };
 struct Part { int span, row, rows, first; };     // up to 8 NT query rows of a span: row = query * group + head in group; first: its first item
 
@@ -55,17 +55,19 @@ struct AttendArgs {
   int stages;                            // slots of a ring where threads copy. 4: the next page is under way while one is worked on; 2: small shared memory.
                                          // With the copy engine: slots that a ring fills before the kernel ahead has ended
   float centre;                          // Upper view: codes stand for U s + z - centre s
+  const uint8_t* behind;                 // what a kernel behind reads first: asked into L2 by the copy engine once the pages are under way
+  int behind_bytes, unused;              // a multiple of 16
 };
 
 DEV int quantised(int position) { return max(0, position / PAGE - 1) * PAGE; }
 
-// STAGES: slots of a ring; 0: as launched, and threads copy (not Hopper).
-template <int D_, int VIEW_, int NT_, int RINGS_, int STAGES_>
+// STAGES: slots of a ring; 0: as launched, and threads copy (not Hopper). BESIDE: a block has half a multiprocessor.
+template <int D_, int VIEW_, int NT_, int RINGS_, int STAGES_, bool BESIDE_ = false>
 struct Attend {
   static constexpr int D = D_, VIEW = VIEW_, NT = NT_, RINGS = RINGS_, STAGES = STAGES_, ROWS = NT * 8;
-  static constexpr bool TWO = VIEW == BOTH, FULL_VIEW = VIEW == FULL, ENGINE = STAGES > 0;
+  static constexpr bool TWO = VIEW == BOTH, FULL_VIEW = VIEW == FULL, ENGINE = STAGES > 0, BESIDE = BESIDE_;
   // Where registers do not suffice for the rows the producers hand theirs over, which whole groups of four warps do.
-  static constexpr bool HAND_OVER = ENGINE && (NT >= 3 || D == 256);
+  static constexpr bool HAND_OVER = ENGINE && (NT >= 3 || D == 256 || BESIDE);
   static constexpr int CONSUMERS = RINGS * 128, THREADS = CONSUMERS + (HAND_OVER ? 128 : ENGINE ? RINGS * 32 : 0);
   static constexpr int STEP = VIEW == UPPER ? 32 : 64, SUB = PAGE / STEP;         // f16 tokens of a step, steps of a page
   static constexpr int K_PARAMS = 4 * D, V_PARAMS = 512, PARAMS = K_PARAMS > V_PARAMS ? K_PARAMS : V_PARAMS, CODES = 64 * D;
@@ -79,9 +81,9 @@ struct Attend {
   static constexpr int RED = P + P_SIZE > O_SIZE ? P + P_SIZE : O_SIZE, C0 = RED + ROWS * 16, BARS = C0 + ROWS * 32, REST = (BARS + STAGES * 16 + 127) / 128 * 128;
   // A block: rings, then q, {maximum, sum} of the rings, {end of the pages, position} of the rows.
   static constexpr int EXTREMES = QUERY, LIMITS = EXTREMES + RINGS * ROWS * 8, TAIL = LIMITS + ROWS * 8;
-  // Registers of a thread at entry: a block takes a multiprocessor, but for what a block of `merge` needs to come up beside it. Each quarter of a
-  // multiprocessor has 16,384 for every fourth warp. TAKEN: those of a consumer once the producers have kept KEPT.
-  static constexpr int ENTRY = (16384 - 1024) / ((THREADS / 32 + 3) / 4) / 256 * 8, KEPT = 40, TAKEN = (THREADS * ENTRY - 128 * KEPT) / CONSUMERS / 8 * 8;
+  // Registers of a thread at entry: a block takes a multiprocessor (or half of it), but for what a block of `merge` needs to come up beside it. Each
+  // quarter of a multiprocessor has 16,384 for every fourth warp. TAKEN: those of a consumer once the producers have kept KEPT.
+  static constexpr int ENTRY = (16384 - 1024) / (BESIDE ? 2 : 1) / ((THREADS / 32 + 3) / 4) / 256 * 8, KEPT = BESIDE ? 48 : 40, TAKEN = (THREADS * ENTRY - 128 * KEPT) / CONSUMERS / 8 * 8;
 };
 
 DEV float max4(uint4 v) { return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w))); }
@@ -246,8 +248,8 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   const int stages = ENGINE ? C::STAGES : p.stages, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const uint32_t base = shared_address(shared), ring_bytes = stages * C::SLOT + C::REST, tail = base + RINGS * ring_bytes;
   grid_trigger();
-  // Descriptions, tables and pages were complete before the step's first kernel began, so they are read ahead of the kernel before this one.
-  // Lists of chosen pages, q and the recent tokens are written in this step.
+  // Descriptions, tables, pages, lists that an earlier step made and earlier rows' tokens were complete before the step's first kernel began, so they are
+  // read ahead of the kernel before this one. Fresh lists, q and the rows' own tokens are written in this step.
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (ENGINE) {
@@ -272,11 +274,12 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll 1
       for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
         const Work w = work_at<C>(p, i, ring);
-        if (w.span.listed >= 0) wait();
+        if (w.span.fresh) wait();
         copier.begin(w);
 #pragma unroll 1
         for (int n = 0; n < w.pages + w.recents; n++) {
-          if (n == w.pages) wait();
+          // Recent tokens but for those of the step's rows are older than the step.
+          if (n >= w.pages && (w.recent + (n - w.pages) * w.span.chunks * RINGS + 1) * C::STEP > w.span.position) wait();
 #pragma unroll 1
           for (int value = 0; value < 2; value++) {
             if (early-- == 0) wait();
@@ -286,6 +289,11 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
           }
         }
       }
+      // From here on to the first product behind `merge` memory has little to do.
+      constexpr int PIECE = 16384;
+      if (lane == 0)
+#pragma unroll 1
+        for (int at = (blockIdx.x * RINGS + ring) * PIECE; at < p.behind_bytes; at += gridDim.x * RINGS * PIECE) bulk_prefetch(p.behind + at, min(PIECE, p.behind_bytes - at));
       return;
     }
     if (C::HAND_OVER) registers_take<C::TAKEN>();
@@ -335,10 +343,10 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
       if (!ENGINE && n < steps) copier.copy(w, n, value, slots + ((2 * n + value) & next_slots) * C::SLOT, 0);
     };
     // The first keys are on their way before the kernel ahead has ended.
-    const bool early = !ENGINE && stages == 4 && w.span.listed < 0 && w.pages > 1;
+    const bool early = !ENGINE && stages == 4 && !w.span.fresh && w.pages > 1;
     if (!ENGINE) {
       slot = 0;
-      if (w.span.listed >= 0 && !waited) grid_wait(), waited = true;
+      if (w.span.fresh && !waited) grid_wait(), waited = true;
       copier.begin(w);
       if (early) load(0, 0), copy_commit(), load(0, 1), load(1, 0), copy_commit();
     }

@@ -83,6 +83,8 @@ DEV void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar, uint6
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar), "l"(policy)
                : "memory");
 }
+// Asks memory for bytes that a later kernel will read.
+DEV void bulk_prefetch(const void* src, int bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(src), "r"(bytes) : "memory"); }
 // Arrives once this thread's copies so far (copy16) are done.
 DEV void copy_arrive(uint32_t bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
 

@@ -16,10 +16,20 @@ const RECENT_ITEMS: usize = 4;
 /// Slots that a ring of the copy engine fills before the kernel ahead has ended: the first keys and values. With all slots the last inputs of that kernel,
 /// on other multiprocessors, would queue behind 18 MB of pages (docs/kernels.md).
 const EARLY: i32 = 2;
+/// Threads of a block of `select` (kernels/attend.cu).
+const SELECT_THREADS: u32 = 256;
 /// Threads of a ring.
 const RING: usize = 128;
 /// Most blocks of a view that are on a multiprocessor together without the copy engine, by their registers (`PER_SM` in kernels/attend.cu).
 const BLOCKS_MAX: usize = 4;
+/// Rings of a block that has half a multiprocessor, and by head width the slots of each: `attend_beside_*` in kernels/attend.cu.
+const BESIDE_RINGS: usize = 2;
+const BESIDE: [(usize, usize); 2] = [(64, 8), (128, 5)];
+/// Pages of an item up to which half a multiprocessor reads them as fast as it must: rounds behind a text are 5 to 9 % faster with 2 and 8 pages an item,
+/// 4 to 6 % slower with 16 (docs/kernels.md).
+const BESIDE_PAGES: usize = 8;
+/// Bytes per multiprocessor of the weights behind that are asked into L2 while attention ends: 4 and 8 MB in all gain, 16 MB lose (docs/kernels.md).
+const BEHIND: usize = 64 << 10;
 /// Rows one launch takes; more are attended in turns, so that partial results stay small.
 pub(crate) const PASS_ROWS: usize = 64;
 
@@ -38,7 +48,7 @@ pub struct Span {
     listed: i32,
     cap: i32,
     partial: i32,
-    unused: i32,
+    fresh: i32,
 }
 
 /// Query rows of a span that one block works on; `Part` in kernels/attend.cuh.
@@ -92,6 +102,8 @@ pub struct Chosen {
     pub listed: usize,
     /// Pages that were visible when they were chosen.
     pub visible: usize,
+    /// They are chosen by this step: the list is there once the kernel ahead of attention has ended.
+    pub fresh: bool,
 }
 
 /// A launch: spans with their parts, over rows `first_row .. first_row + rows` of the step.
@@ -105,6 +117,8 @@ pub struct Pass {
     pub merged: Vec<Merged>,
     /// First row of the step.
     pub first_row: usize,
+    /// Pages of the longest item.
+    longest: usize,
     items: usize,
     part_rows: usize,
     partial_rows: usize,
@@ -112,9 +126,14 @@ pub struct Pass {
 
 impl Pass {
     /// What decides the launches of this pass, beside addresses.
-    pub(crate) fn launches(&self) -> [u64; 6] {
-        let rows = self.merged.len();
-        [self.first_row, self.items, self.part_rows, self.parts.len(), self.spans.len(), rows].map(|n| n as u64)
+    pub(crate) fn launches(&self) -> [u64; 7] {
+        let (rows, short) = (self.merged.len(), usize::from(self.short()));
+        [self.first_row, self.items, self.part_rows, self.parts.len(), self.spans.len(), rows, short].map(|n| n as u64)
+    }
+
+    /// Whether blocks of half a multiprocessor are enough between products that have half, too.
+    fn short(&self) -> bool {
+        self.longest <= BESIDE_PAGES
     }
 }
 
@@ -253,6 +272,15 @@ pub struct Places {
     pub extremes: u64,
 }
 
+/// What runs around attention, which decides how it does.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Around {
+    /// Between products of a draft, whose blocks have half a multiprocessor.
+    pub beside: bool,
+    /// Address of what a product behind reads first, asked into L2 while memory is idle, and its bytes.
+    pub behind: (u64, usize),
+}
+
 /// `AttendArgs` in kernels/attend.cuh.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -274,6 +302,9 @@ struct AttendArgs {
     items: i32,
     stages: i32,
     centre: f32,
+    behind: u64,
+    behind_bytes: i32,
+    unused: i32,
 }
 
 /// `MergeArgs` in kernels/attend.cu.
@@ -293,7 +324,7 @@ struct MergeArgs {
     unused: i32,
 }
 
-const _: () = assert!(size_of::<AttendArgs>() == 128 && size_of::<MergeArgs>() == 64);
+const _: () = assert!(size_of::<AttendArgs>() == 144 && size_of::<MergeArgs>() == 64);
 // SAFETY: numbers only, and the sizes above leave no room for padding.
 unsafe impl Plain for AttendArgs {}
 // SAFETY: see above.
@@ -310,6 +341,8 @@ pub struct Attend {
     upper: Split,
     both: Split,
     full: Split,
+    /// View Upper for blocks of half a multiprocessor, where draft products have such blocks too.
+    beside: Option<Variant>,
     /// By output: for few blocks, and for more than the device has multiprocessors.
     merge: [[Kernel; 2]; 4],
     bounds: Kernel,
@@ -352,6 +385,12 @@ impl Attend {
             let items = most_items(device.multiprocessors * blocks, config.kv_heads);
             Ok(Split { variants: variants.collect::<Result<_>>()?, items })
         };
+        let beside = BESIDE.iter().find(|&&(width, _)| engine && width == d).map(|&(_, stages)| {
+            let shared = shared_bytes(View::Upper, d, 1, BESIDE_RINGS, stages, true);
+            let kernel = device.kernel(&format!("attend_beside_{d}"), shared)?;
+            device.prefer_shared(kernel, 100)?;
+            Ok(Variant { tiles: 1, kernel, stages, shared, threads: (BESIDE_RINGS + 1) * RING })
+        });
         let merge = |out: &str| -> Result<[Kernel; 2]> {
             Ok([device.kernel(&format!("merge_{out}"), 0)?, device.kernel(&format!("merge_wide_{out}"), 0)?])
         };
@@ -359,6 +398,7 @@ impl Attend {
             upper: split(View::Upper, &[1, 2], BLOCKS_MAX)?,
             both: split(View::Both, &[1, 2, 3, 4], 2)?,
             full: split(View::Full, &[1, 2, 4], 2)?,
+            beside: beside.transpose()?,
             merge: [merge(name(Dtype::Bf16))?, merge(name(Dtype::F16))?, merge(name(Dtype::F32))?, merge("i8")?],
             bounds: device.kernel("bounds", 0)?,
             select: device.kernel("select", 0)?,
@@ -420,7 +460,7 @@ impl Attend {
                     listed: list.map_or(-1, |list| list.listed as i32),
                     cap: cap as i32,
                     partial: pass.partial_rows as i32,
-                    unused: 0,
+                    fresh: list.is_some_and(|list| list.fresh).into(),
                 };
                 let total = queries * self.group;
                 let part_rows = total.div_ceil(total.div_ceil(most_rows));
@@ -436,6 +476,7 @@ impl Attend {
                     total: total as i32,
                     unused: 0,
                 }));
+                pass.longest = pass.longest.max(chunk_pages);
                 pass.partial_rows += chunks * total * self.kv_heads;
                 pass.spans.push(span);
                 start += queries;
@@ -450,9 +491,18 @@ impl Attend {
     /// # Safety
     /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `places` must be good until the stream has passed this call; `places` must hold `pass`
     /// and room for its partial rows.
-    pub unsafe fn run(&self, view: View, pass: &Pass, q: u64, layer: &Layer, places: &Places) -> Result<()> {
-        let split = self.split(view);
-        let variant = split.variants.iter().find(|variant| variant.tiles * 8 >= pass.part_rows);
+    pub unsafe fn run(
+        &self,
+        view: View,
+        pass: &Pass,
+        q: u64,
+        layer: &Layer,
+        places: &Places,
+        around: Around,
+    ) -> Result<()> {
+        let beside = self.beside.iter().filter(|_| around.beside && view == View::Upper && pass.short());
+        let mut variants = beside.chain(&self.split(view).variants);
+        let variant = variants.find(|variant| variant.tiles * 8 >= pass.part_rows);
         let Variant { kernel, stages, shared, threads, .. } =
             *variant.ok_or_else(|| Error::internal("more rows than attention takes"))?;
         // With the engine a block has a multiprocessor to itself and walks the items.
@@ -475,6 +525,9 @@ impl Attend {
             items: pass.items as i32,
             stages: if engine { EARLY } else { stages as i32 },
             centre: self.centre,
+            behind: around.behind.0,
+            behind_bytes: around.behind.1.min(BEHIND * self.device.multiprocessors) as i32,
+            unused: 0,
         };
         let blocks = if engine { pass.items.min(self.device.multiprocessors) } else { pass.items };
         let grid = [blocks as u32, 1, 1];
@@ -567,7 +620,11 @@ impl Attend {
             let arguments =
                 args![scores, places.table_pitch, choices, layer.lists, places.list_pitch, self.kv_heads, n];
             let grid = [self.kv_heads as u32, count as u32, 1];
-            self.device.launch(self.select, Launch { grid, block: 1024, shared: 0, overlap: true }, &arguments)
+            self.device.launch(
+                self.select,
+                Launch { grid, block: SELECT_THREADS, shared: 0, overlap: true },
+                &arguments,
+            )
         }
     }
 }

@@ -5,8 +5,8 @@
 
 use crate::args;
 use crate::attend::{
-    Attend, Choice, Chosen, Layer as CacheLayer, Merged, PASS_ROWS, Part as AttendPart, Pass as AttendPass, Places,
-    Span,
+    Around, Attend, Choice, Chosen, Layer as CacheLayer, Merged, PASS_ROWS, Part as AttendPart, Pass as AttendPass,
+    Places, Span,
 };
 use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch, Mark, Pinned, Plain};
@@ -557,7 +557,8 @@ impl CudaBackend {
         }
         let slots = &self.slots;
         let passes = self.attend.plan(step.view, rows, |slot| {
-            slots.get(slot).and_then(Option::as_ref).and_then(|slot| slot.chosen).filter(|_| with_lists)
+            let chosen = slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists)?;
+            Some(Chosen { fresh: choices.iter().any(|choice| choice.slot as usize == slot), ..chosen })
         })?;
 
         let half = self.config.head_dim / 2;
@@ -633,8 +634,9 @@ impl CudaBackend {
                 return Err(Error::internal(format!("slot {} is not open", row.slot)));
             };
             if again || slot.chosen.is_none() {
-                slot.chosen = Some(Chosen { listed: n.min(visible), visible });
-                if visible > 0 {
+                // Where all would be on the list there is none.
+                slot.chosen = (visible > n).then_some(Chosen { listed: n, visible, fresh: false });
+                if slot.chosen.is_some() {
                     choices.push(Choice { row: index as i32, slot: row.slot as i32, pages: visible as i32 });
                 }
             }
@@ -736,7 +738,10 @@ impl CudaBackend {
             self.config.hidden,
             self.config.vocab,
         ];
-        self.launch(self.kernels.embed, [step.rows.len(), 1, 1], 256, 0, &arguments)
+        // Without overlap: kernels of a step read ahead of one another what earlier steps left, so those have ended before its first kernel begins.
+        let launch = Launch { grid: [step.rows.len() as u32, 1, 1], block: 256, shared: 0, overlap: false };
+        // SAFETY: rows, windows and the hidden stream have room for the rows of a step.
+        unsafe { self.device.launch(self.kernels.embed, launch, &arguments) }
     }
 
     /// Queues a whole step that was described, up to its logits.
@@ -929,10 +934,16 @@ impl CudaBackend {
                 )?;
             }
         }
+        let output = &weights.output.buffer;
+        let around = Around {
+            beside: self.together(step).is_some(),
+            // Products of a draft that have room beside attention ask for their weights themselves.
+            behind: if draft { (0, 0) } else { (output.at(0), output.bytes()) },
+        };
         for (pass, places) in self.plan.passes.iter().zip(&self.plan.places) {
             // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
             unsafe {
-                self.attend.run(step.view, pass, space.q.at(0), &cache, places)?;
+                self.attend.run(step.view, pass, space.q.at(0), &cache, places, around)?;
                 let input = &space.attended;
                 if draft {
                     self.attend.merge(pass, None, input.x8.at(0), input.xs.at(0), input.pitch8(), places)?;

@@ -4,7 +4,7 @@
 //! up: small numbers of the right format, because no kernel's speed depends on more than that.
 
 use crate::args;
-use crate::attend::{Attend, Layer, Pass, Places};
+use crate::attend::{Around, Attend, Layer, Pass, Places};
 use crate::backend::NORM_THREADS;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::draft::{Draft, Heads, Hidden};
@@ -211,7 +211,7 @@ impl Bench {
                     for (pass, places, _) in &launches {
                         // SAFETY: every buffer has room for this context and these rows, and lives until the measurement is done.
                         unsafe {
-                            attend.run(view, pass, q.at(0), &at, places)?;
+                            attend.run(view, pass, q.at(0), &at, places, Around::default())?;
                             attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), places)?;
                         }
                     }

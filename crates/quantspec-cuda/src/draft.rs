@@ -18,6 +18,8 @@ const AHEAD: usize = 2;
 const STAGES_MIN: usize = 3;
 /// Shared memory that the driver keeps of every block.
 const KEPT: usize = 1024;
+/// What a block of `merge` takes (kernels/attend.cu), with what is kept of it: it comes up beside two blocks, or the product behind it could not.
+const SMALL: usize = 3072 + KEPT;
 
 /// The hidden stream, f32 `[rows][width]`, and the norm ahead of a product.
 #[derive(Clone, Copy, Debug)]
@@ -76,7 +78,7 @@ impl Draft {
         if !device.has_engine() {
             return Ok(None);
         }
-        let shared = device.shared_per_multiprocessor / 2 - KEPT;
+        let shared = (device.shared_per_multiprocessor - SMALL) / 2 - KEPT;
         let kernel = |name: &str| {
             let kernel = device.kernel(name, shared)?;
             device.prefer_shared(kernel, 100)?;

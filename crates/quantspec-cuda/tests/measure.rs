@@ -17,7 +17,7 @@ use quantspec_core::layout::Layout;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_cuda::CudaBackend;
-use quantspec_cuda::attend::{Attend, Layer, Places};
+use quantspec_cuda::attend::{Around, Attend, Layer, Places};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use quantspec_cuda::draft::{Draft, Heads, Hidden};
 use quantspec_cuda::linear::{Linear, Matrix};
@@ -59,6 +59,28 @@ fn random_bytes(device: &Arc<Device>, bytes: usize, seed: u64) -> Buffer {
     let source = device.copied(&part).unwrap();
     for at in (0..bytes).step_by(source.bytes().max(1)) {
         buffer.copy_from(at, &source, 0, source.bytes().min(bytes - at)).unwrap();
+    }
+    device.synchronize().unwrap();
+    buffer
+}
+
+/// Upper blocks with random codes and parameters that decode to small numbers in every block: random bits would hold NaN.
+fn upper_blocks(device: &Arc<Device>, blocks: usize, d: usize) -> Buffer {
+    let bytes = Layout::Cuda.upper_bytes(d);
+    let buffer = device.allocate(blocks * bytes).unwrap();
+    let mut random = Random(9);
+    let mut one: Vec<u8> = (0..bytes).map(|_| random.next() as u8).collect();
+    let offsets = Layout::Cuda.offsets(d);
+    for (at, count) in [(offsets.key_params, 2 * d), (offsets.value_params, 2 * G)] {
+        for i in 0..count {
+            let value = f16::from_f32(0.01 + 0.01 * random.uniform());
+            one[at + 2 * i..at + 2 * i + 2].copy_from_slice(&value.to_le_bytes());
+        }
+    }
+    let many: Vec<u8> = one.iter().copied().cycle().take(bytes * 64).collect();
+    let many = device.copied(&many).unwrap();
+    for at in (0..buffer.bytes()).step_by(many.bytes()) {
+        buffer.copy_from(at, &many, 0, many.bytes().min(buffer.bytes() - at)).unwrap();
     }
     device.synchronize().unwrap();
     buffer
@@ -124,22 +146,8 @@ fn attention() {
                 };
                 let layers = (ROTATED_BYTES / (pages * kv_heads * block(view))).clamp(2, 64);
                 let blocks = layers * pages * kv_heads;
-                // Parameters that decode to small numbers in every block: random bits would hold NaN.
-                let upper = device.allocate(blocks * Layout::Cuda.upper_bytes(d)).unwrap();
+                let upper = upper_blocks(&device, blocks, d);
                 let mut random = Random(9);
-                let mut one: Vec<u8> = (0..Layout::Cuda.upper_bytes(d)).map(|_| random.next() as u8).collect();
-                let offsets = Layout::Cuda.offsets(d);
-                for (at, count) in [(offsets.key_params, 2 * d), (offsets.value_params, 2 * G)] {
-                    for i in 0..count {
-                        let value = f16::from_f32(0.01 + 0.01 * random.uniform());
-                        one[at + 2 * i..at + 2 * i + 2].copy_from_slice(&value.to_le_bytes());
-                    }
-                }
-                let many: Vec<u8> = one.iter().copied().cycle().take(one.len() * 64).collect();
-                let many = device.copied(&many).unwrap();
-                for at in (0..upper.bytes()).step_by(many.bytes()) {
-                    upper.copy_from(at, &many, 0, many.bytes().min(upper.bytes() - at)).unwrap();
-                }
                 let lower =
                     random_bytes(&device, if view == View::Both { blocks * Layout::Cuda.lower_bytes(d) } else { 8 }, 5);
                 let halves: Vec<f16> = (0..1 << 20).map(|_| f16::from_f32(random.normal())).collect();
@@ -199,7 +207,7 @@ fn attention() {
                                 };
                                 // SAFETY: every buffer outlives the graph.
                                 unsafe {
-                                    attend.run(view, pass, q.at(0), &at, &places).unwrap();
+                                    attend.run(view, pass, q.at(0), &at, &places, Around::default()).unwrap();
                                     if merge {
                                         attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, heads * d, &places).unwrap();
                                     }
@@ -401,6 +409,248 @@ fn sequence() {
                 });
                 let share = bytes as f64 / quantised / bandwidth;
                 eprintln!("; 4 bits {:.1} us a layer, {share:.3}", quantised / 12.0 * 1e6);
+            }
+        }
+    }
+}
+
+/// Whole layers of a draft step of one row.
+#[test]
+#[ignore = "a measurement"]
+fn draft_layers() {
+    const LAYERS: usize = 12;
+    let Some(device) = device() else { return };
+    let linear = Linear::new(&device).unwrap();
+    let draft = Draft::new(&device, 128).unwrap().expect("kernels for Hopper");
+    let bandwidth = read_bandwidth(&device);
+    let flag = device.zeroed(4).unwrap();
+    for (name, kv_heads, shapes) in [
+        ("7B", 32, [(12_288, 4096), (4096, 4096), (22_016, 4096), (4096, 11_008)]),
+        ("8B", 8, [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)]),
+    ] {
+        let config = config(32, kv_heads);
+        let attend = Attend::new(&device, &config, Rounding::Balanced).unwrap();
+        let matrices = shapes.map(|(n, k)| {
+            let buffer = device.zeroed(Matrix::bytes(Dtype::Bf16, n, k)).unwrap();
+            Matrix { buffer, dtype: Dtype::Bf16, n, k }
+        });
+        let layers: Vec<_> =
+            (0..LAYERS).map(|_| matrices.each_ref().map(|m| linear.quantise(m, 4, 0, flag.at(0)).unwrap())).collect();
+        let weight_bytes: usize = layers[0].iter().map(|matrix| matrix.buffer.bytes()).sum();
+        let (hidden, weight) = (device.zeroed(4096 * 4).unwrap(), device.zeroed(4096 * 4).unwrap());
+        let x = device.zeroed(14_336 * 2).unwrap();
+        let (x8, xs, q) =
+            (device.zeroed(4096).unwrap(), device.zeroed(32 * 8).unwrap(), device.zeroed(4096 * 2).unwrap());
+        let rings = [0; 2].map(|_| device.zeroed(LAYERS * kv_heads * BUFFER_TOKENS * 128 * 2).unwrap());
+        let angles = device.zeroed(64 * 8).unwrap();
+        for context in contexts("192,4096,32768,131072") {
+            let pages = context / G;
+            let upper = upper_blocks(&device, LAYERS * pages * kv_heads, 128);
+            let table: Vec<i32> = (0..pages as i32).collect();
+            let table = device.copied(&table).unwrap();
+            let position = context - 64;
+            let row = Row { slot: 0, offset: 0, position };
+            let rows = device.copied(&[0i32, 0, position as i32, 0]).unwrap();
+            let plan = attend.plan(View::Upper, &[row], |_| None).unwrap();
+            let pass = &plan[0];
+            let described = (
+                device.copied(&pass.spans).unwrap(),
+                device.copied(&pass.parts).unwrap(),
+                device.copied(&pass.merged).unwrap(),
+            );
+            let partial_rows = attend.partial_rows(1);
+            let partial = device.zeroed(partial_rows * 128 * 4).unwrap();
+            let extremes = device.zeroed(partial_rows * 8).unwrap();
+            let places = Places {
+                spans: described.0.at(0),
+                parts: described.1.at(0),
+                merged: described.2.at(0),
+                tables: table.at(0),
+                table_pitch: pages,
+                list_pitch: 0,
+                partial: partial.at(0),
+                extremes: extremes.at(0),
+            };
+            let run = |beside: Option<bool>| {
+                graph_seconds(&device, 15, || {
+                    for (layer, weights) in layers.iter().enumerate() {
+                        let stream = Hidden { address: hidden.at(0), weight: weight.at(0), eps: 1e-5, width: 4096 };
+                        let heads = Heads {
+                            rows: rows.at(0),
+                            bias: 0,
+                            cos_sin: angles.at(0),
+                            q: q.at(0),
+                            rings: [rings[0].at(0), rings[1].at(0)],
+                            scale: 1.0,
+                            heads: [32, kv_heads],
+                            layer,
+                            slots: 1,
+                            flag: flag.at(0),
+                        };
+                        let ring = layer * kv_heads * BUFFER_TOKENS * 128 * 2;
+                        let at = Layer {
+                            upper: upper.at(layer * pages * kv_heads * Layout::Cuda.upper_bytes(128)),
+                            ring_k: rings[0].at(ring),
+                            ring_v: rings[1].at(ring),
+                            ..Layer::default()
+                        };
+                        // SAFETY: every buffer outlives the graph.
+                        unsafe {
+                            draft.heads(&weights[0], stream, &heads, 1).unwrap();
+                            if let Some(beside) = beside {
+                                let around = Around { beside, ..Around::default() };
+                                attend.run(View::Upper, pass, q.at(0), &at, &places, around).unwrap();
+                                attend.merge(pass, None, x8.at(0), xs.at(0), 4096, &places).unwrap();
+                            }
+                            draft.add_i8(&weights[1], x8.at(0), xs.at(0), hidden.at(0), 0, 1).unwrap();
+                            draft.gated(&weights[2], stream, 0, x.at(0), 14_336, 1).unwrap();
+                            draft.add_bf16(&weights[3], x.at(0), 14_336, hidden.at(0), 0, 1).unwrap();
+                        }
+                    }
+                }) / LAYERS as f64
+                    * 1e6
+            };
+            let bytes = weight_bytes + visible_pages(position) * kv_heads * Layout::Cuda.upper_bytes(128);
+            eprintln!(
+                "{name} {context}: without attention {:.1} us a layer, with it {:.1}, in blocks of half a multiprocessor where items are short {:.1}, bytes {:.1}",
+                run(None),
+                run(Some(false)),
+                run(Some(true)),
+                bytes as f64 / bandwidth * 1e6
+            );
+        }
+    }
+}
+
+/// Whole layers of a plain step or a verification.
+#[test]
+#[ignore = "a measurement"]
+fn target_layers() {
+    const LAYERS: usize = 6;
+    let Some(device) = device() else { return };
+    let linear = Linear::new(&device).unwrap();
+    let bandwidth = read_bandwidth(&device);
+    let flag = device.zeroed(4).unwrap();
+    let [norm, append, silu] = ["norm_bf16", "append_128", "silu_mul_bf16"].map(|name| device.kernel(name, 0).unwrap());
+    for (name, kv_heads, shapes) in [
+        ("7B", 32, [(12_288, 4096), (4096, 4096), (22_016, 4096), (4096, 11_008)]),
+        ("8B", 8, [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)]),
+    ] {
+        let attend = Attend::new(&device, &config(32, kv_heads), Rounding::Balanced).unwrap();
+        let layers: Vec<_> = (0..LAYERS)
+            .map(|_| {
+                shapes.map(|(n, k)| {
+                    let buffer = device.zeroed(Matrix::bytes(Dtype::Bf16, n, k)).unwrap();
+                    Matrix { buffer, dtype: Dtype::Bf16, n, k }
+                })
+            })
+            .collect();
+        let weight_bytes: usize = layers[0].iter().map(|matrix| matrix.buffer.bytes()).sum();
+        let inner = shapes[3].1;
+        let (hidden, weight) = (device.zeroed(8 * 4096 * 4).unwrap(), device.zeroed(4096 * 4).unwrap());
+        let (x, y) = (device.zeroed(8 * 14_336 * 2).unwrap(), device.zeroed(8 * 28_672 * 4).unwrap());
+        let q = device.zeroed(8 * 4096 * 2).unwrap();
+        let rings = [0; 2].map(|_| device.zeroed(LAYERS * kv_heads * BUFFER_TOKENS * 128 * 2).unwrap());
+        let angles = device.zeroed(8 * 64 * 8).unwrap();
+        for context in contexts("4096,32768") {
+            for (view, m) in [(View::Full, 1), (View::Both, 1), (View::Both, 4), (View::Both, 6)] {
+                let pages = context / G;
+                let blocks = LAYERS * pages * kv_heads;
+                let upper = upper_blocks(&device, blocks, 128);
+                let lower = device.zeroed(blocks * Layout::Cuda.lower_bytes(128)).unwrap();
+                let full = device.zeroed(if view == View::Full { blocks * 4 * G * 128 } else { 8 }).unwrap();
+                let table: Vec<i32> = (0..pages as i32).collect();
+                let table = device.copied(&table).unwrap();
+                let position = context - 64;
+                let rows: Vec<Row> = (0..m).map(|i| Row { slot: 0, offset: i, position: position + i }).collect();
+                let on_device: Vec<i32> = (0..m as i32).flat_map(|i| [0, i, position as i32 + i, 0]).collect();
+                let on_device = device.copied(&on_device).unwrap();
+                let plan = attend.plan(view, &rows, |_| None).unwrap();
+                let pass = &plan[0];
+                let described = (
+                    device.copied(&pass.spans).unwrap(),
+                    device.copied(&pass.parts).unwrap(),
+                    device.copied(&pass.merged).unwrap(),
+                );
+                let partial_rows = attend.partial_rows(m);
+                let partial = device.zeroed(partial_rows * 128 * 4).unwrap();
+                let extremes = device.zeroed(partial_rows * 8).unwrap();
+                let places = Places {
+                    spans: described.0.at(0),
+                    parts: described.1.at(0),
+                    merged: described.2.at(0),
+                    tables: table.at(0),
+                    table_pitch: pages,
+                    list_pitch: 0,
+                    partial: partial.at(0),
+                    extremes: extremes.at(0),
+                };
+                let run = |attended: bool, behind: usize| {
+                    graph_seconds(&device, 15, || {
+                        let launch = |kernel, grid, block, arguments: &[Arg]| {
+                            let launch = Launch { grid, block, shared: 0, overlap: true };
+                            // SAFETY: every buffer has room for eight rows and outlives the graph.
+                            unsafe { device.launch(kernel, launch, arguments) }.unwrap();
+                        };
+                        let norm_of = || {
+                            let arguments =
+                                quantspec_cuda::args![&hidden, &y, 0u64, &weight, &x, 1e-5f32, 4096usize, 4096usize];
+                            launch(norm, [m as u32, 1, 1], 512, &arguments);
+                        };
+                        for (layer, weights) in layers.iter().enumerate() {
+                            let ring = layer * kv_heads * BUFFER_TOKENS * 128 * 2;
+                            let first = layer * pages * kv_heads;
+                            let at = Layer {
+                                upper: upper.at(first * Layout::Cuda.upper_bytes(128)),
+                                lower: lower.at(first * Layout::Cuda.lower_bytes(128)),
+                                full: if view == View::Full { full.at(first * 4 * G * 128) } else { 0 },
+                                ring_k: rings[0].at(ring),
+                                ring_v: rings[1].at(ring),
+                                ..Layer::default()
+                            };
+                            let product = |matrix: &Matrix| {
+                                // SAFETY: as above.
+                                unsafe { linear.run(matrix, x.at(0), y.at(0), m) }.unwrap();
+                            };
+                            norm_of();
+                            product(&weights[0]);
+                            let arguments = quantspec_cuda::args![
+                                &on_device, &y, 0u64, 0u64, 0u64, &angles, &q, &rings[0], &rings[1], 1e-5f32, 1.0f32,
+                                32usize, kv_heads, layer, 1usize, 0usize, &flag
+                            ];
+                            launch(append, [(32 + 2 * kv_heads).div_ceil(4) as u32, m as u32, 1], 128, &arguments);
+                            if attended {
+                                let around = Around { behind: (weights[1].buffer.at(0), behind), ..Around::default() };
+                                // SAFETY: as above.
+                                unsafe {
+                                    attend.run(view, pass, q.at(0), &at, &places, around).unwrap();
+                                    attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, &places).unwrap();
+                                }
+                            }
+                            product(&weights[1]);
+                            norm_of();
+                            product(&weights[2]);
+                            let arguments = quantspec_cuda::args![&y, 0u64, &x, inner, inner];
+                            launch(silu, [inner.div_ceil(1024) as u32, m as u32, 1], 256, &arguments);
+                            product(&weights[3]);
+                        }
+                    }) / LAYERS as f64
+                        * 1e6
+                };
+                let block = match view {
+                    View::Upper => Layout::Cuda.upper_bytes(128),
+                    View::Both => Layout::Cuda.upper_bytes(128) + Layout::Cuda.lower_bytes(128),
+                    View::Full => 4 * G * 128,
+                };
+                let bytes = weight_bytes + visible_pages(position) * kv_heads * block;
+                let weights_of_output = layers[0][1].buffer.bytes();
+                eprintln!(
+                    "{name} {context} {view:?} {m}: without attention {:.1} us a layer, with it {:.1}, weights behind asked into L2 {:.1}, bytes {:.1}",
+                    run(false, 0),
+                    run(true, 0),
+                    run(true, weights_of_output),
+                    bytes as f64 / bandwidth * 1e6
+                );
             }
         }
     }
