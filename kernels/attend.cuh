@@ -248,8 +248,8 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   const int stages = ENGINE ? C::STAGES : p.stages, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const uint32_t base = shared_address(shared), ring_bytes = stages * C::SLOT + C::REST, tail = base + RINGS * ring_bytes;
   grid_trigger();
-  // Descriptions, tables, pages, lists that an earlier step made and earlier rows' tokens were complete before the step's first kernel began, so they are
-  // read ahead of the kernel before this one. Fresh lists, q and the rows' own tokens are written in this step.
+  // Descriptions, tables, pages and lists that an earlier step made were complete before the step's first kernel began, so they are read ahead of the
+  // kernel before this one. Fresh lists, q and the newest of the recent tokens are written in this step.
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (ENGINE) {
@@ -278,8 +278,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
         copier.begin(w);
 #pragma unroll 1
         for (int n = 0; n < w.pages + w.recents; n++) {
-          // Recent tokens but for those of the step's rows are older than the step.
-          if (n >= w.pages && (w.recent + (n - w.pages) * w.span.chunks * RINGS + 1) * C::STEP > w.span.position) wait();
+          if (n == w.pages) wait();
 #pragma unroll 1
           for (int value = 0; value < 2; value++) {
             if (early-- == 0) wait();

@@ -358,15 +358,27 @@ DEV uint64_t candidate(float score, int id) { return (uint64_t)ordered(score) <<
 
 enum Purpose { PROPOSE, JUDGE, FIRST };
 
+// A loser among what the warpers keep, or (below all of those) a token that they do not, by its score without noise.
+DEV uint64_t runner(float score, bool kept) { return (uint64_t)kept << 32 | ordered(score); }
+// Best and second of two such pairs.
+struct Race {
+  uint64_t first, second;
+  DEV void enter(uint64_t candidate, uint64_t runner_up) {
+    const uint64_t loser = min(first, candidate);
+    first = max(first, candidate), second = max(second, max(runner_up, loser ? 1ull << 32 | loser >> 32 : 0ull));
+  }
+};
+
 // sample_choose: the token after each row.
 //   logits f32 [row][vocab]; cuts [row], read where the sampler has a temperature; choices int32 [row].
 //   purpose PROPOSE: draft rows; the token also goes to windows[slot * window_pitch + offset + 1], and rejection keeps logits and cut in
-//     q_logits f32 [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset. JUDGE: rows of rejection are left to `judge`. FIRST: every row.
-//   best uint64 [row] and arrived uint32 [row] are zero before and after. Grid (ceil(vocab / CHUNK), rows), block 256.
+//     q_logits f32 [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset; of row 0 `lead` is told by how much its token led the
+//     runner-up (core::sample::choose_with_lead). JUDGE: rows of rejection are left to `judge`. FIRST: every row.
+//   best uint64 [row][2] and arrived uint32 [row] are zero before and after. Grid (ceil(vocab / CHUNK), rows), block 256.
 KERNEL __launch_bounds__(256) sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int purpose, int* choices,
                                             int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, uint64_t* best, uint32_t* arrived,
-                                            uint32_t* flag) {
-  __shared__ uint64_t found[8];
+                                            float* lead, uint32_t* flag) {
+  __shared__ Race found[8];
   grid_trigger();
   grid_wait();
   const int row = blockIdx.y, first = blockIdx.x * CHUNK, last = min(vocab, first + CHUNK);
@@ -379,8 +391,8 @@ KERNEL __launch_bounds__(256) sample_choose(const Row* rows, const Sampler* samp
   if (!greedy) cut = cuts[row];
   const float* from = logits + (size_t)row * vocab;
   float* to = q_logits + ((size_t)r.slot * q_pitch + r.offset) * vocab;
-  uint64_t top = 0;
-  float score = minus_infinity();
+  Race race = {0, 0};
+  float best_score = minus_infinity(), bar = minus_infinity();               // of this thread; what is below the bar matters to nobody
   bool bad = false;
   for (int id0 = first + threadIdx.x * 4; id0 < last; id0 += 1024) {
     float x[4];
@@ -395,36 +407,51 @@ KERNEL __launch_bounds__(256) sample_choose(const Row* rows, const Sampler* samp
       bad |= !(x[i] < __int_as_float(0x7f800000));
       if (keep) to[id] = x[i];
       if (greedy) {
-        top = max(top, candidate(x[i], id));
+        race.enter(candidate(x[i], id), 0);
       } else {
         const float z = scaled(x[i], cut.most, s.temperature);
-        if (!kept(cut, s, x[i], id, z)) continue;
+        if (!kept(cut, s, x[i], id, z)) {
+          race.second = max(race.second, runner(z, false));
+          continue;
+        }
         const float u = unit(word_of(words, i));
-        if (z + gumbel_estimate(u) + ESTIMATE_ERROR < score) continue;
-        const float exact = __fadd_rn(z, gumbel(u));
-        score = fmaxf(score, exact), top = max(top, candidate(exact, id));
+        if (z + gumbel_estimate(u) + ESTIMATE_ERROR < bar) continue;
+        const float exact = __fadd_rn(z, gumbel(u)), lower = fminf(best_score, exact);
+        best_score = fmaxf(best_score, exact), bar = purpose == PROPOSE ? fmaxf(bar, lower) : best_score;
+        race.enter(candidate(exact, id), 0);
       }
     }
   }
 #pragma unroll
-  for (int step = 16; step; step >>= 1) top = max(top, (uint64_t)__shfl_xor_sync(~0u, top, step));
-  if ((threadIdx.x & 31) == 0) found[threadIdx.x >> 5] = top;
+  for (int step = 16; step; step >>= 1) {
+    const uint64_t other = __shfl_xor_sync(~0u, race.first, step);
+    race.enter(other, __shfl_xor_sync(~0u, race.second, step));
+  }
+  if ((threadIdx.x & 31) == 0) found[threadIdx.x >> 5] = race;
   bad = __syncthreads_or(bad);
   if (threadIdx.x) return;
 #pragma unroll
-  for (int i = 1; i < 8; i++) top = max(top, found[i]);
-  atomicMax((unsigned long long*)best + row, (unsigned long long)top);
+  for (int i = 1; i < 8; i++) race.enter(found[i].first, found[i].second);
+  // The block's token displaces that of others or loses to it: whichever loses is a runner-up.
+  const uint64_t before = atomicMax((unsigned long long*)best + 2 * row, (unsigned long long)race.first), loser = min(before, race.first);
+  atomicMax((unsigned long long*)best + 2 * row + 1, (unsigned long long)max(race.second, loser ? 1ull << 32 | loser >> 32 : 0ull));
   if (bad) atomicOr(flag, FLAG_LOGITS);
   if (keep && blockIdx.x == 0) q_cuts[r.slot * q_pitch + r.offset] = cut;
   __threadfence();
   if (atomicAdd(arrived + row, 1) + 1 != gridDim.x) return;
   __threadfence();
-  top = atomicExch((unsigned long long*)best + row, 0ull);  // the last block: the others' maxima are in
+  race.first = atomicExch((unsigned long long*)best + 2 * row, 0ull);        // the last block: the others' maxima are in
+  race.second = atomicExch((unsigned long long*)best + 2 * row + 1, 0ull);
   arrived[row] = 0;
-  int token = (int)~(uint32_t)top;
-  if (top == 0 || unordered((uint32_t)(top >> 32)) == minus_infinity()) token = 0, atomicOr(flag, FLAG_LOGITS);
+  int token = (int)~(uint32_t)race.first;
+  const float score = unordered((uint32_t)(race.first >> 32));
+  if (race.first == 0 || score == minus_infinity()) token = 0, atomicOr(flag, FLAG_LOGITS);
   choices[row] = token;
-  if (purpose == PROPOSE) windows[r.slot * window_pitch + r.offset + 1] = token;
+  if (purpose != PROPOSE) return;
+  windows[r.slot * window_pitch + r.offset + 1] = token;
+  // Where the token alone was kept it is the most likely, and its score without noise 0. Without any other token the lead is infinite.
+  const float second = race.second ? unordered((uint32_t)race.second) : minus_infinity();
+  if (row == 0) *lead = greedy ? score - second : ((race.second >> 32 ? score : 0.f) - second) * s.temperature;
 }
 
 // ---- judgement ----

@@ -759,10 +759,17 @@ impl CudaBackend {
         self.head(&pass)
     }
 
-    /// Queues a round: draft steps with their choices, the verification and its judgement. `recording`: into a graph.
-    fn queue_round(&mut self, round: &[(Step, Plan)], turns: (u64, usize), warm: bool, recording: bool) -> Result<()> {
+    /// Queues a round: draft steps with their choices, the verification and its judgement of `turns`; without turns draft steps alone. `recording`: into
+    /// a graph.
+    fn queue_round(
+        &mut self,
+        round: &[(Step, Plan)],
+        turns: Option<(u64, usize)>,
+        warm: bool,
+        recording: bool,
+    ) -> Result<()> {
         let logits = self.step.logits.at(0);
-        let Some(((verify, last), drafts)) = round.split_last() else { return Ok(()) };
+        let (drafts, verify) = round.split_at(round.len() - usize::from(turns.is_some()));
         if !drafts.is_empty() {
             self.clock.start.set(recording)?;
             for (step, plan) in drafts {
@@ -771,13 +778,17 @@ impl CudaBackend {
             }
             self.clock.drafted.set(recording)?;
         }
-        self.queue(verify, last)?;
-        self.sampling.judge(turns.0, turns.1, verify.rows.len(), last.rows, logits, warm)
+        for ((step, plan), turns) in verify.iter().zip(turns) {
+            self.queue(step, plan)?;
+            self.sampling.judge(turns.0, turns.1, step.rows.len(), plan.rows, logits, warm)?;
+        }
+        Ok(())
     }
 
-    /// Runs a round that was described, as a graph where two like it ran before: some hundred launches per step become one.
-    fn run(&mut self, round: &[(Step, Plan)], turns: (u64, usize), warm: bool) -> Result<()> {
-        let mut key = vec![turns.0, turns.1 as u64, u64::from(warm), self.sampling.draft_address()];
+    /// Runs what [`CudaBackend::queue_round`] queues, as a graph where two like it ran before: some hundred launches per step become one.
+    fn run(&mut self, round: &[(Step, Plan)], turns: Option<(u64, usize)>, warm: bool) -> Result<()> {
+        let (turns_at, count) = turns.unwrap_or_default();
+        let mut key = vec![turns_at, count as u64, u64::from(warm), self.sampling.draft_address()];
         for (step, plan) in round {
             self.key(step, plan, &mut key);
         }
@@ -803,6 +814,32 @@ impl CudaBackend {
             // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
             Some(Some(graph)) => unsafe { graph.launch() },
         }
+    }
+
+    /// Drafts one sequence's tokens where the host looks at each: a step begins when it has seen the lead of the one before. The GPU waits for that a
+    /// hundredth of a millisecond, and what is not drafted in vain is worth more.
+    fn draft_watched(&mut self, plan: &DraftPlan, turn: &mut Turn) -> Result<()> {
+        (self.hooks.poll)()?;
+        let DraftPlan { weights, view, pages } = *plan;
+        let warm = self.sampling.learn(std::slice::from_ref(turn))?;
+        for offset in 0..turn.gamma {
+            let rows = [Row { slot: turn.slot, offset, position: turn.committed + offset }];
+            let step = Step { weights, view, pages, choose_pages: offset == 0, rows: &rows };
+            // Every step is described at the same place, so that all of them are one graph.
+            self.stage()?;
+            let mut at = 0;
+            let plan = self.describe(&step, &mut at)?;
+            self.sampling.drafts(turn.slot, offset);
+            self.send(at)?;
+            self.run(&[(step, plan)], None, warm)?;
+            turn.drafted(self.sampling.lead()?);
+            // The host has waited for everything it sent.
+            self.staged = 0;
+            if turn.leads.len() == turn.gamma {
+                break;
+            }
+        }
+        Ok(())
     }
 
     /// Everything that decides which kernels a step launches, with which grids and addresses.
@@ -1126,6 +1163,8 @@ impl Cache {
 }
 
 impl Backend for CudaBackend {
+    const LEADS: bool = true;
+
     fn config(&self) -> &ModelConfig {
         &self.config
     }
@@ -1391,13 +1430,18 @@ impl Backend for CudaBackend {
         self.conclude(turns)
     }
 
-    fn draft(&mut self, plan: &DraftPlan, _turns: &mut [Turn]) -> Result<()> {
+    fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
         if plan.weights == Weights::Draft {
             // Here, where nobody takes it for the time of a verification.
             self.restore_drafts()?;
         }
-        self.drafting = Some(*plan);
-        Ok(())
+        match turns {
+            [turn] if turn.stop.enough > 0.0 => self.draft_watched(plan, turn),
+            _ => {
+                self.drafting = Some(*plan);
+                Ok(())
+            }
+        }
     }
 
     fn verify(&mut self, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
@@ -1434,7 +1478,7 @@ impl Backend for CudaBackend {
         let turns_at = self.step.description.at(writer.put(&described)?);
         at = writer.at;
         self.send(at)?;
-        self.run(&round, (turns_at, turns.len()), warm)?;
+        self.run(&round, Some((turns_at, turns.len())), warm)?;
         self.clock.ran = longest > 0;
         self.conclude(turns)
     }

@@ -412,6 +412,7 @@ impl Bench {
                 0,
                 best,
                 arrived,
+                0u64,
                 flag
             ];
             let grid = [config.vocab.div_ceil(crate::sample::CHUNK), rows, 1];

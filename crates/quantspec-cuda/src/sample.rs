@@ -15,7 +15,8 @@ use std::sync::Arc;
 pub(crate) const CHUNK: usize = 2048;
 /// Most tokens `sample_cut` takes.
 const VOCAB_MAX: usize = 1 << 18;
-/// Where verdicts begin, behind the flag.
+/// Where the lead of a proposed token lies, behind the flag, and where verdicts begin.
+const LEAD_AT: usize = 4;
 const VERDICTS_AT: usize = 16;
 
 /// How a slot chooses; `Sampler` in kernels/sample.cu.
@@ -114,7 +115,7 @@ pub(crate) struct Sampling {
 impl Sampling {
     /// Bytes taken on the device, but for the draft logits of rejection.
     pub(crate) fn bytes(slots: usize, rows: usize, pitch: usize) -> usize {
-        Sampling::shared_bytes(slots, pitch) + slots * (48 + 16) + rows * (CUT_BYTES + 4 + 8 + 4)
+        Sampling::shared_bytes(slots, pitch) + slots * (48 + 16) + rows * (CUT_BYTES + 4 + 16 + 4)
     }
 
     fn shared_bytes(slots: usize, pitch: usize) -> usize {
@@ -139,7 +140,7 @@ impl Sampling {
             turns: device.zeroed(slots * 16)?,
             cuts: device.zeroed(rows * CUT_BYTES)?,
             choices: device.zeroed(rows * 4)?,
-            best: device.zeroed(rows * 8)?,
+            best: device.zeroed(rows * 16)?,
             arrived: device.zeroed(rows * 4)?,
             draft: None,
             known: vec![None; slots],
@@ -308,6 +309,7 @@ impl Sampling {
                 GAMMA_MAX,
                 &self.best,
                 &self.arrived,
+                self.shared.at(LEAD_AT),
                 flag,
             ];
             self.device.launch(self.choose, launch([vocab.div_ceil(CHUNK), count], 256), &arguments)
@@ -317,6 +319,15 @@ impl Sampling {
     /// Queues the choice of the drafted token after every row of a draft step; `warm` is what [`Sampling::learn`] returned.
     pub(crate) fn propose(&self, count: usize, rows: u64, logits: u64, warm: bool) -> Result<()> {
         self.choose(Purpose::Propose, rows, count, logits, warm)
+    }
+
+    /// By how much, in logits, the first row's token of the last [`Sampling::propose`] led its runner-up; waits for it.
+    pub(crate) fn lead(&mut self) -> Result<f32> {
+        self.shared.read_pinned(0, &mut self.result, LEAD_AT + 4)?;
+        match self.result.bytes().get(LEAD_AT..LEAD_AT + 4) {
+            Some(&[a, b, c, d]) => Ok(f32::from_le_bytes([a, b, c, d])),
+            _ => Err(Error::internal("no lead")),
+        }
     }
 
     /// The token after a prompt's last row. `rows` describes that row.

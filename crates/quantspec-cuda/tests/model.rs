@@ -10,13 +10,14 @@ mod small;
 
 use gpu::device;
 use quantspec_core::config::{Pages, View, Weights};
-use quantspec_core::policy::Policy;
+use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options};
+use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::engine::{Engine, Method};
+use quantspec_model::forward;
 use small::{checkpoints, options, prompt};
 use std::sync::Arc;
 
@@ -156,6 +157,75 @@ fn drafts_are_the_same_behind_a_prompt_in_their_place() {
         assert!(runs[0].2 > runs[1].2, "nothing was borrowed");
         assert!(runs[0].0 == runs[1].0, "other tokens");
         assert_eq!(runs[0].1, runs[1].1);
+    }
+}
+
+/// A draft that ends where its tokens are in doubt has the tokens, up to there, of one that does not look.
+#[test]
+fn drafts_end_where_their_tokens_are_in_doubt() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 1000) {
+        let mut backend = load(&device, &checkpoint, &options(1000, 1));
+        let vocab = checkpoint.config().vocab;
+        let (mut ended, mut tried) = (0, 0);
+        for (index, accept) in [Accept::Greedy, Accept::Replay, Accept::Replay, Accept::Replay].into_iter().enumerate()
+        {
+            let committed = 300 + 170 * index;
+            let sampler = sampler(accept, 3, index as u64);
+            backend.open(0, committed + 40).unwrap();
+            forward::prefill(&mut backend, 0, &prompt(vocab, committed, index as u64), 256, &mut |_, _| {}).unwrap();
+            let first = backend.first(0, committed, &sampler).unwrap();
+            backend.set_window(0, &[first]).unwrap();
+            let turn = |stop| Turn { slot: 0, committed, gamma: 12, stop, leads: Vec::new(), sampler: sampler.clone() };
+            let mut never = [turn(Stop::NEVER)];
+            forward::draft(&mut backend, &QUANTSPEC, &mut never).unwrap();
+            let want = backend.window(0, 13).unwrap();
+            for enough in [0.999, 0.7, 1e-9] {
+                let mut turns = [turn(Stop { enough, doubt: 0.45 })];
+                backend.set_window(0, &[first]).unwrap();
+                backend.draft(&QUANTSPEC, &mut turns).unwrap();
+                let [turn] = turns;
+                assert_eq!(turn.leads.len(), turn.gamma);
+                assert!(turn.leads.iter().all(|&lead| lead >= 0.0), "{:?}", turn.leads);
+                assert!(backend.window(0, turn.gamma + 1).unwrap() == want[..=turn.gamma], "{accept:?} {enough}");
+                let chance = |n: usize| -> f64 { turn.leads[..n].iter().map(|&lead| turn.stop.chance(lead)).product() };
+                assert!(turn.gamma == 12 || chance(turn.gamma) < enough);
+                assert!(chance(turn.gamma - 1) >= enough);
+                (ended, tried) = (ended + usize::from(turn.gamma < 12), tried + 1);
+            }
+            backend.close(0);
+        }
+        assert!(ended > 0 && ended < tried, "{ended} of {tried} drafts ended early");
+    }
+}
+
+/// The automatic policy, which lets drafts end early, on one sequence.
+#[test]
+fn automatic_drafts_change_no_token() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 1700) {
+        let vocab = checkpoint.config().vocab;
+        let mut engine =
+            Engine::new(load(&device, &checkpoint, &options(1700, 1)), method(View::Both, None), 1, 1700, 256);
+        for accept in [Accept::Greedy, Accept::Replay] {
+            let (prompts, samplers) = ([prompt(vocab, 700, 5)], [sampler(accept, 21, 0)]);
+            let plain = decode(&mut engine, method(View::Both, None), &prompts, &[900], &samplers, &[0]);
+            for pages in [Pages::All, Pages::Best(3)] {
+                let draft = Some(DraftPlan { pages, ..QUANTSPEC });
+                engine.set_method(Method { target: View::Both, draft, policy: Policy::auto(8) });
+                engine.reset_stats();
+                let slot = engine.add(&prompts[0], samplers[0].clone(), 900).unwrap();
+                let mut text = vec![engine.prefill(slot, &mut |_, _| {}).unwrap()];
+                while text.len() < 900 {
+                    let gamma = engine.choose_gamma(slot);
+                    engine.draft(&[(slot, gamma)]).unwrap();
+                    text.extend(engine.verify().unwrap().remove(0).tokens);
+                }
+                engine.finish(slot);
+                assert!(text == plain[0], "{accept:?} {pages:?}");
+                eprintln!("{accept:?} {pages:?}: acceptance {:?}", engine.stats().acceptance_rate());
+            }
+        }
     }
 }
 

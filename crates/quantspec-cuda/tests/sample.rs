@@ -4,7 +4,7 @@
 mod gpu;
 
 use gpu::{Random, device, poisoned, run};
-use quantspec_core::sample::{Accept, Sampler, Stream, argmax, choose, warp};
+use quantspec_core::sample::{Accept, Sampler, Stream, argmax, choose, choose_with_lead, warp};
 use quantspec_core::verify::{judge_equal, judge_rejection};
 use quantspec_cuda::args;
 use quantspec_cuda::device::{Buffer, Device};
@@ -46,6 +46,7 @@ struct Stage {
     q_cuts: Buffer,
     best: Buffer,
     arrived: Buffer,
+    lead: Buffer,
     flag: Buffer,
     vocab: usize,
     slots: usize,
@@ -63,8 +64,9 @@ impl Stage {
             windows: device.zeroed(slots * WINDOW * 4).unwrap(),
             q_logits: poisoned(device, slots * WINDOW * vocab * 4),
             q_cuts: poisoned(device, slots * WINDOW * CUT_BYTES),
-            best: device.zeroed(64 * 8).unwrap(),
+            best: device.zeroed(64 * 16).unwrap(),
             arrived: device.zeroed(64 * 4).unwrap(),
+            lead: device.zeroed(4).unwrap(),
             flag: device.zeroed(4).unwrap(),
             vocab,
             slots,
@@ -99,16 +101,22 @@ impl Stage {
             WINDOW,
             &self.best,
             &self.arrived,
+            &self.lead,
             &self.flag
         ];
         run(&self.device, "sample_choose", [self.vocab.div_ceil(2048), count, 1], 256, 0, &arguments);
-        assert!(self.best.read::<u64>(0, 64).unwrap().iter().all(|&x| x == 0), "scratch left dirty");
+        assert!(self.best.read::<u64>(0, 128).unwrap().iter().all(|&x| x == 0), "scratch left dirty");
         assert!(self.arrived.read::<u32>(0, 64).unwrap().iter().all(|&x| x == 0), "scratch left dirty");
         (choices.read(0, count).unwrap(), logits, cuts)
     }
 
     fn flag(&self) -> u32 {
         self.flag.read::<u32>(0, 1).unwrap()[0]
+    }
+
+    /// Of row 0 of the last choice that proposed.
+    fn lead(&self) -> f32 {
+        self.lead.read::<f32>(0, 1).unwrap()[0]
     }
 
     fn windows(&self) -> Vec<i32> {
@@ -195,6 +203,13 @@ fn sampled_choices_equal_core() {
                     let want = choose(&all[row * vocab..(row + 1) * vocab], s, position as usize + 1, stream);
                     assert_eq!(choices[row], want as i32, "row {row} of {vocab}, purpose {purpose}, {s:?}");
                 }
+            }
+            for (row, place) in rows.iter().enumerate() {
+                let s = &samplers[place[0] as usize];
+                let logits = &all[row * vocab..(row + 1) * vocab];
+                stage.choose(&[*place], logits, PROPOSE);
+                let (_, want) = choose_with_lead(logits, s, place[2] as usize + 1, s.draft_stream());
+                assert!((stage.lead() - want).abs() <= 1e-4 * (1.0 + want), "{} {want}: {vocab}, {s:?}", stage.lead());
             }
         }
         assert_eq!(stage.flag(), 0);

@@ -120,6 +120,18 @@ pub struct Turn {
     pub sampler: Sampler,
 }
 
+impl Turn {
+    /// Notes that the token just drafted led its runner-up by `lead` logits. The draft ends with it where it has become unlikely enough that all of
+    /// its tokens stand.
+    pub fn drafted(&mut self, lead: f32) {
+        self.leads.push(lead);
+        let all: f64 = self.leads.iter().map(|&lead| self.stop.chance(lead)).product();
+        if all < self.stop.enough {
+            self.gamma = self.leads.len();
+        }
+    }
+}
+
 /// How the draft of a round reads the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DraftPlan {

@@ -69,7 +69,6 @@ pub fn prefill<B: Backend>(
 
 /// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i. A turn ends where it is unlikely enough that all its tokens stand.
 pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
-    let mut chances = vec![1.0; turns.len()];
     for offset in 0.. {
         let rows: Vec<Row> = turns
             .iter()
@@ -83,13 +82,8 @@ pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) 
             Step { weights: plan.weights, view: plan.view, pages: plan.pages, choose_pages: offset == 0, rows: &rows };
         step(backend, &next)?;
         backend.propose(&next, turns)?;
-        for (turn, all) in turns.iter_mut().zip(&mut chances).filter(|(turn, _)| turn.gamma > offset) {
-            let lead = backend.lead(turn.slot);
-            turn.leads.push(lead);
-            *all *= turn.stop.chance(lead);
-            if *all < turn.stop.enough {
-                turn.gamma = offset + 1;
-            }
+        for turn in turns.iter_mut().filter(|turn| turn.gamma > offset) {
+            turn.drafted(backend.lead(turn.slot));
         }
     }
     Ok(())
