@@ -17,7 +17,7 @@ use quantspec_core::layout::Layout;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_cuda::CudaBackend;
-use quantspec_cuda::attend::{Around, Attend, Layer, Places};
+use quantspec_cuda::attend::{Around, Attend, Layer, Pass, Places};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use quantspec_cuda::draft::{Draft, Heads, Hidden};
 use quantspec_cuda::linear::{Linear, Matrix};
@@ -122,6 +122,55 @@ fn config(heads: usize, kv_heads: usize) -> ModelConfig {
     }
 }
 
+/// Outputs × inputs of a layer's four products.
+type Products = [(usize, usize); 4];
+/// Name, KV heads of 32 heads, products.
+const SHAPES: [(&str, usize, Products); 2] = [
+    ("Llama-2-7B", 32, [(12_288, 4096), (4096, 4096), (22_016, 4096), (4096, 11_008)]),
+    ("Llama-3.1-8B", 8, [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)]),
+];
+
+/// Bytes that a view reads of a page of one KV head.
+fn block_bytes(view: View, d: usize) -> usize {
+    match view {
+        View::Upper => Layout::Cuda.upper_bytes(d),
+        View::Both => Layout::Cuda.upper_bytes(d) + Layout::Cuda.lower_bytes(d),
+        View::Full => 4 * G * d,
+    }
+}
+
+/// The pass of a step of consecutive rows of one sequence, whose pages lie in order, described on the device.
+struct Described {
+    pass: Pass,
+    pages: usize,
+    /// Spans, parts, merged, page table, partial results, extremes.
+    buffers: [Buffer; 6],
+}
+
+impl Described {
+    fn new(device: &Arc<Device>, attend: &Attend, view: View, position: usize, rows: usize, d: usize) -> Described {
+        let rows: Vec<Row> = (0..rows).map(|i| Row { slot: 0, offset: i, position: position + i }).collect();
+        let pass = attend.plan(view, &rows, |_| None).unwrap().remove(0);
+        let pages = (position + rows.len()).div_ceil(G);
+        let table: Vec<i32> = (0..pages as i32).collect();
+        let partial_rows = attend.partial_rows(rows.len());
+        let buffers = [
+            device.copied(&pass.spans).unwrap(),
+            device.copied(&pass.parts).unwrap(),
+            device.copied(&pass.merged).unwrap(),
+            device.copied(&table).unwrap(),
+            device.allocate(partial_rows * d * 4).unwrap(),
+            device.allocate(partial_rows * 8).unwrap(),
+        ];
+        Described { pass, pages, buffers }
+    }
+
+    fn places(&self) -> Places {
+        let [spans, parts, merged, tables, partial, extremes] = self.buffers.each_ref().map(|buffer| buffer.at(0));
+        Places { spans, parts, merged, tables, table_pitch: self.pages, list_pitch: 0, partial, extremes }
+    }
+}
+
 fn contexts(usual: &str) -> Vec<usize> {
     let given = std::env::var("QUANTSPEC_MEASURE_CONTEXTS").unwrap_or_else(|_| usual.to_owned());
     given.split(',').map(|n| n.parse().unwrap()).collect()
@@ -139,12 +188,7 @@ fn attention() {
         for context in contexts("192,4096,32768,65536,131072") {
             for view in [View::Upper, View::Both, View::Full] {
                 let pages = context / G;
-                let block = |view: View| match view {
-                    View::Upper => Layout::Cuda.upper_bytes(d),
-                    View::Both => Layout::Cuda.upper_bytes(d) + Layout::Cuda.lower_bytes(d),
-                    View::Full => 4 * G * d,
-                };
-                let layers = (ROTATED_BYTES / (pages * kv_heads * block(view))).clamp(2, 64);
+                let layers = (ROTATED_BYTES / (pages * kv_heads * block_bytes(view, d))).clamp(2, 64);
                 let blocks = layers * pages * kv_heads;
                 let upper = upper_blocks(&device, blocks, d);
                 let mut random = Random(9);
@@ -160,35 +204,14 @@ fn attention() {
                 for at in (0..ring.bytes()).step_by(halves.bytes()) {
                     ring.copy_from(at, &halves, 0, halves.bytes().min(ring.bytes() - at)).unwrap();
                 }
-                let table: Vec<i32> = (0..pages as i32).collect();
-                let table = device.copied(&table).unwrap();
                 let q: Vec<f16> = random.normals(17 * heads * d).iter().map(|v| f16::from_f32(v * 0.1)).collect();
                 let q = device.copied(&q).unwrap();
                 let x = device.allocate(17 * heads * d * 2).unwrap();
-                let partial_rows = attend.partial_rows(17);
-                let (partial, extremes) =
-                    (device.allocate(partial_rows * d * 4).unwrap(), device.allocate(partial_rows * 8).unwrap());
                 let mut line = String::new();
                 for m in if view == View::Both { vec![1, 4, 5, 6, 8] } else { vec![1] } {
                     let position = context - 64;
-                    let rows: Vec<Row> = (0..m).map(|i| Row { slot: 0, offset: i, position: position + i }).collect();
-                    let plan = attend.plan(view, &rows, |_| None).unwrap();
-                    let pass = &plan[0];
-                    let (spans, parts, merged) = (
-                        device.copied(&pass.spans).unwrap(),
-                        device.copied(&pass.parts).unwrap(),
-                        device.copied(&pass.merged).unwrap(),
-                    );
-                    let places = Places {
-                        spans: spans.at(0),
-                        parts: parts.at(0),
-                        merged: merged.at(0),
-                        tables: table.at(0),
-                        table_pitch: pages,
-                        list_pitch: 0,
-                        partial: partial.at(0),
-                        extremes: extremes.at(0),
-                    };
+                    let described = Described::new(&device, &attend, view, position, m, d);
+                    let (pass, places) = (&described.pass, described.places());
                     let run = |merge: bool| {
                         graph_seconds(&device, 15, || {
                             for layer in 0..layers {
@@ -216,7 +239,7 @@ fn attention() {
                         }) / layers as f64
                     };
                     let (alone, both) = (run(false), run(true));
-                    let bytes = (visible_pages(position) * block(view) + 200 * 512) * kv_heads;
+                    let bytes = (visible_pages(position) * block_bytes(view, d) + 200 * 512) * kv_heads;
                     line += &format!(
                         " | m {m}: {:.1} us {:.0} GB/s, with merge {:.1}",
                         alone * 1e6,
@@ -311,10 +334,7 @@ fn sequence() {
     let flag = device.zeroed(4).unwrap();
     let source: Vec<u16> = (0..1 << 20).map(|i: u32| 0x3c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
     let source = device.copied(&source).unwrap();
-    for (name, shapes) in [
-        ("Llama-2-7B", [(12_288, 4096), (4096, 4096), (22_016, 4096), (4096, 11_008)]),
-        ("Llama-3.1-8B", [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)]),
-    ] {
+    for (name, kv_heads, shapes) in SHAPES {
         let x = device.zeroed(16 * 14_336 * 2).unwrap();
         let (x8, xs) = (device.zeroed(16 * 14_336).unwrap(), device.zeroed(16 * 112 * 8).unwrap());
         let y = device.allocate(16 * 28_672 * 4).unwrap();
@@ -338,8 +358,7 @@ fn sequence() {
             .collect();
         let norm = device.kernel("norm_bf16", 0).unwrap();
         let (hidden, weight) = (device.zeroed(16 * 4096 * 4).unwrap(), device.zeroed(4096 * 4).unwrap());
-        let heads_of = if name == "Llama-2-7B" { [32, 32] } else { [32, 8] };
-        let rings = [0; 2].map(|_| device.zeroed(heads_of[1] * BUFFER_TOKENS * 128 * 2).unwrap());
+        let rings = [0; 2].map(|_| device.zeroed(kv_heads * BUFFER_TOKENS * 128 * 2).unwrap());
         let (rows_on, angles) = (device.zeroed(16 * 16).unwrap(), device.zeroed(16 * 64 * 8).unwrap());
         let heads = Heads {
             rows: rows_on.at(0),
@@ -348,7 +367,7 @@ fn sequence() {
             q: y.at(0),
             rings: [rings[0].at(0), rings[1].at(0)],
             scale: 1.0,
-            heads: heads_of,
+            heads: [32, kv_heads],
             layer: 0,
             slots: 1,
             flag: flag.at(0),
@@ -424,10 +443,7 @@ fn draft_layers() {
     let draft = Draft::new(&device, 128).unwrap().expect("kernels for Hopper");
     let bandwidth = read_bandwidth(&device);
     let flag = device.zeroed(4).unwrap();
-    for (name, kv_heads, shapes) in [
-        ("7B", 32, [(12_288, 4096), (4096, 4096), (22_016, 4096), (4096, 11_008)]),
-        ("8B", 8, [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)]),
-    ] {
+    for (name, kv_heads, shapes) in SHAPES {
         let config = config(32, kv_heads);
         let attend = Attend::new(&device, &config, Rounding::Balanced).unwrap();
         let matrices = shapes.map(|(n, k)| {
@@ -446,31 +462,10 @@ fn draft_layers() {
         for context in contexts("192,4096,32768,131072") {
             let pages = context / G;
             let upper = upper_blocks(&device, LAYERS * pages * kv_heads, 128);
-            let table: Vec<i32> = (0..pages as i32).collect();
-            let table = device.copied(&table).unwrap();
             let position = context - 64;
-            let row = Row { slot: 0, offset: 0, position };
             let rows = device.copied(&[0i32, 0, position as i32, 0]).unwrap();
-            let plan = attend.plan(View::Upper, &[row], |_| None).unwrap();
-            let pass = &plan[0];
-            let described = (
-                device.copied(&pass.spans).unwrap(),
-                device.copied(&pass.parts).unwrap(),
-                device.copied(&pass.merged).unwrap(),
-            );
-            let partial_rows = attend.partial_rows(1);
-            let partial = device.zeroed(partial_rows * 128 * 4).unwrap();
-            let extremes = device.zeroed(partial_rows * 8).unwrap();
-            let places = Places {
-                spans: described.0.at(0),
-                parts: described.1.at(0),
-                merged: described.2.at(0),
-                tables: table.at(0),
-                table_pitch: pages,
-                list_pitch: 0,
-                partial: partial.at(0),
-                extremes: extremes.at(0),
-            };
+            let described = Described::new(&device, &attend, View::Upper, position, 1, 128);
+            let (pass, places) = (&described.pass, described.places());
             let run = |beside: Option<bool>| {
                 graph_seconds(&device, 15, || {
                     for (layer, weights) in layers.iter().enumerate() {
@@ -532,10 +527,7 @@ fn target_layers() {
     let bandwidth = read_bandwidth(&device);
     let flag = device.zeroed(4).unwrap();
     let [norm, append, silu] = ["norm_bf16", "append_128", "silu_mul_bf16"].map(|name| device.kernel(name, 0).unwrap());
-    for (name, kv_heads, shapes) in [
-        ("7B", 32, [(12_288, 4096), (4096, 4096), (22_016, 4096), (4096, 11_008)]),
-        ("8B", 8, [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)]),
-    ] {
+    for (name, kv_heads, shapes) in SHAPES {
         let attend = Attend::new(&device, &config(32, kv_heads), Rounding::Balanced).unwrap();
         let layers: Vec<_> = (0..LAYERS)
             .map(|_| {
@@ -559,32 +551,11 @@ fn target_layers() {
                 let upper = upper_blocks(&device, blocks, 128);
                 let lower = device.zeroed(blocks * Layout::Cuda.lower_bytes(128)).unwrap();
                 let full = device.zeroed(if view == View::Full { blocks * 4 * G * 128 } else { 8 }).unwrap();
-                let table: Vec<i32> = (0..pages as i32).collect();
-                let table = device.copied(&table).unwrap();
                 let position = context - 64;
-                let rows: Vec<Row> = (0..m).map(|i| Row { slot: 0, offset: i, position: position + i }).collect();
-                let on_device: Vec<i32> = (0..m as i32).flat_map(|i| [0, i, position as i32 + i, 0]).collect();
-                let on_device = device.copied(&on_device).unwrap();
-                let plan = attend.plan(view, &rows, |_| None).unwrap();
-                let pass = &plan[0];
-                let described = (
-                    device.copied(&pass.spans).unwrap(),
-                    device.copied(&pass.parts).unwrap(),
-                    device.copied(&pass.merged).unwrap(),
-                );
-                let partial_rows = attend.partial_rows(m);
-                let partial = device.zeroed(partial_rows * 128 * 4).unwrap();
-                let extremes = device.zeroed(partial_rows * 8).unwrap();
-                let places = Places {
-                    spans: described.0.at(0),
-                    parts: described.1.at(0),
-                    merged: described.2.at(0),
-                    tables: table.at(0),
-                    table_pitch: pages,
-                    list_pitch: 0,
-                    partial: partial.at(0),
-                    extremes: extremes.at(0),
-                };
+                let rows: Vec<i32> = (0..m as i32).flat_map(|i| [0, i, position as i32 + i, 0]).collect();
+                let rows = device.copied(&rows).unwrap();
+                let described = Described::new(&device, &attend, view, position, m, 128);
+                let (pass, places) = (&described.pass, described.places());
                 let run = |attended: bool, behind: usize| {
                     graph_seconds(&device, 15, || {
                         let launch = |kernel, grid, block, arguments: &[Arg]| {
@@ -615,7 +586,7 @@ fn target_layers() {
                             norm_of();
                             product(&weights[0]);
                             let arguments = quantspec_cuda::args![
-                                &on_device, &y, 0u64, 0u64, 0u64, &angles, &q, &rings[0], &rings[1], 1e-5f32, 1.0f32,
+                                &rows, &y, 0u64, 0u64, 0u64, &angles, &q, &rings[0], &rings[1], 1e-5f32, 1.0f32,
                                 32usize, kv_heads, layer, 1usize, 0usize, &flag
                             ];
                             launch(append, [(32 + 2 * kv_heads).div_ceil(4) as u32, m as u32, 1], 128, &arguments);
@@ -637,12 +608,7 @@ fn target_layers() {
                     }) / LAYERS as f64
                         * 1e6
                 };
-                let block = match view {
-                    View::Upper => Layout::Cuda.upper_bytes(128),
-                    View::Both => Layout::Cuda.upper_bytes(128) + Layout::Cuda.lower_bytes(128),
-                    View::Full => 4 * G * 128,
-                };
-                let bytes = weight_bytes + visible_pages(position) * kv_heads * block;
+                let bytes = weight_bytes + visible_pages(position) * kv_heads * block_bytes(view, 128);
                 let weights_of_output = layers[0][1].buffer.bytes();
                 eprintln!(
                     "{name} {context} {view:?} {m}: without attention {:.1} us a layer, with it {:.1}, weights behind asked into L2 {:.1}, bytes {:.1}",
