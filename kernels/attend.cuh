@@ -10,8 +10,8 @@
 // it by 2^REACH, so most pages need a vote and no exchange.
 //
 // An item is a run of pages of one KV head, dealt to the rings of a block in turn, then its share of the recent tokens. On Hopper a block has a
-// multiprocessor to itself: a producer warp per ring keeps the ring's slots filled by the copy engine, a slot holding the keys or the values of one step.
-// Elsewhere a block is one ring whose threads copy for themselves.
+// multiprocessor to itself, or between products of a draft half of one: a producer warp per ring keeps the ring's slots filled by the copy engine, a
+// slot holding the keys or the values of one step. Elsewhere a block is one ring whose threads copy for themselves.
 //
 // Row invariance: a row's bits depend on its position and the cache alone. How pages and recent tokens are dealt to items and rings is a function of
 // the position; what a row does not see leaves its state unchanged to the bit (p = 0, factor 1); columns of an mma do not mix; the number of row
@@ -249,7 +249,8 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   const uint32_t base = shared_address(shared), ring_bytes = stages * C::SLOT + C::REST, tail = base + RINGS * ring_bytes;
   grid_trigger();
   // Descriptions, tables, pages and lists that an earlier step made were complete before the step's first kernel began, so they are read ahead of the
-  // kernel before this one. Fresh lists, q and the newest of the recent tokens are written in this step.
+  // kernel before this one. Fresh lists and q are written in this step, and so may recent tokens be: a window may
+  // be two spans, whose second sees what the first appended.
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (ENGINE) {

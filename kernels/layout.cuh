@@ -5,7 +5,7 @@
 constexpr int PAGE = 128;          // tokens of a page (core::cache::G)
 constexpr int RING = 3 * PAGE;     // tokens of the recent buffer (core::cache::BUFFER_TOKENS)
 
-// One row of a step. Described by the host for a whole round: positions are known before it starts, only drafted tokens are not.
+// One row of a step. Described by the host before it knows drafted tokens: positions are known before a round starts.
 struct Row {
   int slot, offset, position, token;      // token: -1 where the slot's window has it
 };

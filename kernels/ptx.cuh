@@ -29,7 +29,8 @@ typedef unsigned long long uint64_t;
 
 // ---- programmatic dependent launch ----
 // Every kernel of a step calls `grid_trigger` first thing, so that the next kernel's blocks can come up early, and `grid_wait` in every thread
-// before it touches anything another kernel writes or reads. Each kernel waits, so waiting for the last one is waiting for all.
+// before it touches anything another kernel of the step writes or reads. Each kernel waits, so waiting for the last one is waiting for all. The first
+// kernel of a step, `embed_*`, is launched without overlap: what earlier steps left is complete, and may be read ahead of the wait.
 DEV void grid_wait() {
 #ifdef QS_SM90
   asm volatile("griddepcontrol.wait;" ::: "memory");

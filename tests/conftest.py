@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,6 +30,10 @@ for variable in [name for name in os.environ if name.startswith("QUANTSPEC_")]:
 os.environ["QUANTSPEC_CONFIG"] = os.devnull
 # Nor may tests fill that person's cache.
 os.environ["QUANTSPEC_DRAFT_CACHE"] = "off"
+
+# A suite in the background ignores SIGINT (under nohup SIGHUP, too), and so would commands whose end by signals is tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 DEMO = hub.demo()
 

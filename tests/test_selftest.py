@@ -30,7 +30,11 @@ def test_a_sound_engine_passes(fake: Any, quantspec: Run) -> None:
     for method in ("kv4", "w4", "quantspec"):
         assert {case["gamma"] for case in cases if case["method"] == method and case["batch"] == 4} == set(GAMMAS)
     assert {case["method"] for case in cases} == {"kv4", "w4", "quantspec"}
-    assert {case["gamma"] for case in cases} == set(GAMMAS)
+    assert {case["gamma"] for case in cases} == {*GAMMAS, "auto"}
+    assert {(case["accept"], case["batch"]) for case in cases if case["gamma"] == "auto"} == {
+        ("greedy", 1),
+        ("replay", 1),
+    }
     assert {case["accept"] for case in cases} == {"greedy", "replay"}
     assert {case["batch"] for case in cases} == {1, 4}
     assert {case["draft_pages"] for case in cases} == {"all", 2}

@@ -47,7 +47,7 @@ class Case:
     method: str
     draft_pages: int | str
     threads: int | None
-    gamma: int
+    gamma: int | str
     accept: str
     batch: int
     tokens: int
@@ -136,18 +136,23 @@ def _cases(
 ) -> Iterator[Case]:
     everything = range(len(prompts))
     long = [place for place in everything if len(prompts[place]) >= LONG]
-    ways: list[tuple[EngineOptions, Sequence[int], Sequence[int]]] = [
-        (replace(options, method=method), everything, GAMMAS) for method in ("kv4", "w4", "quantspec")
+    fixed = replace(options, gamma=GAMMA_MAX)
+    quantspec = replace(fixed, method="quantspec")
+    # Options, prompts, and the gammas of one sequence and of a batch.
+    ways: list[tuple[EngineOptions, Sequence[int], Sequence[int | str], Sequence[int]]] = [
+        (replace(fixed, method=method), everything, FEW, GAMMAS) for method in ("kv4", "w4", "quantspec")
     ]
     if long:
-        selected = replace(options, method="quantspec", draft_pages=PAGES_MIN)
-        ways += [(replace(selected, page_choice=choice), long, FEW) for choice in ("best", "window")]
-    ways.append((replace(options, method="quantspec", threads=1), everything, FEW[:1]))
-    for way, places, gammas in ways:
-        engine = _engine(model, replace(way, gamma=GAMMA_MAX), prompts, batch=BATCH)
+        selected = replace(quantspec, draft_pages=PAGES_MIN)
+        ways += [(replace(selected, page_choice=choice), long, FEW, FEW) for choice in ("best", "window")]
+    ways.append((replace(quantspec, threads=1), everything, FEW[:1], FEW[:1]))
+    # Drafts of one sequence that end where their tokens are in doubt.
+    ways.append((replace(quantspec, gamma="auto"), everything, ("auto", "auto"), ()))
+    for way, places, alone, together in ways:
+        engine = _engine(model, way, prompts, batch=BATCH)
         for accept, sampling in _SAMPLING.items():
             for batch in (1, BATCH):
-                for turn, gamma in enumerate(gammas if batch > 1 else [gamma for gamma in gammas if gamma in FEW]):
+                for turn, gamma in enumerate(together if batch > 1 else alone):
                     # The batch moves on by one prompt per case; its neighbours have other lengths.
                     chosen = [places[turn % len(places)]]
                     chosen += [(chosen[0] + step) % len(prompts) for step in range(1, batch)]
@@ -185,17 +190,19 @@ def _engine(model: Model, options: EngineOptions, prompts: Sequence[list[int]], 
     return Engine(model, options, context=longest + NEW_TOKENS, longest_prompt=longest, batch=batch)
 
 
-def _decode(engine: Engine, prompts: Sequence[list[int]], options: GenerateOptions, gamma: int) -> list[list[int]]:
-    """Decodes prompts together with one γ, through the product's loop; ids only, no end-of-text token ends them."""
+def _decode(
+    engine: Engine, prompts: Sequence[list[int]], options: GenerateOptions, gamma: int | str
+) -> list[list[int]]:
+    """Decodes prompts together with one γ, or the engine's, through the product's loop; ids only, no end-of-text token."""
     native = engine.native
     with native_errors():
         slots = [native.add(prompt, **options.sampling()) for prompt in prompts]
         texts = {slot: Text(lambda _: b"", limit=options.max_new_tokens) for slot in slots}
 
         def fixed(slot: int) -> int:
-            return min(gamma, options.max_new_tokens - len(texts[slot].tokens) - 1)
+            return min(int(gamma), options.max_new_tokens - len(texts[slot].tokens) - 1)
 
-        for _ in loop.decode(native, texts, choose_gamma=fixed):
+        for _ in loop.decode(native, texts, choose_gamma=None if gamma == "auto" else fixed):
             pass
     return [texts[slot].tokens for slot in slots]
 
@@ -204,6 +211,6 @@ def _line(case: Case) -> str:
     pages = "all pages" if case.draft_pages == "all" else f"{case.draft_pages} pages"
     threads = "" if case.threads is None else f", {case.threads} thread" + ("s" if case.threads > 1 else "")
     return (
-        f"{case.method:9} {pages}, gamma {case.gamma:2}, {case.accept}, batch {case.batch}{threads}: "
+        f"{case.method:9} {pages}, gamma {case.gamma!s:>2}, {case.accept}, batch {case.batch}{threads}: "
         f"{case.tokens} tokens " + ("equal" if case.difference is None else "differ")
     )

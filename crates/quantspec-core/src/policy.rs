@@ -120,9 +120,6 @@ pub struct Stop {
 }
 
 impl Stop {
-    /// Drafts γ tokens.
-    pub const NEVER: Stop = Stop { enough: 0.0, doubt: DOUBT };
-
     /// About the chance that a drafted token stands which led its runner-up by so much, under greedy and replay acceptance: a tie is open.
     pub fn chance(&self, lead: f32) -> f64 {
         1.0 - 0.5 * (-f64::from(lead).min(LEAD_MAX) / self.doubt).exp()
@@ -174,9 +171,10 @@ impl Policy {
         self.auto.as_ref().map_or(self.max, |auto| auto.reach())
     }
 
-    /// When drafts of the next round end early, for a sequence whose leads are known and which is alone in its round.
-    pub fn stop(&self) -> Stop {
-        self.auto.as_ref().map_or(Stop::NEVER, |auto| auto.stop())
+    /// When drafts of the next round end early, for a sequence whose leads are known and which is alone in its round; `None` where γ is fixed, and nobody
+    /// need look at leads.
+    pub fn stop(&self) -> Option<Stop> {
+        self.auto.as_ref().filter(|auto| !auto.fixed).map(|auto| auto.stop())
     }
 
     /// Pages that the next round's draft reads; `None` where they are not chosen here.
@@ -744,10 +742,8 @@ mod tests {
 
         /// Tokens drafted in a round.
         fn drafted(&self, policy: &Policy, round: usize) -> usize {
-            if self.lead.is_none() {
-                return policy.gamma();
-            }
-            let (mut all, stop) = (1.0, policy.stop());
+            let Some(stop) = policy.stop().filter(|_| self.lead.is_some()) else { return policy.gamma() };
+            let mut all = 1.0;
             let ends = |i: &usize| {
                 all *= stop.chance(self.lead(round, *i));
                 all < stop.enough

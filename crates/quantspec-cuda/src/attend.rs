@@ -102,8 +102,6 @@ pub struct Chosen {
     pub listed: usize,
     /// Pages that were visible when they were chosen.
     pub visible: usize,
-    /// They are chosen by this step: the list is there once the kernel ahead of attention has ended.
-    pub fresh: bool,
 }
 
 /// A launch: spans with their parts, over rows `first_row .. first_row + rows` of the step.
@@ -424,8 +422,15 @@ impl Attend {
         most_partial_rows(self.kv_heads * self.group, splits.into_iter().max().unwrap_or(1), rows)
     }
 
-    /// Cuts the rows of a step into passes. `chosen` gives the list of a slot's draft, or nothing for all pages.
-    pub fn plan(&self, view: View, rows: &[Row], chosen: impl Fn(usize) -> Option<Chosen>) -> Result<Vec<Pass>> {
+    /// Cuts the rows of a step into passes. `chosen` gives the list of a slot's draft, or nothing for all pages, `fresh` whether this step chooses it: then it
+    /// is there once the kernel ahead of attention has ended.
+    pub fn plan(
+        &self,
+        view: View,
+        rows: &[Row],
+        chosen: impl Fn(usize) -> Option<Chosen>,
+        fresh: impl Fn(usize) -> bool,
+    ) -> Result<Vec<Pass>> {
         let split = self.split(view);
         let most_rows =
             split.variants.last().map(|v| v.tiles * 8).ok_or_else(|| Error::internal("attention without kernels"))?;
@@ -460,7 +465,7 @@ impl Attend {
                     listed: list.map_or(-1, |list| list.listed as i32),
                     cap: cap as i32,
                     partial: pass.partial_rows as i32,
-                    fresh: list.is_some_and(|list| list.fresh).into(),
+                    fresh: (list.is_some() && fresh(first.slot)).into(),
                 };
                 let total = queries * self.group;
                 let part_rows = total.div_ceil(total.div_ceil(most_rows));

@@ -1,7 +1,8 @@
 //! [`CudaBackend`]: the operations of a pass as launches on one stream.
 //!
 //! A round is one copy to the device (rows, angles, spans and turns of every draft step and of the verification), one graph of all their
-//! launches, and one copy back. Positions are known before a round starts; drafted tokens never leave the device before its end.
+//! launches, and one copy back. Positions are known before a round starts; drafted tokens never leave the device before its end. Where a draft may end
+//! early each of its steps is a copy, a graph, and the lead of its token on its way back.
 
 use crate::args;
 use crate::attend::{
@@ -187,12 +188,12 @@ pub struct CudaBackend {
     prompt: PromptSpace,
     /// Lists of chosen pages `[layer][slot][kv head][pitch]`, and the scores they are chosen by; made when first asked for.
     lists: Option<Lists>,
-    /// Recorded rounds by everything their launches depend on; `None` for one that was seen once.
+    /// Recorded rounds, and steps of drafts that are looked at, by everything their launches depend on; `None` for one that was seen once.
     graphs: HashMap<Vec<u64>, Option<Graph>>,
     /// The step under way.
     plan: Plan,
     staged: usize,
-    /// What the next verification's draft reads: a round is queued as a whole.
+    /// What the next verification's draft reads, where the round is queued as a whole.
     drafting: Option<DraftPlan>,
     /// A prompt was where the draft weights belong.
     overwritten: bool,
@@ -203,7 +204,7 @@ pub struct CudaBackend {
 struct Clock {
     start: Mark,
     drafted: Mark,
-    /// The last round drafted.
+    /// The last verification drafted.
     ran: bool,
 }
 
@@ -556,10 +557,9 @@ impl CudaBackend {
             }
         }
         let slots = &self.slots;
-        let passes = self.attend.plan(step.view, rows, |slot| {
-            let chosen = slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists)?;
-            Some(Chosen { fresh: choices.iter().any(|choice| choice.slot as usize == slot), ..chosen })
-        })?;
+        let chosen = |slot: usize| slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists);
+        let fresh = |slot: usize| choices.iter().any(|choice| choice.slot as usize == slot);
+        let passes = self.attend.plan(step.view, rows, chosen, fresh)?;
 
         let half = self.config.head_dim / 2;
         let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at: *at };
@@ -635,7 +635,7 @@ impl CudaBackend {
             };
             if again || slot.chosen.is_none() {
                 // Where all would be on the list there is none.
-                slot.chosen = (visible > n).then_some(Chosen { listed: n, visible, fresh: false });
+                slot.chosen = (visible > n).then_some(Chosen { listed: n, visible });
                 if slot.chosen.is_some() {
                     choices.push(Choice { row: index as i32, slot: row.slot as i32, pages: visible as i32 });
                 }
@@ -770,12 +770,16 @@ impl CudaBackend {
     ) -> Result<()> {
         let logits = self.step.logits.at(0);
         let (drafts, verify) = round.split_at(round.len() - usize::from(turns.is_some()));
-        if !drafts.is_empty() {
+        // What is drafted by itself the host times.
+        let timed = !drafts.is_empty() && turns.is_some();
+        if timed {
             self.clock.start.set(recording)?;
-            for (step, plan) in drafts {
-                self.queue(step, plan)?;
-                self.sampling.propose(step.rows.len(), plan.rows, logits, warm)?;
-            }
+        }
+        for (step, plan) in drafts {
+            self.queue(step, plan)?;
+            self.sampling.propose(step.rows.len(), plan.rows, logits, warm)?;
+        }
+        if timed {
             self.clock.drafted.set(recording)?;
         }
         for ((step, plan), turns) in verify.iter().zip(turns) {
@@ -971,13 +975,12 @@ impl CudaBackend {
                 )?;
             }
         }
-        let output = &weights.output.buffer;
-        let around = Around {
-            beside: self.together(step).is_some(),
-            // Products of a draft that have room beside attention ask for their weights themselves.
-            behind: if draft { (0, 0) } else { (output.at(0), output.bytes()) },
-        };
-        for (pass, places) in self.plan.passes.iter().zip(&self.plan.places) {
+        let beside = self.together(step).is_some();
+        for (index, (pass, places)) in self.plan.passes.iter().zip(&self.plan.places).enumerate() {
+            let output = &weights.output.buffer;
+            // Draft products ask for their weights themselves, and ahead of another pass there is no product.
+            let none = draft || index + 1 < self.plan.passes.len();
+            let around = Around { beside, behind: if none { (0, 0) } else { (output.at(0), output.bytes()) } };
             // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
             unsafe {
                 self.attend.run(step.view, pass, space.q.at(0), &cache, places, around)?;
@@ -1431,12 +1434,13 @@ impl Backend for CudaBackend {
     }
 
     fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
+        self.drafting = None;
         if plan.weights == Weights::Draft {
             // Here, where nobody takes it for the time of a verification.
             self.restore_drafts()?;
         }
         match turns {
-            [turn] if turn.stop.enough > 0.0 => self.draft_watched(plan, turn),
+            [turn] if turn.stop.is_some() => self.draft_watched(plan, turn),
             _ => {
                 self.drafting = Some(*plan);
                 Ok(())
@@ -1445,8 +1449,9 @@ impl Backend for CudaBackend {
     }
 
     fn verify(&mut self, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
-        (self.hooks.poll)()?;
+        // Also where the poll ends the round: the next one is not to draft by this plan.
         let drafting = self.drafting.take();
+        (self.hooks.poll)()?;
         let longest = drafting.map_or(0, |_| turns.iter().map(|turn| turn.gamma).max().unwrap_or(0));
         let warm = self.sampling.learn(turns)?;
         let at_offset = |turn: &Turn, offset| Row { slot: turn.slot, offset, position: turn.committed + offset };

@@ -181,7 +181,7 @@ impl Bench {
             let steps: Vec<Row> =
                 (0..count).map(|offset| Row { slot: 0, offset, position: position + offset }).collect();
             let mut launches: Vec<(Pass, Places, [Buffer; 3])> = Vec::new();
-            for pass in attend.plan(view, &steps, |_| None)? {
+            for pass in attend.plan(view, &steps, |_| None, |_| false)? {
                 let described =
                     [device.copied(&pass.spans)?, device.copied(&pass.parts)?, device.copied(&pass.merged)?];
                 let places = Places {

@@ -74,7 +74,7 @@ impl fmt::Display for Queued {
         match self {
             Queued::Nothing => write!(f, "nothing queued"),
             Queued::Kernel(name, [x, y, z]) => write!(f, "kernel {name} of {x} × {y} × {z} blocks queued last"),
-            Queued::Graph => write!(f, "a recorded round queued last"),
+            Queued::Graph => write!(f, "recorded steps queued last"),
         }
     }
 }
@@ -695,7 +695,7 @@ impl Graph {
         // SAFETY: the executable lives as long as `self`.
         let status = unsafe { sys::cuGraphLaunch(self.exec, self.device.stream) };
         self.device.note(Queued::Graph);
-        check(status, "launching a recorded round")
+        check(status, "launching recorded steps")
     }
 }
 

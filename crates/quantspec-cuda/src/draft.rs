@@ -18,7 +18,7 @@ const AHEAD: usize = 2;
 const STAGES_MIN: usize = 3;
 /// Shared memory that the driver keeps of every block.
 const KEPT: usize = 1024;
-/// What a block of `merge` takes (kernels/attend.cu), with what is kept of it: it comes up beside two blocks, or the product behind it could not.
+/// What a block of `merge` takes (kernels/attend.cu), with what is kept of it: where it comes up beside two blocks, the product behind it can, too.
 const SMALL: usize = 3072 + KEPT;
 
 /// The hidden stream, f32 `[rows][width]`, and the norm ahead of a product.
@@ -68,8 +68,19 @@ pub struct Draft {
     gated: Kernel,
     add_i8: Kernel,
     add_bf16: Kernel,
-    /// Dynamic shared memory of a block, so that two share a multiprocessor.
+    /// Most dynamic shared memory of a block, so that two share a multiprocessor.
     shared: usize,
+}
+
+/// Chunks of weights that fit beside the inputs of `rows` rows into at most `most` bytes of shared memory, and the bytes a block is given: less, for a small
+/// block beside two, where that costs no chunk (kernels/draft.cu, `DraftShared`).
+fn ring(most: usize, groups: usize, rows: usize) -> (usize, usize) {
+    let inputs = rows * (groups * (GROUP + 8) + 64);
+    let sums = TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
+    let stages =
+        |shared: usize| shared.saturating_sub(inputs + sums + 16) / (CHUNK_TILES * WARPS * block_bytes(4) + 16);
+    let less = most - SMALL / 2;
+    (stages(most), if stages(less) == stages(most) { less } else { most })
 }
 
 impl Draft {
@@ -78,7 +89,7 @@ impl Draft {
         if !device.has_engine() {
             return Ok(None);
         }
-        let shared = (device.shared_per_multiprocessor - SMALL) / 2 - KEPT;
+        let shared = device.shared_per_multiprocessor / 2 - KEPT;
         let kernel = |name: &str| {
             let kernel = device.kernel(name, shared)?;
             device.prefer_shared(kernel, 100)?;
@@ -95,16 +106,9 @@ impl Draft {
         }))
     }
 
-    /// Chunks of weights that fit beside the inputs of `rows` rows (kernels/draft.cu, `DraftShared`).
-    fn stages(&self, groups: usize, rows: usize) -> usize {
-        let inputs = rows * (groups * (GROUP + 8) + 64);
-        let sums = TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
-        self.shared.saturating_sub(inputs + sums + 16) / (CHUNK_TILES * WARPS * block_bytes(4) + 16)
-    }
-
     /// Whether products of `k` inputs take `rows` rows.
     pub fn takes(&self, k: usize, rows: usize) -> bool {
-        (1..=ROWS_MAX).contains(&rows) && self.stages(k.div_ceil(GROUP), rows) >= STAGES_MIN
+        (1..=ROWS_MAX).contains(&rows) && ring(self.shared, k.div_ceil(GROUP), rows).0 >= STAGES_MIN
     }
 
     unsafe fn launch(&self, kernel: Kernel, weights: &Quantised, rows: usize, rest: &[Arg]) -> Result<()> {
@@ -112,11 +116,11 @@ impl Draft {
         if weights.bits != 4 || !self.takes(weights.k, rows) {
             return Err(Error::internal(format!("a draft product of {rows} rows and {} inputs", weights.k)));
         }
-        let stages = self.stages(groups, rows);
+        let (stages, shared) = ring(self.shared, groups, rows);
         let mut arguments = args![weights.address(), groups, tiles, rows, stages, AHEAD].to_vec();
         arguments.extend_from_slice(rest);
         let grid = [tiles.min(self.device.multiprocessors) as u32, 1, 1];
-        let launch = Launch { grid, block: THREADS, shared: self.shared as u32, overlap: true };
+        let launch = Launch { grid, block: THREADS, shared: shared as u32, overlap: true };
         // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
@@ -210,5 +214,28 @@ impl Draft {
         let rest = args![x, weights.k, pitch, hidden, bias, weights.n];
         // SAFETY: the caller's.
         unsafe { self.launch(self.add_bf16, weights, rows, &rest) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rings_share_a_multiprocessor() {
+        const HOPPER: usize = 228 * 1024;
+        for (inputs, rows, chunks, small) in [
+            (4096, 1, 6, true),
+            (11_008, 1, 5, true),
+            (14_336, 1, 5, true),
+            (8192, 1, 6, false),
+            (11_008, 2, 5, false),
+            (27_648, 2, 3, false),
+        ] {
+            let (stages, shared) = ring(HOPPER / 2 - KEPT, inputs / GROUP, rows);
+            assert_eq!(stages, chunks, "{inputs} inputs, {rows} rows");
+            let taken = 2 * (shared + KEPT) + if small { SMALL } else { 0 };
+            assert!(taken <= HOPPER, "{inputs} inputs, {rows} rows: {taken} bytes");
+        }
     }
 }

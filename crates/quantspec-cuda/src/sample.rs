@@ -1,6 +1,6 @@
 //! Choosing and judging tokens on the device (kernels/sample.cu), and the windows they are written to.
 //!
-//! Windows, verdicts and the error flag lie in one buffer, so that a round ends with one copy to the host.
+//! Windows, verdicts, the error flag and the lead of a drafted token lie in one buffer, so that a round ends with one copy to the host.
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Pinned, Plain};
@@ -91,7 +91,7 @@ pub(crate) struct Sampling {
     slots: usize,
     /// Tokens of a window.
     pitch: usize,
-    /// Flag, verdicts `[slots]`, windows `[slots][pitch]`.
+    /// Flag, lead, verdicts `[slots]`, windows `[slots][pitch]`.
     shared: Buffer,
     result: Pinned,
     samplers: Buffer,

@@ -3,13 +3,14 @@
 
 mod gpu;
 
-use gpu::{Random, device, distance, poisoned};
+use gpu::{Random, device, distance, poisoned, run};
 use half::f16;
 use quantspec_core::attend::{Cache, FullPage, attend, page_bound, select_pages, window_pages};
 use quantspec_core::cache::{BUFFER_TOKENS, G, buffer_slot, visible_pages, visible_quantised};
 use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Rounding, View};
 use quantspec_core::layout::Layout;
 use quantspec_core::quantize::{Page, quantize_page};
+use quantspec_cuda::args;
 use quantspec_cuda::attend::{Around, Attend, Choice, Chosen, Layer, Pass, Places};
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_model::backend::Row;
@@ -203,7 +204,9 @@ impl World {
         let width = self.config.heads * self.config.head_dim;
         let q = self.device.copied(q).unwrap();
         let x = poisoned(&self.device, rows.len() * width * 4);
-        for pass in self.attend.plan(view, rows, |_| chosen.map(|(chosen, ..)| chosen)).unwrap() {
+        let list = |_| chosen.map(|(chosen, ..)| chosen);
+        // Beside products lists are of an earlier step.
+        for pass in self.attend.plan(view, rows, list, |_| !around.beside).unwrap() {
             let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
             let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
             // SAFETY: everything lives until the wait below.
@@ -359,6 +362,39 @@ fn rows_do_not_depend_on_the_batch() {
     }
 }
 
+/// Page lists by made-up scores, many of them equal: slabs of 256 pages, those that registers hold and those read again, and lists longer than there are pages.
+#[test]
+fn lists_by_any_scores_equal_core() {
+    let Some(device) = device() else { return };
+    const KV_HEADS: usize = 2;
+    let mut random = Random(12);
+    for pages in [1, 2, 3, 255, 256, 257, 1000, 2047, 2048, 2049, 5000] {
+        for n in [2, 3, 64, pages - 1, pages, pages + 1].into_iter().filter(|&n| n >= 2) {
+            let (score_pitch, list_pitch) = (pages + 5, n + 3);
+            let values = [-3.5f32, -0.0, 0.0, 1.25, 1e30];
+            let scores: Vec<f32> = (0..2 * KV_HEADS * score_pitch).map(|_| values[random.below(5)]).collect();
+            let on_device = device.copied(&scores).unwrap();
+            // List 0 is of slot 1, and the other way round.
+            let choices = device.copied(&[1, 0].map(|slot| Choice { row: 0, slot, pages: pages as i32 })).unwrap();
+            for best in [true, false] {
+                let lists = poisoned(&device, 2 * KV_HEADS * list_pitch * 4);
+                let by = if best { on_device.at(0) } else { 0 };
+                let arguments = args![by, score_pitch, &choices, &lists, list_pitch, KV_HEADS, n];
+                run(&device, "select", [KV_HEADS, 2, 1], 256, 0, &arguments);
+                let lists = lists.read::<i32>(0, 2 * KV_HEADS * list_pitch).unwrap();
+                for (list, slot, head) in [(0, 1, 0), (0, 1, 1), (1, 0, 0), (1, 0, 1)] {
+                    let scores = &scores[(list * KV_HEADS + head) * score_pitch..][..pages];
+                    let want = if best { select_pages(scores, n) } else { window_pages(pages, n) };
+                    let got = &lists[(slot * KV_HEADS + head) * list_pitch..][..list_pitch];
+                    let kept: Vec<usize> = got[..want.len()].iter().map(|&page| page as usize).collect();
+                    assert_eq!(kept, want, "best {best}, {n} of {pages}, list {list}, head {head}");
+                    assert!(got[want.len()..].iter().all(|&page| page == -1), "written beyond {n} of {pages}");
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn chosen_pages_equal_core() {
     let Some(device) = device() else { return };
@@ -389,10 +425,9 @@ fn chosen_pages_equal_core() {
                 let lists_read = lists.read::<i32>(0, SLOTS * kv_heads * pitch).unwrap();
                 let group = heads / kv_heads;
                 let mut outputs = Vec::new();
-                let chosen = Chosen { listed: n.min(visible), visible, fresh: true };
+                let chosen = Chosen { listed: n.min(visible), visible };
                 let got = world.run(View::Upper, position, &q, Some((chosen, lists.at(0), pitch)));
-                let later = Chosen { fresh: false, ..chosen };
-                let beside = world.run_beside(position, &q, Some((later, lists.at(0), pitch)));
+                let beside = world.run_beside(position, &q, Some((chosen, lists.at(0), pitch)));
                 for head in 0..kv_heads {
                     let bounds: Vec<f32> = (0..visible)
                         .map(|page| {

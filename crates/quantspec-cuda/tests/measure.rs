@@ -150,7 +150,7 @@ struct Described {
 impl Described {
     fn new(device: &Arc<Device>, attend: &Attend, view: View, position: usize, rows: usize, d: usize) -> Described {
         let rows: Vec<Row> = (0..rows).map(|i| Row { slot: 0, offset: i, position: position + i }).collect();
-        let pass = attend.plan(view, &rows, |_| None).unwrap().remove(0);
+        let pass = attend.plan(view, &rows, |_| None, |_| false).unwrap().remove(0);
         let pages = (position + rows.len()).div_ceil(G);
         let table: Vec<i32> = (0..pages as i32).collect();
         let partial_rows = attend.partial_rows(rows.len());

@@ -9,6 +9,7 @@ mod gpu;
 mod small;
 
 use gpu::device;
+use quantspec_core::cache::Extent;
 use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
@@ -177,18 +178,19 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             let first = backend.first(0, committed, &sampler).unwrap();
             backend.set_window(0, &[first]).unwrap();
             let turn = |stop| Turn { slot: 0, committed, gamma: 12, stop, leads: Vec::new(), sampler: sampler.clone() };
-            let mut never = [turn(Stop::NEVER)];
+            let mut never = [turn(None)];
             forward::draft(&mut backend, &QUANTSPEC, &mut never).unwrap();
             let want = backend.window(0, 13).unwrap();
             for enough in [0.999, 0.7, 1e-9] {
-                let mut turns = [turn(Stop { enough, doubt: 0.45 })];
+                let stop = Stop { enough, doubt: 0.45 };
+                let mut turns = [turn(Some(stop))];
                 backend.set_window(0, &[first]).unwrap();
                 backend.draft(&QUANTSPEC, &mut turns).unwrap();
                 let [turn] = turns;
                 assert_eq!(turn.leads.len(), turn.gamma);
                 assert!(turn.leads.iter().all(|&lead| lead >= 0.0), "{:?}", turn.leads);
                 assert!(backend.window(0, turn.gamma + 1).unwrap() == want[..=turn.gamma], "{accept:?} {enough}");
-                let chance = |n: usize| -> f64 { turn.leads[..n].iter().map(|&lead| turn.stop.chance(lead)).product() };
+                let chance = |n: usize| -> f64 { turn.leads[..n].iter().map(|&lead| stop.chance(lead)).product() };
                 assert!(turn.gamma == 12 || chance(turn.gamma) < enough);
                 assert!(chance(turn.gamma - 1) >= enough);
                 (ended, tried) = (ended + usize::from(turn.gamma < 12), tried + 1);
@@ -196,6 +198,63 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             backend.close(0);
         }
         assert!(ended > 0 && ended < tried, "{ended} of {tried} drafts ended early");
+    }
+}
+
+/// Decodes `new` tokens by rounds of a backend whose drafts, of up to 12 tokens, end by `stop`; plainly without one. Also how many drafts ended early.
+fn rounds<B: Backend>(
+    backend: &mut B,
+    prompt: &[u32],
+    sampler: &Sampler,
+    pages: Pages,
+    stop: Option<Stop>,
+    new: usize,
+) -> (Vec<u32>, usize) {
+    backend.open(0, prompt.len() + new + 16).unwrap();
+    forward::prefill(backend, 0, prompt, 256, &mut |_, _| {}).unwrap();
+    let mut text = vec![backend.first(0, prompt.len(), sampler).unwrap()];
+    backend.set_window(0, &text).unwrap();
+    let (mut extent, mut ended) = (Extent::default(), 0);
+    extent.commit(prompt.len());
+    while text.len() < new {
+        let gamma = if stop.is_some() { 12 } else { 0 };
+        let committed = extent.committed();
+        let mut turns = [Turn { slot: 0, committed, gamma, stop, leads: Vec::new(), sampler: sampler.clone() }];
+        if gamma > 0 {
+            backend.draft(&DraftPlan { pages, ..QUANTSPEC }, &mut turns).unwrap();
+            ended += usize::from(turns[0].gamma < gamma);
+        }
+        let verdict = backend.verify(View::Both, &turns).unwrap().remove(0);
+        text.extend(&backend.window(0, verdict.accepted + 1).unwrap()[1..]);
+        text.push(verdict.token);
+        for page in extent.commit(verdict.accepted + 1) {
+            backend.flush(0, page).unwrap();
+        }
+        backend.set_window(0, &[verdict.token]).unwrap();
+    }
+    backend.close(0);
+    text.truncate(new);
+    (text, ended)
+}
+
+/// Rounds whose drafts end early give the tokens of plain decoding, over the borders of pages and where lists of pages come into being.
+#[test]
+fn rounds_of_drafts_that_end_early_change_no_token() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 1200) {
+        let mut backend = load(&device, &checkpoint, &options(1200, 1));
+        let vocab = checkpoint.config().vocab;
+        for (accept, length) in [(Accept::Greedy, 330), (Accept::Replay, 500)] {
+            let (prompt, sampler) = (prompt(vocab, length, 9), sampler(accept, 17, 0));
+            let (want, _) = rounds(&mut backend, &prompt, &sampler, Pages::All, None, 400);
+            for pages in [Pages::All, Pages::Best(3), Pages::Window(4)] {
+                let stop = Some(Stop { enough: 0.9, doubt: 1.0 });
+                let (got, ended) = rounds(&mut backend, &prompt, &sampler, pages, stop, 400);
+                assert!(got == want, "{accept:?} {pages:?}");
+                // A greedy text repeats itself, and little of it is in doubt.
+                assert!(accept == Accept::Greedy || ended > 0, "{pages:?}: no draft ended early");
+            }
+        }
     }
 }
 
@@ -223,6 +282,8 @@ fn automatic_drafts_change_no_token() {
                 }
                 engine.finish(slot);
                 assert!(text == plain[0], "{accept:?} {pages:?}");
+                // Every draft of one sequence under this policy is looked at.
+                assert!(engine.stats().drafted_tokens() > 0, "nothing was drafted");
                 eprintln!("{accept:?} {pages:?}: acceptance {:?}", engine.stats().acceptance_rate());
             }
         }

@@ -166,6 +166,18 @@ fn greedy_takes_the_lowest_id_among_equals() {
             assert_eq!(choices[row], want as i32, "row {row} of {vocab}");
             assert_eq!(windows[slot as usize * WINDOW + offset as usize + 1], want as i32);
         }
+        // Of row 0 of many, and of every row alone: a tie, zeros of both signs, a row of masked tokens but one, a vocabulary of one.
+        let (greedy, told) = (Sampler::greedy(), stage.lead());
+        let leads = rows.iter().enumerate().map(|(row, place)| {
+            let logits = &all[row * vocab..(row + 1) * vocab];
+            stage.choose(&[*place], logits, PROPOSE);
+            (stage.lead(), choose_with_lead(logits, &greedy, place[2] as usize + 1, Stream::Sample).1)
+        });
+        let leads: Vec<(f32, f32)> = leads.collect();
+        assert!(leads.iter().all(|(got, want)| got == want), "leads of {vocab}: {leads:?}");
+        assert!(told == leads[0].0 && (vocab <= 50 || leads[0].0 == 0.0 && leads[2].0 == f32::INFINITY));
+        stage.choose(&rows[1..2], &all[vocab..2 * vocab], JUDGE);
+        assert!(stage.lead() == leads[rows.len() - 1].0, "a judgement told a lead");
         assert_eq!(stage.flag(), 0);
     }
 }

@@ -112,9 +112,9 @@ pub struct Turn {
     pub committed: usize,
     /// Tokens to draft, 0..=GAMMA_MAX; after the draft, tokens that were drafted.
     pub gamma: usize,
-    /// When to draft fewer.
-    pub stop: Stop,
-    /// Leads of the drafted tokens, where [`Backend::LEADS`].
+    /// When to draft fewer, where leads are looked at.
+    pub stop: Option<Stop>,
+    /// Leads of the drafted tokens; empty where the backend did not look.
     pub leads: Vec<f32>,
     /// How tokens are chosen and accepted.
     pub sampler: Sampler,
@@ -125,8 +125,9 @@ impl Turn {
     /// its tokens stand.
     pub fn drafted(&mut self, lead: f32) {
         self.leads.push(lead);
-        let all: f64 = self.leads.iter().map(|&lead| self.stop.chance(lead)).product();
-        if all < self.stop.enough {
+        let Some(stop) = self.stop else { return };
+        let all: f64 = self.leads.iter().map(|&lead| stop.chance(lead)).product();
+        if all < stop.enough {
             self.gamma = self.leads.len();
         }
     }
@@ -146,7 +147,7 @@ pub struct DraftPlan {
 /// A device that runs the network. All calls are made from one thread; a failed call leaves slots in an undefined state
 /// (close them), never memory.
 pub trait Backend: Send {
-    /// Whether [`Backend::lead`] is known: what is drafted next can depend on it.
+    /// Whether [`Backend::draft`] tells the leads of one sequence's tokens, and ends its draft by them.
     const LEADS: bool = false;
 
     /// The model's shape.
@@ -205,7 +206,7 @@ pub trait Backend: Send {
     /// `row.offset + 1`; keeps q where the sampler's acceptance rule needs it. `turns` holds the turn of every slot.
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()>;
 
-    /// By how much, in logits, the slot's last proposed token led its runner-up.
+    /// By how much, in logits, the slot's last proposed token led its runner-up: what the provided [`Backend::draft`] tells.
     fn lead(&self, _slot: usize) -> f32 {
         f32::INFINITY
     }
@@ -214,7 +215,7 @@ pub trait Backend: Send {
     /// after it. One verdict per turn, in order.
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>>;
 
-    /// Drafts for every turn, and sets leads, and γ of one that ends early. The provided method runs one step per drafted token; a backend may
+    /// Drafts for every turn, and sets leads where they are looked at, and γ of one that ends early. The provided method runs one step per drafted token; a backend may
     /// also leave that to the verification that follows, and say there what it took ([`Backend::draft_seconds`]).
     fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()>
     where

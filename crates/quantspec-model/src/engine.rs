@@ -8,7 +8,7 @@ use crate::backend::{Backend, DraftPlan, Memory, Turn};
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
 use quantspec_core::config::{Pages, View};
-use quantspec_core::policy::{Policy, Stop};
+use quantspec_core::policy::Policy;
 use quantspec_core::report::Stats;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
@@ -228,7 +228,7 @@ impl<B: Backend> Engine<B> {
         self.turns.clear();
         self.drafted = None;
         for &(slot, gamma) in gammas {
-            let stop = if self.leads(slot) { self.method.policy.stop() } else { Stop::NEVER };
+            let stop = self.method.policy.stop().filter(|_| self.leads(slot));
             let (_, sequence) = self.parts(slot)?;
             if !sequence.running || sequence.remaining == 0 {
                 return Err(Error::usage(

@@ -115,7 +115,8 @@ fn a_draft_ends_where_its_tokens_are_in_doubt() {
     // No lead counts beside such an error: each token halves the chance.
     for (enough, drafted) in [(0.0, 4), (0.2, 3), (0.4, 2), (0.9, 1)] {
         let stop = Stop { enough, doubt: 1e9 };
-        let mut turns = [Turn { slot, committed: 3, gamma: 4, stop, leads: vec![], sampler: Sampler::greedy() }];
+        let mut turns =
+            [Turn { slot, committed: 3, gamma: 4, stop: Some(stop), leads: vec![], sampler: Sampler::greedy() }];
         forward::draft(engine.backend(), &plan, &mut turns).expect("draft");
         assert_eq!((turns[0].gamma, turns[0].leads.len()), (drafted, drafted));
         assert!(turns[0].leads.iter().all(|lead| *lead >= 0.0));
