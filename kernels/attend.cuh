@@ -342,11 +342,12 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     auto load = [&](int n, int value) {
       if (!ENGINE && n < steps) copier.copy(w, n, value, slots + ((2 * n + value) & next_slots) * C::SLOT, 0);
     };
-    // The first keys are on their way before the kernel ahead has ended.
-    const bool early = !ENGINE && stages == 4 && !w.span.fresh && w.pages > 1;
+    // The first keys are on their way before the kernel ahead has ended. Here every list is waited for: asking whether it is fresh would cost registers
+    // that heads of 256 channels have not.
+    const bool early = !ENGINE && stages == 4 && w.span.listed < 0 && w.pages > 1;
     if (!ENGINE) {
       slot = 0;
-      if (w.span.fresh && !waited) grid_wait(), waited = true;
+      if (w.span.listed >= 0 && !waited) grid_wait(), waited = true;
       copier.begin(w);
       if (early) load(0, 0), copy_commit(), load(0, 1), load(1, 0), copy_commit();
     }
