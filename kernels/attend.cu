@@ -237,7 +237,7 @@ KERNEL __launch_bounds__(SELECT_THREADS) select(const float* scores, int score_p
   const float* s = scores + ((size_t)blockIdx.y * kv_heads + blockIdx.x) * score_pitch;
   int* list = lists + ((size_t)choice.slot * kv_heads + blockIdx.x) * list_pitch;
   grid_wait();
-  // Keys in the order of the scores, from 1 on; 0 where there is no page.
+  // Keys in the order of the scores (zeros differ, as for core's total_cmp), from 1 on; 0 where there is no page.
   auto key = [&](int page) -> uint32_t {
     if (page >= pages) return 0;
     if (page == 0 || page == pages - 1) return ~0u;

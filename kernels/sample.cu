@@ -358,14 +358,15 @@ DEV uint64_t candidate(float score, int id) { return (uint64_t)ordered(score) <<
 
 enum Purpose { PROPOSE, JUDGE, FIRST };
 
-// A loser among what the warpers keep, or (below all of those) a token that they do not, by its score without noise.
-DEV uint64_t runner(float score, bool kept) { return (uint64_t)kept << 32 | ordered(score); }
-// Best and second of two such pairs.
+// A runner-up: a candidate that lost, by its score, or (below all of those) a token that the warpers do not keep, by its score without noise. 0: none.
+DEV uint64_t loser(uint64_t candidate) { return candidate ? 1ull << 32 | candidate >> 32 : 0ull; }
+DEV uint64_t left_out(float z) { return ordered(z); }
+// The best candidate so far and the best runner-up.
 struct Race {
   uint64_t first, second;
   DEV void enter(uint64_t candidate, uint64_t runner_up) {
-    const uint64_t loser = min(first, candidate);
-    first = max(first, candidate), second = max(second, max(runner_up, loser ? 1ull << 32 | loser >> 32 : 0ull));
+    const uint64_t lower = min(first, candidate);
+    first = max(first, candidate), second = max(second, max(runner_up, loser(lower)));
   }
 };
 
@@ -411,7 +412,7 @@ KERNEL __launch_bounds__(256) sample_choose(const Row* rows, const Sampler* samp
       } else {
         const float z = scaled(x[i], cut.most, s.temperature);
         if (!kept(cut, s, x[i], id, z)) {
-          race.second = max(race.second, runner(z, false));
+          race.second = max(race.second, left_out(z));
           continue;
         }
         const float u = unit(word_of(words, i));
@@ -433,8 +434,8 @@ KERNEL __launch_bounds__(256) sample_choose(const Row* rows, const Sampler* samp
 #pragma unroll
   for (int i = 1; i < 8; i++) race.enter(found[i].first, found[i].second);
   // The block's token displaces that of others or loses to it: whichever loses is a runner-up.
-  const uint64_t before = atomicMax((unsigned long long*)best + 2 * row, (unsigned long long)race.first), loser = min(before, race.first);
-  atomicMax((unsigned long long*)best + 2 * row + 1, (unsigned long long)max(race.second, loser ? 1ull << 32 | loser >> 32 : 0ull));
+  const uint64_t before = atomicMax((unsigned long long*)best + 2 * row, (unsigned long long)race.first);
+  atomicMax((unsigned long long*)best + 2 * row + 1, (unsigned long long)max(race.second, loser(min(before, race.first))));
   if (bad) atomicOr(flag, FLAG_LOGITS);
   if (keep && blockIdx.x == 0) q_cuts[r.slot * q_pitch + r.offset] = cut;
   __threadfence();

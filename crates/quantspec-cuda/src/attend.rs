@@ -510,7 +510,7 @@ impl Attend {
         let variant = variants.find(|variant| variant.tiles * 8 >= pass.part_rows);
         let Variant { kernel, stages, shared, threads, .. } =
             *variant.ok_or_else(|| Error::internal("more rows than attention takes"))?;
-        // With the engine a block has a multiprocessor to itself and walks the items.
+        // With the engine a block has a multiprocessor, or half of one, and walks the items.
         let engine = self.device.has_engine();
         let arguments = AttendArgs {
             pools: [layer.upper, layer.lower, layer.full],

@@ -826,7 +826,8 @@ impl CudaBackend {
         (self.hooks.poll)()?;
         let DraftPlan { weights, view, pages } = *plan;
         let warm = self.sampling.learn(std::slice::from_ref(turn))?;
-        for offset in 0..turn.gamma {
+        while turn.leads.len() < turn.gamma {
+            let offset = turn.leads.len();
             let rows = [Row { slot: turn.slot, offset, position: turn.committed + offset }];
             let step = Step { weights, view, pages, choose_pages: offset == 0, rows: &rows };
             // Every step is described at the same place, so that all of them are one graph.
@@ -839,9 +840,6 @@ impl CudaBackend {
             turn.drafted(self.sampling.lead()?);
             // The host has waited for everything it sent.
             self.staged = 0;
-            if turn.leads.len() == turn.gamma {
-                break;
-            }
         }
         Ok(())
     }

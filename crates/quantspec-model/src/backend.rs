@@ -215,8 +215,9 @@ pub trait Backend: Send {
     /// after it. One verdict per turn, in order.
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>>;
 
-    /// Drafts for every turn, and sets leads where they are looked at, and γ of one that ends early. The provided method runs one step per drafted token; a backend may
-    /// also leave that to the verification that follows, and say there what it took ([`Backend::draft_seconds`]).
+    /// Drafts for every turn, and sets leads where they are looked at, and γ of one that ends early. The provided method runs one step per
+    /// drafted token; a backend may also leave that to the verification that follows, and say there what it took
+    /// ([`Backend::draft_seconds`]).
     fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()>
     where
         Self: Sized,
