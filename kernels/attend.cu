@@ -143,17 +143,12 @@ DEV void merge(const MergeArgs& p) {
     sum.x = __fmaf_rn(a, v.x, sum.x), sum.y = __fmaf_rn(a, v.y, sum.y), sum.z = __fmaf_rn(a, v.z, sum.z), sum.w = __fmaf_rn(a, v.w, sum.w);
   }
   const bool there = channel < all * p.head_dim;
-  const float4 out = there ? make_float4(__fdiv_rn(sum.x, l), __fdiv_rn(sum.y, l), __fdiv_rn(sum.z, l), __fdiv_rn(sum.w, l)) : make_float4(0, 0, 0, 0);
+  const float over = there ? __frcp_rn(l) : 0.f;
+  const float4 out = make_float4(__fmul_rn(sum.x, over), __fmul_rn(sum.y, over), __fmul_rn(sum.z, over), __fmul_rn(sum.w, over));
   if constexpr (Out::BYTES == 1) {
-    // int8 per group of 128, by core::quantize::quantize_activations
-    float most = fmaxf(fmaxf(fabsf(out.x), fabsf(out.y)), fmaxf(fabsf(out.z), fabsf(out.w)));
-#pragma unroll
-    for (int step = 16; step; step >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-    const float scale = __fdiv_rn(most, 127.f), total = warp_sum(__fadd_rn(__fadd_rn(out.x, out.y), __fadd_rn(out.z, out.w)));
-    auto code = [&](float v) { return scale > 0 ? (uint32_t)(int)rintf(fminf(fmaxf(__fdiv_rn(v, scale), -127.f), 127.f)) & 255u : 0u; };
-    const uint32_t word = code(out.x) | code(out.y) << 8 | code(out.z) << 16 | code(out.w) << 24;
-    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + (size_t)row * p.pitch + channel) = word;
-    if (lane == 0) p.xs[(size_t)row * (p.pitch / 128) + blockIdx.x] = make_float2(scale, total);
+    const Int8Group of = int8_group(out);
+    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + (size_t)row * p.pitch + channel) = of.codes;
+    if (lane == 0) p.xs[(size_t)row * (p.pitch / 128) + blockIdx.x] = make_float2(of.scale, of.sum);
   } else if constexpr (Out::BYTES == 4) {
     if (there) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
   } else if (there) {
@@ -219,14 +214,6 @@ KERNEL __launch_bounds__(256) bounds(const uint8_t* upper, const int* tables, in
 // select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): the first and the newest page and the n - 2 best of the others (ties to the
 // lower number), ascending, into lists [slot][kv head][list_pitch]; without scores the newest are best. grid (kv heads, lists), 256 threads.
 // The least key that is kept is found bit by bit, by counting; then pages above it and the first ones that equal it are listed in order.
-DEV int warp_count(int x) {
-#ifdef QS_SM80
-  return __reduce_add_sync(~0u, x);
-#else
-  for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-#endif
-}
 constexpr int SELECT_WARPS = 8, SELECT_THREADS = SELECT_WARPS * 32;
 constexpr int SELECT_KEPT = 8;                          // keys of a thread in registers: contexts of 2,048 pages; the rest are read again
 KERNEL __launch_bounds__(SELECT_THREADS) select(const float* scores, int score_pitch, const Choice* choices, int* lists, int list_pitch, int kv_heads, int n) {
@@ -250,7 +237,7 @@ KERNEL __launch_bounds__(SELECT_THREADS) select(const float* scores, int score_p
   for (int i = 0; i < SELECT_KEPT; i++) keys[i] = key(i * SELECT_THREADS + threadIdx.x);
   // Over the block; `turn` alternates, so that one barrier a turn is enough.
   auto total = [&](int a, int b, int c, int turn) -> uint4 {
-    a = warp_count(a), b = warp_count(b), c = warp_count(c);
+    a = warp_sum(a), b = warp_sum(b), c = warp_sum(c);
     if (lane == 0) counts[turn][warp] = make_uint4(a, b, c, 0);
     __syncthreads();
     uint4 sum = make_uint4(0, 0, 0, 0);

@@ -10,9 +10,7 @@
 // makes the int8 input of its warps itself (each of them needs an eighth), and gives its outputs their last form. Weights do not depend on the kernel
 // before: a producer warp fills a ring of half a multiprocessor's shared memory while that kernel is still at work in the other half.
 //
-// An input's norm is a factor of a row, known when all warps have met, so it multiplies the outputs. Codes of int8 inputs are rounded products with
-// 127 / maximum where quantspec_core::quantize_activations divides; drafts may differ from it in a last place. What meets a weight's zero is the sum of the
-// codes: so the result is that of rounded inputs, whose errors meet weights around nought, not their distances from the zero.
+// An input's norm is a factor of a row, known when all warps have met, so it multiplies the outputs.
 #include "layout.cuh"
 #include "linear.cuh"
 
@@ -35,15 +33,9 @@ struct DraftShared {
   // One warp's group of a row, four values a lane: codes, scale and sum.
   DEV void put(int row, int group, float4 v) const {
     const int lane = threadIdx.x & 31;
-    const float most = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))))));
-    const float to_code = most > 0.f ? __fdividef(127.f, most) : 0.f;
-    // 1.5 * 2^23 more, the last byte of a float is the code.
-    auto code = [&](float value) { return __float_as_uint(__fmaf_rn(value, to_code, 12582912.f)); };
-    const uint32_t codes = __byte_perm(__byte_perm(code(v.x), code(v.y), 0x0040), __byte_perm(code(v.z), code(v.w), 0x0040), 0x5410);
-    const int sum = __reduce_add_sync(~0u, __dp4a((int)codes, 0x01010101, 0));
-    sts32(x + row * pitch + group * 128 + lane * 4, codes);
-    const float scale = most * (1.f / 127.f);
-    if (lane == 0) sts64(xs + (row * groups + group) * 8, make_uint2(__float_as_uint(scale), __float_as_uint(scale * (float)sum)));
+    const Int8Group of = int8_group(v);
+    sts32(x + row * pitch + group * 128 + lane * 4, of.codes);
+    if (lane == 0) sts64(xs + (row * groups + group) * 8, make_uint2(__float_as_uint(of.scale), __float_as_uint(of.sum)));
   }
 };
 
@@ -98,18 +90,24 @@ struct FromBf16 {
   int width, pitch;
   DEV void before() {}
   DEV void stage(const DraftShared& to, int rows) const {
-    constexpr int AT_ONCE = 14;                                            // 14,336 inputs in one go
+    constexpr int AT_ONCE = 7;                                             // twice that, 14,336 inputs, are on their way
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
-    for (int row = 0; row < rows; row++)
-#pragma unroll 1
-      for (int first = warp; first < to.groups; first += AT_ONCE * LINEAR_WARPS) {
-        uint2 v[AT_ONCE];
+    for (int row = 0; row < rows; row++) {
+      uint2 v[AT_ONCE], next[AT_ONCE];
+      auto load = [&](uint2 (&into)[AT_ONCE], int first) {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
           const int k = (first + i * LINEAR_WARPS) * 128 + lane * 4;
-          v[i] = k < width ? __ldcg(reinterpret_cast<const uint2*>(x + (size_t)row * pitch + k)) : make_uint2(0, 0);
+          into[i] = k < width ? __ldcg(reinterpret_cast<const uint2*>(x + (size_t)row * pitch + k)) : make_uint2(0, 0);
         }
+      };
+      load(next, warp);
+#pragma unroll 1
+      for (int first = warp; first < to.groups; first += AT_ONCE * LINEAR_WARPS) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) v[i] = next[i];
+        load(next, first + AT_ONCE * LINEAR_WARPS);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
           const int group = first + i * LINEAR_WARPS;
@@ -117,6 +115,7 @@ struct FromBf16 {
           if (group < to.groups) to.put(row, group, f);
         }
       }
+    }
   }
 };
 // x int8 [row][groups * 128] and xs float2 [row][groups], as linear_w4 takes them.

@@ -105,10 +105,21 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
     return v;
   };
   auto square = [&](float4 v) { sum = __fmaf_rn(v.x, v.x, sum), sum = __fmaf_rn(v.y, v.y, sum), sum = __fmaf_rn(v.z, v.z, sum), sum = __fmaf_rn(v.w, v.w, sum); };
+  // All of them are on their way before the first is waited for.
+  float4 more[KEPT];
 #pragma unroll
-  for (int i = 0; i < KEPT; i++) kept[i] = visit(warp + i * WARPS);
+  for (int i = 0; i < KEPT; i++) {
+    const int group = warp + i * WARPS, k = group * 128 + lane * 4;
+    kept[i] = there(group) ? load4(h + k) : none, more[i] = y && there(group) ? load4(y + (size_t)row * width + k) : none;
+  }
 #pragma unroll
-  for (int i = 0; i < KEPT; i++) square(kept[i]);
+  for (int i = 0; i < KEPT; i++) {
+    const int group = warp + i * WARPS;
+    if (y) kept[i] = add4(kept[i], more[i]);
+    if (bias) kept[i] = add4(kept[i], constant(bias, group));
+    if ((y || bias) && there(group)) *(float4*)(h + group * 128 + lane * 4) = kept[i];
+    square(kept[i]);
+  }
   for (int group = warp + KEPT * WARPS; group < groups; group += WARPS) square(visit(group));
   const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
   auto finish = [&](int group, float4 v, float4 w) {

@@ -8,7 +8,7 @@
     linear_16<E, NT, DEPTH>(w, x, y, atoms, tiles, n, rows, pitch);                                                                              \
   }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// On Hopper up to 16 rows: grid min(tiles, multiprocessors), 288 threads, RING_STAGES (RING_CHUNK + 16) + 8192 bytes of shared memory. 104 registers leave
+// On Hopper up to 16 rows: grid min(tiles, multiprocessors), 288 threads, RING_STAGES (RING_CHUNK + 16) + 16384 bytes of shared memory. 104 registers leave
 // room for a block of a norm.
 #define RING(name, E, NT)                                                                                                                         \
   KERNEL __maxnreg__(104) name(const uint8_t* w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {                 \

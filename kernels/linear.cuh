@@ -224,9 +224,9 @@ static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must stay w
 // has left it: memory works on while norms and the like run, whose blocks fit beside in the registers that are left. No more than AHEAD chunks are on their
 // way: they keep memory busy, and behind more of them every input and every result would queue.
 //
-// A chunk is an atom for each of the eight warps. TOGETHER tiles of a block alternate by chunks, so that what a warp needs of x serves all of them; it is asked
-// for two chunks ahead. Which atoms a warp adds up in which order is as in `linear_16`.
-constexpr int RING_STAGES = 12, RING_AHEAD = 4, RING_CHUNK = LINEAR_WARPS * 2048;
+// A chunk is an atom for each of the eight warps. Up to RING_TOGETHER tiles of a block alternate by chunks, so that what a warp needs of x serves all of them;
+// it is asked for two chunks ahead. Their sums meet in one go. Which atoms a warp adds up in which order is as in `linear_16`.
+constexpr int RING_STAGES = 12, RING_AHEAD = 4, RING_CHUNK = LINEAR_WARPS * 2048, RING_TOGETHER = 4;
 
 // Keeps the ring full: by one thread.
 template <int TOGETHER>
@@ -255,11 +255,11 @@ DEV void ring_fill(const uint8_t* w, uint32_t slots, uint32_t full, uint32_t emp
 
 template <class E, int NT>
 DEV void linear_ring(const uint8_t* __restrict__ w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {
-  constexpr int W = LINEAR_WARPS, TOGETHER = NT == 1 ? 4 : 2;
-  extern __shared__ __align__(128) uint8_t shared[];                       // slots, two turns of the warps' sums, barriers
+  constexpr int W = LINEAR_WARPS, TOGETHER = RING_TOGETHER / NT;
+  extern __shared__ __align__(128) uint8_t shared[];                       // slots, f32 sums [tile][row tile][warp][8 rows][16], barriers
   float* const sums = reinterpret_cast<float*>(shared + RING_STAGES * RING_CHUNK);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const uint32_t slots = shared_address(shared), full = slots + RING_STAGES * RING_CHUNK + 2 * W * 512, empty = full + RING_STAGES * 8;
+  const uint32_t slots = shared_address(shared), full = slots + RING_STAGES * RING_CHUNK + RING_TOGETHER * W * 512, empty = full + RING_STAGES * 8;
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, chunks = (atoms + W - 1) / W;
   grid_trigger();
   if (threadIdx.x < RING_STAGES) mbar_init(full + threadIdx.x * 8, 1), mbar_init(empty + threadIdx.x * 8, W), mbar_init_done();
@@ -282,7 +282,7 @@ DEV void linear_ring(const uint8_t* __restrict__ w, const uint16_t* x, float* y,
           if (t * 8 + g < rows) in[i][t][h] = ldg_plain(x + (size_t)t * 8 * pitch + k * (W * 64) + h * 32);
         }
   };
-  int slot = 0, phase = 0, turn = 0;
+  int slot = 0, phase = 0;
   load(0, 0), load(1, 1);
 #pragma unroll 1
   for (int first = 0; first < mine; first += TOGETHER) {
@@ -337,25 +337,27 @@ DEV void linear_ring(const uint8_t* __restrict__ w, const uint16_t* x, float* y,
           load(b, k0 + b + 2);
         }
     if (first + TOGETHER < mine) load(0, 0), load(1, 1);
+    if (first) bar_sync(1, W * 32);                                        // the sums of the tiles before were read
 #pragma unroll
     for (int i = 0; i < TOGETHER; i++)
 #pragma unroll
       for (int t = 0; t < NT; t++)
-        if (i < count && t * 8 < rows) {
-          float* const of = sums + turn * (W * 128);
-          turn ^= 1;                                                       // whoever is a turn ahead has met all others since
+        if (i < count)
 #pragma unroll
           for (int e = 0; e < 4; e++)
-            if (t * 8 + 2 * c + (e & 1) < rows) of[warp * 128 + (2 * c + (e & 1)) * 16 + g + (e >> 1) * 8] = acc[i][t][e];
-          bar_sync(1, W * 32);
-          const int row = t * 8 + (threadIdx.x >> 4), out = (blockIdx.x + (first + i) * gridDim.x) * 16 + (threadIdx.x & 15);
-          if (threadIdx.x < 128 && row < rows && out < n) {
-            float sum = of[threadIdx.x];
+            if (t * 8 + 2 * c + (e & 1) < rows) sums[((i * NT + t) * W + warp) * 128 + (2 * c + (e & 1)) * 16 + g + (e >> 1) * 8] = acc[i][t][e];
+    bar_sync(1, W * 32);
 #pragma unroll
-            for (int v = 1; v < W; v++) sum = __fadd_rn(sum, of[v * 128 + threadIdx.x]);
-            y[(size_t)row * n + out] = sum;
-          }
-        }
+    for (int part = 0; part < RING_TOGETHER * 128; part += W * 32) {
+      const int at = (part + threadIdx.x) >> 7, j = threadIdx.x & 127, i = at / NT, row = at % NT * 8 + (j >> 4);
+      const int out = (blockIdx.x + (first + i) * gridDim.x) * 16 + (j & 15);
+      if (i < count && row < rows && out < n) {
+        float sum = sums[at * W * 128 + j];
+#pragma unroll
+        for (int v = 1; v < W; v++) sum = __fadd_rn(sum, sums[(at * W + v) * 128 + j]);
+        y[(size_t)row * n + out] = sum;
+      }
+    }
   }
 }
 #endif

@@ -54,6 +54,42 @@ DEV float warp_sum(float x) {
   for (int step = 16; step; step >>= 1) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, step));
   return x;
 }
+DEV int warp_sum(int x) {
+#ifdef QS_SM80
+  return __reduce_add_sync(~0u, x);
+#else
+#pragma unroll
+  for (int step = 16; step; step >>= 1) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+#endif
+}
+// The largest of values that are not negative, whose bits are in their order.
+DEV float warp_max(float x) {
+#ifdef QS_SM80
+  return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
+#else
+#pragma unroll
+  for (int step = 16; step; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+#endif
+}
+
+// A draft's inputs of a group, four a lane of a warp, as int8. Codes are rounded products with 127 / maximum where quantspec_core::quantize_activations
+// divides; drafts may differ from it in a last place. What meets a weight's zero is the sum of the codes: so the result is that of rounded inputs, whose
+// errors meet weights around nought, not their distances from the zero.
+struct Int8Group {
+  uint32_t codes;                        // of this lane
+  float scale, sum;                      // of the group
+};
+DEV Int8Group int8_group(float4 v) {
+  const float most = warp_max(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+  const float to_code = most > 0.f ? __fdividef(127.f, most) : 0.f, scale = most * (1.f / 127.f);
+  // 1.5 * 2^23 more, the last byte of a float is the code.
+  auto code = [&](float value) { return __float_as_uint(__fmaf_rn(value, to_code, 12582912.f)); };
+  const uint32_t codes = __byte_perm(__byte_perm(code(v.x), code(v.y), 0x0040), __byte_perm(code(v.z), code(v.w), 0x0040), 0x5410);
+  return {codes, scale, scale * (float)warp_sum(__dp4a((int)codes, 0x01010101, 0))};
+}
+
 // Sum over a block of WARPS (up to 32) warps: warp sums, then a tree over those. `scratch`: WARPS floats of shared memory. Contains two barriers.
 template <int WARPS>
 DEV float block_sum(float x, float* scratch) {

@@ -19,8 +19,8 @@ const RESIDENT: usize = 2;
 
 /// Row tiles of the largest product whose weights go through a ring on Hopper.
 const RING_TILES: usize = 2;
-/// Shared memory of such a block: stages of eight atoms with their two barriers, and two turns of the warps' sums (kernels/linear.cuh).
-const RING_SHARED: usize = 12 * (8 * 2048 + 16) + 2 * WARPS * 128 * 4;
+/// Shared memory of such a block: stages of eight atoms with their two barriers, and the sums of four tiles by eight warps (kernels/linear.cuh).
+const RING_SHARED: usize = 12 * (WARPS * 2048 + 16) + 4 * WARPS * 128 * 4;
 /// Its threads: a ninth warp loads.
 const RING_THREADS: u32 = 288;
 

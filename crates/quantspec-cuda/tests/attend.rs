@@ -47,6 +47,37 @@ struct Slot {
     pages: Vec<Vec<Page>>,
 }
 
+/// The int8 input of an output projection: codes, and {scale, sum} of groups of 128.
+#[derive(Debug, PartialEq)]
+struct Merged {
+    codes: Vec<u8>,
+    scales: Vec<f32>,
+}
+
+impl Merged {
+    /// The distance to `want` of what rounding to codes does not explain; the sums must be those of the values before.
+    fn distance(&self, want: &[f64]) -> f64 {
+        let mut nearest = vec![0.0f32; want.len()];
+        for (group, want) in want.chunks(128).enumerate() {
+            let (scale, sum) = (self.scales[group * 2], self.scales[group * 2 + 1]);
+            let (exact, size) = (want.iter().sum::<f64>(), want.iter().map(|v| v * v).sum::<f64>().sqrt());
+            // Errors of 4e-3 in all directions add up to this.
+            assert!(
+                (f64::from(sum) - exact).abs() <= 4e-3 * size * (want.len() as f64).sqrt() + 1e-6,
+                "{sum} for {exact}"
+            );
+            assert!(
+                want.len() == 128 || self.codes[group * 128 + want.len()..][..128 - want.len()].iter().all(|&c| c == 0)
+            );
+            for (i, &want) in want.iter().enumerate() {
+                let value = f32::from(self.codes[group * 128 + i].cast_signed()) * scale;
+                nearest[group * 128 + i] = (want as f32).clamp(value - 0.501 * scale, value + 0.501 * scale);
+            }
+        }
+        distance(&nearest, want)
+    }
+}
+
 /// A layer with two slots, of which the second is the one under test, on host and device.
 struct World {
     device: Arc<Device>,
@@ -184,34 +215,55 @@ impl World {
     fn run(&self, view: View, position: usize, q: &[f16], chosen: Option<(Chosen, u64, usize)>) -> Vec<f32> {
         let rows = q.len() / (self.config.heads * self.config.head_dim);
         let rows: Vec<Row> = (0..rows).map(|i| Row { slot: SLOT, offset: i, position: position + i }).collect();
-        self.run_rows(view, &rows, q, chosen, Around::default())
+        self.run_rows(view, &rows, q, chosen)
     }
 
-    /// One row between products of a draft: short items go by blocks of half a multiprocessor. What lies behind it is asked for.
-    fn run_beside(&self, position: usize, q: &[f16], chosen: Option<(Chosen, u64, usize)>) -> Vec<f32> {
+    /// A draft's rows of both slots between its products: the codes of the last row. Short items go by blocks of half a multiprocessor. What lies behind is
+    /// asked for.
+    fn between(&self, rows: &[Row], q: &[f16], chosen: Option<(Chosen, u64, usize)>) -> Merged {
+        let width = self.config.heads * self.config.head_dim;
+        let groups = width.div_ceil(128);
+        let q = self.device.copied(q).unwrap();
+        let (x, xs) =
+            (poisoned(&self.device, rows.len() * groups * 128), poisoned(&self.device, rows.len() * groups * 8));
         let around = Around { beside: true, behind: (self.pools[0].at(0), self.pools[0].bytes()) };
-        self.run_rows(View::Upper, &[Row { slot: SLOT, offset: 0, position }], q, chosen, around)
+        let list = |slot| chosen.map(|(chosen, ..)| chosen).filter(|_| slot == SLOT);
+        // Lists are of an earlier step.
+        let pass = self.attend.plan(View::Upper, rows, list, |_| false).unwrap().remove(0);
+        let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
+        let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
+        // SAFETY: everything lives until the reads below, which wait.
+        unsafe {
+            self.attend.run(View::Upper, &pass, q.at(0), &layer, &places, around).unwrap();
+            self.attend.merge(&pass, None, x.at(0), xs.at(0), groups * 128, &places).unwrap();
+        }
+        let last = rows.len() - 1;
+        Merged {
+            codes: x.read::<u8>(last * groups * 128, groups * 128).unwrap(),
+            scales: xs.read::<f32>(last * groups * 8, groups * 2).unwrap(),
+        }
     }
 
-    fn run_rows(
-        &self,
-        view: View,
-        rows: &[Row],
-        q: &[f16],
-        chosen: Option<(Chosen, u64, usize)>,
-        around: Around,
-    ) -> Vec<f32> {
+    /// The same of one row, which must not depend on whether there is another.
+    fn run_between(&self, position: usize, q: &[f16], chosen: Option<(Chosen, u64, usize)>) -> Merged {
+        let row = Row { slot: SLOT, offset: 0, position };
+        let alone = self.between(&[row], q, chosen);
+        let both = self.between(&[Row { slot: 1 - SLOT, offset: 0, position: 7 }, row], &[q, q].concat(), chosen);
+        assert_eq!(alone, both, "beside another row, position {position}");
+        alone
+    }
+
+    fn run_rows(&self, view: View, rows: &[Row], q: &[f16], chosen: Option<(Chosen, u64, usize)>) -> Vec<f32> {
         let width = self.config.heads * self.config.head_dim;
         let q = self.device.copied(q).unwrap();
         let x = poisoned(&self.device, rows.len() * width * 4);
         let list = |_| chosen.map(|(chosen, ..)| chosen);
-        // Beside products lists are of an earlier step.
-        for pass in self.attend.plan(view, rows, list, |_| !around.beside).unwrap() {
+        for pass in self.attend.plan(view, rows, list, |_| true).unwrap() {
             let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
             let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
             // SAFETY: everything lives until the wait below.
             unsafe {
-                self.attend.run(view, &pass, q.at(0), &layer, &places, around).unwrap();
+                self.attend.run(view, &pass, q.at(0), &layer, &places, Around::default()).unwrap();
                 self.attend.merge(&pass, Some(Dtype::F32), x.at(0), 0, width, &places).unwrap();
             }
             self.device.synchronize().unwrap();
@@ -287,9 +339,11 @@ fn check_against_core(windows: &[(usize, usize)]) {
                 let error = distance(&got, &world.want(view, position, &q, &all));
                 assert!(error < 4e-3, "{heads}/{kv_heads} heads of {d}, {rows} rows at {position}, {view:?}: {error}");
             }
-            let beside = q.chunks(heads * d).enumerate().flat_map(|(row, q)| world.run_beside(position + row, q, None));
-            let error = distance(&beside.collect::<Vec<_>>(), &world.want(View::Upper, position, &q, &all));
-            assert!(error < 4e-3, "{heads}/{kv_heads} heads of {d}, {rows} drafts' rows at {position}: {error}");
+            for (row, q) in q.chunks(heads * d).enumerate() {
+                let want = world.want(View::Upper, position + row, q, &all);
+                let error = world.run_between(position + row, q, None).distance(&want);
+                assert!(error < 4e-3, "{heads}/{kv_heads} heads of {d}, a draft's row at {}: {error}", position + row);
+            }
         }
     }
 }
@@ -350,7 +404,7 @@ fn rows_do_not_depend_on_the_batch() {
             let q = queries(&mut Random(8), rows.len(), &world.config);
             let width = heads * d;
             for view in VIEWS {
-                let together = world.run_rows(view, &rows, &q, None, Around::default());
+                let together = world.run_rows(view, &rows, &q, None);
                 for (index, row) in rows.iter().enumerate().filter(|(_, row)| row.slot == SLOT) {
                     let range = index * width..(index + 1) * width;
                     let alone = world.run(view, row.position, &q[range.clone()], None);
@@ -427,7 +481,7 @@ fn chosen_pages_equal_core() {
                 let mut outputs = Vec::new();
                 let chosen = Chosen { listed: n.min(visible), visible };
                 let got = world.run(View::Upper, position, &q, Some((chosen, lists.at(0), pitch)));
-                let beside = world.run_beside(position, &q, Some((chosen, lists.at(0), pitch)));
+                let between = world.run_between(position, &q, Some((chosen, lists.at(0), pitch)));
                 for head in 0..kv_heads {
                     let bounds: Vec<f32> = (0..visible)
                         .map(|page| {
@@ -447,8 +501,7 @@ fn chosen_pages_equal_core() {
                     outputs.push(world.want(View::Upper, position, &q, &want));
                 }
                 let want: Vec<f64> = (0..heads * d).map(|i| outputs[i / d / group][i]).collect();
-                for (got, how) in [(got, "whole"), (beside, "half")] {
-                    let error = distance(&got, &want);
+                for (error, how) in [(distance(&got, &want), "alone"), (between.distance(&want), "in a draft")] {
                     assert!(error < 4e-3, "best {best}, {n} of {visible}, {how}: {error}");
                 }
             }
