@@ -25,9 +25,9 @@ const BLOCKS_MAX: usize = 4;
 /// Rings of a block that has half a multiprocessor, and by head width the slots of each: `attend_beside_*` in kernels/attend.cu.
 const BESIDE_RINGS: usize = 2;
 const BESIDE: [(usize, usize); 2] = [(64, 8), (128, 5)];
-/// Pages of an item up to which half a multiprocessor reads them as fast as it must: rounds behind a text are 5 to 9 % faster with 2 and 8 pages an item,
-/// 4 to 6 % slower with 16 (docs/kernels.md).
-const BESIDE_PAGES: usize = 8;
+/// Pages of an item up to which half a multiprocessor reads them as fast as it must: with 2, 8 and 16 pages an item rounds behind a text are 9 to 2 %
+/// faster, with 64 slower (docs/kernels.md).
+const BESIDE_PAGES: usize = 16;
 /// Bytes per multiprocessor of the weights behind that are asked into L2 while attention ends: 4 and 8 MB in all gain, 16 MB lose (docs/kernels.md).
 const BEHIND: usize = 64 << 10;
 /// Rows one launch takes; more are attended in turns, so that partial results stay small.
