@@ -15,6 +15,12 @@ test-gpu:
     QUANTSPEC_REQUIRE_GPU=1 cargo test --release -p quantspec-cuda
     QUANTSPEC_REQUIRE_GPU=1 python -m pytest -q -m gpu tests
 
+# The crates that run on aarch64 (NEON), emulated: needs rustup's target aarch64-unknown-linux-gnu, gcc-aarch64-linux-gnu and qemu-user
+test-arm *args:
+    CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+    CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
+    cargo test --release --target aarch64-unknown-linux-gnu -p quantspec-core -p quantspec-cpu -p quantspec-model {{args}}
+
 # Every CPU kernel beside a plain read of memory; with `--max-time 0.05` it is a glance
 bench-kernels *options:
     cargo bench --quiet -p quantspec-cpu -- {{options}}
@@ -22,7 +28,7 @@ bench-kernels *options:
 # Kernels, then the table of docs/benchmarks.md from a small trained checkpoint, widened to the 1-billion-parameter shape
 bench-cpu source depths="0,4096" repetitions="3" seconds="1": (bench-kernels "--max-time" seconds)
     test -f target/wide-1b/model.safetensors || python tools/widen.py {{source}} target/wide-1b --times 4 --layers 18
-    quantspec bench -m target/wide-1b -p 512 -n 64 -d {{depths}} -r {{repetitions}}
+    quantspec bench -m target/wide-1b -p 512 -d {{depths}} -r {{repetitions}}
     cargo run --release -p quantspec-cpu --example timing -- target/wide-1b "$(nproc)" {{replace(depths, ',', ' ')}}
 
 # The same at depth 0, once, in a few minutes
