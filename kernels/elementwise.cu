@@ -95,32 +95,23 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
   grid_wait();
   float* h = hidden + (size_t)row * width;
   float sum = 0;
-  auto visit = [&](int group) {
-    const int k = group * 128 + lane * 4;
+  auto loaded = [&](const float* p, int group) { return there(group) ? load4(p + group * 128 + lane * 4) : none; };
+  auto added = [&](int group) { return y ? loaded(y + (size_t)row * width, group) : none; };
+  auto settle = [&](int group, float4 v, float4 more) {
     if (!there(group)) return none;
-    float4 v = load4(h + k);
-    if (y) v = add4(v, load4(y + (size_t)row * width + k));
+    if (y) v = add4(v, more);
     if (bias) v = add4(v, constant(bias, group));
-    if (y || bias) *(float4*)(h + k) = v;
+    if (y || bias) *(float4*)(h + group * 128 + lane * 4) = v;
+    sum = __fmaf_rn(v.x, v.x, sum), sum = __fmaf_rn(v.y, v.y, sum), sum = __fmaf_rn(v.z, v.z, sum), sum = __fmaf_rn(v.w, v.w, sum);
     return v;
   };
-  auto square = [&](float4 v) { sum = __fmaf_rn(v.x, v.x, sum), sum = __fmaf_rn(v.y, v.y, sum), sum = __fmaf_rn(v.z, v.z, sum), sum = __fmaf_rn(v.w, v.w, sum); };
-  // All of them are on their way before the first is waited for.
+  // All of them are on their way before the first is waited for: a store lies between.
   float4 more[KEPT];
 #pragma unroll
-  for (int i = 0; i < KEPT; i++) {
-    const int group = warp + i * WARPS, k = group * 128 + lane * 4;
-    kept[i] = there(group) ? load4(h + k) : none, more[i] = y && there(group) ? load4(y + (size_t)row * width + k) : none;
-  }
+  for (int i = 0; i < KEPT; i++) kept[i] = loaded(h, warp + i * WARPS), more[i] = added(warp + i * WARPS);
 #pragma unroll
-  for (int i = 0; i < KEPT; i++) {
-    const int group = warp + i * WARPS;
-    if (y) kept[i] = add4(kept[i], more[i]);
-    if (bias) kept[i] = add4(kept[i], constant(bias, group));
-    if ((y || bias) && there(group)) *(float4*)(h + group * 128 + lane * 4) = kept[i];
-    square(kept[i]);
-  }
-  for (int group = warp + KEPT * WARPS; group < groups; group += WARPS) square(visit(group));
+  for (int i = 0; i < KEPT; i++) kept[i] = settle(warp + i * WARPS, kept[i], more[i]);
+  for (int group = warp + KEPT * WARPS; group < groups; group += WARPS) settle(group, loaded(h, group), added(group));
   const float f = __frsqrt_rn(__fadd_rn(__fdiv_rn(block_sum<WARPS>(sum, sums), (float)width), eps));
   auto finish = [&](int group, float4 v, float4 w) {
     const float4 x = make_float4(__fmul_rn(__fmul_rn(v.x, f), w.x), __fmul_rn(__fmul_rn(v.y, f), w.y), __fmul_rn(__fmul_rn(v.z, f), w.z), __fmul_rn(__fmul_rn(v.w, f), w.w));
@@ -129,7 +120,7 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
 #pragma unroll
   for (int i = 0; i < KEPT; i++) finish(warp + i * WARPS, kept[i], scale[i]);
   for (int group = warp + KEPT * WARPS; group < groups; group += WARPS)
-    finish(group, there(group) ? load4(h + group * 128 + lane * 4) : none, constant(weight, group));
+    finish(group, loaded(h, group), constant(weight, group));
 }
 
 // ---- SiLU * up: one warp per group of 128 outputs of a row ----
