@@ -75,6 +75,8 @@ struct Attend {
   static constexpr int PACKED = LOWER + (TWO ? CODES : 0), PLAIN = STEP * D * 2, SLOT = FULL_VIEW || PLAIN > PACKED ? PLAIN : PACKED;
   static constexpr int PITCH = NT & 1 ? NT * 16 : NT * 16 + 16;                   // bytes per token of P: stores and ldmatrix without bank conflicts
   static constexpr bool BY_ROWS = TWO && NT >= 3;                                 // prepare: a warp per row tile, else a warp per 32 channels
+  // A proxy fence waits for the loads from a slot (`slot_left`) where a register more is one too many, and where it is faster.
+  static constexpr bool FENCED = NT >= 3 || D == 256 || VIEW == UPPER;
   static constexpr int QUERY = NT * 16 * D;                                       // q as B fragments
   // A ring: slots, then q * s, probabilities, maxima or sums of the warps, starts of the scores, barriers. At the item's end O lies where q * s and P were.
   static constexpr int P = FULL_VIEW ? 0 : QUERY, P_SIZE = (FULL_VIEW ? STEP : PAGE) * PITCH, O_SIZE = RINGS > 1 ? 2 * QUERY : 0;
@@ -322,11 +324,12 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     if (ENGINE) mbar_wait(bars + at * 8, phase);
 #endif
   };
-  auto leave = [&]() {
+  auto leave = [&](uint32_t loaded) {                        // bits of everything that this warp loaded from the slot
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if (ENGINE) {
+      if (C::FENCED) fence_async();
       __syncwarp();
-      if (lane == 0) mbar_arrive(bars + (C::STAGES + slot) * 8);
+      if (lane == 0) slot_left(bars + (C::STAGES + slot) * 8, C::FENCED ? 0 : loaded);
     }
 #endif
     if (++slot == stages) slot = 0, parity ^= 1;
@@ -447,6 +450,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
       ready(slot, parity);
       const uint32_t k = slots + slot * C::SLOT;
       float S[TILES][NT][4];
+      uint32_t loaded = 0;
       // ---- scores ----
       if constexpr (!PLAIN) {
 #pragma unroll
@@ -468,6 +472,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
             const uint32_t at = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
             up[i] = lds128(at + C::K_PARAMS), low[i] = make_uint4(0, 0, 0, 0);
             if (TWO) low[i] = lds128(at + C::LOWER);
+            loaded |= up[i].x | low[i].x;
           }
 #pragma unroll
           for (int kp = 0; kp < 2; kp++) {
@@ -506,6 +511,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
             uint32_t a0[4], a1[4];
             ldmatrix4(a0, k + (row * (D / 8) + ((kp * 4 + (lane >> 4)) ^ (row & 7))) * 16);
             ldmatrix4(a1, k + (row * (D / 8) + ((kp * 4 + 2 + (lane >> 4)) ^ (row & 7))) * 16);
+            loaded |= a0[0] | a1[0];
 #pragma unroll
             for (int t = 0; t < NT; t++) {
               const uint4 x = lds128(tail + ((kp * NT + t) * 32 + lane) * 16);
@@ -526,7 +532,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
               }
         }
       }
-      leave();
+      leave(loaded);
       // ---- does a score exceed its row's reference by more than REACH? then that row's reference becomes the step's maximum ----
       auto top = [&](int t, int e) {
         const float y = fmaxf(S[0][t][e], S[0][t][e + 2]);
@@ -587,6 +593,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
       if (more) prepare(slots + after * C::SLOT);
       ring_sync();
       // ---- outputs of this warp's channels over all tokens ----
+      loaded = 0;
       auto load_p = [&](int tile, uint32_t (&b)[NT][2]) {
         const uint32_t at = rest + C::P + (tile * 16 + (lane & 15)) * C::PITCH;
 #pragma unroll
@@ -609,6 +616,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
             const uint4 up = lds128(at + C::V_PARAMS);
             uint4 low = make_uint4(0, 0, 0, 0);
             if (TWO) low = lds128(at + C::LOWER);
+            loaded |= up.x | low.x;
 #pragma unroll
             for (int h = 0; h < 2; h++) {
               uint32_t b[NT][2];
@@ -637,12 +645,13 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
           for (int j = 0; j < TILES_W; j++) {
             uint32_t a[4];
             ldmatrix4_trans(a, v + (row * (D / 8) + (((w4 * TILES_W + j) * 2 + (lane >> 3 & 1)) ^ (row & 7))) * 16);
+            loaded |= a[0];
 #pragma unroll
             for (int t = 0; t < NT; t++) mma_f16(O[t][j], a, b[t][0], b[t][1]);
           }
         }
       }
-      leave();
+      leave(loaded);
     };
 
     if (!ENGINE && stages == 4) {

@@ -258,6 +258,7 @@ DEV void draft_fill(const uint8_t* w, const DraftShared& to, int stages, int mos
 struct DraftPiece {
   uint4 v[2][2];
   uint2 params[2];
+  DEV uint32_t seen() const { return v[0][0].x | v[0][1].x | v[1][0].x | v[1][1].x | params[0].x | params[1].x; }
 };
 // A warp's place in the ring.
 struct DraftReader {
@@ -272,10 +273,13 @@ struct DraftReader {
 #pragma unroll
     for (int i = 0; i < 2; i++)
       to.v[i][0] = lds128(codes + i * DRAFT_HALF), to.v[i][1] = lds128(codes + i * DRAFT_HALF + 512), to.params[i] = lds64(params + i * DRAFT_HALF);
-    __syncwarp();
-    if (lane == 0) mbar_arrive(bar + (end - first));
     codes += DRAFT_CHUNK, bar += 8;
     if (bar == end) codes -= (end - first) / 8 * DRAFT_CHUNK, bar = first, phase ^= 1;
+  }
+  // By one lane: the warp has what it fetched `ago` fetches ago. Barriers of slots that were left follow those of full ones.
+  DEV void leave(int ago, const DraftPiece& piece) const {
+    const uint32_t of = bar - ago * 8, all = end - first;
+    slot_left(of + (of < first ? 2 * all : all), piece.seen());
   }
 };
 // A warp's input of a group: codes of row g / 2 where g is even, scale of row c and its sixteenth, sum.
@@ -325,6 +329,10 @@ DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader& reader, const
     DraftPiece pieces[TILES / 2];
 #pragma unroll
     for (int i = 0; i < TILES / 2; i++) reader.fetch(pieces[i], lane);
+    __syncwarp();
+    if (lane == 0)
+#pragma unroll
+      for (int i = 0; i < TILES / 2; i++) reader.leave(TILES / 2 - i, pieces[i]);
     if (group >= s.groups) break;
     const DraftInput input(s, group, rows, lane);
 #pragma unroll

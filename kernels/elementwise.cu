@@ -26,9 +26,7 @@ struct IntoInt8 {
   float2* xs;
   int pitch, groups;
   DEV void put(int row, int group, int lane, bool there, float4 v) const {
-    float most = there ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0.f;
-#pragma unroll
-    for (int step = 16; step; step >>= 1) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+    const float most = warp_max(there ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0.f);
     const float scale = __fdiv_rn(most, 127.f), sum = warp_sum(there ? __fadd_rn(__fadd_rn(v.x, v.y), __fadd_rn(v.z, v.w)) : 0.f);
     auto code = [&](float value) { return scale > 0.f ? (int)fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -127.f), 127.f) & 255 : 0; };
     if (there) *(int*)(x + (size_t)row * pitch + group * 128 + lane * 4) = code(v.x) | code(v.y) << 8 | code(v.z) << 16 | code(v.w) << 24;

@@ -316,11 +316,6 @@ DEV void linear_ring(const uint8_t* __restrict__ w, const uint16_t* x, float* y,
                 const uint32_t at = slots + left[j] * RING_CHUNK;
                 a[j][0] = lds128(at + low), a[j][1] = lds128(at + low + 1024), a[j][2] = lds128(at + high), a[j][3] = lds128(at + high + 1024);
               }
-              __syncwarp();
-              if (lane == 0) {
-                mbar_arrive(empty + left[0] * 8);
-                if (two) mbar_arrive(empty + left[1] * 8);
-              }
               if (there)
 #pragma unroll
                 for (int h = 0; h < 2; h++)
@@ -333,6 +328,11 @@ DEV void linear_ring(const uint8_t* __restrict__ w, const uint16_t* x, float* y,
 #pragma unroll
                       for (int t = 0; t < NT; t++) E::mma(acc[i + j][t], f, half ? in[b][t][h].z : in[b][t][h].x, half ? in[b][t][h].w : in[b][t][h].y);
                     }
+              __syncwarp();
+              if (lane == 0) {
+                slot_left(empty + left[0] * 8, a[0][0].w | a[0][1].w | a[0][2].w | a[0][3].w);
+                if (two) slot_left(empty + left[1] * 8, a[1][0].w | a[1][1].w | a[1][2].w | a[1][3].w);
+              }
             }
           load(b, k0 + b + 2);
         }

@@ -3,7 +3,7 @@
 
 mod gpu;
 
-use gpu::{Random, device, distance, poisoned, run};
+use gpu::{Random, device, distance, poisoned, run, while_busy};
 use half::f16;
 use quantspec_core::attend::{Cache, FullPage, attend, page_bound, select_pages, window_pages};
 use quantspec_core::cache::{BUFFER_TOKENS, G, buffer_slot, visible_pages, visible_quantised};
@@ -379,6 +379,32 @@ fn rows_do_not_depend_on_each_other() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn other_work_changes_no_bit() {
+    let Some(device) = device() else { return };
+    // Each a kernel of its own: one to four row tiles, three head widths, and the blocks of half a multiprocessor that drafts have.
+    for (heads, kv_heads, d, position) in [(8, 8, 128, 9000), (8, 2, 128, 9000), (4, 4, 64, 4000), (2, 2, 256, 4000)] {
+        let most = 8;
+        let world = World::new(&device, config(heads, kv_heads, d), Rounding::Balanced, position + most, 4);
+        let q = queries(&mut Random(6), most, &world.config);
+        for view in VIEWS {
+            for rows in [1, 3, 5, 8] {
+                let run = || {
+                    let out = world.run(view, position, &q[..rows * heads * d], None);
+                    out.into_iter().map(f32::to_bits).collect::<Vec<u32>>()
+                };
+                let alone = run();
+                let differ = while_busy(&device, || (0..40).filter(|_| run() != alone).count());
+                assert_eq!(differ, 0, "of 40: {heads}/{kv_heads} heads of {d}, {rows} rows, {view:?}");
+            }
+        }
+        let run = || world.run_between(position, &q[..heads * d], None);
+        let alone = run();
+        let differ = while_busy(&device, || (0..40).filter(|_| run() != alone).count());
+        assert_eq!(differ, 0, "of 40: {heads}/{kv_heads} heads of {d}, a draft's row");
     }
 }
 

@@ -4,7 +4,7 @@
 
 mod gpu;
 
-use gpu::{Random, device, distance, download, matrix, poisoned, round};
+use gpu::{Random, device, distance, download, matrix, poisoned, round, while_busy};
 use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::Dtype;
 use quantspec_core::quantize::{quantize_activations, quantize_weights_row};
@@ -303,5 +303,26 @@ fn heads_are_turned_and_appended() {
             let error = distance(&got, &want[..got.len()]);
             assert!(error < BOUND_F16, "heads of {d}: {error}");
         }
+    }
+}
+
+#[test]
+fn other_work_changes_no_bit() {
+    let Some(device) = device() else { return };
+    let Some(draft) = kernels(&device, 64) else { return };
+    let (n, k) = (12_288, 4096);
+    let mut random = Random(26);
+    let (weights, _) = weights(&device, &mut random, n, k, 0);
+    let stream = Stream::new(&device, &mut random, k);
+    for rows in 1..=MOST {
+        let y = device.zeroed(rows * n * 4).unwrap();
+        let run = || {
+            // SAFETY: the stream has all rows and y room for `rows`.
+            unsafe { draft.rows(&weights, stream.at(), y.at(0), rows) }.unwrap();
+            y.read::<u32>(0, rows * n).unwrap()
+        };
+        let alone = run();
+        let differ = while_busy(&device, || (0..200).filter(|_| run() != alone).count());
+        assert_eq!(differ, 0, "of 200 products of {rows} rows");
     }
 }

@@ -3,7 +3,7 @@
 
 mod gpu;
 
-use gpu::{Random, device, distance, matrix, poisoned, round, upload};
+use gpu::{Random, device, distance, matrix, poisoned, round, upload, while_busy};
 use quantspec_core::config::Dtype;
 use quantspec_core::quantize::{quantize_activations, quantize_head_row, quantize_weights_row};
 use quantspec_cuda::device::{Buffer, Device};
@@ -135,4 +135,29 @@ fn draft_weights() {
         }
     }
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
+}
+
+#[test]
+fn other_work_changes_no_bit() {
+    let Some(device) = device() else { return };
+    let linear = Linear::new(&device).unwrap();
+    let mut random = Random(5);
+    // Several tiles a multiprocessor, and a last chunk that only some warps have a part of.
+    for (n, k) in [(12_288, 4096), (4096, 5504)] {
+        let some: Vec<f32> = random.normals(1 << 18).iter().map(|&v| round(v, Dtype::Bf16)).collect();
+        let w: Vec<f32> = some.iter().cycle().take(n * k).copied().collect();
+        let weights = Matrix { buffer: matrix(&device, &w, n, k, Dtype::Bf16), dtype: Dtype::Bf16, n, k };
+        let x = upload(&device, &random.normals(17 * k), Dtype::Bf16);
+        for rows in [1, 5, 8, 16, 17] {
+            let y = device.zeroed(rows * n * 4).unwrap();
+            let run = || {
+                // SAFETY: x has 17 rows and y room for `rows`.
+                unsafe { linear.run(&weights, x.at(0), y.at(0), rows) }.unwrap();
+                y.read::<u32>(0, rows * n).unwrap()
+            };
+            let alone = run();
+            let differ = while_busy(&device, || (0..100).filter(|_| run() != alone).count());
+            assert_eq!(differ, 0, "of 100 products of {rows} rows, {n} x {k}");
+        }
+    }
 }

@@ -7,6 +7,7 @@ use half::{bf16, f16};
 use quantspec_core::config::Dtype;
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// The first GPU, or `None` with the reason on stderr; with `QUANTSPEC_REQUIRE_GPU=1` its absence fails. `QUANTSPEC_TEST_PTX=1` takes the portable images, as GPUs newer than this library do.
 pub(crate) fn device() -> Option<Arc<Device>> {
@@ -152,4 +153,41 @@ pub(crate) fn interleave(gate: &[f32], up: &[f32], rows: usize, width: usize) ->
             from[at * width..(at + 1) * width].iter().copied()
         })
         .collect()
+}
+
+/// Calls `work` while another stream reads memory on every second multiprocessor: what shares one with it waits long for its own loads. A kernel that lacks a
+/// wait may have the right bits on a GPU of its own, and lose them here.
+pub(crate) fn while_busy<T>(device: &Arc<Device>, work: impl FnOnce() -> T) -> T {
+    struct Done(Arc<AtomicBool>);
+    impl Drop for Done {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    let stop = Arc::new(AtomicBool::new(false));
+    let (of_thread, blocks) = (stop.clone(), (device.multiprocessors / 2).max(1));
+    let (started, waiting) = std::sync::mpsc::channel();
+    let reader = std::thread::spawn(move || {
+        // Far more than a cache holds.
+        const BYTES: usize = 2 << 30;
+        let other = Device::open(0).unwrap();
+        let (from, to) = (other.zeroed(BYTES).unwrap(), other.zeroed(4).unwrap());
+        while !of_thread.load(Ordering::Relaxed) {
+            for _ in 0..8 {
+                let kernel = other.kernel("read_all", 0).unwrap();
+                let launch = Launch { grid: [blocks as u32, 1, 1], block: 512, shared: 0, overlap: false };
+                let arguments = quantspec_cuda::args![&from, BYTES / 16, 1usize, &to];
+                // SAFETY: the arguments documented in kernels/elementwise.cu; both buffers outlive the wait.
+                unsafe { other.launch(kernel, launch, &arguments) }.unwrap();
+            }
+            let _ = started.send(());
+            other.synchronize().unwrap();
+        }
+    });
+    waiting.recv().unwrap();
+    let done = Done(stop);
+    let result = work();
+    drop(done);
+    reader.join().unwrap();
+    result
 }
