@@ -18,8 +18,12 @@ use crate::pool::{Pool, part};
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
 
-/// k of one block: 64 tokens × 512 BF16 are 64 KiB (from L2), 32 outputs × 512 another 32 KiB (from L1).
+/// k of one block of f32: 32 outputs × 512 are 64 KiB (from L2), and so are 16 of 64 tokens' lanes.
 const KC: usize = 512;
+
+/// k of one block of BF16 pairs: 64 tokens × 256 are 32 KiB (from L2), 32 outputs × 256 another 16 (from L1).
+#[cfg(target_arch = "x86_64")]
+const PAIRS_KC: usize = 256;
 
 /// Outputs of one tile: with 64 tokens, 24 accumulators of AVX-512.
 const TILE: usize = 6;
@@ -123,6 +127,12 @@ pub(crate) fn gemm(
                 unsafe { gemm_tiles(w, k, n, x, &y, panels, mine) };
                 return;
             }
+            #[cfg(target_arch = "x86_64")]
+            if let (Simd::Avx512, Store::Bf16(w)) = (simd, &matrix.store) {
+                // SAFETY: as below.
+                unsafe { gemm_pairs(w, k, n, x, &y, panels, mine) };
+                return;
+            }
             // SAFETY: output panels belong to one thread, and rows of `y` to one output.
             unsafe { gemm_part(simd, matrix, x, &y, panels, mine) };
         })?;
@@ -148,21 +158,6 @@ unsafe fn gemm_part(
         let kc = KC.min(k2 - first);
         for output in mine.clone() {
             let at = output * PANEL * k2;
-            if takes_pairs(simd, matrix) {
-                #[cfg(target_arch = "x86_64")]
-                if let Store::Bf16(w) = &matrix.store {
-                    let w = &w[at + first * PANEL..][..kc * PANEL];
-                    // The next block of weights is on its way while this one is used by all panels.
-                    let ahead = &w.as_ptr().wrapping_add(k2 * PANEL);
-                    for panel in 0..panels {
-                        let x = &x[panel * panel_len(matrix.k) + first / 2 * PANEL_TOKENS..][..kc / 2 * PANEL_TOKENS];
-                        // SAFETY: the caller's promise.
-                        let c = unsafe { y.slice((panel * n + output * PANEL) * PANEL_TOKENS, PANEL * PANEL_TOKENS) };
-                        avx512::panel(w, x, c, first > 0, (panel == 0).then_some(*ahead));
-                    }
-                }
-                continue;
-            }
             let block = &mut block[..kc * PANEL];
             let range = at + first * PANEL..at + (first + kc) * PANEL;
             match &matrix.store {
@@ -178,6 +173,38 @@ unsafe fn gemm_part(
                 // SAFETY: the caller's promise.
                 let c = unsafe { y.slice((panel * n + output * PANEL) * PANEL_TOKENS, PANEL * PANEL_TOKENS) };
                 tiles(simd, block, (1, PANEL), PANEL, kc, x, c, first > 0);
+            }
+        }
+    }
+}
+
+/// [`gemm_part`] of BF16 pairs: `w` is a matrix of k inputs and n outputs. An output panel is done for all tokens before the next: its outputs stay in
+/// L2 meanwhile, and the tokens are read from there (or from L3) once for 32 outputs.
+///
+/// # Safety
+/// As `gemm_part`.
+#[cfg(target_arch = "x86_64")]
+unsafe fn gemm_pairs(
+    w: &[u16],
+    k: usize,
+    n: usize,
+    x: &[f32],
+    y: &Parts<f32>,
+    panels: usize,
+    mine: std::ops::Range<usize>,
+) {
+    let k2 = 2 * pairs_of(k);
+    for output in mine {
+        for first in (0..k2).step_by(PAIRS_KC) {
+            let kc = PAIRS_KC.min(k2 - first);
+            let w = &w[(output * k2 + first) * PANEL..][..kc * PANEL];
+            // The next block of weights is on its way while this one is used by all panels.
+            let ahead = w.as_ptr().wrapping_add(kc * PANEL);
+            for panel in 0..panels {
+                let x = &x[panel * panel_len(k) + first / 2 * PANEL_TOKENS..][..kc / 2 * PANEL_TOKENS];
+                // SAFETY: the caller's promise.
+                let c = unsafe { y.slice((panel * n + output * PANEL) * PANEL_TOKENS, PANEL * PANEL_TOKENS) };
+                avx512::panel(w, x, c, first > 0, (panel == 0).then_some(ahead));
             }
         }
     }
