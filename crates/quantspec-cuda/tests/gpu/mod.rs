@@ -176,7 +176,7 @@ pub(crate) fn while_busy<T>(device: &Arc<Device>, work: impl FnOnce() -> T) -> T
             for _ in 0..8 {
                 let kernel = other.kernel("read_all", 0).unwrap();
                 let launch = Launch { grid: [blocks as u32, 1, 1], block: 512, shared: 0, overlap: false };
-                let arguments = quantspec_cuda::args![&from, BYTES / 16, 1usize, &to];
+                let arguments = [(&from).into(), Arg::Long(BYTES as u64 / 16), Arg::Int(1), (&to).into()];
                 // SAFETY: the arguments documented in kernels/elementwise.cu; both buffers outlive the wait.
                 unsafe { other.launch(kernel, launch, &arguments) }.unwrap();
             }
