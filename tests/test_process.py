@@ -16,6 +16,8 @@ import pytest
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
+# What is interrupted would last half a minute or more; a busy machine takes its time to end a process.
+AT_ONCE_S = 5
 SLOW = {"round_s": 0.05}
 
 
@@ -60,7 +62,7 @@ def test_ctrl_c_while_decoding_keeps_the_text_and_prints_statistics(start: Start
     child.send_signal(signal.SIGINT)
     sent = time.monotonic()
     out, err = child.communicate(timeout=30)
-    assert time.monotonic() - sent < 0.5
+    assert time.monotonic() - sent < AT_ONCE_S
     assert child.returncode == 130
     assert first
     assert (first + out).endswith(b"\n")
@@ -87,7 +89,7 @@ def test_ctrl_c_before_the_first_token(start: Start, tmp_path: Path, stage: str)
     child.send_signal(signal.SIGINT)
     sent = time.monotonic()
     out, err = child.communicate(timeout=30)
-    assert time.monotonic() - sent < 0.5
+    assert time.monotonic() - sent < AT_ONCE_S
     assert (child.returncode, out) == (130, b"")
     assert b"Traceback" not in err
     if stage == "load_s":
@@ -116,7 +118,7 @@ def test_signals_that_end_a_program_tidy_up(start: Start, tmp_path: Path, number
     child.send_signal(number)
     sent = time.monotonic()
     out, err = child.communicate(timeout=30)
-    assert time.monotonic() - sent < 0.5
+    assert time.monotonic() - sent < AT_ONCE_S
     assert (child.returncode, out) == (code, b"")
     assert b"(interrupted)" in err
     assert b"Traceback" not in err
