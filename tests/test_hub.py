@@ -253,8 +253,7 @@ def test_ctrl_c_ends_a_download_at_once_and_it_resumes(start: Start, server: Hub
     child.send_signal(signal.SIGINT)
     sent = time.monotonic()
     out, err = child.communicate(timeout=60)
-    # The server would have paused for 30 s.
-    assert time.monotonic() - sent < 5
+    assert time.monotonic() - sent < 1
     assert (child.returncode, out, err) == (130, b"", b"error: interrupted\nhint: run the command again\n")
     server.pause_s = 0
     child = start("run", "-m", "owner/model", "--text", "x", "-n", "3", env=settings)

@@ -16,9 +16,23 @@ import pytest
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
-# What is interrupted would last half a minute or more; a busy machine takes its time to end a process.
-AT_ONCE_S = 5
 SLOW = {"round_s": 0.05}
+
+
+def promptly(attempt: Callable[[], float]) -> None:
+    """Fails where no attempt of three ends in half a second; one that a busy machine holds up says nothing."""
+    waits: list[float] = []
+    while len(waits) < 3 and min(waits, default=1) >= 0.5:
+        waits.append(attempt())
+    assert min(waits) < 0.5, waits
+
+
+def end(child: subprocess.Popen[bytes], number: int) -> tuple[float, bytes, bytes]:
+    """Sends a signal; seconds until the child has ended, and what it printed."""
+    child.send_signal(number)
+    sent = time.monotonic()
+    out, err = child.communicate(timeout=30)
+    return time.monotonic() - sent, out, err
 
 
 def test_help_is_instant_and_imports_nothing_heavy() -> None:
@@ -56,26 +70,26 @@ def read_some(child: subprocess.Popen[bytes]) -> bytes:
 
 
 def test_ctrl_c_while_decoding_keeps_the_text_and_prints_statistics(start: Start) -> None:
-    child = start("run", "--text", "x", "-n", "100000", script=SLOW)
-    first = read_some(child)
-    first += read_some(child)
-    child.send_signal(signal.SIGINT)
-    sent = time.monotonic()
-    out, err = child.communicate(timeout=30)
-    assert time.monotonic() - sent < AT_ONCE_S
-    assert child.returncode == 130
-    assert first
-    assert (first + out).endswith(b"\n")
-    assert b"(interrupted)" in err
-    assert b"accepted" in err
-    assert b"Traceback" not in err
+    def attempt() -> float:
+        child = start("run", "--text", "x", "-n", "100000", script=SLOW)
+        first = read_some(child)
+        first += read_some(child)
+        seconds, out, err = end(child, signal.SIGINT)
+        assert child.returncode == 130
+        assert first
+        assert (first + out).endswith(b"\n")
+        assert b"(interrupted)" in err
+        assert b"accepted" in err
+        assert b"Traceback" not in err
+        return seconds
+
+    promptly(attempt)
 
 
 def test_ctrl_c_in_json_is_one_document(start: Start) -> None:
     child = start("run", "--text", "x", "--text", "y", "-n", "100000", "--json", script=SLOW)
     time.sleep(1.5)
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=30)
+    _, out, err = end(child, signal.SIGINT)
     assert (child.returncode, err) == (130, b"")
     results = json.loads(out)["results"]
     assert [result["stop_reason"] for result in results] == ["interrupted", "interrupted"]
@@ -84,27 +98,27 @@ def test_ctrl_c_in_json_is_one_document(start: Start) -> None:
 
 @pytest.mark.parametrize("stage", ["load_s", "prefill_s"])
 def test_ctrl_c_before_the_first_token(start: Start, tmp_path: Path, stage: str) -> None:
-    child = start("run", "--text", "x", "-o", str(tmp_path / "out.txt"), script={stage: 30})
-    time.sleep(1.5)
-    child.send_signal(signal.SIGINT)
-    sent = time.monotonic()
-    out, err = child.communicate(timeout=30)
-    assert time.monotonic() - sent < AT_ONCE_S
-    assert (child.returncode, out) == (130, b"")
-    assert b"Traceback" not in err
-    if stage == "load_s":
-        assert err.startswith(b"error: interrupted\nhint: ")
-        assert os.listdir(tmp_path) == []
-    else:
-        assert b"0 new tokens (interrupted)" in err
+    def attempt() -> float:
+        child = start("run", "--text", "x", "-o", str(tmp_path / "out.txt"), script={stage: 30})
+        time.sleep(1.5)
+        seconds, out, err = end(child, signal.SIGINT)
+        assert (child.returncode, out) == (130, b"")
+        assert b"Traceback" not in err
+        if stage == "load_s":
+            assert err.startswith(b"error: interrupted\nhint: ")
+            assert os.listdir(tmp_path) == []
+        else:
+            assert b"0 new tokens (interrupted)" in err
+        return seconds
+
+    promptly(attempt)
 
 
 def test_ctrl_c_writes_the_text_so_far_to_the_file(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "out.txt"
     child = start("run", "--text", "x", "-n", "100000", "-o", str(path), script=SLOW)
     time.sleep(1.5)
-    child.send_signal(signal.SIGINT)
-    child.communicate(timeout=30)
+    end(child, signal.SIGINT)
     assert child.returncode == 130
     assert len(path.read_text(encoding="utf-8")) > 1
     assert os.listdir(tmp_path) == ["out.txt"]
@@ -113,22 +127,23 @@ def test_ctrl_c_writes_the_text_so_far_to_the_file(start: Start, tmp_path: Path)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_that_end_a_program_tidy_up(start: Start, tmp_path: Path, number: int, code: int) -> None:
     path = tmp_path / "out.txt"
-    child = start("run", "--text", "x", "-n", "100000", "-o", str(path), script=SLOW)
-    time.sleep(1.5)
-    child.send_signal(number)
-    sent = time.monotonic()
-    out, err = child.communicate(timeout=30)
-    assert time.monotonic() - sent < AT_ONCE_S
-    assert (child.returncode, out) == (code, b"")
-    assert b"(interrupted)" in err
-    assert b"Traceback" not in err
-    assert len(path.read_text(encoding="utf-8")) > 1
-    assert os.listdir(tmp_path) == ["out.txt"]
-    path.unlink()
+
+    def attempt() -> float:
+        child = start("run", "--text", "x", "-n", "100000", "-o", str(path), script=SLOW)
+        time.sleep(1.5)
+        seconds, out, err = end(child, number)
+        assert (child.returncode, out) == (code, b"")
+        assert b"(interrupted)" in err
+        assert b"Traceback" not in err
+        assert len(path.read_text(encoding="utf-8")) > 1
+        assert os.listdir(tmp_path) == ["out.txt"]
+        path.unlink()
+        return seconds
+
+    promptly(attempt)
     child = start("run", "--text", "x", "-o", str(path), "--json", script={"load_s": 30})
     time.sleep(1.5)
-    child.send_signal(number)
-    out, err = child.communicate(timeout=30)
+    _, out, err = end(child, number)
     name = signal.Signals(number).name
     assert child.returncode == code
     assert err.decode() == f"error: interrupted by {name}\nhint: run the command again\n"

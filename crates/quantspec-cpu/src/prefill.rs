@@ -18,7 +18,7 @@ use crate::pool::{Pool, part};
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
 
-/// k of one block of f32: 32 outputs × 512 are 64 KiB (from L2), and so are 16 of 64 tokens' lanes.
+/// k of one block of f32: 64 tokens × 512 are 128 KiB and 32 outputs × 512 another 64 (from L2).
 const KC: usize = 512;
 
 /// k of one block of BF16 pairs: 64 tokens × 256 are 32 KiB (from L2), 32 outputs × 256 another 16 (from L1).
@@ -122,15 +122,10 @@ pub(crate) fn gemm(
             let mine = part(outputs, thread, threads);
             let mine = first + mine.start..first + mine.end;
             #[cfg(target_arch = "x86_64")]
-            if let (Simd::Amx, Store::Bf16(w)) = (simd, &matrix.store) {
-                // SAFETY: as below; the path was chosen because the machine has tiles.
-                unsafe { gemm_tiles(w, k, n, x, &y, panels, mine) };
-                return;
-            }
-            #[cfg(target_arch = "x86_64")]
-            if let (Simd::Avx512, Store::Bf16(w)) = (simd, &matrix.store) {
-                // SAFETY: as below.
-                unsafe { gemm_pairs(w, k, n, x, &y, panels, mine) };
+            if let (Simd::Amx | Simd::Avx512, Store::Bf16(w)) = (simd, &matrix.store) {
+                let gemm = if simd == Simd::Amx { gemm_tiles } else { gemm_pairs };
+                // SAFETY: as below; the path was chosen because the machine has its instructions.
+                unsafe { gemm(w, k, n, x, &y, panels, mine) };
                 return;
             }
             // SAFETY: output panels belong to one thread, and rows of `y` to one output.
