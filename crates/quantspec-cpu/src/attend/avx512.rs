@@ -99,7 +99,7 @@ pub(super) unsafe fn codes<const BOTH: bool>(u: *const u8, l: *const u8, i: usiz
 unsafe fn dots<const NR: usize, const NV: usize, const BOTH: bool>(
     u: *const u8,
     l: *const u8,
-    steps: usize,
+    (steps, apart): (usize, usize),
     a: *const i8,
     lda: usize,
     ahead: &mut Ahead,
@@ -111,14 +111,14 @@ unsafe fn dots<const NR: usize, const NV: usize, const BOTH: bool>(
             let mut c = [(_mm512_setzero_si512(), _mm512_setzero_si512()); NV];
             if ahead.near {
                 for t in 0..NV {
-                    fetch(u.wrapping_add((s * NV + t) * 64), AHEAD);
+                    fetch(u.wrapping_add((s * apart + t) * 64), AHEAD);
                     if BOTH {
-                        fetch(l.wrapping_add((s * NV + t) * 64), AHEAD);
+                        fetch(l.wrapping_add((s * apart + t) * 64), AHEAD);
                     }
                 }
             }
             for (t, c) in c.iter_mut().enumerate() {
-                *c = codes::<BOTH>(u, l, s * NV + t);
+                *c = codes::<BOTH>(u, l, s * apart + t);
             }
             for r in 0..NR {
                 let p = a.add(r * lda + s * 8).cast::<i32>();
@@ -140,7 +140,7 @@ pub(super) fn join<const LIMBS: usize>(high: __m512i, low: __m512i) -> __m512 {
 
 /// Scores of rows r0.. (NR/LIMBS of them) against the page.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-unsafe fn score_rows<const NR: usize, const LIMBS: usize, const BOTH: bool>(
+unsafe fn score_rows<const NR: usize, const NV: usize, const LIMBS: usize, const BOTH: bool>(
     st: &mut State,
     r0: usize,
     u: *const u8,
@@ -154,15 +154,18 @@ unsafe fn score_rows<const NR: usize, const LIMBS: usize, const BOTH: bool>(
         let a = st.limbs.data.as_ptr().add(r0 * 2 * wide);
         let s = st.s.as_mut_ptr().add(r0 * G);
         for b in 0..2 {
-            let off = b * d * 32;
-            // Limbs of a row lie `wide` apart, so rows are two limbs apart whatever LIMBS is.
-            let acc = dots::<NR, 4, BOTH>(u.add(off), l.wrapping_add(off), d / 8, a, wide * (3 - LIMBS), ahead);
-            for (t, acc) in acc.iter().enumerate() {
-                for r in 0..NR / LIMBS {
-                    let f = st.f.get_unchecked(r0 + r);
-                    let v = join::<LIMBS>(acc[r * LIMBS], acc[r * LIMBS + LIMBS - 1]);
-                    let v = _mm512_fmadd_ps(v, _mm512_set1_ps(f[0]), _mm512_set1_ps(f[1]));
-                    _mm512_storeu_ps(s.add(r * G + (b * 4 + t) * 16), v);
+            for first in (0..4).step_by(NV) {
+                let off = b * d * 32 + first * 64;
+                // Limbs of a row lie `wide` apart, so rows are two limbs apart whatever LIMBS is.
+                let acc =
+                    dots::<NR, NV, BOTH>(u.add(off), l.wrapping_add(off), (d / 8, 4), a, wide * (3 - LIMBS), ahead);
+                for (t, acc) in acc.iter().enumerate() {
+                    for r in 0..NR / LIMBS {
+                        let f = st.f.get_unchecked(r0 + r);
+                        let v = join::<LIMBS>(acc[r * LIMBS], acc[r * LIMBS + LIMBS - 1]);
+                        let v = _mm512_fmadd_ps(v, _mm512_set1_ps(f[0]), _mm512_set1_ps(f[1]));
+                        _mm512_storeu_ps(s.add(r * G + (b * 4 + first + t) * 16), v);
+                    }
                 }
             }
         }
@@ -171,26 +174,25 @@ unsafe fn score_rows<const NR: usize, const LIMBS: usize, const BOTH: bool>(
 
 /// o = o·alpha + codes·p·factor for rows r0..
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-unsafe fn value_rows<const NR: usize, const LIMBS: usize, const BOTH: bool>(
+unsafe fn value_rows<const NR: usize, const NV: usize, const LIMBS: usize, const BOTH: bool>(
     st: &mut State,
     r0: usize,
     u: *const u8,
     l: *const u8,
     ahead: &mut Ahead,
 ) {
-    let vectors = st.shape.d16 / 16;
-    let mut first = 0;
-    while first < vectors {
-        // SAFETY: as `page`; groups are those of `Shape::value_groups`.
-        unsafe {
-            match vectors - first {
-                1 => value_group::<NR, 1, LIMBS, BOTH>(st, r0, first, u, l, ahead),
-                2 => value_group::<NR, 2, LIMBS, BOTH>(st, r0, first, u, l, ahead),
-                3 => value_group::<NR, 3, LIMBS, BOTH>(st, r0, first, u, l, ahead),
-                _ => value_group::<NR, 4, LIMBS, BOTH>(st, r0, first, u, l, ahead),
+    for (group, vectors) in st.shape.value_groups() {
+        for first in (0..vectors).step_by(NV) {
+            // SAFETY: as `page`.
+            unsafe {
+                match (vectors - first).min(NV) {
+                    1 => value_group::<NR, 1, LIMBS, BOTH>(st, r0, (group, vectors, first), u, l, ahead),
+                    2 => value_group::<NR, 2, LIMBS, BOTH>(st, r0, (group, vectors, first), u, l, ahead),
+                    3 => value_group::<NR, 3, LIMBS, BOTH>(st, r0, (group, vectors, first), u, l, ahead),
+                    _ => value_group::<NR, NV, LIMBS, BOTH>(st, r0, (group, vectors, first), u, l, ahead),
+                }
             }
         }
-        first += 4;
     }
 }
 
@@ -199,7 +201,7 @@ unsafe fn value_rows<const NR: usize, const LIMBS: usize, const BOTH: bool>(
 unsafe fn value_group<const NR: usize, const NV: usize, const LIMBS: usize, const BOTH: bool>(
     st: &mut State,
     r0: usize,
-    first: usize,
+    (group, vectors, first): (usize, usize, usize),
     u: *const u8,
     l: *const u8,
     ahead: &mut Ahead,
@@ -209,9 +211,9 @@ unsafe fn value_group<const NR: usize, const NV: usize, const LIMBS: usize, cons
         let d16 = st.shape.d16;
         let wide = st.shape.wide();
         let a = st.limbs.data.as_ptr().add(r0 * 2 * wide);
-        let o = st.o.as_mut_ptr().add(r0 * d16 + first * 16);
-        let off = first * G / 8 * 64;
-        let acc = dots::<NR, NV, BOTH>(u.add(off), l.wrapping_add(off), G / 8, a, wide * (3 - LIMBS), ahead);
+        let o = st.o.as_mut_ptr().add(r0 * d16 + (group + first) * 16);
+        let off = (group * G / 8 + first) * 64;
+        let acc = dots::<NR, NV, BOTH>(u.add(off), l.wrapping_add(off), (G / 8, vectors), a, wide * (3 - LIMBS), ahead);
         for (t, acc) in acc.iter().enumerate() {
             for r in 0..NR / LIMBS {
                 let f = st.f.get_unchecked(r0 + r);
@@ -354,25 +356,35 @@ unsafe fn softmax<const LIMBS: usize>(st: &mut State, r: usize, most: f32, centr
     }
 }
 
-/// Calls `$f` for all row limbs, in passes of at most five. Integers: any split gives the same bits.
+/// Row limbs of the next pass where `left` are left: passes are as few as registers allow, and as even as their sizes do. Ten limbs by two vectors of
+/// codes fill 26 registers, so that a code is unpacked once for ten products.
+const fn pass(left: usize) -> usize {
+    let even = left.div_ceil(left.div_ceil(10));
+    let (sizes, mut i) = ([1, 2, 4, 5, 8, 10], 0);
+    while i + 1 < sizes.len() && sizes[i] < even && sizes[i + 1] <= left {
+        i += 1;
+    }
+    sizes[i]
+}
+
+/// Calls `$f` for all row limbs, in passes. Integers: any split gives the same bits.
 macro_rules! passes {
     ($f:ident, $rows:expr, $limbs:expr, $both:tt, $st:expr, $planes:expr, $ahead:expr) => {{
         let mut r = $rows.start;
         while r < $rows.end {
-            let left = ($rows.end - r) * $limbs;
-            let n = if left >= 5 && left != 8 && $limbs == 1 {
-                $f::<5, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead);
-                5
-            } else if left >= 4 {
-                $f::<4, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead);
-                4
-            } else if left >= 2 {
-                $f::<2, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead);
-                2
-            } else {
-                $f::<1, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead);
-                1
+            // Rows of two limbs stay whole.
+            let n = match pass(($rows.end - r) * $limbs) {
+                5 if $limbs == 2 => 4,
+                n => n,
             };
+            match n {
+                10 => $f::<10, 2, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead),
+                8 => $f::<8, 2, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead),
+                5 => $f::<5, 4, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead),
+                4 => $f::<4, 4, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead),
+                2 => $f::<2, 4, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead),
+                _ => $f::<1, 4, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead),
+            }
             r += n / $limbs;
         }
     }};
