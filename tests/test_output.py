@@ -92,7 +92,7 @@ def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
 def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "out.txt"
     path.write_text("old")
-    path.chmod(0o640)
+    path.chmod(0o664)
     with pytest.raises(KeyboardInterrupt), AtomicFile(str(path)) as file:
         file.write("new")
         raise KeyboardInterrupt
@@ -101,7 +101,7 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     with AtomicFile(str(path)) as file:
         file.write("new")
     assert path.read_text() == "new"
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert stat.S_IMODE(path.stat().st_mode) == 0o664
 
 
 def test_a_link_is_followed_and_a_device_is_written(tmp_path: Path) -> None:

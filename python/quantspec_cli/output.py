@@ -79,11 +79,15 @@ class AtomicFile:
                 self._file = self._path.open("w", encoding="utf-8", newline="")
             else:
                 # A new file takes the usual permissions, a replaced one keeps its own.
-                mode = stat.S_IMODE(self._path.stat().st_mode) if self._path.exists() else 0o666
-                if self._path.exists() and not os.access(self._path, os.W_OK):
+                replaced = self._path.exists()
+                mode = stat.S_IMODE(self._path.stat().st_mode) if replaced else 0o666
+                if replaced and not os.access(self._path, os.W_OK):
                     raise PermissionError(13, "permission denied")
                 handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
                 self._file = os.fdopen(handle, "w", encoding="utf-8", newline="")
+                if replaced:  # the mask is for new files; some file systems know no permissions
+                    with contextlib.suppress(OSError):
+                        self._temporary.chmod(mode)
         except OSError as error:
             raise FileError(
                 f"output {path} cannot be written: {reason(error)}", "check the name and the folder's permissions"
