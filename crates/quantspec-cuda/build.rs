@@ -11,6 +11,7 @@ use std::collections::VecDeque;
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::time::SystemTime;
 use std::{env, fs, process, ptr, thread};
 
 /// 12.8 because its machine code still loads on drivers from 525 on (13.x asks for 580), and because it knows sm_120.
@@ -24,6 +25,8 @@ const ARCHITECTURES: [&str; 8] = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", 
 
 /// Deflate level: 6 is within 2 % of 10 and five times faster.
 const LEVEL: u8 = 6;
+/// This program: it decides how kernels are compiled, so images made by another one are not taken.
+const THIS: &[u8] = include_bytes!("build.rs");
 
 const LOCATE: &str = "
 import importlib.util, pathlib
@@ -294,13 +297,17 @@ fn compile(
                     let Some((unit, architecture)) = job else { break };
                     let stem = unit.file_stem().unwrap_or_default().to_string_lossy().into_owned();
                     let source = read(unit);
-                    let key = hash(&[source.as_bytes(), headers.as_bytes(), compiler.as_bytes(), &[LEVEL]]);
+                    let key = hash(&[source.as_bytes(), headers.as_bytes(), compiler.as_bytes(), THIS]);
                     let file = images.join(format!("{stem}.{architecture}.{key:016x}"));
                     let inflated = || miniz_oxide::inflate::decompress_to_vec(&fs::read(&file).ok()?).ok();
                     let bytes = inflated().or_else(|| {
                         compile_apart(toolkit, kernels, &stem, architecture, &file);
                         inflated()
                     });
+                    // The images of the last build are the newest ones of the folder, also where an earlier build made them.
+                    let touched = fs::File::options().append(true).open(&file);
+                    let touched = touched.and_then(|file| file.set_modified(SystemTime::now()));
+                    touched.unwrap_or_else(|error| fail(&format!("{}: {error}", file.display())));
                     let bytes = bytes.unwrap_or_else(|| fail(&format!("{}: is not an image", file.display()))).len();
                     done.lock().unwrap_or_else(|lock| lock.into_inner()).push((stem, architecture, bytes, file));
                 }

@@ -138,6 +138,7 @@ fn run(arguments: &[String], out: &mut impl Write) -> std::result::Result<(), Bo
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
+        rejection: false,
         step_rows: 17,
         block_rows: 256,
         threads,

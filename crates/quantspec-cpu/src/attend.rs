@@ -200,6 +200,18 @@ impl State {
         })
     }
 
+    /// Bytes held.
+    pub(crate) fn bytes(&self) -> usize {
+        let arrays = [&self.q, &self.l, &self.zero, &self.o, &self.s, &self.folded, &self.params];
+        let floats: usize = arrays.iter().map(|array| array.bytes()).sum();
+        let lists = size_of_val(&self.m[..]) + size_of_val(&self.f[..]) + size_of_val(&self.wide[..]);
+        #[cfg(target_arch = "x86_64")]
+        let limbs = self.limbs.data.bytes() + self.limbs.codes.bytes() + self.limbs.products.bytes();
+        #[cfg(not(target_arch = "x86_64"))]
+        let limbs = 0;
+        floats + lists + limbs
+    }
+
     /// Bytes of [`State::new`].
     pub(crate) const fn bytes_of(rows: usize, shape: Shape) -> usize {
         let wide = shape.wide();

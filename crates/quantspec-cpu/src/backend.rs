@@ -113,6 +113,32 @@ impl Lengths {
     }
 }
 
+impl Rows {
+    /// Bytes held.
+    fn bytes(&self) -> usize {
+        let floats = [
+            &self.hidden,
+            &self.x,
+            &self.qkv,
+            &self.attended,
+            &self.ffn,
+            &self.logits,
+            &self.cos,
+            &self.sin,
+            &self.partials,
+        ];
+        floats.iter().map(|array| array.bytes()).sum::<usize>()
+            + self.x16.bytes()
+            + self.x8.bytes()
+            + size_of_val(&self.all[..])
+    }
+}
+
+/// Bytes of the draft's distributions of a round, which [`Judge`] makes as they are drafted.
+fn drafted_bytes(config: &ModelConfig, options: &Options) -> usize {
+    if options.rejection { 4 * options.step_rows * config.vocab } else { 0 }
+}
+
 /// Query rows of one work item of attention.
 fn state_rows(config: &ModelConfig, options: &Options) -> usize {
     ITEM_ROWS.min(options.step_rows.max(1)) * config.group()
@@ -126,7 +152,8 @@ pub fn plan(config: &ModelConfig, options: &Options) -> Memory {
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
         + Prompt::plan(config, options.prompt_capacity, options.block_rows, threads)
-        + threads * (State::bytes_of(state_rows(config, options), shape) + quantize::Scratch::bytes_of(shape));
+        + threads * (State::bytes_of(state_rows(config, options), shape) + quantize::Scratch::bytes_of(shape))
+        + drafted_bytes(config, options);
     Memory {
         weights_bytes,
         draft_weights_bytes,
@@ -1057,7 +1084,20 @@ impl Backend for CpuBackend {
 
     fn memory(&self) -> Memory {
         let (weights_bytes, draft_weights_bytes) = self.model.bytes(&self.config);
-        Memory { weights_bytes, draft_weights_bytes, ..plan(&self.config, &self.options) }
+        let cache = &self.cache;
+        Memory {
+            weights_bytes,
+            draft_weights_bytes,
+            cache_upper_bytes: cache.upper.bytes(),
+            cache_lower_bytes: cache.lower.bytes(),
+            cache_full_bytes: cache.full.bytes(),
+            buffer_bytes: cache.ring.bytes(),
+            workspace_bytes: self.rows.bytes()
+                + self.prompt.bytes()
+                + self.states.iter().map(State::bytes).sum::<usize>()
+                + self.flushes.iter().map(quantize::Scratch::bytes).sum::<usize>()
+                + drafted_bytes(&self.config, &self.options),
+        }
     }
 }
 

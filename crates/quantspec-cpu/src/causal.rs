@@ -78,6 +78,11 @@ impl Scratch {
         })
     }
 
+    /// Bytes held.
+    pub(crate) fn bytes(&self) -> usize {
+        [&self.keys, &self.values, &self.scores, &self.out, &self.state].iter().map(|array| array.bytes()).sum()
+    }
+
     /// Bytes of [`Scratch::new`].
     pub(crate) const fn bytes_of(d: usize, group: usize) -> usize {
         let [block, scores, out, state] = Scratch::lengths(d, group);

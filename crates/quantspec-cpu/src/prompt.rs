@@ -117,6 +117,15 @@ impl Prompt {
         })
     }
 
+    /// Bytes held.
+    pub(crate) fn bytes(&self) -> usize {
+        let floats = [&self.hidden, &self.cos, &self.sin, &self.x, &self.y, &self.q];
+        floats.iter().map(|array| array.bytes()).sum::<usize>()
+            + self.keys.bytes()
+            + self.values.bytes()
+            + self.scratch.iter().map(Scratch::bytes).sum::<usize>()
+    }
+
     /// Bytes of [`Prompt::new`].
     pub(crate) fn plan(config: &ModelConfig, capacity: usize, block_rows: usize, threads: usize) -> usize {
         Lengths::new(config, capacity, block_rows).bytes()

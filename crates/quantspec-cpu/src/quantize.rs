@@ -30,6 +30,12 @@ impl Scratch {
         }
     }
 
+    /// Bytes held.
+    pub(crate) fn bytes(&self) -> usize {
+        let floats = [&self.wide, &self.scale, &self.zero];
+        floats.iter().map(|values| size_of_val(&values[..])).sum::<usize>() + self.codes.len()
+    }
+
     /// Bytes of [`Scratch::new`].
     pub(crate) const fn bytes_of(shape: Shape) -> usize {
         G * (4 * shape.d + shape.d16) + 8 * if shape.d > G { shape.d } else { G }

@@ -185,6 +185,11 @@ pub(crate) struct Acts {
 }
 
 impl Acts {
+    /// Bytes held.
+    pub(crate) fn bytes(&self) -> usize {
+        self.q.bytes() + self.scale.bytes() + self.sum.bytes()
+    }
+
     /// Room for `m` rows of `k`.
     pub(crate) fn zeros(m: usize, k: usize) -> Result<Acts> {
         let groups = k.div_ceil(GROUP);

@@ -25,6 +25,7 @@ fn options(slots: usize, capacity: usize) -> Options {
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
+        rejection: false,
         step_rows: 8,
         block_rows: 64,
         threads: 2,
@@ -49,7 +50,8 @@ fn memory_is_what_was_planned() {
     ] {
         let checkpoint = shape.checkpoint(1);
         for planes in [Planes::of(&[View::Both]), Planes::of(&[View::Full]), Planes::of(&[View::Upper])] {
-            let options = Options { planes, draft_weights: draft, ..options(3, 1000) };
+            let rejection = draft != DraftWeights::None;
+            let options = Options { planes, draft_weights: draft, rejection, ..options(3, 1000) };
             let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
             assert_eq!(backend.memory(), plan(checkpoint.config(), &options), "{shape:?} {planes:?}");
             let weights: usize = backend.memory().weights_bytes;

@@ -48,6 +48,7 @@ fn load(
         planes: Planes::of(&[View::Both]),
         rounding: Rounding::Balanced,
         draft_weights: draft,
+        rejection: false,
         step_rows: 1,
         block_rows: 64,
         threads,

@@ -115,6 +115,7 @@ impl Run {
             planes: Planes::of(&views),
             rounding: self.rounding,
             draft_weights: if drafts { DraftWeights::Int4 } else { DraftWeights::None },
+            rejection: false,
             step_rows: prompts.len() * (self.gamma + 1),
             block_rows: BLOCK_ROWS,
             threads: self.threads,

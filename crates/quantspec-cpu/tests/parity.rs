@@ -40,6 +40,7 @@ fn options(capacity: usize) -> Options {
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
+        rejection: false,
         step_rows: 5,
         block_rows: 128,
         threads: 2,
@@ -135,6 +136,26 @@ fn every_shape_and_view_matches_the_reference() {
                 assert!(error < bound, "{shape:?} {plan:?} {simd:?}: off by {error} deviations");
             }
         }
+    }
+}
+
+/// Pages are chosen by their quantised keys; a cache of full precision alone has none.
+#[test]
+fn without_quantised_keys_the_best_pages_are_the_window() {
+    let shape = SHAPES[5];
+    let checkpoint = shape.checkpoint(6);
+    let ids = random::tokens(shape.vocab, 5 * G + 12, 31);
+    let planes = Planes { upper: false, lower: false, full: true };
+    let options = Options { planes, ..options(ids.len()) };
+    let plan = |pages| (Weights::Draft, View::Full, pages);
+    let [best, window] = [Pages::Best(2), Pages::Window(2)].map(plan);
+    let mut reference = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("reference");
+    let prompt = 5 * G - 9;
+    assert_eq!(decode(&mut reference, &ids, prompt, 5, best), decode(&mut reference, &ids, prompt, 5, window));
+    for simd in paths() {
+        let mut backend = load(&checkpoint, &options, simd);
+        let mut decode = |plan| decode(&mut backend, &ids, prompt, 5, plan);
+        assert_eq!(decode(best), decode(window), "{simd:?}");
     }
 }
 

@@ -1,6 +1,7 @@
 //! Decode attention: how a step's rows are cut into spans, parts and items, and the launches (kernels/attend.cu).
 
 use crate::args;
+use crate::detect::DeviceInfo;
 use crate::device::{Arg, Device, Kernel, Launch, Plain};
 use crate::linear::{GROUP, name};
 use quantspec_core::cache::{G, visible_pages, visible_quantised};
@@ -211,12 +212,12 @@ pub(crate) fn partial_rows(config: &ModelConfig, multiprocessors: usize, capabil
 }
 
 /// Refuses head widths without kernels.
-pub(crate) fn check_head(device: &Device, d: usize) -> Result<()> {
+pub(crate) fn check_head(device: &DeviceInfo, d: usize) -> Result<()> {
     let hint = "the kernels know 64, 128 and, from compute capability 8.0 on, 256; use --device cpu";
-    if device.info.takes_heads_of(d) {
+    if device.takes_heads_of(d) {
         return Ok(());
     }
-    Err(Error::model(format!("head_dim {d} on a GPU of compute capability {}", device.info.compute_capability), hint))
+    Err(Error::model(format!("head_dim {d} on a GPU of compute capability {}", device.compute_capability), hint))
 }
 
 /// Whether kernels use the copy engine: images of compute capability 9.0 do.
@@ -354,7 +355,7 @@ impl Attend {
     /// [`quantspec_core::ErrorKind::Model`] for head widths without kernels.
     pub fn new(device: &Arc<Device>, config: &ModelConfig, rounding: Rounding) -> Result<Attend> {
         let d = config.head_dim;
-        check_head(device, d)?;
+        check_head(&device.info, d)?;
         // How many blocks fill the device is a constant of it, whatever the rows of a call: it belongs to the order of the sums.
         let engine = device.has_engine();
         let split = |view: View, tiles: &[usize], registers: usize| -> Result<Split> {

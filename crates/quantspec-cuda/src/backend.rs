@@ -7,14 +7,14 @@
 use crate::args;
 use crate::attend::{
     Around, Attend, Choice, Chosen, Layer as CacheLayer, Merged, PASS_ROWS, Part as AttendPart, Pass as AttendPass,
-    Places, Span,
+    Places, Span, check_head,
 };
 use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch, Mark, Pinned, Plain};
 use crate::draft::{Draft, Heads, Hidden};
 use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
-use crate::prefill::{Prefill, Shape, Way, padded};
-use crate::sample::Sampling;
+use crate::prefill::{self, Prefill, Shape, Way, padded};
+use crate::sample::{self, Sampling};
 use crate::weights::{self, Weights as Stored, address, argument};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, visible_pages};
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Rounding, View, Weights};
@@ -186,8 +186,8 @@ pub struct CudaBackend {
     sampling: Sampling,
     step: StepSpace,
     prompt: PromptSpace,
-    /// Lists of chosen pages `[layer][slot][kv head][pitch]`, and the scores they are chosen by; made when first asked for.
-    lists: Option<Lists>,
+    /// Lists of chosen pages, and the scores they are chosen by.
+    lists: Lists,
     /// Recorded rounds, and steps of drafts that are looked at, by everything their launches depend on; `None` for one that was seen once.
     graphs: HashMap<Vec<u64>, Option<Graph>>,
     /// The step under way.
@@ -211,9 +211,29 @@ struct Clock {
 /// Page lists of drafts that do not read every page.
 #[derive(Debug)]
 struct Lists {
+    /// u32 `[layers][slots][KV heads][pitch]`
     lists: Buffer,
+    /// f32 `[slots][KV heads][pages of a sequence]`
     scores: Buffer,
+    /// Entries of the longest list: of every page of a sequence, and of the two that are always read.
     pitch: usize,
+}
+
+impl Lists {
+    fn pitch(pages: usize) -> usize {
+        pages.max(2)
+    }
+
+    /// Bytes of lists and scores for sequences of up to `pages` pages.
+    fn bytes(config: &ModelConfig, slots: usize, pages: usize) -> [usize; 2] {
+        let heads = slots * config.kv_heads;
+        [config.layers * heads * Lists::pitch(pages) * 4, heads * pages.max(1) * 4]
+    }
+
+    fn new(device: &Arc<Device>, config: &ModelConfig, slots: usize, pages: usize) -> Result<Lists> {
+        let [lists, scores] = Lists::bytes(config, slots, pages);
+        Ok(Lists { lists: device.allocate(lists)?, scores: device.allocate(scores)?, pitch: Lists::pitch(pages) })
+    }
 }
 
 /// How the step under way is laid out in the description.
@@ -327,6 +347,18 @@ fn check_flag(flag: u32) -> Result<()> {
     }))
 }
 
+/// Whether the kernels know a model on such a device: asked before anything is loaded.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Model`]: head widths, sizes, vocabularies and mixtures of number formats without kernels.
+pub fn check(checkpoint: &Checkpoint, device: &DeviceInfo) -> Result<()> {
+    let config = checkpoint.config();
+    check_head(device, config.head_dim)?;
+    prefill::check(&Shape::of(config))?;
+    sample::check(config.vocab)?;
+    weights::check(checkpoint)
+}
+
 /// Bytes [`CudaBackend::load`] will hold on this device, before anything is loaded.
 pub fn plan(config: &ModelConfig, options: &Options, device: &DeviceInfo) -> Memory {
     let (multiprocessors, capability) = (device.multiprocessors, device.capability);
@@ -345,9 +377,14 @@ pub fn plan(config: &ModelConfig, options: &Options, device: &DeviceInfo) -> Mem
         buffer_bytes: cache.buffer_bytes,
         workspace_bytes: sizes.step_bytes(config)
             + prompt_bytes(config, options, tokens_own(config, options, TOKENS_OWN)).iter().sum::<usize>()
-            + Sampling::bytes(options.slots, options.step_rows.max(1), window_pitch(options))
+            + Lists::bytes(config, options.slots, pages(options.capacity)).iter().sum::<usize>()
+            + sampling_bytes(config, options)
             + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), way),
     }
+}
+
+fn sampling_bytes(config: &ModelConfig, options: &Options) -> usize {
+    Sampling::bytes(config.vocab, options.slots, options.step_rows.max(1), window_pitch(options), options.rejection)
 }
 
 impl CudaBackend {
@@ -377,14 +414,16 @@ impl CudaBackend {
         mut hooks: Hooks,
         most: usize,
     ) -> Result<CudaBackend> {
+        check(checkpoint, &device.info)?;
         let config = checkpoint.config().clone();
         let attend = Attend::new(device, &config, options.rounding)?;
         let linear = Linear::new(device)?;
         let draft = Draft::new(device, config.head_dim)?;
         let prefill = Prefill::new(device, Shape::of(&config), options.block_rows.max(1))?;
         let pitch = window_pitch(options);
-        let sampling = Sampling::new(device, config.vocab, options.slots, options.step_rows.max(1), pitch)?;
-        let weights = weights::load(checkpoint, device, &linear, options.draft_weights, sampling.flag(), &mut hooks)?;
+        let sampling =
+            Sampling::new(device, config.vocab, options.slots, options.step_rows.max(1), pitch, options.rejection)?;
+        let weights = weights::load(checkpoint, device, &linear, options.draft_weights, sampling.shared(), &mut hooks)?;
         let d = config.head_dim;
         let dtype = config.dtype;
         let page_shared = 256 * d + 4096;
@@ -451,7 +490,7 @@ impl CudaBackend {
             weights,
             step,
             prompt,
-            lists: None,
+            lists: Lists::new(device, &config, options.slots, pages(options.capacity))?,
             graphs: HashMap::new(),
             plan: Plan::default(),
             staged: 0,
@@ -493,14 +532,13 @@ impl CudaBackend {
         let pages = self.cache.pages * heads * layer;
         let at = |pool: &Option<Buffer>, bytes: usize| pool.as_ref().map_or(0, |pool| pool.at(pages * bytes));
         let ring = layer * self.options.slots * heads * BUFFER_TOKENS * d * 2;
-        let lists = |lists: &Lists| lists.lists.at(layer * self.options.slots * heads * lists.pitch * 4);
         CacheLayer {
             upper: at(&self.cache.upper, Layout::Cuda.upper_bytes(d)),
             lower: at(&self.cache.lower, Layout::Cuda.lower_bytes(d)),
             full: at(&self.cache.full, 4 * G * d),
             ring_k: self.cache.ring_k.at(ring),
             ring_v: self.cache.ring_v.at(ring),
-            lists: self.lists.as_ref().map_or(0, lists),
+            lists: self.lists.lists.at(layer * self.options.slots * heads * self.lists.pitch * 4),
         }
     }
 
@@ -594,7 +632,7 @@ impl CudaBackend {
                 merged: base + writer.put(&pass.merged)? as u64,
                 tables: self.cache.tables.at(0),
                 table_pitch: self.cache.pitch,
-                list_pitch: self.lists.as_ref().map_or(0, |lists| lists.pitch),
+                list_pitch: self.lists.pitch,
                 partial: self.step.partial.at(0),
                 extremes: self.step.extremes.at(0),
             });
@@ -606,7 +644,7 @@ impl CudaBackend {
 
     /// Entries of a list that was asked for `n` pages: the first and the newest are always in, and there are no more than of a sequence.
     fn listed(&self, n: usize) -> usize {
-        n.min(self.cache.pitch).max(2)
+        n.clamp(2, self.lists.pitch)
     }
 
     /// Which lists of pages a draft step chooses anew, and for which rows; notes what each slot reads from now on.
@@ -615,25 +653,13 @@ impl CudaBackend {
             Pages::All => return Ok(Vec::new()),
             Pages::Window(n) | Pages::Best(n) => self.listed(n),
         };
-        let (layers, slots, heads) = (self.config.layers, self.options.slots, self.config.kv_heads);
-        if self.lists.as_ref().is_none_or(|lists| lists.pitch < n) {
-            self.lists = Some(Lists {
-                lists: self.device.allocate(layers * slots * heads * n * 4)?,
-                scores: self.device.allocate(slots * heads * self.cache.pitch * 4)?,
-                pitch: n,
-            });
-            for slot in self.slots.iter_mut().flatten() {
-                slot.chosen = None;
-            }
-        }
         let mut choices = Vec::new();
         for (index, row) in step.rows.iter().enumerate() {
-            let again = step.choose_pages;
             let visible = visible_pages(row.position);
             let Some(slot) = self.slots.get_mut(row.slot).and_then(Option::as_mut) else {
                 return Err(Error::internal(format!("slot {} is not open", row.slot)));
             };
-            if again || slot.chosen.is_none() {
+            if step.choose_pages || slot.chosen.is_none() {
                 // Where all would be on the list there is none.
                 slot.chosen = (visible > n).then_some(Chosen { listed: n, visible });
                 if slot.chosen.is_some() {
@@ -720,7 +746,7 @@ impl CudaBackend {
     /// Makes the draft weights anew where a prompt was in their place, and waits: kernels of a draft read weights before the kernel ahead has ended.
     fn restore_drafts(&mut self) -> Result<()> {
         if self.overwritten {
-            self.weights.quantise(&self.linear, self.sampling.flag())?;
+            self.weights.quantise(&self.linear, self.sampling.shared())?;
             self.device.synchronize()?;
             self.overwritten = false;
         }
@@ -863,8 +889,6 @@ impl CudaBackend {
             plan.choices,
             plan.choosing as u64,
             plan.choosing_pages as u64,
-            self.lists.as_ref().map_or(0, |lists| lists.lists.at(0)),
-            self.lists.as_ref().map_or(0, |lists| lists.scores.at(0)),
         ]);
         for (pass, places) in plan.passes.iter().zip(&plan.places) {
             key.extend(pass.launches());
@@ -952,10 +976,11 @@ impl CudaBackend {
         let draft = weights.draft.output.is_some() && step.weights == Weights::Draft;
         let cache = self.cache_layer(layer);
         let space = &self.step;
-        if let (Some(lists), Some(places), true) = (&self.lists, self.plan.places.first(), self.plan.choosing > 0) {
+        if let (Some(places), true) = (self.plan.places.first(), self.plan.choosing > 0) {
             let (n, scores) = match step.pages {
-                Pages::Best(n) => (n, lists.scores.at(0)),
-                Pages::Window(n) => (n, 0),
+                // Quantised keys are what is scored; a cache without them keeps to the window.
+                Pages::Best(n) if self.cache.upper.is_some() => (n, self.lists.scores.at(0)),
+                Pages::Best(n) | Pages::Window(n) => (n, 0),
                 Pages::All => (0, 0),
             };
             let plan = &self.plan;
@@ -1450,6 +1475,10 @@ impl Backend for CudaBackend {
         // Also where the poll ends the round: the next one is not to draft by this plan.
         let drafting = self.drafting.take();
         (self.hooks.poll)()?;
+        if drafting.is_some_and(|plan| plan.weights == Weights::Draft) {
+            // A long prompt since `draft` may have taken their place.
+            self.restore_drafts()?;
+        }
         let longest = drafting.map_or(0, |_| turns.iter().map(|turn| turn.gamma).max().unwrap_or(0));
         let warm = self.sampling.learn(turns)?;
         let at_offset = |turn: &Turn, offset| Row { slot: turn.slot, offset, position: turn.committed + offset };
@@ -1516,7 +1545,6 @@ impl Backend for CudaBackend {
             &self.prompt.gated,
         ];
         let way = Way::of(self.device.info.capability, self.config.dtype);
-        let lists = self.lists.as_ref().map_or(0, |lists| lists.lists.bytes() + lists.scores.bytes());
         Memory {
             weights_bytes: self.weights.bytes,
             draft_weights_bytes: self.weights.draft_bytes,
@@ -1526,9 +1554,9 @@ impl Backend for CudaBackend {
             buffer_bytes: self.cache.bytes.buffer_bytes,
             workspace_bytes: inputs
                 + step_bytes.iter().map(|buffer| buffer.bytes()).sum::<usize>()
-                + lists
-                + Sampling::bytes(self.options.slots, self.options.step_rows.max(1), self.sampling.pitch())
-                + self.sampling.draft_bytes()
+                + self.lists.lists.bytes()
+                + self.lists.scores.bytes()
+                + sampling_bytes(&self.config, &self.options)
                 + Prefill::scratch_bytes(&Shape::of(&self.config), self.options.block_rows.max(1), way),
         }
     }

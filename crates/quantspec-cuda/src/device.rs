@@ -3,7 +3,6 @@
 use crate::{detect, images};
 use cudarc::driver::sys;
 use quantspec_core::{Error, ErrorKind, Result};
-use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_void};
 use std::sync::{Arc, Mutex};
@@ -182,11 +181,6 @@ fn check_with(status: sys::CUresult, what: impl FnOnce() -> String) -> Result<()
     Err(Error::device(format!("{what}: {name}"), "check nvidia-smi and the kernel log (dmesg), or use --device cpu"))
 }
 
-thread_local! {
-    /// The context this thread has current through this module.
-    static CURRENT: Cell<sys::CUcontext> = const { Cell::new(ptr::null_mut()) };
-}
-
 impl Device {
     /// Opens device `index` and loads every kernel. An absent driver, an old one, an index out of range (usage) and a GPU too old are
     /// typed errors.
@@ -255,14 +249,16 @@ impl Device {
 
     /// Makes the context current in this thread.
     fn bind(&self) -> Result<()> {
-        CURRENT.with(|current| {
-            if current.get() != self.context {
-                // SAFETY: the context is retained while `self` lives.
-                check(unsafe { sys::cuCtxSetCurrent(self.context) }, "cuCtxSetCurrent")?;
-                current.set(self.context);
+        let mut current = ptr::null_mut();
+        // SAFETY: `current` outlives the call; the context is retained while `self` lives. Asked every time (a read of thread-local memory): another library in
+        // this thread may have set its own since.
+        unsafe {
+            check(sys::cuCtxGetCurrent(&mut current), "cuCtxGetCurrent")?;
+            if current != self.context {
+                check(sys::cuCtxSetCurrent(self.context), "cuCtxSetCurrent")?;
             }
-            Ok(())
-        })
+        }
+        Ok(())
     }
 
     /// The kernel `name` (extern "C" in kernels/). `shared` is the most dynamic shared memory it will be launched with.
@@ -443,15 +439,17 @@ impl Device {
         let mut graph = ptr::null_mut();
         let mut exec = ptr::null_mut();
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: capture is ended on every path, and the graph is destroyed once the executable exists.
+        // SAFETY: capture is ended and the graph destroyed on every path.
         unsafe {
             check(sys::cuStreamBeginCapture_v2(self.stream, mode), "recording a graph")?;
             let result = work();
             let ended = check(sys::cuStreamEndCapture(self.stream, &mut graph), "recording a graph");
-            result?;
-            ended?;
-            let made = check(sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0), "building a graph");
-            sys::cuGraphDestroy(graph);
+            let made = result
+                .and(ended)
+                .and_then(|()| check(sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0), "building a graph"));
+            if !graph.is_null() {
+                sys::cuGraphDestroy(graph);
+            }
             made?;
         }
         Ok(Graph { device: self.clone(), exec })
@@ -487,7 +485,6 @@ impl Drop for Device {
             }
             sys::cuDevicePrimaryCtxRelease_v2(self.handle);
         }
-        CURRENT.with(|current| current.set(ptr::null_mut()));
     }
 }
 

@@ -15,6 +15,6 @@ pub mod prefill;
 mod sample;
 mod weights;
 
-pub use backend::{CudaBackend, plan};
+pub use backend::{CudaBackend, check, plan};
 pub use detect::{Detection, DeviceInfo, detect};
 pub use images::kernels;

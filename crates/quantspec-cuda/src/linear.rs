@@ -252,8 +252,8 @@ impl Linear {
         unsafe { self.device.launch(ring.kernel, launch, &arguments) }
     }
 
-    /// Draft weights of a matrix in memory of their own; `paired` as in [`Quantised`]. `flag` is the address of the device's error flag.
-    pub fn quantise(&self, weights: &Matrix, bits: usize, paired: usize, flag: u64) -> Result<Quantised> {
+    /// Draft weights of a matrix in memory of their own; `paired` as in [`Quantised`]. `flag` begins with the device's error flag, a u32.
+    pub fn quantise(&self, weights: &Matrix, bits: usize, paired: usize, flag: &Buffer) -> Result<Quantised> {
         let buffer = Arc::new(self.device.allocate(Quantised::bytes(bits, weights.n, weights.k))?);
         let draft = Quantised { buffer, offset: 0, bits, n: weights.n, k: weights.k, paired };
         self.quantise_into(weights, &draft, flag)?;
@@ -261,8 +261,12 @@ impl Linear {
     }
 
     /// Queues making the draft weights `to` of a matrix of its shape.
-    pub fn quantise_into(&self, weights: &Matrix, to: &Quantised, flag: u64) -> Result<()> {
+    pub fn quantise_into(&self, weights: &Matrix, to: &Quantised, flag: &Buffer) -> Result<()> {
         let bytes = Quantised::bytes(to.bits, to.n, to.k);
+        let full = Matrix::bytes(weights.dtype, weights.n, weights.k);
+        if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
+            return Err(Error::internal(format!("{} bytes of weights where {full} are read", weights.buffer.bytes())));
+        }
         if (weights.n, weights.k) != (to.n, to.k) || to.offset + bytes > to.buffer.bytes() {
             return Err(Error::internal(format!(
                 "{bytes} bytes of draft weights at {} of {}",
@@ -280,7 +284,7 @@ impl Linear {
         let kernel = kernel.ok_or_else(|| Error::internal("no such quantiser"))?;
         let grid = [weights.k.div_ceil(GROUP) as u32, weights.n.div_ceil(TILE) as u32, 1];
         let arguments = args![&weights.buffer, to.address(), weights.n, weights.k, to.paired, flag];
-        // SAFETY: the argument list is the kernel's, and both buffers have room for the shape.
+        // SAFETY: the argument list is the kernel's, and the three buffers have room for what it reads and writes: see above.
         unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments) }
     }
 }

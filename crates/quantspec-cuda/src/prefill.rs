@@ -11,6 +11,7 @@
 use crate::args;
 use crate::attend::check_head;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
+use crate::linear::name;
 use cudarc::driver::sys;
 use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::{Error, Result};
@@ -195,7 +196,7 @@ impl Prefill {
     pub fn new(device: &Arc<Device>, shape: Shape, rows: usize) -> Result<Prefill> {
         let way = Way::of(device.info.capability, shape.dtype);
         check(&shape)?;
-        check_head(device, shape.head_dim)?;
+        check_head(&device.info, shape.head_dim)?;
         let (d, dtype) = (shape.head_dim, name(shape.dtype));
         let kernels = match way {
             Way::Hopper => Kernels::Hopper {
@@ -348,17 +349,11 @@ impl Prefill {
                 self.device.launch(self.attend, Launch { grid, block: 128, shared, overlap: false }, &arguments)?;
             }
             if s.dtype == Dtype::F32 {
-                // Row by row only where the pitch is padded.
-                let (count, width) = if pitch == s.q_width() { (1, rows * pitch) } else { (rows, s.q_width()) };
-                for row in 0..count as u64 {
-                    let arguments = args![out + row * width as u64 * 2, x + row * pitch as u64 * 4, width as u64];
-                    let grid = [width.div_ceil(256) as u32, 1, 1];
-                    self.device.launch(
-                        self.widen,
-                        Launch { grid, block: 256, shared: 0, overlap: false },
-                        &arguments,
-                    )?;
-                }
+                // Heads have 64 channels or multiples of that, so rows are not padded.
+                let count = rows * s.q_width();
+                let grid = [count.div_ceil(256) as u32, 1, 1];
+                let arguments = args![out, x, count as u64];
+                self.device.launch(self.widen, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)?;
             }
         }
         Ok(())
@@ -538,7 +533,8 @@ impl Prefill {
     }
 }
 
-fn check(shape: &Shape) -> Result<()> {
+/// Refuses sizes without kernels.
+pub(crate) fn check(shape: &Shape) -> Result<()> {
     for (what, width) in [("hidden size", shape.hidden), ("intermediate size", shape.intermediate)] {
         if width == 0 || !width.is_multiple_of(8) {
             return Err(Error::model(
@@ -551,14 +547,6 @@ fn check(shape: &Shape) -> Result<()> {
         return Err(Error::internal(format!("{} query heads, {} key heads", shape.heads, shape.kv_heads)));
     }
     Ok(())
-}
-
-fn name(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::Bf16 => "bf16",
-        Dtype::F16 => "f16",
-        Dtype::F32 => "f32",
-    }
 }
 
 /// Whether attention has its Hopper kernel: not for heads whose outputs would fill all registers.

@@ -112,24 +112,39 @@ pub(crate) struct Sampling {
     fresh: bool,
 }
 
+/// Refuses vocabularies that the kernels do not take.
+pub(crate) fn check(vocab: usize) -> Result<()> {
+    if vocab > VOCAB_MAX {
+        return Err(Error::model(
+            format!("a vocabulary of {vocab} tokens on the GPU"),
+            format!("the kernels take {VOCAB_MAX}; use --device cpu"),
+        ));
+    }
+    Ok(())
+}
+
 impl Sampling {
-    /// Bytes taken on the device, but for the draft logits of rejection.
-    pub(crate) fn bytes(slots: usize, rows: usize, pitch: usize) -> usize {
-        Sampling::shared_bytes(slots, pitch) + slots * (48 + 16) + rows * (CUT_BYTES + 4 + 16 + 4)
+    /// Bytes taken on the device, those of rejection's draft logits included.
+    pub(crate) fn bytes(vocab: usize, slots: usize, rows: usize, pitch: usize, rejection: bool) -> usize {
+        let drafted = if rejection { slots * GAMMA_MAX * (vocab * 4 + CUT_BYTES) } else { 0 };
+        Sampling::shared_bytes(slots, pitch) + slots * (48 + 16) + rows * (CUT_BYTES + 4 + 16 + 4) + drafted
     }
 
     fn shared_bytes(slots: usize, pitch: usize) -> usize {
         VERDICTS_AT + slots * 8 + slots * pitch * 4
     }
 
-    pub(crate) fn new(device: &Arc<Device>, vocab: usize, slots: usize, rows: usize, pitch: usize) -> Result<Sampling> {
-        if vocab > VOCAB_MAX {
-            return Err(Error::model(
-                format!("a vocabulary of {vocab} tokens on the GPU"),
-                format!("the kernels take {VOCAB_MAX}; use --device cpu"),
-            ));
-        }
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        vocab: usize,
+        slots: usize,
+        rows: usize,
+        pitch: usize,
+        rejection: bool,
+    ) -> Result<Sampling> {
+        check(vocab)?;
         let bytes = Sampling::shared_bytes(slots, pitch);
+        let drafted = slots * GAMMA_MAX;
         Ok(Sampling {
             cut: device.kernel("sample_cut", 0)?,
             choose: device.kernel("sample_choose", 0)?,
@@ -142,7 +157,10 @@ impl Sampling {
             choices: device.zeroed(rows * 4)?,
             best: device.zeroed(rows * 16)?,
             arrived: device.zeroed(rows * 4)?,
-            draft: None,
+            draft: match rejection {
+                true => Some((device.allocate(drafted * vocab * 4)?, device.allocate(drafted * CUT_BYTES)?)),
+                false => None,
+            },
             known: vec![None; slots],
             windows: vec![0; slots * pitch],
             set: vec![0; slots],
@@ -154,9 +172,9 @@ impl Sampling {
         })
     }
 
-    /// Bytes held beyond [`Sampling::bytes`].
-    pub(crate) fn draft_bytes(&self) -> usize {
-        self.draft.as_ref().map_or(0, |(logits, cuts)| logits.bytes() + cuts.bytes())
+    /// What the host reads after a round; begins with the device's error flag.
+    pub(crate) fn shared(&self) -> &Buffer {
+        &self.shared
     }
 
     /// Address of the device's error flag.
@@ -252,8 +270,7 @@ impl Sampling {
     fn learn_one(&mut self, slot: usize, sampler: &Sampler) -> Result<bool> {
         let wanted = DeviceSampler::new(sampler);
         if sampler.accept == Accept::Rejection && self.draft.is_none() {
-            let rows = self.slots * GAMMA_MAX;
-            self.draft = Some((self.device.allocate(rows * self.vocab * 4)?, self.device.allocate(rows * CUT_BYTES)?));
+            return Err(Error::internal("rejection on a backend that was loaded without it"));
         }
         match self.known.get_mut(slot) {
             Some(known) if *known == Some(wanted) => {}

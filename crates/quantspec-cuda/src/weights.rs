@@ -94,7 +94,7 @@ impl Weights {
     }
 
     /// Queues making all draft weights anew, where something else was in their memory.
-    pub(crate) fn quantise(&self, linear: &Linear, flag: u64) -> Result<()> {
+    pub(crate) fn quantise(&self, linear: &Linear, flag: &Buffer) -> Result<()> {
         for layer in &self.layers {
             let Layer { qkv, output, gate_up, down, draft, .. } = layer;
             let pairs = [(qkv, &draft.qkv), (output, &draft.output), (gate_up, &draft.gate_up), (down, &draft.down)];
@@ -123,7 +123,7 @@ impl Places {
         full: &Matrix,
         bits: usize,
         paired: usize,
-        flag: u64,
+        flag: &Buffer,
     ) -> Result<Option<Quantised>> {
         let Some(buffer) = self.buffer.clone() else { return Ok(None) };
         let draft = Quantised { buffer, offset: self.taken, bits, n: full.n, k: full.k, paired };
@@ -131,6 +131,26 @@ impl Places {
         linear.quantise_into(full, &draft, flag)?;
         Ok(Some(draft))
     }
+}
+
+/// Refuses layers whose matrices have several number formats: a step's activations have one.
+pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
+    use LayerPart::*;
+    for index in 0..checkpoint.config().layers {
+        let parts = [Q, K, V, Output, Gate, Up, Down].map(|part| Part::Layer(index, part));
+        let of = |part: &Part| checkpoint.dtype(*part);
+        if let Some(other) = parts.iter().find(|part| of(part) != of(&parts[0])) {
+            return Err(Error::model(
+                format!(
+                    "{} and {} have different number formats",
+                    checkpoint.tensor_name(parts[0]),
+                    checkpoint.tensor_name(*other)
+                ),
+                "store the checkpoint in one format, or use --device cpu",
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Which products the draft has in four bits: attention's, the feed-forward network's; and whether its head has eight.
@@ -211,16 +231,6 @@ impl Loader<'_> {
         let Some(first) = pieces.first() else { return Err(Error::internal("a matrix without parts")) };
         let (dtype, k) = (self.checkpoint.dtype(first.part), self.checkpoint.shape(first.part).1);
         let n = pieces.iter().map(|piece| self.checkpoint.shape(piece.part).0).sum();
-        if let Some(other) = pieces.iter().find(|piece| self.checkpoint.dtype(piece.part) != dtype) {
-            return Err(Error::model(
-                format!(
-                    "{} and {} have different number formats",
-                    self.checkpoint.tensor_name(first.part),
-                    self.checkpoint.tensor_name(other.part)
-                ),
-                "store the checkpoint in one format, or use --device cpu",
-            ));
-        }
         let buffer = self.device.zeroed(Matrix::bytes(dtype, n, k))?;
         let row_bytes = k * dtype.bytes();
         let rows_at_once = (CHUNK_BYTES / row_bytes).max(1);
@@ -263,7 +273,7 @@ pub(crate) fn load(
     device: &Arc<Device>,
     linear: &Linear,
     kind: DraftWeights,
-    flag: u64,
+    flag: &Buffer,
     hooks: &mut Hooks,
 ) -> Result<Weights> {
     use LayerPart::*;
@@ -307,12 +317,6 @@ pub(crate) fn load(
             Piece { part: part(Up), first: 0, interleave: 2 },
         ])?;
         let down = loader.plain(part(Down))?;
-        if let Some(other) = [&output, &gate_up, &down].into_iter().find(|matrix| matrix.dtype != qkv.dtype) {
-            return Err(Error::model(
-                format!("layer {index} mixes {:?} and {:?} weights", qkv.dtype, other.dtype),
-                "store the checkpoint in one format, or use --device cpu",
-            ));
-        }
         let mut draft = |on: bool, matrix: &Matrix, paired: usize| {
             if on { places.quantise(linear, matrix, 4, paired, flag) } else { Ok(None) }
         };

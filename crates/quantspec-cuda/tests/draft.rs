@@ -37,7 +37,7 @@ fn weights(device: &Arc<Device>, random: &mut Random, n: usize, k: usize, paired
     let size = 1.0 / (k as f32).sqrt();
     let w: Vec<f32> = random.normals(n * k).iter().map(|&v| round(v * size, Dtype::Bf16)).collect();
     let full = Matrix { buffer: matrix(device, &w, n, k, Dtype::Bf16), dtype: Dtype::Bf16, n, k };
-    let draft = linear.quantise(&full, 4, paired, flag.at(0)).unwrap();
+    let draft = linear.quantise(&full, 4, paired, &flag).unwrap();
     device.synchronize().unwrap();
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
     (draft, w)

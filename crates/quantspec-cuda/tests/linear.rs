@@ -91,7 +91,7 @@ fn draft_weights() {
             let w: Vec<f32> = random.normals(n * k).iter().map(|&v| round(v, Dtype::Bf16)).collect();
             let x: Vec<f32> = random.normals(most * k);
             let weights = Matrix { buffer: matrix(&device, &w, n, k, Dtype::Bf16), dtype: Dtype::Bf16, n, k };
-            let draft = linear.quantise(&weights, bits, 0, flag.at(0)).unwrap();
+            let draft = linear.quantise(&weights, bits, 0, &flag).unwrap();
             let (groups, pitch) = (k.div_ceil(128), k.next_multiple_of(128));
             let (mut codes, mut scales) = (vec![0i8; most * pitch], vec![0.0f32; most * groups * 2]);
             let mut rounded = vec![0.0f64; most * k];

@@ -303,7 +303,7 @@ fn products() {
                 continue;
             }
             let drafts: Vec<_> = (0..(copies * 4).min(160))
-                .map(|i| linear.quantise(&matrices[i % copies], bits, 0, flag.at(0)).unwrap())
+                .map(|i| linear.quantise(&matrices[i % copies], bits, 0, &flag).unwrap())
                 .collect();
             let bytes = drafts[0].buffer.bytes();
             let x8 = random_bytes(&device, 16 * k, 4);
@@ -354,7 +354,7 @@ fn sequence() {
             .iter()
             .cycle()
             .take(12)
-            .map(|layer| layer.iter().map(|matrix| linear.quantise(matrix, 4, 0, flag.at(0)).unwrap()).collect())
+            .map(|layer| layer.iter().map(|matrix| linear.quantise(matrix, 4, 0, &flag).unwrap()).collect())
             .collect();
         let norm = device.kernel("norm_bf16", 0).unwrap();
         let (hidden, weight) = (device.zeroed(16 * 4096 * 4).unwrap(), device.zeroed(4096 * 4).unwrap());
@@ -451,7 +451,7 @@ fn draft_layers() {
             Matrix { buffer, dtype: Dtype::Bf16, n, k }
         });
         let layers: Vec<_> =
-            (0..LAYERS).map(|_| matrices.each_ref().map(|m| linear.quantise(m, 4, 0, flag.at(0)).unwrap())).collect();
+            (0..LAYERS).map(|_| matrices.each_ref().map(|m| linear.quantise(m, 4, 0, &flag).unwrap())).collect();
         let weight_bytes: usize = layers[0].iter().map(|matrix| matrix.buffer.bytes()).sum();
         let (hidden, weight) = (device.zeroed(4096 * 4).unwrap(), device.zeroed(4096 * 4).unwrap());
         let x = device.zeroed(14_336 * 2).unwrap();
@@ -708,6 +708,7 @@ fn rounds() {
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
+        rejection: false,
         step_rows: 17,
         block_rows: 4096,
         threads: 1,
@@ -798,6 +799,7 @@ fn steps() {
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
+        rejection: false,
         step_rows: 17,
         block_rows: 512,
         threads: 1,

@@ -10,7 +10,7 @@ mod small;
 
 use gpu::device;
 use quantspec_core::cache::Extent;
-use quantspec_core::config::{Pages, View, Weights};
+use quantspec_core::config::{Pages, Planes, View, Weights};
 use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cuda::device::Device;
@@ -127,6 +127,28 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint) {
     }
     let stats = engine.stats();
     eprintln!("acceptance over all drafts {:?}", stats.acceptance_rate());
+}
+
+/// A cache of full precision alone has no quantised keys to choose pages by: a draft that wants the best keeps to the window.
+#[test]
+fn without_quantised_keys_drafts_keep_to_the_window() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 2000) {
+        let planes = Planes { upper: false, lower: false, full: true };
+        let options = Options { planes, ..options(2000, 1) };
+        let mut engine = Engine::new(load(&device, &checkpoint, &options), method(View::Full, None), 1, 2000, 256);
+        let prompts = [prompt(checkpoint.config().vocab, 1500, 9)];
+        let samplers = [sampler(Accept::Replay, 3, 0)];
+        let mut decode = |draft| decode(&mut engine, method(View::Full, draft), &prompts, &[200], &samplers, &[4]);
+        let plain = decode(None);
+        for pages in [Pages::Best(3), Pages::Window(3)] {
+            assert_eq!(
+                decode(Some(DraftPlan { weights: Weights::Draft, view: View::Full, pages })),
+                plain,
+                "{pages:?}"
+            );
+        }
+    }
 }
 
 /// Long prompts put their hidden states where the draft weights are: the weights made anew draft the same tokens, which are accepted as often.

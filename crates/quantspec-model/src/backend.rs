@@ -78,6 +78,8 @@ pub struct Options {
     pub rounding: Rounding,
     /// Which draft weights are made.
     pub draft_weights: DraftWeights,
+    /// Keep the draft's distributions of a round: acceptance by rejection compares with them.
+    pub rejection: bool,
     /// Rows of the largest step: slots · (γ_max + 1), or more for scoring.
     pub step_rows: usize,
     /// Rows of a prefill block.

@@ -15,7 +15,7 @@ use quantspec_core::{Error, Result};
 /// Rows scored in one step. A window must fit behind the 2G tokens a row may read from the buffer.
 pub const WINDOW_ROWS: usize = 64;
 
-/// Rows of a prefill block of the context.
+/// Rows of a prefill block of the context, where the device has no wish of its own.
 const BLOCK_ROWS: usize = 256;
 
 const _: () = assert!(WINDOW_ROWS + 2 * G <= BUFFER_TOKENS);
@@ -73,18 +73,20 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
         planes: Planes { upper: true, lower: true, full: true },
         rounding,
         draft_weights: DraftWeights::Int4,
+        rejection: false,
         step_rows: WINDOW_ROWS,
         block_rows: BLOCK_ROWS,
         threads,
     }
 }
 
-/// Scores `tokens` on a backend loaded with [`options`]. The first `context` tokens are a prompt; of the others, at least two,
-/// the first is fed and every later one is predicted. `progress` is told positions done and in all.
+/// Scores `tokens` on a backend loaded with [`options`]. The first `context` tokens are a prompt, taken in blocks of `block_rows`, those
+/// the backend was loaded with; of the others, at least two, the first is fed and every later one is predicted. `progress` is told positions done and in all.
 pub fn evaluate<B: Backend>(
     backend: &mut B,
     tokens: &[u32],
     context: usize,
+    block_rows: usize,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     if tokens.len() < context.saturating_add(2) {
@@ -101,7 +103,7 @@ pub fn evaluate<B: Backend>(
     for (extent, &(_, _, slot)) in extents.iter_mut().zip(&TARGETS) {
         backend.open(slot, tokens.len())?;
         if context > 0 {
-            forward::prefill(backend, slot, &tokens[..context], BLOCK_ROWS, &mut |_, _| ())?;
+            forward::prefill(backend, slot, &tokens[..context], block_rows, &mut |_, _| ())?;
             extent.commit(context);
         }
     }

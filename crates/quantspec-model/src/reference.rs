@@ -216,7 +216,7 @@ impl ReferenceBackend {
         for kv_head in 0..kv_heads {
             let query = tensor(|| query.get(kv_head))?;
             let head = &mut self.slot(row.slot)?.heads[layer][kv_head];
-            let pages = head.choose_pages(step, row.position, &query, rounding)?;
+            let pages = head.choose_pages(step, row.position, &query, rounding, planes.upper)?;
             let (mut keys, mut values) = (Vec::new(), Vec::new());
             for page in pages {
                 head.page_values(page, step.view, rounding, &mut keys, &mut values)?;
@@ -332,12 +332,22 @@ impl Head {
     }
 
     /// The pages a row reads. `query` is [group][head_dim].
-    fn choose_pages(&mut self, step: &Step, position: usize, query: &Tensor, rounding: Rounding) -> Result<Vec<usize>> {
+    /// `upper`: pages have quantised keys.
+    fn choose_pages(
+        &mut self,
+        step: &Step,
+        position: usize,
+        query: &Tensor,
+        rounding: Rounding,
+        upper: bool,
+    ) -> Result<Vec<usize>> {
         let visible = visible_pages(position);
         let chosen = match (step.pages, &self.chosen) {
             (Pages::All, _) => return Ok((0..visible).collect()),
             (Pages::Window(_) | Pages::Best(_), Some(chosen)) if !step.choose_pages => chosen.clone(),
             (Pages::Window(n), _) => window_pages(visible, n),
+            // Quantised keys are what is scored; a cache without them keeps to the window.
+            (Pages::Best(n), _) if !upper => window_pages(visible, n),
             (Pages::Best(n), _) => {
                 let queries = tensor(|| query.to_vec2::<f32>())?;
                 let mut bounds = Vec::with_capacity(visible);

@@ -27,6 +27,7 @@ fn engine(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBacken
         planes: Planes::of(&[View::Both]),
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
+        rejection: false,
         step_rows: slots * (gamma + 1),
         block_rows: 16,
         threads: 1,

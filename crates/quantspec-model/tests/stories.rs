@@ -35,6 +35,7 @@ fn decode(
         planes: Planes::of(&[target, plan.view]),
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
+        rejection: false,
         step_rows: slots * (gamma + 1),
         block_rows: 16,
         threads: 1,

@@ -46,12 +46,12 @@ impl Place {
     /// Resolves `auto`, `cpu`, `cuda` or `cuda:i` for a model. `auto` takes the first usable GPU whose kernels know the model,
     /// and the CPU otherwise.
     pub(crate) fn choose(wanted: &str, checkpoint: &Checkpoint) -> Result<Place> {
-        let head_dim = checkpoint.config().head_dim;
         match wanted {
             "cpu" => Ok(Place::Cpu),
             "auto" => {
                 let gpus = quantspec_cuda::detect().devices;
-                gpus.iter().position(|gpu| gpu.takes_heads_of(head_dim)).map_or(Ok(Place::Cpu), Place::open)
+                let knows = |gpu: &quantspec_cuda::DeviceInfo| quantspec_cuda::check(checkpoint, gpu).is_ok();
+                gpus.iter().position(knows).map_or(Ok(Place::Cpu), Place::open)
             }
             "cuda" => Place::open(0),
             other => match other.strip_prefix("cuda:").and_then(|index| index.parse().ok()) {
@@ -64,8 +64,7 @@ impl Place {
     fn open(index: usize) -> Result<Place> {
         let gpu = quantspec_cuda::device::Device::open(index)?;
         let (free_bytes, _) = gpu.memory()?;
-        let name =
-            quantspec_cuda::detect().devices.into_iter().nth(index).map_or_else(String::new, |device| device.name);
+        let name = gpu.info.name.clone();
         Ok(Place::Cuda { gpu, index, name, free_bytes })
     }
 

@@ -46,11 +46,11 @@ pub(crate) fn scores<'py>(
         let scored = match &place {
             Place::Cpu => {
                 let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
-                evaluate::evaluate(&mut backend, &tokens, context, &mut show)
+                evaluate::evaluate(&mut backend, &tokens, context, options.block_rows, &mut show)
             }
             Place::Cuda { gpu, .. } => {
                 let mut backend = CudaBackend::load_on(gpu, &checkpoint, &options, hooks)?;
-                evaluate::evaluate(&mut backend, &tokens, context, &mut show)
+                evaluate::evaluate(&mut backend, &tokens, context, options.block_rows, &mut show)
             }
         };
         Ok((place.name(), scored?))

@@ -151,6 +151,7 @@ impl Request<'_> {
                 planes: Planes::of(&views),
                 rounding,
                 draft_weights: if drafting { wanted } else { DraftWeights::None },
+                rejection: accept == Accept::Rejection,
                 step_rows,
                 block_rows: BLOCK_ROWS,
                 threads: self.threads,

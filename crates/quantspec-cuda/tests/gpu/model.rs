@@ -42,6 +42,7 @@ pub fn options(capacity: usize, slots: usize) -> Options {
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
+        rejection: true,
         step_rows: slots * 17,
         block_rows: 256,
         threads: 1,

@@ -83,6 +83,7 @@ pub(crate) fn options(golden: &Golden, slots: usize) -> Options {
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::None,
+        rejection: false,
         step_rows: STEP_ROWS,
         block_rows: 16,
         threads: 1,
