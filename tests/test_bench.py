@@ -346,6 +346,8 @@ def _tests(markdown: str) -> list[str]:
         ("kernels --rows 0", 2, ("--rows", "1 to 64")),
         ("kernel", 2, ("kernels",)),
         ("--methods ar-fp32", 2, ("ar-fp32",)),
+        ("--methods ar-", 2, ("ar-",)),
+        (f"--methods quantspec --draft-pages {'0' * 12}16", 2, ("--draft-pages", "at least 2")),
         ("-r 0", 2, ("repetitions is 0",)),
         ("-r 99999999999999999999", 2, ("repetitions is 99999999999999999999", "1 to 10000")),
         ("--rows 3", 2, ("--rows does not apply to bench without kernels",)),

@@ -105,6 +105,22 @@ def test_a_stop_string_inside_an_accepted_run(fake: Any, quantspec: Run) -> None
     assert result["tokens"] == fake.answer[: len(result["tokens"])]
 
 
+def test_rates_count_what_was_kept(fake: Any, quantspec: Run) -> None:
+    fake.answer = ids_of("one two three END four five six seven eight")
+    fake.accepted = [16]
+    report = quantspec("run", "--text", "x", "-n", "99", "--gamma", "16", "--stop", "END", "--json").json
+    stats, (result,) = report["stats"], report["results"]
+    kept = result["new_tokens"] - 1
+    assert stats["accepted_tokens"] + stats["rounds"] > kept
+    assert stats["decode_tokens_per_s"] * stats["decode_s"] == pytest.approx(kept)
+
+
+def test_json_as_the_value_of_a_flag_is_none(fake: Any, quantspec: Run) -> None:
+    quantspec("run", "--text", "--json", "--seed", "-1").assert_error(2, "seed")
+    refused = quantspec("run", "--seed", "-1", "--text", "x", "--json")
+    assert refused.json["error"]["kind"] == "usage"
+
+
 def test_an_end_of_text_token_ends_the_text(fake: Any, quantspec: Run) -> None:
     fake.answer = [*ids_of("the end"), 2, *ids_of("never")]
     (result,) = quantspec("run", "--text", "x", "-n", "99", "--json").json["results"]

@@ -183,10 +183,22 @@ def test_offline_and_not_in_the_cache_is_one_error(fake: Any, quantspec: Run) ->
         ("owner/name with space", "does not exist"),
         ("x" * 5000, "no valid hub id"),
         ("a\0b", "does not exist"),
+        ("a\udcff", "is not UTF-8"),
     ],
 )
 def test_names_that_cannot_be_models(fake: Any, quantspec: Run, model: str, words: str) -> None:
     quantspec("run", "-m", model, "--text", "x").assert_error(1, words)
+
+
+def test_nonsense_in_a_variable_of_the_hub_is_named(toy_command: list[str]) -> None:
+    environment = {**os.environ, "HF_HUB_ETAG_TIMEOUT": "soon"}
+    del environment["QUANTSPEC_DRAFT_CACHE"]
+    for arguments in (["run", "--text", "x"], ["doctor"]):
+        command = [*toy_command, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("error: HF_HUB_ETAG_TIMEOUT: ")
+        assert len(done.stderr.splitlines()) == 2
 
 
 def test_a_file_is_no_model(fake: Any, quantspec: Run) -> None:

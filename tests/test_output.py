@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from collections.abc import Callable
@@ -208,6 +209,23 @@ def test_json_goes_to_stdout_and_the_answer_to_the_file(fake: type, quantspec: R
     path = tmp_path / "out.txt"
     outcome = quantspec("run", "--text", "one", "-n", "9", "--json", "-o", str(path))
     assert path.read_text() == outcome.json["results"][0]["text"] + "\n"
+
+
+def test_the_name_of_a_directory_is_no_file(fake: type, quantspec: Run, tmp_path: Path) -> None:
+    quantspec("run", "--text", "x", "-o", f"{tmp_path}/new/").assert_error(2, "directory")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_called_dash_is_not_standard_input(
+    fake: type, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (tmp_path / "in").open("wb+") as file:
+        file.write(b"Once upon a time")
+        file.seek(0)
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(file))
+        assert quantspec("run", "--prompt", "-", "-n", "3", "-o", "./-").code == 0
+    assert (tmp_path / "-").read_text() != ""
 
 
 def test_a_prompt_is_not_overwritten(fake: type, quantspec: Run, document: Path) -> None:

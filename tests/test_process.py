@@ -98,17 +98,19 @@ def test_ctrl_c_in_json_is_one_document(start: Start) -> None:
 
 @pytest.mark.parametrize("stage", ["load_s", "prefill_s"])
 def test_ctrl_c_before_the_first_token(start: Start, tmp_path: Path, stage: str) -> None:
+    path = tmp_path / "out.txt"
+    path.write_text("of an earlier run")
+
     def attempt() -> float:
-        child = start("run", "--text", "x", "-o", str(tmp_path / "out.txt"), script={stage: 30})
+        child = start("run", "--text", "x", "--text", "y", "-o", str(path), script={stage: 30})
         time.sleep(1.5)
         seconds, out, err = end(child, signal.SIGINT)
         assert (child.returncode, out) == (130, b"")
-        assert b"Traceback" not in err
-        if stage == "load_s":
-            assert err.startswith(b"error: interrupted\nhint: ")
-            assert os.listdir(tmp_path) == []
-        else:
-            assert b"0 new tokens (interrupted)" in err
+        assert err.startswith(b"error: interrupted\nhint: ")
+        assert len(err.splitlines()) == 2
+        # Nothing was done: the file is left as it was.
+        assert os.listdir(tmp_path) == ["out.txt"]
+        assert path.read_text() == "of an earlier run"
         return seconds
 
     promptly(attempt)
@@ -196,6 +198,33 @@ def test_a_full_disk_behind_stdout_is_one_error(toy_command: list[str]) -> None:
     assert len(err.splitlines()) == 2
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
+def test_help_for_a_full_disk_is_one_error(toy_command: list[str], arguments: list[str]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([*toy_command, *arguments], stdout=full, stderr=subprocess.PIPE, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith(b"error: standard output cannot be written: no space left on device\nhint: ")
+    assert len(done.stderr.splitlines()) == 2
+
+
+@pytest.mark.parametrize("note", [["-t", "999"], ["--instruction", "Go on."], ["-q"], []])
+def test_notes_that_nobody_reads_cost_no_answer(toy_command: list[str], tmp_path: Path, note: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    arguments = ["run", "--text", "x", "-n", "5", *note]
+    answers = []
+    for err in (subprocess.PIPE, writer):
+        done = subprocess.run([*toy_command, *arguments], stdout=subprocess.PIPE, stderr=err, check=False, timeout=60)
+        assert done.returncode == 0
+        path = tmp_path / "out.txt"
+        command = [*toy_command, *arguments, "-o", str(path)]
+        assert subprocess.run(command, stdout=subprocess.PIPE, stderr=err, check=False, timeout=60).returncode == 0
+        answers.append((done.stdout, path.read_bytes()))
+    os.close(writer)
+    assert answers[0] == answers[1]
+    assert answers[0][0] == answers[0][1] != b""
+
+
 def without(toy_command: list[str], streams: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     """Runs a command line with streams closed or redirected as a shell writes it."""
     return subprocess.run(
@@ -228,6 +257,9 @@ def test_closed_streams(toy_command: list[str], tmp_path: Path) -> None:
     done = without(toy_command, "<&-", "run", "--prompt", "-")
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr.startswith(b"error: standard input is closed\nhint: ")
+    done = without(toy_command, f"0>{tmp_path / 'only'}", "run", "--prompt", "-")
+    assert (done.returncode, done.stdout) == (1, b"")
+    assert done.stderr.startswith(b"error: standard input cannot be read: bad file descriptor\nhint: ")
 
 
 def test_text_is_utf8_in_any_locale(start: Start) -> None:

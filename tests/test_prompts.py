@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
+import os
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -88,6 +91,21 @@ def test_dash_reads_standard_input(start: Callable[..., subprocess.Popen[bytes]]
     out, _ = child.communicate("der Fluß".encode(), timeout=60)
     assert child.returncode == 0
     assert b'"prompt": "stdin"' in out
+
+
+def test_standard_input_that_pauses_is_read_to_its_end(start: Callable[..., subprocess.Popen[bytes]]) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    child = start("run", "--prompt", "-", "-n", "3", "--json", stdin=reader)
+    os.close(reader)
+    for piece in (b"Once upon a time ", b"there was a river."):
+        time.sleep(1.5)
+        os.write(writer, piece)
+    os.close(writer)
+    out, _ = child.communicate(timeout=60)
+    tokens = start("run", "--text", "Once upon a time there was a river.", "-n", "3", "--json").communicate(timeout=60)
+    counts = [json.loads(text)["results"][0]["prompt_tokens"] for text in (out, tokens[0])]
+    assert counts[0] == counts[1]
 
 
 def test_invalid_standard_input_is_one_error(start: Callable[..., subprocess.Popen[bytes]]) -> None:

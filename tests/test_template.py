@@ -97,11 +97,12 @@ def test_a_template_is_found_where_checkpoints_keep_it(tmp_path: Path, where: st
         (tmp_path / "chat_template.jinja").write_text(CHATML)
     configs: dict[str, dict[str, Any]] = {
         "config": {"chat_template": CHATML},
-        "list": {"chat_template": [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]},
+        "list": {"chat_template": [{"name": [], "template": 1}, 2, {"name": "default", "template": CHATML}]},
         "file": {"chat_template": "older"},
     }
     assert template.find(tmp_path, configs[where]) == CHATML
     assert template.find(tmp_path / "nowhere", {}) is None
+    assert template.find(tmp_path / "nowhere", {"chat_template": [{"name": "tool_use", "template": "x"}]}) is None
 
 
 def chat_model(folder: Path, source: str) -> str:

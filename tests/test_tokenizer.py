@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,13 @@ def test_a_damaged_tokenizer_config_is_one_error(fake: Any, quantspec: Any, tmp_
     (model / "tokenizer_config.json").write_text(content)
     outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x")
     outcome.assert_error(1, "tokenizer_config.json")
+
+
+def test_a_pipe_is_no_tokenizer_config(fake: Any, quantspec: Any, tmp_path: Path) -> None:
+    model = copy_demo(tmp_path / "model")
+    (model / "tokenizer_config.json").unlink()
+    os.mkfifo(model / "tokenizer_config.json")
+    quantspec("run", "--model", str(model), "--text", "x").assert_error(1, "tokenizer_config.json is not a file")
 
 
 def test_a_missing_tokenizer_is_one_error(fake: Any, quantspec: Any, tmp_path: Path) -> None:

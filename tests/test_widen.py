@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
+import signal
 import struct
 from collections import namedtuple
 from collections.abc import Callable
@@ -26,9 +28,10 @@ def widen() -> ModuleType:
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]]) -> Path:
-    """An F32 checkpoint."""
+    """An F32 checkpoint, whose tokenizer nobody asks."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer.json").write_text("{}")
     header, body = {}, b""
     for name, values in tensors.items():
         raw = values.astype("<f4").tobytes()
@@ -286,6 +289,8 @@ def cut(folder: Path) -> None:
         (change_header(lambda header: header["model.norm.weight"].pop("shape")), "does not fit"),
         (change_header(lambda header: header.update({"model.norm.weight": 3})), "is None"),
         (change_header(lambda header: header.clear()), "names nothing"),
+        (lambda source: (source / "config.json").write_text("[" * 100_000), "recursion"),
+        (lambda source: (source / "tokenizer.json").unlink(), "no tokenizer.json"),
     ],
 )
 def test_a_damaged_source_is_one_error(
@@ -317,6 +322,23 @@ def test_what_fails_half_way_leaves_nothing(
     assert "no space left" in refused(widen, capfd, hub.demo(), out, "--times", "2", "--layers", "6")
     assert out.exists() == existing
     assert not existing or not list(out.iterdir())
+
+
+def test_a_signal_leaves_nothing(
+    widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(*_: object) -> bytes:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return b""
+
+    monkeypatch.setattr(widen, "encode", ended)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert widen.main([str(hub.demo()), str(tmp_path / "wide"), "--times", "2", "--layers", "6"]) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capfd.readouterr().err == "error: interrupted\nhint: run the command again\n"
+    assert os.listdir(tmp_path) == []
 
 
 def test_flags_that_are_wrong_are_one_error(widen: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:

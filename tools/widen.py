@@ -23,6 +23,7 @@ import argparse
 import json
 import math
 import shutil
+import signal
 import struct
 import sys
 from collections.abc import Iterator
@@ -68,6 +69,8 @@ class Source:
         try:
             self.config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             size = path.stat().st_size
+            if not path.is_file():
+                raise ValueError("model.safetensors is not a file")
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
                 if length > size:
@@ -75,7 +78,7 @@ class Source:
                 header = json.loads(file.read(length))
         except OSError as error:
             raise Refusal(f"cannot read {error.filename or folder}: {reason(error)}", hint) from error
-        except (ValueError, struct.error) as error:
+        except (ValueError, RecursionError, struct.error) as error:
             raise Refusal(f"cannot read {folder}: {error}", hint) from error
         if not isinstance(self.config, dict) or not isinstance(header, dict) or not header.keys() - {"__metadata__"}:
             raise Refusal(f"cannot read {folder}: its JSON names nothing", hint)
@@ -279,8 +282,12 @@ def widen(folder: Path, out: Path, times: int, layers: int) -> int:
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise Refusal(f"{out} exists and is not an empty folder", "name a new or empty folder")
+    if not (folder / "tokenizer.json").is_file():
+        raise Refusal(f"{folder} has no tokenizer.json", "use the one published with these weights")
     targets = plan(source, times, layers)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", "widened": f"{folder.name} x {times}, {layers} layers"}}
+    # Names of files are bytes, the card and the header are text.
+    name = folder.name.encode(errors="replace").decode()
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", "widened": f"{name} x {times}, {layers} layers"}}
     offset = 0
     for target in targets:
         dtype, shape = source.tensors[target.source]["dtype"], target.shape(source)
@@ -298,12 +305,12 @@ def widen(folder: Path, out: Path, times: int, layers: int) -> int:
     out.mkdir(parents=True, exist_ok=True)
     try:
         write(source, targets, header, out)
-        config = widened_config(source, times, layers, folder.name)
+        config = widened_config(source, times, layers, name)
         (out / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        (out / "README.md").write_text(CARD.format(name=folder.name, times=times, layers=layers), encoding="utf-8")
+        (out / "README.md").write_text(CARD.format(name=name, times=times, layers=layers), encoding="utf-8")
     except BaseException:
-        for name in (PARTIAL, "model.safetensors", "config.json", "README.md", *TOKENIZER):
-            (out / name).unlink(missing_ok=True)
+        for file in (PARTIAL, "model.safetensors", "config.json", "README.md", *TOKENIZER):
+            (out / file).unlink(missing_ok=True)
         if made:
             out.rmdir()
         raise
@@ -322,7 +329,7 @@ def write(source: Source, targets: list[Target], header: dict[str, Any], out: Pa
                 file.write(encode(block, dtype))
     (out / PARTIAL).rename(out / "model.safetensors")
     for name in TOKENIZER:
-        if (source.folder / name).exists():
+        if (source.folder / name).is_file():
             shutil.copyfile(source.folder / name, out / name)
 
 
@@ -331,6 +338,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\nhint: see {self.prog} --help\n")
+
+
+def stopped(number: int, _: object) -> NoReturn:
+    """A signal that ends the program as Ctrl-C does: what was written goes."""
+    raise KeyboardInterrupt(number)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -345,6 +357,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--layers", type=int, required=True, help="layers of the result, at least the source's")
     options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, stopped)
     try:
         size = widen(options.source, options.out, options.times, options.layers)
     except Refusal as refusal:
@@ -353,9 +366,9 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: cannot write {options.out}: {reason(error)}\nhint: check space and permissions", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("error: interrupted\nhint: run the command again", file=sys.stderr)
-        return 130
+        return 128 + int(*(error.args or (signal.SIGINT,)))
     print(
         f"{options.out}: {size / 1e9:.2f} GB, widened {options.times} times, {options.layers} layers", file=sys.stderr
     )

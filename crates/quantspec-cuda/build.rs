@@ -229,7 +229,7 @@ fn main() {
     println!("cargo::rerun-if-changed={}", kernels.display());
     // CUDA exists on Linux and Windows only; elsewhere there is nothing to compile for.
     let system = env::var("CARGO_CFG_TARGET_OS").unwrap_or_default();
-    // One architecture by name (and PTX) is for development: seconds instead of a minute.
+    // One architecture by name (and PTX) is for development: less than a minute instead of three.
     let only = env::var("QUANTSPEC_KERNELS").unwrap_or_default();
     let architectures: Vec<&'static str> = match only.as_str() {
         "" | "on" => ARCHITECTURES.to_vec(),

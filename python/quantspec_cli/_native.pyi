@@ -116,7 +116,7 @@ class Engine:
         """Frees the slot."""
 
     def stats(self) -> dict[str, Any]:
-        """Counters, times and bytes since the engine was opened; names as in `quantspec run --json`."""
+        """Counters, times and bytes since opening or `configure`; names as in `quantspec run --json`."""
 
 def doctor() -> dict[str, Any]:
     """What this machine offers: cpu, gpu, memory_bytes, kernels."""

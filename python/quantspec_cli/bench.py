@@ -323,7 +323,8 @@ def _range(flag: str, item: str) -> Iterator[int]:
 def _number_or(flag: str, item: str, words: Sequence[str], least: int, most: int) -> Any:
     if item in words:
         return item
-    if not (item.isascii() and item.isdigit() and least <= int(item[:12]) <= most):
+    short = item.isascii() and item.isdigit() and len(item) <= 12
+    if not (short and least <= int(item) <= most):
         bounds = f"{least} to {most}" if most < 2**31 else f"at least {least}"
         raise UsageError(f"{flag} has {item!r}", f"use whole numbers, {bounds}, or {' or '.join(words)}")
     return int(item)
@@ -333,8 +334,8 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
     """The methods of a list of `METHOD` or `METHOD-KV`, with every γ and page count where they draft."""
     found: dict[Method, None] = {}
     for item in items("--methods", given):
-        name, _, target = item.partition("-")
-        target = target or KV_TARGETS[0]
+        name, dash, target = item.partition("-")
+        target = target if dash else KV_TARGETS[0]
         if name not in METHODS or target not in KV_TARGETS:
             raise UsageError(
                 f"--methods has {item!r}", f"use {', '.join(METHODS)}, each with -{', -'.join(KV_TARGETS)} or without"

@@ -228,6 +228,8 @@ class Slots:
         self.turn = threading.RLock()
         self._count = count
         self._taken: set[Text] = set()
+        self._kept_tokens = 0
+        self._counting = threading.Lock()
         self._process = os.getpid()
 
     def check_process(self) -> None:
@@ -237,6 +239,16 @@ class Slots:
                 f"the engine belongs to process {self._process}, this is its fork {os.getpid()}",
                 'load an engine in every process, or start processes by "spawn"',
             )
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens of answers behind the first of each: what rounds gave, without what they gave behind the end of a text."""
+        return self._kept_tokens
+
+    def keep(self, tokens: int) -> None:
+        """Counts tokens of a round that an answer took."""
+        with self._counting:
+            self._kept_tokens += tokens
 
     @contextmanager
     def take(self, prompts: Sequence[Prompt], texts: Sequence[Text], options: GenerateOptions) -> Iterator[list[int]]:
@@ -331,7 +343,11 @@ def _decode(
         answers = dict(zip(slots, texts, strict=True))
         # Closed before the places count as free: the engine frees them then.
         with closing(loop.decode(places.native, answers, on_prefill=on_prefill, turn=places.turn)) as pieces:
+            kept = [1] * len(texts)
             for slot, text in pieces:
+                tokens = len(texts[index[slot]].tokens)
+                places.keep(max(tokens - kept[index[slot]], 0))
+                kept[index[slot]] = max(tokens, 1)
                 yield index[slot], text
                 # A stream of the parent may go on in a fork.
                 places.check_process()
@@ -560,4 +576,8 @@ class Engine:
     def statistics(self) -> Statistics:
         """Counters and times since loading, over all sequences."""
         with native_errors():
-            return cast("Statistics", self.native.stats())
+            found = cast("Statistics", self.native.stats())
+        # The engine does not know where a text ended inside a round.
+        kept, decode_s = self._slots.kept_tokens, found["decode_s"]
+        found["decode_tokens_per_s"] = kept / decode_s if found["rounds"] and decode_s > 0 else None
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,12 +18,13 @@ from .errors import (
     EXIT_INTERRUPTED,
     EXIT_PIPE_CLOSED,
     EXIT_USAGE,
+    DoesNotFitError,
     QuantspecError,
     UsageError,
     internal,
     interrupted,
 )
-from .output import abandon_stdout
+from .output import abandon, unwritable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 # Signals that end a command as Ctrl-C does: files are tidied up, and the text so far is kept.
 _ENDING = ("SIGTERM", "SIGHUP")  # the second is unknown to Windows
+
+# What a device that takes no more answers.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 # Those of them that came.
 _came: list[int] = []
@@ -46,8 +51,12 @@ def main() -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except OSError:
-        abandon_stdout()
+        abandon(sys.stdout)
         code = code or EXIT_PIPE_CLOSED
+    try:
+        sys.stderr.flush()
+    except OSError:  # notes that nobody could read
+        abandon(sys.stderr)
     return code
 
 
@@ -88,25 +97,40 @@ def _open_standard_streams() -> None:
 
 def execute(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code."""
-    as_json = "--json" in arguments
+    as_json = _wants_json(arguments)
     try:
         code = _invoke(list(arguments))
+        return 128 + _signal() if code == EXIT_INTERRUPTED else code
     except QuantspecError as error:
-        return _fail(error, as_json=as_json)
+        failure: QuantspecError = error
     except (KeyboardInterrupt, click.Abort):
-        return _fail(interrupted(_signal()), as_json=as_json)
+        failure = interrupted(_signal())
     except BrokenPipeError:
-        abandon_stdout()
+        abandon(sys.stdout)
         return EXIT_PIPE_CLOSED
     except MemoryError:
-        from .errors import DoesNotFitError
-
-        return _fail(DoesNotFitError("out of memory", "use a shorter prompt or a smaller model"), as_json=as_json)
+        failure = DoesNotFitError("out of memory", "use a shorter prompt or a smaller model")
     except Exception as error:
         if os.environ.get("QUANTSPEC_DEBUG"):
             raise
-        return _fail(internal(error), as_json=as_json)
-    return 128 + _signal() if code == EXIT_INTERRUPTED else code
+        # click writes help and versions itself.
+        full = isinstance(error, OSError) and error.errno in _FULL
+        failure = unwritable(error) if full else internal(error)  # type: ignore[arg-type]
+    return _fail(failure, as_json=as_json)
+
+
+def _wants_json(arguments: Sequence[str]) -> bool:
+    """Whether `--json` is among the flags: not as the value of another one, and not behind `--`."""
+    options = [
+        option for command in cli.commands.values() for option in command.params if isinstance(option, click.Option)
+    ]
+    with_value = {name for option in options if not option.is_flag for name in option.opts}
+    value = False
+    for argument in arguments:
+        if not value and argument in {"--json", "--"}:
+            return argument == "--json"
+        value = not value and argument in with_value
+    return False
 
 
 def _invoke(arguments: list[str]) -> int:
@@ -144,5 +168,6 @@ def _fail(error: QuantspecError, *, as_json: bool) -> int:
         sys.stderr.flush()
     except OSError:
         # Nobody is left to tell; the exit code remains.
-        abandon_stdout()
+        abandon(sys.stdout)
+        abandon(sys.stderr)
     return error.exit_code

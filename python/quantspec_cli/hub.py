@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from . import background
 from .errors import FileError, ModelError, UsageError, reason
+from .prompts import check_utf8
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 DEMO = "demo"
 
@@ -40,6 +45,7 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
         if revision is not None:
             raise UsageError("--revision without --model", "name the hub id the revision belongs to")
         return demo()
+    check_utf8("the name of the model", model)
     # These give up silently on names that no file can have.
     path = os.path.expanduser(model)
     if os.path.isdir(path):
@@ -62,9 +68,19 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
 
 def cache() -> Path:
     """Where downloaded models are kept (HF_HOME, HF_HUB_CACHE)."""
-    from huggingface_hub import constants
+    return Path(hub_settings().HF_HUB_CACHE)
 
-    return Path(constants.HF_HUB_CACHE)
+
+def hub_settings() -> ModuleType:
+    """The hub's settings, which it reads from variables when it is imported."""
+    try:
+        from huggingface_hub import constants
+    except ValueError as error:
+        set_ = [name for name, value in os.environ.items() if name.startswith("HF_") and repr(value) in str(error)]
+        raise UsageError(
+            f"{' and '.join(set_) or 'a variable HF_*'}: {error}", "correct the variable, or unset it"
+        ) from error
+    return constants
 
 
 def _download(model: str, repository: str, revision: str | None, *, offline: bool, progress: bool) -> Path:

@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TextIO, TypeVar
 
 from .errors import FileError, QuantspecError, UsageError, reason
 
@@ -41,10 +41,7 @@ class Stdout:
         except BrokenPipeError:
             raise
         except OSError as error:
-            abandon_stdout()
-            raise FileError(
-                f"standard output cannot be written: {reason(error)}", "free some space or write somewhere else"
-            ) from error
+            raise unwritable(error) from error
 
 
 class Nowhere:
@@ -63,6 +60,8 @@ class AtomicFile:
     def __init__(self, path: str) -> None:
         if not path:
             raise UsageError("the name of the output is empty", "name a file")
+        if path.endswith((os.sep, os.altsep or os.sep)):
+            raise UsageError(f"output {path!r} is the name of a directory", "name a file")
         self._kept = False
         try:
             # A link is followed: what it points to gets the text.
@@ -79,13 +78,17 @@ class AtomicFile:
                 self._file = self._path.open("w", encoding="utf-8", newline="")
             else:
                 # A new file takes the usual permissions, a replaced one keeps its own.
-                replaced = self._path.exists()
-                mode = stat.S_IMODE(self._path.stat().st_mode) if replaced else 0o666
+                replaced = self._path.stat() if self._path.exists() else None
+                mode = stat.S_IMODE(replaced.st_mode) if replaced else 0o666
                 if replaced and not os.access(self._path, os.W_OK):
                     raise PermissionError(13, "permission denied")
                 handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
                 self._file = os.fdopen(handle, "w", encoding="utf-8", newline="")
-                if replaced:  # the mask is for new files; some file systems know no permissions
+                if (
+                    replaced
+                ):  # the mask is for new files; only root may give files away, and some file systems know neither
+                    with contextlib.suppress(OSError, AttributeError):
+                        os.chown(self._temporary, replaced.st_uid, replaced.st_gid)
                     with contextlib.suppress(OSError):
                         self._temporary.chmod(mode)
         except OSError as error:
@@ -215,9 +218,15 @@ def until_failure(items: Iterable[Item], failures: list[QuantspecError]) -> Iter
         failures.append(error)
 
 
-def abandon_stdout() -> None:
-    """Points standard output at nothing, so that the flush at exit finds no closed pipe to complain about."""
+def abandon(stream: TextIO | None) -> None:
+    """Points a standard stream at nothing, so that the flush at exit finds no closed pipe to complain about."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())
+        os.dup2(nothing, stream.fileno())  # type: ignore[union-attr]
         os.close(nothing)
+
+
+def unwritable(error: OSError) -> FileError:
+    """Standard output that takes no more, which is pointed at nothing."""
+    abandon(sys.stdout)
+    return FileError(f"standard output cannot be written: {reason(error)}", "free some space or write somewhere else")

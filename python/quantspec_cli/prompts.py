@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from .errors import DoesNotFitError, InputError, UsageError, reason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import BinaryIO
 
 STDIN = "-"
@@ -54,7 +55,13 @@ def read(path: str, absent: str = "check the path") -> Document:
     if path == STDIN:
         if sys.stdin is None:  # closed by whoever started us
             raise InputError("standard input is closed", "pipe a document into the command, or name a file")
-        return from_bytes("stdin", _read_whole("stdin", sys.stdin.buffer))
+        try:
+            raw = _read_whole("stdin", sys.stdin.buffer)
+        except OSError as error:
+            raise InputError(
+                f"standard input cannot be read: {reason(error)}", "pipe a document into the command, or name a file"
+            ) from error
+        return from_bytes("stdin", raw)
     try:
         with Path(path).open("rb") as file:
             raw = _read_whole(path, file)
@@ -71,7 +78,11 @@ def read(path: str, absent: str = "check the path") -> Document:
 def _read_whole(name: str, file: BinaryIO) -> bytes:
     """All bytes of a file; stops where they cannot become a prompt any more, because a stream may have no end."""
     raw = bytearray()
-    while chunk := file.read(1 << 20):
+    read: Callable[[int], bytes | None] = file.read
+    while (chunk := read(1 << 20)) != b"":
+        if chunk is None:  # whoever opened the stream does not wait for it, and more may come
+            select.select([file], [], [])
+            continue
         raw += chunk
         if len(raw) > BYTES_MAX:
             raise DoesNotFitError(

@@ -7,6 +7,9 @@ import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+from .errors import one_line
+from .output import abandon
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
@@ -21,7 +24,12 @@ def console() -> Console:
     """Standard error: colour on a terminal unless NO_COLOR, lines as long as they are elsewhere."""
     from rich.console import Console
 
-    return Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    class Quiet(Console):
+        def on_broken_pipe(self) -> None:
+            """Rich would point standard output at nothing and exit: what nobody reads here must not cost the answer there."""
+            abandon(sys.stderr)
+
+    return Quiet(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 def note(text: str) -> None:
@@ -44,7 +52,7 @@ def warn_of_threads(threads: int | None) -> None:
 def note_of_drafts(info: dict[str, Any]) -> None:
     """Says where the cache of draft weights was of no use."""
     if info.get("note"):
-        note(f"warning: {info['note']}")
+        note(f"warning: {one_line(info['note'])}")
 
 
 def statistics(engine: Engine, names: Sequence[str], answers: Sequence[Generation]) -> None:

@@ -43,7 +43,7 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
         prompts.check_utf8(name, text or "")
     stdout = output.Stdout() if request.output is None or request.as_json else None
     with output.AtomicFile(request.output) if request.output is not None else nullcontext() as file:
-        if file is not None and any(file.is_at(path) for path in request.prompts):
+        if file is not None and any(file.is_at(path) for path in request.prompts if path != prompts.STDIN):
             raise UsageError(f"output {request.output} is also a prompt", "name another file")
         documents = prompts.read_all(request.prompts, request.texts)
         names = [document.name for document in documents]
@@ -137,7 +137,7 @@ def _decode(
     engine: Engine, prompts: Sequence[Prompt], options: GenerateOptions, answers: output.Answers, *, quiet: bool
 ) -> tuple[Batch, bool, QuantspecError | None]:
     """Decodes and hands on the text. Ctrl-C ends it with the text so far, and so does an error of the engine: the second and
-    third value say so. An error before the first token has nothing to keep and is raised.
+    third value say so. Before the first token there is nothing to keep, and either is raised.
     """
     first: list[tuple[int, str]] = []
     interrupted = False
@@ -150,8 +150,11 @@ def _decode(
             first.extend(islice(pieces, len(prompts)))
         except KeyboardInterrupt:
             interrupted = True
-    if failures and not any(text.tokens for text in batch.texts):
-        raise failures[0]
+    if not any(text.tokens for text in batch.texts):
+        if failures:
+            raise failures[0]
+        if interrupted:
+            raise KeyboardInterrupt
     try:
         for index, text in chain(first, () if interrupted else pieces):
             answers.push(index, text)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from . import hub
 from .errors import FileError, UsageError, reason
 
 if TYPE_CHECKING:
@@ -55,9 +56,7 @@ def draft_cache() -> Path | None:
         return None
     if wanted:
         return Path(_expanded(wanted))
-    from huggingface_hub import constants
-
-    folder = Path(constants.HF_ASSETS_CACHE) / "quantspec" / "drafts"
+    folder = Path(hub.hub_settings().HF_ASSETS_CACHE) / "quantspec" / "drafts"
     return None if folder.parts[0] == "~" else folder
 
 

@@ -41,8 +41,8 @@ def find(directory: Path, config: Mapping[str, Any]) -> str | None:
             raise ModelError(f"{file} cannot be read: {error}", "use the file published with these weights") from error
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
+        entries = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
+        found = entries[-1].get("template") if entries else None
     return found if isinstance(found, str) else None
 
 

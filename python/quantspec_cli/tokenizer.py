@@ -201,6 +201,8 @@ def _special(key: str, value: object) -> str | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ModelError(f"{path} is not a file", "use the file published with these weights")
         parsed = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}

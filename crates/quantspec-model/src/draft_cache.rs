@@ -346,7 +346,7 @@ enum Block {
 impl Stored {
     /// Opens a file and checks everything but its blocks.
     fn open(path: &Path, description: &[u8], starts: &[usize]) -> std::result::Result<Stored, Fault> {
-        let file = File::open(path)?;
+        let file = open_file(path)?;
         let (header, length) = read_header(&file)?;
         let (found, blocks, data_bytes) = (u64::from(header.description_bytes), header.blocks, header.data_bytes);
         let data_at = blocks
@@ -396,6 +396,14 @@ struct Header {
     checksum: u64,
 }
 
+/// Opens a file for reading, and nothing else: a pipe of that name would be waited for.
+fn open_file(path: &Path) -> std::result::Result<File, Fault> {
+    if !fs::metadata(path)?.is_file() {
+        return Err(Fault::Damaged("not a file".to_string()));
+    }
+    Ok(File::open(path)?)
+}
+
 /// Reads the fixed part; the second value is the file's length.
 fn read_header(file: &File) -> std::result::Result<(Header, u64), Fault> {
     let length = file.metadata()?.len();
@@ -432,7 +440,7 @@ fn checksum(head: &[u8]) -> u64 {
 
 /// The model that a file is of; None where the file does not say.
 fn model_of(path: &Path) -> Option<PathBuf> {
-    let file = File::open(path).ok()?;
+    let file = open_file(path).ok()?;
     let (header, _) = read_header(&file).ok()?;
     let mut description = vec![0; header.description_bytes as usize];
     read_at(&file, &mut description, HEADER_BYTES as u64).ok()?;
@@ -667,6 +675,20 @@ mod tests {
             note.contains("are not cached") && note.contains("file exists") && !note.contains("os error"),
             "{note}"
         );
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_pipe_in_the_place_of_a_file_is_not_waited_for() {
+        let folder = Folder::new();
+        load(&folder.cache(), [1, 2, 3, 4]);
+        let place = folder.file();
+        fs::remove_file(&place).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(&place).status().unwrap().success());
+        let (made, origin) = load(&folder.cache(), [1, 2, 3, 4]);
+        assert_eq!(made.len(), 4);
+        assert!(origin.note.is_some_and(|note| note.contains("not a file")));
+        assert!(fs::metadata(place).unwrap().is_file(), "a sound file took its place");
     }
 
     #[test]

@@ -6,6 +6,7 @@ use crate::errors::{detached, to_python};
 use crate::options::rounding;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use quantspec_core::Error;
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
 use quantspec_model::backend::Hooks;
@@ -57,6 +58,11 @@ pub(crate) fn scores<'py>(
     })?;
     let targets = PyDict::new(py);
     for (name, score) in &scored.targets {
+        // e^709 is the largest power that a number holds, and JSON knows no infinity.
+        if !score.nll.exp().is_finite() {
+            let what = format!("{} nats per token of the target {name} have no perplexity", score.nll);
+            return Err(to_python(Error::not_finite(what)));
+        }
         let entry = PyDict::new(py);
         entry.set_item("nll", score.nll)?;
         entry.set_item("perplexity", score.nll.exp())?;
