@@ -425,6 +425,9 @@ impl Attend {
 
     /// Cuts the rows of a step into passes. `chosen` gives the list of a slot's draft, or nothing for all pages, `fresh` whether this step chooses it: then it
     /// is there once the kernel ahead of attention has ended.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where no kernel of the view fits this device's shared memory.
     pub fn plan(
         &self,
         view: View,
@@ -494,6 +497,10 @@ impl Attend {
 
     /// Attention of a pass's rows in one layer, into the partial results.
     ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the pass was planned for more rows than kernels of the view take. Device errors of the launch, named by
+    /// the kernel.
+    ///
     /// # Safety
     /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `places` must be good until the stream has passed this call; `places` must hold `pass`
     /// and room for its partial rows.
@@ -549,6 +556,9 @@ impl Attend {
 
     /// Merges the items of a pass's rows into the input of the output projection: x `[row][pitch]` of `dtype`, or (None) int8 with its scales `xs`.
     ///
+    /// # Errors
+    /// Device errors of the launch, named by the kernel.
+    ///
     /// # Safety
     /// As [`Attend::run`]; x and xs are those of row 0 of the step.
     pub unsafe fn merge(
@@ -589,6 +599,9 @@ impl Attend {
     }
 
     /// Chooses pages: the first, the newest and the best of one layer, `n` per KV head, into `layer.lists[list]`. With `scores` 0 the newest are best.
+    ///
+    /// # Errors
+    /// Device errors of the two launches, named by the kernel.
     ///
     /// # Safety
     /// As [`Attend::run`]; `choices` are `count` [`Choice`]s, `scores` f32 `[count][kv_heads][table_pitch]` or 0.

@@ -397,6 +397,11 @@ impl CudaBackend {
     }
 
     /// The same on an open device.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Model`] where [`check`] refuses the checkpoint, [`quantspec_core::ErrorKind::NotFinite`] for weights that are NaN, infinite
+    /// or beyond what draft weights can hold, [`quantspec_core::ErrorKind::DoesNotFit`] where the GPU is out of memory. Other device errors, and those of the
+    /// checkpoint and of `hooks.poll`.
     pub fn load_on(
         device: &Arc<Device>,
         checkpoint: &Checkpoint,
@@ -407,6 +412,9 @@ impl CudaBackend {
     }
 
     /// The same where prompts of more than `most` tokens borrow the memory of the draft weights, if they fit there.
+    ///
+    /// # Errors
+    /// As [`CudaBackend::load_on`].
     pub fn load_lending(
         device: &Arc<Device>,
         checkpoint: &Checkpoint,

@@ -48,6 +48,9 @@ pub struct Measured {
 }
 
 /// Bytes a second that a kernel reads that does nothing else; of as much memory as may be had without crowding others out.
+///
+/// # Errors
+/// Device errors of the driver, [`quantspec_core::ErrorKind::DoesNotFit`] where the GPU has no memory for the buffer.
 pub fn read_bytes_per_s(device: &Arc<Device>) -> Result<f64> {
     let bytes = (2 * ROTATED_BYTES).min(device.memory()?.0 / 2) / 16 * 16;
     let (from, to) = (filled(device, bytes)?, device.zeroed(4)?);
@@ -64,6 +67,10 @@ pub fn read_bytes_per_s(device: &Arc<Device>) -> Result<f64> {
 
 /// Times every kernel of a step and of a prompt's block, at `rows` rows and behind each of `contexts`; `report` is told one after another and may end
 /// it with an error.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Model`] for head widths and sizes without kernels, [`quantspec_core::ErrorKind::DoesNotFit`] where buffers do not fit on the
+/// GPU, other device errors of the driver, and those of `report`.
 pub fn measure(
     device: &Arc<Device>,
     config: &ModelConfig,

@@ -184,12 +184,20 @@ fn check_with(status: sys::CUresult, what: impl FnOnce() -> String) -> Result<()
 impl Device {
     /// Opens device `index` and loads every kernel. An absent driver, an old one, an index out of range (usage) and a GPU too old are
     /// typed errors.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] where the driver shows no such device, [`quantspec_core::ErrorKind::Device`] for an absent or old driver, a GPU too
+    /// old, a library without kernels and failed calls. [`quantspec_core::ErrorKind::DoesNotFit`] where the GPU is out of memory,
+    /// [`quantspec_core::ErrorKind::Internal`] where an image is damaged or missing.
     pub fn open(index: usize) -> Result<Arc<Device>> {
         Device::open_as(index, None)
     }
 
     /// As [`Device::open`], from the PTX images, and as a GPU of compute capability 8.0: what GPUs newer than this library run. Tests reach
     /// with it what their GPU would not choose.
+    ///
+    /// # Errors
+    /// As [`Device::open`]. On a GPU older than 8.0 the driver refuses the images, which is a device error.
     pub fn open_ptx(index: usize) -> Result<Arc<Device>> {
         Device::open_as(index, Some(80))
     }
@@ -262,6 +270,10 @@ impl Device {
     }
 
     /// The kernel `name` (extern "C" in kernels/). `shared` is the most dynamic shared memory it will be launched with.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where no image has a kernel of that name. Device errors of the driver, such as for more shared memory than a
+    /// block may have.
     pub fn kernel(&self, name: &str, shared: usize) -> Result<Kernel> {
         self.bind()?;
         let symbol = CString::new(name).map_err(|_| Error::internal("kernel name holds a NUL"))?;
@@ -300,6 +312,10 @@ impl Device {
     }
 
     /// Queues a kernel.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] for more than 40 arguments. Device errors of the driver, named by kernel, grid and shared memory. What fails
+    /// while the kernel runs is an error of a later call, at the latest of the next wait.
     ///
     /// # Safety
     /// `arguments` must match the kernel's parameters in number and type, and every address must be good for what the kernel does with it
@@ -364,6 +380,9 @@ impl Device {
     }
 
     /// Device memory of `bytes` bytes (at least one), uninitialised.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] naming the bytes asked for, free and in all. Other device errors of the driver.
     pub fn allocate(self: &Arc<Device>, bytes: usize) -> Result<Buffer> {
         self.bind()?;
         let mut address = 0;
@@ -382,6 +401,9 @@ impl Device {
     }
 
     /// Device memory set to zero.
+    ///
+    /// # Errors
+    /// Those of [`Device::allocate`] and [`Buffer::fill`].
     pub fn zeroed(self: &Arc<Device>, bytes: usize) -> Result<Buffer> {
         let buffer = self.allocate(bytes)?;
         buffer.fill(0)?;
@@ -389,6 +411,9 @@ impl Device {
     }
 
     /// Device memory holding a copy of `values`.
+    ///
+    /// # Errors
+    /// Those of [`Device::allocate`] and [`Buffer::write`].
     pub fn copied<T: Plain>(self: &Arc<Device>, values: &[T]) -> Result<Buffer> {
         let buffer = self.allocate(size_of_val(values))?;
         buffer.write(0, values)?;
@@ -396,6 +421,9 @@ impl Device {
     }
 
     /// (free, total) bytes of device memory.
+    ///
+    /// # Errors
+    /// Device errors of the driver, named by the call.
     pub fn memory(&self) -> Result<(usize, usize)> {
         self.bind()?;
         let (mut free, mut total) = (0, 0);
@@ -405,6 +433,9 @@ impl Device {
     }
 
     /// Page-locked host memory of `bytes` bytes, zeroed: what the device copies from without a detour.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] where no more memory can be locked. Other device errors of the driver.
     pub fn pinned(self: &Arc<Device>, bytes: usize) -> Result<Pinned> {
         self.bind()?;
         let mut pointer = ptr::null_mut();
@@ -417,6 +448,9 @@ impl Device {
     }
 
     /// Waits until everything queued is done.
+    ///
+    /// # Errors
+    /// Device errors of the driver and of what was queued, named by what was queued last.
     pub fn synchronize(&self) -> Result<()> {
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
@@ -424,6 +458,9 @@ impl Device {
     }
 
     /// Whether everything queued is done.
+    ///
+    /// # Errors
+    /// As [`Device::synchronize`].
     pub fn idle(&self) -> Result<bool> {
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
@@ -434,6 +471,9 @@ impl Device {
     }
 
     /// Queues `work` into a graph instead of running it.
+    ///
+    /// # Errors
+    /// Those of `work`. Device errors of the driver while it records and builds, [`quantspec_core::ErrorKind::DoesNotFit`] where memory runs out.
     pub fn record(self: &Arc<Device>, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
         self.bind()?;
         let mut graph = ptr::null_mut();
@@ -456,6 +496,9 @@ impl Device {
     }
 
     /// An event at this point of the stream.
+    ///
+    /// # Errors
+    /// Device errors of the driver, named by the call.
     pub fn mark(self: &Arc<Device>) -> Result<Mark> {
         self.bind()?;
         let mut event = ptr::null_mut();
@@ -542,6 +585,9 @@ impl Buffer {
     }
 
     /// Queues setting every byte.
+    ///
+    /// # Errors
+    /// Device errors of the driver, named by the call.
     pub fn fill(&self, byte: u8) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the buffer has that many bytes.
@@ -552,6 +598,9 @@ impl Buffer {
     }
 
     /// Copies `values` to byte `offset`, after everything queued so far, and waits.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the values reach beyond the buffer. Device errors of the copy, and those of [`Device::synchronize`].
     pub fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
         self.inside(offset, size_of_val(values))?;
         self.device.bind()?;
@@ -564,6 +613,9 @@ impl Buffer {
     }
 
     /// Queues a copy from page-locked memory.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
     pub fn write_pinned(&self, offset: usize, from: &Pinned, start: usize, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         if start.checked_add(bytes).is_none_or(|end| end > from.bytes) {
@@ -578,6 +630,9 @@ impl Buffer {
     }
 
     /// Copies bytes to the start of page-locked memory, after everything queued so far, and waits.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the bytes reach beyond either buffer. Device errors of the copy, and those of [`Device::synchronize`].
     pub fn read_pinned(&self, offset: usize, to: &mut Pinned, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         if bytes > to.bytes {
@@ -592,6 +647,9 @@ impl Buffer {
     }
 
     /// `count` values from byte `offset`, after everything queued so far.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the values reach beyond the buffer. Device errors of the copy, and those of [`Device::synchronize`].
     pub fn read<T: Plain + Default>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
         let mut values = vec![T::default(); count];
         self.inside(offset, size_of_val(&values[..]))?;
@@ -611,6 +669,9 @@ impl Buffer {
     }
 
     /// Queues a copy within the device.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
     pub fn copy_from(&self, offset: usize, from: &Buffer, start: usize, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         from.inside(start, bytes)?;
@@ -651,6 +712,9 @@ impl Pinned {
     }
 
     /// Writes `values` at byte `offset`.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the values reach beyond the memory.
     pub fn put<T: Plain>(&mut self, offset: usize, values: &[T]) -> Result<()> {
         let length = size_of_val(values);
         match offset.checked_add(length) {
@@ -685,6 +749,9 @@ unsafe impl Send for Graph {}
 impl Graph {
     /// Queues the whole sequence.
     ///
+    /// # Errors
+    /// Device errors of the driver. What fails while the recorded work runs is an error of a later call, as of [`Device::launch`].
+    ///
     /// # Safety
     /// Every address recorded must still be good.
     pub unsafe fn launch(&self) -> Result<()> {
@@ -717,6 +784,9 @@ unsafe impl Send for Mark {}
 
 impl Mark {
     /// Moves the mark to this point of the stream; `recording`: to this point of every launch of the graph that is being recorded.
+    ///
+    /// # Errors
+    /// Device errors of the driver, named by the call.
     pub fn set(&self, recording: bool) -> Result<()> {
         self.device.bind()?;
         let flags = if recording { sys::CUevent_record_flags_enum::CU_EVENT_RECORD_EXTERNAL as u32 } else { 0 };
@@ -725,6 +795,9 @@ impl Mark {
     }
 
     /// Seconds from `self` to `later`, once both have passed.
+    ///
+    /// # Errors
+    /// As [`Device::synchronize`], and device errors of the driver where `self` is not passed when `later` is.
     pub fn seconds_to(&self, later: &Mark) -> Result<f64> {
         self.device.bind()?;
         let mut milliseconds = 0.0;

@@ -85,6 +85,9 @@ fn ring(most: usize, groups: usize, rows: usize) -> (usize, usize) {
 
 impl Draft {
     /// Finds the kernels; `None` on devices that have none.
+    ///
+    /// # Errors
+    /// Those of [`Device::kernel`], which knows head widths of 64, 128 and 256.
     pub fn new(device: &Arc<Device>, head_dim: usize) -> Result<Option<Draft>> {
         if !device.has_engine() {
             return Ok(None);
@@ -127,6 +130,10 @@ impl Draft {
 
     /// Queries, keys and values of the normed stream; `weights` with paired rows ([`crate::linear::Linear::quantise`]).
     ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] for weights that have not four bits, and where [`Draft::takes`] says no. Device errors of the launch, named by
+    /// the kernel.
+    ///
     /// # Safety
     /// Every address must be good for `rows` rows until the stream has passed this call.
     pub unsafe fn heads(&self, weights: &Quantised, hidden: Hidden, to: &Heads, rows: usize) -> Result<()> {
@@ -154,6 +161,9 @@ impl Draft {
 
     /// y f32 `[rows][n]` = the normed stream · weightsᵀ.
     ///
+    /// # Errors
+    /// As [`Draft::heads`].
+    ///
     /// # Safety
     /// As [`Draft::heads`].
     pub unsafe fn rows(&self, weights: &Quantised, hidden: Hidden, y: u64, rows: usize) -> Result<()> {
@@ -163,6 +173,9 @@ impl Draft {
     }
 
     /// x bf16 `[rows][pitch]` = SiLU(gate) · up of the normed stream; gate, up and `bias` (or 0) interleaved by eight.
+    ///
+    /// # Errors
+    /// As [`Draft::heads`].
     ///
     /// # Safety
     /// As [`Draft::heads`].
@@ -182,6 +195,9 @@ impl Draft {
 
     /// hidden f32 `[rows][n]` += x · weightsᵀ + bias; x and xs as of [`crate::linear::Linear::run_quantised`].
     ///
+    /// # Errors
+    /// As [`Draft::heads`].
+    ///
     /// # Safety
     /// As [`Draft::heads`].
     pub unsafe fn add_i8(
@@ -199,6 +215,9 @@ impl Draft {
     }
 
     /// hidden f32 `[rows][n]` += x · weightsᵀ + bias; x bf16 `[rows][pitch]`.
+    ///
+    /// # Errors
+    /// As [`Draft::heads`].
     ///
     /// # Safety
     /// As [`Draft::heads`].

@@ -190,6 +190,9 @@ pub struct Linear {
 
 impl Linear {
     /// Finds the kernels.
+    ///
+    /// # Errors
+    /// Those of [`Device::kernel`].
     pub fn new(device: &Arc<Device>) -> Result<Linear> {
         let quantise = |bits: usize| -> Result<[Kernel; 3]> {
             let kernel = |dtype| device.kernel(&format!("weights_w{bits}_{}", name(dtype)), 0);
@@ -207,6 +210,9 @@ impl Linear {
     }
 
     /// y f32 `[rows][n]` = x · weightsᵀ; x `[rows][k padded to 64]` in the weights' type, padding zero.
+    ///
+    /// # Errors
+    /// Device errors of the launch, named by the kernel.
     ///
     /// # Safety
     /// Both addresses must be good for their shapes until the stream has passed this call.
@@ -237,6 +243,9 @@ impl Linear {
 
     /// y f32 `[rows][n]` = x · weightsᵀ with draft weights; x int8 `[rows][k padded to 128]` and xs float2 `[rows][groups]` {scale, sum}.
     ///
+    /// # Errors
+    /// Device errors of the launch, named by the kernel.
+    ///
     /// # Safety
     /// As [`Linear::run`].
     pub unsafe fn run_quantised(&self, weights: &Quantised, x: u64, xs: u64, y: u64, rows: usize) -> Result<()> {
@@ -253,6 +262,9 @@ impl Linear {
     }
 
     /// Draft weights of a matrix in memory of their own; `paired` as in [`Quantised`]. `flag` begins with the device's error flag, a u32.
+    ///
+    /// # Errors
+    /// Those of [`Device::allocate`] and of [`Linear::quantise_into`].
     pub fn quantise(&self, weights: &Matrix, bits: usize, paired: usize, flag: &Buffer) -> Result<Quantised> {
         let buffer = Arc::new(self.device.allocate(Quantised::bytes(bits, weights.n, weights.k))?);
         let draft = Quantised { buffer, offset: 0, bits, n: weights.n, k: weights.k, paired };
@@ -261,6 +273,9 @@ impl Linear {
     }
 
     /// Queues making the draft weights `to` of a matrix of its shape.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the shapes differ or a buffer is shorter than its shape. Device errors of the launch, named by the kernel.
     pub fn quantise_into(&self, weights: &Matrix, to: &Quantised, flag: &Buffer) -> Result<()> {
         let bytes = Quantised::bytes(to.bits, to.n, to.k);
         let full = Matrix::bytes(weights.dtype, weights.n, weights.k);

@@ -250,6 +250,10 @@ impl Prefill {
     /// x `[rows][padded(hidden)]` in the weights' type; weights `[q | k | v]` atoms (f32: row-major); bias f32 of that width; norms f32 `[head_dim]`;
     /// cos_sin float2 `[rows][head_dim / 2]` -> q f16 `[rows][heads · head_dim]`, kv f16 `[rows][2 · kv_heads · head_dim]` (keys, then values).
     ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] for a block of no rows or of more than were prepared, and where the driver refuses to map a tensor. Device
+    /// errors of the launches, named by the kernel.
+    ///
     /// # Safety
     /// Every address must be good for its shape until the stream has passed this call.
     #[allow(clippy::too_many_arguments, reason = "one address per matrix; a struct would only rename them")]
@@ -309,6 +313,9 @@ impl Prefill {
     ///
     /// q f16 `[rows][heads · head_dim]` of the block; kv f16 `[start + rows][2 · kv_heads · head_dim]` of the prompt -> x `[rows][padded(heads · head_dim)]`.
     ///
+    /// # Errors
+    /// As [`Prefill::qkv`].
+    ///
     /// # Safety
     /// As [`Prefill::qkv`].
     pub unsafe fn attend(&self, q: u64, kv: u64, x: u64, start: usize, rows: usize) -> Result<()> {
@@ -361,6 +368,9 @@ impl Prefill {
 
     /// Output projection of a block, added to its hidden states: x `[rows][padded(heads · head_dim)]` -> hidden f32 `[rows][hidden]`.
     ///
+    /// # Errors
+    /// As [`Prefill::qkv`].
+    ///
     /// # Safety
     /// As [`Prefill::qkv`].
     pub unsafe fn output(&self, x: u64, weights: u64, bias: Option<u64>, hidden: u64, rows: usize) -> Result<()> {
@@ -369,6 +379,9 @@ impl Prefill {
     }
 
     /// Down projection of a block, added to its hidden states: x `[rows][padded(intermediate)]` -> hidden f32 `[rows][hidden]`.
+    ///
+    /// # Errors
+    /// As [`Prefill::qkv`].
     ///
     /// # Safety
     /// As [`Prefill::qkv`].
@@ -380,6 +393,9 @@ impl Prefill {
     /// Gate and up projections of a block, and SiLU(gate) · up.
     ///
     /// x `[rows][padded(hidden)]`; weights and bias with gate and up interleaved by eight rows -> out `[rows][padded(intermediate)]` in the weights' type.
+    ///
+    /// # Errors
+    /// As [`Prefill::qkv`].
     ///
     /// # Safety
     /// As [`Prefill::qkv`].

@@ -156,6 +156,11 @@ pub trait Backend: Send {
     fn config(&self) -> &ModelConfig;
 
     /// Reserves pages and a buffer for a sequence of up to `capacity` tokens.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] where `capacity` is beyond [`Options::capacity`],
+    /// [`quantspec_core::ErrorKind::Internal`] where there is no such slot. The reference returns the latter for both, and
+    /// for a slot that is open. Device errors of a GPU.
     fn open(&mut self, slot: usize, capacity: usize) -> Result<()>;
 
     /// Frees what [`Backend::open`] reserved.
@@ -163,49 +168,107 @@ pub trait Backend: Send {
 
     /// Puts known tokens into the slot's window from offset 0 on: the last emitted token, or the tokens to be verified or
     /// scored when nothing drafts.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the slot is not open or its window holds fewer tokens.
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()>;
 
     /// The slot's window, `n` tokens from offset 0.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the slot is not open or its window holds fewer tokens. Device errors of
+    /// a GPU.
     fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>>;
 
     /// Hidden state of each row := its token's embedding. A step reads tokens from windows, a prefill block from the prompt.
     /// Prefill is layer-major: a backend keeps the hidden states of all prompt rows between layers.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the backend has no such rows, slots, tokens or planes, or its threads
+    /// panicked. [`quantspec_core::ErrorKind::DoesNotFit`] where a row or the prompt is beyond its slot (CPU). Device errors
+    /// of a GPU.
     fn embed(&mut self, pass: &Pass) -> Result<()>;
 
     /// RMSNorm, Q/K/V projections and biases, per-head q/k norms where the model has them, RoPE at each row's position; a
     /// step's keys and values go to the buffer (overwriting drafted ones), a prefill block's to the layer's scratch.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::NotFinite`] where keys or values are beyond half precision, which a GPU says in
+    /// [`Backend::first`] or [`Backend::judge`]. [`quantspec_core::ErrorKind::Internal`] for a block that was not prepared
+    /// for, and where threads panicked. Device errors of a GPU, and those of [`Hooks::poll`].
     fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
     /// Attention of every row. A step reads pages by `step.view` and `step.pages` and the buffer by the visibility law; a
     /// prefill block reads the layer's scratch causally.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where planes or pages of the view are not kept, for a block that was not
+    /// prepared for, and where threads panicked. Device errors of a GPU, and those of [`Hooks::poll`].
     fn attend(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
     /// Output projection, added to the hidden state.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] for a block that was not prepared for, and where threads panicked. Device
+    /// errors of a GPU, those of [`Hooks::poll`], and in the reference [`quantspec_core::ErrorKind::NotFinite`] where inputs
+    /// of draft weights are NaN or infinite.
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
     /// RMSNorm, gate and up projections, SiLU(gate) · up.
+    ///
+    /// # Errors
+    /// As [`Backend::output`].
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
     /// Down projection, added to the hidden state.
+    ///
+    /// # Errors
+    /// As [`Backend::output`].
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
     /// Ends a prefill layer: quantises the prompt's complete pages and copies the last (up to 3G) tokens to the buffer.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::NotFinite`] where keys or values cannot be quantised, which a GPU says in
+    /// [`Backend::first`]. [`quantspec_core::ErrorKind::Internal`] where the slot is not open or holds fewer tokens, and
+    /// where threads panicked. Device errors of a GPU, and those of [`Hooks::poll`].
     fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()>;
 
     /// Final norm and head. A step yields logits for every row; a prefill block only for its last row.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::NotFinite`] where logits are NaN or infinite, which a GPU says in [`Backend::first`] or
+    /// [`Backend::judge`]. [`quantspec_core::ErrorKind::Internal`] where threads panicked. Device errors of a GPU.
     fn head(&mut self, pass: &Pass) -> Result<()>;
 
     /// The logits of row `row` of the last [`Backend::head`] (a prefill block has one row), `[vocab]`, unwarped.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where there is no such row. Device errors of a GPU.
     fn logits(&mut self, row: usize) -> Result<Vec<f32>>;
 
     /// Quantises `page` of the slot from the buffer, in all layers.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the slot is not open or the page is beyond it, and where threads
+    /// panicked. [`quantspec_core::ErrorKind::NotFinite`] where the page cannot be quantised, which a GPU says in
+    /// [`Backend::judge`]. Device errors of a GPU, and those of [`Hooks::poll`].
     fn flush(&mut self, slot: usize, page: usize) -> Result<()>;
 
     /// Samples the token after a prefill block from the last head's only row, at position `prompt.len()`.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::NotFinite`] where no token can be chosen, and on a GPU where keys or values of the prompt
+    /// are beyond half precision. On a GPU [`quantspec_core::ErrorKind::Internal`] where there is no such slot or
+    /// [`Options::rejection`] was not set, and device errors.
     fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32>;
 
     /// Chooses the next token of every row of a draft step (after [`Backend::head`]) and writes it into the window at
     /// `row.offset + 1`; keeps q where the sampler's acceptance rule needs it. `turns` holds the turn of every slot.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where a row's slot has no turn or its window no room, and on a GPU where
+    /// [`Options::rejection`] was not set. Device errors of a GPU.
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()>;
 
     /// By how much, in logits, the slot's last proposed token led its runner-up: what the provided [`Backend::draft`] tells.
@@ -215,11 +278,20 @@ pub trait Backend: Send {
 
     /// After the head of a verify step: accepts the longest valid prefix of each turn's drafted tokens and chooses the token
     /// after it. One verdict per turn, in order.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::NotFinite`] where no token can be chosen, and on a GPU where keys or values since the
+    /// last look are beyond half precision. [`quantspec_core::ErrorKind::Internal`] where rows, drafted tokens or kept
+    /// distributions do not match the turns. Device errors of a GPU.
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>>;
 
     /// Drafts for every turn, and sets leads where they are looked at, and γ of one that ends early. The provided method runs one step per
     /// drafted token; a backend may also leave that to the verification that follows, and say there what it took
     /// ([`Backend::draft_seconds`]).
+    ///
+    /// # Errors
+    /// Those of [`crate::forward::draft`] and of [`Hooks::poll`]. A backend that leaves the draft to [`Backend::verify`]
+    /// returns them there.
     fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()>
     where
         Self: Sized,
@@ -228,6 +300,9 @@ pub trait Backend: Send {
     }
 
     /// Verifies every turn's window in one pass and judges it.
+    ///
+    /// # Errors
+    /// Those of [`crate::forward::verify`] and of [`Hooks::poll`], and those of a draft that was left to it.
     fn verify(&mut self, view: View, turns: &[Turn]) -> Result<Vec<Verdict>>
     where
         Self: Sized,
@@ -236,11 +311,17 @@ pub trait Backend: Send {
     }
 
     /// Seconds that the last verification spent drafting, where [`Backend::draft`] only notes what is to be drafted.
+    ///
+    /// # Errors
+    /// Device errors of a GPU whose clock is read. The provided method has none.
     fn draft_seconds(&mut self) -> Result<Option<f64>> {
         Ok(None)
     }
 
     /// Called between operations: an [`quantspec_core::ErrorKind::Interrupted`] error ends the pass. Long operations poll it too.
+    ///
+    /// # Errors
+    /// Those of [`Hooks::poll`].
     fn poll(&mut self) -> Result<()>;
 
     /// Bytes the device holds now: weights, draft weights, planes, buffers, workspace.

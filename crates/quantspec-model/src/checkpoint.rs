@@ -214,6 +214,11 @@ const CHUNK_BYTES: usize = 64 << 10;
 impl Checkpoint {
     /// Opens a directory with config.json, optionally generation_config.json, and model.safetensors or shards named by
     /// model.safetensors.index.json.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Model`] where a file is missing or damaged, where [`config::parse`] refuses the
+    /// configuration, and where a tensor is missing, foreign, or of another shape or type. [`quantspec_core::ErrorKind::Io`]
+    /// where the file system refuses.
     pub fn open(dir: &Path) -> Result<Checkpoint> {
         if !dir.is_dir() {
             return Err(Error::model(
@@ -234,6 +239,9 @@ impl Checkpoint {
     }
 
     /// The same from memory: config.json and one safetensors file.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Model`], as of [`Checkpoint::open`].
     pub fn from_bytes(config: &[u8], safetensors: &'static [u8]) -> Result<Checkpoint> {
         let config = config::parse(config, None)?;
         let shard = SafeTensors::from_static("embedded model", safetensors)?;
@@ -298,6 +306,10 @@ impl Checkpoint {
     }
 
     /// Reads the little-endian bytes of some rows, [rows][columns] in the part's own number format.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the part or the rows do not exist or `out` has another length,
+    /// [`quantspec_core::ErrorKind::Io`] where the file cannot be read.
     pub fn read(&self, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
         let (place, bytes) = self.span(part, &rows)?;
         if out.len() != bytes {
@@ -307,6 +319,9 @@ impl Checkpoint {
     }
 
     /// Reads some rows as f32, [rows][columns]. NaN and infinity are an error that names the tensor.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] naming the tensor and the element.
     pub fn read_f32(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
         let (mut place, bytes) = self.span(part, &rows)?;
         let size = place.dtype.bytes();

@@ -97,6 +97,10 @@ const FAMILIES: [Family; 4] = [
 /// Reads the bytes of `config.json` and, where the checkpoint has one, of `generation_config.json`.
 ///
 /// [`ModelConfig::dtype`] is what the file claims; [`crate::checkpoint::Checkpoint`] replaces it by what the tensors are.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Model`] where a file is not valid JSON, where a field is missing or has an absurd value, and
+/// for what is not implemented, by its name.
 pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let object = object(config, "config.json")?;
     let fields = Fields { map: &object, place: "config.json" };

@@ -81,6 +81,11 @@ impl<B: Backend> Engine<B> {
 
     /// Takes a prompt into a free slot. Fails when no slot is free, when an id is outside the vocabulary, or when the prompt
     /// and `max_new_tokens` exceed the capacity: nothing is ever cut.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] for an empty prompt, for 0 new tokens and where no slot is free,
+    /// [`quantspec_core::ErrorKind::Model`] for an id outside the vocabulary, [`quantspec_core::ErrorKind::DoesNotFit`]
+    /// beyond the capacity, and those of [`Backend::open`].
     pub fn add(&mut self, prompt: &[u32], sampler: Sampler, max_new_tokens: usize) -> Result<usize> {
         let vocab = self.backend.config().vocab;
         if prompt.is_empty() {
@@ -124,12 +129,19 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Processes the slot's prompt exactly and returns the first emitted token. `progress` is told rows done and rows in all.
+    ///
+    /// # Errors
+    /// As [`Engine::prefill_timed`].
     pub fn prefill(&mut self, slot: usize, progress: &mut dyn FnMut(usize, usize)) -> Result<u32> {
         Ok(self.prefill_timed(slot, 0, progress)?.0)
     }
 
     /// [`Engine::prefill`], and the seconds spent on the prompt's rows from `from` on: what these rows cost at that depth. A
     /// block that holds rows of both sides is shared by rows, and so is the quantising of a layer.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is already prefilled, and those of
+    /// [`forward::prefill`], [`Backend::first`] and [`Backend::set_window`].
     pub fn prefill_timed(
         &mut self,
         slot: usize,
@@ -174,6 +186,10 @@ impl<B: Backend> Engine<B> {
     /// of `add`, chosen by `sampler`. Quantised pages of the prompt are as prefill left them, and the buffer still is where no
     /// more than `BUFFER_TOKENS` positions were written since the oldest one that the first row reads. Where more were, the
     /// answer is `false`, nothing changed, and the prompt must be prefilled again.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is not prefilled,
+    /// [`quantspec_core::ErrorKind::Model`] where `token` is outside the vocabulary, and those of [`Backend::set_window`].
     pub fn restart(&mut self, slot: usize, token: u32, sampler: Sampler) -> Result<bool> {
         let (backend, sequence) = self.parts(slot)?;
         check_ids(&[token], backend.config().vocab)?;
@@ -216,6 +232,10 @@ impl<B: Backend> Engine<B> {
 
     /// Drafts γ tokens for every (slot, γ), or fewer where the policy says when a draft is to end. The slots named here are the round; where one
     /// is refused, there is none.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] where a slot holds no sequence, is not decoding or is named twice, where γ is
+    /// beyond [`GAMMA_MAX`] or what remains, and where the method drafts nothing and γ is not 0. Those of [`Backend::draft`].
     pub fn draft(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
         let drafted = self.begin_round(gammas);
         if drafted.is_err() {
@@ -280,6 +300,10 @@ impl<B: Backend> Engine<B> {
 
     /// Verifies what the last `draft` drafted, commits, quantises complete pages, and returns each sequence's new tokens in
     /// the order of that call.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] without a draft before it, and those of [`Backend::verify`],
+    /// [`Backend::draft_seconds`], [`Backend::window`], [`Backend::flush`] and [`Backend::set_window`].
     pub fn verify(&mut self) -> Result<Vec<Emitted>> {
         let turns = std::mem::take(&mut self.turns);
         if turns.is_empty() {

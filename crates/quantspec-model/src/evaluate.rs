@@ -82,6 +82,10 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
 
 /// Scores `tokens` on a backend loaded with [`options`]. The first `context` tokens are a prompt, taken in blocks of `block_rows`, those
 /// the backend was loaded with; of the others, at least two, the first is fed and every later one is predicted. `progress` is told positions done and in all.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens beyond the context, [`quantspec_core::ErrorKind::Model`]
+/// for ids outside the vocabulary, and those of the backend's operations.
 pub fn evaluate<B: Backend>(
     backend: &mut B,
     tokens: &[u32],

@@ -20,6 +20,9 @@ fn layer<B: Backend>(backend: &mut B, layer: usize, pass: &Pass) -> Result<()> {
 }
 
 /// Runs a step up to its logits.
+///
+/// # Errors
+/// Those of the backend's operations from [`Backend::embed`] to [`Backend::head`], and of [`Backend::poll`].
 pub fn step<B: Backend>(backend: &mut B, step: &Step) -> Result<()> {
     let pass = Pass::Step(step);
     backend.embed(&pass)?;
@@ -32,6 +35,9 @@ pub fn step<B: Backend>(backend: &mut B, step: &Step) -> Result<()> {
 /// Runs a prompt layer by layer in blocks of `block_rows`, so that full-precision keys and values exist for one layer at a
 /// time; leaves the logits of the last row. `progress` is told the rows done, counted over all layers, after
 /// each block and again after each layer.
+///
+/// # Errors
+/// Those of the operations of [`step`], and of [`Backend::store`].
 pub fn prefill<B: Backend>(
     backend: &mut B,
     slot: usize,
@@ -68,6 +74,9 @@ pub fn prefill<B: Backend>(
 }
 
 /// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i. A turn ends where it is unlikely enough that all its tokens stand.
+///
+/// # Errors
+/// Those of [`step`] and of [`Backend::propose`].
 pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
     for offset in 0.. {
         let rows: Vec<Row> = turns
@@ -90,6 +99,9 @@ pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) 
 }
 
 /// Verifies `[last, g_0 … g_{γ−1}]` of every turn in one pass of full weights over the target view.
+///
+/// # Errors
+/// Those of [`step`] and of [`Backend::judge`].
 pub fn verify<B: Backend>(backend: &mut B, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
     let rows: Vec<Row> = turns
         .iter()

@@ -76,6 +76,10 @@ fn tensor<T>(compute: impl FnOnce() -> candle_core::Result<T>) -> Result<T> {
 
 impl ReferenceBackend {
     /// Reads a whole checkpoint into f32 tensors and makes the draft weights.
+    ///
+    /// # Errors
+    /// Those of [`Checkpoint::read_f32`] and of `hooks.poll`, and [`quantspec_core::ErrorKind::NotFinite`] where a group of
+    /// draft weights spans more than f16 can hold.
     pub fn load(checkpoint: &Checkpoint, options: &Options, mut hooks: Hooks) -> Result<ReferenceBackend> {
         let config = checkpoint.config().clone();
         let mut full = HashMap::new();

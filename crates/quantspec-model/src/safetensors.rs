@@ -110,6 +110,10 @@ impl fmt::Debug for SafeTensors {
 
 impl SafeTensors {
     /// Opens a file and checks its header.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Model`] where the path is not a file or its header is damaged,
+    /// [`quantspec_core::ErrorKind::Io`] where it cannot be read.
     pub fn open(path: &Path) -> Result<SafeTensors> {
         let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
         let failed = |error: std::io::Error| unreadable(&name, &error);
@@ -123,6 +127,9 @@ impl SafeTensors {
     }
 
     /// Reads the same from memory; `name` is for messages.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Model`] where the header is damaged.
     pub fn from_static(name: &str, bytes: &'static [u8]) -> Result<SafeTensors> {
         SafeTensors::new(Source::Static(bytes), name.to_string(), bytes.len() as u64)
     }
@@ -161,6 +168,9 @@ impl SafeTensors {
     }
 
     /// Fills `out` with the bytes at `offset` of the file.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Io`] where the file cannot be read or ends before the bytes do.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.source.read(out, offset).map_err(|error| unreadable(&self.name, &error))
     }
