@@ -258,7 +258,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   if constexpr (ENGINE) {
     if (threadIdx.x < RINGS) {
       const uint32_t bars = base + threadIdx.x * ring_bytes + C::STAGES * C::SLOT + C::BARS;
-      for (int i = 0; i < C::STAGES; i++) mbar_init(bars + i * 8, 32), mbar_init(bars + (C::STAGES + i) * 8, 4);      // slot full, by the producer's lanes; slot left, by the four warps
+      for (int i = 0; i < C::STAGES; i++) mbar_init(bars + i * 8, 32), mbar_init(bars + (C::STAGES + i) * 8, 128);    // slot full, by the producer's lanes; slot left, by the four warps'
       mbar_init_done();
     }
     __syncthreads();
@@ -328,8 +328,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if (ENGINE) {
       if (C::FENCED) fence_async();
-      __syncwarp();
-      if (lane == 0) slot_left(bars + (C::STAGES + slot) * 8, C::FENCED ? 0 : loaded);
+      slot_left(bars + (C::STAGES + slot) * 8, C::FENCED ? 0 : loaded);
     }
 #endif
     if (++slot == stages) slot = 0, parity ^= 1;

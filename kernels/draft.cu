@@ -276,7 +276,7 @@ struct DraftReader {
     codes += DRAFT_CHUNK, bar += 8;
     if (bar == end) codes -= (end - first) / 8 * DRAFT_CHUNK, bar = first, phase ^= 1;
   }
-  // By one lane: the warp has what it fetched `ago` fetches ago. Barriers of slots that were left follow those of full ones.
+  // The warp has what it fetched `ago` fetches ago. Barriers of slots that were left follow those of full ones.
   DEV void leave(int ago, const DraftPiece& piece) const {
     const uint32_t of = bar - ago * 8, all = end - first;
     slot_left(of + (of < first ? 2 * all : all), piece.seen());
@@ -329,10 +329,8 @@ DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader& reader, const
     DraftPiece pieces[TILES / 2];
 #pragma unroll
     for (int i = 0; i < TILES / 2; i++) reader.fetch(pieces[i], lane);
-    __syncwarp();
-    if (lane == 0)
 #pragma unroll
-      for (int i = 0; i < TILES / 2; i++) reader.leave(TILES / 2 - i, pieces[i]);
+    for (int i = 0; i < TILES / 2; i++) reader.leave(TILES / 2 - i, pieces[i]);
     if (group >= s.groups) break;
     const DraftInput input(s, group, rows, lane);
 #pragma unroll
@@ -349,7 +347,7 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
   const DraftShared s(shared, stages, groups, rows);
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
   grid_trigger();
-  if (threadIdx.x < stages) mbar_init(s.full + threadIdx.x * 8, 1), mbar_init(s.empty + threadIdx.x * 8, W), mbar_init_done();
+  if (threadIdx.x < stages) mbar_init(s.full + threadIdx.x * 8, 1), mbar_init(s.empty + threadIdx.x * 8, W * 32), mbar_init_done();
   __syncthreads();
   if (warp >= W) {
     registers_give<24>();

@@ -262,7 +262,7 @@ DEV void linear_ring(const uint8_t* __restrict__ w, const uint16_t* x, float* y,
   const uint32_t slots = shared_address(shared), full = slots + RING_STAGES * RING_CHUNK + RING_TOGETHER * W * 512, empty = full + RING_STAGES * 8;
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, chunks = (atoms + W - 1) / W;
   grid_trigger();
-  if (threadIdx.x < RING_STAGES) mbar_init(full + threadIdx.x * 8, 1), mbar_init(empty + threadIdx.x * 8, W), mbar_init_done();
+  if (threadIdx.x < RING_STAGES) mbar_init(full + threadIdx.x * 8, 1), mbar_init(empty + threadIdx.x * 8, W * 32), mbar_init_done();
   __syncthreads();
   if (warp == W) {
     if (lane == 0) ring_fill<TOGETHER>(w, slots, full, empty, atoms, mine);
@@ -328,11 +328,8 @@ DEV void linear_ring(const uint8_t* __restrict__ w, const uint16_t* x, float* y,
 #pragma unroll
                       for (int t = 0; t < NT; t++) E::mma(acc[i + j][t], f, half ? in[b][t][h].z : in[b][t][h].x, half ? in[b][t][h].w : in[b][t][h].y);
                     }
-              __syncwarp();
-              if (lane == 0) {
-                slot_left(empty + left[0] * 8, a[0][0].w | a[0][1].w | a[0][2].w | a[0][3].w);
-                if (two) slot_left(empty + left[1] * 8, a[1][0].w | a[1][1].w | a[1][2].w | a[1][3].w);
-              }
+              slot_left(empty + left[0] * 8, a[0][0].w | a[0][1].w | a[0][2].w | a[0][3].w);
+              if (two) slot_left(empty + left[1] * 8, a[1][0].w | a[1][1].w | a[1][2].w | a[1][3].w);
             }
           load(b, k0 + b + 2);
         }

@@ -391,7 +391,7 @@ impl CudaBackend {
     /// Loads a checkpoint onto device `index`.
     ///
     /// # Errors
-    /// Device errors (no driver, no such device, out of memory), and checkpoints the kernels do not know.
+    /// Those of [`Device::open`] (no driver: device, no such device: usage), of [`CudaBackend::load_on`] and of [`check`].
     pub fn load(checkpoint: &Checkpoint, options: &Options, hooks: Hooks, index: usize) -> Result<CudaBackend> {
         CudaBackend::load_on(&Device::open(index)?, checkpoint, options, hooks)
     }
@@ -1216,9 +1216,10 @@ impl Backend for CudaBackend {
             ));
         }
         let pages = self.cache.free.split_off(self.cache.free.len() - wanted);
-        self.cache.tables.write(slot * self.cache.pitch * 4, &pages)?;
+        let written = self.cache.tables.write(slot * self.cache.pitch * 4, &pages);
+        // Also where that failed: closing the slot gives the pages back.
         *place = Some(Slot { pages, chosen: None });
-        Ok(())
+        written.inspect_err(|_| self.close(slot))
     }
 
     fn close(&mut self, slot: usize) {

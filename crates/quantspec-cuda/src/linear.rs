@@ -280,7 +280,11 @@ impl Linear {
         let bytes = Quantised::bytes(to.bits, to.n, to.k);
         let full = Matrix::bytes(weights.dtype, weights.n, weights.k);
         if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
-            return Err(Error::internal(format!("{} bytes of weights where {full} are read", weights.buffer.bytes())));
+            return Err(Error::internal(format!(
+                "{} bytes of weights where {full} are read, {} of a flag",
+                weights.buffer.bytes(),
+                flag.bytes()
+            )));
         }
         if (weights.n, weights.k) != (to.n, to.k) || to.offset + bytes > to.buffer.bytes() {
             return Err(Error::internal(format!(
@@ -289,7 +293,7 @@ impl Linear {
                 to.buffer.bytes()
             )));
         }
-        let of_bits = self.quantise.get(if to.bits == 4 { 0 } else { 1 });
+        let of_bits = [4, 8].iter().position(|&bits| bits == to.bits).and_then(|index| self.quantise.get(index));
         let index = match weights.dtype {
             Dtype::Bf16 => 0,
             Dtype::F16 => 1,

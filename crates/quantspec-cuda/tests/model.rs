@@ -139,14 +139,13 @@ fn without_quantised_keys_drafts_keep_to_the_window() {
         let mut engine = Engine::new(load(&device, &checkpoint, &options), method(View::Full, None), 1, 2000, 256);
         let prompts = [prompt(checkpoint.config().vocab, 1500, 9)];
         let samplers = [sampler(Accept::Replay, 3, 0)];
-        let mut decode = |draft| decode(&mut engine, method(View::Full, draft), &prompts, &[200], &samplers, &[4]);
+        let mut decode = |draft: Option<DraftPlan>| {
+            let gamma = if draft.is_some() { 4 } else { 0 };
+            decode(&mut engine, method(View::Full, draft), &prompts, &[200], &samplers, &[gamma])
+        };
         let plain = decode(None);
         for pages in [Pages::Best(3), Pages::Window(3)] {
-            assert_eq!(
-                decode(Some(DraftPlan { weights: Weights::Draft, view: View::Full, pages })),
-                plain,
-                "{pages:?}"
-            );
+            assert_eq!(decode(Some(DraftPlan { weights: Weights::Draft, view: View::Full, pages })), plain, "{pages:?}");
         }
     }
 }
