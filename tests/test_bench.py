@@ -107,6 +107,21 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
+def test_rejection_keeps_the_distribution_and_not_the_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantspec: Callable[..., Any]
+) -> None:
+    compared: list[object] = []
+    monkeypatch.setattr(bench, "_check_equal", compared.append)
+    arguments = "bench -p 0 -n 24 -r 2 -g 3 --methods ar,quantspec -o jsonl --accept"
+    for accept, times in (("replay", 2), ("rejection", 2)):
+        path = tmp_path / accept
+        assert quantspec(*arguments.split(), accept, "--output", str(path)).code == 0
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert [row["accept"] for row in found] == [accept] * 2
+        assert len(compared) == times
+        assert 0 < found[1]["acceptance_rate"] <= 1
+
+
 def test_a_row_per_test_method_and_depth(rows: list[dict[str, Any]]) -> None:
     decoding = [("ar", "fp16"), ("ar", "int8"), ("ar", "int4"), ("quantspec", "int8"), ("w4", "int8"), ("kv4", "int8")]
     expected = [
@@ -123,6 +138,7 @@ def test_a_row_keeps_the_contract(rows: list[dict[str, Any]]) -> None:
         tokens = row["n_prompt"] or row["n_gen"]
         assert tokens == (64 if row["test"] == "pp" else 40)
         assert (row["model"], row["batch"], row["repetitions"]) == ("demo", 1, 2)
+        assert row["accept"] == "replay"
         assert row["ms_per_token"] == pytest.approx(sum(row["samples_ms_per_token"]) / 2)
         assert row["tokens_per_s"] == pytest.approx(1e3 / row["ms_per_token"])
         assert row["gb_per_s"] == pytest.approx(row["bytes_per_token"] / row["ms_per_token"] / 1e6)
@@ -227,6 +243,7 @@ def test_kernels_stand_beside_their_bytes(fake: Any, quantspec: Callable[..., An
             for flag, value in (
                 *(("--n-prompt", "5"), ("--n-gen", "5"), ("--methods", "ar"), ("--prompt", "x"), ("--gamma", "3")),
                 *(("--draft-pages", "3"), ("--page-choice", "best"), ("--kv-rounding", "paper"), ("--threads", "1")),
+                ("--accept", "rejection"),
                 *(("--repetitions", "3"), ("--seed", "1")),
             )
         ),

@@ -181,6 +181,13 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
 @click.option("--page-choice", type=click.Choice(("best", "window")), default="best", show_default=True)
+@click.option(
+    "--accept",
+    type=click.Choice(("replay", "rejection")),
+    default="replay",
+    show_default=True,
+    help="Acceptance rule: same text as ar, or same distribution.",
+)
 @_list_flag("--methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV.")
 @click.option("--kv-rounding", type=click.Choice(("balanced", "paper")), default="balanced", show_default=True)
 @_list_flag("--rows", default="1,5,8", text="With kernels: rows of a step.")
@@ -210,6 +217,7 @@ def bench(
     device: str,
     threads: int | None,
     page_choice: str,
+    accept: str,
     kv_rounding: str,
     **flags: Any,
 ) -> int:
@@ -223,7 +231,9 @@ def bench(
     """
     from . import bench as measure
 
-    options = EngineOptions(device=device, threads=threads, page_choice=page_choice, kv_rounding=kv_rounding)
+    options = EngineOptions(
+        device=device, threads=threads, page_choice=page_choice, accept=accept, kv_rounding=kv_rounding
+    )
     _refuse_unused(ctx, what)
     request = measure.Request(**flags)
     if what is None:
