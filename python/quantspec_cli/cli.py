@@ -14,6 +14,9 @@ from click.core import ParameterSource
 from . import __version__, settings
 from .errors import QuantspecError, UsageError
 from .options import (
+    ACCEPTANCE,
+    KV_ROUNDINGS,
+    PAGE_CHOICES,
     EngineOptions,
     GenerateOptions,
     Verbatim,
@@ -180,16 +183,16 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before those.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
-@click.option("--page-choice", type=click.Choice(("best", "window")), default="best", show_default=True)
+@click.option("--page-choice", type=click.Choice(PAGE_CHOICES), default="best", show_default=True)
 @click.option(
     "--accept",
-    type=click.Choice(("replay", "rejection")),
+    type=click.Choice(ACCEPTANCE),
     default="replay",
     show_default=True,
     help="Acceptance rule: same text as ar, or same distribution.",
 )
 @_list_flag("--methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV.")
-@click.option("--kv-rounding", type=click.Choice(("balanced", "paper")), default="balanced", show_default=True)
+@click.option("--kv-rounding", type=click.Choice(KV_ROUNDINGS), default="balanced", show_default=True)
 @_list_flag("--rows", default="1,5,8", text="With kernels: rows of a step.")
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs of each test.")
 @click.option("-s", "--seed", type=int, default=0, show_default=True, help="Of the first repetition.")
@@ -254,7 +257,7 @@ def bench(
 @click.option(
     "--context", type=int, default=0, metavar="N", help="Of these, the first N are a prompt: read, not scored."
 )
-@click.option("--kv-rounding", type=click.Choice(("balanced", "paper")), default="balanced", show_default=True)
+@click.option("--kv-rounding", type=click.Choice(KV_ROUNDINGS), default="balanced", show_default=True)
 @click.option(
     *("-o", "--output", "output"),
     metavar="FILE",

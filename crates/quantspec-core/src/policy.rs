@@ -7,7 +7,7 @@
 //! A draft whose tokens become unlikely ends before γ ([`Stop`]), where somebody looks at each: how far a token led its runner-up says much about
 //! whether it stands.
 //!
-//! It begins with one plain step, the yardstick, and two short drafts ([`FIRST_GAMMA`]; of one token for batches and where pages are chosen), which timed
+//! It begins with one plain step, the yardstick, and two short drafts (`FIRST_GAMMA`; of one token for batches and where pages are chosen), which timed
 //! once suffice to go on from: a text may end within some dozens of rounds.
 //!
 //! It is safe rather than clever: a ledger in units of plain steps holds what speculation has won or lost against plain

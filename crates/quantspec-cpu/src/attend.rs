@@ -283,7 +283,8 @@ pub(crate) fn nibble_page(
         return;
     }
     #[cfg(target_arch = "x86_64")]
-    if simd == Simd::Avx2 && state.shape.d <= avx2::MAX_D {
+    if simd == Simd::Avx2 {
+        assert!(state.shape.d <= avx2::MAX_D, "loading refuses wider heads");
         // SAFETY: as above.
         unsafe { avx2::page(state, rows, planes, rounding, upper, lower, next) };
         return;

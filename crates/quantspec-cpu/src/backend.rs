@@ -382,7 +382,7 @@ impl CpuBackend {
         runs
     }
 
-    /// Chooses the pages of every KV head for a slot's newest row.
+    /// Chooses the pages of every KV head for a slot's first row: draft steps have one.
     fn choose_pages(&mut self, index: usize, step: &Step, runs: &[(usize, usize)]) -> Result<()> {
         let n = match step.pages {
             Pages::All => return Ok(()),

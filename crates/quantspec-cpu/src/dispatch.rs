@@ -11,7 +11,7 @@ pub enum Simd {
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ, VNNI and BF16.
     Avx512,
-    /// x86-64 with everything of [`Simd::Avx512`] and tiles ([`crate::amx`]) of BF16 and int8.
+    /// x86-64 with everything of [`Simd::Avx512`] and tiles of BF16 and int8.
     Amx,
     /// aarch64.
     Neon,

@@ -145,7 +145,11 @@ fn without_quantised_keys_drafts_keep_to_the_window() {
         };
         let plain = decode(None);
         for pages in [Pages::Best(3), Pages::Window(3)] {
-            assert_eq!(decode(Some(DraftPlan { weights: Weights::Draft, view: View::Full, pages })), plain, "{pages:?}");
+            assert_eq!(
+                decode(Some(DraftPlan { weights: Weights::Draft, view: View::Full, pages })),
+                plain,
+                "{pages:?}"
+            );
         }
     }
 }

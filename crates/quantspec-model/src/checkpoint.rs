@@ -19,54 +19,54 @@ use std::path::{Component, Path};
 /// A weight of the network.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Part {
-    /// Token embedding, [vocab][hidden].
+    /// Token embedding, `[vocab][hidden]`.
     Embedding,
-    /// RMSNorm before the head, [hidden].
+    /// RMSNorm before the head, `[hidden]`.
     FinalNorm,
-    /// Head, [vocab][hidden]; of a tied model the embedding.
+    /// Head, `[vocab][hidden]`; of a tied model the embedding.
     Head,
     /// A weight of one decoder layer.
     Layer(usize, LayerPart),
 }
 
-/// A weight of a decoder layer; matrices are [outputs][inputs].
+/// A weight of a decoder layer; matrices are `[outputs][inputs]`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum LayerPart {
-    /// RMSNorm before attention, [hidden].
+    /// RMSNorm before attention, `[hidden]`.
     AttentionNorm,
-    /// Query projection, [q_width][hidden].
+    /// Query projection, `[q_width][hidden]`.
     Q,
-    /// Key projection, [kv_width][hidden].
+    /// Key projection, `[kv_width][hidden]`.
     K,
-    /// Value projection, [kv_width][hidden].
+    /// Value projection, `[kv_width][hidden]`.
     V,
-    /// Output projection, [hidden][q_width].
+    /// Output projection, `[hidden][q_width]`.
     Output,
-    /// Bias of Q, [q_width].
+    /// Bias of Q, `[q_width]`.
     QBias,
-    /// Bias of K, [kv_width].
+    /// Bias of K, `[kv_width]`.
     KBias,
-    /// Bias of V, [kv_width].
+    /// Bias of V, `[kv_width]`.
     VBias,
-    /// Bias of the output projection, [hidden].
+    /// Bias of the output projection, `[hidden]`.
     OutputBias,
-    /// RMSNorm of every query head, [head_dim].
+    /// RMSNorm of every query head, `[head_dim]`.
     QNorm,
-    /// RMSNorm of every key head, [head_dim].
+    /// RMSNorm of every key head, `[head_dim]`.
     KNorm,
-    /// RMSNorm before the feed-forward network, [hidden].
+    /// RMSNorm before the feed-forward network, `[hidden]`.
     MlpNorm,
-    /// Gate projection, [intermediate][hidden].
+    /// Gate projection, `[intermediate][hidden]`.
     Gate,
-    /// Up projection, [intermediate][hidden].
+    /// Up projection, `[intermediate][hidden]`.
     Up,
-    /// Down projection, [hidden][intermediate].
+    /// Down projection, `[hidden][intermediate]`.
     Down,
-    /// Bias of the gate projection, [intermediate].
+    /// Bias of the gate projection, `[intermediate]`.
     GateBias,
-    /// Bias of the up projection, [intermediate].
+    /// Bias of the up projection, `[intermediate]`.
     UpBias,
-    /// Bias of the down projection, [hidden].
+    /// Bias of the down projection, `[hidden]`.
     DownBias,
 }
 
@@ -305,7 +305,7 @@ impl Checkpoint {
         }
     }
 
-    /// Reads the little-endian bytes of some rows, [rows][columns] in the part's own number format.
+    /// Reads the little-endian bytes of some rows, `[rows][columns]` in the part's own number format.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where the part or the rows do not exist or `out` has another length,
@@ -318,7 +318,7 @@ impl Checkpoint {
         read_at(&self.shards, place, out)
     }
 
-    /// Reads some rows as f32, [rows][columns]. NaN and infinity are an error that names the tensor.
+    /// Reads some rows as f32, `[rows][columns]`. NaN and infinity are an error that names the tensor.
     ///
     /// # Errors
     /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] naming the tensor and the element.
