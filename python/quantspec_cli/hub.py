@@ -45,7 +45,7 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
         if revision is not None:
             raise UsageError("--revision without --model", "name the hub id the revision belongs to")
         return demo()
-    check_utf8("the name of the model", model)
+    check_utf8("the name of the model", model, "rename the directory, or give a link to it")
     # These give up silently on names that no file can have.
     path = os.path.expanduser(model)
     if os.path.isdir(path):

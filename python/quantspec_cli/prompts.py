@@ -110,12 +110,12 @@ def from_bytes(name: str, raw: bytes) -> Document:
     return _checked(name, text, "give a document with some text")
 
 
-def check_utf8(name: str, text: str) -> None:
+def check_utf8(name: str, text: str, hint: str = _CONVERT) -> None:
     """Refuses text with lone surrogates: what bytes of a command line that are not UTF-8 arrive as."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InputError(f"{name} is not UTF-8: character {error.start} is half of a pair", _CONVERT) from error
+        raise InputError(f"{name} is not UTF-8: character {error.start} is half of a pair", hint) from error
 
 
 def _checked(name: str, text: str, hint: str) -> Document:
