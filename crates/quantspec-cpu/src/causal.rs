@@ -50,7 +50,6 @@ pub(crate) struct Scratch {
     /// Results `[head][Dp][64]` of the heads that share keys, with Dp as [`padded`].
     out: Array<f32>,
     /// Running maximum and sum of each query, `[head][2][64]`, of the tile path.
-    #[cfg_attr(not(target_arch = "x86_64"), expect(dead_code, reason = "tiles are x86-64's"))]
     state: Array<f32>,
 }
 
