@@ -51,12 +51,7 @@ def evaluate(request: Request, options: EngineOptions) -> int:
     render.warn_of_threads(options.threads)
     stdout = output.Stdout() if request.output is None or request.as_json else None
     with output.AtomicFile(request.output) if request.output is not None else nullcontext() as file:
-        if (
-            request.prompt is not None
-            and file is not None
-            and file.is_at(request.prompt)
-            and request.prompt != prompts.STDIN
-        ):
+        if request.prompt is not None and file is not None and file.is_at(request.prompt):
             raise UsageError(f"output {request.output} is also the prompt", "name another file")
         document = prompts.read(str(SAMPLE) if request.prompt is None else request.prompt)
         model = Model.open(

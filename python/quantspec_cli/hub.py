@@ -76,9 +76,9 @@ def hub_settings() -> ModuleType:
     try:
         from huggingface_hub import constants
     except ValueError as error:
-        set_ = [name for name, value in os.environ.items() if name.startswith("HF_") and repr(value) in str(error)]
+        wrong = [name for name, value in os.environ.items() if name.startswith("HF_") and repr(value) in str(error)]
         raise UsageError(
-            f"{' and '.join(set_) or 'a variable HF_*'}: {error}", "correct the variable, or unset it"
+            f"{' and '.join(wrong) or 'a variable HF_*'}: {error}", "correct the variable, or unset it"
         ) from error
     return constants
 

@@ -84,9 +84,8 @@ class AtomicFile:
                     raise PermissionError(13, "permission denied")
                 handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
                 self._file = os.fdopen(handle, "w", encoding="utf-8", newline="")
-                if (
-                    replaced
-                ):  # the mask is for new files; only root may give files away, and some file systems know neither
+                # The mask is for new files. Only root may give files away, and some file systems know neither.
+                if replaced:
                     with contextlib.suppress(OSError, AttributeError):
                         os.chown(self._temporary, replaced.st_uid, replaced.st_gid)
                     with contextlib.suppress(OSError):
@@ -97,9 +96,9 @@ class AtomicFile:
             ) from error
 
     def is_at(self, path: str) -> bool:
-        """The file would take the place of that one."""
+        """The file would take the place of that prompt; "-" is standard input."""
         try:
-            return not self._special and os.path.realpath(path) == str(self._path)
+            return path != "-" and not self._special and os.path.realpath(path) == str(self._path)
         except OSError:  # a relative path below a folder that is gone
             return False
 
@@ -220,9 +219,11 @@ def until_failure(items: Iterable[Item], failures: list[QuantspecError]) -> Iter
 
 def abandon(stream: TextIO | None) -> None:
     """Points a standard stream at nothing, so that the flush at exit finds no closed pipe to complain about."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
+    if stream is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
         nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, stream.fileno())  # type: ignore[union-attr]
+        os.dup2(nothing, stream.fileno())
         os.close(nothing)
 
 

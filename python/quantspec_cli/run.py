@@ -43,7 +43,7 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
         prompts.check_utf8(name, text or "")
     stdout = output.Stdout() if request.output is None or request.as_json else None
     with output.AtomicFile(request.output) if request.output is not None else nullcontext() as file:
-        if file is not None and any(file.is_at(path) for path in request.prompts if path != prompts.STDIN):
+        if file is not None and any(file.is_at(path) for path in request.prompts):
             raise UsageError(f"output {request.output} is also a prompt", "name another file")
         documents = prompts.read_all(request.prompts, request.texts)
         names = [document.name for document in documents]
