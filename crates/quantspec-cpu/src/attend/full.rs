@@ -1,7 +1,8 @@
 //! Pages of halves: those of view Full, and the ring of recent tokens.
 //!
-//! Halves are widened once for all rows. A score is one chain of multiply-adds over the channels, an output one over the tokens,
-//! on every path: how many rows and vectors a kernel keeps in registers at once changes no bit.
+//! Halves are widened once for all rows; with AVX-512 as they are loaded, beside the multiply-adds of five rows, which costs nothing. A
+//! score is one chain of multiply-adds over the channels, an output one over the tokens, on every path: how many rows and vectors a
+//! kernel keeps in registers at once changes no bit.
 
 use super::portable::softmax;
 use super::{G, Shape, State};
@@ -15,6 +16,11 @@ pub(crate) fn full_page(simd: Simd, state: &mut State, rows: Range<usize>, page:
     let (key_halves, value_halves) = page.split_at(G * state.shape.d);
     let d = state.shape.d;
     let most = visible.iter().copied().max().unwrap_or(0);
+    #[cfg(target_arch = "x86_64")]
+    if simd.has_avx512() {
+        halves(state, rows, (key_halves, value_halves), visible, most);
+        return;
+    }
     let mut wide = std::mem::take(&mut state.wide);
     for first in (0..most).step_by(64) {
         // Whole vectors: what the ring holds behind the newest token is finite and masked.
@@ -36,6 +42,39 @@ pub(crate) fn full_page(simd: Simd, state: &mut State, rows: Range<usize>, page:
     state.wide = wide;
 }
 
+/// [`full_page`] with AVX-512: the same sums, of halves as they lie.
+#[cfg(target_arch = "x86_64")]
+fn halves(state: &mut State, rows: Range<usize>, (keys, values): (&[u16], &[u16]), visible: &[usize], most: usize) {
+    let Shape { d, d16, d64 } = state.shape;
+    // Whole vectors: what the ring holds behind the newest token is finite and masked.
+    let tokens = most.div_ceil(16) * 16;
+    assert!(tokens <= G && keys.len() == G * d && values.len() == G * d);
+    assert!(rows.end * d64 <= state.q.len() && rows.end * G <= state.s.len() && rows.end * d16 <= state.o.len());
+    let (q, s) = (state.q[rows.start * d64..].as_ptr(), state.s[rows.start * G..].as_mut_ptr());
+    // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
+    unsafe { avx512::scores(q, d64, rows.len(), keys.as_ptr(), d, tokens, s) };
+    {
+        let (state, rows, simd) = (&mut *state, rows.clone(), Simd::Avx512);
+        portable!(simd, full_softmax(state: &mut State, rows: Range<usize>, visible: &[usize]));
+    }
+    // What all rows see they take together, then each the rest of what it sees, neighbours that see equally many together.
+    let common = visible.iter().copied().min().unwrap_or(0);
+    let mut take = |first: usize, seen: usize, rows: Range<usize>| {
+        let (p, o) = (state.s[rows.start * G + first..].as_ptr(), state.o[rows.start * d16..].as_mut_ptr());
+        // SAFETY: as above; tokens `first` to `first + seen` are in the page, the rows in the state.
+        unsafe { avx512::values(p, rows.len(), seen, values[first * d..].as_ptr(), d, o, d16) };
+    };
+    take(0, common, rows.clone());
+    let mut i = 0;
+    while i < rows.len() {
+        let alike = (i..rows.len()).take_while(|j| visible[*j] == visible[i]).count();
+        if visible[i] > common {
+            take(common, visible[i] - common, rows.start + i..rows.start + i + alike);
+        }
+        i += alike;
+    }
+}
+
 /// Scores of up to 64 tokens from `first` on, for all rows; those a row does not see mean nothing. `wide`: their keys
 /// `[token/16][D][16]`.
 fn scores(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
@@ -43,17 +82,12 @@ fn scores(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], 
     let tokens = wide.len() / d;
     assert!(tokens.is_multiple_of(16) && first + tokens <= G);
     #[cfg(target_arch = "x86_64")]
-    if simd.has_avx512() || simd == Simd::Avx2 {
+    if simd == Simd::Avx2 {
         let d64 = state.shape.d64;
         assert!(rows.end * d64 <= state.q.len() && rows.end * G <= state.s.len());
         let (q, s) = (&state.q[rows.start * d64..], &mut state.s[rows.start * G + first..]);
         // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
-        unsafe {
-            match simd {
-                Simd::Avx2 => avx2::scores(q.as_ptr(), d64, rows.len(), wide.as_ptr(), d, tokens, s.as_mut_ptr()),
-                _ => avx512::scores(q.as_ptr(), d64, rows.len(), wide.as_ptr(), d, tokens, s.as_mut_ptr()),
-            }
-        }
+        unsafe { avx2::scores(q.as_ptr(), d64, rows.len(), wide.as_ptr(), d, tokens, s.as_mut_ptr()) };
         return;
     }
     portable!(simd, full_scores(state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]));
@@ -62,7 +96,7 @@ fn scores(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], 
 /// Adds up to 16 tokens from `first` on to the outputs of the rows that see them. `wide`: their values `[token][D]`.
 fn values(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
     #[cfg(target_arch = "x86_64")]
-    if simd.has_avx512() || simd == Simd::Avx2 {
+    if simd == Simd::Avx2 {
         let (d, d16) = (state.shape.d, state.shape.d16);
         assert!(rows.end * d16 <= state.o.len() && rows.end * G <= state.s.len());
         // Rows ascend in position: neighbours that see equally many tokens share loads.
@@ -73,12 +107,7 @@ fn values(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], 
             let r = rows.start + i;
             let (p, o) = (state.s[r * G + first..].as_ptr(), state.o[r * d16..].as_mut_ptr());
             // SAFETY: as above; `seen` tokens are in `wide`, `alike` rows in the state.
-            unsafe {
-                match simd {
-                    Simd::Avx2 => avx2::values(p, alike, seen(i), wide.as_ptr(), d, o, d16),
-                    _ => avx512::values(p, alike, seen(i), wide.as_ptr(), d, o, d16),
-                }
-            }
+            unsafe { avx2::values(p, alike, seen(i), wide.as_ptr(), d, o, d16) };
             i += alike;
         }
         return;
@@ -86,10 +115,11 @@ fn values(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], 
     portable!(simd, full_values(state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]));
 }
 
-/// The two loops for vectors of `$lanes` floats, `$most` rows at a time by four vectors.
+/// The two loops for vectors of `$lanes` floats, `$most` rows at a time by four vectors. Keys and values are `$element`s: `$read` makes a
+/// vector of floats of them, `$one` a float.
 #[cfg(target_arch = "x86_64")]
 macro_rules! kernels {
-    ($name:ident, $feature:literal, $lanes:literal, $most:literal, $zero:ident, $load:ident, $store:ident, $set1:ident, $fmadd:ident) => {
+    ($name:ident, $feature:literal, $lanes:literal, $most:literal, $element:ty, $read:expr, $one:expr, $zero:ident, $load:ident, $store:ident, $set1:ident, $fmadd:ident) => {
         mod $name {
             use super::G;
             use std::arch::x86_64::*;
@@ -141,7 +171,7 @@ macro_rules! kernels {
                 q: *const f32,
                 d64: usize,
                 rows: usize,
-                keys: *const f32,
+                keys: *const $element,
                 d: usize,
                 tokens: usize,
                 s: *mut f32,
@@ -169,7 +199,7 @@ macro_rules! kernels {
             unsafe fn score_block<const R: usize, const V: usize>(
                 q: *const f32,
                 d64: usize,
-                keys: *const f32,
+                keys: *const $element,
                 d: usize,
                 token: usize,
                 s: *mut f32,
@@ -185,7 +215,7 @@ macro_rules! kernels {
                     for c in 0..d {
                         let mut k = [$zero(); V];
                         for v in 0..V {
-                            k[v] = $load(vectors[v].add(c * 16));
+                            k[v] = $read(vectors[v].add(c * 16));
                         }
                         for r in 0..R {
                             let q = $set1(*q.add(r * d64 + c));
@@ -211,7 +241,7 @@ macro_rules! kernels {
                 p: *const f32,
                 rows: usize,
                 tokens: usize,
-                values: *const f32,
+                values: *const $element,
                 d: usize,
                 o: *mut f32,
                 d16: usize,
@@ -234,7 +264,7 @@ macro_rules! kernels {
                             for c in c..d {
                                 let o = o.add(r * d16 + c);
                                 for t in 0..tokens {
-                                    *o = (*values.add(t * d + c)).mul_add(*p.add(r * G + t), *o);
+                                    *o = f32::mul_add($one(*values.add(t * d + c)), *p.add(r * G + t), *o);
                                 }
                             }
                         }
@@ -247,7 +277,7 @@ macro_rules! kernels {
             unsafe fn value_block<const R: usize, const V: usize>(
                 p: *const f32,
                 tokens: usize,
-                values: *const f32,
+                values: *const $element,
                 d: usize,
                 o: *mut f32,
                 d16: usize,
@@ -263,7 +293,7 @@ macro_rules! kernels {
                     for t in 0..tokens {
                         let mut x = [$zero(); V];
                         for v in 0..V {
-                            x[v] = $load(values.add(t * d + v * LANES));
+                            x[v] = $read(values.add(t * d + v * LANES));
                         }
                         for r in 0..R {
                             let p = $set1(*p.add(r * G + t));
@@ -289,6 +319,9 @@ kernels!(
     "avx512f,fma",
     16,
     5,
+    u16,
+    |at: *const u16| _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())),
+    crate::lanes::f16_value,
     _mm512_setzero_ps,
     _mm512_loadu_ps,
     _mm512_storeu_ps,
@@ -296,7 +329,20 @@ kernels!(
     _mm512_fmadd_ps
 );
 #[cfg(target_arch = "x86_64")]
-kernels!(avx2, "avx2,fma", 8, 2, _mm256_setzero_ps, _mm256_loadu_ps, _mm256_storeu_ps, _mm256_set1_ps, _mm256_fmadd_ps);
+kernels!(
+    avx2,
+    "avx2,fma",
+    8,
+    2,
+    f32,
+    |at| _mm256_loadu_ps(at),
+    |x| x,
+    _mm256_setzero_ps,
+    _mm256_loadu_ps,
+    _mm256_storeu_ps,
+    _mm256_set1_ps,
+    _mm256_fmadd_ps
+);
 
 #[inline(always)]
 fn full_softmax<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[usize]) {
