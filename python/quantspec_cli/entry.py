@@ -97,7 +97,6 @@ def _open_standard_streams() -> None:
 
 def execute(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code."""
-    as_json = _wants_json(arguments)
     try:
         code = _invoke(list(arguments))
         return 128 + _signal() if code == EXIT_INTERRUPTED else code
@@ -116,7 +115,7 @@ def execute(arguments: Sequence[str]) -> int:
         # click writes help and versions itself.
         full = isinstance(error, OSError) and error.errno in _FULL
         failure = unwritable(error) if full else internal(error)  # type: ignore[arg-type]
-    return _fail(failure, as_json=as_json)
+    return _fail(failure, as_json=_wants_json(arguments))
 
 
 def _wants_json(arguments: Sequence[str]) -> bool:

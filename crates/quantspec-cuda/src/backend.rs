@@ -378,13 +378,15 @@ pub fn plan(config: &ModelConfig, options: &Options, device: &DeviceInfo) -> Mem
         workspace_bytes: sizes.step_bytes(config)
             + prompt_bytes(config, options, tokens_own(config, options, TOKENS_OWN)).iter().sum::<usize>()
             + Lists::bytes(config, options.slots, pages(options.capacity)).iter().sum::<usize>()
-            + sampling_bytes(config, options)
+            + Sampling::bytes(
+                config.vocab,
+                options.slots,
+                options.step_rows.max(1),
+                window_pitch(options),
+                options.rejection,
+            )
             + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), way),
     }
-}
-
-fn sampling_bytes(config: &ModelConfig, options: &Options) -> usize {
-    Sampling::bytes(config.vocab, options.slots, options.step_rows.max(1), window_pitch(options), options.rejection)
 }
 
 impl CudaBackend {
@@ -1553,7 +1555,6 @@ impl Backend for CudaBackend {
             &self.prompt.attended,
             &self.prompt.gated,
         ];
-        let way = Way::of(self.device.info.capability, self.config.dtype);
         Memory {
             weights_bytes: self.weights.bytes,
             draft_weights_bytes: self.weights.draft_bytes,
@@ -1565,8 +1566,8 @@ impl Backend for CudaBackend {
                 + step_bytes.iter().map(|buffer| buffer.bytes()).sum::<usize>()
                 + self.lists.lists.bytes()
                 + self.lists.scores.bytes()
-                + sampling_bytes(&self.config, &self.options)
-                + Prefill::scratch_bytes(&Shape::of(&self.config), self.options.block_rows.max(1), way),
+                + self.sampling.held_bytes()
+                + self.prefill.held_bytes(),
         }
     }
 }

@@ -235,6 +235,11 @@ impl Prefill {
         })
     }
 
+    /// Device memory held.
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.scratch.as_ref().map_or(0, |scratch| scratch.bytes())
+    }
+
     /// Device memory [`Prefill::new`] takes for itself.
     pub fn scratch_bytes(shape: &Shape, rows: usize, way: Way) -> usize {
         let widest = match way {

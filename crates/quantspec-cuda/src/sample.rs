@@ -100,7 +100,7 @@ pub(crate) struct Sampling {
     choices: Buffer,
     best: Buffer,
     arrived: Buffer,
-    /// Draft logits `[slot][GAMMA_MAX][vocab]` and their cuts, for rejection; made when first needed.
+    /// Draft logits `[slot][GAMMA_MAX][vocab]` and their cuts, of a backend that was loaded for rejection.
     draft: Option<(Buffer, Buffer)>,
     /// What the device holds.
     known: Vec<Option<DeviceSampler>>,
@@ -170,6 +170,13 @@ impl Sampling {
             slots,
             pitch,
         })
+    }
+
+    /// Bytes held on the device.
+    pub(crate) fn held_bytes(&self) -> usize {
+        let buffers = [&self.shared, &self.samplers, &self.turns, &self.cuts, &self.choices, &self.best, &self.arrived];
+        let drafted = self.draft.iter().flat_map(|(logits, cuts)| [logits, cuts]);
+        buffers.into_iter().chain(drafted).map(Buffer::bytes).sum()
     }
 
     /// What the host reads after a round; begins with the device's error flag.

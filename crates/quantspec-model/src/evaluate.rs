@@ -81,11 +81,13 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
 }
 
 /// Scores `tokens` on a backend loaded with [`options`]. The first `context` tokens are a prompt, taken in blocks of `block_rows`, those
-/// the backend was loaded with; of the others, at least two, the first is fed and every later one is predicted. `progress` is told positions done and in all.
+/// the backend was loaded with; of the others, at least two, the first is fed and every later one is predicted. `progress` is
+/// told positions done and in all.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens beyond the context, [`quantspec_core::ErrorKind::Model`]
-/// for ids outside the vocabulary, and those of the backend's operations.
+/// for ids outside the vocabulary, [`quantspec_core::ErrorKind::NotFinite`] where a score is NaN or infinite, and those of the
+/// backend's operations.
 pub fn evaluate<B: Backend>(
     backend: &mut B,
     tokens: &[u32],
@@ -161,6 +163,12 @@ pub fn evaluate<B: Backend>(
     let mean = |sum: f64| sum / scored;
     let targets = targets.map(|sum| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) });
     let drafts = drafts.map(|sum| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) });
+    let sums =
+        targets.iter().flat_map(|score| [score.nll, score.kld]).chain(drafts.iter().map(|score| score.acceptance));
+    if !sums.into_iter().all(f64::is_finite) {
+        // A GPU flags keys and values for `first` and `judge`, which nobody calls here.
+        return Err(Error::not_finite("logits are NaN or infinite"));
+    }
     Ok(Evaluation {
         positions: positions - context,
         targets: TARGETS.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),

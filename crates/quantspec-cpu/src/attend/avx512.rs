@@ -356,8 +356,8 @@ unsafe fn softmax<const LIMBS: usize>(st: &mut State, r: usize, most: f32, centr
     }
 }
 
-/// Row limbs of the next pass where `left` are left: passes are as few as registers allow, and as even as their sizes do. Ten limbs by two vectors of
-/// codes fill 26 registers, so that a code is unpacked once for ten products.
+/// Row limbs of the next pass where `left` are left: passes are as few as registers allow, and as even as their sizes do. Ten limbs by
+/// two vectors of codes fill 26 registers, so that a code is unpacked once for ten products.
 const fn pass(left: usize) -> usize {
     let even = left.div_ceil(left.div_ceil(10));
     let (sizes, mut i) = ([1, 2, 4, 5, 8, 10], 0);

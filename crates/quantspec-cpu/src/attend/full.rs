@@ -18,7 +18,7 @@ pub(crate) fn full_page(simd: Simd, state: &mut State, rows: Range<usize>, page:
     let most = visible.iter().copied().max().unwrap_or(0);
     #[cfg(target_arch = "x86_64")]
     if simd.has_avx512() {
-        halves(state, rows, (key_halves, value_halves), visible, most);
+        halves(simd, state, rows, (key_halves, value_halves), visible, most);
         return;
     }
     let mut wide = std::mem::take(&mut state.wide);
@@ -44,7 +44,14 @@ pub(crate) fn full_page(simd: Simd, state: &mut State, rows: Range<usize>, page:
 
 /// [`full_page`] with AVX-512: the same sums, of halves as they lie.
 #[cfg(target_arch = "x86_64")]
-fn halves(state: &mut State, rows: Range<usize>, (keys, values): (&[u16], &[u16]), visible: &[usize], most: usize) {
+fn halves(
+    simd: Simd,
+    state: &mut State,
+    rows: Range<usize>,
+    (keys, values): (&[u16], &[u16]),
+    visible: &[usize],
+    most: usize,
+) {
     let Shape { d, d16, d64 } = state.shape;
     // Whole vectors: what the ring holds behind the newest token is finite and masked.
     let tokens = most.div_ceil(16) * 16;
@@ -54,10 +61,10 @@ fn halves(state: &mut State, rows: Range<usize>, (keys, values): (&[u16], &[u16]
     // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
     unsafe { avx512::scores(q, d64, rows.len(), keys.as_ptr(), d, tokens, s) };
     {
-        let (state, rows, simd) = (&mut *state, rows.clone(), Simd::Avx512);
+        let (state, rows) = (&mut *state, rows.clone());
         portable!(simd, full_softmax(state: &mut State, rows: Range<usize>, visible: &[usize]));
     }
-    // What all rows see they take together, then each the rest of what it sees, neighbours that see equally many together.
+    // What all rows see they take together, then each the rest of what it sees.
     let common = visible.iter().copied().min().unwrap_or(0);
     let mut take = |first: usize, seen: usize, rows: Range<usize>| {
         let (p, o) = (state.s[rows.start * G + first..].as_ptr(), state.o[rows.start * d16..].as_mut_ptr());
@@ -65,13 +72,20 @@ fn halves(state: &mut State, rows: Range<usize>, (keys, values): (&[u16], &[u16]
         unsafe { avx512::values(p, rows.len(), seen, values[first * d..].as_ptr(), d, o, d16) };
     };
     take(0, common, rows.clone());
+    alike(rows, |i| visible[i] - common, |rows, seen| take(common, seen, rows));
+}
+
+/// Calls `each` for every run of neighbouring rows that see equally many tokens, and for how many, where there are any: rows ascend in
+/// position, and such rows share loads. `seen` takes a row's index in `rows`.
+#[cfg(target_arch = "x86_64")]
+fn alike(rows: Range<usize>, seen: impl Fn(usize) -> usize, mut each: impl FnMut(Range<usize>, usize)) {
     let mut i = 0;
     while i < rows.len() {
-        let alike = (i..rows.len()).take_while(|j| visible[*j] == visible[i]).count();
-        if visible[i] > common {
-            take(common, visible[i] - common, rows.start + i..rows.start + i + alike);
+        let run = (i..rows.len()).take_while(|j| seen(*j) == seen(i)).count();
+        if seen(i) > 0 {
+            each(rows.start + i..rows.start + i + run, seen(i));
         }
-        i += alike;
+        i += run;
     }
 }
 
@@ -99,17 +113,12 @@ fn values(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], 
     if simd == Simd::Avx2 {
         let (d, d16) = (state.shape.d, state.shape.d16);
         assert!(rows.end * d16 <= state.o.len() && rows.end * G <= state.s.len());
-        // Rows ascend in position: neighbours that see equally many tokens share loads.
         let seen = |i: usize| visible[i].saturating_sub(first).min(wide.len() / d);
-        let mut i = 0;
-        while i < rows.len() {
-            let alike = (i..rows.len()).take_while(|j| seen(*j) == seen(i)).count();
-            let r = rows.start + i;
-            let (p, o) = (state.s[r * G + first..].as_ptr(), state.o[r * d16..].as_mut_ptr());
-            // SAFETY: as above; `seen` tokens are in `wide`, `alike` rows in the state.
-            unsafe { avx2::values(p, alike, seen(i), wide.as_ptr(), d, o, d16) };
-            i += alike;
-        }
+        alike(rows, seen, |rows, seen| {
+            let (p, o) = (state.s[rows.start * G + first..].as_ptr(), state.o[rows.start * d16..].as_mut_ptr());
+            // SAFETY: as above; `seen` tokens are in `wide`, the rows in the state.
+            unsafe { avx2::values(p, rows.len(), seen, wide.as_ptr(), d, o, d16) };
+        });
         return;
     }
     portable!(simd, full_values(state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]));
