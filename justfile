@@ -13,6 +13,7 @@ test *args:
 # Tests on a machine with an NVIDIA GPU; a skip is a failure
 test-gpu:
     QUANTSPEC_REQUIRE_GPU=1 cargo test --release -p quantspec-cuda
+    QUANTSPEC_REQUIRE_GPU=1 QUANTSPEC_TEST_PTX=1 cargo test --release -p quantspec-cuda
     QUANTSPEC_REQUIRE_GPU=1 python -m pytest -q -m gpu tests
 
 # The crates that run on aarch64 (NEON), emulated: needs rustup's target aarch64-unknown-linux-gnu, gcc-aarch64-linux-gnu and qemu-user

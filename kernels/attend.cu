@@ -16,7 +16,7 @@
     attend<name##_of>(args, shared);                                                                      \
   }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// grid min(items, multiprocessors), 128 (rings + 1) threads
+// grid min(items, multiprocessors); 128 threads a ring and one producer warp each, or one group of 128 more where registers are handed over
 ATTEND(attend_upper_64_1, 64, UPPER, 1, 4, 4, 1)
 ATTEND(attend_beside_64, 64, UPPER, 1, 2, 8, 1, true)
 ATTEND(attend_beside_128, 128, UPPER, 1, 2, 5, 1, true)

@@ -23,9 +23,9 @@ DEV void mbar_expect(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 DEV void mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(bar) : "memory"); }
-// A warp has left a slot that the copy engine fills again: called by one lane behind a __syncwarp. `seen`: bits of everything that the warp loaded from the
-// slot. An arrival does not wait for the loads ahead of it. Where other work on the multiprocessor makes the queue of shared memory long, they were still in
-// that queue when the next copy landed, and read its bytes (`other_work_changes_no_bit` in the tests). A proxy fence waits too, but for all loads, also those
+// A lane has left a slot that the copy engine fills again; every lane says so for itself. `seen`: bits of everything that it loaded from the slot. An
+// arrival does not wait for the loads ahead of it. Where other work on the multiprocessor makes the queue of shared memory long, they were still in that
+// queue when the next copy landed, and read its bytes (`other_work_changes_no_bit` in the tests). A proxy fence waits too, but for all loads, also those
 // that are asked for ahead. So the address is made of what was loaded: the mask is nought at run time, which the compiler cannot know.
 DEV void slot_left(uint32_t bar, uint32_t seen) { mbar_arrive(bar + (seen & (gridDim.z - 1))); }
 // The same barrier in CTA `rank` of the cluster, at CTA scope on purpose: with .release.cluster each arrival becomes a membar.gpu

@@ -10,7 +10,7 @@
 // The sum of one output runs over k in one fixed order, whatever M, the row's place and the tile's shape, so a row's bits depend on nothing but the row.
 //
 // Epilogues:
-//   qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim 64 or 128.
+//   qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim 64, 128 or 256.
 //   residual  hidden[M][N] f32 += C + bias
 //   gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = silu(gate) * up, rounded to the weights' type
 //   plain     Y[M][N] f32 = C
@@ -280,7 +280,7 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
 }  // namespace wgmma_gemm
 using namespace wgmma_gemm;
 
-// prefill_qkv_{64,128}_{bf16,f16}_{wide,middle,small}(A, W, Q, KV, bias, q_norm, k_norm, cos_sin, eps, heads, kv_heads, M, N, K, group)
+// prefill_qkv_{64,128}_{bf16,f16}_{wide,middle,small}, prefill_qkv_256_{bf16,f16}_wide (A, W, Q, KV, bias, q_norm, k_norm, cos_sin, eps, heads, kv_heads, M, N, K, group)
 // prefill_residual_{bf16,f16}_{wide,middle,narrow}(A, W, hidden, bias, M, N, K, group)
 // prefill_gated_{bf16,f16}_{wide,middle,small}(A, W, X, bias, M, N, K, group)
 // Block: 384 threads (wide, middle) or 256. Dynamic shared memory: STAGES * STAGE_BYTES + the outgoing blocks + 16 STAGES + 1024.

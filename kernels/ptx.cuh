@@ -128,8 +128,10 @@ DEV uint4 ldg_once(const void* p, uint64_t policy) {
   return ldg_stream(p);
 #endif
 }
+// The hint is Hopper's alone: with it ptxas (12.9 and 13.0) adds a uniform base to the address on sm_80 to sm_120, and where there is an offset too it encodes an
+// instruction that GPUs refuse (`LDGSTS [R3+UR0+0x1200], desc[UR1]`: illegal instruction). tools/check_sass.py looks for it.
 DEV void copy16_once(uint32_t shared, const void* global, uint64_t policy) {
-#ifdef QS_SM80
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "l"(policy) : "memory");
 #else
   copy16(shared, global);

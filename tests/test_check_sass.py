@@ -28,6 +28,9 @@ def listing(*body: str) -> str:
         (["LDG.E R3, [R2.64] ;"] * 4, []),
         (["LDG.E R3, [R2.64] ;"] * 5, ["5 narrow loads"]),
         (["LDG.E.64 R3, [R2.64] ;"] * 5, []),
+        (["LDGSTS.E.BYPASS.128 [R3+UR4+0x1200], desc[UR6][R24.64] ;"], []),
+        (["LDGSTS.E.BYPASS.128 [R3+UR0+0x1200], desc[UR1][R24.64] ;"], ["'LDGSTS.E.BYPASS.128 [R3+UR0"]),
+        (["LDGSTS.E.BYPASS.128 [R3+UR10], desc[UR11][R24.64] ;"], ["'LDGSTS.E.BYPASS.128 [R3+UR10"]),
     ],
 )
 def test_main_loops(check: ModuleType, body: list[str], wrong: list[str]) -> None:
@@ -41,3 +44,10 @@ def test_main_loops(check: ModuleType, body: list[str], wrong: list[str]) -> Non
 def test_a_kernel_that_reads_in_small_pieces(check: ModuleType) -> None:
     (kernel,) = check.kernels(listing().replace("LDG.E.128", "LDG.E.64"))
     assert check.violations(kernel, "sm_90a") == ["no load of 16 bytes"]
+
+
+def test_copies_that_ptxas_gets_wrong(check: ModuleType) -> None:
+    plain = "cp.async.cg.shared.global [%r1],[%rd2],16;"
+    assert not check.ptx_violations(f"{plain}\ncreatepolicy.fractional.L2::evict_first.b64 %rd3, 1.0;")
+    (found,) = check.ptx_violations(f"{plain}\ncp.async.cg.shared.global.L2::cache_hint [%r1],[%rd2],16,%rd3;")
+    assert "cache_hint" in found

@@ -7,6 +7,9 @@ Of each image that the build left there, disassembled by nvdisasm (package nvidi
 
 * no main loop, an innermost loop with matrix instructions, touches local memory: a spill there costs a trip to the cache
   in every turn. `SPILLS` lists the kernels that are allowed some, and how many;
+* no instruction has a descriptor in an odd uniform register, as in `LDGSTS [R3+UR0+0x1200], desc[UR1]`: descriptors are
+  aligned pairs, and ptxas encodes such an instruction where it added a uniform base to the address of an asynchronous
+  copy with a cache hint. A GPU refuses to run it. PTX, which another ptxas will assemble, must not have such copies;
 * every kernel with a main loop reads memory 16 bytes at a time or by bulk copies, and a main loop has at most
   `PAGE_NUMBERS` loads of global memory below 8 bytes (what is read 8 bytes at a time are scales).
 
@@ -38,6 +41,8 @@ INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]+)\*/\s+(.*)")
 BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
 MATRIX = re.compile(r"\b(HMMA|IMMA|HGMMA)\b")
 LOCAL = re.compile(r"\b(LDL|STL)\b")
+ODD_DESCRIPTOR = re.compile(r"desc\[UR\d*[13579]\]")
+HINTED_COPY = re.compile(r"cp\.async\.\S*shared\S*\.L2::cache_hint")
 WIDE = re.compile(r"\b(LDG|LDGSTS)\.[A-Z0-9.]*128|\b(UBLKCP|UTMALDG)\b")
 GLOBAL = re.compile(r"\bLDG\b(?!\S*\.(64|128))")
 
@@ -85,7 +90,7 @@ def kernels(listing: str) -> list[Kernel]:
 def violations(kernel: Kernel, architecture: str) -> list[str]:
     """What is wrong with a kernel."""
     loops = kernel.main_loops()
-    found = []
+    found = [f"{text.strip()!r} does not exist" for _, text in kernel.instructions if ODD_DESCRIPTOR.search(text)][:1]
     spills = sum(bool(LOCAL.search(text)) for body in loops for text in body)
     if spills > SPILLS.get((kernel.name, architecture), 0):
         found.append(f"{spills} accesses to local memory in its main loops")
@@ -98,6 +103,11 @@ def violations(kernel: Kernel, architecture: str) -> list[str]:
     return found
 
 
+def ptx_violations(text: str) -> list[str]:
+    """What is wrong with PTX."""
+    return [f"{copy[0]!r}, which ptxas may assemble to what does not exist" for copy in HINTED_COPY.finditer(text)][:1]
+
+
 def nvdisasm() -> Path:
     """The disassembler of the package."""
     spec = importlib.util.find_spec("nvidia")
@@ -108,9 +118,9 @@ def nvdisasm() -> Path:
 
 
 def newest(folder: Path) -> list[Path]:
-    """The machine code images of the last build: earlier ones may lie beside them."""
+    """The images of the last build: earlier ones may lie beside them."""
     images: dict[tuple[str, ...], Path] = {}
-    for path in sorted(folder.glob("*.sm_*"), key=lambda path: path.stat().st_mtime):
+    for path in sorted(folder.glob("*.*_*"), key=lambda path: path.stat().st_mtime):
         if not path.name.endswith(".partial"):
             images[tuple(path.name.split(".")[:2])] = path
     return sorted(images.values())
@@ -125,8 +135,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for path in images:
             stem, architecture = path.name.split(".")[:2]
+            image = zlib.decompress(path.read_bytes(), wbits=-zlib.MAX_WBITS)
+            if architecture.startswith("compute_"):
+                for text in ptx_violations(image.decode()):
+                    print(f"{stem}.cu for {architecture}: {text}")
+                    wrong += 1
+                continue
             cubin = Path(folder, "image.cubin")
-            cubin.write_bytes(zlib.decompress(path.read_bytes(), wbits=-zlib.MAX_WBITS))
+            cubin.write_bytes(image)
             listing = subprocess.run([program, "-c", cubin], capture_output=True, text=True, check=True).stdout
             for kernel in kernels(listing):
                 loops += len(kernel.main_loops())
