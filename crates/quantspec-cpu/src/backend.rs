@@ -146,8 +146,9 @@ fn state_rows(config: &ModelConfig, options: &Options) -> usize {
 
 /// Bytes this backend will hold for a model and options, as [`Backend::memory`] then reports them. Large arrays are reserved
 /// at load and become resident as they are used.
-pub fn plan(config: &ModelConfig, options: &Options) -> Memory {
-    let (weights_bytes, draft_weights_bytes) = weights::plan(config, options.draft_weights);
+pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
+    let config = checkpoint.config();
+    let (weights_bytes, draft_weights_bytes) = weights::plan(checkpoint, options.draft_weights);
     let [upper, lower, full, ring] = Plan::new(config, options.planes, options.slots, options.capacity).bytes();
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
@@ -355,7 +356,9 @@ impl CpuBackend {
                     for (half, x) in halves.iter_mut().zip(key.iter().chain(value.iter())) {
                         *half = f16_bits(*x);
                     }
-                    if !halves.iter().all(|half| f16_is_finite(*half)) {
+                    // Only numbers are stored: a later sequence multiplies what lies behind its end by zero.
+                    for half in halves.iter_mut().filter(|half| !f16_is_finite(**half)) {
+                        *half = 0;
                         broken.store(true, Relaxed);
                     }
                     // SAFETY: pages of a KV head belong to one item.

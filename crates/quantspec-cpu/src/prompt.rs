@@ -324,8 +324,11 @@ impl Prompt {
                             };
                             let mut finite = true;
                             for (out, x) in out.iter_mut().zip(&head) {
-                                *out = f16_bits(x[l]);
-                                finite &= f16_is_finite(*out);
+                                let bits = f16_bits(x[l]);
+                                let number = f16_is_finite(bits);
+                                // A later prompt multiplies what lies behind its end by zero, which makes zero of numbers only.
+                                *out = if number { bits } else { 0 };
+                                finite &= number;
                             }
                             if !finite {
                                 broken.store(true, Relaxed);

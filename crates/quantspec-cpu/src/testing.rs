@@ -2,18 +2,10 @@
 
 use crate::dispatch::Simd;
 
-/// The paths this machine runs; the others are said to be skipped.
-#[allow(clippy::print_stderr, reason = "a path that is not tested must say so")]
-pub(crate) fn paths() -> Vec<Simd> {
-    let runs = |simd: &Simd| {
-        let missing = simd.missing();
-        if !missing.is_empty() {
-            eprintln!("SKIPPED: {} lacks {}", simd.name(), missing.join(", "));
-        }
-        missing.is_empty()
-    };
-    Simd::ALL.into_iter().filter(runs).collect()
-}
+#[path = "../tests/support/paths.rs"]
+mod paths;
+
+pub(crate) use paths::paths;
 
 /// A fixed stream of numbers (xorshift64).
 pub(crate) struct Noise(u64);

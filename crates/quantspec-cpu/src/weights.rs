@@ -84,7 +84,13 @@ impl QkvPlaces {
     }
 }
 
-/// Panels and inputs of the linear layers of one decoder layer and of the head, with their draft bits.
+/// Tensors of the linear layers of one decoder layer.
+const LINEARS: [&[LayerPart]; 4] = {
+    use LayerPart::{Down, Gate, K, Output, Q, Up, V};
+    [&[Q, K, V], &[Output], &[Gate, Up], &[Down]]
+};
+
+/// Panels and inputs of the linear layers of one decoder layer, in the order of [`LINEARS`], and of the head, with their draft bits.
 #[derive(Debug)]
 struct Sizes {
     layer: [(usize, usize, Option<Bits>); 4],
@@ -126,14 +132,28 @@ fn drafts(checkpoint: &Checkpoint, draft: DraftWeights, sizes: &Sizes) -> Option
 }
 
 /// Bytes of the weights and of the draft weights.
-pub(crate) fn plan(config: &ModelConfig, draft: DraftWeights) -> (usize, usize) {
+pub(crate) fn plan(checkpoint: &Checkpoint, draft: DraftWeights) -> (usize, usize) {
+    let config = checkpoint.config();
     let sizes = Sizes::new(config, draft);
-    let all = || sizes.layer.iter().flat_map(|size| std::iter::repeat_n(*size, config.layers)).chain([sizes.head]);
-    let full: usize = all().map(|(panels, k, _)| Matrix::bytes_of(panels, k, config.dtype)).sum();
-    let tiles =
-        |(panels, k, bits): (usize, usize, Option<Bits>)| bits.map_or(0, |bits| panels * Tiles::panel_bytes(k, bits));
-    let embedding = if config.tied_embeddings { 0 } else { config.vocab * config.hidden * config.dtype.bytes() };
-    (full + embedding + vectors(config), all().map(tiles).sum())
+    let layers =
+        (0..config.layers).flat_map(|index| {
+            sizes.layer.iter().zip(LINEARS).map(move |(size, parts)| {
+                (*size, dtype_of(checkpoint, parts.iter().map(|&part| Part::Layer(index, part))))
+            })
+        });
+    let all = layers.chain([(sizes.head, checkpoint.dtype(Part::Head))]);
+    let (full, tiles) = all.fold((0, 0), |(full, tiles), ((panels, k, bits), dtype)| {
+        let draft = bits.map_or(0, |bits| panels * Tiles::panel_bytes(k, bits));
+        (full + Matrix::bytes_of(panels, k, dtype), tiles + draft)
+    });
+    let embedding = if config.tied_embeddings { 0 } else { checkpoint.bytes(Part::Embedding) };
+    (full + embedding + vectors(config), tiles)
+}
+
+/// Number format of the matrix that several tensors make: theirs, or f32, which holds all of them exactly, where they differ.
+fn dtype_of(checkpoint: &Checkpoint, mut parts: impl Iterator<Item = Part>) -> Dtype {
+    let first = parts.next().map_or(Dtype::F32, |part| checkpoint.dtype(part));
+    if parts.all(|part| checkpoint.dtype(part) == first) { first } else { Dtype::F32 }
 }
 
 /// Bytes of norms and biases.
@@ -163,7 +183,7 @@ impl Model {
         let config = checkpoint.config();
         let sizes = Sizes::new(config, draft);
         let drafts = drafts(checkpoint, draft, &sizes);
-        let total: usize = matrices(config).map(|part| bytes_of(checkpoint, part)).sum();
+        let total: usize = matrices(config).map(|part| checkpoint.bytes(part)).sum();
         let total = total + drafts.as_ref().map_or(0, Drafts::unsaved_bytes);
         let drafts_of = drafts.as_ref();
         let mut loader = Loader { checkpoint, simd, pool, hooks, drafts: drafts_of, blocks: 0, done: 0, total };
@@ -224,17 +244,11 @@ impl Embedding {
 
 /// All matrices a checkpoint is asked for.
 fn matrices(config: &ModelConfig) -> impl Iterator<Item = Part> {
-    use LayerPart::{Down, Gate, K, Output, Q, Up, V};
     let embedding = (!config.tied_embeddings).then_some(Part::Embedding);
     (0..config.layers)
-        .flat_map(|layer| [Q, K, V, Output, Gate, Up, Down].map(|part| Part::Layer(layer, part)))
+        .flat_map(|layer| LINEARS.into_iter().flatten().map(move |&part| Part::Layer(layer, part)))
         .chain([Part::Head])
         .chain(embedding)
-}
-
-fn bytes_of(checkpoint: &Checkpoint, part: Part) -> usize {
-    let (rows, cols) = checkpoint.shape(part);
-    rows * cols * checkpoint.dtype(part).bytes()
 }
 
 /// Numbers as they lie in memory.
@@ -331,10 +345,8 @@ impl Loader<'_> {
     }
 
     fn linear(&mut self, count: usize, k: usize, bits: Option<Bits>, sources: &[Source]) -> Result<Linear> {
-        // Tensors of one layer that differ in type become f32, which holds all of them exactly.
-        let dtype = self.checkpoint.dtype(sources[0].part);
-        let same = sources.iter().all(|source| self.checkpoint.dtype(source.part) == dtype);
-        let mut full = Matrix::zeros(count, k, if same { dtype } else { Dtype::F32 })?;
+        let dtype = dtype_of(self.checkpoint, sources.iter().map(|source| source.part));
+        let mut full = Matrix::zeros(count, k, dtype)?;
         let mut draft = bits.map(|bits| Tiles::zeros(count, k, bits)).transpose()?;
         let mut bias = Vec::new();
         for source in sources {
@@ -408,7 +420,7 @@ impl Loader<'_> {
             drafts.block(first_block + place, of, panel, |panel| make(values, panel))
         };
         let unit_bytes = PANEL * k * checkpoint.dtype(source.part).bytes();
-        self.slices(count, per_thread, unit_bytes, bytes_of(checkpoint, source.part), &|panels| {
+        self.slices(count, per_thread, unit_bytes, checkpoint.bytes(source.part), &|panels| {
             let (mut raw, mut values) = (Vec::new(), Vec::new());
             panels.into_iter().try_for_each(|panel| one(panel, &mut raw, &mut values))
         })

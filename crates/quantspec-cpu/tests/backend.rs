@@ -1,15 +1,20 @@
 //! What a caller of the backend relies on beside numbers: memory as planned, hooks that are asked, errors that name what is
 //! wrong, slots that do not see each other.
 
+#[path = "support/paths.rs"]
+mod paths;
 #[path = "support/random.rs"]
 mod random;
 
 use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::policy::Policy;
+use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_cpu::{CpuBackend, plan};
-use quantspec_model::backend::{Backend, Hooks, Options, Row, Step};
+use quantspec_model::backend::{Backend, DraftPlan, Hooks, Options, Row, Step};
+use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use random::Shape;
 use std::sync::Arc;
@@ -47,13 +52,21 @@ fn memory_is_what_was_planned() {
         (LLAMA, DraftWeights::Int4),
         (Shape { biases: true, ..Shape::new("llama", "F32", (2, 1, 40)) }, DraftWeights::Int4Mlp),
         (Shape::new("qwen3", "F16", (2, 2, 64)), DraftWeights::None),
+        (Shape { tied: false, ..Shape::new("qwen2", "BF16", (2, 1, 64)) }, DraftWeights::Int4),
     ] {
-        let checkpoint = shape.checkpoint(1);
+        // The last one mixes number formats: of tables, within a fused matrix, of a layer.
+        let checkpoint = shape.edited(1, &|name, _, dtype| {
+            *dtype = match (shape.family, name) {
+                ("qwen2", "model.embed_tokens.weight" | "lm_head.weight") => "F32",
+                ("qwen2", "model.layers.0.self_attn.k_proj.weight" | "model.layers.1.mlp.down_proj.weight") => "F16",
+                _ => shape.dtype,
+            }
+        });
         for planes in [Planes::of(&[View::Both]), Planes::of(&[View::Full]), Planes::of(&[View::Upper])] {
             let rejection = draft != DraftWeights::None;
             let options = Options { planes, draft_weights: draft, rejection, ..options(3, 1000) };
             let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
-            assert_eq!(backend.memory(), plan(checkpoint.config(), &options), "{shape:?} {planes:?}");
+            assert_eq!(backend.memory(), plan(&checkpoint, &options), "{shape:?} {planes:?}");
             let weights: usize = backend.memory().weights_bytes;
             assert!(weights > 0 && (backend.memory().draft_weights_bytes > 0) == (draft != DraftWeights::None));
         }
@@ -133,6 +146,89 @@ fn keys_beyond_half_precision_are_an_error() {
     assert_eq!(error.kind, ErrorKind::NotFinite);
     let error = step(&mut backend, 0, 7, 0).expect_err("an error");
     assert_eq!(error.kind, ErrorKind::NotFinite);
+}
+
+/// Every path this machine has.
+fn choices() -> impl Iterator<Item = Choice> {
+    paths::paths().into_iter().map(|simd| Choice { simd, reason: String::new() })
+}
+
+#[test]
+fn a_sequence_that_failed_leaves_nothing_behind() {
+    let bad = 7;
+    let checkpoint = LLAMA.overflowing(9, bad, [2e4, 0.0]);
+    let options = Options { draft_weights: DraftWeights::None, ..options(1, 256) };
+    let clean: Vec<u32> =
+        random::tokens(300, 70, 5).into_iter().map(|id| if id == bad as u32 { 8 } else { id }).collect();
+    for choice in choices() {
+        let name = choice.simd.name();
+        let load = || CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice.clone()).expect("load");
+        // The logits of a prompt and of steps up to where both that failed had got.
+        let decode = |backend: &mut CpuBackend| -> Vec<Vec<u32>> {
+            backend.open(0, 256).expect("open");
+            forward::prefill(backend, 0, &clean, 64, &mut |_, _| ()).expect("prefill");
+            let prompt = backend.logits(0).expect("logits");
+            let steps = (70..110).map(|position| step(backend, 0, clean[position % 70], position).expect("step"));
+            std::iter::once(prompt).chain(steps).map(|row| row.iter().map(|x| x.to_bits()).collect()).collect()
+        };
+        let expected = decode(&mut load());
+
+        let mut backend = load();
+        backend.open(0, 256).expect("open");
+        let mut long = [&clean[..], &clean[..30]].concat();
+        long[80] = bad as u32;
+        let error = forward::prefill(&mut backend, 0, &long, 64, &mut |_, _| ()).expect_err("an overflow");
+        assert_eq!(error.kind, ErrorKind::NotFinite, "{name}");
+        assert_eq!(decode(&mut backend), expected, "{name}: behind a prompt that failed");
+        let error = step(&mut backend, 0, bad as u32, 110).expect_err("an overflow");
+        assert_eq!(error.kind, ErrorKind::NotFinite, "{name}");
+        assert_eq!(decode(&mut backend), expected, "{name}: behind a step that failed");
+    }
+}
+
+#[test]
+fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
+    // 6,500 · √96 fits half precision; in four bits the weight is 6,701, which does not.
+    let (bad, shape) = (7, Shape::new("llama", "F32", (4, 2, 32)));
+    let checkpoint = shape.overflowing(9, bad, [6500.0, 6700.0]);
+    let options = Options { rejection: true, ..options(1, 512) };
+    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let prompt = random::tokens(300, 20, 6);
+    for choice in choices() {
+        let name = choice.simd.name();
+        let load = || CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice.clone()).expect("load");
+        let mut backend = load();
+        backend.open(0, 512).expect("open");
+        backend.set_window(0, &[bad as u32]).expect("window");
+        let rows = [Row { slot: 0, offset: 0, position: 0 }];
+        let drafted =
+            Step { weights: Weights::Draft, view: View::Upper, pages: Pages::All, choose_pages: false, rows: &rows };
+        let error = forward::step(&mut backend, &drafted).expect_err("an overflow of the draft");
+        assert_eq!(error.kind, ErrorKind::NotFinite, "{name}");
+        step(&mut backend, 0, bad as u32, 0).expect("the target computes it");
+
+        for accept in [Accept::Replay, Accept::Rejection] {
+            let run = |draft: Option<DraftPlan>, gamma: usize| {
+                let method = Method { target: View::Both, draft, policy: Policy::fixed(gamma) };
+                let mut engine = Engine::new(load(), method, 1, 512, 64);
+                let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, accept).expect("sampler");
+                let slot = engine.add(&prompt, sampler.clone(), 40).expect("add");
+                engine.prefill(slot, &mut |_, _| ()).expect("prefill");
+                assert!(engine.restart(slot, bad as u32, sampler).expect("restart"));
+                let mut text = vec![bad as u32];
+                while text.len() < 40 {
+                    engine.draft(&[(slot, engine.choose_gamma(slot))]).expect("draft");
+                    text.extend(engine.verify().expect("verify").remove(0).tokens);
+                }
+                (text, engine.stats().rounds(), engine.stats().drafted_tokens())
+            };
+            let (text, rounds, drafted) = run(Some(plan), 3);
+            assert!(drafted > 0 && rounds > 0, "{name}");
+            if accept == Accept::Replay {
+                assert_eq!(text, run(None, 0).0, "{name}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -206,8 +206,8 @@ fn most_items(blocks: usize, kv_heads: usize) -> usize {
 }
 
 /// [`Attend::partial_rows`] of a model before a device is open.
-pub(crate) fn partial_rows(config: &ModelConfig, multiprocessors: usize, capability: u32, rows: usize) -> usize {
-    let blocks = if has_engine(capability) { 1 } else { BLOCKS_MAX };
+pub(crate) fn partial_rows(config: &ModelConfig, multiprocessors: usize, architecture: u32, rows: usize) -> usize {
+    let blocks = if has_engine(architecture) { 1 } else { BLOCKS_MAX };
     most_partial_rows(config.heads, most_items(multiprocessors * blocks, config.kv_heads), rows)
 }
 
@@ -220,9 +220,9 @@ pub(crate) fn check_head(device: &DeviceInfo, d: usize) -> Result<()> {
     Err(Error::model(format!("head_dim {d} on a GPU of compute capability {}", device.compute_capability), hint))
 }
 
-/// Whether kernels use the copy engine: images of compute capability 9.0 do.
-pub(crate) fn has_engine(capability: u32) -> bool {
-    capability == 90
+/// Whether kernels use the copy engine: those compiled for compute capability 9.0 do.
+pub(crate) fn has_engine(architecture: u32) -> bool {
+    architecture == 90
 }
 
 const fn view_name(view: View) -> &'static str {

@@ -14,6 +14,7 @@ use crate::device::{Buffer, Device, Graph, Kernel, Launch, Mark, Pinned, Plain};
 use crate::draft::{Draft, Heads, Hidden};
 use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
 use crate::prefill::{self, Prefill, Shape, Way, padded};
+use crate::recorded::{Kind, Recorded};
 use crate::sample::{self, Sampling};
 use crate::weights::{self, Weights as Stored, address, argument};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, visible_pages};
@@ -24,16 +25,13 @@ use quantspec_core::sample::Sampler;
 use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Backend, Block, DraftPlan, Hooks, Memory, Options, Pass, Row, Step, Turn};
-use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::checkpoint::{Checkpoint, Part};
 use quantspec_model::rope::RopeTable;
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 /// Descriptions that may be queued before the host must wait for the oldest: rounds end with a wait, only single steps queue up.
 const STAGES: usize = 4;
-/// Steps in graphs that are kept: dozens of kinds of rounds, and some hundred bytes per launch.
-const GRAPH_STEPS_MAX: usize = 512;
 /// Begins a step in the key of a graph; no address and no count is as large.
 const STEP: u64 = u64::MAX;
 /// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to wait beside a product's block.
@@ -96,7 +94,6 @@ struct Cache {
     /// Pages of a layer.
     pages: usize,
     free: Vec<i32>,
-    bytes: CacheBytes,
 }
 
 /// A product's input for its K: in the weights' type and in int8.
@@ -188,8 +185,8 @@ pub struct CudaBackend {
     prompt: PromptSpace,
     /// Lists of chosen pages, and the scores they are chosen by.
     lists: Lists,
-    /// Recorded rounds, and steps of drafts that are looked at, by everything their launches depend on; `None` for one that was seen once.
-    graphs: HashMap<Vec<u64>, Option<Graph>>,
+    /// Rounds, and steps of drafts that are looked at.
+    recorded: Recorded<Graph>,
     /// The step under way.
     plan: Plan,
     staged: usize,
@@ -249,6 +246,8 @@ struct Plan {
     choosing_pages: usize,
     /// The last product waits in y to be added by the next norm.
     pending: bool,
+    /// The step drafts: nobody looks at what it flags.
+    drafts: bool,
 }
 
 /// Sizes in bytes that [`plan`] predicts and `load` allocates.
@@ -283,11 +282,13 @@ impl Sizes {
         }
     }
 
-    fn step_bytes(&self, config: &ModelConfig) -> usize {
+    /// Of a step in all; `head` is the number format of the model's head.
+    fn step_bytes(&self, config: &ModelConfig, head: Dtype) -> usize {
         let dtype = config.dtype;
-        let inputs = [config.hidden, config.q_width(), config.intermediate, config.hidden];
+        let inputs =
+            [(config.hidden, dtype), (config.q_width(), dtype), (config.intermediate, dtype), (config.hidden, head)];
         let inputs: usize =
-            inputs.iter().map(|&width| Input::bytes(self.rows, width, dtype).iter().sum::<usize>()).sum();
+            inputs.iter().map(|&(width, dtype)| Input::bytes(self.rows, width, dtype).iter().sum::<usize>()).sum();
         self.rows * config.hidden * 4
             + inputs
             + self.y
@@ -312,7 +313,7 @@ fn kept_bytes(config: &ModelConfig, tokens: usize) -> [usize; 2] {
 fn tokens_own(config: &ModelConfig, options: &Options, most: usize) -> [usize; 2] {
     let all = options.prompt_capacity.max(1);
     let [hidden, scratch] = kept_bytes(config, all);
-    let room = weights::bytes(config, options.draft_weights).1;
+    let room = weights::draft_bytes(config, options.draft_weights);
     [hidden, hidden + scratch].map(|bytes| if bytes <= room { all.min(most) } else { all })
 }
 
@@ -360,22 +361,22 @@ pub fn check(checkpoint: &Checkpoint, device: &DeviceInfo) -> Result<()> {
 }
 
 /// Bytes [`CudaBackend::load`] will hold on this device, before anything is loaded.
-pub fn plan(config: &ModelConfig, options: &Options, device: &DeviceInfo) -> Memory {
-    let (multiprocessors, capability) = (device.multiprocessors, device.capability);
+pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> Memory {
+    let config = checkpoint.config();
+    let (multiprocessors, architecture) = (device.multiprocessors, device.architecture);
     let cache = CacheBytes::of(config, options.planes, options.capacity, options.slots);
-    let (weights_bytes, draft_weights_bytes) = weights::bytes(config, options.draft_weights);
     let partial =
-        crate::attend::partial_rows(config, multiprocessors, capability, options.step_rows.clamp(1, PASS_ROWS));
+        crate::attend::partial_rows(config, multiprocessors, architecture, options.step_rows.clamp(1, PASS_ROWS));
     let sizes = Sizes::new(config, options, partial);
-    let way = Way::of(capability, config.dtype);
+    let way = Way::of(architecture, config.dtype);
     Memory {
-        weights_bytes,
-        draft_weights_bytes,
+        weights_bytes: weights::bytes(checkpoint),
+        draft_weights_bytes: weights::draft_bytes(config, options.draft_weights),
         cache_upper_bytes: cache.upper_bytes,
         cache_lower_bytes: cache.lower_bytes,
         cache_full_bytes: cache.full_bytes,
         buffer_bytes: cache.buffer_bytes,
-        workspace_bytes: sizes.step_bytes(config)
+        workspace_bytes: sizes.step_bytes(config, checkpoint.dtype(Part::Head))
             + prompt_bytes(config, options, tokens_own(config, options, TOKENS_OWN)).iter().sum::<usize>()
             + Lists::bytes(config, options.slots, pages(options.capacity)).iter().sum::<usize>()
             + Sampling::bytes(
@@ -501,7 +502,7 @@ impl CudaBackend {
             step,
             prompt,
             lists: Lists::new(device, &config, options.slots, pages(options.capacity))?,
-            graphs: HashMap::new(),
+            recorded: Recorded::new(),
             plan: Plan::default(),
             staged: 0,
             config,
@@ -557,7 +558,13 @@ impl CudaBackend {
         self.stage()?;
         let mut at = 0;
         self.plan = self.describe(step, &mut at)?;
+        self.plan.drafts = step.weights == Weights::Draft;
         self.send(at)
+    }
+
+    /// Where the step under way flags keys and values that are not numbers.
+    fn step_flag(&self) -> u64 {
+        if self.plan.drafts { self.sampling.draft_flag() } else { self.sampling.flag() }
     }
 
     /// Makes the next staging buffer free to write.
@@ -832,27 +839,24 @@ impl CudaBackend {
         for (step, plan) in round {
             self.key(step, plan, &mut key);
         }
-        match self.graphs.get(&key) {
+        match self.recorded.find(&key) {
+            // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
+            Some(Kind::Graph(graph)) => unsafe { graph.launch() },
+            Some(Kind::Refused) => self.queue_round(round, turns, warm, false),
             None => {
-                let steps = |key: &Vec<u64>| key.iter().filter(|&&word| word == STEP).count();
-                let kept = self.graphs.iter().filter(|(_, graph)| graph.is_some()).map(|(key, _)| steps(key));
-                if kept.sum::<usize>() + round.len() > GRAPH_STEPS_MAX {
-                    self.graphs.clear();
-                }
-                self.graphs.insert(key, None);
+                self.recorded.note(key, Kind::Seen, round.len());
                 self.queue_round(round, turns, warm, false)
             }
-            Some(None) => {
+            Some(Kind::Seen) => {
                 // Launched one by one once more, and recorded while the GPU works on it: building a graph of thousands of launches
                 // takes milliseconds.
                 self.queue_round(round, turns, warm, false)?;
                 let device = self.device.clone();
-                let graph = device.record(|| self.queue_round(round, turns, warm, true))?;
-                self.graphs.insert(key, Some(graph));
+                // The plan counts no graphs. Where memory for one is lacking, the round is slower and nothing else.
+                let graph = device.record(|| self.queue_round(round, turns, warm, true));
+                self.recorded.note(key, graph.map_or(Kind::Refused, Kind::Graph), round.len());
                 Ok(())
             }
-            // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
-            Some(Some(graph)) => unsafe { graph.launch() },
         }
     }
 
@@ -869,7 +873,8 @@ impl CudaBackend {
             // Every step is described at the same place, so that all of them are one graph.
             self.stage()?;
             let mut at = 0;
-            let plan = self.describe(&step, &mut at)?;
+            let mut plan = self.describe(&step, &mut at)?;
+            plan.drafts = true;
             self.sampling.drafts(turn.slot, offset);
             self.send(at)?;
             self.run(&[(step, plan)], None, warm)?;
@@ -942,7 +947,7 @@ impl CudaBackend {
                     heads: [config.heads, config.kv_heads],
                     layer,
                     slots: self.options.slots,
-                    flag: self.sampling.flag(),
+                    flag: self.step_flag(),
                 };
                 // SAFETY: rows, angles, q and rings are this backend's and have room for `step_rows` rows.
                 return unsafe { together.heads(draft, hidden, &heads, rows) };
@@ -970,7 +975,7 @@ impl CudaBackend {
             layer,
             self.options.slots,
             usize::from(draft.is_some()),
-            self.sampling.flag(),
+            self.step_flag(),
         ];
         self.launch(
             self.kernels.append,
@@ -1186,15 +1191,22 @@ impl Cache {
             upper: pool(options.planes.upper, bytes.upper_bytes)?,
             lower: pool(options.planes.lower, bytes.lower_bytes)?,
             full: pool(options.planes.full, bytes.full_bytes)?,
-            // Unused ring places are multiplied by probabilities of zero, so they must hold numbers.
-            ring_k: device.zeroed(bytes.buffer_bytes / 2)?,
-            ring_v: device.zeroed(bytes.buffer_bytes / 2)?,
+            ring_k: device.allocate(bytes.buffer_bytes / 2)?,
+            ring_v: device.allocate(bytes.buffer_bytes / 2)?,
             tables: device.zeroed(options.slots * pitch * 4)?,
             pitch,
             pages: count,
             free: (0..count as i32).rev().collect(),
-            bytes,
         })
+    }
+
+    /// Queues clearing a slot's rings. Places without a token are multiplied by probabilities of zero, so they must hold numbers, and a sequence that ended
+    /// because its keys or values were none has left them there.
+    fn clean(&self, slot: usize, config: &ModelConfig, slots: usize) -> Result<()> {
+        let bytes = config.kv_heads * BUFFER_TOKENS * config.head_dim * size_of::<u16>();
+        [&self.ring_k, &self.ring_v]
+            .into_iter()
+            .try_for_each(|ring| ring.fill_rows(0, slot * bytes, bytes, slots * bytes, config.layers))
     }
 }
 
@@ -1218,10 +1230,14 @@ impl Backend for CudaBackend {
             ));
         }
         let pages = self.cache.free.split_off(self.cache.free.len() - wanted);
-        let written = self.cache.tables.write(slot * self.cache.pitch * 4, &pages);
-        // Also where that failed: closing the slot gives the pages back.
-        *place = Some(Slot { pages, chosen: None });
-        written.inspect_err(|_| self.close(slot))
+        // Also where the rest fails: closing the slot gives the pages back.
+        *place = Some(Slot { pages: pages.clone(), chosen: None });
+        let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
+            // What interrupted work has flagged, and nobody read, is not the new sequence's.
+            self.sampling.clear_flag()?;
+            self.cache.tables.write(slot * self.cache.pitch * 4, &pages)
+        });
+        opened.inspect_err(|_| self.close(slot))
     }
 
     fn close(&mut self, slot: usize) {
@@ -1508,8 +1524,9 @@ impl Backend for CudaBackend {
                 }
                 None => Step { weights: Weights::Full, view, pages: Pages::All, choose_pages: false, rows },
             };
-            let plan = self.describe(&step, &mut at)?;
-            if offset < longest {
+            let mut plan = self.describe(&step, &mut at)?;
+            plan.drafts = offset < longest;
+            if plan.drafts {
                 for row in rows {
                     self.sampling.drafts(row.slot, row.offset);
                 }
@@ -1555,13 +1572,14 @@ impl Backend for CudaBackend {
             &self.prompt.attended,
             &self.prompt.gated,
         ];
+        let pool = |pool: &Option<Buffer>| pool.as_ref().map_or(0, Buffer::bytes);
         Memory {
-            weights_bytes: self.weights.bytes,
-            draft_weights_bytes: self.weights.draft_bytes,
-            cache_upper_bytes: self.cache.bytes.upper_bytes,
-            cache_lower_bytes: self.cache.bytes.lower_bytes,
-            cache_full_bytes: self.cache.bytes.full_bytes,
-            buffer_bytes: self.cache.bytes.buffer_bytes,
+            weights_bytes: self.weights.held_bytes(),
+            draft_weights_bytes: self.weights.held_draft_bytes(),
+            cache_upper_bytes: pool(&self.cache.upper),
+            cache_lower_bytes: pool(&self.cache.lower),
+            cache_full_bytes: pool(&self.cache.full),
+            buffer_bytes: self.cache.ring_k.bytes() + self.cache.ring_v.bytes(),
             workspace_bytes: inputs
                 + step_bytes.iter().map(|buffer| buffer.bytes()).sum::<usize>()
                 + self.lists.lists.bytes()

@@ -370,8 +370,8 @@ impl Bench {
         let (stream, y) = (device.zeroed(most * hidden * 4)?, device.zeroed(most * (2 * width).max(hidden) * 4)?);
         let (weight, x) = (device.zeroed(hidden * 4)?, device.zeroed(most * padded(width.max(hidden)) * 4)?);
         let logits = device.zeroed(most * config.vocab * 4)?;
-        // Row descriptions, samplers, windows and all counters are zero: slot 0, greedy.
-        let zeros = device.zeroed(most * 64)?;
+        // Row descriptions and samplers are zero: slot 0, greedy. What the choice counts in is zero before and after, and is not while it works.
+        let (zeros, scratch) = (device.zeroed(most * 64)?, device.zeroed(most * 64)?);
         let element = config.dtype.bytes();
         for &rows in rows {
             let arguments = args![&stream, &y, 0u64, &weight, &x, config.rms_eps, hidden, padded(hidden)];
@@ -401,7 +401,7 @@ impl Bench {
                 ..Measured::default()
             })?;
             let (best, arrived, choices, flag) =
-                (zeros.at(0), zeros.at(most * 16), zeros.at(most * 32), zeros.at(most * 48));
+                (scratch.at(0), scratch.at(most * 16), scratch.at(most * 32), scratch.at(most * 48));
             // Purpose 1 judges: it writes choices only.
             let arguments = args![
                 zeros.at(0),

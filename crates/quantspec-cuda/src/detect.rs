@@ -30,6 +30,8 @@ pub struct DeviceInfo {
     pub driver: String,
     /// Compute capability times ten.
     pub(crate) capability: u32,
+    /// The one its kernels were compiled for; 0 where there are none.
+    pub(crate) architecture: u32,
     /// Streaming multiprocessors.
     pub(crate) multiprocessors: usize,
 }
@@ -38,7 +40,7 @@ impl DeviceInfo {
     /// Whether kernels exist here for heads of `d` channels: pages of 256 take the 96 KiB of shared memory that blocks have from
     /// compute capability 8.0 on.
     pub fn takes_heads_of(&self, d: usize) -> bool {
-        supported(self.capability) && (matches!(d, 64 | 128) || d == 256 && self.capability >= 80)
+        supported(self.capability) && (matches!(d, 64 | 128) || d == 256 && self.architecture >= 80)
     }
 }
 
@@ -178,13 +180,15 @@ fn devices() -> Result<Vec<DeviceInfo>> {
             check(library, "cuDeviceGetAttribute", attribute(&mut major, MAJOR, handle))?;
             check(library, "cuDeviceGetAttribute", attribute(&mut minor, MINOR, handle))?;
             check(library, "cuDeviceGetAttribute", attribute(&mut multiprocessors, MULTIPROCESSORS, handle))?;
+            let capability = u32::try_from(major * 10 + minor).unwrap_or(0);
             found.push(DeviceInfo {
                 name: CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned(),
                 compute_capability: format!("{major}.{minor}"),
                 memory_bytes: bytes as u64,
                 driver: driver.clone(),
                 multiprocessors: usize::try_from(multiprocessors).unwrap_or(0),
-                capability: u32::try_from(major * 10 + minor).unwrap_or(0),
+                capability,
+                architecture: images::architecture(capability).unwrap_or(0),
             });
         }
         Ok(found)

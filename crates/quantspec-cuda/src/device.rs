@@ -178,7 +178,13 @@ fn check_with(status: sys::CUresult, what: impl FnOnce() -> String) -> Result<()
             "use a smaller context (-c), fewer sequences at once, or free the GPU's memory (nvidia-smi shows who holds it)",
         ));
     }
-    Err(Error::device(format!("{what}: {name}"), "check nvidia-smi and the kernel log (dmesg), or use --device cpu"))
+    let hint = match status {
+        sys::CUresult::CUDA_ERROR_STUB_LIBRARY => {
+            "libcuda.so is the toolkit's stub: take its directory out of LD_LIBRARY_PATH, or use --device cpu"
+        }
+        _ => "check nvidia-smi and the kernel log (dmesg), or use --device cpu",
+    };
+    Err(Error::device(format!("{what}: {name}"), hint))
 }
 
 impl Device {
@@ -190,21 +196,23 @@ impl Device {
     /// old, a library without kernels and failed calls. [`quantspec_core::ErrorKind::DoesNotFit`] where the GPU is out of memory,
     /// [`quantspec_core::ErrorKind::Internal`] where an image is damaged or missing.
     pub fn open(index: usize) -> Result<Arc<Device>> {
-        Device::open_as(index, None)
+        Device::open_as(index, false)
     }
 
-    /// As [`Device::open`], from the PTX images, and as a GPU of compute capability 8.0: what GPUs newer than this library run. Tests reach
-    /// with it what their GPU would not choose.
+    /// As [`Device::open`], from the PTX images: what GPUs newer than this library run. Tests reach with it what their GPU would not
+    /// choose.
     ///
     /// # Errors
     /// As [`Device::open`]. On a GPU older than 8.0 the driver refuses the images, which is a device error.
     pub fn open_ptx(index: usize) -> Result<Arc<Device>> {
-        Device::open_as(index, Some(80))
+        Device::open_as(index, true)
     }
 
-    fn open_as(index: usize, portable: Option<u32>) -> Result<Arc<Device>> {
+    fn open_as(index: usize, portable: bool) -> Result<Arc<Device>> {
         let mut info = detect::device(index)?;
-        info.capability = portable.unwrap_or(info.capability);
+        if portable {
+            info.architecture = images::PTX;
+        }
         let ordinal = i32::try_from(index).map_err(|_| Error::internal("device index out of range after detection"))?;
         let mut device = Device {
             context: ptr::null_mut(),
@@ -234,11 +242,8 @@ impl Device {
                 device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         }
         for stem in images::stems() {
-            let image =
-                if portable.is_some() { images::portable(stem) } else { images::choose(stem, device.info.capability) }
-                    .ok_or_else(|| {
-                        Error::internal(format!("no image of {stem} for {}", device.info.compute_capability))
-                    })?;
+            let image = if portable { images::portable(stem) } else { images::choose(stem, device.info.capability) }
+                .ok_or_else(|| Error::internal(format!("no image of {stem} for {}", device.info.compute_capability)))?;
             let bytes = image.inflate()?;
             let mut module = ptr::null_mut();
             // SAFETY: `bytes` is machine code or NUL-terminated PTX; the driver copies it.
@@ -299,9 +304,9 @@ impl Device {
         Err(Error::internal(format!("no kernel {name} for compute capability {}", self.info.compute_capability)))
     }
 
-    /// Whether kernels use the copy engine: images of compute capability 9.0 do.
+    /// Whether kernels use the copy engine.
     pub(crate) fn has_engine(&self) -> bool {
-        crate::attend::has_engine(self.info.capability)
+        crate::attend::has_engine(self.info.architecture)
     }
 
     /// Asks for `percent` of a multiprocessor's memory as shared while the kernel runs.
@@ -357,7 +362,8 @@ impl Device {
             sharedMemBytes: launch.shared,
             hStream: self.stream,
             attrs: &mut attribute,
-            numAttrs: u32::from(launch.overlap && self.info.capability >= 90),
+            // Code for older GPUs, PTX among it, does not wait for the kernel before.
+            numAttrs: u32::from(launch.overlap && self.info.architecture >= 90),
         };
         // SAFETY: the caller vouches for the arguments; the driver copies them before it returns.
         let status = unsafe { sys::cuLaunchKernelEx(&config, kernel.function, pointers.as_mut_ptr(), ptr::null_mut()) };
@@ -593,6 +599,23 @@ impl Buffer {
         // SAFETY: the buffer has that many bytes.
         check(
             unsafe { sys::cuMemsetD8Async(self.address, byte, self.bytes, self.device.stream) },
+            "clearing device memory",
+        )
+    }
+
+    /// Queues setting `width` bytes from byte `offset` on, and as many from every `pitch` bytes further, of `rows` rows.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the rows overlap or reach beyond the buffer. Device errors of the driver, named by the call.
+    pub fn fill_rows(&self, byte: u8, offset: usize, width: usize, pitch: usize, rows: usize) -> Result<()> {
+        if width > pitch {
+            return Err(Error::internal(format!("rows of {width} bytes every {pitch}")));
+        }
+        self.inside(offset, rows.saturating_sub(1) * pitch + width)?;
+        self.device.bind()?;
+        // SAFETY: the rows were checked.
+        check(
+            unsafe { sys::cuMemsetD2D8Async(self.at(offset), pitch, byte, width, rows, self.device.stream) },
             "clearing device memory",
         )
     }

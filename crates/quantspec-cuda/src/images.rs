@@ -19,6 +19,9 @@ include!(concat!(env!("OUT_DIR"), "/images.rs"));
 /// Oldest compute capability (times ten) that has an image: Turing, the first with integer tensor cores.
 pub(crate) const OLDEST: u32 = 75;
 
+/// Compute capability (times ten) that PTX is written for.
+pub(crate) const PTX: u32 = 80;
+
 /// What the library carries, for people: `attend sm_90a`, ... Empty where it was built without kernels.
 pub fn kernels() -> Vec<String> {
     let name = |image: &Image| match image.architecture {
@@ -51,7 +54,14 @@ pub(crate) fn choose(stem: &str, capability: u32) -> Option<&'static Image> {
     of_stem()
         .filter(native)
         .max_by_key(|image| image.architecture)
-        .or_else(|| of_stem().find(|image| image.architecture == 0 && capability >= 80))
+        .or_else(|| of_stem().find(|image| image.architecture == 0 && capability >= PTX))
+}
+
+/// The compute capability (times ten) that a device's images were compiled for, 80 where they are PTX. What the code does follows from it: PTX knows neither
+/// the copy engine nor how to wait for the kernel before.
+pub(crate) fn architecture(capability: u32) -> Option<u32> {
+    let compiled = |image: &Image| if image.architecture == 0 { PTX } else { image.architecture };
+    stems().map(|stem| choose(stem, capability).map(compiled)).min().flatten()
 }
 
 /// The PTX image of a stem.
@@ -99,6 +109,10 @@ mod tests {
                 );
             }
             assert!(choose(stem, 70).is_none());
+        }
+        if present() {
+            let compiled_for = [75, 87, 90, 103, 110, 121, 70].map(architecture);
+            assert_eq!(compiled_for, [Some(75), Some(86), Some(90), Some(100), Some(80), Some(120), None]);
         }
     }
 }

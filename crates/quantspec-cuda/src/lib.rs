@@ -12,6 +12,7 @@ pub mod draft;
 mod images;
 pub mod linear;
 pub mod prefill;
+mod recorded;
 mod sample;
 mod weights;
 

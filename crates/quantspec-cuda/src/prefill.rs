@@ -75,9 +75,9 @@ pub enum Way {
 }
 
 impl Way {
-    /// The fastest way of a compute capability (times ten) for weights of `dtype`.
-    pub fn of(capability: u32, dtype: Dtype) -> Way {
-        match (capability, dtype) {
+    /// The fastest way for weights of `dtype` of kernels compiled for a compute capability (times ten).
+    pub fn of(architecture: u32, dtype: Dtype) -> Way {
+        match (architecture, dtype) {
             (_, Dtype::F32) => Way::Plain,
             (90, _) => Way::Hopper,
             (80.., _) | (_, Dtype::F16) => Way::Tensor,
@@ -194,7 +194,7 @@ impl Prefill {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`] for other head widths, or widths that are no multiples of 8.
     pub fn new(device: &Arc<Device>, shape: Shape, rows: usize) -> Result<Prefill> {
-        let way = Way::of(device.info.capability, shape.dtype);
+        let way = Way::of(device.info.architecture, shape.dtype);
         check(&shape)?;
         check_head(&device.info, shape.head_dim)?;
         let (d, dtype) = (shape.head_dim, name(shape.dtype));
@@ -572,7 +572,7 @@ pub(crate) fn check(shape: &Shape) -> Result<()> {
 
 /// Whether attention has its Hopper kernel: not for heads whose outputs would fill all registers.
 fn wgmma_attention(device: &Device, head_dim: usize) -> bool {
-    device.info.capability == 90 && head_dim <= 128
+    device.info.architecture == 90 && head_dim <= 128
 }
 
 fn attend_shared_bytes(device: &Device, head_dim: usize) -> usize {

@@ -17,6 +17,7 @@ pub(crate) const CHUNK: usize = 2048;
 const VOCAB_MAX: usize = 1 << 18;
 /// Where the lead of a proposed token lies, behind the flag, and where verdicts begin.
 const LEAD_AT: usize = 4;
+const DRAFT_FLAG_AT: usize = 8;
 const VERDICTS_AT: usize = 16;
 
 /// How a slot chooses; `Sampler` in kernels/sample.cu.
@@ -91,7 +92,7 @@ pub(crate) struct Sampling {
     slots: usize,
     /// Tokens of a window.
     pitch: usize,
-    /// Flag, lead, verdicts `[slots]`, windows `[slots][pitch]`.
+    /// Flag, lead, flag of drafts, verdicts `[slots]`, windows `[slots][pitch]`.
     shared: Buffer,
     result: Pinned,
     samplers: Buffer,
@@ -189,6 +190,11 @@ impl Sampling {
         self.shared.at(0)
     }
 
+    /// Address of the flag of draft steps, at which nobody looks: what the draft alone cannot compute is no fault of the text.
+    pub(crate) fn draft_flag(&self) -> u64 {
+        self.shared.at(DRAFT_FLAG_AT)
+    }
+
     /// Address of the windows.
     pub(crate) fn windows(&self) -> u64 {
         self.shared.at(self.windows_at())
@@ -219,9 +225,14 @@ impl Sampling {
         self.fresh = true;
         let flag = read.first().copied().unwrap_or(0);
         if flag != 0 {
-            self.shared.write(0, &[0u32])?;
+            self.clear_flag()?;
         }
         Ok(flag)
+    }
+
+    /// Clears the device's error flag; waits for all that was queued.
+    pub(crate) fn clear_flag(&self) -> Result<()> {
+        self.shared.write(0, &[0u32])
     }
 
     fn verdict(&mut self, index: usize) -> Result<Verdict> {
@@ -304,7 +315,9 @@ impl Sampling {
     }
 
     fn choose(&self, purpose: Purpose, rows: u64, count: usize, logits: u64, warm: bool) -> Result<()> {
-        let (vocab, flag) = (self.vocab, self.flag());
+        // Rejection divides by what the draft computed, so that has to be numbers.
+        let careless = matches!(purpose, Purpose::Propose) && self.draft.is_none();
+        let (vocab, flag) = (self.vocab, if careless { self.draft_flag() } else { self.flag() });
         let launch = |grid: [usize; 2], block: u32| Launch {
             grid: [grid[0] as u32, grid[1] as u32, 1],
             block,

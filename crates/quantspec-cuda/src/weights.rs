@@ -84,13 +84,33 @@ pub(crate) struct Weights {
     pub(crate) draft_head: Option<Quantised>,
     /// What holds all draft weights.
     pub(crate) drafts: Option<Arc<Buffer>>,
-    pub(crate) bytes: usize,
-    pub(crate) draft_bytes: usize,
 }
 
 impl Weights {
     pub(crate) fn head(&self) -> &Matrix {
         self.head.as_ref().unwrap_or(&self.embedding)
+    }
+
+    /// Bytes held on the device, without the draft's.
+    pub(crate) fn held_bytes(&self) -> usize {
+        let matrix = |matrix: &Matrix| matrix.buffer.bytes();
+        let layer = |layer: &Layer| -> usize {
+            let matrices = [&layer.qkv, &layer.output, &layer.gate_up, &layer.down].map(matrix);
+            let norms = [&layer.attention_norm, &layer.mlp_norm];
+            let biases = [&layer.qkv_bias, &layer.output_bias, &layer.gate_up_bias, &layer.down_bias];
+            let heads = layer.head_norms.iter().flat_map(|(q, k)| [q, k]);
+            let vectors = norms.into_iter().chain(biases.into_iter().flatten()).chain(heads).map(Buffer::bytes);
+            matrices.into_iter().chain(vectors).sum()
+        };
+        matrix(&self.embedding)
+            + self.layers.iter().map(layer).sum::<usize>()
+            + self.final_norm.bytes()
+            + self.head.as_ref().map_or(0, matrix)
+    }
+
+    /// Bytes of the draft's weights held on the device.
+    pub(crate) fn held_draft_bytes(&self) -> usize {
+        self.drafts.as_ref().map_or(0, |drafts| drafts.bytes())
     }
 
     /// Queues making all draft weights anew, where something else was in their memory.
@@ -133,24 +153,23 @@ impl Places {
     }
 }
 
-/// Refuses layers whose matrices have several number formats: a step's activations have one.
+/// Refuses layers whose matrices have several number formats: the activations of all layers have one.
 pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
     use LayerPart::*;
-    for index in 0..checkpoint.config().layers {
-        let parts = [Q, K, V, Output, Gate, Up, Down].map(|part| Part::Layer(index, part));
-        let of = |part: &Part| checkpoint.dtype(*part);
-        if let Some(other) = parts.iter().find(|part| of(part) != of(&parts[0])) {
-            return Err(Error::model(
-                format!(
-                    "{} and {} have different number formats",
-                    checkpoint.tensor_name(parts[0]),
-                    checkpoint.tensor_name(*other)
-                ),
-                "store the checkpoint in one format, or use --device cpu",
-            ));
-        }
+    let first = Part::Layer(0, Q);
+    let mut parts = (0..checkpoint.config().layers)
+        .flat_map(|index| [Q, K, V, Output, Gate, Up, Down].map(|part| Part::Layer(index, part)));
+    match parts.find(|&part| checkpoint.dtype(part) != checkpoint.dtype(first)) {
+        None => Ok(()),
+        Some(other) => Err(Error::model(
+            format!(
+                "{} and {} have different number formats",
+                checkpoint.tensor_name(first),
+                checkpoint.tensor_name(other)
+            ),
+            "store the checkpoint in one format, or use --device cpu",
+        )),
     }
-    Ok(())
 }
 
 /// Which products the draft has in four bits: attention's, the feed-forward network's; and whether its head has eight.
@@ -162,27 +181,38 @@ pub(crate) const fn drafted(kind: DraftWeights) -> (bool, bool, bool) {
     }
 }
 
-/// Bytes of a model's weights and of its draft weights; `tied` and types as the configuration has them.
-pub(crate) fn bytes(config: &ModelConfig, kind: DraftWeights) -> (usize, usize) {
-    let (hidden, inter, q, kv, d) =
-        (config.hidden, config.intermediate, config.q_width(), config.kv_width(), config.dtype);
-    let shapes = [(q + 2 * kv, hidden), (hidden, q), (2 * inter, hidden), (hidden, inter)];
-    let matrices: usize = shapes.iter().map(|&(n, k)| Matrix::bytes(d, n, k)).sum();
+/// (N, K) of a layer's matrices: attention's two, the feed-forward network's two.
+fn shapes(config: &ModelConfig) -> [(usize, usize); 4] {
+    let (hidden, inter, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
+    [(q + 2 * kv, hidden), (hidden, q), (2 * inter, hidden), (hidden, inter)]
+}
+
+/// Bytes of a checkpoint's weights on a device, without the draft's.
+pub(crate) fn bytes(checkpoint: &Checkpoint) -> usize {
+    let config = checkpoint.config();
+    let (hidden, inter, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
+    let matrices: usize = shapes(config).iter().map(|&(n, k)| Matrix::bytes(config.dtype, n, k)).sum();
     let mut vectors = 2 * hidden;
     vectors += if config.qkv_bias { q + 2 * kv } else { 0 };
     vectors += if config.output_bias { hidden } else { 0 };
     vectors += if config.mlp_bias { 2 * inter + hidden } else { 0 };
     vectors += if config.qk_norm { 2 * config.head_dim } else { 0 };
-    let table = Matrix::bytes(d, config.vocab, hidden);
-    let tables = if config.tied_embeddings { table } else { 2 * table };
+    let table = |part| Matrix::bytes(checkpoint.dtype(part), config.vocab, hidden);
+    let head = if config.tied_embeddings { 0 } else { table(Part::Head) };
+    config.layers * (matrices + 4 * vectors) + 4 * hidden + table(Part::Embedding) + head
+}
+
+/// Bytes of a model's draft weights on a device.
+pub(crate) fn draft_bytes(config: &ModelConfig, kind: DraftWeights) -> usize {
+    let shapes = shapes(config);
     let (attention, mlp, head) = drafted(kind);
     let four = |on: bool, shapes: &[(usize, usize)]| -> usize {
         let bytes = |&(n, k): &(usize, usize)| Quantised::bytes(4, n, k).next_multiple_of(ALIGNED);
         if on { shapes.iter().map(bytes).sum() } else { 0 }
     };
     let draft_layer = four(attention, &shapes[..2]) + four(mlp, &shapes[2..]);
-    let draft_head = if head { Quantised::bytes(8, config.vocab, hidden).next_multiple_of(ALIGNED) } else { 0 };
-    (config.layers * (matrices + 4 * vectors) + 4 * hidden + tables, config.layers * draft_layer + draft_head)
+    let draft_head = if head { Quantised::bytes(8, config.vocab, config.hidden).next_multiple_of(ALIGNED) } else { 0 };
+    config.layers * draft_layer + draft_head
 }
 
 /// Carries weights from the checkpoint to the device through two page-locked chunks: one is read while the other is copied.
@@ -279,10 +309,7 @@ pub(crate) fn load(
     use LayerPart::*;
     let config = checkpoint.config().clone();
     let parts = Part::all(&config);
-    let part_bytes = |part: &Part| {
-        let (rows, columns) = checkpoint.shape(*part);
-        if rows == 1 { 0 } else { rows * columns * checkpoint.dtype(*part).bytes() }
-    };
+    let part_bytes = |part: &Part| if checkpoint.shape(*part).0 == 1 { 0 } else { checkpoint.bytes(*part) };
     let longest = parts.iter().map(|part| checkpoint.shape(*part).1).max().unwrap_or(0) * 4;
     let chunk = CHUNK_BYTES.max(longest);
     let mut loader = Loader {
@@ -298,7 +325,7 @@ pub(crate) fn load(
         done: 0,
     };
     let (attention, mlp, head_in_eight) = drafted(kind);
-    let (bytes, draft_bytes) = bytes(&config, kind);
+    let draft_bytes = draft_bytes(&config, kind);
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
     let mut places = Places { buffer, taken: 0 };
     let embedding = loader.plain(Part::Embedding)?;
@@ -356,7 +383,7 @@ pub(crate) fn load(
         false => None,
     };
     device.synchronize()?;
-    Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: places.buffer, bytes, draft_bytes })
+    Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: places.buffer })
 }
 
 /// Address of an optional vector, as kernels take it.
@@ -367,4 +394,36 @@ pub(crate) fn address(buffer: &Option<Buffer>) -> u64 {
 /// The same as an argument.
 pub(crate) fn argument(buffer: &Option<Buffer>) -> Arg<'static> {
     Arg::Long(address(buffer))
+}
+
+#[cfg(test)]
+#[path = "../../quantspec-cpu/tests/support/random.rs"]
+#[allow(dead_code, clippy::panic, reason = "shared with tests that use more of it")]
+mod random;
+
+#[cfg(test)]
+mod tests {
+    use super::random::Shape;
+    use super::*;
+    use quantspec_core::ErrorKind;
+
+    #[test]
+    fn layers_of_several_formats_are_refused() {
+        let shape = Shape { tied: false, ..Shape::new("llama", "BF16", (2, 1, 64)) };
+        let edited = |odd: &str| {
+            let odd = odd.to_owned();
+            check(&shape.edited(1, &move |name, _, dtype| {
+                if name.contains(&odd) {
+                    *dtype = "F16";
+                }
+            }))
+        };
+        // Tables may have a format of their own; one matrix may not, nor a whole layer.
+        assert!(edited("nothing").is_ok() && edited("lm_head").is_ok() && edited("embed_tokens").is_ok());
+        for odd in ["layers.0.mlp.up_proj", "layers.1.self_attn.q_proj", "layers.1."] {
+            let error = edited(odd).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::Model, "{odd}");
+            assert!(error.message.contains("layers.0.self_attn") && error.message.contains(odd), "{}", error.message);
+        }
+    }
 }

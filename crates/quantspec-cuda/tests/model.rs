@@ -411,7 +411,7 @@ fn memory_is_what_the_plan_says() {
 fn memory(device: &Arc<Device>, checkpoint: &Checkpoint) {
     for slots in [1, 3] {
         let options = options(4000, slots);
-        let planned = plan(checkpoint.config(), &options, &device.info);
+        let planned = plan(checkpoint, &options, &device.info);
         let held = load(device, checkpoint, &options).memory();
         let sum = |m: &Memory| {
             (m.weights_bytes

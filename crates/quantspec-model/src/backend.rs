@@ -126,7 +126,8 @@ impl Turn {
     /// Notes that the token just drafted led its runner-up by `lead` logits. The draft ends with it where it has become unlikely enough that all of
     /// its tokens stand.
     pub fn drafted(&mut self, lead: f32) {
-        self.leads.push(lead);
+        // A draft that computed no number leads by nothing.
+        self.leads.push(if lead.is_nan() { 0.0 } else { lead });
         let Some(stop) = self.stop else { return };
         let all: f64 = self.leads.iter().map(|&lead| stop.chance(lead)).product();
         if all < stop.enough {
@@ -146,8 +147,9 @@ pub struct DraftPlan {
     pub pages: Pages,
 }
 
-/// A device that runs the network. All calls are made from one thread; a failed call leaves slots in an undefined state
-/// (close them), never memory.
+/// A device that runs the network. All calls are made from one thread. A failed call leaves the sequences in its slots in an
+/// undefined state (close them), never memory, and nothing that a sequence opened there later could meet. A draft step that is not
+/// finite leaves only what verification computes anew, the rows of its window: [`crate::forward::draft`] goes on with them.
 pub trait Backend: Send {
     /// Whether [`Backend::draft`] tells the leads of one sequence's tokens, and ends its draft by them.
     const LEADS: bool = false;

@@ -204,8 +204,9 @@ pub struct Checkpoint {
     draft_cache: Option<DraftCache>,
 }
 
-/// Largest JSON file read beside the weights: far above any real config.json or shard index.
-const JSON_BYTES_MAX: u64 = 64 << 20;
+/// Largest JSON file read beside the weights. A config.json has kilobytes, the index of a 405B model 0.1 MB, of the most layers that
+/// are read ([`config::parse`]) 2 MB; parsed, JSON takes up to 16 times its bytes.
+const JSON_BYTES_MAX: u64 = 4 << 20;
 /// Most shards of a checkpoint; every one stays open.
 const SHARDS_MAX: usize = 512;
 /// Bytes converted at a time by [`Checkpoint::read_f32`]; fits a core's L2 cache with its result.
@@ -290,6 +291,12 @@ impl Checkpoint {
     /// (rows, columns) of a part; a vector is one row.
     pub fn shape(&self, part: Part) -> (usize, usize) {
         part.shape(&self.config)
+    }
+
+    /// Bytes of a part as it is stored.
+    pub fn bytes(&self, part: Part) -> usize {
+        let (rows, columns) = self.shape(part);
+        rows * columns * self.dtype(part).bytes()
     }
 
     /// Whether the checkpoint has the part (biases and norms are optional; a tied head counts).

@@ -1,9 +1,9 @@
 //! The network, once: every backend runs these lines.
 
 use crate::backend::{Backend, Block, DraftPlan, Pass, Row, Step, Turn};
-use quantspec_core::Result;
 use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::verify::Verdict;
+use quantspec_core::{ErrorKind, Result};
 
 /// One decoder layer.
 fn layer<B: Backend>(backend: &mut B, layer: usize, pass: &Pass) -> Result<()> {
@@ -76,7 +76,7 @@ pub fn prefill<B: Backend>(
 /// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i. A turn ends where it is unlikely enough that all its tokens stand.
 ///
 /// # Errors
-/// Those of [`step`] and of [`Backend::propose`].
+/// Those of [`step`] and of [`Backend::propose`], but for [`ErrorKind::NotFinite`]: there the draft ends.
 pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
     for offset in 0.. {
         let rows: Vec<Row> = turns
@@ -89,8 +89,14 @@ pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) 
         }
         let next =
             Step { weights: plan.weights, view: plan.view, pages: plan.pages, choose_pages: offset == 0, rows: &rows };
-        step(backend, &next)?;
-        backend.propose(&next, turns)?;
+        match step(backend, &next).and_then(|()| backend.propose(&next, turns)) {
+            // What the draft alone cannot compute is no fault of the text. What was drafted before is verified, and its rows take the place of these.
+            Err(error) if error.kind == ErrorKind::NotFinite => {
+                turns.iter_mut().for_each(|turn| turn.gamma = turn.gamma.min(offset));
+                break;
+            }
+            result => result?,
+        }
         for turn in turns.iter_mut().filter(|turn| turn.gamma > offset) {
             turn.drafted(backend.lead(turn.slot));
         }

@@ -7,9 +7,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
 use quantspec_core::cache::{visible_buffer, visible_pages};
-use quantspec_core::config::ModelConfig;
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
-use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use std::path::Path;
 
 /// Bytes of an f16 scale and an f16 zero.
@@ -20,23 +19,28 @@ const HALF: usize = 2;
 
 /// Bytes of the weights that one pass streams: every projection of every layer, and the head. Norms and biases are less
 /// than a thousandth; of the embedding, a step reads one row.
-fn streamed_weights(config: &ModelConfig) -> usize {
-    let attention = 2 * config.q_width() + 2 * config.kv_width();
-    let layer = config.hidden * (attention + 3 * config.intermediate);
-    (config.layers * layer + config.vocab * config.hidden) * config.dtype.bytes()
+fn streamed_weights(checkpoint: &Checkpoint) -> usize {
+    use LayerPart::{Down, Gate, K, Output, Q, Up, V};
+    let layers = 0..checkpoint.config().layers;
+    layers
+        .flat_map(|index| [Q, K, V, Output, Gate, Up, Down].map(|part| Part::Layer(index, part)))
+        .chain([Part::Head])
+        .map(|part| checkpoint.bytes(part))
+        .sum()
 }
 
 /// `traffic(model, start, tokens)`: what steps at positions `start .. start + tokens` read, on average, from the cache (of all
 /// layers and KV heads) and from the target's weights.
 #[pyfunction]
 pub(crate) fn traffic<'py>(py: Python<'py>, model: &str, start: usize, tokens: usize) -> PyResult<Bound<'py, PyDict>> {
-    let config = detached(py, || Ok(Checkpoint::open(Path::new(model))?.config().clone()))?;
+    let checkpoint = detached(py, || Checkpoint::open(Path::new(model)))?;
+    let config = checkpoint.config();
     let heads = config.layers * config.kv_heads;
     let positions = start..start + tokens.max(1);
     let mean = |of: fn(usize) -> usize| positions.clone().map(of).sum::<usize>() as f64 / positions.len() as f64;
     let out = PyDict::new(py);
-    out.set_item("weights_bytes", streamed_weights(&config))?;
-    out.set_item("head_bytes", config.vocab * config.hidden * config.dtype.bytes())?;
+    out.set_item("weights_bytes", streamed_weights(&checkpoint))?;
+    out.set_item("head_bytes", checkpoint.bytes(Part::Head))?;
     out.set_item("pages", mean(visible_pages))?;
     out.set_item("upper_page_bytes", heads * upper_page_bytes(config.head_dim))?;
     out.set_item("lower_page_bytes", heads * lower_page_bytes(config.head_dim))?;

@@ -104,8 +104,8 @@ impl Place {
 
     fn memory(&self, checkpoint: &Checkpoint, options: &Options) -> Memory {
         match self {
-            Place::Cpu => quantspec_cpu::plan(checkpoint.config(), options),
-            Place::Cuda { gpu, .. } => quantspec_cuda::plan(checkpoint.config(), options, &gpu.info),
+            Place::Cpu => quantspec_cpu::plan(checkpoint, options),
+            Place::Cuda { gpu, .. } => quantspec_cuda::plan(checkpoint, options, &gpu.info),
         }
     }
 

@@ -106,23 +106,58 @@ impl Shape {
 
     /// The checkpoint. Its few bytes live as long as the test process.
     pub(crate) fn checkpoint(&self, seed: u64) -> Checkpoint {
-        self.build(seed, None)
+        self.build(seed, None, &|_, _, _| ())
+    }
+
+    /// The checkpoint after `edit` of every tensor: name, values, number format.
+    #[allow(dead_code, reason = "not every test that includes this file edits checkpoints")]
+    pub(crate) fn edited(&self, seed: u64, edit: &dyn Fn(&str, &mut [f32], &mut &'static str)) -> Checkpoint {
+        self.build(seed, None, edit)
+    }
+
+    /// The checkpoint in which one token alone has values beyond half precision: `weights` are those of its two first channels in the first value of
+    /// layer 0, and it has nothing but the first channel, which no other token has.
+    #[allow(dead_code, reason = "not every test that includes this file needs one")]
+    pub(crate) fn overflowing(&self, seed: u64, token: usize, weights: [f32; 2]) -> Checkpoint {
+        self.edited(seed, &|name, values, _| {
+            if name == "model.embed_tokens.weight" {
+                values.chunks_exact_mut(self.hidden).for_each(|row| row[..2].fill(0.0));
+                values[token * self.hidden..][..self.hidden].fill(0.0);
+                values[token * self.hidden] = 1.0;
+            } else if name == "model.layers.0.input_layernorm.weight" {
+                values.fill(1.0);
+            } else if name == "model.layers.0.self_attn.v_proj.weight" {
+                values[..self.hidden].fill(0.0);
+                values[..2].copy_from_slice(&weights);
+            } else if name == "model.layers.0.self_attn.o_proj.weight" {
+                // What attention makes of that value is small again.
+                values.chunks_exact_mut(self.heads * self.head_dim).for_each(|row| row[0] *= 1e-6);
+            }
+        })
     }
 
     /// The checkpoint with one element in the middle of a 16-bit tensor replaced by these bits.
     #[allow(dead_code, reason = "not every test that includes this file damages checkpoints")]
     pub(crate) fn damaged(&self, seed: u64, tensor: &str, bits: u16) -> Checkpoint {
-        self.build(seed, Some((tensor, bits)))
+        self.build(seed, Some((tensor, bits)), &|_, _, _| ())
     }
 
-    fn build(&self, seed: u64, damage: Option<(&str, u16)>) -> Checkpoint {
+    fn build(
+        &self,
+        seed: u64,
+        damage: Option<(&str, u16)>,
+        edit: &dyn Fn(&str, &mut [f32], &mut &'static str),
+    ) -> Checkpoint {
         let mut noise = Noise(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
         let (mut header, mut data) = (serde_json::Map::new(), Vec::new());
         for (name, shape, scale) in self.tensors() {
-            let start = data.len();
-            for _ in 0..shape.iter().product::<usize>() {
-                let x = if scale == 0.0 { 1.0 + 0.2 * noise.normal() } else { scale * noise.normal() };
-                match self.dtype {
+            let (start, mut dtype) = (data.len(), self.dtype);
+            let mut values: Vec<f32> = (0..shape.iter().product::<usize>())
+                .map(|_| if scale == 0.0 { 1.0 + 0.2 * noise.normal() } else { scale * noise.normal() })
+                .collect();
+            edit(&name, &mut values, &mut dtype);
+            for x in values {
+                match dtype {
                     "BF16" => data.extend(half::bf16::from_f32(x).to_le_bytes()),
                     "F16" => data.extend(half::f16::from_f32(x).to_le_bytes()),
                     _ => data.extend(x.to_le_bytes()),
@@ -132,7 +167,7 @@ impl Shape {
                 let middle = start + (data.len() - start) / 4 * 2;
                 data[middle..middle + 2].copy_from_slice(&bits.to_le_bytes());
             }
-            header.insert(name, json!({"dtype": self.dtype, "shape": shape, "data_offsets": [start, data.len()]}));
+            header.insert(name, json!({"dtype": dtype, "shape": shape, "data_offsets": [start, data.len()]}));
         }
         let header = Value::Object(header).to_string();
         let mut file = (header.len() as u64).to_le_bytes().to_vec();

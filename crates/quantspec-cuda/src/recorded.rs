@@ -1,0 +1,83 @@
+//! Rounds recorded as graphs, found again by everything their launches depend on.
+
+use std::collections::HashMap;
+
+/// Steps in graphs that are kept: dozens of kinds of rounds, and some hundred bytes per launch.
+const STEPS_MAX: usize = 512;
+/// Kinds of rounds that are known. Ragged batches make new ones all the time, most of which never come again.
+const KINDS_MAX: usize = 4096;
+
+/// What became of a kind of round.
+#[derive(Debug)]
+pub(crate) enum Kind<T> {
+    /// It came once, launch by launch.
+    Seen,
+    /// The graph to launch.
+    Graph(T),
+    /// It could not be recorded: it goes on launch by launch.
+    Refused,
+}
+
+/// Kinds of rounds by key; at most [`KINDS_MAX`], with [`STEPS_MAX`] recorded steps. Where more come, all are forgotten.
+#[derive(Debug)]
+pub(crate) struct Recorded<T> {
+    kinds: HashMap<Vec<u64>, Kind<T>>,
+    steps: usize,
+}
+
+impl<T> Recorded<T> {
+    pub(crate) fn new() -> Recorded<T> {
+        Recorded { kinds: HashMap::new(), steps: 0 }
+    }
+
+    pub(crate) fn find(&self, key: &[u64]) -> Option<&Kind<T>> {
+        self.kinds.get(key)
+    }
+
+    /// Notes a kind of round of `steps` steps.
+    pub(crate) fn note(&mut self, key: Vec<u64>, kind: Kind<T>, steps: usize) {
+        let steps = if matches!(kind, Kind::Graph(_)) { steps } else { 0 };
+        if self.steps + steps > STEPS_MAX || self.kinds.len() >= KINDS_MAX {
+            self.kinds.clear();
+            self.steps = 0;
+        }
+        self.steps += steps;
+        self.kinds.insert(key, kind);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_kept_is_bounded() {
+        let mut recorded = Recorded::new();
+        let graphs =
+            |recorded: &Recorded<u64>| recorded.kinds.values().filter(|kind| matches!(kind, Kind::Graph(_))).count();
+        // All kinds once, then all of them again: five steps each.
+        for kind in [|_| Kind::Seen, Kind::Graph] {
+            for key in 0..10_000 {
+                recorded.note(vec![key], kind(key), 5);
+                assert!(recorded.kinds.len() <= KINDS_MAX);
+                assert!(graphs(&recorded) * 5 <= STEPS_MAX);
+                assert_eq!(recorded.steps, graphs(&recorded) * 5);
+            }
+        }
+        assert!(matches!(recorded.find(&[9_999]), Some(Kind::Graph(9_999))));
+        assert!(recorded.find(&[0]).is_none());
+    }
+
+    #[test]
+    fn what_comes_again_is_found() {
+        let mut recorded = Recorded::new();
+        recorded.note(vec![1, 2], Kind::Seen, 3);
+        assert!(matches!(recorded.find(&[1, 2]), Some(Kind::Seen)));
+        recorded.note(vec![1, 2], Kind::Graph('g'), 3);
+        recorded.note(vec![1], Kind::Refused, 3);
+        assert!(matches!(recorded.find(&[1, 2]), Some(Kind::Graph('g'))));
+        assert!(matches!(recorded.find(&[1]), Some(Kind::Refused)));
+        assert!(recorded.find(&[2]).is_none());
+        assert_eq!(recorded.steps, 3);
+    }
+}

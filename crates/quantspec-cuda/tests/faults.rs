@@ -1,0 +1,240 @@
+//! What goes wrong in one sequence, or is interrupted, changes nothing of the next.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod gpu;
+#[path = "../../quantspec-cpu/tests/support/random.rs"]
+#[allow(dead_code, reason = "shared with tests that use more of it")]
+mod random;
+#[path = "gpu/model.rs"]
+mod small;
+
+use gpu::device;
+use quantspec_core::config::{DraftWeights, Pages, Planes, View, Weights};
+use quantspec_core::policy::Policy;
+use quantspec_core::sample::{Accept, Sampler};
+use quantspec_core::{Error, ErrorKind, Result};
+use quantspec_cuda::device::Device;
+use quantspec_cuda::{CudaBackend, plan};
+use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Row, Step, Turn};
+use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::engine::{Engine, Method};
+use quantspec_model::forward;
+use random::Shape;
+use small::{checkpoints, options, prompt};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+const QUANTSPEC: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+const LLAMA: Shape = Shape { hidden: 128, intermediate: 256, tied: false, ..Shape::new("llama", "BF16", (4, 2, 64)) };
+
+fn load(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options) -> CudaBackend {
+    CudaBackend::load_on(device, checkpoint, options, Hooks::default()).unwrap()
+}
+
+fn method(draft: Option<DraftPlan>, policy: Policy) -> Method {
+    Method { target: View::Both, draft, policy }
+}
+
+/// One decode row of slot 0; its logits' bits.
+fn step(backend: &mut CudaBackend, weights: Weights, token: u32, position: usize) -> Result<Vec<u32>> {
+    backend.set_window(0, &[token])?;
+    let rows = [Row { slot: 0, offset: 0, position }];
+    let view = if weights == Weights::Draft { View::Upper } else { View::Both };
+    forward::step(backend, &Step { weights, view, pages: Pages::All, choose_pages: false, rows: &rows })?;
+    Ok(backend.logits(0)?.iter().map(|x| x.to_bits()).collect())
+}
+
+/// A text of `tokens` tokens; where `bad` is given, the answer begins with it.
+fn decode<B: Backend>(
+    engine: &mut Engine<B>,
+    prompt: &[u32],
+    sampler: &Sampler,
+    tokens: usize,
+    bad: Option<u32>,
+) -> Result<Vec<u32>> {
+    let slot = engine.add(prompt, sampler.clone(), tokens)?;
+    let mut run = || {
+        let mut text = vec![engine.prefill(slot, &mut |_, _| {})?];
+        if let Some(bad) = bad {
+            assert!(engine.restart(slot, bad, sampler.clone())?);
+            text = vec![bad];
+        }
+        while text.len() < tokens {
+            engine.draft(&[(slot, engine.choose_gamma(slot))])?;
+            text.extend(engine.verify()?.remove(0).tokens);
+        }
+        Ok(text)
+    };
+    let text = run();
+    engine.finish(slot);
+    text
+}
+
+#[test]
+fn an_interrupt_at_any_time_leaves_nothing_behind() {
+    let Some(device) = device() else { return };
+    let checkpoint = &checkpoints(&device, 1200)[0];
+    let text = prompt(checkpoint.config().vocab, 700, 3);
+    let sampler = Sampler::new(0.8, 0, 1.0, 0.0, 5, 0, Accept::Replay).unwrap();
+    for policy in [Policy::fixed(3), Policy::auto(8)] {
+        let left = Arc::new(AtomicUsize::new(usize::MAX));
+        let counter = left.clone();
+        let poll = move || match counter.load(Relaxed) {
+            0 => Err(Error::interrupted()),
+            n => {
+                counter.store(n - 1, Relaxed);
+                Ok(())
+            }
+        };
+        let hooks = Hooks { poll: Box::new(poll), ..Hooks::default() };
+        let backend = CudaBackend::load_on(&device, checkpoint, &options(1200, 1), hooks).unwrap();
+        let mut engine = Engine::new(backend, method(Some(QUANTSPEC), policy.clone()), 1, 1200, 256);
+        let mut run = || {
+            engine.set_method(method(Some(QUANTSPEC), policy.clone()));
+            decode(&mut engine, &text, &sampler, 60, None)
+        };
+        let expected = run().unwrap();
+        let (mut polls, mut interrupts) = (1, 0);
+        loop {
+            left.store(polls, Relaxed);
+            let interrupted = run();
+            left.store(usize::MAX, Relaxed);
+            match interrupted {
+                Err(error) => assert_eq!(error.kind, ErrorKind::Interrupted, "{}", error.message),
+                Ok(text) => {
+                    assert_eq!(text, expected);
+                    break;
+                }
+            }
+            interrupts += 1;
+            assert_eq!(run().unwrap(), expected, "after an interrupt at the {polls}th look");
+            polls += polls / 8 + 1;
+        }
+        assert!(interrupts > 10, "{interrupts} places were interrupted");
+    }
+}
+
+#[test]
+fn a_sequence_that_failed_leaves_nothing_behind() {
+    let Some(device) = device() else { return };
+    let bad = 7;
+    let checkpoint = LLAMA.overflowing(9, bad, [2e4, 0.0]);
+    let options = Options { draft_weights: DraftWeights::None, ..options(256, 1) };
+    let clean: Vec<u32> =
+        random::tokens(300, 70, 5).into_iter().map(|id| if id == bad as u32 { 8 } else { id }).collect();
+    // The logits of a prompt and of steps up to where both that failed had got.
+    let decode = |backend: &mut CudaBackend| -> Vec<Vec<u32>> {
+        backend.open(0, 256).unwrap();
+        forward::prefill(backend, 0, &clean, 64, &mut |_, _| ()).unwrap();
+        assert!(backend.first(0, 70, &Sampler::greedy()).is_ok());
+        (70..110).map(|position| step(backend, Weights::Full, clean[position % 70], position).unwrap()).collect()
+    };
+    let expected = decode(&mut load(&device, &checkpoint, &options));
+
+    let mut backend = load(&device, &checkpoint, &options);
+    backend.open(0, 256).unwrap();
+    let mut long = [&clean[..], &clean[..30]].concat();
+    long[80] = bad as u32;
+    forward::prefill(&mut backend, 0, &long, 64, &mut |_, _| ()).unwrap();
+    assert_eq!(backend.first(0, 100, &Sampler::greedy()).unwrap_err().kind, ErrorKind::NotFinite);
+    assert_eq!(decode(&mut backend), expected, "behind a prompt that failed");
+    // Nobody reads what this prompt and this step flag.
+    backend.open(0, 256).unwrap();
+    forward::prefill(&mut backend, 0, &long, 64, &mut |_, _| ()).unwrap();
+    step(&mut backend, Weights::Full, bad as u32, 100).unwrap();
+    assert_eq!(decode(&mut backend), expected, "behind a step that failed");
+}
+
+#[test]
+fn what_the_draft_alone_cannot_compute_ends_no_text() {
+    let Some(device) = device() else { return };
+    // 5,700 · √128 fits half precision; in four bits the weight is 5,867, which does not.
+    let bad = 7;
+    let checkpoint = Shape { dtype: "F32", ..LLAMA }.overflowing(9, bad, [5700.0, 5870.0]);
+    let text = random::tokens(300, 20, 6);
+    for rejection in [false, true] {
+        let options = Options { rejection, ..options(512, 1) };
+        let mut backend = load(&device, &checkpoint, &options);
+        backend.open(0, 512).unwrap();
+        let finite = |logits: Vec<u32>| logits.into_iter().all(|x| f32::from_bits(x).is_finite());
+        assert!(finite(step(&mut backend, Weights::Full, bad as u32, 0).unwrap()), "the target computes it");
+        assert!(!finite(step(&mut backend, Weights::Draft, bad as u32, 0).unwrap()), "the draft does not");
+        for accept in [Accept::Greedy, Accept::Replay] {
+            let sampler = match accept {
+                Accept::Greedy => Sampler::greedy(),
+                _ => Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, accept).unwrap(),
+            };
+            let run = |draft, policy| {
+                let mut engine = Engine::new(load(&device, &checkpoint, &options), method(draft, policy), 1, 512, 64);
+                decode(&mut engine, &text, &sampler, 60, Some(bad as u32))
+            };
+            let plain = run(None, Policy::fixed(0)).unwrap();
+            for policy in [Policy::fixed(3), Policy::auto(8)] {
+                match run(Some(QUANTSPEC), policy) {
+                    Ok(text) => assert_eq!(text, plain),
+                    // Rejection compares with the draft's probabilities: a backend that may be asked for it says that they are none.
+                    Err(error) => assert!(rejection && error.kind == ErrorKind::NotFinite, "{}", error.message),
+                }
+            }
+        }
+    }
+}
+
+/// The backend's own draft and verification, queued whole and recorded, against the loop that every backend has.
+#[test]
+fn rounds_are_their_steps() {
+    let Some(device) = device() else { return };
+    let checkpoint = &checkpoints(&device, 1200)[0];
+    let text = prompt(checkpoint.config().vocab, 520, 4);
+    for accept in [Accept::Greedy, Accept::Replay, Accept::Rejection] {
+        let sampler = match accept {
+            Accept::Greedy => Sampler::greedy(),
+            _ => Sampler::new(0.9, 50, 0.95, 0.0, 8, 0, accept).unwrap(),
+        };
+        let run = |whole: bool| {
+            let mut backend = load(&device, checkpoint, &options(1200, 1));
+            backend.open(0, 1200).unwrap();
+            forward::prefill(&mut backend, 0, &text, 256, &mut |_, _| ()).unwrap();
+            let mut last = backend.first(0, text.len(), &sampler).unwrap();
+            let (mut committed, mut out) = (text.len(), vec![(0, last)]);
+            for gamma in [3, 3, 3, 3, 5, 0, 3, 1] {
+                // No page is completed on the way.
+                backend.set_window(0, &[last]).unwrap();
+                let sampler = sampler.clone();
+                let mut turns = [Turn { slot: 0, committed, gamma, stop: None, leads: Vec::new(), sampler }];
+                let verdict = if whole {
+                    backend.draft(&QUANTSPEC, &mut turns).unwrap();
+                    backend.verify(View::Both, &turns).unwrap()[0]
+                } else {
+                    forward::draft(&mut backend, &QUANTSPEC, &mut turns).unwrap();
+                    forward::verify(&mut backend, View::Both, &turns).unwrap()[0]
+                };
+                out.extend(
+                    backend.window(0, verdict.accepted + 1).unwrap().into_iter().map(|id| (verdict.accepted, id)),
+                );
+                (committed, last) = (committed + verdict.accepted + 1, verdict.token);
+            }
+            out
+        };
+        assert_eq!(run(true), run(false), "{accept:?}");
+    }
+}
+
+#[test]
+fn tables_of_another_format_are_planned_for() {
+    let Some(device) = device() else { return };
+    let checkpoint = LLAMA.edited(1, &|name, _, dtype| {
+        if matches!(name, "model.embed_tokens.weight" | "lm_head.weight") {
+            *dtype = "F32";
+        }
+    });
+    for draft_weights in [DraftWeights::Int4, DraftWeights::Int4Mlp, DraftWeights::None] {
+        for planes in [Planes::of(&[View::Both]), Planes::of(&[View::Full])] {
+            let options = Options { draft_weights, planes, ..options(1000, 2) };
+            let [planned, held] =
+                [plan(&checkpoint, &options, &device.info), load(&device, &checkpoint, &options).memory()]
+                    .map(|memory| Memory { workspace_bytes: 0, ..memory });
+            assert_eq!(planned, held);
+        }
+    }
+}
