@@ -6,12 +6,14 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fake_native
 import pytest
+from conftest import copy_demo
 
 from quantspec_cli import bench, hub, render
 from quantspec_cli.bench import Method, Sample
@@ -381,6 +383,47 @@ def _tests(markdown: str) -> list[str]:
 )
 def test_bad_input(quantspec: Callable[..., Any], arguments: str, code: int, words: tuple[str, ...]) -> None:
     quantspec("bench", *arguments.split()).assert_error(code, *words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("", "lower -p to at most 511"),
+        ("-p 0 -n 512", "lower -n to at most 510"),
+        ("-p 600 -n 600", "lower -p to at most 511 and -n to at most 510"),
+        ("-p 511 -d 0,1", "lower -d to at most 0"),
+        ("-p 500 -d 0,100", "lower -d to at most 11"),
+        # The token before the first decoded one takes the room that depth 0 seems to leave.
+        ("-p 0 -n 511 -d 3", "lower -n to at most 508"),
+        ("-d 300 -p 600", "lower -p to at most 211"),
+        ("-d 600 -p 600", "lower -d to 0 and -p to at most 511"),
+    ],
+)
+def test_the_hint_of_a_refusal_fits(
+    fake: Any, quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: str, hint: str
+) -> None:
+    measure(monkeypatch, 1, KeyboardInterrupt())
+    command = ["bench", "-o", "jsonl", "-m", str(copy_demo(tmp_path / "m", max_position_embeddings=512))]
+    refused = quantspec(*command, *arguments.split())
+    refused.assert_error(3, f"hint: {hint}\n")
+    asked = dict(zip(arguments.split()[::2], arguments.split()[1::2], strict=True))
+    advised = asked | dict(re.findall(r"(-\w) to (?:at most )?(\d+)", hint))
+    assert quantspec(*command, *(word for flag in advised.items() for word in flag)).code == 130
+    for flag, most in re.findall(r"(-\w) to at most (\d+)", hint):
+        more = advised | {flag: str(int(most) + 1)}
+        assert quantspec(*command, *(word for pair in more.items() for word in pair)).code == 3
+
+
+def test_names_stay_in_their_cells(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+    model = tmp_path / "a|b\n\x1b[2J"
+    model.symlink_to(hub.demo())
+    command = ["bench", "-p", "0", "-n", "4", "-r", "1", "--methods", "ar", "-m", str(model)]
+    table = quantspec(*command).stdout
+    assert "\x1b" not in table
+    head, _, row = table.splitlines()
+    assert "a\\|b \N{REPLACEMENT CHARACTER}[2J" in row
+    assert row.count("|") - row.count("\\|") == head.count("|")
+    assert quantspec(*command, "-o", "json").json[0]["model"] == str(model)
 
 
 def test_more_threads_than_processors_are_pointed_out(quantspec: Callable[..., Any]) -> None:

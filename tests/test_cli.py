@@ -82,6 +82,35 @@ def test_rates_are_null_where_nothing_was_drafted(fake: Any, quantspec: Run) -> 
     assert "no speculation" in quantspec("run", "--text", "x", "-n", "5", "--method", "ar").stderr
 
 
+# Fields of `stats` that say nothing where no round decoded, and where none drafted.
+WITHOUT_ROUNDS = {"gamma_mean", "decode_tokens_per_s"}
+WITHOUT_DRAFTS = {"draft_pages_mean", "acceptance_rate", "mean_acceptance_length", "acceptance_rate_per_position"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "nulls"),
+    [
+        (["-n", "5", "--gamma", "2"], set()),
+        (["-n", "5", "--method", "ar"], WITHOUT_DRAFTS),
+        (["-n", "5", "--gamma", "0"], WITHOUT_DRAFTS),
+        (["-n", "1"], WITHOUT_ROUNDS | WITHOUT_DRAFTS),
+    ],
+)
+def test_what_is_null_in_the_document_of_an_engine(quantspec: Run, flags: list[str], nulls: set[str]) -> None:
+    stats = quantspec("run", "--text", "x", *flags, "--json", "--device", "cpu").json["stats"]
+    # Only Linux tells the peak.
+    assert {name for name, value in stats.items() if value is None} - {"peak_bytes"} == nulls
+
+
+def test_the_text_of_several_answers(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    command = ["run", "--text", "x", "--text", "y", "-n", "9"]
+    texts = [result["text"] for result in quantspec(*command, "--json", "-o", str(path)).json["results"]]
+    assert not any(text.endswith("\n") for text in texts)
+    assert path.read_text() == f"==> text 1 <==\n{texts[0]}\n\n==> text 2 <==\n{texts[1]}\n"
+    assert quantspec(*command).stdout == path.read_text()
+
+
 def test_several_prompts_are_one_batch_under_headings_in_their_order(fake: Any, quantspec: Run, document: Path) -> None:
     alone = [quantspec("run", *prompt, "-n", "30").stdout for prompt in (["-p", str(document)], ["--text", "x"])]
     outcome = quantspec("run", "-p", str(document), "--text", "x", "-n", "30")

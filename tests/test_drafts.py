@@ -155,6 +155,14 @@ def test_doctor_shows_place_and_size(quantspec: Run, folder: Path, monkeypatch: 
     size = the_file(folder).stat().st_size
     assert quantspec("doctor", "--json").json["draft_cache"] == {"path": str(folder), "files": 1, "bytes": size}
     assert f"draft cache {folder}: 1 model, " in quantspec("doctor").stdout
+    # What cannot be looked at, or is no file, does not hide what can.
+    (folder / "gone.draft").symlink_to(folder / "nothing")
+    (folder / "folder.draft").mkdir()
+    os.mkfifo(folder / "pipe.draft")
+    (folder / "other").write_text("x")
+    assert quantspec("doctor", "--json").json["draft_cache"] == {"path": str(folder), "files": 1, "bytes": size}
+    monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", f"{folder}\x1b[2J")
+    assert "\x1b" not in quantspec("doctor").stdout
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", "off")
     assert quantspec("doctor", "--json").json["draft_cache"] is None
     assert "draft cache off" in quantspec("doctor").stdout
@@ -183,6 +191,16 @@ def test_eval_reads_them_too(quantspec: Run, folder: Path) -> None:
     assert "cached_drafts" not in first.json
     before = the_file(folder).stat().st_mtime_ns
     assert quantspec(*command).json == first.json
+    assert the_file(folder).stat().st_mtime_ns == before
+    the_file(folder).write_bytes(b"")
+    assert "damaged" in quantspec(*command).stderr
+
+
+def test_bench_reads_them_too(quantspec: Run, folder: Path) -> None:
+    command = ("bench", "-p", "0", "-n", "4", "-r", "1", "--methods", "quantspec", "--device", "cpu")
+    assert quantspec(*command).code == 0
+    before = the_file(folder).stat().st_mtime_ns
+    assert quantspec(*command).code == 0
     assert the_file(folder).stat().st_mtime_ns == before
     the_file(folder).write_bytes(b"")
     assert "damaged" in quantspec(*command).stderr

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,10 +105,127 @@ def test_a_fork_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> N
         lambda: engine.generate("one"),
         lambda: engine.stream("one"),
         lambda: next(stream),
+        stream.close,
+        engine.statistics,
     ]
     for work in late:
         with pytest.raises(UsageError, match=f"belongs to process {process}, this is its fork {process + 1}"):
             work()
+
+
+FORK = """
+import os, signal, sys, threading
+from quantspec_cli import Engine
+engine = Engine.load(context=6000, batch=2, device="cpu", threads=1)
+stream = engine.stream("one", max_new_tokens=50)
+next(stream)
+reads = threading.Event()
+document = "It was a dark and stormy night. " * 500
+options = {"max_new_tokens": 2, "on_prefill": lambda done, total: reads.set()}
+threading.Thread(target=engine.generate, args=(document,), kwargs=options, daemon=True).start()
+reads.wait()
+for work in (engine.statistics, lambda: next(stream), stream.close, lambda: globals().pop("stream")):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        try:
+            work()
+        except Exception as error:
+            print(type(error).__name__, flush=True)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_fork_does_not_wait_for_a_thread_that_stayed_behind() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FORK]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.stdout.split() == [*("UsageError", "0") * 3, "0"], done
+
+
+def in_background(work: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
+    failures: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    return thread, failures
+
+
+def test_any_thread_may_close_a_stream(engine: Engine, fake: Any) -> None:
+    fake.round_s = 0.02
+    for _ in range(3):
+        stream = engine.stream("one", max_new_tokens=900)
+        begun = threading.Event()
+        pieces: list[str] = []
+
+        def read(stream: Any = stream, begun: Any = begun, pieces: Any = pieces) -> None:
+            for piece in stream:
+                pieces.append(piece)
+                begun.set()
+
+        thread, failures = in_background(read)
+        assert begun.wait(30)
+        stream.close()
+        assert free(engine) == 2
+        thread.join(30)
+        assert not thread.is_alive()
+        assert failures == []
+        assert stream.generation.stop_reason == "interrupted"
+        assert "".join(pieces) == stream.generation.text
+        assert len(stream.generation.tokens) < 900
+        assert list(stream) == []
+        stream.close()
+
+
+def test_threads_that_share_a_stream_get_a_piece_each(engine: Engine, fake: Any) -> None:
+    whole = engine.generate("one", max_new_tokens=60).text
+    fake.round_s = 0.005
+    stream = engine.stream("one", max_new_tokens=60)
+    pieces: list[str] = []
+    workers = [in_background(lambda: pieces.extend(stream)) for _ in range(3)]
+    for thread, failures in workers:
+        thread.join(30)
+        assert failures == []
+    assert sorted("".join(pieces)) == sorted(whole)
+    assert stream.generation.text == whole
+    assert free(engine) == 2
+
+
+def test_a_callback_may_close_its_own_stream(engine: Engine, fake: Any) -> None:
+    fake.prefill_s = 0.1
+    refused: list[str] = []
+
+    def on_prefill(done: int, total: int) -> None:
+        with pytest.raises(UsageError, match="a callback of an answer") as caught:
+            next(stream)
+        refused.append(caught.value.message)
+        stream.close()
+
+    stream = engine.stream("one", max_new_tokens=900, on_prefill=on_prefill)
+    assert len(list(stream)) <= 1
+    assert refused
+    assert stream.generation.stop_reason == "interrupted"
+    assert free(engine) == 2
+
+
+def test_what_can_be_read_once_is_read_once(engine: Engine, fake: Any) -> None:
+    prompts = ["one", "two three"]
+    expected = engine.generate_batch(prompts, max_new_tokens=9)
+    assert engine.generate_batch((prompt for prompt in prompts), max_new_tokens=9) == expected
+    with pytest.raises(UsageError, match="no prompt"):
+        engine.generate_batch(iter(()))
+    text = engine.generate("one", max_new_tokens=40).text
+    end = text[10:13]
+    stopped = engine.generate("one", max_new_tokens=40, stop=[end])
+    assert stopped.stop_reason == "stop"
+    assert engine.generate("one", max_new_tokens=40, stop=(stop for stop in [end])) == stopped
 
 
 def test_ids_the_model_does_not_have_are_refused(engine: Engine) -> None:
@@ -139,6 +259,9 @@ def test_values_out_of_range_are_refused_before_the_engine_sees_them(engine: Eng
         {"stop": "text"},
         {"stop": [""]},
         {"stop": [5]},
+        {"stop": None},
+        {"stop": 5},
+        {"stop": b"text"},
         {"temperature": "hot"},
         {"top_p": None},
         {"max_new_tokens": "5"},
@@ -156,8 +279,9 @@ def test_values_out_of_range_are_refused_before_the_engine_sees_them(engine: Eng
     for prompt in (None, 5, b"text"):
         with pytest.raises(UsageError, match="a prompt is"):
             engine.generate(prompt)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="a prompt is"):
-        engine.generate_batch("text")
+    for prompts in ("text", b"text", None, 5, Prompt([1])):
+        with pytest.raises(UsageError, match="a prompt is"):
+            engine.generate_batch(prompts)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="character 1 is half of a pair"):
         engine.generate("a\udcff")
     with pytest.raises(TypeError):

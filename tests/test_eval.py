@@ -124,7 +124,13 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
         (["--tokens", "many"], 2, ("many",)),
         (["--context", "-1"], 2, ("context is -1",)),
         (["--tokens", "5000"], 1, ("sample.txt has 1713 tokens and 5000 are asked for",)),
-        (["--tokens", "50", "--context", "49"], 1, ("50 tokens with 49 of context", "--context")),
+        (
+            ["--tokens", "40", "--context", "39"],
+            2,
+            ("--tokens 40 with --context 39 leaves no token", "--tokens 41 or more, or --context 38 or less"),
+        ),
+        (["--context", "1712"], 1, ("sample.txt has 1713 tokens and 1714 are asked for", "--context")),
+        (["--tokens", "1714", "--context", "9"], 1, ("sample.txt has 1713 tokens and 1714 are asked for",)),
         (["--tokens", "200000"], 3, ("200000 tokens", "context of 131072", "--tokens 131072")),
         (["--prompt", "/no/such/book"], 1, ("/no/such/book does not exist",)),
         (["--output", "/no/such/folder/report"], 1, ("/no/such/folder",)),
@@ -135,6 +141,24 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
 )
 def test_bad_input(quantspec: Callable[..., Any], arguments: list[str], code: int, words: tuple[str, ...]) -> None:
     quantspec("eval", *arguments).assert_error(code, *words)
+
+
+def test_the_token_behind_the_context_is_only_fed(quantspec: Callable[..., Any]) -> None:
+    for context in (0, 1, 38):
+        found = quantspec("eval", "--tokens", "40", "--context", str(context), "--json").json
+        assert (found["tokens"], found["positions"]) == (40, 40 - context - 1)
+
+
+def test_names_cannot_move_the_cursor(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+    text, model = tmp_path / "a\n\x1b[31mb", tmp_path / "m\n\x1b[2J"
+    text.write_text("It was a dark and stormy night; the rain fell in torrents.")
+    model.symlink_to(hub.demo())
+    arguments = ["eval", "-p", str(text), "-m", str(model)]
+    report = quantspec(*arguments).stdout
+    assert "\x1b" not in report
+    assert "a \N{REPLACEMENT CHARACTER}[31mb: " in report.splitlines()[0]
+    found = quantspec(*arguments, "--json").json
+    assert (found["prompt"], found["model"]) == (str(text), str(model))
 
 
 def test_texts_that_are_none(quantspec: Callable[..., Any], tmp_path: Path) -> None:

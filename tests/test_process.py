@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,6 +96,78 @@ def test_ctrl_c_in_json_is_one_document(start: Start) -> None:
     results = json.loads(out)["results"]
     assert [result["stop_reason"] for result in results] == ["interrupted", "interrupted"]
     assert all(result["new_tokens"] == len(result["tokens"]) > 0 for result in results)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("pause_s", [0.001, 0.006])
+def test_a_signal_that_comes_twice_at_once_is_one(start: Start, number: int, pause_s: float) -> None:
+    child = start("run", "--text", "x", "-n", "100000", "--json", script=SLOW)
+    time.sleep(1)
+    child.send_signal(number)
+    time.sleep(pause_s)
+    _, out, err = end(child, number)
+    assert (child.returncode, err) == (128 + number, b"")
+    (result,) = json.loads(out)["results"]
+    assert result["stop_reason"] == "interrupted"
+    assert result["new_tokens"] > 0
+
+
+def until_it_prints(child: subprocess.Popen[bytes]) -> None:
+    """Waits until a command's document has begun and fills the pipe, which nobody reads."""
+    assert child.stdout is not None
+    size = fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    found = b""
+    while int.from_bytes(found, sys.byteorder) < size:
+        time.sleep(0.01)
+        assert child.poll() is None
+        found = fcntl.ioctl(child.stdout, termios.FIONREAD, bytes(4))
+
+
+@pytest.mark.parametrize("arguments", [["run", "--text", "x", "-n", "3000"], ["selftest"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_document_that_has_begun_is_finished(start: Start, arguments: list[str], unbuffered: str) -> None:
+    child = start(*arguments, "--json", env={"PYTHONUNBUFFERED": unbuffered})
+    until_it_prints(child)
+    for _ in range(3):
+        child.send_signal(signal.SIGTERM)
+        time.sleep(0.003)
+    assert child.poll() is None
+    out, err = child.communicate(timeout=30)
+    assert (child.returncode, err) == (0, b"")
+    assert "error" not in json.loads(out)
+
+
+def test_a_second_signal_ends_a_command_that_nobody_reads(start: Start) -> None:
+    child = start("run", "--text", "x", "-n", "3000", "--json")
+    until_it_prints(child)
+    child.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert child.poll() is None
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=30) == 143
+    out, err = child.communicate(timeout=30)
+    # Half a document, and nothing behind it.
+    assert out.startswith(b'{"quantspec"')
+    assert b"error" not in out
+    assert err == b"error: interrupted by SIGTERM\nhint: run the command again\n"
+
+
+def test_people_are_told_of_an_error_whoever_reads_the_document(toy_command: list[str], tmp_path: Path) -> None:
+    for arguments, code in ((["-n", "0"], 2), (["-o", str(tmp_path)], 2), (["-c", "1"], 3)):
+        command = [*toy_command, "run", "--text", "x", *arguments, "--json"]
+        whole = subprocess.run(command, capture_output=True, check=False, timeout=60)
+        assert (whole.returncode, len(whole.stderr.splitlines())) == (code, 2)
+        error = json.loads(whole.stdout)["error"]
+        reader, writer = os.pipe()
+        os.close(reader)
+        with Path("/dev/full").open("wb") as full:
+            for out in (writer, full):
+                done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, check=False, timeout=60)
+                assert (done.returncode, done.stderr) == (code, whole.stderr)
+            # Nor does a standard error that fails cost the document.
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, check=False, timeout=60)
+            assert (done.returncode, json.loads(done.stdout)["error"]) == (code, error)
+        os.close(writer)
 
 
 @pytest.mark.parametrize("stage", ["load_s", "prefill_s"])
@@ -260,6 +334,49 @@ def test_closed_streams(toy_command: list[str], tmp_path: Path) -> None:
     done = without(toy_command, f"0>{tmp_path / 'only'}", "run", "--prompt", "-")
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr.startswith(b"error: standard input cannot be read: bad file descriptor\nhint: ")
+
+
+def shell(toy_command: list[str], line: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs a line of a shell with the command as `"$@"`."""
+    return subprocess.run(
+        ["bash", "-c", line, "bash", *toy_command, *arguments], capture_output=True, check=False, timeout=60
+    )
+
+
+def test_an_open_descriptor_takes_the_answer_where_it_is(toy_command: list[str], tmp_path: Path) -> None:
+    run = ["run", "--text", "x", "-n", "5", "-q", "-o"]
+    answer = without(toy_command, "", *run, "-").stdout
+    assert answer
+    link, log = tmp_path / "link", tmp_path / "log"
+    link.symlink_to("/dev/stdout")
+    for place in ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", str(link)):
+        # A log that is shared with neighbours.
+        shared = shell(toy_command, f'{{ echo before; "$@"; echo after; }} > {log}', *run, place)
+        assert (shared.returncode, shared.stdout, shared.stderr) == (0, b"", b""), place
+        assert log.read_bytes() == b"before\n" + answer + b"after\n", place
+        assert shell(toy_command, '"$@" | cat', *run, place).stdout == answer, place
+    for place, redirected in (("/dev/stderr", "2"), ("/dev/fd/7", "7"), ("/proc/self/fd/7", "7")):
+        lines = f'{{ echo before >&{redirected}; "$@"; echo after >&{redirected}; }} {redirected}> {log}'
+        done = shell(toy_command, lines, *run, place)
+        assert (done.returncode, done.stdout, done.stderr) == (0, b"", b""), place
+        assert log.read_bytes() == b"before\n" + answer + b"after\n", place
+    assert shell(toy_command, '"$@" 7>&1 >&2 | cat', *run, "/dev/fd/7").stdout == answer
+    assert shell(toy_command, '"$@" >(cat) | cat', *run).stdout == answer
+    # A file without a name.
+    nameless = f'exec 7>{log}; rm {log}; "$@"; cat /dev/fd/7'
+    assert shell(toy_command, nameless, *run, "/dev/fd/7").stdout == answer
+    assert os.listdir(tmp_path) == ["link"]
+
+
+def test_a_descriptor_that_cannot_be_written_is_an_error_before_any_work(toy_command: list[str]) -> None:
+    for place, streams in (("/dev/fd/7", ""), ("/dev/stdin", "</dev/null"), ("/dev/fd/0", "<&-"), ("/dev/fd/7", "7</")):
+        done = without(toy_command, streams, "run", "--text", "x", "-o", place)
+        assert (done.returncode, done.stdout) == (1, b""), place
+        message = f"error: output {place} cannot be written: bad file descriptor\nhint: "
+        assert done.stderr.decode().startswith(message), place
+    done = without(toy_command, ">&-", "run", "--text", "x", "-o", "/dev/stdout")
+    assert (done.returncode, done.stderr.partition(b"\n")[0]) == (1, b"error: standard output is closed")
+    assert without(toy_command, "2>&-", "run", "--text", "x", "-o", "/dev/stderr").returncode == 1
 
 
 def test_text_is_utf8_in_any_locale(start: Start) -> None:

@@ -50,6 +50,8 @@ def test_a_file_that_is_not_there_is_one_error(fake: object, quantspec: Run, tmp
     quantspec("run", "--prompt", str(tmp_path / "nothing.txt")).assert_error(1, "does not exist", "--text")
     quantspec("run", "--prompt", str(tmp_path)).assert_error(1, "is a directory")
     quantspec("run", "--prompt", "a\0b").assert_error(1, "cannot be read")
+    for command in ("run", "eval", "bench"):
+        quantspec(command, "--prompt", "").assert_error(2, "the name of a prompt is empty", "name a file")
     quantspec("run", "--prompt", "x" * 5000).assert_error(1, "cannot be read")
 
 

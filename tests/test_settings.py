@@ -86,6 +86,8 @@ def test_the_default_place(fake: type, quantspec: Run, tmp_path: Path, monkeypat
         ("temperature = 1" + "0" * 400, "temperature is a number of 1329 bits"),
         ("max-tokens = 0x" + "f" * 5000, "max-tokens is a number of 20000 bits"),
         ('[bench]\nwhat = "kernels"', "bench.what is no setting"),
+        ("max_tokens = 3\nmax-tokens = 4", "max_tokens and max-tokens are one setting"),
+        ("[run]\nctx-size = 3\nctx_size = 3", "run.ctx-size and run.ctx_size are one setting"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_usage_error(

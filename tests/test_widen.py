@@ -9,7 +9,7 @@ import shutil
 import signal
 import struct
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -324,21 +324,53 @@ def test_what_fails_half_way_leaves_nothing(
     assert not existing or not list(out.iterdir())
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Signals do afterwards what they did before."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_leaves_nothing(
-    widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    widen: ModuleType,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
 ) -> None:
     def ended(*_: object) -> bytes:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         return b""
 
     monkeypatch.setattr(widen, "encode", ended)
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert widen.main([str(hub.demo()), str(tmp_path / "wide"), "--times", "2", "--layers", "6"]) == 143
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    # So that a version that does not listen fails the test and does not end it.
+    signal.signal(number, lambda *_: None)
+    command = [str(hub.demo()), str(tmp_path / "wide"), "--times", "2", "--layers", "6"]
+    assert widen.main(command) == 128 + number
     assert capfd.readouterr().err == "error: interrupted\nhint: run the command again\n"
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_signal_that_is_ignored_stays_so(
+    widen: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strange: Path
+) -> None:
+    def hung_up(values: Any, dtype: str, encode: Callable[[Any, str], bytes] = widen.encode) -> bytes:
+        os.kill(os.getpid(), signal.SIGHUP)
+        return encode(values, dtype)
+
+    monkeypatch.setattr(widen, "encode", hung_up)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    (strange / "chat_template.jinja").write_text("{{ messages }}")
+    assert widen.main([str(strange), str(tmp_path / "wide"), "--times", "2", "--layers", "2"]) == 0
+    # All of the tokenizer goes along.
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (tmp_path / "wide" / name).read_bytes() == (strange / name).read_bytes()
 
 
 def test_flags_that_are_wrong_are_one_error(widen: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:

@@ -27,6 +27,7 @@ import signal
 import struct
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,7 +42,13 @@ HEADROOM_BYTES = 64 << 20
 TIMES_MAX = 1024
 LAYERS_MAX = 4096
 PARTIAL = "model.safetensors.partial"
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
 WIDENED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 SETTINGS = (*WIDENED, "num_hidden_layers", "vocab_size")
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -357,7 +364,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--layers", type=int, required=True, help="layers of the result, at least the source's")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, stopped)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        # Whoever started us may have decided otherwise (nohup).
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, stopped)
     try:
         size = widen(options.source, options.out, options.times, options.layers)
     except Refusal as refusal:
@@ -367,7 +377,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: cannot write {options.out}: {reason(error)}\nhint: check space and permissions", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        print("error: interrupted\nhint: run the command again", file=sys.stderr)
+        with suppress(OSError):  # a terminal that has hung up
+            print("error: interrupted\nhint: run the command again", file=sys.stderr)
         return 128 + int(*(error.args or (signal.SIGINT,)))
     print(
         f"{options.out}: {size / 1e9:.2f} GB, widened {options.times} times, {options.layers} layers", file=sys.stderr

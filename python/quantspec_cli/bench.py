@@ -19,14 +19,15 @@ import os
 import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from . import __version__, loop, output, prompts, render
+from . import __version__, loop, output, prompts, render, settings
 from .engine import Model
-from .errors import EXIT_DONE, DoesNotFitError, InputError, InternalError, QuantspecError, UsageError, native_errors
+from .errors import DoesNotFitError, InputError, InternalError, QuantspecError, UsageError, native_errors, one_line
 from .options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MIN, SEED_MAX, whole
+from .signals import SIGNALS
 from .text import Text
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from . import _native
     from .options import EngineOptions
 
-# The novel whose beginning is the sample of `run`: 230,000 tokens, so that every depth has text.
+# The novel whose beginning is the sample of `eval` and `selftest`: 230,000 tokens, so that every depth has text.
 BOOK = Path(__file__).with_name("book.txt.gz")
 # Depths of `bench kernels` where none are given, and the most rows of a step that it takes.
 KERNEL_DEPTHS = [4096, 32_768, 131_072]
@@ -154,8 +155,8 @@ class Sample:
         return _same(*self.bandwidths)
 
 
-def bench(request: Request, options: EngineOptions) -> int:
-    """Measures and prints as it goes; returns the exit code."""
+def bench(request: Request, options: EngineOptions) -> output.Done:
+    """Measures and prints as it goes."""
     plan = read_plan(request)
     render.warn_of_threads(options.threads)
     with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
@@ -175,7 +176,7 @@ def bench(request: Request, options: EngineOptions) -> int:
         failure = _write(measured, writer(request.output_format, Decoding, sink))
     if failure is not None:
         raise failure
-    return EXIT_DONE
+    return output.Done()
 
 
 def _write(rows: Iterable[Mapping[str, Any]], table: Markdown | Csv | Json | JsonLines) -> BaseException | None:
@@ -192,13 +193,14 @@ def _write(rows: Iterable[Mapping[str, Any]], table: Markdown | Csv | Json | Jso
     ended = ended or next(iter(failures), None)
     if ended is not None and not done:
         raise ended
-    table.close()
+    with SIGNALS.held():
+        table.close()
     return ended
 
 
-def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str | None) -> int:
-    """Times the kernels of a GPU at the shapes of each model; returns the exit code. Where nobody asks for `depths`, they
-    are those of `KERNEL_DEPTHS` that the model has.
+def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str | None) -> output.Done:
+    """Times the kernels of a GPU at the shapes of each model. Where nobody asks for `depths`, they are those of
+    `KERNEL_DEPTHS` that the model has.
     """
     counts = [n for n in numbers("--rows", rows) if n > 0]
     asked = None if depths is None else numbers("-d", depths)
@@ -220,7 +222,7 @@ def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str 
         failure = _write(measured, writer(request.output_format, Kernels, sink))
     if failure is not None:
         raise failure
-    return EXIT_DONE
+    return output.Done()
 
 
 def _kernel_depths(model: Model, asked: Sequence[int] | None) -> list[int]:
@@ -243,7 +245,7 @@ def _kernels(
         device, device_name, read, measured = _native.kernels(
             str(model.directory), device=options.device, contexts=depths, rows=rows
         )
-    render.note(f"{device}: {device_name}, reads {render.number(read / 1e9)} GB/s")
+    render.note(f"{device}: {one_line(device_name)}, reads {render.number(read / 1e9)} GB/s")
     about = {"quantspec": __version__, "model": model.name, "device": device, "device_name": device_name}
     for row in measured:
         yield about | {"test": "kernel"} | row
@@ -369,7 +371,7 @@ def _tokens(model: Model, name: str, text: str, plan: Plan) -> list[int]:
         raise DoesNotFitError(
             f"depth {max(plan.n_depth)} with its tests takes {plan.capacity} tokens, the context of {model.name} is "
             f"{model.context}",
-            f"lower -d to at most {max(0, model.context - plan.capacity + max(plan.n_depth))}",
+            _room(plan, model.context),
         )
     ids = model.tokenizer.encode(text)
     if len(ids) < plan.text_tokens:
@@ -378,6 +380,19 @@ def _tokens(model: Model, name: str, text: str, plan: Plan) -> list[int]:
             "give a longer text with --prompt, or lower -d and -p",
         )
     return ids[: plan.text_tokens]
+
+
+def _room(plan: Plan, context: int) -> str:
+    """What to lower, and to how much, so that a plan fits a context."""
+    deepest = max(plan.n_depth)
+    possible = max(context - plan.capacity + deepest, 0)
+    if deepest > 0 and replace(plan, n_depth=[possible]).capacity <= context:
+        return f"lower -d to at most {possible}"
+    # The tests alone are too long: what there is room for behind that depth, or behind none where nothing fits behind it.
+    depth = deepest if deepest < context - 1 else 0
+    room = {"-p": (plan.n_prompt, context - depth - 1), "-n": (plan.n_gen, context - max(depth, 1) - 1)}
+    lower = [f"{flag} to at most {most}" for flag, (counts, most) in room.items() if max(counts, default=0) > most]
+    return "lower " + " and ".join([*(["-d to 0"] if depth < deepest else []), *lower])
 
 
 # Measuring -----------------------------------------------------------------------------------------------------------
@@ -403,12 +418,14 @@ class Bench:
                 page_choice=native["page_choice"],
                 accept=native["accept"],
                 every_view=True,
+                draft_cache=settings.native_draft_cache(),
                 on_loading=on_loading,
             )
             self._draft_bytes = int(self._engine.stats()["draft_weights_bytes"])
         self._page_choice = options.page_choice
         self._accept = options.accept
         self._info = self._engine.info
+        render.note_of_drafts(self._info)
         self._bandwidth_now = 0.0
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -752,9 +769,14 @@ class Markdown:
         widths = [width for _, width in self.HEAD]
         padded = (
             cell.ljust(width) if i < self.TEXTS else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            for i, (cell, width) in enumerate(zip(map(_cell, cells), widths, strict=True))
         )
         self._sink.write("| " + " | ".join(padded) + " |\n")
+
+
+def _cell(text: str) -> str:
+    """Text that stays in its cell, whatever a model is called."""
+    return one_line(text).replace("|", "\\|")
 
 
 class Decoding(Markdown):

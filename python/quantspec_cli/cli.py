@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .options import Command
+    from .output import Done
 
 # QUANTSPEC_GAMMA and the like mean the same for every command.
 _CONTEXT = {"auto_envvar_prefix": settings.PREFIX, "help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -41,9 +42,11 @@ Exit codes: 0 done, 1 error, 2 usage, 3 does not fit in memory or context
 output was closed; 4 is reserved for a batch with failed documents."""
 
 
-def _dash_is_stdout(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
-    """`--output -` is standard output, as `--prompt -` is standard input."""
-    return None if value == "-" else value
+def _unless_stdout(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+    """`--output -` is standard output, as `--prompt -` is standard input; so is /dev/stdout."""
+    from .output import descriptor
+
+    return None if value == "-" or (value is not None and descriptor(value) == 1) else value
 
 
 class _Command(click.Command):
@@ -97,7 +100,7 @@ def cli(ctx: click.Context, config: Path | None) -> None:
 @click.option(
     *("-o", "--output", "output"),
     metavar="FILE",
-    callback=_dash_is_stdout,
+    callback=_unless_stdout,
     allow_from_autoenv=False,
     help="Write the answer there instead of stdout; the file appears when it is complete.",
 )
@@ -115,7 +118,7 @@ def run(
     max_tokens: int,
     stop: tuple[str, ...],
     **flags: Any,
-) -> int:
+) -> Done:
     """Continue documents: text to stdout, statistics to stderr."""
     sampling = {name: flags.pop(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")}
     generate_options = GenerateOptions(max_new_tokens=max_tokens, stop=stop, **sampling)
@@ -129,7 +132,7 @@ def run(
 
 @cli.command(context_settings=_CONTEXT)
 @json_flag
-def doctor(as_json: bool) -> int:
+def doctor(as_json: bool) -> Done:
     """Show what this machine offers: processor, GPU or why not, memory, model cache, versions."""
     from .doctor import doctor as execute
 
@@ -140,7 +143,7 @@ def doctor(as_json: bool) -> int:
 @model_flags
 @device_flags
 @json_flag
-def selftest(*, device: str, threads: int | None, **flags: Any) -> int:
+def selftest(*, device: str, threads: int | None, **flags: Any) -> Done:
     """Prove on this machine that speculation changes no token. Exit code 1 at the first difference."""
     from .selftest import selftest as execute
 
@@ -206,7 +209,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @click.option(
     *("--output", "output"),
     metavar="FILE",
-    callback=_dash_is_stdout,
+    callback=_unless_stdout,
     allow_from_autoenv=False,
     help="Write there instead of stdout.",
 )
@@ -223,7 +226,7 @@ def bench(
     accept: str,
     kv_rounding: str,
     **flags: Any,
-) -> int:
+) -> Done:
     """Measure prefill and decoding at depth, and the memory bandwidth that bounds them.
 
     bench kernels times each kernel of a GPU at the model's shapes against the bytes it must move.
@@ -255,19 +258,23 @@ def bench(
 )
 @click.option("--tokens", type=int, metavar="N", help="Score the first N tokens of the text.  [default: all]")
 @click.option(
-    "--context", type=int, default=0, metavar="N", help="Of these, the first N are a prompt: read, not scored."
+    "--context",
+    type=int,
+    default=0,
+    metavar="N",
+    help="Of these, the first N are a prompt, and the next one is only fed: N + 1 are not scored.",
 )
 @click.option("--kv-rounding", type=click.Choice(KV_ROUNDINGS), default="balanced", show_default=True)
 @click.option(
     *("-o", "--output", "output"),
     metavar="FILE",
-    callback=_dash_is_stdout,
+    callback=_unless_stdout,
     allow_from_autoenv=False,
     help="Write the report there instead of stdout.",
 )
 @device_flags
 @json_flag
-def evaluate(*, device: str, threads: int | None, kv_rounding: str, **flags: Any) -> int:
+def evaluate(*, device: str, threads: int | None, kv_rounding: str, **flags: Any) -> Done:
     """Score a text: perplexity and divergence of each view of the cache, acceptance of each draft."""
     from .eval import Request
     from .eval import evaluate as execute

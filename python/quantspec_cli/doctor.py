@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from contextlib import suppress
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
 from . import __version__, hub, render, settings
-from .errors import EXIT_DONE, native_errors
-from .output import Stdout
+from .errors import native_errors, one_line
+from .output import Done, Stdout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def doctor(*, as_json: bool) -> int:
-    """Prints the report and returns the exit code."""
+def doctor(*, as_json: bool) -> Done:
+    """Prints the report; that of `--json` is left to be printed."""
+    stdout = Stdout()
     found = examine()
-    text = json.dumps(found, ensure_ascii=False) if as_json else "\n".join(lines(found))
-    Stdout().write(text + "\n")
-    return EXIT_DONE
+    if as_json:
+        return Done(document=found)
+    stdout.write("\n".join(lines(found)) + "\n")
+    return Done()
 
 
 def examine() -> dict[str, Any]:
@@ -56,7 +58,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         report.append(f"GPU         off: {gpu['reason']}")
     report += [
         f"kernels     {_kernels(found['kernels'])}",
-        f"model cache {found['model_cache']}",
+        f"model cache {one_line(found['model_cache'])}",
         f"draft cache {_drafts(found['draft_cache'])}",
         "packages    " + ", ".join(f"{name} {version}" for name, version in found["packages"].items()),
     ]
@@ -88,9 +90,12 @@ def _draft_cache() -> dict[str, Any] | None:
     if folder is None:
         return None
     sizes = []
-    # A folder that is not there or may not be read holds nothing for us.
+    # What is not there or may not be read holds nothing for us: the folder, or one entry of it.
     with suppress(OSError):
-        sizes = [path.stat().st_size for path in folder.glob("*.draft")]
+        for path in folder.iterdir():
+            with suppress(OSError):
+                if path.suffix == ".draft" and S_ISREG((found := path.stat()).st_mode):
+                    sizes.append(found.st_size)
     return {"path": str(folder), "files": len(sizes), "bytes": sum(sizes)}
 
 
@@ -99,7 +104,7 @@ def _drafts(cache: dict[str, Any] | None) -> str:
         said = os.environ.get("QUANTSPEC_DRAFT_CACHE") == "off"
         return "off: " + ("QUANTSPEC_DRAFT_CACHE says so" if said else "no home directory is known")
     models = "model" if cache["files"] == 1 else "models"
-    return f"{cache['path']}: {cache['files']} {models}, {render.size(cache['bytes'])}; delete it at will"
+    return f"{one_line(cache['path'])}: {cache['files']} {models}, {render.size(cache['bytes'])}; delete it at will"
 
 
 def _versions() -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -73,7 +74,7 @@ class Arguments(TypedDict, total=False):
     top_p: float
     min_p: float
     seed: int
-    stop: Sequence[str]
+    stop: Iterable[str]
     ignore_eos: bool
 
 
@@ -240,6 +241,11 @@ class Slots:
                 'load an engine in every process, or start processes by "spawn"',
             )
 
+    def finish(self, slot: int) -> None:
+        """Frees a slot. Those of a fork are its parent's: the engine may be locked there by a thread that stayed behind."""
+        if os.getpid() == self._process:
+            self.native.finish(slot)
+
     @property
     def kept_tokens(self) -> int:
         """Tokens of answers behind the first of each: what rounds gave, without what they gave behind the end of a text."""
@@ -262,7 +268,7 @@ class Slots:
                 self._taken.update(texts)
         except BaseException:
             for slot in slots:
-                self.native.finish(slot)
+                self.finish(slot)
             raise
         try:
             yield slots
@@ -282,10 +288,10 @@ class Slots:
 
 
 class Batch:
-    """Sequences that decode together. Iterating yields (index of the prompt, text) as text becomes available.
+    """Sequences that decode together: an iterator of (index of the prompt, text) as text becomes available.
 
     The first len(prompts) items come from the prompts, one each and in order; later ones from rounds. A text may be
-    empty.
+    empty. Threads may share it: they take turns, and each item is one thread's.
 
     Attributes:
         texts: the answers as they grow, in the order of the prompts.
@@ -312,12 +318,42 @@ class Batch:
         ]
         # Not a method of this object: dropping the batch then ends its decoding and frees its slots at once.
         self._pieces = _decode(slots, prompts, self.texts, options, on_prefill)
+        self._slots = slots
+        # Held inside `_pieces`. Reentrant: what a callback of a prefill asks for is answered, not waited for.
+        self._turn = threading.RLock()
+        self._inside = False
+        self._ending = threading.Event()
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
-        return self._pieces
+        return self
+
+    def __next__(self) -> tuple[int, str]:
+        self._slots.check_process()
+        with self._turn:
+            if self._inside:
+                raise UsageError("a callback of an answer asks for its next piece", "ask when the callback is done")
+            # Whoever ends the answer may wait for the turn and not get it between two of ours.
+            if self._ending.is_set():
+                raise StopIteration
+            try:
+                self._inside = True
+                return next(self._pieces)
+            finally:
+                self._inside = False
+                if self._ending.is_set():
+                    self._end()
 
     def interrupt(self) -> list[tuple[int, str]]:
-        """Ends what still grows and frees its slots; returns text that was held back, by index."""
+        """Ends what still grows and frees its slots, from any thread: when the round or prefill under way is done. Returns
+        text that was held back, by index.
+        """
+        self._slots.check_process()
+        self._ending.set()
+        with self._turn:
+            # Inside a callback of the prefill: the answer ends behind it.
+            return [] if self._inside else self._end()
+
+    def _end(self) -> list[tuple[int, str]]:
         self._pieces.close()
         return [(index, text.interrupt()) for index, text in enumerate(self.texts) if text.stop_reason is None]
 
@@ -342,7 +378,8 @@ def _decode(
         index = {slot: place for place, slot in enumerate(slots)}
         answers = dict(zip(slots, texts, strict=True))
         # Closed before the places count as free: the engine frees them then.
-        with closing(loop.decode(places.native, answers, on_prefill=on_prefill, turn=places.turn)) as pieces:
+        rounds = loop.decode(places.native, answers, finish=places.finish, on_prefill=on_prefill, turn=places.turn)
+        with closing(rounds) as pieces:
             kept = [1] * len(texts)
             for slot, text in pieces:
                 tokens = len(texts[index[slot]].tokens)
@@ -364,7 +401,10 @@ def _check_ids(prompt: Prompt, vocab: int) -> None:
 
 
 class Stream:
-    """One answer as an iterator of pieces of text. Leaving it early, or `close`, ends the answer and frees its slot."""
+    """One answer as an iterator of pieces of text. Leaving it early, or `close`, ends the answer and frees its slot.
+
+    Threads may share it: each piece goes to one of them.
+    """
 
     def __init__(self, batch: Batch) -> None:
         self._batch = batch
@@ -379,7 +419,7 @@ class Stream:
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the answer here."""
+        """Ends the answer here. Any thread may: it waits for a round or prefill under way, and who iterates is done then."""
         self._batch.interrupt()
 
     def __enter__(self) -> Stream:
@@ -502,16 +542,18 @@ class Engine:
         return self.native.info
 
     def start(
-        self, prompts: Sequence[str | Prompt], options: GenerateOptions, *, on_prefill: OnProgress | None = None
+        self, prompts: Iterable[str | Prompt], options: GenerateOptions, *, on_prefill: OnProgress | None = None
     ) -> Batch:
         """Starts decoding prompts together. Every prompt is checked to fit before the first one is taken."""
         self._slots.check_process()
-        if not prompts:
-            raise UsageError("no prompt", "give at least one prompt")
-        if isinstance(prompts, str) or not all(isinstance(prompt, str | Prompt) for prompt in prompts):
+        # Read once: a generator yields its prompts to nobody else.
+        given = None if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)
+        if given is None or not all(isinstance(prompt, str | Prompt) for prompt in given):
             raise UsageError(f"a prompt is {prompts!r:.60}", "give texts, or what engine.model.prompt returns")
+        if not given:
+            raise UsageError("no prompt", "give at least one prompt")
         encoded = [
-            self.model.prompt(prompt, context=self.context) if isinstance(prompt, str) else prompt for prompt in prompts
+            self.model.prompt(prompt, context=self.context) if isinstance(prompt, str) else prompt for prompt in given
         ]
         for prompt in encoded:
             _check_ids(prompt, self.model.info["vocab"])
@@ -528,7 +570,7 @@ class Engine:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: Iterable[str] = (),
         ignore_eos: bool = False,
         on_prefill: OnProgress | None = None,
     ) -> Stream:
@@ -565,7 +607,7 @@ class Engine:
         return self.generate_batch([prompt], on_prefill=on_prefill, **options)[0]
 
     def generate_batch(
-        self, prompts: Sequence[str | Prompt], *, on_prefill: OnProgress | None = None, **options: Unpack[Arguments]
+        self, prompts: Iterable[str | Prompt], *, on_prefill: OnProgress | None = None, **options: Unpack[Arguments]
     ) -> list[Generation]:
         """Decodes up to `batch` prompts together; answers in their order. Takes the options of `stream`."""
         batch = self.start(prompts, GenerateOptions(**options), on_prefill=on_prefill)
@@ -575,6 +617,7 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Counters and times since loading, over all sequences."""
+        self._slots.check_process()
         with native_errors():
             found = cast("Statistics", self.native.stats())
         # The engine does not know where a text ended inside a round.

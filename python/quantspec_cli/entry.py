@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
-import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,6 @@ import click
 
 from .cli import cli
 from .errors import (
-    EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_PIPE_CLOSED,
     EXIT_USAGE,
@@ -24,26 +24,20 @@ from .errors import (
     internal,
     interrupted,
 )
-from .output import abandon, unwritable
+from .output import Done, abandon, unwritable
+from .signals import SIGNALS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import FrameType
-
-# Signals that end a command as Ctrl-C does: files are tidied up, and the text so far is kept.
-_ENDING = ("SIGTERM", "SIGHUP")  # the second is unknown to Windows
+    from collections.abc import Mapping, Sequence
 
 # What a device that takes no more answers.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-
-# Those of them that came.
-_came: list[int] = []
 
 
 def main() -> int:
     """The `quantspec` command; returns its exit code."""
     _open_standard_streams()
-    _listen()
+    SIGNALS.listen()
     if "_QUANTSPEC_COMPLETE" in os.environ:  # a shell asks for completions
         cli.main(prog_name="quantspec")
     code = execute(sys.argv[1:])
@@ -58,23 +52,6 @@ def main() -> int:
     except OSError:  # notes that nobody could read
         abandon(sys.stderr)
     return code
-
-
-def _listen() -> None:
-    for number in (getattr(signal, name) for name in _ENDING if hasattr(signal, name)):
-        # Whoever started us may have decided otherwise (nohup).
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _interrupt)
-
-
-def _interrupt(number: int, _frame: FrameType | None) -> None:
-    _came.append(number)
-    raise KeyboardInterrupt
-
-
-def _signal() -> int:
-    """What interrupted the command."""
-    return _came[0] if _came else signal.SIGINT
 
 
 def _open_standard_streams() -> None:
@@ -93,17 +70,22 @@ def _open_standard_streams() -> None:
         if stream is not None:
             # Text is UTF-8 with line breaks as they are, whatever the locale.
             stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")  # type: ignore[union-attr]
+    if sys.stdout is not None and isinstance(sys.stdout.buffer, io.RawIOBase):
+        # PYTHONUNBUFFERED: such a stream drops the rest of what a signal cuts short. Whoever writes flushes as it is.
+        sys.stdout = open(  # noqa: SIM115
+            sys.stdout.fileno(), "w", encoding="utf-8", errors="replace", newline="\n", closefd=False
+        )
 
 
 def execute(arguments: Sequence[str]) -> int:
     """Runs a command line and returns its exit code."""
     try:
-        code = _invoke(list(arguments))
-        return 128 + _signal() if code == EXIT_INTERRUPTED else code
+        done = _invoke(list(arguments))
+        document = None if done.document is None else _line(done.document)
     except QuantspecError as error:
         failure: QuantspecError = error
     except (KeyboardInterrupt, click.Abort):
-        failure = interrupted(_signal())
+        failure = interrupted(SIGNALS.number)
     except BrokenPipeError:
         abandon(sys.stdout)
         return EXIT_PIPE_CLOSED
@@ -115,6 +97,9 @@ def execute(arguments: Sequence[str]) -> int:
         # click writes help and versions itself.
         full = isinstance(error, OSError) and error.errno in _FULL
         failure = unwritable(error) if full else internal(error)  # type: ignore[arg-type]
+    else:
+        code = 128 + SIGNALS.number if done.code == EXIT_INTERRUPTED else done.code
+        return code if document is None else _print(document, code)
     return _fail(failure, as_json=_wants_json(arguments))
 
 
@@ -132,20 +117,20 @@ def _wants_json(arguments: Sequence[str]) -> bool:
     return False
 
 
-def _invoke(arguments: list[str]) -> int:
+def _invoke(arguments: list[str]) -> Done:
     try:
         with cli.make_context("quantspec", arguments) as context:
-            code = cli.invoke(context)
-    except click.exceptions.Exit as done:
-        return done.exit_code
+            done = cli.invoke(context)
+    except click.exceptions.Exit as left:
+        return Done(left.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
-        return EXIT_USAGE
+        return Done(EXIT_USAGE)
     except click.UsageError as error:
         raise _usage(error) from error
     except click.ClickException as error:
         raise UsageError(error.format_message(), "see quantspec --help") from error
-    return code if isinstance(code, int) else EXIT_DONE
+    return done if isinstance(done, Done) else Done()
 
 
 def _usage(error: click.UsageError) -> UsageError:
@@ -158,15 +143,42 @@ def _usage(error: click.UsageError) -> UsageError:
     return UsageError(message[:1].lower() + message[1:], hint)
 
 
-def _fail(error: QuantspecError, *, as_json: bool) -> int:
+def _line(document: Mapping[str, object]) -> str:
+    return json.dumps(document, ensure_ascii=False) + "\n"
+
+
+def _write(document: str) -> None:
+    """Writes the document of `--json`. Nothing may follow it on standard output, whatever ends the writing."""
     try:
-        if as_json and sys.stdout is not None:
-            sys.stdout.write(json.dumps(error.to_json(), ensure_ascii=False) + "\n")
+        with SIGNALS.held():
+            sys.stdout.write(document)
             sys.stdout.flush()
+    except BaseException:
+        abandon(sys.stdout)
+        raise
+
+
+def _print(document: str, code: int) -> int:
+    """Writes the document of a command; its exit code, or that of what ended the writing."""
+    try:
+        _write(document)
+    except BrokenPipeError:
+        return EXIT_PIPE_CLOSED
+    except OSError as error:
+        return _fail(unwritable(error), as_json=False)
+    except KeyboardInterrupt:
+        return _fail(interrupted(SIGNALS.number), as_json=False)
+    return code
+
+
+def _fail(error: QuantspecError, *, as_json: bool) -> int:
+    """Two lines for people, then the document: whoever does not read the one shall get the other. The exit code remains."""
+    try:
         sys.stderr.write(error.render() + "\n")
         sys.stderr.flush()
     except OSError:
-        # Nobody is left to tell; the exit code remains.
-        abandon(sys.stdout)
         abandon(sys.stderr)
+    if as_json and sys.stdout is not None:
+        with suppress(OSError, KeyboardInterrupt):
+            _write(_line(error.to_json()))
     return error.exit_code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import output, prompts, render, settings
 from .engine import Model
-from .errors import EXIT_DONE, DoesNotFitError, InputError, UsageError, native_errors
+from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +27,7 @@ class Request:
     Attributes:
         prompt: text file, "-" for standard input, None for the sample that ships with the package.
         tokens: score the first so many tokens of the text; None is all of it.
-        context: of these, tokens that are processed as a prompt (exactly) and not scored.
+        context: of these, tokens that are processed as a prompt (exactly); the next one is only fed, and no more scored.
         output: file for the report instead of standard output, where the document of `--json` still goes.
     """
 
@@ -42,12 +41,18 @@ class Request:
     as_json: bool
 
 
-def evaluate(request: Request, options: EngineOptions) -> int:
-    """Prints the report and returns the exit code."""
+def evaluate(request: Request, options: EngineOptions) -> output.Done:
+    """Prints the report; that of `--json` is left to be printed."""
     if request.tokens is not None and request.tokens < 2:
         raise UsageError(f"tokens is {request.tokens}", "use at least 2: the first token is only context")
     if request.context < 0:
         raise UsageError(f"context is {request.context}", "use 0 or more tokens")
+    if request.tokens is not None and request.tokens < request.context + 2:
+        raise UsageError(
+            f"--tokens {request.tokens} with --context {request.context} leaves no token to score",
+            f"the first one behind the context is only fed: use --tokens {request.context + 2} or more, "
+            f"or --context {request.tokens - 2} or less",
+        )
     render.warn_of_threads(options.threads)
     stdout = output.Stdout() if request.output is None or request.as_json else None
     with output.AtomicFile(request.output) if request.output is not None else nullcontext() as file:
@@ -69,9 +74,11 @@ def evaluate(request: Request, options: EngineOptions) -> int:
         if file is not None:
             file.write(report)
     # The file is in its place: nothing that happens to standard output can take the report away.
+    if request.as_json:
+        return output.Done(document=found)
     if stdout is not None:
-        stdout.write(json.dumps(found, ensure_ascii=False) + "\n" if request.as_json else report)
-    return EXIT_DONE
+        stdout.write(report)
+    return output.Done()
 
 
 def _cut(model: Model, ids: list[int], name: str, request: Request) -> list[int]:
@@ -83,11 +90,9 @@ def _cut(model: Model, ids: list[int], name: str, request: Request) -> list[int]
             f"score its beginning with --tokens {model.context}, or less",
         )
     least = max(wanted, request.context + 2)
-    if len(ids) < least or wanted < least:
+    if len(ids) < least:
         raise InputError(
-            f"{name} has {len(ids)} tokens and {least} are asked for"
-            if len(ids) < least
-            else f"{wanted} tokens with {request.context} of context leave fewer than 2 to score",
+            f"{name} has {len(ids)} tokens and {least} are asked for",
             "give a longer text, or lower --tokens or --context",
         )
     return ids[:wanted]
@@ -115,7 +120,7 @@ def _scores(model: Model, ids: Sequence[int], request: Request, options: EngineO
 def lines(found: dict[str, Any]) -> list[str]:
     """The report for people."""
     report = [
-        f"{found['model']} on {found['prompt']}: {found['positions']:,} positions, teacher-forced",
+        f"{one_line(found['model'])} on {one_line(found['prompt'])}: {found['positions']:,} positions, teacher-forced",
         "",
         f"{'target':<10} {'nll':>9} {'perplexity':>11} {'KLD to fp16':>12} {'top-1':>8}",
     ]

@@ -29,37 +29,40 @@ def decode(
     texts: Mapping[int, Text],
     *,
     choose_gamma: Callable[[int], int] | None = None,
+    finish: Callable[[int], object] | None = None,
     on_prefill: Callable[[int, int], object] | None = None,
     turn: AbstractContextManager[object] | None = None,
 ) -> Generator[Piece, None, None]:
     """Decodes the sequences in `texts` (slot to answer) together until every text has ended; frees their slots.
 
-    `choose_gamma` replaces the engine's policy. `on_prefill` is told rows done and rows in all of the prompt under way.
+    `choose_gamma` replaces the engine's policy, and `finish` what frees a slot. `on_prefill` is told rows done and rows in
+    all of the prompt under way.
     `turn` is held for a prefill and for a round, so that threads which share the engine do not enter each other's.
     """
     choose_gamma = choose_gamma or engine.choose_gamma
+    finish = finish or engine.finish
     turn = turn or nullcontext()
     running = dict(texts)
     try:
         for slot in list(running):
             with turn:
                 first = engine.prefill(slot, on_prefill)
-            yield _emit(engine, running, slot, [first])
+            yield _emit(finish, running, slot, [first])
         while running:
             with turn:
                 engine.draft([(slot, choose_gamma(slot)) for slot in running])
                 emitted = engine.verify()
             for slot, tokens in emitted:
-                yield _emit(engine, running, slot, tokens)
+                yield _emit(finish, running, slot, tokens)
     finally:
         for slot in running:
-            engine.finish(slot)
+            finish(slot)
 
 
-def _emit(engine: Engine, running: dict[int, Text], slot: int, tokens: list[int]) -> Piece:
+def _emit(finish: Callable[[int], object], running: dict[int, Text], slot: int, tokens: list[int]) -> Piece:
     """Hands tokens to the slot's text; a text that ends leaves the batch."""
     piece = Piece(slot, running[slot].push(tokens))
     if running[slot].stop_reason is not None:
         del running[slot]
-        engine.finish(slot)
+        finish(slot)
     return piece

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -93,7 +94,7 @@ class GenerateOptions:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
-    stop: Sequence[str] = ()
+    stop: Iterable[str] = ()
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
@@ -103,9 +104,12 @@ class GenerateOptions:
         _number("top_p", self.top_p, lambda p: 0 < p <= 1, "use a number above 0, at most 1 (1 is off)")
         _number("min_p", self.min_p, lambda p: 0 <= p <= 1, "use 0 (off) to 1")
         whole("seed", self.seed, 0, SEED_MAX)
-        if isinstance(self.stop, str) or not all(isinstance(stop, str) for stop in self.stop):
-            raise UsageError(f"stop is {self.stop!r}", "give a list of strings")
-        if not all(self.stop):
+        # Read once: a generator yields its strings to nobody else.
+        stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
+        if stops is None or not all(isinstance(stop, str) for stop in stops):
+            raise UsageError(f"stop is {self.stop!r:.60}", "give a list of strings")
+        object.__setattr__(self, "stop", stops)
+        if not all(stops):
             raise UsageError("a stop string is empty", "give at least one character after --stop")
 
     def sampling(self) -> dict[str, Any]:

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import stat
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO, TypeVar
 
-from .errors import FileError, QuantspecError, UsageError, reason
+from .errors import EXIT_DONE, FileError, QuantspecError, UsageError, reason
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
 Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended.
+
+    Attributes:
+        code: its exit code.
+        document: what `--json` prints. Only `entry` writes it, as the last thing of all: so there is exactly one.
+    """
+
+    code: int = EXIT_DONE
+    document: Mapping[str, object] | None = None
 
 
 class Sink(Protocol):
@@ -52,7 +68,8 @@ class Nowhere:
 
 
 class AtomicFile:
-    """A file that is complete or absent: written beside its place, moved there at the end.
+    """A file that is complete or absent: written beside its place, moved there at the end. What is no file of its own, a
+    device, a pipe or a descriptor that somebody has opened for us (/dev/stderr), takes the text as it comes.
 
     Opening it fails at once where the end would fail: a missing folder, a directory of that name, no permission.
     """
@@ -63,7 +80,12 @@ class AtomicFile:
         if path.endswith((os.sep, os.altsep or os.sep)):
             raise UsageError(f"output {path!r} is the name of a directory", "name a file")
         self._kept = False
+        number = descriptor(path)
         try:
+            if number is not None:
+                self._path, self._special = Path(path), True
+                self._file = _duplicate(number)
+                return
             # A link is followed: what it points to gets the text.
             self._path = Path(os.path.realpath(path))
             if self._path.is_dir():
@@ -205,6 +227,31 @@ class Answers:
             # First: Ctrl-C often arrives in the write, when somebody has just read the text.
             self._at_line_start = text.endswith("\n")
             self._sink.write(text)
+
+
+def descriptor(path: str) -> int | None:
+    """The descriptor of this process that a path names (/dev/stdout, /dev/fd/3, a link to one). What is behind it, perhaps a
+    file that others write too, perhaps one without a name, is not to be replaced.
+    """
+    with contextlib.suppress(OSError):
+        folders = {os.path.realpath(folder) for folder in ("/dev/fd", "/proc/self/fd")}
+        for _ in range(40):  # as many links as Linux follows
+            folder, name = os.path.split(path)
+            if re.fullmatch(r"0|[1-9][0-9]{0,8}", name) and os.path.realpath(folder) in folders:
+                return int(name)
+            path = str(Path(folder, Path(path).readlink()))
+    return None
+
+
+def _duplicate(number: int) -> TextIO:
+    """A stream of its own that goes on where the descriptor is."""
+    import fcntl  # unknown to Windows, which names no descriptors
+
+    # One that was closed has been lent to nothing since; see `entry`.
+    closed = number < 3 and (sys.__stdin__, sys.__stdout__, sys.__stderr__)[number] is None
+    if closed or fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    return os.fdopen(os.dup(number), "w", encoding="utf-8", newline="")
 
 
 def until_failure(items: Iterable[Item], failures: list[QuantspecError]) -> Iterator[Item]:

@@ -62,6 +62,8 @@ def read(path: str, absent: str = "check the path") -> Document:
                 f"standard input cannot be read: {reason(error)}", "pipe a document into the command, or name a file"
             ) from error
         return from_bytes("stdin", raw)
+    if not path:
+        raise UsageError("the name of a prompt is empty", "name a file, or - for standard input")
     try:
         with Path(path).open("rb") as file:
             raw = _read_whole(path, file)

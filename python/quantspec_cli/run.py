@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -36,8 +35,8 @@ class Request:
     quiet: bool
 
 
-def run(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> int:
-    """Runs and returns the exit code."""
+def run(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
+    """Runs; with `--json` the report is left to be printed."""
     arguments = {"the instruction": request.instruction, "the system prompt": request.system_prompt}
     for name, text in [*arguments.items(), *(("a stop string", stop) for stop in options.stop)]:
         prompts.check_utf8(name, text or "")
@@ -87,11 +86,12 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
     if failure is not None:
         failure.kept = {"results": results(names, generations)}
         raise failure
-    if stdout is not None and request.as_json:
-        stdout.write(json.dumps(report(engine, options, names, generations), ensure_ascii=False) + "\n")
-    elif not request.quiet:
+    code = EXIT_INTERRUPTED if interrupted else EXIT_DONE
+    if request.as_json:
+        return output.Done(code, report(engine, options, names, generations))
+    if not request.quiet:
         render.statistics(engine, shown, generations)
-    return EXIT_INTERRUPTED if interrupted else EXIT_DONE
+    return output.Done(code)
 
 
 def report(

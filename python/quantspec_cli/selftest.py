@@ -7,16 +7,15 @@ show.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import loop, render
 from .engine import Engine, Model
-from .errors import EXIT_DONE, EXIT_ERROR, DoesNotFitError, native_errors
+from .errors import EXIT_DONE, EXIT_ERROR, DoesNotFitError, native_errors, one_line
 from .options import GAMMA_MAX, PAGES_MIN, GenerateOptions
-from .output import Stdout
+from .output import Done, Stdout
 from .text import Text
 
 if TYPE_CHECKING:
@@ -67,8 +66,8 @@ class Case:
         }
 
 
-def selftest(*, model: str | None, revision: str | None, offline: bool, options: EngineOptions, as_json: bool) -> int:
-    """Runs all cases up to the first difference, prints what was compared, and returns the exit code."""
+def selftest(*, model: str | None, revision: str | None, offline: bool, options: EngineOptions, as_json: bool) -> Done:
+    """Runs all cases up to the first difference and prints what was compared; `--json`'s report is left to be printed."""
     out = Stdout()
     render.warn_of_threads(options.threads)
     opened = Model.open(model, revision=revision, offline=offline, progress=render.on_terminal())
@@ -76,7 +75,7 @@ def selftest(*, model: str | None, revision: str | None, offline: bool, options:
     device, references = _references(opened, options, prompts)
     if not as_json:
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
-        out.write(f"{opened.name} on {device}: prompts of {lengths} tokens, {NEW_TOKENS} new tokens each\n")
+        out.write(f"{one_line(opened.name)} on {device}: prompts of {lengths} tokens, {NEW_TOKENS} new tokens each\n")
     cases: list[Case] = []
     for case in _cases(opened, options, prompts, references):
         cases.append(case)
@@ -86,6 +85,7 @@ def selftest(*, model: str | None, revision: str | None, offline: bool, options:
             break
     compared = sum(case.tokens for case in cases)
     difference = cases[-1].difference
+    code = EXIT_DONE if difference is None else EXIT_ERROR
     if as_json:
         report = {
             "model": opened.name,
@@ -95,12 +95,10 @@ def selftest(*, model: str | None, revision: str | None, offline: bool, options:
             "first_difference": difference,
             "cases": [case.to_json() for case in cases],
         }
-        out.write(json.dumps(report, ensure_ascii=False) + "\n")
-    elif difference is None:
-        out.write(f"passed: {compared:,} tokens are those of plain decoding\n")
-    else:
-        out.write(f"failed: {difference}\n")
-    return EXIT_DONE if difference is None else EXIT_ERROR
+        return Done(code, report)
+    passed = f"passed: {compared:,} tokens are those of plain decoding"
+    out.write((passed if difference is None else f"failed: {difference}") + "\n")
+    return Done(code)
 
 
 def cut_prompts(model: Model) -> list[list[int]]:

@@ -77,6 +77,7 @@ def default_map(path: Path | None, commands: Mapping[str, click.Command]) -> dic
     sections = {name: table.pop(name) for name in list(table) if name in commands and isinstance(table[name], dict)}
     known = {name: _settable(command) for name, command in commands.items()}
     defaults: dict[str, Any] = {name: {} for name in commands}
+    _refuse_twice(path, "", table)
     for key, value in table.items():
         users = [name for name in commands if _parameter(key) in known[name]]
         if not users or isinstance(value, dict):
@@ -84,6 +85,7 @@ def default_map(path: Path | None, commands: Mapping[str, click.Command]) -> dic
         for name in users:
             defaults[name][_parameter(key)] = _checked(path, key, value, known[name][_parameter(key)])
     for name, section in sections.items():
+        _refuse_twice(path, f"{name}.", section)
         for key, value in section.items():
             if _parameter(key) not in known[name] or isinstance(value, dict):
                 raise _unknown(path, f"{name}.{key}", known[name])
@@ -132,6 +134,16 @@ def _checked_one(path: Path, key: str, value: object, parameter: click.Parameter
 
 def _parameter(key: str) -> str:
     return key.replace("-", "_")
+
+
+def _refuse_twice(path: Path, section: str, table: Mapping[str, Any]) -> None:
+    keys: dict[str, str] = {}
+    for key in table:
+        other = keys.setdefault(_parameter(key), key)
+        if other != key:
+            raise UsageError(
+                f"settings file {path}: {section}{other} and {section}{key} are one setting", "leave out one of them"
+            )
 
 
 def _unknown(path: Path, key: str, known: Iterable[str]) -> UsageError:

@@ -9,13 +9,13 @@ import codecs
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable
 
 
 class StopStrings:
     """Finds the first completed stop string in a growing text, holding back what may still become one."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Iterable[str]) -> None:
         """`stops` are not empty strings."""
         self._stops = tuple(stops)
         self._held = ""
@@ -60,7 +60,7 @@ class Text:
     """
 
     def __init__(
-        self, token_bytes: Callable[[int], bytes], *, limit: int, eos: Container[int] = (), stops: Sequence[str] = ()
+        self, token_bytes: Callable[[int], bytes], *, limit: int, eos: Container[int] = (), stops: Iterable[str] = ()
     ) -> None:
         """`token_bytes` gives the bytes an id stands for; `limit` is the most tokens the text may have."""
         self.tokens: list[int] = []
