@@ -12,8 +12,19 @@ echo "== development dependencies"
 pip install --quiet --disable-pip-version-check --upgrade pip
 pip install --quiet --disable-pip-version-check --group dev
 
+# A passing test's output is hidden; what it says of paths, models and GPUs that were not there is said again at the end.
+log=$(mktemp)
+outside=$(mktemp -d)
+finish() {
+    echo "== what ran, and what was skipped (QUANTSPEC_REQUIRE_SIMD, QUANTSPEC_REQUIRE_GPU and QUANTSPEC_TEST_MODELS: CONTRIBUTING.md)"
+    grep -E '^(TESTED|SKIPPED)' "$log" | sort -u | tee "$root/target/skipped.txt" || true
+    rm -rf "$outside" "$log"
+}
+trap finish EXIT
+
 echo "== cargo tests"
-cargo test --workspace --quiet
+cargo test --workspace --quiet -- --show-output 2>&1 | tee "$log" |
+    sed -u -E '/^successes:$/,/^(failures:|test result:)/{/^(failures:|test result:)/!d;}'
 
 echo "== wheel"
 rm -rf target/wheels
@@ -22,7 +33,5 @@ pip install --quiet --disable-pip-version-check --force-reinstall --no-deps targ
 pip install --quiet --disable-pip-version-check target/wheels/quantspec-*.whl
 
 echo "== pytest against the installed wheel"
-outside=$(mktemp -d)
-trap 'rm -rf "$outside"' EXIT
 cd "$outside"
-HF_HUB_OFFLINE=1 python -m pytest --rootdir "$root" -c "$root/pyproject.toml" -q "$@" "$root/tests"
+HF_HUB_OFFLINE=1 python -m pytest --rootdir "$root" -c "$root/pyproject.toml" -q -rs "$@" "$root/tests"

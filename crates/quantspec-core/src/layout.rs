@@ -304,7 +304,7 @@ const fn interleave(i: usize) -> usize {
 }
 
 /// Vectors side by side in a channel block of the CPU value plane.
-pub const fn vectors_of_block(head_dim: usize, block: usize) -> usize {
+const fn vectors_of_block(head_dim: usize, block: usize) -> usize {
     let left = head_dim - block * BLOCK_LANES;
     (if left < BLOCK_LANES { left } else { BLOCK_LANES }).div_ceil(VECTOR_LANES)
 }

@@ -256,10 +256,7 @@ impl WeightRow {
 }
 
 /// Quantises one group of weights to codes 0..=`top`: scale = range/top, zero = minimum, both f16. `codes` is as long as `w`.
-///
-/// # Errors
-/// As [`quantize_group`].
-pub fn quantize_weights_group(w: &[f32], top: u8, codes: &mut [u8]) -> Result<Params> {
+fn quantize_weights_group(w: &[f32], top: u8, codes: &mut [u8]) -> Result<Params> {
     if w.is_empty() || codes.len() != w.len() {
         return Err(Error::internal(format!("group of {} weights, {} codes", w.len(), codes.len())));
     }

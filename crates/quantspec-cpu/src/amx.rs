@@ -6,7 +6,7 @@
 //!
 //! Rust's intrinsics for tiles are not stable, so tiles are used in inline assembly.
 
-use crate::dispatch::{AHEAD, FAR_AHEAD};
+use crate::dispatch::{AHEAD, FAR_AHEAD, cpuid};
 use crate::elementwise::PANEL_TOKENS;
 use crate::linear::{Matrix, PANEL};
 use std::arch::asm;
@@ -27,7 +27,7 @@ pub(crate) fn missing() -> Vec<&'static str> {
 }
 
 fn find_missing() -> Vec<&'static str> {
-    let leaf7 = if __cpuid(0).eax >= 7 { __cpuid_count(7, 0).edx } else { 0 };
+    let leaf7 = if cpuid(0).eax >= 7 { cpuid(7).edx } else { 0 };
     let features = [("amx-bf16", 22), ("amx-tile", 24), ("amx-int8", 25)];
     let mut missing: Vec<_> =
         features.into_iter().filter(|(_, bit)| leaf7 >> bit & 1 == 0).map(|(name, _)| name).collect();

@@ -147,12 +147,20 @@ pub(crate) fn fetches_ahead() -> bool {
     {
         static INTEL: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
         *INTEL.get_or_init(|| {
-            let id = std::arch::x86_64::__cpuid(0);
+            let id = cpuid(0);
             [id.ebx, id.edx, id.ecx].map(u32::to_le_bytes).concat() == b"GenuineIntel"
         })
     }
     #[cfg(not(target_arch = "x86_64"))]
     false
+}
+
+/// What the CPU says of itself in a leaf (sub-leaf 0).
+#[cfg(target_arch = "x86_64")]
+#[allow(unused_unsafe, reason = "the intrinsic is safe since Rust 1.94 and unsafe before")]
+pub(crate) fn cpuid(leaf: u32) -> std::arch::x86_64::CpuidResult {
+    // SAFETY: every x86-64 CPU has the instruction; a leaf it lacks gives numbers without meaning.
+    unsafe { std::arch::x86_64::__cpuid_count(leaf, 0) }
 }
 
 /// Asks for the cache line `bytes` behind `at`, whatever address that is, and for the one as far behind it as

@@ -7,7 +7,7 @@
 //! combination at that length. Models beside the embedded one are taken from the directory `QUANTSPEC_TEST_MODELS`, where it is
 //! set.
 
-#![allow(clippy::print_stderr, reason = "a skipped test must say so")]
+#![allow(clippy::print_stderr, reason = "tools/test.sh gathers what ran and what did not")]
 
 use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
@@ -167,16 +167,22 @@ fn assert_same(what: &str, reference: &[u32], tokens: &[u32]) {
     assert_eq!(reference.len(), tokens.len(), "{what}: lengths differ");
 }
 
+/// Which of `prompts` prompts each run decodes. Runs of one batch begin at prompts three apart, so that eight of them meet every
+/// prompt, in every place and beside other neighbours.
+fn chosen(runs: &[(Run, usize)], prompts: usize) -> Vec<Vec<usize>> {
+    let begins = |at: usize| 3 * runs[..at].iter().filter(|(_, batch)| *batch == runs[at].1).count();
+    (0..runs.len()).map(|at| (0..runs[at].1).map(|i| (begins(at) + i) % prompts).collect()).collect()
+}
+
 /// Runs every combination against decoding each prompt alone.
 fn law(model: &Path, prompts: &[Vec<u32>], new_tokens: usize, runs: &[(Run, usize)]) {
+    eprintln!("TESTED: whole engines on {}", quantspec_cpu::simd().expect("path").name);
     for sampler in [greedy(), replay()] {
         let alone: Vec<Vec<u32>> = prompts
             .iter()
             .map(|prompt| Run::ar().decode(model, std::slice::from_ref(prompt), &sampler, new_tokens).remove(0))
             .collect();
-        for (index, (run, batch)) in runs.iter().enumerate() {
-            // Rotate the prompts so that every length meets every batch size and neighbour.
-            let chosen: Vec<usize> = (0..*batch).map(|i| (index + i) % prompts.len()).collect();
+        for ((run, batch), chosen) in runs.iter().zip(chosen(runs, prompts.len())) {
             let texts = run.decode(
                 model,
                 &chosen.iter().map(|&i| prompts[i].clone()).collect::<Vec<_>>(),
@@ -192,32 +198,63 @@ fn law(model: &Path, prompts: &[Vec<u32>], new_tokens: usize, runs: &[(Run, usiz
     }
 }
 
-/// Methods × pages × γ × batch × threads: all of them at full length, a selection that meets every value of each otherwise.
-fn combinations() -> Vec<(Run, usize)> {
-    let methods = ["quantspec", "kv4", "w4"];
-    let pages = [Pages::All, Pages::Best(3), Pages::Window(3)];
-    let gammas = [1, 2, 4, 7, 12, 16];
-    let (batches, threads) = ([1, 3, 8], [1, 2]);
+const METHODS: [&str; 3] = ["quantspec", "kv4", "w4"];
+const PAGES: [Pages; 3] = [Pages::All, Pages::Best(3), Pages::Window(3)];
+const GAMMAS: [usize; 6] = [1, 2, 4, 7, 12, 16];
+const BATCHES: [usize; 3] = [1, 3, 8];
+const THREADS: [usize; 2] = [1, 2];
+
+/// Places of method, pages, γ, batch and threads in their lists: everything at full length, otherwise a selection in which every
+/// value of each meets every value of every other.
+fn selection() -> Vec<[usize; 5]> {
     let mut all = Vec::new();
-    for (m, method) in methods.iter().enumerate() {
-        for (p, &page) in pages.iter().enumerate() {
-            for (g, &gamma) in gammas.iter().enumerate() {
-                for (b, &batch) in batches.iter().enumerate() {
-                    for (t, &thread) in threads.iter().enumerate() {
-                        // A Latin-square cut: each value of each axis occurs, each pair of neighbouring axes too.
-                        if full() || (m + p + g) % 3 == 0 && (g + b) % 3 == 0 && (g / 3 + p + t) % 2 == 0 {
-                            all.push((Run::new(method, page, gamma, thread), batch));
+    for m in 0..METHODS.len() {
+        for p in 0..PAGES.len() {
+            for g in 0..GAMMAS.len() {
+                for b in 0..BATCHES.len() {
+                    for t in 0..THREADS.len() {
+                        // Each γ runs once with each batch. Any two of method, pages, batch and γ mod 3 decide about the other
+                        // two, so none of their pairs is left out.
+                        if full() || m == (g + b) % 3 && p == (g + 2 * b) % 3 && t == (g / 3 + b) % 2 {
+                            all.push([m, p, g, b, t]);
                         }
                     }
                 }
             }
         }
     }
+    all
+}
+
+/// The selection, then plain decoding and γ auto.
+fn combinations() -> Vec<(Run, usize)> {
+    let run = |[m, p, g, b, t]: [usize; 5]| (Run::new(METHODS[m], PAGES[p], GAMMAS[g], THREADS[t]), BATCHES[b]);
+    let mut all: Vec<(Run, usize)> = selection().into_iter().map(run).collect();
     all.push((Run::new("ar", Pages::All, 0, 2), 8));
-    for batch in [1, 3] {
-        all.push((Run { auto: true, ..Run::new("quantspec", Pages::All, 12, 2) }, batch));
+    for (batch, threads) in [(1, 1), (1, 2), (3, 2)] {
+        all.push((Run { auto: true, ..Run::new("quantspec", Pages::All, 12, threads) }, batch));
     }
     all
+}
+
+#[test]
+fn the_selection_meets_every_pair() {
+    let sizes = [METHODS.len(), PAGES.len(), GAMMAS.len(), BATCHES.len(), THREADS.len()];
+    for (a, b) in (0..5).flat_map(|b| (0..b).map(move |a| (a, b))) {
+        for (i, j) in (0..sizes[a]).flat_map(|i| (0..sizes[b]).map(move |j| (i, j))) {
+            let meet = selection().iter().any(|places| (places[a], places[b]) == (i, j));
+            assert!(meet, "value {i} of axis {a} never meets value {j} of axis {b}");
+        }
+    }
+    // Every prompt, whose lengths lie around page borders, is drafted for alone, with two neighbours and with seven.
+    let (runs, prompts) = (combinations(), prompts());
+    for batch in BATCHES {
+        for (at, prompt) in prompts.iter().enumerate() {
+            let mut chosen = runs.iter().zip(chosen(&runs, prompts.len()));
+            let met = chosen.any(|((run, n), chosen)| run.draft.is_some() && *n == batch && chosen.contains(&at));
+            assert!(met, "a prompt of {} tokens never runs in a batch of {batch}", prompt.len());
+        }
+    }
 }
 
 fn prompts() -> Vec<Vec<u32>> {

@@ -2,9 +2,12 @@
 
 #[path = "../../quantspec-model/tests/support/golden.rs"]
 mod golden;
+#[path = "support/paths.rs"]
+mod paths;
 #[path = "support/random.rs"]
 mod random;
 
+use paths::paths;
 use quantspec_core::cache::{Extent, G};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_cpu::CpuBackend;
@@ -14,18 +17,6 @@ use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::forward;
 use quantspec_model::reference::ReferenceBackend;
 use random::Shape;
-
-/// The paths this machine runs; the others are said to be skipped.
-#[allow(clippy::print_stderr, reason = "a path that is not tested must say so")]
-fn paths() -> impl Iterator<Item = Simd> {
-    Simd::ALL.into_iter().filter(|simd| {
-        let missing = simd.missing();
-        if !missing.is_empty() {
-            eprintln!("SKIPPED: {} lacks {}", simd.name(), missing.join(", "));
-        }
-        missing.is_empty()
-    })
-}
 
 fn load(checkpoint: &Checkpoint, options: &Options, simd: Simd) -> CpuBackend {
     let choice = Choice { simd, reason: String::new() };
@@ -191,9 +182,6 @@ fn bits_do_not_depend_on_rows_threads_or_blocks() {
                 for (width, threads, block_rows) in
                     [(1, 1, 128), (2, 2, 128), (3, 1, 128), (5, 3, 128), (17, 2, 128), (40, 1, 128)]
                 {
-                    if simd == Simd::Scalar && ![1, 5, 17].contains(&width) {
-                        continue; // slow, and the same portable code as AVX2
-                    }
                     let options = Options { step_rows: width, threads, block_rows, ..options(ids.len()) };
                     let mut backend = load(&checkpoint, &options, simd);
                     let found = bits(&decode(&mut backend, &ids, prompt, width, plan));

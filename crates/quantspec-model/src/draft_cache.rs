@@ -23,7 +23,7 @@
 
 use crate::safetensors::read_at;
 use quantspec_core::Result;
-use std::fs::{self, File};
+use std::fs::{self, File, FileTimes};
 use std::io::{self, ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -50,6 +50,10 @@ const MIB: u64 = 1 << 20;
 const POLLED_BYTES: usize = 8 << 20;
 /// A temporary file older than this belongs to a process that was killed.
 const ABANDONED: Duration = Duration::from_secs(24 * 3600);
+/// A draft used since then is kept although its model is not there. A home may be shared by machines that keep models on disks
+/// of their own, each of which sees the others' as gone; a machine or a job that needs a model uses its draft within a week, and
+/// keeping one longer than that costs room alone.
+const UNUSED: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Where the drafts of one model are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -325,7 +329,8 @@ impl Drafts {
         let Ok(entries) = fs::read_dir(&self.cache.folder) else { return };
         for path in entries.flatten().map(|entry| entry.path()) {
             let gone = match path.extension().and_then(|extension| extension.to_str()) {
-                Some(SUFFIX) => model_of(&path).is_some_and(|model| !model.exists()),
+                // In this order: to ask whose a file is reads it, which many file systems note as use.
+                Some(SUFFIX) => is_unused(&path) && model_of(&path).is_some_and(|model| is_gone(&model)),
                 Some("tmp") => is_ours(&path) && is_abandoned(&path),
                 _ => false,
             };
@@ -368,6 +373,8 @@ impl Stored {
         {
             return Err(Fault::Other);
         }
+        // For those that sweep: not every file system notes by itself that a file was read.
+        let _ = file.set_times(FileTimes::new().set_accessed(SystemTime::now()));
         Ok(Stored { index: index.to_vec(), file, data_at, made_ns_per_mib: header.made_ns_per_mib })
     }
 
@@ -454,18 +461,35 @@ fn is_ours(path: &Path) -> bool {
 }
 
 fn is_abandoned(path: &Path) -> bool {
-    let changed = fs::metadata(path).and_then(|metadata| metadata.modified());
-    changed.is_ok_and(|time| SystemTime::now().duration_since(time).is_ok_and(|age| age > ABANDONED))
+    fs::metadata(path).and_then(|metadata| metadata.modified()).is_ok_and(|written| is_before(written, ABANDONED))
+}
+
+/// Whether a draft was neither written nor read of late.
+fn is_unused(path: &Path) -> bool {
+    let Ok(metadata) = fs::metadata(path) else { return false };
+    let is_old = |time: io::Result<SystemTime>| time.is_ok_and(|time| is_before(time, UNUSED));
+    is_old(metadata.modified()) && is_old(metadata.accessed())
+}
+
+fn is_before(time: SystemTime, ago: Duration) -> bool {
+    SystemTime::now().duration_since(time).is_ok_and(|age| age > ago)
+}
+
+/// Whether a model was removed: its place is empty although what it lay in is there. Where that is missing too, a file system is
+/// not mounted; where nobody may look, nothing is known.
+fn is_gone(model: &Path) -> bool {
+    named(model).parent().is_some_and(Path::is_dir) && matches!(model.try_exists(), Ok(false))
+}
+
+/// The directory that has the model's name: in Hugging Face's cache `models--owner--name` of models--owner--name/snapshots/revision.
+fn named(model: &Path) -> &Path {
+    let snapshots = model.parent().filter(|parent| parent.ends_with("snapshots"));
+    snapshots.and_then(Path::parent).unwrap_or(model)
 }
 
 /// Named for people by the model, and for certain by its whole path: `owner--name-int4-0123456789abcdef.draft`.
 fn file_name(model: &Path, kind: &str) -> String {
-    // Hugging Face's cache: models--owner--name/snapshots/revision.
-    let mut named = model;
-    if let Some(above) = model.parent().filter(|parent| parent.ends_with("snapshots")) {
-        named = above.parent().unwrap_or(model);
-    }
-    let name = named.file_name().unwrap_or_default().to_string_lossy();
+    let name = named(model).file_name().unwrap_or_default().to_string_lossy();
     let name = name.strip_prefix("models--").unwrap_or(&name);
     let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
     // A file name may have 255 bytes.
@@ -621,8 +645,10 @@ mod tests {
             before.len(),
             HEADER_BYTES + folder.description().len() + 4 * ENTRY_BYTES + SIZES.iter().sum::<usize>()
         );
+        age(&folder.file(), 2 * UNUSED);
         assert_eq!(load(&folder.cache(), [1, 2, 3, 4]), (vec![], CACHED));
         assert_eq!(fs::read(folder.file()).unwrap(), before);
+        assert!(!is_unused(&folder.file()));
     }
 
     #[test]
@@ -748,6 +774,7 @@ mod tests {
         let other = DraftCache { model: folder.0.join("other"), ..folder.cache() };
         fs::create_dir(&other.model).unwrap();
         load(&other, [1, 2, 3, 4]);
+        let draft = folder.file();
         let drafts = folder.0.join("drafts");
         fs::write(drafts.join("notes.txt"), "not ours").unwrap();
         let fresh = format!("{TEMPORARY}3.2.1.tmp");
@@ -764,10 +791,53 @@ mod tests {
         load(&folder.cache(), [1, 2, 3, 4]);
         assert_eq!(folder.files().len(), 5, "reading sweeps nothing");
         load(&folder.cache(), [5, 2, 3, 4]);
+        assert_eq!(folder.files().len(), 5, "it was just used");
+        age(&draft, 2 * UNUSED);
+        load(&folder.cache(), [6, 2, 3, 4]);
         let names: Vec<_> =
             folder.files().iter().map(|f| f.file_name().unwrap().to_str().unwrap().to_string()).collect();
         assert_eq!(names.len(), 4);
         assert!(["notes.txt", &fresh, "thesis.tmp"].iter().all(|name| names.contains(&name.to_string())));
+    }
+
+    /// As if a file had been used last so long ago.
+    fn age(path: &Path, by: Duration) {
+        let then = SystemTime::now() - by;
+        let times = FileTimes::new().set_modified(then).set_accessed(then);
+        File::options().write(true).open(path).unwrap().set_times(times).unwrap();
+    }
+
+    #[test]
+    fn drafts_stay_where_a_model_may_only_be_out_of_sight() {
+        let folder = Folder::new();
+        let hub = |name: &str| format!("hub/models--{name}/snapshots/4e20de36");
+        let (removed, hub_removed) = ("shelf/removed".to_string(), hub("owner--removed"));
+        let kept = ["shelf/there".to_string(), hub("owner--there"), "disk/model".to_string()];
+        #[cfg(unix)]
+        let kept = [&kept[..], &["shelf/loop".to_string()]].concat();
+        let draft_of = |model: &String| {
+            let cache = DraftCache { model: folder.0.join(model), ..folder.cache() };
+            fs::create_dir_all(&cache.model).unwrap();
+            load(&cache, [1, 2, 3, 4]);
+            cache.folder.join(file_name(&cache.model, "int4"))
+        };
+        let gone = [&removed, &hub_removed].map(draft_of);
+        let kept: Vec<_> = kept.iter().map(draft_of).collect();
+        gone.iter().chain(&kept).for_each(|draft| age(draft, 2 * UNUSED));
+        // A model deleted, one deleted from the hub's cache, and a disk that is not mounted.
+        for directory in ["shelf/removed", "hub/models--owner--removed", "disk"] {
+            fs::remove_dir_all(folder.0.join(directory)).unwrap();
+        }
+        #[cfg(unix)]
+        {
+            // Nothing can be known of it, as where a directory may not be searched (but root may).
+            let path = folder.0.join("shelf/loop");
+            fs::remove_dir(&path).unwrap();
+            std::os::unix::fs::symlink(&path, &path).unwrap();
+        }
+        load(&folder.cache(), [1, 2, 3, 4]);
+        assert_eq!(gone.each_ref().map(|draft| draft.exists()), [false, false]);
+        assert_eq!(kept.iter().filter(|draft| !draft.exists()).collect::<Vec<_>>(), Vec::<&PathBuf>::new());
     }
 
     #[test]

@@ -88,11 +88,6 @@ impl RopeTable {
             *sin = (s * self.attention_factor) as f32;
         }
     }
-
-    /// Whether cosines and sines depend on the length too, so that they cannot be tabulated by position.
-    pub fn depends_on_length(&self) -> bool {
-        self.dynamic.is_some()
-    }
 }
 
 #[cfg(test)]
@@ -160,7 +155,6 @@ mod tests {
     fn dynamic_scaling_begins_behind_the_original_context() {
         let plain = table(64, RopeScaling::None);
         let dynamic = table(64, RopeScaling::Dynamic { factor: 2.0, original: 100 });
-        assert!(dynamic.depends_on_length() && !plain.depends_on_length());
         assert_eq!(fill(&dynamic, 99, 100), fill(&plain, 99, 100));
         assert_ne!(fill(&dynamic, 99, 101), fill(&plain, 99, 101));
     }

@@ -8,6 +8,7 @@
 use quantspec_core::{Error, ErrorKind, Result};
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 use serde_json::Value;
+use serde_json::value::RawValue;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::File;
@@ -15,6 +16,13 @@ use std::path::Path;
 
 /// Largest header read: the format's own limit.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
+
+/// Most tensors of a file: a network of 1,024 layers, the most that config.json may ask for, has 18,435.
+const TENSORS_MAX: usize = 65_536;
+
+/// Longest entry of a tensor: a type, [`DIMENSIONS_MAX`] extents and two offsets take 300 bytes. What is longer is not taken apart,
+/// for parsed JSON is 16 times as large as its text.
+const ENTRY_BYTES_MAX: usize = 4096;
 
 /// Most dimensions of a tensor; weights of these networks have 2.
 const DIMENSIONS_MAX: usize = 8;
@@ -203,24 +211,28 @@ pub(crate) fn shown(text: &str) -> String {
     plain.chain(end.chars()).collect()
 }
 
-/// JSON members in order, refusing a name that comes twice (a plain map would keep the last one).
-struct Members(BTreeMap<String, Value>);
+/// JSON members by name, as text that was not taken apart, refusing a name that comes twice (a plain map would keep the last one).
+struct Members<'a>(BTreeMap<String, &'a RawValue>);
 
-impl<'de> Deserialize<'de> for Members {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Members, D::Error> {
+impl<'de> Deserialize<'de> for Members<'de> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Members<'de>, D::Error> {
         struct Unique;
         impl<'de> Visitor<'de> for Unique {
-            type Value = Members;
+            type Value = Members<'de>;
 
             fn expecting(&self, f: &mut fmt::Formatter) -> fmt::Result {
                 f.write_str("an object of tensors")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> std::result::Result<Members, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> std::result::Result<Members<'de>, A::Error> {
                 let mut members = BTreeMap::new();
-                while let Some((name, value)) = access.next_entry::<String, Value>()? {
-                    if let Some(_first) = members.insert(name.clone(), value) {
+                while let Some((name, text)) = access.next_entry::<String, &RawValue>()? {
+                    if members.contains_key(&name) {
                         return Err(A::Error::custom(format!("\"{}\" comes twice", shown(&name))));
+                    }
+                    members.insert(name, text);
+                    if members.len() > TENSORS_MAX {
+                        return Err(A::Error::custom(format!("more than {TENSORS_MAX} tensors")));
                     }
                 }
                 Ok(Members(members))
@@ -236,11 +248,11 @@ fn parse_header(file: &str, header: &[u8], start: u64, length: u64) -> Result<BT
         .map_err(|error| damaged(file, &format!("has a header that is not valid: {}", shown(&error.to_string()))))?;
     let data = length - start;
     let mut tensors = BTreeMap::new();
-    for (name, value) in members {
+    for (name, text) in members {
         if name == "__metadata__" {
             continue;
         }
-        let tensor = parse_tensor(&value, start, data)
+        let tensor = parse_tensor(text.get(), start, data)
             .map_err(|what| damaged(file, &format!("has tensor \"{}\" {what}", shown(&name))))?;
         tensors.insert(name, tensor);
     }
@@ -273,7 +285,12 @@ fn parse_header(file: &str, header: &[u8], start: u64, length: u64) -> Result<BT
 }
 
 /// One entry of a header; `data` bytes follow the header, which ends at `start`. The error completes "tensor x ...".
-fn parse_tensor(value: &Value, start: u64, data: u64) -> std::result::Result<Tensor, String> {
+fn parse_tensor(text: &str, start: u64, data: u64) -> std::result::Result<Tensor, String> {
+    if text.len() > ENTRY_BYTES_MAX {
+        return Err(format!("described in {} bytes; up to {ENTRY_BYTES_MAX} are read", text.len()));
+    }
+    let value: Value =
+        serde_json::from_str(text).map_err(|error| format!("that is not valid: {}", shown(&error.to_string())))?;
     let name = value.get("dtype").and_then(Value::as_str).ok_or("without a dtype")?;
     let (dtype, bits) = dtype(name).ok_or_else(|| format!("of unknown dtype \"{}\"", shown(name)))?;
     let numbers =

@@ -128,6 +128,19 @@ fn missing_files() {
 }
 
 #[test]
+fn json_that_is_no_configuration() {
+    let folder = Folder::valid();
+    for name in ["config.json", "generation_config.json"] {
+        let folder = Folder::valid();
+        folder.write(name, &vec![b' '; (4 << 20) + 1]);
+        assert_eq!(refused(&folder, &format!("{name} is larger than 4194304 bytes")).kind, ErrorKind::Model);
+    }
+    remove(&folder, "model.safetensors");
+    folder.write("model.safetensors.index.json", &vec![b' '; (4 << 20) + 1]);
+    refused(&folder, "model.safetensors.index.json is larger than 4194304 bytes");
+}
+
+#[test]
 #[cfg(unix)]
 fn pipes_are_no_files() {
     for name in ["config.json", "generation_config.json", "model.safetensors"] {

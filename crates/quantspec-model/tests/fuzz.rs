@@ -261,6 +261,40 @@ fn mutated_shard_indexes() {
     assert!((20..1_500).contains(&accepted), "{accepted} of 2000 were accepted");
 }
 
+/// Most memory this process has held, in bytes.
+#[cfg(target_os = "linux")]
+fn peak() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").expect("status");
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("VmHWM");
+    line.split_whitespace().nth(1).and_then(|kib| kib.parse::<usize>().ok()).expect("KiB") << 10
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_header_takes_the_memory_of_its_bytes() {
+    const BYTES: usize = 32 << 20;
+    let folder = Folder::valid();
+    for (before, unit, after, expected) in [
+        ("{\"a\":[0", ",0", "]}", "described in"),
+        ("{\"a\":{\"dtype\":\"F32\",\"shape\":[1", ",1", "],\"data_offsets\":[0,4]}}", "described in"),
+        ("{\"__metadata__\":[0", ",[]", "]}", "has no tensor"),
+        ("{\"a\":", "[", "", "header that is not valid"),
+    ] {
+        let text = [before, &unit.repeat(BYTES / unit.len()), after].concat();
+        folder.write("model.safetensors", &tiny::file(&text, 0));
+        drop(text);
+        let known = peak();
+        let error = Checkpoint::open(folder.path()).expect_err("hostile");
+        assert!(error.message.contains(expected), "{error:?}");
+        assert_error(&error, expected);
+        assert!(peak() - known < 2 * BYTES, "{expected}: {} bytes for {BYTES}", peak() - known);
+    }
+    let many = (0..70_000).map(|i| format!("\"{i}\":0")).collect::<Vec<_>>().join(",");
+    folder.write("model.safetensors", &tiny::file(&format!("{{{many}}}"), 0));
+    let error = Checkpoint::open(folder.path()).expect_err("many");
+    assert!(error.message.contains("more than 65536 tensors"), "{error:?}");
+}
+
 #[test]
 fn deep_and_wide_json() {
     let folder = Folder::valid();
