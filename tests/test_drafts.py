@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -139,14 +140,20 @@ def test_a_full_disk_is_one_warning_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_drafts_of_a_deleted_model_go_with_the_next_file(quantspec: Run, folder: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
+def test_drafts_of_a_deleted_model_go_a_week_later(quantspec: Run, folder: Path, tmp_path: Path) -> None:
+    def load(name: str) -> set[str]:
         copy_demo(tmp_path / name)
         assert quantspec(*COMMAND, "--model", str(tmp_path / name)).code == 0
-    assert len(list(folder.iterdir())) == 2
+        return {path.name.partition("-")[0] for path in folder.iterdir()}
+
+    load("a")
+    load("b")
     shutil.rmtree(tmp_path / "a")
-    assert quantspec(*COMMAND).code == 0
-    assert {path.name.partition("-")[0] for path in folder.iterdir()} == {"b", "demo"}
+    assert load("c") == {"a", "b", "c"}
+    unused = time.time() - 8 * 24 * 3600
+    for draft in folder.iterdir():
+        os.utime(draft, (unused, unused))
+    assert load("d") == {"b", "c", "d"}
 
 
 def test_doctor_shows_place_and_size(quantspec: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
