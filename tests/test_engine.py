@@ -215,6 +215,42 @@ def test_a_callback_may_close_its_own_stream(engine: Engine, fake: Any) -> None:
     assert free(engine) == 2
 
 
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_callback_may_close_and_drop_other_streams(engine: Engine, fake: Any, busy: bool) -> None:
+    fake.round_s, fake.prefill_s = 0.02, 0.1
+    other = engine.stream("one", max_new_tokens=900)
+    next(other)
+    begun = threading.Event()
+
+    def read() -> None:
+        for _ in other:
+            begun.set()
+
+    thread, failures = in_background(read if busy else begun.set)
+    assert begun.wait(30)
+    refused: list[str] = []
+
+    def on_prefill(done: int, total: int) -> None:
+        with pytest.raises(UsageError, match="a callback of an answer") as caught:
+            next(other)
+        refused.append(caught.value.message)
+        other.close()
+
+    assert engine.generate("two", max_new_tokens=3, on_prefill=on_prefill).stop_reason == "length"
+    thread.join(30)
+    assert not thread.is_alive()
+    assert failures == []
+    assert refused
+    assert other.generation.stop_reason == "interrupted"
+    assert free(engine) == 2
+
+    # The last reference to a stream ends it as well.
+    dropped = [engine.stream("one", max_new_tokens=900)]
+    next(dropped[0])
+    assert engine.generate("two", max_new_tokens=3, on_prefill=lambda *_: dropped.clear()).stop_reason == "length"
+    assert free(engine) == 2
+
+
 def test_what_can_be_read_once_is_read_once(engine: Engine, fake: Any) -> None:
     prompts = ["one", "two three"]
     expected = engine.generate_batch(prompts, max_new_tokens=9)

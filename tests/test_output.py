@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from conftest import Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quantspec_cli import output, signals
 from quantspec_cli.errors import FileError, QuantspecError
 from quantspec_cli.output import Answers, AtomicFile
 
@@ -280,3 +283,21 @@ def test_a_full_disk_on_the_way_leaves_no_half_file(
     monkeypatch.setattr(AtomicFile, "write", full)
     quantspec("run", "--text", "x", "-o", str(tmp_path / "out.txt")).assert_error(1, "no space left")
     assert os.listdir(tmp_path) == []
+
+
+def test_signals_are_held_back_from_a_finished_document_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    for document, ends in ((None, True), ({"text": "x"}, False)):
+        came = signals.Signals()
+        monkeypatch.setattr(output, "SIGNALS", came)
+        output.Done(document=document)
+        now[0] += 1
+        with pytest.raises(KeyboardInterrupt) if ends else nullcontext():
+            came._arrived(signal.SIGTERM, None)
+        now[0] += 0.1
+        came._arrived(signal.SIGTERM, None)  # the echo of the first
+        now[0] += 1
+        with pytest.raises(KeyboardInterrupt):
+            came._arrived(signal.SIGTERM, None)
+        assert came.number == signal.SIGTERM

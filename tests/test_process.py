@@ -102,7 +102,7 @@ def test_ctrl_c_in_json_is_one_document(start: Start) -> None:
 @pytest.mark.parametrize("pause_s", [0.001, 0.006])
 def test_a_signal_that_comes_twice_at_once_is_one(start: Start, number: int, pause_s: float) -> None:
     child = start("run", "--text", "x", "-n", "100000", "--json", script=SLOW)
-    time.sleep(1)
+    time.sleep(1.5)
     child.send_signal(number)
     time.sleep(pause_s)
     _, out, err = end(child, number)

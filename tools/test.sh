@@ -34,4 +34,4 @@ pip install --quiet --disable-pip-version-check target/wheels/quantspec-*.whl
 
 echo "== pytest against the installed wheel"
 cd "$outside"
-HF_HUB_OFFLINE=1 python -m pytest --rootdir "$root" -c "$root/pyproject.toml" -q -rs "$@" "$root/tests"
+HF_HUB_OFFLINE=1 python -m pytest --rootdir "$root" -c "$root/pyproject.toml" -q -rs "$@" "$root/tests" | tee -a "$log"

@@ -232,6 +232,9 @@ class Slots:
         self._kept_tokens = 0
         self._counting = threading.Lock()
         self._process = os.getpid()
+        # The thread that is inside a callback of a prefill, and what waits for its end.
+        self._called_back: int | None = None
+        self._postponed: list[Callable[[], object]] = []
 
     def check_process(self) -> None:
         """Refuses a fork: the engine's worker threads stayed behind, and it would wait for them for ever."""
@@ -243,8 +246,38 @@ class Slots:
 
     def finish(self, slot: int) -> None:
         """Frees a slot. Those of a fork are its parent's: the engine may be locked there by a thread that stayed behind."""
-        if os.getpid() == self._process:
+        if os.getpid() != self._process:
+            return
+        if self.in_callback:
+            self.postpone(lambda: self.native.finish(slot))
+        else:
             self.native.finish(slot)
+
+    @property
+    def in_callback(self) -> bool:
+        """Whether who asks is a callback of a prefill: the engine is at work, and waiting for anybody could be for ever."""
+        return self._called_back == threading.get_ident()
+
+    def calling_back(self, on_prefill: OnProgress) -> OnProgress:
+        """The callback, known as one while it runs."""
+
+        def call(done: int, total: int) -> None:
+            self._called_back = threading.get_ident()
+            try:
+                on_prefill(done, total)
+            finally:
+                self._called_back = None
+
+        return call
+
+    def postpone(self, work: Callable[[], object]) -> None:
+        """Leaves what a callback may not do to whoever it has interrupted."""
+        self._postponed.append(work)
+
+    def catch_up(self) -> None:
+        """Does what was postponed, in a thread that holds nothing."""
+        while self._postponed and not self.in_callback:
+            self._postponed.pop(0)()
 
     @property
     def kept_tokens(self) -> int:
@@ -319,9 +352,9 @@ class Batch:
         # Not a method of this object: dropping the batch then ends its decoding and frees its slots at once.
         self._pieces = _decode(slots, prompts, self.texts, options, on_prefill)
         self._slots = slots
-        # Held inside `_pieces`. Reentrant: what a callback of a prefill asks for is answered, not waited for.
-        self._turn = threading.RLock()
-        self._inside = False
+        # Held inside `_pieces`, by that thread.
+        self._turn = threading.Lock()
+        self._inside: int | None = None
         self._ending = threading.Event()
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
@@ -329,19 +362,24 @@ class Batch:
 
     def __next__(self) -> tuple[int, str]:
         self._slots.check_process()
-        with self._turn:
-            if self._inside:
-                raise UsageError("a callback of an answer asks for its next piece", "ask when the callback is done")
-            # Whoever ends the answer may wait for the turn and not get it between two of ours.
-            if self._ending.is_set():
-                raise StopIteration
-            try:
-                self._inside = True
-                return next(self._pieces)
-            finally:
-                self._inside = False
+        if self._is_called_from_inside():
+            raise UsageError("a callback of an answer asks for the next piece of one", "ask when the callback is done")
+        try:
+            with self._turn:
+                # Whoever ends the answer may wait for the turn and not get it between two of ours.
                 if self._ending.is_set():
-                    self._end()
+                    raise StopIteration
+                try:
+                    self._inside = threading.get_ident()
+                    return next(self._pieces)
+                finally:
+                    self._inside = None
+        finally:
+            self._slots.catch_up()
+
+    def _is_called_from_inside(self) -> bool:
+        """Whether a callback of a prefill or a handler of a signal asks, which may not wait for what it interrupts."""
+        return self._slots.in_callback or self._inside == threading.get_ident()
 
     def interrupt(self) -> list[tuple[int, str]]:
         """Ends what still grows and frees its slots, from any thread: when the round or prefill under way is done. Returns
@@ -349,13 +387,12 @@ class Batch:
         """
         self._slots.check_process()
         self._ending.set()
+        if self._is_called_from_inside():
+            self._slots.postpone(self.interrupt)
+            return []
         with self._turn:
-            # Inside a callback of the prefill: the answer ends behind it.
-            return [] if self._inside else self._end()
-
-    def _end(self) -> list[tuple[int, str]]:
-        self._pieces.close()
-        return [(index, text.interrupt()) for index, text in enumerate(self.texts) if text.stop_reason is None]
+            self._pieces.close()
+            return [(index, text.interrupt()) for index, text in enumerate(self.texts) if text.stop_reason is None]
 
     def generations(self) -> list[Generation]:
         """The answers, in the order of the prompts."""
@@ -377,8 +414,9 @@ def _decode(
     with native_errors(), places.take(prompts, texts, options) as slots:
         index = {slot: place for place, slot in enumerate(slots)}
         answers = dict(zip(slots, texts, strict=True))
+        called = None if on_prefill is None else places.calling_back(on_prefill)
         # Closed before the places count as free: the engine frees them then.
-        rounds = loop.decode(places.native, answers, finish=places.finish, on_prefill=on_prefill, turn=places.turn)
+        rounds = loop.decode(places.native, answers, finish=places.finish, on_prefill=called, turn=places.turn)
         with closing(rounds) as pieces:
             kept = [1] * len(texts)
             for slot, text in pieces:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TextIO, TypeVar
 
 from .errors import EXIT_DONE, FileError, QuantspecError, UsageError, reason
+from .signals import SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,11 +28,17 @@ class Done:
 
     Attributes:
         code: its exit code.
-        document: what `--json` prints. Only `entry` writes it, as the last thing of all: so there is exactly one.
+        document: what `--json` prints. Only `entry` writes it, as the last thing of all: so there is exactly one. Signals are
+            held back from here on: the work is done, and what remains is to say so.
     """
 
     code: int = EXIT_DONE
     document: Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        """Holds signals back where there is a document."""
+        if self.document is not None:
+            SIGNALS.hold()
 
 
 class Sink(Protocol):

@@ -37,15 +37,18 @@ class Signals:
             if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
                 signal.signal(number, self._arrived)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """The body comes to its end, a short one, in spite of a signal: half a document is worth nothing. It may wait for a
-        reader that never reads, so the first signal is only noted and a later one ends it, as does one after a signal that
-        has ended the work before.
+    def hold(self) -> None:
+        """From here on the first signal is only noted: half a document is worth nothing. Writing it may wait for a reader
+        that never reads, so a later signal ends the command, as does one after a signal that has ended the work before.
         """
         self._held = True
         # Time in which a document reaches whoever reads it.
         self._echo_until = max(self._echo_until, time.monotonic() + ECHO_S)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The body comes to its end in spite of a first signal; see `hold`."""
+        self.hold()
         try:
             yield
         finally:

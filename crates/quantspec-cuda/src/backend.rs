@@ -15,7 +15,7 @@ use crate::draft::{Draft, Heads, Hidden};
 use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
 use crate::prefill::{self, Prefill, Shape, Way, padded};
 use crate::recorded::{Kind, Recorded};
-use crate::sample::{self, Sampling};
+use crate::sample::{self, Manner, Sampling};
 use crate::weights::{self, Weights as Stored, address, argument};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, visible_pages};
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Rounding, View, Weights};
@@ -808,7 +808,7 @@ impl CudaBackend {
         &mut self,
         round: &[(Step, Plan)],
         turns: Option<(u64, usize)>,
-        warm: bool,
+        manner: Manner,
         recording: bool,
     ) -> Result<()> {
         let logits = self.step.logits.at(0);
@@ -820,40 +820,41 @@ impl CudaBackend {
         }
         for (step, plan) in drafts {
             self.queue(step, plan)?;
-            self.sampling.propose(step.rows.len(), plan.rows, logits, warm)?;
+            self.sampling.propose(step.rows.len(), plan.rows, logits, manner)?;
         }
         if timed {
             self.clock.drafted.set(recording)?;
         }
         for ((step, plan), turns) in verify.iter().zip(turns) {
             self.queue(step, plan)?;
-            self.sampling.judge(turns.0, turns.1, step.rows.len(), plan.rows, logits, warm)?;
+            self.sampling.judge(turns.0, turns.1, step.rows.len(), plan.rows, logits, manner)?;
         }
         Ok(())
     }
 
     /// Runs what [`CudaBackend::queue_round`] queues, as a graph where two like it ran before: some hundred launches per step become one.
-    fn run(&mut self, round: &[(Step, Plan)], turns: Option<(u64, usize)>, warm: bool) -> Result<()> {
+    fn run(&mut self, round: &[(Step, Plan)], turns: Option<(u64, usize)>, manner: Manner) -> Result<()> {
         let (turns_at, count) = turns.unwrap_or_default();
-        let mut key = vec![turns_at, count as u64, u64::from(warm), self.sampling.draft_address()];
+        let how = u64::from(manner.warm) | u64::from(manner.rejects) << 1;
+        let mut key = vec![turns_at, count as u64, how, self.sampling.draft_address()];
         for (step, plan) in round {
             self.key(step, plan, &mut key);
         }
         match self.recorded.find(&key) {
             // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
             Some(Kind::Graph(graph)) => unsafe { graph.launch() },
-            Some(Kind::Refused) => self.queue_round(round, turns, warm, false),
+            Some(Kind::Refused) => self.queue_round(round, turns, manner, false),
             None => {
                 self.recorded.note(key, Kind::Seen, round.len());
-                self.queue_round(round, turns, warm, false)
+                self.queue_round(round, turns, manner, false)
             }
             Some(Kind::Seen) => {
                 // Launched one by one once more, and recorded while the GPU works on it: building a graph of thousands of launches
                 // takes milliseconds.
-                self.queue_round(round, turns, warm, false)?;
+                self.queue_round(round, turns, manner, false)?;
                 let device = self.device.clone();
                 // The plan counts no graphs. Where memory for one is lacking, the round is slower and nothing else.
-                let graph = device.record(|| self.queue_round(round, turns, warm, true));
+                let graph = device.record(|| self.queue_round(round, turns, manner, true));
                 self.recorded.note(key, graph.map_or(Kind::Refused, Kind::Graph), round.len());
                 Ok(())
             }
@@ -865,7 +866,7 @@ impl CudaBackend {
     fn draft_watched(&mut self, plan: &DraftPlan, turn: &mut Turn) -> Result<()> {
         (self.hooks.poll)()?;
         let DraftPlan { weights, view, pages } = *plan;
-        let warm = self.sampling.learn(std::slice::from_ref(turn))?;
+        let manner = self.sampling.learn(std::slice::from_ref(turn))?;
         while turn.leads.len() < turn.gamma {
             let offset = turn.leads.len();
             let rows = [Row { slot: turn.slot, offset, position: turn.committed + offset }];
@@ -877,7 +878,7 @@ impl CudaBackend {
             plan.drafts = true;
             self.sampling.drafts(turn.slot, offset);
             self.send(at)?;
-            self.run(&[(step, plan)], None, warm)?;
+            self.run(&[(step, plan)], None, manner)?;
             turn.drafted(self.sampling.lead()?);
             // The host has waited for everything it sent.
             self.staged = 0;
@@ -1467,19 +1468,19 @@ impl Backend for CudaBackend {
     }
 
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
-        let warm = self.sampling.learn(turns)?;
+        let manner = self.sampling.learn(turns)?;
         for row in step.rows {
             self.sampling.drafts(row.slot, row.offset);
         }
-        self.sampling.propose(step.rows.len(), self.plan.rows, self.step.logits.at(0), warm)
+        self.sampling.propose(step.rows.len(), self.plan.rows, self.step.logits.at(0), manner)
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
-        let warm = self.sampling.learn(turns)?;
+        let manner = self.sampling.learn(turns)?;
         let described = self.sampling.describe(step.rows, turns)?;
         self.sampling.turns().write(0, &described)?;
         let (at, logits) = (self.sampling.turns().at(0), self.step.logits.at(0));
-        self.sampling.judge(at, turns.len(), step.rows.len(), self.plan.rows, logits, warm)?;
+        self.sampling.judge(at, turns.len(), step.rows.len(), self.plan.rows, logits, manner)?;
         self.conclude(turns)
     }
 
@@ -1507,7 +1508,7 @@ impl Backend for CudaBackend {
             self.restore_drafts()?;
         }
         let longest = drafting.map_or(0, |_| turns.iter().map(|turn| turn.gamma).max().unwrap_or(0));
-        let warm = self.sampling.learn(turns)?;
+        let manner = self.sampling.learn(turns)?;
         let at_offset = |turn: &Turn, offset| Row { slot: turn.slot, offset, position: turn.committed + offset };
         let mut rows: Vec<Vec<Row>> = (0..longest)
             .map(|offset| turns.iter().filter(|turn| turn.gamma > offset).map(|turn| at_offset(turn, offset)).collect())
@@ -1538,7 +1539,7 @@ impl Backend for CudaBackend {
         let turns_at = self.step.description.at(writer.put(&described)?);
         at = writer.at;
         self.send(at)?;
-        self.run(&round, Some((turns_at, turns.len())), warm)?;
+        self.run(&round, Some((turns_at, turns.len())), manner)?;
         self.clock.ran = longest > 0;
         self.conclude(turns)
     }

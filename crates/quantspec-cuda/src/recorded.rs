@@ -37,7 +37,8 @@ impl<T> Recorded<T> {
     /// Notes a kind of round of `steps` steps.
     pub(crate) fn note(&mut self, key: Vec<u64>, kind: Kind<T>, steps: usize) {
         let steps = if matches!(kind, Kind::Graph(_)) { steps } else { 0 };
-        if self.steps + steps > STEPS_MAX || self.kinds.len() >= KINDS_MAX {
+        let more = !self.kinds.contains_key(&key);
+        if self.steps + steps > STEPS_MAX || more && self.kinds.len() >= KINDS_MAX {
             self.kinds.clear();
             self.steps = 0;
         }

@@ -61,6 +61,15 @@ enum Purpose {
     First = 2,
 }
 
+/// What the choices of some slots take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Manner {
+    /// One of them has a temperature.
+    pub(crate) warm: bool,
+    /// One of them accepts by rejection.
+    pub(crate) rejects: bool,
+}
+
 impl DeviceSampler {
     fn new(sampler: &Sampler) -> DeviceSampler {
         let halves = |x: u64| [x as u32, (x >> 32) as u32];
@@ -276,16 +285,17 @@ impl Sampling {
         if set { self.windows[slot * self.pitch + offset] as i32 } else { -1 }
     }
 
-    /// Tells the device how the slots choose, where that has changed. Returns whether any of them has a temperature.
-    pub(crate) fn learn(&mut self, turns: &[Turn]) -> Result<bool> {
-        let mut warm = false;
+    /// Tells the device how the slots choose, where that has changed. Returns what that takes.
+    pub(crate) fn learn(&mut self, turns: &[Turn]) -> Result<Manner> {
+        let mut manner = Manner::default();
         for turn in turns {
-            warm |= self.learn_one(turn.slot, &turn.sampler)?;
+            let one = self.learn_one(turn.slot, &turn.sampler)?;
+            manner = Manner { warm: manner.warm || one.warm, rejects: manner.rejects || one.rejects };
         }
-        Ok(warm)
+        Ok(manner)
     }
 
-    fn learn_one(&mut self, slot: usize, sampler: &Sampler) -> Result<bool> {
+    fn learn_one(&mut self, slot: usize, sampler: &Sampler) -> Result<Manner> {
         let wanted = DeviceSampler::new(sampler);
         if sampler.accept == Accept::Rejection && self.draft.is_none() {
             return Err(Error::internal("rejection on a backend that was loaded without it"));
@@ -298,7 +308,7 @@ impl Sampling {
             }
             None => return Err(Error::internal(format!("slot {slot} does not exist"))),
         }
-        Ok(wanted.temperature != 0.0)
+        Ok(Manner { warm: wanted.temperature != 0.0, rejects: sampler.accept == Accept::Rejection })
     }
 
     /// Where the draft logits of rejection lie; 0 where they are not kept.
@@ -314,9 +324,9 @@ impl Sampling {
         }
     }
 
-    fn choose(&self, purpose: Purpose, rows: u64, count: usize, logits: u64, warm: bool) -> Result<()> {
+    fn choose(&self, purpose: Purpose, rows: u64, count: usize, logits: u64, manner: Manner) -> Result<()> {
         // Rejection divides by what the draft computed, so that has to be numbers.
-        let careless = matches!(purpose, Purpose::Propose) && self.draft.is_none();
+        let careless = purpose == Purpose::Propose && !manner.rejects;
         let (vocab, flag) = (self.vocab, if careless { self.draft_flag() } else { self.flag() });
         let launch = |grid: [usize; 2], block: u32| Launch {
             grid: [grid[0] as u32, grid[1] as u32, 1],
@@ -327,7 +337,7 @@ impl Sampling {
         let (q_logits, q_cuts) = self.draft.as_ref().map_or((0, 0), |(logits, cuts)| (logits.at(0), cuts.at(0)));
         // SAFETY: the argument lists are the kernels'; rows and logits are the backend's and hold `count` rows, as do the buffers here.
         unsafe {
-            if warm {
+            if manner.warm {
                 let arguments = args![rows, &self.samplers, logits, &self.cuts, vocab, flag];
                 self.device.launch(self.cut, launch([count, 1], 1024), &arguments)?;
             }
@@ -353,9 +363,9 @@ impl Sampling {
         }
     }
 
-    /// Queues the choice of the drafted token after every row of a draft step; `warm` is what [`Sampling::learn`] returned.
-    pub(crate) fn propose(&self, count: usize, rows: u64, logits: u64, warm: bool) -> Result<()> {
-        self.choose(Purpose::Propose, rows, count, logits, warm)
+    /// Queues the choice of the drafted token after every row of a draft step; `manner` is what [`Sampling::learn`] returned.
+    pub(crate) fn propose(&self, count: usize, rows: u64, logits: u64, manner: Manner) -> Result<()> {
+        self.choose(Purpose::Propose, rows, count, logits, manner)
     }
 
     /// By how much, in logits, the first row's token of the last [`Sampling::propose`] led its runner-up; waits for it.
@@ -369,8 +379,8 @@ impl Sampling {
 
     /// The token after a prompt's last row. `rows` describes that row.
     pub(crate) fn first(&mut self, slot: usize, sampler: &Sampler, rows: u64, logits: u64) -> Result<u32> {
-        let warm = self.learn_one(slot, sampler)?;
-        self.choose(Purpose::First, rows, 1, logits, warm)?;
+        let manner = self.learn_one(slot, sampler)?;
+        self.choose(Purpose::First, rows, 1, logits, manner)?;
         let token = self.choices.read::<u32>(0, 1)?;
         token.first().copied().ok_or_else(|| Error::internal("no choice"))
     }
@@ -406,9 +416,9 @@ impl Sampling {
         count: usize,
         rows: u64,
         logits: u64,
-        warm: bool,
+        manner: Manner,
     ) -> Result<()> {
-        self.choose(Purpose::Judge, rows, count, logits, warm)?;
+        self.choose(Purpose::Judge, rows, count, logits, manner)?;
         let (q_logits, q_cuts) = self.draft.as_ref().map_or((0, 0), |(logits, cuts)| (logits.at(0), cuts.at(0)));
         let arguments = args![
             described,

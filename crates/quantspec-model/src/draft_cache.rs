@@ -475,10 +475,12 @@ fn is_before(time: SystemTime, ago: Duration) -> bool {
     SystemTime::now().duration_since(time).is_ok_and(|age| age > ago)
 }
 
-/// Whether a model was removed: its place is empty although what it lay in is there. Where that is missing too, a file system is
-/// not mounted; where nobody may look, nothing is known.
+/// Whether a model was removed: its place is empty although what it lay in is there and has something else in it. Where that is
+/// missing too, or empty as the directory is on which a disk belongs, a file system is not mounted; where nobody may look, nothing is
+/// known.
 fn is_gone(model: &Path) -> bool {
-    named(model).parent().is_some_and(Path::is_dir) && matches!(model.try_exists(), Ok(false))
+    let beside = |folder: &Path| fs::read_dir(folder).is_ok_and(|mut entries| entries.next().is_some());
+    named(model).parent().is_some_and(beside) && matches!(model.try_exists(), Ok(false))
 }
 
 /// The directory that has the model's name: in Hugging Face's cache `models--owner--name` of models--owner--name/snapshots/revision.
@@ -812,7 +814,7 @@ mod tests {
         let folder = Folder::new();
         let hub = |name: &str| format!("hub/models--{name}/snapshots/4e20de36");
         let (removed, hub_removed) = ("shelf/removed".to_string(), hub("owner--removed"));
-        let kept = ["shelf/there".to_string(), hub("owner--there"), "disk/model".to_string()];
+        let kept = ["shelf/there", &hub("owner--there"), "disk/model", "mounted/model"].map(str::to_string);
         #[cfg(unix)]
         let kept = [&kept[..], &["shelf/loop".to_string()]].concat();
         let draft_of = |model: &String| {
@@ -824,8 +826,8 @@ mod tests {
         let gone = [&removed, &hub_removed].map(draft_of);
         let kept: Vec<_> = kept.iter().map(draft_of).collect();
         gone.iter().chain(&kept).for_each(|draft| age(draft, 2 * UNUSED));
-        // A model deleted, one deleted from the hub's cache, and a disk that is not mounted.
-        for directory in ["shelf/removed", "hub/models--owner--removed", "disk"] {
+        // A model deleted, one deleted from the hub's cache, and disks that are not mounted: elsewhere, and where a directory is kept for it.
+        for directory in ["shelf/removed", "hub/models--owner--removed", "disk", "mounted/model"] {
             fs::remove_dir_all(folder.0.join(directory)).unwrap();
         }
         #[cfg(unix)]

@@ -285,7 +285,11 @@ impl<B: Backend> Engine<B> {
         plan.pages = self.method.policy.pages().unwrap_or(plan.pages);
         let started = Instant::now();
         self.backend.draft(&plan, &mut self.turns)?;
-        let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
+        // A draft that ended at its first token took a step, and none of it stands.
+        for _ in self.turns.iter().zip(gammas).filter(|(turn, (_, asked))| turn.gamma == 0 && *asked > 0) {
+            self.method.policy.observe_round(1, 0);
+        }
+        let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0).max(1);
         self.drafted = Some((steps, started.elapsed().as_secs_f64()));
         for turn in &self.turns {
             let visible = visible_pages(turn.committed);
