@@ -355,7 +355,7 @@ def test_an_open_descriptor_takes_the_answer_where_it_is(toy_command: list[str],
         assert (shared.returncode, shared.stdout, shared.stderr) == (0, b"", b""), place
         assert log.read_bytes() == b"before\n" + answer + b"after\n", place
         assert shell(toy_command, '"$@" | cat', *run, place).stdout == answer, place
-    for place, redirected in (("/dev/stderr", "2"), ("/dev/fd/7", "7"), ("/proc/self/fd/7", "7")):
+    for place, redirected in (("/dev/stderr", "2"), ("/dev/fd/7", "7"), ("/proc/thread-self/fd/7", "7")):
         lines = f'{{ echo before >&{redirected}; "$@"; echo after >&{redirected}; }} {redirected}> {log}'
         done = shell(toy_command, lines, *run, place)
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b""), place

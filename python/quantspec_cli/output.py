@@ -241,7 +241,7 @@ def descriptor(path: str) -> int | None:
     file that others write too, perhaps one without a name, is not to be replaced.
     """
     with contextlib.suppress(OSError):
-        folders = {os.path.realpath(folder) for folder in ("/dev/fd", "/proc/self/fd")}
+        folders = {os.path.realpath(folder) for folder in ("/dev/fd", "/proc/self/fd", "/proc/thread-self/fd")}
         for _ in range(40):  # as many links as Linux follows
             folder, name = os.path.split(path)
             if re.fullmatch(r"0|[1-9][0-9]{0,8}", name) and os.path.realpath(folder) in folders:
