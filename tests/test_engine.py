@@ -198,17 +198,25 @@ def test_threads_that_share_a_stream_get_a_piece_each(engine: Engine, fake: Any)
     assert free(engine) == 2
 
 
+def closing(streams: list[Any], refused: list[str]) -> Callable[[int, int], None]:
+    """A callback that is refused the next pieces of streams, notes that, and closes them."""
+
+    def on_prefill(done: int, total: int) -> None:
+        for stream in streams:
+            with pytest.raises(UsageError, match="a callback of an answer") as caught:
+                next(stream)
+            refused.append(caught.value.message)
+            stream.close()
+
+    return on_prefill
+
+
 def test_a_callback_may_close_its_own_stream(engine: Engine, fake: Any) -> None:
     fake.prefill_s = 0.1
     refused: list[str] = []
-
-    def on_prefill(done: int, total: int) -> None:
-        with pytest.raises(UsageError, match="a callback of an answer") as caught:
-            next(stream)
-        refused.append(caught.value.message)
-        stream.close()
-
-    stream = engine.stream("one", max_new_tokens=900, on_prefill=on_prefill)
+    streams: list[Any] = []
+    stream = engine.stream("one", max_new_tokens=900, on_prefill=closing(streams, refused))
+    streams.append(stream)
     assert len(list(stream)) <= 1
     assert refused
     assert stream.generation.stop_reason == "interrupted"
@@ -229,13 +237,7 @@ def test_a_callback_may_close_and_drop_other_streams(engine: Engine, fake: Any, 
     thread, failures = in_background(read if busy else begun.set)
     assert begun.wait(30)
     refused: list[str] = []
-
-    def on_prefill(done: int, total: int) -> None:
-        with pytest.raises(UsageError, match="a callback of an answer") as caught:
-            next(other)
-        refused.append(caught.value.message)
-        other.close()
-
+    on_prefill = closing([other], refused)
     assert engine.generate("two", max_new_tokens=3, on_prefill=on_prefill).stop_reason == "length"
     thread.join(30)
     assert not thread.is_alive()

@@ -276,8 +276,13 @@ class Slots:
 
     def catch_up(self) -> None:
         """Does what was postponed, in a thread that holds nothing."""
-        while self._postponed and not self.in_callback:
-            self._postponed.pop(0)()
+        # Several threads may be at it: each takes what it finds.
+        while not self.in_callback:
+            try:
+                work = self._postponed.pop(0)
+            except IndexError:
+                return
+            work()
 
     @property
     def kept_tokens(self) -> int:

@@ -155,10 +155,9 @@ impl Places {
 
 /// Refuses layers whose matrices have several number formats: the activations of all layers have one.
 pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
-    use LayerPart::*;
-    let first = Part::Layer(0, Q);
-    let mut parts = (0..checkpoint.config().layers)
-        .flat_map(|index| [Q, K, V, Output, Gate, Up, Down].map(|part| Part::Layer(index, part)));
+    let first = Part::Layer(0, LayerPart::Q);
+    let mut parts =
+        (0..checkpoint.config().layers).flat_map(|index| LayerPart::MATRICES.map(|part| Part::Layer(index, part)));
     match parts.find(|&part| checkpoint.dtype(part) != checkpoint.dtype(first)) {
         None => Ok(()),
         Some(other) => Err(Error::model(

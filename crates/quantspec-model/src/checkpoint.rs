@@ -95,6 +95,9 @@ const LAYER_PARTS: [LayerPart; 18] = [
 ];
 
 impl LayerPart {
+    /// The matrices, in the order of computation; all other parts are vectors.
+    pub const MATRICES: [LayerPart; 7] = [Q, K, V, Output, Gate, Up, Down];
+
     /// Whether a model of this configuration has the part.
     pub fn exists(self, config: &ModelConfig) -> bool {
         match self {
@@ -172,7 +175,7 @@ impl Part {
         match self {
             Part::Embedding | Part::Head => false,
             Part::FinalNorm => true,
-            Part::Layer(_, part) => !matches!(part, Q | K | V | Output | Gate | Up | Down),
+            Part::Layer(_, part) => !LayerPart::MATRICES.contains(&part),
         }
     }
 

@@ -20,10 +20,9 @@ const HALF: usize = 2;
 /// Bytes of the weights that one pass streams: every projection of every layer, and the head. Norms and biases are less
 /// than a thousandth; of the embedding, a step reads one row.
 fn streamed_weights(checkpoint: &Checkpoint) -> usize {
-    use LayerPart::{Down, Gate, K, Output, Q, Up, V};
     let layers = 0..checkpoint.config().layers;
     layers
-        .flat_map(|index| [Q, K, V, Output, Gate, Up, Down].map(|part| Part::Layer(index, part)))
+        .flat_map(|index| LayerPart::MATRICES.map(|part| Part::Layer(index, part)))
         .chain([Part::Head])
         .map(|part| checkpoint.bytes(part))
         .sum()
