@@ -240,6 +240,79 @@ DEV int paired_row(int n, int paired) {
   const int in = n % paired;
   return n - in + in / 16 * 8 + in % 8 + (in & 8 ? paired / 2 : 0);
 }
+// Candidates of the search for 4-bit parameters, as quantspec_core::quantize has them: SHRINK, FITS.
+constexpr float SHRINK_STEP = 0.03125f;
+constexpr int SHRINKS = 3, FITS = 2;
+
+// A row's group of 128 weights in a warp, element i * 32 + lane in x[i]; 0 where the row ends before. Sums are core's: each lane its own, then halves of lanes.
+struct Weights {
+  float x[4];
+  bool there[4];
+  int count;
+};
+DEV float sum_of_lanes(float v) {
+#pragma unroll
+  for (int step = 16; step; step >>= 1) v = __fadd_rn(v, __shfl_xor_sync(~0u, v, step));
+  return v;
+}
+DEV Group weights_group(float scale, float zero) { return rounded(fmaxf(scale, SCALE_MIN), zero); }
+DEV float trial_code(float rest, float inverse) { return rintf(fminf(fmaxf(__fmul_rn(rest, inverse), 0.f), 15.f)); }
+
+// Sum of (w - (code * scale + zero))^2.
+DEV float squared_error(const Weights& w, const Group& p) {
+  const float inverse = __fdiv_rn(1.f, p.scale);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float code = trial_code(__fsub_rn(w.x[i], p.zero), inverse);
+    const float error = __fsub_rn(w.x[i], __fadd_rn(__fmul_rn(code, p.scale), p.zero));
+    sum = __fadd_rn(sum, w.there[i] ? __fmul_rn(error, error) : 0.f);
+  }
+  return sum_of_lanes(sum);
+}
+
+// Least squares for the codes that p gives; false where they are all equal.
+DEV bool fit(const Weights& w, const Group& p, Group& found) {
+  const float inverse = __fdiv_rn(1.f, p.scale);
+  float codes = 0.f, squares = 0.f, values = 0.f, products = 0.f;
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (w.there[i]) {
+      const float rest = __fsub_rn(w.x[i], p.zero), code = trial_code(rest, inverse);
+      codes = __fadd_rn(codes, code), squares = __fadd_rn(squares, __fmul_rn(code, code));
+      values = __fadd_rn(values, rest), products = __fadd_rn(products, __fmul_rn(code, rest));
+    }
+  codes = sum_of_lanes(codes), squares = sum_of_lanes(squares), values = sum_of_lanes(values), products = sum_of_lanes(products);
+  const float count = w.count, spread = __fsub_rn(__fmul_rn(count, squares), __fmul_rn(codes, codes));
+  if (!(spread > 0.f)) return false;
+  const float scale = __fdiv_rn(__fsub_rn(__fmul_rn(count, products), __fmul_rn(codes, values)), spread);
+  found = weights_group(scale, __fadd_rn(p.zero, __fdiv_rn(__fsub_rn(values, __fmul_rn(scale, codes)), count)));
+  return true;
+}
+
+// Of the ranges whose ends have moved inwards the one of least error, then what is better still of two fits.
+DEV Group search(const Weights& w, float low, float high, const Group& whole) {
+  Group best = whole;
+  float least = squared_error(w, whole);
+  auto consider = [&](const Group& p) {
+    const float error = squared_error(w, p);
+    if (p.ok && error < least) least = error, best = p;
+  };
+  const float range = __fsub_rn(high, low);
+#pragma unroll 1
+  for (int at = 1; at < SHRINKS * SHRINKS; at++) {
+    const float zero = __fadd_rn(low, __fmul_rn(at / SHRINKS * SHRINK_STEP, range)), last = __fsub_rn(high, __fmul_rn(at % SHRINKS * SHRINK_STEP, range));
+    consider(weights_group(__fdiv_rn(__fsub_rn(last, zero), 15.f), zero));
+  }
+#pragma unroll 1
+  for (int i = 0; i < FITS; i++) {
+    Group found;
+    if (!fit(w, best, found)) break;
+    consider(found);
+  }
+  return best;
+}
+
 template <class T, class From, int TOP>
 DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) {
   __shared__ __align__(16) uint8_t codes[16][128];
@@ -248,24 +321,27 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
   uint8_t* block = dst + ((size_t)tile * groups + group) * BLOCK;
   for (int row = warp; row < 16; row += 4) {
     const int n = tile * 16 + row, k0 = group * 128;
-    float x[4], low = __int_as_float(0x7f800000), high = -low;
+    Weights w;
+    w.count = min(K - k0, 128);
+    float low = __int_as_float(0x7f800000), high = -low;
     bool bad = false;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int k = k0 + i * 32 + lane;
-      const bool there = n < N && k < K;
-      x[i] = there ? From::template at<T>(src, paired_row(n, paired), k, K) : 0.f;
-      if (there) bad |= !is_finite(x[i]), low = fminf(low, x[i]), high = fmaxf(high, x[i]);
+      w.there[i] = n < N && k < K;
+      w.x[i] = w.there[i] ? From::template at<T>(src, paired_row(n, paired), k, K) : 0.f;
+      if (w.there[i]) bad |= !is_finite(w.x[i]), low = fminf(low, w.x[i]), high = fmaxf(high, w.x[i]);
     }
 #pragma unroll
     for (int step = 16; step; step >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, step)), high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
     Group p = {0, 0, 0.f, 0.f, true};
-    if (n < N) p = low == high ? rounded(0.f, low) : rounded(fmaxf(__fdiv_rn(__fsub_rn(high, low), (float)TOP), SCALE_MIN), low);
+    if (n < N) p = low == high ? rounded(0.f, low) : weights_group(__fdiv_rn(__fsub_rn(high, low), (float)TOP), low);
     if (bad || !p.ok) atomicOr(flag, FLAG_WEIGHTS);
+    if (TOP == 15 && p.ok && p.scale != 0.f) p = search(w, low, high, p);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const bool coded = k0 + i * 32 + lane < K && p.scale != 0.f;
-      codes[row][i * 32 + lane] = coded ? (uint8_t)fminf(fmaxf(rintf(__fdiv_rn(__fsub_rn(x[i], p.zero), p.scale)), 0.f), (float)TOP) : 0;
+      const bool coded = w.there[i] && p.scale != 0.f;
+      codes[row][i * 32 + lane] = coded ? (uint8_t)fminf(fmaxf(rintf(__fdiv_rn(__fsub_rn(w.x[i], p.zero), p.scale)), 0.f), (float)TOP) : 0;
     }
     if (lane == 0) ((uint32_t*)(block + CODES))[(row % 8) * 2 + row / 8] = p.scale_bits | (uint32_t)p.zero_bits << 16;
   }

@@ -1,10 +1,11 @@
 //! Flush: 128 tokens of one KV head become a page of nibble planes, on one thread; bytes are those of the halves.
+//! Draft weights: a panel of 32 outputs and 4,096 inputs is coded in 4 or 8 bits, on one thread; items are weights.
 //!
 //! `cargo bench -p quantspec-cpu --bench quantize`; `QUANTSPEC_SIMD` applies.
 
 use divan::Bencher;
-use divan::counter::BytesCount;
-use quantspec_cpu::bench::{Flush, machine};
+use divan::counter::{BytesCount, ItemsCount};
+use quantspec_cpu::bench::{Coding, Flush, machine};
 
 fn main() {
     divan::main();
@@ -15,4 +16,11 @@ fn page(bencher: Bencher, head_dim: usize) {
     let (simd, _) = machine().unwrap();
     let mut flush = Flush::new(simd, head_dim);
     bencher.counter(BytesCount::new(flush.bytes())).bench_local(|| flush.call().unwrap());
+}
+
+#[divan::bench(args = [false, true])]
+fn weights(bencher: Bencher, head: bool) {
+    let (simd, _) = machine().unwrap();
+    let mut coding = Coding::new(simd, 4_096, head);
+    bencher.counter(ItemsCount::new(coding.weights())).bench_local(|| coding.call().unwrap());
 }

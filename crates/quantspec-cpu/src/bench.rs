@@ -165,6 +165,40 @@ impl Product {
     }
 }
 
+/// Draft weights: a panel of 32 outputs is coded, on one thread.
+pub struct Coding {
+    simd: Simd,
+    bits: w4::Bits,
+    k: usize,
+    weights: Vec<f32>,
+    panel: Vec<u8>,
+}
+
+impl Coding {
+    /// Weights of normal numbers, `k` inputs; 8 bits where the matrix is the head.
+    pub fn new(simd: Simd, k: usize, head: bool) -> Coding {
+        let bits = if head { w4::Bits::Eight } else { w4::Bits::Four };
+        let mut noise = Noise(17);
+        let weights = (0..PANEL * k).map(|_| noise.next()).collect();
+        Coding { simd, bits, k, weights, panel: vec![0; w4::Tiles::panel_bytes(k, bits)] }
+    }
+
+    /// Weights that a call codes.
+    pub fn weights(&self) -> usize {
+        self.weights.len()
+    }
+
+    /// One panel.
+    ///
+    /// # Errors
+    /// Never for these weights.
+    pub fn call(&mut self) -> Result<()> {
+        w4::encode(self.simd, self.bits, &self.weights, self.k, &mut self.panel)?;
+        black_box(&mut self.panel);
+        Ok(())
+    }
+}
+
 /// Flush: a page of one KV head on one thread.
 pub struct Flush {
     simd: Simd,

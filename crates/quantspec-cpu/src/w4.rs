@@ -10,10 +10,10 @@
 //! its activations with zeros.
 
 use crate::dispatch::{Simd, portable};
-use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint_i32};
+use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint, rint_i32, sum16};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
-use quantspec_core::quantize::{SCALE_MIN, WEIGHT_GROUP};
+use quantspec_core::quantize::{FITS, SCALE_MIN, SHRINK, WEIGHT_GROUP};
 use quantspec_core::{Error, Result};
 
 /// Weights of a group.
@@ -23,7 +23,7 @@ pub(crate) const GROUP: usize = WEIGHT_GROUP;
 const _: () = assert!(GROUP == 128);
 
 /// Names what [`encode`] writes, for files that keep it: another name for other bytes.
-pub(crate) const LAYOUT: &str = "cpu tiles 1";
+pub(crate) const LAYOUT: &str = "cpu tiles 2";
 
 /// Outputs of a tile.
 pub(crate) const TILE_ROWS: usize = 16;
@@ -110,12 +110,12 @@ impl Tiles {
 /// # Errors
 /// [`quantspec_core::ErrorKind::NotFinite`] where a group spans more than f16 can hold.
 pub(crate) fn encode(simd: Simd, bits: Bits, rows: &[f32], k: usize, panel: &mut [u8]) -> Result<()> {
-    let (groups, bytes, top) = (k.div_ceil(GROUP), bits.tile_bytes(), bits.top());
+    let (groups, bytes) = (k.div_ceil(GROUP), bits.tile_bytes());
     let mut codes = [0u8; GROUP];
     for (lane, row) in rows.chunks_exact(k).enumerate() {
         for (g, group) in row.chunks(GROUP).enumerate() {
             let out = &mut codes;
-            let (s, z) = portable!(simd, group_body(group: &[f32], top: u8, out: &mut [u8; GROUP]) -> (u16, u16));
+            let (s, z) = portable!(simd, group_body(group: &[f32], bits: Bits, out: &mut [u8; GROUP]) -> (u16, u16));
             if !f16_is_finite(s) || !f16_is_finite(z) {
                 return Err(Error::not_finite("a group of weights spans more than half precision can hold"));
             }
@@ -145,8 +145,8 @@ pub(crate) fn encode(simd: Simd, bits: Bits, rows: &[f32], k: usize, panel: &mut
 
 /// Scale, zero (bits of f16) and codes of one group, codes behind it zero. The same IEEE operations as core's, vectorised.
 #[inline(always)]
-fn group_body<const FMA: bool>(x: &[f32], top: u8, codes: &mut [u8; GROUP]) -> (u16, u16) {
-    let top = f32::from(top);
+fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -> (u16, u16) {
+    let top = f32::from(bits.top());
     let mut padded = [x[0]; GROUP];
     padded[..x.len()].copy_from_slice(x);
     let (mut low, mut high) = ([f32::INFINITY; 16], [f32::NEG_INFINITY; 16]);
@@ -162,14 +162,118 @@ fn group_body<const FMA: bool>(x: &[f32], top: u8, codes: &mut [u8; GROUP]) -> (
     if low == high {
         return (0, f16_bits(low));
     }
-    let (s, z) = (f16_bits(((high - low) / top).max(SCALE_MIN)), f16_bits(low));
-    let (step, zero) = (f16_value(s), f16_value(z));
+    let mut params = halves((high - low) / top, low);
+    if bits == Bits::Four && f16_is_finite(params.0) && f16_is_finite(params.1) {
+        params = Group { x }.search(low, high, params);
+    }
+    let (step, zero) = (f16_value(params.0), f16_value(params.1));
     let mut out = [0u8; GROUP];
     for (code, x) in out.iter_mut().zip(&padded) {
         *code = rint_i32(((x - zero) / step).clamp(0.0, top)) as u8;
     }
     codes[..x.len()].copy_from_slice(&out[..x.len()]);
-    (s, z)
+    params
+}
+
+/// Stored parameters, bits of f16: the scale of a group that is not constant, and its zero.
+#[inline(always)]
+fn halves(scale: f32, zero: f32) -> (u16, u16) {
+    (f16_bits(scale.max(SCALE_MIN)), f16_bits(zero))
+}
+
+/// Lanes of the sums whose order core defines.
+const SUM_LANES: usize = 32;
+
+/// The code of a weight where parameters are only tried. Nothing is NaN here, so comparisons are one instruction of vectors.
+#[inline(always)]
+fn trial_code(x: f32, zero: f32, inverse: f32) -> f32 {
+    let steps = (x - zero) * inverse;
+    let steps = if steps > 0.0 { steps } else { 0.0 };
+    rint(if steps < 15.0 { steps } else { 15.0 })
+}
+
+/// A group whose parameters are searched.
+struct Group<'a> {
+    x: &'a [f32],
+}
+
+impl Group<'_> {
+    /// Σ `term(weight)` over the group.
+    #[inline(always)]
+    fn sum(&self, term: impl Fn(f32) -> f32) -> f32 {
+        let (mut even, mut odd) = ([0f32; 16], [0f32; 16]);
+        let (whole, tail) = self.x.as_chunks::<SUM_LANES>();
+        for x in whole {
+            for l in 0..16 {
+                even[l] += term(x[l]);
+            }
+            for l in 0..16 {
+                odd[l] += term(x[16 + l]);
+            }
+        }
+        for (l, x) in tail.iter().enumerate() {
+            let lane = if l < 16 { &mut even[l] } else { &mut odd[l - 16] };
+            *lane += term(*x);
+        }
+        for l in 0..16 {
+            even[l] += odd[l];
+        }
+        sum16(even)
+    }
+
+    /// Σ (w − (code·scale + zero))².
+    #[inline(always)]
+    fn squared_error(&self, params: (u16, u16)) -> f32 {
+        let (scale, zero) = (f16_value(params.0), f16_value(params.1));
+        let inverse = 1.0 / scale;
+        self.sum(|x| {
+            let error = x - (trial_code(x, zero, inverse) * scale + zero);
+            error * error
+        })
+    }
+
+    /// Least squares for the codes that parameters give.
+    #[inline(always)]
+    fn fit(&self, params: (u16, u16)) -> Option<(u16, u16)> {
+        let (scale, zero) = (f16_value(params.0), f16_value(params.1));
+        let inverse = 1.0 / scale;
+        let code = |x: f32| trial_code(x, zero, inverse);
+        let (codes, squares) = (self.sum(code), self.sum(|x| code(x) * code(x)));
+        let (values, products) = (self.sum(|x| x - zero), self.sum(|x| code(x) * (x - zero)));
+        let count = self.x.len() as f32;
+        let spread = count * squares - codes * codes;
+        let scale = (count * products - codes * values) / spread;
+        (spread > 0.0).then(|| halves(scale, zero + (values - scale * codes) / count))
+    }
+
+    /// The better of two, by error.
+    #[inline(always)]
+    fn better(&self, best: (f32, (u16, u16)), params: (u16, u16)) -> (f32, (u16, u16)) {
+        if !f16_is_finite(params.0) || !f16_is_finite(params.1) {
+            return best;
+        }
+        let error = self.squared_error(params);
+        if error < best.0 { (error, params) } else { best }
+    }
+
+    /// Core's search, from the whole range.
+    #[inline(always)]
+    fn search(&self, low: f32, high: f32, whole: (u16, u16)) -> (u16, u16) {
+        let range = high - low;
+        let mut best = (self.squared_error(whole), whole);
+        for below in SHRINK {
+            for above in SHRINK {
+                let zero = low + below * range;
+                best = self.better(best, halves(((high - above * range) - zero) / 15.0, zero));
+            }
+        }
+        for _ in 0..FITS {
+            if let Some(params) = self.fit(best.1) {
+                best = self.better(best, params);
+            }
+        }
+        best.1
+    }
 }
 
 /// Quantised activations of up to a fixed number of rows.
@@ -508,6 +612,11 @@ mod tests {
             let mut w = noise.normals(33 * k);
             w[..k].fill(0.5); // constant groups
             w[k] = 900.0;
+            // Rows from where scales underflow to where half precision ends, and groups that lie beside zero.
+            for (n, row) in w.chunks_exact_mut(k).enumerate().skip(2) {
+                let beside = if n % 3 == 0 { 40.0 } else { 0.0 };
+                row.iter_mut().for_each(|w| *w = (*w + beside) * 2f32.powi(n as i32 - 22));
+            }
             for bits in [Bits::Four, Bits::Eight] {
                 for simd in paths() {
                     let mut tiles = Tiles::zeros(2, k, bits).unwrap();
@@ -540,7 +649,7 @@ mod tests {
     fn files_that_keep_tiles_know_their_bytes() {
         let rows: Vec<f32> = (0..17 * 200).map(|i| ((i * 37) % 101) as f32 - 50.0).collect();
         for (bits, bytes) in [
-            (Bits::Four, 0x857f_67aa_ba5e_8c20_f8e4_d850_95c6_59da),
+            (Bits::Four, 0x0fa6_1116_dddd_5ebc_8b86_d9cb_698a_1e16),
             (Bits::Eight, 0xf337_81da_4165_cefb_54b5_81c5_1a2f_c0ea),
         ] {
             let mut tiles = Tiles::zeros(1, 200, bits).unwrap();
