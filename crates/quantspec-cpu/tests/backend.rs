@@ -188,9 +188,9 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
 
 #[test]
 fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
-    // 6,500 · √96 fits half precision; in four bits the weight is 6,701, which does not.
+    // 6,600 · √96 fits half precision; in four bits it is one number with 6,800, between the two, which does not.
     let (bad, shape) = (7, Shape::new("llama", "F32", (4, 2, 32)));
-    let checkpoint = shape.overflowing(9, bad, [6500.0, 6700.0]);
+    let checkpoint = shape.overflowing(9, bad, [6600.0, 6800.0]);
     let options = Options { rejection: true, step_rows: 16, ..options(2, 512) };
     let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let prompt = random::tokens(300, 20, 6);
