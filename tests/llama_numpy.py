@@ -62,6 +62,34 @@ def balanced(x: Array, axis: int) -> tuple[Array, Array]:
     return tuple(np.where(constant, zero, view) for view in views)  # type: ignore[return-value]
 
 
+def coded(group: Array, step: Array, zero: Array, top: int) -> Array:
+    return np.clip(np.rint((group - zero) / np.where(step == 0, 1, step)), 0, top)
+
+
+def searched(group: Array, step: Array, zero: Array) -> tuple[Array, Array]:
+    """Scale and zero of 4-bit codes: either end of the range moved inwards, then two fits, where the squared error falls."""
+    least, most = group.min(1, keepdims=True), group.max(1, keepdims=True)
+    width = most - least
+    best = ((coded(group, step, zero, 15) * step + zero - group) ** 2).sum(1, keepdims=True)
+
+    def consider(new_step: Array, new_zero: Array) -> None:
+        nonlocal best, step, zero
+        new_step, new_zero = half(np.maximum(new_step, 2.0**-14)), half(new_zero)
+        error = ((coded(group, new_step, new_zero, 15) * new_step + new_zero - group) ** 2).sum(1, keepdims=True)
+        better = (error < best) & (width > 0)
+        best, step, zero = (np.where(better, a, b) for a, b in ((error, best), (new_step, step), (new_zero, zero)))
+
+    for below in (0, 1 / 32, 1 / 16):
+        for above in (0, 1 / 32, 1 / 16):
+            consider((1 - below - above) * width / 15, least + below * width)
+    for _ in range(2):
+        codes = coded(group, step, zero, 15)
+        centred = codes - codes.mean(1, keepdims=True)
+        slope = (centred * group).sum(1, keepdims=True) / np.maximum((centred**2).sum(1, keepdims=True), 1e-300)
+        consider(slope, group.mean(1, keepdims=True) - slope * codes.mean(1, keepdims=True))
+    return step, zero
+
+
 def rounded_weights(w: Array, bits: int) -> Array:
     """Asymmetric codes of groups of 128 inputs, scale and zero in f16."""
     out = np.empty_like(w)
@@ -70,8 +98,9 @@ def rounded_weights(w: Array, bits: int) -> Array:
         least = group.min(1, keepdims=True)
         step = half((group.max(1, keepdims=True) - least) / (2**bits - 1))
         zero = half(least)
-        codes = np.rint((group - zero) / np.where(step == 0, 1, step))
-        out[:, start : start + G] = np.clip(codes, 0, 2**bits - 1) * step + zero
+        if bits == 4:
+            step, zero = searched(group, step, zero)
+        out[:, start : start + G] = coded(group, step, zero, 2**bits - 1) * step + zero
     return out
 
 
