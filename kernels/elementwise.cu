@@ -228,15 +228,17 @@ struct Head {
       }
   }
   static DEV int channel_of(int lane, int i) { return (i / PAIRS) * (D / 2) + PAIRS * lane + i % PAIRS; }
-  // Writes the head as f16; true where a value is not finite there.
+  // Writes the head as f16; true where a value is not finite there. It is stored as 0: rows before it multiply what lies behind them by zero, and a round
+  // that fails is taken again without its drafted rows.
   DEV bool put(uint16_t* to, float scale) const {
     const int lane = threadIdx.x & 31;
     bool bad = false;
 #pragma unroll
     for (int i = 0; i < 2 * PAIRS; i++) {
       const uint16_t bits = Half::from_float(v[i] * scale);
-      bad |= (bits & 0x7c00) == 0x7c00;
-      to[channel_of(lane, i)] = bits;
+      const bool finite = (bits & 0x7c00) != 0x7c00;
+      bad |= !finite;
+      to[channel_of(lane, i)] = finite ? bits : 0;
     }
     return bad;
   }

@@ -209,6 +209,13 @@ impl Policy {
         }
     }
 
+    /// One sequence's draft came to nothing: none of its tokens was verified in this round.
+    pub fn observe_failure(&mut self) {
+        if let Some(auto) = self.auto.as_mut() {
+            auto.drafts[auto.draft].acceptance.observe(1, 0);
+        }
+    }
+
     /// The drafted tokens of a sequence led their runners-up by `leads`, and the first `accepted` were accepted.
     pub fn observe_leads(&mut self, leads: &[f32], accepted: usize) {
         if let Some(auto) = self.auto.as_mut() {

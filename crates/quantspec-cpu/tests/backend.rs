@@ -249,6 +249,50 @@ fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
 }
 
 #[test]
+fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
+    // The target cannot feed token 7. Drafts propose it, and plain decoding may choose another one.
+    let (bad, shape) = (7, Shape { vocab: 32, ..LLAMA });
+    let checkpoint = shape.overflowing(9, bad, [2e4, 0.0]);
+    let options = Options { rejection: true, ..options(1, 256) };
+    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let prompt: Vec<u32> = (0..20).map(|i| i % 7).collect();
+    for choice in choices() {
+        // The tokens up to the end or to what cannot be computed.
+        let run = |accept: Accept, seed: u64, draft: Option<DraftPlan>, policy: Policy| {
+            let load = CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice.clone()).expect("load");
+            let mut engine = Engine::new(load, Method { target: View::Both, draft, policy }, 1, 256, 64);
+            let sampler = Sampler::new(0.7, 0, 1.0, 0.0, seed, 0, accept).expect("sampler");
+            let slot = engine.add(&prompt, sampler, 30).expect("add");
+            let mut text = vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")];
+            while text.len() < 30 {
+                let gamma = engine.choose_gamma(slot);
+                let round = engine.draft(&[(slot, gamma)]).and_then(|()| engine.verify());
+                match round {
+                    Ok(round) => text.extend(&round[0].tokens),
+                    Err(error) => {
+                        assert_eq!(error.kind, ErrorKind::NotFinite);
+                        break;
+                    }
+                }
+            }
+            text
+        };
+        let mut finished = 0;
+        for seed in 0..40 {
+            let plain = run(Accept::Replay, seed, None, Policy::fixed(0));
+            finished += usize::from(plain.len() == 30);
+            for policy in [Policy::fixed(1), Policy::fixed(5), Policy::auto(8)] {
+                let text = run(Accept::Replay, seed, Some(plan), policy);
+                assert_eq!(text, plain, "{} seed {seed}", choice.simd.name());
+            }
+            let text = run(Accept::Rejection, seed, Some(plan), Policy::fixed(5));
+            assert!(text.len() == 30 || text.last() == Some(&(bad as u32)), "{text:?}");
+        }
+        assert!((5..35).contains(&finished), "{finished} of 40 texts do without the token");
+    }
+}
+
+#[test]
 fn slots_do_not_see_each_other() {
     let checkpoint = LLAMA.checkpoint(6);
     let ids: Vec<Vec<u32>> = (0..3).map(|slot| random::tokens(300, 3 * G + 50 * slot, 10 + slot as u64)).collect();

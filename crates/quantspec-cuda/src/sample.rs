@@ -325,7 +325,7 @@ impl Sampling {
     }
 
     fn choose(&self, purpose: Purpose, rows: u64, count: usize, logits: u64, manner: Manner) -> Result<()> {
-        // Rejection divides by what the draft computed, so that has to be numbers.
+        // Rejection divides by what the draft computed: where that is no number, the engine takes a plain step instead.
         let careless = purpose == Purpose::Propose && !manner.rejects;
         let (vocab, flag) = (self.vocab, if careless { self.draft_flag() } else { self.flag() });
         let launch = |grid: [usize; 2], block: u32| Launch {

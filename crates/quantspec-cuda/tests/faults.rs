@@ -174,19 +174,57 @@ fn what_the_draft_alone_cannot_compute_ends_no_text() {
             }
         }
         if rejection {
-            // Rejection compares with the draft's probabilities, and says that they are none.
+            // Rejection compares with the draft's probabilities, which are none: a plain step takes the place of the round.
             let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, Accept::Rejection).unwrap();
-            let mut engine = Engine::new(
-                load(&device, &checkpoint, &options),
-                method(Some(QUANTSPEC), Policy::fixed(3)),
-                1,
-                512,
-                64,
-            );
-            let error = decode(&mut engine, &text, &sampler, 60, Some(bad as u32)).unwrap_err();
-            assert_eq!(error.kind, ErrorKind::NotFinite);
+            let run = || {
+                let method = method(Some(QUANTSPEC), Policy::fixed(3));
+                let mut engine = Engine::new(load(&device, &checkpoint, &options), method, 1, 512, 64);
+                let text = decode(&mut engine, &text, &sampler, 60, Some(bad as u32)).unwrap();
+                (text, engine.stats().accepted_tokens())
+            };
+            let (text, accepted) = run();
+            assert!(text.len() == 60 && accepted > 0, "{accepted} accepted");
+            assert_eq!(run(), (text, accepted));
         }
     }
+}
+
+#[test]
+fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
+    let Some(device) = device() else { return };
+    // The target cannot feed token 7. Drafts propose it, and plain decoding may choose another one.
+    let checkpoint = Shape { vocab: 32, ..LLAMA }.overflowing(9, 7, [2e4, 0.0]);
+    let options = options(512, 1);
+    let prompt: Vec<u32> = (0..20).map(|i| i % 7).collect();
+    let mut engine = Engine::new(load(&device, &checkpoint, &options), method(None, Policy::fixed(0)), 1, 512, 64);
+    // The tokens up to the end or to what cannot be computed.
+    let mut run = |seed: u64, draft, policy: &Policy| {
+        engine.set_method(method(draft, policy.clone()));
+        let sampler = Sampler::new(0.7, 0, 1.0, 0.0, seed, 0, Accept::Replay).unwrap();
+        let slot = engine.add(&prompt, sampler, 30).unwrap();
+        let mut text = vec![engine.prefill(slot, &mut |_, _| ()).unwrap()];
+        while text.len() < 30 {
+            let gamma = engine.choose_gamma(slot);
+            match engine.draft(&[(slot, gamma)]).and_then(|()| engine.verify()) {
+                Ok(round) => text.extend(&round[0].tokens),
+                Err(error) => {
+                    assert_eq!(error.kind, ErrorKind::NotFinite);
+                    break;
+                }
+            }
+        }
+        engine.finish(slot);
+        text
+    };
+    let mut finished = 0;
+    for seed in 0..60 {
+        let plain = run(seed, None, &Policy::fixed(0));
+        finished += usize::from(plain.len() == 30);
+        for policy in [Policy::fixed(1), Policy::fixed(5), Policy::auto(8)] {
+            assert_eq!(run(seed, Some(QUANTSPEC), &policy), plain, "seed {seed}");
+        }
+    }
+    assert!((5..55).contains(&finished), "{finished} of 60 texts do without the token");
 }
 
 /// The backend's own draft and verification, queued whole and recorded, against the loop that every backend has.

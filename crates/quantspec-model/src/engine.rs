@@ -11,7 +11,7 @@ use quantspec_core::config::{Pages, View};
 use quantspec_core::policy::Policy;
 use quantspec_core::report::Stats;
 use quantspec_core::sample::{Accept, Sampler};
-use quantspec_core::{Error, Result};
+use quantspec_core::{Error, ErrorKind, Result};
 use std::time::Instant;
 
 /// How an engine decodes, whatever the device.
@@ -287,7 +287,7 @@ impl<B: Backend> Engine<B> {
         self.backend.draft(&plan, &mut self.turns)?;
         // A draft that ended at its first token took a step, and none of it stands.
         for _ in self.turns.iter().zip(gammas).filter(|(turn, (_, asked))| turn.gamma == 0 && *asked > 0) {
-            self.method.policy.observe_round(1, 0);
+            self.method.policy.observe_failure();
         }
         let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0).max(1);
         self.drafted = Some((steps, started.elapsed().as_secs_f64()));
@@ -303,18 +303,31 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Verifies what the last `draft` drafted, commits, quantises complete pages, and returns each sequence's new tokens in
-    /// the order of that call.
+    /// the order of that call. Where that is not finite, it takes a plain step instead, in which nothing drafted is computed.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] without a draft before it, and those of [`Backend::verify`],
     /// [`Backend::draft_seconds`], [`Backend::window`], [`Backend::flush`] and [`Backend::set_window`].
     pub fn verify(&mut self) -> Result<Vec<Emitted>> {
-        let turns = std::mem::take(&mut self.turns);
+        let mut turns = std::mem::take(&mut self.turns);
         if turns.is_empty() {
             return Err(Error::usage("verify without draft", "call draft first, with gamma 0 for a plain step"));
         }
-        let started = Instant::now();
-        let verdicts = self.backend.verify(self.method.target, &turns)?;
+        let mut started = Instant::now();
+        let verdicts = match self.backend.verify(self.method.target, &turns) {
+            // Rows of drafted tokens that plain decoding may never feed: what they alone cannot compute is no fault of the text.
+            Err(error) if error.kind == ErrorKind::NotFinite && turns.iter().any(|turn| turn.gamma > 0) => {
+                let drafted = self.drafted.take().map_or(0.0, |(_, seconds)| seconds);
+                self.stats.draft(drafted + started.elapsed().as_secs_f64());
+                for turn in turns.iter_mut().filter(|turn| turn.gamma > 0) {
+                    turn.gamma = 0;
+                    self.method.policy.observe_failure();
+                }
+                started = Instant::now();
+                self.backend.verify(self.method.target, &turns)?
+            }
+            verdicts => verdicts?,
+        };
         let mut draft_s = 0.0;
         if let Some((steps, seconds)) = self.drafted.take() {
             // A backend that queued the draft with the verification knows what it took of that time.
