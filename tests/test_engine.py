@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import copy_demo
 
@@ -328,6 +330,69 @@ def test_values_out_of_range_are_refused_before_the_engine_sees_them(engine: Eng
         engine.generate_batch([])
     with pytest.raises(UsageError, match="0 tokens"):
         engine.generate(Prompt([]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"temperature": 10**400}, "temperature is a number of 1329 bits"),
+        ({"temperature": 10**5000}, "temperature is a number of 16610 bits"),
+        ({"temperature": Fraction(10**5000)}, "temperature is a Fraction"),
+        ({"max_new_tokens": 10**5000}, "a number of 16610 bits"),
+        ({"seed": 10**5000}, "seed is a number of 16610 bits"),
+        ({"seed": -(10**5000)}, "seed is a number of 16610 bits"),
+        ({"stop": 10**5000}, "stop is a number of"),
+        ({"on_prefill": 5}, "on_prefill is 5"),
+        ({"on_prefill": "print"}, "on_prefill is 'print'"),
+    ],
+)
+def test_values_that_no_error_survives(engine: Engine, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        engine.generate("one", **options)
+    with pytest.raises(UsageError, match=words):
+        engine.stream("one", **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"model": 5}, "the model is 5"),
+        ({"model": b"x"}, "the model is b'x'"),
+        ({"revision": 5, "model": "owner/model"}, "--revision is 5"),
+        ({"context": 10**5000}, "the context is a number of 16610 bits"),
+        ({"device": 10**5000}, "device is a number of 16610 bits"),
+        ({"method": 10**5000}, "method is a number of 16610 bits"),
+        ({"on_loading": 5}, "on_loading is 5"),
+    ],
+)
+def test_what_cannot_be_loaded(fake: Any, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Engine.load(**arguments)
+    assert fake.engines == []
+
+
+@pytest.mark.parametrize(
+    ("document", "others", "words"),
+    [
+        (None, {}, "the prompt is None"),
+        (b"abc", {}, "the prompt is b'abc'"),
+        ("abc", {"instruction": 5}, "the instruction is 5"),
+        ("abc", {"system_prompt": b"x"}, "the system prompt is b'x'"),
+    ],
+)
+def test_what_is_no_text_is_refused(engine: Engine, document: Any, others: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        engine.model.prompt(document, **others)
+
+
+def test_ids_may_be_an_array(engine: Engine) -> None:
+    expected = engine.generate(Prompt([1, 2, 3]), max_new_tokens=5)
+    assert engine.generate(Prompt(np.array([1, 2, 3])), max_new_tokens=5) == expected  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="0 tokens"):
+        engine.generate(Prompt(np.array([], dtype=int)))  # type: ignore[arg-type]
+    for ids in (5, None, "abc", b"abc", np.array(5)):
+        with pytest.raises(UsageError, match="the ids of the prompt are"):
+            Prompt(ids)  # type: ignore[arg-type]
 
 
 def test_what_does_not_fit_names_what_would(engine: Engine) -> None:

@@ -20,6 +20,7 @@ import pytest
 from quantspec_cli import bench, hub
 from quantspec_cli import eval as evaluation
 from quantspec_cli.engine import Model
+from quantspec_cli.tokenizer import Tokenizer
 
 # Three pages and a piece: from position 256 on, queries read quantised pages.
 TOKENS = 400
@@ -166,6 +167,38 @@ def test_texts_that_are_none(quantspec: Callable[..., Any], tmp_path: Path) -> N
     for raw, word in ((b"", "empty"), (b" \n", "white space"), (b"\xff\xfe", "UTF-16"), (b"a\0", "binary")):
         path.write_bytes(raw)
         quantspec("eval", "-p", str(path)).assert_error(1, word)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["eval"], 3, ("characters, more than 131072 tokens can hold",)),
+        (["eval", "--tokens", "200000"], 3, ("200000 tokens", "--tokens 131072")),
+        (["eval", "--tokens", "20"], 0, ()),
+        (["bench", "-d", "20", "-p", "0", "-n", "2", "-r", "1", "--methods", "ar"], 0, ()),
+    ],
+)
+def test_a_huge_text_is_not_encoded_whole(
+    quantspec: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+    words: tuple[str, ...],
+) -> None:
+    encode = Tokenizer.encode
+
+    def bounded(self: Tokenizer, text: str) -> list[int]:
+        assert len(text) < 100_000
+        return encode(self, text)
+
+    book = tmp_path / "book"
+    book.write_text("a few words " * 2_000_000)
+    monkeypatch.setattr(Tokenizer, "encode", bounded)
+    outcome = quantspec(*arguments, "-t", "2", "--prompt", str(book))
+    assert outcome.code == code, outcome
+    for word in words:
+        assert word in outcome.stderr
 
 
 def test_the_prompt_is_not_overwritten(quantspec: Callable[..., Any], document: Path) -> None:

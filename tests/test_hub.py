@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -19,6 +21,7 @@ import pytest
 from conftest import DEMO, Outcome, copy_demo
 
 from quantspec_cli import hub
+from quantspec_cli.errors import FileError, InputError, ModelError, QuantspecError, UsageError
 
 Run = Callable[..., Outcome]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -163,6 +166,71 @@ def test_what_the_hub_refuses_is_one_error(online: Run, server: Hub) -> None:
     server.gated = False
     del server.files["config.json"]
     online("run", "-m", "owner/model", "--text", "x").assert_error(1, "no config.json")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"ALL_PROXY": "socks5://127.0.0.1:9"}, {"HTTPS_PROXY": "garbage://x"}, {"HF_TOKEN": "hf_\u00e9"}],
+)
+def test_a_network_set_up_wrongly_is_no_defect(online: Run, environment: dict[str, str]) -> None:
+    online("run", "-m", "owner/model", "--text", "x", **environment).assert_error(
+        1, "downloading owner/model failed", "HTTPS_PROXY", "HF_TOKEN"
+    )
+
+
+@pytest.mark.parametrize("answer", [b"<html>log in\nhere</html>", b'{"unexpected": 1}', b"[]"])
+def test_an_answer_of_something_else_is_no_defect(online: Run, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+    monkeypatch.setattr(Handler, "_answer", lambda self, *, send: self._reply(200, answer, {}, send=send))
+    outcome = online("run", "-m", "owner/model", "--text", "x")
+    outcome.assert_error(1, "owner/model")
+    assert "defect" not in outcome.stderr
+
+
+DISK, FILES, TLS, AGAIN = "set HF_HOME to another disk", "HF_TOKEN_PATH", "SSL_CERT_FILE", "run the command again"
+
+
+@pytest.mark.parametrize(
+    ("error", "certificate", "kind", "hint"),
+    [
+        *((OSError(number, "no"), "", FileError, DISK) for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)),
+        *((OSError(number, "no"), "", FileError, DISK) for number in (errno.EACCES, errno.EPERM)),
+        (ssl.SSLError(136, "no certificate"), "", ModelError, TLS),
+        (OSError(errno.ENOENT, "no"), "/none", ModelError, TLS),
+        (OSError(errno.ENOENT, "no", "/a/b"), "", FileError, FILES),
+        (OSError(errno.ENAMETOOLONG, "no", "/a/b"), "/none", FileError, FILES),
+        (OSError("no"), "", ModelError, AGAIN),
+        (OSError(errno.ECONNRESET, "no"), "", ModelError, AGAIN),
+    ],
+)
+def test_the_hint_of_a_failed_download_fits(
+    monkeypatch: pytest.MonkeyPatch, error: OSError, certificate: str, kind: type[QuantspecError], hint: str
+) -> None:
+    import huggingface_hub
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise error
+
+    for name in ("SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SSL_CERT_FILE", certificate)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(kind) as caught:
+        hub.resolve("owner/model")
+    assert hint in caught.value.hint
+    assert (DISK in caught.value.hint) == (hint == DISK)
+    assert error.filename is None or error.filename in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("revision", "kind"),
+    [("a\udcff", InputError), (5, UsageError), (b"main", UsageError), ("..", UsageError), ("a/../../b", UsageError)],
+)
+def test_revisions_that_cannot_be(revision: Any, kind: type[QuantspecError]) -> None:
+    with pytest.raises(kind, match="--revision"):
+        hub.resolve("owner/model", revision=revision)
+    if kind is UsageError and isinstance(revision, str):
+        with pytest.raises(kind, match="--revision"):
+            hub.resolve(f"owner/model@{revision}")
 
 
 def test_offline_and_not_in_the_cache_is_one_error(fake: Any, quantspec: Run) -> None:

@@ -17,7 +17,7 @@ from conftest import Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import output, signals
+from quantspec_cli import loop, output, render, signals
 from quantspec_cli.errors import FileError, QuantspecError
 from quantspec_cli.output import Answers, AtomicFile
 
@@ -78,6 +78,83 @@ def test_the_order_of_events_does_not_change_the_page(events: list[tuple[int, st
         body = "".join(text for place, text in events if place == index)
         expected.append(f"==> {name} <==\n{body}" + ("" if body.endswith("\n") or not body else "\n"))
     assert page.text == "\n".join(expected)
+
+
+def test_what_a_signal_kept_from_being_written_is_written_once() -> None:
+    page = Page()
+    answers = Answers(page, ["a", "b"])
+    answers.push(0, "A1")
+    answers.push(1, "B1")
+    answers.push_rest(0, "A1A2A3")
+    answers.push_rest(1, "B1")
+    answers.close()
+    assert page.text == "==> a <==\nA1A2A3\n\n==> b <==\nB1\n"
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
+def test_a_signal_behind_a_piece_does_not_lose_it(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    emit, calls = loop._emit, []
+
+    def interrupted(*arguments: Any) -> Any:
+        piece = emit(*arguments)
+        calls.append(piece)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return piece
+
+    monkeypatch.setattr(loop, "_emit", interrupted)
+    out = tmp_path / "out"
+    outcome = quantspec("run", "--text", "one", "--text", "two", "-n", "40", "-q", "--json", "-o", str(out))
+    assert outcome.code == 130, outcome
+    first, second = (result["text"] for result in outcome.json["results"])
+    page = Page()
+    answers = Answers(page, ["text 1", "text 2"])
+    answers.push_rest(0, first)
+    answers.push_rest(1, second)
+    answers.close()
+    assert any((first, second))
+    assert out.read_text(encoding="utf-8") == page.text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (999_499, "999 kB"),
+        (999_600, "1 MB"),
+        (999_600_000, "1 GB"),
+        (1_234_567_890, "1.23 GB"),
+        (999_700_000_000, "1 TB"),
+        (2_164_000_000_000, "2.16 TB"),
+        (4_321_000_000_000_000, "4,321 TB"),
+    ],
+)
+def test_sizes_have_no_exponent(value: int | None, text: str) -> None:
+    assert render.size(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0.0, "0 ms"),
+        (1e-9, "0 ms"),
+        (0.01234, "12.3 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "0.9996 s"),
+        (61.23456, "61.23 s"),
+        (999.94, "999.9 s"),
+        (999.96, "1,000 s"),
+        (12345.6, "12,346 s"),
+    ],
+)
+def test_times_have_no_exponent(value: float | None, text: str) -> None:
+    assert render.seconds(value) == text
 
 
 def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:

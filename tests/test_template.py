@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +92,19 @@ def test_a_template_that_sleeps_in_one_call_ends(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(template, "WALL_LIMIT_S", 0.01)
     with pytest.raises(ModelError, match="did not end"):
         render(CHATML)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("RLIMIT_AS", 900_000 << 10), ("RLIMIT_CPU", 3), ("RLIMIT_CORE", 0)])
+def test_limits_that_are_lower_already_stay(kind: str, limit: int) -> None:
+    number = getattr(resource, kind)
+    program = (
+        f"import resource; resource.setrlimit({number}, ({limit}, {limit}))\n"
+        "from quantspec_cli import template\n"
+        "template._limit(1000, 5)\n"
+        f"print(resource.getrlimit({number})[1], resource.getrlimit(resource.RLIMIT_CORE)[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout.split(), done.stderr) == ([str(limit), "0"], "")
 
 
 @pytest.mark.parametrize("where", ["config", "list", "file"])

@@ -58,6 +58,31 @@ def saved(inner: Inner, folder: Path, **config: Any) -> Tokenizer:
     return Tokenizer(folder, inner.get_vocab_size())
 
 
+@pytest.mark.parametrize("kind", ["demo", "sentencepiece"])
+def test_the_start_of_a_text_has_the_ids_of_the_whole(
+    demo: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    tokenizer = demo if kind == "demo" else saved(sentencepiece(), tmp_path)
+    text = "".join(TEXTS) * 2000
+    whole, encode, seen = tokenizer.encode(text), tokenizer.encode, []
+    monkeypatch.setattr(tokenizer, "encode", lambda text: seen.append(len(text)) or encode(text))
+    for count in (2, 7, 100, 1001):
+        assert tokenizer.encode_start(text, count) == whole[:count]
+        assert seen.pop() == min(len(text), 4 * count * tokenizer.longest_token_bytes)
+        assert not seen
+    assert tokenizer.encode_start(text, len(whole) + 5) == whole
+    assert tokenizer.encode_start("", 5) == encode("")
+
+
+def test_a_start_that_stands_for_few_ids_is_not_trusted(tmp_path: Path) -> None:
+    inner = sentencepiece()
+    # Nothing remains of the beginning.
+    inner.normalizer = normalizers.Replace("#", "")
+    tokenizer = saved(inner, tmp_path)
+    text = "#" * 10_000 + "hello world"
+    assert tokenizer.encode_start(text, 5) == tokenizer.encode("hello world")[:5]
+
+
 @pytest.fixture(scope="module")
 def demo() -> Tokenizer:
     return Tokenizer(DEMO, 8192)

@@ -285,6 +285,11 @@ def cut(folder: Path) -> None:
         (change_header(lambda header: header.update(extra=EMPTY)), "extra is no part"),
         (change_header(lambda header: header.pop("model.norm.weight")), "no tensor model.norm.weight"),
         (change_header(lambda header: header["model.norm.weight"].update(dtype="I8")), "is I8"),
+        (change_header(lambda header: header["model.norm.weight"].update(dtype=["F32"])), "is ['F32']"),
+        (
+            change("config.json", lambda config: (config.update(model_type=["llama"]), config.update(head_dim=None))),
+            "model_type ['llama']",
+        ),
         (change_header(lambda header: header["model.norm.weight"].update(shape=[255])), "does not fit"),
         (change_header(lambda header: header["model.norm.weight"].pop("shape")), "does not fit"),
         (change_header(lambda header: header.update({"model.norm.weight": 3})), "is None"),
@@ -301,6 +306,15 @@ def test_a_damaged_source_is_one_error(
     damage(source)
     assert message in refused(widen, capfd, source, tmp_path / "wide", "--times", "2", "--layers", "7")
     assert not (tmp_path / "wide").exists()
+
+
+def test_the_folder_one_is_in_has_a_name(
+    widen: ModuleType, strange: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(strange)
+    assert widen.main([".", str(tmp_path / "wide"), "--times", "2", "--layers", "2"]) == 0
+    assert json.loads((tmp_path / "wide" / "config.json").read_text())["widened"]["source"] == "strange"
+    assert (tmp_path / "wide" / "README.md").read_text().startswith("# strange ")
 
 
 @pytest.mark.parametrize("existing", [False, True])

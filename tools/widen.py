@@ -91,6 +91,10 @@ class Source:
             raise Refusal(f"cannot read {folder}: its JSON names nothing", hint)
         for key in SETTINGS:
             positive(self.config, key, folder)
+        if not isinstance(self.config.get("model_type"), str | None):
+            raise Refusal(
+                f"config.json of {folder} has model_type {self.config['model_type']!r:.60}", "use a Llama-family model"
+            )
         header.pop("__metadata__", None)
         for name, info in header.items():
             check(name, info, size - 8 - length)
@@ -113,7 +117,7 @@ class Source:
 def check(name: str, info: Any, data: int) -> None:
     """Refuses a tensor of a kind or a place that cannot be read; `data` bytes follow the header."""
     dtype = info.get("dtype") if isinstance(info, dict) else None
-    if dtype not in BYTES:
+    if not isinstance(dtype, str) or dtype not in BYTES:
         raise Refusal(f"tensor {name} is {dtype}", f"use a checkpoint in {', '.join(BYTES)}")
     try:
         (begin, end), shape = info["data_offsets"], info["shape"]
@@ -292,8 +296,8 @@ def widen(folder: Path, out: Path, times: int, layers: int) -> int:
     if not (folder / "tokenizer.json").is_file():
         raise Refusal(f"{folder} has no tokenizer.json", "use the one published with these weights")
     targets = plan(source, times, layers)
-    # Names of files are bytes, the card and the header are text.
-    name = folder.name.encode(errors="replace").decode()
+    # Names of files are bytes, the card and the header are text. The folder may be given as "." or "..".
+    name = folder.resolve().name.encode(errors="replace").decode()
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "widened": f"{name} x {times}, {layers} layers"}}
     offset = 0
     for target in targets:

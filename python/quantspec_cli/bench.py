@@ -373,13 +373,13 @@ def _tokens(model: Model, name: str, text: str, plan: Plan) -> list[int]:
             f"{model.context}",
             _room(plan, model.context),
         )
-    ids = model.tokenizer.encode(text)
+    ids = model.tokenizer.encode_start(text, plan.text_tokens)
     if len(ids) < plan.text_tokens:
         raise InputError(
             f"{name} has {len(ids)} tokens, the deepest test reads {plan.text_tokens}",
             "give a longer text with --prompt, or lower -d and -p",
         )
-    return ids[: plan.text_tokens]
+    return ids
 
 
 def _room(plan: Plan, context: int) -> str:

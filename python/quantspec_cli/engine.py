@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
 from . import hub, loop, settings, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
-from .options import EngineOptions, GenerateOptions, whole
+from .options import EngineOptions, GenerateOptions, shown, whole
 from .prompts import check_utf8
 from .text import Text
 from .tokenizer import Tokenizer
@@ -91,6 +91,18 @@ class Prompt:
     ids: list[int]
     continues: bool = True
     name: str = "the prompt"
+
+    def __post_init__(self) -> None:
+        """Takes whatever yields ids, a NumPy array for example."""
+        ids: Any = self.ids
+        try:
+            # An array's own list has Python's numbers.
+            listed = None if isinstance(ids, str | bytes) else list(ids.tolist() if hasattr(ids, "tolist") else ids)
+        except TypeError:
+            listed = None
+        if listed is None:
+            raise UsageError(f"the ids of {self.name} are {shown(ids):.60}", "give a list of token ids")
+        object.__setattr__(self, "ids", listed)
 
 
 @dataclass(frozen=True)
@@ -167,9 +179,10 @@ class Model:
         long work of encoding it.
         """
         limit = self.context if context is None else context
-        for what, text in ((name, document), ("the instruction", instruction), ("the system prompt", system_prompt)):
+        _check_text(name, document)
+        for what, text in (("the instruction", instruction), ("the system prompt", system_prompt)):
             if text is not None:
-                check_utf8(what, text)
+                _check_text(what, text)
         # Composing characters may make a text a little shorter before it is split into tokens, never four times.
         if len(document) > 4 * limit and len(document.encode()) > 4 * limit * self.tokenizer.longest_token_bytes:
             raise DoesNotFitError(
@@ -433,6 +446,17 @@ def _decode(
                 places.check_process()
 
 
+def _check_text(name: str, text: object) -> None:
+    if not isinstance(text, str):
+        raise UsageError(f"{name} is {shown(text):.60}", "give a text")
+    check_utf8(name, text)
+
+
+def _check_callback(name: str, callback: object) -> None:
+    if callback is not None and not callable(callback):
+        raise UsageError(f"{name} is {shown(callback):.60}", "give a function of (done, total), or None")
+
+
 def _check_ids(prompt: Prompt, vocab: int) -> None:
     """Refuses ids the model does not have: the engine takes unsigned numbers only."""
     if not prompt.ids:
@@ -517,7 +541,7 @@ class Engine:
     @classmethod
     def load(
         cls,
-        model: str | Path | None = None,
+        model: str | os.PathLike[str] | None = None,
         *,
         revision: str | None = None,
         offline: bool = False,
@@ -575,7 +599,11 @@ class Engine:
         whole("batch", batch, 1, 65_536)
         if context is not None:
             whole("the context", context, 1, None)
-        opened = Model.open(None if model is None else str(model), revision=revision, offline=offline)
+        _check_callback("on_loading", on_loading)
+        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        if not isinstance(name, str | None):
+            raise UsageError(f"the model is {shown(model):.60}", "give a directory or a hub id such as owner/name")
+        opened = Model.open(name, revision=revision, offline=offline)
         limit = opened.resolve_context(context) if context is not None else min(opened.context, DEFAULT_CONTEXT)
         return cls(opened, options, context=limit, batch=batch, on_loading=on_loading)
 
@@ -589,10 +617,11 @@ class Engine:
     ) -> Batch:
         """Starts decoding prompts together. Every prompt is checked to fit before the first one is taken."""
         self._slots.check_process()
+        _check_callback("on_prefill", on_prefill)
         # Read once: a generator yields its prompts to nobody else.
         given = None if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)
         if given is None or not all(isinstance(prompt, str | Prompt) for prompt in given):
-            raise UsageError(f"a prompt is {prompts!r:.60}", "give texts, or what engine.model.prompt returns")
+            raise UsageError(f"a prompt is {shown(prompts):.60}", "give texts, or what engine.model.prompt returns")
         if not given:
             raise UsageError("no prompt", "give at least one prompt")
         encoded = [

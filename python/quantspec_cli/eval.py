@@ -63,7 +63,7 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             request.model, revision=request.revision, offline=request.offline, progress=render.on_terminal()
         )
         name = "sample.txt" if request.prompt is None else document.name
-        ids = _cut(model, model.tokenizer.encode(document.text), name, request)
+        ids = _tokens(model, document.text, name, request)
         found = {
             "model": model.name,
             "prompt": name,
@@ -81,21 +81,25 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
     return output.Done()
 
 
-def _cut(model: Model, ids: list[int], name: str, request: Request) -> list[int]:
+def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
     """The tokens to score: never fewer than asked for, never more than the model's context."""
+    ids = model.prompt(text, name=name).ids if request.tokens is None else []
     wanted = len(ids) if request.tokens is None else request.tokens
+    # Before the long work of encoding so many.
     if wanted > model.context:
         raise DoesNotFitError(
             f"{wanted} tokens of {name} exceed the model's context of {model.context}",
             f"score its beginning with --tokens {model.context}, or less",
         )
+    if request.tokens is not None:
+        ids = model.tokenizer.encode_start(text, wanted)
     least = max(wanted, request.context + 2)
     if len(ids) < least:
         raise InputError(
             f"{name} has {len(ids)} tokens and {least} are asked for",
             "give a longer text, or lower --tokens or --context",
         )
-    return ids[:wanted]
+    return ids
 
 
 def _scores(model: Model, ids: Sequence[int], request: Request, options: EngineOptions) -> dict[str, Any]:

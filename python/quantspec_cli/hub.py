@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import background
-from .errors import FileError, ModelError, UsageError, reason
+from .errors import FileError, ModelError, QuantspecError, UsageError, reason
 from .prompts import check_utf8
 
 if TYPE_CHECKING:
@@ -28,6 +30,11 @@ FILES = [
     "chat_template.jinja",
 ]
 
+# What the system says where it is the disk, or the rights to write there.
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+
+_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
@@ -46,6 +53,7 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
             raise UsageError("--revision without --model", "name the hub id the revision belongs to")
         return demo()
     check_utf8("the name of the model", model, "rename the directory, or give a link to it")
+    _check_revision(revision)
     # These give up silently on names that no file can have.
     path = os.path.expanduser(model)
     if os.path.isdir(path):
@@ -61,9 +69,22 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
         )
     if pinned and revision is not None and pinned != revision:
         raise UsageError(f"two revisions: {pinned} and {revision}", "give one of them")
+    _check_revision(pinned or None)
     if cache().parts[:1] == ("~",):
         raise FileError("the hub's cache has no place: no home directory is known", "set HF_HOME to a folder")
     return _download(model, repository, revision or pinned or None, offline=offline, progress=progress)
+
+
+def _check_revision(revision: str | None) -> None:
+    if revision is None:
+        return
+    hint = "give a branch, tag or commit on the hub"
+    if not isinstance(revision, str):
+        raise UsageError(f"--revision is {revision!r:.60}", hint)
+    check_utf8("--revision", revision, hint)
+    # It becomes part of a path in the cache.
+    if ".." in revision.split("/"):
+        raise UsageError(f"--revision {revision} has a part ..", hint)
 
 
 def cache() -> Path:
@@ -118,14 +139,16 @@ def _download(model: str, repository: str, revision: str | None, *, offline: boo
             f"{where}, and the hub cannot be reached", "check the network, or give a directory with the model's files"
         ) from error
     except OSError as error:
-        if error.errno is None:  # the network's errors are OSErrors without a number
-            raise ModelError(f"downloading {model} failed: {error}", "run the command again: it resumes") from error
-        hint = "free some space or set HF_HOME to another disk, then run the command again: it resumes"
-        raise FileError(f"downloading {model} failed: {reason(error)}", hint) from error
+        raise _refused(model, error) from error
+    except (QuantspecError, MemoryError):
+        raise
     except Exception as error:
         if type(error).__module__.partition(".")[0] in {"httpx", "httpx2", "httpcore", "httpcore2", "requests"}:
             raise ModelError(f"downloading {model} failed: {error}", "run the command again: it resumes") from error
-        raise
+        raise ModelError(
+            f"downloading {model} failed: {type(error).__name__}: {error}",
+            "check the network, HTTPS_PROXY, HF_ENDPOINT and HF_TOKEN",
+        ) from error
     found = Path(directory)
     if not (found / "config.json").is_file():
         raise ModelError(
@@ -133,3 +156,18 @@ def _download(model: str, repository: str, revision: str | None, *, offline: boo
             "choose a repository with safetensors weights, not GGUF or adapters",
         )
     return found
+
+
+def _refused(model: str, error: OSError) -> QuantspecError:
+    """What the system or the network refused, with the remedy for that."""
+    message = f"downloading {model} failed: {reason(error)}"
+    if isinstance(error, ssl.SSLError) or (error.errno == errno.ENOENT and any(map(os.environ.get, _CERTIFICATES))):
+        return ModelError(message, f"check {', '.join(_CERTIFICATES)}")
+    # The network's errors are OSErrors without a number, or of these kinds.
+    if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
+        return ModelError(f"downloading {model} failed: {error}", "run the command again: it resumes")
+    if error.errno in _DISK:
+        hint = "free some space or set HF_HOME to another disk, then run the command again: it resumes"
+        return FileError(message, hint)
+    place = "" if error.filename is None else f": {error.filename}"
+    return FileError(f"{message}{place}", "check HF_HOME, HF_TOKEN_PATH and --revision")

@@ -53,13 +53,9 @@ class EngineOptions:
         _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
         _one_of("page_choice", self.page_choice, PAGE_CHOICES)
         _one_of("accept", self.accept, ACCEPTANCE)
-        kind, _, index = str(self.device).partition(":")
-        if (
-            not isinstance(self.device, str)
-            or kind not in {"auto", "cpu", "cuda"}
-            or (":" in self.device and (kind != "cuda" or not _is_index(index)))
-        ):
-            raise UsageError(f"device is {self.device!r}", "use auto, cpu, cuda or cuda:0")
+        kind, _, index = (self.device if isinstance(self.device, str) else "").partition(":")
+        if kind not in {"auto", "cpu", "cuda"} or (":" in self.device and (kind != "cuda" or not _is_index(index))):
+            raise UsageError(f"device is {shown(self.device)}", "use auto, cpu, cuda or cuda:0")
         if self.threads is not None:
             # More than any machine has; the number reaches the system as it is.
             whole("threads", self.threads, 1, 4096)
@@ -107,7 +103,7 @@ class GenerateOptions:
         # Read once: a generator yields its strings to nobody else.
         stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
         if stops is None or not all(isinstance(stop, str) for stop in stops):
-            raise UsageError(f"stop is {self.stop!r:.60}", "give a list of strings")
+            raise UsageError(f"stop is {shown(self.stop):.60}", "give a list of strings")
         object.__setattr__(self, "stop", stops)
         if not all(stops):
             raise UsageError("a stop string is empty", "give at least one character after --stop")
@@ -126,7 +122,7 @@ class GenerateOptions:
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise UsageError(f"{name} is {value!r}", f"use one of {', '.join(choices)}")
+        raise UsageError(f"{name} is {shown(value)}", f"use one of {', '.join(choices)}")
 
 
 def whole(name: str, value: object, least: int, most: int | None, other: str = "") -> None:
@@ -135,16 +131,33 @@ def whole(name: str, value: object, least: int, most: int | None, other: str = "
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = None
-    if number is None or number < least or (most is not None and number > most):
+    if number is None or number < least or (most is not None and number > most) or _is_unprintable(number):
         too_large = number is not None and most is not None and number > most
         bounds = f"at least {least}" if most is None or (most >= 2**32 and not too_large) else f"{least} to {most}"
-        raise UsageError(f"{name} is {value!r}", f"use a whole number, {bounds}{other}")
+        raise UsageError(f"{name} is {shown(value)}", f"use a whole number, {bounds}{other}")
 
 
 def _number(name: str, value: object, valid: Callable[[float], bool], hint: str) -> None:
-    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        number = math.inf
     if not (math.isfinite(number) and valid(number)):
-        raise UsageError(f"{name} is {value!r}", hint)
+        raise UsageError(f"{name} is {shown(value)}", hint)
+
+
+def shown(value: object) -> str:
+    """A value as a message names it: Python refuses to print whole numbers of thousands of digits."""
+    if isinstance(value, int) and _is_unprintable(value):
+        return f"a number of {value.bit_length()} bits"
+    try:
+        return repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} that cannot be printed"
+
+
+def _is_unprintable(number: int) -> bool:
+    return number.bit_length() > 256
 
 
 def _is_index(text: str) -> bool:

@@ -197,6 +197,7 @@ class Answers:
         self._sink = sink
         self._names = names
         self._waiting = [""] * len(names)
+        self._given = [0] * len(names)
         self._ended = [False] * len(names)
         self._open = -1
         self._at_line_start = True
@@ -204,10 +205,16 @@ class Answers:
 
     def push(self, index: int, text: str) -> None:
         """Text of one answer."""
+        # Before it is written: a signal in the write must not have it written twice.
+        self._given[index] += len(text)
         if index == self._open:
             self._write(text)
         else:
             self._waiting[index] += text
+
+    def push_rest(self, index: int, whole: str) -> None:
+        """What is missing of one answer: a signal may come between a piece and its `push`."""
+        self.push(index, whole[self._given[index] :])
 
     def end(self, index: int) -> None:
         """An answer is complete."""

@@ -96,10 +96,13 @@ def statistics_lines(
 
 
 def seconds(value: float | None) -> str:
-    """A time, three significant digits."""
+    """A time, three significant digits of milliseconds, four of seconds."""
     if value is None:
         return "-"
-    return f"{value * 1000:.3g} ms" if value < 1 else f"{value:.4g} s"
+    # Thresholds are where the digits would round up to an exponent.
+    if value < 0.9995:
+        return f"{round(value * 1000, 3):.3g} ms"
+    return f"{value:.4g} s" if value < 999.95 else f"{value:,.0f} s"
 
 
 def rate(value: float | None) -> str:
@@ -123,9 +126,10 @@ def size(value: int | None) -> str:
     """Bytes in decimal units."""
     if value is None:
         return "-"
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        # What rounds to 1,000 of a unit is 1 of the next.
+        if value >= 0.9995 * scale:
+            return f"{number(value / scale)} {unit}"
     return f"{value} B"
 
 

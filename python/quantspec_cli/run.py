@@ -163,8 +163,9 @@ def _decode(
     except KeyboardInterrupt:
         interrupted = True
     if interrupted or failures:
-        for index, text in batch.interrupt():
-            answers.push(index, text)
+        batch.interrupt()
+        for index, answer in enumerate(batch.texts):
+            answers.push_rest(index, answer.text)
     answers.close()
     return batch, interrupted, failures[0] if failures else None
 

@@ -121,10 +121,16 @@ def _limit(characters: int, cpu_limit_s: int) -> None:
         import resource
     except ImportError:  # no such limits on Windows; the wall clock remains
         return
+
+    def lower(kind: int, limit: int) -> None:
+        # Whoever started us may have set a lower one, which nobody may raise.
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard),) * 2)
+
     # jinja, the parts of the text and their join: a handful of copies of at most 4 bytes per character.
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES + 32 * characters,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu_limit_s, cpu_limit_s))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    lower(resource.RLIMIT_AS, MEMORY_LIMIT_BYTES + 32 * characters)
+    lower(resource.RLIMIT_CPU, cpu_limit_s)
+    lower(resource.RLIMIT_CORE, 0)
 
 
 def _render_here(template: str, conversation: list[dict[str, str]], special: dict[str, str], limit: int) -> str:

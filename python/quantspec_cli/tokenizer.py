@@ -64,6 +64,17 @@ class Tokenizer:
             )
         return ids
 
+    def encode_start(self, text: str, count: int) -> list[int]:
+        """The first `count` ids of `encode`, or all of a shorter text. Encoding takes 100 bytes of memory per byte, so of a
+        long text only a generous beginning is encoded.
+        """
+        start = text[: 4 * count * self.longest_token_bytes]
+        ids = self.encode(start)
+        # A cut changes ids near it. Few ids of so much text: they stand for more of it than a token should.
+        if len(start) < len(text) and len(ids) < 2 * count:
+            ids = self.encode(text)
+        return ids[:count]
+
     def id_of(self, token: str | None) -> int | None:
         """Id of a token, or None where it is unknown."""
         found = self._inner.token_to_id(token) if token else None
