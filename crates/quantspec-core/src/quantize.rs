@@ -36,9 +36,13 @@ pub struct Params {
 
 impl Params {
     /// Rounds the parameters to f16; a group that is not constant gets a scale of at least [`SCALE_MIN`].
+    fn rounded(scale: f32, zero: f32) -> Params {
+        Params { scale: f16::from_f32(scale.max(SCALE_MIN)), zero: f16::from_f32(zero) }
+    }
+
+    /// The same, where f16 can hold them.
     fn new(scale: f32, zero: f32) -> Result<Params> {
-        let params = Params { scale: f16::from_f32(scale.max(SCALE_MIN)), zero: f16::from_f32(zero) };
-        params.finite()
+        Params::rounded(scale, zero).finite()
     }
 
     /// Parameters of a group whose elements all equal `value`: exact where that is an f16 value.
@@ -316,7 +320,7 @@ fn fit(w: &[f32], params: Params) -> Option<Params> {
     let spread = count * squares - codes * codes;
     let scale = (count * products - codes * values) / spread;
     let zero = zero + (values - scale * codes) / count;
-    (spread > 0.0).then(|| Params { scale: f16::from_f32(scale.max(SCALE_MIN)), zero: f16::from_f32(zero) })
+    (spread > 0.0).then(|| Params::rounded(scale, zero))
 }
 
 /// The better of two parameters and its squared error: the first of equals, and never what f16 cannot hold, whose error is no
@@ -334,8 +338,7 @@ fn search(w: &[f32], low: f32, high: f32, whole: Params) -> Params {
         for above in SHRINK {
             let zero = low + below * range;
             let scale = ((high - above * range) - zero) / f32::from(W4_TOP);
-            let params = Params { scale: f16::from_f32(scale.max(SCALE_MIN)), zero: f16::from_f32(zero) };
-            best = better(w, best, params);
+            best = better(w, best, Params::rounded(scale, zero));
         }
     }
     for _ in 0..FITS {
@@ -626,7 +629,7 @@ mod tests {
     }
 
     #[test]
-    fn trained_and_random_weights_lose_less_than_by_their_range() {
+    fn random_weights_lose_less_than_by_their_range() {
         let w = normal(128 * 200, 5);
         let (mut whole, mut found) = (0.0, 0.0);
         for group in w.chunks(128) {
