@@ -30,10 +30,9 @@ struct DraftShared {
     slots = shared_address(shared), full = shared_address(squares + LINEAR_WARPS * DRAFT_ROWS), empty = full + stages * 8;
     x = (empty + stages * 8 + 15) & ~15, xs = x + rows * pitch;
   }
-  // One warp's group of a row, four values a lane: codes, scale and sum.
-  DEV void put(int row, int group, float4 v) const {
+  // One warp's group of a row. Stores come behind one another: what makes the codes of several groups must not stand between them.
+  DEV void put(int row, int group, const Int8Group& of) const {
     const int lane = threadIdx.x & 31;
-    const Int8Group of = int8_group(v);
     sts32(x + row * pitch + group * 128 + lane * 4, of.codes);
     if (lane == 0) sts64(xs + (row * groups + group) * 8, make_uint2(__float_as_uint(of.scale), __float_as_uint(of.sum)));
   }
@@ -47,36 +46,40 @@ struct FromHidden {
   float eps;
   int width;
   static constexpr int AT_ONCE = 4;
-  float4 kept[AT_ONCE];                                                    // of the weight, which is there before the kernel ahead has ended
+  float4 kept[AT_ONCE];                                                    // of the weight, which is there before the kernel ahead has ended: of groups first, first + 8, ...
   DEV float4 factor(int group) const {
     const int k = group * 128 + (threadIdx.x & 31) * 4;
     return k < width ? __ldg(reinterpret_cast<const float4*>(weight + k)) : make_float4(0, 0, 0, 0);
   }
-  DEV void before() {
+  DEV void before(int first) {
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) kept[i] = factor((threadIdx.x >> 5) + i * LINEAR_WARPS);
+    for (int i = 0; i < AT_ONCE; i++) kept[i] = factor(first + i * LINEAR_WARPS);
   }
-  DEV void stage(const DraftShared& to, int rows) const {
+  DEV void stage(const DraftShared& to, int rows) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
       float square = 0;
 #pragma unroll 1
       for (int first = warp; first < to.groups; first += AT_ONCE * LINEAR_WARPS) {
+        if (to.groups > AT_ONCE * LINEAR_WARPS && (row || first > warp)) before(first);
         float4 v[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
           const int k = (first + i * LINEAR_WARPS) * 128 + lane * 4;
           v[i] = k < width ? load4(hidden + (size_t)row * width + k) : make_float4(0, 0, 0, 0);
         }
+        Int8Group of[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
-          const int group = first + i * LINEAR_WARPS;
           square = __fmaf_rn(v[i].x, v[i].x, square), square = __fmaf_rn(v[i].y, v[i].y, square);
           square = __fmaf_rn(v[i].z, v[i].z, square), square = __fmaf_rn(v[i].w, v[i].w, square);
-          const float4 f = first == warp ? kept[i] : factor(group);
-          if (group < to.groups) to.put(row, group, make_float4(v[i].x * f.x, v[i].y * f.y, v[i].z * f.z, v[i].w * f.w));
+          const float4 f = kept[i];
+          of[i] = int8_group(make_float4(v[i].x * f.x, v[i].y * f.y, v[i].z * f.z, v[i].w * f.w));
         }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+          if (first + i * LINEAR_WARPS < to.groups) to.put(row, first + i * LINEAR_WARPS, of[i]);
       }
       square = warp_sum(square);
       if (lane == 0) to.squares[warp * DRAFT_ROWS + row] = square;
@@ -88,7 +91,7 @@ struct FromBf16 {
   static constexpr bool NORM = false;
   const uint16_t* x;
   int width, pitch;
-  DEV void before() {}
+  DEV void before(int) {}
   DEV void stage(const DraftShared& to, int rows) const {
     constexpr int AT_ONCE = 7;                                             // twice that, 14,336 inputs, are on their way
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -108,12 +111,13 @@ struct FromBf16 {
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) v[i] = next[i];
         load(next, first + AT_ONCE * LINEAR_WARPS);
+        Int8Group of[AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-          const int group = first + i * LINEAR_WARPS;
-          const float4 f = make_float4(__uint_as_float(v[i].x << 16), __uint_as_float(v[i].x & 0xffff0000u), __uint_as_float(v[i].y << 16), __uint_as_float(v[i].y & 0xffff0000u));
-          if (group < to.groups) to.put(row, group, f);
-        }
+        for (int i = 0; i < AT_ONCE; i++)
+          of[i] = int8_group(make_float4(__uint_as_float(v[i].x << 16), __uint_as_float(v[i].x & 0xffff0000u), __uint_as_float(v[i].y << 16), __uint_as_float(v[i].y & 0xffff0000u)));
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++)
+          if (first + i * LINEAR_WARPS < to.groups) to.put(row, first + i * LINEAR_WARPS, of[i]);
       }
     }
   }
@@ -123,7 +127,7 @@ struct FromInt8 {
   static constexpr bool NORM = false;
   const int8_t* x;
   const float2* xs;
-  DEV void before() {}
+  DEV void before(int) {}
   DEV void stage(const DraftShared& to, int rows) const {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
@@ -355,7 +359,7 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
     return;
   }
   registers_take<104>();
-  in.before();
+  in.before(warp);
   grid_wait();
   in.stage(s, rows);
   __syncwarp();

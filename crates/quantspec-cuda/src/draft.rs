@@ -12,8 +12,8 @@ pub const ROWS_MAX: usize = 2;
 const TOGETHER: usize = 4;
 const CHUNK_TILES: usize = 2;
 const THREADS: u32 = 384;
-/// Chunks of weights on their way to a block: two of 17 KB keep memory busy, behind three inputs and results come late (docs/kernels.md).
-const AHEAD: usize = 2;
+/// Chunks of weights on their way to a block: three of 17 KB keep memory busy, behind four inputs and results come late (docs/kernels.md).
+const AHEAD: usize = 3;
 /// Chunks under way below which a ring is too short to keep memory busy.
 const STAGES_MIN: usize = 3;
 /// Shared memory that the driver keeps of every block.
