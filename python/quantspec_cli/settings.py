@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 PREFIX = "QUANTSPEC"
 
-# Draft weights of fewer bytes are made faster than anybody notices: 0.2 s of one processor, measured (docs/cli.md).
+# Draft weights of fewer bytes are made in less than half a second of two processors (docs/cli.md).
 SMALLEST_DRAFTS_BYTES = 64 << 20
 
 # No setting is larger than a seed. TOML's numbers have no bound, and neither printing nor converting them is safe.

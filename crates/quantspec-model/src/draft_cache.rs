@@ -3,7 +3,7 @@
 //! A file holds *blocks*: what a backend makes of a few rows of one tensor, in its own layout. Beside each block stands a hash of
 //! the checkpoint's bytes it was made of. A backend reads those bytes at every load anyway, so each block is checked against the
 //! checkpoint's content itself, not against names, sizes or times: a changed weight never meets an old draft, and the hash costs a
-//! thirtieth of quantising (docs/cli.md). Each block has a checksum of its own. What fails either test is made anew, block by
+//! hundredth of quantising (docs/cli.md). Each block has a checksum of its own. What fails either test is made anew, block by
 //! block, and the file is then replaced. Drafts decide about speed only: nothing a file holds can change a token.
 //!
 //! All numbers are little-endian:
