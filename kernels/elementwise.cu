@@ -268,17 +268,18 @@ DEV void append(const Row* rows, const float* y, const float* bias, const float*
   if (bad) atomicOr(flag, FLAG_CACHE);
 }
 
-// rope_store_{64,128,256}: the same for prompt rows where the product did not do it: q f16 [row][heads D], unscaled; kv f16 [row][2 kv_heads D].
+// rope_store_{64,128,256}: the same for prompt rows where the product did not do it: q f16 [row][heads D], unscaled; kv f16 [row][2 kv_heads D]. What it flags
+// nobody behind it could see.
 //   Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
 template <int D>
 DEV void rope_store(const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin, uint16_t* q, uint16_t* kv, float eps,
-                    int heads, int kv_heads) {
+                    int heads, int kv_heads, uint32_t* flag) {
   const int row = blockIdx.y, all = heads + 2 * kv_heads, head = blockIdx.x * 4 + (threadIdx.x >> 5);
   if (head >= all) return;
   const bool is_q = head < heads, is_k = !is_q && head < heads + kv_heads;
   const Head<D> h(y + ((size_t)row * all + head) * D, false, bias ? bias + head * D : nullptr, is_q ? q_norm : is_k ? k_norm : nullptr, eps,
                   is_q || is_k ? cos_sin + (size_t)row * (D / 2) : nullptr);
-  h.put(is_q ? q + ((size_t)row * heads + head) * D : kv + ((size_t)row * 2 * kv_heads + head - heads) * D, 1.f);
+  if (h.put(is_q ? q + ((size_t)row * heads + head) * D : kv + ((size_t)row * 2 * kv_heads + head - heads) * D, 1.f)) atomicOr(flag, FLAG_CACHE);
 }
 
 #define HEADS(D)                                                                                                                                        \
@@ -288,8 +289,8 @@ DEV void rope_store(const float* y, const float* bias, const float* q_norm, cons
     append<D>(rows, y, bias, q_norm, k_norm, cos_sin, q, ring_k, ring_v, eps, scale, heads, kv_heads, layer, slots, paired, flag);                      \
   }                                                                                                                                                     \
   KERNEL __launch_bounds__(128) rope_store_##D(const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin,      \
-                                               uint16_t* q, uint16_t* kv, float eps, int heads, int kv_heads) {                                         \
-    rope_store<D>(y, bias, q_norm, k_norm, cos_sin, q, kv, eps, heads, kv_heads);                                                                       \
+                                               uint16_t* q, uint16_t* kv, float eps, int heads, int kv_heads, uint32_t* flag) {                         \
+    rope_store<D>(y, bias, q_norm, k_norm, cos_sin, q, kv, eps, heads, kv_heads, flag);                                                                 \
   }
 HEADS(64)
 HEADS(128)

@@ -39,6 +39,12 @@ struct Single {
 };
 DEV bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }
 
+// Eight numbers in half precision.
+DEV bool finite_halves(uint4 x) {
+  auto finite = [](uint32_t word) { return (word & 0x7c00u) != 0x7c00u && (word & 0x7c000000u) != 0x7c000000u; };
+  return finite(x.x) && finite(x.y) && finite(x.z) && finite(x.w);
+}
+
 // Four floats that another kernel of the step wrote.
 DEV float4 load4(const float* p) {
   const uint4 v = ldg_plain(p);

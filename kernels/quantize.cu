@@ -61,15 +61,19 @@ DEV void quantize_part(const uint16_t* src, int64_t stride, const Page& page, bo
   extern __shared__ __align__(16) uint16_t tile[];
   float2* params = (float2*)(tile + PAGE * PITCH);  // {scale, zero} of each channel or token
   const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
+  bool bad = false;
   for (int i = t; i < PAGE * D / 8; i += 256) {
     const int row = i / (D / 8), piece = i % (D / 8);
     const uint4 x = ldg_plain(src + row * stride + piece * 8);
     *(uint4*)(tile + row * PITCH + piece * 8) = x;
     if (page.full) *(uint4*)(page.full + (VALUES ? PAGE * D : 0) + row * D + piece * 8) = x;
+    if (!page.upper) bad |= !finite_halves(x);
+  }
+  if (!page.upper) {
+    if (bad) atomicOr(flag, FLAG_CACHE);
+    return;
   }
   __syncthreads();
-  if (!page.upper) return;
-  bool bad = false;
   auto take = [&](float& low, float& high, uint16_t bits) {
     const float x = Half::to_float(bits);
     bad |= !is_finite(x), low = fminf(low, x), high = fmaxf(high, x);
@@ -168,9 +172,7 @@ KERNEL __launch_bounds__(128) keep_recent(const uint16_t* scratch, uint16_t* rin
   for (int i = threadIdx.x; i < pieces; i += 128) {
     const uint4 x = ldg_plain(from + i * 8);
     *(uint4*)(ring + ring_at(layer, slot, i * 8 / d, token, slots, heads, d) + i * 8 % d) = x;
-    const uint32_t words[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int j = 0; j < 4; j++) bad |= (words[j] & 0x7c00u) == 0x7c00u || (words[j] & 0x7c000000u) == 0x7c000000u;
+    bad |= !finite_halves(x);
   }
   if (bad) atomicOr(flag, FLAG_CACHE);
 }

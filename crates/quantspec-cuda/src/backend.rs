@@ -192,6 +192,8 @@ pub struct CudaBackend {
     staged: usize,
     /// What the next verification's draft reads, where the round is queued as a whole.
     drafting: Option<DraftPlan>,
+    /// A prompt is under way, and nobody has looked at what it flags.
+    prompting: bool,
     /// A prompt was where the draft weights belong.
     overwritten: bool,
     clock: Clock,
@@ -486,6 +488,7 @@ impl CudaBackend {
         let mut backend = CudaBackend {
             clock,
             drafting: None,
+            prompting: false,
             overwritten: false,
             cache: Cache::new(device, &config, options)?,
             slots: (0..options.slots).map(|_| None).collect(),
@@ -1102,6 +1105,7 @@ impl CudaBackend {
             self.prompt.borrows = self.prompt.own.map(|tokens| block.prompt.len() > tokens);
         }
         self.overwritten |= self.prompt.borrows.contains(&true);
+        self.prompting = true;
         self.prompt.tokens.write(block.start * 4, &block.prompt[block.start..end])?;
         let half = self.config.head_dim / 2;
         let mut angles = vec![0.0f32; block.rows * half * 2];
@@ -1160,6 +1164,7 @@ impl CudaBackend {
                 cos_sin,
                 prompt.q.at(0),
                 kv,
+                self.sampling.flag(),
                 block.rows,
             )
         }
@@ -1236,6 +1241,7 @@ impl Backend for CudaBackend {
         let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
             // What interrupted work has flagged, and nobody read, is not the new sequence's.
             self.sampling.clear_flag()?;
+            self.prompting = false;
             self.cache.tables.write(slot * self.cache.pitch * 4, &pages)
         });
         opened.inspect_err(|_| self.close(slot))
@@ -1244,6 +1250,10 @@ impl Backend for CudaBackend {
     fn close(&mut self, slot: usize) {
         if let Some(closed) = self.slots.get_mut(slot).and_then(Option::take) {
             self.cache.free.extend(closed.pages.into_iter().rev());
+            // What a prompt flagged that was interrupted is not its neighbours'; an error comes again with their next step.
+            if self.prompting && self.sampling.clear_flag().is_ok() {
+                self.prompting = false;
+            }
         }
     }
 
@@ -1433,6 +1443,8 @@ impl Backend for CudaBackend {
         let vocab = self.config.vocab;
         let logits = self.step.logits.read(row * vocab * 4, vocab)?;
         self.staged = 0;
+        // Overflowing keys and values were stored as 0, so logits do not show them.
+        check_flag(self.sampling.take_flag(self.plan.drafts)?)?;
         Ok(logits)
     }
 
@@ -1463,6 +1475,7 @@ impl Backend for CudaBackend {
         self.staged = 0;
         let rows = self.step.description.at(0);
         let token = self.sampling.first(slot, sampler, rows, self.step.logits.at(0))?;
+        self.prompting = false;
         check_flag(self.sampling.read()?)?;
         Ok(token)
     }

@@ -490,7 +490,7 @@ impl Bench {
         let (out, q) = (device.allocate(x.bytes())?, device.allocate(rows * q_width * 2)?);
         let (hidden, angles) = (device.zeroed(rows * config.hidden * 4)?, device.zeroed(rows * d / 2 * 8)?);
         let most = contexts.iter().copied().max().unwrap_or(0) + rows;
-        let kv = filled(device, most * kv_width * 2)?;
+        let (kv, flag) = (filled(device, most * kv_width * 2)?, device.zeroed(4)?);
         let weights = |n: usize, k: usize| filled(device, Matrix::bytes(dtype, n, k)).map(|buffer| (buffer, n, k));
         let products = [
             ("prefill_qkv", weights(q_width + kv_width, config.hidden)?),
@@ -504,7 +504,9 @@ impl Bench {
                 // SAFETY: all buffers have room for the block, and live until the measurement is done.
                 unsafe {
                     match *kernel {
-                        "prefill_qkv" => prefill.qkv(x.at(0), w, None, None, angles.at(0), q.at(0), kv.at(0), rows),
+                        "prefill_qkv" => {
+                            prefill.qkv(x.at(0), w, None, None, angles.at(0), q.at(0), kv.at(0), flag.at(0), rows)
+                        }
                         "prefill_output" => prefill.output(x.at(0), w, None, hidden.at(0), rows),
                         "prefill_gate_up" => prefill.gate_up(x.at(0), w, None, out.at(0), rows),
                         _ => prefill.down(x.at(0), w, None, hidden.at(0), rows),

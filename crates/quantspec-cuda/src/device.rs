@@ -8,8 +8,6 @@ use std::ffi::{CStr, CString, c_void};
 use std::sync::{Arc, Mutex};
 use std::{fmt, ptr};
 
-/// Shared memory a kernel may use without asking.
-const PLAIN_SHARED_BYTES: u32 = 48 * 1024;
 /// What products that load into registers want of a multiprocessor's memory as shared, in percent: their blocks' sums. The rest is L1, where their loads
 /// wait for memory. Without a wish they inherit what attention, which may come up just before, needs: nearly all, and run at three quarters.
 pub(crate) const LOADS_PERCENT: i32 = 30;
@@ -288,9 +286,13 @@ impl Device {
             if unsafe { sys::cuModuleGetFunction(&mut function, module, symbol.as_ptr()) }
                 == sys::CUresult::CUDA_SUCCESS
             {
-                if shared > PLAIN_SHARED_BYTES as usize {
-                    let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                    // SAFETY: `function` was just found.
+                let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                // What a kernel may be launched with unasked: 48 KiB less its own arrays.
+                let mut unasked = 0;
+                // SAFETY: `unasked` outlives the call, and `function` was just found.
+                check(unsafe { sys::cuFuncGetAttribute(&mut unasked, attribute, function) }, "cuFuncGetAttribute")?;
+                if shared > usize::try_from(unasked).unwrap_or(0) {
+                    // SAFETY: as above.
                     let status = unsafe { sys::cuFuncSetAttribute(function, attribute, shared as i32) };
                     check(status, &format!("{name} with {shared} bytes of shared memory"))?;
                 }

@@ -253,7 +253,8 @@ impl Prefill {
     /// Queries, keys and values of a block.
     ///
     /// x `[rows][padded(hidden)]` in the weights' type; weights `[q | k | v]` atoms (f32: row-major); bias f32 of that width; norms f32 `[head_dim]`;
-    /// cos_sin float2 `[rows][head_dim / 2]` -> q f16 `[rows][heads · head_dim]`, kv f16 `[rows][2 · kv_heads · head_dim]` (keys, then values).
+    /// cos_sin float2 `[rows][head_dim / 2]` -> q f16 `[rows][heads · head_dim]`, kv f16 `[rows][2 · kv_heads · head_dim]` (keys, then values). What is beyond half precision is stored as it
+    /// is, or as 0 and noted in `flag`, the device's error flag.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] for a block of no rows or of more than were prepared, and where the driver refuses to map a tensor. Device
@@ -271,6 +272,7 @@ impl Prefill {
         cos_sin: u64,
         q: u64,
         kv: u64,
+        flag: u64,
         rows: usize,
     ) -> Result<()> {
         self.fits(rows)?;
@@ -309,7 +311,7 @@ impl Prefill {
         unsafe {
             self.plain(x, s.hidden, weights, y, s.qkv_width(), rows)?;
             let grid = [(s.heads + 2 * s.kv_heads).div_ceil(4) as u32, rows as u32, 1];
-            let arguments = args![y, bias, q_norm, k_norm, cos_sin, q, kv, s.rms_eps, s.heads, s.kv_heads];
+            let arguments = args![y, bias, q_norm, k_norm, cos_sin, q, kv, s.rms_eps, s.heads, s.kv_heads, flag];
             self.device.launch(self.rope_store, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)
         }
     }

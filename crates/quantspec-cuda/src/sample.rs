@@ -199,7 +199,7 @@ impl Sampling {
         self.shared.at(0)
     }
 
-    /// Address of the flag of draft steps, at which nobody looks: what the draft alone cannot compute is no fault of the text.
+    /// Address of the flag of draft steps, at which no round looks: what the draft alone cannot compute is no fault of the text.
     pub(crate) fn draft_flag(&self) -> u64 {
         self.shared.at(DRAFT_FLAG_AT)
     }
@@ -239,9 +239,20 @@ impl Sampling {
         Ok(flag)
     }
 
-    /// Clears the device's error flag; waits for all that was queued.
+    /// What the target has flagged, and where `drafts` the drafts; clears it. For whoever reads logits by themselves.
+    pub(crate) fn take_flag(&self, drafts: bool) -> Result<u32> {
+        let words = self.shared.read::<u32>(0, VERDICTS_AT / 4)?;
+        let at = |byte: usize| words.get(byte / 4).copied().unwrap_or(0);
+        let flag = at(0) | if drafts { at(DRAFT_FLAG_AT) } else { 0 };
+        if flag != 0 {
+            self.clear_flag()?;
+        }
+        Ok(flag)
+    }
+
+    /// Clears the device's error flag and that of drafts; waits for all that was queued.
     pub(crate) fn clear_flag(&self) -> Result<()> {
-        self.shared.write(0, &[0u32])
+        self.shared.write(0, &[0u32; DRAFT_FLAG_AT / 4 + 1])
     }
 
     fn verdict(&mut self, index: usize) -> Result<Verdict> {

@@ -236,6 +236,52 @@ fn head(y: &[f32], bias: Option<&[f32]>, norm: Option<&[f32]>, angles: Option<&[
     v
 }
 
+/// A key or a value beyond half precision is 0 in memory, so that it multiplies nothing, and flagged: nobody could see it there.
+#[test]
+fn what_does_not_fit_is_flagged() {
+    let Some(device) = device() else { return };
+    let (heads, kv_heads, d) = (2, 1, 64);
+    let all = heads + 2 * kv_heads;
+    let rows_on = rows_of(&device, &[[0, 0, 5, 0]]);
+    let angles = device.copied(&[1.0f32, 0.0].repeat(d / 2)).unwrap();
+    for (at, flagged) in [(None, 0), (Some(2 * d + 3), 1), (Some(3 * d + 7), 1)] {
+        let mut y = vec![1.0f32; all * d];
+        if let Some(at) = at {
+            y[at] = 1e6;
+        }
+        let y = device.copied(&y).unwrap();
+        let ring = || device.zeroed(kv_heads * BUFFER_TOKENS * d * 2).unwrap();
+        let (q, kv, ring_k, ring_v) = (ring(), device.zeroed(2 * d * 2).unwrap(), ring(), ring());
+        let none = [0u64; 3];
+        for stored in [false, true] {
+            let flag = device.zeroed(4).unwrap();
+            let (name, arguments) = if stored {
+                let [bias, q_norm, k_norm] = none;
+                (
+                    "rope_store_64",
+                    args![&y, bias, q_norm, k_norm, &angles, &q, &kv, 1e-6f32, heads, kv_heads, &flag].to_vec(),
+                )
+            } else {
+                let [bias, q_norm, k_norm] = none;
+                let rings = args![
+                    &rows_on, &y, bias, q_norm, k_norm, &angles, &q, &ring_k, &ring_v, 1e-6f32, 1.0f32, heads,
+                    kv_heads, 0usize, 1usize, 0usize, &flag
+                ];
+                ("append_64", rings.to_vec())
+            };
+            run(&device, name, [1, 1, 1], 128, 0, &arguments);
+            assert_eq!(flag.read::<u32>(0, 1).unwrap(), [flagged], "{name}, {at:?}");
+            let keys_and_values = if stored {
+                download(&kv, 2 * d, Dtype::F16)
+            } else {
+                [&ring_k, &ring_v].map(|ring| download(ring, 6 * d, Dtype::F16)[5 * d..].to_vec()).concat()
+            };
+            let want = |i: usize| if at == Some(heads * d + i) { 0.0 } else { 1.0 };
+            assert!(keys_and_values.iter().enumerate().all(|(i, &x)| x == want(i)), "{name}, {at:?}");
+        }
+    }
+}
+
 #[test]
 fn heads_are_turned_and_appended() {
     let Some(device) = device() else { return };
@@ -320,7 +366,7 @@ fn heads_are_turned_and_appended() {
             // The prompt's variant: the same heads, in matrices, to the bit (the scale apart).
             let (q, kv) =
                 (poisoned(&device, rows.len() * heads * d * 2), poisoned(&device, rows.len() * 2 * kv_heads * d * 2));
-            let arguments = args![&on, b, qn, kn, &angles_on, &q, &kv, eps, heads, kv_heads];
+            let arguments = args![&on, b, qn, kn, &angles_on, &q, &kv, eps, heads, kv_heads, &flag];
             run(&device, &format!("rope_store_{d}"), [all.div_ceil(4), rows.len(), 1], 128, 0, &arguments);
             let q = download(&q, rows.len() * heads * d, Dtype::F16);
             let want: Vec<f64> = (0..rows.len()).flat_map(|row| (0..heads).flat_map(move |h| value(row, h))).collect();

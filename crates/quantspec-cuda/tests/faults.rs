@@ -9,7 +9,7 @@ mod random;
 mod small;
 
 use gpu::device;
-use quantspec_core::config::{DraftWeights, Pages, Planes, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind, Result};
@@ -18,7 +18,7 @@ use quantspec_cuda::{CudaBackend, plan};
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Row, Step, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::engine::{Engine, Method};
-use quantspec_model::forward;
+use quantspec_model::{evaluate, forward};
 use random::Shape;
 use small::{checkpoints, options, prompt};
 use std::sync::Arc;
@@ -141,8 +141,57 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
     // Nobody reads what this prompt and this step flag.
     backend.open(0, 256).unwrap();
     forward::prefill(&mut backend, 0, &long, 64, &mut |_, _| ()).unwrap();
-    step(&mut backend, Weights::Full, bad as u32, 100).unwrap();
+    assert_eq!(decode(&mut backend), expected, "behind a prompt that nobody asked about");
+    backend.open(0, 256).unwrap();
+    let logits = step(&mut backend, Weights::Full, bad as u32, 0);
+    assert_eq!(logits.unwrap_err().kind, ErrorKind::NotFinite, "logits alone do not show it");
     assert_eq!(decode(&mut backend), expected, "behind a step that failed");
+}
+
+/// A prompt that was interrupted behind what it flagged, beside a sequence that goes on.
+#[test]
+fn an_interrupted_prompt_fails_no_neighbour() {
+    let Some(device) = device() else { return };
+    let checkpoint = LLAMA.overflowing(9, 7, [2e4, 0.0]);
+    let mut backend = load(&device, &checkpoint, &options(256, 2));
+    backend.open(0, 256).unwrap();
+    let clean: Vec<u32> = (20..60).collect();
+    forward::prefill(&mut backend, 0, &clean, 64, &mut |_, _| ()).unwrap();
+    backend.first(0, clean.len(), &Sampler::greedy()).unwrap();
+    backend.open(1, 256).unwrap();
+    forward::prefill(&mut backend, 1, &[&clean[..], &[7]].concat(), 64, &mut |_, _| ()).unwrap();
+    backend.close(1);
+    let rows = [Row { slot: 0, offset: 0, position: clean.len() }];
+    let turns =
+        [Turn { slot: 0, committed: clean.len(), gamma: 0, stop: None, leads: Vec::new(), sampler: Sampler::greedy() }];
+    backend.set_window(0, &[30]).unwrap();
+    let pages = Pages::All;
+    forward::step(
+        &mut backend,
+        &Step { weights: Weights::Full, view: View::Both, pages, choose_pages: false, rows: &rows },
+    )
+    .unwrap();
+    let step = Step { weights: Weights::Full, view: View::Both, pages, choose_pages: false, rows: &rows };
+    assert!(backend.judge(&step, &turns).is_ok());
+}
+
+/// Scores of a text whose keys or values overflow would be scores of another one.
+#[test]
+fn an_evaluation_that_overflows_is_an_error() {
+    let Some(device) = device() else { return };
+    let checkpoint = LLAMA.overflowing(9, 7, [2e4, 0.0]);
+    let mut text: Vec<u32> = (0..300).map(|i| 20 + i % 50).collect();
+    let options = Options { threads: 1, ..evaluate::options(300, Rounding::Balanced, 1) };
+    let score = |text: &[u32]| {
+        let mut backend = load(&device, &checkpoint, &options);
+        evaluate::evaluate(&mut backend, text, 200, options.block_rows, &mut |_, _| ())
+    };
+    assert!(score(&text).is_ok());
+    for at in [100, 250] {
+        let old = std::mem::replace(&mut text[at], 7);
+        assert_eq!(score(&text).unwrap_err().kind, ErrorKind::NotFinite, "token {at}");
+        text[at] = old;
+    }
 }
 
 #[test]
@@ -156,9 +205,9 @@ fn what_the_draft_alone_cannot_compute_ends_no_text() {
         let options = Options { rejection, ..options(512, 1) };
         let mut backend = load(&device, &checkpoint, &options);
         backend.open(0, 512).unwrap();
-        let finite = |logits: Vec<u32>| logits.into_iter().all(|x| f32::from_bits(x).is_finite());
-        assert!(finite(step(&mut backend, Weights::Full, bad as u32, 0).unwrap()), "the target computes it");
-        assert!(!finite(step(&mut backend, Weights::Draft, bad as u32, 0).unwrap()), "the draft does not");
+        assert!(step(&mut backend, Weights::Full, bad as u32, 0).is_ok(), "the target computes it");
+        let draft = step(&mut backend, Weights::Draft, bad as u32, 0);
+        assert_eq!(draft.unwrap_err().kind, ErrorKind::NotFinite, "the draft does not");
         for accept in [Accept::Greedy, Accept::Replay] {
             let sampler = match accept {
                 Accept::Greedy => Sampler::greedy(),

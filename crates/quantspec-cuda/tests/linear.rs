@@ -6,7 +6,8 @@ mod gpu;
 use gpu::{Random, device, distance, matrix, poisoned, round, upload, while_busy};
 use quantspec_core::config::Dtype;
 use quantspec_core::quantize::{quantize_activations, quantize_head_row, quantize_weights_row};
-use quantspec_cuda::device::{Buffer, Device};
+use quantspec_cuda::args;
+use quantspec_cuda::device::{Buffer, Device, Launch};
 use quantspec_cuda::linear::{Linear, Matrix};
 use std::sync::Arc;
 
@@ -135,6 +136,31 @@ fn draft_weights() {
         }
     }
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
+}
+
+/// Kernels with arrays of their own have less than 48 KiB unasked: what a device of small shared memory takes for the head of drafts.
+#[test]
+fn kernels_take_the_shared_memory_they_asked_for() {
+    let Some(device) = device() else { return };
+    let linear = Linear::new(&device).unwrap();
+    let mut random = Random(6);
+    let (n, k, asked, shared) = (256usize, 512usize, 48_128, 33_792);
+    let flag = device.zeroed(4).unwrap();
+    let w: Vec<f32> = random.normals(n * k).iter().map(|&v| round(v, Dtype::Bf16)).collect();
+    let full = Matrix { buffer: matrix(&device, &w, n, k, Dtype::Bf16), dtype: Dtype::Bf16, n, k };
+    let draft = linear.quantise(&full, 8, 0, &flag).unwrap();
+    let (x, xs) =
+        (device.copied(&vec![3i8; k]).unwrap(), device.copied(&[0.5f32, 0.5 * 384.0].repeat(k / 128)).unwrap());
+    let (y, expected) = (poisoned(&device, n * 4), poisoned(&device, n * 4));
+    let kernel = device.kernel("linear_w8_4_2", asked).unwrap();
+    let arguments = args![draft.address(), &x, &xs, &y, k / 128, n / 16, n, 1usize];
+    let launch = Launch { grid: [16, 1, 1], block: 256, shared, overlap: false };
+    // SAFETY: the buffers have the shapes of the product.
+    unsafe {
+        device.launch(kernel, launch, &arguments).unwrap();
+        linear.run_quantised(&draft, x.at(0), xs.at(0), expected.at(0), 1).unwrap();
+    }
+    assert_eq!(read(&y, n), read(&expected, n));
 }
 
 #[test]

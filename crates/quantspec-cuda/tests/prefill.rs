@@ -147,6 +147,7 @@ fn check_qkv(cases: Vec<(Shape, usize)>) {
         let w_on = matrix(&device, &w, all * d, s.hidden, dtype);
         let [bias_on, q_on, k_on, angles_on] =
             [&bias, &q_norm, &k_norm, &angles].map(|values| device.copied(values).unwrap());
+        let flag = device.zeroed(4).unwrap();
         let prefill = Prefill::new(&device, s, rows).unwrap();
         for (with_bias, with_norm) in [(false, false), (true, true)] {
             let (q_bytes, kv_bytes) = (s.heads * d * 2, 2 * s.kv_heads * d * 2);
@@ -163,6 +164,7 @@ fn check_qkv(cases: Vec<(Shape, usize)>) {
                             angles_on.at(start * d / 2 * 8),
                             q.at(start * q_bytes),
                             kv.at(start * kv_bytes),
+                            flag.at(0),
                             count,
                         )
                     }

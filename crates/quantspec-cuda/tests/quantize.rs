@@ -166,6 +166,17 @@ fn stored_pages_and_recent_tokens_equal_the_scratch() {
             }
         }
     }
+    // Where there are full pages alone, nobody behind looks at numbers.
+    for (bad, flagged) in [(None, 0), (Some(f16::INFINITY), 1), (Some(f16::NAN), 1)] {
+        let mut scratch = scratch.clone();
+        scratch[(2 * G + 9) * 2 * heads * d + 5] = bad.unwrap_or(f16::ONE);
+        let on_device = device.copied(&scratch).unwrap();
+        let full = poisoned(&device, 5 * heads * 2 * G * d * 2);
+        let flag = device.zeroed(4).unwrap();
+        let arguments = args![&on_device, 0u64, 0u64, &full, &table_on_device, 1, 1, &flag];
+        run(&device, "store_128", [heads, 4, 2], 256, 256 * d + 4096, &arguments);
+        assert_eq!(flags(&flag), flagged, "{bad:?}");
+    }
     // Recent tokens land at their place of the ring and nowhere else.
     let ring_elements = 2 * slots * heads * BUFFER_TOKENS * d;
     let (ring_k, ring_v) = (poisoned(&device, ring_elements * 2), poisoned(&device, ring_elements * 2));

@@ -17,8 +17,8 @@ pub(crate) const BLOCK_ROWS: usize = 256;
 /// measured cost table is flat.
 const GAMMA_AUTO: usize = 12;
 
-/// Rows of the largest step. Kernels number rows in 32 bits, and logits of this many rows already take gigabytes.
-const STEP_ROWS_MAX: usize = 1 << 16;
+/// Rows of the largest step: what a launch may have in its second dimension. Logits of this many rows take gigabytes.
+const STEP_ROWS_MAX: usize = (1 << 16) - 1;
 
 /// Pages that drafts choose among when their number is chosen by measurement: all, and powers of four from what barely costs anything on.
 const PAGES_AUTO: [usize; 3] = [16, 64, 256];
