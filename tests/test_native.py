@@ -62,3 +62,42 @@ def test_a_prompt_longer_than_was_planned_for() -> None:
         engine.add([1] * 101, max_new_tokens=1, **SAMPLING)
     assert caught.value.kind == "does_not_fit"  # type: ignore[attr-defined]
     assert engine.prefill(engine.add([1] * 100, max_new_tokens=1, **SAMPLING)) >= 0
+
+
+def test_a_slot_is_freed_without_waiting_for_whoever_is_in_the_engine() -> None:
+    engine = opened(slots=2)
+    ended = engine.add([1, 2, 3], max_new_tokens=4, **SAMPLING)
+    busy = engine.add([1] * 1100, max_new_tokens=4, **SAMPLING)
+    done: list[int] = []
+    inside, freed = threading.Event(), threading.Event()
+
+    def show(rows: int, _total: int) -> None:
+        done.append(rows)
+        inside.set()
+        # The prefill is under way as long as this waits.
+        assert freed.wait(60)
+
+    thread = threading.Thread(target=engine.prefill, args=(busy, show))
+    thread.start()
+    assert inside.wait(60)
+    engine.finish(ended)
+    freed.set()
+    thread.join(60)
+    # Freed by the next call, if not before.
+    assert engine.add([4, 5], max_new_tokens=1, **SAMPLING) == ended
+
+
+def test_what_the_last_callback_raises_is_its_own_callers() -> None:
+    engine = opened(slots=2)
+
+    def interrupt(done: int, total: int) -> None:
+        if done == total:
+            raise KeyboardInterrupt
+
+    slots = [engine.add([1, 2, 3, 4], max_new_tokens=4, **SAMPLING) for _ in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        engine.prefill(slots[0], interrupt)
+    engine.finish(slots[0])
+    assert engine.prefill(slots[1]) >= 0
+    engine.draft([(slots[1], 1)])
+    assert engine.verify()

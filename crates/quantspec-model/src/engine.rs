@@ -61,6 +61,8 @@ pub struct Engine<B: Backend> {
     turns: Vec<Turn>,
     /// Steps of its draft, and seconds they took so far.
     drafted: Option<(usize, f64)>,
+    /// Pages that it read.
+    pages: Pages,
     stats: Stats,
 }
 
@@ -75,6 +77,7 @@ impl<B: Backend> Engine<B> {
             sequences: (0..slots).map(|_| None).collect(),
             turns: Vec::new(),
             drafted: None,
+            pages: Pages::All,
             stats: Stats::default(),
         }
     }
@@ -291,14 +294,7 @@ impl<B: Backend> Engine<B> {
         }
         let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0).max(1);
         self.drafted = Some((steps, started.elapsed().as_secs_f64()));
-        for turn in &self.turns {
-            let visible = visible_pages(turn.committed);
-            let read = match plan.pages {
-                Pages::All => visible,
-                Pages::Window(n) | Pages::Best(n) => n.min(visible),
-            };
-            self.stats.pages(turn.gamma * read);
-        }
+        self.pages = plan.pages;
         Ok(())
     }
 
@@ -317,8 +313,10 @@ impl<B: Backend> Engine<B> {
         let verdicts = match self.backend.verify(self.method.target, &turns) {
             // Rows of drafted tokens that plain decoding may never feed: what they alone cannot compute is no fault of the text.
             Err(error) if error.kind == ErrorKind::NotFinite && turns.iter().any(|turn| turn.gamma > 0) => {
-                let drafted = self.drafted.take().map_or(0.0, |(_, seconds)| seconds);
-                self.stats.draft(drafted + started.elapsed().as_secs_f64());
+                let (steps, drafted) = self.drafted.take().unwrap_or((1, 0.0));
+                let in_vain = drafted + started.elapsed().as_secs_f64();
+                self.method.policy.observe_draft(in_vain, steps);
+                self.stats.draft(in_vain);
                 for turn in turns.iter_mut().filter(|turn| turn.gamma > 0) {
                     turn.gamma = 0;
                     self.method.policy.observe_failure();
@@ -346,6 +344,12 @@ impl<B: Backend> Engine<B> {
             backend.set_window(turn.slot, &[verdict.token])?;
             sequence.remaining -= tokens.len();
             self.stats.round(turn.gamma, verdict.accepted);
+            let visible = visible_pages(turn.committed);
+            let read = match self.pages {
+                Pages::All => visible,
+                Pages::Window(n) | Pages::Best(n) => n.min(visible),
+            };
+            self.stats.pages(turn.gamma * read);
             if turn.gamma > 0 {
                 if turn.sampler.accept != Accept::Rejection && !turn.leads.is_empty() {
                     self.method.policy.observe_leads(&turn.leads, verdict.accepted);

@@ -127,6 +127,14 @@ fn missing_files() {
     check(&Checkpoint::open(&folder.path().join("nothing")).expect_err("no directory"), "is not a directory");
 }
 
+/// transformers applies an adapter that lies beside weights, so the weights alone are another model.
+#[test]
+fn an_adapter_beside_weights() {
+    let folder = Folder::valid();
+    folder.write("adapter_config.json", b"{}");
+    assert!(refused(&folder, "holds a LoRA adapter (adapter_config.json)").hint.contains("merge"));
+}
+
 #[test]
 fn json_that_is_no_configuration() {
     let folder = Folder::valid();
@@ -387,6 +395,7 @@ fn unsupported_models_are_named() {
     config_refused(json!({"layer_types": ["linear_attention"]}), "layer type \"linear_attention\"");
     let window = "sliding-window attention (32 tokens of a context of 64";
     config_refused(json!({"model_type": "mistral", "sliding_window": 32}), window);
+    config_refused(json!({"model_type": "llama", "sliding_window": 32}), window);
     config_refused(
         json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 0}),
         window,
@@ -400,6 +409,35 @@ fn unsupported_models_are_named() {
 }
 
 #[test]
+fn what_transformers_obeys_is_refused_where_it_changes_something() {
+    for (fields, message) in [
+        (json!({"is_causal": false}), "attention to later tokens (is_causal false)"),
+        (json!({"attention_chunk_size": 16}), "attention_chunk_size (16)"),
+        (json!({"kv_sharing_modes": ["self", "share"]}), "kv_sharing_modes"),
+        (json!({"num_kv_shared_layers": 1}), "num_kv_shared_layers 1"),
+        (json!({"per_layer_config": {"0": {}}}), "per_layer_config"),
+        (json!({"transformers_weights": "other.safetensors"}), "transformers_weights (\"other.safetensors\")"),
+    ] {
+        config_refused(fields, message);
+    }
+    parsed(
+        json!({"is_causal": true, "attention_chunk_size": null, "num_kv_shared_layers": 0, "per_layer_config": null}),
+    );
+}
+
+/// Dual chunk attention is plain attention up to a chunk less what it shares with the next.
+#[test]
+fn chunks_bound_the_context() {
+    let chunks = |chunk: usize, local: usize| {
+        json!({"model_type": "qwen2", "max_position_embeddings": 1000,
+            "dual_chunk_attention_config": {"chunk_size": chunk, "local_size": local, "original_max_position_embeddings": 256}})
+    };
+    assert_eq!(parsed(chunks(256, 8)).max_positions, 248);
+    assert_eq!(parsed(chunks(512, 8)).max_positions, 256);
+    config_refused(chunks(8, 8), "chunk_size 8 is not above local_size 8");
+}
+
+#[test]
 fn windows_that_are_not_in_use_are_accepted() {
     config_refused(json!({"model_type": "mistral", "sliding_window": 63}), "sliding-window attention (63 tokens");
     for fields in [
@@ -408,7 +446,10 @@ fn windows_that_are_not_in_use_are_accepted() {
         json!({"model_type": "qwen2", "use_sliding_window": false, "sliding_window": 32, "max_window_layers": 0}),
         json!({"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 32, "max_window_layers": 1}),
         json!({"model_type": "qwen3", "sliding_window": null, "layer_types": ["full_attention"]}),
-        json!({"model_type": "llama", "sliding_window": 32}),
+        json!({"model_type": "llama", "sliding_window": 64}),
+        json!({"model_type": "llama", "sliding_window": null}),
+        json!({"model_type": "llama", "sliding_window": 32, "use_sliding_window": false}),
+        json!({"model_type": "llama", "sliding_window": 32, "layer_types": ["full_attention"]}),
     ] {
         parsed(fields);
     }

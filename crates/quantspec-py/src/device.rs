@@ -144,7 +144,12 @@ impl Place {
                     self.name(),
                     gigabytes(available)
                 ),
-                if longest > 0 {
+                if longest > 0 && options.slots > 1 {
+                    format!(
+                        "each has the room of the longest, and {} of {longest} tokens fit; decode the longest apart, or fewer at once",
+                        options.slots
+                    )
+                } else if longest > 0 {
                     format!("the longest context that fits is {longest} tokens; lower -n or shorten the prompt")
                 } else if options.slots > 1 {
                     "not even short sequences fit; decode fewer at once, or use a smaller model".to_string()

@@ -128,6 +128,8 @@ pub(crate) struct PyEngine {
     device: Mutex<Device>,
     /// The thread that holds `device`.
     user: Mutex<Option<ThreadId>>,
+    /// Slots of sequences that were ended while a thread held `device`: whoever has it next frees them.
+    ended: Mutex<Vec<usize>>,
     place: Place,
     threads: usize,
     raised: Raised,
@@ -168,8 +170,22 @@ impl PyEngine {
             *self.user() = Some(me);
             // Also when `work` panics.
             let _leaving = Leaving(self);
+            self.free_ended(&mut device);
             work(&mut device)
         })
+    }
+
+    fn free_ended(&self, device: &mut Device) {
+        let ended = std::mem::take(&mut *self.ended.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
+        for slot in ended {
+            on_device!(device, engine => engine.finish(slot));
+        }
+    }
+
+    /// Ends a prefill, or loading, whose callback raised at its very last call, behind which nobody asks.
+    fn unless_raised<T>(raised: &Raised, result: Result<T>) -> Result<T> {
+        let late = raised.swap(false, Ordering::Relaxed);
+        result.and_then(|done| if late { Err(Error::interrupted()) } else { Ok(done) })
     }
 
     fn user(&self) -> MutexGuard<'_, Option<ThreadId>> {
@@ -241,7 +257,7 @@ impl PyEngine {
             let place = Place::choose(device, &checkpoint)?;
             let planned_bytes = place.plan(&checkpoint, &resolved.options)?;
             let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
-            let engine = place.engine(&checkpoint, resolved, hooks)?;
+            let engine = PyEngine::unless_raised(&raised, place.engine(&checkpoint, resolved, hooks))?;
             Ok((engine, place, checkpoint.config().clone(), planned_bytes))
         })?;
         let load_s = started.elapsed().as_secs_f64();
@@ -266,6 +282,7 @@ impl PyEngine {
         Ok(PyEngine {
             device: Mutex::new(device),
             user: Mutex::new(None),
+            ended: Mutex::new(Vec::new()),
             place,
             threads,
             raised,
@@ -309,7 +326,9 @@ impl PyEngine {
     #[pyo3(signature = (slot, on_progress=None))]
     fn prefill(&self, py: Python<'_>, slot: usize, on_progress: Option<Py<PyAny>>) -> PyResult<u32> {
         let mut show = progress(on_progress, self.raised.clone());
-        self.run(py, |device| on_device!(device, engine => engine.prefill(slot, &mut show)))
+        self.run(py, |device| {
+            PyEngine::unless_raised(&self.raised, on_device!(device, engine => engine.prefill(slot, &mut show)))
+        })
     }
 
     /// Prefill, and the seconds that the prompt's rows from `rows_from` on took.
@@ -322,7 +341,10 @@ impl PyEngine {
         on_progress: Option<Py<PyAny>>,
     ) -> PyResult<(u32, f64)> {
         let mut show = progress(on_progress, self.raised.clone());
-        self.run(py, |device| on_device!(device, engine => engine.prefill_timed(slot, rows_from, &mut show)))
+        self.run(py, |device| {
+            let timed = on_device!(device, engine => engine.prefill_timed(slot, rows_from, &mut show));
+            PyEngine::unless_raised(&self.raised, timed)
+        })
     }
 
     /// Decodes by another method from now on, with a policy and statistics that begin anew.
@@ -409,9 +431,13 @@ impl PyEngine {
         })
     }
 
+    /// Waits for nobody, and nothing can end it half way: a slot whose owner was interrupted would be lost.
     fn finish(&self, py: Python<'_>, slot: usize) -> PyResult<()> {
-        self.run(py, |device| {
-            on_device!(device, engine => engine.finish(slot));
+        detached(py, || {
+            self.ended.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(slot);
+            if let Ok(mut device) = self.device.try_lock() {
+                self.free_ended(&mut device);
+            }
             Ok(())
         })
     }

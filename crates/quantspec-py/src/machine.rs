@@ -11,27 +11,52 @@ fn proc_bytes(path: &str, field: &str) -> Option<usize> {
     kilobytes.checked_mul(1024)
 }
 
+/// The files of a version of control groups: limit, use, and in `memory.stat` the cached files.
+struct Groups {
+    limit: &'static str,
+    used: &'static str,
+    cached: [&'static str; 2],
+}
+
+const VERSION_2: Groups =
+    Groups { limit: "memory.max", used: "memory.current", cached: ["inactive_file", "active_file"] };
+const VERSION_1: Groups = Groups {
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    cached: ["total_inactive_file", "total_active_file"],
+};
+
 /// Bytes the control groups of this process leave it, where one of them has a limit.
 fn group_available() -> Option<usize> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    // Version 2 has one line, "0::/path"; inside a container the path is that of the host and may not be there.
-    let own = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
-    tightest(Path::new("/sys/fs/cgroup"), own)
+    // Version 2 has one line, "0::/path", version 1 one a controller, "9:memory:/path"; inside a container the path is that of the host and may not be there.
+    let own = |controller: &str| {
+        groups.lines().find_map(|line| {
+            let (names, path) = line.split_once(':')?.1.split_once(':')?;
+            names.split(',').any(|name| name == controller).then(|| path.trim_start_matches('/'))
+        })
+    };
+    let places = [
+        ("/sys/fs/cgroup", own(""), &VERSION_2),
+        ("/sys/fs/cgroup/unified", own(""), &VERSION_2),
+        ("/sys/fs/cgroup/memory", own("memory"), &VERSION_1),
+    ];
+    places.iter().filter_map(|(root, own, version)| tightest(Path::new(root), own.unwrap_or_default(), version)).min()
 }
 
 /// The least that the group `own` below `root`, or a group above it, leaves: its limit less what it uses. Cached files count
 /// as used (the checkpoint just downloaded, for example), but the kernel gives them back before it refuses memory.
-fn tightest(root: &Path, own: &str) -> Option<usize> {
+fn tightest(root: &Path, own: &str, version: &Groups) -> Option<usize> {
     let left = |group: &Path| {
         let read = |file: &str| fs::read_to_string(group.join(file)).ok();
-        let limit: usize = read("memory.max")?.trim().parse().ok()?;
-        let used: usize = read("memory.current")?.trim().parse().ok()?;
+        let limit: usize = read(version.limit)?.trim().parse().ok()?;
+        let used: usize = read(version.used)?.trim().parse().ok()?;
         let stat = read("memory.stat").unwrap_or_default();
         let cached = |name: &str| -> usize {
             let value = stat.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
             value.and_then(|value| value.trim().parse().ok()).unwrap_or(0)
         };
-        Some(limit.saturating_sub(used.saturating_sub(cached("inactive_file") + cached("active_file"))))
+        Some(limit.saturating_sub(used.saturating_sub(version.cached.map(cached).iter().sum())))
     };
     root.join(own).ancestors().take_while(|group| group.starts_with(root)).filter_map(left).min()
 }
@@ -75,25 +100,29 @@ mod tests {
 
     #[test]
     fn groups_leave_what_they_do_not_need() {
-        let root = std::env::temp_dir().join(format!("quantspec-groups-{}", std::process::id()));
-        let group = |path: &str, max: &str, current: &str, stat: &str| {
-            let folder = root.join(path);
-            fs::create_dir_all(&folder).unwrap();
-            for (file, text) in [("memory.max", max), ("memory.current", current), ("memory.stat", stat)] {
-                fs::write(folder.join(file), text).unwrap();
-            }
-        };
-        assert_eq!(tightest(&root, "a/b"), None);
-        group("", "max\n", "7\n", "");
-        assert_eq!(tightest(&root, "a/b"), None);
-        group("a", "1000\n", "600\n", "anon 300\ninactive_file 100\nactive_file 50\nfile 900\n");
-        assert_eq!(tightest(&root, "a/b"), Some(550));
-        group("a/b", "500\n", "450\n", "anon 450\n");
-        assert_eq!(tightest(&root, "a/b"), Some(50));
-        // A group of the host that is not here: the nearest one above that is.
-        assert_eq!(tightest(&root, "a/gone/deep"), Some(550));
-        group("a/b", "500\n", "900\n", "");
-        assert_eq!(tightest(&root, "a/b"), Some(0));
-        fs::remove_dir_all(&root).unwrap();
+        for (version, groups) in [("2", &VERSION_2), ("1", &VERSION_1)] {
+            let root = std::env::temp_dir().join(format!("quantspec-groups-{version}-{}", std::process::id()));
+            let [inactive, active] = groups.cached;
+            let group = |path: &str, max: &str, current: &str, stat: &str| {
+                let folder = root.join(path);
+                fs::create_dir_all(&folder).unwrap();
+                for (file, text) in [(groups.limit, max), (groups.used, current), ("memory.stat", stat)] {
+                    fs::write(folder.join(file), text).unwrap();
+                }
+            };
+            let tightest = |own: &str| tightest(&root, own, groups);
+            assert_eq!(tightest("a/b"), None);
+            group("", "max\n", "7\n", "");
+            assert_eq!(tightest("a/b"), None);
+            group("a", "1000\n", "600\n", &format!("anon 300\n{inactive} 100\n{active} 50\nfile 900\n"));
+            assert_eq!(tightest("a/b"), Some(550));
+            group("a/b", "500\n", "450\n", "anon 450\n");
+            assert_eq!(tightest("a/b"), Some(50));
+            // A group of the host that is not here: the nearest one above that is.
+            assert_eq!(tightest("a/gone/deep"), Some(550));
+            group("a/b", "500\n", "900\n", "");
+            assert_eq!(tightest("a/b"), Some(0));
+            fs::remove_dir_all(&root).unwrap();
+        }
     }
 }
