@@ -7,8 +7,8 @@
 //! A draft whose tokens become unlikely ends before γ ([`Stop`]), where somebody looks at each: how far a token led its runner-up says much about
 //! whether it stands.
 //!
-//! It begins with two plain steps, the second of which is the yardstick, and two short drafts (`FIRST_GAMMA`; of one token for batches and where pages are chosen), which timed
-//! once suffice to go on from: a text may end within some dozens of rounds.
+//! It begins with two plain steps, the second of which is the yardstick, and two short drafts (`FIRST_GAMMA`; of one token for batches and where pages
+//! are chosen), which timed once suffice to go on from: a text may end within some dozens of rounds.
 //!
 //! A plain step right behind a prompt or a draft is slow where the model fits into a processor's caches, which the other work has filled: 1.6 times as slow as
 //! one behind another, which is what plain decoding would be. So it is no yardstick, and a plain step to compare with is always the second of two.
@@ -460,9 +460,9 @@ struct Auto {
     steps: usize,
     drafted: usize,
     accepted: usize,
-    /// The last round was plain, and so was its work.
+    /// The last round ran no draft step.
     plain: bool,
-    /// It was the first plain one, whose time says nothing.
+    /// It verified nothing drafted behind one that did, or behind the prompt: its time is no yardstick.
     cold: bool,
 }
 
@@ -895,7 +895,7 @@ mod tests {
         let (cpu, gpu) = (|rows: usize| 10.0 + 0.15 * (rows - 1) as f64, |rows: usize| 10.0 + 0.2 * (rows - 1) as f64);
         for (draft, verify) in [(2.7, &cpu as &dyn Fn(usize) -> f64), (2.9, &cpu), (4.5, &gpu)] {
             // Of what is missing the second plain step takes about 1 %.
-            for (alpha, goal) in [(0.8, 0.96), (0.85, 0.95), (0.9, 0.94), (0.95, 0.92)] {
+            for (alpha, goal) in [(0.8, 0.962), (0.85, 0.955), (0.9, 0.946), (0.95, 0.924)] {
                 for tokens in [64, 96] {
                     let alpha = |_: usize| alpha;
                     // Mean over texts of this length, behind each of which a policy starts anew.
@@ -951,7 +951,9 @@ mod tests {
                                 auto / world.best_fixed(12, 1_500).1 / 6.0
                             })
                             .sum();
-                        assert!(mean < 1.15, "draft {draft} alpha {}: {mean}", alpha(0));
+                        // Nearly free drafts of which nearly all stand lose most by being short.
+                        let bound = if (draft, alpha(0)) == (1.5, 0.95) { 1.115 } else { 1.08 };
+                        assert!(mean < bound, "draft {draft} alpha {}: {mean}", alpha(0));
                     }
                 }
             }
