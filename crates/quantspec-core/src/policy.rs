@@ -7,11 +7,12 @@
 //! A draft whose tokens become unlikely ends before γ ([`Stop`]), where somebody looks at each: how far a token led its runner-up says much about
 //! whether it stands.
 //!
-//! It begins with two plain steps, the second of which is the yardstick, and two short drafts (`FIRST_GAMMA`; of one token for batches and where pages
+//! It begins with plain steps, the last of which is the yardstick, and two short drafts (`FIRST_GAMMA`; of one token for batches and where pages
 //! are chosen), which timed once suffice to go on from: a text may end within some dozens of rounds.
 //!
-//! A plain step right behind a prompt or a draft is slow where the model fits into a processor's caches, which the other work has filled: 1.6 times as slow as
-//! one behind another, which is what plain decoding would be. So it is no yardstick, and a plain step to compare with is always the second of two.
+//! Plain steps right behind a prompt or a draft are slow where the model fits into a processor's caches, which the other work has filled: the first took 1.6
+//! times as long as what plain decoding comes to, and the next five still 1.3 to 1.05 times. So a plain step to compare with is at least the second in a row,
+//! and the first that did not fall short of the one before it (`SETTLED`); most often that is the second.
 //!
 //! It is safe rather than clever: a ledger in units of plain steps holds what speculation has won or lost against plain
 //! decoding, and when it is overdrawn the policy decodes plainly until 1 % of the time spent has paid the debt. So
@@ -84,6 +85,12 @@ const KEPT: usize = 7;
 
 /// Timings before a row count's cost is believed: the first may include a graph capture or page faults.
 const BELIEVED: usize = 2;
+
+/// A plain step that takes less than this share of the one before it shows a cache that is still filling with weights.
+const SETTLED: f64 = 0.95;
+
+/// Plain steps in a row after which the last is believed in any case: a model in a cache of 32 MB took seven.
+const SETTLING_MAX: usize = 8;
 
 /// Rounds after which an unused cost is forgotten: the context has grown since.
 const STALE_ROUNDS: usize = 256;
@@ -299,34 +306,39 @@ impl Doubts {
 struct Timings {
     /// Seconds, oldest first.
     recent: Vec<f64>,
+    /// What is believed of them.
+    seconds: f64,
     /// Round of the last one.
     round: usize,
 }
 
 impl Timings {
+    /// Believes the lower quartile: interruptions only ever add time, so most of what was kept may be
+    /// interrupted. It follows a fall at once and a rise as soon as the rise is the rule; a plain step believed too fast is
+    /// what plain decoding corrects quickest, one believed too slow would keep a losing draft going.
     fn push(&mut self, seconds: f64) {
         if seconds.is_finite() && seconds > 0.0 {
             if self.recent.len() == KEPT {
                 self.recent.remove(0);
             }
             self.recent.push(seconds);
+            let mut sorted = self.recent.clone();
+            sorted.sort_unstable_by(f64::total_cmp);
+            self.seconds = sorted[sorted.len() / 4];
         }
-    }
-
-    /// The lower quartile: interruptions only ever add time, so most of what was kept may be
-    /// interrupted. It follows a fall at once and a rise as soon as the rise is the rule; a plain step believed too fast is
-    /// what plain decoding corrects quickest, one believed too slow would keep a losing draft going.
-    fn seconds(&self) -> Option<f64> {
-        let mut sorted = self.recent.clone();
-        sorted.sort_unstable_by(f64::total_cmp);
-        sorted.get(sorted.len() / 4).copied()
     }
 }
 
 /// Seconds of something by its size: the rows of a verification, the steps of a draft.
-#[derive(Clone, Debug, Default)]
+///
+/// Every round asks for hundreds of sizes, with the device idle: what answers is kept as it changes.
+#[derive(Clone, Debug)]
 struct Costs {
     timings: BTreeMap<usize, Timings>,
+    /// Sizes that were timed, with their seconds, ascending: those timed [`BELIEVED`] times where there is one, or else all.
+    line: Vec<(usize, f64)>,
+    /// Whether one was timed so often.
+    believed: bool,
     /// Nothing costs nothing: known without timing it.
     from_nothing: bool,
 }
@@ -336,27 +348,35 @@ impl Costs {
     /// is tried.
     const SLOPE: f64 = 0.02;
 
+    fn new(from_nothing: bool) -> Costs {
+        let mut costs = Costs { timings: BTreeMap::new(), line: Vec::new(), believed: false, from_nothing };
+        costs.draw();
+        costs
+    }
+
     fn observe(&mut self, size: usize, seconds: f64, round: usize) {
         let timings = self.timings.entry(size).or_default();
         timings.push(seconds);
         timings.round = round;
+        self.draw();
     }
 
     /// Forgets sizes above `short` that were not used for long.
     fn forget(&mut self, round: usize, short: usize) {
+        let before = self.timings.len();
         self.timings.retain(|&size, timings| size <= short || round - timings.round < STALE_ROUNDS);
+        if self.timings.len() < before {
+            self.draw();
+        }
     }
 
-    /// Sizes whose cost is known, with their seconds, ascending.
-    fn known(&self) -> impl Iterator<Item = (usize, f64)> {
-        self.timed(BELIEVED)
-    }
-
-    /// Sizes timed at least so often.
-    fn timed(&self, times: usize) -> impl Iterator<Item = (usize, f64)> {
-        let timed = self.timings.iter().filter(move |(_, timings)| timings.recent.len() >= times);
-        let timed = timed.filter_map(|(&size, timings)| Some((size, timings.seconds()?)));
-        self.from_nothing.then_some((0, 0.0)).into_iter().chain(timed)
+    fn draw(&mut self) {
+        self.believed = self.timings.values().any(|timings| timings.recent.len() >= BELIEVED);
+        let least = if self.believed { BELIEVED } else { 1 };
+        let timed = self.timings.iter().filter(|(_, timings)| timings.recent.len() >= least);
+        self.line.clear();
+        self.line.extend(self.from_nothing.then_some((0, 0.0)));
+        self.line.extend(timed.map(|(&size, timings)| (size, timings.seconds)));
     }
 
     /// Timings of this size.
@@ -367,21 +387,17 @@ impl Costs {
     /// Seconds of this size: measured, or on the line through its measured neighbours. A size timed once is not dearer than that, and a first,
     /// slow call of it is not held against it where others were timed often enough.
     fn seconds(&self, size: usize) -> Option<f64> {
-        let once = self.timings.get(&size).and_then(Timings::seconds);
-        match (once, self.expected(size)) {
-            (Some(once), Some(expected)) if self.times(size) < BELIEVED => Some(once.min(expected)),
-            (once, expected) => once.or(expected),
+        let timings = self.timings.get(&size).filter(|timings| !timings.recent.is_empty());
+        match (timings, self.expected(size)) {
+            (Some(once), Some(expected)) if once.recent.len() < BELIEVED => Some(once.seconds.min(expected)),
+            (timings, expected) => timings.map(|timings| timings.seconds).or(expected),
         }
     }
 
     /// Seconds of this size by the others, those timed once only where there are no better ones.
     fn expected(&self, size: usize) -> Option<f64> {
-        let mut known: Vec<(usize, f64)> = self.known().collect();
-        if known.len() == usize::from(self.from_nothing) {
-            known = self.timed(1).collect();
-        }
-        let above = known.partition_point(|point| point.0 < size);
-        match (known.as_slice(), known.get(above)) {
+        let above = self.line.partition_point(|point| point.0 < size);
+        match (self.line.as_slice(), self.line.get(above)) {
             ([], _) => None,
             (_, Some(&(at, seconds))) if at == size => Some(seconds),
             (&[(at, seconds)], _) => Some(seconds * (1.0 + Self::SLOPE * size.saturating_sub(at) as f64)),
@@ -428,7 +444,7 @@ struct Draft {
 impl Draft {
     /// Its cost is known, beyond that of drafting nothing.
     fn timed(&self) -> bool {
-        self.costs.known().nth(1).is_some()
+        self.costs.believed
     }
 }
 
@@ -460,9 +476,10 @@ struct Auto {
     steps: usize,
     drafted: usize,
     accepted: usize,
-    /// The last round ran no draft step.
-    plain: bool,
-    /// It verified nothing drafted behind one that did, or behind the prompt: its time is no yardstick.
+    /// Rounds without a draft step up to the last one, and the seconds of the last of them.
+    plain: usize,
+    plain_s: f64,
+    /// The last round verified nothing drafted, but too soon behind a draft or a prompt: its time is no yardstick.
     cold: bool,
 }
 
@@ -477,7 +494,7 @@ impl Auto {
             drafts: vec![Draft {
                 pages: None,
                 acceptance: Acceptance::PRIOR,
-                costs: Costs { from_nothing: true, ..Costs::default() },
+                costs: Costs::new(true),
                 gamma: 0,
                 tried: 0,
                 due: 0,
@@ -485,7 +502,7 @@ impl Auto {
             }],
             visible: 0,
             doubts: Doubts::PRIOR,
-            verify: Costs::default(),
+            verify: Costs::new(false),
             batch: 1,
             round: 0,
             credit: CREDIT,
@@ -493,7 +510,8 @@ impl Auto {
             steps: 0,
             drafted: 0,
             accepted: 0,
-            plain: false,
+            plain: 0,
+            plain_s: 0.0,
             cold: false,
         }
     }
@@ -502,9 +520,14 @@ impl Auto {
         self.round += 1;
         // Every sequence has one row more than it drafted.
         self.batch = rows.saturating_sub(self.drafted).max(1);
-        let (plain, undrafted) = (self.steps == 0, self.drafted == 0);
-        self.cold = undrafted && !(plain && self.plain);
-        self.plain = plain;
+        self.plain = if self.steps == 0 { self.plain + 1 } else { 0 };
+        let warming = match self.plain {
+            0 | 1 => true,
+            // Once filled, it stays so until the next draft.
+            steps => self.cold && steps < SETTLING_MAX && seconds < SETTLED * self.plain_s,
+        };
+        self.cold = self.drafted == 0 && warming;
+        self.plain_s = seconds;
         if !self.cold {
             self.verify.observe(rows, seconds, self.round);
         }
@@ -512,7 +535,7 @@ impl Auto {
         for draft in &mut self.drafts {
             draft.costs.forget(self.round, 1);
         }
-        self.settle(rows);
+        self.settle(rows, seconds);
         if self.steps > 0 {
             self.after_draft();
         }
@@ -566,7 +589,7 @@ impl Auto {
 
     /// Books the round in plain steps: tokens won against its cost. Costs are the filtered ones, so that one interrupted
     /// round is not held against drafting.
-    fn settle(&mut self, rows: usize) {
+    fn settle(&mut self, rows: usize, seconds: f64) {
         let (Some(plain), Some(verify)) = (self.plain_s(), self.verify.seconds(rows)) else { return };
         let cost = (self.drafts[self.draft].costs.seconds(self.steps).unwrap_or(0.0) + verify) / plain;
         self.credit += ALLOWANCE * cost;
@@ -581,6 +604,12 @@ impl Auto {
             }
         } else if self.purpose == Purpose::ProbePlain {
             self.probing -= self.missed(plain);
+        }
+        if self.cold && self.verify.times(self.batch) >= BELIEVED {
+            // Plain decoding would not have been slow here. It may be an interruption, which is not a draft's fault.
+            let lost = (seconds / plain - 1.0).clamp(0.0, 1.0);
+            self.credit -= lost;
+            self.probing -= lost;
         }
         self.credit = self.credit.clamp(CREDIT_MIN, CREDIT_MAX);
         // What the next probe may take, of either kind.
@@ -664,7 +693,8 @@ impl Auto {
     /// The best γ of a draft, and its rate. Beyond what was timed γ at most doubles: a line through two noisy timings should not be
     /// followed far.
     fn best_of(&self, draft: usize) -> (usize, f64) {
-        let longest = self.verify.known().map(|(rows, _)| rows / self.batch).max().unwrap_or(1).max(1);
+        let longest = self.verify.line.last().filter(|_| self.verify.believed).map_or(1, |(rows, _)| rows / self.batch);
+        let longest = longest.max(1);
         let gammas = if self.fixed { self.max..=self.max } else { 1..=self.max.min(2 * longest - 1) };
         gammas
             .map(|gamma| (gamma, self.rate(draft, gamma)))
@@ -733,8 +763,10 @@ mod tests {
         /// Standard deviation of timings, relative; one in fifty takes five times as long.
         noise: f64,
         batch: usize,
-        /// A plain step behind a draft, or behind the prompt, takes so many times as long as behind another.
+        /// A plain step behind a draft, or behind the prompt, takes so many times as long as behind others.
         cold: f64,
+        /// Of what is too long this share is left at each further plain step.
+        warming: f64,
         /// Acceptance of a whole draft at once, not token by token as the policy's model has it.
         together: bool,
         /// Leads of drafted tokens, from uniform noise, by which a draft may end.
@@ -782,7 +814,7 @@ mod tests {
         /// Decodes `tokens` tokens per sequence (at least). True costs are summed, noisy ones observed.
         fn run(&self, policy: &mut Policy, tokens: usize) -> Run {
             let mut run = Run { seconds: 0.0, tokens: 0, gammas: vec![] };
-            let (mut round, mut plain) = (0, false);
+            let (mut round, mut cold) = (0, self.cold - 1.0);
             while run.tokens < tokens * self.batch {
                 let gamma = self.drafted(policy, round);
                 if gamma > 0 {
@@ -807,8 +839,8 @@ mod tests {
                     run.tokens += accepted + 1;
                 }
                 let rows = self.batch * (gamma + 1);
-                let verify = (self.verify)(rows) * if gamma == 0 && !plain { self.cold } else { 1.0 };
-                plain = gamma == 0;
+                let verify = (self.verify)(rows) * if gamma == 0 { 1.0 + cold } else { 1.0 };
+                cold = if gamma == 0 { cold * self.warming } else { self.cold - 1.0 };
                 run.seconds += verify;
                 policy.observe_verify(rows, self.timed(verify, round, 1));
                 run.gammas.push(gamma);
@@ -847,6 +879,7 @@ mod tests {
             noise: 0.03,
             batch: 1,
             cold: 1.0,
+            warming: 0.0,
             together: false,
             lead: None,
             error: None,
@@ -894,8 +927,8 @@ mod tests {
         // A draft step and five rows cost so much of a plain step on a CPU, and on a GPU.
         let (cpu, gpu) = (|rows: usize| 10.0 + 0.15 * (rows - 1) as f64, |rows: usize| 10.0 + 0.2 * (rows - 1) as f64);
         for (draft, verify) in [(2.7, &cpu as &dyn Fn(usize) -> f64), (2.9, &cpu), (4.5, &gpu)] {
-            // Of what is missing the second plain step takes about 1 %.
-            for (alpha, goal) in [(0.8, 0.962), (0.85, 0.955), (0.9, 0.946), (0.95, 0.924)] {
+            // Of what is missing the second plain step takes about 1 %, and 0.1 % those after a first that was slow by chance.
+            for (alpha, goal) in [(0.8, 0.961), (0.85, 0.953), (0.9, 0.946), (0.95, 0.923)] {
                 for tokens in [64, 96] {
                     let alpha = |_: usize| alpha;
                     // Mean over texts of this length, behind each of which a policy starts anew.
@@ -984,16 +1017,21 @@ mod tests {
     fn a_plain_step_behind_a_draft_is_no_yardstick() {
         // A model in a processor's cache: by the slow plain steps drafting wins, by those of plain decoding it loses.
         let verify = |rows: usize| if rows == 1 { 10.0 } else { 15.0 + 0.5 * rows as f64 };
+        // By one step, and by steps that come closer and closer.
+        let caches = [(1.0, 0.0), (1.3, 0.0), (1.6, 0.0), (2.0, 0.0), (1.6, 0.5), (2.0, 0.5), (2.0, 0.7)];
         for draft in [3.0, 4.0, 6.0] {
             for alpha in [0.5, 0.7, 0.8] {
-                for cold in [1.0, 1.3, 1.6, 2.0] {
+                for (cold, warming) in caches {
                     let alpha = |_: usize| alpha;
-                    let world = World { cold, ..world(draft, &verify, &alpha) };
-                    // Plain decoding itself begins with a cold step.
-                    let (auto, best) =
-                        (world.relative(&mut Policy::auto(12), 1_500), world.best_fixed(12, 1_500).1.min(1.0));
-                    assert!(auto < 1.02, "draft {draft} alpha {} cold {cold}: {auto}", alpha(0));
-                    assert!(auto < 1.08 * best, "draft {draft} alpha {} cold {cold}: {auto} against {best}", alpha(0));
+                    let world = World { cold, warming, ..world(draft, &verify, &alpha) };
+                    // Plain decoding itself begins with cold steps.
+                    let plain = world.relative(&mut Policy::fixed(0), 1_500);
+                    let auto = world.relative(&mut Policy::auto(12), 1_500) / plain;
+                    let best = world.best_fixed(12, 1_500).1.min(1.0);
+                    let case = format!("draft {draft} alpha {} cold {cold} {warming}: {auto}", alpha(0));
+                    // The slowest is taken for filled where it is 1.1 times too slow.
+                    assert!(auto < if warming > 0.5 { 1.06 } else { 1.025 }, "{case}");
+                    assert!(auto < 1.08 * best, "{case} against {best}");
                 }
             }
         }
