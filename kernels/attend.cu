@@ -170,123 +170,196 @@ MERGE(f32, Single, 4)
 MERGE(i8, int8_t, 1)
 
 // ---- choosing pages for a draft ----
-// bounds(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d], choices [list], scores [list][kv head][score_pitch], ...): the
-// score of a page is, over the heads of a group, the largest upper bound of q . k (core::attend::page_bound): sum over channels of max(q lo, q hi),
-// lo and hi being the values of codes 0 and 15.
-// grid (pages / 8 rounded up, kv heads, lists), 256 threads, one warp per page, d / 8 of its lanes with eight channels each. Pages and their parameters
-// were complete before the step, so they are on their way before q is.
-struct Choice { int row, slot, pages; };               // the list's row of q, its slot, its visible pages
-KERNEL __launch_bounds__(256) bounds(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const Choice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
-  grid_trigger();
-  const Choice choice = choices[blockIdx.z];
-  const int page = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31, head = blockIdx.y;
-  const bool there = page < choice.pages, mine = lane < d / 8;
-  float low[8], high[8];
-  if (there && mine) {
-    const uint8_t* params = upper + ((size_t)tables[(size_t)choice.slot * table_pitch + page] * kv_heads + head) * upper_bytes(d) + lane * 32;
-    const uint4 s = ldg_plain(params), z = ldg_plain(params + 16);         // of channels 32 (lane / 4) + 2 (lane % 4) + {0, 1, 8, 9, 16, 17, 24, 25}
-    const uint32_t scales[4] = {s.x, s.y, s.z, s.w}, zeros[4] = {z.x, z.y, z.z, z.w};
+// bounds_1_4, for one head per KV head, bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d], choices [list],
+// scores [list][kv head][score_pitch], ...): the score of a page is, over the heads of a group, the largest upper bound of q . k
+// (core::attend::page_bound): sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which is
+// q (lo + hi) / 2 + |q| (hi - lo) / 2.
+// d / 8 lanes a page with eight channels each, U pages deep: 2048 U / d pages a block. grid (blocks, kv heads, lists), 256 threads. Pages and their
+// parameters were complete before the step, so they are on their way before q is.
+// They are not unrolled further, and `select` below hardly is: a step runs each once a layer, with its code no longer in any cache near by. Of 25 KB of
+// it `select` took 14 us, waiting for instructions.
+struct Choice { int row, slot, pages; };               // the list's row of q, its slot, its visible pages, of which it has some
+// The best of `best` and of HEADS heads' bounds of a page; every lane of the page gets it. q's lane: eight channels of each head.
+template <int HEADS>
+DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane, float best) {
+  const uint32_t scales[4] = {scale.x, scale.y, scale.z, scale.w}, zeros[4] = {zero.x, zero.y, zero.z, zero.w};
+  float sum[HEADS] = {};
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const float2 a = unpack_half2(scales[i]), b = unpack_half2(zeros[i]);
-      low[2 * i] = __fmaf_rn(-centre, a.x, b.x), low[2 * i + 1] = __fmaf_rn(-centre, a.y, b.y);
-      high[2 * i] = __fmaf_rn(15.f, a.x, low[2 * i]), high[2 * i + 1] = __fmaf_rn(15.f, a.y, low[2 * i + 1]);
+  for (int i = 0; i < 4; i++) {
+    const float2 s = unpack_half2(scales[i]), z = unpack_half2(zeros[i]);
+    const float2 middle = make_float2(__fmaf_rn(7.5f - centre, s.x, z.x), __fmaf_rn(7.5f - centre, s.y, z.y));
+    const float2 half = make_float2(7.5f * s.x, 7.5f * s.y);
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+      sum[h] = __fmaf_rn(q[h][i].x, middle.x, __fmaf_rn(fabsf(q[h][i].x), half.x, sum[h]));
+      sum[h] = __fmaf_rn(q[h][i].y, middle.y, __fmaf_rn(fabsf(q[h][i].y), half.y, sum[h]));
     }
   }
-  grid_wait();
-  if (!there) return;
-  const __half* row = q + ((size_t)choice.row * kv_heads * group + head * group) * d + lane / 4 * 32 + lane % 4 * 2;
-  float best = -1e30f;
-#pragma unroll 4
-  for (int h = 0; h < group; h++) {
-    float sum = 0;
-    if (mine)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float2 x = unpack_half2(__ldcg(reinterpret_cast<const uint32_t*>(row + h * d + i * 8)));
-        sum += fmaxf(x.x * low[2 * i], x.x * high[2 * i]) + fmaxf(x.y * low[2 * i + 1], x.y * high[2 * i + 1]);
-      }
-    best = fmaxf(best, warp_sum(sum));
+  if constexpr (HEADS == 1) {
+    for (int step = lanes / 2; step; step >>= 1) sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(~0u, sum[0], step));
+    return fmaxf(best, sum[0]);
+  } else {
+    // Four sums over the lanes: a half goes on with two of them, a quarter with one, and the largest is wanted.
+    static_assert(HEADS == 4, "four sums for four quarters");
+    const bool half = lane & lanes / 2, quarter = lane & lanes / 4;
+    const float a = __fadd_rn(half ? sum[2] : sum[0], __shfl_xor_sync(~0u, half ? sum[0] : sum[2], lanes / 2));
+    const float b = __fadd_rn(half ? sum[3] : sum[1], __shfl_xor_sync(~0u, half ? sum[1] : sum[3], lanes / 2));
+    float one = __fadd_rn(quarter ? b : a, __shfl_xor_sync(~0u, quarter ? a : b, lanes / 4));
+    for (int step = lanes / 8; step; step >>= 1) one = __fadd_rn(one, __shfl_xor_sync(~0u, one, step));
+    one = fmaxf(one, __shfl_xor_sync(~0u, one, lanes / 4));
+    return fmaxf(best, fmaxf(one, __shfl_xor_sync(~0u, one, lanes / 2)));
   }
-  if (lane == 0) scores[((size_t)blockIdx.z * kv_heads + head) * score_pitch + page] = best;
 }
+template <int HEADS, int U>
+DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const Choice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
+  grid_trigger();
+  const Choice choice = choices[blockIdx.z];
+  const int lanes = d / 8, lane = threadIdx.x & (lanes - 1), across = 256 / lanes, head = blockIdx.y;
+  const int first = blockIdx.x * U * across + threadIdx.x / lanes;
+  int id[U];
+  uint4 scale[U], zero[U];                              // of channels 32 (lane / 4) + 2 (lane % 4) + {0, 1, 8, 9, 16, 17, 24, 25}
+#pragma unroll
+  for (int u = 0; u < U; u++) id[u] = tables[(size_t)choice.slot * table_pitch + min(first + u * across, choice.pages - 1)];
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+    const uint8_t* params = upper + ((size_t)id[u] * kv_heads + head) * upper_bytes(d) + lane * 32;
+    scale[u] = ldg_plain(params), zero[u] = ldg_plain(params + 16);
+  }
+  grid_wait();
+  const __half* row = q + ((size_t)choice.row * kv_heads * group + head * group) * d + lane / 4 * 32 + lane % 4 * 2;
+  float best[U];
+#pragma unroll
+  for (int u = 0; u < U; u++) best[u] = MASKED;
+#pragma unroll 1
+  for (int h = 0; h < group; h += HEADS) {              // the last head again where HEADS are more than are left
+    float2 x[HEADS][4];
+#pragma unroll
+    for (int i = 0; i < HEADS; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) x[i][j] = unpack_half2(__ldcg(reinterpret_cast<const uint32_t*>(row + min(h + i, group - 1) * d + j * 8)));
+#pragma unroll
+    for (int u = 0; u < U; u++) best[u] = page_bound(x, scale[u], zero[u], centre, lanes, lane, best[u]);
+  }
+#pragma unroll
+  for (int u = 0; u < U; u++) {
+    const int page = first + u * across;
+    if (lane == 0 && page < choice.pages) scores[((size_t)blockIdx.z * kv_heads + head) * score_pitch + page] = best[u];
+  }
+}
+#define BOUNDS(HEADS, U) \
+  KERNEL __launch_bounds__(256) bounds_##HEADS##_##U(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const Choice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) { bounds<HEADS, U>(upper, tables, table_pitch, q, choices, scores, score_pitch, kv_heads, group, d, centre); }
+BOUNDS(1, 4)
+BOUNDS(4, 2)
+BOUNDS(4, 4)
 
 // select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): the first and the newest page and the n - 2 best of the others (ties to the
 // lower number), ascending, into lists [slot][kv head][list_pitch]; without scores the newest are best. grid (kv heads, lists), 256 threads.
-// The least key that is kept is found bit by bit, by counting; then pages above it and the first ones that equal it are listed in order.
-constexpr int SELECT_WARPS = 8, SELECT_THREADS = SELECT_WARPS * 32;
-constexpr int SELECT_KEPT = 8;                          // keys of a thread in registers: contexts of 2,048 pages; the rest are read again
+// The range of the scores is cut into 32 parts, then the part in which the least score that is kept lies, and so on, until those kept are told
+// from the others; then they are listed in order.
+constexpr int SELECT_THREADS = 256;
+constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are made again
+constexpr int SELECT_SLAB = 1024;                       // pages listed at a time, a word of 32 for each lane
 KERNEL __launch_bounds__(SELECT_THREADS) select(const float* scores, int score_pitch, const Choice* choices, int* lists, int list_pitch, int kv_heads, int n) {
-  __shared__ uint4 counts[2][SELECT_WARPS];
+  __shared__ uint32_t keys[SELECT_KEPT], lowest, highest, overs_all, parts[3][32], words[2][2][32];
   grid_trigger();
   const Choice choice = choices[blockIdx.y];
-  const int pages = choice.pages, kept = min(n, pages), warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const float* s = scores + ((size_t)blockIdx.y * kv_heads + blockIdx.x) * score_pitch;
   int* list = lists + ((size_t)choice.slot * kv_heads + blockIdx.x) * list_pitch;
-  grid_wait();
-  // Keys in the order of the scores (zeros differ, as for core's total_cmp), from 1 on; 0 where there is no page.
-  auto key = [&](int page) -> uint32_t {
-    if (page >= pages) return 0;
-    if (page == 0 || page == pages - 1) return ~0u;
-    if (!scores) return page;
-    const uint32_t bits = __float_as_uint(__ldcg(s + page));
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  };
-  uint32_t keys[SELECT_KEPT];
-#pragma unroll
-  for (int i = 0; i < SELECT_KEPT; i++) keys[i] = key(i * SELECT_THREADS + threadIdx.x);
-  // Over the block; `turn` alternates, so that one barrier a turn is enough.
-  auto total = [&](int a, int b, int c, int turn) -> uint4 {
-    a = warp_sum(a), b = warp_sum(b), c = warp_sum(c);
-    if (lane == 0) counts[turn][warp] = make_uint4(a, b, c, 0);
-    __syncthreads();
-    uint4 sum = make_uint4(0, 0, 0, 0);
-#pragma unroll
-    for (int w = 0; w < SELECT_WARPS; w++) {
-      const uint4 v = counts[turn][w];
-      sum.x += v.x, sum.y += v.y, sum.z += v.z;
-    }
-    return sum;
-  };
-  uint32_t least = 0;                                   // `kept` pages or more have this key or a higher one
+  // Once with made-up keys of some pages, while the scores are being made, to have the instructions here.
 #pragma unroll 1
-  for (int shift = 30; shift >= 0; shift -= 2) {        // two bits a turn
-    const uint32_t step = 1u << shift;
-    int a = 0, b = 0, c = 0;
-    auto count = [&](uint32_t key) { a += key >= least + step, b += key >= least + 2 * step, c += key >= least + 3 * step; };
+  for (int dry = scores != nullptr; dry >= 0; dry--) {
+    const int pages = dry ? min(choice.pages, 64) : choice.pages, kept = dry ? max(pages / 2, 2) : min(n, pages);
+    __syncthreads();
+    if (threadIdx.x < 32) parts[0][lane] = 0;
+    if (threadIdx.x == 0) lowest = ~0u, highest = 0, overs_all = 0;
+    __syncthreads();
+    if (!dry) grid_wait();
+    // Keys in the order of the scores (zeros differ, as for core's total_cmp), from 1 on; 0 where there is no page.
+    auto make = [&](int page) -> uint32_t {
+      if (page >= pages) return 0;
+      if (page == 0 || page == pages - 1) return ~0u;
+      if (!scores || dry) return page;
+      const uint32_t bits = __float_as_uint(__ldcg(s + page));
+      return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    };
+    uint32_t low = ~0u, high = 0;
+#pragma unroll 1
+    for (int page = threadIdx.x; page < pages; page += SELECT_THREADS) {
+      const uint32_t key = make(page);
+      if (page < SELECT_KEPT) keys[page] = key;
+      if (key != ~0u) low = min(low, key), high = max(high, key);
+    }
+    low = warp_min(low), high = warp_max(high);
+    if (lane == 0) atomicMin(&lowest, low), atomicMax(&highest, high);
+    __syncthreads();
+    auto key = [&](int page) { return page < SELECT_KEPT ? keys[page] : make(page); };
+
+    // `kept` pages or more have the key `least` or a higher one.
+    const int wanted = kept - 2;                          // besides the first and the newest
+    uint32_t least = wanted > 0 ? lowest : ~0u - 1;
+    if (wanted > 0 && kept < pages) {
+      int above = 0, shift = (31 - __clz(highest - least | 1)) / 5 * 5;       // of 32 parts, each of which is 32 of the next ones
+#pragma unroll 1
+      for (int turn = 0;; turn = turn == 2 ? 0 : turn + 1, shift -= 5) {
+#pragma unroll 1
+        for (int page = threadIdx.x; page < pages; page += SELECT_THREADS) {
+          const uint32_t k = key(page), part = (k - least) >> shift;
+          if (k >= least && k != ~0u && part < 32) atomicAdd(&parts[turn][part], 1);
+        }
+        if (threadIdx.x < 32) parts[turn == 2 ? 0 : turn + 1][lane] = 0;       // nobody looks at it any more, or yet
+        __syncthreads();
+        // Pages in this lane's part and those above it, and the highest part with which there are enough.
+        const int mine = parts[turn][lane];
+        int sum = mine;
 #pragma unroll
-    for (int i = 0; i < SELECT_KEPT; i++) count(keys[i]);
-    for (int page = SELECT_KEPT * SELECT_THREADS + threadIdx.x; page < pages; page += SELECT_THREADS) count(key(page));
-    const uint4 sum = total(a, b, c, shift >> 1 & 1);
-    least += ((int)sum.x >= kept ? step : 0) + ((int)sum.y >= kept ? step : 0) + ((int)sum.z >= kept ? step : 0);
+        for (int step = 1; step < 32; step <<= 1) {
+          const int more = __shfl_down_sync(~0u, sum, step);
+          if (lane + step < 32) sum += more;
+        }
+        const int part = 31 - __clz(__ballot_sync(~0u, above + sum >= wanted));
+        least += (uint32_t)part << shift;
+        const int together = above + __shfl_sync(~0u, sum, part);
+        above = together - __shfl_sync(~0u, mine, part);
+        if (shift == 0 || together == wanted) break;
+      }
+    }
+    // Pages above `least`, and in the order of pages as many that equal it as are wanted.
+    int over = 0;
+#pragma unroll 1
+    for (int page = threadIdx.x; page < pages; page += SELECT_THREADS) over += key(page) > least;
+    over = warp_sum(over);
+    if (lane == 0) atomicAdd(&overs_all, (uint32_t)over);
+    int before = 0, before_ties = 0, turn = 0;
+#pragma unroll 1
+    for (int slab = 0; slab < pages; slab += SELECT_SLAB, turn ^= 1) {
+#pragma unroll 1
+      for (int word = warp; word < 32; word += SELECT_THREADS / 32) {
+        const int page = slab + word * 32 + lane;
+        const uint32_t k = page < pages ? key(page) : 0;
+        const uint32_t overs = __ballot_sync(~0u, k > least), equals = __ballot_sync(~0u, k == least);
+        if (lane == 0) words[turn][0][word] = overs, words[turn][1][word] = equals;
+      }
+      __syncthreads();
+      const int ties = kept - (int)overs_all;
+      const uint32_t lower = (1u << lane) - 1;
+      // In the lower half above, in the upper half ties, in the words up to this lane's.
+      const uint32_t mine = __popc(words[turn][0][lane]) | __popc(words[turn][1][lane]) << 16;
+      uint32_t sum = mine;
+#pragma unroll
+      for (int step = 1; step < 32; step <<= 1) {
+        const uint32_t more = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += more;
+      }
+#pragma unroll 1
+      for (int word = warp; word < 32; word += SELECT_THREADS / 32) {
+        const uint32_t ahead = __shfl_sync(~0u, sum - mine, word), overs = words[turn][0][word], equals = words[turn][1][word];
+        const int tie = before_ties + (ahead >> 16) + __popc(equals & lower);
+        const bool is_over = overs >> lane & 1, is_tie = equals >> lane & 1;
+        if (!dry && (is_over || (is_tie && tie < ties))) list[before + (ahead & 0xffff) + __popc(overs & lower) + min(tie, ties)] = slab + word * 32 + lane;
+      }
+      const uint32_t all = __shfl_sync(~0u, sum, 31);
+      before += all & 0xffff, before_ties += all >> 16;
+    }
   }
-  int above = 0;
-  auto count = [&](uint32_t key) { above += key > least; };
-#pragma unroll
-  for (int i = 0; i < SELECT_KEPT; i++) count(keys[i]);
-  for (int page = SELECT_KEPT * SELECT_THREADS + threadIdx.x; page < pages; page += SELECT_THREADS) count(key(page));
-  const int ties = kept - (int)total(above, 0, 0, 1).x;            // of those that equal it
-  // A page's place: pages above `least` ahead of it, and as many ties ahead of it as are kept.
-  int before = 0, before_ties = 0, turn = 0;
-  auto put = [&](int page, uint32_t key) {
-    const bool over = key > least, tie = key == least && page < pages;
-    const unsigned overs = __ballot_sync(~0u, over), equals = __ballot_sync(~0u, tie), lower = (1u << lane) - 1;
-    if (lane == 0) counts[turn][warp] = make_uint4(__popc(overs), __popc(equals), 0, 0);
-    __syncthreads();
-    int first = before, first_ties = before_ties;
-#pragma unroll
-    for (int w = 0; w < SELECT_WARPS; w++) {
-      const uint4 v = counts[turn][w];
-      if (w < warp) first += v.x, first_ties += v.y;
-      before += v.x, before_ties += v.y;
-    }
-    first_ties += __popc(equals & lower);
-    if (over || (tie && first_ties < ties)) list[first + __popc(overs & lower) + min(first_ties, ties)] = page;
-    turn ^= 1;
-  };
-#pragma unroll
-  for (int i = 0; i < SELECT_KEPT; i++)
-    if (i * SELECT_THREADS < pages) put(i * SELECT_THREADS + threadIdx.x, keys[i]);
-#pragma unroll 1
-  for (int first = SELECT_KEPT * SELECT_THREADS; first < pages; first += SELECT_THREADS) put(first + threadIdx.x, key(first + threadIdx.x));
 }

@@ -69,6 +69,16 @@ DEV int warp_sum(int x) {
   return x;
 #endif
 }
+DEV uint32_t warp_min(uint32_t x) {
+#ifdef QS_SM80
+  return __reduce_min_sync(~0u, x);
+#else
+#pragma unroll
+  for (int step = 16; step; step >>= 1) x = min(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+#endif
+}
+DEV uint32_t warp_max(uint32_t x) { return ~warp_min(~x); }
 // The largest of values that are not negative, whose bits are in their order.
 DEV float warp_max(float x) {
 #ifdef QS_SM80

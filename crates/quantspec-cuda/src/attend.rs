@@ -17,7 +17,7 @@ const RECENT_ITEMS: usize = 4;
 /// Slots that a ring of the copy engine fills before the kernel ahead has ended: the first keys and values. With all slots the last inputs of that kernel,
 /// on other multiprocessors, would queue behind 18 MB of pages (docs/kernels.md).
 const EARLY: i32 = 2;
-/// Threads of a block of `select` (kernels/attend.cu).
+/// Threads of a block of `bounds_*` and of `select` (kernels/attend.cu).
 const SELECT_THREADS: u32 = 256;
 /// Threads of a ring.
 const RING: usize = 128;
@@ -344,7 +344,8 @@ pub struct Attend {
     beside: Option<Variant>,
     /// By output: for few blocks, and for more than the device has multiprocessors.
     merge: [[Kernel; 2]; 4],
-    bounds: Kernel,
+    /// With the pages of a block: for few blocks, and for more than there are multiprocessors, which would not find room beside the product before.
+    bounds: [(Kernel, usize); 2],
     select: Kernel,
 }
 
@@ -393,13 +394,18 @@ impl Attend {
         let merge = |out: &str| -> Result<[Kernel; 2]> {
             Ok([device.kernel(&format!("merge_{out}"), 0)?, device.kernel(&format!("merge_wide_{out}"), 0)?])
         };
+        let bounds =
+            |name: &str, deep: usize| Ok::<_, Error>((device.kernel(name, 0)?, deep * 8 * SELECT_THREADS as usize / d));
         Ok(Attend {
             upper: split(View::Upper, &[1, 2], BLOCKS_MAX)?,
             both: split(View::Both, &[1, 2, 3, 4], 2)?,
             full: split(View::Full, &[1, 2, 4], 2)?,
             beside: beside.transpose()?,
             merge: [merge(name(Dtype::Bf16))?, merge(name(Dtype::F16))?, merge(name(Dtype::F32))?, merge("i8")?],
-            bounds: device.kernel("bounds", 0)?,
+            bounds: match config.group() {
+                1 => [bounds("bounds_1_4", 4)?; 2],
+                _ => [bounds("bounds_4_2", 2)?, bounds("bounds_4_4", 4)?],
+            },
             select: device.kernel("select", 0)?,
             device: device.clone(),
             kv_heads: config.kv_heads,
@@ -633,8 +639,15 @@ impl Attend {
                     self.head_dim,
                     self.centre
                 ];
-                let grid = [pages.div_ceil(8) as u32, self.kv_heads as u32, count as u32];
-                self.device.launch(self.bounds, Launch { grid, block: 256, shared: 0, overlap: true }, &arguments)?;
+                let blocks = |of: usize| pages.div_ceil(of) * self.kv_heads * count;
+                let few = blocks(self.bounds[0].1) <= self.device.info.multiprocessors;
+                let (bounds, of) = self.bounds[usize::from(!few)];
+                let grid = [pages.div_ceil(of) as u32, self.kv_heads as u32, count as u32];
+                self.device.launch(
+                    bounds,
+                    Launch { grid, block: SELECT_THREADS, shared: 0, overlap: true },
+                    &arguments,
+                )?;
             }
             let arguments =
                 args![scores, places.table_pitch, choices, layer.lists, places.list_pitch, self.kv_heads, n];

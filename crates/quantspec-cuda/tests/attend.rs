@@ -436,7 +436,7 @@ fn rows_do_not_depend_on_the_batch() {
     }
 }
 
-/// Page lists by made-up scores, many of them equal: slabs of 256 pages, those that registers hold and those read again, and lists longer than there are pages.
+/// Page lists by made-up scores, many of them equal, all of them, or none: slabs of 256 pages, those that registers hold and those read again, and lists longer than there are pages.
 #[test]
 fn lists_by_any_scores_equal_core() {
     let Some(device) = device() else { return };
@@ -446,7 +446,11 @@ fn lists_by_any_scores_equal_core() {
         for n in [2, 3, 64, pages - 1, pages, pages + 1].into_iter().filter(|&n| n >= 2) {
             let (score_pitch, list_pitch) = (pages + 5, n + 3);
             let values = [-3.5f32, -0.0, 0.0, 1.25, 1e30];
-            let scores: Vec<f32> = (0..2 * KV_HEADS * score_pitch).map(|_| values[random.below(5)]).collect();
+            let mut scores: Vec<f32> = (0..2 * KV_HEADS * score_pitch).map(|_| values[random.below(5)]).collect();
+            // Bounds as they are, close to each other, and all the same.
+            scores[score_pitch..2 * score_pitch].iter_mut().for_each(|score| *score = 30.0 + 4.0 * random.normal());
+            scores[2 * score_pitch..3 * score_pitch].iter_mut().for_each(|score| *score = 7.0 + 1e-6 * random.normal());
+            scores[3 * score_pitch..].fill(-7.25);
             let on_device = device.copied(&scores).unwrap();
             // List 0 is of slot 1, and the other way round.
             let choices = device.copied(&[1, 0].map(|slot| Choice { row: 0, slot, pages: pages as i32 })).unwrap();
@@ -490,6 +494,7 @@ fn chosen_pages_equal_core() {
                 list_pitch: pitch,
                 ..Places::default()
             };
+            let centre = if world.rounding == Rounding::Balanced { 1.0f32 / 32.0 } else { 0.0 };
             for best in [true, false] {
                 let layer = world.layer(lists.at(0));
                 let by = if best { scores.at(0) } else { 0 };
@@ -514,6 +519,27 @@ fn chosen_pages_equal_core() {
                             (0..group).map(of).fold(f32::NEG_INFINITY, f32::max)
                         })
                         .collect();
+                    // Each of the kernels can do every shape.
+                    for (name, deep) in [("bounds_1_4", 4), ("bounds_4_2", 2), ("bounds_4_4", 4)] {
+                        let arguments = args![
+                            layer.upper,
+                            places.tables,
+                            places.table_pitch,
+                            &on_device,
+                            &choices,
+                            &scores,
+                            places.table_pitch,
+                            kv_heads,
+                            group,
+                            d,
+                            centre
+                        ];
+                        run(&device, name, [visible.div_ceil(deep * 2048 / d), kv_heads, 1], 256, 0, &arguments);
+                        let got = scores.read::<f32>(head * places.table_pitch * 4, visible).unwrap();
+                        let want: Vec<f64> = bounds.iter().map(|&bound| f64::from(bound)).collect();
+                        let error = distance(&got, &want);
+                        assert!(error < 1e-6, "{name}, {visible} pages, head {head} of {d}: {error}");
+                    }
                     let want = if best { select_pages(&bounds, asked) } else { window_pages(visible, asked) };
                     let list = &lists_read[(SLOT * kv_heads + head) * pitch..][..n.min(visible)];
                     let list: Vec<usize> = list.iter().map(|&page| page as usize).collect();
