@@ -526,6 +526,8 @@ impl Auto {
             // Once filled, it stays so until the next draft.
             steps => self.cold && steps < SETTLING_MAX && seconds < SETTLED * self.plain_s,
         };
+        // The one that is believed first may itself have been interrupted: a cache that is filled is at least about as fast as the step before.
+        let seconds = if self.cold && self.plain > 1 { seconds.min(self.plain_s / SETTLED) } else { seconds };
         self.cold = self.drafted == 0 && warming;
         self.plain_s = seconds;
         if !self.cold {
