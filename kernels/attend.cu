@@ -266,9 +266,14 @@ KERNEL __launch_bounds__(SELECT_THREADS) select(const float* scores, int score_p
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const float* s = scores + ((size_t)blockIdx.y * kv_heads + blockIdx.x) * score_pitch;
   int* list = lists + ((size_t)choice.slot * kv_heads + blockIdx.x) * list_pitch;
-  // Once with made-up keys of some pages, while the scores are being made, to have the instructions here.
+  // Once with made-up keys of some pages, while the scores are being made, to have the instructions here. Where kernels do not overlap nothing would be gained.
+#ifdef QS_SM90
+  const bool waits = scores;
+#else
+  const bool waits = false;
+#endif
 #pragma unroll 1
-  for (int dry = scores != nullptr; dry >= 0; dry--) {
+  for (int dry = waits; dry >= 0; dry--) {
     const int pages = dry ? min(choice.pages, 64) : choice.pages, kept = dry ? max(pages / 2, 2) : min(n, pages);
     __syncthreads();
     if (threadIdx.x < 32) parts[0][lane] = 0;

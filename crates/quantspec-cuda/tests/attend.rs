@@ -436,13 +436,13 @@ fn rows_do_not_depend_on_the_batch() {
     }
 }
 
-/// Page lists by made-up scores, many of them equal, all of them, or none: slabs of 256 pages, those that registers hold and those read again, and lists longer than there are pages.
+/// Page lists by made-up scores, many of them equal, all of them, or none: slabs of 1,024 pages, keys that shared memory holds and those made again, and lists longer than there are pages.
 #[test]
 fn lists_by_any_scores_equal_core() {
     let Some(device) = device() else { return };
     const KV_HEADS: usize = 2;
     let mut random = Random(12);
-    for pages in [1, 2, 3, 255, 256, 257, 1000, 2047, 2048, 2049, 5000] {
+    for pages in [1, 2, 3, 255, 256, 257, 1000, 1023, 1024, 1025, 2047, 2048, 2049, 5000] {
         for n in [2, 3, 64, pages - 1, pages, pages + 1].into_iter().filter(|&n| n >= 2) {
             let (score_pitch, list_pitch) = (pages + 5, n + 3);
             let values = [-3.5f32, -0.0, 0.0, 1.25, 1e30];
@@ -476,7 +476,7 @@ fn lists_by_any_scores_equal_core() {
 #[test]
 fn chosen_pages_equal_core() {
     let Some(device) = device() else { return };
-    for (heads, kv_heads, d) in [(4, 2, 128), (4, 1, 64), (2, 1, 256)] {
+    for (heads, kv_heads, d) in [(4, 2, 128), (4, 1, 64), (2, 1, 256), (7, 1, 128), (2, 2, 128)] {
         for (position, n) in [(700, 2), (5000, 7), (20_000, 1), (20_000, 16)] {
             let config = config(heads, kv_heads, d);
             let world = World::new(&device, config, Rounding::Balanced, position + 4, 9);
@@ -534,6 +534,7 @@ fn chosen_pages_equal_core() {
                             d,
                             centre
                         ];
+                        scores.write(0, &vec![f32::NAN; kv_heads * places.table_pitch]).unwrap();
                         run(&device, name, [visible.div_ceil(deep * 2048 / d), kv_heads, 1], 256, 0, &arguments);
                         let got = scores.read::<f32>(head * places.table_pitch * 4, visible).unwrap();
                         let want: Vec<f64> = bounds.iter().map(|&bound| f64::from(bound)).collect();
