@@ -39,6 +39,21 @@ def test_precedence(fake: type, quantspec: Run, file: Path, monkeypatch: pytest.
     assert gamma_used(quantspec(*command, "--gamma", "2")) == 2
 
 
+def test_a_refused_value_says_where_it_is_from(
+    fake: type, quantspec: Run, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["run", "--text", "x"]
+    see = "see quantspec run --help"
+    file.write_text('gamma = "many"\n')
+    assert quantspec(*command).stderr.endswith(f"\nhint: it is from the settings file; {see}\n")
+    monkeypatch.setenv("QUANTSPEC_GAMMA", "lots")
+    refused = quantspec(*command)
+    assert refused.code == 2
+    assert "'lots' is neither a whole number nor 'auto'" in refused.stderr
+    assert refused.stderr.endswith(f"\nhint: it is from QUANTSPEC_GAMMA; {see}\n")
+    assert quantspec(*command, "--gamma", "some").stderr.endswith(f"\nhint: {see}\n")
+
+
 def test_every_kind_of_value(fake: type, quantspec: Run, file: Path) -> None:
     file.write_text(
         '[run]\nmax-tokens = 4\ntemperature = 0.5\nstop = ["END", "\\n\\n"]\n'

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from .cli import cli
 from .errors import (
@@ -140,7 +141,21 @@ def _usage(error: click.UsageError) -> UsageError:
     if similar:
         hint = f"did you mean {' or '.join(sorted(similar))}? {hint}"
     message = (error.message if similar else error.format_message()).rstrip(".")
-    return UsageError(message[:1].lower() + message[1:], hint)
+    return UsageError(message[:1].lower() + message[1:], _origin(error) + hint)
+
+
+def _origin(error: click.UsageError) -> str:
+    """Where a refused value is from, if not from the command line."""
+    parameter, context = getattr(error, "param", None), error.ctx
+    if parameter is None or context is None:
+        return ""
+    match context.get_parameter_source(parameter.name):
+        case ParameterSource.ENVIRONMENT:
+            return f"it is from {parameter.envvar or f'{context.auto_envvar_prefix}_{parameter.name.upper()}'}; "
+        case ParameterSource.DEFAULT_MAP:
+            return "it is from the settings file; "
+        case _:
+            return ""
 
 
 def _line(document: Mapping[str, object]) -> str:

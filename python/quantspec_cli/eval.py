@@ -123,8 +123,9 @@ def _scores(model: Model, ids: Sequence[int], request: Request, options: EngineO
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The report for people."""
+    positions = f"{found['positions']:,} position{'s' * (found['positions'] != 1)}"
     report = [
-        f"{one_line(found['model'])} on {one_line(found['prompt'])}: {found['positions']:,} positions, teacher-forced",
+        f"{one_line(found['model'])} on {one_line(found['prompt'])}: {positions}, teacher-forced",
         "",
         f"{'target':<10} {'nll':>9} {'perplexity':>11} {'KLD to fp16':>12} {'top-1':>8}",
     ]

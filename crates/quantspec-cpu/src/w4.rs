@@ -149,15 +149,8 @@ fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -
     let top = f32::from(bits.top());
     let mut padded = [x[0]; GROUP];
     padded[..x.len()].copy_from_slice(x);
-    let (mut low, mut high) = ([f32::INFINITY; 16], [f32::NEG_INFINITY; 16]);
-    for v in padded.chunks_exact(16) {
-        for l in 0..16 {
-            low[l] = if v[l] < low[l] { v[l] } else { low[l] };
-            high[l] = if v[l] > high[l] { v[l] } else { high[l] };
-        }
-    }
-    let low = low.iter().fold(f32::INFINITY, |a, b| a.min(*b));
-    let high = high.iter().fold(f32::NEG_INFINITY, |a, b| a.max(*b));
+    let low = reduce(&padded, f32::INFINITY, |a, b| if b < a { b } else { a });
+    let high = reduce(&padded, f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
     codes.fill(0);
     if low == high {
         return (0, f16_bits(low));
@@ -173,6 +166,25 @@ fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -
     }
     codes[..x.len()].copy_from_slice(&out[..x.len()]);
     params
+}
+
+/// The least, or the greatest, of a group.
+#[inline(always)]
+fn reduce(x: &[f32; GROUP], start: f32, pick: impl Fn(f32, f32) -> f32) -> f32 {
+    let mut lanes = [start; 16];
+    for x in x.as_chunks::<16>().0 {
+        for l in 0..16 {
+            lanes[l] = pick(lanes[l], x[l]);
+        }
+    }
+    let mut half = 8;
+    while half > 0 {
+        for l in 0..half {
+            lanes[l] = pick(lanes[l], lanes[l + half]);
+        }
+        half /= 2;
+    }
+    lanes[0]
 }
 
 /// Stored parameters, bits of f16: the scale of a group that is not constant, and its zero.
@@ -198,37 +210,51 @@ struct Group<'a> {
 }
 
 impl Group<'_> {
-    /// Σ `term(weight)` over the group.
+    /// Σ `term(weight)` over the group, of several terms at once: each in core's order.
     #[inline(always)]
-    fn sum(&self, term: impl Fn(f32) -> f32) -> f32 {
-        let (mut even, mut odd) = ([0f32; 16], [0f32; 16]);
+    fn sums<const N: usize>(&self, term: impl Fn(f32) -> [f32; N]) -> [f32; N] {
+        let (mut even, mut odd) = ([[0f32; 16]; N], [[0f32; 16]; N]);
         let (whole, tail) = self.x.as_chunks::<SUM_LANES>();
         for x in whole {
             for l in 0..16 {
-                even[l] += term(x[l]);
+                let terms = term(x[l]);
+                for n in 0..N {
+                    even[n][l] += terms[n];
+                }
             }
             for l in 0..16 {
-                odd[l] += term(x[16 + l]);
+                let terms = term(x[16 + l]);
+                for n in 0..N {
+                    odd[n][l] += terms[n];
+                }
             }
         }
         for (l, x) in tail.iter().enumerate() {
-            let lane = if l < 16 { &mut even[l] } else { &mut odd[l - 16] };
-            *lane += term(*x);
+            let lanes = if l < 16 { &mut even } else { &mut odd };
+            for (lanes, term) in lanes.iter_mut().zip(term(*x)) {
+                lanes[l % 16] += term;
+            }
         }
-        for l in 0..16 {
-            even[l] += odd[l];
+        for n in 0..N {
+            for l in 0..16 {
+                even[n][l] += odd[n][l];
+            }
         }
-        sum16(even)
+        even.map(sum16)
     }
 
-    /// Σ (w − (code·scale + zero))².
+    /// Σ (w − (code·scale + zero))², for scales with the same zero (bits of f16).
     #[inline(always)]
-    fn squared_error(&self, params: (u16, u16)) -> f32 {
-        let (scale, zero) = (f16_value(params.0), f16_value(params.1));
-        let inverse = 1.0 / scale;
-        self.sum(|x| {
-            let error = x - (trial_code(x, zero, inverse) * scale + zero);
-            error * error
+    fn squared_errors<const N: usize>(&self, scales: [u16; N], zero: u16) -> [f32; N] {
+        let (scales, zero) = (scales.map(f16_value), f16_value(zero));
+        let inverse = scales.map(|scale| 1.0 / scale);
+        self.sums(|x| {
+            let mut squares = [0f32; N];
+            for n in 0..N {
+                let error = x - (trial_code(x, zero, inverse[n]) * scales[n] + zero);
+                squares[n] = error * error;
+            }
+            squares
         })
     }
 
@@ -237,43 +263,47 @@ impl Group<'_> {
     fn fit(&self, params: (u16, u16)) -> Option<(u16, u16)> {
         let (scale, zero) = (f16_value(params.0), f16_value(params.1));
         let inverse = 1.0 / scale;
-        let code = |x: f32| trial_code(x, zero, inverse);
-        let (codes, squares) = (self.sum(code), self.sum(|x| code(x) * code(x)));
-        let (values, products) = (self.sum(|x| x - zero), self.sum(|x| code(x) * (x - zero)));
+        let [codes, squares, values, products] = self.sums(|x| {
+            let (code, value) = (trial_code(x, zero, inverse), x - zero);
+            [code, code * code, value, code * value]
+        });
         let count = self.x.len() as f32;
         let spread = count * squares - codes * codes;
         let scale = (count * products - codes * values) / spread;
         (spread > 0.0).then(|| halves(scale, zero + (values - scale * codes) / count))
     }
 
-    /// The better of two, by error.
-    #[inline(always)]
-    fn better(&self, best: (f32, (u16, u16)), params: (u16, u16)) -> (f32, (u16, u16)) {
-        if !f16_is_finite(params.0) || !f16_is_finite(params.1) {
-            return best;
-        }
-        let error = self.squared_error(params);
-        if error < best.0 { (error, params) } else { best }
-    }
-
     /// Core's search, from the whole range.
     #[inline(always)]
     fn search(&self, low: f32, high: f32, whole: (u16, u16)) -> (u16, u16) {
         let range = high - low;
-        let mut best = (self.squared_error(whole), whole);
-        for below in SHRINK {
-            for above in SHRINK {
-                let zero = low + below * range;
-                best = self.better(best, halves(((high - above * range) - zero) / 15.0, zero));
+        let mut best = (f32::INFINITY, whole);
+        for (i, below) in SHRINK.into_iter().enumerate() {
+            let from = low + below * range;
+            let scales = SHRINK.map(|above| halves(((high - above * range) - from) / 15.0, from).0);
+            let zero = f16_bits(from);
+            // One pass for three: as much arithmetic, and fewer branches that nothing foresees.
+            let errors = self.squared_errors(scales, zero);
+            for (j, (error, scale)) in errors.into_iter().zip(scales).enumerate() {
+                // The first is the whole range, whose zero may be a negative one.
+                best = better(best, error, if (i, j) == (0, 0) { whole } else { (scale, zero) });
             }
         }
         for _ in 0..FITS {
             if let Some(params) = self.fit(best.1) {
-                best = self.better(best, params);
+                let [error] = self.squared_errors([params.0], params.1);
+                best = better(best, error, params);
             }
         }
         best.1
     }
+}
+
+/// The better of two by error; never what half precision cannot hold.
+#[inline(always)]
+fn better(best: (f32, (u16, u16)), error: f32, params: (u16, u16)) -> (f32, (u16, u16)) {
+    let held = f16_is_finite(params.0) & f16_is_finite(params.1);
+    if (error < best.0) & held { (error, params) } else { best }
 }
 
 /// Quantised activations of up to a fixed number of rows.
@@ -617,6 +647,8 @@ mod tests {
                 let beside = if n % 3 == 0 { 40.0 } else { 0.0 };
                 row.iter_mut().for_each(|w| *w = (*w + beside) * 2f32.powi(n as i32 - 22));
             }
+            // A negative zero as the least is kept as such.
+            w[20 * k..21 * k].iter_mut().filter(|w| **w < 0.0).for_each(|w| *w = -0.0);
             for bits in [Bits::Four, Bits::Eight] {
                 for simd in paths() {
                     let mut tiles = Tiles::zeros(2, k, bits).unwrap();
