@@ -10,7 +10,7 @@
 //! its activations with zeros.
 
 use crate::dispatch::{Simd, portable};
-use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint, rint_i32, sum16};
+use crate::lanes::{f16_bits, f16_is_finite, f16_value, fold16, madd, rint, rint_i32, sum16};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
 use quantspec_core::quantize::{FITS, SCALE_MIN, SHRINK, WEIGHT_GROUP};
@@ -149,8 +149,8 @@ fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -
     let top = f32::from(bits.top());
     let mut padded = [x[0]; GROUP];
     padded[..x.len()].copy_from_slice(x);
-    let low = reduce(&padded, f32::INFINITY, |a, b| if b < a { b } else { a });
-    let high = reduce(&padded, f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
+    let low = fold_group(&padded, f32::INFINITY, |a, b| if b < a { b } else { a });
+    let high = fold_group(&padded, f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
     codes.fill(0);
     if low == high {
         return (0, f16_bits(low));
@@ -168,23 +168,16 @@ fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -
     params
 }
 
-/// The least, or the greatest, of a group.
+/// The least of a group, or the greatest, by what `fold` keeps of two.
 #[inline(always)]
-fn reduce(x: &[f32; GROUP], start: f32, pick: impl Fn(f32, f32) -> f32) -> f32 {
+fn fold_group(x: &[f32; GROUP], start: f32, fold: impl Fn(f32, f32) -> f32) -> f32 {
     let mut lanes = [start; 16];
     for x in x.as_chunks::<16>().0 {
         for l in 0..16 {
-            lanes[l] = pick(lanes[l], x[l]);
+            lanes[l] = fold(lanes[l], x[l]);
         }
     }
-    let mut half = 8;
-    while half > 0 {
-        for l in 0..half {
-            lanes[l] = pick(lanes[l], lanes[l + half]);
-        }
-        half /= 2;
-    }
-    lanes[0]
+    fold16(lanes, fold)
 }
 
 /// Stored parameters, bits of f16: the scale of a group that is not constant, and its zero.
@@ -210,51 +203,37 @@ struct Group<'a> {
 }
 
 impl Group<'_> {
-    /// Σ `term(weight)` over the group, of several terms at once: each in core's order.
+    /// Σ `term(weight)` over the group.
     #[inline(always)]
-    fn sums<const N: usize>(&self, term: impl Fn(f32) -> [f32; N]) -> [f32; N] {
-        let (mut even, mut odd) = ([[0f32; 16]; N], [[0f32; 16]; N]);
+    fn sum(&self, term: impl Fn(f32) -> f32) -> f32 {
+        let (mut even, mut odd) = ([0f32; 16], [0f32; 16]);
         let (whole, tail) = self.x.as_chunks::<SUM_LANES>();
         for x in whole {
             for l in 0..16 {
-                let terms = term(x[l]);
-                for n in 0..N {
-                    even[n][l] += terms[n];
-                }
+                even[l] += term(x[l]);
             }
             for l in 0..16 {
-                let terms = term(x[16 + l]);
-                for n in 0..N {
-                    odd[n][l] += terms[n];
-                }
+                odd[l] += term(x[16 + l]);
             }
         }
         for (l, x) in tail.iter().enumerate() {
-            let lanes = if l < 16 { &mut even } else { &mut odd };
-            for (lanes, term) in lanes.iter_mut().zip(term(*x)) {
-                lanes[l % 16] += term;
-            }
+            let lane = if l < 16 { &mut even[l] } else { &mut odd[l - 16] };
+            *lane += term(*x);
         }
-        for n in 0..N {
-            for l in 0..16 {
-                even[n][l] += odd[n][l];
-            }
+        for l in 0..16 {
+            even[l] += odd[l];
         }
-        even.map(sum16)
+        sum16(even)
     }
 
-    /// Σ (w − (code·scale + zero))², for scales with the same zero (bits of f16).
+    /// Σ (w − (code·scale + zero))².
     #[inline(always)]
-    fn squared_errors<const N: usize>(&self, scales: [u16; N], zero: u16) -> [f32; N] {
-        let (scales, zero) = (scales.map(f16_value), f16_value(zero));
-        let inverse = scales.map(|scale| 1.0 / scale);
-        self.sums(|x| {
-            let mut squares = [0f32; N];
-            for n in 0..N {
-                let error = x - (trial_code(x, zero, inverse[n]) * scales[n] + zero);
-                squares[n] = error * error;
-            }
-            squares
+    fn squared_error(&self, params: (u16, u16)) -> f32 {
+        let (scale, zero) = (f16_value(params.0), f16_value(params.1));
+        let inverse = 1.0 / scale;
+        self.sum(|x| {
+            let error = x - (trial_code(x, zero, inverse) * scale + zero);
+            error * error
         })
     }
 
@@ -263,47 +242,43 @@ impl Group<'_> {
     fn fit(&self, params: (u16, u16)) -> Option<(u16, u16)> {
         let (scale, zero) = (f16_value(params.0), f16_value(params.1));
         let inverse = 1.0 / scale;
-        let [codes, squares, values, products] = self.sums(|x| {
-            let (code, value) = (trial_code(x, zero, inverse), x - zero);
-            [code, code * code, value, code * value]
-        });
+        let code = |x: f32| trial_code(x, zero, inverse);
+        let (codes, squares) = (self.sum(code), self.sum(|x| code(x) * code(x)));
+        let (values, products) = (self.sum(|x| x - zero), self.sum(|x| code(x) * (x - zero)));
         let count = self.x.len() as f32;
         let spread = count * squares - codes * codes;
         let scale = (count * products - codes * values) / spread;
         (spread > 0.0).then(|| halves(scale, zero + (values - scale * codes) / count))
     }
 
+    /// The better of two, by error.
+    #[inline(always)]
+    fn better(&self, best: (f32, (u16, u16)), params: (u16, u16)) -> (f32, (u16, u16)) {
+        if !f16_is_finite(params.0) || !f16_is_finite(params.1) {
+            return best;
+        }
+        let error = self.squared_error(params);
+        if error < best.0 { (error, params) } else { best }
+    }
+
     /// Core's search, from the whole range.
     #[inline(always)]
     fn search(&self, low: f32, high: f32, whole: (u16, u16)) -> (u16, u16) {
         let range = high - low;
-        let mut best = (f32::INFINITY, whole);
-        for (i, below) in SHRINK.into_iter().enumerate() {
-            let from = low + below * range;
-            let scales = SHRINK.map(|above| halves(((high - above * range) - from) / 15.0, from).0);
-            let zero = f16_bits(from);
-            // One pass for three: as much arithmetic, and fewer branches that nothing foresees.
-            let errors = self.squared_errors(scales, zero);
-            for (j, (error, scale)) in errors.into_iter().zip(scales).enumerate() {
-                // The first is the whole range, whose zero may be a negative one.
-                best = better(best, error, if (i, j) == (0, 0) { whole } else { (scale, zero) });
+        let mut best = (self.squared_error(whole), whole);
+        for below in SHRINK {
+            for above in SHRINK {
+                let zero = low + below * range;
+                best = self.better(best, halves(((high - above * range) - zero) / 15.0, zero));
             }
         }
         for _ in 0..FITS {
             if let Some(params) = self.fit(best.1) {
-                let [error] = self.squared_errors([params.0], params.1);
-                best = better(best, error, params);
+                best = self.better(best, params);
             }
         }
         best.1
     }
-}
-
-/// The better of two by error; never what half precision cannot hold.
-#[inline(always)]
-fn better(best: (f32, (u16, u16)), error: f32, params: (u16, u16)) -> (f32, (u16, u16)) {
-    let held = f16_is_finite(params.0) & f16_is_finite(params.1);
-    if (error < best.0) & held { (error, params) } else { best }
 }
 
 /// Quantised activations of up to a fixed number of rows.
