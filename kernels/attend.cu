@@ -178,6 +178,7 @@ MERGE(i8, int8_t, 1)
 // parameters were complete before the step, so they are on their way before q is.
 // They are not unrolled further, and `select` below hardly is: a step runs each once a layer, with its code no longer in any cache near by. Of 25 KB of
 // it `select` took 14 us, waiting for instructions.
+constexpr int CHOICE_THREADS = 256;                    // of a block of bounds_* and of select
 struct Choice { int row, slot, pages; };               // the list's row of q, its slot, its visible pages, of which it has some
 // The best of `best` and of HEADS heads' bounds of a page; every lane of the page gets it. q's lane: eight channels of each head.
 template <int HEADS>
@@ -214,7 +215,7 @@ template <int HEADS, int U>
 DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const Choice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) {
   grid_trigger();
   const Choice choice = choices[blockIdx.z];
-  const int lanes = d / 8, lane = threadIdx.x & (lanes - 1), across = 256 / lanes, head = blockIdx.y;
+  const int lanes = d / 8, lane = threadIdx.x & (lanes - 1), across = CHOICE_THREADS / lanes, head = blockIdx.y;
   const int first = blockIdx.x * U * across + threadIdx.x / lanes;
   int id[U];
   uint4 scale[U], zero[U];                              // of channels 32 (lane / 4) + 2 (lane % 4) + {0, 1, 8, 9, 16, 17, 24, 25}
@@ -247,7 +248,7 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
   }
 }
 #define BOUNDS(HEADS, U) \
-  KERNEL __launch_bounds__(256) bounds_##HEADS##_##U(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const Choice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) { bounds<HEADS, U>(upper, tables, table_pitch, q, choices, scores, score_pitch, kv_heads, group, d, centre); }
+  KERNEL __launch_bounds__(CHOICE_THREADS) bounds_##HEADS##_##U(const uint8_t* upper, const int* tables, int table_pitch, const __half* q, const Choice* choices, float* scores, int score_pitch, int kv_heads, int group, int d, float centre) { bounds<HEADS, U>(upper, tables, table_pitch, q, choices, scores, score_pitch, kv_heads, group, d, centre); }
 BOUNDS(1, 4)
 BOUNDS(4, 2)
 BOUNDS(4, 4)
@@ -256,10 +257,9 @@ BOUNDS(4, 4)
 // lower number), ascending, into lists [slot][kv head][list_pitch]; without scores the newest are best. grid (kv heads, lists), 256 threads.
 // The range of the scores is cut into 32 parts, then the part in which the least score that is kept lies, and so on, until those kept are told
 // from the others; then they are listed in order.
-constexpr int SELECT_THREADS = 256;
 constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are made again
 constexpr int SELECT_SLAB = 1024;                       // pages listed at a time, a word of 32 for each lane
-KERNEL __launch_bounds__(SELECT_THREADS) select(const float* scores, int score_pitch, const Choice* choices, int* lists, int list_pitch, int kv_heads, int n) {
+KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_pitch, const Choice* choices, int* lists, int list_pitch, int kv_heads, int n) {
   __shared__ uint32_t keys[SELECT_KEPT], lowest, highest, overs_all, parts[3][32], words[2][2][32];
   grid_trigger();
   const Choice choice = choices[blockIdx.y];
@@ -290,7 +290,7 @@ KERNEL __launch_bounds__(SELECT_THREADS) select(const float* scores, int score_p
     };
     uint32_t low = ~0u, high = 0;
 #pragma unroll 1
-    for (int page = threadIdx.x; page < pages; page += SELECT_THREADS) {
+    for (int page = threadIdx.x; page < pages; page += CHOICE_THREADS) {
       const uint32_t key = make(page);
       if (page < SELECT_KEPT) keys[page] = key;
       if (key != ~0u) low = min(low, key), high = max(high, key);
@@ -308,7 +308,7 @@ KERNEL __launch_bounds__(SELECT_THREADS) select(const float* scores, int score_p
 #pragma unroll 1
       for (int turn = 0;; turn = turn == 2 ? 0 : turn + 1, shift -= 5) {
 #pragma unroll 1
-        for (int page = threadIdx.x; page < pages; page += SELECT_THREADS) {
+        for (int page = threadIdx.x; page < pages; page += CHOICE_THREADS) {
           const uint32_t k = key(page), part = (k - least) >> shift;
           if (k >= least && k != ~0u && part < 32) atomicAdd(&parts[turn][part], 1);
         }
@@ -332,14 +332,14 @@ KERNEL __launch_bounds__(SELECT_THREADS) select(const float* scores, int score_p
     // Pages above `least`, and in the order of pages as many that equal it as are wanted.
     int over = 0;
 #pragma unroll 1
-    for (int page = threadIdx.x; page < pages; page += SELECT_THREADS) over += key(page) > least;
+    for (int page = threadIdx.x; page < pages; page += CHOICE_THREADS) over += key(page) > least;
     over = warp_sum(over);
     if (lane == 0) atomicAdd(&overs_all, (uint32_t)over);
     int before = 0, before_ties = 0, turn = 0;
 #pragma unroll 1
     for (int slab = 0; slab < pages; slab += SELECT_SLAB, turn ^= 1) {
 #pragma unroll 1
-      for (int word = warp; word < 32; word += SELECT_THREADS / 32) {
+      for (int word = warp; word < 32; word += CHOICE_THREADS / 32) {
         const int page = slab + word * 32 + lane;
         const uint32_t k = page < pages ? key(page) : 0;
         const uint32_t overs = __ballot_sync(~0u, k > least), equals = __ballot_sync(~0u, k == least);
@@ -357,7 +357,7 @@ KERNEL __launch_bounds__(SELECT_THREADS) select(const float* scores, int score_p
         if (lane >= step) sum += more;
       }
 #pragma unroll 1
-      for (int word = warp; word < 32; word += SELECT_THREADS / 32) {
+      for (int word = warp; word < 32; word += CHOICE_THREADS / 32) {
         const uint32_t ahead = __shfl_sync(~0u, sum - mine, word), overs = words[turn][0][word], equals = words[turn][1][word];
         const int tie = before_ties + (ahead >> 16) + __popc(equals & lower);
         const bool is_over = overs >> lane & 1, is_tie = equals >> lane & 1;

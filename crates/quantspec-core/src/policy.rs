@@ -483,8 +483,9 @@ struct Auto {
     accepted: usize,
     /// Rounds without a draft step up to the last one.
     plain: usize,
-    /// Rows and seconds of the last verification.
-    last: (usize, f64),
+    /// Of the last verification.
+    last_rows: usize,
+    last_s: f64,
     /// The last round verified nothing drafted, but too soon behind a draft or a prompt: its time is no yardstick.
     cold: bool,
 }
@@ -517,7 +518,8 @@ impl Auto {
             drafted: 0,
             accepted: 0,
             plain: 0,
-            last: (0, 0.0),
+            last_rows: 0,
+            last_s: 0.0,
             cold: false,
         }
     }
@@ -527,18 +529,18 @@ impl Auto {
         // Every sequence has one row more than it drafted.
         self.batch = rows.saturating_sub(self.drafted).max(1);
         self.plain = if self.steps == 0 && is_usable(seconds) { self.plain + 1 } else { 0 };
-        let again = rows == self.last.0;
+        let again = rows == self.last_rows;
         let warming = match self.plain {
             0 | 1 => true,
             SETTLING_MAX.. => false,
             // Once filled, it stays so until the next draft. Rounds of other sequences, in turn with these, say nothing of it.
-            _ => !again || self.cold && seconds < SETTLED * self.last.1,
+            _ => !again || self.cold && seconds < SETTLED * self.last_s,
         };
         // The one that is believed first may itself have been interrupted: a cache that is filled is at least about as fast as the step before.
         let first = self.cold && self.plain > 1 && again;
-        let seconds = if first { seconds.min(self.last.1 / SETTLED) } else { seconds };
+        let seconds = if first { seconds.min(self.last_s / SETTLED) } else { seconds };
         self.cold = self.drafted == 0 && warming;
-        self.last = (rows, seconds);
+        (self.last_rows, self.last_s) = (rows, seconds);
         if !self.cold {
             self.verify.observe(rows, seconds, self.round);
         }

@@ -18,7 +18,7 @@ const RECENT_ITEMS: usize = 4;
 /// on other multiprocessors, would queue behind 18 MB of pages (docs/kernels.md).
 const EARLY: i32 = 2;
 /// Threads of a block of `bounds_*` and of `select` (kernels/attend.cu).
-const SELECT_THREADS: u32 = 256;
+const CHOICE_THREADS: u32 = 256;
 /// Threads of a ring.
 const RING: usize = 128;
 /// Most blocks of a view that are on a multiprocessor together without the copy engine, by their registers (`PER_SM` in kernels/attend.cu).
@@ -395,7 +395,7 @@ impl Attend {
             Ok([device.kernel(&format!("merge_{out}"), 0)?, device.kernel(&format!("merge_wide_{out}"), 0)?])
         };
         let bounds =
-            |name: &str, deep: usize| Ok::<_, Error>((device.kernel(name, 0)?, deep * 8 * SELECT_THREADS as usize / d));
+            |name: &str, deep: usize| Ok::<_, Error>((device.kernel(name, 0)?, deep * 8 * CHOICE_THREADS as usize / d));
         Ok(Attend {
             upper: split(View::Upper, &[1, 2], BLOCKS_MAX)?,
             both: split(View::Both, &[1, 2, 3, 4], 2)?,
@@ -645,7 +645,7 @@ impl Attend {
                 let grid = [pages.div_ceil(of) as u32, self.kv_heads as u32, count as u32];
                 self.device.launch(
                     bounds,
-                    Launch { grid, block: SELECT_THREADS, shared: 0, overlap: true },
+                    Launch { grid, block: CHOICE_THREADS, shared: 0, overlap: true },
                     &arguments,
                 )?;
             }
@@ -654,7 +654,7 @@ impl Attend {
             let grid = [self.kv_heads as u32, count as u32, 1];
             self.device.launch(
                 self.select,
-                Launch { grid, block: SELECT_THREADS, shared: 0, overlap: true },
+                Launch { grid, block: CHOICE_THREADS, shared: 0, overlap: true },
                 &arguments,
             )
         }
