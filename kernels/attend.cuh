@@ -61,10 +61,12 @@ struct AttendArgs {
 
 DEV int quantised(int position) { return max(0, position / PAGE - 1) * PAGE; }
 
+// ROWS: query rows, 4 or 8 NT. Four are in the even columns of a tile, so that a lane has one of them and not two: half the work of probabilities.
 // STAGES: slots of a ring; 0: as launched, and threads copy (not Hopper). BESIDE: a block has half a multiprocessor.
-template <int D_, int VIEW_, int NT_, int RINGS_, int STAGES_, bool BESIDE_ = false>
+template <int D_, int VIEW_, int ROWS_, int RINGS_, int STAGES_, bool BESIDE_ = false>
 struct Attend {
-  static constexpr int D = D_, VIEW = VIEW_, NT = NT_, RINGS = RINGS_, STAGES = STAGES_, ROWS = NT * 8;
+  static constexpr int D = D_, VIEW = VIEW_, ROWS = ROWS_, NT = (ROWS + 7) / 8, RINGS = RINGS_, STAGES = STAGES_;
+  static constexpr int E = ROWS == 4 ? 1 : 2;                                     // rows of a lane in a tile
   static constexpr bool TWO = VIEW == BOTH, FULL_VIEW = VIEW == FULL, ENGINE = STAGES > 0, BESIDE = BESIDE_;
   // Where registers do not suffice for the rows the producers hand theirs over, which whole groups of four warps do.
   static constexpr bool HAND_OVER = ENGINE && (NT >= 3 || D == 256 || BESIDE);
@@ -77,10 +79,11 @@ struct Attend {
   static constexpr bool BY_ROWS = TWO && NT >= 3;                                 // prepare: a warp per row tile, else a warp per 32 channels
   // A proxy fence waits for the loads from a slot (`slot_left`) where a register more is one too many, and where it is faster.
   static constexpr bool FENCED = NT >= 3 || D == 256 || VIEW == UPPER;
+  static_assert(ROWS == 4 || ROWS == NT * 8);
   static constexpr int QUERY = NT * 16 * D;                                       // q as B fragments
   // A ring: slots, then q * s, probabilities, maxima or sums of the warps, starts of the scores, barriers. At the item's end O lies where q * s and P were.
   static constexpr int P = FULL_VIEW ? 0 : QUERY, P_SIZE = (FULL_VIEW ? STEP : PAGE) * PITCH, O_SIZE = RINGS > 1 ? 2 * QUERY : 0;
-  static constexpr int RED = P + P_SIZE > O_SIZE ? P + P_SIZE : O_SIZE, C0 = RED + ROWS * 16, BARS = C0 + ROWS * 32, REST = (BARS + STAGES * 16 + 127) / 128 * 128;
+  static constexpr int RED = P + P_SIZE > O_SIZE ? P + P_SIZE : O_SIZE, C0 = RED + ROWS * 16, BARS = C0 + ROWS * 16, REST = (BARS + STAGES * 16 + 127) / 128 * 128;
   // A block: rings, then q, {maximum, sum} of the rings, {end of the pages, position} of the rows.
   static constexpr int EXTREMES = QUERY, LIMITS = EXTREMES + RINGS * ROWS * 8, TAIL = LIMITS + ROWS * 8;
   // Registers of a thread at entry: a block takes a multiprocessor (or half of it), but for what a block of `merge` needs to come up beside it. Each
@@ -95,23 +98,18 @@ DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
-// A constant that stays in a register: a LOP3 takes one immediate only, and a uniform register costs a copy per use.
-DEV uint32_t in_register(uint32_t v) { return __shfl_sync(~0u, v, threadIdx.x & 31); }
-struct Magic { uint32_t h1024, h64, h1024_bytes; };        // f16 pairs of 1024 and 64, and the bytes of the former
-
-// A word of upper codes, or an upper and a lower word, as an f16 A fragment: Upper: rows g 1024 + U, rows g + 8 64 + U. Both: 1024 + 16 U + (L + 8).
+// A word of upper codes, or an upper and a lower word, as an f16 A fragment. An integer n below 1024 in the low bits of an f16 is the subnormal number
+// n 2^-24, which tensor cores take as it is. Both: 16 U + L + 8. Upper: rows g the codes of both rows, U + 16 U8, rows g + 8 16 U8 alone, which is taken
+// off the results of the former: so four instructions do for the eight codes of a word.
 template <bool TWO>
-DEV void unpack(const Magic& m, uint32_t u, uint32_t l, uint32_t (&a)[4]) {
+DEV void unpack(uint32_t u, uint32_t l, uint32_t (&a)[4]) {
   if (!TWO) {
-    const uint32_t s = u >> 8;
-    a[0] = and_or(u, 0x000f000f, m.h1024), a[1] = and_or(u, 0x00f000f0, m.h64);
-    a[2] = and_or(s, 0x000f000f, m.h1024), a[3] = and_or(s, 0x00f000f0, m.h64);
+    a[0] = u & 0x00ff00ff, a[1] = u & 0x00f000f0, a[2] = __byte_perm(u, 0, 0x4341), a[3] = a[2] & 0x00f000f0;
   } else {
     const uint32_t x = select_bits(u, l, 0xf0f0f0f0);                 // bytes of rows g + 8
     uint32_t y = select_bits(l, u, 0xf0f0f0f0);
     y = __funnelshift_l(y, y, 4);                                     // bytes of rows g
-    a[0] = and_or(y, 0x00ff00ff, m.h1024), a[1] = and_or(x, 0x00ff00ff, m.h1024);
-    a[2] = __byte_perm(y, m.h1024_bytes, 0x4341), a[3] = __byte_perm(x, m.h1024_bytes, 0x4341);
+    a[0] = y & 0x00ff00ff, a[1] = x & 0x00ff00ff, a[2] = __byte_perm(y, 0, 0x4341), a[3] = __byte_perm(x, 0, 0x4341);
   }
 }
 
@@ -242,11 +240,12 @@ struct Packed { static constexpr bool value = false; };
 
 template <class C>
 DEV void attend(const AttendArgs& p, uint8_t* shared) {
-  constexpr int D = C::D, NT = C::NT, ROWS = C::ROWS, RINGS = C::RINGS, KP = D / 32, TILES_W = D / 64;       // TILES_W: channel tiles of a warp
+  constexpr int D = C::D, NT = C::NT, ROWS = C::ROWS, E = C::E, RINGS = C::RINGS, KP = D / 32, TILES_W = D / 64;       // TILES_W: channel tiles of a warp
   constexpr bool TWO = C::TWO, FULL_VIEW = C::FULL_VIEW, ENGINE = C::ENGINE;
-  constexpr float SCORE_SCALE = TWO ? 0.0625f : 1.f;
-  // Probabilities enter as p * scale * V_SCALE; the target's codes are 16 times finer. O is kept times O_SCALE.
-  constexpr float V_SCALE = TWO ? 4.f : 16.f, O_SCALE = TWO ? 64.f : 16.f;
+  // A key's scale stands for one of U: 2^-24, and 16 times that where codes are 16 times finer.
+  constexpr float SCORE_SCALE = TWO ? 0x1p20f : 0x1p24f;
+  // Probabilities enter as p * scale * V_SCALE. O is kept times O_SCALE.
+  constexpr float V_SCALE = TWO ? 4.f : 16.f, O_SCALE = TWO ? 64.f : 16.f, UNIT = 0x1p24f;
   const int stages = ENGINE ? C::STAGES : p.stages, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const uint32_t base = shared_address(shared), ring_bytes = stages * C::SLOT + C::REST, tail = base + RINGS * ring_bytes;
   grid_trigger();
@@ -304,7 +303,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 
   const int g = lane >> 2, c = lane & 3, ring = RINGS == 1 ? 0 : warp >> 2, w4 = RINGS == 1 ? warp : warp & 3;
   const uint32_t slots = base + ring * ring_bytes, rest = slots + stages * C::SLOT, bars = rest + C::BARS;
-  const float v_centre = TWO ? 7.5f : 8.f - p.centre;
+  const float v_centre = TWO ? -0.5f : -p.centre;
   auto ring_sync = [&]() { asm volatile("bar.sync %0,128;" ::"r"(ring + 1) : "memory"); };
   auto ring_any = [&](bool v) {
     uint32_t r;
@@ -312,11 +311,11 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     return r != 0;
   };
   auto block_sync = [&]() { asm volatile("bar.sync %0,%1;" ::"n"(RINGS + 1), "n"(C::CONSUMERS) : "memory"); };
-  const Magic magic = {in_register(0x64006400), in_register(0x54005400), in_register(0x64646464)};
-  constexpr int NV = NT == 1 ? 2 : NT == 2 ? 4 : 8;          // values per lane of a column pair, padded
+  auto row_of = [&](int t, int e) { return E == 1 ? c : t * 8 + 2 * c + e; };        // what a lane's columns of tile t are
+  constexpr int NV = NT >= 3 ? 8 : NT * E;                   // values per lane of a column pair, padded
   auto scatter = [&](int area, float v) {                    // [row][warp of the ring]
     const int i = g / (8 / NV);
-    if (i < NT * 2 && g % (8 / NV) == 0) sts32(rest + area + ((i >> 1) * 8 + 2 * c + (i & 1)) * 16 + w4 * 4, __float_as_uint(v));
+    if (i < NT * E && g % (8 / NV) == 0) sts32(rest + area + row_of(i / E, i % E) * 16 + w4 * 4, __float_as_uint(v));
   };
   int slot = 0, parity = 0;
   auto ready = [&](int at, int phase) {
@@ -356,9 +355,9 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     if (!waited) grid_wait(), waited = true;
     // ---- q as B fragments [kp][t][lane], two k tiles per uint4; where the pages of each row end ----
     for (int i = threadIdx.x; i < KP * NT * 32; i += C::CONSUMERS) {
-      const int t = i / 32 % NT, local = t * 8 + (i & 31) / 4, r = w.part.row + local, kp = i / (32 * NT), first = kp * 32 + (i & 3) * 2;
+      const int column = (i & 31) / 4, local = i / 32 % NT * 8 + column / (3 - E), r = w.part.row + local, kp = i / (32 * NT), first = kp * 32 + (i & 3) * 2;
       uint32_t x[4] = {0, 0, 0, 0};
-      if (local < w.part.rows) {
+      if (local < w.part.rows && column % (3 - E) == 0) {
         const __half* q = p.q + ((size_t)(w.span.row + r / group) * p.kv_heads * group + w.head * group + r % group) * D + first;
 #pragma unroll
         for (int j = 0; j < 4; j++) x[j] = *reinterpret_cast<const uint32_t*>(q + j * 8);
@@ -381,11 +380,11 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
       M[t][0] = M[t][1] = NOTHING, l[t][0] = l[t][1] = z[t][0] = z[t][1] = 0;
     }
 
-    // q * s as B fragments and the start of the scores, q . z - offset * sum(q * s), by parts of 32 channels: ((0 + 4 + ..) + (1 + 5 + ..)) + (..)
+    // q * s as B fragments and the start of the scores, q . z (Both: less 8 of the finer units, sum(q * s) / 2), by parts of 32 channels: ((0 + 4 + ..) + (1 + 5 + ..)) + (..)
     auto prepare = [&](uint32_t k) {
       if constexpr (!FULL_VIEW) {
-        constexpr uint32_t OA = TWO ? 0xe408e408u : 0xe400e400u, OB = TWO ? 0xe408e408u : 0xd400d400u;       // -1032 | -1024 and -64
-        const uint32_t offset[4] = {OA, OB, OA, OB};
+        constexpr uint32_t LESS8 = 0x80088008u;              // -8 2^-24
+        const uint32_t less8[4] = {LESS8, LESS8, LESS8, LESS8};
         uint4 s, zz;
         auto params = [&](int kp) {
           s = lds128(k + (kp * 4 + c) * 32), zz = lds128(k + (kp * 4 + c) * 32 + 16);
@@ -394,32 +393,33 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
             zz = make_uint4(hfma2(s.x, shift, zz.x), hfma2(s.y, shift, zz.y), hfma2(s.z, shift, zz.z), hfma2(s.w, shift, zz.w));
           }
         };
-        auto part = [&](int kp, int t, float (&sum)[4]) {
-          // Rows g of this operand hold channels 2c of both k tiles, rows g + 8 channels 2c + 8: each product below uses one half of its rows.
-          const uint32_t za[4] = {zz.x, zz.y, zz.z, zz.w};
+        auto part = [&](int kp, int t, float (&sum)[2]) {
+          // Rows g of this operand hold channels of the first k tile, rows g + 8 of the second: each product below uses one half of its rows.
+          const uint32_t za[4] = {zz.x, zz.z, zz.y, zz.w};
           const uint4 x = lds128(tail + ((kp * NT + t) * 32 + lane) * 16);
           const uint4 y = make_uint4(hmul2(x.x, s.x), hmul2(x.y, s.y), hmul2(x.z, s.z), hmul2(x.w, s.w));
           sts128(rest + ((kp * NT + t) * 32 + lane) * 16, y);
           float cz[4] = {0, 0, 0, 0}, cy[4] = {0, 0, 0, 0}, co[4] = {0, 0, 0, 0};
-          mma_f16(cz, za, x.x, x.z), mma_f16(co, offset, y.x, y.y), mma_f16(cy, za, x.y, x.w), mma_f16(co, offset, y.z, y.w);
+          mma_f16(cz, za, x.x, x.y), mma_f16(cy, za, x.z, x.w);
+          if (TWO) mma_f16(co, less8, y.x, y.y), mma_f16(co, less8, y.z, y.w);
 #pragma unroll
-          for (int e = 0; e < 4; e++) sum[e] = __fadd_rn(sum[e], __fmaf_rn(__fadd_rn(cz[e & 1], cy[2 + (e & 1)]), 1.f / SCORE_SCALE, co[e]));
+          for (int e = 0; e < E; e++) sum[e] = __fadd_rn(sum[e], __fmaf_rn(__fadd_rn(cz[e], cy[2 + e]), 1.f / SCORE_SCALE, co[e]));
         };
         if constexpr (C::BY_ROWS) {
           if (w4 >= NT) return;
-          float sum[4][4];
+          float sum[4][2];
 #pragma unroll
-          for (int i = 0; i < 4; i++) sum[i][0] = sum[i][1] = sum[i][2] = sum[i][3] = 0;
+          for (int i = 0; i < 4; i++) sum[i][0] = sum[i][1] = 0;
 #pragma unroll
           for (int kp = 0; kp < KP; kp++) params(kp), part(kp, w4, sum[kp & 3]);
           if (g == 0)
 #pragma unroll
-            for (int e = 0; e < 2; e++)
-              sts32(rest + C::C0 + (w4 * 8 + 2 * c + e) * 4, __float_as_uint(__fadd_rn(__fadd_rn(sum[0][e], sum[1][e]), __fadd_rn(sum[2][e], sum[3][e]))));
+            for (int e = 0; e < E; e++)
+              sts32(rest + C::C0 + row_of(w4, e) * 4, __float_as_uint(__fadd_rn(__fadd_rn(sum[0][e], sum[1][e]), __fadd_rn(sum[2][e], sum[3][e]))));
         } else {
-          float sum[NT][4];
+          float sum[NT][2];
 #pragma unroll
-          for (int t = 0; t < NT; t++) sum[t][0] = sum[t][1] = sum[t][2] = sum[t][3] = 0;
+          for (int t = 0; t < NT; t++) sum[t][0] = sum[t][1] = 0;
 #pragma unroll
           for (int kp = w4; kp < KP; kp += 4) {
             params(kp);
@@ -430,11 +430,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll
             for (int t = 0; t < NT; t++)
 #pragma unroll
-              for (int e = 0; e < 2; e++) {
-                const uint32_t at = rest + C::C0 + (t * 8 + 2 * c + e) * 32 + w4 * 4;
-                sts32(at, __float_as_uint(sum[t][e]));
-                if (!TWO) sts32(at + 16, __float_as_uint(sum[t][e + 2]));
-              }
+              for (int e = 0; e < E; e++) sts32(rest + C::C0 + row_of(t, e) * 16 + w4 * 4, __float_as_uint(sum[t][e]));
         }
       }
     };
@@ -452,15 +448,15 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
       uint32_t loaded = 0;
       // ---- scores ----
       if constexpr (!PLAIN) {
+        float start[NT][2];
 #pragma unroll
         for (int t = 0; t < NT; t++) {
           const uint2 whole = C::BY_ROWS ? lds64(rest + C::C0 + (t * 8 + 2 * c) * 4) : make_uint2(0, 0);
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const uint32_t at = rest + C::C0 + (t * 8 + 2 * c + e) * 32;
-            const float a = C::BY_ROWS ? __uint_as_float(e ? whole.y : whole.x) : sum4(lds128(at)), b = TWO ? a : sum4(lds128(at + 16));
+          for (int e = 0; e < E; e++) {
+            start[t][e] = C::BY_ROWS ? __uint_as_float(e ? whole.y : whole.x) : sum4(lds128(rest + C::C0 + row_of(t, e) * 16));
 #pragma unroll
-            for (int i = 0; i < TILES; i++) S[i][t][e] = a, S[i][t][e + 2] = b;
+            for (int i = 0; i < TILES; i++) S[i][t][e] = start[t][e], S[i][t][e + 2] = TWO ? start[t][e] : 0.f;
           }
         }
 #pragma unroll
@@ -481,21 +477,28 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll
             for (int i = 0; i < TILES; i++) {
               uint32_t a[4];
-              unpack<TWO>(magic, kp ? up[i].z : up[i].x, kp ? low[i].z : low[i].x, a);
+              unpack<TWO>(kp ? up[i].z : up[i].x, kp ? low[i].z : low[i].x, a);
 #pragma unroll
               for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].x, b[t].y);
-              unpack<TWO>(magic, kp ? up[i].w : up[i].y, kp ? low[i].w : low[i].y, a);
+              unpack<TWO>(kp ? up[i].w : up[i].y, kp ? low[i].w : low[i].y, a);
 #pragma unroll
               for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].z, b[t].w);
             }
           }
         }
+        if (!TWO)
+#pragma unroll
+          for (int t = 0; t < NT; t++)
+#pragma unroll
+            for (int i = 0; i < TILES; i++)
+#pragma unroll
+              for (int e = 0; e < E; e++) S[i][t][e] = __fadd_rn(S[i][t][e], -S[i][t][e + 2]), S[i][t][e + 2] = __fmaf_rn(S[i][t][e + 2], 0.0625f, start[t][e]);
         if (token + PAGE > seen)                             // a page that only some rows see
 #pragma unroll
           for (int t = 0; t < NT; t++)
 #pragma unroll
-            for (int e = 0; e < 2; e++)
-              if (token + PAGE > (int)lds32(tail + C::LIMITS + (t * 8 + 2 * c + e) * 8))
+            for (int e = 0; e < E; e++)
+              if (token + PAGE > (int)lds32(tail + C::LIMITS + row_of(t, e) * 8))
 #pragma unroll
                 for (int i = 0; i < TILES; i++) S[i][t][e] = S[i][t][e + 2] = MASKED;
       } else {
@@ -522,8 +525,8 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll
             for (int t = 0; t < NT; t++)
 #pragma unroll
-              for (int e = 0; e < 2; e++) {
-                const uint2 limit = lds64(tail + C::LIMITS + (t * 8 + 2 * c + e) * 8);
+              for (int e = 0; e < E; e++) {
+                const uint2 limit = lds64(tail + C::LIMITS + row_of(t, e) * 8);
                 // pages serve [0, limit.x), the ring [limit.x, limit.y]
                 const int from = recent ? (int)limit.x : 0, to = recent ? (int)limit.y : (int)limit.x - 1;
                 if (a < from || a > to) S[0][t][e] = MASKED;
@@ -541,21 +544,21 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll
       for (int t = 0; t < NT; t++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) over = fmaxf(over, __fmaf_rn(top(t, e), SCALE, -M[t][e]));
+        for (int e = 0; e < E; e++) over = fmaxf(over, __fmaf_rn(top(t, e), SCALE, -M[t][e]));
       if (!ENGINE) copy_wait<0>();                           // values of this step and keys of the next
       const bool moved = ring_any(over > REACH);             // every warp has left this step's keys, the last step's values, P and q * s
       if (!ENGINE && stages == 4) load(n + 1, 1), load(n + 2, 0), copy_commit();
       if (moved) {
         float x[NV];
 #pragma unroll
-        for (int i = 0; i < NV; i++) x[i] = i < NT * 2 ? top(i / 2 < NT ? i / 2 : 0, i & 1) : MASKED;
+        for (int i = 0; i < NV; i++) x[i] = i < NT * E ? top(i < NT * E ? i / E : 0, i % E) : MASKED;
         scatter(C::RED, reduce_scatter(x, [](float a, float b) { return fmaxf(a, b); }));
         ring_sync();
 #pragma unroll
         for (int t = 0; t < NT; t++)
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const float y = max4(lds128(rest + C::RED + (t * 8 + 2 * c + e) * 16));
+          for (int e = 0; e < E; e++) {
+            const float y = max4(lds128(rest + C::RED + row_of(t, e) * 16));
             const float now = __fmaf_rn(y, SCALE, -M[t][e]) > REACH ? __fmul_rn(y, SCALE) : M[t][e], a = exp2_fast(__fadd_rn(M[t][e], -now));
             M[t][e] = now, l[t][e] = __fmul_rn(l[t][e], a), z[t][e] = __fmul_rn(z[t][e], a);
 #pragma unroll
@@ -581,12 +584,15 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
           const uint32_t at = rest + C::P + (tile * 16 + g) * C::PITCH + c * 4;
 #pragma unroll
           for (int t = 0; t < NT; t++) {
-            const float p0 = exp2_fast(__fmaf_rn(S[i][t][0], SCALE, -M[t][0])), p1 = exp2_fast(__fmaf_rn(S[i][t][1], SCALE, -M[t][1]));
-            const float p2 = exp2_fast(__fmaf_rn(S[i][t][2], SCALE, -M[t][0])), p3 = exp2_fast(__fmaf_rn(S[i][t][3], SCALE, -M[t][1]));
-            l[t][0] = __fadd_rn(l[t][0], __fadd_rn(p0, p2)), l[t][1] = __fadd_rn(l[t][1], __fadd_rn(p1, p3));
-            if (!PLAIN) z[t][0] = __fmaf_rn(p0, vz.x, __fmaf_rn(p2, vz.y, z[t][0])), z[t][1] = __fmaf_rn(p1, vz.x, __fmaf_rn(p3, vz.y, z[t][1]));
-            sts32(at + t * 16, pack_half2(__fmul_rn(p0, vs.x), __fmul_rn(p1, vs.x)));
-            sts32(at + 8 * C::PITCH + t * 16, pack_half2(__fmul_rn(p2, vs.y), __fmul_rn(p3, vs.y)));
+            float a[2] = {0, 0}, b[2] = {0, 0};              // tokens g and g + 8
+#pragma unroll
+            for (int e = 0; e < E; e++) {
+              const float x = exp2_fast(__fmaf_rn(S[i][t][e], SCALE, -M[t][e])), y = exp2_fast(__fmaf_rn(S[i][t][e + 2], SCALE, -M[t][e]));
+              l[t][e] = __fadd_rn(l[t][e], __fadd_rn(x, y));
+              if (!PLAIN) z[t][e] = __fmaf_rn(x, vz.x, __fmaf_rn(y, vz.y, z[t][e]));
+              a[e] = __fmul_rn(x, vs.x), b[e] = __fmul_rn(y, vs.y);
+            }
+            sts32(at + t * 16, pack_half2(a[0], a[1])), sts32(at + 8 * C::PITCH + t * 16, pack_half2(b[0], b[1]));
           }
         }
       if (more) prepare(slots + after * C::SLOT);
@@ -606,6 +612,13 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
           }
       };
       if constexpr (!PLAIN) {
+        // A page's sums begin at zero and are added to O rounded: the tensor core truncates its accumulator, and over many pages of codes, all of one
+        // sign, that bias would reach 3e-2 of the output of diffuse attention at 256k tokens.
+        float sum[NT][TILES_W][4];
+#pragma unroll
+        for (int t = 0; t < NT; t++)
+#pragma unroll
+          for (int j = 0; j < TILES_W; j++) sum[t][j][0] = sum[t][j][1] = sum[t][j][2] = sum[t][j][3] = 0;
 #pragma unroll
         for (int tp = 0; tp < 4; tp++)
 #pragma unroll
@@ -616,24 +629,32 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
             uint4 low = make_uint4(0, 0, 0, 0);
             if (TWO) low = lds128(at + C::LOWER);
             loaded |= up.x | low.x;
+            uint32_t both[4];                                // P of two tiles, where one row tile is all
+            if (NT == 1) ldmatrix4_trans(both, rest + C::P + (tp * 32 + lane) * C::PITCH);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
               uint32_t b[NT][2];
-              load_p(tp * 2 + h, b);
+              if (NT == 1) b[0][0] = both[h * 2], b[0][1] = both[h * 2 + 1];
+              else load_p(tp * 2 + h, b);
 #pragma unroll
               for (int j = 0; j < (TILES_W == 1 ? 1 : 2); j++) {
                 const bool odd = TILES_W == 1 ? w4 & 1 : j;
                 uint32_t a[4];
-                unpack<TWO>(magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a);
-                // Value codes enter centred (16U + L - 120, U - 8) and the centre moves into the zero point: the tensor core truncates its
-                // accumulator, and with codes of mean 120 that bias reached 3e-2 of the output of diffuse attention at 256k tokens.
-                constexpr uint32_t CA = TWO ? 0x64806480u : 0x64086408u, CB = TWO ? 0x64806480u : 0x54805480u;       // 1152 | 1032 and 72
-                a[0] = hsub2(a[0], CA), a[1] = hsub2(a[1], CB), a[2] = hsub2(a[2], CA), a[3] = hsub2(a[3], CB);
+                unpack<TWO>(h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a);
 #pragma unroll
-                for (int t = 0; t < NT; t++) mma_f16(O[t][TILES_W == 1 ? 0 : cp * 2 + j], a, b[t][0], b[t][1]);
+                for (int t = 0; t < NT; t++) mma_f16(sum[t][TILES_W == 1 ? 0 : cp * 2 + j], a, b[t][0], b[t][1]);
               }
             }
           }
+#pragma unroll
+        for (int t = 0; t < NT; t++)
+#pragma unroll
+          for (int j = 0; j < TILES_W; j++)
+#pragma unroll
+            for (int e = 0; e < E; e++) {
+              const float a = sum[t][j][e], b = sum[t][j][e + 2];
+              O[t][j][e] = __fmaf_rn(TWO ? a : __fadd_rn(a, -b), UNIT, O[t][j][e]), O[t][j][e + 2] = __fmaf_rn(b, TWO ? UNIT : UNIT / 16, O[t][j][e + 2]);
+            }
       } else {
 #pragma unroll
         for (int tile = 0; tile < C::STEP / 16; tile++) {
@@ -692,7 +713,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     {
       float x[NV], y[NV];
 #pragma unroll
-      for (int i = 0; i < NV; i++) x[i] = i < NT * 2 ? l[i / 2 < NT ? i / 2 : 0][i & 1] : 0.f, y[i] = i < NT * 2 ? z[i / 2 < NT ? i / 2 : 0][i & 1] : 0.f;
+      for (int i = 0; i < NV; i++) x[i] = i < NT * E ? l[i < NT * E ? i / E : 0][i % E] : 0.f, y[i] = i < NT * E ? z[i < NT * E ? i / E : 0][i % E] : 0.f;
       auto add = [](float a, float b) { return __fadd_rn(a, b); };
       scatter(C::RED, reduce_scatter(x, add)), scatter(C::C0, reduce_scatter(y, add));
     }
@@ -700,8 +721,8 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        const int r = t * 8 + 2 * c + e;
+      for (int e = 0; e < E; e++) {
+        const int r = row_of(t, e);
         l[t][e] = sum4(lds128(rest + C::RED + r * 16)), z[t][e] = sum4(lds128(rest + C::C0 + r * 16));
         if (RINGS > 1 && w4 == 0 && g == 0) {
           const uint32_t at = tail + C::EXTREMES + (ring * ROWS + r) * 8;
@@ -716,8 +737,8 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll
       for (int t = 0; t < NT; t++)
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
-          const uint32_t at = tail + C::EXTREMES + (t * 8 + 2 * c + e) * 8;
+        for (int e = 0; e < E; e++) {
+          const uint32_t at = tail + C::EXTREMES + row_of(t, e) * 8;
           float most = NOTHING, sum = 0;
 #pragma unroll
           for (int i = 0; i < RINGS; i++) most = fmaxf(most, __uint_as_float(lds32(at + i * ROWS * 8)));
@@ -754,8 +775,8 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
             O[t][j][2] = __fadd_rn(O[t][j][2], __uint_as_float(x.z)), O[t][j][3] = __fadd_rn(O[t][j][3], __uint_as_float(x.w));
           }
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const int r = t * 8 + 2 * c + e;
+          for (int e = 0; e < E; e++) {
+            const int r = row_of(t, e);
             float* out = p.partial + (at + r) * D + (w4 * TILES_W + j) * 16 + g;
             if (r < w.part.rows) out[0] = O[t][j][e], out[8] = O[t][j][e + 2];
           }
@@ -764,8 +785,8 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll
         for (int t = 0; t < NT; t++)
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            const int r = t * 8 + 2 * c + e;
+          for (int e = 0; e < E; e++) {
+            const int r = row_of(t, e);
             if (r < w.part.rows) p.extremes[at + r] = make_float2(M[t][e], l[t][e]);
           }
     }

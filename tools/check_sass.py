@@ -31,7 +31,7 @@ from pathlib import Path
 # Local accesses in the main loops of kernels for 25 to 32 query rows a KV head, which have more in hand than there are
 # registers: on Hopper one or two values are loaded again per page of some 1,300 instructions, and heads of 256 channels
 # spill some on three architectures.
-SPILLS = {("attend_both_128_4", "sm_90a"): 3} | {("attend_both_256_4", sm): 16 for sm in ("sm_80", "sm_86", "sm_89")}
+SPILLS = {("attend_both_128_32", "sm_90a"): 3} | {("attend_both_256_32", sm): 16 for sm in ("sm_80", "sm_86", "sm_89")}
 
 # An entry of a list of pages and one of the page table, at the two places where a loop asks for the next page.
 PAGE_NUMBERS = 4

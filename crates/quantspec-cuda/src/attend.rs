@@ -148,8 +148,8 @@ fn cut(visible: usize, items: usize) -> (usize, usize) {
 /// One kernel of a view.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
-    /// Tiles of eight rows.
-    tiles: usize,
+    /// Query rows a KV head it takes.
+    rows: usize,
     kernel: Kernel,
     /// Slots of a ring: what the kernel was compiled for, or what fits where its threads copy.
     stages: usize,
@@ -160,38 +160,39 @@ struct Variant {
 /// How a view is split and which kernels it has.
 #[derive(Debug)]
 struct Split {
-    /// Kernels by row tiles, ascending.
+    /// Kernels by rows, ascending.
     variants: Vec<Variant>,
     /// Items per KV head that fill the device.
     items: usize,
 }
 
-/// Kernels of a view with the copy engine: rings of a block, then (row tiles, slots of a ring), as instantiated in kernels/attend.cu.
+/// Kernels of a view with the copy engine: rings of a block, then (rows, slots of a ring), as instantiated in kernels/attend.cu.
 fn engine_kernels(view: View, d: usize) -> (usize, Vec<(usize, usize)>) {
     match (view, d) {
-        (View::Upper, 256) => (3, vec![(1, 3), (2, 3)]),
-        (View::Upper, _) => (4, vec![(1, 4), (2, 4)]),
-        (View::Both, 256) => (2, vec![(1, 3), (2, 2), (3, 2), (4, 2)]),
-        (View::Full, 256) => (2, vec![(1, 3), (2, 2), (4, 2)]),
-        (View::Both, 128) => (3, vec![(1, 3), (2, 3), (3, 3), (4, 3)]),
-        (View::Both, _) => (3, vec![(1, 4), (2, 4), (3, 4), (4, 4)]),
-        (View::Full, 128) => (3, vec![(1, 4), (2, 4), (4, 3)]),
-        (View::Full, _) => (3, vec![(1, 4), (2, 4), (4, 4)]),
+        (View::Upper, 256) => (3, vec![(4, 3), (8, 3), (16, 3)]),
+        (View::Upper, _) => (4, vec![(4, 4), (8, 4), (16, 4)]),
+        (View::Both, 256) => (2, vec![(8, 3), (16, 2), (24, 2), (32, 2)]),
+        (View::Full, 256) => (2, vec![(8, 3), (16, 2), (32, 2)]),
+        (View::Both, 128) => (3, vec![(8, 3), (16, 3), (24, 3), (32, 3)]),
+        (View::Both, _) => (3, vec![(8, 4), (16, 4), (24, 4), (32, 4)]),
+        (View::Full, 128) => (3, vec![(8, 4), (16, 4), (32, 3)]),
+        (View::Full, _) => (3, vec![(8, 4), (16, 4), (32, 4)]),
     }
 }
 
 /// Bytes of shared memory: `Attend` in kernels/attend.cuh.
-fn shared_bytes(view: View, d: usize, tiles: usize, rings: usize, stages: usize, engine: bool) -> usize {
+fn shared_bytes(view: View, d: usize, rows: usize, rings: usize, stages: usize, engine: bool) -> usize {
     let full = view == View::Full;
     let tokens = if view == View::Upper { 32 } else { 64 };
     let packed = (4 * d).max(512) + 64 * d * if view == View::Both { 2 } else { 1 };
     let plain = tokens * d * 2;
     let slot = if full { plain } else { packed.max(plain) };
-    let (rows, query) = (tiles * 8, tiles * 16 * d);
+    let tiles = rows.div_ceil(8);
+    let query = tiles * 16 * d;
     let pitch = if tiles % 2 == 1 { tiles * 16 } else { tiles * 16 + 16 };
     let probabilities = if full { tokens * pitch } else { query + G * pitch };
     let work = probabilities.max(if rings > 1 { 2 * query } else { 0 });
-    let rest = (work + rows * (16 + 32) + if engine { stages * 16 } else { 0 }).next_multiple_of(128);
+    let rest = (work + rows * (16 + 16) + if engine { stages * 16 } else { 0 }).next_multiple_of(128);
     rings * (stages * slot + rest) + query + rows * 8 * (rings + 1)
 }
 
@@ -341,7 +342,7 @@ pub struct Attend {
     both: Split,
     full: Split,
     /// View Upper for blocks of half a multiprocessor, where draft products have such blocks too.
-    beside: Option<Variant>,
+    beside: Vec<Variant>,
     /// By output: for few blocks, and for more than the device has multiprocessors.
     merge: [[Kernel; 2]; 4],
     /// With the pages of a block: for few blocks, and for more than there are multiprocessors, which would not find room beside the product before.
@@ -359,37 +360,39 @@ impl Attend {
         check_head(&device.info, d)?;
         // How many blocks fill the device is a constant of it, whatever the rows of a call: it belongs to the order of the sums.
         let engine = device.has_engine();
-        let split = |view: View, tiles: &[usize], registers: usize| -> Result<Split> {
+        let split = |view: View, rows: &[usize], registers: usize| -> Result<Split> {
             let (rings, wanted) = if engine { engine_kernels(view, d) } else { (1, Vec::new()) };
             // Without the engine: the next page under way while one is worked on, or not where shared memory is small.
-            let copied = tiles.iter().filter_map(|&tiles| {
-                let fits = |&stages: &usize| shared_bytes(view, d, tiles, 1, stages, false) <= device.shared_bytes;
-                Some((tiles, [4, 2].into_iter().find(fits)?))
+            let copied = rows.iter().filter_map(|&rows| {
+                let fits = |&stages: &usize| shared_bytes(view, d, rows, 1, stages, false) <= device.shared_bytes;
+                Some((rows, [4, 2].into_iter().find(fits)?))
             });
             let wanted = if engine { wanted } else { copied.collect() };
-            let variants = wanted.into_iter().map(|(tiles, stages)| {
-                let shared = shared_bytes(view, d, tiles, rings, stages, engine);
-                let kernel = device.kernel(&format!("attend_{}_{d}_{tiles}", view_name(view)), shared)?;
+            let variants = wanted.into_iter().map(|(rows, stages)| {
+                let shared = shared_bytes(view, d, rows, rings, stages, engine);
+                let kernel = device.kernel(&format!("attend_{}_{d}_{rows}", view_name(view)), shared)?;
                 // A warp per ring fills its slots; where these warps give registers up they are a whole group of four.
                 let fill = if !engine {
                     0
-                } else if tiles >= 3 || d == 256 {
+                } else if rows > 16 || d == 256 {
                     RING
                 } else {
                     32 * rings
                 };
-                Ok(Variant { tiles, kernel, stages, shared, threads: rings * RING + fill })
+                Ok(Variant { rows, kernel, stages, shared, threads: rings * RING + fill })
             });
-            let per_block = shared_bytes(view, d, 1, 1, 4, false) + 1024;
+            let per_block = shared_bytes(view, d, 8, 1, 4, false) + 1024;
             let blocks = if engine { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
             let items = most_items(device.multiprocessors * blocks, config.kv_heads);
             Ok(Split { variants: variants.collect::<Result<_>>()?, items })
         };
-        let beside = BESIDE.iter().find(|&&(width, _)| engine && width == d).map(|&(_, stages)| {
-            let shared = shared_bytes(View::Upper, d, 1, BESIDE_RINGS, stages, true);
-            let kernel = device.kernel(&format!("attend_beside_{d}"), shared)?;
-            device.prefer_shared(kernel, 100)?;
-            Ok(Variant { tiles: 1, kernel, stages, shared, threads: (BESIDE_RINGS + 1) * RING })
+        let beside = BESIDE.iter().filter(|&&(width, _)| engine && width == d).flat_map(|&(_, stages)| {
+            [4, 8].into_iter().map(move |rows| {
+                let shared = shared_bytes(View::Upper, d, rows, BESIDE_RINGS, stages, true);
+                let kernel = device.kernel(&format!("attend_beside_{d}_{rows}"), shared)?;
+                device.prefer_shared(kernel, 100)?;
+                Ok(Variant { rows, kernel, stages, shared, threads: (BESIDE_RINGS + 1) * RING })
+            })
         });
         let merge = |out: &str| -> Result<[Kernel; 2]> {
             Ok([device.kernel(&format!("merge_{out}"), 0)?, device.kernel(&format!("merge_wide_{out}"), 0)?])
@@ -397,10 +400,10 @@ impl Attend {
         let bounds =
             |name: &str, deep: usize| Ok::<_, Error>((device.kernel(name, 0)?, deep * 8 * CHOICE_THREADS as usize / d));
         Ok(Attend {
-            upper: split(View::Upper, &[1, 2], BLOCKS_MAX)?,
-            both: split(View::Both, &[1, 2, 3, 4], 2)?,
-            full: split(View::Full, &[1, 2, 4], 2)?,
-            beside: beside.transpose()?,
+            upper: split(View::Upper, &[4, 8, 16], BLOCKS_MAX)?,
+            both: split(View::Both, &[8, 16, 24, 32], 2)?,
+            full: split(View::Full, &[8, 16, 32], 2)?,
+            beside: beside.collect::<Result<_>>()?,
             merge: [merge(name(Dtype::Bf16))?, merge(name(Dtype::F16))?, merge(name(Dtype::F32))?, merge("i8")?],
             bounds: match config.group() {
                 1 => [bounds("bounds_1_4", 4)?; 2],
@@ -443,7 +446,7 @@ impl Attend {
     ) -> Result<Vec<Pass>> {
         let split = self.split(view);
         let most_rows =
-            split.variants.last().map(|v| v.tiles * 8).ok_or_else(|| Error::internal("attention without kernels"))?;
+            split.variants.last().map(|v| v.rows).ok_or_else(|| Error::internal("attention without kernels"))?;
         let mut passes = Vec::new();
         for (index, chunk) in rows.chunks(PASS_ROWS).enumerate() {
             let mut pass = Pass { first_row: index * PASS_ROWS, ..Pass::default() };
@@ -521,7 +524,7 @@ impl Attend {
     ) -> Result<()> {
         let beside = self.beside.iter().filter(|_| around.beside && view == View::Upper && pass.short());
         let mut variants = beside.chain(&self.split(view).variants);
-        let variant = variants.find(|variant| variant.tiles * 8 >= pass.part_rows);
+        let variant = variants.find(|variant| variant.rows >= pass.part_rows);
         let Variant { kernel, stages, shared, threads, .. } =
             *variant.ok_or_else(|| Error::internal("more rows than attention takes"))?;
         // With the engine a block has a multiprocessor, or half of one, and walks the items.
@@ -685,9 +688,9 @@ mod tests {
         for view in [View::Upper, View::Both, View::Full] {
             for d in [64, 128, 256] {
                 let (rings, kernels) = engine_kernels(view, d);
-                for (tiles, stages) in kernels {
+                for (rows, stages) in kernels {
                     // What Hopper gives a block.
-                    assert!(shared_bytes(view, d, tiles, rings, stages, true) <= 227 * 1024, "{view:?} {d} {tiles}");
+                    assert!(shared_bytes(view, d, rows, rings, stages, true) <= 227 * 1024, "{view:?} {d} {rows}");
                 }
             }
         }
