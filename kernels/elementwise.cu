@@ -39,9 +39,13 @@ DEV float4 add4(float4 a, float4 b) { return make_float4(__fadd_rn(a.x, b.x), __
 // ---- embedding ----
 // embed_{bf16,f16}: hidden[row] = table[token], table as atoms; embed_f32: table row-major [vocab][width].
 //   The token of a row is the row's own, which goes into its window (slot * window_pitch + offset), or what its window holds; without `rows` it is
-//   tokens[row]. hidden f32 [row][width]. Grid (rows), block 256.
+//   tokens[row]. hidden f32 [row][width]. Grid (rows), block 256. `load` gives eight values of a row from column k on, a multiple of 8; of the last
+//   eight, four may be outside.
+// A step begins with this kernel, so its loads are under way together.
+struct Eight { float4 low, high; };
 template <class Load>
 DEV void embed(const Row* rows, int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab, Load load) {
+  constexpr int AT_ONCE = 4;
   grid_trigger();
   grid_wait();
   const int row = blockIdx.x;
@@ -55,7 +59,20 @@ DEV void embed(const Row* rows, int* windows, int window_pitch, const int* token
     token = tokens[row];
   }
   token = min(max(token, 0), vocab - 1);  // never outside the table
-  for (int k = threadIdx.x; k < width; k += 256) hidden[(size_t)row * width + k] = load(token, k);
+  float* to = hidden + (size_t)row * width;
+#pragma unroll 1
+  for (int first = threadIdx.x * 8; first < width; first += AT_ONCE * 2048) {
+    Eight x[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if (first + i * 2048 < width) x[i] = load(token, first + i * 2048);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int k = first + i * 2048;
+      if (k < width) *(float4*)(to + k) = x[i].low;
+      if (k + 4 < width) *(float4*)(to + k + 4) = x[i].high;
+    }
+  }
 }
 #define EMBED(NAME, T)                                                                                                                                  \
   KERNEL __launch_bounds__(256) embed_##NAME(const Row* rows, int* windows, int window_pitch, const int* tokens, const uint16_t* table,           \
@@ -63,14 +80,20 @@ DEV void embed(const Row* rows, int* windows, int window_pitch, const int* token
     const int atoms = (width + 63) / 64;                                                                                                                \
     embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) {                                                            \
       const size_t line = ((size_t)(token / 16) * atoms + k / 64) * 16 + token % 16;                                                                    \
-      return T::to_float(table[line * 64 + ((k % 64 / 8) ^ (token & 7)) * 8 + k % 8]);                                                                  \
+      const uint4 v = __ldg((const uint4*)(table + line * 64 + ((k % 64 / 8) ^ (token & 7)) * 8));                                                      \
+      auto low = [](uint32_t x) { return T::to_float((uint16_t)x); };                                                                                   \
+      auto high = [](uint32_t x) { return T::to_float((uint16_t)(x >> 16)); };                                                                          \
+      return Eight{make_float4(low(v.x), high(v.x), low(v.y), high(v.y)), make_float4(low(v.z), high(v.z), low(v.w), high(v.w))};                       \
     });                                                                                                                                                 \
   }
 EMBED(bf16, Bf16)
 EMBED(f16, Half)
 KERNEL __launch_bounds__(256) embed_f32(const Row* rows, int* windows, int window_pitch, const int* tokens, const float* table, float* hidden, int width,
                                         int vocab) {
-  embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) { return table[(size_t)token * width + k]; });
+  embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) {
+    const float4* from = (const float4*)(table + (size_t)token * width + k);
+    return Eight{__ldg(from), k + 4 < width ? __ldg(from + 1) : make_float4(0, 0, 0, 0)};
+  });
 }
 
 // ---- RMSNorm ----

@@ -66,14 +66,15 @@ DEV float gumbel(float u) { return (float)-log(-log((double)u)); }
 DEV float gumbel_estimate(float u) { return -logf(-logf(u)); }
 constexpr float ESTIMATE_ERROR = 1e-3f;
 
-DEV bool kept(const Cut& cut, const Sampler& s, float logit, int id, float z) {
-  if (!(logit > cut.bar || (logit == cut.bar && id <= cut.bar_id)) || logit == minus_infinity()) return false;
-  return s.min_p == 0.f || z >= logf(s.min_p);
+// The least z that min_p keeps.
+DEV float least_kept(const Sampler& s) { return s.min_p == 0.f ? minus_infinity() : logf(s.min_p); }
+DEV bool kept(const Cut& cut, float least, float logit, int id, float z) {
+  return ((logit > cut.bar) | ((logit == cut.bar) & (id <= cut.bar_id))) & (logit != minus_infinity()) & (z >= least);
 }
 // Warped probability of a token.
 DEV float probability(const Cut& cut, const Sampler& s, float logit, int id) {
   const float z = scaled(logit, cut.most, s.temperature);
-  return kept(cut, s, logit, id, z) ? (float)((double)expf(z) / cut.total) : 0.f;
+  return kept(cut, least_kept(s), logit, id, z) ? (float)((double)expf(z) / cut.total) : 0.f;
 }
 
 // ---- cuts ----
@@ -347,7 +348,7 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
     }
   }
   Cut cut{most, bar, bar_id, 0, 1.0};
-  if (s.accept == REJECTION) cut.total = (double)t.sum([&](int id, float x) { return kept(cut, s, x, id, t.z(x)) ? t.mass(x) : 0ull; }) / (double)MASS_UNIT;
+  if (s.accept == REJECTION) cut.total = (double)t.sum([&](int id, float x) { return kept(cut, least_kept(s), x, id, t.z(x)) ? t.mass(x) : 0ull; }) / (double)MASS_UNIT;
   if (threadIdx.x == 0) cuts[blockIdx.x] = cut;
 }
 
@@ -360,13 +361,20 @@ enum Purpose { PROPOSE, JUDGE, FIRST };
 
 // A runner-up: a candidate that lost, by its score, or (below all of those) a token that the warpers do not keep, by its score without noise. 0: none.
 DEV uint64_t loser(uint64_t candidate) { return candidate ? 1ull << 32 | candidate >> 32 : 0ull; }
-DEV uint64_t left_out(float z) { return ordered(z); }
 // The best candidate so far and the best runner-up.
 struct Race {
   uint64_t first, second;
   DEV void enter(uint64_t candidate, uint64_t runner_up) {
     const uint64_t lower = min(first, candidate);
     first = max(first, candidate), second = max(second, max(runner_up, loser(lower)));
+  }
+  // With those of the lanes whose numbers differ in the bits from `step` down.
+  DEV void meet(int step) {
+#pragma unroll 1
+    for (; step; step >>= 1) {
+      const uint64_t other = __shfl_xor_sync(~0u, first, step);
+      enter(other, __shfl_xor_sync(~0u, second, step));
+    }
   }
 };
 
@@ -375,75 +383,103 @@ struct Race {
 //   purpose PROPOSE: draft rows; the token also goes to windows[slot * window_pitch + offset + 1], and rejection keeps logits and cut in
 //     q_logits f32 [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset; of row 0 `lead` is told by how much its token led the
 //     runner-up (core::sample::choose_with_lead). JUDGE: rows of rejection are left to `judge`. FIRST: every row.
-//   best uint64 [row][2] and arrived uint32 [row] are zero before and after. Grid (ceil(vocab / CHUNK), rows), block 256.
+//   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab / CHUNK), rows), block 256.
+// A draft waits for this kernel once a token, and its code is in no cache by then: what the host told, and noise, which depends on nothing else, are
+// there before the wait (in shared memory: what is in registers the assembler would move behind it), and logarithms in double precision stand in one
+// place, for the tokens whose estimates leave them a chance to be first or second of a warp.
 KERNEL __launch_bounds__(256) sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int purpose, int* choices,
-                                            int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, uint64_t* best, uint32_t* arrived,
+                                            int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races, uint32_t* arrived,
                                             float* lead, uint32_t* flag) {
-  __shared__ Race found[8];
+  constexpr int WARPS = 8, OWN = CHUNK / 256;                                // tokens of a thread: quartets, 1,024 apart
+  __shared__ Race found[WARPS];
+  __shared__ uint32_t words[OWN][256];
+  __shared__ float about[OWN][256];                                          // what noise adds, about; then what the score is at most
+  __shared__ float scores[OWN][256];                                         // logits; then scores without noise
   grid_trigger();
-  grid_wait();
-  const int row = blockIdx.y, first = blockIdx.x * CHUNK, last = min(vocab, first + CHUNK);
+  const int row = blockIdx.y, own = threadIdx.x, lane = own & 31, id0 = blockIdx.x * CHUNK + own * 4;
+  auto id_of = [&](int i) { return id0 + i / 4 * 1024 + i % 4; };
   const Row r = rows[row];
   const Sampler s = samplers[r.slot];
-  if (purpose == JUDGE && s.accept == REJECTION) return;
   const bool greedy = s.temperature == 0.f, keep = purpose == PROPOSE && s.accept == REJECTION;
-  const Stream stream = keep ? DRAFT : SAMPLE;
+  if (!greedy)
+#pragma unroll 1
+    for (int i = 0; i < OWN; i += 4) {
+      const uint4 quartet = noise(s, r.position + 1, keep ? DRAFT : SAMPLE, id_of(i) / 4);
+#pragma unroll
+      for (int j = 0; j < 4; j++) words[i + j][own] = word_of(quartet, j), about[i + j][own] = gumbel_estimate(unit(word_of(quartet, j)));
+    }
+  const float least = least_kept(s);
+  grid_wait();
+  if (purpose == JUDGE && s.accept == REJECTION) return;
   Cut cut{};
   if (!greedy) cut = cuts[row];
   const float* from = logits + (size_t)row * vocab;
   float* to = q_logits + ((size_t)r.slot * q_pitch + r.offset) * vocab;
-  Race race = {0, 0};
-  float best_score = minus_infinity(), bar = minus_infinity();               // of this thread; what is below the bar matters to nobody
+  float x[OWN];
+#pragma unroll
+  for (int i = 0; i < OWN; i++) x[i] = id_of(i) < vocab ? from[id_of(i)] : minus_infinity();
+#pragma unroll
+  for (int i = 0; i < OWN; i++) scores[i][own] = x[i];
+  float bar = minus_infinity(), most = minus_infinity();                     // the two greatest that scores of the warp are at least
+  uint32_t open = 0, out = 0;                                                // tokens that may be first or second; the best that is not kept
   bool bad = false;
-  for (int id0 = first + threadIdx.x * 4; id0 < last; id0 += 1024) {
-    float x[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = id0 + i < last ? from[id0 + i] : minus_infinity();
-    uint4 words;
-    if (!greedy) words = noise(s, r.position + 1, stream, id0 / 4);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int id = id0 + i;
-      if (id >= last) break;
-      bad |= !(x[i] < __int_as_float(0x7f800000));
-      if (keep) to[id] = x[i];
-      if (greedy) {
-        race.enter(candidate(x[i], id), 0);
-      } else {
-        const float z = scaled(x[i], cut.most, s.temperature);
-        if (!kept(cut, s, x[i], id, z)) {
-          race.second = max(race.second, left_out(z));
-          continue;
-        }
-        const float u = unit(word_of(words, i));
-        if (z + gumbel_estimate(u) + ESTIMATE_ERROR < bar) continue;
-        const float exact = __fadd_rn(z, gumbel(u)), lower = fminf(best_score, exact);
-        best_score = fmaxf(best_score, exact), bar = purpose == PROPOSE ? fmaxf(bar, lower) : best_score;
-        race.enter(candidate(exact, id), 0);
-      }
+#pragma unroll 1
+  for (int i = 0; i < OWN && id_of(i) < vocab; i++) {
+    const float logit = scores[i][own];
+    bad |= !(logit < __int_as_float(0x7f800000));
+    if (keep) to[id_of(i)] = logit;
+    float score = logit, error = 0;
+    bool stays = true;
+    if (!greedy) {
+      const float z = scaled(logit, cut.most, s.temperature);
+      stays = kept(cut, least, logit, id_of(i), z);
+      if (!stays) out = max(out, ordered(z));
+      scores[i][own] = z, score = z + about[i][own], error = ESTIMATE_ERROR + fabsf(z) * 0x1p-22f;       // scores far from zero are rounded by more than the estimate errs
     }
+    about[i][own] = score + error;
+    if (stays) open |= 1u << i, bar = fmaxf(bar, fminf(most, score - error)), most = fmaxf(most, score - error);
   }
-#pragma unroll
+#pragma unroll 1
   for (int step = 16; step; step >>= 1) {
-    const uint64_t other = __shfl_xor_sync(~0u, race.first, step);
-    race.enter(other, __shfl_xor_sync(~0u, race.second, step));
+    const float other = __shfl_xor_sync(~0u, most, step), second = __shfl_xor_sync(~0u, bar, step);
+    bar = fmaxf(fminf(most, other), fmaxf(bar, second)), most = fmaxf(most, other);
   }
-  if ((threadIdx.x & 31) == 0) found[threadIdx.x >> 5] = race;
+  Race race = {0, out};
+#pragma unroll 1
+  for (; open; open &= open - 1) {
+    const int i = __ffs(open) - 1;
+    if (about[i][own] < bar) continue;
+    const float z = scores[i][own];
+    race.enter(candidate(greedy ? z : __fadd_rn(z, gumbel(unit(words[i][own]))), id_of(i)), 0);
+  }
+  __syncwarp();
+  race.meet(16);
+  if (lane == 0) found[threadIdx.x >> 5] = race;
   bad = __syncthreads_or(bad);
-  if (threadIdx.x) return;
-#pragma unroll
-  for (int i = 1; i < 8; i++) race.enter(found[i].first, found[i].second);
-  // The block's token displaces that of others or loses to it: whichever loses is a runner-up.
-  const uint64_t before = atomicMax((unsigned long long*)best + 2 * row, (unsigned long long)race.first);
-  atomicMax((unsigned long long*)best + 2 * row + 1, (unsigned long long)max(race.second, loser(min(before, race.first))));
-  if (bad) atomicOr(flag, FLAG_LOGITS);
-  if (keep && blockIdx.x == 0) q_cuts[r.slot * q_pitch + r.offset] = cut;
-  __threadfence();
-  if (atomicAdd(arrived + row, 1) + 1 != gridDim.x) return;
-  __threadfence();
-  race.first = atomicExch((unsigned long long*)best + 2 * row, 0ull);        // the last block: the others' maxima are in
-  race.second = atomicExch((unsigned long long*)best + 2 * row + 1, 0ull);
-  arrived[row] = 0;
+  if (threadIdx.x >= 32) return;
+  race = found[lane % WARPS];
+  race.meet(WARPS / 2);
+  if (lane == 0) {
+    if (bad) atomicOr(flag, FLAG_LOGITS);
+    if (keep && blockIdx.x == 0) q_cuts[r.slot * q_pitch + r.offset] = cut;
+  }
+  if (gridDim.x > 1) {                                                       // the last block of the row meets the others'
+    Race* all = races + (size_t)row * gridDim.x;
+    uint32_t before = 0;
+    if (lane == 0) {
+      all[blockIdx.x] = race;
+      __threadfence();
+      before = atomicAdd(arrived + row, 1);
+    }
+    if (__shfl_sync(~0u, before, 0) + 1 != gridDim.x) return;
+    __threadfence();
+    race = {0, 0};
+#pragma unroll 1
+    for (int i = lane; i < gridDim.x; i += 32) race.enter(__ldcg((const unsigned long long*)&all[i].first), __ldcg((const unsigned long long*)&all[i].second));
+    race.meet(16);
+    if (lane == 0) arrived[row] = 0;
+  }
+  if (lane) return;
   int token = (int)~(uint32_t)race.first;
   const float score = unordered((uint32_t)(race.first >> 32));
   if (race.first == 0 || score == minus_infinity()) token = 0, atomicOr(flag, FLAG_LOGITS);

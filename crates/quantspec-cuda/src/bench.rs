@@ -372,6 +372,7 @@ impl Bench {
         let logits = device.zeroed(most * config.vocab * 4)?;
         // Row descriptions and samplers are zero: slot 0, greedy. What the choice counts in is zero before and after, and is not while it works.
         let (zeros, scratch) = (device.zeroed(most * 64)?, device.zeroed(most * 64)?);
+        let races = device.allocate(most * 16 * config.vocab.div_ceil(crate::sample::CHUNK))?;
         let element = config.dtype.bytes();
         for &rows in rows {
             let arguments = args![&stream, &y, 0u64, &weight, &x, config.rms_eps, hidden, padded(hidden)];
@@ -400,8 +401,7 @@ impl Bench {
                 bytes,
                 ..Measured::default()
             })?;
-            let (best, arrived, choices, flag) =
-                (scratch.at(0), scratch.at(most * 16), scratch.at(most * 32), scratch.at(most * 48));
+            let (arrived, choices, flag) = (scratch.at(0), scratch.at(most * 16), scratch.at(most * 32));
             // Purpose 1 judges: it writes choices only.
             let arguments = args![
                 zeros.at(0),
@@ -416,7 +416,7 @@ impl Bench {
                 0u64,
                 0u64,
                 0,
-                best,
+                &races,
                 arrived,
                 0u64,
                 flag

@@ -108,7 +108,8 @@ pub(crate) struct Sampling {
     turns: Buffer,
     cuts: Buffer,
     choices: Buffer,
-    best: Buffer,
+    /// What the blocks that search a row found, `[rows][blocks]`, 16 bytes each.
+    races: Buffer,
     arrived: Buffer,
     /// Draft logits `[slot][GAMMA_MAX][vocab]` and their cuts, of a backend that was loaded for rejection.
     draft: Option<(Buffer, Buffer)>,
@@ -137,7 +138,10 @@ impl Sampling {
     /// Bytes taken on the device, those of rejection's draft logits included.
     pub(crate) fn bytes(vocab: usize, slots: usize, rows: usize, pitch: usize, rejection: bool) -> usize {
         let drafted = if rejection { slots * GAMMA_MAX * (vocab * 4 + CUT_BYTES) } else { 0 };
-        Sampling::shared_bytes(slots, pitch) + slots * (48 + 16) + rows * (CUT_BYTES + 4 + 16 + 4) + drafted
+        Sampling::shared_bytes(slots, pitch)
+            + slots * (48 + 16)
+            + rows * (CUT_BYTES + 4 + 16 * vocab.div_ceil(CHUNK) + 4)
+            + drafted
     }
 
     fn shared_bytes(slots: usize, pitch: usize) -> usize {
@@ -165,7 +169,7 @@ impl Sampling {
             turns: device.zeroed(slots * 16)?,
             cuts: device.zeroed(rows * CUT_BYTES)?,
             choices: device.zeroed(rows * 4)?,
-            best: device.zeroed(rows * 16)?,
+            races: device.allocate(rows * 16 * vocab.div_ceil(CHUNK))?,
             arrived: device.zeroed(rows * 4)?,
             draft: match rejection {
                 true => Some((device.allocate(drafted * vocab * 4)?, device.allocate(drafted * CUT_BYTES)?)),
@@ -184,7 +188,8 @@ impl Sampling {
 
     /// Bytes held on the device.
     pub(crate) fn held_bytes(&self) -> usize {
-        let buffers = [&self.shared, &self.samplers, &self.turns, &self.cuts, &self.choices, &self.best, &self.arrived];
+        let buffers =
+            [&self.shared, &self.samplers, &self.turns, &self.cuts, &self.choices, &self.races, &self.arrived];
         let drafted = self.draft.iter().flat_map(|(logits, cuts)| [logits, cuts]);
         buffers.into_iter().chain(drafted).map(Buffer::bytes).sum()
     }
@@ -365,7 +370,7 @@ impl Sampling {
                 q_logits,
                 q_cuts,
                 GAMMA_MAX,
-                &self.best,
+                &self.races,
                 &self.arrived,
                 self.shared.at(LEAD_AT),
                 flag,

@@ -189,17 +189,23 @@ fn silu_times_up() {
 #[test]
 fn embeddings_come_from_windows_or_prompts() {
     let Some(device) = device() else { return };
-    let (vocab, width) = (50, 200);
+    // 8,212 columns: more than all threads take at once, and the last eight are half outside.
+    for width in [200, 8212] {
+        embeddings(&device, 50, width);
+    }
+}
+
+fn embeddings(device: &Arc<Device>, vocab: usize, width: usize) {
     let values = Random(3).normals(vocab * width);
     // The middle row brings its token along.
     let rows = [[1, 2, 700, -1], [0, 0, 5, 31], [1, 3, 701, -1]];
     let (windows, pitch) = ([[7, 8, 9, 10, 11], [20, 21, 49, 0, 13]].concat(), 5);
     for dtype in DTYPES {
-        let table = matrix(&device, &values, vocab, width, dtype);
-        let (on, windows_on) = (rows_of(&device, &rows), device.copied(&windows).unwrap());
+        let table = matrix(device, &values, vocab, width, dtype);
+        let (on, windows_on) = (rows_of(device, &rows), device.copied(&windows).unwrap());
         let kernel = format!("embed_{}", name(dtype));
         let check = |tokens: &[usize], arguments: &[Arg], hidden: &quantspec_cuda::device::Buffer| {
-            run(&device, &kernel, [tokens.len(), 1, 1], 256, 0, arguments);
+            run(device, &kernel, [tokens.len(), 1, 1], 256, 0, arguments);
             let got = hidden.read::<f32>(0, tokens.len() * width).unwrap();
             for (row, &token) in tokens.iter().enumerate() {
                 assert!(
@@ -208,12 +214,12 @@ fn embeddings_come_from_windows_or_prompts() {
                 );
             }
         };
-        let hidden = poisoned(&device, 3 * width * 4);
+        let hidden = poisoned(device, 3 * width * 4);
         check(&[49, 31, 0], &args![&on, &windows_on, pitch, 0u64, &table, &hidden, width, vocab], &hidden);
         let kept = windows_on.read::<i32>(0, windows.len()).unwrap();
         assert_eq!(kept, [&[31], &windows[1..]].concat());
         let prompt = device.copied(&[3, 49, 3, 0]).unwrap();
-        let hidden = poisoned(&device, 4 * width * 4);
+        let hidden = poisoned(device, 4 * width * 4);
         check(&[3, 49, 3, 0], &args![0u64, 0u64, 0, &prompt, &table, &hidden, width, vocab], &hidden);
     }
 }

@@ -44,7 +44,7 @@ struct Stage {
     windows: Buffer,
     q_logits: Buffer,
     q_cuts: Buffer,
-    best: Buffer,
+    races: Buffer,
     arrived: Buffer,
     lead: Buffer,
     flag: Buffer,
@@ -64,7 +64,7 @@ impl Stage {
             windows: device.zeroed(slots * WINDOW * 4).unwrap(),
             q_logits: poisoned(device, slots * WINDOW * vocab * 4),
             q_cuts: poisoned(device, slots * WINDOW * CUT_BYTES),
-            best: device.zeroed(64 * 16).unwrap(),
+            races: poisoned(device, 64 * 16 * vocab.div_ceil(2048)),
             arrived: device.zeroed(64 * 4).unwrap(),
             lead: device.zeroed(4).unwrap(),
             flag: device.zeroed(4).unwrap(),
@@ -99,13 +99,12 @@ impl Stage {
             &self.q_logits,
             &self.q_cuts,
             WINDOW,
-            &self.best,
+            &self.races,
             &self.arrived,
             &self.lead,
             &self.flag
         ];
         run(&self.device, "sample_choose", [self.vocab.div_ceil(2048), count, 1], 256, 0, &arguments);
-        assert!(self.best.read::<u64>(0, 128).unwrap().iter().all(|&x| x == 0), "scratch left dirty");
         assert!(self.arrived.read::<u32>(0, 64).unwrap().iter().all(|&x| x == 0), "scratch left dirty");
         (choices.read(0, count).unwrap(), logits, cuts)
     }
