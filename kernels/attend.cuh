@@ -15,7 +15,7 @@
 //
 // Row invariance: a row's bits depend on its position and the cache alone. How pages and recent tokens are dealt to items and rings is a function of
 // the position; what a row does not see leaves its state unchanged to the bit (p = 0, factor 1); columns of an mma do not mix; the number of row
-// tiles NT only adds columns.
+// tiles NT only adds columns, and four rows leave every second one out.
 #pragma once
 #include "layout.cuh"
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -38,7 +38,7 @@ struct Span {
   int partial;                           // first row of the span in the partial results
   int fresh;                             // the list is made in this step
 };
-struct Part { int span, row, rows, first; };     // up to 8 NT query rows of a span: row = query * group + head in group; first: its first item
+struct Part { int span, row, rows, first; };     // up to ROWS query rows of a span: row = query * group + head in group; first: its first item
 
 struct AttendArgs {
   const uint8_t *upper, *lower, *full;   // this layer's pools: [page][kv head] blocks
@@ -98,18 +98,24 @@ DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
-// A word of upper codes, or an upper and a lower word, as an f16 A fragment. An integer n below 1024 in the low bits of an f16 is the subnormal number
-// n 2^-24, which tensor cores take as it is. Both: 16 U + L + 8. Upper: rows g the codes of both rows, U + 16 U8, rows g + 8 16 U8 alone, which is taken
-// off the results of the former: so four instructions do for the eight codes of a word.
+// A constant that stays in a register: a LOP3 takes one immediate only, and a uniform register costs a copy per use.
+DEV uint32_t in_register(uint32_t v) { return __shfl_sync(~0u, v, threadIdx.x & 31); }
+
+struct Magic { uint32_t h1024, bytes; };                   // f16 pairs of 1024, and their upper bytes
+
+// A word of upper codes, or an upper and a lower word, as an f16 A fragment. Both: 1024 + 16 U + (L + 8).
+// Upper: an integer n below 1024 in the low bits of an f16 is the subnormal number n 2^-24, which tensor cores take as it is. Rows g are the codes of both
+// rows, U + 16 U8, rows g + 8 16 U8 alone, which is taken off the results of the former: so four instructions do for the eight codes of a word.
 template <bool TWO>
-DEV void unpack(uint32_t u, uint32_t l, uint32_t (&a)[4]) {
+DEV void unpack(const Magic& m, uint32_t u, uint32_t l, uint32_t (&a)[4]) {
   if (!TWO) {
     a[0] = u & 0x00ff00ff, a[1] = u & 0x00f000f0, a[2] = __byte_perm(u, 0, 0x4341), a[3] = a[2] & 0x00f000f0;
   } else {
     const uint32_t x = select_bits(u, l, 0xf0f0f0f0);                 // bytes of rows g + 8
     uint32_t y = select_bits(l, u, 0xf0f0f0f0);
     y = __funnelshift_l(y, y, 4);                                     // bytes of rows g
-    a[0] = y & 0x00ff00ff, a[1] = x & 0x00ff00ff, a[2] = __byte_perm(y, 0, 0x4341), a[3] = __byte_perm(x, 0, 0x4341);
+    a[0] = and_or(y, 0x00ff00ff, m.h1024), a[1] = and_or(x, 0x00ff00ff, m.h1024);
+    a[2] = __byte_perm(y, m.bytes, 0x4341), a[3] = __byte_perm(x, m.bytes, 0x4341);
   }
 }
 
@@ -242,10 +248,9 @@ template <class C>
 DEV void attend(const AttendArgs& p, uint8_t* shared) {
   constexpr int D = C::D, NT = C::NT, ROWS = C::ROWS, E = C::E, RINGS = C::RINGS, KP = D / 32, TILES_W = D / 64;       // TILES_W: channel tiles of a warp
   constexpr bool TWO = C::TWO, FULL_VIEW = C::FULL_VIEW, ENGINE = C::ENGINE;
-  // A key's scale stands for one of U: 2^-24, and 16 times that where codes are 16 times finer.
-  constexpr float SCORE_SCALE = TWO ? 0x1p20f : 0x1p24f;
-  // Probabilities enter as p * scale * V_SCALE. O is kept times O_SCALE.
-  constexpr float V_SCALE = TWO ? 4.f : 16.f, O_SCALE = TWO ? 64.f : 16.f, UNIT = 0x1p24f;
+  constexpr float SCORE_SCALE = TWO ? 0.0625f : 0x1p24f;      // a score of the units that codes are in
+  // Probabilities enter as p * scale * V_SCALE; the target's codes are 16 times finer. O is kept times O_SCALE.
+  constexpr float V_SCALE = TWO ? 4.f : 16.f, O_SCALE = TWO ? 64.f : 16.f;
   const int stages = ENGINE ? C::STAGES : p.stages, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const uint32_t base = shared_address(shared), ring_bytes = stages * C::SLOT + C::REST, tail = base + RINGS * ring_bytes;
   grid_trigger();
@@ -303,7 +308,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 
   const int g = lane >> 2, c = lane & 3, ring = RINGS == 1 ? 0 : warp >> 2, w4 = RINGS == 1 ? warp : warp & 3;
   const uint32_t slots = base + ring * ring_bytes, rest = slots + stages * C::SLOT, bars = rest + C::BARS;
-  const float v_centre = TWO ? -0.5f : -p.centre;
+  const float v_centre = TWO ? 7.5f : -p.centre;
   auto ring_sync = [&]() { asm volatile("bar.sync %0,128;" ::"r"(ring + 1) : "memory"); };
   auto ring_any = [&](bool v) {
     uint32_t r;
@@ -312,6 +317,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   };
   auto block_sync = [&]() { asm volatile("bar.sync %0,%1;" ::"n"(RINGS + 1), "n"(C::CONSUMERS) : "memory"); };
   auto row_of = [&](int t, int e) { return E == 1 ? c : t * 8 + 2 * c + e; };        // what a lane's columns of tile t are
+  const Magic magic = TWO ? Magic{in_register(0x64006400), in_register(0x64646464)} : Magic{0, 0};
   constexpr int NV = NT >= 3 ? 8 : NT * E;                   // values per lane of a column pair, padded
   auto scatter = [&](int area, float v) {                    // [row][warp of the ring]
     const int i = g / (8 / NV);
@@ -380,11 +386,10 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
       M[t][0] = M[t][1] = NOTHING, l[t][0] = l[t][1] = z[t][0] = z[t][1] = 0;
     }
 
-    // q * s as B fragments and the start of the scores, q . z (Both: less 8 of the finer units, sum(q * s) / 2), by parts of 32 channels: ((0 + 4 + ..) + (1 + 5 + ..)) + (..)
+    // q * s as B fragments and the start of the scores, q . z (Both: less 1032 sum(q * s)), by parts of 32 channels: ((0 + 4 + ..) + (1 + 5 + ..)) + (..)
     auto prepare = [&](uint32_t k) {
       if constexpr (!FULL_VIEW) {
-        constexpr uint32_t LESS8 = 0x80088008u;              // -8 2^-24
-        const uint32_t less8[4] = {LESS8, LESS8, LESS8, LESS8};
+        const uint32_t less1032[4] = {0xe408e408, 0xe408e408, 0xe408e408, 0xe408e408};
         uint4 s, zz;
         auto params = [&](int kp) {
           s = lds128(k + (kp * 4 + c) * 32), zz = lds128(k + (kp * 4 + c) * 32 + 16);
@@ -394,14 +399,15 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
           }
         };
         auto part = [&](int kp, int t, float (&sum)[2]) {
-          // Rows g of this operand hold channels of the first k tile, rows g + 8 of the second: each product below uses one half of its rows.
-          const uint32_t za[4] = {zz.x, zz.z, zz.y, zz.w};
+          // Rows g of this operand hold one half of the channels, rows g + 8 the other, and each product below uses one half of its rows. Which half is what
+          // costs moves of registers: of zz where it comes from memory, of x where it was computed.
+          const uint32_t za[4] = {zz.x, TWO ? zz.y : zz.z, TWO ? zz.z : zz.y, zz.w};
           const uint4 x = lds128(tail + ((kp * NT + t) * 32 + lane) * 16);
           const uint4 y = make_uint4(hmul2(x.x, s.x), hmul2(x.y, s.y), hmul2(x.z, s.z), hmul2(x.w, s.w));
           sts128(rest + ((kp * NT + t) * 32 + lane) * 16, y);
           float cz[4] = {0, 0, 0, 0}, cy[4] = {0, 0, 0, 0}, co[4] = {0, 0, 0, 0};
-          mma_f16(cz, za, x.x, x.y), mma_f16(cy, za, x.z, x.w);
-          if (TWO) mma_f16(co, less8, y.x, y.y), mma_f16(co, less8, y.z, y.w);
+          mma_f16(cz, za, x.x, TWO ? x.z : x.y), mma_f16(cy, za, TWO ? x.y : x.z, x.w);
+          if (TWO) mma_f16(co, less1032, y.x, y.y), mma_f16(co, less1032, y.z, y.w);
 #pragma unroll
           for (int e = 0; e < E; e++) sum[e] = __fadd_rn(sum[e], __fmaf_rn(__fadd_rn(cz[e], cy[2 + e]), 1.f / SCORE_SCALE, co[e]));
         };
@@ -477,10 +483,10 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll
             for (int i = 0; i < TILES; i++) {
               uint32_t a[4];
-              unpack<TWO>(kp ? up[i].z : up[i].x, kp ? low[i].z : low[i].x, a);
+              unpack<TWO>(magic, kp ? up[i].z : up[i].x, kp ? low[i].z : low[i].x, a);
 #pragma unroll
               for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].x, b[t].y);
-              unpack<TWO>(kp ? up[i].w : up[i].y, kp ? low[i].w : low[i].y, a);
+              unpack<TWO>(magic, kp ? up[i].w : up[i].y, kp ? low[i].w : low[i].y, a);
 #pragma unroll
               for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].z, b[t].w);
             }
@@ -612,8 +618,9 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
           }
       };
       if constexpr (!PLAIN) {
-        // A page's sums begin at zero and are added to O rounded: the tensor core truncates its accumulator, and over many pages of codes, all of one
-        // sign, that bias would reach 3e-2 of the output of diffuse attention at 256k tokens.
+        // The tensor core truncates its accumulator: over many pages of codes of one sign that bias would reach 3e-2 of the output of diffuse attention at 256k
+        // tokens. Both: codes enter centred (16 U + L - 120) and the centre moves into the zero point, which also leaves a rounded probability to err by a
+        // value's distance from the middle instead of by all of it. Upper: a page's sums begin at zero and are added to O rounded; drafts can bear the rest.
         float sum[NT][TILES_W][4];
 #pragma unroll
         for (int t = 0; t < NT; t++)
@@ -629,7 +636,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
             uint4 low = make_uint4(0, 0, 0, 0);
             if (TWO) low = lds128(at + C::LOWER);
             loaded |= up.x | low.x;
-            uint32_t both[4];                                // P of two tiles, where one row tile is all
+            uint32_t both[4];                                // P of two token tiles, where one row tile is all
             if (NT == 1) ldmatrix4_trans(both, rest + C::P + (tp * 32 + lane) * C::PITCH);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
@@ -639,22 +646,27 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
 #pragma unroll
               for (int j = 0; j < (TILES_W == 1 ? 1 : 2); j++) {
                 const bool odd = TILES_W == 1 ? w4 & 1 : j;
+                const int tile = TILES_W == 1 ? 0 : cp * 2 + j;
                 uint32_t a[4];
-                unpack<TWO>(h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a);
+                unpack<TWO>(magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a);
+                if (TWO)
 #pragma unroll
-                for (int t = 0; t < NT; t++) mma_f16(sum[t][TILES_W == 1 ? 0 : cp * 2 + j], a, b[t][0], b[t][1]);
+                  for (int i = 0; i < 4; i++) a[i] = hsub2(a[i], 0x64806480);        // 1152
+#pragma unroll
+                for (int t = 0; t < NT; t++) mma_f16(TWO ? O[t][tile] : sum[t][tile], a, b[t][0], b[t][1]);
               }
             }
           }
+        if (!TWO)
 #pragma unroll
-        for (int t = 0; t < NT; t++)
+          for (int t = 0; t < NT; t++)
 #pragma unroll
-          for (int j = 0; j < TILES_W; j++)
+            for (int j = 0; j < TILES_W; j++)
 #pragma unroll
-            for (int e = 0; e < E; e++) {
-              const float a = sum[t][j][e], b = sum[t][j][e + 2];
-              O[t][j][e] = __fmaf_rn(TWO ? a : __fadd_rn(a, -b), UNIT, O[t][j][e]), O[t][j][e + 2] = __fmaf_rn(b, TWO ? UNIT : UNIT / 16, O[t][j][e + 2]);
-            }
+              for (int e = 0; e < E; e++) {
+                const float x = sum[t][j][e], y = sum[t][j][e + 2];
+                O[t][j][e] = __fmaf_rn(__fadd_rn(x, -y), 0x1p24f, O[t][j][e]), O[t][j][e + 2] = __fmaf_rn(y, 0x1p20f, O[t][j][e + 2]);
+              }
       } else {
 #pragma unroll
         for (int tile = 0; tile < C::STEP / 16; tile++) {

@@ -49,12 +49,18 @@ DEV uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
   asm("lop3.b32 %0,%1,%2,%3,%4;" : "=r"(r) : "r"(a), "r"(b), "r"(c), "n"(LUT));
   return r;
 }
+DEV uint32_t and_or(uint32_t a, uint32_t mask, uint32_t b) { return lop3<(0xf0 & 0xcc) | 0xaa>(a, mask, b); }
 DEV uint32_t select_bits(uint32_t a, uint32_t b, uint32_t mask) { return lop3<(0xf0 & 0xaa) | (0xcc & 0x55)>(a, b, mask); }
 DEV uint32_t pack_half2(float low, float high) {
   const half2 v = __floats2half2_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 DEV float2 unpack_half2(uint32_t v) { return __half22float2(*reinterpret_cast<const half2*>(&v)); }
+DEV uint32_t hsub2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 DEV uint32_t hmul2(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));

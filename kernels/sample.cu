@@ -470,9 +470,10 @@ KERNEL __launch_bounds__(256) sample_choose(const Row* rows, const Sampler* samp
       all[blockIdx.x] = race;
       __threadfence();
       before = atomicAdd(arrived + row, 1);
+      __threadfence();
     }
     if (__shfl_sync(~0u, before, 0) + 1 != gridDim.x) return;
-    __threadfence();
+    __syncwarp();                                                            // a shuffle orders no memory
     race = {0, 0};
 #pragma unroll 1
     for (int i = lane; i < gridDim.x; i += 32) race.enter(__ldcg((const unsigned long long*)&all[i].first), __ldcg((const unsigned long long*)&all[i].second));

@@ -694,5 +694,9 @@ mod tests {
                 }
             }
         }
+        // Two blocks in a multiprocessor's 228 KiB, of which the driver keeps 1 KiB each.
+        for (d, stages) in BESIDE {
+            assert!(shared_bytes(View::Upper, d, 8, BESIDE_RINGS, stages, true) <= 113 * 1024, "{d}");
+        }
     }
 }

@@ -371,7 +371,7 @@ impl Bench {
         let (weight, x) = (device.zeroed(hidden * 4)?, device.zeroed(most * padded(width.max(hidden)) * 4)?);
         let logits = device.zeroed(most * config.vocab * 4)?;
         // Row descriptions and samplers are zero: slot 0, greedy. What the choice counts in is zero before and after, and is not while it works.
-        let (zeros, scratch) = (device.zeroed(most * 64)?, device.zeroed(most * 64)?);
+        let (zeros, scratch) = (device.zeroed(most * 64)?, device.zeroed(most * 48)?);
         let races = device.allocate(most * 16 * config.vocab.div_ceil(crate::sample::CHUNK))?;
         let element = config.dtype.bytes();
         for &rows in rows {

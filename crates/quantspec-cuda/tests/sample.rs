@@ -194,6 +194,7 @@ fn sampled_choices_equal_core() {
             sampler(0.9, 50, 0.95, 0.02, Accept::Replay),
             sampler(2.0, 0, 0.999, 0.0, Accept::Replay),
             sampler(0.05, 1, 1.0, 0.0, Accept::Replay),
+            sampler(1e-6, 0, 1.0, 0.0, Accept::Replay),
             sampler(30.0, 20_000, 0.6, 0.0, Accept::Replay),
             Sampler::greedy(),
             sampler(1.0, 0, 0.9, 0.0, Accept::Rejection),
