@@ -2,8 +2,9 @@
 #include "attend.cuh"
 #include "numbers.cuh"
 
-// attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs): up to ROWS query rows a KV head; see the table below for threads and shared memory (crates/quantspec-cuda/
-// src/attend.rs computes the same). Rings belong to the order of a row's sums: one number per view and head width.
+// attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_beside_{64,128}_{ROWS} (half a multiprocessor): up to ROWS query rows a KV head; see the
+// table below for threads and shared memory (crates/quantspec-cuda/src/attend.rs computes the same). Rings belong to the order of a row's sums: one number
+// per view and head width.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define REGISTERS(C, PER_SM) __maxnreg__((C::ENTRY))
 #else
@@ -19,11 +20,11 @@
 // grid min(items, multiprocessors); 128 threads a ring and one producer warp each, or one group of 128 more where registers are handed over
 ATTEND(attend_upper_64_4, 64, UPPER, 4, 4, 4, 1)
 ATTEND(attend_upper_64_8, 64, UPPER, 8, 4, 4, 1)
+ATTEND(attend_upper_64_16, 64, UPPER, 16, 4, 4, 1)
 ATTEND(attend_beside_64_4, 64, UPPER, 4, 2, 8, 1, true)
 ATTEND(attend_beside_64_8, 64, UPPER, 8, 2, 8, 1, true)
 ATTEND(attend_beside_128_4, 128, UPPER, 4, 2, 5, 1, true)
 ATTEND(attend_beside_128_8, 128, UPPER, 8, 2, 5, 1, true)
-ATTEND(attend_upper_64_16, 64, UPPER, 16, 4, 4, 1)
 ATTEND(attend_both_64_8, 64, BOTH, 8, 3, 4, 1)
 ATTEND(attend_both_64_16, 64, BOTH, 16, 3, 4, 1)
 ATTEND(attend_both_64_24, 64, BOTH, 24, 3, 4, 1)

@@ -67,6 +67,7 @@ template <int D_, int VIEW_, int ROWS_, int RINGS_, int STAGES_, bool BESIDE_ = 
 struct Attend {
   static constexpr int D = D_, VIEW = VIEW_, ROWS = ROWS_, NT = (ROWS + 7) / 8, RINGS = RINGS_, STAGES = STAGES_;
   static constexpr int E = ROWS == 4 ? 1 : 2;                                     // rows of a lane in a tile
+  static_assert(ROWS == 4 || ROWS == NT * 8);
   static constexpr bool TWO = VIEW == BOTH, FULL_VIEW = VIEW == FULL, ENGINE = STAGES > 0, BESIDE = BESIDE_;
   // Where registers do not suffice for the rows the producers hand theirs over, which whole groups of four warps do.
   static constexpr bool HAND_OVER = ENGINE && (NT >= 3 || D == 256 || BESIDE);
@@ -79,7 +80,6 @@ struct Attend {
   static constexpr bool BY_ROWS = TWO && NT >= 3;                                 // prepare: a warp per row tile, else a warp per 32 channels
   // A proxy fence waits for the loads from a slot (`slot_left`) where a register more is one too many, and where it is faster.
   static constexpr bool FENCED = NT >= 3 || D == 256 || VIEW == UPPER;
-  static_assert(ROWS == 4 || ROWS == NT * 8);
   static constexpr int QUERY = NT * 16 * D;                                       // q as B fragments
   // A ring: slots, then q * s, probabilities, maxima or sums of the warps, starts of the scores, barriers. At the item's end O lies where q * s and P were.
   static constexpr int P = FULL_VIEW ? 0 : QUERY, P_SIZE = (FULL_VIEW ? STEP : PAGE) * PITCH, O_SIZE = RINGS > 1 ? 2 * QUERY : 0;
@@ -100,7 +100,6 @@ DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
 }
 // A constant that stays in a register: a LOP3 takes one immediate only, and a uniform register costs a copy per use.
 DEV uint32_t in_register(uint32_t v) { return __shfl_sync(~0u, v, threadIdx.x & 31); }
-
 struct Magic { uint32_t h1024, bytes; };                   // f16 pairs of 1024, and their upper bytes
 
 // A word of upper codes, or an upper and a lower word, as an f16 A fragment. Both: 1024 + 16 U + (L + 8).
@@ -317,6 +316,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   };
   auto block_sync = [&]() { asm volatile("bar.sync %0,%1;" ::"n"(RINGS + 1), "n"(C::CONSUMERS) : "memory"); };
   auto row_of = [&](int t, int e) { return E == 1 ? c : t * 8 + 2 * c + e; };        // what a lane's columns of tile t are
+  auto tile_of = [](int i) { return i / E < NT ? i / E : 0; };                       // of a lane's i-th row
   const Magic magic = TWO ? Magic{in_register(0x64006400), in_register(0x64646464)} : Magic{0, 0};
   constexpr int NV = NT >= 3 ? 8 : NT * E;                   // values per lane of a column pair, padded
   auto scatter = [&](int area, float v) {                    // [row][warp of the ring]
@@ -557,7 +557,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
       if (moved) {
         float x[NV];
 #pragma unroll
-        for (int i = 0; i < NV; i++) x[i] = i < NT * E ? top(i < NT * E ? i / E : 0, i % E) : MASKED;
+        for (int i = 0; i < NV; i++) x[i] = i < NT * E ? top(tile_of(i), i % E) : MASKED;
         scatter(C::RED, reduce_scatter(x, [](float a, float b) { return fmaxf(a, b); }));
         ring_sync();
 #pragma unroll
@@ -636,12 +636,12 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
             uint4 low = make_uint4(0, 0, 0, 0);
             if (TWO) low = lds128(at + C::LOWER);
             loaded |= up.x | low.x;
-            uint32_t both[4];                                // P of two token tiles, where one row tile is all
-            if (NT == 1) ldmatrix4_trans(both, rest + C::P + (tp * 32 + lane) * C::PITCH);
+            uint32_t two[4];                                 // P of two token tiles, where one row tile is all
+            if (NT == 1) ldmatrix4_trans(two, rest + C::P + (tp * 32 + lane) * C::PITCH);
 #pragma unroll
             for (int h = 0; h < 2; h++) {
               uint32_t b[NT][2];
-              if (NT == 1) b[0][0] = both[h * 2], b[0][1] = both[h * 2 + 1];
+              if (NT == 1) b[0][0] = two[h * 2], b[0][1] = two[h * 2 + 1];
               else load_p(tp * 2 + h, b);
 #pragma unroll
               for (int j = 0; j < (TILES_W == 1 ? 1 : 2); j++) {
@@ -725,7 +725,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     {
       float x[NV], y[NV];
 #pragma unroll
-      for (int i = 0; i < NV; i++) x[i] = i < NT * E ? l[i < NT * E ? i / E : 0][i % E] : 0.f, y[i] = i < NT * E ? z[i < NT * E ? i / E : 0][i % E] : 0.f;
+      for (int i = 0; i < NV; i++) x[i] = i < NT * E ? l[tile_of(i)][i % E] : 0.f, y[i] = i < NT * E ? z[tile_of(i)][i % E] : 0.f;
       auto add = [](float a, float b) { return __fadd_rn(a, b); };
       scatter(C::RED, reduce_scatter(x, add)), scatter(C::C0, reduce_scatter(y, add));
     }

@@ -45,7 +45,7 @@ DEV float4 add4(float4 a, float4 b) { return make_float4(__fadd_rn(a.x, b.x), __
 struct Eight { float4 low, high; };
 template <class Load>
 DEV void embed(const Row* rows, int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab, Load load) {
-  constexpr int AT_ONCE = 4;
+  constexpr int AT_ONCE = 4, ACROSS = 256 * 8;
   grid_trigger();
   grid_wait();
   const int row = blockIdx.x;
@@ -61,14 +61,14 @@ DEV void embed(const Row* rows, int* windows, int window_pitch, const int* token
   token = min(max(token, 0), vocab - 1);  // never outside the table
   float* to = hidden + (size_t)row * width;
 #pragma unroll 1
-  for (int first = threadIdx.x * 8; first < width; first += AT_ONCE * 2048) {
+  for (int first = threadIdx.x * 8; first < width; first += AT_ONCE * ACROSS) {
     Eight x[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++)
-      if (first + i * 2048 < width) x[i] = load(token, first + i * 2048);
+      if (first + i * ACROSS < width) x[i] = load(token, first + i * ACROSS);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
-      const int k = first + i * 2048;
+      const int k = first + i * ACROSS;
       if (k < width) *(float4*)(to + k) = x[i].low;
       if (k + 4 < width) *(float4*)(to + k + 4) = x[i].high;
     }

@@ -56,14 +56,14 @@ DEV uint32_t pack_half2(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&v);
 }
 DEV float2 unpack_half2(uint32_t v) { return __half22float2(*reinterpret_cast<const half2*>(&v)); }
-DEV uint32_t hsub2(uint32_t a, uint32_t b) {
-  uint32_t r;
-  asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
 DEV uint32_t hmul2(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("mul.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+DEV uint32_t hsub2(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm("sub.rn.f16x2 %0,%1,%2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 DEV float exp2_fast(float x) {

@@ -10,6 +10,7 @@ use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::draft::{Draft, Heads, Hidden};
 use crate::linear::{Linear, Matrix, Quantised, name};
 use crate::prefill::{Prefill, Shape, padded};
+use crate::sample::{CHUNK, SAMPLE_THREADS, race_bytes};
 use half::f16;
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_buffer, visible_pages};
@@ -372,7 +373,7 @@ impl Bench {
         let logits = device.zeroed(most * config.vocab * 4)?;
         // Row descriptions and samplers are zero: slot 0, greedy. What the choice counts in is zero before and after, and is not while it works.
         let (zeros, scratch) = (device.zeroed(most * 64)?, device.zeroed(most * 48)?);
-        let races = device.allocate(most * 16 * config.vocab.div_ceil(crate::sample::CHUNK))?;
+        let races = device.allocate(most * race_bytes(config.vocab))?;
         let element = config.dtype.bytes();
         for &rows in rows {
             let arguments = args![&stream, &y, 0u64, &weight, &x, config.rms_eps, hidden, padded(hidden)];
@@ -421,8 +422,10 @@ impl Bench {
                 0u64,
                 flag
             ];
-            let grid = [config.vocab.div_ceil(crate::sample::CHUNK), rows, 1];
-            let took = seconds(device, || (0..CALLS).try_for_each(|_| self.launch(choose, grid, 256, 0, &arguments)))?;
+            let grid = [config.vocab.div_ceil(CHUNK), rows, 1];
+            let took = seconds(device, || {
+                (0..CALLS).try_for_each(|_| self.launch(choose, grid, SAMPLE_THREADS, 0, &arguments))
+            })?;
             let bytes = rows * config.vocab * 4;
             report(Measured {
                 kernel: "choose",

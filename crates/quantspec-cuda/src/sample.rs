@@ -13,6 +13,13 @@ use std::sync::Arc;
 
 /// Tokens of a block that chooses (`CHUNK` in kernels/sample.cu).
 pub(crate) const CHUNK: usize = 2048;
+/// Threads of that block (`SAMPLE_THREADS` there).
+pub(crate) const SAMPLE_THREADS: u32 = 256;
+
+/// Bytes of what the blocks that search a row find: `Race` in kernels/sample.cu for each.
+pub(crate) const fn race_bytes(vocab: usize) -> usize {
+    16 * vocab.div_ceil(CHUNK)
+}
 /// Most tokens `sample_cut` takes.
 const VOCAB_MAX: usize = 1 << 18;
 /// Where the lead of a proposed token lies, behind the flag, and where verdicts begin.
@@ -108,7 +115,7 @@ pub(crate) struct Sampling {
     turns: Buffer,
     cuts: Buffer,
     choices: Buffer,
-    /// What the blocks that search a row found, `[rows][blocks]`, 16 bytes each.
+    /// What the blocks that search a row found, `[rows][blocks]`.
     races: Buffer,
     arrived: Buffer,
     /// Draft logits `[slot][GAMMA_MAX][vocab]` and their cuts, of a backend that was loaded for rejection.
@@ -140,7 +147,7 @@ impl Sampling {
         let drafted = if rejection { slots * GAMMA_MAX * (vocab * 4 + CUT_BYTES) } else { 0 };
         Sampling::shared_bytes(slots, pitch)
             + slots * (48 + 16)
-            + rows * (CUT_BYTES + 4 + 16 * vocab.div_ceil(CHUNK) + 4)
+            + rows * (CUT_BYTES + 4 + race_bytes(vocab) + 4)
             + drafted
     }
 
@@ -169,7 +176,7 @@ impl Sampling {
             turns: device.zeroed(slots * 16)?,
             cuts: device.zeroed(rows * CUT_BYTES)?,
             choices: device.zeroed(rows * 4)?,
-            races: device.allocate(rows * 16 * vocab.div_ceil(CHUNK))?,
+            races: device.allocate(rows * race_bytes(vocab))?,
             arrived: device.zeroed(rows * 4)?,
             draft: match rejection {
                 true => Some((device.allocate(drafted * vocab * 4)?, device.allocate(drafted * CUT_BYTES)?)),
@@ -375,7 +382,7 @@ impl Sampling {
                 self.shared.at(LEAD_AT),
                 flag,
             ];
-            self.device.launch(self.choose, launch([vocab.div_ceil(CHUNK), count], 256), &arguments)
+            self.device.launch(self.choose, launch([vocab.div_ceil(CHUNK), count], SAMPLE_THREADS), &arguments)
         }
     }
 
