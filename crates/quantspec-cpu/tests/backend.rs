@@ -6,7 +6,7 @@ mod paths;
 #[path = "support/random.rs"]
 mod random;
 
-use quantspec_core::cache::G;
+use quantspec_core::cache::{G, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
@@ -31,7 +31,8 @@ fn options(slots: usize, capacity: usize) -> Options {
         rounding: Rounding::Balanced,
         draft_weights: DraftWeights::Int4,
         rejection: false,
-        step_rows: 8,
+        // Automatic γ chooses by what was timed: room for all that any choice takes.
+        step_rows: slots * (GAMMA_MAX + 1),
         block_rows: 64,
         threads: 2,
     }
@@ -191,7 +192,7 @@ fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
     // 6,600 · √96 fits half precision; in four bits it is one number with 6,800, between the two, which does not.
     let (bad, shape) = (7, Shape::new("llama", "F32", (4, 2, 32)));
     let checkpoint = shape.overflowing(9, bad, [6600.0, 6800.0]);
-    let options = Options { rejection: true, step_rows: 16, ..options(2, 512) };
+    let options = Options { rejection: true, ..options(2, 512) };
     let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let prompt = random::tokens(300, 20, 6);
     for choice in choices() {
@@ -237,6 +238,7 @@ fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
         for (policy, gammas) in [
             (Policy::fixed(3), [Some(3), Some(5)]),
             (Policy::fixed(3), [Some(1), Some(2)]),
+            (Policy::fixed(8), [Some(8); 2]),
             (Policy::auto(8), [None; 2]),
         ] {
             let (texts, ..) = run(Accept::Replay, Some(plan), policy, gammas);
@@ -270,7 +272,7 @@ fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
                 match round {
                     Ok(round) => text.extend(&round[0].tokens),
                     Err(error) => {
-                        assert_eq!(error.kind, ErrorKind::NotFinite);
+                        assert_eq!(error.kind, ErrorKind::NotFinite, "{error}");
                         break;
                     }
                 }
@@ -281,7 +283,7 @@ fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
         for seed in 0..40 {
             let plain = run(Accept::Replay, seed, None, Policy::fixed(0));
             finished += usize::from(plain.len() == 30);
-            for policy in [Policy::fixed(1), Policy::fixed(5), Policy::auto(8)] {
+            for policy in [Policy::fixed(1), Policy::fixed(5), Policy::fixed(8), Policy::auto(8)] {
                 let text = run(Accept::Replay, seed, Some(plan), policy);
                 assert_eq!(text, plain, "{} seed {seed}", choice.simd.name());
             }
