@@ -1,6 +1,6 @@
 //! The roof: how fast this machine reads memory, by plain loads of all threads (fetched ahead where that helps).
 
-use crate::dispatch::{AHEAD, Simd, choose, fetch, fetches_ahead, portable};
+use crate::dispatch::{Prefetch, Simd, choose, portable};
 use crate::memory::Array;
 use crate::pool::{Pool, part};
 use quantspec_core::Result;
@@ -65,12 +65,10 @@ pub(crate) fn sum(simd: Simd, x: &[u32]) -> u32 {
     #[inline(always)]
     fn body<const FMA: bool>(x: &[u32]) -> u32 {
         let mut sums = [0u32; 64];
-        let ahead = fetches_ahead();
+        let prefetch = Prefetch::here(false);
         for x in x.chunks_exact(64) {
-            if ahead {
-                for line in (0..256).step_by(64) {
-                    fetch(x.as_ptr(), AHEAD + line);
-                }
+            if let Some(prefetch) = prefetch {
+                x.chunks_exact(16).for_each(|line| prefetch.line(line.as_ptr()));
             }
             for l in 0..64 {
                 sums[l] = sums[l].wrapping_add(x[l]);

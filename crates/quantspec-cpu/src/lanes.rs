@@ -134,12 +134,14 @@ pub(crate) fn widen(simd: Simd, from: &[u16], to: &mut [f32]) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn widen_avx512(from: &[u16], to: &mut [f32]) {
-    use crate::dispatch::{AHEAD, fetch, fetches_ahead};
+    use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
-    let (whole, ahead) = (from.len() / 16 * 16, fetches_ahead());
+    let (whole, prefetch) = (from.len() / 16 * 16, Prefetch::here(false));
     for i in (0..whole).step_by(16) {
-        if ahead && i % 32 == 0 {
-            fetch(from.as_ptr().wrapping_add(i), AHEAD);
+        if let Some(prefetch) = prefetch
+            && i % 32 == 0
+        {
+            prefetch.line(from.as_ptr().wrapping_add(i));
         }
         // SAFETY: i + 16 elements exist in both slices, which are equally long.
         unsafe {
@@ -153,12 +155,14 @@ fn widen_avx512(from: &[u16], to: &mut [f32]) {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,f16c")]
 fn widen_avx2(from: &[u16], to: &mut [f32]) {
-    use crate::dispatch::{AHEAD, fetch, fetches_ahead};
+    use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
-    let (whole, ahead) = (from.len() / 8 * 8, fetches_ahead());
+    let (whole, prefetch) = (from.len() / 8 * 8, Prefetch::here(false));
     for i in (0..whole).step_by(8) {
-        if ahead && i % 32 == 0 {
-            fetch(from.as_ptr().wrapping_add(i), AHEAD);
+        if let Some(prefetch) = prefetch
+            && i % 32 == 0
+        {
+            prefetch.line(from.as_ptr().wrapping_add(i));
         }
         // SAFETY: i + 8 elements exist in both slices, which are equally long.
         unsafe {

@@ -3,7 +3,7 @@
 //! The caller is thread 0; the others spin on an epoch for a moment and then park. Work is dealt in items whose results do not
 //! depend on the thread that computes them: by thread index ([`part`]), or so that all threads end together ([`Deal`]).
 
-use crate::dispatch::{fetch_far, fetches_ahead};
+use crate::dispatch::{Prefetch, fetch_far};
 use quantspec_core::{Error, Result};
 use std::cell::{Cell, UnsafeCell};
 use std::marker::PhantomData;
@@ -143,7 +143,7 @@ impl Pool {
 
     /// Says what `first(thread)` each thread will read first after the dispatches to come: threads that wait in between ask for it.
     pub(crate) fn expect<'a>(&self, first: impl Fn(usize) -> &'a [u8]) {
-        if !fetches_ahead() {
+        if Prefetch::here(false).is_none() {
             return;
         }
         for (thread, next) in self.shared.next.iter().enumerate() {

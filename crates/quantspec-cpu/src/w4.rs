@@ -454,7 +454,7 @@ fn column_body<const FMA: bool>(part: &Part, j: usize, out: &mut [f32]) {
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
     use super::{Bits, GROUP, PANEL, PARAMS, Part};
-    use crate::dispatch::{AHEAD, fetch, fetches_ahead};
+    use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
     /// `vpdpbusd` on codes. High nibbles are used in place, 16 times too large, and shifted once per group.
@@ -465,11 +465,9 @@ mod avx512 {
     pub(super) unsafe fn column<const M: usize>(part: &Part, out: *mut f32) {
         // SAFETY: passed on.
         unsafe {
-            match (part.bits, fetches_ahead()) {
-                (Bits::Four, false) => tiles::<M, 16, false>(part, out),
-                (Bits::Four, true) => tiles::<M, 16, true>(part, out),
-                (Bits::Eight, false) => tiles::<M, 32, false>(part, out),
-                (Bits::Eight, true) => tiles::<M, 32, true>(part, out),
+            match part.bits {
+                Bits::Four => tiles::<M, 16>(part, out),
+                Bits::Eight => tiles::<M, 32>(part, out),
             }
         }
     }
@@ -477,23 +475,23 @@ mod avx512 {
     /// V code vectors to a tile.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-    unsafe fn tiles<const M: usize, const V: usize, const FETCH: bool>(part: &Part, out: *mut f32) {
+    unsafe fn tiles<const M: usize, const V: usize>(part: &Part, out: *mut f32) {
         // SAFETY: offsets stay inside the lengths promised by the caller.
         unsafe {
-            let low = _mm512_set1_epi8(15);
+            let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::here(M > 1));
             let mut acc = [_mm512_setzero_ps(); M];
             for g in 0..part.groups {
                 let tile = part.tiles.as_ptr().add(g * (PARAMS + V * 64));
                 let q = part.q.as_ptr().add(g * GROUP);
                 let mut a = [_mm512_setzero_si512(); M];
                 let mut b = a;
-                if FETCH {
-                    fetch(tile, AHEAD);
+                if let Some(prefetch) = prefetch {
+                    prefetch.line(tile);
                 }
                 for v in 0..16 {
-                    if FETCH {
+                    if let Some(prefetch) = prefetch {
                         for line in 0..V / 16 {
-                            fetch(tile, AHEAD + PARAMS + v * 4 * V + line * 64);
+                            prefetch.line(tile.wrapping_add(PARAMS + v * 4 * V + line * 64));
                         }
                     }
                     let (c0, c1) = if V == 16 {
@@ -530,7 +528,7 @@ mod avx512 {
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
     use super::{GROUP, PARAMS, Part};
-    use crate::dispatch::{AHEAD, fetch, fetches_ahead};
+    use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
     /// `vpmaddubsw` on nibbles, V code vectors to a tile: eight products of at most 2·15·127 fit an i16 lane before it must be
@@ -544,7 +542,7 @@ mod avx2 {
         unsafe {
             let low = _mm256_set1_epi8(15);
             let ones = _mm256_set1_epi16(1);
-            let ahead = fetches_ahead();
+            let prefetch = Prefetch::here(false);
             let mut acc = [_mm256_setzero_ps(); 2];
             for g in 0..part.groups {
                 let tile = part.tiles.as_ptr().add(g * (PARAMS + 64 * V));
@@ -556,8 +554,8 @@ mod avx2 {
                     let mut sums = [[_mm256_setzero_si256(); 2]; 2];
                     for v in first..first + V / 4 {
                         let codes = tile.add(PARAMS + v * 64);
-                        if ahead {
-                            fetch(codes, AHEAD);
+                        if let Some(prefetch) = prefetch {
+                            prefetch.line(codes);
                         }
                         let (q0, q1) = if V == 16 {
                             (q.add(2 * v).read_unaligned(), q.add(2 * v + 1).read_unaligned())

@@ -31,8 +31,8 @@ const BOTH: u8 = Kind::Both as u8;
 /// 32-bit lane, nibbles 0 and 4, then 2 and 6 (the bytes' high nibbles are indices 4 to 7).
 const WORDS: [i32; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
-/// Rows that share one pass over a vector of codes.
-const ROWS: usize = 4;
+/// Rows that share one pass over a vector of codes: their sums, four vectors of codes and what comes between are what sixteen registers hold.
+const ROWS: usize = 7;
 
 /// Most channels of a head: the sum of that many products of words, codes up to 255, fits 32 bits.
 pub(super) const MAX_D: usize = 256;
@@ -298,7 +298,10 @@ unsafe fn each_row(
                 1 => pass!(1),
                 2 => pass!(2),
                 3 => pass!(3),
-                _ => pass!(4),
+                4 => pass!(4),
+                5 => pass!(5),
+                6 => pass!(6),
+                _ => pass!(7),
             }
             for (i, dots) in dots[..n].iter().enumerate() {
                 each(st, r + i, half, *dots);

@@ -2,7 +2,7 @@
 
 use super::next::Next;
 use super::{G, Planes, State, amx};
-use crate::dispatch::{AHEAD, fetch, fetches_ahead};
+use crate::dispatch::Prefetch;
 use quantspec_core::config::Rounding;
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -109,11 +109,11 @@ unsafe fn dots<const NR: usize, const NV: usize, const BOTH: bool>(
         let mut acc = [[_mm512_setzero_si512(); NR]; NV];
         for s in 0..steps {
             let mut c = [(_mm512_setzero_si512(), _mm512_setzero_si512()); NV];
-            if ahead.near {
+            if let Some(near) = ahead.near {
                 for t in 0..NV {
-                    fetch(u.wrapping_add((s * apart + t) * 64), AHEAD);
+                    near.line(u.wrapping_add((s * apart + t) * 64));
                     if BOTH {
-                        fetch(l.wrapping_add((s * apart + t) * 64), AHEAD);
+                        near.line(l.wrapping_add((s * apart + t) * 64));
                     }
                 }
             }
@@ -402,7 +402,7 @@ unsafe fn normalise_steps<const LIMBS: usize>(params: *mut f32, most: f32) {
 
 /// What is fetched while a page is computed: for few rows its own lines shortly before they are loaded, for many the next page.
 pub(super) struct Ahead<'a> {
-    near: bool,
+    near: Option<Prefetch>,
     next: Next<'a>,
     /// Lines asked for with every row of a phase, and with every vector that is unpacked to a tile.
     per_row: usize,
@@ -420,7 +420,12 @@ impl<'a> Ahead<'a> {
             Some(steps) => (lines / 8, (lines * 5 / 8).div_ceil(steps)),
             None => (lines / 2, 0),
         };
-        Ahead { near: !many && fetches_ahead(), next, per_row: per_row.div_ceil(rows.max(1)), per_step }
+        Ahead {
+            near: Prefetch::here(limbs > 2).filter(|_| !many),
+            next,
+            per_row: per_row.div_ceil(rows.max(1)),
+            per_step,
+        }
     }
 
     /// Lines of one row of a phase.
