@@ -13,8 +13,7 @@ fn main() {
 
 #[divan::bench]
 fn read(bencher: Bencher) {
-    let (simd, threads) = machine().unwrap();
-    let mut read = Read::new(simd, threads).unwrap();
+    let mut read = Read::new(machine().unwrap()).unwrap();
     bencher.counter(BytesCount::new(SPREAD)).bench_local(|| read.call().unwrap());
 }
 
@@ -40,9 +39,8 @@ fn attend(
     weights: Weights,
     (rows, group, head_dim, context): (usize, usize, usize, usize),
 ) {
-    let (simd, threads) = machine().unwrap();
     let case = AttentionCase { view, weights, rows, group, kv_heads: 512 / head_dim, head_dim, context };
-    let mut attention = Attention::new(simd, threads, case).unwrap();
+    let mut attention = Attention::new(machine().unwrap(), case).unwrap();
     bencher.counter(BytesCount::new(attention.bytes())).bench_local(|| attention.call().unwrap());
 }
 

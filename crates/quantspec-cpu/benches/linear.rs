@@ -13,20 +13,23 @@ fn main() {
 
 #[divan::bench]
 fn read(bencher: Bencher) {
-    let (simd, threads) = machine().unwrap();
-    let mut read = Read::new(simd, threads).unwrap();
+    let mut read = Read::new(machine().unwrap()).unwrap();
     bencher.counter(BytesCount::new(SPREAD)).bench_local(|| read.call().unwrap());
 }
 
 fn product(bencher: Bencher, stored: Stored, rows: usize) {
-    let (simd, threads) = machine().unwrap();
-    let mut product = Product::new(simd, threads, stored, 8192, 2048, rows).unwrap();
+    let mut product = Product::new(machine().unwrap(), stored, 8192, 2048, rows).unwrap();
     bencher.counter(BytesCount::new(product.bytes())).bench_local(|| product.call().unwrap());
 }
 
 #[divan::bench(args = [1, 2, 5, 8, 16])]
 fn bf16(bencher: Bencher, rows: usize) {
     product(bencher, Stored::Bf16, rows);
+}
+
+#[divan::bench(args = [1, 2, 5, 8, 16])]
+fn f16(bencher: Bencher, rows: usize) {
+    product(bencher, Stored::F16, rows);
 }
 
 #[divan::bench(args = [1, 4])]

@@ -13,15 +13,13 @@ fn main() {
 /// (outputs, inputs, tokens)
 #[divan::bench(args = [(2048, 2048, 256), (8192, 2048, 256), (2048, 8192, 256), (8192, 2048, 512)])]
 fn matrix(bencher: Bencher, (n, k, tokens): (usize, usize, usize)) {
-    let (simd, threads) = machine().unwrap();
-    let mut matrix = PromptMatrix::new(simd, threads, n, k, tokens).unwrap();
+    let mut matrix = PromptMatrix::new(machine().unwrap(), n, k, tokens).unwrap();
     bencher.counter(ItemsCount::new(matrix.flops())).bench_local(|| matrix.call().unwrap());
 }
 
 /// (heads, heads of a KV head, head_dim, tokens before, tokens)
 #[divan::bench(args = [(32, 4, 64, 0, 256), (32, 4, 64, 4096, 256), (16, 4, 128, 4096, 256)])]
 fn attention(bencher: Bencher, (heads, group, d, before, rows): (usize, usize, usize, usize, usize)) {
-    let (simd, threads) = machine().unwrap();
-    let mut attention = PromptAttention::new(simd, threads, (heads, group, d), before, rows).unwrap();
+    let mut attention = PromptAttention::new(machine().unwrap(), (heads, group, d), before, rows).unwrap();
     bencher.counter(ItemsCount::new(attention.flops())).bench_local(|| attention.call().unwrap());
 }

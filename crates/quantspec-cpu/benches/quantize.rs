@@ -13,14 +13,12 @@ fn main() {
 
 #[divan::bench(args = [64, 128])]
 fn page(bencher: Bencher, head_dim: usize) {
-    let (simd, _) = machine().unwrap();
-    let mut flush = Flush::new(simd, head_dim);
+    let mut flush = Flush::new(machine().unwrap(), head_dim);
     bencher.counter(BytesCount::new(flush.bytes())).bench_local(|| flush.call().unwrap());
 }
 
 #[divan::bench(args = [false, true])]
 fn weights(bencher: Bencher, head: bool) {
-    let (simd, _) = machine().unwrap();
-    let mut coding = Coding::new(simd, 4_096, head);
+    let mut coding = Coding::new(machine().unwrap(), 4_096, head);
     bencher.counter(ItemsCount::new(coding.weights())).bench_local(|| coding.call().unwrap());
 }

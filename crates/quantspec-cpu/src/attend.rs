@@ -34,7 +34,7 @@ use crate::lanes::{exp2, f16_value, madd, sum16};
 use crate::memory::{Array, Parts};
 use quantspec_core::Result;
 use quantspec_core::cache::G;
-use quantspec_core::config::Rounding;
+use quantspec_core::config::{Rounding, View, Weights};
 use quantspec_core::layout::{Layout, Offsets};
 use std::ops::Range;
 
@@ -123,6 +123,16 @@ pub(crate) enum Planes {
 }
 
 impl Planes {
+    /// What rows that read `view` with these weights take of a page; `None`: halves.
+    pub(crate) const fn of(view: View, weights: Weights) -> Option<Planes> {
+        match (view, weights) {
+            (View::Both, _) => Some(Planes::Both),
+            (View::Upper, Weights::Draft) => Some(Planes::UpperCoarse),
+            (View::Upper, Weights::Full) => Some(Planes::Upper),
+            (View::Full, _) => None,
+        }
+    }
+
     const fn both(self) -> bool {
         matches!(self, Planes::Both)
     }

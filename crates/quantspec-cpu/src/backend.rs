@@ -13,7 +13,7 @@ use crate::quantize;
 use crate::w4::Acts;
 use crate::weights::{self, Linear, Model, QkvPlaces};
 use quantspec_core::cache::{G, buffer_slot, visible_pages};
-use quantspec_core::config::{ModelConfig, Pages, Rounding, View, Weights};
+use quantspec_core::config::{ModelConfig, Pages, Rounding, Weights};
 use quantspec_core::sample::{Sampler, Stream, check_finite, choose};
 use quantspec_core::verify::{Judge, Verdict};
 use quantspec_core::{Error, Result};
@@ -293,18 +293,18 @@ impl CpuBackend {
     }
 
     /// Threads that wait during the operations to come prepare to read this matrix, in units of `per` panels.
-    fn expect(&self, linear: &Linear, weights: Weights, per: usize) {
+    fn will_read(&self, linear: &Linear, weights: Weights, per: usize) {
         let weight = linear.weight(weights);
-        self.pool.expect(|thread| weight.bytes_of_thread(per, thread, self.pool.threads()));
+        self.pool.will_read(|thread| weight.bytes_of_thread(per, thread, self.pool.threads()));
     }
 
     fn qkv_step(&mut self, index: usize, step: &Step) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
-        self.expect(&layer.output, step.weights, 1);
+        self.will_read(&layer.output, step.weights, 1);
         self.rows.norm(simd, config, &layer.attention_norm, m);
         let places = self.rows.places;
-        let (weight, input, out) = self.rows.input(simd, &layer.qkv, step.weights, From::X, config.hidden, m);
+        let (weight, input, out) = self.rows.input(simd, &layer.qkv, step.weights, Source::X, config.hidden, m);
         let out = Parts::new(out.qkv);
         let bias = &layer.qkv.bias;
         linear::run(&self.pool, simd, weight, input, m, 1, &|panel, tile| {
@@ -373,16 +373,17 @@ impl CpuBackend {
         Ok(())
     }
 
-    /// Runs of rows of one slot: (first row, rows).
-    fn runs(step: &Step) -> Vec<(usize, usize)> {
+    /// Runs of rows of one slot: (first row, rows). A slot has one: what is kept for it belongs to one item.
+    fn runs(step: &Step) -> Result<Vec<(usize, usize)>> {
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for (j, row) in step.rows.iter().enumerate() {
-            match runs.last_mut() {
-                Some((first, count)) if step.rows[*first].slot == row.slot => *count += 1,
-                _ => runs.push((j, 1)),
+            match runs.iter().position(|(first, _)| step.rows[*first].slot == row.slot) {
+                None => runs.push((j, 1)),
+                Some(run) if run + 1 == runs.len() => runs[run].1 += 1,
+                Some(_) => return Err(Error::internal(format!("rows of slot {} lie apart", row.slot))),
             }
         }
-        runs
+        Ok(runs)
     }
 
     /// Chooses the pages of every KV head for a slot's first row: draft steps have one.
@@ -402,7 +403,7 @@ impl CpuBackend {
                 let ((first, _), kv_head) = (runs[item / kv_heads], item % kv_heads);
                 let row = &step.rows[first];
                 let head = cache.head(row.slot, index, kv_head);
-                // SAFETY: a slot is one run, and a head of it one item.
+                // SAFETY: a slot is one run (`runs`), and a head of it one item.
                 let (list, visible) = unsafe { &mut chosen.slice(head, 1)[0] };
                 let now = visible_pages(row.position);
                 if !step.choose_pages && *visible <= now && !(list.is_empty() && now > 0) {
@@ -435,7 +436,7 @@ impl CpuBackend {
 
     fn attend_step(&mut self, index: usize, step: &Step) -> Result<()> {
         self.cache.check(step.view)?;
-        let runs = CpuBackend::runs(step);
+        let runs = CpuBackend::runs(step)?;
         self.choose_pages(index, step, &runs)?;
         let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());
         let (d, heads, kv_heads, group) = (config.head_dim, config.heads, config.kv_heads, config.group());
@@ -465,12 +466,7 @@ impl CpuBackend {
             }
         }
         let (rounding, width) = (self.options.rounding, self.rows.places.width);
-        let planes = match (step.view, step.weights) {
-            (View::Both, _) => Some(attend::Planes::Both),
-            (View::Upper, Weights::Draft) => Some(attend::Planes::UpperCoarse),
-            (View::Upper, Weights::Full) => Some(attend::Planes::Upper),
-            (View::Full, _) => None,
-        };
+        let planes = attend::Planes::of(step.view, step.weights);
         let qkv = &self.rows.qkv;
         let partials = Partials { data: Parts::new(&mut self.rows.partials), heads, parts, d };
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
@@ -524,15 +520,15 @@ impl CpuBackend {
     }
 
     /// Adds a matrix's output to the hidden states of a step.
-    fn add(&mut self, index: usize, step: &Step, from: From) -> Result<()> {
+    fn add(&mut self, index: usize, step: &Step, from: Source) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
         let after = self.model.layers.get(index + 1).map_or(&self.model.head, |layer| &layer.qkv);
         let (linear, k, (next, per)) = match from {
-            From::Attended => (&layer.output, config.q_width(), (&layer.gate_up, 2)),
-            From::X | From::Ffn => (&layer.down, config.intermediate, (after, 1)),
+            Source::Attended => (&layer.output, config.q_width(), (&layer.gate_up, 2)),
+            Source::X | Source::Ffn => (&layer.down, config.intermediate, (after, 1)),
         };
-        self.expect(next, step.weights, per);
+        self.will_read(next, step.weights, per);
         let (hidden, stride) = (config.hidden, row_stride(config.hidden));
         let (weight, input, out) = self.rows.input(simd, linear, step.weights, from, k, m);
         let out = Parts::new(out.hidden);
@@ -551,10 +547,10 @@ impl CpuBackend {
     fn gate_up_step(&mut self, index: usize, step: &Step) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
-        self.expect(&layer.down, step.weights, 1);
+        self.will_read(&layer.down, step.weights, 1);
         self.rows.norm(simd, config, &layer.mlp_norm, m);
         let stride = row_stride(config.intermediate);
-        let (weight, input, out) = self.rows.input(simd, &layer.gate_up, step.weights, From::X, config.hidden, m);
+        let (weight, input, out) = self.rows.input(simd, &layer.gate_up, step.weights, Source::X, config.hidden, m);
         let out = Parts::new(out.ffn);
         let bias = &layer.gate_up.bias;
         linear::run(&self.pool, simd, weight, input, m, 2, &|unit, tile| {
@@ -574,7 +570,7 @@ impl CpuBackend {
         let (config, simd) = (&self.config, self.choice.simd);
         self.rows.norm(simd, config, &self.model.final_norm, m);
         let vocab = config.vocab;
-        let (weight, input, out) = self.rows.input(simd, &self.model.head, weights, From::X, config.hidden, m);
+        let (weight, input, out) = self.rows.input(simd, &self.model.head, weights, Source::X, config.hidden, m);
         let out = Parts::new(out.logits);
         let broken = AtomicBool::new(false);
         linear::run(&self.pool, simd, weight, input, m, 1, &|panel, tile| {
@@ -793,7 +789,7 @@ impl Reads<'_> {
 
 /// Input of a matrix of a step.
 #[derive(Clone, Copy)]
-enum From {
+enum Source {
     /// Normalised hidden states.
     X,
     /// Result of attention.
@@ -846,20 +842,20 @@ impl Rows {
         simd: Simd,
         linear: &'a Linear,
         weights: Weights,
-        from: From,
+        from: Source,
         k: usize,
         m: usize,
     ) -> (Weight<'a>, Input<'a>, Outputs<'a>) {
         let stride = row_stride(k);
         let Rows { hidden, x, x16, x8, qkv, attended, ffn, logits, .. } = self;
         let (ffn_out, ffn_in): (&mut [f32], &[f32]) = match from {
-            From::Ffn => (&mut [], &ffn[..m * stride]),
+            Source::Ffn => (&mut [], &ffn[..m * stride]),
             _ => (&mut ffn[..], &[]),
         };
         let x: &[f32] = match from {
-            From::X => &x[..m * stride],
-            From::Attended => &attended[..m * stride],
-            From::Ffn => ffn_in,
+            Source::X => &x[..m * stride],
+            Source::Attended => &attended[..m * stride],
+            Source::Ffn => ffn_in,
         };
         let weight = linear.weight(weights);
         let input = match weight {
@@ -956,7 +952,7 @@ impl Backend for CpuBackend {
 
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
         match pass {
-            Pass::Step(step) => self.add(layer, step, From::Attended),
+            Pass::Step(step) => self.add(layer, step, Source::Attended),
             Pass::Prefill(block) => {
                 self.prompt(|prompt, machine, model, _| prompt.output(machine, &model.layers[layer], block))
             }
@@ -974,7 +970,7 @@ impl Backend for CpuBackend {
 
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
         match pass {
-            Pass::Step(step) => self.add(layer, step, From::Ffn),
+            Pass::Step(step) => self.add(layer, step, Source::Ffn),
             Pass::Prefill(block) => {
                 self.prompt(|prompt, machine, model, _| prompt.down(machine, &model.layers[layer], block))
             }

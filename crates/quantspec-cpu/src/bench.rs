@@ -38,14 +38,21 @@ impl Noise {
     }
 }
 
+/// The kernels and threads of a bench. [`machine`] alone makes it, so the CPU has what they need.
+#[derive(Clone, Copy)]
+pub struct Machine {
+    simd: Simd,
+    threads: usize,
+}
+
 /// The path of [`choose`] and the threads: `QUANTSPEC_THREADS`, else one per core.
 ///
 /// # Errors
 /// Those of [`choose`].
-pub fn machine() -> Result<(Simd, usize)> {
+pub fn machine() -> Result<Machine> {
     let asked = std::env::var("QUANTSPEC_THREADS").ok().and_then(|threads| threads.parse().ok());
     let cores = || std::thread::available_parallelism().map_or(1, usize::from);
-    Ok((choose()?.simd, asked.filter(|threads| *threads > 0).unwrap_or_else(cores)))
+    Ok(Machine { simd: choose()?.simd, threads: asked.filter(|threads| *threads > 0).unwrap_or_else(cores) })
 }
 
 /// The roof: a plain read of [`SPREAD`] bytes.
@@ -58,7 +65,7 @@ pub struct Read {
 impl Read {
     /// # Errors
     /// Where there is no such memory, or no such threads.
-    pub fn new(simd: Simd, threads: usize) -> Result<Read> {
+    pub fn new(Machine { simd, threads }: Machine) -> Result<Read> {
         let mut data = Array::zeros(SPREAD / 4)?;
         // Written once: pages that were never written may all be one page of zeros.
         data.fill(1);
@@ -81,8 +88,10 @@ impl Read {
 /// Weights of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stored {
-    /// The target's.
+    /// The target's, of a BF16 checkpoint.
     Bf16,
+    /// The target's, of an F16 checkpoint.
+    F16,
     /// The draft's.
     Int4,
     /// The draft's head.
@@ -108,24 +117,25 @@ impl Product {
     ///
     /// # Errors
     /// Where there is no such memory, or no such threads.
-    pub fn new(simd: Simd, threads: usize, stored: Stored, n: usize, k: usize, rows: usize) -> Result<Product> {
+    pub fn new(Machine { simd, threads }: Machine, stored: Stored, n: usize, k: usize, rows: usize) -> Result<Product> {
         let mut noise = Noise(11);
         let (panels, stride) = (n / PANEL, row_stride(k));
         let weights: Vec<f32> = (0..PANEL * k).map(|_| noise.next() / (k as f32).sqrt()).collect();
         let (mut full, mut draft) = (Vec::new(), Vec::new());
-        if stored == Stored::Bf16 {
+        let mut halves = |dtype: Dtype, bits: fn(f32) -> u16, special: u16| -> Result<()> {
             let mut panel = vec![0; Matrix::panel_len(k)];
-            let raw: Vec<u8> = weights.iter().flat_map(|w| crate::lanes::bf16_bits(*w).to_le_bytes()).collect();
-            linear::repack16(&raw, k, true, 0x7f80, &mut panel);
-            for _ in 0..layers(Matrix::bytes_of(panels, k, Dtype::Bf16)) {
-                let mut matrix = Matrix::zeros(panels, k, Dtype::Bf16)?;
-                if let Store::Bf16(data) = &mut matrix.store {
+            let raw: Vec<u8> = weights.iter().flat_map(|w| bits(*w).to_le_bytes()).collect();
+            linear::repack16(&raw, k, dtype == Dtype::Bf16, special, &mut panel);
+            for _ in 0..layers(Matrix::bytes_of(panels, k, dtype)) {
+                let mut matrix = Matrix::zeros(panels, k, dtype)?;
+                if let Store::Bf16(data) | Store::F16(data) = &mut matrix.store {
                     data.chunks_exact_mut(panel.len()).for_each(|to| to.copy_from_slice(&panel));
                 }
                 full.push(matrix);
             }
-        } else {
-            let bits = if stored == Stored::Int4 { w4::Bits::Four } else { w4::Bits::Eight };
+            Ok(())
+        };
+        let mut codes = |bits: w4::Bits| -> Result<()> {
             let mut panel = vec![0; w4::Tiles::panel_bytes(k, bits)];
             w4::encode(simd, bits, &weights, k, &mut panel)?;
             for _ in 0..layers(panels * panel.len()) {
@@ -133,6 +143,13 @@ impl Product {
                 tiles.data.chunks_exact_mut(panel.len()).for_each(|to| to.copy_from_slice(&panel));
                 draft.push(tiles);
             }
+            Ok(())
+        };
+        match stored {
+            Stored::Bf16 => halves(Dtype::Bf16, crate::lanes::bf16_bits, 0x7f80)?,
+            Stored::F16 => halves(Dtype::F16, crate::lanes::f16_bits, 0x7c00)?,
+            Stored::Int4 => codes(w4::Bits::Four)?,
+            Stored::Int8 => codes(w4::Bits::Eight)?,
         }
         let mut x = Array::zeros(rows * stride)?;
         x.chunks_exact_mut(stride).for_each(|row| row[..k].fill_with(|| noise.next()));
@@ -153,7 +170,9 @@ impl Product {
     /// Where a kernel panicked.
     pub fn call(&mut self) -> Result<()> {
         let (weight, input) = match self.full.get(self.layer) {
-            Some(matrix) if self.simd.has_avx512() => (Weight::Full(matrix), Input::Bf16(&self.x16, self.stride)),
+            Some(matrix) if prefill::takes_pairs(self.simd, matrix) => {
+                (Weight::Full(matrix), Input::Bf16(&self.x16, self.stride))
+            }
             Some(matrix) => (Weight::Full(matrix), Input::F32(&self.x, self.stride)),
             None => (Weight::Draft(&self.draft[self.layer]), Input::Int8(&self.acts)),
         };
@@ -176,7 +195,7 @@ pub struct Coding {
 
 impl Coding {
     /// Weights of normal numbers, `k` inputs; 8 bits where the matrix is the head.
-    pub fn new(simd: Simd, k: usize, head: bool) -> Coding {
+    pub fn new(Machine { simd, .. }: Machine, k: usize, head: bool) -> Coding {
         let bits = if head { w4::Bits::Eight } else { w4::Bits::Four };
         let mut noise = Noise(17);
         let weights = (0..PANEL * k).map(|_| noise.next()).collect();
@@ -212,7 +231,7 @@ pub struct Flush {
 
 impl Flush {
     /// Halves of normal numbers.
-    pub fn new(simd: Simd, head_dim: usize) -> Flush {
+    pub fn new(Machine { simd, .. }: Machine, head_dim: usize) -> Flush {
         let shape = Shape::new(head_dim);
         let mut noise = Noise(13);
         let mut halves = || (0..G * head_dim).map(|_| crate::lanes::f16_bits(noise.next())).collect();
@@ -257,7 +276,7 @@ impl PromptMatrix {
     ///
     /// # Errors
     /// Where there is no such memory, or no such threads.
-    pub fn new(simd: Simd, threads: usize, n: usize, k: usize, tokens: usize) -> Result<PromptMatrix> {
+    pub fn new(Machine { simd, threads }: Machine, n: usize, k: usize, tokens: usize) -> Result<PromptMatrix> {
         let panels = tokens / PANEL_TOKENS;
         Ok(PromptMatrix {
             simd,
@@ -306,8 +325,7 @@ impl PromptAttention {
     /// # Errors
     /// Where there is no such memory, or no such threads.
     pub fn new(
-        simd: Simd,
-        threads: usize,
+        Machine { simd, threads }: Machine,
         (heads, group, d): (usize, usize, usize),
         before: usize,
         rows: usize,
@@ -395,7 +413,7 @@ impl Attention {
     ///
     /// # Errors
     /// Where there is no such memory, or no such threads.
-    pub fn new(simd: Simd, threads: usize, case: AttentionCase) -> Result<Attention> {
+    pub fn new(Machine { simd, threads }: Machine, case: AttentionCase) -> Result<Attention> {
         let shape = Shape::new(case.head_dim);
         let pages = case.kv_heads * case.context / G;
         let mut attention = Attention {
@@ -458,12 +476,7 @@ impl Attention {
     pub fn call(&mut self) -> Result<()> {
         let case = self.case;
         let (simd, shape, rows, pages) = (self.simd, self.shape, case.rows * case.group, case.context / G);
-        let planes = match (case.view, case.weights) {
-            (View::Both, _) => Some(attend::Planes::Both),
-            (View::Upper, Weights::Draft) => Some(attend::Planes::UpperCoarse),
-            (View::Upper, Weights::Full) => Some(attend::Planes::Upper),
-            (View::Full, _) => None,
-        };
+        let planes = attend::Planes::of(case.view, case.weights);
         let (upper, lower, full) = (&self.upper, &self.lower, &self.full);
         let at = |len: usize, page: usize| page * len..(page + 1) * len;
         let nibbles = |page: usize| -> (&[u8], &[u8]) {

@@ -9,7 +9,7 @@ pub enum Simd {
     Scalar,
     /// x86-64 with AVX2, FMA and F16C.
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ, VNNI and BF16.
+    /// x86-64 with AVX-512 F, BW, DQ, VL, VNNI and BF16, FMA and F16C.
     Avx512,
     /// x86-64 with everything of [`Simd::Avx512`] and tiles of BF16 and int8.
     Amx,

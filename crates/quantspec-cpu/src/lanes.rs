@@ -58,10 +58,11 @@ pub(crate) fn rint_i32(x: f32) -> i32 {
     (x + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32
 }
 
-/// 2^x for x ≤ 126, relative error below 3e-7; exactly 0 below −126, so that a masked score of −∞ adds nothing.
+/// 2^x for x ≤ 126, relative error below 3e-7; exactly 0 below −126, so that a masked score of −∞ adds nothing. NaN stays NaN, so that
+/// what cannot be computed is seen in the logits.
 #[inline(always)]
 pub(crate) fn exp2<const FMA: bool>(x: f32) -> f32 {
-    let clamped = x.max(-126.0);
+    let clamped = if x < -126.0 { -126.0 } else { x };
     let whole = rint(clamped);
     let r = clamped - whole;
     // Minimax polynomial of 2^r on [-1/2, 1/2] with p(0) = 1 and p'(0) = ln 2: 1.1e-7.
@@ -101,7 +102,7 @@ pub(crate) fn fold16(mut v: [f32; 16], fold: impl Fn(f32, f32) -> f32) -> f32 {
     v[0]
 }
 
-/// Sixteen elements from `at` on.
+/// N elements from `at` on.
 #[inline(always)]
 pub(crate) fn take<T: Copy, const N: usize>(x: &[T], at: usize) -> [T; N] {
     let mut out = [x[at]; N];
@@ -212,6 +213,7 @@ mod tests {
         for x in [f32::NEG_INFINITY, -126.1, -1e30] {
             assert_eq!(exp2::<true>(x).to_bits(), 0);
         }
+        assert!(exp2::<true>(f32::NAN).is_nan() && exp2::<false>(f32::NAN).is_nan());
         assert_eq!(exp2::<true>(0.0), 1.0);
     }
 

@@ -24,6 +24,14 @@ pub(crate) const PANEL: usize = 32;
 /// Rows that share one pass over a panel: twelve accumulator pairs of AVX-512 are 24 of its 32 registers.
 const GROUP: usize = 6;
 
+/// How a vector kernel finds numbers in a panel: pairs of BF16, or rows of F16 or F32.
+#[cfg(target_arch = "x86_64")]
+const BF16: u8 = 0;
+#[cfg(target_arch = "x86_64")]
+const F16: u8 = 1;
+#[cfg(target_arch = "x86_64")]
+const F32: u8 = 2;
+
 /// k rounded up to pairs.
 pub(crate) const fn pairs_of(k: usize) -> usize {
     k.div_ceil(2)
@@ -273,8 +281,19 @@ fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, scrat
                 return;
             }
             #[cfg(target_arch = "x86_64")]
-            if let (Simd::Avx2, Store::Bf16(w), Input::F32(x, stride)) = (simd, &matrix.store, input) {
-                return avx2::rows(&w[at], x, stride, m, out);
+            if let Input::F32(x, stride) = input {
+                match (simd, &matrix.store) {
+                    (Simd::Avx2, Store::Bf16(w)) => return avx2::rows::<BF16, _>(&w[at], x, stride, m, out),
+                    (Simd::Avx2, Store::F16(w)) => return avx2::rows::<F16, _>(&w[at], x, stride, m, out),
+                    (Simd::Avx2, Store::F32(w)) => return avx2::rows::<F32, _>(&w[at], x, stride, m, out),
+                    (Simd::Avx512 | Simd::Amx, Store::F16(w)) => {
+                        return avx512::single_rows::<F16, _>(&w[at], x, stride, m, out);
+                    }
+                    (Simd::Avx512 | Simd::Amx, Store::F32(w)) => {
+                        return avx512::single_rows::<F32, _>(&w[at], x, stride, m, out);
+                    }
+                    _ => (),
+                }
             }
             let _ = scratch;
             for (first, rows) in groups(m, GROUP) {
@@ -425,7 +444,7 @@ fn f32(simd: Simd, w: &[f32], x: &[f32], stride: usize, m: usize, out: &mut [f32
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use super::{Matrix, PANEL, Prefetch, groups};
+    use super::{BF16, F16, F32, Matrix, PANEL, Prefetch, groups};
     use std::arch::x86_64::*;
 
     /// Rows that share a pass: ten accumulators, and what they are made of, are what sixteen registers hold.
@@ -435,11 +454,11 @@ mod avx2 {
     /// where the rows lie a multiple of its ways apart. Of 8 to 256 the fastest on a Zen 4.
     const CHUNK: usize = 16;
 
-    /// A BF16 panel with f32 activations; sums as `lanes` of the parent has them.
-    pub(super) fn rows(w: &[u16], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
+    /// A panel with f32 activations; sums as `lanes` of the parent has them. T: what holds a number of the kind.
+    pub(super) fn rows<const KIND: u8, T>(w: &[T], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
         let pairs = w.len() / (2 * PANEL);
-        assert!(w.len() == Matrix::panel_len(2 * pairs) && out.len() == m * PANEL);
-        assert!(x.len() >= (m - 1) * stride + 2 * pairs);
+        assert!(w.len() == Matrix::panel_len(2 * pairs) && size_of::<T>() == if KIND == F32 { 4 } else { 2 });
+        assert!(x.len() >= (m - 1) * stride + 2 * pairs && out.len() == m * PANEL);
         let chunk = if m <= 2 { pairs } else { CHUNK };
         for first in (0..pairs).step_by(chunk) {
             let count = chunk.min(pairs - first);
@@ -451,13 +470,34 @@ mod avx2 {
                 // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
                 unsafe {
                     match rows {
-                        1 => lanes::<1, 4>(w, count, x, stride, out, add, prefetch),
-                        2 => lanes::<2, 4>(w, count, x, stride, out, add, prefetch),
-                        3 => lanes::<3, 2>(w, count, x, stride, out, add, prefetch),
-                        4 => lanes::<4, 2>(w, count, x, stride, out, add, prefetch),
-                        _ => lanes::<GROUP, 2>(w, count, x, stride, out, add, prefetch),
+                        1 => lanes::<KIND, T, 1, 4>(w, count, x, stride, out, add, prefetch),
+                        2 => lanes::<KIND, T, 2, 4>(w, count, x, stride, out, add, prefetch),
+                        3 => lanes::<KIND, T, 3, 2>(w, count, x, stride, out, add, prefetch),
+                        4 => lanes::<KIND, T, 4, 2>(w, count, x, stride, out, add, prefetch),
+                        _ => lanes::<KIND, T, GROUP, 2>(w, count, x, stride, out, add, prefetch),
                     }
                 }
+            }
+        }
+    }
+
+    /// Numbers k = 0 and 1 of a pair, for eight outputs from `lane` on.
+    ///
+    /// # Safety
+    /// AVX2 and F16C; `[32][2]` or `[2][32]` numbers of the kind at `at`.
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn pair<const KIND: u8, T>(at: *const T, lane: usize) -> [__m256; 2] {
+        // SAFETY: the caller's promise.
+        unsafe {
+            match KIND {
+                BF16 => {
+                    let words = _mm256_loadu_si256(at.add(2 * lane).cast());
+                    let odd = _mm256_and_si256(words, _mm256_set1_epi32(0xffff_0000_u32 as i32));
+                    [_mm256_castsi256_ps(_mm256_slli_epi32::<16>(words)), _mm256_castsi256_ps(odd)]
+                }
+                F16 => [0, PANEL].map(|k| _mm256_cvtph_ps(_mm_loadu_si128(at.add(k + lane).cast()))),
+                _ => [0, PANEL].map(|k| _mm256_loadu_ps(at.add(k + lane).cast())),
             }
         }
     }
@@ -466,10 +506,10 @@ mod avx2 {
     /// zero, or from `out` where `add` says so.
     ///
     /// # Safety
-    /// AVX2 and FMA. `w`: `[pairs][32][2]`; `x`: M rows of `2 · pairs`, `stride` apart; `out`: `[M][32]`.
-    #[target_feature(enable = "avx2,fma")]
-    unsafe fn lanes<const M: usize, const V: usize>(
-        w: *const u16,
+    /// AVX2, FMA and F16C. `w`: `[pairs]` as `pair` reads them; `x`: M rows of `2 · pairs`, `stride` apart; `out`: `[M][32]`.
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn lanes<const KIND: u8, T, const M: usize, const V: usize>(
+        w: *const T,
         pairs: usize,
         x: *const f32,
         stride: usize,
@@ -477,9 +517,8 @@ mod avx2 {
         add: bool,
         prefetch: Option<Prefetch>,
     ) {
-        let odd = _mm256_set1_epi32(0xffff_0000_u32 as i32);
         for lane in (0..PANEL).step_by(8 * V) {
-            // SAFETY: all offsets stay inside what the caller promises; a prefetch may have any address.
+            // SAFETY: all offsets stay inside what the caller promises.
             unsafe {
                 let mut acc = [[_mm256_setzero_ps(); V]; M];
                 if add {
@@ -489,23 +528,22 @@ mod avx2 {
                         }
                     }
                 }
-                for pair in 0..pairs {
-                    let at = w.add(pair * 2 * PANEL);
+                for i in 0..pairs {
+                    let at = w.add(i * 2 * PANEL);
                     if let Some(prefetch) = prefetch
                         && lane == 0
                     {
-                        prefetch.line(at);
-                        prefetch.line(at.wrapping_add(PANEL));
+                        for line in (0..2 * PANEL).step_by(64 / size_of::<T>()) {
+                            prefetch.line(at.wrapping_add(line));
+                        }
                     }
                     let mut values = [[_mm256_setzero_ps(); V]; 2];
                     for v in 0..V {
-                        let words = _mm256_loadu_si256(at.add((lane + 8 * v) * 2).cast());
-                        values[0][v] = _mm256_castsi256_ps(_mm256_slli_epi32::<16>(words));
-                        values[1][v] = _mm256_castsi256_ps(_mm256_and_si256(words, odd));
+                        [values[0][v], values[1][v]] = pair::<KIND, T>(at, lane + 8 * v);
                     }
                     for (k, values) in values.iter().enumerate() {
                         for (j, acc) in acc.iter_mut().enumerate() {
-                            let x = _mm256_broadcast_ss(&*x.add(j * stride + 2 * pair + k));
+                            let x = _mm256_broadcast_ss(&*x.add(j * stride + 2 * i + k));
                             for (acc, value) in acc.iter_mut().zip(values) {
                                 *acc = _mm256_fmadd_ps(*value, x, *acc);
                             }
@@ -524,7 +562,7 @@ mod avx2 {
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{GROUP, Matrix, PANEL, Prefetch, groups};
+    use super::{F16, F32, GROUP, Matrix, PANEL, Prefetch, groups};
     use std::arch::x86_64::*;
 
     /// Pairs of a chunk where rows take several passes: 16 KiB of weights, which stay in L1 for the passes after the first.
@@ -622,6 +660,82 @@ mod avx512 {
                         _mm512_storeu_ps(place(chain, v, j), *acc);
                     }
                 }
+            }
+        }
+    }
+
+    /// A panel of F16 or F32 with f32 activations; sums as `lanes` of the parent has them. T: what holds a number of the kind.
+    pub(super) fn single_rows<const KIND: u8, T>(w: &[T], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
+        const { assert!(KIND == F16 && size_of::<T>() == 2 || KIND == F32 && size_of::<T>() == 4) };
+        let pairs = w.len() / (2 * PANEL);
+        assert!(w.len() == Matrix::panel_len(2 * pairs) && out.len() == m * PANEL);
+        assert!(x.len() >= (m - 1) * stride + 2 * pairs);
+        let chunk = if m <= GROUP { pairs } else { CHUNK };
+        for first in (0..pairs).step_by(chunk) {
+            let k = 2 * chunk.min(pairs - first);
+            for (row, rows) in groups(m, GROUP) {
+                let w = w[first * 2 * PANEL..].as_ptr();
+                let x = x[row * stride + 2 * first..].as_ptr();
+                let (out, add) = (out[row * PANEL..].as_mut_ptr(), first > 0);
+                let prefetch = Prefetch::here(m > 2).filter(|_| row == 0);
+                // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
+                unsafe {
+                    match rows {
+                        1 => singles::<KIND, T, 1>(w, k, x, stride, out, add, prefetch),
+                        2 => singles::<KIND, T, 2>(w, k, x, stride, out, add, prefetch),
+                        3 => singles::<KIND, T, 3>(w, k, x, stride, out, add, prefetch),
+                        4 => singles::<KIND, T, 4>(w, k, x, stride, out, add, prefetch),
+                        5 => singles::<KIND, T, 5>(w, k, x, stride, out, add, prefetch),
+                        _ => singles::<KIND, T, GROUP>(w, k, x, stride, out, add, prefetch),
+                    }
+                }
+            }
+        }
+    }
+
+    /// One accumulator per (row, vector), from zero, or from `out` where `add` says so.
+    ///
+    /// # Safety
+    /// AVX-512 F. `w`: `[k][32]`; `x`: M rows of k, `stride` apart; `out`: `[M][32]`.
+    #[target_feature(enable = "avx512f")]
+    unsafe fn singles<const KIND: u8, T, const M: usize>(
+        w: *const T,
+        k: usize,
+        x: *const f32,
+        stride: usize,
+        out: *mut f32,
+        add: bool,
+        prefetch: Option<Prefetch>,
+    ) {
+        // SAFETY: all offsets stay inside what the caller promises.
+        unsafe {
+            let mut acc = [[_mm512_setzero_ps(); 2]; M];
+            if add {
+                for (j, acc) in acc.iter_mut().enumerate() {
+                    *acc = [0, 16].map(|lane| _mm512_loadu_ps(out.add(j * PANEL + lane)));
+                }
+            }
+            for c in 0..k {
+                let at = w.add(c * PANEL);
+                if let Some(prefetch) = prefetch {
+                    for line in (0..PANEL).step_by(64 / size_of::<T>()) {
+                        prefetch.line(at.wrapping_add(line));
+                    }
+                }
+                let values = [0, 16].map(|lane| match KIND {
+                    F16 => _mm512_cvtph_ps(_mm256_loadu_si256(at.add(lane).cast())),
+                    _ => _mm512_loadu_ps(at.add(lane).cast()),
+                });
+                for (j, acc) in acc.iter_mut().enumerate() {
+                    let x = _mm512_set1_ps(*x.add(j * stride + c));
+                    for (acc, value) in acc.iter_mut().zip(values) {
+                        *acc = _mm512_fmadd_ps(value, x, *acc);
+                    }
+                }
+            }
+            for (j, acc) in acc.iter().enumerate() {
+                _mm512_storeu_ps(out.add(j * PANEL), acc[0]);
+                _mm512_storeu_ps(out.add(j * PANEL + 16), acc[1]);
             }
         }
     }

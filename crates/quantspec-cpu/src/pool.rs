@@ -142,7 +142,7 @@ impl Pool {
     }
 
     /// Says what `first(thread)` each thread will read first after the dispatches to come: threads that wait in between ask for it.
-    pub(crate) fn expect<'a>(&self, first: impl Fn(usize) -> &'a [u8]) {
+    pub(crate) fn will_read<'a>(&self, first: impl Fn(usize) -> &'a [u8]) {
         if Prefetch::here(false).is_none() {
             return;
         }

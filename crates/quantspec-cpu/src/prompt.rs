@@ -297,10 +297,13 @@ impl Prompt {
                             }
                         }
                         if kind != Kind::Value {
+                            let head = &mut head[..];
                             if let Some((q_norm, k_norm)) = &layer.qk_norm {
-                                norm_head(&mut head, if kind == Kind::Query { q_norm } else { k_norm }, config.rms_eps);
+                                let (weight, eps) = (if kind == Kind::Query { q_norm } else { k_norm }, config.rms_eps);
+                                portable!(simd, norm_head(head: &mut [[f32; LANES]], weight: &[f32], eps: f32));
                             }
-                            turn(&mut head, &cos[angles + lane..], &sin[angles + lane..]);
+                            let (cos, sin) = (&cos[angles + lane..], &sin[angles + lane..]);
+                            portable!(simd, turn(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]));
                         }
                         if kind == Kind::Query {
                             head.iter_mut().flatten().for_each(|x| *x *= scale);
@@ -445,7 +448,8 @@ enum Kind {
 }
 
 /// RMSNorm of one head of sixteen tokens.
-fn norm_head(head: &mut [[f32; LANES]], weight: &[f32], eps: f32) {
+#[inline(always)]
+fn norm_head<const FMA: bool>(head: &mut [[f32; LANES]], weight: &[f32], eps: f32) {
     let mut squares = [0f32; LANES];
     for x in head.iter() {
         for l in 0..LANES {
@@ -453,15 +457,17 @@ fn norm_head(head: &mut [[f32; LANES]], weight: &[f32], eps: f32) {
         }
     }
     let count = head.len() as f32;
+    let scale = squares.map(|sum| 1.0 / (sum / count + eps).sqrt());
     for (x, w) in head.iter_mut().zip(weight) {
         for l in 0..LANES {
-            x[l] = x[l] * (1.0 / (squares[l] / count + eps).sqrt()) * w;
+            x[l] = x[l] * scale[l] * w;
         }
     }
 }
 
 /// RoPE of one head of sixteen tokens; `cos`, `sin`: `[D/2][64]` from the first of their lanes on.
-fn turn(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]) {
+#[inline(always)]
+fn turn<const FMA: bool>(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]) {
     let half = head.len() / 2;
     let (a, b) = head.split_at_mut(half);
     for (i, (a, b)) in a.iter_mut().zip(b).enumerate() {

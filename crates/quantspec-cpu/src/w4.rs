@@ -340,20 +340,22 @@ fn quantize_body<const FMA: bool>(x: &[f32], q: &mut [i8], scale: &mut [f32], su
         let mut v = [0f32; GROUP];
         let x = &x[g * GROUP..x.len().min((g + 1) * GROUP)];
         v[..x.len()].copy_from_slice(x);
-        let mut most = [0f32; 16];
+        // As bits: magnitudes have the order of their numbers, and NaN is above them all, so that the scale tells of one.
+        let mut most = [0u32; 16];
         for v in v.chunks_exact(16) {
             for l in 0..16 {
-                most[l] = most[l].max(v[l].abs());
+                most[l] = most[l].max(v[l].to_bits() & 0x7fff_ffff);
             }
         }
-        let most = most.iter().fold(0f32, |a, b| a.max(*b));
+        let most = f32::from_bits(most.iter().fold(0, |a, b| a.max(*b)));
         let inverse = if most > 0.0 { 127.0 / most } else { 0.0 };
         // An overflowing inverse (a group of subnormals) would give codes beyond an i8.
         let inverse = if inverse.is_finite() { inverse } else { 0.0 };
-        let mut total = 0;
+        let mut total = 0i32;
         for (q, v) in q.iter_mut().zip(&v) {
             let code = rint_i32(v * inverse);
-            total += code;
+            // Wraps only among codes of no number, which their scale tells of.
+            total = total.wrapping_add(code);
             *q = code as i8;
         }
         scale[g] = most / 127.0;
@@ -695,6 +697,24 @@ mod tests {
                         tiles.panel(simd, 0, &alone, 1, &mut one);
                         assert_eq!(bits(&one), bits(&y[j * PANEL..][..PANEL]));
                     }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn activations_that_are_no_numbers_have_a_scale_that_is_none() {
+        let k = 3 * GROUP;
+        let x = Noise::new(13).normals(k);
+        for simd in paths() {
+            for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
+                for count in [1, 2, GROUP] {
+                    let mut x = x.clone();
+                    x[GROUP..GROUP + count].fill(bad);
+                    let mut acts = Acts::zeros(1, k).unwrap();
+                    acts.quantize(simd, &x, k, 1, k);
+                    let finite: Vec<bool> = acts.scale.iter().map(|scale| scale.is_finite()).collect();
+                    assert_eq!(finite, [true, false, true], "{count} of {bad}, {simd:?}");
                 }
             }
         }

@@ -186,7 +186,7 @@ impl Place {
     }
 }
 
-/// Sum of all parts. Saturating: the plan of an absurd request does too, and must not wrap around to one that fits.
+/// Sum of all parts. Saturating: what a plan is of is bounded (options.rs), so each part is right, and their sum must not wrap around to one that fits.
 fn total(memory: &Memory) -> usize {
     [
         memory.weights_bytes,

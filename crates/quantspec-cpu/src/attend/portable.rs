@@ -106,6 +106,17 @@ macro_rules! row_groups {
     }};
 }
 
+/// Scales and zeros of n groups become steps and values of the centre code.
+#[inline(always)]
+fn unpack<const FMA: bool>(st: &mut State, params: &[u8], n: usize, (step, shift): (f32, f32)) {
+    let param = |i: usize| f16_value(u16::from_le_bytes([params[2 * i], params[2 * i + 1]]));
+    let (steps, centres) = st.params.split_at_mut(st.shape.wide());
+    for i in 0..n {
+        steps[i] = param(i) * step;
+        centres[i] = madd::<FMA>(param(i), shift, param(n + i));
+    }
+}
+
 #[inline(always)]
 fn page_body<const FMA: bool>(
     st: &mut State,
@@ -119,15 +130,7 @@ fn page_body<const FMA: bool>(
     let wide = st.shape.wide();
     let (step, shift, centre) = planes.code(rounding);
     let both = planes.both();
-    let param = |at: usize, i: usize| f16_value(u16::from_le_bytes([upper[at + 2 * i], upper[at + 2 * i + 1]]));
-    let mut steps = |at: usize, n: usize, apart: usize| {
-        for i in 0..n {
-            let s = param(at, i);
-            st.params[i] = s * step;
-            st.params[wide + i] = madd::<FMA>(s, shift, param(at, apart + i));
-        }
-    };
-    steps(0, d, d);
+    unpack::<FMA>(st, upper, d, (step, shift));
     for r in rows.clone() {
         let q = &st.q[r * d64..][..d];
         let mut offset = 0.0;
@@ -153,14 +156,7 @@ fn page_body<const FMA: bool>(
         }
         row_groups!(rows, scores);
     }
-    let mut steps = |at: usize, n: usize, apart: usize| {
-        for i in 0..n {
-            let s = param(at, i);
-            st.params[i] = s * step;
-            st.params[wide + i] = madd::<FMA>(s, shift, param(at, apart + i));
-        }
-    };
-    steps(st.shape.value_params(), G, G);
+    unpack::<FMA>(st, &upper[st.shape.value_params()..], G, (step, shift));
     for r in rows.clone() {
         let (alpha, w) = softmax::<FMA>(st, r, G);
         let (mut sum, mut zeros) = ([0f32; 16], [0f32; 16]);

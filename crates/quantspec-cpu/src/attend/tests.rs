@@ -155,8 +155,34 @@ fn every_view_matches_core_and_rows_do_not_see_each_other() {
 }
 
 #[test]
+fn a_query_that_is_no_number_has_no_finite_result() {
+    let mut noise = Noise::new(26);
+    const ROWS: usize = 9;
+    for d in [8, 64, 128] {
+        let head = Head::new(&mut noise, d, 6 * G, Rounding::Balanced);
+        let q = noise.normals(ROWS * d);
+        for planes in [Some(Planes::Both), Some(Planes::Upper), Some(Planes::UpperCoarse), None] {
+            // With pages of the view, and within the first page of recent tokens.
+            for (simd, position) in paths().into_iter().flat_map(|simd| [(simd, 5 * G + 77), (simd, 20)]) {
+                let expected = head.attend(simd, &q, ROWS, position, planes);
+                for (bad, at) in [(f32::NAN, 0), (f32::NAN, d - 1), (f32::INFINITY, 3), (f32::NEG_INFINITY, 3)] {
+                    let mut q = q.clone();
+                    q[4 * d + at] = bad;
+                    let found = head.attend(simd, &q, ROWS, position, planes);
+                    for (r, (found, expected)) in found.chunks(d).zip(expected.chunks(d)).enumerate() {
+                        let right =
+                            if r == 4 { found.iter().all(|x| !x.is_finite()) } else { bits(found) == bits(expected) };
+                        assert!(right, "{bad} in row 4, row {r}, D {d}, {planes:?}, {simd:?}, position {position}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn tiles_change_no_bit() {
-    if !Simd::Amx.missing().is_empty() {
+    if !paths().contains(&Simd::Amx) {
         return;
     }
     let mut noise = Noise::new(24);
