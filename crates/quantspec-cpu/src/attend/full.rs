@@ -1,6 +1,6 @@
 //! Pages of halves: those of view Full, and the ring of recent tokens.
 //!
-//! Halves are widened once for all rows; with AVX-512 as they are loaded, beside the multiply-adds of five rows, which costs nothing. A
+//! Halves are widened as they are loaded, beside the multiply-adds of up to five rows; in plain Rust once for all rows. A
 //! score is one chain of multiply-adds over the channels, an output one over the tokens, on every path: how many rows and vectors a
 //! kernel keeps in registers at once changes no bit.
 
@@ -17,7 +17,7 @@ pub(crate) fn full_page(simd: Simd, state: &mut State, rows: Range<usize>, page:
     let d = state.shape.d;
     let most = visible.iter().copied().max().unwrap_or(0);
     #[cfg(target_arch = "x86_64")]
-    if simd.has_avx512() {
+    if simd.has_avx512() || simd == Simd::Avx2 {
         halves(simd, state, rows, (key_halves, value_halves), visible, most);
         return;
     }
@@ -27,7 +27,8 @@ pub(crate) fn full_page(simd: Simd, state: &mut State, rows: Range<usize>, page:
         let tokens = (most - first).min(64).div_ceil(16) * 16;
         let wide = &mut wide[..tokens * d];
         widen(simd, &key_halves[first * d..][..tokens * d], wide);
-        scores(simd, state, rows.clone(), visible, first, wide);
+        let (state, rows, wide) = (&mut *state, rows.clone(), &*wide);
+        portable!(simd, full_scores(state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]));
     }
     {
         let (state, rows) = (&mut *state, rows.clone());
@@ -37,12 +38,13 @@ pub(crate) fn full_page(simd: Simd, state: &mut State, rows: Range<usize>, page:
         let tokens = (most - first).min(16);
         let wide = &mut wide[..tokens * d];
         widen(simd, &value_halves[first * d..][..tokens * d], wide);
-        values(simd, state, rows.clone(), visible, first, wide);
+        let (state, rows, wide) = (&mut *state, rows.clone(), &*wide);
+        portable!(simd, full_values(state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]));
     }
     state.wide = wide;
 }
 
-/// [`full_page`] with AVX-512: the same sums, of halves as they lie.
+/// [`full_page`] with vectors of x86-64: the same sums, of halves as they lie.
 #[cfg(target_arch = "x86_64")]
 fn halves(
     simd: Simd,
@@ -58,8 +60,11 @@ fn halves(
     assert!(tokens <= G && keys.len() == G * d && values.len() == G * d);
     assert!(rows.end * d64 <= state.q.len() && rows.end * G <= state.s.len() && rows.end * d16 <= state.o.len());
     let (q, s) = (state.q[rows.start * d64..].as_ptr(), state.s[rows.start * G..].as_mut_ptr());
+    let wide = simd.has_avx512();
+    let scores = if wide { avx512::scores } else { avx2::scores };
+    let add_values = if wide { avx512::values } else { avx2::values };
     // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
-    unsafe { avx512::scores(q, d64, rows.len(), keys.as_ptr(), d, tokens, s) };
+    unsafe { scores(q, d64, rows.len(), keys.as_ptr(), d, tokens, s) };
     {
         let (state, rows) = (&mut *state, rows.clone());
         portable!(simd, full_softmax(state: &mut State, rows: Range<usize>, visible: &[usize]));
@@ -69,7 +74,7 @@ fn halves(
     let mut take = |first: usize, seen: usize, rows: Range<usize>| {
         let (p, o) = (state.s[rows.start * G + first..].as_ptr(), state.o[rows.start * d16..].as_mut_ptr());
         // SAFETY: as above; tokens `first` to `first + seen` are in the page, the rows in the state.
-        unsafe { avx512::values(p, rows.len(), seen, values[first * d..].as_ptr(), d, o, d16) };
+        unsafe { add_values(p, rows.len(), seen, values[first * d..].as_ptr(), d, o, d16) };
     };
     take(0, common, rows.clone());
     alike(rows, |i| visible[i] - common, |rows, seen| take(common, seen, rows));
@@ -89,83 +94,41 @@ fn alike(rows: Range<usize>, seen: impl Fn(usize) -> usize, mut each: impl FnMut
     }
 }
 
-/// Scores of up to 64 tokens from `first` on, for all rows; those a row does not see mean nothing. `wide`: their keys
-/// `[token/16][D][16]`.
-fn scores(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
-    let d = state.shape.d;
-    let tokens = wide.len() / d;
-    assert!(tokens.is_multiple_of(16) && first + tokens <= G);
-    #[cfg(target_arch = "x86_64")]
-    if simd == Simd::Avx2 {
-        let d64 = state.shape.d64;
-        assert!(rows.end * d64 <= state.q.len() && rows.end * G <= state.s.len());
-        let (q, s) = (&state.q[rows.start * d64..], &mut state.s[rows.start * G + first..]);
-        // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
-        unsafe { avx2::scores(q.as_ptr(), d64, rows.len(), wide.as_ptr(), d, tokens, s.as_mut_ptr()) };
-        return;
-    }
-    portable!(simd, full_scores(state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]));
-}
-
-/// Adds up to 16 tokens from `first` on to the outputs of the rows that see them. `wide`: their values `[token][D]`.
-fn values(simd: Simd, state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
-    #[cfg(target_arch = "x86_64")]
-    if simd == Simd::Avx2 {
-        let (d, d16) = (state.shape.d, state.shape.d16);
-        assert!(rows.end * d16 <= state.o.len() && rows.end * G <= state.s.len());
-        let seen = |i: usize| visible[i].saturating_sub(first).min(wide.len() / d);
-        alike(rows, seen, |rows, seen| {
-            let (p, o) = (state.s[rows.start * G + first..].as_ptr(), state.o[rows.start * d16..].as_mut_ptr());
-            // SAFETY: as above; `seen` tokens are in `wide`, the rows in the state.
-            unsafe { avx2::values(p, rows.len(), seen, wide.as_ptr(), d, o, d16) };
-        });
-        return;
-    }
-    portable!(simd, full_values(state: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]));
-}
-
-/// The two loops for vectors of `$lanes` floats, `$most` rows at a time by four vectors. Keys and values are `$element`s: `$read` makes a
-/// vector of floats of them, `$one` a float.
+/// The two loops for vectors of `$lanes` floats, up to five rows at a time: by four vectors, or by `$vectors` where rows are more than two (five rows
+/// by as many are what the registers hold as sums). `$read` makes a vector of floats of halves.
 #[cfg(target_arch = "x86_64")]
 macro_rules! kernels {
-    ($name:ident, $feature:literal, $lanes:literal, $most:literal, $element:ty, $read:expr, $one:expr, $zero:ident, $load:ident, $store:ident, $set1:ident, $fmadd:ident) => {
+    ($name:ident, $feature:literal, $lanes:literal, $vectors:literal, $read:expr, $zero:ident, $load:ident, $store:ident, $set1:ident, $fmadd:ident) => {
         mod $name {
             use super::G;
+            use crate::lanes::f16_value;
             use std::arch::x86_64::*;
 
             const LANES: usize = $lanes;
 
-            /// Calls `$f` for all rows, up to `$most` at a time.
+            /// Vectors that N rows take at a time.
+            const fn vectors(rows: usize) -> usize {
+                if rows > 2 { $vectors } else { 4 }
+            }
+
+            /// Evaluates `$call` for all rows, up to five at a time: `$n` of them from `$r` on.
             macro_rules! row_groups {
                 ($rows:expr, |$r:ident, $n:ident| $call:expr) => {{
                     let mut $r = 0;
                     while $r < $rows {
-                        $r += match ($rows - $r).min($most) {
-                            1 => {
-                                const $n: usize = 1;
+                        macro_rules! group {
+                            ($count:literal) => {{
+                                const $n: usize = $count;
                                 $call;
                                 $n
-                            }
-                            2 => {
-                                const $n: usize = 2;
-                                $call;
-                                $n
-                            }
-                            3 => {
-                                const $n: usize = 3;
-                                $call;
-                                $n
-                            }
-                            4 => {
-                                const $n: usize = 4;
-                                $call;
-                                $n
-                            }
-                            _ => {
-                                const $n: usize = if $most < 5 { $most } else { 5 };
-                                $call;
-                                $n
-                            }
+                            }};
+                        }
+                        $r += match $rows - $r {
+                            1 => group!(1),
+                            2 => group!(2),
+                            3 => group!(3),
+                            4 => group!(4),
+                            _ => group!(5),
                         };
                     }
                 }};
@@ -180,7 +143,7 @@ macro_rules! kernels {
                 q: *const f32,
                 d64: usize,
                 rows: usize,
-                keys: *const $element,
+                keys: *const u16,
                 d: usize,
                 tokens: usize,
                 s: *mut f32,
@@ -191,11 +154,13 @@ macro_rules! kernels {
                     while token < tokens {
                         let whole = tokens - token >= 4 * LANES;
                         row_groups!(rows, |r, N| {
-                            let (q, s) = (q.add(r * d64), s.add(r * G + token));
+                            let (q, s) = (q.add(r * d64), s.add(r * G));
                             if whole {
-                                score_block::<N, 4>(q, d64, keys, d, token, s)
+                                for token in (token..token + 4 * LANES).step_by(vectors(N) * LANES) {
+                                    score_block::<N, { vectors(N) }>(q, d64, keys, d, token, s.add(token));
+                                }
                             } else {
-                                score_block::<N, 1>(q, d64, keys, d, token, s)
+                                score_block::<N, 1>(q, d64, keys, d, token, s.add(token));
                             }
                         });
                         token += if whole { 4 * LANES } else { LANES };
@@ -208,7 +173,7 @@ macro_rules! kernels {
             unsafe fn score_block<const R: usize, const V: usize>(
                 q: *const f32,
                 d64: usize,
-                keys: *const $element,
+                keys: *const u16,
                 d: usize,
                 token: usize,
                 s: *mut f32,
@@ -250,7 +215,7 @@ macro_rules! kernels {
                 p: *const f32,
                 rows: usize,
                 tokens: usize,
-                values: *const $element,
+                values: *const u16,
                 d: usize,
                 o: *mut f32,
                 d16: usize,
@@ -260,9 +225,9 @@ macro_rules! kernels {
                     row_groups!(rows, |r, N| {
                         let (p, o) = (p.add(r * G), o.add(r * d16));
                         let mut c = 0;
-                        while c + 4 * LANES <= d {
-                            value_block::<N, 4>(p, tokens, values.add(c), d, o.add(c), d16);
-                            c += 4 * LANES;
+                        while c + vectors(N) * LANES <= d {
+                            value_block::<N, { vectors(N) }>(p, tokens, values.add(c), d, o.add(c), d16);
+                            c += vectors(N) * LANES;
                         }
                         while c + LANES <= d {
                             value_block::<N, 1>(p, tokens, values.add(c), d, o.add(c), d16);
@@ -273,7 +238,7 @@ macro_rules! kernels {
                             for c in c..d {
                                 let o = o.add(r * d16 + c);
                                 for t in 0..tokens {
-                                    *o = f32::mul_add($one(*values.add(t * d + c)), *p.add(r * G + t), *o);
+                                    *o = f32::mul_add(f16_value(*values.add(t * d + c)), *p.add(r * G + t), *o);
                                 }
                             }
                         }
@@ -286,7 +251,7 @@ macro_rules! kernels {
             unsafe fn value_block<const R: usize, const V: usize>(
                 p: *const f32,
                 tokens: usize,
-                values: *const $element,
+                values: *const u16,
                 d: usize,
                 o: *mut f32,
                 d16: usize,
@@ -327,10 +292,8 @@ kernels!(
     avx512,
     "avx512f,fma",
     16,
-    5,
-    u16,
+    4,
     |at: *const u16| _mm512_cvtph_ps(_mm256_loadu_si256(at.cast())),
-    crate::lanes::f16_value,
     _mm512_setzero_ps,
     _mm512_loadu_ps,
     _mm512_storeu_ps,
@@ -340,12 +303,10 @@ kernels!(
 #[cfg(target_arch = "x86_64")]
 kernels!(
     avx2,
-    "avx2,fma",
+    "avx2,fma,f16c",
     8,
     2,
-    f32,
-    |at| _mm256_loadu_ps(at),
-    |x| x,
+    |at: *const u16| _mm256_cvtph_ps(_mm_loadu_si128(at.cast())),
     _mm256_setzero_ps,
     _mm256_loadu_ps,
     _mm256_storeu_ps,
@@ -375,7 +336,8 @@ fn full_softmax<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[
     }
 }
 
-/// [`scores`] in plain Rust.
+/// Scores of up to 64 tokens from `first` on, for all rows, in plain Rust; those a row does not see mean nothing. `wide`: their keys
+/// `[token/16][D][16]`.
 #[inline(always)]
 fn full_scores<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
     let Shape { d, d64, .. } = st.shape;
@@ -414,7 +376,7 @@ fn full_scores<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[u
     }
 }
 
-/// [`values`] in plain Rust.
+/// Adds up to 16 tokens from `first` on to the outputs of the rows that see them, in plain Rust. `wide`: their values `[token][D]`.
 #[inline(always)]
 fn full_values<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
     let Shape { d, d16, .. } = st.shape;
