@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -109,6 +110,23 @@ def toy_command() -> list[str]:
         "from quantspec_cli.__main__ import main; main()"
     )
     return [sys.executable, "-c", program]
+
+
+@pytest.fixture
+def obedient(toy_command: list[str]) -> Callable[..., Outcome]:
+    """Runs a command line with the toy model in a process that obeys permissions, also where root runs the tests."""
+    prefix: list[str] = []
+    if os.geteuid() == 0:
+        if shutil.which("setpriv") is None:
+            pytest.skip("root may read everything, and there is no setpriv to change that")
+        prefix = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
+
+    def run(*arguments: str, **options: Any) -> Outcome:
+        command = [*prefix, *toy_command, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **options)
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    return run
 
 
 @pytest.fixture

@@ -306,6 +306,30 @@ def test_a_directory_without_config_or_weights(fake: Any, quantspec: Run, tmp_pa
     quantspec("run", "-m", str(model), "--text", "x").assert_error(1, "no weights")
 
 
+def test_a_directory_that_may_not_be_searched_is_one_error(obedient: Run, tmp_path: Path) -> None:
+    model = tmp_path / "owner" / "model"
+    model.parent.mkdir()
+    copy_demo(model)
+    command = ["run", "--text", "x", "-n", "2", "--json", "-m"]
+    for closed, name in ((model, str(model)), (model.parent, str(model)), (model.parent, "owner/model")):
+        closed.chmod(0)
+        outcome = obedient(*command, name, cwd=tmp_path)
+        # Nor is the hub asked.
+        assert (outcome.code, outcome.json["error"]["kind"]) == (1, "io"), outcome
+        assert outcome.json["error"]["message"].endswith("cannot be read: permission denied")
+        closed.chmod(0o755)
+    assert obedient(*command, "owner/model", cwd=tmp_path).code == 0
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_file_of_a_model_without_permission_is_one_error(obedient: Run, tmp_path: Path, name: str) -> None:
+    model = copy_demo(tmp_path / "m")
+    (model / name).unlink(missing_ok=True)
+    (model / name).touch(mode=0)
+    outcome = obedient("run", "-m", str(model), "--text", "x", "--instruction", "Go on.")
+    outcome.assert_error(1, f"{name} cannot be read: permission denied", "permissions")
+
+
 def test_a_directory_needs_no_network_and_has_no_revision(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     model = str(copy_demo(tmp_path / "m"))
     assert quantspec("run", "-m", model, "--text", "x", "-n", "3").code == 0

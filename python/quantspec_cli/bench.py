@@ -15,7 +15,6 @@ import gzip
 import io
 import itertools
 import json
-import os
 import statistics
 import time
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from . import __version__, loop, output, prompts, render, settings
+from . import __version__, files, loop, output, prompts, render, settings
 from .engine import Model
 from .errors import DoesNotFitError, InputError, InternalError, QuantspecError, UsageError, native_errors, one_line
 from .options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MIN, SEED_MAX, whole
@@ -349,8 +348,7 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
 
 def _models(given: str | None) -> list[str | None]:
     """The models of a comma list; a directory may have a comma in its name."""
-    # Not Path.exists: it raises on names that no file can have.
-    if given is None or os.path.exists(given):  # noqa: PTH110
+    if given is None or files.status(given) is not None:
         return [given]
     return [*items("--model", given)]
 

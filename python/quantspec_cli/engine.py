@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
-from . import hub, loop, settings, template
+from . import files, hub, loop, settings, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
 from .options import EngineOptions, GenerateOptions, shown, whole
 from .prompts import check_utf8
@@ -139,7 +139,7 @@ class Model:
         from . import _native
 
         directory = hub.resolve(model, revision=revision, offline=offline, progress=progress)
-        if not (directory / "config.json").is_file():
+        if not files.is_file(directory / "config.json"):
             raise ModelError(
                 f"{directory} has no config.json", "give a directory with config, tokenizer and safetensors"
             )

@@ -7,9 +7,10 @@ import os
 import re
 import ssl
 from pathlib import Path
+from stat import S_ISDIR
 from typing import TYPE_CHECKING
 
-from . import background
+from . import background, files
 from .errors import FileError, ModelError, QuantspecError, UsageError, reason
 from .prompts import check_utf8
 
@@ -56,13 +57,14 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
         return demo()
     check_utf8("the name of the model", model, "rename the directory, or give a link to it")
     _check_revision(revision)
-    # These give up silently on names that no file can have.
+    # Not Path.expanduser: it raises where there is no such user, or nobody's home directory is known.
     path = os.path.expanduser(model)
-    if os.path.isdir(path):
+    found = files.status(path)
+    if found is not None and S_ISDIR(found.st_mode):
         if revision is not None:
             raise UsageError(f"--revision {revision} with the directory {model}", "a directory has no revisions")
         return Path(path)
-    if os.path.exists(path):
+    if found is not None:
         raise ModelError(f"model {model} is a file", "give the directory that holds config.json and the weights")
     repository, _, pinned = model.partition("@")
     if not _HUB_ID.fullmatch(repository) or "--" in repository or ".." in repository:
@@ -152,7 +154,7 @@ def _download(model: str, repository: str, revision: str | None, *, offline: boo
             "check the network, HTTPS_PROXY, HF_ENDPOINT and HF_TOKEN",
         ) from error
     found = Path(directory)
-    if not (found / "config.json").is_file():
+    if not files.is_file(found / "config.json"):
         raise ModelError(
             f"{model} on the hub has no config.json",
             "choose a repository with safetensors weights, not GGUF or adapters",

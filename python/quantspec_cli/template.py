@@ -12,6 +12,7 @@ import sys
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+from . import files
 from .errors import ModelError, internal
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ _CHILD = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from quantspe
 def find(directory: Path, config: Mapping[str, Any]) -> str | None:
     """The chat template of a checkpoint: chat_template.jinja, or tokenizer_config.json's (its default one of several)."""
     file = directory / "chat_template.jinja"
-    if file.is_file():
+    if files.is_file(file):
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            return files.read(file).decode()
+        except UnicodeDecodeError as error:
             raise ModelError(f"{file} cannot be read: {error}", "use the file published with these weights") from error
     found = config.get("chat_template")
     if isinstance(found, list):

@@ -6,7 +6,7 @@ import json
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from . import background
+from . import background, files
 from .errors import ModelError
 
 if TYPE_CHECKING:
@@ -117,15 +117,17 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Inner
 
     path = directory / "tokenizer.json"
-    if not path.is_file():
-        other = next((name for name in ("tokenizer.model", "vocab.json") if (directory / name).is_file()), None)
+    if not files.is_file(path):
+        other = next((name for name in ("tokenizer.model", "vocab.json") if files.is_file(directory / name)), None)
         hint = (
             f"it has {other}; convert it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers"
             if other
             else "copy the tokenizer.json published with these weights into the directory"
         )
         raise ModelError(f"{directory} has no tokenizer.json", hint)
-    inner: Inner = _guarded(lambda: Inner.from_file(str(path)), f"{path} cannot be read")
+    # Read here, and not by the library, which says of a file without permission only that something is wrong with it.
+    raw = files.read(path)
+    inner: Inner = _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read")
     # A tokenizer.json may ask for truncation or padding: nothing is ever cut, and pads are no text.
     inner.no_truncation()
     inner.no_padding()
@@ -211,14 +213,12 @@ def _special(key: str, value: object) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise ModelError(f"{path} is not a file", "use the file published with these weights")
-        parsed = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if files.status(path) is None:
         return {}
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror}", "check the file's permissions") from error
+    if not files.is_file(path):  # a pipe would be waited for
+        raise ModelError(f"{path} is not a file", "use the file published with these weights")
+    try:
+        parsed = json.loads(files.read(path))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}", "use the file published with these weights") from error
     if not isinstance(parsed, dict):
