@@ -41,6 +41,10 @@ class QuantspecError(Exception):
         self.kept: dict[str, object] = {}
         super().__init__(f"{self.message} ({self.hint})")
 
+    def __reduce__(self) -> tuple[type[QuantspecError], tuple[str, str], dict[str, object]]:
+        """How pickle and copy make the error anew, as between processes: an exception's own way has one argument only."""
+        return type(self), (self.message, self.hint), dict(self.__dict__)
+
     def to_json(self) -> dict[str, object]:
         """The error as `--json` prints it."""
         body = {"kind": self.kind, "message": self.message, "hint": self.hint, "exit_code": self.exit_code}
