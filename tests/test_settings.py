@@ -117,6 +117,25 @@ def test_a_file_that_is_named_must_exist(fake: type, quantspec: Run, file: Path)
     quantspec("--config", str(file), "run", "--text", "x").assert_error(1, str(file), "cannot be read")
 
 
+def test_a_file_without_permission_is_one_error(obedient: Run, file: Path) -> None:
+    file.touch(mode=0)
+    for config in ([], ["--config", str(file)]):
+        outcome = obedient(*config, "run", "--text", "x", "--json")
+        assert (outcome.code, outcome.json["error"]["kind"]) == (1, "io")
+        assert outcome.json["error"]["message"] == f"settings file {file} cannot be read: permission denied"
+        outcome = obedient(*config, "run", "--help")
+        assert (outcome.code, outcome.stderr) == (0, "")
+        assert outcome.stdout.startswith("Usage: ")
+
+
+@pytest.mark.parametrize("name", ["", ".", "nowhere", "x" * 5000])
+def test_a_name_that_is_no_file(fake: type, quantspec: Run, name: str) -> None:
+    refused = quantspec("--config", name, "run", "--text", "x")
+    refused.assert_error(1 if name else 2, "settings file")
+    assert name or "empty" in refused.stderr
+    assert quantspec("--config", name, "run", "--help").stdout.startswith("Usage: ")
+
+
 def test_help_needs_no_settings(quantspec: Run, file: Path) -> None:
     for content in (None, "gama = 3"):
         if content is not None:

@@ -5,7 +5,6 @@ Modules that load the engine, a tokenizer or rich are imported inside the comman
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -67,12 +66,12 @@ class _Group(click.Group):
 @click.version_option(__version__, prog_name="quantspec")
 @click.option(
     "--config",
-    type=click.Path(path_type=Path),
+    metavar="FILE",
     envvar="QUANTSPEC_CONFIG",
     help="Settings file (TOML).  [default: ~/.config/quantspec/config.toml]",
 )
 @click.pass_context
-def cli(ctx: click.Context, config: Path | None) -> None:
+def cli(ctx: click.Context, config: str | None) -> None:
     """Decode long documents faster without changing a token.
 
     A Llama-family model drafts for itself with 4-bit weights and a 4-bit view of its cache, and verifies with full

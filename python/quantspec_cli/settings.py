@@ -66,10 +66,12 @@ def native_draft_cache() -> tuple[str, int] | None:
     return None if folder is None else (str(folder), SMALLEST_DRAFTS_BYTES)
 
 
-def default_map(path: Path | None, commands: Mapping[str, click.Command]) -> dict[str, Any]:
+def default_map(name: str | None, commands: Mapping[str, click.Command]) -> dict[str, Any]:
     """The file as click's default map: command name to parameter name to value. No file, no defaults."""
-    if path is None:
-        path = default_path()
+    if name == "":
+        raise UsageError("the name of the settings file is empty", "name a file after --config, or leave it out")
+    path = default_path() if name is None else Path(name)
+    if name is None:
         # Not Path.is_file: it raises on names that no file can have.
         if not os.path.isfile(path):  # noqa: PTH113
             return {}
@@ -101,7 +103,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise FileError(f"settings file {path} cannot be read: {reason(error)}", "check --config") from error
+        raise FileError(
+            f"settings file {path} cannot be read: {reason(error)}", "correct --config or QUANTSPEC_CONFIG, or the file"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"settings file {path} is not valid TOML: {error}", "correct the file") from error
     return table
