@@ -212,6 +212,20 @@ def test_bad_flags_are_usage_errors(fake: Any, quantspec: Run, arguments: list[s
     assert fake.engines == []
 
 
+def test_what_32_bits_hold_as_zero_is_zero(fake: Any, quantspec: Run) -> None:
+    command = ["run", "--text", "x", "-n", "3", "--json"]
+    greedy = quantspec(*command, "--temperature", "1e-60").json
+    assert (greedy["accept"], greedy["temperature"]) == ("greedy", 0)
+    # The smallest number of 32 bits, and what is a little more than half of it.
+    for smallest in ("1.4e-45", "8e-46"):
+        sampled = quantspec(*command, "--temperature", smallest).json
+        assert (sampled["accept"], sampled["temperature"]) == ("replay", float(smallest))
+    assert quantspec(*command, "--temperature", "7e-46").json["accept"] == "greedy"
+    assert quantspec(*command, "--min-p", "1e-60").code == 0
+    quantspec(*command[:-1], "--top-p", "1e-60").assert_error(2, "1e-60")
+    assert quantspec(*command, "--temperature", "0.8").json["temperature"] == 0.8
+
+
 def test_a_misspelt_flag_or_command_gets_a_suggestion(quantspec: Run) -> None:
     quantspec("run", "--promt", "x").assert_error(2, "--promt", "did you mean --prompt")
     quantspec("rnu").assert_error(2, "rnu", "did you mean run")

@@ -332,6 +332,13 @@ def test_values_out_of_range_are_refused_before_the_engine_sees_them(engine: Eng
         engine.generate(Prompt([]))
 
 
+def test_what_the_engine_is_given_is_what_was_checked() -> None:
+    chosen = GenerateOptions(temperature=Fraction(1, 10**60), min_p=1e-60, top_p=0.9).sampling()  # type: ignore[arg-type]
+    assert (chosen["temperature"], chosen["min_p"], chosen["top_p"]) == (0, 0, 0.9)
+    with pytest.raises(UsageError, match="top_p is 1e-60"):
+        GenerateOptions(top_p=1e-60)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

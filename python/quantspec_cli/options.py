@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
@@ -95,10 +96,13 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         whole("number of new tokens (-n)", self.max_new_tokens, 1, None)
-        _number("temperature", self.temperature, lambda t: 0 <= t <= 100, "use 0 (greedy) to 100")
         whole("top_k", self.top_k, 0, 2**32, " (0 is off)")
-        _number("top_p", self.top_p, lambda p: 0 < p <= 1, "use a number above 0, at most 1 (1 is off)")
-        _number("min_p", self.min_p, lambda p: 0 <= p <= 1, "use 0 (off) to 1")
+        for name, valid, hint in (
+            ("temperature", lambda t: 0 <= t <= 100, "use 0 (greedy) to 100"),
+            ("top_p", lambda p: 0 < p <= 1, "use a number above 0, at most 1 (1 is off)"),
+            ("min_p", lambda p: 0 <= p <= 1, "use 0 (off) to 1"),
+        ):
+            object.__setattr__(self, name, _number(name, getattr(self, name), valid, hint))
         whole("seed", self.seed, 0, SEED_MAX)
         # Read once: a generator yields its strings to nobody else.
         stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
@@ -137,13 +141,23 @@ def whole(name: str, value: object, least: int, most: int | None, other: str = "
         raise UsageError(f"{name} is {shown(value)}", f"use a whole number, {bounds}{other}")
 
 
-def _number(name: str, value: object, valid: Callable[[float], bool], hint: str) -> None:
+def _number(name: str, value: object, valid: Callable[[float], bool], hint: str) -> float:
+    """The number, or 0 where it is so small that the engine's 32 bits hold it as 0; refuses what is not valid as either."""
     try:
         number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
     except OverflowError:
         number = math.inf
-    if not (math.isfinite(number) and valid(number)):
-        raise UsageError(f"{name} is {shown(value)}", hint)
+    if math.isfinite(number) and valid(number):
+        number = number if _single(number) else 0.0
+        if valid(number):
+            return number
+    raise UsageError(f"{name} is {shown(value)}", hint)
+
+
+def _single(number: float) -> float:
+    """A number of moderate size in 32 bits."""
+    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
+    return rounded
 
 
 def shown(value: object) -> str:

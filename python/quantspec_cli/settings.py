@@ -66,15 +66,14 @@ def native_draft_cache() -> tuple[str, int] | None:
     return None if folder is None else (str(folder), SMALLEST_DRAFTS_BYTES)
 
 
-def default_map(name: str | None, commands: Mapping[str, click.Command]) -> dict[str, Any]:
+def default_map(file: str | None, commands: Mapping[str, click.Command]) -> dict[str, Any]:
     """The file as click's default map: command name to parameter name to value. No file, no defaults."""
-    if name == "":
+    if file == "":
         raise UsageError("the name of the settings file is empty", "name a file after --config, or leave it out")
-    path = default_path() if name is None else Path(name)
-    if name is None:
-        # Not Path.is_file: it raises on names that no file can have.
-        if not os.path.isfile(path):  # noqa: PTH113
-            return {}
+    path = default_path() if file is None else Path(file)
+    # Not Path.is_file: it raises on names that no file can have.
+    if file is None and not os.path.isfile(path):  # noqa: PTH113
+        return {}
     table = _read(path)
     sections = {name: table.pop(name) for name in list(table) if name in commands and isinstance(table[name], dict)}
     known = {name: _settable(command) for name, command in commands.items()}
