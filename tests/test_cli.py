@@ -226,6 +226,28 @@ def test_what_32_bits_hold_as_zero_is_zero(fake: Any, quantspec: Run) -> None:
     assert quantspec(*command, "--temperature", "0.8").json["temperature"] == 0.8
 
 
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        ("run", "--output"),
+        ("eval", "--output"),
+        ("eval", "--prompt"),
+        ("bench", "--output"),
+        ("bench", "--prompt"),
+        ("bench kernels", "--output"),
+    ],
+)
+def test_of_two_files_none_is_dropped_unsaid(
+    fake: Any, quantspec: Run, tmp_path: Path, document: Path, command: str, flag: str
+) -> None:
+    other = document if flag == "--prompt" else tmp_path / "out.txt"
+    for twice in ([str(document), str(other)], ["-", "-"]):
+        arguments = [argument for name in twice for argument in (flag, name)]
+        refused = quantspec(*command.split(), *arguments, *(["--text", "x"] if command == "run" else []))
+        refused.assert_error(2, f"{flag} is given 2 times", f"give {flag} once")
+    assert not (tmp_path / "out.txt").exists()
+
+
 def test_a_misspelt_flag_or_command_gets_a_suggestion(quantspec: Run) -> None:
     quantspec("run", "--promt", "x").assert_error(2, "--promt", "did you mean --prompt")
     quantspec("rnu").assert_error(2, "rnu", "did you mean run")

@@ -41,11 +41,29 @@ Exit codes: 0 done, 1 error, 2 usage, 3 does not fit in memory or context
 output was closed; 4 is reserved for a batch with failed documents."""
 
 
-def _unless_stdout(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
+def _once(_ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
+    """The one name that a flag was given. Of several, click would take the last and say nothing of the others."""
+    if len(names) > 1:
+        flag = max(parameter.opts, key=len)
+        raise UsageError(f"{flag} is given {len(names)} times", f"give {flag} once")
+    return names[0] if names else None
+
+
+def _unless_stdout(ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
     """`--output -` is standard output, as `--prompt -` is standard input; so is /dev/stdout."""
     from .output import descriptor
 
-    return None if value == "-" or (value is not None and descriptor(value) == 1) else value
+    name = _once(ctx, parameter, names)
+    return None if name == "-" or (name is not None and descriptor(name) == 1) else name
+
+
+def _file_flag(*flags: str, text: str, callback: Callable[..., str | None] = _once) -> Callable[[Command], Command]:
+    """A flag that names one file, of this invocation alone."""
+    return click.option(*flags, multiple=True, metavar="FILE", callback=callback, allow_from_autoenv=False, help=text)
+
+
+def _output_flag(*flags: str, text: str) -> Callable[[Command], Command]:
+    return _file_flag(*flags, text=text, callback=_unless_stdout)
 
 
 class _Command(click.Command):
@@ -96,12 +114,9 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text instead of a file.")
 @click.option("--instruction", metavar="TEXT", help="What to do with the document; uses the model's chat template.")
 @click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
-@click.option(
+@_output_flag(
     *("-o", "--output", "output"),
-    metavar="FILE",
-    callback=_unless_stdout,
-    allow_from_autoenv=False,
-    help="Write the answer there instead of stdout; the file appears when it is complete.",
+    text="Write the answer there instead of stdout; the file appears at the end. Ctrl-C keeps the text so far.",
 )
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
@@ -174,12 +189,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
 @click.argument("what", type=click.Choice(("kernels",)), required=False)
 @model_flags
-@click.option(
-    "--prompt",
-    metavar="FILE",
-    allow_from_autoenv=False,
-    help="Text that is read, - for standard input.  [default: a shipped novel]",
-)
+@_file_flag("--prompt", text="Text that is read, - for standard input.  [default: a shipped novel]")
 @_list_flag("-p", "--n-prompt", "n_prompt", default="512", text="Prompt tokens to time; 0 is none.")
 @_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0 is none.")
 @_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before those.")
@@ -205,13 +215,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     default="md",
     show_default=True,
 )
-@click.option(
-    *("--output", "output"),
-    metavar="FILE",
-    callback=_unless_stdout,
-    allow_from_autoenv=False,
-    help="Write there instead of stdout.",
-)
+@_output_flag("--output", text="Write there instead of stdout.")
 @click.pass_context
 def bench(
     ctx: click.Context,
@@ -249,12 +253,7 @@ def bench(
 
 @cli.command("eval", context_settings=_CONTEXT, epilog=_EXIT_CODES)
 @model_flags
-@click.option(
-    *("-p", "--prompt", "prompt"),
-    metavar="FILE",
-    allow_from_autoenv=False,
-    help="Text to score, - for standard input.  [default: a shipped sample]",
-)
+@_file_flag("-p", "--prompt", "prompt", text="Text to score, - for standard input.  [default: a shipped sample]")
 @click.option("--tokens", type=int, metavar="N", help="Score the first N tokens of the text.  [default: all]")
 @click.option(
     "--context",
@@ -264,13 +263,7 @@ def bench(
     help="Of these, the first N are a prompt, and the next one is only fed: N + 1 are not scored.",
 )
 @click.option("--kv-rounding", type=click.Choice(KV_ROUNDINGS), default="balanced", show_default=True)
-@click.option(
-    *("-o", "--output", "output"),
-    metavar="FILE",
-    callback=_unless_stdout,
-    allow_from_autoenv=False,
-    help="Write the report there instead of stdout.",
-)
+@_output_flag("-o", "--output", "output", text="Write the report there instead of stdout.")
 @device_flags
 @json_flag
 def evaluate(*, device: str, threads: int | None, kv_rounding: str, **flags: Any) -> Done:
