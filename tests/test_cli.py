@@ -150,6 +150,28 @@ def test_json_as_the_value_of_a_flag_is_none(fake: Any, quantspec: Run) -> None:
     assert refused.json["error"]["kind"] == "usage"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("--config --json run --text x", False),
+        ("--config nowhere run --json --text x", True),
+        ("run --seed -1 --text x -qm --json", False),
+        ("run --seed -1 --text x -qm m --json", True),
+        ("run --seed -1 --text x -mq --json", True),
+        ("run --seed -1 --text x -q --json", True),
+        ("run --seed -1 --text x -m --json", False),
+        ("run --seed -1 --text x --model=m --json", True),
+        ("run --seed -1 --text x -p - --json", True),
+        ("run --seed -1 --text x -- --json", False),
+    ],
+)
+def test_an_error_is_a_document_where_json_is_a_flag(fake: Any, quantspec: Run, arguments: str, wanted: bool) -> None:
+    outcome = quantspec(*arguments.split())
+    assert outcome.code != 0
+    assert outcome.stdout.startswith('{"error"') == wanted
+    assert wanted or outcome.stdout == ""
+
+
 def test_an_end_of_text_token_ends_the_text(fake: Any, quantspec: Run) -> None:
     fake.answer = [*ids_of("the end"), 2, *ids_of("never")]
     (result,) = quantspec("run", "--text", "x", "-n", "99", "--json").json["results"]

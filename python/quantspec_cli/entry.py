@@ -29,7 +29,7 @@ from .output import Done, abandon, unwritable
 from .signals import SIGNALS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
 # What a device that takes no more answers.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -107,15 +107,29 @@ def execute(arguments: Sequence[str]) -> int:
 def _wants_json(arguments: Sequence[str]) -> bool:
     """Whether `--json` is among the flags: not as the value of another one, and not behind `--`."""
     options = [
-        option for command in cli.commands.values() for option in command.params if isinstance(option, click.Option)
+        option
+        for command in (cli, *cli.commands.values())
+        for option in command.params
+        if isinstance(option, click.Option)
     ]
     with_value = {name for option in options if not option.is_flag for name in option.opts}
     value = False
     for argument in arguments:
         if not value and argument in {"--json", "--"}:
             return argument == "--json"
-        value = not value and argument in with_value
+        value = not value and _takes_the_next(argument, with_value)
     return False
+
+
+def _takes_the_next(argument: str, with_value: Container[str]) -> bool:
+    """Whether what follows this argument is the value of its flag. Of short flags in one argument (-qm) the last one may take
+    it, unless one before takes the rest of the argument (-mq).
+    """
+    if argument.startswith("--"):
+        return argument in with_value
+    letters = argument[1:] if argument.startswith("-") else ""
+    takers = [place for place, letter in enumerate(letters, 1) if f"-{letter}" in with_value]
+    return takers[:1] == [len(letters)]
 
 
 def _invoke(arguments: list[str]) -> Done:
