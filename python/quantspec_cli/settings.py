@@ -20,6 +20,7 @@ import click
 
 from . import hub
 from .errors import FileError, UsageError, reason
+from .options import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -118,7 +119,10 @@ def _checked(path: Path, key: str, value: object, parameter: click.Parameter) ->
     """A value of the file as the flag would take it: text, a number, true or false; a list where a flag may be repeated."""
     if parameter.multiple:
         items = value if isinstance(value, list) else [value]
-        return [_checked_one(path, key, item, parameter) for item in items]
+        for item in items:
+            if not isinstance(item, str):
+                raise UsageError(f"settings file {path}: {key} is {shown(item)}", "give a text, or a list of texts")
+        return items
     return _checked_one(path, key, value, parameter)
 
 
@@ -128,10 +132,10 @@ def _checked_one(path: Path, key: str, value: object, parameter: click.Parameter
         raise UsageError(f"settings file {path}: {key} is a number of {value.bit_length()} bits", "give a smaller one")
     if isinstance(value, bool) != flag or not isinstance(value, str | int | float):
         wanted = "true or false" if flag else "a text or a number"
-        raise UsageError(f"settings file {path}: {key} is {value!r}", f"give {wanted}")
+        raise UsageError(f"settings file {path}: {key} is {shown(value)}", f"give {wanted}")
     # As a flag 2.9 is refused; click would cut a number of the file to 2 without a word.
     if isinstance(value, float) and isinstance(parameter.type, click.types.IntParamType):
-        raise UsageError(f"settings file {path}: {key} is {value!r}", "give a whole number")
+        raise UsageError(f"settings file {path}: {key} is {shown(value)}", "give a whole number")
     return value
 
 
