@@ -131,6 +131,14 @@ def test_bos_comes_from_the_post_processor_or_the_config_but_never_twice(tmp_pat
     without = saved(sentencepiece(bos=False), tmp_path, add_bos_token=False, bos_token="<s>")
     assert 1 not in without.encode("hello")
     assert 1 not in from_config.encode("hello", special=False)
+    assert 1 not in saved(sentencepiece(bos=False), tmp_path, add_bos_token=True).encode("hello")
+
+
+def test_a_bos_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json does not know the BOS '<begin>'"):
+        saved(sentencepiece(), tmp_path, add_bos_token=True, bos_token="<begin>")
+    # Nothing is to be added.
+    assert saved(sentencepiece(), tmp_path, add_bos_token=False, bos_token="<begin>").encode("hello").count(1) == 1
 
 
 def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:

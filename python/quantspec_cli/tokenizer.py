@@ -38,6 +38,7 @@ class Tokenizer:
                 f"{self._name} has {known} tokens, the model has {vocab}",
                 "use the tokenizer.json published with these weights",
             )
+        self._bos = self._configured_bos()
         self._hidden = {id for id, token in self._inner.get_added_tokens_decoder().items() if token.special}
         self._to_bytes, self._strips_start = _byte_rule(self._inner, self._name)
         self._bytes: dict[int, bytes] = {}
@@ -53,16 +54,27 @@ class Tokenizer:
             f"{self._name} cannot encode the text",
         )
         ids = list(encodings[0].ids)
-        if special and self.config.get("add_bos_token") is True:
-            bos = self.id_of(self.special.get("bos_token"))
-            if bos is not None and ids[:1] != [bos]:
-                ids.insert(0, bos)
+        if special and self._bos is not None and ids[:1] != [self._bos]:
+            ids.insert(0, self._bos)
         if ids and max(ids) >= self._vocab:
             raise ModelError(
                 f"{self._name} produces token id {max(ids)}, the model has {self._vocab} tokens",
                 "use the tokenizer.json published with these weights",
             )
         return ids
+
+    def _configured_bos(self) -> int | None:
+        """The id that begins every text by tokenizer_config.json; None where it names none."""
+        token = self.special.get("bos_token")
+        if token is None or self.config.get("add_bos_token") is not True:
+            return None
+        bos = self.id_of(token)
+        if bos is None:
+            raise ModelError(
+                f"{self._name} does not know the BOS {token!r} of tokenizer_config.json",
+                "use both files as they were published with these weights",
+            )
+        return bos
 
     def encode_start(self, text: str, count: int) -> list[int]:
         """The first `count` ids of `encode`, or all of a shorter text. Encoding takes 100 bytes of memory per byte, so of a
