@@ -1,4 +1,4 @@
-"""Where answers go: standard output as they grow, or a file that appears only when it is complete."""
+"""Where answers go: standard output as they grow, or a file that appears at the end."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Nowhere:
 
 
 class AtomicFile:
-    """A file that is complete or absent: written beside its place, moved there at the end. What is no file of its own, a
+    """A file that is never half written: beside its place at first, moved there at the end. What is no file of its own, a
     device, a pipe or a descriptor that somebody has opened for us (/dev/stderr), takes the text as it comes.
 
     Opening it fails at once where the end would fail: a missing folder, a directory of that name, no permission.
