@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,15 +130,35 @@ def obedient(toy_command: list[str]) -> Callable[..., Outcome]:
     return run
 
 
+class Child(subprocess.Popen[bytes]):
+    """A command with the toy model.
+
+    Attributes:
+        stages: where the toy tells what it has begun.
+    """
+
+    stages: Path
+
+    def until(self, stage: str, times: int = 1) -> None:
+        """Waits until the toy has begun so many loads, prefills or verifications ("load", "prefill", "verify")."""
+        while not self.stages.exists() or self.stages.read_text().split().count(stage) < times:
+            assert self.poll() is None
+            time.sleep(0.005)
+
+
 @pytest.fixture
-def start(toy_command: list[str]) -> Callable[..., subprocess.Popen[bytes]]:
+def start(toy_command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Child]:
     """Starts the command line with the toy model in a process of its own."""
 
-    def run(*arguments: str, script: dict[str, Any] | None = None, **options: Any) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "FAKE_NATIVE": json.dumps(script or {}), **options.pop("env", {})}
-        return subprocess.Popen(
+    def run(*arguments: str, script: dict[str, Any] | None = None, **options: Any) -> Child:
+        stages = tmp_path_factory.mktemp("toy") / "stages"
+        environment = {**os.environ, "FAKE_NATIVE": json.dumps(script or {}), "FAKE_NATIVE_STAGES": str(stages)}
+        environment |= options.pop("env", {})
+        child = Child(
             [*toy_command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, **options
         )
+        child.stages = stages
+        return child
 
     return run
 

@@ -1,7 +1,8 @@
 """A stand-in for `quantspec_cli._native`: a toy model in pure Python, with scripted acceptance.
 
 The target's next token is a function of the sequence alone, so every way of decoding must agree; how many drafted tokens are
-accepted is read from a script. Settings are class attributes of `Script`; a child process takes them from FAKE_NATIVE (JSON).
+accepted is read from a script. Settings are class attributes of `Script`; a child process takes them from FAKE_NATIVE (JSON)
+and tells in the file FAKE_NATIVE_STAGES what it has begun, a word a line: load, prefill, verify.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Engine:
         Script.engines.append({"capacity": capacity, "slots": slots, "method": method, "gamma": gamma, **options})
         if device.startswith("cuda"):
             raise NativeError("device", "no CUDA device", "use --device cpu")
+        _begun("load")
         _sleep(Script.load_s, on_loading)
         config = model_info(model)
         self.info = {
@@ -112,6 +114,7 @@ class Engine:
         return slot
 
     def prefill(self, slot: int, on_progress: Progress | None = None) -> int:
+        _begun("prefill")
         _sleep(Script.prefill_s, on_progress)
         return self._next(self._sequence(slot))
 
@@ -128,6 +131,7 @@ class Engine:
     def verify(self) -> list[tuple[int, list[int]]]:
         if self._turns is None:
             raise NativeError("usage", "verify without draft", "call draft first")
+        _begun("verify")
         _sleep(Script.round_s, None)
         if Script.fail and self._verified == Script.fail_after:
             raise NativeError(*Script.fail)
@@ -231,6 +235,12 @@ def model_info(path: str) -> dict[str, Any]:
         "max_positions": config["max_position_embeddings"],
         "eos": eos if isinstance(eos, list) else [eos],
     }
+
+
+def _begun(stage: str) -> None:
+    if stages := os.environ.get("FAKE_NATIVE_STAGES"):
+        with Path(stages).open("a") as file:
+            file.write(f"{stage}\n")
 
 
 def _sleep(seconds: float, progress: Progress | None) -> None:

@@ -170,7 +170,11 @@ def phases(*names: str, shown: bool) -> Iterator[Sequence[OnProgress | None]]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     bar = Bar(*columns, console=console(), transient=True)
     task = bar.add_task(names[0], total=None)
-    with bar:
+    try:
+        # Not `with bar`: Ctrl-C while it appears would leave it on the terminal, drawn again and again.
+        bar.start()
         # A method of a built-in: a callable written in Python would give a pending Ctrl-C the chance to be raised
         # inside the engine's callback, where it is lost.
         yield [steps.__setitem__ for steps in seen]
+    finally:
+        bar.stop()
