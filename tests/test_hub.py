@@ -357,7 +357,8 @@ def test_ctrl_c_ends_a_download_at_once_and_it_resumes(start: Start, server: Hub
     child.send_signal(signal.SIGINT)
     sent = time.monotonic()
     out, err = child.communicate(timeout=60)
-    assert time.monotonic() - sent < 1
+    # It does not wait for the server; how long a busy machine takes to end a process says nothing.
+    assert time.monotonic() - sent < server.pause_s / 2
     assert (child.returncode, out, err) == (130, b"", b"error: interrupted\nhint: run the command again\n")
     server.pause_s = 0
     child = start("run", "-m", "owner/model", "--text", "x", "-n", "3", env=settings)

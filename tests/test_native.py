@@ -16,6 +16,12 @@ def opened(**options: Any) -> Any:
     return _native.Engine(str(hub.demo()), capacity=1200, device="cpu", threads=1, **options)
 
 
+def first(engine: Any, prompt: list[int]) -> int:
+    """The first new token of a prompt."""
+    token: int = engine.prefill(engine.add(prompt, max_new_tokens=1, **SAMPLING))
+    return token
+
+
 def test_a_callback_that_calls_the_engine_gets_an_error() -> None:
     engine = opened()
     slot = engine.add([1] * 600, max_new_tokens=4, **SAMPLING)
@@ -46,7 +52,8 @@ def test_threads_take_turns() -> None:
     for thread in threads:
         thread.start()
     # Asked while others are at work: every call waits for its turn without the GIL that their callbacks need.
-    assert all(engine.choose_gamma(slot) >= 0 for slot in slots)
+    # Of four new tokens a round may draft three.
+    assert all(engine.choose_gamma(slot) <= 3 for slot in slots)
     for thread in threads:
         thread.join(60)
     alone = opened()
@@ -61,7 +68,7 @@ def test_a_prompt_longer_than_was_planned_for() -> None:
     with pytest.raises(_native.NativeError, match="101 tokens") as caught:
         engine.add([1] * 101, max_new_tokens=1, **SAMPLING)
     assert caught.value.kind == "does_not_fit"  # type: ignore[attr-defined]
-    assert engine.prefill(engine.add([1] * 100, max_new_tokens=1, **SAMPLING)) >= 0
+    assert first(engine, [1] * 100) == first(opened(), [1] * 100)
 
 
 def test_a_slot_is_freed_without_waiting_for_whoever_is_in_the_engine() -> None:
@@ -98,6 +105,6 @@ def test_what_the_last_callback_raises_is_its_own_callers() -> None:
     with pytest.raises(KeyboardInterrupt):
         engine.prefill(slots[0], interrupt)
     engine.finish(slots[0])
-    assert engine.prefill(slots[1]) >= 0
+    assert engine.prefill(slots[1]) == first(opened(), [1, 2, 3, 4])
     engine.draft([(slots[1], 1)])
     assert engine.verify()
