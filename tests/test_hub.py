@@ -244,7 +244,6 @@ def test_offline_and_not_in_the_cache_is_one_error(fake: Any, quantspec: Run) ->
         ("./nowhere", "does not exist"),
         ("/no/such/place", "does not exist"),
         ("a/b/c", "does not exist"),
-        ("", "does not exist"),
         ("~nobody/x", "does not exist"),
         ("owner/..", "does not exist"),
         ("owner/a--b", "does not exist"),
@@ -256,6 +255,10 @@ def test_offline_and_not_in_the_cache_is_one_error(fake: Any, quantspec: Run) ->
 )
 def test_names_that_cannot_be_models(fake: Any, quantspec: Run, model: str, words: str) -> None:
     quantspec("run", "-m", model, "--text", "x").assert_error(1, words)
+
+
+def test_a_model_without_a_name(fake: Any, quantspec: Run) -> None:
+    quantspec("run", "-m", "", "--text", "x").assert_error(2, "the name of the model is empty")
 
 
 def test_nonsense_in_a_variable_of_the_hub_is_named(toy_command: list[str]) -> None:

@@ -45,13 +45,57 @@ def test_a_refused_value_says_where_it_is_from(
     command = ["run", "--text", "x"]
     see = "see quantspec run --help"
     file.write_text('gamma = "many"\n')
-    assert quantspec(*command).stderr.endswith(f"\nhint: it is from the settings file; {see}\n")
+    assert quantspec(*command).stderr.endswith(f"\nhint: it is from gamma in {file}; {see}\n")
     monkeypatch.setenv("QUANTSPEC_GAMMA", "lots")
     refused = quantspec(*command)
     assert refused.code == 2
     assert "'lots' is neither a whole number nor 'auto'" in refused.stderr
     assert refused.stderr.endswith(f"\nhint: it is from QUANTSPEC_GAMMA; {see}\n")
     assert quantspec(*command, "--gamma", "some").stderr.endswith(f"\nhint: {see}\n")
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "value", "refused"),
+    [
+        ("run", "gamma", 17, "--gamma is 17"),
+        ("run", "draft-pages", 1, "--draft-pages is 1"),
+        ("run", "max-tokens", 0, "--max-tokens is 0"),
+        ("run", "temperature", -1.0, "--temperature is -1.0"),
+        ("run", "device", "gpu", "--device is 'gpu'"),
+        ("run", "threads", 0, "--threads is 0"),
+        ("run", "stop", "", "a stop string is empty"),
+        ("run", "ctx-size", -1, "--ctx-size is -1"),
+        ("run", "ctx-size", 10**7, "a context of 10000000 tokens exceeds the model's 131072"),
+        ("run", "model", "./nowhere", "model directory ./nowhere does not exist"),
+        ("run", "model", "", "the name of the model is empty"),
+        ("run", "revision", "main", "--revision without --model"),
+        ("eval", "tokens", 1, "--tokens is 1"),
+        ("bench", "n-depth", "1-", "-d has '1-'"),
+        ("bench", "draft-pages", "1", "--draft-pages has '1'"),
+        ("bench", "repetitions", 0, "--repetitions is 0"),
+        ("selftest", "threads", 0, "--threads is 0"),
+    ],
+)
+def test_an_error_names_the_flag_and_where_its_value_is_from(
+    fake: type,
+    quantspec: Run,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    key: str,
+    value: Any,
+    refused: str,
+) -> None:
+    flag, variable = f"--{key}", f"QUANTSPEC_{key.replace('-', '_').upper()}"
+    text = ["--text", "x"] if command == "run" else []
+    file.write_text(f"[{command}]\n{key} = {value!r}\n")
+    said = quantspec(command, *text).stderr
+    assert said.startswith(f"error: {refused}\nhint: it is from {key} in {file}; "), said
+    hint = said.partition("; ")[2]
+    if value != "":  # which is no variable
+        monkeypatch.setenv(variable, str(value))
+        assert quantspec(command, *text).stderr == f"error: {refused}\nhint: it is from {variable}; {hint}"
+    assert quantspec(command, *text, flag, str(value)).stderr == f"error: {refused}\nhint: {hint}"
 
 
 def test_every_kind_of_value(fake: type, quantspec: Run, file: Path) -> None:

@@ -204,9 +204,11 @@ def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str 
     counts = [n for n in numbers("--rows", rows) if n > 0]
     asked = None if depths is None else numbers("-d", depths)
     if asked is not None and 0 in asked:
-        raise UsageError(f"-d is {depths}", "give depths of at least 1: attention is timed behind so many tokens")
+        raise UsageError(
+            f"-d is {depths}", "give depths of at least 1: attention is timed behind so many tokens", option="-d"
+        )
     if not counts or max(counts) > ROWS_MAX:
-        raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}")
+        raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}", option="--rows")
     with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
         opened = [
             Model.open(name, revision=request.revision, offline=request.offline, progress=render.on_terminal())
@@ -258,7 +260,8 @@ def read_plan(request: Request) -> Plan:
     whole("repetitions", request.repetitions, 1, REPETITIONS_MAX)
     # Every repetition has the next seed.
     if not 0 <= request.seed <= SEED_MAX - request.repetitions:
-        raise UsageError(f"seed is {request.seed}", f"use a whole number, 0 to {SEED_MAX - request.repetitions}")
+        most = SEED_MAX - request.repetitions
+        raise UsageError(f"seed is {request.seed}", f"use a whole number, 0 to {most}", option="seed")
     plan = Plan(
         n_prompt=[n for n in numbers("-p", request.n_prompt) if n > 0],
         n_gen=[n for n in numbers("-n", request.n_gen) if n > 0],
@@ -281,7 +284,7 @@ def items(flag: str, given: str) -> list[str]:
     """The items of a comma list."""
     found = [item.strip() for item in given.split(",")]
     if not all(found):
-        raise UsageError(f"{flag} has an empty item in {given!r}", "separate the values by single commas")
+        raise UsageError(f"{flag} has an empty item in {given!r}", "separate the values by single commas", option=flag)
     return found
 
 
@@ -292,7 +295,9 @@ def numbers(flag: str, given: str) -> list[int]:
         for number in _range(flag, item):
             found[number] = None
             if len(found) > LIST_MAX:
-                raise UsageError(f"{flag} {item} asks for more than {LIST_MAX} values", "use a larger step: a-b+step")
+                raise UsageError(
+                    f"{flag} {item} asks for more than {LIST_MAX} values", "use a larger step: a-b+step", option=flag
+                )
     return list(found)
 
 
@@ -300,7 +305,9 @@ def _range(flag: str, item: str) -> Iterator[int]:
     def whole(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) <= 9):
             raise UsageError(
-                f"{flag} has {item!r}", f"use whole numbers and ranges: {flag} 0,512 or 0-4096+1024 or 1-64*2"
+                f"{flag} has {item!r}",
+                f"use whole numbers and ranges: {flag} 0,512 or 0-4096+1024 or 1-64*2",
+                option=flag,
             )
         return int(text)
 
@@ -312,7 +319,9 @@ def _range(flag: str, item: str) -> Iterator[int]:
     value, end, by = whole(first), whole(last), whole(step)
     if end < value or (operator == "+" and by < 1) or (operator == "*" and (by < 2 or value < 1)):
         raise UsageError(
-            f"the range {item} of {flag} never ends or is empty", "use a-b+step or a-b*factor, with a up to b"
+            f"the range {item} of {flag} never ends or is empty",
+            "use a-b+step or a-b*factor, with a up to b",
+            option=flag,
         )
     while value <= end:
         yield value
@@ -325,7 +334,7 @@ def _number_or(flag: str, item: str, words: Sequence[str], least: int, most: int
     short = item.isascii() and item.isdigit() and len(item) <= 12
     if not (short and least <= int(item) <= most):
         bounds = f"{least} to {most}" if most < 2**31 else f"at least {least}"
-        raise UsageError(f"{flag} has {item!r}", f"use whole numbers, {bounds}, or {' or '.join(words)}")
+        raise UsageError(f"{flag} has {item!r}", f"use whole numbers, {bounds}, or {' or '.join(words)}", option=flag)
     return int(item)
 
 
@@ -337,7 +346,9 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
         target = target if dash else KV_TARGETS[0]
         if name not in METHODS or target not in KV_TARGETS:
             raise UsageError(
-                f"--methods has {item!r}", f"use {', '.join(METHODS)}, each with -{', -'.join(KV_TARGETS)} or without"
+                f"--methods has {item!r}",
+                f"use {', '.join(METHODS)}, each with -{', -'.join(KV_TARGETS)} or without",
+                option="--methods",
             )
         if name == "ar":
             found[Method(name, target)] = None

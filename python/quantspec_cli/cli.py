@@ -44,7 +44,7 @@ output was closed; 4 is reserved for a batch with failed documents."""
 def _once(_ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
     """The one name that a flag was given. Of several, click would take the last and say nothing of the others."""
     if len(names) > 1:
-        flag = max(parameter.opts, key=len)
+        flag = settings.flag_of(parameter)
         raise UsageError(f"{flag} is given {len(names)} times", f"give {flag} once")
     return names[0] if names else None
 
@@ -67,13 +67,19 @@ def _output_flag(*flags: str, text: str) -> Callable[[Command], Command]:
 
 
 class _Command(click.Command):
-    """A command that complains of the settings file when it runs: `--help` works whatever the file holds."""
+    """A command that complains of the settings file when it runs: `--help` works whatever the file holds. Its errors about an
+    option name the flag, and where the value is from.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command, or says why the settings file cannot be used."""
         if isinstance(ctx.obj, QuantspecError):
             raise ctx.obj
-        return super().invoke(ctx)
+        try:
+            return super().invoke(ctx)
+        except QuantspecError as error:
+            settings.locate(error, ctx)
+            raise
 
 
 class _Group(click.Group):
@@ -176,7 +182,7 @@ def _refuse_unused(ctx: click.Context, what: str | None) -> None:
         name = parameter.name or ""
         used = name in _OF_KERNELS if what == "kernels" else name not in _ONLY_OF_KERNELS
         if not used and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            flag = max(parameter.opts, key=len)
+            flag = settings.flag_of(parameter)
             place = "bench kernels" if what == "kernels" else "bench without kernels"
             raise UsageError(f"{flag} does not apply to {place}", f"leave out {flag}")
 

@@ -222,12 +222,15 @@ class Model:
             return self.context
         if wanted < 0:
             raise UsageError(
-                f"the context is {wanted}", "use a positive number of tokens, or 0 for the model's context"
+                f"ctx_size is {wanted}",
+                "use a positive number of tokens, or 0 for the model's context",
+                option="ctx_size",
             )
         if wanted > self.context:
             raise DoesNotFitError(
                 f"a context of {wanted} tokens exceeds the model's {self.context}",
                 f"use at most {self.context}, or a model with a longer context",
+                option="ctx_size",
             )
         return wanted
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
+from . import settings
 from .cli import cli
 from .errors import (
     EXIT_INTERRUPTED,
@@ -155,21 +155,10 @@ def _usage(error: click.UsageError) -> UsageError:
     if similar:
         hint = f"did you mean {' or '.join(sorted(similar))}? {hint}"
     message = (error.message if similar else error.format_message()).rstrip(".")
-    return UsageError(message[:1].lower() + message[1:], _origin(error) + hint)
-
-
-def _origin(error: click.UsageError) -> str:
-    """Where a refused value is from, if not from the command line."""
-    parameter, context = getattr(error, "param", None), error.ctx
-    if parameter is None or context is None:
-        return ""
-    match context.get_parameter_source(parameter.name):
-        case ParameterSource.ENVIRONMENT:
-            return f"it is from {parameter.envvar or f'{context.auto_envvar_prefix}_{parameter.name.upper()}'}; "
-        case ParameterSource.DEFAULT_MAP:
-            return "it is from the settings file; "
-        case _:
-            return ""
+    parameter = getattr(error, "param", None)
+    if parameter is not None and error.ctx is not None:
+        hint = settings.origin(error.ctx, parameter) + hint
+    return UsageError(message[:1].lower() + message[1:], hint)
 
 
 def _line(document: Mapping[str, object]) -> str:

@@ -29,15 +29,18 @@ class QuantspecError(Exception):
         message: one line, naming the value that is wrong.
         hint: one line, naming the remedy.
         exit_code: what the command line exits with.
+        option: whose value is wrong, by its name in Python or its flag, for the command line to say where the value is from;
+            None where it is no option's.
         kept: what was done before the error came, as fields of the document of `--json`.
     """
 
     kind: ClassVar[str] = "internal"
     exit_code: int = EXIT_ERROR
 
-    def __init__(self, message: str, hint: str) -> None:
+    def __init__(self, message: str, hint: str, *, option: str | None = None) -> None:
         self.message = one_line(message)
         self.hint = one_line(hint)
+        self.option = option
         self.kept: dict[str, object] = {}
         super().__init__(f"{self.message} ({self.hint})")
 

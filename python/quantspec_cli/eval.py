@@ -44,9 +44,11 @@ class Request:
 def evaluate(request: Request, options: EngineOptions) -> output.Done:
     """Prints the report; that of `--json` is left to be printed."""
     if request.tokens is not None and request.tokens < 2:
-        raise UsageError(f"tokens is {request.tokens}", "use at least 2: the first token is only context")
+        raise UsageError(
+            f"tokens is {request.tokens}", "use at least 2: the first token is only context", option="tokens"
+        )
     if request.context < 0:
-        raise UsageError(f"context is {request.context}", "use 0 or more tokens")
+        raise UsageError(f"context is {request.context}", "use 0 or more tokens", option="context")
     if request.tokens is not None and request.tokens < request.context + 2:
         raise UsageError(
             f"--tokens {request.tokens} with --context {request.context} leaves no token to score",

@@ -53,8 +53,10 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
     """
     if model is None:
         if revision is not None:
-            raise UsageError("--revision without --model", "name the hub id the revision belongs to")
+            raise UsageError("--revision without --model", "name the hub id the revision belongs to", option="revision")
         return demo()
+    if not model:
+        raise UsageError("the name of the model is empty", "name a directory or a hub id", option="model")
     check_utf8("the name of the model", model, "rename the directory, or give a link to it")
     _check_revision(revision)
     # Not Path.expanduser: it raises where there is no such user, or nobody's home directory is known.
@@ -62,17 +64,23 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
     found = files.status(path)
     if found is not None and S_ISDIR(found.st_mode):
         if revision is not None:
-            raise UsageError(f"--revision {revision} with the directory {model}", "a directory has no revisions")
+            raise UsageError(
+                f"--revision {revision} with the directory {model}", "a directory has no revisions", option="revision"
+            )
         return Path(path)
     if found is not None:
-        raise ModelError(f"model {model} is a file", "give the directory that holds config.json and the weights")
+        raise ModelError(
+            f"model {model} is a file", "give the directory that holds config.json and the weights", option="model"
+        )
     repository, _, pinned = model.partition("@")
     if not _HUB_ID.fullmatch(repository) or "--" in repository or ".." in repository:
         raise ModelError(
-            f"model directory {model} does not exist", "check the path, or give a hub id such as owner/name"
+            f"model directory {model} does not exist",
+            "check the path, or give a hub id such as owner/name",
+            option="model",
         )
     if pinned and revision is not None and pinned != revision:
-        raise UsageError(f"two revisions: {pinned} and {revision}", "give one of them")
+        raise UsageError(f"two revisions: {pinned} and {revision}", "give one of them", option="revision")
     _check_revision(pinned or None)
     if cache().parts[:1] == ("~",):
         raise FileError("the hub's cache has no place: no home directory is known", "set HF_HOME to a folder")
@@ -84,11 +92,11 @@ def _check_revision(revision: str | None) -> None:
         return
     hint = "give a branch, tag or commit on the hub"
     if not isinstance(revision, str):
-        raise UsageError(f"--revision is {revision!r:.60}", hint)
+        raise UsageError(f"--revision is {revision!r:.60}", hint, option="revision")
     check_utf8("--revision", revision, hint)
     # It becomes part of a path in the cache.
     if ".." in revision.split("/"):
-        raise UsageError(f"--revision {revision} has a part ..", hint)
+        raise UsageError(f"--revision {revision} has a part ..", hint, option="revision")
 
 
 def cache() -> Path:
@@ -125,22 +133,30 @@ def _download(model: str, repository: str, revision: str | None, *, offline: boo
         raise ModelError(
             f"model {model} is gated",
             "accept its licence on huggingface.co and set HF_TOKEN to a token of that account",
+            option="model",
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise ModelError(f"model {repository} has no revision {revision}", "check the revision on the hub") from error
+        raise ModelError(
+            f"model {repository} has no revision {revision}", "check the revision on the hub", option="revision"
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
             f"neither a directory nor a model on the hub is called {model}",
             "check the name; a private model needs HF_TOKEN",
+            option="model",
         ) from error
     except errors.HFValidationError as error:
-        raise ModelError(f"{model} is no valid hub id", "a hub id looks like owner/name") from error
+        raise ModelError(f"{model} is no valid hub id", "a hub id looks like owner/name", option="model") from error
     except errors.LocalEntryNotFoundError as error:
         where = f"model {model} is neither a directory nor in the cache {cache()}"
         if offline:
-            raise ModelError(where, "unset HF_HUB_OFFLINE and leave out --offline, or give a directory") from error
+            raise ModelError(
+                where, "unset HF_HUB_OFFLINE and leave out --offline, or give a directory", option="model"
+            ) from error
         raise ModelError(
-            f"{where}, and the hub cannot be reached", "check the network, or give a directory with the model's files"
+            f"{where}, and the hub cannot be reached",
+            "check the network, or give a directory with the model's files",
+            option="model",
         ) from error
     except OSError as error:
         raise _refused(model, error) from error

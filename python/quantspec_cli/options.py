@@ -56,7 +56,7 @@ class EngineOptions:
         _one_of("accept", self.accept, ACCEPTANCE)
         kind, _, index = (self.device if isinstance(self.device, str) else "").partition(":")
         if kind not in {"auto", "cpu", "cuda"} or (":" in self.device and (kind != "cuda" or not _is_index(index))):
-            raise UsageError(f"device is {shown(self.device)}", "use auto, cpu, cuda or cuda:0")
+            raise UsageError(f"device is {shown(self.device)}", "use auto, cpu, cuda or cuda:0", option="device")
         if self.threads is not None:
             # More than any machine has; the number reaches the system as it is.
             whole("threads", self.threads, 1, 4096)
@@ -95,7 +95,7 @@ class GenerateOptions:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        whole("number of new tokens (-n)", self.max_new_tokens, 1, None)
+        whole("max_new_tokens", self.max_new_tokens, 1, None)
         whole("top_k", self.top_k, 0, 2**32, " (0 is off)")
         for name, valid, hint in (
             ("temperature", lambda t: 0 <= t <= 100, "use 0 (greedy) to 100"),
@@ -107,10 +107,10 @@ class GenerateOptions:
         # Read once: a generator yields its strings to nobody else.
         stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
         if stops is None or not all(isinstance(stop, str) for stop in stops):
-            raise UsageError(f"stop is {shown(self.stop):.60}", "give a list of strings")
+            raise UsageError(f"stop is {shown(self.stop):.60}", "give a list of strings", option="stop")
         object.__setattr__(self, "stop", stops)
         if not all(stops):
-            raise UsageError("a stop string is empty", "give at least one character after --stop")
+            raise UsageError("a stop string is empty", "give at least one character", option="stop")
 
     def sampling(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine.add`."""
@@ -126,7 +126,7 @@ class GenerateOptions:
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise UsageError(f"{name} is {shown(value)}", f"use one of {', '.join(choices)}")
+        raise UsageError(f"{name} is {shown(value)}", f"use one of {', '.join(choices)}", option=name)
 
 
 def whole(name: str, value: object, least: int, most: int | None, other: str = "") -> None:
@@ -138,7 +138,7 @@ def whole(name: str, value: object, least: int, most: int | None, other: str = "
     if number is None or number < least or (most is not None and number > most) or _is_unprintable(number):
         too_large = number is not None and most is not None and number > most
         bounds = f"at least {least}" if most is None or (most >= 2**32 and not too_large) else f"{least} to {most}"
-        raise UsageError(f"{name} is {shown(value)}", f"use a whole number, {bounds}{other}")
+        raise UsageError(f"{name} is {shown(value)}", f"use a whole number, {bounds}{other}", option=name)
 
 
 def _number(name: str, value: object, valid: Callable[[float], bool], hint: str) -> float:
@@ -151,7 +151,7 @@ def _number(name: str, value: object, valid: Callable[[float], bool], hint: str)
         number = number if _single(number) else 0.0
         if valid(number):
             return number
-    raise UsageError(f"{name} is {shown(value)}", hint)
+    raise UsageError(f"{name} is {shown(value)}", hint, option=name)
 
 
 def _single(number: float) -> float:

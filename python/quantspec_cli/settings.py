@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from . import hub
-from .errors import FileError, UsageError, reason
+from .errors import FileError, QuantspecError, UsageError, reason
 from .options import shown
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def default_map(file: str | None, commands: Mapping[str, click.Command]) -> dict
     """The file as click's default map: command name to parameter name to value. No file, no defaults."""
     if file == "":
         raise UsageError("the name of the settings file is empty", "name a file after --config, or leave it out")
-    path = default_path() if file is None else Path(file)
+    path = _path(file)
     # Not Path.is_file: it raises on names that no file can have.
     if file is None and not os.path.isfile(path):  # noqa: PTH113
         return {}
@@ -93,6 +94,42 @@ def default_map(file: str | None, commands: Mapping[str, click.Command]) -> dict
                 raise _unknown(path, f"{name}.{key}", known[name])
             defaults[name][_parameter(key)] = _checked(path, f"{name}.{key}", value, known[name][_parameter(key)])
     return defaults
+
+
+def _path(file: str | None) -> Path:
+    return default_path() if file is None else Path(file)
+
+
+def origin(ctx: click.Context, parameter: click.Parameter) -> str:
+    """The beginning of a hint: where a value that is refused is from, if not from the command line."""
+    name = parameter.name or ""
+    match ctx.get_parameter_source(name):
+        case ParameterSource.ENVIRONMENT:
+            return f"it is from {parameter.envvar or f'{ctx.auto_envvar_prefix}_{name.upper()}'}; "
+        case ParameterSource.DEFAULT_MAP:
+            return f"it is from {name.replace('_', '-')} in {_path(ctx.find_root().params['config'])}; "
+        case _:
+            return ""
+
+
+def locate(error: QuantspecError, ctx: click.Context) -> None:
+    """Has an error about an option say what people see of it: the flag, and where the value is from."""
+    for parameter in ctx.command.params:
+        if error.option not in {parameter.name, *parameter.opts, *map(_keyword, parameter.opts)}:
+            continue
+        called = f"{error.option} is "
+        if error.option not in parameter.opts and error.message.startswith(called):
+            error.message = f"{flag_of(parameter)} is {error.message.removeprefix(called)}"
+        error.hint = origin(ctx, parameter) + error.hint
+
+
+def flag_of(parameter: click.Parameter) -> str:
+    """What a parameter is called on the command line: its first long flag."""
+    return next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
+
+
+def _keyword(option: str) -> str:
+    return _parameter(option.lstrip("-"))
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -127,11 +164,11 @@ def _checked(path: Path, key: str, value: object, parameter: click.Parameter) ->
 
 
 def _checked_one(path: Path, key: str, value: object, parameter: click.Parameter) -> object:
-    flag = bool(getattr(parameter, "is_flag", False))
+    is_flag = bool(getattr(parameter, "is_flag", False))
     if isinstance(value, int) and abs(value) > _LARGEST:
         raise UsageError(f"settings file {path}: {key} is a number of {value.bit_length()} bits", "give a smaller one")
-    if isinstance(value, bool) != flag or not isinstance(value, str | int | float):
-        wanted = "true or false" if flag else "a text or a number"
+    if isinstance(value, bool) != is_flag or not isinstance(value, str | int | float):
+        wanted = "true or false" if is_flag else "a text or a number"
         raise UsageError(f"settings file {path}: {key} is {shown(value)}", f"give {wanted}")
     # As a flag 2.9 is refused; click would cut a number of the file to 2 without a word.
     if isinstance(value, float) and isinstance(parameter.type, click.types.IntParamType):
