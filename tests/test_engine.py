@@ -332,6 +332,22 @@ def test_values_out_of_range_are_refused_before_the_engine_sees_them(engine: Eng
         engine.generate(Prompt([]))
 
 
+def test_threads_are_those_of_the_variable_where_nobody_says(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, given, used in (("3", None, 3), ("3", 2, 2), ("", None, None), (None, None, None)):
+        if value is None:
+            monkeypatch.delenv("QUANTSPEC_THREADS")
+        else:
+            monkeypatch.setenv("QUANTSPEC_THREADS", value)
+        Engine.load(threads=given)
+        assert fake.engines[-1]["threads"] == used
+    for value in ("0", "-1", "4097", "many", "2.5", "9" * 5000):
+        monkeypatch.setenv("QUANTSPEC_THREADS", value)
+        with pytest.raises(UsageError, match=f"^QUANTSPEC_THREADS is '?{value[:9]}") as refused:
+            Engine.load()
+        assert "1 to 4096" in refused.value.hint
+        assert Engine.load(threads=1)
+
+
 def test_what_the_engine_is_given_is_what_was_checked() -> None:
     chosen = GenerateOptions(temperature=Fraction(1, 10**60), min_p=1e-60, top_p=0.9).sampling()  # type: ignore[arg-type]
     assert (chosen["temperature"], chosen["min_p"], chosen["top_p"]) == (0, 0, 0.9)

@@ -572,7 +572,7 @@ class Engine:
                 Memory is planned for it, and refused with numbers before anything is loaded.
             batch: most sequences that decode together.
             device: "auto", "cpu", "cuda" or "cuda:N".
-            threads: CPU workers; None is all processors.
+            threads: CPU workers; None is $QUANTSPEC_THREADS, or all processors.
             method: what drafts: "quantspec" (4-bit cache and weights), "kv4", "w4", or "ar" (nothing).
             gamma: drafted tokens per round, 0 to 16, or "auto".
             kv_target: view of the cache that defines the output: "int8", "fp16" or "int4".
@@ -588,7 +588,7 @@ class Engine:
         """
         options = EngineOptions(
             device=device,
-            threads=threads,
+            threads=settings.threads() if threads is None else threads,
             method=method,
             gamma=gamma,
             kv_target=kv_target,

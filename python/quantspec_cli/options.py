@@ -29,6 +29,8 @@ GAMMA_MAX = 16
 # Fewest selected pages: the first and the newest one are always read.
 PAGES_MIN = 2
 SEED_MAX = 2**64 - 1
+# More than any machine has; the number reaches the system as it is.
+THREADS_MAX = 4096
 MAX_NEW_TOKENS = 256
 
 
@@ -58,8 +60,7 @@ class EngineOptions:
         if kind not in {"auto", "cpu", "cuda"} or (":" in self.device and (kind != "cuda" or not _is_index(index))):
             raise UsageError(f"device is {shown(self.device)}", "use auto, cpu, cuda or cuda:0", option="device")
         if self.threads is not None:
-            # More than any machine has; the number reaches the system as it is.
-            whole("threads", self.threads, 1, 4096)
+            whole("threads", self.threads, 1, THREADS_MAX)
         if self.gamma != "auto":
             whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
         if self.draft_pages not in ("all", "auto"):

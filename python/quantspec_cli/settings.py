@@ -21,7 +21,7 @@ from click.core import ParameterSource
 
 from . import hub
 from .errors import FileError, QuantspecError, UsageError, reason
-from .options import shown
+from .options import THREADS_MAX, shown, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -66,6 +66,19 @@ def native_draft_cache() -> tuple[str, int] | None:
     """The same as the native module takes it."""
     folder = draft_cache()
     return None if folder is None else (str(folder), SMALLEST_DRAFTS_BYTES)
+
+
+def threads() -> int | None:
+    """$QUANTSPEC_THREADS, for those who come without a command line; None where it is not set."""
+    given = os.environ.get("QUANTSPEC_THREADS")
+    if not given:
+        return None
+    try:
+        number = int(given)
+    except ValueError:
+        raise UsageError(f"QUANTSPEC_THREADS is {given!r:.60}", f"use a whole number, 1 to {THREADS_MAX}") from None
+    whole("QUANTSPEC_THREADS", number, 1, THREADS_MAX)
+    return number
 
 
 def default_map(file: str | None, commands: Mapping[str, click.Command]) -> dict[str, Any]:
