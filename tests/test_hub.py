@@ -26,6 +26,8 @@ from quantspec_cli.errors import FileError, InputError, ModelError, QuantspecErr
 Run = Callable[..., Outcome]
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
+DISK, FILES, TLS, AGAIN = "set HF_HOME to another disk", "HF_TOKEN_PATH", "SSL_CERT_FILE", "run the command again"
+
 SHA = "0123456789abcdef0123456789abcdef01234567"
 # What repositories hold besides what we need.
 OTHERS = {
@@ -178,15 +180,56 @@ def test_a_network_set_up_wrongly_is_no_defect(online: Run, environment: dict[st
     )
 
 
+@pytest.mark.parametrize("address", ["nonsense", "ftp://x", "http://", "http://[", "http://x:99999", "huggingface.co"])
+def test_an_address_that_is_none_is_named(online: Run, address: str) -> None:
+    online("run", "-m", "owner/model", "--text", "x", HF_ENDPOINT=address).assert_error(
+        2, f"HF_ENDPOINT is {address!r}", "https://huggingface.co"
+    )
+
+
+class ProxyError(ConnectionError):
+    """As the HTTP libraries call it."""
+
+
+class ReadTimeout(type("TimeoutException", (Exception,), {})):  # type: ignore[misc]
+    """As the HTTP libraries call it."""
+
+
+class InvalidProxyError(OSError, ValueError):
+    """As requests calls it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (ProxyError("no"), False),
+        (InvalidProxyError("no"), False),
+        (RuntimeError("no"), False),
+        (ReadTimeout("no"), True),
+        (TimeoutError("no"), True),
+    ],
+)
+def test_what_fails_again_is_not_to_be_run_again(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, again: bool
+) -> None:
+    import huggingface_hub
+
+    def fail(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(ModelError) as caught:
+        hub.resolve("owner/model")
+    assert (AGAIN in caught.value.hint) == again
+    assert ("HTTPS_PROXY" in caught.value.hint) != again
+
+
 @pytest.mark.parametrize("answer", [b"<html>log in\nhere</html>", b'{"unexpected": 1}', b"[]"])
 def test_an_answer_of_something_else_is_no_defect(online: Run, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
     monkeypatch.setattr(Handler, "_answer", lambda self, *, send: self._reply(200, answer, {}, send=send))
     outcome = online("run", "-m", "owner/model", "--text", "x")
     outcome.assert_error(1, "owner/model")
     assert "defect" not in outcome.stderr
-
-
-DISK, FILES, TLS, AGAIN = "set HF_HOME to another disk", "HF_TOKEN_PATH", "SSL_CERT_FILE", "run the command again"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import ssl
 from pathlib import Path
 from stat import S_ISDIR
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from . import background, files
 from .errors import FileError, ModelError, QuantspecError, UsageError, reason
@@ -37,6 +38,19 @@ FILES = [
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
+
+# What the HTTP libraries call a connection that did not last; all else is refused again.
+_BROKEN = {
+    "TimeoutException",
+    "NetworkError",
+    "RemoteProtocolError",
+    "ConnectionError",
+    "Timeout",
+    "ChunkedEncodingError",
+}
+
+_AGAIN = "run the command again: it resumes"
+_SET_UP = "check the network, HTTPS_PROXY, HF_ENDPOINT and HF_TOKEN"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -109,6 +123,7 @@ def hub_settings() -> ModuleType:
     try:
         from huggingface_hub import constants
     except ValueError as error:
+        _check_endpoint(os.environ.get("HF_ENDPOINT"))
         wrong = [name for name, value in os.environ.items() if name.startswith("HF_") and repr(value) in str(error)]
         raise UsageError(
             f"{' and '.join(wrong) or 'a variable HF_*'}: {error}", "correct the variable, or unset it"
@@ -116,7 +131,21 @@ def hub_settings() -> ModuleType:
     return constants
 
 
+def _check_endpoint(address: str | None) -> None:
+    """Refuses what can be no address of a hub: the libraries that use it do not say whose it is."""
+    if not address:
+        return
+    try:
+        parts = urlsplit(address)
+        good = parts.scheme in {"http", "https"} and parts.hostname and parts.port != 0
+    except ValueError:  # brackets, or a port out of range
+        good = False
+    if not good:
+        raise UsageError(f"HF_ENDPOINT is {address!r}", "give an address such as https://huggingface.co, or unset it")
+
+
 def _download(model: str, repository: str, revision: str | None, *, offline: bool, progress: bool) -> Path:
+    _check_endpoint(os.environ.get("HF_ENDPOINT"))
     from huggingface_hub import constants, errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -155,7 +184,7 @@ def _download(model: str, repository: str, revision: str | None, *, offline: boo
             ) from error
         raise ModelError(
             f"{where}, and the hub cannot be reached",
-            "check the network, or give a directory with the model's files",
+            "check the network, HTTPS_PROXY and HF_ENDPOINT, or give a directory with the model's files",
             option="model",
         ) from error
     except OSError as error:
@@ -163,11 +192,8 @@ def _download(model: str, repository: str, revision: str | None, *, offline: boo
     except (QuantspecError, MemoryError):
         raise
     except Exception as error:
-        if type(error).__module__.partition(".")[0] in {"httpx", "httpx2", "httpcore", "httpcore2", "requests"}:
-            raise ModelError(f"downloading {model} failed: {error}", "run the command again: it resumes") from error
         raise ModelError(
-            f"downloading {model} failed: {type(error).__name__}: {error}",
-            "check the network, HTTPS_PROXY, HF_ENDPOINT and HF_TOKEN",
+            f"downloading {model} failed: {type(error).__name__}: {error}", _AGAIN if _is_broken(error) else _SET_UP
         ) from error
     found = Path(directory)
     if not files.is_file(found / "config.json"):
@@ -178,14 +204,21 @@ def _download(model: str, repository: str, revision: str | None, *, offline: boo
     return found
 
 
+def _is_broken(error: Exception) -> bool:
+    """The connection broke: the next one may not."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & _BROKEN) and "ProxyError" not in names
+
+
 def _refused(model: str, error: OSError) -> QuantspecError:
     """What the system or the network refused, with the remedy for that."""
     message = f"downloading {model} failed: {reason(error)}"
     if isinstance(error, ssl.SSLError) or (error.errno == errno.ENOENT and any(map(os.environ.get, _CERTIFICATES))):
         return ModelError(message, f"check {', '.join(_CERTIFICATES)}")
-    # The network's errors are OSErrors without a number, or of these kinds.
+    # The network's errors are OSErrors without a number, or of these kinds; wrong addresses are values, too.
     if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
-        return ModelError(f"downloading {model} failed: {error}", "run the command again: it resumes")
+        wrong = isinstance(error, ValueError) or "ProxyError" in type(error).__name__
+        return ModelError(f"downloading {model} failed: {error}", _SET_UP if wrong else _AGAIN)
     if error.errno in _DISK:
         hint = "free some space or set HF_HOME to another disk, then run the command again: it resumes"
         return FileError(message, hint)
