@@ -275,6 +275,14 @@ def test_a_misspelt_flag_or_command_gets_a_suggestion(quantspec: Run) -> None:
     quantspec("rnu").assert_error(2, "rnu", "did you mean run")
 
 
+def test_a_flag_of_all_commands_behind_one(quantspec: Run) -> None:
+    for arguments in (["run", "--config", "x"], ["bench", "--config=x"], ["doctor", "--version"]):
+        flag = arguments[1].partition("=")[0]
+        quantspec(*arguments).assert_error(2, f"'{flag}'", f"{flag} goes before the command; see quantspec --help")
+    assert "goes before" not in quantspec("--nonsense").stderr
+    assert "goes before" not in quantspec("run", "--nonsense").stderr
+
+
 @pytest.mark.parametrize("new", [131_072, 10**9, 2**64, 10**40])
 def test_what_does_not_fit_the_context_is_refused_with_numbers(fake: Any, quantspec: Run, new: int) -> None:
     outcome = quantspec("run", "--text", "one two", "-n", str(new))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from . import __version__, files, loop, output, prompts, render, settings
 from .engine import Model
 from .errors import DoesNotFitError, InputError, InternalError, QuantspecError, UsageError, native_errors, one_line
-from .options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MIN, SEED_MAX, whole
+from .options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MAX, PAGES_MIN, SEED_MAX, whole
 from .signals import SIGNALS
 from .text import Text
 
@@ -270,7 +270,7 @@ def read_plan(request: Request) -> Plan:
             request.methods,
             [_number_or("--gamma", item, ("auto",), 0, GAMMA_MAX) for item in items("--gamma", request.gamma)],
             [
-                _number_or("--draft-pages", i, ("all", "auto"), PAGES_MIN, 2**31)
+                _number_or("--draft-pages", i, ("all", "auto"), PAGES_MIN, PAGES_MAX)
                 for i in items("--draft-pages", request.draft_pages)
             ],
         ),
@@ -331,11 +331,13 @@ def _range(flag: str, item: str) -> Iterator[int]:
 def _number_or(flag: str, item: str, words: Sequence[str], least: int, most: int) -> Any:
     if item in words:
         return item
-    short = item.isascii() and item.isdigit() and len(item) <= 12
-    if not (short and least <= int(item) <= most):
-        bounds = f"{least} to {most}" if most < 2**31 else f"at least {least}"
+    # Python does not read numbers of thousands of digits.
+    digits = (item.lstrip("0") or "0") if item.isascii() and item.isdigit() else ""
+    too_large = len(digits) > 12 or (digits != "" and int(digits) > most)
+    if not digits or too_large or int(digits) < least:
+        bounds = f"{least} to {most}" if most < PAGES_MAX or too_large else f"at least {least}"
         raise UsageError(f"{flag} has {item!r}", f"use whole numbers, {bounds}, or {' or '.join(words)}", option=flag)
-    return int(item)
+    return int(digits)
 
 
 def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list[Method]:

@@ -154,6 +154,9 @@ def _usage(error: click.UsageError) -> UsageError:
     similar = getattr(error, "possibilities", None)
     if similar:
         hint = f"did you mean {' or '.join(sorted(similar))}? {hint}"
+    of_group = {name for option in cli.params for name in option.opts}
+    if isinstance(error, click.NoSuchOption) and path != cli.name and error.option_name in of_group:
+        hint = f"{error.option_name} goes before the command; see quantspec --help"
     message = (error.message if similar else error.format_message()).rstrip(".")
     parameter = getattr(error, "param", None)
     if parameter is not None and error.ctx is not None:

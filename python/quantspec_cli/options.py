@@ -28,6 +28,8 @@ ACCEPTANCE = ("replay", "rejection")
 GAMMA_MAX = 16
 # Fewest selected pages: the first and the newest one are always read.
 PAGES_MIN = 2
+# More than any cache has; the number reaches the engine as it is.
+PAGES_MAX = 2**32
 SEED_MAX = 2**64 - 1
 # More than any machine has; the number reaches the system as it is.
 THREADS_MAX = 4096
@@ -64,7 +66,7 @@ class EngineOptions:
         if self.gamma != "auto":
             whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
         if self.draft_pages not in ("all", "auto"):
-            whole("draft_pages", self.draft_pages, PAGES_MIN, 2**32, ", all or auto")
+            whole("draft_pages", self.draft_pages, PAGES_MIN, PAGES_MAX, ", all or auto")
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""

@@ -19,7 +19,13 @@ STDIN = "-"
 # More than any supported context holds; an endless stream must not fill the memory before it is refused.
 BYTES_MAX = 1 << 30
 
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+# Byte order marks; that of UTF-16 begins one of UTF-32.
+_MARKS = {
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 _CONVERT = "convert it to UTF-8, for example: iconv -f LATIN1 -t UTF-8 FILE"
 
 
@@ -97,8 +103,9 @@ def _read_whole(name: str, file: BinaryIO) -> bytes:
 
 def from_bytes(name: str, raw: bytes) -> Document:
     """Checks and decodes a document: UTF-8 text, nothing replaced, nothing cut."""
-    if raw.startswith(_UTF16_MARKS):
-        raise InputError(f"{name} is UTF-16, not UTF-8", "convert it: iconv -f UTF-16 -t UTF-8 FILE")
+    for mark, encoding in _MARKS.items():
+        if raw.startswith(mark):
+            raise InputError(f"{name} is {encoding}, not UTF-8", f"convert it: iconv -f {encoding} -t UTF-8 FILE")
     zero = raw.find(b"\0")
     if zero >= 0:
         raise InputError(f"{name} is a binary file (zero byte at offset {zero})", "give plain text in UTF-8")
