@@ -123,6 +123,22 @@ def test_several_prompts_are_one_batch_under_headings_in_their_order(fake: Any, 
     assert names == ["text 1", "text 2"]
 
 
+def test_files_come_before_texts(fake: Any, quantspec: Run, document: Path) -> None:
+    report = quantspec("run", "--text", "x", "-p", str(document), "--text", "y", "-n", "3", "--json").json
+    assert [result["prompt"] for result in report["results"]] == [str(document), "text 1", "text 2"]
+
+
+def test_a_stop_string_inside_of_a_token(fake: Any, quantspec: Run) -> None:
+    fake.answer = ids_of("one two three")
+    inner = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    for stop in ("wo", "e tw", "e t"):
+        (result,) = quantspec("run", "--text", "x", "--stop", stop, "--json").json["results"]
+        assert result["text"] == "one two three".partition(stop)[0]
+        # The ids before the one that completed the string.
+        whole = next(n for n in range(99) if stop in inner.decode(fake.answer[:n]))
+        assert result["tokens"] == fake.answer[: whole - 1]
+
+
 def test_a_stop_string_inside_an_accepted_run(fake: Any, quantspec: Run) -> None:
     fake.answer = ids_of("one two three END four five six seven eight")
     fake.accepted = [16]
@@ -378,6 +394,10 @@ def test_a_missing_gpu_says_so(fake: Any, quantspec: Run) -> None:
 
 def test_quiet_prints_nothing_but_the_answer(fake: Any, quantspec: Run) -> None:
     assert quantspec("run", "--text", "x", "-n", "5", "-q").stderr == ""
+    # Nor a warning or a note.
+    loud = ["run", "--text", "x", "-n", "5", "-t", "4096", "--instruction", "Go on."]
+    assert "4096 threads" in quantspec(*loud).stderr
+    assert quantspec(*loud, "-q").stderr == ""
 
 
 def test_doctor(fake: Any, quantspec: Run) -> None:
@@ -402,12 +422,13 @@ def test_version_and_help(quantspec: Run) -> None:
 
 def test_every_option_has_help_and_one_meaning() -> None:
     meanings: dict[str, tuple[Any, ...]] = {}
-    for command in (cli.commands[name] for name in ("run", "doctor", "selftest")):
+    for name, command in cli.commands.items():
         assert command.help
-        for option in command.params:
-            assert isinstance(option, click.Option)
-            assert option.help, option.name
-            for flag in option.opts:
+        options = [option for option in command.params if isinstance(option, click.Option)]
+        for option in options:
+            assert option.help, (name, option.name)
+            # What bench and eval share with run is a single value there, or llama-bench's short flag.
+            for flag in option.opts if name in {"run", "doctor", "selftest"} else ():
                 meaning = (option.name, option.default, str(option.type))
                 assert meanings.setdefault(flag, meaning) == meaning, flag
 

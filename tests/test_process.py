@@ -90,6 +90,14 @@ def test_ctrl_c_while_decoding_keeps_the_text_and_prints_statistics(start: Start
     promptly(attempt)
 
 
+def test_ctrl_c_of_a_quiet_command_has_nothing_to_say(start: Start) -> None:
+    child = start("run", "--text", "x", "-n", "100000", "-q", script=SLOW)
+    child.until("verify", 3)
+    _, out, err = end(child, signal.SIGINT)
+    assert (child.returncode, err) == (130, b"")
+    assert out.endswith(b"\n")
+
+
 def test_ctrl_c_in_json_is_one_document(start: Start) -> None:
     child = start("run", "--text", "x", "--text", "y", "-n", "100000", "--json", script=SLOW)
     child.until("verify", 3)

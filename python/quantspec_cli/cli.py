@@ -117,7 +117,7 @@ def cli(ctx: click.Context, config: str | None) -> None:
     allow_from_autoenv=False,
     help="Text file to continue, - for standard input. Several decode together.",
 )
-@click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text instead of a file.")
+@click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text, behind the files.")
 @click.option("--instruction", metavar="TEXT", help="What to do with the document; uses the model's chat template.")
 @click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
 @_output_flag(
@@ -126,11 +126,17 @@ def cli(ctx: click.Context, config: str | None) -> None:
 )
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
-@click.option("--stop", multiple=True, type=Verbatim(), metavar="TEXT", help="End before this text. Repeatable.")
+@click.option(
+    "--stop",
+    multiple=True,
+    type=Verbatim(),
+    metavar="TEXT",
+    help="End before this text, also inside of a token. Repeatable.",
+)
 @engine_flags
 @device_flags
 @json_flag
-@click.option("-q", "--quiet", is_flag=True, help="No statistics.")
+@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
 def run(
     prompt: tuple[str, ...],
     text: tuple[str, ...],
@@ -201,7 +207,13 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before those.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
-@click.option("--page-choice", type=click.Choice(PAGE_CHOICES), default="best", show_default=True)
+@click.option(
+    "--page-choice",
+    type=click.Choice(PAGE_CHOICES),
+    default="best",
+    show_default=True,
+    help="With --draft-pages N or auto: the best-scoring pages or the recent ones.",
+)
 @click.option(
     "--accept",
     type=click.Choice(ACCEPTANCE),
@@ -210,7 +222,13 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     help="Acceptance rule: same text as ar, or same distribution.",
 )
 @_list_flag("--methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV.")
-@click.option("--kv-rounding", type=click.Choice(KV_ROUNDINGS), default="balanced", show_default=True)
+@click.option(
+    "--kv-rounding",
+    type=click.Choice(KV_ROUNDINGS),
+    default="balanced",
+    show_default=True,
+    help="How keys and values are rounded.",
+)
 @_list_flag("--rows", default="1,5,8", text="With kernels: rows of a step.")
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs of each test.")
 @click.option("-s", "--seed", type=int, default=0, show_default=True, help="Of the first repetition.")
@@ -220,6 +238,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     type=click.Choice(("md", "csv", "json", "jsonl")),
     default="md",
     show_default=True,
+    help="Table for people, or rows for programs; jsonl has one object per line.",
 )
 @_output_flag("--output", text="Write there instead of stdout.")
 @click.pass_context
@@ -268,7 +287,13 @@ def bench(
     metavar="N",
     help="Of these, the first N are a prompt, and the next one is only fed: N + 1 are not scored.",
 )
-@click.option("--kv-rounding", type=click.Choice(KV_ROUNDINGS), default="balanced", show_default=True)
+@click.option(
+    "--kv-rounding",
+    type=click.Choice(KV_ROUNDINGS),
+    default="balanced",
+    show_default=True,
+    help="How keys and values are rounded.",
+)
 @_output_flag("-o", "--output", "output", text="Write the report there instead of stdout.")
 @device_flags
 @json_flag

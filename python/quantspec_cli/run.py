@@ -47,7 +47,10 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
         documents = prompts.read_all(request.prompts, request.texts)
         names = [document.name for document in documents]
         model = Model.open(
-            request.model, revision=request.revision, offline=request.offline, progress=render.on_terminal()
+            request.model,
+            revision=request.revision,
+            offline=request.offline,
+            progress=render.on_terminal() and not request.quiet,
         )
         if not request.as_json and not request.quiet and _is_bare(request, model):
             render.note("the model has no chat template: system prompt, document and instruction are plain text to it")
