@@ -192,6 +192,32 @@ def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:
     assert bench._speedup(runs[3:], base[3:]) == {"speedup": None, "speedup_sd": None, "speedup_repetitions": 0}
 
 
+def test_a_checkpoint_is_not_read_between_measurements(
+    quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantspec_cli import _native, files
+
+    asked: list[tuple[int, int]] = []
+    configs: list[str] = []
+    traffic, read = _native.traffic, files.read
+
+    def noted(model: str, start: int, tokens: int) -> dict[str, Any]:
+        asked.append((start, tokens))
+        return traffic(model, start, tokens)
+
+    monkeypatch.setattr(_native, "traffic", noted)
+    monkeypatch.setattr(files, "read", lambda path: configs.append(path.name) or read(path))
+    outcome = quantspec("bench", *"-p 4 -n 3 -d 0,8 -r 2 --methods ar-fp16,quantspec -o jsonl --device cpu".split())
+    assert (outcome.code, len(outcome.stdout.splitlines())) == (0, 6)
+    # Once for each test at each depth, whatever methods and repetitions there are.
+    assert sorted(asked) == [(0, 4), (1, 3), (8, 3), (8, 4)]
+    assert configs.count("config.json") == 1
+
+
+def test_a_bench_does_not_overwrite_its_prompt(quantspec: Callable[..., Any], document: Path) -> None:
+    quantspec("bench", "--prompt", str(document), "--output", str(document)).assert_error(2, "is also a prompt")
+
+
 def test_different_tokens_are_an_error() -> None:
     runs = {
         Method("ar", "int8"): Sample(1, 1, (30.0, 30.0), tokens=[1, 2]),

@@ -17,10 +17,9 @@ import itertools
 import json
 import statistics
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import __version__, files, loop, output, prompts, render, settings
 from .engine import Model
@@ -158,9 +157,8 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
     """Measures and prints as it goes."""
     plan = read_plan(request)
     render.warn_of_threads(options.threads)
-    with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
-        if request.prompt is not None and isinstance(sink, output.AtomicFile) and sink.is_at(request.prompt):
-            raise UsageError(f"output {request.output} is also the prompt", "name another file")
+    with output.opened(request.output, [] if request.prompt is None else [request.prompt]) as file:
+        sink = file or output.Stdout()
         name, text = _text(request)
         opened = [
             Model.open(model, revision=request.revision, offline=request.offline, progress=render.on_terminal())
@@ -209,7 +207,8 @@ def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str 
         )
     if not counts or max(counts) > ROWS_MAX:
         raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}", option="--rows")
-    with output.AtomicFile(request.output) if request.output is not None else nullcontext(output.Stdout()) as sink:
+    with output.opened(request.output, ()) as file:
+        sink = file or output.Stdout()
         opened = [
             Model.open(name, revision=request.revision, offline=request.offline, progress=render.on_terminal())
             for name in _models(request.model)
@@ -438,6 +437,7 @@ class Bench:
         self._info = self._engine.info
         render.note_of_drafts(self._info)
         self._bandwidth_now = 0.0
+        self._widened = "widened" in json.loads(files.read(model.directory / "config.json"))
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All measurements, as soon as each depth is done."""
@@ -470,6 +470,7 @@ class Bench:
         repetitions, plan = self._request.repetitions, self._plan
         with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
             answer = Answer(self._engine, self._model, self._ids, depth, tokens, on_prefill=on_prefill)
+        seen = self._traffic(answer.depth, answer.tokens)
         samples: dict[Method, list[Sample]] = {method: [] for method in plan.methods}
         with render.progress(f"decoding at {depth}", shown=True) as tick, native_errors():
             for method in plan.methods:
@@ -479,7 +480,7 @@ class Bench:
                 self._bandwidth_now = self._bandwidth()
                 # Forth and back, so that a drift of the machine favours nobody.
                 for method in plan.methods[:: -1 if repetition % 2 else 1]:
-                    samples[method].append(self._sample(method, answer, repetition))
+                    samples[method].append(self._sample(method, answer, seen, repetition))
                     if tick:
                         tick(sum(map(len, samples.values())), repetitions * len(plan.methods))
                 if self._accept == "replay":
@@ -494,31 +495,35 @@ class Bench:
     def _configure(self, method: Method) -> None:
         self._engine.configure(page_choice=self._page_choice, **method.native())
 
-    def _sample(self, method: Method, answer: Answer, repetition: int) -> Sample:
+    def _sample(self, method: Method, answer: Answer, seen: Mapping[str, Any], repetition: int) -> Sample:
         before = self._bandwidth_now
         self._configure(method)
         seconds, tokens = answer.run(self._request.seed + repetition)
         stats = self._engine.stats()
         # What is read after a run is read before the next.
         after = self._bandwidth_now = self._bandwidth()
-        return Sample(seconds, self._decode_bytes(method, answer, stats), (before, after), stats, tokens)
+        return Sample(seconds, self._decode_bytes(method, seen, stats), (before, after), stats, tokens)
 
     def _add(self, prompt_tokens: int, new_tokens: int) -> int:
         return self._engine.add(
             self._ids[:prompt_tokens], seed=self._request.seed, max_new_tokens=new_tokens, **SAMPLING
         )
 
+    def _traffic(self, start: int, tokens: int) -> dict[str, Any]:
+        """What steps at these positions read; looks at the checkpoint, so not to be asked between measurements."""
+        with native_errors():
+            return self._native.traffic(str(self._model.directory), start, tokens)
+
     def _prefill_bytes(self, depth: int, tokens: int) -> float:
         """Least a prefill of `tokens` behind `depth` reads: a layer's weights and the past once a block, the head once."""
-        seen = self._native.traffic(str(self._model.directory), depth, tokens)
+        seen = self._traffic(depth, tokens)
         blocks = range(depth, depth + tokens, self._info["block_rows"])
         layers = seen["weights_bytes"] - seen["head_bytes"]
         read: float = len(blocks) * layers + sum(blocks) * seen["token_bytes"] + seen["head_bytes"]
         return read
 
-    def _decode_bytes(self, method: Method, answer: Answer, stats: Mapping[str, Any]) -> float:
+    def _decode_bytes(self, method: Method, seen: Mapping[str, Any], stats: Mapping[str, Any]) -> float:
         """What a run's verifications and drafts had to read: weights, visible pages of the view, recent tokens."""
-        seen = self._native.traffic(str(self._model.directory), answer.depth, answer.tokens)
         recent = seen["buffer_tokens"] * seen["token_bytes"]
         page = {"int4": seen["upper_page_bytes"], "fp16": seen["full_page_bytes"]}
         page["int8"] = seen["upper_page_bytes"] + seen["lower_page_bytes"]
@@ -548,7 +553,7 @@ class Bench:
         return {
             "quantspec": __version__,
             "model": self._model.name,
-            "widened": "widened" in json.loads((self._model.directory / "config.json").read_text(encoding="utf-8")),
+            "widened": self._widened,
             "device": self._info["device"],
             "device_name": self._info["device_name"],
             "simd": self._info.get("simd"),
@@ -602,7 +607,7 @@ class Answer:
         self._seed = seed
         # The given token counts as the answer's first.
         text = Text(self._model.tokenizer.token_bytes, limit=(tokens or self.tokens) + 1)
-        pieces = loop.decode(cast("_native.Engine", self), {self._slot: text})
+        pieces = loop.decode(self, {self._slot: text})
         next(pieces)
         started = time.perf_counter()
         for _ in pieces:

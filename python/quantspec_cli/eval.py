@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,9 +56,7 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
         )
     render.warn_of_threads(options.threads)
     stdout = output.Stdout() if request.output is None or request.as_json else None
-    with output.AtomicFile(request.output) if request.output is not None else nullcontext() as file:
-        if request.prompt is not None and file is not None and file.is_at(request.prompt):
-            raise UsageError(f"output {request.output} is also the prompt", "name another file")
+    with output.opened(request.output, [] if request.prompt is None else [request.prompt]) as file:
         document = prompts.read(str(SAMPLE) if request.prompt is None else request.prompt)
         model = Model.open(
             request.model, revision=request.revision, offline=request.offline, progress=render.on_terminal()

@@ -7,14 +7,32 @@ weights over both nibbles, and emits the accepted ones and one more of the targe
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from ._native import Engine
     from .text import Text
+
+
+class Decoder(Protocol):
+    """What the loop asks of an engine; `_native.Engine` says what each does."""
+
+    def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None, /) -> int:
+        """Processes the slot's prompt and returns the first new token."""
+
+    def choose_gamma(self, slot: int, /) -> int:
+        """The γ of the slot's next round."""
+
+    def draft(self, gammas: Sequence[tuple[int, int]], /) -> None:
+        """Drafts γ tokens for every (slot, γ)."""
+
+    def verify(self) -> list[tuple[int, list[int]]]:
+        """Verifies them: per slot what it emits."""
+
+    def finish(self, slot: int, /) -> None:
+        """Frees the slot."""
 
 
 class Piece(NamedTuple):
@@ -25,7 +43,7 @@ class Piece(NamedTuple):
 
 
 def decode(
-    engine: Engine,
+    engine: Decoder,
     texts: Mapping[int, Text],
     *,
     choose_gamma: Callable[[int], int] | None = None,

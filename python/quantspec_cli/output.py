@@ -187,6 +187,18 @@ class AtomicFile:
             ) from error
 
 
+@contextlib.contextmanager
+def opened(path: str | None, prompts: Iterable[str]) -> Iterator[AtomicFile | None]:
+    """The file of `--output` while the body runs, None where none is asked for. None of the prompts is overwritten."""
+    if path is None:
+        yield None
+        return
+    with AtomicFile(path) as file:
+        if any(file.is_at(prompt) for prompt in prompts):
+            raise UsageError(f"output {path} is also a prompt", "name another file")
+        yield file
+
+
 class Answers:
     """Writes the answers of several prompts in their order: the first open one as it grows, later ones in one go.
 

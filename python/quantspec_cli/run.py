@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from . import __version__, output, prompts, render
 from .engine import Engine, Model
-from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, UsageError, one_line
+from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,9 +40,7 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
     for name, text in [*arguments.items(), *(("a stop string", stop) for stop in options.stop)]:
         prompts.check_utf8(name, text or "")
     stdout = output.Stdout() if request.output is None or request.as_json else None
-    with output.AtomicFile(request.output) if request.output is not None else nullcontext() as file:
-        if file is not None and any(file.is_at(path) for path in request.prompts):
-            raise UsageError(f"output {request.output} is also a prompt", "name another file")
+    with output.opened(request.output, request.prompts) as file:
         documents = prompts.read_all(request.prompts, request.texts)
         names = [document.name for document in documents]
         model = Model.open(
