@@ -399,17 +399,14 @@ fn convert(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
 
 /// Reads a whole JSON file of the directory; None where it does not exist.
 fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
-    let failed = |error: std::io::Error| {
-        Error::new(
-            ErrorKind::Io,
-            format!("cannot read {}: {error}", dir.join(name).display()),
-            "check the file's permissions",
-        )
+    let refused = |why: &str, hint: &str| {
+        Error::new(ErrorKind::Io, format!("cannot read {}: {why}", dir.join(name).display()), hint)
     };
+    let failed = |error: std::io::Error| refused(&error.to_string(), "check the file's permissions");
     // Asked before opening: to open a pipe would wait for its writer.
     match dir.join(name).metadata() {
         Ok(found) if found.is_file() => (),
-        Ok(_) => return Err(failed(std::io::Error::other("it is not a file"))),
+        Ok(_) => return Err(refused("it is not a file", "put there the file that is published with the model")),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
         Err(error) => return Err(failed(error)),
     }

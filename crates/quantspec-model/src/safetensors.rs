@@ -123,7 +123,7 @@ impl SafeTensors {
     /// [`quantspec_core::ErrorKind::Model`] where the path is not a file or its header is damaged,
     /// [`quantspec_core::ErrorKind::Io`] where it cannot be read.
     pub fn open(path: &Path) -> Result<SafeTensors> {
-        let name = path.file_name().unwrap_or(path.as_os_str()).to_string_lossy().into_owned();
+        let name = path.to_string_lossy().into_owned();
         let failed = |error: std::io::Error| unreadable(&name, &error);
         // Asked before opening: to open a pipe would wait for its writer.
         if !path.metadata().map_err(failed)?.is_file() {
@@ -165,7 +165,7 @@ impl SafeTensors {
         Ok(SafeTensors { source, name, tensors })
     }
 
-    /// The file's name, for messages.
+    /// The file's path, for messages.
     pub fn name(&self) -> &str {
         &self.name
     }
