@@ -601,7 +601,7 @@ class Engine:
         # More sequences than any memory holds; the number reaches the engine as it is.
         whole("batch", batch, 1, 65_536)
         if context is not None:
-            whole("the context", context, 1, None)
+            whole("context", context, 1, None)
         _check_callback("on_loading", on_loading)
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         if not isinstance(name, str | None):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from . import hub
+from . import files, hub
 from .errors import FileError, QuantspecError, UsageError, reason
 from .options import THREADS_MAX, shown, whole
 
@@ -86,8 +86,7 @@ def default_map(file: str | None, commands: Mapping[str, click.Command]) -> dict
     if file == "":
         raise UsageError("the name of the settings file is empty", "name a file after --config, or leave it out")
     path = _path(file)
-    # Not Path.is_file: it raises on names that no file can have.
-    if file is None and not os.path.isfile(path):  # noqa: PTH113
+    if file is None and not files.is_file(path):
         return {}
     table = _read(path)
     sections = {name: table.pop(name) for name in list(table) if name in commands and isinstance(table[name], dict)}

@@ -9,7 +9,7 @@
 //! n is padded to panels and k to pairs, with zeros. **Row invariance:** each (row, output) owns its accumulators and walks k
 //! upwards; how many rows share a pass changes which registers are used, never an operand or its place in the order.
 
-use crate::dispatch::{Prefetch, Simd, portable};
+use crate::dispatch::{Simd, portable};
 use crate::lanes::{bf16_bits, f16_value, madd};
 use crate::memory::Array;
 use crate::pool::{Deal, Pool, part};
@@ -386,12 +386,7 @@ fn lanes<const FMA: bool, W: Pair, const M: usize, const L: usize>(
     for (j, row) in rows.iter_mut().enumerate() {
         *row = &x[j * stride..][..2 * pairs];
     }
-    let prefetch = Prefetch::here(M > 2).filter(|_| FMA && lane == 0);
     for pair in 0..pairs {
-        if let Some(prefetch) = prefetch {
-            let at = w.as_ptr().wrapping_add(2 * pair * PANEL);
-            (0..2 * PANEL).step_by(64 / size_of::<W>()).for_each(|i| prefetch.line(at.wrapping_add(i)));
-        }
         let w = W::load::<L>(w, pair, lane);
         for j in 0..M {
             for (k, w) in w.iter().enumerate() {
@@ -444,21 +439,23 @@ fn f32(simd: Simd, w: &[f32], x: &[f32], stride: usize, m: usize, out: &mut [f32
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use super::{BF16, F16, F32, Matrix, PANEL, Prefetch, groups};
+    use super::{BF16, F16, F32, Matrix, PANEL, groups};
+    use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
     /// Rows that share a pass: ten accumulators, and what they are made of, are what sixteen registers hold.
     const GROUP: usize = 5;
 
-    /// Pairs of a chunk where lanes take two passes: 2 KiB of weights, which with as much fetched ahead and the rows' activations stay in L1 even
-    /// where the rows lie a multiple of its ways apart. Of 8 to 256 the fastest on a Zen 4.
+    /// Pairs of a chunk where lanes take two passes: 2 KiB of weights (F32: 4), which with as much fetched ahead and the rows' activations stay in L1
+    /// even where the rows lie a multiple of its ways apart. Of 8 to 256 the fastest on a Zen 4.
     const CHUNK: usize = 16;
 
     /// A panel with f32 activations; sums as `lanes` of the parent has them. T: what holds a number of the kind.
     pub(super) fn rows<const KIND: u8, T>(w: &[T], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
+        const { assert!(KIND <= F32 && size_of::<T>() == if KIND == F32 { 4 } else { 2 }) };
         let pairs = w.len() / (2 * PANEL);
-        assert!(w.len() == Matrix::panel_len(2 * pairs) && size_of::<T>() == if KIND == F32 { 4 } else { 2 });
-        assert!(x.len() >= (m - 1) * stride + 2 * pairs && out.len() == m * PANEL);
+        assert!(w.len() == Matrix::panel_len(2 * pairs) && out.len() == m * PANEL);
+        assert!(x.len() >= (m - 1) * stride + 2 * pairs);
         let chunk = if m <= 2 { pairs } else { CHUNK };
         for first in (0..pairs).step_by(chunk) {
             let count = chunk.min(pairs - first);
@@ -562,7 +559,8 @@ mod avx2 {
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{F16, F32, GROUP, Matrix, PANEL, Prefetch, groups};
+    use super::{F16, F32, GROUP, Matrix, PANEL, groups};
+    use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
     /// Pairs of a chunk where rows take several passes: 16 KiB of weights, which stay in L1 for the passes after the first.

@@ -397,6 +397,17 @@ fn convert(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
+/// Whether anything is at a place. A folder that may not be searched hides it, which is another error than its absence.
+fn is_there(path: &Path) -> Result<bool> {
+    path.try_exists().map_err(|error| {
+        Error::new(
+            ErrorKind::Io,
+            format!("cannot read {}: {error}", path.display()),
+            "check its permissions and those of the folders above it",
+        )
+    })
+}
+
 /// Reads a whole JSON file of the directory; None where it does not exist.
 fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
     let refused = |why: &str, hint: &str| {
@@ -428,11 +439,11 @@ const MERGE: &str = "merge the LoRA adapter into its base model and save that as
 
 /// Opens model.safetensors or the shards of the index; the map says which shard holds a tensor.
 fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)> {
-    if dir.join(ADAPTER).exists() {
+    if is_there(&dir.join(ADAPTER))? {
         return Err(Error::model(format!("{} holds a LoRA adapter ({ADAPTER})", dir.display()), MERGE));
     }
     let single = dir.join("model.safetensors");
-    if single.exists() {
+    if is_there(&single)? {
         let shard = SafeTensors::open(&single)?;
         let names = shard.tensors().keys().map(|name| (name.clone(), 0)).collect();
         return Ok((vec![shard], names));
@@ -471,7 +482,7 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
     let mut shards = Vec::new();
     for file in files {
         let path = dir.join(file);
-        if !path.exists() {
+        if !is_there(&path)? {
             return Err(Error::model(
                 format!("shard {file} of the checkpoint is missing in {}", dir.display()),
                 "the download is incomplete; fetch the missing file",

@@ -265,7 +265,18 @@ fn a_file_that_shrinks_after_it_was_opened() {
     file.set_len(100).expect("shrink");
     let error = checkpoint.read_f32(Part::Head, 0..16, &mut [0.0; 128]).expect_err("short");
     assert_eq!(error.kind, ErrorKind::Io);
-    check(&error, "cannot read model.safetensors");
+    check(&error, &format!("cannot read {}", folder.path().join("model.safetensors").display()));
+}
+
+#[cfg(unix)]
+#[test]
+fn weights_that_cannot_be_looked_at_are_not_missing() {
+    let folder = Folder::valid();
+    remove(&folder, "model.safetensors");
+    let path = folder.path().join("model.safetensors");
+    std::os::unix::fs::symlink("model.safetensors", &path).expect("a link to itself");
+    let error = refused(&folder, &format!("cannot read {}", path.display()));
+    assert_eq!(error.kind, ErrorKind::Io);
 }
 
 #[test]
@@ -303,7 +314,8 @@ fn shards() {
     write(with("lm_head.weight", json!("three.safetensors")));
     refused(&folder, "shard three.safetensors of the checkpoint is missing");
     write(with("lm_head.weight", json!("one.safetensors")));
-    refused(&folder, "places \"lm_head.weight\" in one.safetensors, which does not hold it");
+    let one = folder.path().join("one.safetensors");
+    refused(&folder, &format!("places \"lm_head.weight\" in {}, which does not hold it", one.display()));
     write(with("more", json!("two.safetensors")));
     refused(&folder, "places \"more\"");
     write(
