@@ -27,7 +27,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from .options import Command
     from .output import Done
@@ -198,6 +198,11 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     return click.option(*names, default=default, show_default=True, metavar="LIST", help=text)
 
 
+def _choice_flag(flag: str, choices: Sequence[str], *, text: str) -> Callable[[Command], Command]:
+    """A flag that takes one of these; the first is the default."""
+    return click.option(flag, type=click.Choice(choices), default=choices[0], show_default=True, help=text)
+
+
 @cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
 @click.argument("what", type=click.Choice(("kernels",)), required=False)
 @model_flags
@@ -207,28 +212,12 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before those.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
-@click.option(
-    "--page-choice",
-    type=click.Choice(PAGE_CHOICES),
-    default="best",
-    show_default=True,
-    help="With --draft-pages N or auto: the best-scoring pages or the recent ones.",
+@_choice_flag(
+    "--page-choice", PAGE_CHOICES, text="With --draft-pages N or auto: the best-scoring pages or the recent ones."
 )
-@click.option(
-    "--accept",
-    type=click.Choice(ACCEPTANCE),
-    default="replay",
-    show_default=True,
-    help="Acceptance rule: same text as ar, or same distribution.",
-)
+@_choice_flag("--accept", ACCEPTANCE, text="Acceptance rule: same text as ar, or same distribution.")
 @_list_flag("--methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV.")
-@click.option(
-    "--kv-rounding",
-    type=click.Choice(KV_ROUNDINGS),
-    default="balanced",
-    show_default=True,
-    help="How keys and values are rounded.",
-)
+@_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
 @_list_flag("--rows", default="1,5,8", text="With kernels: rows of a step.")
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs of each test.")
 @click.option("-s", "--seed", type=int, default=0, show_default=True, help="Of the first repetition.")
@@ -287,13 +276,7 @@ def bench(
     metavar="N",
     help="Of these, the first N are a prompt, and the next one is only fed: N + 1 are not scored.",
 )
-@click.option(
-    "--kv-rounding",
-    type=click.Choice(KV_ROUNDINGS),
-    default="balanced",
-    show_default=True,
-    help="How keys and values are rounded.",
-)
+@_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
 @_output_flag("-o", "--output", "output", text="Write the report there instead of stdout.")
 @device_flags
 @json_flag

@@ -456,14 +456,14 @@ mod avx2 {
         let pairs = w.len() / (2 * PANEL);
         assert!(w.len() == Matrix::panel_len(2 * pairs) && out.len() == m * PANEL);
         assert!(x.len() >= (m - 1) * stride + 2 * pairs);
-        let chunk = if m <= 2 { pairs } else { CHUNK };
+        let (chunk, prefetch) = (if m <= 2 { pairs } else { CHUNK }, Prefetch::here(m > 2));
         for first in (0..pairs).step_by(chunk) {
             let count = chunk.min(pairs - first);
             for (row, rows) in groups(m, GROUP) {
                 let w = w[first * 2 * PANEL..].as_ptr();
                 let x = x[row * stride + 2 * first..].as_ptr();
                 let (out, add) = (out[row * PANEL..].as_mut_ptr(), first > 0);
-                let prefetch = Prefetch::here(m > 2).filter(|_| row == 0);
+                let prefetch = prefetch.filter(|_| row == 0);
                 // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
                 unsafe {
                     match rows {
@@ -574,7 +574,7 @@ mod avx512 {
         let pairs = w.len() / (2 * PANEL);
         assert!(w.len() == Matrix::panel_len(2 * pairs) && x.len() >= (m - 1) * stride + 2 * pairs);
         assert!(chains.len() >= m * CHAINS && out.len() == m * PANEL);
-        let chunk = if m <= GROUP { pairs } else { CHUNK };
+        let (chunk, prefetch) = (if m <= GROUP { pairs } else { CHUNK }, Prefetch::here(m > GROUP));
         for first in (0..pairs).step_by(chunk) {
             let count = chunk.min(pairs - first);
             for (row, rows) in groups(m, GROUP) {
@@ -583,7 +583,7 @@ mod avx512 {
                 let chains = chains[row * CHAINS..].as_mut_ptr();
                 // SAFETY: `run` lets BF16 activations through on the AVX-512 path only; the lengths were checked above.
                 unsafe {
-                    let prefetch = Prefetch::here(m > GROUP).filter(|_| row == 0);
+                    let prefetch = prefetch.filter(|_| row == 0);
                     match rows {
                         1 => panel::<1>(w, count, x, stride, chains, first > 0, prefetch),
                         2 => panel::<2>(w, count, x, stride, chains, first > 0, prefetch),
@@ -668,14 +668,14 @@ mod avx512 {
         let pairs = w.len() / (2 * PANEL);
         assert!(w.len() == Matrix::panel_len(2 * pairs) && out.len() == m * PANEL);
         assert!(x.len() >= (m - 1) * stride + 2 * pairs);
-        let chunk = if m <= GROUP { pairs } else { CHUNK };
+        let (chunk, prefetch) = (if m <= GROUP { pairs } else { CHUNK }, Prefetch::here(m > 2));
         for first in (0..pairs).step_by(chunk) {
             let k = 2 * chunk.min(pairs - first);
             for (row, rows) in groups(m, GROUP) {
                 let w = w[first * 2 * PANEL..].as_ptr();
                 let x = x[row * stride + 2 * first..].as_ptr();
                 let (out, add) = (out[row * PANEL..].as_mut_ptr(), first > 0);
-                let prefetch = Prefetch::here(m > 2).filter(|_| row == 0);
+                let prefetch = prefetch.filter(|_| row == 0);
                 // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
                 unsafe {
                     match rows {
