@@ -19,6 +19,15 @@ DEV void mbar_init(uint32_t bar, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
 DEV void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+// A ring's barriers [stages], by one thread of the block: a slot is full when the copy engine has filled it, and left when `leavers` threads have said so. A
+// thread per slot takes as long, since a warp's addresses have their turn one by one, and compute-sanitizer then counts lanes that initialise nothing.
+DEV void mbar_init_ring(uint32_t full, uint32_t empty, int stages, int leavers) {
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int i = 0; i < stages; i++) mbar_init(full + i * 8, 1), mbar_init(empty + i * 8, leavers);
+    mbar_init_done();
+  }
+}
 DEV void mbar_expect(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(bar), "r"(bytes) : "memory");
 }

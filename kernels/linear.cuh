@@ -262,7 +262,7 @@ DEV void linear_ring(const uint8_t* __restrict__ w, const uint16_t* x, float* y,
   const uint32_t slots = shared_address(shared), full = slots + RING_STAGES * RING_CHUNK + RING_TOGETHER * W * 512, empty = full + RING_STAGES * 8;
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, chunks = (atoms + W - 1) / W;
   grid_trigger();
-  if (threadIdx.x < RING_STAGES) mbar_init(full + threadIdx.x * 8, 1), mbar_init(empty + threadIdx.x * 8, W * 32), mbar_init_done();
+  mbar_init_ring(full, empty, RING_STAGES, W * 32);
   __syncthreads();
   if (warp == W) {
     if (lane == 0) ring_fill<TOGETHER>(w, slots, full, empty, atoms, mine);
