@@ -155,7 +155,7 @@ struct Tokens {
 struct Histogram {
   uint32_t count[BINS];
   union {
-    uint32_t parts[BINS];  // sums of exp(z - top of the bin) in units of 2^-14: no order of additions matters, and 2^18 tokens fit
+    uint32_t parts[BINS];  // sums of exp(z - top of the bin) in units of 2^-14: no order of additions matters, and fewer than 2^18 tokens fit
     double mass[BINS];     // the same as one number
   };
   float list[LIST];  // the tokens of the bin at the edge
@@ -244,7 +244,7 @@ struct Histogram {
   }
 };
 
-// sample_cut: the cut of every row whose sampler has a temperature. At most 2^18 tokens.
+// sample_cut: the cut of every row whose sampler has a temperature. Fewer than 2^18 tokens.
 //   logits f32 [row][vocab] -> cuts [row]; their `total` only for samplers of rejection. Grid (rows), block 1024.
 KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* samplers, const float* logits, Cut* cuts, int vocab, uint32_t* flag) {
   __shared__ Histogram h;
@@ -358,8 +358,6 @@ KERNEL __launch_bounds__(1024) sample_cut(const Row* rows, const Sampler* sample
 // A candidate, comparable as one number: the greater score, the lower id among equals.
 DEV uint64_t candidate(float score, int id) { return (uint64_t)ordered(score) << 32 | (uint32_t)~id; }
 
-enum Purpose { PROPOSE, JUDGE, FIRST };
-
 // A runner-up: a candidate that lost, by its score, or (below all of those) a token that the warpers do not keep, by its score without noise. 0: none.
 DEV uint64_t loser(uint64_t candidate) { return candidate ? 1ull << 32 | candidate >> 32 : 0ull; }
 // The best candidate so far and the best runner-up.
@@ -381,14 +379,14 @@ struct Race {
 
 // sample_choose: the token after each row.
 //   logits f32 [row][vocab]; cuts [row], read where the sampler has a temperature; choices int32 [row].
-//   purpose PROPOSE: draft rows; the token also goes to windows[slot * window_pitch + offset + 1], and rejection keeps logits and cut in
+//   drafts: the token also goes to windows[slot * window_pitch + offset + 1], and rejection has noise of its own and keeps logits and cut in
 //     q_logits f32 [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset; of row 0 `lead` is told by how much its token led the
-//     runner-up (core::sample::choose_with_lead). JUDGE: rows of rejection are left to `judge`. FIRST: every row.
+//     runner-up (core::sample::choose_with_lead). Else it is the target's choice.
 //   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab / CHUNK), rows), block 256.
 // A draft waits for this kernel once a token, and its code is in no cache by then: what the host told, and noise, which depends on nothing else, are
 // there before the wait (in shared memory: what is in registers the assembler would move behind it), and logarithms in double precision stand in one
 // place, for the tokens whose estimates leave them a chance to be first or second of a warp.
-KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int purpose, int* choices,
+KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int drafts, int* choices,
                                             int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races, uint32_t* arrived,
                                             float* lead, uint32_t* flag) {
   constexpr int WARPS = SAMPLE_THREADS / 32, OWN = CHUNK / SAMPLE_THREADS;   // tokens of a thread: quartets, 1,024 apart
@@ -401,7 +399,7 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
   auto id_of = [&](int i) { return id0 + i / 4 * (4 * SAMPLE_THREADS) + i % 4; };
   const Row r = rows[row];
   const Sampler s = samplers[r.slot];
-  const bool greedy = s.temperature == 0.f, keep = purpose == PROPOSE && s.accept == REJECTION;
+  const bool greedy = s.temperature == 0.f, keep = drafts && s.accept == REJECTION;
   if (!greedy)
 #pragma unroll 1
     for (int i = 0; i < OWN; i += 4) {
@@ -411,7 +409,6 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
     }
   const float least = least_kept(s);
   grid_wait();
-  if (purpose == JUDGE && s.accept == REJECTION) return;
   Cut cut{};
   if (!greedy) cut = cuts[row];
   const float* from = logits + (size_t)row * vocab;
@@ -486,11 +483,12 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
   const float score = unordered((uint32_t)(race.first >> 32));
   if (race.first == 0 || score == minus_infinity()) token = 0, atomicOr(flag, FLAG_LOGITS);
   choices[row] = token;
-  if (purpose != PROPOSE) return;
+  if (!drafts) return;
   windows[r.slot * window_pitch + r.offset + 1] = token;
-  // Where the token alone was kept it is the most likely, and its score without noise 0. Without any other token the lead is infinite.
+  // Where the token alone was kept it is the most likely, and its score without noise 0. Without any other token the lead is infinite; where no token could be
+  // chosen nothing leads.
   const float second = race.second ? unordered((uint32_t)race.second) : minus_infinity();
-  if (row == 0) *lead = greedy ? score - second : ((race.second >> 32 ? score : 0.f) - second) * s.temperature;
+  if (row == 0) *lead = !race.first ? 0.f : greedy ? score - second : ((race.second >> 32 ? score : 0.f) - second) * s.temperature;
 }
 
 // ---- judgement ----
@@ -530,7 +528,7 @@ DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* s
 }
 
 // judge: one verdict per turn.
-//   choices int32 [row] of sample_choose (greedy and replay); windows int32 [slot][window_pitch]: drafted token i at place i + 1;
+//   choices int32 [row] of sample_choose; windows int32 [slot][window_pitch]: drafted token i at place i + 1;
 //   logits, cuts: the target's, [row]; q_logits, q_cuts: the draft's, [slot][q_pitch]. Grid (turns), block 1024.
 KERNEL __launch_bounds__(1024) judge(const Turn* turns, const Sampler* samplers, const int* choices, const int* windows, int window_pitch, const float* logits,
                                      const Cut* cuts, int vocab, const float* q_logits, const Cut* q_cuts, int q_pitch, Verdict* verdicts) {
@@ -559,13 +557,11 @@ KERNEL __launch_bounds__(1024) judge(const Turn* turns, const Sampler* samplers,
   }
   __syncthreads();
   const int n = accepted, position = turn.position + n;
-  int token = -1;
+  int token = choices[turn.first_row + n];               // the bonus is what plain decoding chooses
   if (n < turn.gamma) {
     token = draw(s, position, CORRECT, vocab, scores, ids, [&](int id) { return __fsub_rn(p(n, id), q(n, id)); });
     // Rounding left nothing of p - q: they are equal.
     if (token < 0) token = draw(s, position, CORRECT, vocab, scores, ids, [&](int id) { return p(n, id); });
-  } else {
-    token = draw(s, position, SAMPLE, vocab, scores, ids, [&](int id) { return p(n, id); });
   }
   if (threadIdx.x == 0) verdicts[blockIdx.x] = Verdict{n, max(token, 0)};
 }

@@ -13,26 +13,12 @@ pub struct Verdict {
     pub token: u32,
 }
 
-/// Greedy and replay: a drafted token stands while it equals the target's choice.
-///
-/// `chosen[i]` is the target's choice after row i; it has one element more than `drafted`.
-pub fn judge_equal(drafted: &[u32], chosen: &[u32]) -> Verdict {
-    let accepted = drafted.iter().zip(chosen).take_while(|(draft, target)| draft == target).count();
-    Verdict { accepted, token: chosen.get(accepted).copied().unwrap_or(0) }
-}
-
 /// Leviathan/Chen rejection (arXiv 2211.17192, algorithm 1): drafted token x stands with probability min(1, p(x)/q(x)); the
-/// first refused one is replaced by a draw from (p − q)+, and a draw from p follows when all stand. The emitted tokens are
-/// distributed as p.
+/// first refused one is replaced by a draw from (p − q)+, and the bonus, a choice from p, follows when all stand. The emitted
+/// tokens are distributed as p.
 ///
-/// `q[i]` and `p[i]` are warped distributions over the vocabulary; `q` has γ rows, `p` γ + 1. `position` is that of the
-/// first drafted token.
-pub fn judge_rejection(drafted: &[u32], q: &[Vec<f32>], p: &[Vec<f32>], sampler: &Sampler, position: usize) -> Verdict {
-    let bonus = || draw(&p[drafted.len()], sampler, position + drafted.len(), Stream::Sample);
-    rejection(drafted, q, |i| Cow::Borrowed(&p[i]), bonus, sampler, position)
-}
-
-/// [`judge_rejection`] that asks for the target's distributions only up to the first refusal.
+/// `q[i]` and `p(i)` are warped distributions over the vocabulary, the target's asked for only up to the first refusal.
+/// `position` is that of the first drafted token.
 fn rejection<'a>(
     drafted: &[u32],
     q: &[Vec<f32>],
@@ -91,10 +77,8 @@ impl Judge {
         }
         // Its noise is not the target's, and a lead says nothing.
         self.leads[slot] = f32::INFINITY;
-        let q = warp(logits, sampler);
-        let token = draw(&q, sampler, position, sampler.draft_stream());
-        self.keep(slot, offset, q);
-        token
+        self.keep(slot, offset, warp(logits, sampler));
+        choose(logits, sampler, position, sampler.draft_stream())
     }
 
     /// By how much, in logits, the last proposed token of a slot led its runner-up.
@@ -164,7 +148,7 @@ impl Judge {
     }
 }
 
-/// [`judge_equal`] that asks for the target's choices only up to the first refusal.
+/// Greedy and replay: a drafted token stands while it equals the target's choice, which is asked for only up to the first refusal.
 fn equal(drafted: &[u32], target: impl Fn(usize) -> u32) -> Verdict {
     for (i, &token) in drafted.iter().enumerate() {
         let token_of_target = target(i);
@@ -305,7 +289,7 @@ mod tests {
     fn rejection_where_probabilities_vanish() {
         let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
         let verdict = |drafted: u32, q: &[f32], p: &[f32], position: usize| {
-            judge_rejection(&[drafted], &[q.to_vec()], &[p.to_vec(), vec![0.0, 0.0, 1.0]], &rejection, position)
+            super::rejection(&[drafted], &[q.to_vec()], |_| Cow::Borrowed(p), || 2, &rejection, position)
         };
         for position in 0..64 {
             // u·q underflows to 0, which is not less than p = 0: what the target excludes never stands.
@@ -326,8 +310,9 @@ mod tests {
         let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
         let (q, p) = (vec![1.0, 0.0, 0.0, 0.0], vec![0.5, 0.25, 0.125, 0.125]);
         for position in 0..200 {
-            let rows = [q.clone(), p.clone(), p.clone()];
-            let verdict = judge_rejection(&[0, 0], &[q.clone(), q.clone()], &rows, &rejection, position);
+            let rows = [&q, &p];
+            let target = |i: usize| Cow::Borrowed(&rows[i][..]);
+            let verdict = super::rejection(&[0, 0], &[q.clone(), q.clone()], target, || 3, &rejection, position);
             let at = position + 1;
             if uniform(17, 0, at, Stream::Accept, 0) < 0.5 {
                 assert_eq!(verdict.accepted, 2);
@@ -362,7 +347,7 @@ mod tests {
 
     #[test]
     fn equality_takes_the_longest_prefix() {
-        let verdict = |drafted: &[u32], chosen: &[u32]| judge_equal(drafted, chosen);
+        let verdict = |drafted: &[u32], chosen: &[u32]| equal(drafted, |i| chosen[i]);
         assert_eq!(verdict(&[], &[7]), Verdict { accepted: 0, token: 7 });
         assert_eq!(verdict(&[1, 2, 3], &[1, 2, 3, 4]), Verdict { accepted: 3, token: 4 });
         assert_eq!(verdict(&[1, 2, 3], &[1, 5, 3, 4]), Verdict { accepted: 1, token: 5 });
@@ -432,7 +417,7 @@ mod tests {
                 let mut round = drafted[..verdict.accepted].to_vec();
                 round.push(verdict.token);
                 prop_assert_eq!(&round[..], &plain[..round.len()]);
-                prop_assert_eq!(verdict, judge_equal(&drafted, &plain));
+                prop_assert_eq!(verdict, equal(&drafted, |i| plain[i]));
             }
         }
 

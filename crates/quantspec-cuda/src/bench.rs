@@ -5,7 +5,7 @@
 
 use crate::args;
 use crate::attend::{Around, Attend, Layer, Pass, Places};
-use crate::backend::NORM_THREADS;
+use crate::backend::{NORM_THREADS, page_shared};
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::draft::{Draft, Heads, Hidden};
 use crate::linear::{Linear, Matrix, Quantised, name};
@@ -93,7 +93,7 @@ pub fn measure(
 }
 
 /// Median seconds of what `work` queues, as a graph.
-fn seconds(device: &Arc<Device>, work: impl FnOnce() -> Result<()>) -> Result<f64> {
+fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64> {
     let graph = device.record(work)?;
     let mut times = Vec::with_capacity(REPEATED);
     for round in 0..WARM_UP + REPEATED {
@@ -403,14 +403,14 @@ impl Bench {
                 ..Measured::default()
             })?;
             let (arrived, choices, flag) = (scratch.at(0), scratch.at(most * 16), scratch.at(most * 32));
-            // Purpose 1 judges: it writes choices only.
+            // The target's choice: it writes choices only.
             let arguments = args![
                 zeros.at(0),
                 zeros.at(0),
                 &logits,
                 0u64,
                 config.vocab,
-                1,
+                0,
                 choices,
                 0u64,
                 0,
@@ -445,7 +445,7 @@ impl Bench {
         let (device, config) = (&self.device, &self.config);
         let (d, heads, layers) = (config.head_dim, config.kv_heads, config.layers);
         let (upper, lower) = (Layout::Cuda.upper_bytes(d), Layout::Cuda.lower_bytes(d));
-        let shared = 256 * d + 4096;
+        let shared = page_shared(d);
         let (flush, store) =
             (device.kernel(&format!("flush_{d}"), shared)?, device.kernel(&format!("store_{d}"), shared)?);
         let ring = filled(device, layers * heads * BUFFER_TOKENS * d * 2)?;

@@ -20,8 +20,8 @@ pub(crate) const SAMPLE_THREADS: u32 = 256;
 pub(crate) const fn race_bytes(vocab: usize) -> usize {
     16 * vocab.div_ceil(CHUNK)
 }
-/// Most tokens `sample_cut` takes.
-const VOCAB_MAX: usize = 1 << 18;
+/// Most tokens `sample_cut` takes: as many masses of 2^14 fit into the 32 bits of a bin.
+const VOCAB_MAX: usize = (1 << 18) - 1;
 /// Where the lead of a proposed token lies, behind the flag, and where verdicts begin.
 const LEAD_AT: usize = 4;
 const DRAFT_FLAG_AT: usize = 8;
@@ -59,14 +59,6 @@ unsafe impl Plain for DeviceTurn {}
 
 /// Bytes of a `Cut`.
 const CUT_BYTES: usize = 24;
-
-/// What `sample_choose` is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Purpose {
-    Propose = 0,
-    Judge = 1,
-    First = 2,
-}
 
 /// What the choices of some slots take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -347,9 +339,10 @@ impl Sampling {
         }
     }
 
-    fn choose(&self, purpose: Purpose, rows: u64, count: usize, logits: u64, manner: Manner) -> Result<()> {
+    /// Queues the choice of the token after every row: of drafted ones, or the target's.
+    fn choose(&self, drafts: bool, rows: u64, count: usize, logits: u64, manner: Manner) -> Result<()> {
         // Rejection divides by what the draft computed: where that is no number, the engine takes a plain step instead.
-        let careless = purpose == Purpose::Propose && !manner.rejects;
+        let careless = drafts && !manner.rejects;
         let (vocab, flag) = (self.vocab, if careless { self.draft_flag() } else { self.flag() });
         let launch = |grid: [usize; 2], block: u32| Launch {
             grid: [grid[0] as u32, grid[1] as u32, 1],
@@ -370,7 +363,7 @@ impl Sampling {
                 logits,
                 &self.cuts,
                 vocab,
-                purpose as i32,
+                i32::from(drafts),
                 &self.choices,
                 self.windows(),
                 self.pitch,
@@ -388,7 +381,7 @@ impl Sampling {
 
     /// Queues the choice of the drafted token after every row of a draft step; `manner` is what [`Sampling::learn`] returned.
     pub(crate) fn propose(&self, count: usize, rows: u64, logits: u64, manner: Manner) -> Result<()> {
-        self.choose(Purpose::Propose, rows, count, logits, manner)
+        self.choose(true, rows, count, logits, manner)
     }
 
     /// By how much, in logits, the first row's token of the last [`Sampling::propose`] led its runner-up; waits for it.
@@ -403,7 +396,7 @@ impl Sampling {
     /// The token after a prompt's last row. `rows` describes that row.
     pub(crate) fn first(&mut self, slot: usize, sampler: &Sampler, rows: u64, logits: u64) -> Result<u32> {
         let manner = self.learn_one(slot, sampler)?;
-        self.choose(Purpose::First, rows, 1, logits, manner)?;
+        self.choose(false, rows, 1, logits, manner)?;
         let token = self.choices.read::<u32>(0, 1)?;
         token.first().copied().ok_or_else(|| Error::internal("no choice"))
     }
@@ -441,7 +434,7 @@ impl Sampling {
         logits: u64,
         manner: Manner,
     ) -> Result<()> {
-        self.choose(Purpose::Judge, rows, count, logits, manner)?;
+        self.choose(false, rows, count, logits, manner)?;
         let (q_logits, q_cuts) = self.draft.as_ref().map_or((0, 0), |(logits, cuts)| (logits.at(0), cuts.at(0)));
         let arguments = args![
             described,

@@ -4,15 +4,15 @@
 mod gpu;
 
 use gpu::{Random, device, poisoned, run};
-use quantspec_core::sample::{Accept, Sampler, Stream, argmax, choose, choose_with_lead, warp};
-use quantspec_core::verify::{judge_equal, judge_rejection};
+use quantspec_core::sample::{Accept, Sampler, Stream, argmax, choose, choose_with_lead};
+use quantspec_core::verify::Judge;
 use quantspec_cuda::args;
 use quantspec_cuda::device::{Buffer, Device};
 use std::sync::Arc;
 
-const PROPOSE: i32 = 0;
-const JUDGE: i32 = 1;
-const FIRST: i32 = 2;
+/// What `sample_choose` is told of its rows: drafts, or the target.
+const DRAFTS: i32 = 1;
+const TARGET: i32 = 0;
 
 /// Bytes of a sampler as kernels/sample.cu declares it.
 fn packed(sampler: &Sampler) -> Vec<u32> {
@@ -74,7 +74,7 @@ impl Stage {
     }
 
     /// Chooses for rows `[slot, offset, position, 0]`; returns the choices, and leaves the cuts.
-    fn choose(&self, rows: &[[i32; 4]], logits: &[f32], purpose: i32) -> (Vec<i32>, Buffer, Buffer) {
+    fn choose(&self, rows: &[[i32; 4]], logits: &[f32], drafts: i32) -> (Vec<i32>, Buffer, Buffer) {
         let count = rows.len();
         let (rows, logits) = (self.device.copied(&rows.concat()).unwrap(), self.device.copied(logits).unwrap());
         let (cuts, choices) = (poisoned(&self.device, count * CUT_BYTES), poisoned(&self.device, count * 4));
@@ -92,7 +92,7 @@ impl Stage {
             &logits,
             &cuts,
             self.vocab,
-            purpose,
+            drafts,
             &choices,
             &self.windows,
             WINDOW,
@@ -158,7 +158,7 @@ fn greedy_takes_the_lowest_id_among_equals() {
             all[2 * vocab..3 * vocab].fill(f32::NEG_INFINITY);
             all[3 * vocab - 2] = -1e30;
         }
-        let (choices, ..) = stage.choose(&rows, &all, PROPOSE);
+        let (choices, ..) = stage.choose(&rows, &all, DRAFTS);
         let windows = stage.windows();
         for (row, &[slot, offset, ..]) in rows.iter().enumerate() {
             let want = argmax(&all[row * vocab..(row + 1) * vocab]);
@@ -169,13 +169,13 @@ fn greedy_takes_the_lowest_id_among_equals() {
         let (greedy, told) = (Sampler::greedy(), stage.lead());
         let leads = rows.iter().enumerate().map(|(row, place)| {
             let logits = &all[row * vocab..(row + 1) * vocab];
-            stage.choose(&[*place], logits, PROPOSE);
+            stage.choose(&[*place], logits, DRAFTS);
             (stage.lead(), choose_with_lead(logits, &greedy, place[2] as usize + 1, Stream::Sample).1)
         });
         let leads: Vec<(f32, f32)> = leads.collect();
         assert!(leads.iter().all(|(got, want)| got == want), "leads of {vocab}: {leads:?}");
         assert!(told == leads[0].0 && (vocab <= 50 || leads[0].0 == 0.0 && leads[2].0 == f32::INFINITY));
-        stage.choose(&rows[1..2], &all[vocab..2 * vocab], JUDGE);
+        stage.choose(&rows[1..2], &all[vocab..2 * vocab], TARGET);
         assert!(stage.lead() == leads[rows.len() - 1].0, "a judgement told a lead");
         assert_eq!(stage.flag(), 0);
     }
@@ -204,22 +204,19 @@ fn sampled_choices_equal_core() {
             let rows: Vec<[i32; 4]> =
                 (0..samplers.len() as i32).map(|i| [i, i % 7, 1000 * trial + 31 * i, 0]).collect();
             let all: Vec<f32> = (0..rows.len()).flat_map(|_| logits(&mut random, vocab)).collect();
-            for purpose in [PROPOSE, JUDGE, FIRST] {
-                let (choices, ..) = stage.choose(&rows, &all, purpose);
+            for drafts in [DRAFTS, TARGET] {
+                let (choices, ..) = stage.choose(&rows, &all, drafts);
                 for (row, &[slot, _, position, _]) in rows.iter().enumerate() {
                     let s = &samplers[slot as usize];
-                    if purpose == JUDGE && s.accept == Accept::Rejection {
-                        continue;
-                    }
-                    let stream = if purpose == PROPOSE { s.draft_stream() } else { Stream::Sample };
+                    let stream = if drafts == DRAFTS { s.draft_stream() } else { Stream::Sample };
                     let want = choose(&all[row * vocab..(row + 1) * vocab], s, position as usize + 1, stream);
-                    assert_eq!(choices[row], want as i32, "row {row} of {vocab}, purpose {purpose}, {s:?}");
+                    assert_eq!(choices[row], want as i32, "row {row} of {vocab}, drafts {drafts}, {s:?}");
                 }
             }
             for (row, place) in rows.iter().enumerate() {
                 let s = &samplers[place[0] as usize];
                 let logits = &all[row * vocab..(row + 1) * vocab];
-                stage.choose(&[*place], logits, PROPOSE);
+                stage.choose(&[*place], logits, DRAFTS);
                 let (_, want) = choose_with_lead(logits, s, place[2] as usize + 1, s.draft_stream());
                 assert!((stage.lead() - want).abs() <= 1e-4 * (1.0 + want), "{} {want}: {vocab}, {s:?}", stage.lead());
             }
@@ -236,10 +233,10 @@ fn rows_do_not_depend_on_each_other() {
     let stage = Stage::new(&device, &samplers, vocab);
     let rows: Vec<[i32; 4]> = (0..9).map(|i| [i % 2, i / 2, 100 + i, 0]).collect();
     let all: Vec<f32> = (0..rows.len()).flat_map(|_| logits(&mut random, vocab)).collect();
-    let (together, _, cuts) = stage.choose(&rows, &all, JUDGE);
+    let (together, _, cuts) = stage.choose(&rows, &all, TARGET);
     let cuts = cuts.read::<u8>(0, rows.len() * CUT_BYTES).unwrap();
     for (row, place) in rows.iter().enumerate() {
-        let (alone, _, cut) = stage.choose(&[*place], &all[row * vocab..(row + 1) * vocab], JUDGE);
+        let (alone, _, cut) = stage.choose(&[*place], &all[row * vocab..(row + 1) * vocab], TARGET);
         assert_eq!(alone[0], together[row]);
         if place[0] == 0 {
             assert!(
@@ -287,10 +284,10 @@ fn verdicts_equal_core() {
             let rows: Vec<[i32; 4]> =
                 slots.iter().map(|&slot| [slot as i32, i as i32, (committed + i) as i32, 0]).collect();
             let all: Vec<f32> = slots.iter().flat_map(|&slot| draft_logits[slot][i].clone()).collect();
-            stage.choose(&rows, &all, PROPOSE);
+            stage.choose(&rows, &all, DRAFTS);
         }
         let windows = stage.windows();
-        let (choices, logits_on, cuts) = stage.choose(&target_rows, &target, JUDGE);
+        let (choices, logits_on, cuts) = stage.choose(&target_rows, &target, TARGET);
         let choices_on = device.copied(&choices).unwrap();
         let turns_on = device.copied(&turns).unwrap();
         let verdicts = poisoned(&device, samplers.len() * 8);
@@ -315,15 +312,12 @@ fn verdicts_equal_core() {
             let drafted: Vec<u32> = (0..gamma).map(|i| windows[slot * WINDOW + i + 1] as u32).collect();
             let first = turns[slot * 4 + 1] as usize;
             let row = |i: usize| &target[(first + i) * vocab..(first + i + 1) * vocab];
-            let verdict = if s.accept == Accept::Rejection {
-                let q: Vec<Vec<f32>> = (0..gamma).map(|i| warp(&draft_logits[slot][i], s)).collect();
-                let p: Vec<Vec<f32>> = (0..=gamma).map(|i| warp(row(i), s)).collect();
-                judge_rejection(&drafted, &q, &p, s, committed + 1)
-            } else {
-                let chosen: Vec<u32> =
-                    (0..=gamma).map(|i| choose(row(i), s, committed + 1 + i, Stream::Sample)).collect();
-                judge_equal(&drafted, &chosen)
-            };
+            // Core drafts the same tokens, and keeps what rejection asks for.
+            let mut judge = Judge::new();
+            let by_core = |i: usize| judge.propose(slot, i, committed + 1 + i, &draft_logits[slot][i], s);
+            assert_eq!((0..gamma).map(by_core).collect::<Vec<u32>>(), drafted, "trial {trial}, {s:?}");
+            let rows: Vec<&[f32]> = (0..=gamma).map(row).collect();
+            let verdict = judge.judge(slot, &drafted, &rows, s, committed + 1).unwrap();
             assert_eq!(
                 (got[2 * slot], got[2 * slot + 1]),
                 (verdict.accepted as i32, verdict.token as i32),
@@ -347,13 +341,18 @@ fn logits_nothing_can_be_chosen_from_raise_the_flag() {
             let stage = Stage::new(&device, &samplers, vocab);
             let mut x = logits(&mut Random(5), vocab);
             x[8500] = bad;
-            stage.choose(&[[slot, 0, 5, 0]], &x, FIRST);
+            stage.choose(&[[slot, 0, 5, 0]], &x, TARGET);
             assert_eq!(stage.flag(), 2, "{bad} with sampler {slot}");
         }
     }
     for slot in 0..2 {
         let stage = Stage::new(&device, &samplers, vocab);
-        let (choices, ..) = stage.choose(&[[slot, 0, 5, 0]], &vec![f32::NEG_INFINITY; vocab], FIRST);
+        let (choices, ..) = stage.choose(&[[slot, 0, 5, 0]], &vec![f32::NEG_INFINITY; vocab], TARGET);
         assert_eq!((stage.flag(), choices[0]), (2, 0));
+        // A draft that computed no number leads by nothing: the host ends it there.
+        stage.lead.write(0, &[f32::INFINITY]).unwrap();
+        stage.choose(&[[slot, 0, 5, 0]], &vec![f32::NAN; vocab], DRAFTS);
+        let lead = stage.lead();
+        assert!(lead.is_nan() || lead == 0.0, "{lead} with sampler {slot}");
     }
 }
