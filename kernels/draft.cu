@@ -225,8 +225,9 @@ struct ToHeads {
       to = (head < heads + kv_heads ? ring_k : ring_v) + ring_at(layer, early.slot, kv, early.position, slots, kv_heads, D);
     }
     const uint16_t low = Half::from_float(x), high = Half::from_float(z);
-    to[c] = low, to[D / 2 + c] = high;
-    if ((low & 0x7c00) == 0x7c00 || (high & 0x7c00) == 0x7c00) atomicOr(flag, FLAG_CACHE);
+    const bool there = (low & 0x7c00) != 0x7c00, beside = (high & 0x7c00) != 0x7c00;
+    to[c] = there ? low : 0, to[D / 2 + c] = beside ? high : 0;
+    if (!there || !beside) atomicOr(flag, FLAG_CACHE);
   }
 };
 
@@ -351,7 +352,7 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
   const DraftShared s(shared, stages, groups, rows);
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
   grid_trigger();
-  if (threadIdx.x < stages) mbar_init(s.full + threadIdx.x * 8, 1), mbar_init(s.empty + threadIdx.x * 8, W * 32), mbar_init_done();
+  mbar_init_ring(s.full, s.empty, stages, W * 32);
   __syncthreads();
   if (warp >= W) {
     registers_give<24>();

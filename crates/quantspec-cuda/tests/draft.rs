@@ -68,9 +68,14 @@ struct Stream {
 
 impl Stream {
     fn new(device: &Arc<Device>, random: &mut Random, width: usize) -> Stream {
-        let (mut values, weight) = (random.normals(MOST * width), random.normals(width));
-        // A row of zeros has codes of zero, and no quotient of zeros.
-        values[width..].fill(0.0);
+        // Rows of different sizes: one that took another's factor or scale would show.
+        let values = (0..MOST).flat_map(|row| random.normals(width).into_iter().map(move |v| v * (row + 1) as f32));
+        let values = values.collect();
+        Stream::of(device, random, width, values)
+    }
+
+    fn of(device: &Arc<Device>, random: &mut Random, width: usize, values: Vec<f32>) -> Stream {
+        let weight = random.normals(width);
         let factors = values.chunks(width).map(|row| {
             let mean = row.iter().map(|&v| f64::from(v).powi(2)).sum::<f64>() / width as f64;
             1.0 / (mean + f64::from(EPS)).sqrt()
@@ -127,10 +132,25 @@ fn plain_rows() {
             y.read::<f32>(0, rows * n).unwrap()
         });
         let want = stream.times(&w);
-        let error = distance(&y, &want[..y.len()]);
-        assert!(error < BOUND, "{n} x {k}: {error}");
-        assert!(y[n..].iter().all(|&v| v == 0.0), "a row of zeros");
+        for (row, (y, want)) in y.chunks(n).zip(want.chunks(n)).enumerate() {
+            let error = distance(y, want);
+            assert!(error < BOUND, "{n} x {k}, row {row}: {error}");
+        }
     }
+}
+
+#[test]
+fn a_row_of_zeros() {
+    let Some(device) = device() else { return };
+    let Some(draft) = kernels(&device, 64) else { return };
+    let (mut random, n, k) = (Random(27), 64, 640);
+    let (weights, _) = weights(&device, &mut random, n, k, 0);
+    let stream = Stream::of(&device, &mut random, k, vec![0.0; k]);
+    let y = poisoned(&device, n * 4);
+    // SAFETY: the stream and y have one row.
+    unsafe { draft.rows(&weights, stream.at(), y.at(0), 1) }.unwrap();
+    // Its codes are zero, and no quotient of zeros.
+    assert!(y.read::<f32>(0, n).unwrap().iter().all(|&v| v == 0.0));
 }
 
 #[test]
@@ -162,8 +182,10 @@ fn gate_and_up() {
                     value(at) / (1.0 + (-value(at)).exp()) * value(at + 8)
                 })
                 .collect();
-            let error = distance(&x, &want);
-            assert!(error < BOUND_BF16, "{inner} x {k}: {error}");
+            for (row, (x, want)) in x.chunks(inner).zip(want.chunks(inner)).enumerate() {
+                let error = distance(x, want);
+                assert!(error < BOUND_BF16, "{inner} x {k}, row {row}: {error}");
+            }
         }
     }
 }
@@ -214,8 +236,10 @@ fn added_to_the_stream() {
                 let want: Vec<f64> = (0..got.len())
                     .map(|i| f64::from(stream.values[i]) + y[i] + if with { f64::from(bias[i % n]) } else { 0.0 })
                     .collect();
-                let error = distance(&got, &want);
-                assert!(error < BOUND, "{n} x {k}, int8 {int8}: {error}");
+                for (row, (got, want)) in got.chunks(n).zip(want.chunks(n)).enumerate() {
+                    let error = distance(got, want);
+                    assert!(error < BOUND, "{n} x {k}, int8 {int8}, row {row}: {error}");
+                }
             }
         }
     }
@@ -300,9 +324,51 @@ fn heads_are_turned_and_appended() {
                     if head < heads { turned * f64::from(scale) } else { turned }
                 })
                 .collect();
-            let error = distance(&got, &want[..got.len()]);
-            assert!(error < BOUND_F16, "heads of {d}: {error}");
+            for (row, (got, want)) in got.chunks(all * d).zip(want.chunks(all * d)).enumerate() {
+                let error = distance(got, want);
+                assert!(error < BOUND_F16, "heads of {d}, row {row}: {error}");
+            }
         }
+    }
+}
+
+/// As `append` does it: rows before multiply what lies behind them by zero, which infinity does not bear.
+#[test]
+fn heads_beyond_half_precision_are_flagged_and_stored_as_zero() {
+    let Some(device) = device() else { return };
+    let (d, heads, kv_heads, k) = (64, 2, 1, 256);
+    let Some(draft) = kernels(&device, d) else { return };
+    let mut random = Random(28);
+    let all = heads + 2 * kv_heads;
+    let (weights, _) = weights(&device, &mut random, all * d, k, d);
+    let stream = Stream::new(&device, &mut random, k);
+    let rows_on = device.copied(&[0, 0, 5, 0]).unwrap();
+    let angles_on = device.copied(&[1.0f32, 0.0].repeat(d / 2)).unwrap();
+    // Channel 3 of the values, and channel 40 of the keys, which RoPE turns together with channel 8.
+    let mut bias = vec![0.0f32; all * d];
+    (bias[(heads + kv_heads) * d + 3], bias[heads * d + 40]) = (1e6, f32::NAN);
+    let (bias_on, flag) = (device.copied(&bias).unwrap(), device.zeroed(4).unwrap());
+    let rings = [0, 1].map(|_| poisoned(&device, kv_heads * BUFFER_TOKENS * d * 2));
+    let q = poisoned(&device, heads * d * 2);
+    let to = Heads {
+        rows: rows_on.at(0),
+        bias: bias_on.at(0),
+        cos_sin: angles_on.at(0),
+        q: q.at(0),
+        rings: [rings[0].at(0), rings[1].at(0)],
+        scale: 1.0,
+        heads: [heads, kv_heads],
+        layer: 0,
+        slots: 1,
+        flag: flag.at(0),
+    };
+    // SAFETY: everything has one row.
+    unsafe { draft.heads(&weights, stream.at(), &to, 1) }.unwrap();
+    assert_eq!(flag.read::<u32>(0, 1).unwrap(), [1]);
+    for (ring, channels) in rings.iter().zip([&[8, 40][..], &[3]]) {
+        let stored = &download(ring, 6 * d, Dtype::F16)[5 * d..];
+        let zeros: Vec<usize> = (0..d).filter(|&c| stored[c] == 0.0).collect();
+        assert!(stored.iter().all(|v| v.is_finite()) && zeros == channels, "{zeros:?}, not {channels:?}");
     }
 }
 
