@@ -3,7 +3,8 @@
 // The hidden stream is f32. A row's bits depend on that row alone: sums run in one fixed order whatever the number of rows.
 // Producers of a product's input exist once per input type:
 //   _bf16, _f16, _f32   x row-major, pitch in elements
-//   _i8                 x int8 row-major, pitch in bytes; xs float2 [row][ceil(K / 128)] = {scale, sum of the unquantised group}; codes and scales equal
+//   _i8                 x int8 row-major, pitch in bytes; xs float2 [row][ceil(K / 128)] = {scale, sum of the unquantised group (`merge_i8` and the products of a draft
+//                       step give scale times the sum of the codes: a draft may take either)}; codes and scales equal
 //                       quantspec_core::quantize_activations. Codes past K stay as they are (zero from allocation on).
 // Widths are multiples of 4.
 #include "layout.cuh"

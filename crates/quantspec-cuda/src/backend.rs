@@ -23,7 +23,7 @@ use quantspec_core::layout::Layout;
 use quantspec_core::plan::{CacheBytes, pages};
 use quantspec_core::sample::Sampler;
 use quantspec_core::verify::Verdict;
-use quantspec_core::{Error, Result};
+use quantspec_core::{Error, ErrorKind, Result};
 use quantspec_model::backend::{Backend, Block, DraftPlan, Hooks, Memory, Options, Pass, Row, Step, Turn};
 use quantspec_model::checkpoint::{Checkpoint, Part};
 use quantspec_model::rope::RopeTable;
@@ -41,7 +41,7 @@ const LOOK_AGAIN: Duration = Duration::from_micros(200);
 /// Bits of the device's error flag (`FLAG_*` in kernels/numbers.cuh and quantize.cu).
 const FLAG_CACHE: u32 = 1;
 const FLAG_LOGITS: u32 = 2;
-const FLAG_WEIGHTS: u32 = 4;
+pub(crate) const FLAG_WEIGHTS: u32 = 4;
 
 /// A row as the kernels see it; `Row` in kernels/layout.cuh.
 #[repr(C)]
@@ -339,6 +339,21 @@ fn window_pitch(options: &Options) -> usize {
     options.step_rows.max(GAMMA_MAX + 2)
 }
 
+/// Entries of a sequence's page table.
+fn table_pitch(options: &Options) -> usize {
+    pages(options.capacity).max(1)
+}
+
+/// Bytes of the page tables.
+fn table_bytes(options: &Options) -> usize {
+    options.slots * table_pitch(options) * 4
+}
+
+/// Shared memory of the kernels that quantise a page of heads of `d` channels, in bytes: the keys or values of a page in f16, and sums.
+pub(crate) const fn page_shared(d: usize) -> usize {
+    2 * G * d + 4096
+}
+
 /// Turns what kernels flagged since the last look into an error.
 fn check_flag(flag: u32) -> Result<()> {
     Err(Error::not_finite(match flag {
@@ -378,7 +393,8 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
         cache_lower_bytes: cache.lower_bytes,
         cache_full_bytes: cache.full_bytes,
         buffer_bytes: cache.buffer_bytes,
-        workspace_bytes: sizes.step_bytes(config, checkpoint.dtype(Part::Head))
+        workspace_bytes: table_bytes(options)
+            + sizes.step_bytes(config, checkpoint.dtype(Part::Head))
             + prompt_bytes(config, options, tokens_own(config, options, TOKENS_OWN)).iter().sum::<usize>()
             + Lists::bytes(config, options.slots, pages(options.capacity)).iter().sum::<usize>()
             + Sampling::bytes(
@@ -439,7 +455,7 @@ impl CudaBackend {
         let weights = weights::load(checkpoint, device, &linear, options.draft_weights, sampling.shared(), &mut hooks)?;
         let d = config.head_dim;
         let dtype = config.dtype;
-        let page_shared = 256 * d + 4096;
+        let page_shared = page_shared(d);
         let kernels = Kernels {
             embed: device.kernel(&format!("embed_{}", name(weights.embedding.dtype)), 0)?,
             norm: [
@@ -511,14 +527,18 @@ impl CudaBackend {
             config,
             hooks,
         };
-        let flag = backend.sampling.read()?;
-        check_flag(flag)?;
+        check_flag(backend.sampling.read()?)?;
         Ok(backend)
     }
 
     /// The device under the model.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
+    }
+
+    /// Kinds of rounds that are recorded as graphs now.
+    pub fn recorded(&self) -> usize {
+        self.recorded.graphs()
     }
 
     fn slot(&self, slot: usize) -> Result<&Slot> {
@@ -581,7 +601,8 @@ impl CudaBackend {
 
     /// Queues the copy of the first `bytes` of the staging buffer.
     fn send(&mut self, bytes: usize) -> Result<()> {
-        self.step.description.write_pinned(0, &self.step.staging[self.staged], 0, bytes)?;
+        // SAFETY: a staging buffer is written to again when `stage` or the end of a round has waited for its copy.
+        unsafe { self.step.description.write_pinned(0, &self.step.staging[self.staged], 0, bytes)? };
         self.staged += 1;
         Ok(())
     }
@@ -856,9 +877,13 @@ impl CudaBackend {
                 // takes milliseconds.
                 self.queue_round(round, turns, manner, false)?;
                 let device = self.device.clone();
-                // The plan counts no graphs. Where memory for one is lacking, the round is slower and nothing else.
-                let graph = device.record(|| self.queue_round(round, turns, manner, true));
-                self.recorded.note(key, graph.map_or(Kind::Refused, Kind::Graph), round.len());
+                // The plan counts no graphs. Where memory for one is lacking, or the driver refuses, the round is slower and nothing else.
+                let kind = match device.record(|| self.queue_round(round, turns, manner, true)) {
+                    Ok(graph) => Kind::Graph(graph),
+                    Err(error) if matches!(error.kind, ErrorKind::DoesNotFit | ErrorKind::Device) => Kind::Refused,
+                    Err(error) => return Err(error),
+                };
+                self.recorded.note(key, kind, round.len());
                 Ok(())
             }
         }
@@ -1191,7 +1216,7 @@ impl Cache {
         let bytes = CacheBytes::of(config, options.planes, options.capacity, options.slots);
         let pool = |kept: bool, bytes: usize| if kept { device.allocate(bytes).map(Some) } else { Ok(None) };
         let per_slot = pages(options.capacity);
-        let pitch = per_slot.max(1);
+        let pitch = table_pitch(options);
         let count = options.slots * per_slot;
         Ok(Cache {
             upper: pool(options.planes.upper, bytes.upper_bytes)?,
@@ -1199,7 +1224,7 @@ impl Cache {
             full: pool(options.planes.full, bytes.full_bytes)?,
             ring_k: device.allocate(bytes.buffer_bytes / 2)?,
             ring_v: device.allocate(bytes.buffer_bytes / 2)?,
-            tables: device.zeroed(options.slots * pitch * 4)?,
+            tables: device.zeroed(table_bytes(options))?,
             pitch,
             pages: count,
             free: (0..count as i32).rev().collect(),
@@ -1401,7 +1426,7 @@ impl Backend for CudaBackend {
                 usize::from(self.options.rounding == Rounding::Balanced),
                 self.sampling.flag(),
             ];
-            self.launch(self.kernels.store, [heads, complete, 2], 256, 256 * d + 4096, &arguments)?;
+            self.launch(self.kernels.store, [heads, complete, 2], 256, page_shared(d), &arguments)?;
         }
         let first = tokens.saturating_sub(BUFFER_TOKENS);
         let arguments = args![
@@ -1466,7 +1491,7 @@ impl Backend for CudaBackend {
             usize::from(self.options.rounding == Rounding::Balanced),
             self.sampling.flag(),
         ];
-        self.launch(self.kernels.flush, [heads, self.config.layers, 2], 256, 256 * d + 4096, &arguments)
+        self.launch(self.kernels.flush, [heads, self.config.layers, 2], 256, page_shared(d), &arguments)
     }
 
     fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
@@ -1585,6 +1610,7 @@ impl Backend for CudaBackend {
             &self.prompt.q,
             &self.prompt.attended,
             &self.prompt.gated,
+            &self.cache.tables,
         ];
         let pool = |pool: &Option<Buffer>| pool.as_ref().map_or(0, Buffer::bytes);
         Memory {

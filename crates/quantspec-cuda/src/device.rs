@@ -5,6 +5,7 @@ use cudarc::driver::sys;
 use quantspec_core::{Error, ErrorKind, Result};
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_void};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::{fmt, ptr};
 
@@ -22,6 +23,10 @@ pub struct Device {
     stream: sys::CUstream,
     modules: Vec<sys::CUmodule>,
     queued: Mutex<Queued>,
+    /// Launches go into a graph.
+    recording: AtomicBool,
+    /// Kernels in graphs wait for the one ahead, because the driver knows no others.
+    apart: AtomicBool,
     /// Name and compute capability.
     pub info: detect::DeviceInfo,
     /// Streaming multiprocessors.
@@ -218,6 +223,8 @@ impl Device {
             stream: ptr::null_mut(),
             modules: Vec::new(),
             queued: Mutex::new(Queued::Nothing),
+            recording: AtomicBool::new(false),
+            apart: AtomicBool::new(false),
             info,
             multiprocessors: 0,
             shared_bytes: 0,
@@ -259,7 +266,7 @@ impl Device {
     }
 
     /// Makes the context current in this thread.
-    fn bind(&self) -> Result<()> {
+    pub(crate) fn bind(&self) -> Result<()> {
         let mut current = ptr::null_mut();
         // SAFETY: `current` outlives the call; the context is retained while `self` lives. Asked every time (a read of thread-local memory): another library in
         // this thread may have set its own since.
@@ -354,6 +361,7 @@ impl Device {
             pad: [0; 4],
             value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
+        let alone = self.recording.load(Ordering::Relaxed) && self.apart.load(Ordering::Relaxed);
         let config = sys::CUlaunchConfig {
             gridDimX: launch.grid[0],
             gridDimY: launch.grid[1],
@@ -365,7 +373,7 @@ impl Device {
             hStream: self.stream,
             attrs: &mut attribute,
             // Code for older GPUs, PTX among it, does not wait for the kernel before.
-            numAttrs: u32::from(launch.overlap && self.info.architecture >= 90),
+            numAttrs: u32::from(launch.overlap && self.info.architecture >= 90 && !alone),
         };
         // SAFETY: the caller vouches for the arguments; the driver copies them before it returns.
         let status = unsafe { sys::cuLaunchKernelEx(&config, kernel.function, pointers.as_mut_ptr(), ptr::null_mut()) };
@@ -447,11 +455,17 @@ impl Device {
     pub fn pinned(self: &Arc<Device>, bytes: usize) -> Result<Pinned> {
         self.bind()?;
         let mut pointer = ptr::null_mut();
-        // SAFETY: `pointer` outlives the call; on success it has `bytes` bytes.
-        unsafe {
-            check(sys::cuMemHostAlloc(&mut pointer, bytes.max(1), 0), "allocating page-locked memory")?;
-            ptr::write_bytes(pointer.cast::<u8>(), 0, bytes);
+        // SAFETY: `pointer` outlives the call.
+        let status = unsafe { sys::cuMemHostAlloc(&mut pointer, bytes.max(1), 0) };
+        if status == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            return Err(Error::does_not_fit(
+                format!("{bytes} bytes of host memory cannot be page-locked"),
+                "free memory of this machine, or raise the limits of its container (memory, ulimit -l)",
+            ));
         }
+        check(status, "allocating page-locked memory")?;
+        // SAFETY: the call succeeded, so the memory has `bytes` bytes.
+        unsafe { ptr::write_bytes(pointer.cast::<u8>(), 0, bytes) };
         Ok(Pinned { device: self.clone(), pointer: pointer.cast(), bytes })
     }
 
@@ -478,11 +492,23 @@ impl Device {
         }
     }
 
-    /// Queues `work` into a graph instead of running it.
+    /// Queues `work` into a graph instead of running it. Drivers before CUDA 12.3 do not know kernels in graphs that come up before the one ahead has ended:
+    /// where the driver refuses, `work` is recorded once more without that.
     ///
     /// # Errors
     /// Those of `work`. Device errors of the driver while it records and builds, [`quantspec_core::ErrorKind::DoesNotFit`] where memory runs out.
-    pub fn record(self: &Arc<Device>, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
+    pub fn record(self: &Arc<Device>, mut work: impl FnMut() -> Result<()>) -> Result<Graph> {
+        match self.record_once(&mut work) {
+            Err(error) if error.kind == ErrorKind::Device && !self.apart.swap(true, Ordering::Relaxed) => {
+                let again = self.record_once(&mut work);
+                self.apart.store(again.is_ok(), Ordering::Relaxed);
+                again
+            }
+            recorded => recorded,
+        }
+    }
+
+    fn record_once(self: &Arc<Device>, work: &mut dyn FnMut() -> Result<()>) -> Result<Graph> {
         self.bind()?;
         let mut graph = ptr::null_mut();
         let mut exec = ptr::null_mut();
@@ -490,7 +516,9 @@ impl Device {
         // SAFETY: capture is ended and the graph destroyed on every path.
         unsafe {
             check(sys::cuStreamBeginCapture_v2(self.stream, mode), "recording a graph")?;
+            self.recording.store(true, Ordering::Relaxed);
             let result = work();
+            self.recording.store(false, Ordering::Relaxed);
             let ended = check(sys::cuStreamEndCapture(self.stream, &mut graph), "recording a graph");
             let made = result
                 .and(ended)
@@ -641,13 +669,16 @@ impl Buffer {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
-    pub fn write_pinned(&self, offset: usize, from: &Pinned, start: usize, bytes: usize) -> Result<()> {
+    ///
+    /// # Safety
+    /// The bytes of `from` must stay as they are until the stream has passed the copy.
+    pub unsafe fn write_pinned(&self, offset: usize, from: &Pinned, start: usize, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         if start.checked_add(bytes).is_none_or(|end| end > from.bytes) {
             return Err(Error::internal("copy beyond a page-locked buffer"));
         }
         self.device.bind()?;
-        // SAFETY: both ranges were checked; the pinned buffer synchronises before it is freed.
+        // SAFETY: both ranges were checked, the pinned buffer synchronises before it is freed, and the caller does not write to it.
         let status = unsafe {
             sys::cuMemcpyHtoDAsync_v2(self.at(offset), from.pointer.add(start).cast(), bytes, self.device.stream)
         };

@@ -275,7 +275,8 @@ impl Linear {
     /// Queues making the draft weights `to` of a matrix of its shape.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the shapes differ or a buffer is shorter than its shape. Device errors of the launch, named by the kernel.
+    /// [`quantspec_core::ErrorKind::Internal`] where the shapes differ, a buffer is shorter than its shape or rows do not make whole heads. Device errors of the
+    /// launch, named by the kernel.
     pub fn quantise_into(&self, weights: &Matrix, to: &Quantised, flag: &Buffer) -> Result<()> {
         let bytes = Quantised::bytes(to.bits, to.n, to.k);
         let full = Matrix::bytes(weights.dtype, weights.n, weights.k);
@@ -292,6 +293,9 @@ impl Linear {
                 to.offset,
                 to.buffer.bytes()
             )));
+        }
+        if to.paired > 0 && !(to.paired.is_multiple_of(TILE) && to.n.is_multiple_of(to.paired)) {
+            return Err(Error::internal(format!("{} rows in heads of {} channels", to.n, to.paired)));
         }
         let of_bits = [4, 8].iter().position(|&bits| bits == to.bits).and_then(|index| self.quantise.get(index));
         let index = match weights.dtype {

@@ -228,7 +228,8 @@ impl Prefill {
             attend: device.kernel(&attend, attend_shared_bytes(device, d))?,
             rope_store: device.kernel(&format!("rope_store_{d}"), 0)?,
             widen: device.kernel("widen", 0)?,
-            scratch: if bytes == 0 { None } else { Some(Arc::new(device.allocate(bytes)?)) },
+            // Zeroed, because compute-sanitizer does not see what the copy engine stores there.
+            scratch: if bytes == 0 { None } else { Some(Arc::new(device.zeroed(bytes)?)) },
             device: device.clone(),
             shape,
             rows,
@@ -275,7 +276,7 @@ impl Prefill {
         flag: u64,
         rows: usize,
     ) -> Result<()> {
-        self.fits(rows)?;
+        self.begin(rows)?;
         let s = &self.shape;
         let (q_norm, k_norm) = norms.unwrap_or((0, 0));
         let bias = bias.unwrap_or(0);
@@ -326,7 +327,7 @@ impl Prefill {
     /// # Safety
     /// As [`Prefill::qkv`].
     pub unsafe fn attend(&self, q: u64, kv: u64, x: u64, start: usize, rows: usize) -> Result<()> {
-        self.fits(rows)?;
+        self.begin(rows)?;
         let s = &self.shape;
         let (d, pitch, kv_width, tokens) = (s.head_dim, padded(s.q_width()), 2 * s.kv_width(), start + rows);
         let values = kv + (s.kv_width() * 2) as u64;
@@ -407,7 +408,7 @@ impl Prefill {
     /// # Safety
     /// As [`Prefill::qkv`].
     pub unsafe fn gate_up(&self, x: u64, weights: u64, bias: Option<u64>, out: u64, rows: usize) -> Result<()> {
-        self.fits(rows)?;
+        self.begin(rows)?;
         let s = &self.shape;
         let (n, pitch, bias) = (2 * s.intermediate, padded(s.intermediate), bias.unwrap_or(0));
         // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
@@ -454,7 +455,7 @@ impl Prefill {
         hidden: u64,
         rows: usize,
     ) -> Result<()> {
-        self.fits(rows)?;
+        self.begin(rows)?;
         let (n, bias) = (self.shape.hidden, bias.unwrap_or(0));
         // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
         unsafe {
@@ -509,11 +510,12 @@ impl Prefill {
         }
     }
 
-    fn fits(&self, rows: usize) -> Result<()> {
+    /// Refuses blocks that nothing is prepared for; tensor maps are encoded where the device's context is current.
+    fn begin(&self, rows: usize) -> Result<()> {
         if rows == 0 || rows > self.rows {
             return Err(Error::internal(format!("a prefill block of {rows} rows where {} are prepared", self.rows)));
         }
-        Ok(())
+        self.device.bind()
     }
 
     fn scratch(&self) -> Result<u64> {

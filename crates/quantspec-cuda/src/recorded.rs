@@ -34,6 +34,11 @@ impl<T> Recorded<T> {
         self.kinds.get(key)
     }
 
+    /// Kinds of rounds that have a graph.
+    pub(crate) fn graphs(&self) -> usize {
+        self.kinds.values().filter(|kind| matches!(kind, Kind::Graph(_))).count()
+    }
+
     /// Notes a kind of round of `steps` steps.
     pub(crate) fn note(&mut self, key: Vec<u64>, kind: Kind<T>, steps: usize) {
         let steps = if matches!(kind, Kind::Graph(_)) { steps } else { 0 };
@@ -54,15 +59,13 @@ mod tests {
     #[test]
     fn what_is_kept_is_bounded() {
         let mut recorded = Recorded::new();
-        let graphs =
-            |recorded: &Recorded<u64>| recorded.kinds.values().filter(|kind| matches!(kind, Kind::Graph(_))).count();
         // All kinds once, then all of them again: five steps each.
         for kind in [|_| Kind::Seen, Kind::Graph] {
             for key in 0..10_000 {
                 recorded.note(vec![key], kind(key), 5);
                 assert!(recorded.kinds.len() <= KINDS_MAX);
-                assert!(graphs(&recorded) * 5 <= STEPS_MAX);
-                assert_eq!(recorded.steps, graphs(&recorded) * 5);
+                assert!(recorded.graphs() * 5 <= STEPS_MAX);
+                assert_eq!(recorded.steps, recorded.graphs() * 5);
             }
         }
         assert!(matches!(recorded.find(&[9_999]), Some(Kind::Graph(9_999))));

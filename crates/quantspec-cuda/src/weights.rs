@@ -1,6 +1,7 @@
 //! A checkpoint's weights on the device, and the draft's copies of them.
 
 use crate::args;
+use crate::backend::FLAG_WEIGHTS;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch, Pinned};
 use crate::linear::{Linear, Matrix, Quantised};
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig};
@@ -273,7 +274,8 @@ impl Loader<'_> {
                 // The chunk before the last was copied out of this buffer: the wait below saw to it.
                 read_rows(self.checkpoint, piece.part, start..start + count, &mut self.pinned[turn].bytes()[..bytes])?;
                 self.device.synchronize()?;
-                self.chunks[turn].write_pinned(0, &self.pinned[turn], 0, bytes)?;
+                // SAFETY: the buffer is read into again when the wait of the chunk after this one has seen the copy done.
+                unsafe { self.chunks[turn].write_pinned(0, &self.pinned[turn], 0, bytes)? };
                 let arguments = args![&self.chunks[turn], &buffer, piece.first + start, count, k, piece.interleave];
                 let (kernel, elements) = match dtype {
                     Dtype::F32 => (self.rows, count * k),
@@ -293,6 +295,19 @@ impl Loader<'_> {
 
     fn plain(&mut self, part: Part) -> Result<Matrix> {
         self.matrix(&[Piece { part, first: 0, interleave: 0 }])
+    }
+}
+
+/// Waits for the draft weights made so far: what they were made of must be numbers.
+fn check_flag(flag: &Buffer, what: impl Fn() -> String) -> Result<()> {
+    match flag.read::<u32>(0, 1)?.first() {
+        Some(&bits) if bits & FLAG_WEIGHTS != 0 => {
+            let what = what();
+            Err(Error::not_finite(format!(
+                "a weight of {what} is NaN or infinite, or its group does not fit half precision"
+            )))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -352,6 +367,7 @@ pub(crate) fn load(
             gate_up: draft(mlp, &gate_up, 0)?,
             down: draft(mlp, &down, 0)?,
         };
+        check_flag(flag, || format!("layer {index}"))?;
         layers.push(Layer {
             attention_norm: loader.vector(&[part(AttentionNorm)])?,
             qkv,
@@ -381,7 +397,7 @@ pub(crate) fn load(
         true => places.quantise(linear, head.as_ref().unwrap_or(&embedding), 8, 0, flag)?,
         false => None,
     };
-    device.synchronize()?;
+    check_flag(flag, || "the head".to_owned())?;
     Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: places.buffer })
 }
 

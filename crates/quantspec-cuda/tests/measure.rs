@@ -32,7 +32,7 @@ use std::time::Instant;
 const ROTATED_BYTES: usize = 1 << 30;
 
 /// Median seconds of a graph of `work` over `repeat` replays.
-fn graph_seconds(device: &Arc<Device>, repeat: usize, work: impl FnOnce()) -> f64 {
+fn graph_seconds(device: &Arc<Device>, repeat: usize, mut work: impl FnMut()) -> f64 {
     let graph = device
         .record(|| {
             work();
@@ -672,7 +672,10 @@ fn launches() {
             eprintln!();
         }
     }
-    let (queued, done) = timed(&mut || a.write_pinned(0, &pinned, 0, 1024).unwrap());
+    let (queued, done) = timed(&mut || {
+        // SAFETY: nobody writes to the pinned memory.
+        unsafe { a.write_pinned(0, &pinned, 0, 1024) }.unwrap();
+    });
     eprintln!("copy of 1 kB to the device: {queued:.1} us queued, {done:.1} us done");
     let (queued, done) = timed(&mut || a.read_pinned(0, &mut pinned, 1024).unwrap());
     eprintln!("copy of 1 kB back: {queued:.1} us queued, {done:.1} us done");
