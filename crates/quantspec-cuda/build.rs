@@ -93,14 +93,18 @@ struct Output<'a> {
 }
 
 impl Output<'_> {
-    fn read(&self, program: Program) -> Vec<u8> {
+    fn read(&self, program: Program) -> Result<Vec<u8>, String> {
         let mut bytes = 0;
         // SAFETY: `program` is alive and the buffer has the size NVRTC asks for.
         unsafe {
-            (self.size)(program, &mut bytes);
+            let size = (self.size)(program, &mut bytes);
             let mut buffer = vec![0u8; bytes];
-            (self.get)(program, buffer.as_mut_ptr().cast());
-            buffer
+            let status = if size == 0 { (self.get)(program, buffer.as_mut_ptr().cast()) } else { size };
+            match status {
+                0 if bytes > 0 => Ok(buffer),
+                0 => Err("NVRTC gave an empty result".to_owned()),
+                status => Err(format!("NVRTC failed with status {status}")),
+            }
         }
     }
 }
@@ -138,16 +142,20 @@ impl<'a> Nvrtc<'a> {
         let mut program = ptr::null_mut();
         // SAFETY: every pointer outlives the call it is passed to; the program is destroyed once.
         unsafe {
-            (self.create)(&mut program, source.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null());
+            let created = (self.create)(&mut program, source.as_ptr(), name.as_ptr(), 0, ptr::null(), ptr::null());
+            if created != 0 {
+                return Err(format!("NVRTC takes no program: status {created}"));
+            }
             let status = (self.compile)(program, pointers.len() as c_int, pointers.as_ptr());
             let result = if status != 0 {
                 // The first complaint; the rest usually follows from it.
-                let log = String::from_utf8_lossy(&self.log.read(program)).into_owned();
+                let log = self.log.read(program).unwrap_or_else(|error| error.into_bytes());
+                let log = String::from_utf8_lossy(&log).into_owned();
                 Err(log.lines().find(|line| line.contains("error")).unwrap_or(&log).to_owned())
             } else if architecture.starts_with("compute_") {
-                Ok(lower_version(&String::from_utf8_lossy(&self.ptx.read(program))))
+                self.ptx.read(program).map(|ptx| lower_version(&String::from_utf8_lossy(&ptx)))
             } else {
-                Ok(self.cubin.read(program))
+                self.cubin.read(program)
             };
             (self.destroy)(&mut program);
             result
