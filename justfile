@@ -16,6 +16,16 @@ test-gpu:
     QUANTSPEC_REQUIRE_GPU=1 QUANTSPEC_TEST_PTX=1 cargo test --release -p quantspec-cuda
     QUANTSPEC_REQUIRE_GPU=1 python -m pytest -q -m gpu tests
 
+# Every kernel under compute-sanitizer, on a machine with an NVIDIA GPU, in some twenty minutes. 2026.4 is clean (the Python package nvidia-cuda-sanitizer-api 13.5 has
+# it); racecheck of 2025.3 reports races across barriers that several warps of a block share
+sanitize *filter:
+    for tool in memcheck racecheck initcheck synccheck; do \
+        echo "$tool" && QUANTSPEC_REQUIRE_GPU=1 \
+        env "CARGO_TARGET_$(rustc -vV | sed -n 's/^host: //p' | tr a-z- A-Z_)_RUNNER=compute-sanitizer --report-api-errors no --error-exitcode 9 --tool $tool" \
+        cargo test --release -p quantspec-cuda --test attend --test draft --test elementwise --test linear --test prefill --test quantize --test sample \
+            {{filter}} -- --test-threads 1 --skip other_work_changes_no_bit --skip long_contexts || exit; \
+    done
+
 # The crates that run on aarch64 (NEON), emulated: needs rustup's target aarch64-unknown-linux-gnu, gcc-aarch64-linux-gnu and qemu-user
 test-arm *args:
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
