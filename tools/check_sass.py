@@ -5,8 +5,12 @@
 
 Of each image that the build left there, disassembled by nvdisasm (package nvidia-cuda-nvdisasm):
 
-* no main loop, an innermost loop with matrix instructions, touches local memory: a spill there costs a trip to the cache
-  in every turn. `SPILLS` lists the kernels that are allowed some, and how many;
+* no main loop touches local memory: a spill there costs a trip to the cache in every turn. A main loop multiplies matrices
+  and holds no other loop that does; loops that copy or wait may lie in it and belong to it. `SPILLS` lists the kernels whose
+  main loops are allowed some accesses, and how many. What is spilled elsewhere, around main loops and by warps that only
+  copy, is not looked at;
+* of a kernel's matrix instructions at least the share `SHARE` is in its main loops, so that none of these is overlooked.
+  `PEELED` names the kernels that repeat a part of their loop outside of it, for which half is enough;
 * no instruction has a descriptor in an odd uniform register, as in `LDGSTS [R3+UR0+0x1200], desc[UR1]`: descriptors are
   aligned pairs, and ptxas encodes such an instruction where it added a uniform base to the address of an asynchronous
   copy with a cache hint. A GPU refuses to run it. PTX, which another ptxas will assemble, must not have such copies;
@@ -26,19 +30,45 @@ import sys
 import tempfile
 import zlib
 from dataclasses import dataclass
+from functools import cached_property, reduce
+from operator import and_
 from pathlib import Path
 
-# Local accesses in the main loops of kernels for 25 to 32 query rows a KV head, which have more in hand than there are
-# registers: on Hopper one or two values are loaded again per page of some 1,300 instructions, and heads of 256 channels
-# spill some on three architectures.
-SPILLS = {("attend_both_128_32", "sm_90a"): 3} | {("attend_both_256_32", sm): 16 for sm in ("sm_80", "sm_86", "sm_89")}
+# Local accesses in the main loops of kernels that have more in hand than there are registers.
+SPILLS = {
+    # Decoding for 25 to 32 query rows a KV head loads again, without ever storing, one value per page, which is some 1,300
+    # instructions, and two per step of recent tokens.
+    ("attend_both_128_32", "sm_90a"): 3,
+    # Attention of a prefill holds the scores of a tile of keys and all of its output, of either type. On Blackwell it loads
+    # again from which tile on scores are masked, once per tile, which is 1,200 to 1,400 instructions.
+    **{(f"prefill_attend_128_{out}", sm): 1 for out in ("bf16", "f16") for sm in ("sm_100", "sm_120")},
+    # On Turing, where copies pass through registers, 8 of some 1,700 instructions per tile load and store the sums of four
+    # rows, and 4 load again what does not change in the loop.
+    **{(f"prefill_attend_128_{out}", "sm_75"): 12 for out in ("bf16", "f16")},
+    # Likewise, but never launched: heads of 256 channels need compute capability 8.0 (check_head of quantspec-cuda).
+    **{(f"prefill_attend_256_{out}", "sm_75"): 8 for out in ("bf16", "f16")},
+}
+
+# Most kernels have all matrix instructions in their main loops. Attention over pages prepares the first page ahead of its
+# loop, which is up to an eighth of them; without one of its two loops it would have 71 percent at most.
+SHARE = 0.8
+
+# On Hopper: attention of a prefill has Q K^T of the first tile ahead of its loop and P V of the last behind it, together one
+# turn of the loop, or half of what there is; products of a prefill do four blocks of K in a turn and what is left of K, up to
+# three, behind the loop, so four sevenths are inside.
+PEELED = re.compile(r"prefill_(attend_(64|128)|qkv_(64|128|256)|residual|gated)_")
+PEELED_SHARE = 0.5
 
 # An entry of a list of pages and one of the page table, at the two places where a loop asks for the next page.
 PAGE_NUMBERS = 4
 
 LABEL = re.compile(r"(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]+)\*/\s+(.*)")
-BRANCH = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
+# A call of a label does not come back, as one of a function does: ptxas leaves loops so on compute capability 8.x.
+BRANCH = re.compile(r"\b(?:BRA|CALL)\b.*`\((\.L_x_\d+)\)")
+# Instructions that the next one never follows. A branch may be passed where it has a predicate, in front of it or of its
+# label, or a suffix, such as .DIV for a warp whose lanes have parted.
+END = re.compile(r"BRA `|EXIT ;|RET\b")
 MATRIX = re.compile(r"\b(HMMA|IMMA|HGMMA)\b")
 LOCAL = re.compile(r"\b(LDL|STL)\b")
 ODD_DESCRIPTOR = re.compile(r"desc\[UR\d*[13579]\]")
@@ -55,19 +85,72 @@ class Kernel:
     instructions: list[tuple[int, str]]
     labels: dict[str, int]
 
+    def blocks(self) -> tuple[list[list[str]], list[list[int]]]:
+        """Instructions in blocks, which are entered at their first and left at their last only, and what may follow each."""
+        blocks: list[list[str]] = []
+        at: dict[int, int] = {}
+        labelled, left = set(self.labels.values()), True
+        for address, text in self.instructions:
+            if left or address in labelled:
+                at[address] = len(blocks)
+                blocks.append([])
+            blocks[-1].append(text)
+            left = bool(BRANCH.search(text) or END.match(text))
+        followers: list[list[int]] = []
+        for number, block in enumerate(blocks, 1):
+            branch = BRANCH.search(block[-1])
+            followers.append([at[self.labels[branch[1]]]] if branch else [])
+            if number < len(blocks) and not END.match(block[-1]):
+                followers[-1].append(number)
+        return blocks, followers
+
+    @cached_property
     def main_loops(self) -> list[list[str]]:
-        """Innermost loops that multiply matrices: between a branch back and its target, without another such pair."""
-        back = {
-            (self.labels[match[1]], address)
-            for address, text in self.instructions
-            if (match := BRANCH.search(text)) and self.labels.get(match[1], address) < address
-        }
-        innermost = [loop for loop in back if not any(o != loop and loop[0] <= o[0] and o[1] <= loop[1] for o in back)]
-        bodies = [
-            [text for address, text in self.instructions if first <= address <= last]
-            for first, last in sorted(innermost)
-        ]
-        return [body for body in bodies if any(MATRIX.search(text) for text in body)]
+        """The instructions of each loop that multiplies matrices and holds no other loop that does."""
+        blocks, followers = self.blocks()
+        matrix = {number for number, block in enumerate(blocks) if any(MATRIX.search(text) for text in block)}
+        if not matrix:
+            return []
+        loops = [loop for loop in natural_loops(followers) if loop & matrix]
+        innermost = [loop for loop in loops if not any(other < loop for other in loops)]
+        return [[text for number in sorted(loop) for text in blocks[number]] for loop in innermost]
+
+
+def natural_loops(followers: list[list[int]]) -> list[set[int]]:
+    """The loops of code that begins with block 0, wherever their blocks lie: ptxas puts those that wait behind all others.
+
+    A loop is a block, its head, and the blocks that lead back to the head, which is on every way from block 0 to them.
+    """
+    before: list[list[int]] = [[] for _ in followers]
+    reached, waiting = {0}, [0]
+    while waiting:
+        block = waiting.pop()
+        for follower in followers[block]:
+            before[follower].append(block)
+            if follower not in reached:
+                reached.add(follower)
+                waiting.append(follower)
+    # Which blocks are on every way from block 0 to a block (they dominate it), as bits: all until a way is known.
+    dominators = [1] + [-1] * (len(followers) - 1)
+    changed = True
+    while changed:
+        changed = False
+        for block in sorted(reached - {0}):
+            bits = reduce(and_, (dominators[other] for other in before[block])) | 1 << block
+            changed |= bits != dominators[block]
+            dominators[block] = bits
+    loops = []
+    for head in sorted(reached):
+        loop, waiting = {head}, [block for block in before[head] if dominators[block] >> head & 1]
+        if not waiting:
+            continue
+        while waiting:
+            block = waiting.pop()
+            if block not in loop:
+                loop.add(block)
+                waiting += before[block]
+        loops.append(loop)
+    return loops
 
 
 def kernels(listing: str) -> list[Kernel]:
@@ -89,11 +172,16 @@ def kernels(listing: str) -> list[Kernel]:
 
 def violations(kernel: Kernel, architecture: str) -> list[str]:
     """What is wrong with a kernel."""
-    loops = kernel.main_loops()
+    loops = kernel.main_loops
     found = [f"{text.strip()!r} does not exist" for _, text in kernel.instructions if ODD_DESCRIPTOR.search(text)][:1]
     spills = sum(bool(LOCAL.search(text)) for body in loops for text in body)
     if spills > SPILLS.get((kernel.name, architecture), 0):
         found.append(f"{spills} accesses to local memory in its main loops")
+    matrix = sum(bool(MATRIX.search(text)) for _, text in kernel.instructions)
+    inside = sum(bool(MATRIX.search(text)) for body in loops for text in body)
+    peeled = architecture == "sm_90a" and PEELED.match(kernel.name)
+    if inside < matrix * (PEELED_SHARE if peeled else SHARE):
+        found.append(f"only {inside} of its {matrix} matrix instructions are in main loops")
     if loops and not any(WIDE.search(text) for _, text in kernel.instructions):
         found.append("no load of 16 bytes")
     for body in loops:
@@ -145,7 +233,7 @@ def main() -> int:
             cubin.write_bytes(image)
             listing = subprocess.run([program, "-c", cubin], capture_output=True, text=True, check=True).stdout
             for kernel in kernels(listing):
-                loops += len(kernel.main_loops())
+                loops += len(kernel.main_loops)
                 for text in violations(kernel, architecture):
                     print(f"{stem}.cu for {architecture}: {kernel.name}: {text}")
                     wrong += 1
