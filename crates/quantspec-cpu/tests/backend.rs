@@ -151,6 +151,61 @@ fn keys_beyond_half_precision_are_an_error() {
     assert_eq!(error.kind, ErrorKind::NotFinite);
 }
 
+#[test]
+fn a_logit_may_mask_its_token_and_no_more() {
+    // Hidden states are embeddings: layers add nothing. Token 7 alone has a first channel, token 8 its opposite, and what the head
+    // makes of it for token 5 is beyond f32.
+    let (above, below, masked) = (7, 8, 5);
+    for (dtype, all) in [("F32", false), ("BF16", false), ("F32", true)] {
+        let shape = Shape { dtype, ..LLAMA };
+        let checkpoint = shape.edited(9, &|name, values, _| match name {
+            "model.embed_tokens.weight" => {
+                values.chunks_exact_mut(shape.hidden).for_each(|row| row[0] = 0.0);
+                values[above * shape.hidden] = 50.0;
+                values[below * shape.hidden] = -50.0;
+            }
+            "lm_head.weight" if all => values.chunks_exact_mut(shape.hidden).for_each(|row| row[0] = 3e38),
+            "lm_head.weight" => values[masked * shape.hidden] = 3e38,
+            _ if name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") => values.fill(0.0),
+            _ => (),
+        });
+        let options = Options { draft_weights: DraftWeights::None, ..options(1, 256) };
+        let rows = [0, 1, 2].map(|offset| Row { slot: 0, offset, position: offset });
+        let window = |n: usize| Step {
+            weights: Weights::Full,
+            view: View::Both,
+            pages: Pages::All,
+            choose_pages: false,
+            rows: &rows[..n],
+        };
+        for choice in choices() {
+            let name = choice.simd.name();
+            let mut backend = CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice).expect("load");
+            backend.open(0, 256).expect("open");
+            backend.set_window(0, &[9, below as u32, above as u32]).expect("window");
+            let error = forward::step(&mut backend, &window(3)).expect_err("no token can be chosen");
+            assert_eq!(error.kind, ErrorKind::NotFinite, "{name}");
+            if all {
+                assert_eq!(error.message, "row 2 of 3: all 300 logits are −∞", "{name}");
+                continue;
+            }
+            assert_eq!(error.message, "row 3 of 3: 1 of 300 logits are NaN or infinite", "{name}");
+            forward::step(&mut backend, &window(2)).expect("a masked token");
+            let infinite = |backend: &mut CpuBackend, row: usize| -> Vec<(usize, f32)> {
+                let logits = backend.logits(row).expect("logits");
+                logits.into_iter().enumerate().filter(|(_, logit)| !logit.is_finite()).collect()
+            };
+            assert_eq!(infinite(&mut backend, 0), [], "{name}");
+            assert_eq!(infinite(&mut backend, 1), [(masked, f32::NEG_INFINITY)], "{name}");
+            // A prompt's last row is no different.
+            forward::prefill(&mut backend, 0, &[9, below as u32], 64, &mut |_, _| ()).expect("a masked token");
+            assert_eq!(infinite(&mut backend, 0), [(masked, f32::NEG_INFINITY)], "{name}");
+            assert_ne!(backend.first(0, 2, &Sampler::greedy()).expect("a token"), masked as u32);
+            forward::prefill(&mut backend, 0, &[9, above as u32], 64, &mut |_, _| ()).expect_err("infinite");
+        }
+    }
+}
+
 /// Every path this machine has.
 fn choices() -> impl Iterator<Item = Choice> {
     paths::paths().into_iter().map(|simd| Choice { simd, reason: String::new() })
