@@ -484,10 +484,11 @@ def test_python_takes_less_than_50_microseconds_a_round(fake: Any) -> None:
     best = float("inf")
     for _ in range(5):
         native, text = Instant(), Text(token_bytes, limit=5001, eos={2}, stops=["\n\n\n", "END"])
-        started = time.perf_counter()
+        # Processor time of the fastest of five: a busy machine must not fail the test.
+        started = time.thread_time()
         for _ in loop.decode(native, {0: text}):  # type: ignore[arg-type]
             pass
-        best = min(best, (time.perf_counter() - started) / native.rounds)
+        best = min(best, (time.thread_time() - started) / native.rounds)
         assert native.rounds == 1000
     assert best < 50e-6, best
 
