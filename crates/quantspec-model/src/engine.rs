@@ -109,7 +109,14 @@ impl<B: Backend> Engine<B> {
                     prompt.len(),
                     self.capacity
                 ),
-                format!("shorten the prompt or ask for at most {} tokens", self.capacity.saturating_sub(prompt.len())),
+                match (self.capacity.saturating_sub(max_new_tokens), self.capacity.saturating_sub(prompt.len())) {
+                    (0, 0) => "open the engine for longer sequences".to_string(),
+                    (0, new) => format!("ask for at most {new} new tokens"),
+                    (length, 0) => format!("shorten the prompt to at most {length} tokens"),
+                    (length, new) => {
+                        format!("shorten the prompt to at most {length} tokens, or ask for at most {new} new ones")
+                    }
+                },
             ));
         }
         let slot = self.sequences.iter().position(Option::is_none).ok_or_else(|| {

@@ -53,6 +53,18 @@ fn prompts_that_cannot_be_taken() {
     assert_eq!(add(&mut engine, &[1], 0), Err(ErrorKind::Usage));
     assert_eq!(add(&mut engine, &[1; 30], 11), Err(ErrorKind::DoesNotFit));
     assert_eq!(add(&mut engine, &[1], usize::MAX), Err(ErrorKind::DoesNotFit));
+    // A hint names what can be done: of an engine of 40 tokens neither side may take all.
+    for (prompt, new, hint) in [
+        (30, 11, "shorten the prompt to at most 29 tokens, or ask for at most 10 new ones"),
+        (40, 1, "shorten the prompt to at most 39 tokens"),
+        (50, 4, "shorten the prompt to at most 36 tokens"),
+        (1, 40, "ask for at most 39 new tokens"),
+        (1, usize::MAX, "ask for at most 39 new tokens"),
+        (40, 40, "open the engine for longer sequences"),
+    ] {
+        let error = engine.add(&vec![1; prompt], Sampler::greedy(), new).expect_err("too much");
+        assert_eq!(error.hint, hint, "{prompt} and {new}");
+    }
     // Exactly full is not too much, and refusals took no slot.
     assert_eq!(add(&mut engine, &[1; 30], 10), Ok(0));
     assert_eq!(add(&mut engine, &[1], 5), Ok(1));
