@@ -140,7 +140,8 @@ def evaluate(
     """Teacher-forced scores: device, tokens, positions, targets and drafts as in `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
-    `on_progress` is told positions done and in all. Also cached_drafts and note, as in `Engine.info`.
+    `on_progress` is told tokens done and in all: the context's, once for each of three targets, and positions. Also
+    cached_drafts and note, as in `Engine.info`.
     """
 
 def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:

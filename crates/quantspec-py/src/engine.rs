@@ -331,7 +331,7 @@ impl PyEngine {
         let (device, place, config, planned_bytes) = interruptible(py, &raised, || {
             let checkpoint = open(model, draft_cache)?;
             let place = Place::choose(device, &checkpoint)?;
-            let planned_bytes = place.plan(&checkpoint, &resolved.options)?;
+            let planned_bytes = place.plan(&checkpoint, &resolved.options, 0)?;
             let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
             let engine = PyEngine::unless_raised(&raised, place.engine(&checkpoint, resolved, hooks))?;
             Ok((engine, place, checkpoint.config().clone(), planned_bytes))

@@ -41,7 +41,7 @@ pub(crate) fn scores<'py>(
     let (place, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
         let place = Place::choose(device, &checkpoint)?;
-        place.plan(&checkpoint, &options)?;
+        place.plan(&checkpoint, &options, evaluate::bytes(checkpoint.config()))?;
         let options = place.adapt(&options);
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let scored = match &place {
