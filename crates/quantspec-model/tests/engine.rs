@@ -197,7 +197,7 @@ fn varied(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBacken
 fn request(index: usize) -> (Vec<u32>, Sampler) {
     let prompt = (0..PROMPTS[index / 2]).map(|i| ((i * i + 3 * i + index) % 16) as u32).collect();
     let replay = Sampler::new(0.5, 0, 1.0, 0.0, index as u64, 0, Accept::Replay).expect("sampler");
-    (prompt, if index % 2 == 0 { replay } else { Sampler::greedy() })
+    (prompt, if index.is_multiple_of(2) { replay } else { Sampler::greedy() })
 }
 
 /// The answers of plain decoding, one sequence at a time.
@@ -259,11 +259,11 @@ proptest! {
         let mut next = first;
         for (round, end) in rounds.iter().zip(ends.iter().cycle()) {
             // Now and then one leaves where it is; whoever is done leaves.
-            for slot in 0..SLOTS {
-                let done = answers[slot].as_ref().is_some_and(|(_, text)| text.len() == ANSWER);
+            for (slot, answer) in answers.iter_mut().enumerate() {
+                let done = answer.as_ref().is_some_and(|(_, text)| text.len() == ANSWER);
                 if done || *end == slot {
                     engine.finish(slot);
-                    answers[slot] = None;
+                    *answer = None;
                 }
             }
             for _ in answers.clone().iter().filter(|answer| answer.is_none()) {
