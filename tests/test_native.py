@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import os
+import signal
+import sys
 import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -41,7 +50,7 @@ def test_a_callback_that_calls_the_engine_gets_an_error() -> None:
 
 
 def test_threads_take_turns() -> None:
-    engine = opened(slots=2)
+    engine = opened(slots=2, gamma=8)
     slots = [engine.add([1, 2, 3 + index] * 300, max_new_tokens=4, **SAMPLING) for index in range(2)]
     firsts: dict[int, int] = {}
 
@@ -52,8 +61,8 @@ def test_threads_take_turns() -> None:
     for thread in threads:
         thread.start()
     # Asked while others are at work: every call waits for its turn without the GIL that their callbacks need.
-    # Of four new tokens a round may draft three.
-    assert all(engine.choose_gamma(slot) <= 3 for slot in slots)
+    # Of four new tokens a round may draft three, and of those behind the prefill's two.
+    assert {engine.choose_gamma(slot) for slot in slots} <= {2, 3}
     for thread in threads:
         thread.join(60)
     alone = opened()
@@ -108,3 +117,127 @@ def test_what_the_last_callback_raises_is_its_own_callers() -> None:
     assert engine.prefill(slots[1]) == first(opened(), [1, 2, 3, 4])
     engine.draft([(slots[1], 1)])
     assert engine.verify()
+
+
+class Ended(Exception):  # noqa: N818
+    """What a handler of these tests raises, with the number of the signal."""
+
+
+def end(number: int, _frame: FrameType | None) -> None:
+    raise Ended(number)
+
+
+class Ender:
+    """A handler that is an object, or a method of one."""
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        raise Ended(number)
+
+    def end(self, number: int, _frame: FrameType | None) -> None:
+        raise Ended(number)
+
+
+def end_of(_what: str, number: int, _frame: FrameType | None) -> None:
+    end(number, _frame)
+
+
+@contextmanager
+def handled(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """A signal of this process has that handler while the body runs."""
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(number, before)
+
+
+def test_what_a_handler_of_a_signal_raises_ends_work() -> None:
+    # Seconds of work without a callback, and a signal that comes soon.
+    with handled(signal.SIGALRM, end), pytest.raises(Ended) as caught:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        _native.evaluate(str(hub.demo()), [1, 2, 3] * 600, device="cpu", threads=1)
+    assert caught.value.args == (signal.SIGALRM,)
+    # Where it was raised is in sight.
+    assert [entry.name for entry in caught.traceback][-1] == "end"
+
+
+def test_what_a_handler_of_a_signal_raises_ends_waiting_for_the_engine() -> None:
+    engine = opened()
+    slot = engine.add([1] * 1100, max_new_tokens=4, **SAMPLING)
+    inside, over = threading.Event(), threading.Event()
+
+    def show(_done: int, _total: int) -> None:
+        inside.set()
+        assert over.wait(60)
+
+    thread = threading.Thread(target=engine.prefill, args=(slot, show))
+    thread.start()
+    assert inside.wait(60)
+    try:
+        with handled(signal.SIGTERM, lambda *_: sys.exit(7)), pytest.raises(SystemExit) as caught:
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            engine.stats()
+        assert caught.value.code == 7
+    finally:
+        over.set()
+        thread.join(60)
+    # Whose turn it was has heard nothing of it.
+    engine.draft([(slot, 1)])
+    assert engine.verify()
+
+
+@pytest.mark.parametrize("handler", [end, Ender(), Ender().end, functools.partial(end_of, "the call")])
+def test_what_a_handler_raises_inside_a_callback_ends_work(handler: Callable[[int, FrameType | None], object]) -> None:
+    engine = opened()
+    slot = engine.add([1] * 1100, max_new_tokens=4, **SAMPLING)
+    calls: list[int] = []
+
+    def show(done: int, _total: int) -> None:
+        calls.append(done)
+        signal.raise_signal(signal.SIGALRM)
+
+    with handled(signal.SIGALRM, handler), pytest.raises(Ended):
+        engine.prefill(slot, show)
+    assert len(calls) == 1
+    engine.finish(slot)
+    # Nothing of it is left for who comes next.
+    assert first(engine, [1] * 100) == first(opened(), [1] * 100)
+    with handled(signal.SIGALRM, handler), pytest.raises(Ended):
+        opened(on_loading=show)
+
+
+def test_a_callback_may_end_the_program_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = opened()
+    slot = engine.add([1] * 300, max_new_tokens=4, **SAMPLING)
+    told: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+
+    def fail(_done: int, _total: int) -> None:
+        raise TimeoutError
+
+    assert engine.prefill(slot, fail) == first(opened(), [1] * 300)
+    assert told
+    assert {one.exc_type for one in told} == {TimeoutError}
+    engine.finish(slot)
+    slot = engine.add([1] * 300, max_new_tokens=4, **SAMPLING)
+    with pytest.raises(SystemExit):
+        engine.prefill(slot, lambda *_: sys.exit(7))
+
+
+class Shown:
+    """A callback that leads to the engine it is of."""
+
+    engine: Any
+
+    def __call__(self, _done: int, _total: int) -> None:
+        pass
+
+
+def test_an_engine_and_who_was_shown_its_loading_do_not_keep_each_other() -> None:
+    shown = Shown()
+    shown.engine = opened(on_loading=shown)
+    left = weakref.ref(shown)
+    del shown
+    gc.collect()
+    assert left() is None

@@ -17,9 +17,9 @@ from typing import Any
 import llama_numpy
 import numpy as np
 import pytest
-from conftest import tool
+from conftest import copy_demo, tool
 
-from quantspec_cli import hub
+from quantspec_cli import _native, hub
 
 
 @pytest.fixture(scope="module")
@@ -243,6 +243,9 @@ def test_space_is_checked_before_anything_is_written(
         ("-1", "6", "--times is -1"),
         ("0", "6", "powers of two keep BF16 and F32 exact, F16's smallest weights are rounded"),
         ("2", "5", "--layers is 5"),
+        # The demo's 256 channels and 2 heads, up to what the engine loads.
+        ("257", "6", "--times is 257, which makes hidden_size 65792 of at most 65536\nhint: use 1 to 256;"),
+        ("2", "1025", "--layers is 1025 and the source has 6\nhint: use 6 to 1024:"),
         # Refused before a plan of so many tensors is made.
         ("99999999", "6", "--times is 99999999"),
         ("2", "99999999", "--layers is 99999999"),
@@ -254,6 +257,31 @@ def test_shapes_that_cannot_be(
     out = tmp_path / "wide"
     assert message in refused(widen, capfd, hub.demo(), out, "--times", times, "--layers", layers)
     assert not out.exists()
+
+
+def test_every_size_stays_within_what_the_engine_loads(
+    widen: ModuleType, strange: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    limits = {**widen.SIZES_MAX, "num_hidden_layers": widen.LAYERS_MAX}
+    assert limits.keys() == {*widen.WIDENED, "num_hidden_layers"}
+    for key, most in limits.items():
+        # What the engine says of one more; of the limit itself it has nothing to say.
+        beyond = copy_demo(tmp_path / f"{key}-beyond", **{key: most + 1})
+        with pytest.raises(_native.NativeError, match=f"{key} is {most + 1}, not a whole number from 1 to {most}"):
+            _native.model_info(str(beyond))
+        with pytest.raises(_native.NativeError) as caught:
+            _native.model_info(str(copy_demo(tmp_path / f"{key}-most", **{key: most})))
+        assert "not a whole number" not in str(caught.value)
+    for key, most in widen.SIZES_MAX.items():
+        size = json.loads((strange / "config.json").read_text())[key]
+        change("config.json", lambda config, key=key, most=most: config.update({key: most + 1}))(strange)
+        text = refused(widen, capfd, strange, tmp_path / "wide", "--times", "1", "--layers", "2")
+        assert f"{key} {most + 1}, more than the {most}" in text
+        change("config.json", lambda config, key=key, most=most: config.update({key: most // 2 + 1}))(strange)
+        text = refused(widen, capfd, strange, tmp_path / "wide", "--times", "2", "--layers", "2")
+        assert "use 1 to 1;" in text
+        change("config.json", lambda config, key=key, size=size: config.update({key: size}))(strange)
+    assert not (tmp_path / "wide").exists()
 
 
 def test_sources_that_are_none(widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -40,9 +40,14 @@ BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 BLOCK_ROWS = 1024
 # Space beyond the tensors: header, config, tokenizer.
 HEADROOM_BYTES = 64 << 20
-# Far beyond any model: what is planned stays small.
-TIMES_MAX = 1024
-LAYERS_MAX = 4096
+# Largest sizes that quantspec takes (crates/quantspec-model/src/config.rs).
+LAYERS_MAX = 1024
+SIZES_MAX = {
+    "hidden_size": 65_536,
+    "intermediate_size": 1_048_576,
+    "num_attention_heads": 1024,
+    "num_key_value_heads": 1024,
+}
 PARTIAL = "model.safetensors.partial"
 TOKENIZER = (
     "tokenizer.json",
@@ -51,7 +56,7 @@ TOKENIZER = (
     "generation_config.json",
     "special_tokens_map.json",
 )
-WIDENED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+WIDENED = tuple(SIZES_MAX)
 SETTINGS = (*WIDENED, "num_hidden_layers", "vocab_size")
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 # Some checkpoints store it; every loader computes it.
@@ -264,6 +269,24 @@ def plan(source: Source, times: int, layers: int) -> list[Target]:
     return targets
 
 
+def check_times(source: Source, times: int) -> None:
+    """Refuses a factor that makes a size which quantspec does not load."""
+    sizes = {key: int(source.config[key]) for key in WIDENED}
+    room = {key: SIZES_MAX[key] // size for key, size in sizes.items()}
+    key = min(room, key=lambda key: room[key])
+    if room[key] < 1:
+        raise Refusal(
+            f"config.json of {source.folder} has {key} {sizes[key]}, more than the {SIZES_MAX[key]} of any model",
+            "use a smaller source",
+        )
+    if not 1 <= times <= room[key]:
+        makes = f", which makes {key} {sizes[key] * times} of at most {SIZES_MAX[key]}" if times > 0 else ""
+        raise Refusal(
+            f"--times is {times}{makes}",
+            f"use 1 to {room[key]}; powers of two keep BF16 and F32 exact, F16's smallest weights are rounded",
+        )
+
+
 def widened_config(source: Source, times: int, layers: int, name: str) -> dict[str, Any]:
     config = source.config
     own = int(config["num_hidden_layers"])
@@ -301,11 +324,7 @@ def widen(folder: Path, out: Path, times: int, layers: int) -> int:
     """Writes the widened checkpoint and returns its tensor bytes."""
     source = Source(folder)
     own = int(source.config["num_hidden_layers"])
-    if not 1 <= times <= TIMES_MAX:
-        raise Refusal(
-            f"--times is {times}",
-            f"use 1 to {TIMES_MAX}; powers of two keep BF16 and F32 exact, F16's smallest weights are rounded",
-        )
+    check_times(source, times)
     if not own <= layers <= LAYERS_MAX:
         raise Refusal(
             f"--layers is {layers} and the source has {own}",

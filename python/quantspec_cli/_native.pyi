@@ -6,7 +6,7 @@ from typing import Any, Literal, final
 __all__ = ["Engine", "NativeError", "doctor", "evaluate", "kernels", "model_info", "traffic"]
 
 class NativeError(Exception):
-    """Any error of the engine but an interrupt, which arrives as KeyboardInterrupt."""
+    """Any error of the engine but an interrupt, which is what a signal's handler raised: KeyboardInterrupt for Ctrl-C."""
 
     kind: str
     message: str
@@ -18,8 +18,9 @@ class Engine:
 
     Prompts have up to `prompt_capacity` of them (None: all): prefill holds every hidden state of a prompt.
 
-    Long calls release the GIL and run pending signal handlers, so Ctrl-C ends them within 0.3 s. Callbacks are called
-    with (done, total), at most every 50 ms.
+    Long calls release the GIL and run pending signal handlers, so Ctrl-C ends them within 0.3 s, as does any other
+    exception of a handler. Callbacks are called with (done, total), at most every 50 ms; KeyboardInterrupt, SystemExit
+    and what a handler raises inside a callback end the call, any other exception of it is unraisable.
     """
 
     def __new__(
@@ -139,7 +140,8 @@ def evaluate(
     """Teacher-forced scores: device, tokens, positions, targets and drafts as in `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
-    `on_progress` is told positions done and in all. Also cached_drafts and note, as in `Engine.info`.
+    `on_progress` is told tokens done and in all: the context's, once for each of three targets, and positions. Also
+    cached_drafts and note, as in `Engine.info`.
     """
 
 def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:

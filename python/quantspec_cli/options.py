@@ -24,7 +24,7 @@ DRAFT_WEIGHTS = ("int4", "int4-mlp", "none")
 PAGE_CHOICES = ("best", "window")
 ACCEPTANCE = ("replay", "rejection")
 
-# Largest γ: a round's window must stay inside the slack of the recent-token buffer (GAMMA_MAX in quantspec-core).
+# Largest γ, far above what pays (GAMMA_MAX in quantspec-core).
 GAMMA_MAX = 16
 # Fewest selected pages: the first and the newest one are always read.
 PAGES_MIN = 2

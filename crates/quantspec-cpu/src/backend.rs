@@ -572,19 +572,23 @@ impl CpuBackend {
         let vocab = config.vocab;
         let (weight, input, out) = self.rows.input(simd, &self.model.head, weights, Source::X, config.hidden, m);
         let out = Parts::new(out.logits);
-        let broken = AtomicBool::new(false);
+        let infinite = AtomicBool::new(false);
         linear::run(&self.pool, simd, weight, input, m, 1, &|panel, tile| {
             let n = PANEL.min(vocab - panel * PANEL);
             for (j, tile) in tile.chunks_exact(PANEL).enumerate() {
                 if !tile[..n].iter().all(|x| x.is_finite()) {
-                    broken.store(true, Relaxed);
+                    infinite.store(true, Relaxed);
                 }
                 // SAFETY: a panel is one unit of one thread.
                 unsafe { out.slice(j * vocab + panel * PANEL, n) }.copy_from_slice(&tile[..n]);
             }
         })?;
-        if broken.load(Relaxed) {
-            return Err(Error::not_finite("the logits of a token are NaN or infinite"));
+        if infinite.load(Relaxed) {
+            // −∞ masks a token, unless it masks all of them.
+            for (j, logits) in self.rows.logits.chunks_exact(vocab).take(m).enumerate() {
+                let named = |error: Error| Error::not_finite(format!("row {} of {m}: {}", j + 1, error.message));
+                check_finite(logits).map_err(named)?;
+            }
         }
         Ok(())
     }

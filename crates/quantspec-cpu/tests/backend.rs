@@ -151,6 +151,61 @@ fn keys_beyond_half_precision_are_an_error() {
     assert_eq!(error.kind, ErrorKind::NotFinite);
 }
 
+#[test]
+fn a_logit_may_mask_its_token_and_no_more() {
+    // Hidden states are embeddings: layers add nothing. Token 7 alone has a first channel, token 8 its opposite, and what the head
+    // makes of it for token 5 is beyond f32.
+    let (above, below, masked) = (7, 8, 5);
+    for (dtype, all) in [("F32", false), ("BF16", false), ("F32", true)] {
+        let shape = Shape { dtype, ..LLAMA };
+        let checkpoint = shape.edited(9, &|name, values, _| match name {
+            "model.embed_tokens.weight" => {
+                values.chunks_exact_mut(shape.hidden).for_each(|row| row[0] = 0.0);
+                values[above * shape.hidden] = 50.0;
+                values[below * shape.hidden] = -50.0;
+            }
+            "lm_head.weight" if all => values.chunks_exact_mut(shape.hidden).for_each(|row| row[0] = 3e38),
+            "lm_head.weight" => values[masked * shape.hidden] = 3e38,
+            _ if name.ends_with("o_proj.weight") || name.ends_with("down_proj.weight") => values.fill(0.0),
+            _ => (),
+        });
+        let options = Options { draft_weights: DraftWeights::None, ..options(1, 256) };
+        let rows = [0, 1, 2].map(|offset| Row { slot: 0, offset, position: offset });
+        let window = |n: usize| Step {
+            weights: Weights::Full,
+            view: View::Both,
+            pages: Pages::All,
+            choose_pages: false,
+            rows: &rows[..n],
+        };
+        for choice in choices() {
+            let name = choice.simd.name();
+            let mut backend = CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice).expect("load");
+            backend.open(0, 256).expect("open");
+            backend.set_window(0, &[9, below as u32, above as u32]).expect("window");
+            let error = forward::step(&mut backend, &window(3)).expect_err("no token can be chosen");
+            assert_eq!(error.kind, ErrorKind::NotFinite, "{name}");
+            if all {
+                assert_eq!(error.message, "row 2 of 3: all 300 logits are −∞", "{name}");
+                continue;
+            }
+            assert_eq!(error.message, "row 3 of 3: 1 of 300 logits are NaN or infinite", "{name}");
+            forward::step(&mut backend, &window(2)).expect("a masked token");
+            let infinite = |backend: &mut CpuBackend, row: usize| -> Vec<(usize, f32)> {
+                let logits = backend.logits(row).expect("logits");
+                logits.into_iter().enumerate().filter(|(_, logit)| !logit.is_finite()).collect()
+            };
+            assert_eq!(infinite(&mut backend, 0), [], "{name}");
+            assert_eq!(infinite(&mut backend, 1), [(masked, f32::NEG_INFINITY)], "{name}");
+            // A prompt's last row is no different.
+            forward::prefill(&mut backend, 0, &[9, below as u32], 64, &mut |_, _| ()).expect("a masked token");
+            assert_eq!(infinite(&mut backend, 0), [(masked, f32::NEG_INFINITY)], "{name}");
+            assert_ne!(backend.first(0, 2, &Sampler::greedy()).expect("a token"), masked as u32);
+            forward::prefill(&mut backend, 0, &[9, above as u32], 64, &mut |_, _| ()).expect_err("infinite");
+        }
+    }
+}
+
 /// Every path this machine has.
 fn choices() -> impl Iterator<Item = Choice> {
     paths::paths().into_iter().map(|simd| Choice { simd, reason: String::new() })
@@ -293,6 +348,70 @@ fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
             assert!(text.len() == 30 || text.last() == Some(&(bad as u32)), "{text:?}");
         }
         assert!((5..35).contains(&finished), "{finished} of 40 texts do without the token");
+    }
+}
+
+#[test]
+fn a_round_that_is_taken_again_costs_neighbours_no_token() {
+    // As above, three answers at once: what one of them drafted makes a plain step of the round of all.
+    let (bad, shape) = (7, Shape { vocab: 32, ..LLAMA });
+    let checkpoint = shape.overflowing(9, bad, [2e4, 0.0]);
+    let options = options(3, 256);
+    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let prompt = |seed: u64| (0..20).map(|i| (i + seed as u32) % 7).collect::<Vec<u32>>();
+    for choice in choices() {
+        let name = choice.simd.name();
+        let engine = |draft: Option<DraftPlan>| {
+            let load = CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice.clone()).expect("load");
+            let policy = Policy::fixed(if draft.is_some() { 5 } else { 0 });
+            Engine::new(load, Method { target: View::Both, draft, policy }, 3, 256, 64)
+        };
+        // The texts of seeds, or None where plain decoding chose the token itself; and rounds that were taken again.
+        let run = |seeds: &[u64], draft: Option<DraftPlan>| -> Option<(Vec<Vec<u32>>, usize)> {
+            let mut engine = engine(draft);
+            let (mut texts, mut again) = (Vec::new(), 0);
+            for &seed in seeds {
+                let sampler = Sampler::new(0.7, 0, 1.0, 0.0, seed, 0, Accept::Replay).expect("sampler");
+                let slot = engine.add(&prompt(seed), sampler, 30).expect("add");
+                texts.push(vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")]);
+            }
+            while texts.iter().any(|text| text.len() < 30) {
+                let running = (0..texts.len()).filter(|&slot| texts[slot].len() < 30);
+                let round: Vec<(usize, usize)> = running.map(|slot| (slot, engine.choose_gamma(slot))).collect();
+                engine.draft(&round).expect("draft");
+                // A draft ends with the token, which cannot be fed: it is verified wherever it is in a window, which may be
+                // shorter than was asked for then.
+                let backend = engine.backend();
+                let in_vain = round.iter().any(|&(slot, gamma)| {
+                    let drafted = (1..=gamma).rev().find_map(|n| backend.window(slot, n + 1).ok());
+                    drafted.is_some_and(|window| window[1..].contains(&(bad as u32)))
+                });
+                let counts = |engine: &Engine<CpuBackend>| (engine.stats().drafted_tokens(), engine.stats().rounds());
+                let before = counts(&engine);
+                let emitted = engine.verify().ok()?;
+                // What was drafted in vain counts as drafted, and a round taken again as one.
+                let after = counts(&engine);
+                assert!(!in_vain || after.0 > before.0, "{name}: {after:?}");
+                assert_eq!(after.1, before.1 + round.len(), "{name}");
+                assert!(!in_vain || emitted.iter().all(|emitted| emitted.tokens.len() == 1), "{name}");
+                again += usize::from(in_vain);
+                emitted.into_iter().for_each(|emitted| texts[emitted.slot].extend(emitted.tokens));
+            }
+            Some((texts, again))
+        };
+        let plain: Vec<(u64, Vec<u32>)> =
+            (0..40).filter_map(|seed| Some((seed, run(&[seed], None)?.0.remove(0)))).take(12).collect();
+        assert_eq!(plain.len(), 12, "{name}: too few texts do without the token");
+        let mut taken_again = 0;
+        for batch in plain.chunks(3) {
+            let seeds: Vec<u64> = batch.iter().map(|(seed, _)| *seed).collect();
+            let (texts, again) = run(&seeds, Some(plan)).expect("plain decoding has texts of these seeds");
+            taken_again += again;
+            for ((seed, plain), text) in batch.iter().zip(&texts) {
+                assert_eq!(text, plain, "{name} seed {seed}");
+            }
+        }
+        assert!(taken_again > 0, "{name}: no round was taken again");
     }
 }
 

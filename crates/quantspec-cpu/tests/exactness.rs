@@ -115,7 +115,7 @@ impl Run {
             planes: Planes::of(&views),
             rounding: self.rounding,
             draft_weights: if drafts { DraftWeights::Int4 } else { DraftWeights::None },
-            rejection: false,
+            rejection: sampler.accept == Accept::Rejection,
             step_rows: prompts.len() * (self.gamma + 1),
             block_rows: BLOCK_ROWS,
             threads: self.threads,
@@ -318,6 +318,25 @@ fn every_target_view_and_rounding_is_exact() {
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
             }
         }
+    }
+}
+
+#[test]
+fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
+    let model = root().join("python/quantspec_cli/demo");
+    let sampler = |seed| Sampler::new(0.9, 50, 0.95, 0.01, seed, 0, Accept::Rejection).expect("sampler");
+    // Four visible pages and more, of which drafts read three.
+    let prompts = vec![book(40, 6 * G - 7), book(700, 2 * G + 5)];
+    for (gamma, pages) in [(2, Pages::All), (5, Pages::Best(3)), (12, Pages::Window(3))] {
+        let decode =
+            |threads, seed| Run::new("quantspec", pages, gamma, threads).decode(&model, &prompts, &sampler(seed), 100);
+        let once = decode(1, 7);
+        for threads in [1, 2] {
+            for (once, again) in once.iter().zip(decode(threads, 7)) {
+                assert_same(&format!("gamma {gamma}, {pages:?}, {threads} threads"), once, &again);
+            }
+        }
+        assert_ne!(once, decode(1, 8), "another seed has another text");
     }
 }
 

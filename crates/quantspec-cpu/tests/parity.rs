@@ -77,7 +77,14 @@ fn worst(found: &[Vec<f32>], expected: &[Vec<f32>]) -> f32 {
         let variance = b.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / n;
         (a.iter().zip(b).map(|(a, b)| (a - b).powi(2)).sum::<f32>() / n / variance).sqrt()
     };
-    found.iter().zip(expected).map(one).fold(0.0, f32::max)
+    golden::largest(found.iter().zip(expected).map(one))
+}
+
+#[test]
+fn what_is_no_number_is_no_match() {
+    let row = vec![vec![1.0, 2.0, 3.0]];
+    assert_eq!(worst(&row, &row), 0.0);
+    assert!(worst(&[vec![1.0, f32::NAN, 3.0]], &row).is_nan());
 }
 
 const SHAPES: [Shape; 9] = [

@@ -239,8 +239,8 @@ pub trait Backend: Send {
     /// Final norm and head. A step yields logits for every row; a prefill block only for its last row.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::NotFinite`] where logits are NaN or infinite, which a GPU says in [`Backend::first`] or
-    /// [`Backend::judge`]. [`quantspec_core::ErrorKind::Internal`] where threads panicked. Device errors of a GPU.
+    /// [`quantspec_core::ErrorKind::NotFinite`] where [`quantspec_core::sample::check_finite`] refuses a row, which a GPU says in
+    /// [`Backend::first`] or [`Backend::judge`]: −∞ masks a token and is allowed. [`quantspec_core::ErrorKind::Internal`] where threads panicked. Device errors of a GPU.
     fn head(&mut self, pass: &Pass) -> Result<()>;
 
     /// The logits of row `row` of the last [`Backend::head`] (a prefill block has one row), `[vocab]`, unwarped.

@@ -109,7 +109,14 @@ impl<B: Backend> Engine<B> {
                     prompt.len(),
                     self.capacity
                 ),
-                format!("shorten the prompt or ask for at most {} tokens", self.capacity.saturating_sub(prompt.len())),
+                match (self.capacity.saturating_sub(max_new_tokens), self.capacity.saturating_sub(prompt.len())) {
+                    (0, 0) => "open the engine for longer sequences".to_string(),
+                    (0, new) => format!("ask for at most {new} new tokens"),
+                    (length, 0) => format!("shorten the prompt to at most {length} tokens"),
+                    (length, new) => {
+                        format!("shorten the prompt to at most {length} tokens, or ask for at most {new} new ones")
+                    }
+                },
             ));
         }
         let slot = self.sequences.iter().position(Option::is_none).ok_or_else(|| {
@@ -310,11 +317,12 @@ impl<B: Backend> Engine<B> {
             return Err(Error::usage("verify without draft", "call draft first, with gamma 0 for a plain step"));
         }
         let mut started = Instant::now();
+        let drafted: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
         let verdicts = match self.backend.verify(self.method.target, &turns) {
             // Rows of drafted tokens that plain decoding may never feed: what they alone cannot compute is no fault of the text.
             Err(error) if error.kind == ErrorKind::NotFinite && turns.iter().any(|turn| turn.gamma > 0) => {
-                let (steps, drafted) = self.drafted.take().unwrap_or((1, 0.0));
-                let in_vain = drafted + started.elapsed().as_secs_f64();
+                let (steps, seconds) = self.drafted.take().unwrap_or((1, 0.0));
+                let in_vain = seconds + started.elapsed().as_secs_f64();
                 self.method.policy.observe_draft(in_vain, steps);
                 self.stats.draft(in_vain);
                 for turn in turns.iter_mut().filter(|turn| turn.gamma > 0) {
@@ -334,7 +342,7 @@ impl<B: Backend> Engine<B> {
             self.stats.draft(seconds + draft_s);
         }
         let mut round = Vec::with_capacity(turns.len());
-        for (turn, verdict) in turns.iter().zip(verdicts) {
+        for ((turn, verdict), drafted) in turns.iter().zip(verdicts).zip(drafted) {
             let (backend, sequence) = self.parts(turn.slot)?;
             let mut tokens = backend.window(turn.slot, verdict.accepted + 1)?.split_off(1);
             tokens.push(verdict.token);
@@ -343,13 +351,14 @@ impl<B: Backend> Engine<B> {
             }
             backend.set_window(turn.slot, &[verdict.token])?;
             sequence.remaining -= tokens.len();
-            self.stats.round(turn.gamma, verdict.accepted);
+            // A round that was taken again drafted in vain: none of it was accepted.
+            self.stats.round(drafted, verdict.accepted);
             let visible = visible_pages(turn.committed);
             let read = match self.pages {
                 Pages::All => visible,
                 Pages::Window(n) | Pages::Best(n) => n.min(visible),
             };
-            self.stats.pages(turn.gamma * read);
+            self.stats.pages(drafted * read);
             if turn.gamma > 0 {
                 if turn.sampler.accept != Accept::Rejection && !turn.leads.is_empty() {
                     self.method.policy.observe_leads(&turn.leads, verdict.accepted);

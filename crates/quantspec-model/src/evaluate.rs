@@ -9,7 +9,8 @@ use crate::backend::{Backend, Row, Step};
 use crate::engine::check_ids;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::sample::argmax;
 use quantspec_core::{Error, Result};
 
 /// Rows scored in one step. A window must fit behind the 2G tokens a row may read from the buffer.
@@ -80,9 +81,14 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
     }
 }
 
+/// Bytes of the process that [`evaluate`] takes beside the backend: a window's logits of two targets, and a row of what is compared with them.
+pub fn bytes(config: &ModelConfig) -> usize {
+    (2 * WINDOW_ROWS + 1) * config.vocab * size_of::<f32>()
+}
+
 /// Scores `tokens` on a backend loaded with [`options`]. The first `context` tokens are a prompt, taken in blocks of `block_rows`, those
 /// the backend was loaded with; of the others, at least two, the first is fed and every later one is predicted. `progress` is
-/// told positions done and in all.
+/// told tokens done and in all: those of the context, once for every target, and the positions that are scored.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens beyond the context, [`quantspec_core::ErrorKind::Model`]
@@ -106,32 +112,35 @@ pub fn evaluate<B: Backend>(
     let mut targets = [TargetScore::default(); TARGETS.len()];
     let mut drafts = [DraftScore::default(); DRAFTS.len()];
     let mut extents: [Extent; TARGETS.len()] = Default::default();
-    for (extent, &(_, _, slot)) in extents.iter_mut().zip(&TARGETS) {
+    let read = TARGETS.len() * context;
+    let total = read + positions - context;
+    for (index, (extent, &(_, _, slot))) in extents.iter_mut().zip(&TARGETS).enumerate() {
         backend.open(slot, tokens.len())?;
         if context > 0 {
-            forward::prefill(backend, slot, &tokens[..context], block_rows, &mut |_, _| ())?;
+            // Rows are counted over all layers, tokens once.
+            let mut rows = |done: usize, all: usize| progress(index * context + context * done / all, total);
+            forward::prefill(backend, slot, &tokens[..context], block_rows, &mut rows)?;
             extent.commit(context);
         }
     }
     for start in (context..positions).step_by(WINDOW_ROWS) {
         let rows = WINDOW_ROWS.min(positions - start);
         let (window, next) = (&tokens[start..start + rows], &tokens[start + 1..start + rows + 1]);
-        let mut full: Vec<Vec<f64>> = Vec::new();
-        let mut int8 = Vec::new();
+        // The windows' rows of the two targets that others are compared with; no more than these is held (`bytes`).
+        let (mut full, mut int8) = (Vec::with_capacity(rows), Vec::with_capacity(rows));
         for (score, &(_, view, slot)) in targets.iter_mut().zip(&TARGETS) {
             feed(backend, slot, start, window, view)?;
-            let logs =
-                (0..rows).map(|row| Ok(log_softmax(&backend.logits(row)?))).collect::<Result<Vec<Vec<f64>>>>()?;
-            let reference = if full.is_empty() { &logs } else { &full };
-            for ((log_p, log_full), &token) in logs.iter().zip(reference).zip(next) {
-                score.nll -= log_p[token as usize];
-                score.kld += divergence(log_full, log_p);
-                score.top1 += f64::from(u8::from(best(log_full) == best(log_p)));
-            }
-            match view {
-                View::Full => full = logs,
-                View::Both => int8 = logs,
-                View::Upper => (),
+            for (row, &token) in next.iter().enumerate() {
+                let found = Scored::new(backend.logits(row)?);
+                score.nll -= found.log(token as usize);
+                let yardstick = full.get(row).unwrap_or(&found);
+                score.kld += divergence(yardstick, &found);
+                score.top1 += f64::from(u8::from(yardstick.best() == found.best()));
+                match view {
+                    View::Full => full.push(found),
+                    View::Both => int8.push(found),
+                    View::Upper => (),
+                }
             }
         }
         // Backwards: a draft's own keys and values overwrite only its position, and those before it are the target's.
@@ -139,14 +148,14 @@ pub fn evaluate<B: Backend>(
             for (score, &(_, weights, view)) in drafts.iter_mut().zip(&DRAFTS) {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
                 forward::step(backend, &Step { weights, view, pages: Pages::All, choose_pages: false, rows: &row })?;
-                let log_q = log_softmax(&backend.logits(0)?);
-                let shared: f64 = log_q.iter().zip(&int8[offset]).map(|(q, p)| q.min(*p).exp()).sum();
+                let (p, q) = (&int8[offset], Scored::new(backend.logits(0)?));
+                let shared: f64 = q.logs().zip(p.logs()).map(|(q, p)| q.min(p).exp()).sum();
                 // Rounding may end a little above 1.
                 score.acceptance += if shared > 1.0 { 1.0 } else { shared };
-                score.top1 += f64::from(u8::from(best(&log_q) == best(&int8[offset])));
+                score.top1 += f64::from(u8::from(q.best() == p.best()));
             }
             backend.poll()?;
-            progress(start + rows - offset - context, positions - context);
+            progress(read + start + rows - offset - context, total);
         }
         // The target's keys and values again, over the drafts'.
         feed(backend, INT8, start, window, View::Both)?;
@@ -185,19 +194,55 @@ fn feed<B: Backend>(backend: &mut B, slot: usize, start: usize, window: &[u32], 
     forward::step(backend, &step)
 }
 
-fn log_softmax(logits: &[f32]) -> Vec<f64> {
-    let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - most).exp()).sum();
-    let shift = f64::from(most) + sum.ln();
-    logits.iter().map(|&logit| f64::from(logit) - shift).collect()
+/// A row of logits, and what makes log-probabilities of them: kept as the backend gave them, they take half the memory.
+struct Scored {
+    logits: Vec<f32>,
+    /// Largest logit plus the logarithm of the sum behind it.
+    shift: f64,
 }
 
-/// KL(p ‖ q) in nats from log-probabilities.
-fn divergence(log_p: &[f64], log_q: &[f64]) -> f64 {
-    log_p.iter().zip(log_q).map(|(p, q)| p.exp() * (p - q)).sum()
+impl Scored {
+    fn new(logits: Vec<f32>) -> Scored {
+        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let sum: f64 = logits.iter().map(|&logit| f64::from(logit - most).exp()).sum();
+        Scored { shift: f64::from(most) + sum.ln(), logits }
+    }
+
+    /// Natural logarithm of a token's probability.
+    fn log(&self, token: usize) -> f64 {
+        f64::from(self.logits[token]) - self.shift
+    }
+
+    fn logs(&self) -> impl Iterator<Item = f64> {
+        self.logits.iter().map(|&logit| f64::from(logit) - self.shift)
+    }
+
+    /// The likeliest token, the lowest id among equals.
+    fn best(&self) -> u32 {
+        argmax(&self.logits)
+    }
 }
 
-/// Index of the largest log-probability, ties to the lowest id.
-fn best(logs: &[f64]) -> usize {
-    (1..logs.len()).fold(0, |best, id| if logs[id] > logs[best] { id } else { best })
+/// KL(p ‖ q) in nats. A token that p excludes adds nothing, whatever q thinks of it.
+fn divergence(p: &Scored, q: &Scored) -> f64 {
+    p.logs().zip(q.logs()).map(|(p, q)| if p == f64::NEG_INFINITY { 0.0 } else { p.exp() * (p - q) }).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_masked_token_adds_nothing_to_a_divergence() {
+        let masked = f32::NEG_INFINITY;
+        let p = Scored::new(vec![0.0, masked, 0.0, masked]);
+        // Two halves against 1/2, 1/4, 1/4: the second token is no part of p.
+        let q = Scored::new(vec![2f32.ln(), 0.0, 0.0, masked]);
+        assert!((divergence(&p, &q) - 0.5 * 2f64.ln()).abs() < 1e-6, "{}", divergence(&p, &q));
+        assert_eq!(divergence(&p, &p), 0.0);
+        // What q excludes and p does not is infinitely far.
+        assert_eq!(divergence(&q, &p), f64::INFINITY);
+        assert!(divergence(&Scored::new(vec![0.0, f32::NAN]), &p).is_nan());
+        assert_eq!((p.best(), q.best(), p.log(1)), (0, 0, f64::NEG_INFINITY));
+    }
 }

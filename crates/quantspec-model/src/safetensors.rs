@@ -72,22 +72,8 @@ impl Source {
     }
 }
 
-#[cfg(unix)]
 pub(crate) fn read_at(file: &File, out: &mut [u8], offset: u64) -> std::io::Result<()> {
     std::os::unix::fs::FileExt::read_exact_at(file, out, offset)
-}
-
-#[cfg(windows)]
-pub(crate) fn read_at(file: &File, mut out: &mut [u8], mut offset: u64) -> std::io::Result<()> {
-    while !out.is_empty() {
-        let n = std::os::windows::fs::FileExt::seek_read(file, out, offset)?;
-        if n == 0 {
-            return Err(std::io::ErrorKind::UnexpectedEof.into());
-        }
-        out = &mut out[n..];
-        offset += n as u64;
-    }
-    Ok(())
 }
 
 /// One tensor of a file.

@@ -5,19 +5,24 @@
 #[path = "support/tiny.rs"]
 mod tiny;
 
+use proptest::prelude::*;
 use quantspec_core::ErrorKind;
-use quantspec_core::cache::{BUFFER_TOKENS, GAMMA_MAX};
+use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::policy::{Policy, Stop};
-use quantspec_core::sample::Sampler;
+use quantspec_core::sample::{Accept, Sampler};
 use quantspec_model::backend::{DraftPlan, Hooks, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use quantspec_model::reference::ReferenceBackend;
+use std::sync::OnceLock;
 
 fn engine(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBackend> {
-    let folder = tiny::Folder::valid();
+    engine_of(&tiny::Folder::valid(), gamma, slots, capacity)
+}
+
+fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBackend> {
     let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
     let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let options = Options {
@@ -53,6 +58,18 @@ fn prompts_that_cannot_be_taken() {
     assert_eq!(add(&mut engine, &[1], 0), Err(ErrorKind::Usage));
     assert_eq!(add(&mut engine, &[1; 30], 11), Err(ErrorKind::DoesNotFit));
     assert_eq!(add(&mut engine, &[1], usize::MAX), Err(ErrorKind::DoesNotFit));
+    // A hint names what can be done: of an engine of 40 tokens neither side may take all.
+    for (prompt, new, hint) in [
+        (30, 11, "shorten the prompt to at most 29 tokens, or ask for at most 10 new ones"),
+        (40, 1, "shorten the prompt to at most 39 tokens"),
+        (50, 4, "shorten the prompt to at most 36 tokens"),
+        (1, 40, "ask for at most 39 new tokens"),
+        (1, usize::MAX, "ask for at most 39 new tokens"),
+        (40, 40, "open the engine for longer sequences"),
+    ] {
+        let error = engine.add(&vec![1; prompt], Sampler::greedy(), new).expect_err("too much");
+        assert_eq!(error.hint, hint, "{prompt} and {new}");
+    }
     // Exactly full is not too much, and refusals took no slot.
     assert_eq!(add(&mut engine, &[1; 30], 10), Ok(0));
     assert_eq!(add(&mut engine, &[1], 5), Ok(1));
@@ -144,4 +161,133 @@ fn an_answer_begins_anew_while_the_buffer_holds_what_its_first_row_reads() {
     steps(&mut engine, 1);
     assert!(!engine.restart(slot, first, Sampler::greedy()).expect("restart"));
     assert_eq!(engine.restart(slot, 16, Sampler::greedy()).expect_err("no such token").kind, ErrorKind::Model);
+}
+
+/// Lengths of prompts whose answers cross the end of a page, the place where the first page becomes visible, and the end of the ring.
+const PROMPTS: [usize; 4] = [3, 2 * G - 8, 2 * G + 20, BUFFER_TOKENS - 9];
+
+/// Tokens of each answer.
+const ANSWER: usize = 30;
+
+/// Slots of an engine that is given answers to and taken some away from.
+const SLOTS: usize = 3;
+
+/// The valid checkpoint with random weights, whose texts vary and whose drafts err now and then.
+fn varied(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBackend> {
+    let (header, bytes) = tiny::header(&tiny::tensors());
+    let mut file = tiny::file(&header.to_string(), bytes);
+    let data = file.len() - bytes;
+    let mut noise = 0x9e37_79b9_7f4a_7c15_u64;
+    // Layers of twice the size of embedding and head: four bits of them miss more.
+    let head = bytes - 16 * 8 * 4;
+    for (at, value) in file[data..].chunks_exact_mut(4).enumerate() {
+        noise ^= noise << 13;
+        noise ^= noise >> 7;
+        noise ^= noise << 17;
+        let unit = (noise >> 40) as f32 / (1 << 23) as f32 - 1.0;
+        let scale = if (16 * 8..head / 4).contains(&at) { 2.0 } else { 1.0 };
+        value.copy_from_slice(&(scale * unit).to_le_bytes());
+    }
+    let folder = tiny::Folder::valid();
+    folder.write("model.safetensors", &file);
+    engine_of(&folder, gamma, slots, capacity)
+}
+
+/// A prompt, and how its answer is chosen: greedily or by replay.
+fn request(index: usize) -> (Vec<u32>, Sampler) {
+    let prompt = (0..PROMPTS[index / 2]).map(|i| ((i * i + 3 * i + index) % 16) as u32).collect();
+    let replay = Sampler::new(0.5, 0, 1.0, 0.0, index as u64, 0, Accept::Replay).expect("sampler");
+    (prompt, if index.is_multiple_of(2) { replay } else { Sampler::greedy() })
+}
+
+/// The answers of plain decoding, one sequence at a time.
+fn plain() -> &'static Vec<Vec<u32>> {
+    static TEXTS: OnceLock<Vec<Vec<u32>>> = OnceLock::new();
+    TEXTS.get_or_init(|| {
+        let answer = |index: usize| {
+            let (prompt, sampler) = request(index);
+            let mut engine = varied(0, 1, prompt.len() + ANSWER);
+            let slot = engine.add(&prompt, sampler, ANSWER).expect("add");
+            let mut text = vec![prefill(&mut engine, slot).expect("prefill")];
+            while text.len() < ANSWER {
+                engine.draft(&[(slot, 0)]).expect("draft");
+                text.extend(&engine.verify().expect("verify")[0].tokens);
+            }
+            text
+        };
+        (0..2 * PROMPTS.len()).map(answer).collect()
+    })
+}
+
+#[test]
+fn what_is_compared_varies_and_its_drafts_err() {
+    let (mut drafted, mut accepted) = (0, 0);
+    for (index, text) in plain().iter().enumerate() {
+        let mut tokens = text.clone();
+        tokens.sort_unstable();
+        tokens.dedup();
+        assert!(tokens.len() > 4, "answer {index} is {text:?}");
+        let (prompt, sampler) = request(index);
+        let mut engine = varied(4, 1, prompt.len() + ANSWER);
+        let slot = engine.add(&prompt, sampler, ANSWER).expect("add");
+        let mut found = vec![prefill(&mut engine, slot).expect("prefill")];
+        while found.len() < ANSWER {
+            let gamma = engine.choose_gamma(slot);
+            engine.draft(&[(slot, gamma)]).expect("draft");
+            found.extend(&engine.verify().expect("verify")[0].tokens);
+        }
+        assert_eq!(found, *text, "answer {index}");
+        drafted += engine.stats().drafted_tokens();
+        accepted += engine.stats().accepted_tokens();
+    }
+    assert!(5 * accepted > drafted && 5 * accepted < 4 * drafted, "{accepted} of {drafted} were accepted");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(32) })]
+
+    /// Rounds of any γ for any of the slots, and sequences that leave midway for others: every answer is that of plain decoding.
+    #[test]
+    fn whatever_is_drafted_and_whoever_shares_the_engine_an_answer_is_plain_decodings(
+        rounds in prop::collection::vec([(0..=GAMMA_MAX, 0..4), (0..=GAMMA_MAX, 0..4), (0..=GAMMA_MAX, 0..4)], 8..30),
+        ends in prop::collection::vec(0..6 * SLOTS, 8..30),
+        first in 0..2 * PROMPTS.len(),
+    ) {
+        let mut engine = varied(GAMMA_MAX, SLOTS, PROMPTS[3] + ANSWER);
+        // Per slot the request under way and its answer so far.
+        let mut answers: [Option<(usize, Vec<u32>)>; SLOTS] = Default::default();
+        let mut next = first;
+        for (round, end) in rounds.iter().zip(ends.iter().cycle()) {
+            // Now and then one leaves where it is; whoever is done leaves.
+            for (slot, answer) in answers.iter_mut().enumerate() {
+                let done = answer.as_ref().is_some_and(|(_, text)| text.len() == ANSWER);
+                if done || *end == slot {
+                    engine.finish(slot);
+                    *answer = None;
+                }
+            }
+            for _ in answers.clone().iter().filter(|answer| answer.is_none()) {
+                let index = next % (2 * PROMPTS.len());
+                next += 3;
+                let (prompt, sampler) = request(index);
+                let slot = engine.add(&prompt, sampler, ANSWER).expect("add");
+                answers[slot] = Some((index, vec![prefill(&mut engine, slot).expect("prefill")]));
+            }
+            // One slot of four sits a round out.
+            let gammas: Vec<(usize, usize)> = (0..SLOTS)
+                .filter(|&slot| round[slot].1 > 0)
+                .filter_map(|slot| Some((slot, answers[slot].as_ref()?.1.len())))
+                .map(|(slot, emitted)| (slot, round[slot].0.min(ANSWER - 1 - emitted)))
+                .collect();
+            if gammas.is_empty() {
+                continue;
+            }
+            engine.draft(&gammas).expect("draft");
+            for emitted in engine.verify().expect("verify") {
+                let (index, text) = answers[emitted.slot].as_mut().expect("a sequence");
+                text.extend(emitted.tokens);
+                prop_assert_eq!(&text[..], &plain()[*index][..text.len()], "request {} in slot {}", index, emitted.slot);
+            }
+        }
+    }
 }

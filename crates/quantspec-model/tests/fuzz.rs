@@ -128,10 +128,23 @@ fn assert_error(error: &Error, what: &str) {
     assert!(one_line(&error.message) && one_line(&error.hint) && error.message.len() < 2000, "{what}: {error:?}");
 }
 
+/// The work's outcome; fails where none of three attempts ends soon: one that a busy machine holds up says nothing.
+fn soon<T>(what: &str, work: impl Fn() -> T) -> T {
+    let mut took = Vec::new();
+    while took.len() < 3 {
+        let started = Instant::now();
+        let outcome = work();
+        took.push(started.elapsed());
+        if took.iter().any(|took| *took < SOON) {
+            return outcome;
+        }
+    }
+    panic!("{what}: took {took:?}");
+}
+
 /// Opens the folder's checkpoint and, where it is accepted, reads all of it. True where it was accepted.
 fn open(folder: &Folder, what: &str) -> bool {
-    let started = Instant::now();
-    let accepted = match Checkpoint::open(folder.path()) {
+    soon(what, || match Checkpoint::open(folder.path()) {
         Ok(checkpoint) => {
             for part in Part::all(checkpoint.config()) {
                 let (rows, columns) = checkpoint.shape(part);
@@ -146,9 +159,7 @@ fn open(folder: &Folder, what: &str) -> bool {
             assert_error(&error, what);
             false
         }
-    };
-    assert!(started.elapsed() < SOON, "{what}: took {:?}", started.elapsed());
-    accepted
+    })
 }
 
 #[test]
@@ -223,22 +234,24 @@ fn mutated_configurations() {
         let mut config = valid[random.below(valid.len())].clone().into_bytes();
         let mut generation = b"{\"eos_token_id\": [2, 3], \"temperature\": 0.6}".to_vec();
         mutate(if round % 8 == 0 { &mut generation } else { &mut config }, &mut random);
-        let started = Instant::now();
-        match parse(&config, Some(&generation)) {
+        let what = format!("round {round}");
+        accepted += usize::from(soon(&what, || match parse(&config, Some(&generation)) {
             Ok(config) => {
-                accepted += 1;
                 assert!(config.heads % config.kv_heads == 0 && config.head_dim % 2 == 0 && config.max_positions > 0);
                 assert!(config.eos.iter().all(|&id| (id as usize) < config.vocab));
                 let (mut cos, mut sin) = (vec![0.0; config.head_dim / 2], vec![0.0; config.head_dim / 2]);
                 let table = RopeTable::new(&config);
                 for position in [0, 1, config.max_positions - 1] {
                     table.fill(position, position + 1, &mut cos, &mut sin);
-                    assert!(cos.iter().chain(&sin).all(|x| x.is_finite()), "round {round}: {:?}", config.rope);
+                    assert!(cos.iter().chain(&sin).all(|x| x.is_finite()), "{what}: {:?}", config.rope);
                 }
+                true
             }
-            Err(error) => assert_error(&error, &format!("round {round}")),
-        }
-        assert!(started.elapsed() < SOON, "round {round}");
+            Err(error) => {
+                assert_error(&error, &what);
+                false
+            }
+        }));
     }
     assert!((500..19_000).contains(&accepted), "{accepted} of 20000 were accepted");
 }

@@ -2,7 +2,7 @@
 
 use crate::device::Place;
 use crate::engine::{Raised, poll};
-use crate::errors::detached;
+use crate::errors::{detached, interruptible};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
@@ -61,8 +61,9 @@ pub(crate) fn kernels<'py>(
     contexts: Vec<usize>,
     rows: Vec<usize>,
 ) -> PyResult<(String, String, f64, Vec<Bound<'py, PyDict>>)> {
-    let mut interrupted = poll(Raised::default());
-    let (place, config, read, measured) = detached(py, || {
+    let raised = Raised::default();
+    let mut interrupted = poll(raised.clone());
+    let (place, config, read, measured) = interruptible(py, &raised, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let config = checkpoint.config().clone();
         let place = Place::choose(device, &checkpoint)?;

@@ -109,9 +109,9 @@ impl Place {
         }
     }
 
-    /// Bytes at the peak of an engine: of the process (resident now plus what the engine will hold), or of the GPU. Refuses what
-    /// does not fit in the model's context or the device's memory.
-    pub(crate) fn plan(&self, checkpoint: &Checkpoint, options: &Options) -> Result<usize> {
+    /// Bytes at the peak of an engine: of the process (resident now plus what the engine will hold, and what its user takes beside it), or of
+    /// the GPU. Refuses what does not fit in the model's context or the device's memory.
+    pub(crate) fn plan(&self, checkpoint: &Checkpoint, options: &Options, beside: usize) -> Result<usize> {
         let config = checkpoint.config();
         let (used, available) = match self {
             Place::Cpu => {
@@ -121,9 +121,11 @@ impl Place {
             }
             Place::Cuda { free_bytes, .. } => (0, *free_bytes),
         };
+        // What is beside a GPU is the process's.
+        let beside = if self.gpu().is_none() { beside } else { 0 };
         let needed = |capacity: usize| {
             let options = self.adapt(&Options { capacity, prompt_capacity: capacity, ..options.clone() });
-            total(&self.memory(checkpoint, &options))
+            total(&self.memory(checkpoint, &options)).saturating_add(beside)
         };
         let longest = longest_context(config.max_positions, available, needed);
         if options.capacity > config.max_positions {
@@ -132,15 +134,15 @@ impl Place {
                 format!("shorten the prompt or lower -n so that both stay within {} tokens", longest.max(1)),
             ));
         }
-        let memory = self.memory(checkpoint, &self.adapt(options));
-        if total(&memory) > available {
+        let bytes = total(&self.memory(checkpoint, &self.adapt(options))).saturating_add(beside);
+        if bytes > available {
             let gigabytes = |bytes: usize| bytes as f64 / 1e9;
             return Err(Error::does_not_fit(
                 format!(
                     "{} sequences of {} tokens need {:.2} GB of {} memory and {:.2} GB are available",
                     options.slots,
                     options.capacity,
-                    gigabytes(total(&memory)),
+                    gigabytes(bytes),
                     self.name(),
                     gigabytes(available)
                 ),
@@ -158,7 +160,7 @@ impl Place {
                 },
             ));
         }
-        Ok(used + total(&memory))
+        Ok(used + bytes)
     }
 
     /// Loads the model and opens an engine.

@@ -1,9 +1,9 @@
 //! `_native.Engine`: one engine on one device, driven round by round from Python.
 
 use crate::device::{Device, Place, on_device};
-use crate::errors::{detached, to_python};
+use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request};
-use pyo3::exceptions::PyKeyboardInterrupt;
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::sample::{Accept, Sampler};
@@ -13,7 +13,6 @@ use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft_cache::{DraftCache, Origin};
 use quantspec_model::engine::Emitted;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
@@ -28,41 +27,107 @@ const LOOK_EVERY: Duration = Duration::from_micros(200);
 /// How often progress is shown.
 const SHOW_EVERY: Duration = Duration::from_millis(50);
 
-/// Set when a Python callback raised: the next poll ends the operation.
-pub(crate) type Raised = Arc<AtomicBool>;
+/// What a signal's handler or a callback raised and the operation under way ends with, until its caller gets it.
+#[derive(Clone, Default)]
+pub(crate) struct Raised(Arc<Mutex<Option<PyErr>>>);
 
-/// Runs pending Python signal handlers now and then; their exception, or one that a progress callback raised, becomes an
-/// interrupt.
+impl Raised {
+    /// Keeps an exception; of several, the first. The answer is what ends the operation.
+    fn keep(&self, error: PyErr) -> Error {
+        self.place().get_or_insert(error);
+        Error::interrupted()
+    }
+
+    fn is_set(&self) -> bool {
+        self.place().is_some()
+    }
+
+    /// The exception, which its caller gets.
+    pub(crate) fn take(&self) -> Option<PyErr> {
+        self.place().take()
+    }
+
+    /// Nobody waits for the GIL while holding this.
+    fn place(&self) -> MutexGuard<'_, Option<PyErr>> {
+        locked(&self.0)
+    }
+}
+
+/// Runs pending Python signal handlers now and then; their exception, or one that a progress callback left in `raised`, ends
+/// the operation.
 pub(crate) fn poll(raised: Raised) -> impl FnMut() -> Result<()> + Send {
     let mut last = Instant::now();
     move || {
-        if raised.swap(false, Ordering::Relaxed) {
+        if raised.is_set() {
             return Err(Error::interrupted());
         }
         if last.elapsed() < POLL_EVERY {
             return Ok(());
         }
         last = Instant::now();
-        Python::attach(|py| py.check_signals()).map_err(|_| Error::interrupted())
+        Python::attach(|py| py.check_signals()).map_err(|error| raised.keep(error))
     }
 }
 
-/// Hands (done, total) to a Python callable at most every [`SHOW_EVERY`], and always at the end. Ctrl-C inside the callable is
-/// handed to [`poll`]; any other exception of it is reported as unraisable, because progress must not decide about an answer.
+/// Hands (done, total) to a Python callable at most every [`SHOW_EVERY`], and always at the end. What ends a program
+/// (KeyboardInterrupt, SystemExit) and what a signal's handler raises inside the callable is left to [`poll`]; any other
+/// exception is reported as unraisable, because progress must not decide about an answer.
 pub(crate) fn progress(callback: Option<Py<PyAny>>, raised: Raised) -> impl FnMut(usize, usize) + Send {
     let mut last = Instant::now();
     move |done, total| {
         let Some(callback) = &callback else { return };
-        if done < total && last.elapsed() < SHOW_EVERY {
+        if raised.is_set() || (done < total && last.elapsed() < SHOW_EVERY) {
             return;
         }
         last = Instant::now();
-        Python::attach(|py| match callback.call1(py, (done, total)) {
-            Ok(_) => (),
-            Err(error) if error.is_instance_of::<PyKeyboardInterrupt>(py) => raised.store(true, Ordering::Relaxed),
-            Err(error) => error.write_unraisable(py, None),
+        Python::attach(|py| {
+            // A handler that waits already would run inside the callable, though it has nothing to do with it.
+            if let Err(error) = py.check_signals() {
+                raised.keep(error);
+                return;
+            }
+            match callback.call1(py, (done, total)) {
+                Ok(_) => (),
+                Err(error) if error.is_instance_of::<PyException>(py) && !is_a_handlers(py, &error) => {
+                    error.write_unraisable(py, None);
+                }
+                Err(error) => {
+                    raised.keep(error);
+                }
+            }
         });
     }
+}
+
+/// Whether a signal's handler raised this: its code is among what the exception has passed.
+fn is_a_handlers(py: Python<'_>, error: &PyErr) -> bool {
+    let codes = handlers_codes(py).unwrap_or_default();
+    let mut passed = error.traceback(py).map(Bound::into_any);
+    while let Some(entry) = passed.filter(|entry| !entry.is_none()) {
+        let code = entry.getattr("tb_frame").and_then(|frame| frame.getattr("f_code"));
+        if code.is_ok_and(|code| codes.iter().any(|handler| handler.is(&code))) {
+            return true;
+        }
+        passed = entry.getattr("tb_next").ok();
+    }
+    false
+}
+
+/// The code of every signal's handler that is written in Python: a function or method, a partial of one, or an object that is called.
+fn handlers_codes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
+    let signal = py.import("signal")?;
+    let mut codes = Vec::new();
+    for number in signal.call_method0("valid_signals")?.try_iter()? {
+        let handler = signal.call_method1("getsignal", (number?,))?;
+        let called = [Ok(handler.clone()), handler.getattr("func"), handler.getattr("__call__")];
+        codes.extend(called.into_iter().flatten().filter_map(|called| called.getattr("__code__").ok()));
+    }
+    Ok(codes)
+}
+
+/// What a mutex holds, also behind a panic: each of these values is whole at any time.
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// Opens a checkpoint; `draft_cache` is the folder of its draft weights and the least bytes that are kept there.
@@ -144,9 +209,10 @@ pub(crate) struct PyEngine {
 impl PyEngine {
     /// One call at a time: other threads wait, and Ctrl-C ends their waiting.
     fn run<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Device) -> Result<T> + Send) -> PyResult<T> {
-        detached(py, || {
+        let own = Raised::default();
+        interruptible(py, &own, || {
             let me = thread::current().id();
-            let mut asked = poll(Raised::default());
+            let mut asked = poll(own.clone());
             let mut device = loop {
                 match self.device.try_lock() {
                     Ok(device) => break device,
@@ -171,12 +237,17 @@ impl PyEngine {
             // Also when `work` panics.
             let _leaving = Leaving(self);
             self.free_ended(&mut device);
-            work(&mut device)
+            let done = work(&mut device);
+            // While the engine is ours: what comes later is of whoever has it next.
+            if let Some(error) = self.raised.take() {
+                own.keep(error);
+            }
+            done
         })
     }
 
     fn free_ended(&self, device: &mut Device) {
-        let ended = std::mem::take(&mut *self.ended.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
+        let ended = std::mem::take(&mut *locked(&self.ended));
         for slot in ended {
             on_device!(device, engine => engine.finish(slot));
         }
@@ -184,12 +255,11 @@ impl PyEngine {
 
     /// Ends a prefill, or loading, whose callback raised at its very last call, behind which nobody asks.
     fn unless_raised<T>(raised: &Raised, result: Result<T>) -> Result<T> {
-        let late = raised.swap(false, Ordering::Relaxed);
-        result.and_then(|done| if late { Err(Error::interrupted()) } else { Ok(done) })
+        result.and_then(|done| if raised.is_set() { Err(Error::interrupted()) } else { Ok(done) })
     }
 
     fn user(&self) -> MutexGuard<'_, Option<ThreadId>> {
-        self.user.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        locked(&self.user)
     }
 
     /// One sample per prompt: the sequence key of the noise is 0, so that a prompt's text does not depend on its place in a
@@ -246,21 +316,30 @@ impl PyEngine {
         };
         let resolved = request.resolve().map_err(to_python)?;
         let raised = Raised::default();
-        let loading = progress(on_loading, raised.clone());
+        let loading = Arc::new(Mutex::new(Some(progress(on_loading, raised.clone()))));
+        let shown = loading.clone();
+        let show = move |done, total| {
+            if let Some(show) = locked(&shown).as_mut() {
+                show(done, total);
+            }
+        };
         let polled = poll(raised.clone());
         let started = Instant::now();
         let accept = resolved.accept;
         let origin = OriginSlot::default();
         let drafts = origin.hook();
-        let (device, place, config, planned_bytes) = detached(py, || {
+        let (device, place, config, planned_bytes) = interruptible(py, &raised, || {
             let checkpoint = open(model, draft_cache)?;
             let place = Place::choose(device, &checkpoint)?;
-            let planned_bytes = place.plan(&checkpoint, &resolved.options)?;
-            let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
+            let planned_bytes = place.plan(&checkpoint, &resolved.options, 0)?;
+            let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
             let engine = PyEngine::unless_raised(&raised, place.engine(&checkpoint, resolved, hooks))?;
             Ok((engine, place, checkpoint.config().clone(), planned_bytes))
         })?;
         let load_s = started.elapsed().as_secs_f64();
+        // A backend keeps its hooks as long as it lives. Python's collector does not look into it: a callback that leads back
+        // to the engine would keep both for ever.
+        drop(locked(&loading).take());
         let info = PyDict::new(py);
         info.set_item("device", place.name())?;
         info.set_item("device_name", place.hardware())?;
@@ -434,7 +513,7 @@ impl PyEngine {
     /// Waits for nobody, and nothing can end it half way: a slot whose owner was interrupted would be lost.
     fn finish(&self, py: Python<'_>, slot: usize) -> PyResult<()> {
         detached(py, || {
-            self.ended.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).push(slot);
+            locked(&self.ended).push(slot);
             if let Ok(mut device) = self.device.try_lock() {
                 self.free_ended(&mut device);
             }

@@ -1,5 +1,6 @@
 //! The one place where Rust errors become Python exceptions.
 
+use crate::engine::Raised;
 use pyo3::create_exception;
 use pyo3::exceptions::{PyException, PyKeyboardInterrupt};
 use pyo3::prelude::*;
@@ -8,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 create_exception!(_native, NativeError, PyException, "An error of the engine; has `kind`, `message` and `hint`.");
 
-/// Interrupts become KeyboardInterrupt, everything else a NativeError with its kind, message and hint as attributes.
+/// Interrupts that nothing in Python raised become KeyboardInterrupt, everything else a NativeError with its kind, message and hint as attributes.
 pub(crate) fn to_python(error: Error) -> PyErr {
     if error.kind == ErrorKind::Interrupted {
         return PyKeyboardInterrupt::new_err(());
@@ -32,11 +33,24 @@ pub(crate) fn detached<T: Send>(
     py: Python<'_>,
     work: impl FnOnce() -> quantspec_core::Result<T> + Send,
 ) -> PyResult<T> {
-    py.detach(|| catch_unwind(AssertUnwindSafe(work)))
-        .unwrap_or_else(|panic| {
-            let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
-            let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
-            Err(Error::internal(format!("the engine panicked: {text}")))
-        })
-        .map_err(to_python)
+    interruptible(py, &Raised::default(), work)
+}
+
+/// [`detached`] for work that asks [`crate::engine::poll`]: what ended it is raised again, be it KeyboardInterrupt or whatever
+/// else a signal's handler raised.
+pub(crate) fn interruptible<T: Send>(
+    py: Python<'_>,
+    raised: &Raised,
+    work: impl FnOnce() -> quantspec_core::Result<T> + Send,
+) -> PyResult<T> {
+    let done = py.detach(|| catch_unwind(AssertUnwindSafe(work))).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<&str>().map(|text| text.to_string());
+        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_default();
+        Err(Error::internal(format!("the engine panicked: {text}")))
+    });
+    let kept = raised.take();
+    done.map_err(|error| match kept {
+        Some(exception) if error.kind == ErrorKind::Interrupted => exception,
+        _ => to_python(error),
+    })
 }

@@ -2,7 +2,7 @@
 
 use crate::device::Place;
 use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
-use crate::errors::{detached, to_python};
+use crate::errors::{interruptible, to_python};
 use crate::options::rounding;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -35,13 +35,13 @@ pub(crate) fn scores<'py>(
     let raised = Raised::default();
     let loading = progress(on_loading, raised.clone());
     let mut show = progress(on_progress, raised.clone());
-    let polled = poll(raised);
+    let polled = poll(raised.clone());
     let origin = OriginSlot::default();
     let drafts = origin.hook();
-    let (place, scored) = detached(py, || {
+    let (place, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
         let place = Place::choose(device, &checkpoint)?;
-        place.plan(&checkpoint, &options)?;
+        place.plan(&checkpoint, &options, evaluate::bytes(checkpoint.config()))?;
         let options = place.adapt(&options);
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let scored = match &place {

@@ -109,7 +109,7 @@ impl Request<'_> {
             Some(gamma) if gamma > GAMMA_MAX => {
                 return Err(Error::usage(
                     format!("gamma is {gamma}"),
-                    format!("use 0 to {GAMMA_MAX}, or auto; beyond that a round outgrows the buffer"),
+                    format!("use 0 to {GAMMA_MAX}, or auto; longer drafts do not pay"),
                 ));
             }
             Some(gamma) => Policy::fixed(gamma),

@@ -90,12 +90,17 @@ pub(crate) fn options(golden: &Golden, slots: usize) -> Options {
     }
 }
 
+/// The largest of these; NaN, which is no match, where one is NaN.
+pub(crate) fn largest(values: impl Iterator<Item = f32>) -> f32 {
+    values.fold(0.0, |most, x| if x > most || x.is_nan() { x } else { most })
+}
+
 /// Fails where logits are further from the golden than `tolerance`, in units of the golden row's standard deviation.
 fn compare(name: &str, position: usize, found: &[f32], golden: &[f32], tolerance: f32) {
     assert_eq!(found.len(), golden.len(), "{name}: vocabulary");
     let mean = golden.iter().sum::<f32>() / golden.len() as f32;
     let deviation = (golden.iter().map(|x| (x - mean).powi(2)).sum::<f32>() / golden.len() as f32).sqrt();
-    let worst = found.iter().zip(golden).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max) / deviation;
+    let worst = largest(found.iter().zip(golden).map(|(a, b)| (a - b).abs())) / deviation;
     assert!(
         worst <= tolerance,
         "{name}: logits at position {position} are off by {worst} deviations, {tolerance} allowed"

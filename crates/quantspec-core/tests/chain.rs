@@ -1,0 +1,92 @@
+//! Rejection over consecutive rounds: a refused token's followers are drafted again, with the same noise of their positions, and the
+//! text is distributed as the target's all the same.
+
+use quantspec_core::sample::{Accept, Sampler, warp};
+use quantspec_core::verify::Judge;
+
+const VOCAB: usize = 4;
+
+/// Tokens of a text behind its first one, which is 0.
+const LENGTH: usize = 4;
+
+/// Texts there are.
+const TEXTS: usize = VOCAB.pow(LENGTH as u32);
+
+/// Logits after a token.
+type Chain = [[f32; VOCAB]; VOCAB];
+
+const TARGET: Chain = [[0.5, 0.4, -0.4, -0.2], [-0.3, 0.2, 0.6, -0.5], [0.4, -0.8, 0.1, 0.3], [0.0, 0.3, -0.6, 0.5]];
+/// Near enough to the target that drafts are accepted, far enough that they are refused, for two tokens each that the target
+/// likes better.
+const DRAFT: Chain = [[0.0, -0.2, 0.3, 0.2], [0.3, -0.2, 0.0, 0.4], [-0.3, 0.0, 0.6, -0.3], [0.6, -0.3, 0.1, -0.1]];
+
+fn sampler(seed: u64) -> Sampler {
+    Sampler::new(1.0, 0, 1.0, 0.0, seed, 0, Accept::Rejection).expect("sampler")
+}
+
+/// The law of the chain's texts, by number: the digits of a text to the base of the vocabulary.
+fn law(chain: &Chain) -> Vec<f64> {
+    let after = chain.map(|logits| warp(&logits, &sampler(0)));
+    let probability = |text: usize| {
+        let (mut last, mut product) = (0, 1.0);
+        for token in digits(text) {
+            product *= f64::from(after[last][token]);
+            last = token;
+        }
+        product
+    };
+    (0..TEXTS).map(probability).collect()
+}
+
+fn digits(text: usize) -> impl Iterator<Item = usize> {
+    (0..LENGTH).rev().map(move |place| text / VOCAB.pow(place as u32) % VOCAB)
+}
+
+/// Pearson's statistic over the degrees of freedom's 1 in 10⁵ quantile (Wilson and Hilferty): above 1 the counts are not of that
+/// law.
+fn misfit(counts: &[f64], law: &[f64]) -> f64 {
+    let (total, freedom) = (counts.iter().sum::<f64>(), counts.len() as f64 - 1.0);
+    let chi: f64 = counts.iter().zip(law).map(|(n, p)| (n - p * total).powi(2) / (p * total)).sum();
+    let spread = 2.0 / (9.0 * freedom);
+    chi / (freedom * (1.0 - spread + 4.265 * spread.sqrt()).powi(3))
+}
+
+/// How often each text came of so many seeds, in rounds of γ as an engine takes them, and positions that were drafted twice.
+fn texts(gamma: usize, seeds: u64) -> (Vec<f64>, usize) {
+    let (mut counts, mut again) = (vec![0.0; TEXTS], 0);
+    let mut judge = Judge::new();
+    for seed in 0..seeds {
+        let sampler = sampler(seed);
+        let (mut text, mut reached) = (vec![0u32], 0usize);
+        while text.len() <= LENGTH {
+            // A token's position is its place in the text.
+            let first = text.len();
+            let mut window = vec![text[first - 1]];
+            for offset in 0..gamma {
+                let logits = &DRAFT[window[offset] as usize];
+                window.push(judge.propose(0, offset, first + offset, logits, &sampler));
+            }
+            again += (reached + 1).saturating_sub(first);
+            reached = reached.max(first + gamma - 1);
+            let rows: Vec<&[f32]> = window.iter().map(|token| &TARGET[*token as usize][..]).collect();
+            let verdict = judge.judge(0, &window[1..], &rows, &sampler, first).expect("verdict");
+            text.extend(&window[1..=verdict.accepted]);
+            text.push(verdict.token);
+        }
+        counts[text[1..=LENGTH].iter().fold(0, |number, token| VOCAB * number + *token as usize)] += 1.0;
+    }
+    (counts, again)
+}
+
+#[test]
+fn rounds_that_draft_again_keep_the_distribution_of_the_text() {
+    let (target, draft) = (law(&TARGET), law(&DRAFT));
+    for gamma in [1, 2, 4] {
+        let (counts, again) = texts(gamma, 60_000);
+        assert!((again > 10_000) == (gamma > 1), "{again} positions were drafted again with gamma {gamma}");
+        let found = misfit(&counts, &target);
+        assert!(found < 1.0, "gamma {gamma}: {found}");
+        // The statistic can tell: the draft's law is another.
+        assert!(misfit(&counts, &draft) > 3.0);
+    }
+}

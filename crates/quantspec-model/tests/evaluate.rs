@@ -1,0 +1,34 @@
+//! What a caller of the evaluation sees of it on the way. Its numbers are held by the goldens of the command line (tests/test_eval.py).
+#![cfg(feature = "reference")]
+
+#[path = "support/tiny.rs"]
+mod tiny;
+
+use quantspec_core::config::Rounding;
+use quantspec_model::backend::Hooks;
+use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::evaluate::{evaluate, options};
+use quantspec_model::reference::ReferenceBackend;
+
+#[test]
+fn progress_goes_on_from_the_context_to_the_last_position() {
+    let folder = tiny::Folder::valid();
+    let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
+    let tokens: Vec<u32> = (0..120).map(|i| i * i % 16).collect();
+    let options = options(tokens.len(), Rounding::Balanced, 1);
+    for (context, block_rows) in [(0, 16), (50, 16), (50, 256), (118, 16)] {
+        let mut backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
+        let mut seen = Vec::new();
+        let scored = evaluate(&mut backend, &tokens, context, block_rows, &mut |done, total| seen.push((done, total)))
+            .expect("scores");
+        // Each of three targets reads the context; the first token behind it is only fed.
+        let total = 3 * context + scored.positions;
+        assert_eq!(scored.positions, 119 - context);
+        assert!(seen.iter().all(|(done, all)| *all == total && (1..=total).contains(done)), "{seen:?}");
+        assert!(seen.is_sorted(), "context {context}: {seen:?}");
+        assert_eq!(seen.last(), Some(&(total, total)));
+        // The context moves the bar by blocks.
+        let reading = seen.iter().filter(|(done, _)| *done <= 3 * context).count();
+        assert!(reading >= 3 * context.div_ceil(block_rows), "{reading} calls for a context of {context}");
+    }
+}
