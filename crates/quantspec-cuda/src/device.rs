@@ -404,7 +404,8 @@ impl Device {
         let mut address = 0;
         // SAFETY: `address` outlives the call.
         let status = unsafe { sys::cuMemAlloc_v2(&mut address, bytes.max(1)) };
-        if status == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+        // Sizes that no address space holds may be invalid and not too large.
+        if matches!(status, sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY | sys::CUresult::CUDA_ERROR_INVALID_VALUE) {
             let (free, total) = self.memory()?;
             return Err(Error::new(
                 ErrorKind::DoesNotFit,
@@ -641,7 +642,8 @@ impl Buffer {
         if width > pitch {
             return Err(Error::internal(format!("rows of {width} bytes every {pitch}")));
         }
-        self.inside(offset, rows.saturating_sub(1) * pitch + width)?;
+        let reach = rows.saturating_sub(1).checked_mul(pitch).and_then(|all| all.checked_add(width));
+        self.inside(offset, reach.unwrap_or(usize::MAX))?;
         self.device.bind()?;
         // SAFETY: the rows were checked.
         check(
@@ -707,8 +709,8 @@ impl Buffer {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where the values reach beyond the buffer. Device errors of the copy, and those of [`Device::synchronize`].
     pub fn read<T: Plain + Default>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
+        self.inside(offset, count.saturating_mul(size_of::<T>()))?;
         let mut values = vec![T::default(); count];
-        self.inside(offset, size_of_val(&values[..]))?;
         self.device.bind()?;
         // SAFETY: the target is alive until the copy is done, which the wait ensures, and the source was checked.
         let status = unsafe {
