@@ -21,7 +21,8 @@
 //!
 //! Where the pages of a draft are chosen too, every choice has costs and an acceptance of its own, and the pair with the most tokens per second
 //! wins. A choice is tried for some rounds at first and again from time to time, at growing intervals while it keeps losing; what trials cost is
-//! in the ledger like everything else.
+//! in the ledger like everything else. Where γ is fixed there are no plain steps and no ledger: choices are measured by reading all pages, which comes first
+//! and soon again, and what their trials lose is bounded by the length of those alone.
 //!
 //! No clock is read here: seconds are given, and the same observations give the same γ.
 
@@ -119,6 +120,9 @@ const INHERITED: f64 = 16.0;
 
 /// Rounds after which a choice of pages that lost is tried again, at first and at most.
 const PATIENCE: (usize, usize) = (64, 1024);
+
+/// Round from which all pages are tried again where γ is fixed: those read at first may have been slow, and others look good by them.
+const ALL_AGAIN: usize = 6;
 
 /// When a draft ends before γ tokens: where it is unlikely enough that all its tokens stand.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -585,7 +589,8 @@ impl Auto {
         }
         draft.tried = 0;
         draft.patience = if wins { PATIENCE.0 } else { (draft.patience * if trial { 2 } else { 1 }).min(PATIENCE.1) };
-        draft.due = round + draft.patience;
+        let early = self.fixed && self.draft == 0 && round < ALL_AGAIN;
+        draft.due = if early { ALL_AGAIN } else { round + draft.patience };
     }
 
     /// A draft whose trial is under way or due, the unknown first. It begins with the acceptance of the draft in use: pages change it little.
@@ -632,7 +637,9 @@ impl Auto {
     /// γ of the next round, its draft, and why.
     fn next(&mut self) -> (usize, usize, Purpose) {
         if self.fixed {
-            return match self.trial() {
+            // All pages come first: what is not timed yet loses to anything that is.
+            let timed = self.drafts.iter().any(Draft::timed);
+            return match timed.then(|| self.trial()).flatten() {
                 Some(draft) => (self.max, draft, Purpose::Trial),
                 None => (self.max, self.best().1, Purpose::Work),
             };
@@ -775,6 +782,8 @@ mod tests {
         alpha: &'a dyn Fn(usize) -> f64,
         /// Standard deviation of timings, relative; one in fifty takes five times as long.
         noise: f64,
+        /// Rounds at first that are seen to take five times as long.
+        slow: usize,
         batch: usize,
         /// A plain step behind a draft, or behind the prompt, takes so many times as long as behind others.
         cold: f64,
@@ -806,7 +815,8 @@ mod tests {
             let u = |i: u64| self.uniform(round, 1_000 + 10 * index + i);
             let jitter = (u(0) + u(1) + u(2) + u(3) - 2.0) * 1.7 * self.noise;
             let interrupted = self.noise > 0.0 && u(4) < 0.02;
-            seconds * (1.0 + jitter.max(-0.5)) * if interrupted { 5.0 } else { 1.0 }
+            let slow = if round < self.slow { 5.0 } else { 1.0 };
+            seconds * slow * (1.0 + jitter.max(-0.5)) * if interrupted { 5.0 } else { 1.0 }
         }
 
         fn lead(&self, round: usize, i: usize) -> f32 {
@@ -890,6 +900,7 @@ mod tests {
             verify,
             alpha,
             noise: 0.03,
+            slow: 0,
             batch: 1,
             cold: 1.0,
             warming: 0.0,
@@ -1391,6 +1402,44 @@ mod tests {
         assert_eq!(policy.pages(), Some(Pages::All));
         assert_eq!(Policy::fixed(4).pages(), None);
         assert_eq!(Policy::auto(4).pages(), None);
+    }
+
+    #[test]
+    fn fixed_gamma_finds_out_soon_whether_fewer_pages_pay() {
+        let nothing = |_: usize| 0.0;
+        // Mean over texts of the time per token that this choice takes.
+        let mean = |page: f64, pages: usize, few: f64, slow: usize, choices: &[Pages], tokens: usize| -> f64 {
+            let (draft, alpha) = (reading(2.0, page), |choice: Option<usize>| choice.map_or(0.9, |_| few));
+            let run = |seed| {
+                let world = World { seed, slow, ..world(0.0, &flat, &nothing) };
+                let library = Library { world, draft: &draft, alpha: &alpha, pages, growth: 128 };
+                library.run(&mut Policy::fixed(4).with_pages(choices), tokens).0
+            };
+            (0..40).map(run).sum::<f64>() / 40.0
+        };
+        // The first rounds may be slow, so that what comes behind them looks good.
+        for slow in 0..=4 {
+            for (tokens, bad, good) in [(64, [1.27, 1.57], 1.55), (128, [1.17, 1.36], 1.35), (512, [1.05, 1.18], 1.14)]
+            {
+                // Few pages take nearly as long, and less of what they draft stands: all are best. One other choice, and three.
+                for (pages, page, bad) in [(64, 0.002, bad[0]), (640, 0.0002, bad[1])] {
+                    for few in [0.0, 0.3, 0.6] {
+                        let all = mean(page, pages, few, slow, &[Pages::All], tokens);
+                        let auto = mean(page, pages, few, slow, &COUNTS, tokens);
+                        assert!(
+                            auto < bad * all,
+                            "{pages} pages, alpha {few}, {slow} slow, {tokens} tokens: {auto}, {all}"
+                        );
+                    }
+                }
+                // All pages take five times as long as few.
+                for few in [0.85, 0.9] {
+                    let best = mean(0.01, 1_000, few, slow, &[Pages::Best(16)], tokens);
+                    let auto = mean(0.01, 1_000, few, slow, &COUNTS, tokens);
+                    assert!(auto < good * best, "alpha {few}, {slow} slow, {tokens} tokens: {auto}, {best}");
+                }
+            }
+        }
     }
 
     proptest! {
