@@ -3,8 +3,7 @@
 // The hidden stream is f32. A row's bits depend on that row alone: sums run in one fixed order whatever the number of rows.
 // Producers of a product's input exist once per input type:
 //   _bf16, _f16, _f32   x row-major, pitch in elements
-//   _i8                 x int8 row-major, pitch in bytes; xs float2 [row][ceil(K / 128)] = {scale, sum of the unquantised group (`merge_i8` and the products of a draft
-//                       step give scale times the sum of the codes: a draft may take either)}; codes and scales equal
+//   _i8                 x int8 row-major, pitch in bytes; xs float2 [row][ceil(K / 128)] = {scale, scale times the sum of the codes}, equal to
 //                       quantspec_core::quantize_activations. Codes past K stay as they are (zero from allocation on).
 // Widths are multiples of 4.
 #include "layout.cuh"
@@ -28,10 +27,11 @@ struct IntoInt8 {
   int pitch, groups;
   DEV void put(int row, int group, int lane, bool there, float4 v) const {
     const float most = warp_max(there ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0.f);
-    const float scale = __fdiv_rn(most, 127.f), sum = warp_sum(there ? __fadd_rn(__fadd_rn(v.x, v.y), __fadd_rn(v.z, v.w)) : 0.f);
-    auto code = [&](float value) { return scale > 0.f ? (int)fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -127.f), 127.f) & 255 : 0; };
-    if (there) *(int*)(x + (size_t)row * pitch + group * 128 + lane * 4) = code(v.x) | code(v.y) << 8 | code(v.z) << 16 | code(v.w) << 24;
-    if (lane == 0) xs[(size_t)row * groups + group] = make_float2(scale, sum);
+    const float scale = __fdiv_rn(most, 127.f);
+    auto code = [&](float value) { return scale > 0.f ? (int)fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -127.f), 127.f) : 0; };
+    const int a = code(v.x), b = code(v.y), c = code(v.z), d = code(v.w), sum = warp_sum(there ? a + b + c + d : 0);
+    if (there) *(int*)(x + (size_t)row * pitch + group * 128 + lane * 4) = (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24;
+    if (lane == 0) xs[(size_t)row * groups + group] = make_float2(scale, __fmul_rn(scale, (float)sum));
   }
 };
 

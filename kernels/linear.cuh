@@ -94,7 +94,7 @@ DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int
 }
 
 // Draft weights: blocks of 16 outputs x 128 k, [N/16][K/128], w = scale * code + zero per output and block; activations int8 per row and 128 k.
-//   y += scale * sx * sum(code * xq) + zero * sum(x)
+//   y += scale * sx * sum(code * xq) + zero * sx * sum(xq)
 // Four bits, 1088 bytes: codes [half h][lane] uint4, byte b of word i: row g (low nibble) and g + 8 (high) at k = 64 h + 16 c + 4 i + b.
 // Eight bits, 2112 bytes: codes [j = 2h + p][lane] uint4: words row g, row g + 8 at k = 64 h + 16 c + 8 p + b, then both at k + 4.
 // Then parameters [g] half {scale, zero of row g, scale, zero of row g + 8}.

@@ -103,9 +103,10 @@ fn draft_weights() {
                     codes[row * pitch + i] = code;
                     rounded[row * k + i] = f64::from(code) * f64::from(quantised.scales[i / 128]);
                 }
-                for (group, values) in values.chunks(128).enumerate() {
+                for (group, codes) in quantised.codes.chunks(128).enumerate() {
+                    let sum: i32 = codes.iter().map(|&code| i32::from(code)).sum();
                     scales[(row * groups + group) * 2] = quantised.scales[group];
-                    scales[(row * groups + group) * 2 + 1] = values.iter().sum();
+                    scales[(row * groups + group) * 2 + 1] = quantised.scales[group] * sum as f32;
                 }
             }
             let (x8, xs) = (device.copied(&codes).unwrap(), device.copied(&scales).unwrap());
@@ -117,18 +118,10 @@ fn draft_weights() {
             for out in 0..n {
                 let row = &w[out * k..(out + 1) * k];
                 let quantised = if bits == 4 { quantize_weights_row(row) } else { quantize_head_row(row) }.unwrap();
-                let (values, zeros) = (quantised.dequantize(), &quantised.params);
+                let values = quantised.dequantize();
                 for row in [0, 6, 30, most - 1] {
                     got.push(y[row * n + out]);
-                    // The zero meets the exact sum of a group, the codes its rounded values.
-                    want.push(
-                        (0..k)
-                            .map(|i| {
-                                let zero = f64::from(zeros[i / 128].zero.to_f32());
-                                (f64::from(values[i]) - zero) * rounded[row * k + i] + zero * f64::from(x[row * k + i])
-                            })
-                            .sum::<f64>(),
-                    );
+                    want.push((0..k).map(|i| f64::from(values[i]) * rounded[row * k + i]).sum::<f64>());
                 }
             }
             let error = distance(&got, &want);
