@@ -185,6 +185,9 @@ fn check_with(status: sys::CUresult, what: impl FnOnce() -> String) -> Result<()
         sys::CUresult::CUDA_ERROR_STUB_LIBRARY => {
             "libcuda.so is the toolkit's stub: take its directory out of LD_LIBRARY_PATH, or use --device cpu"
         }
+        sys::CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE => {
+            "another program has the GPU to itself: wait for it, or use another (--device cuda:1) or --device cpu"
+        }
         _ => "check nvidia-smi and the kernel log (dmesg), or use --device cpu",
     };
     Err(Error::device(format!("{what}: {name}"), hint))
@@ -248,7 +251,15 @@ impl Device {
         }
         for stem in images::stems() {
             let image = if portable { images::portable(stem) } else { images::choose(stem, device.info.capability) }
-                .ok_or_else(|| Error::internal(format!("no image of {stem} for {}", device.info.compute_capability)))?;
+                .ok_or_else(|| {
+                    Error::device(
+                        format!(
+                            "this library was built without kernels for compute capability {}",
+                            device.info.compute_capability
+                        ),
+                        "use --device cpu, or build it again with QUANTSPEC_KERNELS=on",
+                    )
+                })?;
             let bytes = image.inflate()?;
             let mut module = ptr::null_mut();
             // SAFETY: `bytes` is machine code or NUL-terminated PTX; the driver copies it.

@@ -136,15 +136,21 @@ impl Place {
         }
         let bytes = total(&self.memory(checkpoint, &self.adapt(options))).saturating_add(beside);
         if bytes > available {
-            let gigabytes = |bytes: usize| bytes as f64 / 1e9;
+            let size = |bytes: usize| match bytes {
+                ..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+                _ => format!("{:.2} GB", bytes as f64 / 1e9),
+            };
+            let sequences = match options.slots {
+                1 => "a sequence".to_string(),
+                slots => format!("{slots} sequences"),
+            };
             return Err(Error::does_not_fit(
                 format!(
-                    "{} sequences of {} tokens need {:.2} GB of {} memory and {:.2} GB are available",
-                    options.slots,
+                    "{sequences} of {} tokens: {} of {} memory needed, {} available",
                     options.capacity,
-                    gigabytes(bytes),
+                    size(bytes),
                     self.name(),
-                    gigabytes(available)
+                    size(available)
                 ),
                 if longest > 0 && options.slots > 1 {
                     format!(

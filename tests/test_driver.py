@@ -1,0 +1,242 @@
+"""What the command line promises with a GPU's driver, on machines that have none.
+
+fake_driver.c stands for it. Its kernels do nothing, so every token is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import Outcome
+
+from quantspec_cli import _native
+
+DOCUMENT = Path(__file__).parents[1] / "examples" / "dracula.txt"
+DECODE = ("run", "--device", "cuda", "--prompt", str(DOCUMENT), "-n", "24")
+
+pytestmark = pytest.mark.skipif(not _native.doctor()["kernels"], reason="this build has no GPU kernels")
+
+
+@dataclass(frozen=True)
+class Driver:
+    """A folder with a libcuda.so.1, ahead of that of the system."""
+
+    folder: Path
+
+    def environment(self, says: str = "", **more: str) -> dict[str, str]:
+        report = str(self.folder / "report")
+        return {
+            **os.environ,
+            "LD_LIBRARY_PATH": str(self.folder),
+            "FAKE_CUDA": says,
+            "FAKE_CUDA_REPORT": report,
+            **more,
+        }
+
+    def __call__(self, *arguments: str, says: str = "", **environment: str) -> Outcome:
+        command = [sys.executable, "-m", "quantspec_cli", *arguments]
+        done = subprocess.run(
+            command, env=self.environment(says, **environment), capture_output=True, text=True, check=False, timeout=60
+        )
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    def report(self) -> dict[str, int]:
+        """Calls by name, and bytes held when the device was released."""
+        lines = (self.folder / "report").read_text().split("\n")
+        (self.folder / "report").unlink()
+        return {line.rpartition(" ")[0].removeprefix("calls "): int(line.rpartition(" ")[2]) for line in lines if line}
+
+
+def compiled(folder: Path, *flags: str) -> Driver:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler for a driver to test with")
+    for name in ("libcuda.so.1", "libcuda.so"):
+        source = Path(__file__).with_name("fake_driver.c")
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-Wall", "-Werror", *flags, "-o", folder / name, source], check=True
+        )
+    return Driver(folder)
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    return compiled(tmp_path_factory.mktemp("driver"))
+
+
+def test_a_driver_that_works_is_used(driver: Driver) -> None:
+    gpu = driver("doctor", "--json").json["gpu"]
+    assert gpu["available"] is True
+    assert gpu["devices"][0]["name"] == "Fake GPU"
+    for device in ("cuda", "cuda:0", "auto"):
+        found = driver(*DECODE, "--device", device, "--json").json
+        assert found["device"] == "cuda:0"
+        assert found["results"][0]["new_tokens"] == 24
+        # Graphs were recorded, launched and given back with all memory.
+        report = driver.report()
+        assert report["cuGraphLaunch"] > 5
+        assert report["held"] == 0
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("--method", "ar"), ("--kv-target", "fp16"), ("--draft-weights", "int4-mlp"), ("--gamma", "16")]
+)
+def test_memory_is_what_the_plan_says(driver: Driver, more: Sequence[str]) -> None:
+    stats = driver(*DECODE, *more, "--json").json["stats"]
+    assert 0.97 * stats["planned_bytes"] < stats["peak_bytes"] <= 1.05 * stats["planned_bytes"]
+    assert driver.report()["held"] == 0
+
+
+@pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "13.0"])
+def test_every_supported_gpu_is_served(driver: Driver, capability: str) -> None:
+    """Newer ones than there are images for by PTX. A build for development may lack images."""
+    major, minor = capability.split(".")
+    outcome = driver(*DECODE, "--json", says=f"major={major} minor={minor}")
+    if capability == "7.5" and not any(image.endswith("sm_75") for image in _native.doctor()["kernels"]):
+        assert "built without kernels for compute capability 7.5" in outcome.stderr
+    else:
+        stats = outcome.json["stats"]
+        assert 0.97 * stats["planned_bytes"] < stats["peak_bytes"] <= 1.05 * stats["planned_bytes"]
+    assert driver.report()["held"] == 0
+
+
+# What the driver says; then what quantspec says of it.
+UNUSABLE = [
+    ("version=11080", "supports CUDA 11.8, and 12.0 is needed", "525"),
+    ("cuInit=1:100", "the driver shows no GPU", "nvidia-smi"),
+    ("devices=0", "the driver shows no GPU", "nvidia-smi"),
+    ("cuInit=1:999", "cuInit failed: CUDA_ERROR_UNKNOWN", "nvidia-smi"),
+    ("major=7", "Fake GPU has compute capability 7.0, and kernels exist from 7.5 on", "--device cpu"),
+]
+
+
+@pytest.mark.parametrize(("says", "reason", "remedy"), UNUSABLE)
+def test_a_driver_that_cannot_be_used_is_named(driver: Driver, says: str, reason: str, remedy: str) -> None:
+    driver(*DECODE, says=says).assert_error(1, reason, remedy)
+    gpu = driver("doctor", "--json", says=says).json["gpu"]
+    assert gpu["available"] is False
+    assert reason in gpu["reason"]
+    # Nobody asked for it.
+    assert driver(*DECODE, "--device", "auto", "--json", says=says).json["device"] == "cpu"
+
+
+def test_an_empty_list_of_visible_devices_is_named(driver: Driver) -> None:
+    outcome = driver(*DECODE, says="cuInit=1:100", CUDA_VISIBLE_DEVICES="")
+    outcome.assert_error(1, 'no GPU while CUDA_VISIBLE_DEVICES is ""', "unset CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize("content", ["absent", "nonsense", "empty"])
+def test_without_a_driver_the_reason_is_told(tmp_path: Path, content: str) -> None:
+    """`empty` is a library without any of the driver's functions. `absent` needs a machine without a driver."""
+    if content == "absent":
+        if _native.doctor()["gpu"]["devices"]:
+            pytest.skip("this machine has a driver")
+        driver = Driver(tmp_path)
+    elif content == "nonsense":
+        driver = Driver(tmp_path)
+        (tmp_path / "libcuda.so.1").write_text("not a library")
+    else:
+        driver = compiled(tmp_path, "-DEMPTY")
+    words = "libcuda.so.1 has no cuDriverGetVersion" if content == "empty" else "no NVIDIA driver: "
+    driver(*DECODE).assert_error(1, words, "525")
+    assert words in driver("doctor", "--json").json["gpu"]["reason"]
+
+
+@pytest.mark.parametrize(("device", "devices"), [("cuda:7", "1"), ("cuda:2", "2")])
+def test_a_device_that_does_not_exist_is_a_usage_error(driver: Driver, device: str, devices: str) -> None:
+    outcome = driver(*DECODE, "--device", device, says=f"devices={devices}")
+    outcome.assert_error(2, f"device {device} does not exist, the driver shows {devices}", "doctor")
+
+
+def test_a_gpu_that_another_has_to_itself_is_named(driver: Driver) -> None:
+    driver(*DECODE, says="cuDevicePrimaryCtxRetain=1:46").assert_error(1, "CUDA_ERROR_DEVICE_UNAVAILABLE", "to itself")
+    driver(*DECODE, says="cuDevicePrimaryCtxRetain=1:2").assert_error(3, "out of memory")
+
+
+def test_what_does_not_fit_is_refused_with_the_longest_context(driver: Driver) -> None:
+    outcome = driver(*DECODE, says="free=40")
+    outcome.assert_error(3, "cuda:0 memory needed", "the longest context that fits is")
+    # Nothing was taken for it: the hint can be followed.
+    longest = int(outcome.stderr.split("fits is ")[1].split()[0])
+    assert driver.report().get("cuMemAlloc", 0) == 0
+    shorter = DOCUMENT.read_text(encoding="utf-8")[: longest * 2]
+    found = driver("run", "--device", "cuda", "--text", shorter, "-n", "8", "--json", says="free=40").json
+    assert found["results"][0]["prompt_tokens"] + 8 <= longest
+    driver.report()
+
+
+def test_memory_that_ends_on_the_way_is_given_back(driver: Driver) -> None:
+    """Another program may take what was free when the plan was made: at each allocation of memory, of either kind."""
+    driver(*DECODE)
+    calls = driver.report()
+    for call in ("cuMemAlloc", "cuMemHostAlloc"):
+        for at in {1, 2, *range(3, calls[call], 7), calls[call]}:
+            outcome = driver(*DECODE, says=f"{call}={at}:2")
+            outcome.assert_error(3, "hint: ")
+            assert driver.report()["held"] == 0, (call, at)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("cuLaunchKernelEx", "launching "),
+        ("cuGraphLaunch", "launching recorded steps: CUDA_ERROR_ILLEGAL_ADDRESS"),
+        ("cuStreamSynchronize", " queued"),
+        ("cuModuleLoadData", "loading "),
+    ],
+)
+def test_a_device_that_fails_is_named_and_the_text_is_kept(driver: Driver, call: str, words: str) -> None:
+    driver(*DECODE, "--json")
+    last = driver.report()[call]
+    for at in sorted({1, last // 4, last // 2, 7 * last // 8} - {0}):
+        outcome = driver(*DECODE, "--json", says=f"{call}={at}:700")
+        found = json.loads(outcome.stdout)
+        assert outcome.code == found["error"]["exit_code"] == 1
+        assert found["error"]["kind"] == "device"
+        assert words in found["error"]["message"]
+        assert "CUDA_ERROR_ILLEGAL_ADDRESS" in found["error"]["message"]
+        assert [line.partition(":")[0] for line in outcome.stderr.splitlines()] == ["error", "hint"]
+        assert driver.report()["held"] == 0, at
+    if call == "cuGraphLaunch":
+        # The last one failed behind half of the tokens.
+        (result,) = found["results"]
+        assert len(result["tokens"]) == result["new_tokens"] > 8
+        assert result["stop_reason"] == "interrupted"
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.7, 2.5])
+def test_ctrl_c_ends_work_on_a_gpu(driver: Driver, seconds: float) -> None:
+    """So long after the GPU was opened.
+
+    Each wait for it takes 20 ms here, which are 1.4 s for the model, 0.1 s for the prompt and 8 s for the tokens.
+    """
+    (driver.folder / "report").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "quantspec_cli", *DECODE, "-n", "400", "--json"]
+    child = subprocess.Popen(
+        command, env=driver.environment("delay=20"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 30
+    while not (driver.folder / "report").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(seconds)
+    child.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    out, _ = child.communicate(timeout=30)
+    assert time.monotonic() - sent < 2
+    assert child.returncode == 130
+    found = json.loads(out)
+    if seconds > 2:
+        assert found["results"][0]["stop_reason"] == "interrupted"
+    else:
+        assert found["error"]["kind"] == "interrupted"
+    assert driver.report()["held"] == 0
