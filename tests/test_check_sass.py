@@ -153,6 +153,15 @@ def test_spills_that_are_allowed(check: ModuleType, more: int) -> None:
         )
 
 
+@pytest.mark.parametrize(("name", "allowed"), [("norm_f32", 0), ("judge", 1)])
+def test_kernels_without_matrix_instructions_do_not_spill_in_loops(check: ModuleType, name: str, allowed: int) -> None:
+    for spills in (0, 1, 2):
+        loops = [".L_x_1:", LOAD, ".L_x_2:", *[SPILL] * spills, "@P1 BRA `(.L_x_2) ;", "@P0 BRA `(.L_x_1) ;"]
+        (kernel,) = check.kernels(disassembly(name, SPILL, *loops, SPILL, "EXIT ;"))
+        wrong = [] if spills <= allowed else [f"{spills} accesses to local memory in loops"]
+        assert check.violations(kernel, "sm_90a") == wrong
+
+
 def test_a_kernel_that_reads_in_small_pieces(check: ModuleType) -> None:
     (kernel,) = check.kernels(listing().replace("LDG.E.128", "LDG.E.64"))
     assert check.violations(kernel, "sm_90a") == ["no load of 16 bytes"]

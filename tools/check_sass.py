@@ -9,6 +9,7 @@ Of each image that the build left there, disassembled by nvdisasm (package nvidi
   and holds no other loop that does; loops that copy or wait may lie in it and belong to it. `SPILLS` lists the kernels whose
   main loops are allowed some accesses, and how many. What is spilled elsewhere, around main loops and by warps that only
   copy, is not looked at;
+* of a kernel that multiplies no matrices no loop touches local memory, but for `SPILLS_BESIDE`;
 * of a kernel's matrix instructions at least the share `SHARE` is in its main loops, so that none of these is overlooked.
   `PEELED` names the kernels that repeat a part of their loop outside of it, for which half is enough;
 * no instruction has a descriptor in an odd uniform register, as in `LDGSTS [R3+UR0+0x1200], desc[UR1]`: descriptors are
@@ -48,6 +49,10 @@ SPILLS = {
     # Likewise, but never launched: heads of 256 channels need compute capability 8.0 (check_head of quantspec-cuda).
     **{(f"prefill_attend_256_{out}", "sm_75"): 8 for out in ("bf16", "f16")},
 }
+
+# The same of loops of kernels that multiply no matrices. `judge` has 1,024 threads, so 64 registers, and runs once a
+# round: by rejection a turn of its one loop over the vocabulary loads one value again.
+SPILLS_BESIDE = {"judge": 1}
 
 # Most kernels have all matrix instructions in their main loops. Attention over pages prepares the first page ahead of its
 # loop, which is up to an eighth of them; without one of its two loops it would have 71 percent at most.
@@ -115,6 +120,13 @@ class Kernel:
         innermost = [loop for loop in loops if not any(other < loop for other in loops)]
         return [[text for number in sorted(loop) for text in blocks[number]] for loop in innermost]
 
+    @cached_property
+    def spills_in_loops(self) -> int:
+        """Accesses to local memory in loops of any kind."""
+        blocks, followers = self.blocks()
+        inside: set[int] = set().union(*natural_loops(followers))
+        return sum(bool(LOCAL.search(text)) for number in inside for text in blocks[number])
+
 
 def natural_loops(followers: list[list[int]]) -> list[set[int]]:
     """The loops of code that begins with block 0, wherever their blocks lie: ptxas puts those that wait behind all others.
@@ -178,6 +190,8 @@ def violations(kernel: Kernel, architecture: str) -> list[str]:
     if spills > SPILLS.get((kernel.name, architecture), 0):
         found.append(f"{spills} accesses to local memory in its main loops")
     matrix = sum(bool(MATRIX.search(text)) for _, text in kernel.instructions)
+    if not matrix and kernel.spills_in_loops > SPILLS_BESIDE.get(kernel.name, 0):
+        found.append(f"{kernel.spills_in_loops} accesses to local memory in loops")
     inside = sum(bool(MATRIX.search(text)) for body in loops for text in body)
     peeled = architecture == "sm_90a" and PEELED.match(kernel.name)
     if inside < matrix * (PEELED_SHARE if peeled else SHARE):
