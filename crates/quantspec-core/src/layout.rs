@@ -427,6 +427,7 @@ mod tests {
         };
         assert_eq!(hashes(Layout::Cuda, 128), (0x379a_7e0d_673e_2da5, 0x78b7_3b1e_023b_4cf6));
         assert_eq!(hashes(Layout::Cuda, 64), (0x547b_8050_6334_bfcf, 0xf592_65ab_9c67_f47d));
+        assert_eq!(hashes(Layout::Cuda, 256), (0x5662_4ff0_b7be_060b, 0x960a_d5b0_cad0_b17f));
         assert_eq!(hashes(Layout::Cpu, 128), (0x6759_6036_e0e2_75a8, 0xe4f6_4078_4048_15b6));
         assert_eq!(hashes(Layout::Cpu, 80), (0xfb27_058c_bfc3_7dd4, 0x6323_e675_2e00_f96a));
     }
@@ -458,38 +459,46 @@ mod tests {
         }
     }
 
+    /// Head widths that the CUDA kernels take.
+    const CUDA_WIDTHS: [usize; 3] = [64, 128, 256];
+
     #[test]
     fn fragments_unpack_as_the_cuda_kernels_do() {
-        let page = page(128, 2);
-        let blocks = Layout::Cuda.pack(&page).unwrap();
-        let (upper, lower) = (&blocks.upper, &blocks.lower);
-        for (token_tile, channel_tile, lane) in
-            (0..8).flat_map(|a| (0..8).flat_map(move |b| (0..32).map(move |l| (a, b, l))))
-        {
-            let (g, c) = (lane / 4, lane % 4);
-            let key_word = ((token_tile * 2 + channel_tile / 4) * 32 + lane) * 4 + channel_tile % 4;
-            let value_word =
-                ((token_tile / 2 * 4 + channel_tile / 2) * 32 + lane) * 4 + token_tile % 2 * 2 + channel_tile % 2;
-            // Fragment register i of mma.m16n8k16: row g + 8·(i mod 2), k 2c + 8·(i / 2) and the next.
-            for i in 0..4 {
-                let (row, k) = (g + 8 * (i % 2), 2 * c + 8 * (i / 2));
-                for (is_key, plane, low_plane, at) in
-                    [(true, &upper[512..], &lower[..], key_word), (false, &upper[9_216..], &lower[8_192..], value_word)]
-                {
-                    let element = |k: usize| {
-                        let (token, channel) = if is_key { (row, k) } else { (k, row) };
-                        (token_tile * 16 + token) * 128 + channel_tile * 16 + channel
-                    };
-                    let codes = if is_key { &page.key_upper } else { &page.value_upper };
-                    let lows = if is_key { &page.key_lower } else { &page.value_lower };
-                    let u = word(plane, at);
-                    let draft = (u >> (8 * (i / 2) + 4 * (i % 2))) & 0x000f_000f;
-                    assert_eq!(draft, u32::from(codes[element(k)]) | u32::from(codes[element(k + 1)]) << 16);
-                    let (even, odd) = merged(u, word(low_plane, at));
-                    let bytes = if i % 2 == 0 { even } else { odd };
-                    let verify = bytes >> (8 * (i / 2)) & 0x00ff_00ff;
-                    let want = |k: usize| byte(codes[element(k)], lows[element(k)]);
-                    assert_eq!(verify, want(k) | want(k + 1) << 16);
+        for d in CUDA_WIDTHS {
+            let page = page(d, 2);
+            let blocks = Layout::Cuda.pack(&page).unwrap();
+            // Behind four bytes a channel, and behind those, the keys and four bytes a token.
+            let (key_upper, key_lower) = (&blocks.upper[4 * d..], &blocks.lower[..]);
+            let (value_upper, value_lower) = (&blocks.upper[4 * d + G * d / 2 + 4 * G..], &blocks.lower[G * d / 2..]);
+            for (token_tile, channel_tile, lane) in
+                (0..G / 16).flat_map(|a| (0..d / 16).flat_map(move |b| (0..32).map(move |l| (a, b, l))))
+            {
+                let (g, c) = (lane / 4, lane % 4);
+                let key_word = ((token_tile * (d / 64) + channel_tile / 4) * 32 + lane) * 4 + channel_tile % 4;
+                let value_word = ((token_tile / 2 * (d / 32) + channel_tile / 2) * 32 + lane) * 4
+                    + token_tile % 2 * 2
+                    + channel_tile % 2;
+                // Fragment register i of mma.m16n8k16: row g + 8·(i mod 2), k 2c + 8·(i / 2) and the next.
+                for i in 0..4 {
+                    let (row, k) = (g + 8 * (i % 2), 2 * c + 8 * (i / 2));
+                    for (is_key, plane, low_plane, at) in
+                        [(true, key_upper, key_lower, key_word), (false, value_upper, value_lower, value_word)]
+                    {
+                        let element = |k: usize| {
+                            let (token, channel) = if is_key { (row, k) } else { (k, row) };
+                            (token_tile * 16 + token) * d + channel_tile * 16 + channel
+                        };
+                        let codes = if is_key { &page.key_upper } else { &page.value_upper };
+                        let lows = if is_key { &page.key_lower } else { &page.value_lower };
+                        let u = word(plane, at);
+                        let draft = (u >> (8 * (i / 2) + 4 * (i % 2))) & 0x000f_000f;
+                        assert_eq!(draft, u32::from(codes[element(k)]) | u32::from(codes[element(k + 1)]) << 16);
+                        let (even, odd) = merged(u, word(low_plane, at));
+                        let bytes = if i % 2 == 0 { even } else { odd };
+                        let verify = bytes >> (8 * (i / 2)) & 0x00ff_00ff;
+                        let want = |k: usize| byte(codes[element(k)], lows[element(k)]);
+                        assert_eq!(verify, want(k) | want(k + 1) << 16);
+                    }
                 }
             }
         }
@@ -497,19 +506,21 @@ mod tests {
 
     #[test]
     fn parameters_are_where_the_cuda_kernels_read_them() {
-        let page = page(128, 4);
-        let upper = Layout::Cuda.pack(&page).unwrap().upper;
-        let half = |at: usize| f16::from_le_bytes([upper[at], upper[at + 1]]);
-        // Lane column c loads 32 bytes per pair of channel tiles: eight scales, then eight zeros.
-        for (pair, c, i) in (0..4).flat_map(|p| (0..4).flat_map(move |c| (0..8).map(move |i| (p, c, i)))) {
-            let channel = 32 * pair + 16 * (i / 4) + 2 * c + [0, 1, 8, 9][i % 4];
-            let at = (pair * 4 + c) * 32 + 2 * i;
-            assert_eq!(Params { scale: half(at), zero: half(at + 16) }, page.key_params[channel]);
-        }
-        // Lane row g loads 8 bytes per token tile: the pairs of tokens g and g + 8.
-        for (tile, g, e) in (0..8).flat_map(|t| (0..8).flat_map(move |g| (0..2).map(move |e| (t, g, e)))) {
-            let at = 8_704 + (tile * 8 + g) * 8 + 4 * e;
-            assert_eq!(Params { scale: half(at), zero: half(at + 2) }, page.value_params[16 * tile + g + 8 * e]);
+        for d in CUDA_WIDTHS {
+            let page = page(d, 4);
+            let upper = Layout::Cuda.pack(&page).unwrap().upper;
+            let half = |at: usize| f16::from_le_bytes([upper[at], upper[at + 1]]);
+            // Lane column c loads 32 bytes per pair of channel tiles: eight scales, then eight zeros.
+            for (pair, c, i) in (0..d / 32).flat_map(|p| (0..4).flat_map(move |c| (0..8).map(move |i| (p, c, i)))) {
+                let channel = 32 * pair + 16 * (i / 4) + 2 * c + [0, 1, 8, 9][i % 4];
+                let at = (pair * 4 + c) * 32 + 2 * i;
+                assert_eq!(Params { scale: half(at), zero: half(at + 16) }, page.key_params[channel]);
+            }
+            // Lane row g loads 8 bytes per token tile: the pairs of tokens g and g + 8.
+            for (tile, g, e) in (0..G / 16).flat_map(|t| (0..8).flat_map(move |g| (0..2).map(move |e| (t, g, e)))) {
+                let at = 4 * d + G * d / 2 + (tile * 8 + g) * 8 + 4 * e;
+                assert_eq!(Params { scale: half(at), zero: half(at + 2) }, page.value_params[16 * tile + g + 8 * e]);
+            }
         }
     }
 
