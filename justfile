@@ -10,10 +10,10 @@ ci:
 test *args:
     bash tools/test.sh {{args}}
 
-# Tests on a machine with an NVIDIA GPU; a skip is a failure
-test-gpu:
-    QUANTSPEC_REQUIRE_GPU=1 cargo test --release -p quantspec-cuda
-    QUANTSPEC_REQUIRE_GPU=1 QUANTSPEC_TEST_PTX=1 cargo test --release -p quantspec-cuda
+# Tests on a machine with an NVIDIA GPU, with the demo model and those in the folder `models`, which may be empty; without GPU they fail
+test-gpu models:
+    QUANTSPEC_REQUIRE_GPU=1 QUANTSPEC_TEST_MODELS="$(realpath {{models}})" cargo test --release -p quantspec-cuda
+    QUANTSPEC_REQUIRE_GPU=1 QUANTSPEC_TEST_MODELS="$(realpath {{models}})" QUANTSPEC_TEST_PTX=1 cargo test --release -p quantspec-cuda
     QUANTSPEC_REQUIRE_GPU=1 python -m pytest -q -m gpu tests
 
 # Every kernel under compute-sanitizer, on a machine with an NVIDIA GPU, in some twenty minutes. 2026.4 finds nothing (the Python package nvidia-cuda-sanitizer-api 13.5

@@ -339,7 +339,7 @@ fn compare(models: &[Model]) {
         let expected = decode(&mut slow(&checkpoint, &options), &texts, model.beside, &PLANS);
         failures.extend(report(model, &found, &expected));
     }
-    // All models first: a run on a GPU is rare.
+    // All models first, so that one run shows all.
     assert!(failures.is_empty(), "{} of all are too far apart:\n{}", failures.len(), failures.join("\n"));
 }
 
