@@ -7,7 +7,7 @@
 // to 32 rows. Scales never touch the codes: a key scale multiplies q (per page), a value scale multiplies the probability, zero points become one
 // number per row and page (keys) or a running sum per row (values). Four warps, a ring, share a page: warp w scores tokens 32w.. and accumulates
 // channels w D/4.. of all tokens; the probabilities cross the warps through shared memory. A row's reference maximum moves only when a score exceeds
-// it by 2^REACH, so most pages need a vote and no exchange.
+// it by more than REACH (scores are base-2 logarithms), so most pages need a vote and no exchange.
 //
 // An item is a run of pages of one KV head, dealt to the rings of a block in turn, then its share of the recent tokens. On Hopper a block has a
 // multiprocessor to itself, or between products of a draft half of one: a producer warp per ring keeps the ring's slots filled by the copy engine, a

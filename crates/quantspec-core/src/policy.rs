@@ -7,8 +7,8 @@
 //! A draft whose tokens become unlikely ends before γ ([`Stop`]), where somebody looks at each: how far a token led its runner-up says much about
 //! whether it stands.
 //!
-//! It begins with plain steps, the last of which is the yardstick, and two short drafts (`FIRST_GAMMA`; of one token for batches and where pages
-//! are chosen), which timed once suffice to go on from: a text may end within some dozens of rounds.
+//! It begins with plain steps, the last of which is the yardstick, and two short drafts (`FIRST_GAMMA`; of one token for batches of three and more and where
+//! pages are chosen), which timed once suffice to go on from: a text may end within some dozens of rounds.
 //!
 //! Plain steps right behind a prompt or a draft are slow where the model fits into a processor's caches, which the other work has filled: the first took 1.6
 //! times as long as what plain decoding comes to, and the next five still 1.3 to 1.05 times. So a plain step to compare with is at least the second in a row,

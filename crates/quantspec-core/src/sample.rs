@@ -1,7 +1,7 @@
 //! Choosing tokens: counter-based noise, warpers, and the choice itself.
 //!
 //! Noise is a pure function of (seed, sequence, position, purpose, index), so a token does not depend on what was drafted,
-//! batched or rolled back before it (design: the law of exactness). Sampling is the Gumbel race: the token with the largest
+//! batched or rolled back before it (ARCHITECTURE.md). Sampling is the Gumbel race: the token with the largest
 //! `logit/T + gumbel` wins, which draws exactly from `softmax(logit/T)`. Draft and target that share the noise therefore
 //! agree whenever their distributions nearly do.
 //!

@@ -1,6 +1,6 @@
 //! Sequences and rounds: the part of the method that has state.
 //!
-//! A round is `draft` then `verify` (design: a round). The engine keeps each sequence's extent, its last emitted token (whose
+//! A round is `draft` then `verify` (docs/algorithm.md). The engine keeps each sequence's extent, its last emitted token (whose
 //! keys and values are not cached yet), the γ policy and the statistics; the backend does the arithmetic. Rolling back is
 //! not an operation: what `verify` does not commit is overwritten by the next round.
 
