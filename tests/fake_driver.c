@@ -2,6 +2,8 @@
 //
 // FAKE_CUDA holds words NAME=VALUE, separated by blanks:
 //   version, devices, major, minor, free    what is shown; free in MB
+//   others                                  the major of devices behind the first
+//   busy                                    devices that another program has to itself: the sum of 1 << index
 //   delay                                   milliseconds that each wait takes
 //   CALL=N:STATUS                           the Nth call of a function, and those behind it, answer STATUS
 // With EMPTY defined it is a library without any of these functions.
@@ -59,8 +61,7 @@ Status cuDeviceGet(int *device, int index) { *device = index; return 0; }
 Status cuDeviceGetName(char *name, int length, int device) { (void)device; snprintf(name, (size_t)length, "Fake GPU"); return 0; }
 Status cuDeviceTotalMem_v2(size_t *bytes, int device) { (void)device; *bytes = (size_t)word("free", 8000) << 20; return 0; }
 Status cuDeviceGetAttribute(int *value, int attribute, int device) {
-  (void)device;
-  *value = attribute == 75 ? (int)word("major", 9) : attribute == 76 ? (int)word("minor", 0) : attribute == 16 ? 132 : 227 << 10;
+  *value = attribute == 75 ? (int)(device ? word("others", word("major", 9)) : word("major", 9)) : attribute == 76 ? (int)word("minor", 0) : attribute == 16 ? 132 : 227 << 10;
   return 0;
 }
 Status cuGetErrorName(Status status, const char **name) {
@@ -73,8 +74,8 @@ static FILE *report(void) {
   return path ? fopen(path, "w") : NULL;
 }
 Status cuDevicePrimaryCtxRetain(void **context, int device) {
-  (void)device;
   CALL("cuDevicePrimaryCtxRetain");
+  if (word("busy", 0) >> device & 1) return 46;
   FILE *file = report();
   if (file) fclose(file);
   *context = calls;

@@ -53,7 +53,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"memory      {render.size(found['memory_bytes'])}",
     ]
     if gpu["available"]:
-        report += [f"GPU         {_device(device)}" for device in gpu["devices"]]
+        report += [f"GPU         cuda:{index}: {_device(device)}" for index, device in enumerate(gpu["devices"])]
     else:
         report.append(f"GPU         off: {gpu['reason']}")
     report += [
@@ -80,8 +80,9 @@ def _kernels(images: Sequence[str]) -> str:
 
 
 def _device(device: dict[str, Any]) -> str:
-    memory = render.size(device.get("memory_bytes"))
-    return f"{device.get('name')}, compute capability {device.get('compute_capability')}, {memory}"
+    memory = render.size(device["memory_bytes"])
+    usable = "" if device["usable"] else "; not usable, there are no kernels for it"
+    return f"{device['name']}, compute capability {device['compute_capability']}, {memory}{usable}"
 
 
 def _draft_cache() -> dict[str, Any] | None:

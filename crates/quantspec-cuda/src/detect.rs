@@ -40,7 +40,29 @@ impl DeviceInfo {
     /// Whether kernels exist here for heads of `d` channels: pages of 256 take the 96 KiB of shared memory that blocks have from
     /// compute capability 8.0 on.
     pub fn takes_heads_of(&self, d: usize) -> bool {
-        supported(self.capability) && (matches!(d, 64 | 128) || d == 256 && self.architecture >= 80)
+        self.is_usable() && (matches!(d, 64 | 128) || d == 256 && self.architecture >= 80)
+    }
+
+    /// Whether this library has kernels for it.
+    pub fn is_usable(&self) -> bool {
+        self.refusal().is_none()
+    }
+
+    /// Why it cannot be used.
+    fn refusal(&self) -> Option<Error> {
+        let DeviceInfo { name, compute_capability, .. } = self;
+        if self.capability < images::OLDEST {
+            return Some(Error::device(
+                format!("{name} has compute capability {compute_capability}, and kernels exist from 7.5 on"),
+                "use another GPU (quantspec doctor lists them) or --device cpu",
+            ));
+        }
+        (self.architecture == 0).then(|| {
+            Error::device(
+                format!("{name} has compute capability {compute_capability}, and this library was built without kernels for it"),
+                "use --device cpu, or build it again with QUANTSPEC_KERNELS=on",
+            )
+        })
     }
 }
 
@@ -67,31 +89,20 @@ pub fn detect() -> Detection {
     match devices() {
         Err(error) => Detection { available: false, reason: error.message, devices: Vec::new() },
         Ok(devices) => {
-            let usable = devices.iter().find(|device| supported(device.capability));
+            let usable = devices.iter().find(|device| device.is_usable());
             let reason = match usable {
                 Some(device) => format!(
                     "{}, compute capability {}, driver {}",
                     device.name, device.compute_capability, device.driver
                 ),
-                None => match devices.first() {
-                    Some(device) => unsupported(device).message,
+                None => match devices.first().and_then(DeviceInfo::refusal) {
+                    Some(refusal) => refusal.message,
                     None => "the driver shows no GPU".to_owned(),
                 },
             };
             Detection { available: usable.is_some(), reason, devices }
         }
     }
-}
-
-pub(crate) fn supported(capability: u32) -> bool {
-    capability >= images::OLDEST
-}
-
-pub(crate) fn unsupported(device: &DeviceInfo) -> Error {
-    Error::device(
-        format!("{} has compute capability {}, and kernels exist from 7.5 on", device.name, device.compute_capability),
-        "use --device cpu",
-    )
 }
 
 /// The device of an index, checked.
@@ -110,7 +121,7 @@ pub(crate) fn device(index: usize) -> Result<DeviceInfo> {
             "quantspec doctor lists the devices",
         ));
     };
-    if supported(device.capability) { Ok(device) } else { Err(unsupported(&device)) }
+    device.refusal().map_or(Ok(device), Err)
 }
 
 /// An error and what caused it: the loader's own words, such as the name of a missing file, are in the cause.
@@ -246,7 +257,7 @@ mod tests {
     fn detection_gives_a_reason_on_every_machine() {
         let detection = detect();
         assert!(!detection.reason.is_empty() && !detection.reason.contains('\n'));
-        assert_eq!(detection.available, detection.devices.iter().any(|device| supported(device.capability)));
+        assert_eq!(detection.available, detection.devices.iter().any(DeviceInfo::is_usable));
         // The refusal of an index that cannot exist is typed, with or without a driver.
         let refused = device(usize::MAX).unwrap_err();
         assert!(!refused.hint.is_empty());

@@ -251,15 +251,7 @@ impl Device {
         }
         for stem in images::stems() {
             let image = if portable { images::portable(stem) } else { images::choose(stem, device.info.capability) }
-                .ok_or_else(|| {
-                    Error::device(
-                        format!(
-                            "this library was built without kernels for compute capability {}",
-                            device.info.compute_capability
-                        ),
-                        "use --device cpu, or build it again with QUANTSPEC_KERNELS=on",
-                    )
-                })?;
+                .ok_or_else(|| Error::internal(format!("no image of {stem} for {}", device.info.compute_capability)))?;
             let bytes = image.inflate()?;
             let mut module = ptr::null_mut();
             // SAFETY: `bytes` is machine code or NUL-terminated PTX; the driver copies it.

@@ -43,17 +43,28 @@ pub(crate) enum Place {
 }
 
 impl Place {
-    /// Resolves `auto`, `cpu`, `cuda` or `cuda:i` for a model. `auto` takes the first usable GPU whose kernels know the model,
-    /// and the CPU otherwise.
+    /// Resolves `auto`, `cpu`, `cuda` or `cuda:i` for a model. `cuda` is the first GPU that there are kernels for. `auto` takes the first whose kernels
+    /// know the model and that opens, and the CPU where none knows it: one that knows it and fails is an error, for the CPU would be far slower.
     pub(crate) fn choose(wanted: &str, checkpoint: &Checkpoint) -> Result<Place> {
         match wanted {
             "cpu" => Ok(Place::Cpu),
             "auto" => {
                 let gpus = quantspec_cuda::detect().devices;
-                let knows = |gpu: &quantspec_cuda::DeviceInfo| quantspec_cuda::check(checkpoint, gpu).is_ok();
-                gpus.iter().position(knows).map_or(Ok(Place::Cpu), Place::open)
+                let mut failed = None;
+                for (index, gpu) in gpus.iter().enumerate() {
+                    if quantspec_cuda::check(checkpoint, gpu).is_ok() {
+                        match Place::open(index) {
+                            Ok(place) => return Ok(place),
+                            Err(error) => failed = failed.or(Some(error)),
+                        }
+                    }
+                }
+                failed.map_or(Ok(Place::Cpu), Err)
             }
-            "cuda" => Place::open(0),
+            "cuda" => {
+                let gpus = quantspec_cuda::detect().devices;
+                Place::open(gpus.iter().position(quantspec_cuda::DeviceInfo::is_usable).unwrap_or(0))
+            }
             other => match other.strip_prefix("cuda:").and_then(|index| index.parse().ok()) {
                 Some(index) => Place::open(index),
                 None => Err(Error::usage(format!("device is {other:?}"), "use auto, cpu, cuda or cuda:0")),

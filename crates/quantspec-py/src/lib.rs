@@ -71,6 +71,7 @@ mod _native {
                 entry.set_item("name", &device.name)?;
                 entry.set_item("compute_capability", &device.compute_capability)?;
                 entry.set_item("memory_bytes", device.memory_bytes)?;
+                entry.set_item("usable", device.is_usable())?;
                 Ok(entry)
             })
             .collect::<PyResult<Vec<_>>>()?;
