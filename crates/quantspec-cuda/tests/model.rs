@@ -23,6 +23,8 @@ use small::{checkpoints, options, prompt};
 use std::sync::Arc;
 
 const QUANTSPEC: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+const KV4: DraftPlan = DraftPlan { weights: Weights::Full, ..QUANTSPEC };
+const W4: DraftPlan = DraftPlan { view: View::Both, ..QUANTSPEC };
 
 /// Decodes every prompt as one batch, `tokens[i]` of the i-th; γ of each round cycles through `gammas`.
 fn decode(
@@ -111,7 +113,8 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint) {
             let drafts = [
                 (QUANTSPEC, vec![4]),
                 (QUANTSPEC, vec![1, 16, 0, 7, 3]),
-                (DraftPlan { weights: Weights::Full, ..QUANTSPEC }, vec![6]),
+                (KV4, vec![6]),
+                (DraftPlan { view: target, ..W4 }, vec![7]),
                 (DraftPlan { pages: Pages::Best(4), ..QUANTSPEC }, vec![5]),
                 (DraftPlan { pages: Pages::Window(3), view: target, weights: Weights::Draft }, vec![5]),
             ];
@@ -345,15 +348,15 @@ fn batches(device: &Arc<Device>, checkpoint: &Checkpoint) {
             alone.extend(decode(&mut engine, method(View::Both, None), prompts, tokens, samplers, &[0]));
         }
         for batch in [1, 3, 8, SLOTS] {
-            for pages in [Pages::All, Pages::Best(3)] {
-                let method = method(View::Both, Some(DraftPlan { pages, ..QUANTSPEC }));
+            for draft in [QUANTSPEC, DraftPlan { pages: Pages::Best(3), ..QUANTSPEC }, KV4, W4] {
+                let method = method(View::Both, Some(draft));
                 // Small batches take others of the prompts.
                 let of = SLOTS - batch..SLOTS;
                 let (prompts, samplers) = (&prompts[of.clone()], &samplers[of.clone()]);
                 let together = decode(&mut engine, method, prompts, &tokens[of.clone()], samplers, &gammas);
                 for (index, (got, want)) in together.iter().zip(&alone[of.clone()]).enumerate() {
                     let differs = got.iter().zip(want).position(|(a, b)| a != b);
-                    assert_eq!((differs, got.len()), (None, want.len()), "{accept:?} {pages:?} batch {batch}: {index}");
+                    assert_eq!((differs, got.len()), (None, want.len()), "{accept:?} {draft:?} batch {batch}: {index}");
                     compared += got.len();
                 }
             }
@@ -376,12 +379,16 @@ fn long_text(device: &Arc<Device>, checkpoint: &Checkpoint) {
     let vocab = checkpoint.config().vocab;
     let mut engine = Engine::new(load(device, checkpoint, &options), method(View::Both, None), 1, 10_400, 256);
     let prompts = [prompt(vocab, 300, 1)];
-    let samplers = [sampler(Accept::Replay, 8, 0)];
-    let plain = decode(&mut engine, method(View::Both, None), &prompts, &tokens, &samplers, &[0]);
-    let draft = method(View::Both, Some(QUANTSPEC));
-    let drafted = decode(&mut engine, draft, &prompts, &tokens, &samplers, &[4, 6, 16, 1]);
-    assert_eq!(plain[0].iter().zip(&drafted[0]).position(|(a, b)| a != b), None);
-    assert_eq!((plain[0].len(), drafted[0].len()), (10_000, 10_000));
+    for accept in [Accept::Greedy, Accept::Replay] {
+        let samplers = [sampler(accept, 8, 0)];
+        let plain = decode(&mut engine, method(View::Both, None), &prompts, &tokens, &samplers, &[0]);
+        for draft in [QUANTSPEC, KV4, W4] {
+            let drafting = method(View::Both, Some(draft));
+            let drafted = decode(&mut engine, drafting, &prompts, &tokens, &samplers, &[4, 6, 16, 1]);
+            assert_eq!(plain[0].iter().zip(&drafted[0]).position(|(a, b)| a != b), None, "{accept:?} {draft:?}");
+            assert_eq!((plain[0].len(), drafted[0].len()), (10_000, 10_000));
+        }
+    }
 }
 
 #[test]
