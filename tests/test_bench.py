@@ -192,6 +192,13 @@ def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:
     assert bench._speedup(runs[3:], base[3:]) == {"speedup": None, "speedup_sd": None, "speedup_repetitions": 0}
 
 
+def test_the_share_of_the_bandwidth_is_that_of_bytes_a_second() -> None:
+    # One of the two was held up: 2 GB in 11 seconds, of 40 a second.
+    steady = [Sample(10.0, 1e9, (40.0, 40.0)), Sample(1.0, 1e9, (40.0, 40.0))]
+    assert bench._share(steady) == pytest.approx(2 / 11 / 40)
+    assert bench._share([]) is None
+
+
 def test_a_checkpoint_is_not_read_between_measurements(
     quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

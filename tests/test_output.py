@@ -43,6 +43,25 @@ def test_one_answer_has_no_heading_and_ends_with_a_line_break() -> None:
     assert page.text == "xy\n"
 
 
+def test_a_pipe_takes_the_text_as_it_comes() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    file = AtomicFile(f"/dev/fd/{writer}")
+    for piece in ("first\n", "second\n"):
+        file.write(piece)
+        assert os.read(reader, 100) == piece.encode()
+    file.commit()
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_full_device_is_an_error_at_the_first_write() -> None:
+    file = AtomicFile("/dev/full")
+    with pytest.raises(FileError, match="cannot be written"):
+        file.write("x")
+    file.discard()
+
+
 def test_a_line_break_is_not_doubled_and_an_empty_answer_has_none() -> None:
     for pieces, expected in [(["x\n"], "x\n"), ([], "")]:
         page = Page()

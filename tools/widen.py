@@ -33,7 +33,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError:
+    sys.exit("error: NumPy is not installed in this Python\nhint: pip install numpy")
 
 BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 # Rows handled at once: bounds memory to a few hundred MB at the widest shapes.

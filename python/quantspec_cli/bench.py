@@ -45,6 +45,8 @@ REPETITIONS_MAX = 10_000
 LIST_MAX = 256
 # Tokens decoded before measuring, per method and depth: page faults, and the clock of the processor.
 WARM_UP = 8
+# Tokens of a prompt before measuring prompts, for the same reason.
+WARM_UP_PROMPT = 64
 # Two bandwidths are the same if they differ by less: repeated readings of quiet memory do by 3 %, its two speeds by 70 %.
 STEADY = 0.1
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -455,6 +457,10 @@ class Bench:
         """What `tokens` more of a prompt cost behind `depth` of it: their share of the prefill of both."""
         samples = []
         read = self._prefill_bytes(depth, tokens)
+        slot = self._add(min(depth + tokens, WARM_UP_PROMPT), 1)
+        with native_errors():
+            self._engine.prefill(slot, None)
+        self._engine.finish(slot)
         with render.progress(f"prefill {tokens} at {depth}", shown=True) as on_prefill, native_errors():
             for _ in range(self._request.repetitions):
                 before = self._bandwidth()
@@ -548,7 +554,6 @@ class Bench:
         bytes_per_token = statistics.fmean(sample.read_bytes for sample in samples) / tokens
         bandwidths = [sample.bandwidth for sample in samples]
         steady = [sample for sample in samples if sample.steady]
-        shares = [sample.read_bytes / sample.seconds / 1e9 / sample.bandwidth for sample in steady]
         milliseconds = statistics.fmean(times)
         return {
             "quantspec": __version__,
@@ -571,7 +576,7 @@ class Bench:
             "bytes_per_token": bytes_per_token,
             "gb_per_s": bytes_per_token / milliseconds / 1e6,
             "bandwidth_gb_per_s": statistics.fmean(bandwidths),
-            "bandwidth_share": statistics.fmean(shares) if shares else None,
+            "bandwidth_share": _share(steady),
             "bandwidth_steady_repetitions": len(steady),
             "acceptance_rate": None,
             "mean_acceptance_length": None,
@@ -663,6 +668,12 @@ def _check_equal(runs: Mapping[Method, Sample]) -> None:
                 f"{method.name} and {other.name} emitted different tokens from the {method.kv_target} target",
                 "run quantspec selftest, and please report this",
             )
+
+
+def _share(steady: Sequence[Sample]) -> float | None:
+    """Of what could have been read in that time: a slow repetition counts by its length, as it does in bytes a second."""
+    readable = sum(sample.seconds * 1e9 * sample.bandwidth for sample in steady)
+    return sum(sample.read_bytes for sample in steady) / readable if steady else None
 
 
 def _speculation(runs: Sequence[Sample]) -> dict[str, Any]:

@@ -90,6 +90,11 @@ def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
             f"{wanted} tokens of {name} exceed the model's context of {model.context}",
             f"score its beginning with --tokens {model.context}, or less",
         )
+    if request.context + 2 > model.context:
+        raise DoesNotFitError(
+            f"a prompt of {request.context} tokens and two behind it exceed the model's context of {model.context}",
+            f"use --context {model.context - 2}, or less",
+        )
     if request.tokens is not None:
         ids = model.tokenizer.encode_start(text, wanted)
     least = max(wanted, request.context + 2)

@@ -135,6 +135,9 @@ class AtomicFile:
         """Adds text."""
         with self._reported():
             self._file.write(text)
+            # Who reads a pipe sees each row, and a full device is an error before more work.
+            if self._special:
+                self._file.flush()
 
     def commit(self) -> None:
         """Puts the file into its place."""
