@@ -61,11 +61,10 @@ def compiled(folder: Path, *flags: str) -> Driver:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler for a driver to test with")
-    for name in ("libcuda.so.1", "libcuda.so"):
-        source = Path(__file__).with_name("fake_driver.c")
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", "-Wall", "-Werror", *flags, "-o", folder / name, source], check=True
-        )
+    library, source = folder / "libcuda.so.1", Path(__file__).with_name("fake_driver.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", *flags, "-o", library, source], check=True)
+    # One driver under both of its names, as on a system: what opens the other finds the same state.
+    (folder / "libcuda.so").symlink_to(library.name)
     return Driver(folder)
 
 
@@ -197,7 +196,7 @@ def test_what_does_not_fit_is_refused_with_the_longest_context(driver: Driver) -
 
 
 def test_memory_that_ends_on_the_way_is_given_back(driver: Driver) -> None:
-    """Another program may take what was free when the plan was made: at each allocation of memory, of either kind."""
+    """Another program may take what was free when the plan was made: at every seventh allocation of either kind."""
     driver(*DECODE)
     calls = driver.report()
     for call in ("cuMemAlloc", "cuMemHostAlloc"):

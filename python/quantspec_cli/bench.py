@@ -457,11 +457,10 @@ class Bench:
         """What `tokens` more of a prompt cost behind `depth` of it: their share of the prefill of both."""
         samples = []
         read = self._prefill_bytes(depth, tokens)
-        slot = self._add(min(depth + tokens, WARM_UP_PROMPT), 1)
-        with native_errors():
-            self._engine.prefill(slot, None)
-        self._engine.finish(slot)
         with render.progress(f"prefill {tokens} at {depth}", shown=True) as on_prefill, native_errors():
+            slot = self._add(min(depth + tokens, WARM_UP_PROMPT), 1)
+            self._engine.prefill(slot)
+            self._engine.finish(slot)
             for _ in range(self._request.repetitions):
                 before = self._bandwidth()
                 slot = self._add(depth + tokens, 1)

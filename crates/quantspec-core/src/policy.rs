@@ -1032,13 +1032,15 @@ mod tests {
             (2.7, 5.0, 3.0),
         ] {
             let lead = |u: f64| -(mean * u.ln()) as f32;
-            let share: f64 = (1..=8)
+            let share: f64 = (1..=16)
                 .map(|seed| {
                     let world = World { seed, lead: Some(&lead), error: Some(error), ..world(draft, &flat, &|_| 0.0) };
-                    world.relative(&mut Policy::auto(12), 4_000) / world.best_fixed(12, 4_000).1 / 8.0
+                    world.relative(&mut Policy::auto(12), 4_000) / world.best_fixed(12, 4_000).1 / 16.0
                 })
                 .sum();
-            assert!(share < 0.992, "draft {draft} lead {mean}, {error}: {share} of the time at the best fixed γ");
+            // With hardly any error no lead is short, and there is little to gain.
+            let bound = if error == 0.05 { 0.992 } else { 0.98 };
+            assert!(share < bound, "draft {draft} lead {mean}, {error}: {share} of the time at the best fixed γ");
         }
     }
 
