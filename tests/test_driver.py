@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -232,6 +233,27 @@ def test_a_device_that_fails_is_named_and_the_text_is_kept(driver: Driver, call:
         (result,) = found["results"]
         assert len(result["tokens"]) == result["new_tokens"] > 8
         assert result["stop_reason"] == "interrupted"
+
+
+def test_a_kernel_that_fails_can_be_named(driver: Driver) -> None:
+    """What a kernel does wrong shows at the next wait, which may be a round later; one that waits for each knows."""
+    waits = "CUDA_LAUNCH_BLOCKING"
+    driver(*DECODE)
+    usual = driver.report()
+    driver(*DECODE, **{waits: "1"})
+    blocking = driver.report()
+    assert "cuGraphLaunch" not in blocking
+    assert blocking["cuStreamSynchronize"] > blocking["cuLaunchKernelEx"] > usual["cuLaunchKernelEx"]
+    says = f"cuStreamSynchronize={blocking['cuStreamSynchronize'] - 40}:700"
+    outcome = driver(*DECODE, "--json", says=says, **{waits: "1"})
+    assert re.match(r"error: kernel [a-z0-9_]+ of \d+ × \d+ × \d+ blocks failed: CUDA_ERROR_ILL", outcome.stderr)
+    assert waits not in outcome.stderr
+    assert len(json.loads(outcome.stdout)["results"][0]["tokens"]) > 8
+    assert driver.report()["held"] == 0
+    # The remedy of the error without it.
+    outcome = driver(*DECODE, says=f"cuStreamSynchronize={7 * usual['cuStreamSynchronize'] // 8}:700")
+    assert re.search(rf"^hint: .*{waits}=1", outcome.stderr, re.M)
+    driver.report()
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.7, 2.5])

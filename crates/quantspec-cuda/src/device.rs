@@ -27,6 +27,8 @@ pub struct Device {
     recording: AtomicBool,
     /// Kernels in graphs wait for the one ahead, because the driver knows no others.
     apart: AtomicBool,
+    /// Every launch is waited for, and rounds are not recorded, so that an error names its kernel: what `CUDA_LAUNCH_BLOCKING=1` asks of CUDA programs.
+    pub(crate) one_by_one: bool,
     /// Name and compute capability.
     pub info: detect::DeviceInfo,
     /// Streaming multiprocessors.
@@ -63,6 +65,14 @@ fn kept(name: &str) -> &'static str {
     }
 }
 
+/// The remedy for an error of something queued.
+const NAMED: &str = "check nvidia-smi and the kernel log (dmesg), or use --device cpu; run again with CUDA_LAUNCH_BLOCKING=1 in the environment to be told which kernel it was";
+
+/// A grid in words.
+fn blocks([x, y, z]: [u32; 3]) -> String {
+    format!("{x} × {y} × {z}")
+}
+
 /// What was queued last, for errors that only show when the GPU has worked: a kernel and its grid, or a recorded round.
 #[derive(Clone, Copy, Debug)]
 enum Queued {
@@ -75,7 +85,7 @@ impl fmt::Display for Queued {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Queued::Nothing => write!(f, "nothing queued"),
-            Queued::Kernel(name, [x, y, z]) => write!(f, "kernel {name} of {x} × {y} × {z} blocks queued last"),
+            Queued::Kernel(name, grid) => write!(f, "kernel {name} of {} blocks queued last", blocks(*grid)),
             Queued::Graph => write!(f, "recorded steps queued last"),
         }
     }
@@ -228,6 +238,7 @@ impl Device {
             queued: Mutex::new(Queued::Nothing),
             recording: AtomicBool::new(false),
             apart: AtomicBool::new(false),
+            one_by_one: std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value == "1"),
             info,
             multiprocessors: 0,
             shared_bytes: 0,
@@ -382,20 +393,33 @@ impl Device {
         let status = unsafe { sys::cuLaunchKernelEx(&config, kernel.function, pointers.as_mut_ptr(), ptr::null_mut()) };
         self.note(Queued::Kernel(kernel.name, launch.grid));
         check_with(status, || {
-            let Launch { grid: [x, y, z], block, shared, .. } = launch;
+            let Launch { grid, block, shared, .. } = launch;
             format!(
-                "launching {} with {x} × {y} × {z} blocks of {block} threads, {shared} bytes of shared memory",
-                kernel.name
+                "launching {} with {} blocks of {block} threads, {shared} bytes of shared memory",
+                kernel.name,
+                blocks(grid)
             )
+        })?;
+        if self.one_by_one && !self.recording.load(Ordering::Relaxed) {
+            // SAFETY: the stream lives as long as `self`.
+            let status = unsafe { sys::cuStreamSynchronize(self.stream) };
+            check_with(status, || format!("kernel {} of {} blocks failed", kernel.name, blocks(launch.grid)))?;
+        }
+        Ok(())
+    }
+
+    /// The status of a wait: what failed is what was queued before it, which only a run that waits for every kernel can tell.
+    fn waited(&self, status: sys::CUresult) -> Result<()> {
+        let waiting =
+            || format!("waiting for the GPU, {}", self.queued.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
+        check_with(status, waiting).map_err(|error| match error.kind {
+            ErrorKind::Device if !self.one_by_one => Error::device(error.message, NAMED),
+            _ => error,
         })
     }
 
     fn note(&self, queued: Queued) {
         *self.queued.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = queued;
-    }
-
-    fn waiting(&self) -> String {
-        format!("waiting for the GPU, {}", self.queued.lock().unwrap_or_else(|poisoned| poisoned.into_inner()))
     }
 
     /// Device memory of `bytes` bytes (at least one), uninitialised.
@@ -480,7 +504,7 @@ impl Device {
     pub fn synchronize(&self) -> Result<()> {
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
-        check_with(unsafe { sys::cuStreamSynchronize(self.stream) }, || self.waiting())
+        self.waited(unsafe { sys::cuStreamSynchronize(self.stream) })
     }
 
     /// Whether everything queued is done.
@@ -492,7 +516,7 @@ impl Device {
         // SAFETY: the stream lives as long as `self`.
         match unsafe { sys::cuStreamQuery(self.stream) } {
             sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
-            status => check_with(status, || self.waiting()).map(|()| true),
+            status => self.waited(status).map(|()| true),
         }
     }
 
@@ -864,7 +888,7 @@ impl Mark {
         let mut milliseconds = 0.0;
         // SAFETY: both events are alive.
         unsafe {
-            check_with(sys::cuEventSynchronize(later.event), || self.device.waiting())?;
+            self.device.waited(sys::cuEventSynchronize(later.event))?;
             check(sys::cuEventElapsedTime(&mut milliseconds, self.event, later.event), "cuEventElapsedTime")?;
         }
         Ok(f64::from(milliseconds) / 1e3)

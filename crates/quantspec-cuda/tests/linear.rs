@@ -41,7 +41,8 @@ fn invariant(device: &Arc<Device>, n: usize, counts: &[usize], work: impl Fn(u64
     all
 }
 
-const COUNTS: [usize; 12] = [1, 2, 5, 7, 8, 9, 16, 17, 32, 33, 64, 71];
+/// Every count that a verification of one sequence may have, and the edges of larger kernels.
+const COUNTS: [usize; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 32, 33, 63, 64, 71];
 /// Outputs and inputs: whole tiles, remainders of both, fewer inputs than warps share, and many tiles per block.
 const SHAPES: [(usize, usize); 6] = [(256, 512), (40, 200), (8192, 256), (17, 64), (129, 1376), (4800, 4096)];
 
