@@ -31,9 +31,12 @@ struct Config {
   static constexpr int OUT_BYTES = 64 * 64 * 2, OUT_BUFFERS = CONSUMERS == 2 ? 2 : 1;  // 64 x 64 blocks on their way out, per warpgroup
   static constexpr bool SHIFT_REGISTERS = CONSUMERS == 2;                                 // the producer gives registers to the consumers
 };
-// Few rows: small tiles and a deep ring, since the weights come from memory and their latency is what counts. Otherwise pairs of CTAs.
+// Few rows: small tiles and a deep ring, since the weights come from memory and their latency is what counts. Otherwise pairs of CTAs; slim pairs
+// and single CTAs where wider tiles would leave multiprocessors idle.
 template <class T> using Wide = Config<T, 256, 2, 2, 4>;
 template <class T> using Middle = Config<T, 128, 2, 2, 6>;
+template <class T> using Tall = Config<T, 128, 2, 1, 6>;
+template <class T> using Slim = Config<T, 64, 2, 2, 8>;
 template <class T> using Small = Config<T, 128, 1, 1, 8>;
 template <class T> using Narrow = Config<T, 64, 1, 1, 12>;
 
@@ -280,10 +283,10 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
 }  // namespace wgmma_gemm
 using namespace wgmma_gemm;
 
-// prefill_qkv_{64,128}_{bf16,f16}_{wide,middle,small}, prefill_qkv_256_{bf16,f16}_wide (A, W, Q, KV, bias, q_norm, k_norm, cos_sin, eps, heads, kv_heads, M, N, K, group)
-// prefill_residual_{bf16,f16}_{wide,middle,narrow}(A, W, hidden, bias, M, N, K, group)
-// prefill_gated_{bf16,f16}_{wide,middle,small}(A, W, X, bias, M, N, K, group)
-// Block: 384 threads (wide, middle) or 256. Dynamic shared memory: STAGES * STAGE_BYTES + the outgoing blocks + 16 STAGES + 1024.
+// prefill_qkv_{64,128}_{bf16,f16}_{wide,middle,tall,small}, prefill_qkv_256_{bf16,f16}_wide (A, W, Q, KV, bias, q_norm, k_norm, cos_sin, eps, heads, kv_heads, M, N, K, group)
+// prefill_residual_{bf16,f16}_{wide,middle,slim,narrow}(A, W, hidden, bias, M, N, K, group)
+// prefill_gated_{bf16,f16}_{wide,middle,tall,small}(A, W, X, bias, M, N, K, group)
+// Block: 128 threads more than twice the rows of a CTA's tile. Dynamic shared memory: STAGES * STAGE_BYTES + the outgoing blocks + 16 STAGES + 1024.
 #define LAUNCHED(CONFIG, CLUSTERED) CLUSTERED __launch_bounds__(CONFIG::THREADS, 1)
 #define CLUSTER_PAIR __cluster_dims__(2, 1, 1)
 #define SINGLE
@@ -309,16 +312,20 @@ using namespace wgmma_gemm;
 #define ENTRIES(NAME, T)                                                                                             \
   QKV(64, NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                        \
   QKV(64, NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                    \
+  QKV(64, NAME##_tall, Tall<T>, SINGLE)                                                                             \
   QKV(64, NAME##_small, Small<T>, SINGLE)                                                                            \
   QKV(128, NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                       \
   QKV(128, NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                   \
+  QKV(128, NAME##_tall, Tall<T>, SINGLE)                                                                             \
   QKV(128, NAME##_small, Small<T>, SINGLE)                                                                           \
   QKV(256, NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                       \
   RESIDUAL(NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                       \
   RESIDUAL(NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                   \
+  RESIDUAL(NAME##_slim, Slim<T>, CLUSTER_PAIR)                                                                       \
   RESIDUAL(NAME##_narrow, Narrow<T>, SINGLE)                                                                         \
   GATED(NAME##_wide, Wide<T>, CLUSTER_PAIR)                                                                          \
   GATED(NAME##_middle, Middle<T>, CLUSTER_PAIR)                                                                      \
+  GATED(NAME##_tall, Tall<T>, SINGLE)                                                                                \
   GATED(NAME##_small, Small<T>, SINGLE)
 ENTRIES(bf16, Bf16)
 ENTRIES(f16, Half)

@@ -32,16 +32,18 @@ def test_the_self_test_passes(quantspec: Run) -> None:
 
 
 def test_every_kernel_stands_beside_the_bandwidth(quantspec: Run, gpu: dict[str, Any]) -> None:
-    rows = quantspec("bench", "kernels", "-d", "1024", "--rows", "1,5", "-o", "json").json
+    rows = quantspec("bench", "kernels", "-d", "4096", "--rows", "1,5", "-o", "json").json
     assert {row["device_name"] for row in rows} == {gpu["name"]}
     # Draft steps have products of their own on Hopper.
     hopper = {"draft"} if gpu["compute_capability"] == "9.0" else set()
     assert {row["kernel"] for row in rows} == hopper | {
-        *("attend", "linear", "norm", "silu", "choose", "flush", "store"),
+        *("attend", "choose_pages", "linear", "norm", "silu", "append", "embed", "choose", "judge"),
+        *("flush", "store", "keep_recent", "weights_atoms", "quantise_weights"),
         *("prefill_qkv", "prefill_output", "prefill_gate_up", "prefill_down", "prefill_attend"),
     }
     assert {row["form"] for row in rows if row["kernel"] == "attend"} == {"upper", "both", "full"}
     assert {row["form"] for row in rows if row["kernel"] == "linear"} == {"bf16", "w4", "w8"}
+    assert {row["form"] for row in rows if row["kernel"] == "judge"} == {"greedy", "replay"}
     for row in rows:
         assert row["us"] > 0
         assert row["bandwidth_gb_per_s"] > 50

@@ -13,7 +13,7 @@ use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch, Mark, Pinned, Plain};
 use crate::draft::{Draft, Heads, Hidden};
 use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
-use crate::prefill::{self, Prefill, Shape, Way, padded};
+use crate::prefill::{self, Prefill, Shape, Way, padded, readable};
 use crate::recorded::{Kind, Recorded};
 use crate::sample::{self, Manner, Sampling};
 use crate::weights::{self, Weights as Stored, address, argument};
@@ -322,15 +322,16 @@ fn tokens_own(config: &ModelConfig, options: &Options, most: usize) -> [usize; 2
 /// Bytes of a prompt's activations: two kept for every token, two of every token, the others for a block.
 fn prompt_bytes(config: &ModelConfig, options: &Options, own: [usize; 2]) -> [usize; 8] {
     let (tokens, rows, element) = (options.prompt_capacity.max(1), options.block_rows.max(1), config.dtype.bytes());
+    let read = readable(rows);
     [
         kept_bytes(config, own[0])[0],
         kept_bytes(config, own[1])[1],
         tokens * config.head_dim / 2 * 8,
         tokens * 4,
-        rows * padded(config.hidden) * element,
+        read * padded(config.hidden) * element,
         rows * config.q_width() * 2,
-        rows * padded(config.q_width()) * element,
-        rows * padded(config.intermediate) * element,
+        read * padded(config.q_width()) * element,
+        read * padded(config.intermediate) * element,
     ]
 }
 
@@ -869,6 +870,7 @@ impl CudaBackend {
             // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
             Some(Kind::Graph(graph)) => unsafe { graph.launch() },
             Some(Kind::Refused) => self.queue_round(round, turns, manner, false),
+            None if self.device.one_by_one => self.queue_round(round, turns, manner, false),
             None => {
                 self.recorded.note(key, Kind::Seen, round.len());
                 self.queue_round(round, turns, manner, false)

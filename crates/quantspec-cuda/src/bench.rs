@@ -4,19 +4,20 @@
 //! up: small numbers of the right format, because no kernel's speed depends on more than that.
 
 use crate::args;
-use crate::attend::{Around, Attend, Layer, Pass, Places};
+use crate::attend::{Around, Attend, Choice, Layer, Pass, Places};
 use crate::backend::{NORM_THREADS, page_shared};
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::draft::{Draft, Heads, Hidden};
 use crate::linear::{Linear, Matrix, Quantised, name};
-use crate::prefill::{Prefill, Shape, padded};
-use crate::sample::{CHUNK, SAMPLE_THREADS, race_bytes};
+use crate::prefill::{Prefill, Shape, padded, readable};
+use crate::sample::Sampling;
 use half::f16;
 use quantspec_core::Result;
-use quantspec_core::cache::{BUFFER_TOKENS, G, visible_buffer, visible_pages};
+use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, visible_buffer, visible_pages};
 use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::layout::Layout;
-use quantspec_model::backend::Row;
+use quantspec_core::sample::{Accept, Sampler};
+use quantspec_model::backend::{Row, Turn};
 use std::sync::Arc;
 
 /// Bytes the buffers of a measurement come to together at least: several times the largest L2 there is.
@@ -24,8 +25,12 @@ const ROTATED_BYTES: usize = 512 << 20;
 /// Replays of a graph that count, and before them.
 const REPEATED: usize = 11;
 const WARM_UP: usize = 3;
+/// Calls in a graph of kernels whose operands stay in the cache, as they do in a step.
+const CALLS: usize = 32;
 /// Rows of a prefill block that is timed.
 const PREFILL_ROWS: usize = 2048;
+/// Pages of a list that is chosen: what a draft of a long text reads of each KV head.
+const LISTED: usize = 16;
 
 /// One measurement.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -88,7 +93,9 @@ pub fn measure(
     bench.products(rows, report)?;
     bench.drafts(rows, report)?;
     bench.small(rows, report)?;
+    bench.ends(rows, report)?;
     bench.pages(report)?;
+    bench.weights(report)?;
     bench.prompt(contexts, report)
 }
 
@@ -241,7 +248,33 @@ impl Bench {
                 ..Measured::default()
             })?;
         }
-        Ok(())
+        let visible = visible_pages(position);
+        if view != View::Upper || visible <= LISTED {
+            return Ok(());
+        }
+        let choice = device.copied(&[Choice { row: 0, slot: 0, pages: visible as i32 }])?;
+        let (lists, scores) = (device.allocate(kv_heads * pages * 4)?, device.allocate(kv_heads * pages * 4)?);
+        let places = Places { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..Places::default() };
+        let seconds = seconds(device, || {
+            (0..layers).try_for_each(|layer| {
+                let upper = upper_pool.at(layer * pages * kv_heads * upper);
+                let at = Layer { upper, lists: lists.at(0), ..Layer::default() };
+                // SAFETY: as above; lists and scores have room for every page.
+                unsafe { attend.choose(choice.at(0), 1, visible, LISTED, q.at(0), scores.at(0), &at, &places) }
+            })
+        })? / layers as f64;
+        // Of every page a scale and a zero for each channel of its keys.
+        let bytes = kv_heads * visible * 4 * d;
+        let context = Some(context);
+        report(Measured {
+            kernel: "choose_pages",
+            form: "best",
+            rows: 1,
+            context,
+            seconds,
+            bytes,
+            ..Measured::default()
+        })
     }
 
     /// The products of a layer and the head, with the checkpoint's weights and with those of a draft.
@@ -359,82 +392,129 @@ impl Bench {
         Ok(())
     }
 
-    /// What lies between the products, and the choice of tokens. These buffers stay in the cache, as they do in a step.
+    /// Median seconds of one of [`CALLS`] calls.
+    fn called(&self, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+        Ok(seconds(&self.device, || (0..CALLS).try_for_each(|_| call()))? / CALLS as f64)
+    }
+
+    /// What lies between the products of a layer, for 16-bit products and for those of a draft. These buffers stay in the cache, as they do in a step.
     fn small(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
-        const CALLS: usize = 32;
         let (device, config) = (&self.device, &self.config);
         let (hidden, width, dtype) = (config.hidden, config.intermediate, name(config.dtype));
+        let (d, q_width, kv_width) = (config.head_dim, config.q_width(), config.kv_width());
         let most = rows.iter().copied().max().unwrap_or(1);
-        let norm = device.kernel(&format!("norm_{dtype}"), 0)?;
-        let silu = device.kernel(&format!("silu_mul_{dtype}"), 0)?;
-        let choose = device.kernel("sample_choose", 0)?;
-        let (stream, y) = (device.zeroed(most * hidden * 4)?, device.zeroed(most * (2 * width).max(hidden) * 4)?);
+        let kernel = |name: &str| device.kernel(name, 0);
+        let norms = [kernel(&format!("norm_{dtype}"))?, kernel("norm_i8")?];
+        let gated = [kernel(&format!("silu_mul_{dtype}"))?, kernel("silu_mul_i8")?];
+        let append = kernel(&format!("append_{d}"))?;
+        let widest = (2 * width).max(hidden).max(q_width + 2 * kv_width);
+        let (stream, y) = (device.zeroed(most * hidden * 4)?, device.zeroed(most * widest * 4)?);
         let (weight, x) = (device.zeroed(hidden * 4)?, device.zeroed(most * padded(width.max(hidden)) * 4)?);
-        let logits = device.zeroed(most * config.vocab * 4)?;
-        // Row descriptions and samplers are zero: slot 0, greedy. What the choice counts in is zero before and after, and is not while it works.
-        let (zeros, scratch) = (device.zeroed(most * 64)?, device.zeroed(most * 48)?);
-        let races = device.allocate(most * race_bytes(config.vocab))?;
+        let xs = device.zeroed(most * width.max(hidden).div_ceil(G) * 8)?;
+        // Descriptions of rows are zero: slot 0, position 0.
+        let (described, angles, flag) = (device.zeroed(most * 16)?, device.zeroed(most * d * 4)?, device.zeroed(4)?);
+        let (q, ring) = (device.allocate(most * q_width * 2)?, device.zeroed(2 * kv_width * BUFFER_TOKENS * 2)?);
+        let (ring_k, ring_v) = (ring.at(0), ring.at(kv_width * BUFFER_TOKENS * 2));
         let element = config.dtype.bytes();
         for &rows in rows {
-            let arguments = args![&stream, &y, 0u64, &weight, &x, config.rms_eps, hidden, padded(hidden)];
-            let took = seconds(device, || {
-                (0..CALLS).try_for_each(|_| self.launch(norm, [rows, 1, 1], NORM_THREADS, 0, &arguments))
-            })?;
-            let bytes = hidden * (4 + rows * (12 + element));
-            let seconds_of = |took: f64| took / CALLS as f64;
-            report(Measured {
-                kernel: "norm",
-                form: dtype,
+            let told = |kernel: &'static str, form: &'static str, seconds: f64, bytes: usize| Measured {
+                kernel,
+                form,
                 rows,
-                seconds: seconds_of(took),
+                seconds,
                 bytes,
                 ..Measured::default()
-            })?;
-            let arguments = args![&y, 0u64, &x, width, padded(width)];
+            };
+            let eps = config.rms_eps;
+            let full = args![&stream, &y, 0u64, &weight, &x, eps, hidden, padded(hidden)];
+            let codes = args![&stream, &y, 0u64, &weight, &x, &xs, eps, hidden, hidden.next_multiple_of(G)];
+            for (form, norm, arguments, out) in [(dtype, norms[0], &full[..], element), ("i8", norms[1], &codes[..], 1)]
+            {
+                let took = self.called(|| self.launch(norm, [rows, 1, 1], NORM_THREADS, 0, arguments))?;
+                report(told("norm", form, took, hidden * (4 + rows * (12 + out))))?;
+            }
+            let full = args![&y, 0u64, &x, width, padded(width)];
+            let codes = args![&y, 0u64, &x, &xs, width, width.next_multiple_of(G)];
             let grid = [width.div_ceil(1024), rows, 1];
-            let took = seconds(device, || (0..CALLS).try_for_each(|_| self.launch(silu, grid, 256, 0, &arguments)))?;
-            let bytes = rows * width * (8 + element);
-            report(Measured {
-                kernel: "silu",
-                form: dtype,
-                rows,
-                seconds: seconds_of(took),
-                bytes,
-                ..Measured::default()
-            })?;
-            let (arrived, choices, flag) = (scratch.at(0), scratch.at(most * 16), scratch.at(most * 32));
-            // The target's choice: it writes choices only.
+            for (form, silu, arguments, out) in [(dtype, gated[0], &full[..], element), ("i8", gated[1], &codes[..], 1)]
+            {
+                let took = self.called(|| self.launch(silu, grid, 256, 0, arguments))?;
+                report(told("silu", form, took, rows * width * (8 + out)))?;
+            }
             let arguments = args![
-                zeros.at(0),
-                zeros.at(0),
-                &logits,
-                0u64,
-                config.vocab,
-                0,
-                choices,
-                0u64,
-                0,
+                &described,
+                &y,
                 0u64,
                 0u64,
-                0,
-                &races,
-                arrived,
                 0u64,
-                flag
+                &angles,
+                &q,
+                ring_k,
+                ring_v,
+                eps,
+                1.0f32,
+                config.heads,
+                config.kv_heads,
+                0usize,
+                1usize,
+                0usize,
+                &flag
             ];
-            let grid = [config.vocab.div_ceil(CHUNK), rows, 1];
-            let took = seconds(device, || {
-                (0..CALLS).try_for_each(|_| self.launch(choose, grid, SAMPLE_THREADS, 0, &arguments))
-            })?;
-            let bytes = rows * config.vocab * 4;
-            report(Measured {
-                kernel: "choose",
-                form: "greedy",
+            let grid = [(config.heads + 2 * config.kv_heads).div_ceil(4), rows, 1];
+            let took = self.called(|| self.launch(append, grid, 128, 0, &arguments))?;
+            report(told("append", "f16", took, rows * (6 * (q_width + 2 * kv_width) + 4 * d)))?;
+        }
+        Ok(())
+    }
+
+    /// What begins and ends a step: the embedding, and the choice and judgement of tokens, one sequence's rows. These buffers stay in the cache, too.
+    fn ends(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
+        let (device, config) = (&self.device, &self.config);
+        let (hidden, vocab) = (config.hidden, config.vocab);
+        let most = rows.iter().copied().max().unwrap_or(1);
+        let embed = device.kernel(&format!("embed_{}", name(config.dtype)), 0)?;
+        let table = filled(device, Matrix::bytes(config.dtype, vocab, hidden))?;
+        // Logits of a usual spread: sums of four numbers evenly distributed over 10.
+        let even = |i: u32, seed: u32| {
+            (i.wrapping_mul(4).wrapping_add(seed).wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 24) as f32
+        };
+        let pattern: Vec<f32> =
+            (0..vocab as u32).map(|i| (0..4).map(|seed| 10.0 * even(i, seed)).sum::<f32>()).collect();
+        let logits = repeated(device, &device.copied(&pattern)?, most * vocab * 4)?;
+        let stream = device.zeroed(most * hidden * 4)?;
+        let described = device.zeroed(most * 16)?;
+        let mut sampling = Sampling::new(device, vocab, 1, most, most.max(2), false)?;
+        for &rows in rows {
+            let told = |kernel: &'static str, form: &'static str, seconds: f64, bytes: usize| Measured {
+                kernel,
+                form,
                 rows,
-                seconds: seconds_of(took),
+                seconds,
                 bytes,
                 ..Measured::default()
-            })?;
+            };
+            let (windows, pitch) = (sampling.windows(), sampling.pitch());
+            let arguments = args![&described, windows, pitch, 0u64, &table, &stream, hidden, vocab];
+            let took = self.called(|| self.launch(embed, [rows, 1, 1], 256, 0, &arguments))?;
+            report(told("embed", name(config.dtype), took, rows * hidden * (4 + config.dtype.bytes())))?;
+            let warm = Sampler { temperature: 1.0, top_p: 0.95, accept: Accept::Replay, ..Sampler::greedy() };
+            for (form, sampler) in [("greedy", Sampler::greedy()), ("replay", warm)] {
+                let turns = [Turn {
+                    slot: 0,
+                    committed: 0,
+                    gamma: (rows - 1).min(GAMMA_MAX),
+                    stop: None,
+                    leads: Vec::new(),
+                    sampler,
+                }];
+                let manner = sampling.learn(&turns)?;
+                let step: Vec<Row> = (0..rows).map(|offset| Row { slot: 0, offset, position: offset }).collect();
+                sampling.turns().write(0, &sampling.describe(&step, &turns)?)?;
+                let took = self.called(|| sampling.choose_all(rows, described.at(0), logits.at(0), manner))?;
+                report(told("choose", form, took, rows * vocab * 4))?;
+                let took = self.called(|| sampling.judge_chosen(sampling.turns().at(0), 1, logits.at(0)))?;
+                report(told("judge", form, took, 4 * rows))?;
+            }
         }
         Ok(())
     }
@@ -478,6 +558,39 @@ impl Bench {
             let bytes = PAGES * heads * moved;
             report(Measured { kernel: "store", form, rows: PAGES * G, seconds: took, bytes, ..Measured::default() })?;
         }
+        let keep = device.kernel("keep_recent", 0)?;
+        let arguments = args![&scratch, &ring, &ring, 0usize, 1usize, 0usize, heads, d, 0usize, &flag];
+        let took = seconds(device, || self.launch(keep, [BUFFER_TOKENS, 2, 1], 128, 0, &arguments))?;
+        let (rows, bytes) = (BUFFER_TOKENS, 2 * BUFFER_TOKENS * 2 * heads * d * 2);
+        report(Measured { kernel: "keep_recent", form: "f16", rows, seconds: took, bytes, ..Measured::default() })
+    }
+
+    /// What loading runs: a matrix put in its order, and draft weights made of it.
+    fn weights(&self, report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
+        let (device, config) = (&self.device, &self.config);
+        let linear = Linear::new(device)?;
+        let flag = device.zeroed(4)?;
+        let (n, k, dtype) = (2 * config.intermediate, config.hidden, config.dtype);
+        let bytes = Matrix::bytes(dtype, n, k);
+        let from = filled(device, bytes)?;
+        let matrix = Matrix { buffer: filled(device, bytes)?, dtype, n, k };
+        let shape = Some((n, k));
+        let (order, elements) = match dtype {
+            Dtype::F32 => ("weights_rows", n * k),
+            Dtype::Bf16 | Dtype::F16 => ("weights_atoms", n * k.div_ceil(8)),
+        };
+        let kernel = device.kernel(order, 0)?;
+        let arguments = args![&from, &matrix.buffer, 0usize, n, k, 0usize];
+        let took = seconds(device, || self.launch(kernel, [elements.div_ceil(256), 1, 1], 256, 0, &arguments))?;
+        let (form, moved) = (name(dtype), 2 * bytes);
+        report(Measured { kernel: order, form, rows: n, shape, seconds: took, bytes: moved, ..Measured::default() })?;
+        for (form, bits) in [("w4", 4), ("w8", 8)] {
+            let draft = linear.quantise(&matrix, bits, 0, &flag)?;
+            let took = seconds(device, || linear.quantise_into(&matrix, &draft, &flag))?;
+            let bytes = bytes + Quantised::bytes(bits, n, k);
+            let kernel = "quantise_weights";
+            report(Measured { kernel, form, rows: n, shape, seconds: took, bytes, ..Measured::default() })?;
+        }
         Ok(())
     }
 
@@ -489,7 +602,7 @@ impl Bench {
         let prefill = Prefill::new(device, shape, rows)?;
         let (q_width, kv_width) = (config.q_width(), 2 * config.kv_width());
         let widest = config.hidden.max(q_width).max(config.intermediate);
-        let x = filled(device, rows * padded(widest) * dtype.bytes())?;
+        let x = filled(device, readable(rows) * padded(widest) * dtype.bytes())?;
         let (out, q) = (device.allocate(x.bytes())?, device.allocate(rows * q_width * 2)?);
         let (hidden, angles) = (device.zeroed(rows * config.hidden * 4)?, device.zeroed(rows * d / 2 * 8)?);
         let most = contexts.iter().copied().max().unwrap_or(0) + rows;

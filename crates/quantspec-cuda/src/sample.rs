@@ -12,12 +12,12 @@ use quantspec_model::backend::{Row, Turn};
 use std::sync::Arc;
 
 /// Tokens of a block that chooses (`CHUNK` in kernels/sample.cu).
-pub(crate) const CHUNK: usize = 2048;
+const CHUNK: usize = 2048;
 /// Threads of that block (`SAMPLE_THREADS` there).
-pub(crate) const SAMPLE_THREADS: u32 = 256;
+const SAMPLE_THREADS: u32 = 256;
 
 /// Bytes of what the blocks that search a row find: `Race` in kernels/sample.cu for each.
-pub(crate) const fn race_bytes(vocab: usize) -> usize {
+const fn race_bytes(vocab: usize) -> usize {
     16 * vocab.div_ceil(CHUNK)
 }
 /// Most tokens `sample_cut` takes: as many masses of 2^14 fit into the 32 bits of a bin.
@@ -434,7 +434,17 @@ impl Sampling {
         logits: u64,
         manner: Manner,
     ) -> Result<()> {
-        self.choose(false, rows, count, logits, manner)?;
+        self.choose_all(count, rows, logits, manner)?;
+        self.judge_chosen(described, turns, logits)
+    }
+
+    /// Queues the target's choice after every row.
+    pub(crate) fn choose_all(&self, count: usize, rows: u64, logits: u64, manner: Manner) -> Result<()> {
+        self.choose(false, rows, count, logits, manner)
+    }
+
+    /// Queues the judgement of turns whose rows have their choices.
+    pub(crate) fn judge_chosen(&self, described: u64, turns: usize, logits: u64) -> Result<()> {
         let (q_logits, q_cuts) = self.draft.as_ref().map_or((0, 0), |(logits, cuts)| (logits.at(0), cuts.at(0)));
         let arguments = args![
             described,

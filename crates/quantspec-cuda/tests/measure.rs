@@ -18,9 +18,10 @@ use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_cuda::CudaBackend;
 use quantspec_cuda::attend::{Around, Attend, Layer, Pass, Places};
-use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
+use quantspec_cuda::device::{Arg, Buffer, Device, Launch, Plain};
 use quantspec_cuda::draft::{Draft, Heads, Hidden};
 use quantspec_cuda::linear::{Linear, Matrix};
+use quantspec_cuda::prefill::{Prefill, Shape, readable};
 use quantspec_model::backend::{DraftPlan, Hooks, Options, Row};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::engine::{Engine, Method};
@@ -55,8 +56,12 @@ fn graph_seconds(device: &Arc<Device>, repeat: usize, mut work: impl FnMut()) ->
 fn random_bytes(device: &Arc<Device>, bytes: usize, seed: u64) -> Buffer {
     let mut random = Random(seed);
     let part: Vec<u64> = (0..(bytes / 8).min(1 << 20)).map(|_| random.next()).collect();
-    let buffer = device.allocate(bytes).unwrap();
-    let source = device.copied(&part).unwrap();
+    repeated(device, &part, bytes)
+}
+
+/// `bytes` bytes that repeat a pattern.
+fn repeated<T: Plain>(device: &Arc<Device>, pattern: &[T], bytes: usize) -> Buffer {
+    let (buffer, source) = (device.allocate(bytes).unwrap(), device.copied(pattern).unwrap());
     for at in (0..bytes).step_by(source.bytes().max(1)) {
         buffer.copy_from(at, &source, 0, source.bytes().min(bytes - at)).unwrap();
     }
@@ -67,7 +72,6 @@ fn random_bytes(device: &Arc<Device>, bytes: usize, seed: u64) -> Buffer {
 /// Upper blocks with random codes and parameters that decode to small numbers in every block: random bits would hold NaN.
 fn upper_blocks(device: &Arc<Device>, blocks: usize, d: usize) -> Buffer {
     let bytes = Layout::Cuda.upper_bytes(d);
-    let buffer = device.allocate(blocks * bytes).unwrap();
     let mut random = Random(9);
     let mut one: Vec<u8> = (0..bytes).map(|_| random.next() as u8).collect();
     let offsets = Layout::Cuda.offsets(d);
@@ -78,12 +82,7 @@ fn upper_blocks(device: &Arc<Device>, blocks: usize, d: usize) -> Buffer {
         }
     }
     let many: Vec<u8> = one.iter().copied().cycle().take(bytes * 64).collect();
-    let many = device.copied(&many).unwrap();
-    for at in (0..buffer.bytes()).step_by(many.bytes()) {
-        buffer.copy_from(at, &many, 0, many.bytes().min(buffer.bytes() - at)).unwrap();
-    }
-    device.synchronize().unwrap();
-    buffer
+    repeated(device, &many, blocks * bytes)
 }
 
 /// Bytes per second of a kernel that only reads.
@@ -618,6 +617,99 @@ fn target_layers() {
                     bytes as f64 / bandwidth * 1e6
                 );
             }
+        }
+    }
+}
+
+/// Halves or bfloat16s of ordinary size with random mantissas and signs: what multiplying costs in power depends on them.
+fn random_numbers(device: &Arc<Device>, bytes: usize) -> Buffer {
+    let mut random = Random(5);
+    let part: Vec<u16> = (0..(bytes / 2).min(1 << 22)).map(|_| (random.next() as u16 & 0x83ff) | 0x3800).collect();
+    repeated(device, &part, bytes)
+}
+
+/// Causal attention of prompts by itself, then whole layers of a prompt with everything between their products, in blocks of 8,192 rows.
+/// `QUANTSPEC_MEASURE_CONTEXTS` are the prompts' lengths; `tools/torch_prefill.py` times the same in PyTorch.
+#[test]
+#[ignore = "a measurement"]
+fn prompts() {
+    const BLOCK: usize = 8192;
+    let Some(device) = device() else { return };
+    let flag = device.zeroed(4).unwrap();
+    let repeat = |rows: usize| if rows > 32_768 { 3 } else { 9 };
+    for (heads, kv_heads, d) in [(32, 32, 128), (32, 8, 128), (32, 8, 64), (16, 8, 256)] {
+        let config = ModelConfig { head_dim: d, ..config(heads, kv_heads) };
+        let prefill = Prefill::new(&device, Shape::of(&config), BLOCK).unwrap();
+        for rows in contexts("8192,32768") {
+            let q = random_numbers(&device, BLOCK.min(rows) * heads * d * 2);
+            let kv = random_numbers(&device, rows * 2 * kv_heads * d * 2);
+            let out = device.allocate(q.bytes()).unwrap();
+            let seconds = graph_seconds(&device, repeat(rows), || {
+                for start in (0..rows).step_by(BLOCK) {
+                    // SAFETY: q and the output have a block's rows, kv all of the prompt's; all outlive the graph.
+                    unsafe { prefill.attend(q.at(0), kv.at(0), out.at(0), start, BLOCK.min(rows - start)) }.unwrap();
+                }
+            });
+            let operations = 2.0 * (rows as f64).powi(2) * (heads * d) as f64;
+            eprintln!(
+                "attention, {heads} / {kv_heads} heads of {d}, {rows} tokens: {:.2} ms, {:.0} Tflop/s",
+                seconds * 1e3,
+                operations / seconds / 1e12
+            );
+        }
+    }
+    let kernel = |name: &str, shared: usize| device.kernel(name, shared).unwrap();
+    let (norm, store) = (kernel("norm_bf16", 0), kernel("store_128", 256 * 128 + 4096));
+    let states = Random(7).normals(1 << 20);
+    for (name, kv_heads, shapes) in SHAPES {
+        let inner = shapes[3].1;
+        let config = ModelConfig { hidden: 4096, intermediate: inner, ..config(32, kv_heads) };
+        let prefill = Prefill::new(&device, Shape::of(&config), BLOCK).unwrap();
+        let weights = shapes.map(|(n, k)| random_numbers(&device, Matrix::bytes(Dtype::Bf16, n, k)));
+        for rows in contexts("128,192,256,512,2048,8192,32768") {
+            let block = BLOCK.min(rows);
+            let (hidden, weight) = (repeated(&device, &states, rows * 4096 * 4), device.copied(&[1f32; 4096]).unwrap());
+            let read = readable(block);
+            let x = random_numbers(&device, read * 4096 * 2);
+            let (q, wide) = (random_numbers(&device, block * 4096 * 2), random_numbers(&device, read * inner * 2));
+            let kv = random_numbers(&device, rows * 2 * kv_heads * 128 * 2);
+            let angles = device.copied(&[0.8f32, 0.6].repeat(block * 64)).unwrap();
+            let pages = rows / G;
+            let pool = |bytes: usize| device.allocate(pages * kv_heads * bytes).unwrap();
+            let (upper, lower) = (pool(Layout::Cuda.upper_bytes(128)), pool(Layout::Cuda.lower_bytes(128)));
+            let table = device.copied(&(0..pages as i32).collect::<Vec<_>>()).unwrap();
+            let seconds = graph_seconds(&device, repeat(rows), || {
+                let launch = |kernel, grid, block, shared: usize, arguments: &[Arg]| {
+                    let launch = Launch { grid, block, shared: shared as u32, overlap: true };
+                    // SAFETY: every buffer has room for the prompt and outlives the graph.
+                    unsafe { device.launch(kernel, launch, arguments) }.unwrap();
+                };
+                for start in (0..rows).step_by(BLOCK) {
+                    let (count, stream) = (BLOCK.min(rows - start), hidden.at(start * 4096 * 4));
+                    let arguments =
+                        quantspec_cuda::args![stream, 0u64, 0u64, &weight, &x, 1e-5f32, 4096usize, 4096usize];
+                    let own = kv.at(start * 2 * kv_heads * 128 * 2);
+                    launch(norm, [count as u32, 1, 1], 512, 0, &arguments);
+                    // SAFETY: as above.
+                    unsafe {
+                        let (flag, angles, q) = (flag.at(0), angles.at(0), q.at(0));
+                        prefill.qkv(x.at(0), weights[0].at(0), None, None, angles, q, own, flag, count).unwrap();
+                        prefill.attend(q, kv.at(0), x.at(0), start, count).unwrap();
+                        prefill.output(x.at(0), weights[1].at(0), None, stream, count).unwrap();
+                        launch(norm, [count as u32, 1, 1], 512, 0, &arguments);
+                        prefill.gate_up(x.at(0), weights[2].at(0), None, wide.at(0), count).unwrap();
+                        prefill.down(wide.at(0), weights[3].at(0), None, stream, count).unwrap();
+                    }
+                }
+                let arguments = quantspec_cuda::args![&kv, &upper, &lower, 0u64, &table, 0usize, 1usize, &flag];
+                let grid = [kv_heads as u32, pages as u32, 2];
+                launch(store, grid, 256, 256 * 128 + 4096, &arguments);
+            });
+            eprintln!(
+                "{name}, {rows} tokens: {:.1} us a layer, {:.0} tokens/s of 32 layers",
+                seconds * 1e6,
+                rows as f64 / seconds / 32.0
+            );
         }
     }
 }

@@ -8,7 +8,7 @@ use gpu::{Random, device, distance, download, interleave, matrix, poisoned, roun
 use half::f16;
 use quantspec_core::config::Dtype;
 use quantspec_cuda::device::{Buffer, Device};
-use quantspec_cuda::prefill::{Prefill, Shape, padded};
+use quantspec_cuda::prefill::{Prefill, Shape, padded, readable};
 use std::sync::Arc;
 
 const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
@@ -20,13 +20,14 @@ fn output_error(dtype: Dtype) -> f64 {
     }
 }
 
-/// Activations as the kernels read them: padded with zeros.
+/// Activations as the kernels read them: padded with zeros, and NaN in the rows beyond that whole tiles take along.
 fn activations(device: &Arc<Device>, x: &[f32], rows: usize, width: usize, dtype: Dtype) -> Buffer {
     let pitch = padded(width);
     let mut padded = vec![0.0; rows * pitch];
     for row in 0..rows {
         padded[row * pitch..][..width].copy_from_slice(&x[row * width..][..width]);
     }
+    padded.resize((rows + readable(1)) * pitch, f32::NAN);
     upload(device, &padded, dtype)
 }
 

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Time prompts in PyTorch: what `measure prompts` of quantspec-cuda stands beside.
+
+    python tools/torch_prefill.py --shape llama-2-7b --tokens 128,512,2048,8192,32768,131072
+    python tools/torch_prefill.py --attention 32/32/128,32/8/64,16/8/256 --tokens 8192,32768
+
+One layer of a Llama shape with random BF16 weights: RMS norms, SiLU and sums as PyTorch has them, products by cuBLAS,
+causal attention by cuDNN and by FlashAttention-2; no RoPE and no cache. With --attention causal attention alone, of
+HEADS/KV HEADS/WIDTH. Prints one JSON object per length and attention: milliseconds (median of replays of a CUDA graph).
+Needs PyTorch and a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+
+try:
+    import torch
+    from torch.nn import functional
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+except ModuleNotFoundError as error:
+    sys.exit(f"error: {error}\nhint: pip install torch")
+
+HIDDEN, HEADS, DIM, LAYERS = 4096, 32, 128, 32
+# KV heads and feed-forward width.
+SHAPES = {"llama-2-7b": (32, 11008), "llama-3.1-8b": (8, 14336)}
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash-attention-2": SDPBackend.FLASH_ATTENTION}
+# Rows of the feed-forward network at once: what it makes of 131,072 does not fit beside the rest.
+BLOCK = 16384
+
+
+def tensor(*shape: int) -> torch.Tensor:
+    """Random numbers of ordinary size."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * 0.02
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, backend: SDPBackend) -> torch.Tensor:
+    """Causal attention of [1][heads][tokens][width]."""
+    with sdpa_kernel(backend):
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
+
+class Layer:
+    """One decoder layer."""
+
+    def __init__(self, kv_heads: int, wide: int) -> None:
+        self.kv_heads = kv_heads
+        self.qkv, self.out = tensor((HEADS + 2 * kv_heads) * DIM, HIDDEN), tensor(HIDDEN, HEADS * DIM)
+        self.gate_up, self.down = tensor(2 * wide, HIDDEN), tensor(HIDDEN, wide)
+        self.norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+    def prompt(self, x: torch.Tensor, backend: SDPBackend) -> None:
+        """Takes the hidden states [tokens][HIDDEN] through the layer, in place."""
+        tokens = len(x)
+        qkv = functional.linear(functional.rms_norm(x, (HIDDEN,), self.norm, 1e-5), self.qkv)
+        heads = qkv.view(1, tokens, -1, DIM).transpose(1, 2)
+        query, key, value = heads.split([HEADS, self.kv_heads, self.kv_heads], 1)
+        seen = attend(query, key, value, backend)[0].transpose(0, 1).reshape(tokens, -1)
+        x += functional.linear(seen, self.out)
+        for start in range(0, tokens, BLOCK):
+            part = x[start : start + BLOCK]
+            gate, up = functional.linear(functional.rms_norm(part, (HIDDEN,), self.norm, 1e-5), self.gate_up).chunk(
+                2, -1
+            )
+            part += functional.linear(functional.silu(gate) * up, self.down)
+
+
+def milliseconds(work: Callable[[], object], tokens: int) -> float:
+    """Median of replays, by events."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times: list[float] = []
+    for _ in range(6 if tokens > 4 * BLOCK else 12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times[3:])
+
+
+def numbers(text: str) -> list[int]:
+    """Positive numbers between commas."""
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise ValueError
+    return found
+
+
+def heads(text: str) -> list[tuple[int, int, int]]:
+    """Triples of positive numbers, HEADS/KV HEADS/WIDTH, between commas."""
+    found = [tuple(int(number) for number in part.split("/")) for part in text.split(",")]
+    if any(len(one) != 3 or min(one) < 1 or one[0] % one[1] for one in found):
+        raise ValueError
+    return [(one[0], one[1], one[2]) for one in found]
+
+
+def say(ms: float, **about: object) -> None:
+    """Prints one result."""
+    print(json.dumps({**about, "ms": round(ms, 3)}), flush=True)
+
+
+@torch.no_grad()
+def main() -> None:
+    """Prints a line per length and attention."""
+    parser = argparse.ArgumentParser(description="Time prompts in PyTorch.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--shape", choices=tuple(SHAPES))
+    what.add_argument("--attention", type=heads, help="HEADS/KV HEADS/WIDTH, comma list")
+    parser.add_argument("--tokens", type=numbers, default=[8192], help="comma list")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("error: no GPU\nhint: run it where torch.cuda.is_available()")
+    for tokens in options.tokens:
+        for name, backend in BACKENDS.items():
+            if options.shape:
+                layer, x = Layer(*SHAPES[options.shape]), tensor(tokens, HIDDEN)
+                ms = milliseconds(partial(layer.prompt, x, backend), tokens)
+                rate = round(tokens / ms * 1e3 / LAYERS)
+                say(ms, shape=options.shape, tokens=tokens, attention=name, tokens_per_s_of_32_layers=rate)
+                continue
+            for query_heads, kv_heads, width in options.attention:
+                query = tensor(1, query_heads, tokens, width)
+                key, value = tensor(1, kv_heads, tokens, width), tensor(1, kv_heads, tokens, width)
+                try:
+                    ms = milliseconds(partial(attend, query, key, value, backend), tokens)
+                except RuntimeError as error:
+                    print(f"{name} does not take heads of {width}: {str(error).splitlines()[0]}", file=sys.stderr)
+                    continue
+                tflops = round(2 * tokens**2 * query_heads * width / ms / 1e9)
+                shape = f"{query_heads}/{kv_heads}/{width}"
+                say(ms, heads=shape, tokens=tokens, attention=name, tflop_per_s=tflops)
+
+
+if __name__ == "__main__":
+    main()
