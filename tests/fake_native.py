@@ -237,6 +237,11 @@ def model_info(path: str) -> dict[str, Any]:
     }
 
 
+def planned(model: str, *, capacity: int, **_options: Any) -> int:
+    model_info(model)
+    return capacity
+
+
 def _begun(stage: str) -> None:
     if stages := os.environ.get("FAKE_NATIVE_STAGES"):
         with Path(stages).open("a") as file:

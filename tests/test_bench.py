@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -81,6 +82,11 @@ def test_lists(text: str, values: list[int]) -> None:
         "1.5",
         "1-2-3",
         "0-100000",
+        "1-1000000",
+        "4-1,8",
+        "1-2,1-8*0",
+        "1-8+",
+        "1-8+2*2",
         "²",
         "9" * 40,
     ],
@@ -88,6 +94,28 @@ def test_lists(text: str, values: list[int]) -> None:
 def test_nonsense_lists(text: str) -> None:
     with pytest.raises(UsageError, match="-d"):
         bench.numbers("-d", text)
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("auto", ["auto"]),
+        ("4", [4]),
+        ("1-4,auto", [1, 2, 3, 4, "auto"]),
+        ("auto, 0-16+8,2", ["auto", 0, 8, 16, 2]),
+        # What a range holds counts, not where it might have gone.
+        ("1-30*2", [1, 2, 4, 8, 16]),
+        ("3,1-4,auto,auto", [3, 1, 2, 4, "auto"]),
+    ],
+)
+def test_lists_with_words(text: str, values: list[int | str]) -> None:
+    assert bench.numbers_or("--gamma", text, ("auto",), 0, 16) == values
+
+
+def test_pages_are_a_list_with_ranges_too() -> None:
+    assert bench.numbers_or("--draft-pages", "all,8-64*2,4294967296,auto", ("all", "auto"), 2, 2**32) == [
+        *("all", 8, 16, 32, 64, 2**32, "auto"),
+    ]
 
 
 def test_methods_cross_gammas_and_pages() -> None:
@@ -107,6 +135,41 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     arguments = "bench -p 64 -n 40 -d 0,1024 -r 2 -g 3 --methods ar-fp16,ar,ar-int4,quantspec,w4,kv4 -o jsonl --output"
     assert entry.execute([*arguments.split(), str(out)]) == 0
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+
+def test_ranges_are_measured(quantspec: Callable[..., Any]) -> None:
+    arguments = "-p 2-8*2 -n 2-3 -d 0-9+8 -g 1-2,auto -r 1 --methods quantspec -o json --device cpu"
+    expected = [
+        (depth, *test)
+        for depth in (0, 8)
+        for test in (
+            *((tokens, 0, 0) for tokens in (2, 4, 8)),
+            *((0, tokens, gamma) for tokens in (2, 3) for gamma in (1, 2, "auto")),
+        )
+    ]
+    rows = quantspec("bench", *arguments.split()).json
+    assert [(row["n_depth"], row["n_prompt"], row["n_gen"], row["gamma"]) for row in rows] == expected
+
+
+def test_lists_may_be_given_in_parts(
+    quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = "-p 0 -n 3 -n 1-2 -g auto -g 1 -r 1 --methods quantspec --methods ar -o json --device cpu"
+    rows = quantspec("bench", *arguments.split()).json
+    assert [(row["n_gen"], row["method"], row["gamma"]) for row in rows] == [
+        (tokens, *method) for tokens in (3, 1, 2) for method in (("quantspec", "auto"), ("quantspec", 1), ("ar", 0))
+    ]
+    quantspec("bench", "-d", "0", "-d", "x").assert_error(2, "-d has 'x'")
+    quantspec("bench", "-d", "x", "-d", "0").assert_error(2, "-d has 'x'")
+    quantspec("bench", "-d", "0", "-d", "").assert_error(2, "-d has an empty item in '0,'")
+    # What a flag replaces is all of what a variable or a setting says.
+    (tmp_path / "config.toml").write_text("[bench]\nn-gen = 4\n")
+    monkeypatch.setenv("QUANTSPEC_CONFIG", str(tmp_path / "config.toml"))
+    few = ("bench", *"-p 0 -r 1 --methods ar -o json --device cpu".split())
+    assert [row["n_gen"] for row in quantspec(*few).json] == [4]
+    monkeypatch.setenv("QUANTSPEC_N_GEN", "2,3")
+    assert [row["n_gen"] for row in quantspec(*few).json] == [2, 3]
+    assert [row["n_gen"] for row in quantspec(*few, "-n", "1", "-n", "5").json] == [1, 5]
 
 
 def test_rejection_keeps_the_distribution_and_not_the_text(
@@ -393,6 +456,10 @@ def _tests(markdown: str) -> list[str]:
         ("-p 0 -n 0", 2, ("nothing to measure",)),
         ("-g 17", 2, ("--gamma has '17'", "0 to 16")),
         ("-g auto,,", 2, ("--gamma",)),
+        ("-g 12-20", 2, ("--gamma has '12-20'", "0 to 16", "auto")),
+        ("-g auto-4", 2, ("--gamma has 'auto-4'",)),
+        ("--draft-pages 1-4", 2, ("--draft-pages has '1-4'", "at least 2", "all or auto")),
+        ("--draft-pages 2-999999", 2, ("--draft-pages 2-999999 asks for more than 256 values",)),
         ("--draft-pages 1", 2, ("--draft-pages has '1'", "all or auto")),
         ("kernels --device cpu", 2, ("bench kernels", "--device cuda")),
         ("kernels --rows 0", 2, ("--rows", "1 to 64")),
@@ -418,6 +485,17 @@ def _tests(markdown: str) -> list[str]:
 )
 def test_bad_input(quantspec: Callable[..., Any], arguments: str, code: int, words: tuple[str, ...]) -> None:
     quantspec("bench", *arguments.split()).assert_error(code, *words)
+
+
+@pytest.mark.parametrize("flag", ["-p", "-n", "-d", "-g"])
+@pytest.mark.parametrize("value", ["4-1", "1-8+0", "1-8*1", "0-8*2", "1-", "-4", "1-1000000", "1-8+x", "1..4"])
+def test_nonsense_ranges(quantspec: Callable[..., Any], flag: str, value: str) -> None:
+    called = "--gamma" if flag == "-g" else flag
+    # Also as one of several.
+    for given in (value, f"2,{value}"):
+        refused = quantspec("bench", flag, given)
+        refused.assert_error(2, value, called)
+        assert value in refused.stderr.splitlines()[0]
 
 
 @pytest.mark.parametrize(
@@ -447,6 +525,96 @@ def test_the_hint_of_a_refusal_fits(
     for flag, most in re.findall(r"(-\w) to at most (\d+)", hint):
         more = advised | {flag: str(int(most) + 1)}
         assert quantspec(*command, *(word for pair in more.items() for word in pair)).code == 3
+
+
+QUICK = ("bench", *"-p 0 -n 2 -r 1 --methods ar -o jsonl --device cpu".split())
+
+
+def beyond_memory(folder: Path) -> Path:
+    """A checkpoint of 1.6 TB, nearly all of it a hole of the file."""
+    layers, wide = 1024, 1 << 20
+    copy_demo(folder, num_hidden_layers=layers, intermediate_size=wide)
+    shapes = {"model.embed_tokens": [8192, 256], "model.norm": [256]}
+    for layer in (f"model.layers.{index}" for index in range(layers)):
+        shapes |= {f"{layer}.self_attn.{part}_proj": [256, 256] for part in "qkvo"}
+        shapes |= {f"{layer}.mlp.{part}_proj": [wide, 256] for part in ("gate", "up")}
+        shapes |= {f"{layer}.mlp.down_proj": [256, wide]}
+        shapes |= {f"{layer}.{norm}_layernorm": [256] for norm in ("input", "post_attention")}
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    weights = folder / "model.safetensors"
+    weights.unlink()
+    with weights.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
+@pytest.mark.parametrize("refused_first", [False, True])
+def test_a_model_beyond_memory_is_refused_before_others_are_measured(
+    quantspec: Callable[..., Any], tmp_path: Path, refused_first: bool
+) -> None:
+    fits, other = copy_demo(tmp_path / "fits"), beyond_memory(tmp_path / "beyond")
+    rows = tmp_path / "rows"
+    rows.write_text("older\n")
+    models = f"{other},{fits}" if refused_first else f"{fits},{other}"
+    # A row of the first model would be on standard output, and in the file.
+    for to in ((), ("--output", str(rows))):
+        quantspec(*QUICK, "-m", models, *to).assert_error(3, f"error: {other}: a sequence of 4 tokens", "memory needed")
+    assert rows.read_text() == "older\n"
+    # Alone it need not be said whose memory it is.
+    quantspec(*QUICK, "-m", str(other)).assert_error(3, "error: a sequence of 4 tokens", "memory needed")
+
+
+def test_what_needs_no_weights_is_refused_before_any_model_is_loaded(
+    fake: Any, quantspec: Callable[..., Any], tmp_path: Path
+) -> None:
+    fits, short = copy_demo(tmp_path / "fits"), copy_demo(tmp_path / "short", max_position_embeddings=512)
+    damaged = copy_demo(tmp_path / "damaged")
+    (damaged / "model.safetensors").unlink()
+    for model, arguments, code, words in (
+        (short, "-d 600", 3, (f"context of {short} is 512",)),
+        (short, "-p 0 -n 512", 3, ("lower -n to at most 510",)),
+        (tmp_path / "gone", "", 1, (str(tmp_path / "gone"),)),
+        (damaged, "", 1, (f"{damaged} has no weights",)),
+    ):
+        quantspec("bench", "-m", f"{fits},{model}", *arguments.split()).assert_error(code, *words)
+    assert fake.engines == []
+
+
+def test_several_models_are_loaded_one_after_the_other(
+    quantspec: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantspec_cli import _native
+
+    events: list[tuple[str, str]] = []
+    asked: list[dict[str, Any]] = []
+
+    def noted(what: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(model: str, **options: Any) -> Any:
+            events.append((Path(model).name, what))
+            asked.append(options)
+            return real(model, **options)
+
+        return call
+
+    monkeypatch.setattr(_native, "planned", noted("planned", _native.planned))
+    monkeypatch.setattr(_native, "Engine", noted("loaded", _native.Engine))
+    models = [str(copy_demo(tmp_path / name)) for name in "ab"]
+    outcome = quantspec(*QUICK, "-m", ",".join(models))
+    assert (outcome.code, outcome.stderr) == (0, "")
+    assert [json.loads(line)["model"] for line in outcome.stdout.splitlines()] == models
+    assert events == [("a", "planned"), ("b", "planned"), ("a", "loaded"), ("b", "loaded")]
+    # What the engines are to hold is what was planned.
+    plan, engine = asked[0], asked[2]
+    assert engine["every_view"] is True
+    assert plan == {name: engine[name] for name in plan}
+    events.clear()
+    assert quantspec(*QUICK, "-m", models[0]).code == 0
+    assert events == [("a", "loaded")]
 
 
 def test_names_stay_in_their_cells(quantspec: Callable[..., Any], tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
-__all__ = ["Engine", "NativeError", "doctor", "evaluate", "kernels", "model_info", "traffic"]
+__all__ = ["Engine", "NativeError", "doctor", "evaluate", "kernels", "model_info", "planned", "traffic"]
 
 class NativeError(Exception):
     """Any error of the engine but an interrupt, which is what a signal's handler raised: KeyboardInterrupt for Ctrl-C."""
@@ -143,6 +143,18 @@ def evaluate(
     `on_progress` is told tokens done and in all: the context's, once for each of three targets, and positions. Also
     cached_drafts and note, as in `Engine.info`.
     """
+
+def planned(
+    model: str,
+    *,
+    capacity: int,
+    device: str,
+    threads: int | None,
+    kv_rounding: str,
+    page_choice: str,
+    accept: str,
+) -> int:
+    """Bytes that an `Engine` with `every_view` will hold at its peak, or the error it would end with. Reads no weights."""
 
 def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:
     """What steps at positions start .. start + tokens read on average, over all layers and KV heads.

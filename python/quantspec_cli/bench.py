@@ -167,6 +167,10 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
             for model in _models(request.model)
         ]
         tokens = [_tokens(model, name, text, plan) for model in opened]
+        if len(opened) > 1:
+            # A model alone is refused before its rows in any case.
+            for model in opened:
+                _check_fits(model, plan, options)
         measured = (
             row
             for model, ids in zip(opened, tokens, strict=True)
@@ -269,11 +273,8 @@ def read_plan(request: Request) -> Plan:
         n_depth=numbers("-d", request.n_depth),
         methods=methods(
             request.methods,
-            [_number_or("--gamma", item, ("auto",), 0, GAMMA_MAX) for item in items("--gamma", request.gamma)],
-            [
-                _number_or("--draft-pages", i, ("all", "auto"), PAGES_MIN, PAGES_MAX)
-                for i in items("--draft-pages", request.draft_pages)
-            ],
+            numbers_or("--gamma", request.gamma, ("auto",), 0, GAMMA_MAX),
+            numbers_or("--draft-pages", request.draft_pages, ("all", "auto"), PAGES_MIN, PAGES_MAX),
         ),
     )
     if not plan.n_prompt and not plan.n_gen:
@@ -291,10 +292,20 @@ def items(flag: str, given: str) -> list[str]:
 
 def numbers(flag: str, given: str) -> list[int]:
     """The numbers of a list of `N`, `a-b`, `a-b+step` and `a-b*factor`, in order, each once."""
-    found: dict[int, None] = {}
+    hint = f"use whole numbers and ranges: {flag} 0,512 or 0-4096+1024 or 1-64*2"
+    return _each_once(flag, given, lambda item: _range(flag, item, hint))
+
+
+def numbers_or(flag: str, given: str, words: Sequence[str], least: int, most: int) -> list[Any]:
+    """The same of numbers within bounds, and of words: `1-4,auto`."""
+    return _each_once(flag, given, lambda item: _number_or(flag, item, words, least, most))
+
+
+def _each_once(flag: str, given: str, values: Callable[[str], Iterable[Any]]) -> list[Any]:
+    found: dict[Any, None] = {}
     for item in items(flag, given):
-        for number in _range(flag, item):
-            found[number] = None
+        for value in values(item):
+            found[value] = None
             if len(found) > LIST_MAX:
                 raise UsageError(
                     f"{flag} {item} asks for more than {LIST_MAX} values", "use a larger step: a-b+step", option=flag
@@ -302,14 +313,10 @@ def numbers(flag: str, given: str) -> list[int]:
     return list(found)
 
 
-def _range(flag: str, item: str) -> Iterator[int]:
+def _range(flag: str, item: str, hint: str) -> Iterator[int]:
     def whole(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) <= 9):
-            raise UsageError(
-                f"{flag} has {item!r}",
-                f"use whole numbers and ranges: {flag} 0,512 or 0-4096+1024 or 1-64*2",
-                option=flag,
-            )
+            raise UsageError(f"{flag} has {item!r}", hint, option=flag)
         return int(text)
 
     first, dash, rest = item.partition("-")
@@ -329,16 +336,26 @@ def _range(flag: str, item: str) -> Iterator[int]:
         value = value + by if operator == "+" else value * by
 
 
-def _number_or(flag: str, item: str, words: Sequence[str], least: int, most: int) -> Any:
+def _number_or(flag: str, item: str, words: Sequence[str], least: int, most: int) -> Iterator[Any]:
+    def hint(*, too_large: bool) -> str:
+        bounds = f"{least} to {most}" if most < PAGES_MAX or too_large else f"at least {least}"
+        return f"use whole numbers, {bounds}, ranges of them such as 2-8*2, or {' or '.join(words)}"
+
     if item in words:
-        return item
+        yield item
+        return
+    if "-" in item:
+        for number in _range(flag, item, hint(too_large=False)):
+            if not least <= number <= most:
+                raise UsageError(f"{flag} has {item!r}", hint(too_large=number > most), option=flag)
+            yield number
+        return
     # Python does not read numbers of thousands of digits.
     digits = (item.lstrip("0") or "0") if item.isascii() and item.isdigit() else ""
     too_large = len(digits) > 12 or (digits != "" and int(digits) > most)
     if not digits or too_large or int(digits) < least:
-        bounds = f"{least} to {most}" if most < PAGES_MAX or too_large else f"at least {least}"
-        raise UsageError(f"{flag} has {item!r}", f"use whole numbers, {bounds}, or {' or '.join(words)}", option=flag)
-    return int(digits)
+        raise UsageError(f"{flag} has {item!r}", hint(too_large=too_large), option=flag)
+    yield int(digits)
 
 
 def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list[Method]:
@@ -410,6 +427,23 @@ def _room(plan: Plan, context: int) -> str:
 # Measuring -----------------------------------------------------------------------------------------------------------
 
 
+def _check_fits(model: Model, plan: Plan, options: EngineOptions) -> None:
+    """Refuses what the device or its memory refuses, before anything is read."""
+    from . import _native
+
+    try:
+        with native_errors():
+            _native.planned(str(model.directory), capacity=plan.capacity, **_engine_options(options))
+    except DoesNotFitError as error:
+        raise DoesNotFitError(f"{model.name}: {error.message}", error.hint) from error
+
+
+def _engine_options(options: EngineOptions) -> dict[str, Any]:
+    """Those of an engine's options that hold for every method."""
+    native = options.native()
+    return {name: native[name] for name in ("device", "threads", "kv_rounding", "page_choice", "accept")}
+
+
 class Bench:
     """The measurements of one model."""
 
@@ -419,16 +453,11 @@ class Bench:
 
         self._native = _native
         self._model, self._ids, self._plan, self._request = model, ids, plan, request
-        native = options.native()
         with render.progress("loading weights", shown=True) as on_loading, native_errors():
             self._engine = _native.Engine(
                 str(model.directory),
                 capacity=plan.capacity,
-                device=native["device"],
-                threads=native["threads"],
-                kv_rounding=native["kv_rounding"],
-                page_choice=native["page_choice"],
-                accept=native["accept"],
+                **_engine_options(options),
                 every_view=True,
                 draft_cache=settings.native_draft_cache(),
                 on_loading=on_loading,

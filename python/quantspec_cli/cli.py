@@ -18,6 +18,7 @@ from .options import (
     PAGE_CHOICES,
     EngineOptions,
     GenerateOptions,
+    Lists,
     Verbatim,
     device_flags,
     engine_flags,
@@ -194,8 +195,8 @@ def _refuse_unused(ctx: click.Context, what: str | None) -> None:
 
 
 def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Command]:
-    """A flag that takes a comma list; its command reads it."""
-    return click.option(*names, default=default, show_default=True, metavar="LIST", help=text)
+    """A flag that takes a comma list, or several; its command reads it."""
+    return click.option(*names, cls=Lists, default=default, show_default=True, metavar="LIST", help=text)
 
 
 def _choice_flag(flag: str, choices: Sequence[str], *, text: str) -> Callable[[Command], Command]:

@@ -11,11 +11,12 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from .errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 METHODS = ("quantspec", "kv4", "w4", "ar")
 KV_TARGETS = ("int8", "fp16", "int4")
@@ -204,6 +205,19 @@ class Verbatim(click.types.StringParamType):
     def split_envvar_value(self, rv: str) -> list[str]:
         """The variable's one text; click would split it at spaces."""
         return [rv]
+
+
+class Lists(click.Option):
+    """A comma list. Of several click would take the last and say nothing of the others; here one continues another."""
+
+    def add_to_parser(self, parser: Any, _ctx: click.Context) -> None:
+        """Has the parser keep each."""
+        parser.add_option(obj=self, opts=self.opts, dest=self.name, action="append", nargs=1)
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
+        """All of them as one; a variable or a setting is one list as it is."""
+        value, source = super().consume_value(ctx, opts)
+        return (",".join(value) if source is ParameterSource.COMMANDLINE else value), source
 
 
 Command = TypeVar("Command", bound="Callable[..., Any]")

@@ -1,8 +1,9 @@
 //! What `quantspec bench` relates its times to: bytes a step must read, and how fast this machine reads.
 
 use crate::device::Place;
-use crate::engine::{Raised, poll};
-use crate::errors::{detached, interruptible};
+use crate::engine::{Raised, default_threads, poll};
+use crate::errors::{detached, interruptible, to_python};
+use crate::options::Request;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
@@ -48,6 +49,43 @@ pub(crate) fn traffic<'py>(py: Python<'py>, model: &str, start: usize, tokens: u
     out.set_item("buffer_tokens", mean(|position| visible_buffer(position).len()))?;
     out.set_item("token_bytes", heads * 2 * HALF * config.head_dim)?;
     Ok(out)
+}
+
+/// `planned(model, …)`: bytes that an engine of every view and of this capacity will hold at its peak, or the refusal that its construction would end with. No
+/// weights are read.
+#[pyfunction]
+#[pyo3(signature = (model, *, capacity, device, threads, kv_rounding, page_choice, accept))]
+#[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
+pub(crate) fn planned(
+    py: Python<'_>,
+    model: &str,
+    capacity: usize,
+    device: &str,
+    threads: Option<usize>,
+    kv_rounding: &str,
+    page_choice: &str,
+    accept: &str,
+) -> PyResult<usize> {
+    let request = Request {
+        kv_target: "int8",
+        method: "quantspec",
+        kv_rounding,
+        draft_weights: "int4",
+        draft_pages: None,
+        page_choice,
+        accept,
+        gamma: None,
+        capacity,
+        prompt_capacity: capacity,
+        slots: 1,
+        threads: threads.unwrap_or_else(default_threads),
+        every_view: true,
+    };
+    let resolved = request.resolve().map_err(to_python)?;
+    detached(py, || {
+        let checkpoint = Checkpoint::open(Path::new(model))?;
+        Place::choose(device, &checkpoint)?.plan(&checkpoint, &resolved.options, 0)
+    })
 }
 
 /// `kernels(model, …)`: times of the GPU's kernels at the shapes of a model. Returns what the GPU is called, the bytes per second it reads, and one

@@ -21,7 +21,7 @@ mod _native {
     use std::path::Path;
 
     #[pymodule_export]
-    use super::bench::{kernels, traffic};
+    use super::bench::{kernels, planned, traffic};
     #[pymodule_export]
     use super::engine::PyEngine;
     #[pymodule_export]
