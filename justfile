@@ -32,7 +32,7 @@ test-arm *args:
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
     cargo test --release --target aarch64-unknown-linux-gnu -p quantspec-core -p quantspec-cpu -p quantspec-model {{args}}
 
-# Every CPU kernel beside a plain read of memory; with `--max-time 0.05` it is a glance
+# Every CPU kernel beside a plain read of memory, and the choice of pages and tokens; with `--max-time 0.05` it is a glance
 bench-kernels *options:
     cargo bench --quiet -p quantspec-cpu -- {{options}}
 

@@ -6,16 +6,20 @@
 
 use crate::attend::{self, CHUNK, Shape, State};
 use crate::causal::{self, Causal};
-use crate::dispatch::{Simd, choose};
-use crate::elementwise::PANEL_TOKENS;
+use crate::dispatch::{Choice, Simd, choose};
+use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm, rms_norm_panel, rope, silu_mul};
+use crate::lanes::{bf16_bits, f16_bits, widen};
 use crate::linear::{self, Input, Matrix, PANEL, Store, Weight, row_stride};
 use crate::memory::{Array, Parts};
 use crate::pool::{Pool, part};
-use crate::{bandwidth, prefill, quantize, w4};
+use crate::{CpuBackend, bandwidth, prefill, quantize, w4};
 use quantspec_core::Result;
-use quantspec_core::cache::G;
-use quantspec_core::config::{Dtype, Rounding, View, Weights};
+use quantspec_core::cache::{BUFFER_TOKENS, G};
+use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, View, Weights};
+use quantspec_model::backend::{Backend, Hooks, Options, Pass, Row, Step};
+use quantspec_model::checkpoint::Checkpoint;
 use std::hint::black_box;
+use std::time::Instant;
 
 /// Bytes of operands a bench walks through: more than the caches that one of the benches' machines calls its own.
 pub const SPREAD: usize = 512 << 20;
@@ -36,6 +40,13 @@ impl Noise {
         let bytes = (self.0 >> 16).to_le_bytes();
         (bytes[..4].iter().map(|b| f32::from(*b)).sum::<f32>() - 510.0) / 147.8
     }
+
+    /// An array of them.
+    fn fill(&mut self, len: usize) -> Result<Array<f32>> {
+        let mut array = Array::zeros(len)?;
+        array.fill_with(|| self.next());
+        Ok(array)
+    }
 }
 
 /// The kernels and threads of a bench. [`machine`] alone makes it, so the CPU has what they need.
@@ -43,6 +54,14 @@ impl Noise {
 pub struct Machine {
     simd: Simd,
     threads: usize,
+}
+
+impl Machine {
+    /// The same kernels on so many threads.
+    #[must_use]
+    pub fn with_threads(self, threads: usize) -> Machine {
+        Machine { threads: threads.max(1), ..self }
+    }
 }
 
 /// The path of [`choose`] and the threads: `QUANTSPEC_THREADS`, else one per core.
@@ -55,33 +74,63 @@ pub fn machine() -> Result<Machine> {
     Ok(Machine { simd: choose()?.simd, threads: asked.filter(|threads| *threads > 0).unwrap_or_else(cores) })
 }
 
-/// The roof: a plain read of [`SPREAD`] bytes.
+/// The roof: a plain read of [`SPREAD`] bytes, whole or part by part.
 pub struct Read {
     simd: Simd,
     pool: Pool,
     data: Array<u32>,
+    parts: usize,
+    part: usize,
 }
 
 impl Read {
+    /// All of it in every call.
+    ///
     /// # Errors
     /// Where there is no such memory, or no such threads.
-    pub fn new(Machine { simd, threads }: Machine) -> Result<Read> {
+    pub fn new(machine: Machine) -> Result<Read> {
+        Read::in_parts(machine, 1)
+    }
+
+    /// One of `parts` parts in every call, each after the one before it; a power of two up to 4,096.
+    ///
+    /// # Errors
+    /// As [`Read::new`].
+    pub fn in_parts(Machine { simd, threads }: Machine, parts: usize) -> Result<Read> {
         let mut data = Array::zeros(SPREAD / 4)?;
         // Written once: pages that were never written may all be one page of zeros.
         data.fill(1);
-        Ok(Read { simd, pool: Pool::new(threads)?, data })
+        Ok(Read { simd, pool: Pool::new(threads)?, data, parts, part: 0 })
     }
 
-    /// All of it.
+    /// Bytes that a call reads.
+    pub fn bytes(&self) -> usize {
+        SPREAD / self.parts
+    }
+
+    /// The next part.
     ///
     /// # Errors
     /// Where a kernel panicked.
     pub fn call(&mut self) -> Result<()> {
-        let (data, threads) = (&self.data, self.pool.threads());
+        let (len, threads) = (self.data.len() / self.parts, self.pool.threads());
+        let data = &self.data[self.part * len..][..len];
+        self.part = (self.part + 1) % self.parts;
         self.pool.run(&|thread| {
             let mine = part(data.len() / 4096, thread, threads);
             black_box(bandwidth::sum(self.simd, &data[mine.start * 4096..mine.end * 4096]));
         })
+    }
+
+    /// Gigabytes (10⁹) per second of one call, by threads that are awake.
+    ///
+    /// # Errors
+    /// As [`Read::call`].
+    pub fn gb_per_s(&mut self) -> Result<f64> {
+        self.pool.run(&|_| ())?;
+        let started = Instant::now();
+        self.call()?;
+        Ok(self.bytes() as f64 / started.elapsed().as_secs_f64() / 1e9)
     }
 }
 
@@ -181,6 +230,210 @@ impl Product {
         })?;
         self.layer = (self.layer + 1) % self.full.len().max(self.draft.len());
         Ok(())
+    }
+}
+
+/// What lies between the matrices. The numbers of in-place operations stay what they are, or as large as they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Op {
+    /// RMSNorm of rows.
+    Norm,
+    /// RMSNorm of a prompt's panels of 64 rows into the input of a BF16 matrix.
+    PanelNorm,
+    /// SiLU(gate) · up, a panel of 32 outputs at a time, as a product hands them over.
+    Silu,
+    /// RoPE of heads of 128.
+    Rope,
+    /// A matrix's output added to the hidden states, a panel at a time.
+    Add,
+    /// Rounding of a full matrix's input to BF16, where products take it.
+    Bf16,
+    /// Rounding of a draft matrix's input to int8.
+    Int8,
+    /// Halves to singles.
+    Widen,
+    /// Partial results of attention, 16 chunks of pages and the recent tokens, merged for heads of 128.
+    Merge,
+}
+
+/// Channels of a head of [`Elementwise`] and [`Append`].
+const HEAD: usize = 128;
+
+/// Partial results of a head of [`Op::Merge`]: 16,384 tokens in pages.
+const PARTS: usize = 17;
+
+/// An operation on `rows` rows of `k` features, on one thread: a step leaves it to the caller or to the thread that has a
+/// panel. What it works on lies in a cache, as it does where the operation before has just written it.
+pub struct Elementwise {
+    simd: Simd,
+    op: Op,
+    rows: usize,
+    k: usize,
+    /// Input, or what is worked on in place.
+    x: Array<f32>,
+    /// Second input: weights of a norm, `up`, the output of a matrix, cosines and sines.
+    with: Array<f32>,
+    y: Array<f32>,
+    x16: Array<u16>,
+    acts: w4::Acts,
+    features: Vec<[f32; LANES]>,
+}
+
+impl Elementwise {
+    /// Normal numbers. `k` is a multiple of 128, and `rows` of 64 for [`Op::PanelNorm`].
+    ///
+    /// # Errors
+    /// Where there is no such memory.
+    pub fn new(Machine { simd, .. }: Machine, op: Op, rows: usize, k: usize) -> Result<Elementwise> {
+        let mut noise = Noise(19);
+        let stride = row_stride(k);
+        let (mut x, mut with) = (noise.fill(rows * stride)?, noise.fill(rows * stride)?);
+        let mut y = Array::zeros(rows * stride)?;
+        match op {
+            // Above 20 the sigmoid is 1: `gate` stays as it is.
+            Op::Silu => {
+                x.iter_mut().for_each(|x| *x = 20.0 + x.abs());
+                with.fill(1.0);
+            }
+            Op::Rope => angles(&mut with),
+            Op::Merge => x = noise.fill(rows * k / HEAD * PARTS * (2 + HEAD))?,
+            Op::PanelNorm => y = Array::zeros(rows / PANEL_TOKENS * prefill::panel_len(k))?,
+            _ => (),
+        }
+        let mut x16 = Array::zeros(rows * stride)?;
+        x16.iter_mut().zip(&*x).for_each(|(to, x)| *to = f16_bits(*x));
+        let (acts, features) = (w4::Acts::zeros(rows, k)?, vec![[0.0; LANES]; k]);
+        Ok(Elementwise { simd, op, rows, k, x, with, y, x16, acts, features })
+    }
+
+    /// Bytes of rows that a call reads and writes.
+    pub fn bytes(&self) -> usize {
+        let (read, written) = match self.op {
+            Op::Norm | Op::PanelNorm | Op::Rope => (4, 4),
+            Op::Silu | Op::Add => (8, 4),
+            Op::Bf16 => (4, 2),
+            Op::Int8 => (4, 1),
+            Op::Widen => (2, 4),
+            Op::Merge => (4 * PARTS, 4),
+        };
+        self.rows * self.k * (read + written)
+    }
+
+    /// All rows.
+    pub fn call(&mut self) {
+        let Elementwise { simd, op, rows, k, x, with, y, x16, acts, features } = self;
+        let (simd, k, stride) = (*simd, *k, row_stride(*k));
+        match op {
+            Op::Norm => {
+                for (x, y) in x.chunks_exact(stride).zip(y.chunks_exact_mut(stride)) {
+                    rms_norm(simd, &x[..k], &with[..k], 1e-5, &mut y[..k]);
+                }
+            }
+            Op::PanelNorm => {
+                for (x, y) in x.chunks_exact(k * PANEL_TOKENS).zip(y.chunks_exact_mut(prefill::panel_len(k))) {
+                    for lane in (0..PANEL_TOKENS).step_by(LANES) {
+                        rms_norm_panel(simd, x, lane, &with[..k], 1e-5, features);
+                        prefill::put_features(simd, simd.has_avx512(), y, 0, lane, features);
+                    }
+                }
+            }
+            Op::Silu => {
+                for (gate, up) in x.chunks_exact_mut(PANEL).zip(with.chunks_exact(PANEL)) {
+                    silu_mul(simd, gate, up);
+                }
+            }
+            Op::Rope => {
+                for (x, row) in x.chunks_exact_mut(stride).zip(with.chunks_exact(stride)) {
+                    let (cos, sin) = row[..HEAD].split_at(HEAD / 2);
+                    x.chunks_exact_mut(HEAD).for_each(|head| rope(simd, head, cos, sin));
+                }
+            }
+            // The loop of the backend, which has no kernel of its own for it.
+            Op::Add => {
+                for (hidden, tile) in x.chunks_exact_mut(PANEL).zip(with.chunks_exact(PANEL)) {
+                    hidden.iter_mut().zip(tile).for_each(|(hidden, y)| *hidden += *y);
+                }
+            }
+            Op::Bf16 => linear::to_bf16(simd, x, x16),
+            Op::Int8 => acts.quantize(simd, x, stride, *rows, k),
+            Op::Widen => widen(simd, x16, x),
+            Op::Merge => {
+                for (parts, out) in x.chunks_exact(PARTS * (2 + HEAD)).zip(y.chunks_exact_mut(HEAD)) {
+                    attend::merge(simd, parts, 2 + HEAD, out);
+                }
+            }
+        }
+        black_box((x, y, x16, acts));
+    }
+}
+
+/// Cosines and sines, in turns of half a head.
+fn angles(table: &mut [f32]) {
+    for (i, half) in table.chunks_mut(HEAD / 2).enumerate() {
+        let turned = |c: usize| (i / 2) as f32 + c as f32 / 10.0;
+        half.iter_mut().enumerate().for_each(|(c, x)| *x = if i % 2 == 0 { turned(c).cos() } else { turned(c).sin() });
+    }
+}
+
+/// The keys and values of a step's rows go to the ring: RoPE, rounding to halves, and the scattered stores, on one thread, as a
+/// step of few rows has it. The rings lie in memory: between two steps a model's weights pass through the caches.
+pub struct Append {
+    simd: Simd,
+    rows: usize,
+    kv_heads: usize,
+    /// `[row][keys | values]`
+    kv: Array<f32>,
+    /// `[row][cosines | sines]`
+    angles: Vec<f32>,
+    ring: Array<u16>,
+    layers: usize,
+    layer: usize,
+    position: usize,
+}
+
+impl Append {
+    /// Normal numbers, heads of 128.
+    ///
+    /// # Errors
+    /// Where there is no such memory.
+    pub fn new(Machine { simd, .. }: Machine, rows: usize, kv_heads: usize) -> Result<Append> {
+        let len = kv_heads * Shape::new(HEAD).full_len();
+        let layers = layers(2 * len);
+        let mut ring = Array::zeros(layers * len)?;
+        // Written once: the system clears a page when it is first written.
+        ring.fill(1);
+        let mut table = vec![0.0; rows * HEAD];
+        angles(&mut table);
+        let kv = Noise(23).fill(rows * 2 * kv_heads * HEAD)?;
+        Ok(Append { simd, rows, kv_heads, kv, angles: table, ring, layers, layer: 0, position: 0 })
+    }
+
+    /// Bytes of keys and values that a call stores.
+    pub fn bytes(&self) -> usize {
+        self.rows * self.kv_heads * HEAD * 2 * 2
+    }
+
+    /// One layer, at the positions after those of the last round of layers.
+    pub fn call(&mut self) {
+        let (width, len) = (self.kv_heads * HEAD, Shape::new(HEAD).full_len());
+        let ring = &mut self.ring[self.layer * self.kv_heads * len..][..self.kv_heads * len];
+        let mut halves = [0u16; 2 * HEAD];
+        for (head, page) in ring.chunks_exact_mut(len).enumerate() {
+            for (j, row) in self.kv.chunks_exact_mut(2 * width).enumerate() {
+                let (keys, values) = row.split_at_mut(width);
+                let (key, value) = (&mut keys[head * HEAD..][..HEAD], &values[head * HEAD..][..HEAD]);
+                let (cos, sin) = self.angles[j * HEAD..][..HEAD].split_at(HEAD / 2);
+                rope(self.simd, key, cos, sin);
+                for (half, x) in halves.iter_mut().zip(key.iter().chain(value)) {
+                    *half = f16_bits(*x);
+                }
+                attend::put_token(page, HEAD, (self.position + j) % G, &halves[..HEAD], &halves[HEAD..]);
+            }
+        }
+        self.layer = (self.layer + 1) % self.layers;
+        if self.layer == 0 {
+            self.position += self.rows;
+        }
     }
 }
 
@@ -511,5 +764,215 @@ impl Attention {
         })?;
         self.layer = (self.layer + 1) % self.layers;
         Ok(())
+    }
+}
+
+/// Bounds of the scores of a layer's pages, one query row: what a choice of the best pages reads.
+pub struct Bounds {
+    pages: Attention,
+    q: Vec<f32>,
+    bounds: Vec<f32>,
+}
+
+impl Bounds {
+    /// Pages of [`Attention::new`] in view Upper, and a row of normal numbers.
+    ///
+    /// # Errors
+    /// As [`Attention::new`].
+    pub fn new(machine: Machine, kv_heads: usize, group: usize, head_dim: usize, context: usize) -> Result<Bounds> {
+        let (view, weights, rows) = (View::Upper, Weights::Draft, 1);
+        let case = AttentionCase { view, weights, rows, group, kv_heads, head_dim, context };
+        let mut noise = Noise(29);
+        let q = (0..kv_heads * group * head_dim).map(|_| noise.next()).collect();
+        Ok(Bounds { pages: Attention::new(machine, case)?, q, bounds: vec![0.0; kv_heads * context / G] })
+    }
+
+    /// Bytes that a call reads: scales and zeros of the keys.
+    pub fn bytes(&self) -> usize {
+        self.bounds.len() * 4 * self.pages.case.head_dim
+    }
+
+    /// One layer, a KV head after the other, as the backend deals them.
+    ///
+    /// # Errors
+    /// Where a kernel panicked.
+    pub fn call(&mut self) -> Result<()> {
+        let Bounds { pages: Attention { case, simd, pool, shape, upper, layers, layer, .. }, q, bounds } = self;
+        let (case, shape, len, threads) = (*case, *shape, shape.upper_bytes(), pool.threads());
+        let (pages, width) = (case.context / G, case.group * shape.d);
+        let upper = &upper[*layer * case.kv_heads * pages * len..][..case.kv_heads * pages * len];
+        let out = Parts::new(bounds);
+        pool.run(&|thread| {
+            for head in part(case.kv_heads, thread, threads) {
+                // SAFETY: a head is one item of one thread.
+                let out = unsafe { out.slice(head * pages, pages) };
+                for (out, upper) in out.iter_mut().zip(upper[head * pages * len..].chunks_exact(len)) {
+                    let queries = q[head * width..][..width].chunks_exact(shape.d);
+                    let bound = |q: &[f32]| attend::page_bound(*simd, shape, Rounding::Balanced, q, upper);
+                    *out = queries.map(bound).fold(f32::NEG_INFINITY, f32::max);
+                }
+            }
+        })?;
+        *layer = (*layer + 1) % *layers;
+        Ok(())
+    }
+}
+
+/// Attention of a draft step over its best 16 pages, 4 KV heads of 128 channels with 4 query heads each. It is the backend's own
+/// operation, since the choice is private to it: what a choice costs is the difference between pages chosen anew and kept.
+pub struct BestPages {
+    backend: CpuBackend,
+    anew: bool,
+    context: usize,
+    layer: usize,
+}
+
+impl BestPages {
+    /// Pages a step reads.
+    const CHOSEN: usize = 16;
+    const KV_HEADS: usize = 4;
+    const GROUP: usize = 4;
+    /// Inputs of the model's matrices: they are there to give queries and keys.
+    const HIDDEN: usize = 64;
+
+    /// A model of normal numbers with `context` tokens in pages, more than 16 pages.
+    ///
+    /// # Errors
+    /// Where there is no such memory, or no such threads.
+    pub fn new(Machine { simd, threads }: Machine, context: usize, anew: bool) -> Result<BestPages> {
+        let pages = context / G;
+        let layers = layers(BestPages::KV_HEADS * pages * Shape::new(HEAD).upper_bytes());
+        let options = Options {
+            slots: 1,
+            capacity: context + 2 * G,
+            prompt_capacity: G,
+            planes: Planes { upper: true, lower: false, full: false },
+            rounding: Rounding::Balanced,
+            draft_weights: DraftWeights::None,
+            rejection: false,
+            step_rows: G,
+            block_rows: G,
+            threads,
+        };
+        let choice = Choice { simd, reason: String::new() };
+        let mut backend = CpuBackend::load_on(&BestPages::model(layers)?, &options, Hooks::default(), choice)?;
+        backend.open(0, options.capacity)?;
+        let tokens: Vec<u32> = (0..G as u32).map(|token| token % PANEL as u32).collect();
+        backend.set_window(0, &tokens)?;
+        // The ring first, then every page from it.
+        for start in (0..BUFFER_TOKENS).step_by(G) {
+            let rows: Vec<Row> = (0..G).map(|offset| Row { slot: 0, offset, position: start + offset }).collect();
+            BestPages::append(&mut backend, &rows)?;
+        }
+        (0..pages).try_for_each(|page| backend.flush(0, page))?;
+        let mut best = BestPages { backend, anew: true, context, layer: 0 };
+        let row = best.row();
+        BestPages::append(&mut best.backend, &[row])?;
+        (0..layers).try_for_each(|_| best.call())?;
+        best.anew = anew;
+        Ok(best)
+    }
+
+    /// A checkpoint of normal numbers, which stays in memory: a process has few of them.
+    fn model(layers: usize) -> Result<Checkpoint> {
+        let heads = BestPages::KV_HEADS * BestPages::GROUP;
+        let llama = Llama::new([BestPages::HIDDEN, PANEL, layers, heads, BestPages::KV_HEADS, HEAD, PANEL]);
+        let (mut file, mut noise) = (llama.header, Noise(31));
+        file.extend((0..llama.bytes / 2).flat_map(|_| bf16_bits(noise.next() / 8.0).to_le_bytes()));
+        Checkpoint::from_bytes(llama.config.as_bytes(), file.leak())
+    }
+
+    /// Queries, keys and values of rows, in every layer.
+    fn append(backend: &mut CpuBackend, rows: &[Row]) -> Result<()> {
+        let step = Step { weights: Weights::Full, view: View::Upper, pages: Pages::All, choose_pages: false, rows };
+        backend.embed(&Pass::Step(&step))?;
+        (0..backend.config().layers).try_for_each(|layer| backend.qkv(layer, &Pass::Step(&step)))
+    }
+
+    /// The step's row: it sees all pages, and 129 tokens of the ring.
+    fn row(&self) -> Row {
+        Row { slot: 0, offset: 0, position: self.context + G }
+    }
+
+    /// Bytes that a call reads.
+    pub fn bytes(&self) -> usize {
+        let shape = Shape::new(HEAD);
+        let bounds = if self.anew { self.context / G * 4 * HEAD } else { 0 };
+        BestPages::KV_HEADS * (bounds + BestPages::CHOSEN * shape.upper_bytes() + (G + 1) * 4 * HEAD)
+    }
+
+    /// One layer.
+    ///
+    /// # Errors
+    /// Where a kernel panicked.
+    pub fn call(&mut self) -> Result<()> {
+        let rows = [self.row()];
+        let (weights, view, pages) = (Weights::Draft, View::Upper, Pages::Best(BestPages::CHOSEN));
+        let step = Step { weights, view, pages, choose_pages: self.anew, rows: &rows };
+        self.backend.attend(self.layer, &Pass::Step(&step))?;
+        self.layer = (self.layer + 1) % self.backend.config().layers;
+        Ok(())
+    }
+}
+
+/// Logits of a next token as a text has them: a bulk of standard deviation 2, and eight candidates above it, a nat apart, which
+/// hold nine tenths of the mass at the vocabulary of Llama 3.
+pub fn logits(vocab: usize, seed: u64) -> Vec<f32> {
+    let mut noise = Noise(seed.wrapping_mul(2) | 1);
+    let mut logits: Vec<f32> = (0..vocab).map(|_| 2.0 * noise.next()).collect();
+    for candidate in 0..8 {
+        logits[(noise.0 >> 20) as usize % vocab] = 16.0 - candidate as f32;
+        noise.next();
+    }
+    logits
+}
+
+/// A Llama in BF16: hidden, intermediate, layers, heads, KV heads, head_dim, vocab.
+pub struct Llama {
+    /// Its config.json.
+    pub config: String,
+    /// The start of its model.safetensors.
+    pub header: Vec<u8>,
+    /// Bytes of numbers that follow.
+    pub bytes: usize,
+}
+
+impl Llama {
+    /// A model of that shape whose head is its embedding.
+    pub fn new([h, f, layers, heads, kv_heads, d, vocab]: [usize; 7]) -> Llama {
+        let config = format!(
+            r#"{{"model_type":"llama","hidden_size":{h},"intermediate_size":{f},"num_hidden_layers":{layers},
+            "num_attention_heads":{heads},"num_key_value_heads":{kv_heads},"head_dim":{d},"vocab_size":{vocab},
+            "max_position_embeddings":131072,"rms_norm_eps":1e-5,"rope_theta":500000.0,"hidden_act":"silu",
+            "tie_word_embeddings":true,"torch_dtype":"bfloat16"}}"#
+        );
+        let mut tensors =
+            vec![("model.embed_tokens.weight".to_string(), vec![vocab, h]), ("model.norm.weight".to_string(), vec![h])];
+        for layer in 0..layers {
+            for (part, shape) in [
+                ("input_layernorm", vec![h]),
+                ("post_attention_layernorm", vec![h]),
+                ("self_attn.q_proj", vec![heads * d, h]),
+                ("self_attn.k_proj", vec![kv_heads * d, h]),
+                ("self_attn.v_proj", vec![kv_heads * d, h]),
+                ("self_attn.o_proj", vec![h, heads * d]),
+                ("mlp.gate_proj", vec![f, h]),
+                ("mlp.up_proj", vec![f, h]),
+                ("mlp.down_proj", vec![h, f]),
+            ] {
+                tensors.push((format!("model.layers.{layer}.{part}.weight"), shape));
+            }
+        }
+        let (mut header, mut end) = (String::new(), 0);
+        for (name, shape) in tensors {
+            let start = end;
+            end += 2 * shape.iter().product::<usize>();
+            let comma = if header.is_empty() { "" } else { "," };
+            header +=
+                &format!(r#"{comma}"{name}":{{"dtype":"BF16","shape":{shape:?},"data_offsets":[{start},{end}]}}"#);
+        }
+        let header = format!("{{{header}}}");
+        let header = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
+        Llama { config, header, bytes: end }
     }
 }
