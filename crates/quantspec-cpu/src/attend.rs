@@ -29,7 +29,7 @@ mod portable;
 
 pub(crate) use full::full_page;
 
-use crate::dispatch::{Simd, portable};
+use crate::dispatch::{Simd, fetch_far, portable};
 use crate::lanes::{exp2, f16_value, madd, sum16};
 use crate::memory::{Array, Parts};
 use quantspec_core::Result;
@@ -323,29 +323,53 @@ pub(crate) fn merge(simd: Simd, parts: &[f32], stride: usize, out: &mut [f32]) {
     portable!(simd, body(parts: &[f32], stride: usize, out: &mut [f32]));
 }
 
-/// Upper bound of q·k over a page in view Upper: core's `page_bound` on this layout. `upper`: the page's upper block.
-pub(crate) fn page_bound(simd: Simd, shape: Shape, rounding: Rounding, q: &[f32], upper: &[u8]) -> f32 {
+/// Greatest upper bound of q·k over a page in view Upper, of queries `[_][D]`: core's `page_bound` on this layout. `upper`: the page's upper block;
+/// `ends`: room for 2D numbers.
+pub(crate) fn page_bound(
+    simd: Simd,
+    shape: Shape,
+    rounding: Rounding,
+    queries: &[f32],
+    upper: &[u8],
+    ends: &mut [f32],
+) -> f32 {
     #[inline(always)]
-    fn body<const FMA: bool>(d: usize, low: f32, q: &[f32], upper: &[u8]) -> f32 {
+    fn body<const FMA: bool>(d: usize, low: f32, queries: &[f32], upper: &[u8], ends: &mut [f32]) -> f32 {
+        // The least and the greatest value of each channel, once for all queries.
+        let (lowest, highest) = ends[..2 * d].split_at_mut(d);
         let (scales, zeros) = upper[..4 * d].split_at(2 * d);
-        let value = |x: &[u8], c: usize| f16_value(u16::from_le_bytes([x[2 * c], x[2 * c + 1]]));
-        let mut sums = [0f32; 8];
-        for c in (0..d).step_by(8) {
-            for l in 0..8 {
-                let (s, q) = (value(scales, c + l), q[c + l]);
-                let low = madd::<FMA>(s, low, value(zeros, c + l));
-                let (a, b) = (q * low, q * madd::<FMA>(s, 15.0, low));
-                sums[l] += if a > b { a } else { b };
-            }
+        let params = scales.chunks_exact(2).zip(zeros.chunks_exact(2));
+        for ((lowest, highest), (s, z)) in lowest.iter_mut().zip(highest.iter_mut()).zip(params) {
+            let value = |half: &[u8]| f16_value(u16::from_le_bytes([half[0], half[1]]));
+            let s = value(s);
+            *lowest = madd::<FMA>(s, low, value(z));
+            *highest = madd::<FMA>(s, 15.0, *lowest);
         }
-        sums.iter().sum()
+        let mut most = f32::NEG_INFINITY;
+        for q in queries.chunks_exact(d) {
+            let mut sums = [0f32; 8];
+            let ends = lowest.chunks_exact(8).zip(highest.chunks_exact(8));
+            for (q, (lowest, highest)) in q.chunks_exact(8).zip(ends) {
+                for l in 0..8 {
+                    let (a, b) = (q[l] * lowest[l], q[l] * highest[l]);
+                    sums[l] += if a > b { a } else { b };
+                }
+            }
+            most = most.max(sums.iter().sum());
+        }
+        most
     }
     let low = match rounding {
         Rounding::Paper => 0.0,
         Rounding::Balanced => -1.0 / 32.0,
     };
     let d = shape.d;
-    portable!(simd, body(d: usize, low: f32, q: &[f32], upper: &[u8]) -> f32)
+    portable!(simd, body(d: usize, low: f32, queries: &[f32], upper: &[u8], ends: &mut [f32]) -> f32)
+}
+
+/// Asks for the parameters that [`page_bound`] reads: they lie a page apart, where no prefetcher of a CPU follows.
+pub(crate) fn fetch_bounds(shape: Shape, upper: &[u8]) {
+    upper[..4 * shape.d].chunks(64).for_each(|line| fetch_far(line.as_ptr()));
 }
 
 /// Writes one token's keys and values into an f16 page (or a page of the ring). `key`, `value`: `[D]` halves.

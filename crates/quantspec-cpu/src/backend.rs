@@ -398,7 +398,7 @@ impl CpuBackend {
             (&self.cache, &self.rows.qkv, self.rows.places.width, self.options.rounding);
         let chosen = Parts::new(&mut self.chosen);
         self.pool.run(&|thread| {
-            let mut bounds = Vec::new();
+            let (mut bounds, mut ends) = (Vec::new(), vec![0.0; 2 * d]);
             for item in part(runs.len() * kv_heads, thread, threads) {
                 let ((first, _), kv_head) = (runs[item / kv_heads], item % kv_heads);
                 let row = &step.rows[first];
@@ -415,13 +415,13 @@ impl CpuBackend {
                 let pages = match step.pages {
                     // Quantised keys are what is scored; a cache without them keeps to the window.
                     Pages::Best(_) if cache.planes().upper => {
+                        let queries = &qkv[first * width + kv_head * group * d..][..group * d];
                         bounds.clear();
                         bounds.extend((0..now).map(|page| {
-                            let bound = |h: usize| {
-                                let q = &qkv[first * width + (kv_head * group + h) * d..][..d];
-                                attend::page_bound(simd, shape, rounding, q, cache.upper(head, page))
-                            };
-                            (0..group).map(bound).fold(f32::NEG_INFINITY, f32::max)
+                            if page + BOUNDS_AHEAD < now {
+                                attend::fetch_bounds(shape, cache.upper(head, page + BOUNDS_AHEAD));
+                            }
+                            attend::page_bound(simd, shape, rounding, queries, cache.upper(head, page), &mut ends)
                         }));
                         best_pages(&bounds, n)
                     }
@@ -701,6 +701,9 @@ fn best_pages(bounds: &[f32], n: usize) -> Vec<usize> {
     order
 }
 
+/// Pages whose bounds are computed while the parameters of one come from memory.
+pub(crate) const BOUNDS_AHEAD: usize = 4;
+
 /// Work of one thread: a chunk of pages, or the recent tokens, of one KV head, for some rows of one slot.
 struct Item {
     /// First row in the step.
@@ -749,18 +752,17 @@ impl Reads<'_> {
             // Rows ascend in position, so those that see a page are the last ones.
             let blind = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
             let rows = blind * self.group..item.rows * self.group;
+            let next = list.get(chunk * CHUNK + i + 1).map(|page| *page as usize);
             match self.planes {
                 Some(planes) => {
-                    let next = list.get(chunk * CHUNK + i + 1).map(|page| {
-                        let page = *page as usize;
-                        (self.cache.upper(head, page), self.cache.lower(head, page))
-                    });
+                    let next = next.map(|page| (self.cache.upper(head, page), self.cache.lower(head, page)));
                     let (upper, lower) = (self.cache.upper(head, page), self.cache.lower(head, page));
                     attend::nibble_page(self.simd, state, rows, planes, self.rounding, upper, lower, next);
                 }
                 None => {
                     let visible = vec![G; rows.len()];
-                    attend::full_page(self.simd, state, rows, self.cache.full(head, page), &visible);
+                    let next = next.map(|page| self.cache.full(head, page));
+                    attend::full_page(self.simd, state, rows, self.cache.full(head, page), &visible, next);
                 }
             }
         }
@@ -786,6 +788,7 @@ impl Reads<'_> {
                 from * self.group..to * self.group,
                 self.cache.ring(head, page),
                 &visible,
+                (page < last).then(|| self.cache.ring(head, page + 1)),
             );
         }
     }

@@ -5,6 +5,7 @@
 //! model does, so that what it reads was not read for a while.
 
 use crate::attend::{self, CHUNK, Shape, State};
+use crate::backend::BOUNDS_AHEAD;
 use crate::causal::{self, Causal};
 use crate::dispatch::{Choice, Simd, choose};
 use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm, rms_norm_panel, rope, silu_mul};
@@ -756,7 +757,9 @@ impl Attention {
                             attend::nibble_page(simd, state, 0..rows, planes, Rounding::Balanced, upper, lower, next);
                         }
                         None => {
-                            attend::full_page(simd, state, 0..rows, &full[at(shape.full_len(), at_page)], &visible);
+                            let halves = |page: usize| &full[at(shape.full_len(), page)];
+                            let next = (page + 1 < pages).then(|| halves(at_page + 1));
+                            attend::full_page(simd, state, 0..rows, halves(at_page), &visible, next);
                         }
                     }
                 }
@@ -806,10 +809,14 @@ impl Bounds {
             for head in part(case.kv_heads, thread, threads) {
                 // SAFETY: a head is one item of one thread.
                 let out = unsafe { out.slice(head * pages, pages) };
-                for (out, upper) in out.iter_mut().zip(upper[head * pages * len..].chunks_exact(len)) {
-                    let queries = q[head * width..][..width].chunks_exact(shape.d);
-                    let bound = |q: &[f32]| attend::page_bound(*simd, shape, Rounding::Balanced, q, upper);
-                    *out = queries.map(bound).fold(f32::NEG_INFINITY, f32::max);
+                let (page, queries) =
+                    (|page: usize| &upper[(head * pages + page) * len..][..len], &q[head * width..][..width]);
+                let mut ends = vec![0.0; 2 * shape.d];
+                for (i, out) in out.iter_mut().enumerate() {
+                    if i + BOUNDS_AHEAD < pages {
+                        attend::fetch_bounds(shape, page(i + BOUNDS_AHEAD));
+                    }
+                    *out = attend::page_bound(*simd, shape, Rounding::Balanced, queries, page(i), &mut ends);
                 }
             }
         })?;

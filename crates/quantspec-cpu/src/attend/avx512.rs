@@ -2,13 +2,11 @@
 
 use super::next::Next;
 use super::{G, Planes, State, amx};
-use crate::dispatch::Prefetch;
 use quantspec_core::config::Rounding;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// Row limbs above which arithmetic takes longer than reading: tiles pay, and the next page is fetched meanwhile. Up to here
-/// the page itself is fetched ahead of its loads.
+/// Row limbs above which arithmetic takes longer than reading: tiles pay.
 const MANY: usize = 8;
 
 /// Products are integers: the query times the page's steps, and the probabilities times the tokens' steps, become one
@@ -109,14 +107,7 @@ unsafe fn dots<const NR: usize, const NV: usize, const BOTH: bool>(
         let mut acc = [[_mm512_setzero_si512(); NR]; NV];
         for s in 0..steps {
             let mut c = [(_mm512_setzero_si512(), _mm512_setzero_si512()); NV];
-            if let Some(near) = ahead.near {
-                for t in 0..NV {
-                    near.line(u.wrapping_add((s * apart + t) * 64));
-                    if BOTH {
-                        near.line(l.wrapping_add((s * apart + t) * 64));
-                    }
-                }
-            }
+            ahead.step();
             for (t, c) in c.iter_mut().enumerate() {
                 *c = codes::<BOTH>(u, l, s * apart + t);
             }
@@ -357,14 +348,25 @@ unsafe fn softmax<const LIMBS: usize>(st: &mut State, r: usize, most: f32, centr
 }
 
 /// Row limbs of the next pass where `left` are left: passes are as few as registers allow, and as even as their sizes do. Ten limbs by
-/// two vectors of codes fill 26 registers, so that a code is unpacked once for ten products.
-const fn pass(left: usize) -> usize {
+/// two vectors of codes fill 26 registers, so that a code is unpacked once for ten products. Rows of two limbs stay whole.
+const fn pass(left: usize, limbs: usize) -> usize {
     let even = left.div_ceil(left.div_ceil(10));
     let (sizes, mut i) = ([1, 2, 4, 5, 8, 10], 0);
     while i + 1 < sizes.len() && sizes[i] < even && sizes[i + 1] <= left {
         i += 1;
     }
-    sizes[i]
+    if limbs == 2 && sizes[i] == 5 { 4 } else { sizes[i] }
+}
+
+/// Steps of all passes over four vectors.
+const fn steps(mut left: usize, limbs: usize) -> usize {
+    let mut steps = 0;
+    while left > 0 {
+        let n = pass(left, limbs);
+        steps += if n >= 8 { 2 } else { 1 };
+        left -= n;
+    }
+    steps
 }
 
 /// Calls `$f` for all row limbs, in passes. Integers: any split gives the same bits.
@@ -372,11 +374,7 @@ macro_rules! passes {
     ($f:ident, $rows:expr, $limbs:expr, $both:tt, $st:expr, $planes:expr, $ahead:expr) => {{
         let mut r = $rows.start;
         while r < $rows.end {
-            // Rows of two limbs stay whole.
-            let n = match pass(($rows.end - r) * $limbs) {
-                5 if $limbs == 2 => 4,
-                n => n,
-            };
+            let n = pass(($rows.end - r) * $limbs, $limbs);
             match n {
                 10 => $f::<10, 2, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead),
                 8 => $f::<8, 2, $limbs, $both>($st, r, $planes.0, $planes.1, $ahead),
@@ -400,32 +398,25 @@ unsafe fn normalise_steps<const LIMBS: usize>(params: *mut f32, most: f32) {
     }
 }
 
-/// What is fetched while a page is computed: for few rows its own lines shortly before they are loaded, for many the next page.
-pub(super) struct Ahead<'a> {
-    near: Option<Prefetch>,
-    next: Next<'a>,
-    /// Lines asked for with every row of a phase, and with every vector that is unpacked to a tile.
+/// The next page is fetched while one is computed, so that memory has work in every phase. Lines asked for shortly before their own loads instead leave it idle
+/// while queries are folded and probabilities made: attention of one row then takes half as long again.
+pub(super) struct Ahead {
+    next: Next,
+    /// Lines asked for with every row of a phase, and with every step of the products.
     per_row: usize,
     per_step: usize,
 }
 
-impl<'a> Ahead<'a> {
-    /// For `rows` rows of `limbs` limbs in all. On tiles, `steps` vectors are unpacked and rows go through three phases, else
-    /// through two.
-    fn new(next: Next<'a>, rows: usize, limbs: usize, steps: Option<usize>) -> Ahead<'a> {
-        let many = limbs > MANY;
-        let next = if many { next } else { Next::none() };
-        let lines = next.len();
-        let (per_row, per_step) = match steps {
-            Some(steps) => (lines / 8, (lines * 5 / 8).div_ceil(steps)),
-            None => (lines / 2, 0),
+impl Ahead {
+    /// For `rows` rows whose products take `steps` steps. On tiles a step unpacks a vector and rows go through three phases, else through two.
+    fn new(next: Next, rows: usize, steps: usize, tiles: bool) -> Ahead {
+        let (lines, steps) = (next.len(), steps.max(1));
+        let (per_row, per_step) = if tiles {
+            (lines / 8, (lines * 5 / 8).div_ceil(steps))
+        } else {
+            ((lines % steps).div_ceil(2), lines / steps)
         };
-        Ahead {
-            near: Prefetch::here(limbs > 2).filter(|_| !many),
-            next,
-            per_row: per_row.div_ceil(rows.max(1)),
-            per_step,
-        }
+        Ahead { next, per_row: per_row.div_ceil(rows.max(1)), per_step }
     }
 
     /// Lines of one row of a phase.
@@ -436,7 +427,7 @@ impl<'a> Ahead<'a> {
         }
     }
 
-    /// Lines of one unpacked vector.
+    /// Lines of one step of the products.
     #[inline(always)]
     pub(super) fn step(&mut self) {
         for _ in 0..self.per_step {
@@ -463,7 +454,8 @@ unsafe fn run<const LIMBS: usize, const BOTH: bool>(
         let (u, l) = (upper.as_ptr(), lower.as_ptr());
         let limbs = rows.len() * LIMBS;
         let tiles = tiles && limbs > MANY && shape.d64 <= 64 * amx::MAX_K;
-        let ahead = &mut Ahead::new(next, rows.len(), limbs, tiles.then_some(2 * shape.d));
+        let steps = if tiles { 2 * shape.d } else { steps(limbs, LIMBS) * (shape.d + shape.d16) / 4 };
+        let ahead = &mut Ahead::new(next, rows.len(), steps, tiles);
         let params = st.params.as_mut_ptr();
         unpack(u, shape.d, shape.d16, (step, shift), params, wide);
         for r in rows.clone() {

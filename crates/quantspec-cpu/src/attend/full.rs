@@ -4,23 +4,34 @@
 //! score is one chain of multiply-adds over the channels, an output one over the tokens, on every path: how many rows and vectors a
 //! kernel keeps in registers at once changes no bit.
 
+#[cfg(target_arch = "x86_64")]
+use super::next::Next;
 use super::portable::softmax;
 use super::{G, Shape, State};
 use crate::dispatch::{Simd, portable};
 use crate::lanes::{madd, widen};
 use std::ops::Range;
 
-/// Feeds one f16 page (or a page of the ring) to rows of the state; row r reads its first `visible(r)` tokens, at least one.
-pub(crate) fn full_page(simd: Simd, state: &mut State, rows: Range<usize>, page: &[u16], visible: &[usize]) {
+/// Feeds one f16 page (or a page of the ring) to rows of the state; row r reads its first `visible(r)` tokens, at least one. `next`: the page after it,
+/// which may be fetched meanwhile.
+pub(crate) fn full_page(
+    simd: Simd,
+    state: &mut State,
+    rows: Range<usize>,
+    page: &[u16],
+    visible: &[usize],
+    next: Option<&[u16]>,
+) {
     assert!(page.len() == state.shape.full_len() && visible.len() == rows.len() && rows.end <= state.m.len());
     let (key_halves, value_halves) = page.split_at(G * state.shape.d);
     let d = state.shape.d;
     let most = visible.iter().copied().max().unwrap_or(0);
     #[cfg(target_arch = "x86_64")]
     if simd.has_avx512() || simd == Simd::Avx2 {
-        halves(simd, state, rows, (key_halves, value_halves), visible, most);
+        halves(simd, state, rows, (key_halves, value_halves), visible, most, &mut Next::halves(next));
         return;
     }
+    let _ = next;
     let mut wide = std::mem::take(&mut state.wide);
     for first in (0..most).step_by(64) {
         // Whole vectors: what the ring holds behind the newest token is finite and masked.
@@ -53,6 +64,7 @@ fn halves(
     (keys, values): (&[u16], &[u16]),
     visible: &[usize],
     most: usize,
+    next: &mut Next,
 ) {
     let Shape { d, d16, d64 } = state.shape;
     // Whole vectors: what the ring holds behind the newest token is finite and masked.
@@ -64,7 +76,7 @@ fn halves(
     let scores = if wide { avx512::scores } else { avx2::scores };
     let add_values = if wide { avx512::values } else { avx2::values };
     // SAFETY: the path was chosen because the CPU has its features; the lengths were checked above.
-    unsafe { scores(q, d64, rows.len(), keys.as_ptr(), d, tokens, s) };
+    unsafe { scores(q, d64, rows.len(), keys.as_ptr(), d, tokens, s, next) };
     {
         let (state, rows) = (&mut *state, rows.clone());
         portable!(simd, full_softmax(state: &mut State, rows: Range<usize>, visible: &[usize]));
@@ -74,7 +86,7 @@ fn halves(
     let mut take = |first: usize, seen: usize, rows: Range<usize>| {
         let (p, o) = (state.s[rows.start * G + first..].as_ptr(), state.o[rows.start * d16..].as_mut_ptr());
         // SAFETY: as above; tokens `first` to `first + seen` are in the page, the rows in the state.
-        unsafe { add_values(p, rows.len(), seen, values[first * d..].as_ptr(), d, o, d16) };
+        unsafe { add_values(p, rows.len(), seen, values[first * d..].as_ptr(), d, o, d16, next) };
     };
     take(0, common, rows.clone());
     alike(rows, |i| visible[i] - common, |rows, seen| take(common, seen, rows));
@@ -100,7 +112,7 @@ fn alike(rows: Range<usize>, seen: impl Fn(usize) -> usize, mut each: impl FnMut
 macro_rules! kernels {
     ($name:ident, $feature:literal, $lanes:literal, $vectors:literal, $read:expr, $zero:ident, $load:ident, $store:ident, $set1:ident, $fmadd:ident) => {
         mod $name {
-            use super::G;
+            use super::{G, Next};
             use crate::lanes::f16_value;
             use std::arch::x86_64::*;
 
@@ -109,6 +121,11 @@ macro_rules! kernels {
             /// Vectors that N rows take at a time.
             const fn vectors(rows: usize) -> usize {
                 if rows > 2 { $vectors } else { 4 }
+            }
+
+            /// Lines of the next page that are asked for where so many vectors of halves are loaded: as many as those are, at least one.
+            const fn lines(vectors: usize) -> usize {
+                (vectors * LANES).div_ceil(32)
             }
 
             /// Evaluates `$call` for all rows, up to five at a time: `$n` of them from `$r` on.
@@ -147,6 +164,7 @@ macro_rules! kernels {
                 d: usize,
                 tokens: usize,
                 s: *mut f32,
+                next: &mut Next,
             ) {
                 // SAFETY: passed on.
                 unsafe {
@@ -157,10 +175,10 @@ macro_rules! kernels {
                             let (q, s) = (q.add(r * d64), s.add(r * G));
                             if whole {
                                 for token in (token..token + 4 * LANES).step_by(vectors(N) * LANES) {
-                                    score_block::<N, { vectors(N) }>(q, d64, keys, d, token, s.add(token));
+                                    score_block::<N, { vectors(N) }>(q, d64, keys, d, token, s.add(token), next);
                                 }
                             } else {
-                                score_block::<N, 1>(q, d64, keys, d, token, s.add(token));
+                                score_block::<N, 1>(q, d64, keys, d, token, s.add(token), next);
                             }
                         });
                         token += if whole { 4 * LANES } else { LANES };
@@ -177,6 +195,7 @@ macro_rules! kernels {
                 d: usize,
                 token: usize,
                 s: *mut f32,
+                next: &mut Next,
             ) {
                 // SAFETY: as `scores`, for R rows and V vectors of tokens.
                 unsafe {
@@ -187,6 +206,9 @@ macro_rules! kernels {
                         *vector = keys.add(t / 16 * d * 16 + t % 16);
                     }
                     for c in 0..d {
+                        for _ in 0..lines(V) {
+                            next.line();
+                        }
                         let mut k = [$zero(); V];
                         for v in 0..V {
                             k[v] = $read(vectors[v].add(c * 16));
@@ -219,6 +241,7 @@ macro_rules! kernels {
                 d: usize,
                 o: *mut f32,
                 d16: usize,
+                next: &mut Next,
             ) {
                 // SAFETY: passed on.
                 unsafe {
@@ -226,11 +249,11 @@ macro_rules! kernels {
                         let (p, o) = (p.add(r * G), o.add(r * d16));
                         let mut c = 0;
                         while c + vectors(N) * LANES <= d {
-                            value_block::<N, { vectors(N) }>(p, tokens, values.add(c), d, o.add(c), d16);
+                            value_block::<N, { vectors(N) }>(p, tokens, values.add(c), d, o.add(c), d16, next);
                             c += vectors(N) * LANES;
                         }
                         while c + LANES <= d {
-                            value_block::<N, 1>(p, tokens, values.add(c), d, o.add(c), d16);
+                            value_block::<N, 1>(p, tokens, values.add(c), d, o.add(c), d16, next);
                             c += LANES;
                         }
                         // Eight channels are left where vectors are of sixteen.
@@ -255,6 +278,7 @@ macro_rules! kernels {
                 d: usize,
                 o: *mut f32,
                 d16: usize,
+                next: &mut Next,
             ) {
                 // SAFETY: as `values`, for R rows and V vectors of channels.
                 unsafe {
@@ -265,6 +289,9 @@ macro_rules! kernels {
                         }
                     }
                     for t in 0..tokens {
+                        for _ in 0..lines(V) {
+                            next.line();
+                        }
                         let mut x = [$zero(); V];
                         for v in 0..V {
                             x[v] = $read(values.add(t * d + v * LANES));

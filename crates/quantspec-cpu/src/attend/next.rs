@@ -5,37 +5,43 @@ use crate::dispatch::fetch_far;
 
 /// What is left of the next page: a core has some sixteen lines under way at most, and a burst of requests waits as loads do, so
 /// they are asked for evenly, between the operations on this page.
-pub(super) struct Next<'a> {
-    /// Upper and lower block.
-    blocks: [&'a [u8]; 2],
+pub(super) struct Next {
+    /// First address and lines of what is left of the block under way, and of the other block.
+    left: (*const u8, usize),
+    after: (*const u8, usize),
 }
 
-impl<'a> Next<'a> {
+fn lines<T>(block: &[T]) -> (*const u8, usize) {
+    (block.as_ptr().cast(), size_of_val(block) / 64)
+}
+
+impl Next {
     /// The blocks of `page` that `planes` are in.
-    pub(super) fn new(page: Option<(&'a [u8], &'a [u8])>, planes: Planes) -> Next<'a> {
+    pub(super) fn new(page: Option<(&[u8], &[u8])>, planes: Planes) -> Next {
         let (upper, lower) = page.unwrap_or_default();
-        Next { blocks: [upper, if planes.both() { lower } else { &[] }] }
+        Next { left: lines(upper), after: lines(if planes.both() { lower } else { &[] }) }
     }
 
-    /// Nothing is fetched.
-    pub(super) const fn none() -> Next<'a> {
-        Next { blocks: [&[]; 2] }
+    /// A page of halves.
+    pub(super) fn halves(page: Option<&[u16]>) -> Next {
+        Next { left: lines(page.unwrap_or_default()), after: lines::<u8>(&[]) }
     }
 
     /// Lines in all.
     pub(super) const fn len(&self) -> usize {
-        (self.blocks[0].len() + self.blocks[1].len()) / 64
+        self.left.1 + self.after.1
     }
 
     /// Asks for one more line.
     #[inline(always)]
     pub(super) fn line(&mut self) {
-        let [block, after] = self.blocks;
-        if let Some((line, rest)) = block.split_at_checked(64) {
-            fetch_far(line.as_ptr());
-            self.blocks = [rest, after];
+        let (at, count) = &mut self.left;
+        if *count > 0 {
+            fetch_far(*at);
+            *at = at.wrapping_add(64);
+            *count -= 1;
         } else {
-            self.blocks = [after, &[]];
+            self.left = std::mem::replace(&mut self.after, lines::<u8>(&[]));
         }
     }
 }

@@ -73,7 +73,8 @@ impl Head {
                     }
                     None => {
                         let visible = vec![G.min(position + 1 - page * G); rows];
-                        full_page(simd, &mut state, 0..rows, &self.full[page], &visible);
+                        let next = self.full.get(page + 1).map(|page| &page[..]);
+                        full_page(simd, &mut state, 0..rows, &self.full[page], &visible, next);
                     }
                 }
             }
@@ -211,7 +212,7 @@ fn rows_that_see_different_tokens_of_a_page_do_not_see_each_other() {
                 state.set_query(r, q, 0.1);
             }
             state.reset(rows.len());
-            full_page(simd, &mut state, 0..rows.len(), &head.full[0], &visible[rows.clone()]);
+            full_page(simd, &mut state, 0..rows.len(), &head.full[0], &visible[rows.clone()], None);
             let mut out = vec![0f32; rows.len() * (2 + d)];
             let shared = Parts::new(&mut out);
             // SAFETY: one thread, one slice at a time.
@@ -234,11 +235,13 @@ fn bounds_are_those_of_core_and_bound_every_key() {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let head = Head::new(&mut noise, d, G, rounding);
             let page = quantize_page(&head.keys, &head.values, d, rounding).unwrap();
-            for _ in 0..5 {
-                let q = noise.normals(d);
-                let want = core::page_bound(&q, &page.key_params, rounding);
+            let mut ends = vec![f32::NAN; 2 * d];
+            for queries in 1..6 {
+                let q = noise.normals(queries * d);
+                let bounds = q.chunks(d).map(|q| core::page_bound(q, &page.key_params, rounding));
+                let want = bounds.fold(f32::NEG_INFINITY, f32::max);
                 for simd in paths() {
-                    let found = page_bound(simd, head.shape, rounding, &q, &head.upper[0]);
+                    let found = page_bound(simd, head.shape, rounding, &q, &head.upper[0], &mut ends);
                     assert!((found - want).abs() < 1e-5 * want.abs(), "{found}, not {want}");
                 }
             }
