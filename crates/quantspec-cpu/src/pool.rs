@@ -1,7 +1,8 @@
 //! A fixed pool of threads: every dispatch runs one closure once per thread and ends when all are done.
 //!
 //! The caller is thread 0; the others spin on an epoch for a moment and then park. Work is dealt in items whose results do not
-//! depend on the thread that computes them: by thread index ([`part`]), or so that all threads end together ([`Deal`]).
+//! depend on the thread that computes them: by thread index ([`part`]), or so that all threads end together ([`Deal`]). So the
+//! caller takes the part of a worker that has not begun when it is done with its own: another program may have its core.
 
 use crate::dispatch::{Prefetch, fetch_far};
 use quantspec_core::{Error, Result};
@@ -13,13 +14,19 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release, SeqCst};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// Spins before a worker parks. A PAUSE takes 40 to 140 cycles, so this is 100 to 500 µs: long against the gap between two
 /// operations of a token, short against a pause of the user.
 const SPINS: u32 = 10_000;
 
-/// Spins of the caller before it lets other threads run: workers on a busy machine may need its core.
-const CALLER_SPINS: u32 = 2_000;
+/// Spins of the caller before it lets other threads run, and how often it does that before it sleeps: on a busy machine a worker that was stopped in its
+/// work may need its core, and the system moves a thread to a core whose own thread sleeps, not to one where it yields.
+const CALLER_SPINS: u32 = 2000;
+const CALLER_YIELDS: u32 = 10;
+
+/// How long the caller sleeps between two looks: what a worker is stopped for takes milliseconds.
+const CALLER_SLEEP: Duration = Duration::from_micros(20);
 
 /// Bytes of what a thread reads next that it asks for at most while it waits: half of a small second-level cache. Half and
 /// three times as much gained less.
@@ -72,12 +79,14 @@ type Job = *const (dyn Fn(usize) + Sync);
 struct Shared {
     /// Dispatches so far. Written by the caller after `job`.
     epoch: Line<AtomicU64>,
-    /// Workers still in the dispatch.
+    /// Workers whose part of the dispatch is not done.
     left: Line<AtomicUsize>,
     /// A worker's closure panicked.
     panicked: AtomicBool,
     stop: AtomicBool,
     asleep: Vec<Line<AtomicBool>>,
+    /// The last dispatch of which each worker's part was begun, by itself or by the caller.
+    begun: Vec<Line<AtomicU64>>,
     /// What each thread is expected to read next.
     next: Vec<Line<Next>>,
     /// Spins before a worker parks: [`SPINS`], or none where threads outnumber processors and one that waits keeps another
@@ -85,11 +94,20 @@ struct Shared {
     spins: u32,
     job: UnsafeCell<Option<Job>>,
 }
-// SAFETY: `job` is written by the caller only while no worker is in a dispatch (`left` is 0) and read by workers only after
-// they saw the epoch that followed the write.
+// SAFETY: `job` is written by the caller only while no worker has a part of a dispatch (`left` is 0) and read by workers only after
+// they saw the epoch that followed the write and began their part of it, which the caller then waits for.
 unsafe impl Sync for Shared {}
 // SAFETY: the pointer in `job` is only followed during a dispatch, whose closure is `Sync`.
 unsafe impl Send for Shared {}
+
+impl Shared {
+    /// Whether whoever asks is the first to begin a worker's part of a dispatch, and so has to do it.
+    fn begins(&self, thread: usize, epoch: u64) -> bool {
+        let begun = &self.begun[thread - 1].0;
+        // A load first: the line stays shared where the part has long been begun.
+        begun.load(Relaxed) == epoch - 1 && begun.compare_exchange(epoch - 1, epoch, SeqCst, Relaxed).is_ok()
+    }
+}
 
 /// See the module.
 pub(crate) struct Pool {
@@ -115,6 +133,7 @@ impl Pool {
             panicked: AtomicBool::new(false),
             stop: AtomicBool::new(false),
             asleep: (1..threads).map(|_| Line(AtomicBool::new(false))).collect(),
+            begun: (1..threads).map(|_| Line(AtomicU64::new(0))).collect(),
             next: (0..threads).map(|_| Line(Next::default())).collect(),
             job: UnsafeCell::new(None),
         });
@@ -175,26 +194,38 @@ impl Pool {
     /// [`quantspec_core::ErrorKind::Internal`] where `f` panicked on any thread.
     pub(crate) fn run(&self, f: &(dyn Fn(usize) + Sync)) -> Result<()> {
         let shared = &*self.shared;
+        let mut epoch = 0;
         if !self.workers.is_empty() {
             // SAFETY: no worker is in a dispatch, so none reads `job`. The lifetime is erased, and the borrow outlives every
             // use, because this function does not return or unwind before `left` is zero.
             unsafe { *shared.job.get() = Some(std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), Job>(f)) };
             shared.left.0.store(self.workers.len(), Relaxed);
-            shared.epoch.0.fetch_add(1, SeqCst);
+            epoch = shared.epoch.0.fetch_add(1, SeqCst) + 1;
             for (worker, asleep) in self.workers.iter().zip(&shared.asleep) {
                 if asleep.0.load(SeqCst) {
                     worker.thread().unpark();
                 }
             }
         }
-        let mine = catch_unwind(AssertUnwindSafe(|| f(0)));
+        let mut mine = catch_unwind(AssertUnwindSafe(|| f(0)));
+        if shared.left.0.load(Acquire) != 0 {
+            for thread in 1..self.threads() {
+                if shared.begins(thread, epoch) {
+                    mine = mine.and(catch_unwind(AssertUnwindSafe(|| f(thread))));
+                    shared.left.0.fetch_sub(1, Relaxed);
+                }
+            }
+        }
         let (mut spins, mut wait) = (0, Wait { next: &shared.next[0].0, asked: 0 });
         while shared.left.0.load(Acquire) != 0 {
             if spins < CALLER_SPINS {
                 spins += 1;
                 wait.turn();
-            } else {
+            } else if spins < CALLER_SPINS + CALLER_YIELDS {
+                spins += 1;
                 std::thread::yield_now();
+            } else {
+                std::thread::sleep(CALLER_SLEEP);
             }
         }
         if shared.panicked.swap(false, Relaxed) || mine.is_err() {
@@ -238,11 +269,15 @@ fn work(shared: &Shared, thread: usize) {
             }
             asleep.store(false, SeqCst);
         }
-        seen += 1;
+        // Dispatches in between were done without this thread.
+        seen = shared.epoch.0.load(SeqCst);
         if shared.stop.load(SeqCst) {
             return;
         }
-        // SAFETY: the epoch was seen, so `job` holds this dispatch's closure, which lives until `left` is zero.
+        if !shared.begins(thread, seen) {
+            continue;
+        }
+        // SAFETY: this thread began its part of the dispatch `seen`, so `job` holds that dispatch's closure, which lives until `left` is zero.
         let job = unsafe { (*shared.job.get()).map(|job| &*job) };
         if let Some(job) = job
             && catch_unwind(AssertUnwindSafe(|| job(thread))).is_err()
@@ -352,6 +387,23 @@ mod tests {
                 assert!(counts.iter().all(|count| count.load(Relaxed) == round + 1));
             }
         }
+    }
+
+    #[test]
+    fn a_worker_that_does_not_come_is_not_waited_for() {
+        // More threads than any processors: those that sleep are late, and the caller does their parts.
+        let threads = 3 * std::thread::available_parallelism().map_or(1, usize::from) + 1;
+        let (pool, caller) = (Pool::new(threads).unwrap(), std::thread::current().id());
+        let (counts, taken) = ((0..threads).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>(), AtomicUsize::new(0));
+        for round in 0..200 {
+            pool.run(&|thread| {
+                counts[thread].fetch_add(1, Relaxed);
+                taken.fetch_add(usize::from(thread > 0 && std::thread::current().id() == caller), Relaxed);
+            })
+            .unwrap();
+            assert!(counts.iter().all(|count| count.load(Relaxed) == round + 1));
+        }
+        assert!(taken.load(Relaxed) > 0);
     }
 
     #[test]
