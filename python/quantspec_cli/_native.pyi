@@ -154,7 +154,7 @@ def planned(
     page_choice: str,
     accept: str,
 ) -> int:
-    """Bytes that an `Engine` with `every_view` will hold at its peak, or the error it would end with. Reads no weights."""
+    """Bytes that an `Engine` with `every_view` will hold at its peak, or what refuses it before weights are read."""
 
 def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:
     """What steps at positions start .. start + tokens read on average, over all layers and KV heads.

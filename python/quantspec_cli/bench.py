@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from . import __version__, files, loop, output, prompts, render, settings
 from .engine import Model
-from .errors import DoesNotFitError, InputError, InternalError, QuantspecError, UsageError, native_errors, one_line
+from .errors import (
+    DoesNotFitError,
+    InputError,
+    InternalError,
+    ModelError,
+    QuantspecError,
+    UsageError,
+    native_errors,
+    one_line,
+)
 from .options import GAMMA_MAX, KV_TARGETS, METHODS, PAGES_MAX, PAGES_MIN, SEED_MAX, whole
 from .signals import SIGNALS
 from .text import Text
@@ -434,8 +443,8 @@ def _check_fits(model: Model, plan: Plan, options: EngineOptions) -> None:
     try:
         with native_errors():
             _native.planned(str(model.directory), capacity=plan.capacity, **_engine_options(options))
-    except DoesNotFitError as error:
-        raise DoesNotFitError(f"{model.name}: {error.message}", error.hint) from error
+    except (DoesNotFitError, ModelError) as error:
+        raise type(error)(f"{model.name}: {error.message}", error.hint) from error
 
 
 def _engine_options(options: EngineOptions) -> dict[str, Any]:

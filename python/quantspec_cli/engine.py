@@ -253,7 +253,7 @@ class Slots:
         self._postponed: list[Callable[[], object]] = []
 
     def check_process(self) -> None:
-        """Refuses a fork: the engine's worker threads stayed behind, and it would wait for them for ever."""
+        """Refuses a fork: the engine's worker threads stayed behind, as does a GPU's context."""
         if os.getpid() != self._process:
             raise UsageError(
                 f"the engine belongs to process {self._process}, this is its fork {os.getpid()}",

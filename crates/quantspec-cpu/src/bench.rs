@@ -20,6 +20,8 @@ use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, View,
 use quantspec_model::backend::{Backend, Hooks, Options, Pass, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
 use std::hint::black_box;
+use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
 /// Bytes of operands a bench walks through: more than the caches that one of the benches' machines calls its own.
@@ -128,7 +130,14 @@ impl Read {
     /// # Errors
     /// As [`Read::call`].
     pub fn gb_per_s(&mut self) -> Result<f64> {
-        self.pool.run(&|_| ())?;
+        // Nobody's part ends before all have begun: else the caller would do those of threads that sleep.
+        let (begun, threads) = (AtomicUsize::new(0), self.pool.threads());
+        self.pool.run(&|_| {
+            begun.fetch_add(1, Relaxed);
+            while begun.load(Relaxed) < threads {
+                std::hint::spin_loop();
+            }
+        })?;
         let started = Instant::now();
         self.call()?;
         Ok(self.bytes() as f64 / started.elapsed().as_secs_f64() / 1e9)
@@ -234,7 +243,7 @@ impl Product {
     }
 }
 
-/// What lies between the matrices. The numbers of in-place operations stay what they are, or as large as they are.
+/// What lies between the matrices. The numbers of in-place operations stay finite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     /// RMSNorm of rows.

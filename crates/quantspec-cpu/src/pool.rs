@@ -20,10 +20,10 @@ use std::time::Duration;
 /// operations of a token, short against a pause of the user.
 const SPINS: u32 = 10_000;
 
-/// Spins of the caller before it lets other threads run, and how often it does that before it sleeps: on a busy machine a worker that was stopped in its
-/// work may need its core, and the system moves a thread to a core whose own thread sleeps, not to one where it yields.
+/// Spins of the caller before it lets other threads run, and how often it does that before it sleeps, some 200 µs: on a busy machine a worker that was
+/// stopped in its work may need its core, and the system moves a thread to a core whose own thread sleeps, not to one where it yields.
 const CALLER_SPINS: u32 = 2000;
-const CALLER_YIELDS: u32 = 10;
+const CALLER_YIELDS: u32 = 300;
 
 /// How long the caller sleeps between two looks: what a worker is stopped for takes milliseconds.
 const CALLER_SLEEP: Duration = Duration::from_micros(20);

@@ -51,8 +51,8 @@ pub(crate) fn traffic<'py>(py: Python<'py>, model: &str, start: usize, tokens: u
     Ok(out)
 }
 
-/// `planned(model, …)`: bytes that an engine of every view and of this capacity will hold at its peak, or the refusal that its construction would end with. No
-/// weights are read.
+/// `planned(model, …)`: bytes that an engine of every view and of this capacity will hold at its peak, or the refusal of a model that the device does not know, of
+/// its context or of its memory. No weights are read.
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, device, threads, kv_rounding, page_choice, accept))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
@@ -84,7 +84,11 @@ pub(crate) fn planned(
     let resolved = request.resolve().map_err(to_python)?;
     detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
-        Place::choose(device, &checkpoint)?.plan(&checkpoint, &resolved.options, 0)
+        let place = Place::choose(device, &checkpoint)?;
+        if let Place::Cuda { gpu, .. } = &place {
+            quantspec_cuda::check(&checkpoint, &gpu.info)?;
+        }
+        place.plan(&checkpoint, &resolved.options, 0)
     })
 }
 
