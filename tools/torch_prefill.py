@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-from collections.abc import Callable
 from functools import partial
 
-try:
-    import torch
-    from torch.nn import functional
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-except ModuleNotFoundError as error:
-    sys.exit(f"error: {error}\nhint: pip install torch")
+# It says how to get PyTorch where there is none.
+from torch_step import DIM, HEADS, HIDDEN, LAYERS, SHAPES, milliseconds, numbers
 
-HIDDEN, HEADS, DIM, LAYERS = 4096, 32, 128, 32
-# KV heads and feed-forward width.
-SHAPES = {"llama-2-7b": (32, 11008), "llama-3.1-8b": (8, 14336)}
+# isort: split
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash-attention-2": SDPBackend.FLASH_ATTENTION}
 # Rows of the feed-forward network at once: what it makes of 131,072 does not fit beside the rest.
 BLOCK = 16384
@@ -72,35 +68,6 @@ class Layer:
             part += functional.linear(functional.silu(gate) * up, self.down)
 
 
-def milliseconds(work: Callable[[], object], tokens: int) -> float:
-    """Median of replays, by events."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times: list[float] = []
-    for _ in range(6 if tokens > 4 * BLOCK else 12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[3:])
-
-
-def numbers(text: str) -> list[int]:
-    """Positive numbers between commas."""
-    found = [int(part) for part in text.split(",")]
-    if min(found) < 1:
-        raise ValueError
-    return found
-
-
 def heads(text: str) -> list[tuple[int, int, int]]:
     """Triples of positive numbers, HEADS/KV HEADS/WIDTH, between commas."""
     found = [tuple(int(number) for number in part.split("/")) for part in text.split(",")]
@@ -126,10 +93,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("error: no GPU\nhint: run it where torch.cuda.is_available()")
     for tokens in options.tokens:
+        timed = partial(milliseconds, warm_up=2, replays=6 if tokens > 4 * BLOCK else 12)
         for name, backend in BACKENDS.items():
             if options.shape:
-                layer, x = Layer(*SHAPES[options.shape]), tensor(tokens, HIDDEN)
-                ms = milliseconds(partial(layer.prompt, x, backend), tokens)
+                kv_heads, wide, _ = SHAPES[options.shape]
+                layer, x = Layer(kv_heads, wide), tensor(tokens, HIDDEN)
+                ms = timed(partial(layer.prompt, x, backend))
                 rate = round(tokens / ms * 1e3 / LAYERS)
                 say(ms, shape=options.shape, tokens=tokens, attention=name, tokens_per_s_of_32_layers=rate)
                 continue
@@ -137,7 +106,7 @@ def main() -> None:
                 query = tensor(1, query_heads, tokens, width)
                 key, value = tensor(1, kv_heads, tokens, width), tensor(1, kv_heads, tokens, width)
                 try:
-                    ms = milliseconds(partial(attend, query, key, value, backend), tokens)
+                    ms = timed(partial(attend, query, key, value, backend))
                 except RuntimeError as error:
                     print(f"{name} does not take heads of {width}: {str(error).splitlines()[0]}", file=sys.stderr)
                     continue

@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
 
 try:
     import torch
@@ -86,13 +87,21 @@ def after(
     return x + functional.linear(functional.silu(gate) * up, down)
 
 
-def milliseconds(work: torch.cuda.CUDAGraph) -> float:
-    """Median of replays, by events."""
+def milliseconds(work: Callable[[], object], *, warm_up: int, replays: int) -> float:
+    """Median of replays of a graph of it, the first three not counted, by events."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(warm_up):
+            work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
     times: list[float] = []
-    for _ in range(REPLAYS):
+    for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        work.replay()
+        graph.replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
@@ -114,15 +123,8 @@ def measure(shape: str, depth: int, vocab: int | None) -> dict[str, object]:
             state = layer.step(state, cos, sin)
         return functional.linear(state, head).argmax(-1)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return {"shape": shape, "vocab": len(head), "depth": depth, "ms": round(milliseconds(graph), 3)}
+    ms = milliseconds(step, warm_up=3, replays=REPLAYS)
+    return {"shape": shape, "vocab": len(head), "depth": depth, "ms": round(ms, 3)}
 
 
 def numbers(text: str) -> list[int]:

@@ -325,14 +325,7 @@ pub(crate) fn merge(simd: Simd, parts: &[f32], stride: usize, out: &mut [f32]) {
 
 /// Greatest upper bound of q·k over a page in view Upper, of queries `[_][D]`: core's `page_bound` on this layout. `upper`: the page's upper block;
 /// `ends`: room for 2D numbers.
-pub(crate) fn page_bound(
-    simd: Simd,
-    shape: Shape,
-    rounding: Rounding,
-    queries: &[f32],
-    upper: &[u8],
-    ends: &mut [f32],
-) -> f32 {
+fn page_bound(simd: Simd, shape: Shape, rounding: Rounding, queries: &[f32], upper: &[u8], ends: &mut [f32]) -> f32 {
     #[inline(always)]
     fn body<const FMA: bool>(d: usize, low: f32, queries: &[f32], upper: &[u8], ends: &mut [f32]) -> f32 {
         // The least and the greatest value of each channel, once for all queries.
@@ -367,9 +360,26 @@ pub(crate) fn page_bound(
     portable!(simd, body(d: usize, low: f32, queries: &[f32], upper: &[u8], ends: &mut [f32]) -> f32)
 }
 
-/// Asks for the parameters that [`page_bound`] reads: they lie a page apart, where no prefetcher of a CPU follows.
-pub(crate) fn fetch_bounds(shape: Shape, upper: &[u8]) {
-    upper[..4 * shape.d].chunks(64).for_each(|line| fetch_far(line.as_ptr()));
+/// Pages whose bounds are computed while the parameters of one come from memory.
+const BOUNDS_AHEAD: usize = 4;
+
+/// [`page_bound`] of `count` pages, whose upper blocks `upper` gives, in order. Parameters lie a page apart, where no prefetcher of a CPU follows, so those of the
+/// pages to come are asked for.
+pub(crate) fn page_bounds<'a>(
+    simd: Simd,
+    shape: Shape,
+    rounding: Rounding,
+    queries: &[f32],
+    count: usize,
+    upper: impl Fn(usize) -> &'a [u8],
+) -> impl Iterator<Item = f32> {
+    let mut ends = vec![0.0; 2 * shape.d];
+    (0..count).map(move |page| {
+        if page + BOUNDS_AHEAD < count {
+            upper(page + BOUNDS_AHEAD)[..4 * shape.d].chunks(64).for_each(|line| fetch_far(line.as_ptr()));
+        }
+        page_bound(simd, shape, rounding, queries, upper(page), &mut ends)
+    })
 }
 
 /// Writes one token's keys and values into an f16 page (or a page of the ring). `key`, `value`: `[D]` halves.

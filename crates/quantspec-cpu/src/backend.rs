@@ -398,7 +398,7 @@ impl CpuBackend {
             (&self.cache, &self.rows.qkv, self.rows.places.width, self.options.rounding);
         let chosen = Parts::new(&mut self.chosen);
         self.pool.run(&|thread| {
-            let (mut bounds, mut ends) = (Vec::new(), vec![0.0; 2 * d]);
+            let mut bounds = Vec::new();
             for item in part(runs.len() * kv_heads, thread, threads) {
                 let ((first, _), kv_head) = (runs[item / kv_heads], item % kv_heads);
                 let row = &step.rows[first];
@@ -417,12 +417,8 @@ impl CpuBackend {
                     Pages::Best(_) if cache.planes().upper => {
                         let queries = &qkv[first * width + kv_head * group * d..][..group * d];
                         bounds.clear();
-                        bounds.extend((0..now).map(|page| {
-                            if page + BOUNDS_AHEAD < now {
-                                attend::fetch_bounds(shape, cache.upper(head, page + BOUNDS_AHEAD));
-                            }
-                            attend::page_bound(simd, shape, rounding, queries, cache.upper(head, page), &mut ends)
-                        }));
+                        let upper = |page| cache.upper(head, page);
+                        bounds.extend(attend::page_bounds(simd, shape, rounding, queries, now, upper));
                         best_pages(&bounds, n)
                     }
                     _ => quantspec_core::attend::window_pages(now, n),
@@ -700,9 +696,6 @@ fn best_pages(bounds: &[f32], n: usize) -> Vec<usize> {
     order.sort_unstable();
     order
 }
-
-/// Pages whose bounds are computed while the parameters of one come from memory.
-pub(crate) const BOUNDS_AHEAD: usize = 4;
 
 /// Work of one thread: a chunk of pages, or the recent tokens, of one KV head, for some rows of one slot.
 struct Item {

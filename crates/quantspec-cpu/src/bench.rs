@@ -5,7 +5,6 @@
 //! model does, so that what it reads was not read for a while.
 
 use crate::attend::{self, CHUNK, Shape, State};
-use crate::backend::BOUNDS_AHEAD;
 use crate::causal::{self, Causal};
 use crate::dispatch::{Choice, Simd, choose};
 use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm, rms_norm_panel, rope, silu_mul};
@@ -818,15 +817,10 @@ impl Bounds {
             for head in part(case.kv_heads, thread, threads) {
                 // SAFETY: a head is one item of one thread.
                 let out = unsafe { out.slice(head * pages, pages) };
-                let (page, queries) =
-                    (|page: usize| &upper[(head * pages + page) * len..][..len], &q[head * width..][..width]);
-                let mut ends = vec![0.0; 2 * shape.d];
-                for (i, out) in out.iter_mut().enumerate() {
-                    if i + BOUNDS_AHEAD < pages {
-                        attend::fetch_bounds(shape, page(i + BOUNDS_AHEAD));
-                    }
-                    *out = attend::page_bound(*simd, shape, Rounding::Balanced, queries, page(i), &mut ends);
-                }
+                let queries = &q[head * width..][..width];
+                let page = |page: usize| &upper[(head * pages + page) * len..][..len];
+                let bounds = attend::page_bounds(*simd, shape, Rounding::Balanced, queries, pages, page);
+                out.iter_mut().zip(bounds).for_each(|(out, bound)| *out = bound);
             }
         })?;
         *layer = (*layer + 1) % *layers;

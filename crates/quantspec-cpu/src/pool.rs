@@ -196,7 +196,7 @@ impl Pool {
         let shared = &*self.shared;
         let mut epoch = 0;
         if !self.workers.is_empty() {
-            // SAFETY: no worker is in a dispatch, so none reads `job`. The lifetime is erased, and the borrow outlives every
+            // SAFETY: no worker has a part of a dispatch, so none reads `job`. The lifetime is erased, and the borrow outlives every
             // use, because this function does not return or unwind before `left` is zero.
             unsafe { *shared.job.get() = Some(std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), Job>(f)) };
             shared.left.0.store(self.workers.len(), Relaxed);

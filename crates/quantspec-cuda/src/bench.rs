@@ -53,6 +53,13 @@ pub struct Measured {
     pub operations: Option<f64>,
 }
 
+impl Measured {
+    /// One for which neither tokens before the rows nor a product's shape matter.
+    fn of(kernel: &'static str, form: &'static str, rows: usize, seconds: f64, bytes: usize) -> Measured {
+        Measured { kernel, form, rows, seconds, bytes, ..Measured::default() }
+    }
+}
+
 /// Bytes a second that a kernel reads that does nothing else; of as much memory as may be had without crowding others out.
 ///
 /// # Errors
@@ -417,14 +424,7 @@ impl Bench {
         let (ring_k, ring_v) = (ring.at(0), ring.at(kv_width * BUFFER_TOKENS * 2));
         let element = config.dtype.bytes();
         for &rows in rows {
-            let told = |kernel: &'static str, form: &'static str, seconds: f64, bytes: usize| Measured {
-                kernel,
-                form,
-                rows,
-                seconds,
-                bytes,
-                ..Measured::default()
-            };
+            let told = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let eps = config.rms_eps;
             let full = args![&stream, &y, 0u64, &weight, &x, eps, hidden, padded(hidden)];
             let codes = args![&stream, &y, 0u64, &weight, &x, &xs, eps, hidden, hidden.next_multiple_of(G)];
@@ -485,14 +485,7 @@ impl Bench {
         let described = device.zeroed(most * 16)?;
         let mut sampling = Sampling::new(device, vocab, 1, most, most.max(2), false)?;
         for &rows in rows {
-            let told = |kernel: &'static str, form: &'static str, seconds: f64, bytes: usize| Measured {
-                kernel,
-                form,
-                rows,
-                seconds,
-                bytes,
-                ..Measured::default()
-            };
+            let told = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let (windows, pitch) = (sampling.windows(), sampling.pitch());
             let arguments = args![&described, windows, pitch, 0u64, &table, &stream, hidden, vocab];
             let took = self.called(|| self.launch(embed, [rows, 1, 1], 256, 0, &arguments))?;

@@ -84,11 +84,7 @@ pub(crate) fn planned(
     let resolved = request.resolve().map_err(to_python)?;
     detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
-        let place = Place::choose(device, &checkpoint)?;
-        if let Place::Cuda { gpu, .. } = &place {
-            quantspec_cuda::check(&checkpoint, &gpu.info)?;
-        }
-        place.plan(&checkpoint, &resolved.options, 0)
+        Place::choose(device, &checkpoint)?.plan(&checkpoint, &resolved.options, 0)
     })
 }
 

@@ -121,8 +121,11 @@ impl Place {
     }
 
     /// Bytes at the peak of an engine: of the process (resident now plus what the engine will hold, and what its user takes beside it), or of
-    /// the GPU. Refuses what does not fit in the model's context or the device's memory.
+    /// the GPU. Refuses a model that the device does not know, and what does not fit in the model's context or the device's memory.
     pub(crate) fn plan(&self, checkpoint: &Checkpoint, options: &Options, beside: usize) -> Result<usize> {
+        if let Some(gpu) = self.gpu() {
+            quantspec_cuda::check(checkpoint, &gpu.info)?;
+        }
         let config = checkpoint.config();
         let (used, available) = match self {
             Place::Cpu => {
