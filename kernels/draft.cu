@@ -16,6 +16,8 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int DRAFT_TOGETHER = 4;        // tiles of a block that share what a warp reads of the inputs; two of them a chunk
+// Chunks on their way, of 17 KB; first, beside the kernel before, and later (docs/kernels.md).
+constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;            // rows are even columns of a product, so that a lane has outputs of one row
 constexpr int DRAFT_BLOCK = QUANT_BLOCK<4>, DRAFT_HALF = LINEAR_WARPS * DRAFT_BLOCK, DRAFT_CHUNK = 2 * DRAFT_HALF;
 
@@ -231,33 +233,6 @@ struct ToHeads {
   }
 };
 
-// Keeps the ring full, by one thread. No more than `most` chunks are on their way: they keep memory busy, behind more of them inputs and results would queue.
-DEV void draft_fill(const uint8_t* w, const DraftShared& to, int stages, int most, int mine) {
-  const uint64_t once = evict_first();
-  int slot = 0, phase = 1, behind = 0, behind_phase = 0, ahead = 0;
-#pragma unroll 1
-  for (int first = 0; first < mine; first += DRAFT_TOGETHER)
-#pragma unroll 1
-    for (int k = 0; k < to.groups; k += LINEAR_WARPS)
-#pragma unroll 1
-      for (int t = first; t < min(first + DRAFT_TOGETHER, mine); t += 2) {
-        const int tiles = min(2, mine - t), bytes = min(LINEAR_WARPS, to.groups - k) * DRAFT_BLOCK;
-        mbar_wait(to.empty + slot * 8, phase);
-        if (ahead < most) {
-          ahead++;
-        } else {
-          mbar_wait(to.full + behind * 8, behind_phase);
-          if (++behind == stages) behind = 0, behind_phase ^= 1;
-        }
-        mbar_expect(to.full + slot * 8, tiles * bytes);
-#pragma unroll 1
-        for (int i = 0; i < tiles; i++)
-          bulk_copy(to.slots + slot * DRAFT_CHUNK + i * DRAFT_HALF, w + ((size_t)(blockIdx.x + (t + i) * gridDim.x) * to.groups + k) * DRAFT_BLOCK, bytes,
-                    to.full + slot * 8, once);
-        if (++slot == stages) slot = 0, phase ^= 1;
-      }
-}
-
 // What a warp reads of a chunk: of each of two tiles codes and parameters of 16 outputs x 128 k. Without a second tile it is what lay there before, and nobody
 // reads what it sums up to.
 struct DraftPiece {
@@ -345,7 +320,7 @@ DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader& reader, const
 
 // w: blocks [tiles][groups] of `linear.cuh`. The blocks share the tiles in turn; of a tile warp w has groups w, w + 8, ...
 template <class In, class Out>
-DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int rows, int stages, int ahead, In in, const Out& out) {
+DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int rows, int stages, In in, const Out& out) {
   constexpr int W = LINEAR_WARPS, T = DRAFT_TOGETHER;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;    // shuffled: the compiler sees that a warp agrees
@@ -356,7 +331,7 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
   __syncthreads();
   if (warp >= W) {
     registers_give<24>();
-    if (threadIdx.x == W * 32) draft_fill(w, s, stages, ahead, mine);
+    if (threadIdx.x == W * 32) ring_fill<DRAFT_BLOCK, 2, T>(w, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
     return;
   }
   registers_take<104>();
@@ -404,28 +379,28 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
 
 // Grid min(tiles, multiprocessors), 384 threads; 80 registers, so that two blocks and a small one fit a multiprocessor. Shared memory as above.
 #define DRAFT KERNEL __maxnreg__(80)
-#define DRAFT_WEIGHTS const uint8_t *w, int groups, int tiles, int rows, int stages, int ahead
+#define DRAFT_WEIGHTS const uint8_t *w, int groups, int tiles, int rows, int stages
 #define DRAFT_HIDDEN const float *hidden, const float *weight, float eps, int width
 
 #define DRAFT_HEADS(D)                                                                                                                                     \
   DRAFT draft_heads_##D(DRAFT_WEIGHTS, DRAFT_HIDDEN, const Row* of, const float* bias, const float2* cos_sin, uint16_t* q, uint16_t* ring_k,               \
                         uint16_t* ring_v, float scale, int heads, int kv_heads, int layer, int slots, uint32_t* flag) {                                    \
-    draft_product(w, groups, tiles, rows, stages, ahead, FromHidden{hidden, weight, eps, width},                                                                  \
+    draft_product(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                                                                  \
                   ToHeads<D>{of, bias, cos_sin, q, ring_k, ring_v, scale, heads, kv_heads, layer, slots, flag});                                           \
   }
 DRAFT_HEADS(64)
 DRAFT_HEADS(128)
 DRAFT_HEADS(256)
 DRAFT draft_rows(DRAFT_WEIGHTS, DRAFT_HIDDEN, float* y, int n) {
-  draft_product(w, groups, tiles, rows, stages, ahead, FromHidden{hidden, weight, eps, width}, ToRows{y, n});
+  draft_product(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToRows{y, n});
 }
 DRAFT draft_gated(DRAFT_WEIGHTS, DRAFT_HIDDEN, const float* bias, uint16_t* x, int inner, int pitch) {
-  draft_product(w, groups, tiles, rows, stages, ahead, FromHidden{hidden, weight, eps, width}, ToGated{x, bias, inner, pitch});
+  draft_product(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToGated{x, bias, inner, pitch});
 }
 DRAFT draft_add_i8(DRAFT_WEIGHTS, const int8_t* x, const float2* xs, float* hidden, const float* bias, int n) {
-  draft_product(w, groups, tiles, rows, stages, ahead, FromInt8{x, xs}, ToHidden{hidden, bias, n});
+  draft_product(w, groups, tiles, rows, stages, FromInt8{x, xs}, ToHidden{hidden, bias, n});
 }
 DRAFT draft_add_bf16(DRAFT_WEIGHTS, const uint16_t* x, int width, int pitch, float* hidden, const float* bias, int n) {
-  draft_product(w, groups, tiles, rows, stages, ahead, FromBf16{x, width, pitch}, ToHidden{hidden, bias, n});
+  draft_product(w, groups, tiles, rows, stages, FromBf16{x, width, pitch}, ToHidden{hidden, bias, n});
 }
 #endif

@@ -165,8 +165,9 @@ DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
   }
   out.put(row, group, lane, there, v);
 }
+// 48 registers: four warps a scheduler, which fit beside the three of a product's ring (linear.cu).
 #define PRODUCERS(NAME, T)                                                                                                                                \
-  KERNEL __launch_bounds__(512) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, T::Bits* x, float eps, int width,      \
+  KERNEL __maxnreg__(48) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, T::Bits* x, float eps, int width,      \
                                             int pitch) {                                                                                                  \
     norm(hidden, y, bias, weight, eps, width, Into<T>{x, pitch});                                                                                         \
   }                                                                                                                                                       \

@@ -9,9 +9,9 @@ DEV uint32_t cluster_rank() {
   asm volatile("mov.u32 %0,%%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-DEV void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEV void cluster_sync() { cluster_arrive(), cluster_wait(); }
 DEV void bar_sync(int id, int threads) { asm volatile("bar.sync %0,%1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ---- mbarriers ----
@@ -25,6 +25,13 @@ DEV void mbar_init_ring(uint32_t full, uint32_t empty, int stages, int leavers) 
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int i = 0; i < stages; i++) mbar_init(full + i * 8, 1), mbar_init(empty + i * 8, leavers);
+    mbar_init_done();
+  }
+}
+DEV void mbar_init_all(uint32_t bars, int count, int arrivals) {
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int i = 0; i < count; i++) mbar_init(bars + i * 8, arrivals);
     mbar_init_done();
   }
 }
@@ -95,6 +102,15 @@ DEV void tma_add(const TensorMap* m, int x, int y, uint32_t src) {
 // ---- plain copies; `policy` as of `evict_first` ----
 DEV void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar, uint64_t policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar), "l"(policy)
+               : "memory");
+}
+DEV void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+}
+// To the same address, signalling the same barrier, of every CTA in `mask`.
+DEV void bulk_copy_multicast(uint32_t dst, const void* src, int bytes, uint32_t bar, int mask) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0],[%1],%2,[%3],%4;" ::"r"(dst), "l"(src), "r"(bytes),
+               "r"(bar), "h"((short)mask)
                : "memory");
 }
 // Asks memory for bytes that a later kernel will read.

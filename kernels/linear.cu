@@ -3,37 +3,43 @@
 
 // linear_{bf16,f16}_{NT}(w atoms, x [rows][pitch], y f32 [rows][n], atoms of k, tiles of 16 outputs, n, rows, pitch of x in elements):
 // grid (blocks that share the tiles, rows / (8 NT) rounded up), 256 threads, no dynamic shared memory.
-#define LINEAR(name, E, NT, DEPTH, PER_SM)                                                                                                        \
-  KERNEL __launch_bounds__(256, PER_SM) name(const uint4* w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) { \
-    linear_16<E, NT, DEPTH>(w, x, y, atoms, tiles, n, rows, pitch);                                                                              \
-  }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// On Hopper up to 16 rows: grid min(tiles, multiprocessors), 288 threads, RING_STAGES (RING_CHUNK + 16) + 16384 bytes of shared memory. 104 registers leave
-// room for a block of a norm.
-#define RING(name, E, NT)                                                                                                                         \
-  KERNEL __maxnreg__(104) name(const uint8_t* w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {                 \
-    linear_ring<E, NT>(w, x, y, atoms, tiles, n, rows, pitch);                                                                                    \
+// On Hopper: grid (min(tiles, multiprocessors), whole clusters; the same), 320 threads, 384 where registers are handed over, Ring::BYTES of shared memory.
+// Up to 104 registers (three warps of a scheduler have 312 of its 512) leave room for a block of a norm, whose four have 192. Numbers: docs/kernels.md.
+#define ONE
+#define PAIR __cluster_dims__(2, 1, 1)
+#define RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, BLOCKS, REGISTERS, SHARED)                                                                    \
+  static_assert(FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED, "as linear.rs asks for");                                       \
+  RING_OF(linear_bf16_##NT, MmaBf16, BLOCKS, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)                                          \
+  RING_OF(linear_f16_##NT, MmaHalf, BLOCKS, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
+#define RING_OF(name, E, BLOCKS, REGISTERS, ...)                                                                                                               \
+  KERNEL BLOCKS __maxnreg__(REGISTERS) name(const uint8_t* w, const uint8_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {                  \
+    ring_product<__VA_ARGS__, MultiplyFull<E, __VA_ARGS__>>(w, x, nullptr, y, atoms, tiles, n, rows, (size_t)pitch * 2);                                       \
   }
-RING(linear_bf16_1, MmaBf16, 1)
-RING(linear_bf16_2, MmaBf16, 2)
-RING(linear_f16_1, MmaHalf, 1)
-RING(linear_f16_2, MmaHalf, 2)
+RING(1, 4, 12, 2, 1, false, ONE, 96, 222448)
+RING(2, 3, 10, 3, 2, false, PAIR, 104, 224488)
+RING(4, 3, 9, 2, 2, false, PAIR, 128, 225472)
+RING(8, 3, 5, 2, 2, true, PAIR, 168, 229504)
 #else
+#define LINEAR(name, E, NT, DEPTH, PER_SM)                                                                                                                     \
+  KERNEL __launch_bounds__(256, PER_SM) name(const uint4* w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {                  \
+    linear_16<E, NT, DEPTH>(w, x, y, atoms, tiles, n, rows, pitch);                                                                                            \
+  }
 LINEAR(linear_bf16_1, MmaBf16, 1, 4, 2)
 LINEAR(linear_bf16_2, MmaBf16, 2, 4, 2)
-LINEAR(linear_f16_1, MmaHalf, 1, 4, 2)
-LINEAR(linear_f16_2, MmaHalf, 2, 4, 2)
-#endif
 LINEAR(linear_bf16_4, MmaBf16, 4, 2, 2)
 LINEAR(linear_bf16_8, MmaBf16, 8, 2, 1)
+LINEAR(linear_f16_1, MmaHalf, 1, 4, 2)
+LINEAR(linear_f16_2, MmaHalf, 2, 4, 2)
 LINEAR(linear_f16_4, MmaHalf, 4, 2, 2)
 LINEAR(linear_f16_8, MmaHalf, 8, 2, 1)
+#endif
 
 // linear_{w4,w8}_{NT}_{STAGES}(w blocks, x8 [rows][groups * 128], xs [rows][groups] {scale, sum}, y f32 [rows][n], groups, tiles, n, rows): the same grid,
 // 256 threads, 8 STAGES (256 bits + 64) bytes of shared memory, with one row tile rows * (groups * 136 + 64) more.
-#define QUANT(name, BITS, NT, STAGES, PER_SM)                                                                                                             \
-  KERNEL __launch_bounds__(256, PER_SM) name(const uint8_t* w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) { \
-    linear_quant<BITS, NT, STAGES, NT == 1>(w, x, xs, y, groups, tiles, n, rows);                                                                                         \
+#define QUANT(name, BITS, NT, STAGES, PER_SM)                                                                                                                  \
+  KERNEL __launch_bounds__(256, PER_SM) name(const uint8_t* w, const int8_t* x, const float2* xs, float* y, int groups, int tiles, int n, int rows) {          \
+    linear_quant<BITS, NT, STAGES, NT == 1>(w, x, xs, y, groups, tiles, n, rows);                                                                              \
   }
 QUANT(linear_w4_1_8, 4, 1, 8, 2)
 QUANT(linear_w4_1_6, 4, 1, 6, 2)
@@ -45,6 +51,22 @@ QUANT(linear_w8_1_4, 8, 1, 4, 2)
 QUANT(linear_w8_2_4, 8, 2, 4, 2)
 QUANT(linear_w8_4_4, 8, 4, 4, 2)
 QUANT(linear_w8_4_2, 8, 4, 2, 2)
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// linear_{w4,w8}_ring_{NT}: the same on Hopper where rows have an even number of groups, so that scales can be copied; grid, threads and shared memory as above.
+#define DRAFT_RING(BITS, NT, BLOCKS, REGISTERS, SHARED4, SHARED8, ...)                                                                                         \
+  static_assert(__VA_ARGS__::BYTES == (BITS == 4 ? SHARED4 : SHARED8), "as linear.rs asks for");                                                               \
+  KERNEL BLOCKS __maxnreg__(REGISTERS) linear_w##BITS##_ring_##NT(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) { \
+    ring_product<__VA_ARGS__, MultiplyDraft<BITS, __VA_ARGS__>>(w, x, xs, y, groups, tiles, n, rows, (size_t)groups * 128);                                    \
+  }
+#define DRAFT_RINGS(BITS)                                                                                                                                      \
+  DRAFT_RING(BITS, 1, ONE, 96, 211848, 207240, DraftRing<BITS, 1, 4, 9, 5, 1, false>)                                                                          \
+  DRAFT_RING(BITS, 2, PAIR, 168, 205008, 201424, DraftRing<BITS, 2, 4, 7, 4, 2, true>)                                                                         \
+  DRAFT_RING(BITS, 4, PAIR, 168, 224936, 221864, DraftRing<BITS, 4, 4, 6, 3, 2, true>)                                                                         \
+  DRAFT_RING(BITS, 8, PAIR, 168, 227440, 225392, DraftRing<BITS, 8, 4, 4, 2, 2, true>)
+DRAFT_RINGS(4)
+DRAFT_RINGS(8)
+#endif
 
 // linear_f32(w [n][k], x [rows][pitch], y f32 [rows][n], k, n, rows, pitch): grid (n / 8 rounded up, rows / 8 rounded up), 256 threads.
 KERNEL __launch_bounds__(256) linear_f32(const float* w, const float* x, float* y, int k, int n, int rows, int pitch) { linear_single<8>(w, x, y, k, n, rows, pitch); }

@@ -219,144 +219,285 @@ DEV void linear_quant(const uint8_t* __restrict__ w, const int8_t* x, const floa
 static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must stay where floats count by ones");
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// ---- Hopper: a block per multiprocessor behind a ring that the copy engine fills ----
-// Weights do not depend on the kernel before, so a producer warp fills the ring, nearly all shared memory of a multiprocessor, as soon as the product before
-// has left it: memory works on while norms and the like run, whose blocks fit beside in the registers that are left. No more than AHEAD chunks are on their
-// way: they keep memory busy, and behind more of them every input and every result would queue.
+// ---- Hopper: a block per multiprocessor behind two rings that the copy engine fills ----
+// Weights do not depend on the kernel before, so a producer warp fills their ring, most of a multiprocessor's shared memory, as soon as the product before has
+// left it: memory works on while norms and the like run, whose blocks fit beside in the registers that are left. A second producer copies x, once for as many
+// tiles as registers have sums for: read again for each of a few tiles it is more than the weights, and what L2 delivers to all multiprocessors is little more
+// than what memory does. From nine rows on two blocks share what they copy of x.
 //
-// A chunk is an atom for each of the eight warps. Up to RING_TOGETHER tiles of a block alternate by chunks, so that what a warp needs of x serves all of them;
-// it is asked for two chunks ahead. Their sums meet in one go. Which atoms a warp adds up in which order is as in `linear_16`.
-constexpr int RING_STAGES = 12, RING_AHEAD = 4, RING_CHUNK = LINEAR_WARPS * 2048, RING_TOGETHER = 4;
+// A piece is what one warp needs of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, or a block of draft weights of 128. Eight pieces, one for each
+// warp, and of blocks of four bits those of two tiles, are a chunk. A warp reads its own part of x. Tiles of a block that are summed up together alternate by
+// chunks. Which pieces a warp adds up in which order is as in `linear_16` and `linear_quant`.
 
-// Keeps the ring full: by one thread.
-template <int TOGETHER>
-DEV void ring_fill(const uint8_t* w, uint32_t slots, uint32_t full, uint32_t empty, int atoms, int mine) {
+// Chunks on their way, of 16 or 17 KB. They keep memory busy, and behind more of them every input and every result would queue; what a block asks for first
+// competes with the end of the kernel before.
+constexpr int RING_AHEAD = 4, RING_AHEAD_FIRST = 3;
+// Outputs of 16 x 8 that meet at a time.
+constexpr int RING_UNITS = 2;
+
+// NT row tiles: bytes of a piece, tiles of a chunk, bytes of scales that belong to 128 bytes of a row; tiles that are summed up together, chunks of weights and of
+// x in their rings, blocks of a cluster, and whether the warps that copy hand registers to those that multiply.
+template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_, bool HAND_OVER_>
+struct Ring {
+  static constexpr int NT = NT_, ROWS = 8 * NT, PIECE = PIECE_, TILES = TILES_, SCALES = SCALES_;
+  static constexpr int TOGETHER = TOGETHER_, STAGES = STAGES_, X_STAGES = X_STAGES_, CLUSTER = CLUSTER_;
+  static constexpr bool HAND_OVER = HAND_OVER_;
+  static constexpr int HALF = LINEAR_WARPS * PIECE, CHUNK = TILES * HALF;
+  // Of a row in a chunk of x, and of its scales: neighbours in other banks.
+  static constexpr int PITCH = LINEAR_WARPS * 128 + 64, SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0, X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
+  // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums [RING_UNITS][warp][8 rows][16], barriers.
+  static constexpr int X = STAGES * CHUNK, SUMS = X + X_STAGES * X_CHUNK, BARRIERS = SUMS + RING_UNITS * LINEAR_WARPS * 512;
+  static constexpr int BYTES = BARRIERS + (2 * STAGES + 3 * X_STAGES) * 8;
+  static_assert(TOGETHER % TILES == 0 && TOGETHER * NT % RING_UNITS == 0);
+};
+
+// Keeps a ring of weights full: by one thread, of a block that has `mine` tiles.
+template <int PIECE, int TILES, int TOGETHER>
+DEV void ring_fill(const uint8_t* w, uint32_t slots, uint32_t full, uint32_t empty, int stages, int pieces, int mine, int ahead_first, int ahead_later) {
+  constexpr int W = LINEAR_WARPS, HALF = W * PIECE;
   const uint64_t once = evict_first();
-  int slot = 0, phase = 1, behind = 0, behind_phase = 0, ahead = 0;
+  int slot = 0, phase = 1, behind = 0, behind_phase = 0, ahead = 0, most = ahead_first;
 #pragma unroll 1
   for (int first = 0; first < mine; first += TOGETHER)
 #pragma unroll 1
-    for (int k = 0; k < atoms; k += LINEAR_WARPS)
+    for (int k = 0; k < pieces; k += W)
 #pragma unroll 1
-      for (int t = first; t < min(first + TOGETHER, mine); t++) {
-        const int bytes = min(LINEAR_WARPS, atoms - k) * 2048;
+      for (int t = first; t < min(first + TOGETHER, mine); t += TILES) {
+        const int tiles = min(TILES, mine - t), bytes = min(W, pieces - k) * PIECE;
         mbar_wait(empty + slot * 8, phase);
-        if (ahead < RING_AHEAD) {
+        if (ahead < most) {
           ahead++;
         } else {
           mbar_wait(full + behind * 8, behind_phase);
-          if (++behind == RING_STAGES) behind = 0, behind_phase ^= 1;
+          if (++behind == stages) behind = 0, behind_phase ^= 1;
         }
-        mbar_expect(full + slot * 8, bytes);
-        bulk_copy(slots + slot * RING_CHUNK, w + ((size_t)(blockIdx.x + t * gridDim.x) * atoms + k) * 2048, bytes, full + slot * 8, once);
-        if (++slot == RING_STAGES) slot = 0, phase ^= 1;
+        mbar_expect(full + slot * 8, tiles * bytes);
+#pragma unroll 1
+        for (int i = 0; i < tiles; i++)
+          bulk_copy(slots + slot * TILES * HALF + i * HALF, w + ((size_t)(blockIdx.x + (t + i) * gridDim.x) * pieces + k) * PIECE, bytes, full + slot * 8, once);
+        if (++slot == stages) slot = 0, phase ^= 1, most = ahead_later;
       }
 }
 
-template <class E, int NT>
-DEV void linear_ring(const uint8_t* __restrict__ w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {
-  constexpr int W = LINEAR_WARPS, TOGETHER = RING_TOGETHER / NT;
-  extern __shared__ __align__(128) uint8_t shared[];                       // slots, f32 sums [tile][row tile][warp][8 rows][16], barriers
-  float* const sums = reinterpret_cast<float*>(shared + RING_STAGES * RING_CHUNK);
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const uint32_t slots = shared_address(shared), full = slots + RING_STAGES * RING_CHUNK + RING_TOGETHER * W * 512, empty = full + RING_STAGES * 8;
-  const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x, chunks = (atoms + W - 1) / W;
-  grid_trigger();
-  mbar_init_ring(full, empty, RING_STAGES, W * 32);
-  __syncthreads();
-  if (warp == W) {
-    if (lane == 0) ring_fill<TOGETHER>(w, slots, full, empty, atoms, mine);
-    return;
-  }
-  grid_wait();
-  x += (size_t)g * pitch + warp * 64 + c * 8;
-  const uint32_t low = warp * 2048 + (g * 8 + (c ^ g)) * 16, high = warp * 2048 + (g * 8 + ((c + 4) ^ g)) * 16;
-  uint4 in[2][NT][2];
-  auto load = [&](int i, int k) {
-    if (k * W + warp < atoms)
-#pragma unroll
-      for (int t = 0; t < NT; t++)
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          in[i][t][h] = make_uint4(0, 0, 0, 0);
-          if (t * 8 + g < rows) in[i][t][h] = ldg_plain(x + (size_t)t * 8 * pitch + k * (W * 64) + h * 32);
-        }
+// Keeps a ring of x full: by one warp, a lane per row, of `passes` over it. x: bytes [row][pitch], and their scales [row][pieces]. In a cluster a block copies
+// every other row, to both; `ready`: both have left a slot.
+template <class R>
+DEV void ring_fill_x(const uint8_t* x, const uint8_t* scales, uint32_t slots, uint32_t full, uint32_t empty, uint32_t ready, int pieces, int passes, int rows,
+                     size_t pitch) {
+  constexpr int W = LINEAR_WARPS;
+  const int lane = threadIdx.x & 31, rank = R::CLUSTER > 1 ? (int)cluster_rank() : 0;
+  const auto copy = [](uint32_t to, const uint8_t* from, int bytes, uint32_t bar) {
+    if (R::CLUSTER > 1) bulk_copy_multicast(to, from, bytes, bar, (1 << R::CLUSTER) - 1);
+    else bulk_copy(to, from, bytes, bar);
   };
-  int slot = 0, phase = 0;
-  load(0, 0), load(1, 1);
+  int slot = 0, phase = 1;
 #pragma unroll 1
-  for (int first = 0; first < mine; first += TOGETHER) {
-    const int count = min(TOGETHER, mine - first);
-    float acc[TOGETHER][NT][4];
-#pragma unroll
-    for (int i = 0; i < TOGETHER; i++)
-#pragma unroll
-      for (int t = 0; t < NT; t++) acc[i][t][0] = acc[i][t][1] = acc[i][t][2] = acc[i][t][3] = 0;
+  for (int pass = 0; pass < passes; pass++)
 #pragma unroll 1
-    for (int k0 = 0; k0 < chunks; k0 += 2)
-#pragma unroll
-      for (int b = 0; b < 2; b++)
-        if (k0 + b < chunks) {
-          const bool there = (k0 + b) * W + warp < atoms;
-#pragma unroll
-          for (int i = 0; i < TOGETHER; i += 2)
-            if (i < count) {
-              // Two tiles at a time. Without a second the first is read again, and nobody reads what it sums up.
-              const bool two = i + 1 < count;
-              uint4 a[2][4];
-              uint32_t left[2];
-#pragma unroll
-              for (int j = 0; j < 2; j++) {
-                if (j) left[1] = left[0];
-                if (j == 0 || two) {
-                  mbar_wait(full + slot * 8, phase);
-                  left[j] = slot;
-                  if (++slot == RING_STAGES) slot = 0, phase ^= 1;
-                }
-                const uint32_t at = slots + left[j] * RING_CHUNK;
-                a[j][0] = lds128(at + low), a[j][1] = lds128(at + low + 1024), a[j][2] = lds128(at + high), a[j][3] = lds128(at + high + 1024);
-              }
-              if (there)
-#pragma unroll
-                for (int h = 0; h < 2; h++)
-#pragma unroll
-                  for (int half = 0; half < 2; half++)
-#pragma unroll
-                    for (int j = 0; j < 2; j++) {
-                      const uint4 r = a[j][h * 2], s = a[j][h * 2 + 1];
-                      const uint32_t f[4] = {half ? r.z : r.x, half ? s.z : s.x, half ? r.w : r.y, half ? s.w : s.y};
-#pragma unroll
-                      for (int t = 0; t < NT; t++) E::mma(acc[i + j][t], f, half ? in[b][t][h].z : in[b][t][h].x, half ? in[b][t][h].w : in[b][t][h].y);
-                    }
-              slot_left(empty + left[0] * 8, a[0][0].w | a[0][1].w | a[0][2].w | a[0][3].w);
-              if (two) slot_left(empty + left[1] * 8, a[1][0].w | a[1][1].w | a[1][2].w | a[1][3].w);
-            }
-          load(b, k0 + b + 2);
-        }
-    if (first + TOGETHER < mine) load(0, 0), load(1, 1);
-    if (first) bar_sync(1, W * 32);                                        // the sums of the tiles before were read
-#pragma unroll
-    for (int i = 0; i < TOGETHER; i++)
-#pragma unroll
-      for (int t = 0; t < NT; t++)
-        if (i < count)
-#pragma unroll
-          for (int e = 0; e < 4; e++)
-            if (t * 8 + 2 * c + (e & 1) < rows) sums[((i * NT + t) * W + warp) * 128 + (2 * c + (e & 1)) * 16 + g + (e >> 1) * 8] = acc[i][t][e];
-    bar_sync(1, W * 32);
-#pragma unroll
-    for (int part = 0; part < RING_TOGETHER * 128; part += W * 32) {
-      const int at = (part + threadIdx.x) >> 7, j = threadIdx.x & 127, i = at / NT, row = at % NT * 8 + (j >> 4);
-      const int out = (blockIdx.x + (first + i) * gridDim.x) * 16 + (j & 15);
-      if (i < count && row < rows && out < n) {
-        float sum = sums[at * W * 128 + j];
-#pragma unroll
-        for (int v = 1; v < W; v++) sum = __fadd_rn(sum, sums[(at * W + v) * 128 + j]);
-        y[(size_t)row * n + out] = sum;
+    for (int k = 0; k < pieces; k += W) {
+      const int here = min(W, pieces - k);
+      mbar_wait(empty + slot * 8, phase);
+      if (lane == 0) mbar_expect(full + slot * 8, here * (128 + R::SCALES) * rows);
+      __syncwarp();
+      if (R::CLUSTER > 1) {
+        if (lane < R::CLUSTER) mbar_arrive_at(ready + slot * 8, lane);
+        mbar_wait(ready + slot * 8, phase ^ 1);
       }
+#pragma unroll 1
+      for (int row = lane * R::CLUSTER + rank; row < rows; row += 32 * R::CLUSTER) {
+        const uint32_t to = slots + slot * R::X_CHUNK;
+        copy(to + row * R::PITCH, x + row * pitch + k * 128, here * 128, full + slot * 8);
+        if (R::SCALES) copy(to + R::ROWS * R::PITCH + row * R::SCALES_PITCH, scales + ((size_t)row * pieces + k) * R::SCALES, here * R::SCALES, full + slot * 8);
+      }
+      if (++slot == R::X_STAGES) slot = 0, phase ^= 1;
+    }
+}
+
+// y[row][n] by a Multiply<NT> of a chunk. x: bytes [row][pitch]; scales [row][pieces].
+template <class R, class Multiply>
+DEV void ring_product(const uint8_t* __restrict__ w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles, int n, int rows, size_t pitch) {
+  constexpr int W = LINEAR_WARPS, T = R::TOGETHER, NT = R::NT;
+  extern __shared__ __align__(128) uint8_t shared[];
+  float* const sums = reinterpret_cast<float*>(shared + R::SUMS);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  const uint32_t slots = shared_address(shared), x_slots = slots + R::X;
+  const uint32_t full = slots + R::BARRIERS, empty = full + R::STAGES * 8;
+  const uint32_t x_full = empty + R::STAGES * 8, x_empty = x_full + R::X_STAGES * 8, x_ready = x_empty + R::X_STAGES * 8;
+  // Blocks of a cluster make as many passes over x as the first of them needs.
+  const auto tiles_of = [&](int block) { return max(0, (tiles - block + (int)gridDim.x - 1) / (int)gridDim.x); };
+  const int mine = tiles_of(blockIdx.x), passes = (tiles_of((int)blockIdx.x / R::CLUSTER * R::CLUSTER) + T - 1) / T;
+  grid_trigger();
+  mbar_init_ring(full, empty, R::STAGES, W * 32);
+  mbar_init_ring(x_full, x_empty, R::X_STAGES, W * 32);
+  if (R::CLUSTER > 1) mbar_init_all(x_ready, R::X_STAGES, R::CLUSTER);
+  __syncthreads();
+  if (R::CLUSTER > 1) cluster_arrive();
+  const int above = blockIdx.y * R::ROWS;                                  // rows of other blocks
+  rows = min(rows - above, R::ROWS), x += above * pitch, y += (size_t)above * n;
+  if (R::SCALES) scales += (size_t)above * pieces * R::SCALES;
+  if (warp >= W) {
+    if (R::HAND_OVER) registers_give<40>();
+    if (threadIdx.x == W * 32) ring_fill<R::PIECE, R::TILES, T>(w, slots, full, empty, R::STAGES, pieces, mine, RING_AHEAD_FIRST, RING_AHEAD);
+    __syncwarp();
+    if (R::CLUSTER > 1) cluster_wait();                                    // the other block's barriers are there
+    if (warp == W + 1) {
+      grid_wait();
+      ring_fill_x<R>(x, scales, x_slots, x_full, x_empty, x_ready, pieces, passes, rows, pitch);
+    }
+  } else {
+    if (R::HAND_OVER) registers_take<232>();
+    if (R::CLUSTER > 1) cluster_wait();
+    grid_wait();
+    int slot = 0, phase = 0, x_slot = 0, x_phase = 0;
+#pragma unroll 1
+    for (int pass = 0; pass < passes; pass++) {
+      const int first = pass * T, count = max(0, min(T, mine - first));
+      float acc[T][NT][4];
+#pragma unroll
+      for (int i = 0; i < T; i++)
+#pragma unroll
+        for (int t = 0; t < NT; t++) acc[i][t][0] = acc[i][t][1] = acc[i][t][2] = acc[i][t][3] = 0;
+#pragma unroll 1
+      for (int k = 0; k < pieces; k += W) {
+        const bool there = k + warp < pieces;
+        Multiply multiply;
+        // Rows that do not exist have what lay there before, in columns that nobody reads; so has a second tile of a chunk that has none.
+        const uint32_t x_at = x_slots + x_slot * R::X_CHUNK;
+        mbar_wait(x_full + x_slot * 8, x_phase);
+        uint32_t seen = multiply.take(x_at, warp, lane);
+        if (!Multiply::READS_AGAIN) slot_left(x_empty + x_slot * 8, seen);
+#pragma unroll
+        for (int i = 0; i < T; i += R::TILES)
+          if (i < count) {
+            mbar_wait(full + slot * 8, phase);
+            slot_left(empty + slot * 8, multiply.load(slots + slot * R::CHUNK + warp * R::PIECE, lane));
+            if (++slot == R::STAGES) slot = 0, phase ^= 1;
+            if (there) seen |= multiply.add(acc, i, x_at, warp, lane);
+          }
+        if (Multiply::READS_AGAIN) slot_left(x_empty + x_slot * 8, seen);
+        if (++x_slot == R::X_STAGES) x_slot = 0, x_phase ^= 1;
+      }
+      // Units of 16 outputs x 8 rows, [row][16]: row 2c + e at 2c + (e ^ c / 2), its outputs turned by eight where c is odd, so that lanes meet in no bank.
+#pragma unroll
+      for (int unit = 0; unit < T * NT; unit += RING_UNITS)
+        if (unit / NT < count) {
+          if (pass || unit) bar_sync(1, W * 32);                           // the sums before were read
+#pragma unroll
+          for (int u = 0; u < RING_UNITS; u++)
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+              sums[(u * W + warp) * 128 + (2 * c + ((e & 1) ^ (c >> 1))) * 16 + ((g + (e >> 1) * 8) ^ (c & 1) * 8)] = acc[(unit + u) / NT][(unit + u) % NT][e];
+          bar_sync(1, W * 32);
+          const int u = threadIdx.x >> 7, i = (unit + u) / NT, r = threadIdx.x >> 4 & 7, j = threadIdx.x & 15, row = (unit + u) % NT * 8 + r;
+          const int out = (blockIdx.x + (first + i) * gridDim.x) * 16 + j;
+          if (i < count && row < rows && out < n) {
+            const float* const of = sums + u * W * 128 + (r ^ (r >> 2)) * 16 + (j ^ (r & 2) * 4);
+            float sum = of[0];
+#pragma unroll
+            for (int v = 1; v < W; v++) sum = __fadd_rn(sum, of[v * 128]);
+            y[(size_t)row * n + out] = sum;
+          }
+        }
     }
   }
+  if (R::CLUSTER > 1) cluster_sync();                                      // the other block copies into this one's memory, and says when it has left a slot
 }
+static_assert(RING_UNITS * 128 == LINEAR_WARPS * 32, "an output per thread of the warps that multiply");
+
+// Weights of 16 bits: a warp has its 64 inputs of all rows in registers.
+template <class E, class R>
+struct MultiplyFull {
+  static constexpr bool READS_AGAIN = false;
+  uint4 in[R::NT][2], a[4];
+  DEV uint32_t take(uint32_t x, int warp, int lane) {
+    uint32_t seen = 0;
+#pragma unroll
+    for (int t = 0; t < R::NT; t++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) in[t][h] = lds128(x + (t * 8 + (lane >> 2)) * R::PITCH + warp * 128 + h * 64 + (lane & 3) * 16), seen |= in[t][h].w;
+    return seen;
+  }
+  DEV uint32_t load(uint32_t atom, int lane) {
+    const int g = lane >> 2, c = lane & 3;
+    const uint32_t low = atom + (g * 8 + (c ^ g)) * 16, high = atom + (g * 8 + ((c + 4) ^ g)) * 16;
+    a[0] = lds128(low), a[1] = lds128(low + 1024), a[2] = lds128(high), a[3] = lds128(high + 1024);
+    return a[0].w | a[1].w | a[2].w | a[3].w;
+  }
+  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int i, uint32_t, int, int) const {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const uint4 r = a[h * 2], s = a[h * 2 + 1];
+        const uint32_t f[4] = {half ? r.z : r.x, half ? s.z : s.x, half ? r.w : r.y, half ? s.w : s.y};
+#pragma unroll
+        for (int t = 0; t < R::NT; t++) E::mma(acc[i][t], f, half ? in[t][h].z : in[t][h].x, half ? in[t][h].w : in[t][h].y);
+      }
+    return 0;
+  }
+};
+
+// Draft weights: a warp reads the 128 inputs of its group again for each chunk, so that registers are left for sums. As `linear_quant`, bit by bit; of four bits
+// row g has the low nibbles, row g + 8 the whole bytes: 16 times the high nibbles and the low ones, which are known.
+template <int BITS, class R>
+struct MultiplyDraft {
+  static constexpr bool READS_AGAIN = true;
+  static constexpr int WORDS = BITS / 2;                                   // of 16 bytes, per lane and tile
+  uint4 v[R::TILES][WORDS];
+  uint2 params[R::TILES];
+  DEV uint32_t take(uint32_t, int, int) { return 0; }
+  DEV uint32_t load(uint32_t block, int lane) {
+    uint32_t seen = 0;
+#pragma unroll
+    for (int i = 0; i < R::TILES; i++) {
+#pragma unroll
+      for (int j = 0; j < WORDS; j++) v[i][j] = lds128(block + i * R::HALF + (j * 32 + lane) * 16), seen |= v[i][j].w;
+      params[i] = lds64(block + i * R::HALF + R::PIECE - 64 + (lane >> 2) * 8), seen |= params[i].x;
+    }
+    return seen;
+  }
+  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int first, uint32_t x, int warp, int lane) const {
+    constexpr uint32_t L = 0x0f0f0f0f;
+    const int g = lane >> 2, c = lane & 3;
+    uint32_t seen = 0;
+#pragma unroll
+    for (int t = 0; t < R::NT; t++) {
+      const uint32_t codes = x + (t * 8 + g) * R::PITCH + warp * 128 + c * 16, scales = x + R::ROWS * R::PITCH + (t * 8 + 2 * c) * R::SCALES_PITCH + warp * 8;
+      const uint4 b[2] = {lds128(codes), lds128(codes + 64)};
+      const uint2 s[2] = {lds64(scales), lds64(scales + R::SCALES_PITCH)};
+      seen |= b[0].w | b[1].w | s[0].x | s[1].x;
+#pragma unroll
+      for (int i = 0; i < R::TILES; i++) {
+        int d[4] = {0x4b400000, 0x4b400000, 0x4b400000, 0x4b400000};       // 1.5 * 2^23: read as a float the sum is exact
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          if constexpr (BITS == 4) {
+            const uint4 p = v[i][h];
+            mma_u8s8(d, p.x & L, p.x, p.y & L, p.y, b[h].x, b[h].y), mma_u8s8(d, p.z & L, p.z, p.w & L, p.w, b[h].z, b[h].w);
+          } else {
+            const uint4 p = v[i][2 * h], q = v[i][2 * h + 1];
+            mma_u8s8(d, p.x, p.y, p.z, p.w, b[h].x, b[h].y), mma_u8s8(d, q.x, q.y, q.z, q.w, b[h].z, b[h].w);
+          }
+        }
+        const float2 low = unpack_half2(params[i].x), high = unpack_half2(params[i].y);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float scale = __uint_as_float(s[e].x), sum = __uint_as_float(s[e].y), lower = __int_as_float(d[e]), upper = __int_as_float(d[2 + e]);
+          const float rest = BITS == 4 ? __fadd_rn(upper, -lower) : __fadd_rn(upper, -12582912.f);
+          float(&to)[4] = acc[first + i][t];
+          to[e] = __fmaf_rn(__fadd_rn(lower, -12582912.f), __fmul_rn(low.x, scale), __fmaf_rn(low.y, sum, to[e]));
+          to[2 + e] = __fmaf_rn(rest, __fmul_rn(BITS == 4 ? high.x * 0.0625f : high.x, scale), __fmaf_rn(high.y, sum, to[2 + e]));
+        }
+      }
+    }
+    return seen;
+  }
+};
+
+template <int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
+using FullRing = Ring<NT, 2048, 1, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;
+template <int BITS, int NT, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
+using DraftRing = Ring<NT, QUANT_BLOCK<BITS>, 8 / BITS, 8, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>;
 #endif
 
 // f32 weights, row-major [n][k]: a warp per output, lanes stride through k. For checkpoints that are stored so: small ones.

@@ -40,6 +40,8 @@ SPILLS = {
     # Decoding for 25 to 32 query rows a KV head loads again, without ever storing, one value per page, which is some 1,300
     # instructions, and two per step of recent tokens.
     ("attend_both_128_32", "sm_90a"): 3,
+    # Draft products of 33 to 64 rows hold the sums of four tiles: one value is loaded again every two chunks of weights.
+    ("linear_w4_ring_8", "sm_90a"): 1,
     # Attention of a prefill holds the scores of a tile of keys and all of its output, of either type. On Blackwell it loads
     # again from which tile on scores are masked, once per tile, which is 1,200 to 1,400 instructions.
     **{(f"prefill_attend_128_{out}", sm): 1 for out in ("bf16", "f16") for sm in ("sm_100", "sm_120")},

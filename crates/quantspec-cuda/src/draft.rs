@@ -12,8 +12,6 @@ pub const ROWS_MAX: usize = 2;
 const TOGETHER: usize = 4;
 const CHUNK_TILES: usize = 2;
 const THREADS: u32 = 384;
-/// Chunks of weights on their way to a block: three of 17 KB keep memory busy, behind four inputs and results come late (docs/kernels.md).
-const AHEAD: usize = 3;
 /// Chunks under way below which a ring is too short to keep memory busy.
 const STAGES_MIN: usize = 3;
 /// Shared memory that the driver keeps of every block.
@@ -120,7 +118,7 @@ impl Draft {
             return Err(Error::internal(format!("a draft product of {rows} rows and {} inputs", weights.k)));
         }
         let (stages, shared) = ring(self.shared, groups, rows);
-        let mut arguments = args![weights.address(), groups, tiles, rows, stages, AHEAD].to_vec();
+        let mut arguments = args![weights.address(), groups, tiles, rows, stages].to_vec();
         arguments.extend_from_slice(rest);
         let grid = [tiles.min(self.device.multiprocessors) as u32, 1, 1];
         let launch = Launch { grid, block: THREADS, shared: shared as u32, overlap: true };

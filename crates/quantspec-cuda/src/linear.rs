@@ -17,12 +17,38 @@ pub(crate) const WARPS: usize = 8;
 /// Blocks that should be on a multiprocessor together: one alone is bound by its latencies.
 const RESIDENT: usize = 2;
 
-/// Row tiles of the largest product whose weights go through a ring on Hopper.
-const RING_TILES: usize = 2;
-/// Shared memory of such a block: stages of eight atoms with their two barriers, and the sums of four tiles by eight warps (kernels/linear.cuh).
-const RING_SHARED: usize = 12 * (WARPS * 2048 + 16) + 4 * WARPS * 128 * 4;
-/// Its threads: a ninth warp loads.
-const RING_THREADS: u32 = 288;
+/// How a product runs on Hopper, where weights and inputs go through rings (`Ring` of kernels/linear.cuh, which asserts the bytes).
+#[derive(Clone, Copy, Debug)]
+struct Ringed {
+    /// Bytes of shared memory.
+    shared: usize,
+    /// Warps that copy: two, or four where they hand registers over to those that multiply.
+    copying: usize,
+    /// Blocks that share what they copy of the inputs.
+    cluster: usize,
+}
+
+impl Ringed {
+    /// Of a kernel for weights of that many bits and row tiles.
+    const fn of(bits: usize, tiles: usize) -> Option<Ringed> {
+        let (shared, copying, cluster) = match (bits, tiles) {
+            (16, 1) => (222_448, 2, 1),
+            (16, 2) => (224_488, 2, 2),
+            (16, 4) => (225_472, 2, 2),
+            (16, 8) => (229_504, 4, 2),
+            (4, 1) => (211_848, 2, 1),
+            (4, 2) => (205_008, 4, 2),
+            (4, 4) => (224_936, 4, 2),
+            (4, 8) => (227_440, 4, 2),
+            (8, 1) => (207_240, 2, 1),
+            (8, 2) => (201_424, 4, 2),
+            (8, 4) => (221_864, 4, 2),
+            (8, 8) => (225_392, 4, 2),
+            _ => return None,
+        };
+        Some(Ringed { shared, copying, cluster })
+    }
+}
 
 /// Name of a type in kernel names.
 pub(crate) const fn name(dtype: Dtype) -> &'static str {
@@ -96,30 +122,45 @@ struct Family {
     kernels: Vec<Product>,
 }
 
-/// A kernel for weights of 16 bits.
+/// One of them.
 #[derive(Clone, Copy, Debug)]
 struct Product {
     tiles: usize,
-    /// Its weights go through a ring in shared memory.
-    ring: bool,
+    ringed: Option<Ringed>,
     kernel: Kernel,
 }
 
 impl Family {
-    fn new(device: &Device, stem: &str, tiles: &[usize]) -> Result<Family> {
-        let kernels = tiles.iter().map(|&tiles| {
-            let ring = device.has_engine() && tiles <= RING_TILES;
-            let kernel = device.kernel(&format!("{stem}_{tiles}"), if ring { RING_SHARED } else { 0 })?;
-            device.prefer_shared(kernel, if ring { 100 } else { LOADS_PERCENT })?;
-            Ok(Product { tiles, ring, kernel })
+    /// `stem_1` to `stem_8`, for weights of so many bits.
+    fn new(device: &Device, stem: &str, bits: usize) -> Result<Family> {
+        let kernels = [1, 2, 4, 8].map(|tiles| {
+            let ringed = Ringed::of(bits, tiles).filter(|_| device.has_engine());
+            let kernel = device.kernel(&format!("{stem}_{tiles}"), ringed.map_or(0, |ringed| ringed.shared))?;
+            device.prefer_shared(kernel, if ringed.is_some() { 100 } else { LOADS_PERCENT })?;
+            Ok(Product { tiles, ringed, kernel })
         });
-        Ok(Family { kernels: kernels.collect::<Result<_>>()? })
+        Ok(Family { kernels: kernels.into_iter().collect::<Result<_>>()? })
     }
 
     /// The smallest kernel that takes all rows at once, or the largest.
     fn choose(&self, rows: usize) -> Result<Product> {
         let fits = self.kernels.iter().find(|product| product.tiles * 8 >= rows).or(self.kernels.last());
         fits.copied().ok_or_else(|| Error::internal("a product without kernels"))
+    }
+
+    /// The kernel for so many rows, and its launch for so many tiles of outputs.
+    fn launch(&self, device: &Device, rows: usize, tiles: usize) -> Result<(Kernel, Launch)> {
+        let product = self.choose(rows)?;
+        let (blocks, warps, shared) = match product.ringed {
+            Some(Ringed { shared, copying, cluster }) => {
+                let clusters = (device.multiprocessors / cluster).max(1).min(tiles.div_ceil(cluster));
+                (clusters * cluster, WARPS + copying, shared)
+            }
+            // A block of the largest kernel takes a multiprocessor; two of the others fit.
+            None => (tiles.min(device.multiprocessors * if product.tiles == 8 { 1 } else { RESIDENT }), WARPS, 0),
+        };
+        let grid = [blocks as u32, rows.div_ceil(8 * product.tiles) as u32, 1];
+        Ok((product.kernel, Launch { grid, block: 32 * warps as u32, shared: shared as u32, overlap: true }))
     }
 }
 
@@ -184,6 +225,8 @@ pub struct Linear {
     f16: Family,
     w4: Rings,
     w8: Rings,
+    /// Draft weights of 4 and of 8 bits on Hopper.
+    ringed: Option<[Family; 2]>,
     single: Kernel,
     quantise: [[Kernel; 3]; 2],
 }
@@ -199,8 +242,13 @@ impl Linear {
             Ok([kernel(Dtype::Bf16)?, kernel(Dtype::F16)?, kernel(Dtype::F32)?])
         };
         Ok(Linear {
-            bf16: Family::new(device, "linear_bf16", &[1, 2, 4, 8])?,
-            f16: Family::new(device, "linear_f16", &[1, 2, 4, 8])?,
+            bf16: Family::new(device, "linear_bf16", 16)?,
+            f16: Family::new(device, "linear_f16", 16)?,
+            ringed: if device.has_engine() {
+                Some([Family::new(device, "linear_w4_ring", 4)?, Family::new(device, "linear_w8_ring", 8)?])
+            } else {
+                None
+            },
             w4: Rings::new(device, "linear_w4", &[(1, 8), (1, 6), (2, 6), (TILES_MAX, 6), (TILES_MAX, 3)])?,
             w8: Rings::new(device, "linear_w8", &[(1, 6), (1, 4), (2, 4), (TILES_MAX, 4), (TILES_MAX, 2)])?,
             single: device.kernel("linear_f32", 0)?,
@@ -230,15 +278,11 @@ impl Linear {
                 };
             }
         };
-        let Product { tiles: nt, ring, kernel } = family.choose(rows)?;
         let tiles = weights.n.div_ceil(TILE);
-        // A ring takes a multiprocessor, as does a block of the largest kernel; two of the others fit.
-        let resident = self.device.multiprocessors * if ring || nt == 8 { 1 } else { RESIDENT };
-        let grid = [tiles.min(resident) as u32, rows.div_ceil(8 * nt) as u32, 1];
-        let (block, shared) = if ring { (RING_THREADS, RING_SHARED as u32) } else { (256, 0) };
+        let (kernel, launch) = family.launch(&self.device, rows, tiles)?;
         let arguments = args![&weights.buffer, x, y, pitch / ATOM, tiles, weights.n, rows, pitch];
         // SAFETY: as above.
-        unsafe { self.device.launch(kernel, Launch { grid, block, shared, overlap: true }, &arguments) }
+        unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
     /// y f32 `[rows][n]` = x · weightsᵀ with draft weights; x int8 `[rows][k padded to 128]` and xs float2 `[rows][groups]` {scale, sum}.
@@ -250,15 +294,25 @@ impl Linear {
     /// As [`Linear::run`].
     pub unsafe fn run_quantised(&self, weights: &Quantised, x: u64, xs: u64, y: u64, rows: usize) -> Result<()> {
         let (groups, tiles) = (weights.k.div_ceil(GROUP), weights.n.div_ceil(TILE));
-        let rings = if weights.bits == 4 { &self.w4 } else { &self.w8 };
-        let ring = rings.choose(&self.device, weights.bits, groups, rows)?;
-        let shared = ring.shared(weights.bits, groups, rows);
-        let resident = (self.device.shared_per_multiprocessor / ring.resident(shared)).clamp(1, RESIDENT);
-        let grid = [tiles.min(self.device.multiprocessors * resident) as u32, rows.div_ceil(8 * ring.tiles) as u32, 1];
         let arguments = args![weights.address(), x, xs, y, groups, tiles, weights.n, rows];
-        let launch = Launch { grid, block: 256, shared: shared as u32, overlap: true };
+        // Scales are copied by sixteen bytes, two groups of a row.
+        let (kernel, launch) = match &self.ringed {
+            Some(families) if groups.is_multiple_of(2) => {
+                let [w4, w8] = families;
+                if weights.bits == 4 { w4 } else { w8 }.launch(&self.device, rows, tiles)?
+            }
+            _ => {
+                let rings = if weights.bits == 4 { &self.w4 } else { &self.w8 };
+                let ring = rings.choose(&self.device, weights.bits, groups, rows)?;
+                let shared = ring.shared(weights.bits, groups, rows);
+                let resident = (self.device.shared_per_multiprocessor / ring.resident(shared)).clamp(1, RESIDENT);
+                let blocks = tiles.min(self.device.multiprocessors * resident) as u32;
+                let grid = [blocks, rows.div_ceil(8 * ring.tiles) as u32, 1];
+                (ring.kernel, Launch { grid, block: 256, shared: shared as u32, overlap: true })
+            }
+        };
         // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
-        unsafe { self.device.launch(ring.kernel, launch, &arguments) }
+        unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
     /// Draft weights of a matrix in memory of their own; `paired` as in [`Quantised`]. `flag` begins with the device's error flag, a u32.

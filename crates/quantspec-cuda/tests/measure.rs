@@ -271,7 +271,7 @@ fn products() {
     ];
     for (n, k) in shapes {
         let mut line = String::new();
-        let x = random_bytes(&device, 16 * k * 2, 3);
+        let x = random_bytes(&device, 64 * k * 2, 3);
         // Small finite numbers: bits of bfloat16 around one.
         let ones: Vec<u16> = (0..1 << 20).map(|i: u32| 0x3c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
         let source = device.copied(&ones).unwrap();
@@ -287,8 +287,8 @@ fn products() {
             })
             .collect();
         x.copy_from(0, &source, 0, x.bytes().min(source.bytes())).unwrap();
-        let y = device.allocate(16 * n * 4).unwrap();
-        for m in [1, 5, 8, 16] {
+        let y = device.allocate(64 * n * 4).unwrap();
+        for m in [1, 5, 8, 16, 32, 48, 64] {
             let seconds = graph_seconds(&device, 15, || {
                 for matrix in &matrices {
                     // SAFETY: every buffer outlives the graph.
@@ -334,9 +334,9 @@ fn sequence() {
     let source: Vec<u16> = (0..1 << 20).map(|i: u32| 0x3c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
     let source = device.copied(&source).unwrap();
     for (name, kv_heads, shapes) in SHAPES {
-        let x = device.zeroed(16 * 14_336 * 2).unwrap();
-        let (x8, xs) = (device.zeroed(16 * 14_336).unwrap(), device.zeroed(16 * 112 * 8).unwrap());
-        let y = device.allocate(16 * 28_672 * 4).unwrap();
+        let x = random_numbers(&device, 64 * 14_336 * 2);
+        let (x8, xs) = (device.zeroed(64 * 14_336).unwrap(), device.zeroed(64 * 112 * 8).unwrap());
+        let y = device.allocate(64 * 28_672 * 4).unwrap();
         let layers: Vec<Vec<Matrix>> = (0..6)
             .map(|_| {
                 let matrix = |(n, k)| {
@@ -356,7 +356,7 @@ fn sequence() {
             .map(|layer| layer.iter().map(|matrix| linear.quantise(matrix, 4, 0, &flag).unwrap()).collect())
             .collect();
         let norm = device.kernel("norm_bf16", 0).unwrap();
-        let (hidden, weight) = (device.zeroed(16 * 4096 * 4).unwrap(), device.zeroed(4096 * 4).unwrap());
+        let (hidden, weight) = (random_singles(&device, 64 * 4096), random_singles(&device, 4096));
         let rings = [0; 2].map(|_| device.zeroed(kv_heads * BUFFER_TOKENS * 128 * 2).unwrap());
         let (rows_on, angles) = (device.zeroed(16 * 16).unwrap(), device.zeroed(16 * 64 * 8).unwrap());
         let heads = Heads {
@@ -375,10 +375,10 @@ fn sequence() {
         let between = |rows: usize| {
             let arguments = quantspec_cuda::args![&hidden, 0u64, 0u64, &weight, &x, 1e-5f32, 4096usize, 4096usize];
             let launch = Launch { grid: [rows as u32, 1, 1], block: 512, shared: 0, overlap: true };
-            // SAFETY: sixteen rows of 4,096 fit everywhere.
+            // SAFETY: 64 rows of 4,096 fit everywhere.
             unsafe { device.launch(norm, launch, &arguments) }.unwrap();
         };
-        for rows in [1, 2, 3, 4, 5, 8] {
+        for rows in [1, 2, 3, 4, 5, 8, 16, 32, 48, 64] {
             if draft.takes(14_336, rows) {
                 let hidden_at = Hidden { address: hidden.at(0), weight: weight.at(0), eps: 1e-5, width: 4096 };
                 let bytes: usize = drafts.iter().flatten().map(|draft| draft.buffer.bytes()).sum();
@@ -619,6 +619,11 @@ fn target_layers() {
             }
         }
     }
+}
+
+/// Normally distributed numbers.
+fn random_singles(device: &Arc<Device>, count: usize) -> Buffer {
+    device.copied(&Random(11).normals(count)).unwrap()
 }
 
 /// Halves or bfloat16s of ordinary size with random mantissas and signs: what multiplying costs in power depends on them.
