@@ -17,13 +17,13 @@ test-gpu models:
     QUANTSPEC_REQUIRE_GPU=1 python -m pytest -q -m gpu tests
 
 # Every kernel under compute-sanitizer, on a machine with an NVIDIA GPU, in some twenty minutes. 2026.4 finds nothing (the Python package nvidia-cuda-sanitizer-api 13.5
-# has it); racecheck of 2025.3 reports races across barriers of four of a block's warps, and that of 2026.4 asks for the fences that `slot_left` in kernels/hopper.cuh does without
+# has it; racecheck of `linear` did not come to its end in four minutes and reported nothing, so it goes without products of many tiles); racecheck of 2025.3 reports races across barriers of four of a block's warps, and that of 2026.4 asks for the fences that `slot_left` in kernels/hopper.cuh does without
 sanitize *filter:
     for tool in memcheck racecheck initcheck synccheck; do \
         echo "$tool" && QUANTSPEC_REQUIRE_GPU=1 \
         env "CARGO_TARGET_$(rustc -vV | sed -n 's/^host: //p' | tr a-z- A-Z_)_RUNNER=compute-sanitizer --report-api-errors no --error-exitcode 9 --tool $tool $([ $tool != racecheck ] || echo --racecheck-fence-proxy-async no)" \
         cargo test --release -p quantspec-cuda --test attend --test draft --test elementwise --test linear --test prefill --test quantize --test sample \
-            {{filter}} -- --test-threads 1 --skip other_work_changes_no_bit --skip long_contexts || exit; \
+            {{filter}} -- --test-threads 1 --skip other_work_changes_no_bit --skip long_contexts $([ $tool != racecheck ] || echo --skip of_many_tiles) || exit; \
     done
 
 # The crates that run on aarch64 (NEON), emulated: needs rustup's target aarch64-unknown-linux-gnu, gcc-aarch64-linux-gnu and qemu-user

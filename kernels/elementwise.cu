@@ -165,10 +165,11 @@ DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
   }
   out.put(row, group, lane, there, v);
 }
-// 48 registers: four warps a scheduler, which fit beside the three of a product's ring (linear.cu).
+// 48 registers: four warps a scheduler, which fit beside the three of a product's ring (linear.cu), 104 each. norm_i8 takes 50, given out as 56, and fits beside
+// the 96 of linear_w4_ring_1.
 #define PRODUCERS(NAME, T)                                                                                                                                \
-  KERNEL __maxnreg__(48) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, T::Bits* x, float eps, int width,      \
-                                            int pitch) {                                                                                                  \
+  KERNEL __maxnreg__(48) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, T::Bits* x, float eps, int width,             \
+                                     int pitch) {                                                                                                         \
     norm(hidden, y, bias, weight, eps, width, Into<T>{x, pitch});                                                                                         \
   }                                                                                                                                                       \
   KERNEL __launch_bounds__(256) silu_mul_##NAME(const float* y, const float* bias, T::Bits* x, int width, int pitch) {                                    \

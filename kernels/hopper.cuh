@@ -28,6 +28,7 @@ DEV void mbar_init_ring(uint32_t full, uint32_t empty, int stages, int leavers) 
     mbar_init_done();
   }
 }
+// Barriers of one kind, by the same thread.
 DEV void mbar_init_all(uint32_t bars, int count, int arrivals) {
   if (threadIdx.x == 0) {
 #pragma unroll 1
@@ -45,8 +46,8 @@ DEV void mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.shared.b64 _,
 // that are asked for ahead. So the address is made of what was loaded: the mask is nought at run time, which the compiler cannot know.
 DEV void slot_left(uint32_t bar, uint32_t seen) { mbar_arrive(bar + (seen & (gridDim.z - 1))); }
 // The same barrier in CTA `rank` of the cluster, at CTA scope on purpose: with .release.cluster each arrival becomes a membar.gpu
-// (measured: a quarter of the product's speed), and nothing needs it, since the slot was read by wgmma, which has been waited for, and
-// is written by the copy engine.
+// (measured: a quarter of the product's speed), and nothing needs it, since the slot was read by wgmma, which has been waited for, or by
+// loads that `slot_left` has waited for, and is written by the copy engine.
 DEV void mbar_arrive_at(uint32_t bar, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r,%0,%1;\nmbarrier.arrive.shared::cluster.b64 _,[r];\n}" ::"r"(bar), "r"(rank)

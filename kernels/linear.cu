@@ -6,20 +6,20 @@
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // On Hopper: grid (min(tiles, multiprocessors), whole clusters; the same), 320 threads, 384 where registers are handed over, Ring::BYTES of shared memory.
 // Up to 104 registers (three warps of a scheduler have 312 of its 512) leave room for a block of a norm, whose four have 192. Numbers: docs/kernels.md.
-#define ONE
-#define PAIR __cluster_dims__(2, 1, 1)
-#define RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, BLOCKS, REGISTERS, SHARED)                                                                    \
+#define BLOCKS_1
+#define BLOCKS_2 __cluster_dims__(2, 1, 1)
+#define RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                                                            \
   static_assert(FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED, "as linear.rs asks for");                                       \
-  RING_OF(linear_bf16_##NT, MmaBf16, BLOCKS, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)                                          \
-  RING_OF(linear_f16_##NT, MmaHalf, BLOCKS, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
-#define RING_OF(name, E, BLOCKS, REGISTERS, ...)                                                                                                               \
-  KERNEL BLOCKS __maxnreg__(REGISTERS) name(const uint8_t* w, const uint8_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {                  \
+  RING_OF(linear_bf16_##NT, MmaBf16, CLUSTER, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)                                         \
+  RING_OF(linear_f16_##NT, MmaHalf, CLUSTER, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
+#define RING_OF(name, E, CLUSTER, REGISTERS, ...)                                                                                                              \
+  KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) name(const uint8_t* w, const uint8_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {        \
     ring_product<__VA_ARGS__, MultiplyFull<E, __VA_ARGS__>>(w, x, nullptr, y, atoms, tiles, n, rows, (size_t)pitch * 2);                                       \
   }
-RING(1, 4, 12, 2, 1, false, ONE, 96, 222448)
-RING(2, 3, 10, 3, 2, false, PAIR, 104, 224488)
-RING(4, 3, 9, 2, 2, false, PAIR, 128, 225472)
-RING(8, 3, 5, 2, 2, true, PAIR, 168, 229504)
+RING(1, 4, 12, 2, 1, false, 96, 222448)
+RING(2, 3, 10, 3, 2, false, 104, 224488)
+RING(4, 3, 9, 2, 2, false, 128, 225472)
+RING(8, 3, 5, 2, 2, true, RING_ENTRY, 229504)
 #else
 #define LINEAR(name, E, NT, DEPTH, PER_SM)                                                                                                                     \
   KERNEL __launch_bounds__(256, PER_SM) name(const uint4* w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {                  \
@@ -54,16 +54,19 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // linear_{w4,w8}_ring_{NT}: the same on Hopper where rows have an even number of groups, so that scales can be copied; grid, threads and shared memory as above.
-#define DRAFT_RING(BITS, NT, BLOCKS, REGISTERS, SHARED4, SHARED8, ...)                                                                                         \
-  static_assert(__VA_ARGS__::BYTES == (BITS == 4 ? SHARED4 : SHARED8), "as linear.rs asks for");                                                               \
-  KERNEL BLOCKS __maxnreg__(REGISTERS) linear_w##BITS##_ring_##NT(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) { \
+#define DRAFT_RING(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8)                                                      \
+  static_assert(DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == (BITS == 4 ? SHARED4 : SHARED8), "as linear.rs asks for");       \
+  DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
+#define DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, ...)                                                                                                       \
+  KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS)                                                                                                               \
+  linear_w##BITS##_ring_##NT(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {                        \
     ring_product<__VA_ARGS__, MultiplyDraft<BITS, __VA_ARGS__>>(w, x, xs, y, groups, tiles, n, rows, (size_t)groups * 128);                                    \
   }
 #define DRAFT_RINGS(BITS)                                                                                                                                      \
-  DRAFT_RING(BITS, 1, ONE, 96, 211848, 207240, DraftRing<BITS, 1, 4, 9, 5, 1, false>)                                                                          \
-  DRAFT_RING(BITS, 2, PAIR, 168, 205008, 201424, DraftRing<BITS, 2, 4, 7, 4, 2, true>)                                                                         \
-  DRAFT_RING(BITS, 4, PAIR, 168, 224936, 221864, DraftRing<BITS, 4, 4, 6, 3, 2, true>)                                                                         \
-  DRAFT_RING(BITS, 8, PAIR, 168, 227440, 225392, DraftRing<BITS, 8, 4, 4, 2, 2, true>)
+  DRAFT_RING(BITS, 1, 4, 9, 5, 1, false, 96, 211848, 207240)                                                                                                   \
+  DRAFT_RING(BITS, 2, 4, 7, 4, 2, true, RING_ENTRY, 205008, 201424)                                                                                            \
+  DRAFT_RING(BITS, 4, 4, 6, 3, 2, true, RING_ENTRY, 224936, 221864)                                                                                            \
+  DRAFT_RING(BITS, 8, 4, 4, 2, 2, true, RING_ENTRY, 227440, 225392)
 DRAFT_RINGS(4)
 DRAFT_RINGS(8)
 #endif

@@ -222,8 +222,8 @@ static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must stay w
 // ---- Hopper: a block per multiprocessor behind two rings that the copy engine fills ----
 // Weights do not depend on the kernel before, so a producer warp fills their ring, most of a multiprocessor's shared memory, as soon as the product before has
 // left it: memory works on while norms and the like run, whose blocks fit beside in the registers that are left. A second producer copies x, once for as many
-// tiles as registers have sums for: read again for each of a few tiles it is more than the weights, and what L2 delivers to all multiprocessors is little more
-// than what memory does. From nine rows on two blocks share what they copy of x.
+// tiles as registers have sums for: read again for every two tiles, x of 16 rows is half as much as the weights, and what L2 delivers to all multiprocessors is
+// little more than what memory does. From nine rows on two blocks share what they copy of x.
 //
 // A piece is what one warp needs of 16 outputs and 128 bytes of each row of x: an atom of 64 inputs, or a block of draft weights of 128. Eight pieces, one for each
 // warp, and of blocks of four bits those of two tiles, are a chunk. A warp reads its own part of x. Tiles of a block that are summed up together alternate by
@@ -232,6 +232,9 @@ static_assert(128 * 255 * 127 < 1 << 22, "the integer sum of a group must stay w
 // Chunks on their way, of 16 or 17 KB. They keep memory busy, and behind more of them every input and every result would queue; what a block asks for first
 // competes with the end of the kernel before.
 constexpr int RING_AHEAD = 4, RING_AHEAD_FIRST = 3;
+// Registers of a thread where warps that copy (four) hand theirs to those that multiply (eight), and what all begin with.
+constexpr int RING_KEPT = 40, RING_TAKEN = 232, RING_ENTRY = 168;
+static_assert(4 * RING_KEPT + LINEAR_WARPS * RING_TAKEN <= (4 + LINEAR_WARPS) * RING_ENTRY);
 // Outputs of 16 x 8 that meet at a time.
 constexpr int RING_UNITS = 2;
 
@@ -249,9 +252,10 @@ struct Ring {
   static constexpr int X = STAGES * CHUNK, SUMS = X + X_STAGES * X_CHUNK, BARRIERS = SUMS + RING_UNITS * LINEAR_WARPS * 512;
   static constexpr int BYTES = BARRIERS + (2 * STAGES + 3 * X_STAGES) * 8;
   static_assert(TOGETHER % TILES == 0 && TOGETHER * NT % RING_UNITS == 0);
+  static_assert(STAGES >= RING_AHEAD && RING_AHEAD >= RING_AHEAD_FIRST, "who waits for a chunk must not have asked for another in its slot");
 };
 
-// Keeps a ring of weights full: by one thread, of a block that has `mine` tiles.
+// Keeps a ring of weights full: by one thread, of a block that has `mine` tiles. No more than `stages` chunks can be ahead.
 template <int PIECE, int TILES, int TOGETHER>
 DEV void ring_fill(const uint8_t* w, uint32_t slots, uint32_t full, uint32_t empty, int stages, int pieces, int mine, int ahead_first, int ahead_later) {
   constexpr int W = LINEAR_WARPS, HALF = W * PIECE;
@@ -336,7 +340,7 @@ DEV void ring_product(const uint8_t* __restrict__ w, const uint8_t* x, const uin
   rows = min(rows - above, R::ROWS), x += above * pitch, y += (size_t)above * n;
   if (R::SCALES) scales += (size_t)above * pieces * R::SCALES;
   if (warp >= W) {
-    if (R::HAND_OVER) registers_give<40>();
+    if (R::HAND_OVER) registers_give<RING_KEPT>();
     if (threadIdx.x == W * 32) ring_fill<R::PIECE, R::TILES, T>(w, slots, full, empty, R::STAGES, pieces, mine, RING_AHEAD_FIRST, RING_AHEAD);
     __syncwarp();
     if (R::CLUSTER > 1) cluster_wait();                                    // the other block's barriers are there
@@ -345,7 +349,7 @@ DEV void ring_product(const uint8_t* __restrict__ w, const uint8_t* x, const uin
       ring_fill_x<R>(x, scales, x_slots, x_full, x_empty, x_ready, pieces, passes, rows, pitch);
     }
   } else {
-    if (R::HAND_OVER) registers_take<232>();
+    if (R::HAND_OVER) registers_take<RING_TAKEN>();
     if (R::CLUSTER > 1) cluster_wait();
     grid_wait();
     int slot = 0, phase = 0, x_slot = 0, x_phase = 0;

@@ -12,7 +12,7 @@ pub const ROWS_MAX: usize = 2;
 const TOGETHER: usize = 4;
 const CHUNK_TILES: usize = 2;
 const THREADS: u32 = 384;
-/// Chunks under way below which a ring is too short to keep memory busy.
+/// Chunks under way below which a ring is too short to keep memory busy; no fewer than a producer has ahead (`DRAFT_AHEAD` of kernels/draft.cu).
 const STAGES_MIN: usize = 3;
 /// Shared memory that the driver keeps of every block.
 const KEPT: usize = 1024;

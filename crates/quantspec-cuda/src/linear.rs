@@ -14,10 +14,11 @@ const ATOM: usize = 64;
 pub(crate) const GROUP: usize = 128;
 /// Warps of a block.
 pub(crate) const WARPS: usize = 8;
-/// Blocks that should be on a multiprocessor together: one alone is bound by its latencies.
+/// Blocks that should be on a multiprocessor together where weights go through no ring of a whole one: one alone is bound by its latencies.
 const RESIDENT: usize = 2;
 
-/// How a product runs on Hopper, where weights and inputs go through rings (`Ring` of kernels/linear.cuh, which asserts the bytes).
+/// How a product runs on Hopper, where weights and inputs go through rings (`Ring` of kernels/linear.cuh; a test below holds this to kernels/linear.cu, which
+/// asserts its bytes).
 #[derive(Clone, Copy, Debug)]
 struct Ringed {
     /// Bytes of shared memory.
@@ -166,13 +167,13 @@ impl Family {
 
 /// A kernel for draft weights: row tiles, and blocks of weights that each warp has under way.
 #[derive(Clone, Copy, Debug)]
-struct Ring {
+struct WarpRing {
     tiles: usize,
     stages: usize,
     kernel: Kernel,
 }
 
-impl Ring {
+impl WarpRing {
     /// Dynamic shared memory: the weights under way, and the activations where the kernel has one row tile.
     const fn shared(&self, bits: usize, groups: usize, rows: usize) -> usize {
         let staged = if self.tiles == 1 { rows * (groups * (GROUP + 8) + 64) } else { 0 };
@@ -187,22 +188,22 @@ impl Ring {
 
 /// Kernels of one width of draft weights, in the order they are tried: deep rings first, and activations from the cache last.
 #[derive(Debug)]
-struct Rings {
-    kernels: Vec<Ring>,
+struct WarpRings {
+    kernels: Vec<WarpRing>,
 }
 
-impl Rings {
-    fn new(device: &Device, stem: &str, shapes: &[(usize, usize)]) -> Result<Rings> {
+impl WarpRings {
+    fn new(device: &Device, stem: &str, shapes: &[(usize, usize)]) -> Result<WarpRings> {
         let kernels = shapes.iter().map(|&(tiles, stages)| {
             let kernel = device.kernel(&format!("{stem}_{tiles}_{stages}"), device.shared_bytes - STATIC_MAX)?;
-            Ok(Ring { tiles, stages, kernel })
+            Ok(WarpRing { tiles, stages, kernel })
         });
-        Ok(Rings { kernels: kernels.collect::<Result<_>>()? })
+        Ok(WarpRings { kernels: kernels.collect::<Result<_>>()? })
     }
 
     /// The first kernel that takes the rows at once (the largest in turns) and leaves room for a second block; else the last, which is small.
-    fn choose(&self, device: &Device, bits: usize, groups: usize, rows: usize) -> Result<Ring> {
-        let fits = |ring: &&Ring| {
+    fn choose(&self, device: &Device, bits: usize, groups: usize, rows: usize) -> Result<WarpRing> {
+        let fits = |ring: &&WarpRing| {
             let shared = ring.shared(bits, groups, rows);
             ring.tiles * 8 >= rows.min(8 * TILES_MAX)
                 && RESIDENT * ring.resident(shared) <= device.shared_per_multiprocessor
@@ -223,8 +224,8 @@ pub struct Linear {
     device: Arc<Device>,
     bf16: Family,
     f16: Family,
-    w4: Rings,
-    w8: Rings,
+    w4: WarpRings,
+    w8: WarpRings,
     /// Draft weights of 4 and of 8 bits on Hopper.
     ringed: Option<[Family; 2]>,
     single: Kernel,
@@ -249,8 +250,8 @@ impl Linear {
             } else {
                 None
             },
-            w4: Rings::new(device, "linear_w4", &[(1, 8), (1, 6), (2, 6), (TILES_MAX, 6), (TILES_MAX, 3)])?,
-            w8: Rings::new(device, "linear_w8", &[(1, 6), (1, 4), (2, 4), (TILES_MAX, 4), (TILES_MAX, 2)])?,
+            w4: WarpRings::new(device, "linear_w4", &[(1, 8), (1, 6), (2, 6), (TILES_MAX, 6), (TILES_MAX, 3)])?,
+            w8: WarpRings::new(device, "linear_w8", &[(1, 6), (1, 4), (2, 4), (TILES_MAX, 4), (TILES_MAX, 2)])?,
             single: device.kernel("linear_f32", 0)?,
             quantise: [quantise(4)?, quantise(8)?],
             device: device.clone(),
@@ -363,5 +364,40 @@ impl Linear {
         let arguments = args![&weights.buffer, to.address(), weights.n, weights.k, to.paired, flag];
         // SAFETY: the argument list is the kernel's, and the three buffers have room for what it reads and writes: see above.
         unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The numbers of kernels/linear.cu, whose macros assert them, by weight bits and row tiles: shared memory, warps that copy, blocks of a cluster.
+    #[test]
+    #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    fn rings_are_launched_as_they_are_compiled() {
+        let source = include_str!("../../../kernels/linear.cu");
+        let mut found = 0;
+        for line in source.lines() {
+            let Some((head, rest)) = line.trim().trim_end_matches('\\').trim().split_once('(') else { continue };
+            let fields: Vec<&str> = rest.trim_end_matches(')').split(", ").collect();
+            let number = |i: usize| fields[i].parse::<usize>().unwrap();
+            // RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED); DRAFT_RING(BITS, ... REGISTERS, SHARED4, SHARED8).
+            let rings = match (head, fields[0]) {
+                ("RING", nt) if nt != "NT" => vec![(16, 0, number(7))],
+                ("DRAFT_RING", "BITS") if fields[1] != "NT" => vec![(4, 1, number(8)), (8, 1, number(9))],
+                _ => continue,
+            };
+            for (bits, at, shared) in rings {
+                let ringed = Ringed::of(bits, number(at)).unwrap();
+                let copying = if fields[at + 5] == "true" { 4 } else { 2 };
+                assert_eq!(
+                    (ringed.shared, ringed.copying, ringed.cluster),
+                    (shared, copying, number(at + 4)),
+                    "{bits} bits: {line}"
+                );
+                found += 1;
+            }
+        }
+        assert_eq!(found, 12);
     }
 }

@@ -43,16 +43,28 @@ fn invariant(device: &Arc<Device>, n: usize, counts: &[usize], work: impl Fn(u64
 
 /// Every count that a verification of one sequence may have, and the edges of larger kernels.
 const COUNTS: [usize; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 32, 33, 63, 64, 71];
-/// Outputs and inputs: whole tiles, remainders of both, fewer inputs than warps share, and many tiles per block.
-const SHAPES: [(usize, usize); 6] = [(256, 512), (40, 200), (8192, 256), (17, 64), (129, 1376), (4800, 4096)];
+/// Outputs and inputs: whole tiles, remainders of both, and fewer inputs than warps share.
+const SHAPES: [(usize, usize); 5] = [(256, 512), (40, 200), (17, 64), (129, 1376), (129, 1280)];
+/// Many tiles per block. Tests of their own, for they are most of what compute-sanitizer has to follow. The last has 13 tiles in the first block and 12 in the
+/// second where 132 multiprocessors share them: one more pass over the inputs, by three or four tiles a pass.
+const LARGE: [(usize, usize); 3] = [(8192, 256), (4800, 4096), (16 * (12 * 132 + 1) - 5, 256)];
 
 #[test]
 fn full_weights() {
+    check_full(&SHAPES);
+}
+
+#[test]
+fn full_weights_of_many_tiles() {
+    check_full(&LARGE);
+}
+
+fn check_full(shapes: &[(usize, usize)]) {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
     let mut random = Random(3);
     for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
-        for (n, k) in SHAPES {
+        for &(n, k) in shapes {
             if dtype == Dtype::F32 && n > 300 {
                 continue;
             }
@@ -83,12 +95,21 @@ fn full_weights() {
 
 #[test]
 fn draft_weights() {
+    check_draft(&SHAPES);
+}
+
+#[test]
+fn draft_weights_of_many_tiles() {
+    check_draft(&LARGE);
+}
+
+fn check_draft(shapes: &[(usize, usize)]) {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
     let flag = device.zeroed(4).unwrap();
     let mut random = Random(4);
     for bits in [4, 8] {
-        for (n, k) in SHAPES {
+        for &(n, k) in shapes {
             let most = *COUNTS.last().unwrap();
             let w: Vec<f32> = random.normals(n * k).iter().map(|&v| round(v, Dtype::Bf16)).collect();
             let x: Vec<f32> = random.normals(most * k);
@@ -162,22 +183,36 @@ fn other_work_changes_no_bit() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
     let mut random = Random(5);
-    // Several tiles a multiprocessor, and a last chunk that only some warps have a part of.
-    for (n, k) in [(12_288, 4096), (4096, 5504)] {
+    // Several tiles a multiprocessor, and a last chunk that only some warps have a part of: of full weights, of draft weights.
+    for (n, k) in [(12_288, 4096), (4096, 5504), (4096, 5632)] {
         let some: Vec<f32> = random.normals(1 << 18).iter().map(|&v| round(v, Dtype::Bf16)).collect();
         let w: Vec<f32> = some.iter().cycle().take(n * k).copied().collect();
         let weights = Matrix { buffer: matrix(&device, &w, n, k, Dtype::Bf16), dtype: Dtype::Bf16, n, k };
-        let x = upload(&device, &random.normals(17 * k), Dtype::Bf16);
-        for rows in [1, 5, 8, 16, 17] {
-            let y = device.zeroed(rows * n * 4).unwrap();
-            let run = || {
-                // SAFETY: x has 17 rows and y room for `rows`.
-                unsafe { linear.run(&weights, x.at(0), y.at(0), rows) }.unwrap();
-                y.read::<u32>(0, rows * n).unwrap()
-            };
-            let alone = run();
-            let differ = while_busy(&device, || (0..100).filter(|_| run() != alone).count());
-            assert_eq!(differ, 0, "of 100 products of {rows} rows, {n} x {k}");
+        let most = 64;
+        let x = upload(&device, &random.normals(most * k), Dtype::Bf16);
+        let flag = device.zeroed(4).unwrap();
+        let draft = linear.quantise(&weights, 4, 0, &flag).unwrap();
+        let codes: Vec<i8> = (0..most * k.next_multiple_of(128)).map(|_| random.next() as i8).collect();
+        let scales: Vec<f32> = random.normals(most * k.div_ceil(128) * 2);
+        let (x8, xs) = (device.copied(&codes).unwrap(), device.copied(&scales).unwrap());
+        for quantised in [false, true] {
+            for rows in [1, 5, 8, 16, 17, most] {
+                let y = device.zeroed(rows * n * 4).unwrap();
+                let run = || {
+                    // SAFETY: x, x8 and xs have `most` rows and y room for `rows`.
+                    unsafe {
+                        if quantised {
+                            linear.run_quantised(&draft, x8.at(0), xs.at(0), y.at(0), rows).unwrap();
+                        } else {
+                            linear.run(&weights, x.at(0), y.at(0), rows).unwrap();
+                        }
+                    }
+                    y.read::<u32>(0, rows * n).unwrap()
+                };
+                let alone = run();
+                let differ = while_busy(&device, || (0..100).filter(|_| run() != alone).count());
+                assert_eq!(differ, 0, "of 100 products of {rows} rows, {n} x {k}, draft weights: {quantised}");
+            }
         }
     }
 }
