@@ -4,7 +4,7 @@
 //   out[r]     = sum_t 2^(score[r,t] - M[r]) v[t] / sum_t 2^(score[r,t] - M[r])
 //
 // Codes are the mma A operand (K: tokens x channels, V: channels x tokens) and the query rows its columns, so every code is unpacked once for up
-// to 32 rows. Scales never touch the codes: a key scale multiplies q (per page), a value scale multiplies the probability, zero points become one
+// to 32 rows. On Hopper codes of both views are wgmma's A operand in registers where the rows are more than 16. Scales never touch the codes: a key scale multiplies q (per page), a value scale multiplies the probability, zero points become one
 // number per row and page (keys) or a running sum per row (values). Four warps, a ring, share a page: warp w scores tokens 32w.. and accumulates
 // channels w D/4.. of all tokens; the probabilities cross the warps through shared memory. A row's reference maximum moves only when a score exceeds
 // it by more than REACH (scores are base-2 logarithms), so most pages need a vote and no exchange.
@@ -77,6 +77,8 @@ struct Attend {
   static constexpr int LOWER = PARAMS + CODES;                                    // where a slot's lower codes begin
   static constexpr int PACKED = LOWER + (TWO ? CODES : 0), PLAIN = STEP * D * 2, SLOT = FULL_VIEW || PLAIN > PACKED ? PLAIN : PACKED;
   static constexpr int PITCH = NT & 1 ? NT * 16 : NT * 16 + 16;                   // bytes per token of P: stores and ldmatrix without bank conflicts
+  // wgmma for three and four row tiles: one instruction for what mma.sync takes three or four, with the same bits. q * s and P are cores then.
+  static constexpr bool WGMMA = ENGINE && TWO && NT >= 3;
   static constexpr bool BY_ROWS = TWO && NT >= 3;                                 // prepare: a warp per row tile, else a warp per 32 channels
   // A proxy fence waits for the loads from a slot (`slot_left`) where a register more is one too many, and where it is faster.
   static constexpr bool FENCED = NT >= 3 || D == 256 || VIEW == UPPER;
@@ -308,6 +310,9 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   const int g = lane >> 2, c = lane & 3, ring = RINGS == 1 ? 0 : warp >> 2, w4 = RINGS == 1 ? warp : warp & 3;
   const uint32_t slots = base + ring * ring_bytes, rest = slots + stages * C::SLOT, bars = rest + C::BARS;
   const float v_centre = TWO ? 7.5f : -p.centre;
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  const Cores q_cores(C::WGMMA ? __shfl_sync(~0u, rest, 0) : 0, NT * 128, 128), p_cores(C::WGMMA ? __shfl_sync(~0u, rest + C::P, 0) : 0, NT * 128, 128);
+#endif
   auto ring_sync = [&]() { asm volatile("bar.sync %0,128;" ::"r"(ring + 1) : "memory"); };
   auto ring_any = [&](bool v) {
     uint32_t r;
@@ -317,7 +322,14 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   auto block_sync = [&]() { asm volatile("bar.sync %0,%1;" ::"n"(RINGS + 1), "n"(C::CONSUMERS) : "memory"); };
   auto row_of = [&](int t, int e) { return E == 1 ? c : t * 8 + 2 * c + e; };        // what a lane's columns of tile t are
   auto tile_of = [](int i) { return i / E < NT ? i / E : 0; };                       // of a lane's i-th row
-  const Magic magic = TWO ? Magic{in_register(0x64006400), in_register(0x64646464)} : Magic{0, 0};
+  Magic magic = TWO ? Magic{in_register(0x64006400), in_register(0x64646464)} : Magic{0, 0};
+  if (C::WGMMA) {
+    // Through shared memory: knowing the constant the compiler would make it an immediate, and copy the permutation from a uniform register every time.
+    const uint32_t at = rest + C::RED + w4 * 128;
+    sts32(at + lane * 4, magic.bytes);
+    __syncwarp();
+    magic.bytes = lds32(at + (lane ^ 1) * 4);
+  }
   constexpr int NV = NT >= 3 ? 8 : NT * E;                   // values per lane of a column pair, padded
   auto scatter = [&](int area, float v) {                    // [row][warp of the ring]
     const int i = g / (8 / NV);
@@ -404,7 +416,13 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
           const uint32_t za[4] = {zz.x, TWO ? zz.y : zz.z, TWO ? zz.z : zz.y, zz.w};
           const uint4 x = lds128(tail + ((kp * NT + t) * 32 + lane) * 16);
           const uint4 y = make_uint4(hmul2(x.x, s.x), hmul2(x.y, s.y), hmul2(x.z, s.z), hmul2(x.w, s.w));
-          sts128(rest + ((kp * NT + t) * 32 + lane) * 16, y);
+          if (C::WGMMA) {                                    // cores [channel / 8][row tile], K-major
+            const uint32_t words[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+            for (int j = 0; j < 4; j++) sts32(rest + ((kp * 4 + j) * NT + t) * 128 + lane * 4, words[j]);
+          } else {
+            sts128(rest + ((kp * NT + t) * 32 + lane) * 16, y);
+          }
           float cz[4] = {0, 0, 0, 0}, cy[4] = {0, 0, 0, 0}, co[4] = {0, 0, 0, 0};
           mma_f16(cz, za, x.x, TWO ? x.z : x.y), mma_f16(cy, za, TWO ? x.y : x.z, x.w);
           if (TWO) mma_f16(co, less1032, y.x, y.y), mma_f16(co, less1032, y.z, y.w);
@@ -465,6 +483,37 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
             for (int i = 0; i < TILES; i++) S[i][t][e] = start[t][e], S[i][t][e + 2] = TWO ? start[t][e] : 0.f;
           }
         }
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+        if constexpr (C::WGMMA) {
+          uint32_t a[2][TILES][4];                           // of a step of 16 channels; two steps are under way
+          wgmma_fence();
+#pragma unroll
+          for (int h = 0; h < D / 64; h++) {
+            uint4 up[TILES], low[TILES];
+#pragma unroll
+            for (int i = 0; i < TILES; i++) {
+              const uint32_t at = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
+              up[i] = lds128(at + C::K_PARAMS), low[i] = lds128(at + C::LOWER);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+              if (h * 4 + j >= 2) wgmma_wait<1>();
+#pragma unroll
+              for (int i = 0; i < TILES; i++) {
+                const uint32_t u[4] = {up[i].x, up[i].y, up[i].z, up[i].w}, l[4] = {low[i].x, low[i].y, low[i].z, low[i].w};
+                unpack<true>(magic, u[j], l[j], a[j & 1][i]);
+              }
+              wgmma_fence();
+#pragma unroll
+              for (int i = 0; i < TILES; i++)
+                wgmma_columns<NT, 0>([&](int t, int e) -> float& { return S[i][t][e]; }, a[j & 1][i], q_cores + (h * 4 + j) * NT * 256);
+              wgmma_commit();
+            }
+          }
+          leave(0);
+          wgmma_wait<0>();
+        } else
+#endif
 #pragma unroll
         for (int h = 0; h < D / 64; h++) {
           uint4 up[TILES], low[TILES];
@@ -540,7 +589,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
               }
         }
       }
-      leave(loaded);
+      if (PLAIN || !C::WGMMA) leave(loaded);
       // ---- does a score exceed its row's reference by more than REACH? then that row's reference becomes the step's maximum ----
       auto top = [&](int t, int e) {
         const float y = fmaxf(S[0][t][e], S[0][t][e + 2]);
@@ -587,7 +636,9 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
             const float2 f0 = unpack_half2(sz.x), f1 = unpack_half2(sz.y);
             vs = make_float2(f0.x * V_SCALE, f1.x * V_SCALE), vz = make_float2(__fmaf_rn(f0.x, v_centre, f0.y), __fmaf_rn(f1.x, v_centre, f1.y));
           }
-          const uint32_t at = rest + C::P + (tile * 16 + g) * C::PITCH + c * 4;
+          constexpr bool CORES = !PLAIN && C::WGMMA;         // [token / 8][row tile], N-major
+          const uint32_t at = rest + C::P + (CORES ? tile * NT * 256 + lane * 4 : (tile * 16 + g) * C::PITCH + c * 4);
+          constexpr int BELOW = CORES ? NT * 128 : 8 * C::PITCH, BESIDE = CORES ? 128 : 16;
 #pragma unroll
           for (int t = 0; t < NT; t++) {
             float a[2] = {0, 0}, b[2] = {0, 0};              // tokens g and g + 8
@@ -598,10 +649,13 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
               if (!PLAIN) z[t][e] = __fmaf_rn(x, vz.x, __fmaf_rn(y, vz.y, z[t][e]));
               a[e] = __fmul_rn(x, vs.x), b[e] = __fmul_rn(y, vs.y);
             }
-            sts32(at + t * 16, pack_half2(a[0], a[1])), sts32(at + 8 * C::PITCH + t * 16, pack_half2(b[0], b[1]));
+            sts32(at + t * BESIDE, pack_half2(a[0], a[1])), sts32(at + BELOW + t * BESIDE, pack_half2(b[0], b[1]));
           }
         }
       if (more) prepare(slots + after * C::SLOT);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+      if (C::WGMMA) fence_async();
+#endif
       ring_sync();
       // ---- outputs of this warp's channels over all tokens ----
       loaded = 0;
@@ -617,6 +671,39 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
             ldmatrix2_trans(b[t], at + t * 16);
           }
       };
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+      if constexpr (!PLAIN && C::WGMMA) {
+        uint32_t a[2][2][4];                                 // of 16 tokens and two tiles of channels; two of these are under way
+        constexpr int PAIRS = (TILES_W + 1) / 2, ACROSS = TILES_W == 1 ? 1 : 2;
+        wgmma_fence();
+#pragma unroll
+        for (int tp = 0; tp < 4; tp++)
+#pragma unroll
+          for (int cp = 0; cp < PAIRS; cp++) {
+            const int pair = TILES_W == 1 ? w4 / 2 : w4 * (TILES_W / 2) + cp;        // two channel tiles share a uint4; at D = 64 two warps share it
+            const uint32_t at = v + v_word(tp * 2, pair * 2, lane, D) * 4;
+            const uint4 up = lds128(at + C::V_PARAMS), low = lds128(at + C::LOWER);
+            if (tp == 3 && cp == PAIRS - 1) leave(0);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+              if ((tp * PAIRS + cp) * 2 + h >= 2) wgmma_wait<1>();
+#pragma unroll
+              for (int j = 0; j < ACROSS; j++) {
+                const bool odd = TILES_W == 1 ? w4 & 1 : j;
+                unpack<true>(magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a[h][j]);
+#pragma unroll
+                for (int i = 0; i < 4; i++) a[h][j][i] = hsub2(a[h][j][i], 0x64806480);  // 1152
+              }
+              wgmma_fence();
+#pragma unroll
+              for (int j = 0; j < ACROSS; j++)
+                wgmma_columns<NT, 1>([&](int t, int e) -> float& { return O[t][TILES_W == 1 ? 0 : cp * 2 + j][e]; }, a[h][j], p_cores + (tp * 2 + h) * NT * 256);
+              wgmma_commit();
+            }
+          }
+        wgmma_wait<0>();
+      } else
+#endif
       if constexpr (!PLAIN) {
         // The tensor core truncates its accumulator: over many pages of codes of one sign that bias would reach 3e-2 of the output of diffuse attention at 256k
         // tokens. Both: codes enter centred (16 U + L - 120) and the centre moves into the zero point, which also leaves a rounded probability to err by a
@@ -683,7 +770,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
           }
         }
       }
-      leave(loaded);
+      if (PLAIN || !C::WGMMA) leave(loaded);
     };
 
     if (!ENGINE && stages == 4) {
@@ -694,6 +781,9 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     if (!FULL_VIEW && w.pages > 0 && (ENGINE || stages == 4)) {
       ready(slot, parity);
       prepare(slots + slot * C::SLOT);
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+      if (C::WGMMA) fence_async();
+#endif
       ring_sync();
     }
     // Without the engine and with two slots nothing is under way ahead.

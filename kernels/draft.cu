@@ -327,7 +327,7 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
   const DraftShared s(shared, stages, groups, rows);
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
   grid_trigger();
-  mbar_init_ring(s.full, s.empty, stages, W * 32);
+  if (threadIdx.x == 0) mbar_init_ring(s.full, s.empty, stages, W * 32), mbar_init_done();
   __syncthreads();
   if (warp >= W) {
     registers_give<24>();

@@ -9,6 +9,8 @@ DEV uint32_t cluster_rank() {
   asm volatile("mov.u32 %0,%%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
+// Orders nothing (barriers behind `mbar_init_done` are there all the same): .release becomes a fence of the whole GPU.
+DEV void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEV void cluster_sync() { cluster_arrive(), cluster_wait(); }
@@ -19,22 +21,12 @@ DEV void mbar_init(uint32_t bar, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
 DEV void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// A ring's barriers [stages], by one thread of the block: a slot is full when the copy engine has filled it, and left when `leavers` threads have said so. A
-// thread per slot takes as long, since a warp's addresses have their turn one by one, and compute-sanitizer then counts lanes that initialise nothing.
+// A ring's barriers [stages], by one thread of the block and ahead of `mbar_init_done`: a slot is full when the copy engine has filled it, and left when `leavers`
+// threads have said so. A thread per slot takes as long, since a warp's addresses have their turn one by one, and compute-sanitizer then counts lanes that
+// initialise nothing.
 DEV void mbar_init_ring(uint32_t full, uint32_t empty, int stages, int leavers) {
-  if (threadIdx.x == 0) {
 #pragma unroll 1
-    for (int i = 0; i < stages; i++) mbar_init(full + i * 8, 1), mbar_init(empty + i * 8, leavers);
-    mbar_init_done();
-  }
-}
-// Barriers of one kind, by the same thread.
-DEV void mbar_init_all(uint32_t bars, int count, int arrivals) {
-  if (threadIdx.x == 0) {
-#pragma unroll 1
-    for (int i = 0; i < count; i++) mbar_init(bars + i * 8, arrivals);
-    mbar_init_done();
-  }
+  for (int i = 0; i < stages; i++) mbar_init(full + i * 8, 1), mbar_init(empty + i * 8, leavers);
 }
 DEV void mbar_expect(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(bar), "r"(bytes) : "memory");
@@ -197,3 +189,30 @@ DEV void wgmma_registers(float (&d)[64], const uint32_t* a, uint64_t b, int accu
 DEV void wgmma_registers(float (&d)[32], const uint32_t* a, uint64_t b, int accumulate) {
   WGMMA_REGISTERS("64", LIST32, "%37", "%32,%33,%34,%35", "%36", OUT32(d, 0));
 }
+
+// d[64 x 8 NT] += A[64 x 16] (registers, f16) B[16 x 8 NT] (shared memory, `Cores`) for few columns: d(t, e) are a thread's four of columns 8 t and up, and A
+// lies as for mma.m16n8k16, 16 rows a warp. The bits are those of mma.m16n8k16 (docs/kernels.md). TRANSPOSED: B lies N-major.
+#define OUT_COLUMNS(t) "+f"(d(t, 0)), "+f"(d(t, 1)), "+f"(d(t, 2)), "+f"(d(t, 3))
+#define LIST12 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11"
+#define LIST16 LIST12 ",%12,%13,%14,%15"
+#define WGMMA_COLUMNS(N, LIST, A, B, T, ...)                                                                 \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32.f16.f16 {" LIST "},{" A "}," B ",1,1,1," T ";" \
+               : __VA_ARGS__                                                                                 \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(TRANSPOSED))
+template <int NT, int TRANSPOSED, class Columns>
+DEV void wgmma_columns(const Columns& d, const uint32_t (&a)[4], uint64_t b) {
+  static_assert(NT == 3 || NT == 4);
+  if constexpr (NT == 3) WGMMA_COLUMNS("24", LIST12, "%12,%13,%14,%15", "%16", "%17", OUT_COLUMNS(0), OUT_COLUMNS(1), OUT_COLUMNS(2));
+  else WGMMA_COLUMNS("32", LIST16, "%16,%17,%18,%19", "%20", "%21", OUT_COLUMNS(0), OUT_COLUMNS(1), OUT_COLUMNS(2), OUT_COLUMNS(3));
+}
+// Cores of a matrix in shared memory without swizzle, 8 rows of 16 bytes: K-major a row is one n and 8 k, N-major one k and 8 n. `next_k` and `next_n` bytes
+// lead to the next core. `addr` is the same in a warp, and the compiler must see it (a shuffle will do): descriptors are uniform registers.
+struct Cores {
+  uint32_t low, high;
+  DEV Cores(uint32_t addr, int next_k, int next_n) : low((addr & 0x3ffff) >> 4 | (uint32_t)(next_k >> 4) << 16), high(next_n >> 4) {}
+  DEV uint64_t operator+(int bytes) const {
+    uint64_t desc;
+    asm("mov.b64 %0,{%1,%2};" : "=l"(desc) : "r"(low + (bytes >> 4)), "r"(high));
+    return desc;
+  }
+};

@@ -331,11 +331,15 @@ DEV void ring_product(const uint8_t* __restrict__ w, const uint8_t* x, const uin
   const auto tiles_of = [&](int block) { return max(0, (tiles - block + (int)gridDim.x - 1) / (int)gridDim.x); };
   const int mine = tiles_of(blockIdx.x), passes = (tiles_of((int)blockIdx.x / R::CLUSTER * R::CLUSTER) + T - 1) / T;
   grid_trigger();
-  mbar_init_ring(full, empty, R::STAGES, W * 32);
-  mbar_init_ring(x_full, x_empty, R::X_STAGES, W * 32);
-  if (R::CLUSTER > 1) mbar_init_all(x_ready, R::X_STAGES, R::CLUSTER);
+  if (threadIdx.x == 0) {
+    mbar_init_ring(full, empty, R::STAGES, W * 32);
+    mbar_init_ring(x_full, x_empty, R::X_STAGES, W * 32);
+    if (R::CLUSTER > 1)
+      for (int i = 0; i < R::X_STAGES; i++) mbar_init(x_ready + i * 8, R::CLUSTER);
+    mbar_init_done();
+  }
   __syncthreads();
-  if (R::CLUSTER > 1) cluster_arrive();
+  if (R::CLUSTER > 1) cluster_arrive_relaxed();
   const int above = blockIdx.y * R::ROWS;                                  // rows of other blocks
   rows = min(rows - above, R::ROWS), x += above * pitch, y += (size_t)above * n;
   if (R::SCALES) scales += (size_t)above * pieces * R::SCALES;
@@ -404,7 +408,7 @@ DEV void ring_product(const uint8_t* __restrict__ w, const uint8_t* x, const uin
         }
     }
   }
-  if (R::CLUSTER > 1) cluster_sync();                                      // the other block copies into this one's memory, and says when it has left a slot
+  // Blocks of a cluster do not meet again: what the other one copies and says here has been waited for, chunk by chunk, by all who wait at all.
 }
 static_assert(RING_UNITS * 128 == LINEAR_WARPS * 32, "an output per thread of the warps that multiply");
 
