@@ -17,7 +17,7 @@ test-gpu models:
     QUANTSPEC_REQUIRE_GPU=1 python -m pytest -q -m gpu tests
 
 # Every kernel under compute-sanitizer, on a machine with an NVIDIA GPU, in some twenty minutes. 2026.4 finds nothing (the Python package nvidia-cuda-sanitizer-api 13.5
-# has it; racecheck of `linear` did not come to its end in four minutes and reported nothing, so it goes without products of many tiles); racecheck of 2025.3 reports races across barriers of four of a block's warps, and that of 2026.4 asks for the fences that `slot_left` in kernels/hopper.cuh does without
+# has it; racecheck goes without the products of many tiles of `linear`, which had not come to their end in four minutes); racecheck of 2025.3 reports races across barriers of four of a block's warps, and that of 2026.4 asks for the fences that `slot_left` in kernels/hopper.cuh does without
 sanitize *filter:
     for tool in memcheck racecheck initcheck synccheck; do \
         echo "$tool" && QUANTSPEC_REQUIRE_GPU=1 \

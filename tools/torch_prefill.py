@@ -3,11 +3,12 @@
 
     python tools/torch_prefill.py --shape llama-2-7b --tokens 128,512,2048,8192,32768,131072
     python tools/torch_prefill.py --attention 32/32/128,32/8/64,16/8/256 --tokens 8192,32768
+    python tools/torch_prefill.py --attention 32/8/128 --tokens 65536,131072 --step
 
 One layer of a Llama shape with random BF16 weights: RMS norms, SiLU and sums as PyTorch has them, products by cuBLAS,
 causal attention by cuDNN and by FlashAttention-2; no RoPE and no cache. With --attention causal attention alone, of
-HEADS/KV HEADS/WIDTH. Prints one JSON object per length and attention: milliseconds (median of replays of a CUDA graph).
-Needs PyTorch and a GPU.
+HEADS/KV HEADS/WIDTH, and with --step that of one query over all tokens, one cache after the other. Prints one JSON
+object per length and attention: milliseconds (median of replays of a CUDA graph). Needs PyTorch and a GPU.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash-attention-2": SDPBackend.FLASH_ATTENTION}
 # Rows of the feed-forward network at once: what it makes of 131,072 does not fit beside the rest.
 BLOCK = 16384
+# Bytes of the caches that steps read in turn: an L2 holds none of them.
+ROTATED = 1 << 30
 
 
 def tensor(*shape: int) -> torch.Tensor:
@@ -36,11 +39,17 @@ def tensor(*shape: int) -> torch.Tensor:
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, backend: SDPBackend) -> torch.Tensor:
-    """Causal attention of [1][heads][tokens][width]."""
+    """Causal attention of [1][heads][tokens][width]; a single query sees every token."""
     with sdpa_kernel(backend):
         return functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+            query, key, value, is_causal=query.shape[2] > 1, enable_gqa=query.shape[1] != key.shape[1]
         )
+
+
+def attend_each(query: torch.Tensor, caches: list[tuple[torch.Tensor, torch.Tensor]], backend: SDPBackend) -> None:
+    """Attention over one cache after the other."""
+    for key, value in caches:
+        attend(query, key, value, backend)
 
 
 class Layer:
@@ -78,7 +87,7 @@ def heads(text: str) -> list[tuple[int, int, int]]:
 
 def say(ms: float, **about: object) -> None:
     """Prints one result."""
-    print(json.dumps({**about, "ms": round(ms, 3)}), flush=True)
+    print(json.dumps({**about, "ms": round(ms, 4)}), flush=True)
 
 
 @torch.no_grad()
@@ -88,6 +97,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", choices=tuple(SHAPES))
     what.add_argument("--attention", type=heads, help="HEADS/KV HEADS/WIDTH, comma list")
+    parser.add_argument("--step", action="store_true", help="attention of one query")
     parser.add_argument("--tokens", type=numbers, default=[8192], help="comma list")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -103,16 +113,23 @@ def main() -> None:
                 say(ms, shape=options.shape, tokens=tokens, attention=name, tokens_per_s_of_32_layers=rate)
                 continue
             for query_heads, kv_heads, width in options.attention:
-                query = tensor(1, query_heads, tokens, width)
-                key, value = tensor(1, kv_heads, tokens, width), tensor(1, kv_heads, tokens, width)
+                query = tensor(1, query_heads, 1 if options.step else tokens, width)
+                copies = max(2, ROTATED // (4 * kv_heads * tokens * width)) if options.step else 1
+                caches = [
+                    (tensor(1, kv_heads, tokens, width), tensor(1, kv_heads, tokens, width)) for _ in range(copies)
+                ]
                 try:
-                    ms = timed(partial(attend, query, key, value, backend))
+                    ms = timed(partial(attend_each, query, caches, backend)) / copies
                 except RuntimeError as error:
                     print(f"{name} does not take heads of {width}: {str(error).splitlines()[0]}", file=sys.stderr)
                     continue
-                tflops = round(2 * tokens**2 * query_heads * width / ms / 1e9)
                 shape = f"{query_heads}/{kv_heads}/{width}"
-                say(ms, heads=shape, tokens=tokens, attention=name, tflop_per_s=tflops)
+                if options.step:
+                    rate = round(4 * kv_heads * tokens * width / ms / 1e6)
+                    say(ms, heads=shape, tokens=tokens, attention=name, gb_per_s=rate)
+                else:
+                    tflops = round(2 * tokens**2 * query_heads * width / ms / 1e9)
+                    say(ms, heads=shape, tokens=tokens, attention=name, tflop_per_s=tflops)
 
 
 if __name__ == "__main__":
