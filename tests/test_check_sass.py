@@ -25,6 +25,7 @@ def disassembly(name: str, *lines: str) -> str:
     return "\n".join(listing)
 
 
+WGMMA, WAITS_FOR_IT = "HGMMA.64x32x16.F32 R24, R88, gdesc[UR16], R24, gsb0 ;", "WARPGROUP.DEPBAR.LE gsb0, 0x1 ;"
 LOAD, PRODUCT, SPILL = "LDG.E.128 R4, [R2.64] ;", "HMMA.16816.F32 R8, R4, R6, R8 ;", "LDL R3, [R1] ;"
 
 
@@ -40,6 +41,8 @@ def listing(*body: str) -> str:
         (["LDG.E R3, [R2.64] ;"] * 4, []),
         (["LDG.E R3, [R2.64] ;"] * 5, ["5 narrow loads"]),
         (["LDG.E.64 R3, [R2.64] ;"] * 5, []),
+        ([WGMMA, WGMMA, WAITS_FOR_IT, WGMMA, WGMMA, WAITS_FOR_IT, WAITS_FOR_IT], []),
+        ([WGMMA, WAITS_FOR_IT] * 4, ["4 waits for 4 asynchronous"]),
         (["LDGSTS.E.BYPASS.128 [R3+UR4+0x1200], desc[UR6][R24.64] ;"], []),
         (["LDGSTS.E.BYPASS.128 [R3+UR0+0x1200], desc[UR1][R24.64] ;"], ["'LDGSTS.E.BYPASS.128 [R3+UR0"]),
         (["LDGSTS.E.BYPASS.128 [R3+UR10], desc[UR11][R24.64] ;"], ["'LDGSTS.E.BYPASS.128 [R3+UR10"]),

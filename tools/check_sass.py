@@ -12,6 +12,8 @@ Of each image that the build left there, disassembled by nvdisasm (package nvidi
 * of a kernel that multiplies no matrices no loop touches local memory, but for `SPILLS_BESIDE`;
 * of a kernel's matrix instructions at least the share `SHARE` is in its main loops, so that none of these is overlooked.
   `PEELED` names the kernels that repeat a part of their loop outside of it, for which half is enough;
+* main loops wait for at most three of four asynchronous matrix instructions (wgmma). Where registers or the order of the
+  source do not suit it, ptxas waits behind every one, with the same results;
 * no instruction has a descriptor in an odd uniform register, as in `LDGSTS [R3+UR0+0x1200], desc[UR1]`: descriptors are
   aligned pairs, and ptxas encodes such an instruction where it added a uniform base to the address of an asynchronous
   copy with a cache hint. A GPU refuses to run it. PTX, which another ptxas will assemble, must not have such copies;
@@ -77,6 +79,9 @@ BRANCH = re.compile(r"\b(?:BRA|CALL)\b.*`\((\.L_x_\d+)\)")
 # label, or a suffix, such as .DIV for a warp whose lanes have parted.
 END = re.compile(r"BRA `|EXIT ;|RET\b")
 MATRIX = re.compile(r"\b(HMMA|IMMA|HGMMA)\b")
+ASYNCHRONOUS = re.compile(r"\bHGMMA\b")
+WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\b")
+WAITS = 0.75
 LOCAL = re.compile(r"\b(LDL|STL)\b")
 ODD_DESCRIPTOR = re.compile(r"desc\[UR\d*[13579]\]")
 HINTED_COPY = re.compile(r"cp\.async\.\S*shared\S*\.L2::cache_hint")
@@ -201,6 +206,9 @@ def violations(kernel: Kernel, architecture: str) -> list[str]:
     if loops and not any(WIDE.search(text) for _, text in kernel.instructions):
         found.append("no load of 16 bytes")
     for body in loops:
+        asynchronous, waits = (sum(bool(of.search(text)) for text in body) for of in (ASYNCHRONOUS, WAIT))
+        if waits > WAITS * asynchronous:
+            found.append(f"{waits} waits for {asynchronous} asynchronous matrix instructions in a main loop")
         narrow = [text for text in body if GLOBAL.search(text)]
         if len(narrow) > PAGE_NUMBERS:
             found.append(f"{len(narrow)} narrow loads in a main loop, the first {narrow[0].strip()!r}")
