@@ -7,8 +7,8 @@
 //   delay                                   milliseconds that each wait takes
 //   CALL=N:STATUS                           the Nth call of a function, and those behind it, answer STATUS
 // With EMPTY defined it is a library without any of these functions.
-// The file FAKE_CUDA_REPORT is there, empty, once a device was opened. When it is released, the file holds "calls CALL COUNT" for each function that was
-// called, and "held BYTES".
+// When a device is released, the file FAKE_CUDA_REPORT holds "calls CALL COUNT" for each function that was called, and "held BYTES". Until then it holds a
+// letter for each wait that was delayed: "g" once a graph was launched, which decodes, and "w" before.
 #ifndef EMPTY
 #include <stdint.h>
 #include <stdio.h>
@@ -32,6 +32,7 @@ static long word(const char *name, long otherwise) {
 
 static struct { const char *name; long count; } calls[64];
 static size_t held;
+static int decodes;
 
 static Status called(const char *name) {
   int i = 0;
@@ -69,21 +70,21 @@ Status cuGetErrorName(Status status, const char **name) {
         : status == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_UNKNOWN";
   return 0;
 }
-static FILE *report(void) {
+static FILE *report(const char *mode) {
   const char *path = getenv("FAKE_CUDA_REPORT");
-  return path ? fopen(path, "w") : NULL;
+  return path ? fopen(path, mode) : NULL;
 }
 Status cuDevicePrimaryCtxRetain(void **context, int device) {
   CALL("cuDevicePrimaryCtxRetain");
   if (word("busy", 0) >> device & 1) return 46;
-  FILE *file = report();
+  FILE *file = report("w");
   if (file) fclose(file);
   *context = calls;
   return 0;
 }
 Status cuDevicePrimaryCtxRelease_v2(int device) {
   (void)device;
-  FILE *file = report();
+  FILE *file = report("w");
   if (!file) return 0;
   for (int i = 0; calls[i].name; i++) fprintf(file, "calls %s %ld\n", calls[i].name, calls[i].count);
   fprintf(file, "held %zu\n", held);
@@ -98,13 +99,19 @@ Status cuStreamQuery(void *stream) { (void)stream; CALL("cuStreamQuery"); return
 Status cuStreamSynchronize(void *stream) {
   (void)stream;
   CALL("cuStreamSynchronize");
-  usleep((useconds_t)word("delay", 0) * 1000);
+  long delay = word("delay", 0);
+  FILE *file = delay ? report("a") : NULL;
+  if (file) {
+    fputc(decodes ? 'g' : 'w', file);
+    fclose(file);
+  }
+  usleep((useconds_t)delay * 1000);
   return 0;
 }
 Status cuStreamBeginCapture_v2(void *stream, int mode) { (void)stream, (void)mode; CALL("cuStreamBeginCapture"); return 0; }
 Status cuStreamEndCapture(void *stream, void **graph) { (void)stream; *graph = calls; return 0; }
 Status cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long flags) { (void)graph, (void)flags; *exec = calls; return 0; }
-Status cuGraphLaunch(void *exec, void *stream) { (void)exec, (void)stream; CALL("cuGraphLaunch"); return 0; }
+Status cuGraphLaunch(void *exec, void *stream) { (void)exec, (void)stream; CALL("cuGraphLaunch"); decodes = 1; return 0; }
 Status cuGraphDestroy(void *graph) { (void)graph; return 0; }
 Status cuGraphExecDestroy(void *exec) { (void)exec; return 0; }
 Status cuEventCreate(void **event, unsigned flags) { (void)flags; *event = calls; return 0; }

@@ -46,18 +46,25 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
         "finally:\n    sys.stderr.write(' '.join(sorted({name.partition('.')[0] for name in sys.modules})) + ' | '"
         " + ' '.join(name for name in sys.modules if name.startswith('quantspec_cli')))"
     )
-    times = []
-    for arguments in (["--help"], ["run", "--help"], ["--version"]) * 3:
+
+    def run(*command: str) -> tuple[float, str]:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, check=True, text=True)
+        done = subprocess.run([sys.executable, "-c", *command], capture_output=True, check=True, text=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         # Processor time: a busy machine must not fail the test.
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        imported, ours = done.stderr.split(" | ")
-        heavy = {"tokenizers", "huggingface_hub", "rich", "jinja2", "numpy", "asyncio", "httpx"}
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stderr
+
+    times, floor = [], []
+    for arguments in (["--help"], ["run", "--help"], ["--version"]) * 3:
+        took, said = run(program, *arguments)
+        times.append(took)
+        floor.append(run("import click")[0])
+        imported, ours = said.split(" | ")
+        heavy = {"tokenizers", "huggingface_hub", "rich", "jinja2", "numpy", "asyncio", "httpx", "ssl"}
         assert not heavy & set(imported.split())
         assert "quantspec_cli._native" not in ours.split()
-    assert min(times) < 0.15, times
+    # Click and Python cannot be had for less; twice that was measured before the package left ssl out, 1.6 times since.
+    assert min(times) < 2.5 * min(floor), (times, floor)
 
 
 def test_importing_the_package_is_cheap() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import ssl
 from pathlib import Path
 from stat import S_ISDIR
 from typing import TYPE_CHECKING
@@ -212,6 +211,8 @@ def _is_broken(error: Exception) -> bool:
 
 def _refused(model: str, error: OSError) -> QuantspecError:
     """What the system or the network refused, with the remedy for that."""
+    import ssl  # 15 ms, which no command but a failed download needs
+
     message = f"downloading {model} failed: {reason(error)}"
     if isinstance(error, ssl.SSLError) or (error.errno == errno.ENOENT and any(map(os.environ.get, _CERTIFICATES))):
         return ModelError(message, f"check {', '.join(_CERTIFICATES)}")
