@@ -32,6 +32,7 @@ class Script:
     fail: tuple[str, str, str] | None = None  # error of a verify
     fail_after: int = 0  # verifies before that one
     not_finite: int | None = None  # rounds with a prompt of so many tokens fail
+    memory_bytes: int = 10**12  # of the machine; a token of a sequence takes 1,000
     engines: list[dict[str, Any]] = []  # options of every engine opened
 
     @classmethod
@@ -47,6 +48,7 @@ class Script:
         cls.fail = None
         cls.fail_after = 0
         cls.not_finite = settings.get("not_finite")
+        cls.memory_bytes = settings.get("memory_bytes", 10**12)
         cls.engines = []
 
 
@@ -244,6 +246,20 @@ def model_info(path: str) -> dict[str, Any]:
 def planned(model: str, *, capacity: int, **_options: Any) -> int:
     model_info(model)
     return capacity
+
+
+def plan(model: str, *, capacity: int, slots: int = 1, **_options: Any) -> dict[str, Any]:
+    config = model_info(model)
+    needed, available = 1000 * capacity * slots, Script.memory_bytes
+    parts = ("weights", "draft_weights", "cache_upper", "cache_lower", "cache_full", "buffer", "workspace")
+    return {
+        "device": "cpu",
+        "fits": capacity <= config["max_positions"] and needed <= available,
+        "planned_bytes": needed,
+        "available_bytes": available,
+        "longest_context": min(config["max_positions"], available // (1000 * slots)),
+        **{f"{part}_bytes": 0 for part in parts},
+    }
 
 
 def _begun(stage: str) -> None:

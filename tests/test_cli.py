@@ -241,7 +241,6 @@ def test_aliases_of_the_peers(fake: Any, quantspec: Run) -> None:
         (["--kv-target", "int2"], ["int2"]),
         (["-c", "-5"], ["--ctx-size is -5"]),
         (["--nonsense"], ["--nonsense"]),
-        (["extra"], ["extra"]),
         (["--revision", "main"], ["--revision"]),
     ],
 )
@@ -412,7 +411,7 @@ def test_doctor(fake: Any, quantspec: Run) -> None:
 
 def test_version_and_help(quantspec: Run) -> None:
     assert quantspec("--version").stdout == f"quantspec, version {__version__}\n"
-    assert "4 is reserved for a batch" in quantspec("--help").stdout
+    assert "4 batch finished with failed documents" in quantspec("--help").stdout
     for command in cli.commands:
         assert quantspec(command, "--help").code == 0
     nothing = quantspec()

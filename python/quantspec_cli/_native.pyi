@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
-__all__ = ["Engine", "NativeError", "doctor", "evaluate", "kernels", "model_info", "planned", "traffic"]
+__all__ = ["Engine", "NativeError", "doctor", "evaluate", "kernels", "model_info", "plan", "planned", "traffic"]
 
 class NativeError(Exception):
     """Any error of the engine but an interrupt, which is what a signal's handler raised: KeyboardInterrupt for Ctrl-C."""
@@ -155,6 +155,29 @@ def planned(
     accept: str,
 ) -> int:
     """Bytes that an `Engine` with `every_view` will hold at its peak, or what refuses it before weights are read."""
+
+def plan(
+    model: str,
+    *,
+    capacity: int,
+    prompt_capacity: int | None = None,
+    device: str = "auto",
+    threads: int | None = None,
+    kv_target: str = "int8",
+    method: str = "quantspec",
+    kv_rounding: str = "balanced",
+    draft_weights: str = "int4",
+    draft_pages: int | Literal["auto"] | None = None,
+    page_choice: str = "best",
+    accept: str = "replay",
+    gamma: int | None = None,
+    slots: int = 1,
+) -> dict[str, Any]:
+    """What an `Engine` with these arguments would hold, before any weight is read.
+
+    device, fits, planned_bytes (at the peak), available_bytes, longest_context (tokens of each of `slots` sequences that
+    fit), and the bytes of each part, named as in `Engine.stats`.
+    """
 
 def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:
     """What steps at positions start .. start + tokens read on average, over all layers and KV heads.

@@ -19,6 +19,7 @@ from .options import (
     EngineOptions,
     GenerateOptions,
     Lists,
+    NumberOr,
     Verbatim,
     device_flags,
     engine_flags,
@@ -39,7 +40,7 @@ _CONTEXT = {"auto_envvar_prefix": settings.PREFIX, "help_option_names": ["-h", "
 _EXIT_CODES = """\b
 Exit codes: 0 done, 1 error, 2 usage, 3 does not fit in memory or context
 (nothing was cut), 130 interrupted (129 SIGHUP, 143 SIGTERM), 141 standard
-output was closed; 4 is reserved for a batch with failed documents."""
+output was closed, 4 batch finished with failed documents."""
 
 
 def _once(_ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
@@ -65,6 +66,20 @@ def _file_flag(*flags: str, text: str, callback: Callable[..., str | None] = _on
 
 def _output_flag(*flags: str, text: str) -> Callable[[Command], Command]:
     return _file_flag(*flags, text=text, callback=_unless_stdout)
+
+
+_stop_flag = click.option(
+    "--stop",
+    multiple=True,
+    type=Verbatim(),
+    metavar="TEXT",
+    help="End before this text, also inside of a token. Repeatable.",
+)
+
+
+def _choice_flag(flag: str, choices: Sequence[str], *, text: str) -> Callable[[Command], Command]:
+    """A flag that takes one of these; the first is the default."""
+    return click.option(flag, type=click.Choice(choices), default=choices[0], show_default=True, help=text)
 
 
 class _Command(click.Command):
@@ -110,13 +125,14 @@ def cli(ctx: click.Context, config: str | None) -> None:
 
 
 @cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@click.argument("documents", nargs=-1, metavar="[FILE]...")
 @model_flags
 @click.option(
     *("-p", "--prompt", "prompt"),
     multiple=True,
     metavar="FILE",
     allow_from_autoenv=False,
-    help="Text file to continue, - for standard input. Several decode together.",
+    help="The same as FILE. Several documents decode together.",
 )
 @click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text, behind the files.")
 @click.option("--instruction", metavar="TEXT", help="What to do with the document; uses the model's chat template.")
@@ -127,18 +143,14 @@ def cli(ctx: click.Context, config: str | None) -> None:
 )
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
-@click.option(
-    "--stop",
-    multiple=True,
-    type=Verbatim(),
-    metavar="TEXT",
-    help="End before this text, also inside of a token. Repeatable.",
-)
+@_stop_flag
 @engine_flags
 @device_flags
 @json_flag
 @click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
 def run(
+    *,
+    documents: tuple[str, ...],
     prompt: tuple[str, ...],
     text: tuple[str, ...],
     output: str | None,
@@ -146,15 +158,65 @@ def run(
     stop: tuple[str, ...],
     **flags: Any,
 ) -> Done:
-    """Continue documents: text to stdout, statistics to stderr."""
-    sampling = {name: flags.pop(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")}
-    generate_options = GenerateOptions(max_new_tokens=max_tokens, stop=stop, **sampling)
-    engine_options = EngineOptions(**{name: flags.pop(name) for name in EngineOptions.__dataclass_fields__})
+    """Continue documents: text to stdout, statistics to stderr.
+
+    FILE is a text file, or - for standard input.
+    """
+    generate_options, engine_options = _options(flags, max_tokens, stop)
 
     from .run import Request
     from .run import run as execute
 
-    return execute(Request(prompts=prompt, texts=text, output=output, **flags), engine_options, generate_options)
+    return execute(
+        Request(prompts=documents + prompt, texts=text, output=output, **flags), engine_options, generate_options
+    )
+
+
+@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@click.argument("paths", nargs=-1, metavar="PATH...")
+@click.option("--out", metavar="DIR", required=True, allow_from_autoenv=False, help="Folder of the answers.")
+@model_flags
+@click.option("--instruction", metavar="TEXT", help="What to do with each document; uses the model's chat template.")
+@click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
+@_choice_flag("--long", ("refuse", "map-reduce"), text="What happens to a document beyond the context.")
+@click.option("--suffix", metavar="TEXT", default=".md", show_default=True, help="Of an answer's name.")
+@click.option(
+    *("--parallel", "-np", "parallel"),
+    type=NumberOr("auto"),
+    metavar="N|auto",
+    default="auto",
+    show_default=True,
+    help="Documents that decode together, at most.",
+)
+@click.option("--resume/--no-resume", default=True, show_default=True, help="Skip what is done and has not changed.")
+@click.option("--retry-failed", is_flag=True, help="Do documents again that failed and have not changed.")
+@click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Say what would be done, and do nothing.")
+@click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
+@sampling_flags
+@_stop_flag
+@engine_flags
+@device_flags
+@json_flag
+@click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
+def batch(*, max_tokens: int, parallel: int | str, stop: tuple[str, ...], **flags: Any) -> Done:
+    """Answer every document of a directory: one file each in --out, resumable.
+
+    PATH is a directory, a file, a quoted glob, or a list.jsonl of {"path": ...} or {"id": ..., "text": ...}.
+    """
+    generate_options, engine_options = _options(flags, max_tokens, stop)
+
+    from .batch import batch as execute
+    from .batch_plan import Request
+
+    request = Request(parallel=None if isinstance(parallel, str) else parallel, **flags)
+    return execute(request, engine_options, generate_options)
+
+
+def _options(flags: dict[str, Any], max_tokens: int, stop: tuple[str, ...]) -> tuple[GenerateOptions, EngineOptions]:
+    """Takes the flags of decoding out of a command's flags."""
+    sampling = {name: flags.pop(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")}
+    generate_options = GenerateOptions(max_new_tokens=max_tokens, stop=stop, **sampling)
+    return generate_options, EngineOptions(**{name: flags.pop(name) for name in EngineOptions.__dataclass_fields__})
 
 
 @cli.command(context_settings=_CONTEXT)
@@ -197,11 +259,6 @@ def _refuse_unused(ctx: click.Context, what: str | None) -> None:
 def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Command]:
     """A flag that takes a comma list, or several; its command reads it."""
     return click.option(*names, cls=Lists, default=default, show_default=True, metavar="LIST", help=text)
-
-
-def _choice_flag(flag: str, choices: Sequence[str], *, text: str) -> Callable[[Command], Command]:
-    """A flag that takes one of these; the first is the default."""
-    return click.option(flag, type=click.Choice(choices), default=choices[0], show_default=True, help=text)
 
 
 @cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)

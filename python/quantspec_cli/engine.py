@@ -347,6 +347,14 @@ class _Lease:
         weakref.finalize(self, scheduler.stop).atexit = False
 
 
+def planned(model: Model, options: EngineOptions, *, context: int, batch: int = 1) -> dict[str, Any]:
+    """What an engine would hold, before any weight is read: `_native.plan` of these options."""
+    from . import _native
+
+    with native_errors():
+        return _native.plan(str(model.directory), capacity=context, slots=batch, **options.native())
+
+
 def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str):
         raise UsageError(f"{name} is {shown(text):.60}", "give a text")
@@ -396,6 +404,11 @@ class Stream:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._batch.texts[0].tokens)
 
     @property
     def generation(self) -> Generation:

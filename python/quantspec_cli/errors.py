@@ -16,6 +16,7 @@ EXIT_DONE = 0
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_DOES_NOT_FIT = 3
+EXIT_PARTIAL = 4
 EXIT_INTERRUPTED = 130
 # 128 + SIGPIPE, as a shell reports a program that the signal ended: the reader of our output has gone.
 EXIT_PIPE_CLOSED = 141

@@ -38,6 +38,7 @@ CREATE TABLE IF NOT EXISTS documents (
     sha256 TEXT,      -- of the document's bytes; NULL where they could not be read
     fingerprint TEXT, -- of everything else that the answer depends on
     finished INTEGER, -- order in which documents finished
+    size INTEGER,     -- of the answer's file, in bytes
     result TEXT       -- the line of results.jsonl
 );
 CREATE TABLE IF NOT EXISTS rates (device TEXT, model TEXT, name TEXT, value REAL, PRIMARY KEY (device, model, name));
@@ -51,12 +52,14 @@ class Row(NamedTuple):
         status: "pending": to be done, or interrupted; "done" or "failed".
         sha256: of the document's bytes when it was finished; None where they could not be read.
         fingerprint: of model, options and version.
+        size: of the answer's file, in bytes; None without one.
         result: the object of results.jsonl; None while pending.
     """
 
     status: Literal["pending", "done", "failed"]
     sha256: str | None
     fingerprint: str | None
+    size: int | None
     result: dict[str, Any] | None
 
 
@@ -159,7 +162,7 @@ class Journal:
                 self._connection.executemany(
                     "INSERT INTO documents (name, output, status) VALUES (?, ?, 'pending') ON CONFLICT (name) DO UPDATE "
                     "SET output = excluded.output, status = 'pending', sha256 = NULL, fingerprint = NULL, "
-                    "finished = NULL, result = NULL",
+                    "finished = NULL, size = NULL, result = NULL",
                     [
                         (os.fsencode(name), os.fsencode(output))
                         for name, output in outputs.items()
@@ -169,28 +172,29 @@ class Journal:
         self._rewrite()
         return foreign
 
-    def finish(self, name: str, output: str, result: Mapping[str, Any], fingerprint: str) -> None:
-        """Commits a document's result, then appends its line to results.jsonl."""
+    def finish(
+        self, name: str, output: str, result: Mapping[str, Any], fingerprint: str, size: int | None = None
+    ) -> None:
+        """Commits a document's result, then appends its line to results.jsonl. `size` is its answer's, in bytes."""
         line = json.dumps(result, ensure_ascii=False)
         with self._reported(), self._transaction():
             self._connection.execute(
-                "INSERT INTO documents (name, output, status, sha256, fingerprint, finished, result) VALUES "
-                "(?, ?, ?, ?, ?, (SELECT coalesce(max(finished), 0) + 1 FROM documents), ?) ON CONFLICT (name) DO UPDATE "
-                "SET status = excluded.status, sha256 = excluded.sha256, fingerprint = excluded.fingerprint, "
-                "finished = excluded.finished, result = excluded.result",
+                "INSERT OR REPLACE INTO documents (name, output, status, sha256, fingerprint, finished, size, result) VALUES "
+                "(?, ?, ?, ?, ?, (SELECT coalesce(max(finished), 0) + 1 FROM documents), ?, ?)",
                 (
                     os.fsencode(name),
                     os.fsencode(output),
                     result["status"],
                     result["sha256"],
                     fingerprint,
+                    size,
                     line,
                 ),
             )
         self._append(line)
 
-    def write(self, output: str, text: str) -> None:
-        """Puts an answer into its place below the folder: whole, or not at all.
+    def write(self, output: str, text: str) -> int:
+        """Puts an answer into its place below the folder, whole or not at all; its size in bytes.
 
         Raises:
             FileError: the place is outside of the folder (a link leads there), or the system refuses; the OSError is
@@ -210,6 +214,7 @@ class Journal:
             # A link at the place itself is replaced, not followed.
             temporary.replace(target)
             _sync_folder(target.parent)
+            return len(text.encode())
         except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
@@ -217,14 +222,6 @@ class Journal:
                 f"answer {one_line(str(target))} cannot be written: {reason(error)}",
                 "check the folder, its permissions and the space on its disk",
             ) from error
-
-    def rates(self, device: str, model: str) -> dict[str, float]:
-        """Speeds measured by earlier runs, by name."""
-        with self._reported():
-            found = self._connection.execute(
-                "SELECT name, value FROM rates WHERE device = ? AND model = ?", (device, model)
-            ).fetchall()
-        return dict(found)
 
     def keep_rates(self, device: str, model: str, rates: Mapping[str, float]) -> None:
         """Keeps measured speeds for the predictions of later runs."""
@@ -303,14 +300,17 @@ class Journal:
             ) from error
 
 
-def peek(out: Path) -> dict[str, Row]:
-    """What the journal of a folder says, without taking the folder or writing to it; nothing where there is none."""
+def peek(out: Path) -> tuple[dict[str, Row], dict[str, dict[str, dict[str, float]]]]:
+    """Rows and rates (by model and device) of a folder's journal, without taking the folder or writing to it."""
     path = out / STATE / "journal.sqlite"
     if not path.is_file():
-        return {}
+        return {}, {}
+    rates: dict[str, dict[str, dict[str, float]]] = {}
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
-            return _rows(connection)
+            for device, model, name, value in connection.execute("SELECT device, model, name, value FROM rates"):
+                rates.setdefault(model, {}).setdefault(device, {})[name] = value
+            return _rows(connection), rates
     except sqlite3.Error as error:
         raise FileError(
             f"journal {path} cannot be used: {error}", "a damaged journal is replaced by --no-resume"
@@ -318,16 +318,16 @@ def peek(out: Path) -> dict[str, Row]:
 
 
 def _rows(connection: sqlite3.Connection) -> dict[str, Row]:
-    found = connection.execute("SELECT name, status, sha256, fingerprint, result FROM documents").fetchall()
+    found = connection.execute("SELECT name, status, sha256, fingerprint, size, result FROM documents").fetchall()
     return {
-        os.fsdecode(name): Row(status, sha256, fingerprint, None if result is None else json.loads(result))
-        for name, status, sha256, fingerprint, result in found
+        os.fsdecode(name): Row(status, sha256, fingerprint, size, None if result is None else json.loads(result))
+        for name, status, sha256, fingerprint, size, result in found
     }
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    # Transactions are begun where they are needed; one thread uses the connection.
-    connection = sqlite3.connect(path, isolation_level=None)
+    # Transactions are begun where they are needed; one thread at a time uses the connection.
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         # A power cut must not take back what results.jsonl and a person have seen.

@@ -36,10 +36,12 @@ class Document:
     Attributes:
         name: what the user called it: a path, "stdin" or "text".
         text: its content, unchanged but for a byte order mark.
+        warnings: what its reader found odd, a line each.
     """
 
     name: str
     text: str
+    warnings: tuple[str, ...] = ()
 
 
 def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:

@@ -47,7 +47,7 @@ class Source:
     @property
     def shown(self) -> str:
         """The name in UTF-8, as results.jsonl and messages print it: bytes that are not UTF-8 appear as `\\xff`."""
-        return os.fsencode(self.name).decode("utf-8", "backslashreplace")
+        return shown(self.name)
 
     def read(self) -> bytes:
         """The document's bytes.
@@ -71,6 +71,11 @@ class Source:
             raise InputError(f"{self.shown} does not exist", "check the path") from error
         except OSError as error:
             raise InputError(f"{self.shown} cannot be read: {reason(error)}", "check its permissions") from error
+
+
+def shown(path: str) -> str:
+    """A path in UTF-8: bytes that are not UTF-8 appear as `\\xff`."""
+    return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 
 def find(arguments: Sequence[str], out: Path) -> list[Source]:

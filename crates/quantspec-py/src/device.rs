@@ -25,6 +25,20 @@ pub(crate) enum Device {
     Cuda(Box<Engine<CudaBackend>>),
 }
 
+/// What an engine would hold, in bytes.
+pub(crate) struct Weighed {
+    /// By purpose.
+    pub(crate) parts: Memory,
+    /// All of it, with what its user takes beside it.
+    pub(crate) needed_bytes: usize,
+    /// What the process holds already; 0 for a GPU.
+    pub(crate) used_bytes: usize,
+    /// What is there to be taken.
+    pub(crate) available_bytes: usize,
+    /// Tokens of the longest sequences, as many at once, that fit; 0 where none does.
+    pub(crate) longest_context: usize,
+}
+
 /// Evaluates an expression on the engine, whatever its device.
 macro_rules! on_device {
     ($device:expr, $engine:ident => $work:expr) => {
@@ -120,9 +134,11 @@ impl Place {
         }
     }
 
-    /// Bytes at the peak of an engine: of the process (resident now plus what the engine will hold, and what its user takes beside it), or of
-    /// the GPU. Refuses a model that the device does not know, and what does not fit in the model's context or the device's memory.
-    pub(crate) fn plan(&self, checkpoint: &Checkpoint, options: &Options, beside: usize) -> Result<usize> {
+    /// What an engine would hold on this device, and what there is. `beside` are bytes that its user takes of a CPU's memory.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not know.
+    pub(crate) fn weigh(&self, checkpoint: &Checkpoint, options: &Options, beside: usize) -> Result<Weighed> {
         if let Some(gpu) = self.gpu() {
             quantspec_cuda::check(checkpoint, &gpu.info)?;
         }
@@ -141,14 +157,28 @@ impl Place {
             let options = self.adapt(&Options { capacity, prompt_capacity: capacity, ..options.clone() });
             total(&self.memory(checkpoint, &options)).saturating_add(beside)
         };
-        let longest = longest_context(config.max_positions, available, needed);
+        let parts = self.memory(checkpoint, &self.adapt(options));
+        Ok(Weighed {
+            parts,
+            needed_bytes: total(&parts).saturating_add(beside),
+            used_bytes: used,
+            available_bytes: available,
+            longest_context: longest_context(config.max_positions, available, needed),
+        })
+    }
+
+    /// Bytes at the peak of an engine: of the process (resident now plus what the engine will hold, and what its user takes beside it), or of
+    /// the GPU. Refuses a model that the device does not know, and what does not fit in the model's context or the device's memory.
+    pub(crate) fn plan(&self, checkpoint: &Checkpoint, options: &Options, beside: usize) -> Result<usize> {
+        let config = checkpoint.config();
+        let Weighed { needed_bytes: bytes, used_bytes: used, available_bytes: available, longest_context: longest, .. } =
+            self.weigh(checkpoint, options, beside)?;
         if options.capacity > config.max_positions {
             return Err(Error::does_not_fit(
                 format!("{} tokens exceed the model's context of {}", options.capacity, config.max_positions),
                 format!("shorten the prompt or lower -n so that both stay within {} tokens", longest.max(1)),
             ));
         }
-        let bytes = total(&self.memory(checkpoint, &self.adapt(options))).saturating_add(beside);
         if bytes > available {
             let size = |bytes: usize| match bytes {
                 ..1_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),

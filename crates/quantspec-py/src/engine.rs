@@ -166,7 +166,7 @@ impl OriginSlot {
     }
 }
 
-fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyDict>> {
+pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bound<'py, PyDict>> {
     let parts = PyDict::new(py);
     parts.set_item("weights_bytes", memory.weights_bytes)?;
     parts.set_item("draft_weights_bytes", memory.draft_weights_bytes)?;

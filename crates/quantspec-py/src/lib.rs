@@ -9,6 +9,7 @@ mod errors;
 mod evaluate;
 mod machine;
 mod options;
+mod plan;
 
 use pyo3::prelude::*;
 
@@ -28,6 +29,8 @@ mod _native {
     use super::errors::NativeError;
     #[pymodule_export]
     use super::evaluate::scores;
+    #[pymodule_export]
+    use super::plan::plan;
 
     /// `model_info(path)`: the configuration of a checkpoint directory, parsed and validated.
     #[pyfunction]

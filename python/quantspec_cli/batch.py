@@ -1,0 +1,393 @@
+"""`quantspec batch`: a directory of documents in, one answer per document out.
+
+Worker threads take one document each, from its bytes to its row in the journal; the engine's scheduler puts them into
+shared rounds. The main thread shows progress and hears signals, which never come between the steps of a document's end. Every
+document ends as done or failed, and the next run goes on where one was interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from . import __version__, batch_view, fingerprint, journal, mapreduce, output, prompts, render, sources
+from .batch_plan import OF_DOCUMENT, Job, Prints, Reader, Request, Survey, dry_run, look, room
+from .engine import Engine, Model, Stream
+from .errors import (
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    EXIT_PARTIAL,
+    FileError,
+    QuantspecError,
+    UsageError,
+    internal,
+)
+from .journal import Journal
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping, Sequence
+
+    from .engine import Generation, Prompt
+    from .options import EngineOptions, GenerateOptions
+    from .sources import Source
+
+# A disk that takes no more would fail every document after this one.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
+
+# How often the view is drawn anew, in seconds.
+_TICK_S = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a document.
+
+    Attributes:
+        job: the document.
+        seconds: from reading it to the end of its answer.
+        answer: the call, or the tree of calls; None where it failed.
+        warnings: what its reader found odd.
+        error: why it failed.
+    """
+
+    job: Job
+    seconds: float
+    answer: mapreduce.Call | None
+    warnings: Sequence[str]
+    error: QuantspecError | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of results.jsonl."""
+        source, generation = self.job.source, self.answer and self.answer.generation
+        result: dict[str, Any] = {
+            "document": source.shown,
+            "sha256": self.job.sha256,
+            "status": "done" if generation else "failed",
+            "output": sources.shown(self.job.output) if generation else None,
+            "prompt_tokens": generation.prompt_tokens if generation else self.job.tokens,
+            "new_tokens": len(generation.tokens) if generation else 0,
+            "tokens": generation.tokens if generation else [],
+            "stop_reason": generation.stop_reason if generation else None,
+            "seconds": round(self.seconds, 6),
+            "calls": self.answer.count() if self.answer else 0,
+            "error": self.error and self.error.to_json()["error"],
+        }
+        if self.warnings:
+            result["warnings"] = list(self.warnings)
+        if self.answer and self.answer.parts:
+            result["tree"] = self.answer.to_json()
+        return result
+
+
+def batch(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
+    """Runs; with `--json` the report is left to be printed."""
+    _check(request, options)
+    out = Path(request.out)
+    found = sources.find(request.paths, out)
+    outputs = {source.name: sources.output_name(source.name, request.suffix) for source in found}
+    _check_outputs(outputs)
+    model = Model.open(
+        request.model,
+        revision=request.revision,
+        offline=request.offline,
+        progress=render.on_terminal() and not request.quiet,
+    )
+    context = model.resolve_context(request.ctx_size)
+    reader = Reader(model, request, options, context)
+    told = {"instruction": request.instruction, "system_prompt": request.system_prompt, "long": request.long}
+    model_print = fingerprint.of_model(model)
+    answer_print = fingerprint.of_answer(model_print, engine_options, options, **told)
+    # What failed may succeed on another device or with a longer context.
+    elsewhere = {"context": context, "device": engine_options.device}
+    prints = Prints(
+        model_print, answer_print, fingerprint.of_answer(answer_print, engine_options, options, **elsewhere)
+    )
+    places = {source: outputs[source.name] for source in found}
+    if request.dry_run:
+        rows, rates = journal.peek(out)
+        survey = look(request, places, rows, prints)
+        return dry_run(request, engine_options, survey, reader, rates.get(prints.model, {}))
+    with Journal(out, replace=not request.resume) as kept:
+        survey = look(request, places, kept.rows(), prints)
+        return _Run(request, kept, survey, reader, prints).run(engine_options, found)
+
+
+def _check(request: Request, options: GenerateOptions) -> None:
+    arguments = {"the instruction": request.instruction, "the system prompt": request.system_prompt}
+    for name, text in [*arguments.items(), *(("a stop string", stop) for stop in options.stop)]:
+        prompts.check_utf8(name, text or "")
+    if not request.out:
+        raise UsageError("the name of the output folder is empty", "name a folder after --out", option="out")
+    if (
+        not request.suffix.startswith(".")
+        or "/" in request.suffix
+        or "\0" in request.suffix
+        or len(request.suffix) > 32
+    ):
+        raise UsageError(
+            f"suffix is {request.suffix!r:.60}", "use a short one that begins with a dot, such as .md", option="suffix"
+        )
+    prompts.check_utf8("the suffix", request.suffix)
+    if request.long == "map-reduce" and request.instruction is None:
+        raise UsageError(
+            "--long map-reduce without an instruction",
+            "say with --instruction what is to be done with each part and with the partial answers",
+        )
+    if request.parallel is not None and not 1 <= request.parallel <= 1024:
+        raise UsageError(f"parallel is {request.parallel}", "use 1 to 1024, or auto", option="parallel")
+
+
+def _check_outputs(outputs: Mapping[str, str]) -> None:
+    names: dict[str, str] = {}
+    for name, place in outputs.items():
+        other = names.setdefault(place, name)
+        if other != name:
+            raise UsageError(
+                f"{sources.shown(other)} and {sources.shown(name)} would have one answer", "rename one of them"
+            )
+
+
+class _Run:
+    """One run over the documents that are to be done."""
+
+    def __init__(self, request: Request, kept: Journal, survey: Survey, reader: Reader, prints: Prints) -> None:
+        self.request, self.journal, self.survey, self.reader = request, kept, survey, reader
+        self._prints = prints
+        self._ended: SimpleQueue[dict[str, Any] | BaseException] = SimpleQueue()
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._stopping = threading.Event()
+        self._writing = threading.Lock()
+        self._workers: list[threading.Thread] = []
+        self.finished: list[Outcome] = []
+
+    def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
+        """Decodes what is to be done and reports on all documents."""
+        request, survey = self.request, self.survey
+        quiet = request.quiet
+        if not quiet:
+            for name in survey.edited:
+                render.note(f"warning: the answer to {name} was changed after it was written; it stays as it is")
+            if survey.again:
+                render.note(f"{survey.again} of the documents are done again: they or the options changed")
+        started = time.perf_counter()
+        foreign = self.journal.begin({job.source.name: job.output for job in survey.todo}, replace=not request.resume)
+        view = batch_view.View(len(found), len(survey.skipped), shown=not quiet)
+        todo = self._examined(set(foreign), view)
+        engine: Engine | None = None
+        interrupted, failure = False, None
+        if todo:
+            engine, parallel = _engine(request, engine_options, self.reader, todo)
+            # The longest first: at the end no long document decodes alone.
+            self._waiting.extend(sorted(todo, key=lambda job: -(job.tokens or 0)))
+            try:
+                with view:
+                    self._decode(engine, parallel, view)
+            except KeyboardInterrupt:
+                interrupted = True
+                self._stop()
+            except QuantspecError as error:
+                failure = error
+                self._stop()
+        return self._report(engine, found, time.perf_counter() - started, interrupted, failure)
+
+    def _examined(self, foreign: Container[str], view: batch_view.View) -> list[Job]:
+        """The documents that can be decoded, with their tokens; the others have failed."""
+        todo: list[Job] = []
+        with render.progress("counting tokens", shown=not self.request.quiet) as on_progress:
+            for number, job in enumerate(self.survey.todo, 1):
+                started = time.perf_counter()
+                error = _foreign(self.request, job) if job.source.name in foreign else self.reader.examine(job)
+                if error is None:
+                    todo.append(job)
+                else:
+                    view.finished(self._finish(Outcome(job, time.perf_counter() - started, None, (), error)))
+                if on_progress is not None:
+                    on_progress(number, len(self.survey.todo))
+        return todo
+
+    def _decode(self, engine: Engine, parallel: int, view: batch_view.View) -> None:
+        self._workers = [
+            threading.Thread(target=self._work, args=(engine,), name="quantspec-document", daemon=True)
+            for _ in range(parallel)
+        ]
+        left = len(self._waiting)
+        for worker in self._workers:
+            worker.start()
+        while left:
+            try:
+                outcome = self._ended.get(timeout=_TICK_S)
+            except Empty:
+                view.show(self._running, self._waiting)
+                continue
+            if isinstance(outcome, BaseException):
+                raise outcome
+            left -= 1
+            view.finished(outcome)
+            view.show(self._running, self._waiting)
+
+    def _work(self, engine: Engine) -> None:
+        """A worker: one document after the other."""
+        while not self._stopping.is_set():
+            try:
+                job = self._waiting.popleft()
+            except IndexError:
+                return
+            self._running.append(job)
+            try:
+                self._ended.put(self._finish(self._outcome(engine, job)))
+            except KeyboardInterrupt:  # the answer was ended by `_stop`
+                return
+            except BaseException as error:
+                self._ended.put(error if isinstance(error, QuantspecError) else internal(error))
+                return
+            finally:
+                self._running.remove(job)
+
+    def _outcome(self, engine: Engine, job: Job) -> Outcome:
+        started = time.perf_counter()
+        answer, failure = None, None
+        warnings: tuple[str, ...] = ()
+        try:
+            answer, warnings = self._answer(engine, job)
+        except OF_DOCUMENT as error:
+            failure = error
+        return Outcome(job, time.perf_counter() - started, answer, warnings, failure)
+
+    def _answer(self, engine: Engine, job: Job) -> tuple[mapreduce.Call, tuple[str, ...]]:
+        reader, name = self.reader, job.source.shown
+        job.stage = "reading"
+        document = reader.read(job)
+        if reader.may_split:
+
+            def count(text: str) -> int:
+                return len(reader.prompt(name, text).ids)
+
+            def call(text: str) -> Generation:
+                return self._generate(engine, job, reader.prompt(name, text))
+
+            return mapreduce.answer(
+                name, document.text, budget=reader.budget, count=count, call=call
+            ), document.warnings
+        prompt = reader.prompt(name, document.text)
+        job.tokens = len(prompt.ids)
+        reader.check(prompt)
+        return mapreduce.Call(self._generate(engine, job, prompt)), document.warnings
+
+    def _generate(self, engine: Engine, job: Job, prompt: Prompt) -> Generation:
+        job.stage, job.done, job.total = "waiting", 0, 0
+
+        def on_prefill(done: int, total: int) -> None:
+            job.stage, job.done, job.total = "reading", done, total
+
+        options = self.reader.options
+        with Stream(engine.start([prompt], options, on_prefill=on_prefill)) as stream:
+            job.stream = stream
+            for _ in stream:
+                job.stage, job.done, job.total = "decoding", stream.new_tokens, options.max_new_tokens
+                if self._stopping.is_set():
+                    raise KeyboardInterrupt
+            generation = stream.generation
+        if generation.stop_reason == "interrupted":
+            raise KeyboardInterrupt
+        return generation
+
+    def _finish(self, outcome: Outcome) -> dict[str, Any]:
+        """Writes the answer, then the journal's row, then the line of results.jsonl, which is returned."""
+        with self._writing:
+            return self._write(outcome)
+
+    def _write(self, outcome: Outcome) -> dict[str, Any]:
+        job, size = outcome.job, None
+        if outcome.answer is not None:
+            text = outcome.answer.generation.text
+            try:
+                size = self.journal.write(job.output, text if text.endswith("\n") or not text else text + "\n")
+            except FileError as error:
+                if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
+                    error.hint = "free some space and run the command again: it resumes"
+                    raise
+                outcome = Outcome(job, outcome.seconds, None, outcome.warnings, error)
+        self.finished.append(outcome)
+        done, result = outcome.answer is not None, outcome.to_json()
+        basis = self._prints.answer if done else self._prints.failure
+        self.journal.finish(job.source.name, job.output, result, basis, size)
+        return result
+
+    def _stop(self) -> None:
+        """Ends what is under way; documents that were decoding are done again by the next run."""
+        self._stopping.set()
+        for job in list(self._running):
+            if job.stream is not None:
+                job.stream.close()
+        for worker in self._workers:
+            worker.join()
+
+    def _report(
+        self,
+        engine: Engine | None,
+        found: Sequence[Source],
+        wall_s: float,
+        interrupted: bool,
+        failure: QuantspecError | None,
+    ) -> output.Done:
+        results = self.journal.results(source.name for source in found)
+        done = sum(outcome.answer is not None for outcome in self.finished)
+        failed = [result for result in results if result["status"] == "failed"]
+        stats: dict[str, Any] = {}
+        if engine is not None and failure is None:
+            stats = dict(engine.statistics())
+            names = ("prefill_tokens_per_s", "decode_tokens_per_s")
+            if all(stats[name] for name in names):
+                rates = {name: stats[name] for name in names}
+                self.journal.keep_rates(engine.info["device"], self._prints.model, rates)
+        stats |= {"wall_s": wall_s, "documents_per_hour": 3600 * done / wall_s if done else None}
+        document = {
+            "quantspec": __version__,
+            "model": self.reader.model.name,
+            "documents": len(found),
+            "done": done,
+            "failed": len(failed),
+            "skipped": len(self.survey.skipped),
+            "results": results,
+            "stats": stats,
+        }
+        if failure is not None:
+            failure.kept = document
+            raise failure
+        if not self.request.quiet:
+            batch_view.summary(document, failed, self.request.out, interrupted=interrupted)
+        code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
+        return output.Done(code, document) if self.request.as_json else output.Done(code)
+
+
+def _foreign(request: Request, job: Job) -> FileError:
+    place = sources.shown(str(Path(request.out) / job.output))
+    return FileError(
+        f"{place} exists and is no answer of this folder's journal", "move it away, or replace it with --no-resume"
+    )
+
+
+def _engine(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> tuple[Engine, int]:
+    """An engine for the documents, with room for the longest that fits, and how many decode together."""
+    context, parallel, fitting = room(request, engine_options, reader, todo)
+    with render.progress("loading weights", shown=not request.quiet) as on_loading:
+        engine = Engine(
+            reader.model,
+            engine_options,
+            context=context,
+            longest_prompt=max(1, context - reader.options.max_new_tokens),
+            batch=parallel,
+            on_loading=on_loading,
+        )
+    reader.bound_by_memory = context < fitting
+    reader.context = min(reader.context, context) if reader.bound_by_memory else reader.context
+    if not request.quiet:
+        render.note_of_drafts(engine.info)
+    return engine, parallel

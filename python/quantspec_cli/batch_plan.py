@@ -1,0 +1,279 @@
+"""What a batch is about to do: which documents are new or changed, how long they are, what memory they take; `--dry-run`."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import __version__, batch_view, output, prompts, render, sources
+from .engine import planned
+from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .engine import Model, Prompt, Stream
+    from .journal import Row
+    from .options import EngineOptions, GenerateOptions
+    from .sources import Source
+
+# Errors of one document; any other ends the batch.
+OF_DOCUMENT = (InputError, DoesNotFitError, NotFiniteError, FileError)
+
+# Most documents that decode together where --parallel is auto, by device.
+_PARALLEL = {"cpu": 4, "cuda": 16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one `quantspec batch` was asked for.
+
+    Attributes:
+        paths: directories, files, globs or lists.
+        out: folder of the answers.
+        suffix: of an answer's name, after the document's whole name.
+        long: what happens to a document beyond the context, "refuse" or "map-reduce".
+        parallel: most documents that decode together; None chooses.
+    """
+
+    model: str | None
+    revision: str | None
+    offline: bool
+    paths: Sequence[str]
+    out: str
+    suffix: str
+    instruction: str | None
+    system_prompt: str | None
+    ctx_size: int
+    long: str
+    parallel: int | None
+    resume: bool
+    retry_failed: bool
+    dry_run: bool
+    as_json: bool
+    quiet: bool
+
+
+@dataclass
+class Job:
+    """One document on its way to an answer.
+
+    Attributes:
+        source: where it is.
+        output: its answer's path below the output folder.
+        tokens: of its prompt, as far as known.
+        sha256: of its bytes, as far as known.
+        stage: "waiting", "reading" or "decoding", and how far that is: `done` of `total`.
+        stream: the answer under way, for whoever ends it.
+    """
+
+    source: Source
+    output: str
+    tokens: int | None = None
+    sha256: str | None = None
+    stage: str = "waiting"
+    done: int = 0
+    total: int = 0
+    stream: Stream | None = field(default=None, repr=False)
+
+
+@dataclass
+class Survey:
+    """The documents of a run, sorted by what is to be done."""
+
+    todo: list[Job] = field(default_factory=list)
+    skipped: list[Source] = field(default_factory=list)
+    failed: list[Source] = field(default_factory=list)
+    again: int = 0
+    edited: list[str] = field(default_factory=list)
+
+
+def look(request: Request, places: Mapping[Source, str], rows: Mapping[str, Row], prints: Prints) -> Survey:
+    """What is to be done: everything that is new, changed, or was interrupted."""
+    survey = Survey()
+    with render.progress("looking at documents", shown=not request.quiet) as on_progress:
+        for number, (source, place) in enumerate(places.items(), 1):
+            row, job = rows.get(source.name), Job(source, place)
+            if row is not None and row.result is not None and request.resume:
+                try:
+                    job.sha256 = hashlib.sha256(source.read()).hexdigest()
+                except QuantspecError:
+                    job.sha256 = None  # reading it again says why
+                same = job.sha256 is not None and row.sha256 == job.sha256
+                size = _size(Path(request.out) / job.output)
+                if row.status == "done" and same and row.fingerprint == prints.answer and size is not None:
+                    survey.skipped.append(source)
+                    survey.edited += [source.shown] if size != row.size else []
+                    continue
+                if row.status == "failed" and same and row.fingerprint == prints.failure and not request.retry_failed:
+                    survey.failed.append(source)
+                    continue
+                survey.again += row.status == "done"
+            survey.todo.append(job)
+            if on_progress is not None:
+                on_progress(number, len(places))
+    return survey
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None where there is none that can be looked at."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _beyond_memory(name: str, needed: int, fitting: int) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"{name} and its answer need {needed} tokens; {fitting} fit into memory",
+        "use a machine with more memory, or --long map-reduce",
+    )
+
+
+@dataclass(frozen=True)
+class Prints:
+    """Fingerprints of a run: of its model, of what its answers depend on, and of what its failures do."""
+
+    model: str
+    answer: str
+    failure: str
+
+
+class Reader:
+    """Turns documents into prompts, and says why one cannot be."""
+
+    def __init__(self, model: Model, request: Request, options: GenerateOptions, context: int) -> None:
+        self.model, self.options, self.context = model, options, context
+        self.may_split = request.long == "map-reduce"
+        self._request = request
+        # Set where memory, not the model, bounds the context.
+        self.bound_by_memory = False
+
+    @property
+    def budget(self) -> int:
+        """Tokens that a prompt may have."""
+        return self.context - self.options.max_new_tokens
+
+    def read(self, job: Job) -> prompts.Document:
+        """The document's text; notes its hash."""
+        raw = job.source.read()
+        job.sha256 = hashlib.sha256(raw).hexdigest()
+        return prompts.from_bytes(job.source.shown, raw)
+
+    def prompt(self, name: str, text: str) -> Prompt:
+        """The prompt of a text, whatever its length.
+
+        Raises:
+            DoesNotFitError: it has more characters than any prompt within the model's context.
+        """
+        return self.model.prompt(
+            text, instruction=self._request.instruction, system_prompt=self._request.system_prompt, name=name
+        )
+
+    def check(self, prompt: Prompt) -> None:
+        """Refuses a prompt beyond the context."""
+        if self.bound_by_memory and len(prompt.ids) > self.budget:
+            raise _beyond_memory(prompt.name, len(prompt.ids) + self.options.max_new_tokens, self.context)
+        try:
+            self.model.check_fits(prompt, self.options.max_new_tokens, self.context)
+        except DoesNotFitError as error:
+            error.hint += ", or use --long map-reduce"
+            raise
+
+    def examine(self, job: Job) -> QuantspecError | None:
+        """Notes how many tokens the document has; says why it cannot be answered, where that is known already."""
+        try:
+            prompt = self.prompt(job.source.shown, self.read(job).text)
+            job.tokens = len(prompt.ids)
+            if not self.may_split:
+                self.check(prompt)
+        except OF_DOCUMENT as error:
+            return error
+        return None
+
+
+def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> tuple[int, int, int]:
+    """Tokens of a sequence, sequences at once, and the tokens that were wished for."""
+    lengths = [job.tokens + reader.options.max_new_tokens for job in todo if job.tokens is not None]
+    too_long = any(length > reader.context for length in lengths)
+    fitting = [length for length in lengths if length <= reader.context]
+    wanted = (
+        reader.context if too_long and reader.may_split else max(fitting, default=reader.options.max_new_tokens + 1)
+    )
+    plan = planned(reader.model, engine_options, context=wanted)
+    context = wanted if plan["fits"] else min(wanted, plan["longest_context"])
+    most = request.parallel or _PARALLEL[plan["device"].partition(":")[0]]
+    parallel = max(1, min(most, len(todo)))
+    while parallel > 1 and not planned(reader.model, engine_options, context=context, batch=parallel)["fits"]:
+        parallel -= 1
+    return max(context, 1), parallel, wanted
+
+
+def dry_run(
+    request: Request,
+    engine_options: EngineOptions,
+    survey: Survey,
+    reader: Reader,
+    rates: Mapping[str, Mapping[str, float]],
+) -> output.Done:
+    """Says what would be done, and writes nothing. The time is what the rates of earlier runs into this folder make of it."""
+    options = reader.options
+    rows: list[dict[str, Any]] = []
+    ready: list[Job] = []
+    with render.progress("counting tokens", shown=not request.quiet) as on_progress:
+        for number, job in enumerate(survey.todo, 1):
+            error = reader.examine(job)
+            ready += [job] if error is None else []
+            rows.append(
+                {
+                    "document": job.source.shown,
+                    "output": sources.shown(job.output),
+                    "prompt_tokens": job.tokens,
+                    "new_tokens": options.max_new_tokens,
+                    "error": error and error.to_json()["error"],
+                }
+            )
+            if on_progress is not None:
+                on_progress(number, len(survey.todo))
+    context, parallel, wanted = room(request, engine_options, reader, ready)
+    plan = planned(reader.model, engine_options, context=context, batch=parallel)
+    if context < wanted:
+        for row in rows:
+            if (
+                row["error"] is None
+                and row["prompt_tokens"] + options.max_new_tokens > context
+                and not reader.may_split
+            ):
+                needed = row["prompt_tokens"] + options.max_new_tokens
+                refusal = _beyond_memory(row["document"], needed, context)
+                row["error"] = refusal.to_json()["error"]
+    possible = [row for row in rows if row["error"] is None]
+    document = {
+        "quantspec": __version__,
+        "model": reader.model.name,
+        "documents": len(survey.todo) + len(survey.skipped) + len(survey.failed),
+        "to_do": len(possible),
+        "refused": len(rows) - len(possible),
+        "failed": len(survey.failed),
+        "skipped": len(survey.skipped),
+        "prompt_tokens": sum(row["prompt_tokens"] for row in possible),
+        "new_tokens": sum(row["new_tokens"] for row in possible),
+        "context": context,
+        "parallel": parallel,
+        **plan,
+        "predicted_s": None,
+        "results": rows,
+    }
+    if measured := rates.get(plan["device"]):
+        document["predicted_s"] = (
+            document["prompt_tokens"] / measured["prefill_tokens_per_s"]
+            + document["new_tokens"] / measured["decode_tokens_per_s"]
+        )
+    if request.as_json:
+        return output.Done(EXIT_DONE, document)
+    stdout = output.Stdout()
+    for line in batch_view.dry_run_lines(document):
+        stdout.write(line + "\n")
+    return output.Done(EXIT_DONE)

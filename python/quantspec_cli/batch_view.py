@@ -1,0 +1,157 @@
+"""What people see of a batch, on stderr: rows of the running documents on a terminal, a line per finished one elsewhere."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from . import render
+from .errors import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from types import TracebackType
+
+    from .batch_plan import Job
+
+# Rows of running documents that a terminal of 24 lines has room for.
+_ROWS = 16
+
+
+class View:
+    """The state of a running batch. On a terminal it is drawn anew in place; elsewhere only finished documents appear."""
+
+    def __init__(self, documents: int, skipped: int, *, shown: bool) -> None:
+        self._documents, self._shown = documents, shown
+        self._done, self._failed = skipped, 0
+        self._started = time.perf_counter()
+        self._live: Any = None
+        # Tokens of finished documents, for the rates that the time left is estimated from.
+        self._prompt_tokens = self._new_tokens = self._answers = 0
+
+    def __enter__(self) -> View:
+        if self._shown and render.on_terminal():
+            from rich.live import Live
+
+            self._live = Live(console=render.console(), auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def finished(self, result: Mapping[str, Any]) -> None:
+        """A document is done or has failed."""
+        failed = result["status"] == "failed"
+        self._failed += failed
+        self._done += not failed
+        if not failed:
+            self._answers += 1
+            self._prompt_tokens += result["prompt_tokens"]
+            self._new_tokens += result["new_tokens"]
+        if self._shown and self._live is None:
+            render.note(_line(result))
+
+    def show(self, running: Sequence[Job], waiting: Collection[Job]) -> None:
+        """Draws the running documents and the totals."""
+        if self._live is None:
+            return
+        from rich.table import Table
+        from rich.text import Text
+
+        running = list(running)
+        table = Table.grid(padding=(0, 2))
+        for job in running[:_ROWS]:
+            share = f"{job.done / job.total:4.0%}" if job.total and job.stage == "reading" else ""
+            progress = f"{job.done:,} tokens" if job.stage == "decoding" else share
+            tokens = "" if job.tokens is None else f"{job.tokens:,} prompt tokens"
+            table.add_row(Text(one_line(job.source.shown)), Text(job.stage), Text(progress), Text(tokens))
+        if len(running) > _ROWS:
+            table.add_row(Text(f"and {len(running) - _ROWS} more"))
+        table.add_row(Text(self._totals(running, waiting), style="dim"))
+        self._live.update(table, refresh=True)
+
+    def _totals(self, running: Sequence[Job], waiting: Collection[Job]) -> str:
+        elapsed = time.perf_counter() - self._started
+        parts = [f"{self._done + self._failed:,} of {self._documents:,} documents"]
+        if self._failed:
+            parts.append(f"{self._failed:,} failed")
+        read = self._prompt_tokens + sum(_read_tokens(job) for job in running)
+        new = self._new_tokens + sum(job.done for job in running if job.stage == "decoding")
+        parts += [f"prompts {render.rate(read / elapsed)}", f"answers {render.rate(new / elapsed)}"]
+        left = sum(job.tokens or 0 for job in [*running, *waiting]) - sum(_read_tokens(job) for job in running)
+        # Answers take their time in proportion to the prompts behind them, as far as is known.
+        if self._answers and read:
+            parts.append(f"about {duration(elapsed * max(left, 0) / read)} left")
+        return ", ".join(parts)
+
+
+def _read_tokens(job: Job) -> float:
+    if job.stage == "decoding":
+        return job.tokens or 0
+    return (job.tokens or 0) * job.done / job.total if job.stage == "reading" and job.total else 0
+
+
+def _line(result: Mapping[str, Any]) -> str:
+    name = one_line(result["document"])
+    if result["status"] == "failed":
+        return f"failed  {name}: {result['error']['message']}"
+    calls = f" of {result['calls']} calls" if result["calls"] > 1 else ""
+    return (
+        f"done    {name}: {result['prompt_tokens']:,} prompt tokens, {result['new_tokens']:,} new tokens"
+        f"{calls} ({result['stop_reason']}), {render.seconds(result['seconds'])}"
+    )
+
+
+def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], out: str, *, interrupted: bool) -> None:
+    """The end of a batch: failed documents with their reasons, then the totals."""
+    for result in failed:
+        render.note(f"failed  {one_line(result['document'])}: {result['error']['message']}")
+        render.note(f"        {result['error']['hint']}")
+    stats = document["stats"]
+    parts = [f"{document['done']:,} done", f"{document['failed']:,} failed", f"{document['skipped']:,} done before"]
+    left = document["documents"] - document["done"] - document["failed"] - document["skipped"]
+    if left:
+        parts.append(f"{left:,} not done")
+    render.note(f"{document['documents']:,} documents: {', '.join(parts)}; answers in {one_line(out)}")
+    if stats.get("rounds"):
+        render.note(
+            f"{duration(stats['wall_s'])}, {render.number(stats['documents_per_hour'])} documents per hour, "
+            f"prefill {render.rate(stats['prefill_tokens_per_s'])}, decode {render.rate(stats['decode_tokens_per_s'])}, "
+            f"{render.number(stats['batch_mean'])} sequences a round"
+        )
+    if interrupted:
+        render.note("interrupted; the same command goes on where it was")
+
+
+def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """What `--dry-run` prints: a line per document, then the totals."""
+    for row in document["results"]:
+        name = one_line(row["document"])
+        if row["error"]:
+            yield f"fail    {name}: {row['error']['message']}"
+        else:
+            yield f"do      {name}: {row['prompt_tokens']:,} prompt tokens, to {one_line(row['output'])}"
+    yield (
+        f"{document['documents']:,} documents: {document['to_do']:,} to do, {document['refused']:,} would fail, "
+        f"{document['failed']:,} failed before, {document['skipped']:,} done before"
+    )
+    yield f"{document['prompt_tokens']:,} prompt tokens, at most {document['new_tokens']:,} new ones"
+    fits = "" if document["fits"] else ", which does not fit"
+    yield (
+        f"{document['device']}: {document['parallel']} at once, {document['context']:,} tokens each; "
+        f"{render.size(document['planned_bytes'])} of {render.size(document['available_bytes'])} memory{fits}"
+    )
+    predicted = document["predicted_s"]
+    yield "no time is known before a first run" if predicted is None else f"about {duration(predicted)}"
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: 45 s, 12 min, 3 h 20 min."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02} min"

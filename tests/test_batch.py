@@ -1,0 +1,608 @@
+"""`quantspec batch`: every document ends as an answer or a reason, whatever happens on the way. The engine is the toy."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Child, Outcome
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantspec_cli import journal, mapreduce, sources
+from quantspec_cli.engine import Generation
+from quantspec_cli.errors import DoesNotFitError, FileError, InputError, UsageError
+
+Run = Callable[..., Outcome]
+Start = Callable[..., Child]
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    """Three documents in two folders."""
+    folder = tmp_path / "docs"
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / "a.txt").write_text("It was a dark and stormy night.")
+    (folder / "b.md").write_text("# Title\n\nThe rain fell in torrents.")
+    (folder / "deep" / "er" / "c.txt").write_text("Except at occasional intervals. " * 5)
+    return folder
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    raw = (out / "results.jsonl").read_bytes()
+    assert raw == b"" or raw.endswith(b"\n")
+    return [json.loads(line) for line in raw.decode().splitlines()]
+
+
+def answers(out: Path) -> dict[str, bytes]:
+    """Every file below OUT that is an answer."""
+    return {
+        str(path.relative_to(out)): path.read_bytes()
+        for path in out.rglob("*")
+        if path.is_file() and sources.STATE not in path.parts and path.name != "results.jsonl"
+    }
+
+
+def test_one_answer_per_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    outcome = quantspec("batch", str(docs), "--out", str(out), "-n", "12", "--json")
+    assert outcome.code == 0, outcome
+    report = outcome.json
+    assert (report["documents"], report["done"], report["failed"], report["skipped"]) == (3, 3, 0, 0)
+    assert set(answers(out)) == {"a.txt.md", "b.md.md", "deep/er/c.txt.md"}
+    assert sorted(result["document"] for result in lines(out)) == ["a.txt", "b.md", "deep/er/c.txt"]
+    assert report["results"] == lines(out)
+    for result in lines(out):
+        path = docs / result["document"]
+        alone = quantspec("run", str(path), "-n", "12", "--json").json["results"][0]
+        assert (out / result["output"]).read_text() == alone["text"] + "\n"
+        assert {name: result[name] for name in ("tokens", "prompt_tokens", "new_tokens", "stop_reason")} == {
+            name: alone[name] for name in ("tokens", "prompt_tokens", "new_tokens", "stop_reason")
+        }
+        assert (result["status"], result["calls"], result["error"]) == ("done", 1, None)
+        assert len(result["sha256"]) == 64
+    stats = report["stats"]
+    assert stats["wall_s"] > 0
+    assert stats["documents_per_hour"] > 0
+    assert 1 <= stats["batch_mean"] <= stats["batch_peak"] <= 3
+
+
+def test_documents_may_be_plain_arguments_of_run(fake: Any, quantspec: Run, docs: Path) -> None:
+    a, b = str(docs / "a.txt"), str(docs / "b.md")
+    assert quantspec("run", a, b, "-n", "9").stdout == quantspec("run", "-p", a, "-p", b, "-n", "9").stdout
+    assert quantspec("run", a, "-p", b, "-n", "9").stdout == quantspec("run", a, b, "-n", "9").stdout
+
+
+def test_what_is_done_is_skipped_and_what_changed_is_done_again(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "12", "--json"]
+    quantspec(*command)
+    before = answers(out)
+    loads = len(fake.engines)
+    again = quantspec(*command)
+    assert (again.code, again.json["done"], again.json["skipped"]) == (0, 0, 3)
+    assert len(again.json["results"]) == 3
+    assert len(fake.engines) == loads, "nothing to do loads no model"
+    assert answers(out) == before
+
+    (docs / "a.txt").write_text("A new text.")
+    (docs / "new.txt").write_text("Another document.")
+    (out / "b.md.md").unlink()
+    changed = quantspec(*command)
+    assert (changed.json["done"], changed.json["skipped"]) == (3, 1)
+    assert answers(out)["deep/er/c.txt.md"] == before["deep/er/c.txt.md"]
+    assert answers(out)["b.md.md"] == before["b.md.md"]
+    assert answers(out)["a.txt.md"] != before["a.txt.md"]
+    assert sorted(result["document"] for result in lines(out)) == ["a.txt", "b.md", "deep/er/c.txt", "new.txt"]
+
+    for flags in (["-n", "13"], ["-n", "12", "--temperature", "1"], ["-n", "12", "--instruction", "Sum up."]):
+        assert quantspec(*command[:4], *flags, "--json").json["done"] == 4
+    # These change no token, and nothing is done again.
+    for flags in (["--gamma", "2"], ["--method", "ar"], ["--threads", "1"], ["--parallel", "1"]):
+        assert quantspec(*command[:4], "-n", "12", "--instruction", "Sum up.", *flags, "--json").json["skipped"] == 4
+    everything = quantspec(*command[:4], "-n", "12", "--instruction", "Sum up.", "--no-resume", "--json").json
+    assert (everything["done"], everything["skipped"]) == (4, 0)
+
+
+def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (docs / "binary.png").write_bytes(b"\x89PNG\0\0")
+    (docs / "empty.txt").write_text("")
+    (docs / "latin.txt").write_bytes(b"caf\xe9")
+    (docs / "dangling.txt").symlink_to("nowhere")
+    os.mkfifo(docs / "pipe")
+    (docs / "loop").symlink_to(".")
+    (docs / "long.txt").write_text("word " * 1000)
+    (docs / os.fsdecode(b"na\xffme.txt")).write_text("A name that is not UTF-8.")
+    (docs / ("x" * 251 + ".txt")).write_text("A name of 255 bytes.")
+    (docs / "new\nline.txt").write_text("A name with a line break.")
+    command = ["batch", str(docs), "--out", str(out), "-n", "12", "-c", "600"]
+    outcome = quantspec(*command, "--json")
+    assert outcome.code == 4, outcome
+    report = outcome.json
+    failed = {result["document"]: result["error"] for result in report["results"] if result["status"] == "failed"}
+    assert set(failed) == {"binary.png", "empty.txt", "latin.txt", "dangling.txt", "pipe", "long.txt"}
+    assert "no regular file" in failed["pipe"]["message"]
+    assert "12 new ones make" in failed["long.txt"]["message"]
+    assert "the context is 600" in failed["long.txt"]["message"]
+    assert failed["long.txt"]["exit_code"] == 3
+    assert report["done"] == 6
+    assert {"na\\xffme.txt", "new\nline.txt", "x" * 251 + ".txt"} < {line["document"] for line in lines(out)}
+    for result in lines(out):
+        assert (
+            result["status"] == "failed"
+            or os.path.lexists(os.fsencode(out) + b"/" + os.fsencode(result["output"]))
+            or (result["document"] == "na\\xffme.txt")
+        )
+    assert (out / os.fsdecode(b"na\xffme.txt.md")).exists()
+    assert max(len(os.fsencode(name)) for name in answers(out)) <= 255
+
+    # Unchanged failures are reported again without being tried; what could not be read is tried again.
+    again = quantspec(*command, "--json")
+    assert (again.code, again.json["failed"], again.json["done"]) == (4, 6, 0)
+    tried = quantspec(*command, "--retry-failed")
+    assert tried.code == 4
+    assert "failed  long.txt: long.txt has " in tried.stderr
+    assert "12 documents: 0 done, 6 failed, 6 done before" in tried.stderr
+    (docs / "empty.txt").write_text("No longer empty.")
+    assert quantspec(*command, "--json").json["done"] == 1
+
+
+def test_a_longer_context_gives_a_failed_document_another_chance(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
+    (docs / "long.txt").write_text("word " * 1000)
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "12", "--json"]
+    assert quantspec(*command, "-c", "600").json["failed"] == 1
+    assert quantspec(*command).json["failed"] == 0
+
+
+def test_a_document_that_is_not_finite_fails_alone(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    counted = quantspec("batch", str(docs), "--out", str(tmp_path / "o"), "-n", "12", "--dry-run", "--json").json
+    fake.not_finite = next(row["prompt_tokens"] for row in counted["results"] if row["document"] == "b.md")
+    outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "40", "--json")
+    assert outcome.code == 4
+    failed = [result for result in outcome.json["results"] if result["status"] == "failed"]
+    assert [(result["document"], result["error"]["kind"]) for result in failed] == [("b.md", "not_finite")]
+    assert set(answers(tmp_path / "out")) == {"a.txt.md", "deep/er/c.txt.md"}
+
+
+def test_an_error_of_the_device_ends_the_batch_and_keeps_what_is_done(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    fake.fail, fake.fail_after = ("device", "the device fell off", "plug it in"), 4
+    fake.accepted = [16]
+    command = ["batch", str(docs), "--out", str(out), "-n", "16", "--parallel", "1"]
+    outcome = quantspec(*command, "--gamma", "4", "--json")
+    assert outcome.code == 1
+    assert outcome.json["error"]["kind"] == "device"
+    assert outcome.json["done"] == 1
+    fake.fail = None
+    assert quantspec(*command, "--json").json["skipped"] == 1
+
+
+@pytest.mark.parametrize("parallel", ["1", "2", "7", "auto"])
+def test_neighbours_change_nothing(fake: Any, quantspec: Run, tmp_path: Path, parallel: str) -> None:
+    docs, out = tmp_path / "docs", tmp_path / "out"
+    docs.mkdir()
+    for number in range(9):
+        (docs / f"{number}.txt").write_text(f"Document {number}. " * (1 + number * 7 % 5))
+    flags = ["-n", "30", "--temperature", "0.9", "--seed", "4"]
+    assert quantspec("batch", str(docs), "--out", str(out), *flags, "--parallel", parallel).code == 0
+    for number in range(9):
+        alone = quantspec("run", str(docs / f"{number}.txt"), *flags).stdout
+        assert (out / f"{number}.txt.md").read_text() == alone
+
+
+def test_globs_files_and_lists(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    def found(*arguments: str) -> list[str]:
+        out = tmp_path / f"out{time.monotonic_ns()}"
+        outcome = quantspec("batch", *arguments, "--out", str(out), "-n", "3", "--json")
+        assert outcome.code == 0, outcome
+        return sorted(answers(out))
+
+    assert found(str(docs / "**" / "*.txt")) == ["a.txt.md", "deep/er/c.txt.md"]
+    assert found(str(docs / "a.txt"), str(docs / "deep")) == ["a.txt.md", "er/c.txt.md"]
+    assert found(str(docs / "a.txt"), str(docs / "a.txt")) == ["a.txt.md"]
+    listed = tmp_path / "list.jsonl"
+    rows = [{"path": "docs/a.txt"}, {"path": str(docs / "b.md")}, {"id": "x/y", "text": "A literal."}]
+    listed.write_text("\n".join(map(json.dumps, [*rows, {"id": "z", "path": "docs/a.txt"}])) + "\n\n")
+    absolute = str(docs / "b.md").lstrip("/") + ".md"
+    assert found(str(listed)) == sorted(["docs/a.txt.md", absolute, "x/y.md", "z.md"])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 1 of"),
+        ("[1]", "no object"),
+        ('{"path": 5}', "'path' in line 1"),
+        ('{"path": ""}', "not empty"),
+        ('{"text": "x"}', "no id"),
+        ('{"id": "x"}', "neither path and text"),
+        ('{"path": "x", "text": "y", "id": "z"}', "both path and text"),
+        ('{"path": "x", "prompt": "y"}', "unknown field 'prompt'"),
+        ('{"path": "../x"}', "leaves the output folder"),
+        ('{"id": "a/../../x", "text": "y"}', "leaves the output folder"),
+        ('{"id": "/", "text": "y"}', "cannot be that of an answer"),
+        ('{"id": ".quantspec/journal.sqlite", "text": "y"}', "cannot be that of an answer"),
+        ('{"id": "a\\u0000b", "text": "y"}', "'id' in line 1"),
+        ('{"id": "\\ud800", "text": "y"}', "half of a pair"),
+    ],
+)
+def test_bad_lists(fake: Any, quantspec: Run, tmp_path: Path, line: str, words: str) -> None:
+    listed = tmp_path / "list.jsonl"
+    listed.write_text(line)
+    quantspec("batch", str(listed), "--out", str(tmp_path / "out")).assert_error(1, words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_usage(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    quantspec("batch", *out).assert_error(2, "no document")
+    quantspec("batch", str(docs)).assert_error(2, "--out")
+    quantspec("batch", str(docs), "--out", "").assert_error(2, "--out")
+    quantspec("batch", str(docs), "--out", str(docs)).assert_error(2, "also a directory of documents")
+    quantspec("batch", str(tmp_path / "absent"), *out).assert_error(1, "does not exist")
+    quantspec("batch", str(docs / "*.nothing"), *out).assert_error(1, "no file matches")
+    quantspec("batch", str(docs), *out, "--suffix", "md").assert_error(2, "--suffix")
+    quantspec("batch", str(docs), *out, "--suffix", "./../x").assert_error(2, "--suffix")
+    quantspec("batch", str(docs), *out, "--parallel", "0").assert_error(2, "--parallel")
+    quantspec("batch", str(docs), *out, "--long", "map-reduce").assert_error(2, "--instruction")
+    (tmp_path / "hollow").mkdir()
+    quantspec("batch", str(tmp_path / "hollow"), *out).assert_error(2, "no document")
+    (tmp_path / "file").write_text("x")
+    quantspec("batch", str(docs), "--out", str(tmp_path / "file")).assert_error(1, "cannot be written")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.txt").write_text("Of the same name.")
+    quantspec("batch", str(docs), str(other), *out).assert_error(2, "two documents are called a.txt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_answers_never_leave_out(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    (out / "deep").symlink_to(elsewhere)
+    outcome = quantspec("batch", str(docs), "--out", str(out), "-n", "3", "--json")
+    assert outcome.code == 4
+    (failed,) = [result for result in outcome.json["results"] if result["status"] == "failed"]
+    assert failed["document"] == "deep/er/c.txt"
+    assert "leads out of" in failed["error"]["message"]
+    assert [path for path in elsewhere.rglob("*") if path.is_file()] == []
+
+
+def test_files_of_others_are_not_overwritten(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "a.txt.md").write_text("precious")
+    command = ["batch", str(docs), "--out", str(out), "-n", "3", "--json"]
+    outcome = quantspec(*command)
+    assert (outcome.code, outcome.json["done"]) == (4, 2)
+    assert (out / "a.txt.md").read_text() == "precious"
+    assert quantspec(*command, "--no-resume").json["done"] == 3
+    assert (out / "a.txt.md").read_text() != "precious"
+
+    # An answer that a person went over is theirs, too.
+    (out / "b.md.md").write_text("corrected by hand")
+    again = quantspec(*command[:-1])
+    assert again.code == 0
+    assert "b.md was changed after it was written" in again.stderr
+    assert (out / "b.md.md").read_text() == "corrected by hand"
+
+
+def test_answers_inside_of_the_documents_are_no_documents(fake: Any, quantspec: Run, docs: Path) -> None:
+    command = ["batch", str(docs), "--out", str(docs / "answers"), "-n", "3", "--json"]
+    assert quantspec(*command).json["documents"] == 3
+    assert quantspec(*command).json["documents"] == 3
+    pattern = ["batch", str(docs / "**" / "*"), *command[2:]]
+    assert quantspec(*pattern).json["documents"] == 3
+
+
+def test_a_dry_run_writes_nothing(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (docs / "empty.txt").write_text("")
+    command = ["batch", str(docs), "--out", str(out), "-n", "12", "--dry-run"]
+    outcome = quantspec(*command, "--json")
+    assert outcome.code == 0
+    report = outcome.json
+    assert not out.exists()
+    assert fake.engines == []
+    assert (report["documents"], report["to_do"], report["refused"], report["predicted_s"]) == (4, 3, 1, None)
+    assert report["prompt_tokens"] == sum(row["prompt_tokens"] or 0 for row in report["results"])
+    longest = max(row["prompt_tokens"] or 0 for row in report["results"])
+    assert report["context"] == longest + 12
+    assert report["fits"]
+    text = quantspec(*command).stdout
+    assert "fail    empty.txt: empty.txt is empty" in text
+    assert "4 documents: 3 to do, 1 would fail" in text
+    quantspec(*command[:-1])
+    later = quantspec(*command, "--json").json
+    assert (later["to_do"], later["skipped"]) == (0, 3)
+    (docs / "more.txt").write_text("One more.")
+    assert quantspec(*command, "--json").json["predicted_s"] > 0
+
+
+def test_memory_bounds_the_context_and_the_number_at_once(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
+    (docs / "long.txt").write_text("word " * 1000)
+    fake.memory_bytes = 600 * 1000
+    outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "12", "--json")
+    assert outcome.code == 4
+    (failed,) = [result for result in outcome.json["results"] if result["status"] == "failed"]
+    assert failed["document"] == "long.txt"
+    assert "600 fit into memory" in failed["error"]["message"]
+    assert (fake.engines[-1]["capacity"], fake.engines[-1]["slots"]) == (600, 1)
+
+
+def test_map_reduce_answers_what_is_beyond_the_context(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    (docs / "long.txt").write_text("\n\n".join(f"Paragraph {number}. " + "word " * 50 for number in range(60)))
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "20", "-c", "700", "--instruction", "Sum up.", "--json"]
+    assert quantspec(*command).json["failed"] == 1
+    outcome = quantspec(*command, "--long", "map-reduce")
+    assert outcome.code == 0, outcome
+    (result,) = [result for result in lines(out) if result["document"] == "long.txt"]
+    tree = result["tree"]
+    assert len(tree["parts"]) > 1
+
+    def count(node: dict[str, Any]) -> int:
+        assert node["prompt_tokens"] <= 680
+        return 1 + sum(count(part) for part in node.get("parts", []))
+
+    assert result["calls"] == count(tree)
+    assert (out / "long.txt.md").read_text() == tree["text"] + "\n"
+    assert all("tree" not in other for other in lines(out) if other["document"] != "long.txt")
+
+
+def words(text: str) -> int:
+    return 3 + len(text.split())
+
+
+@given(st.lists(st.sampled_from(["word", "a", "\n\n", "\n", ". ", " ", "x" * 40]), max_size=200), st.integers(8, 60))
+def test_parts_of_a_long_text_are_the_text(pieces: list[str], budget: int) -> None:
+    text = " ".join(pieces)
+    parts = mapreduce.split("it", text, budget, words)
+    assert "".join(parts) == text
+    assert all(words(part) <= budget for part in parts)
+
+
+def test_partial_answers_are_reduced_as_often_as_needed() -> None:
+    calls: list[str] = []
+
+    def call(text: str) -> Generation:
+        calls.append(text)
+        return Generation(words(text), [1], f"answer {len(calls)}", "eos")
+
+    tree = mapreduce.answer("it", "word " * 2000, budget=30, count=words, call=call)
+    assert tree.count() == len(calls)
+    depth, node = 0, tree
+    while node.parts:
+        depth, node = depth + 1, node.parts[0]
+    assert depth >= 3
+    with pytest.raises(DoesNotFitError, match="two partial answers"):
+        mapreduce.answer(
+            "it", "word " * 100, budget=30, count=words, call=lambda _: Generation(1, [1], "long " * 20, "length")
+        )
+    with pytest.raises(DoesNotFitError, match="one character"):
+        mapreduce.split("it", "word " * 10, 5, lambda text: 6 + len(text))
+
+
+def test_two_processes_on_one_folder(fake: Any, quantspec: Run, start: Start, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "30"]
+    child = start(*command, script={"round_s": 0.1})
+    child.until("verify")
+    quantspec(*command).assert_error(1, f"in use by process {child.pid}")
+    child.send_signal(signal.SIGINT)
+    child.communicate(timeout=20)
+    assert child.returncode == 130
+    assert quantspec(*command).code == 0
+
+
+def test_an_interrupt_keeps_what_is_done(start: Start, fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "40", "--parallel", "1"]
+    child = start(*command, "--json", script={"round_s": 0.02})
+    child.until("prefill", 2)
+    started = time.monotonic()
+    child.send_signal(signal.SIGTERM)
+    stdout, stderr = child.communicate(timeout=20)
+    assert time.monotonic() - started < 2
+    assert child.returncode == 143, stderr
+    report = json.loads(stdout)
+    assert report["done"] == 1
+    assert b"the same command goes on where it was" in stderr
+    assert len(lines(out)) == 1
+    rest = quantspec(*command, "--json").json
+    assert (rest["done"], rest["skipped"]) == (2, 1)
+
+
+def test_a_second_interrupt_ends_at_once(start: Start, docs: Path, tmp_path: Path) -> None:
+    child = start("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "40", script={"round_s": 1.0})
+    child.until("verify")
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.4)
+    child.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    child.communicate(timeout=20)
+    assert child.returncode == 130
+    assert time.monotonic() - started < 1.5
+    lines(tmp_path / "out")
+
+
+def test_a_hundred_kills_lose_nothing(
+    start: Start, fake: Any, quantspec: Run, tmp_path: Path, toy_command: list[str]
+) -> None:
+    """SIGKILL at random moments: documents that were done stay done, once, and the end is that of an undisturbed run."""
+    docs, out, calm = tmp_path / "docs", tmp_path / "out", tmp_path / "calm"
+    docs.mkdir()
+    for number in range(40):
+        (docs / f"{number:02}.txt").write_text(f"Document {number}. " * (1 + number % 7))
+    (docs / "bad.txt").write_bytes(b"\xff\xfe")
+    flags = ["-n", "16", "--parallel", "3", "-q"]
+    random.seed(26)
+    kills, known = 0, {}
+    while kills < 100:
+        child = subprocess.Popen(
+            [*toy_command, "batch", str(docs), "--out", str(out), *flags],
+            env={**os.environ, "FAKE_NATIVE": json.dumps({"round_s": 0.002})},
+        )
+        time.sleep(0.25 + random.random() * 0.25)
+        child.kill()
+        ended = child.wait() == 4
+        kills += not ended
+        if out.exists() and (out / "results.jsonl").exists():
+            raw = (out / "results.jsonl").read_text()
+            now = {line["document"]: line for line in map(json.loads, raw.splitlines()[: raw.count("\n")])}
+            assert all(now.get(name) == line for name, line in known.items()), "a finished document was lost or redone"
+            known = now
+        if ended:
+            shutil.rmtree(out)
+            known = {}
+    quantspec("batch", str(docs), "--out", str(out), *flags)
+    quantspec("batch", str(docs), "--out", str(calm), *flags)
+    assert answers(out) == answers(calm)
+    names = [line["document"] for line in lines(out)]
+    assert sorted(names) == sorted(set(names)) == sorted(line["document"] for line in lines(calm))
+    assert list((out / sources.STATE / "tmp").iterdir()) == []
+
+
+def test_documents_that_change_while_the_batch_runs(start: Start, tmp_path: Path) -> None:
+    docs, out = tmp_path / "docs", tmp_path / "out"
+    docs.mkdir()
+    for name in ("first.txt", "deleted.txt", "emptied.txt", "changed.txt"):
+        (docs / name).write_text("It was a dark and stormy night. " * (5 if name == "first.txt" else 1))
+    child = start(
+        *("batch", str(docs), "--out", str(out), "-n", "20", "--parallel", "1", "--json"), script={"round_s": 0.05}
+    )
+    child.until("verify")
+    (docs / "deleted.txt").unlink()
+    (docs / "emptied.txt").write_text("")
+    (docs / "changed.txt").write_text("Now it is bright.")
+    report = json.loads(child.communicate(timeout=60)[0])
+    assert child.returncode == 4
+    errors = {result["document"]: result["error"] and result["error"]["message"] for result in report["results"]}
+    assert errors == {
+        "first.txt": None,
+        "deleted.txt": "deleted.txt does not exist",
+        "emptied.txt": "emptied.txt is empty",
+        "changed.txt": None,
+    }
+
+
+def test_a_full_disk_ends_the_batch_and_the_next_run_goes_on(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "12", "--parallel", "1", "--json"]
+    sync, calls = os.fsync, []
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 4:
+            raise OSError(28, "No space left on device")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    outcome = quantspec(*command)
+    assert outcome.code == 1, outcome
+    assert "no space left" in outcome.json["error"]["message"]
+    monkeypatch.setattr(os, "fsync", sync)
+    done = len(lines(out))
+    assert done == outcome.json["done"] == len(answers(out))
+    assert quantspec(*command).json["done"] == 3 - done
+
+
+def test_a_folder_that_cannot_be_written(obedient: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir(mode=0o555)
+    outcome = obedient("batch", str(docs), "--out", str(out))
+    assert outcome.code == 1
+    assert "cannot be written" in outcome.stderr
+    out.chmod(0o755)
+    (docs / "secret.txt").write_text("x")
+    (docs / "secret.txt").chmod(0)
+    (docs / "deep").chmod(0)
+    outcome = obedient("batch", str(docs), "--out", str(out), "-n", "3", "--json")
+    (docs / "deep").chmod(0o755)
+    failed = {row["document"]: row["error"]["message"] for row in outcome.json["results"] if row["error"]}
+    assert failed == {
+        "deep": f"folder {docs / 'deep'} cannot be listed: permission denied",
+        "secret.txt": "secret.txt cannot be read: permission denied",
+    }
+
+
+def test_a_damaged_journal_is_named_and_can_be_replaced(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "3"]
+    quantspec(*command)
+    path = out / sources.STATE / "journal.sqlite"
+    path.write_bytes(b"not a database" * 100)
+    quantspec(*command).assert_error(1, "journal.sqlite cannot be used", "--no-resume")
+    quantspec(*command, "--dry-run").assert_error(1, "journal.sqlite cannot be used")
+    assert quantspec(*command, "--no-resume", "--json").json["done"] == 3
+    assert quantspec(*command, "--json").json["skipped"] == 3
+
+
+def test_results_are_made_anew_from_the_journal(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "-n", "3"]
+    quantspec(*command)
+    whole = (out / "results.jsonl").read_bytes()
+    for damaged in (whole[:-7], whole + b'{"document"', b"", None):
+        if damaged is None:
+            (out / "results.jsonl").unlink()
+        else:
+            (out / "results.jsonl").write_bytes(damaged)
+        quantspec(*command)
+        assert (out / "results.jsonl").read_bytes() == whole
+
+
+def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = {"document": "a", "status": "done", "sha256": "0"}
+    with journal.Journal(tmp_path / "out") as kept:
+        kept.begin({"a": "a.md", "b": "b.md"})
+        kept.finish("a", "a.md", result, "f")
+        write = os.write
+        monkeypatch.setattr(os, "write", lambda descriptor, raw: write(descriptor, raw[:5]))
+        with pytest.raises(FileError, match="no space left"):
+            kept.finish("b", "b.md", result | {"document": "b"}, "f")
+        monkeypatch.setattr(os, "write", write)
+        assert [line["document"] for line in lines(tmp_path / "out")] == ["a"]
+        # The journal knows it: the next start writes the line.
+        kept.begin({})
+        assert [line["document"] for line in lines(tmp_path / "out")] == ["a", "b"]
+
+
+@given(st.text(st.characters(blacklist_characters="/\0"), min_size=1, max_size=300))
+def test_every_name_has_a_place(name: str) -> None:
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        return
+    place = sources.output_name(name, ".md")
+    assert len(os.fsencode(place)) <= 255
+    assert place.endswith(".md")
+    assert place == name + ".md" or len(os.fsencode(name)) > 252
+
+
+def test_sources_say_what_they_cannot_find(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="the name of a document is empty"):
+        sources.find([""], tmp_path)
+    with pytest.raises(InputError, match="does not exist"):
+        sources.Source("x", str(tmp_path / "x")).read()
