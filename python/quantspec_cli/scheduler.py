@@ -79,7 +79,7 @@ class Scheduler:
         self.sequence_rounds = 0
         self.most_sequences = 0
         self._free = slots
-        self._commands: SimpleQueue[Request | _Call | None] = SimpleQueue()
+        self._commands: SimpleQueue[Sequence[Request] | _Call | None] = SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
         self._thread: threading.Thread | None = None
@@ -87,14 +87,13 @@ class Scheduler:
         self._process = os.getpid()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Takes requests; they wait until slots are free."""
+        """Takes requests, all at once: they wait until slots are free, in this order."""
         self.check_process()
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="quantspec-scheduler", daemon=True)
                 self._thread.start()
-        for request in requests:
-            self._commands.put(request)
+        self._commands.put(requests)
 
     def cancel(self, requests: Sequence[Request], *, wait: bool = True) -> None:
         """Ends requests where they are. Their slots are free when this returns, unless a callback of the engine asks."""
@@ -153,10 +152,10 @@ class Scheduler:
             command = self._commands.get()
             if command is None:
                 return False
-            if isinstance(command, Request):
-                self._waiting.append(command)
-            else:
+            if isinstance(command, _Call):
                 calls.append(command)
+            else:
+                self._waiting.extend(command)
         self._drop_cancelled()
         for call in calls:
             try:
