@@ -31,7 +31,7 @@ TEXT = Path(quantspec_cli.__file__).with_name("sample.txt")
 LENGTHS = (650, 130, 9)
 NEW_TOKENS = 48
 BATCHES = (1, 3)
-GAMMAS = (0, 1, 4, "auto")
+GAMMAS: tuple[int | str, ...] = (0, 1, 4, "auto")
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "replay": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.01, "seed": 11},

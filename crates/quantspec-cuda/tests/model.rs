@@ -17,6 +17,7 @@ use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use small::{checkpoints, options, prompt};
@@ -35,7 +36,7 @@ fn decode(
     samplers: &[Sampler],
     gammas: &[usize],
 ) -> Vec<Vec<u32>> {
-    engine.set_method(method);
+    engine.set_method(method).unwrap();
     let slots: Vec<usize> = prompts
         .iter()
         .zip(samplers)
@@ -67,7 +68,7 @@ fn decode(
 }
 
 fn method(target: View, draft: Option<DraftPlan>) -> Method {
-    Method { target, draft, policy: Policy::fixed(4) }
+    Method { target, drafter: draft.map(SelfQuantised::boxed), policy: Policy::fixed(4) }
 }
 
 fn sampler(accept: Accept, seed: u64, sequence: u64) -> Sampler {
@@ -205,7 +206,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             forward::prefill(&mut backend, 0, &prompt(vocab, committed, index as u64), 256, &mut |_, _| {}).unwrap();
             let first = backend.first(0, committed, &sampler).unwrap();
             backend.set_window(0, &[first]).unwrap();
-            let turn = |stop| Turn { slot: 0, committed, gamma: 12, stop, leads: Vec::new(), sampler: sampler.clone() };
+            let turn = |stop| Turn { stop, ..Turn::new(0, committed, 12, sampler.clone()) };
             let mut never = [turn(None)];
             forward::draft(&mut backend, &QUANTSPEC, &mut never).unwrap();
             let want = backend.window(0, 13).unwrap();
@@ -247,7 +248,7 @@ fn rounds<B: Backend>(
     while text.len() < new {
         let gamma = if stop.is_some() { 12 } else { 0 };
         let committed = extent.committed();
-        let mut turns = [Turn { slot: 0, committed, gamma, stop, leads: Vec::new(), sampler: sampler.clone() }];
+        let mut turns = [Turn { stop, ..Turn::new(0, committed, gamma, sampler.clone()) }];
         if gamma > 0 {
             backend.draft(&DraftPlan { pages, ..QUANTSPEC }, &mut turns).unwrap();
             ended += usize::from(turns[0].gamma < gamma);
@@ -299,7 +300,13 @@ fn automatic_drafts_change_no_token() {
             let plain = decode(&mut engine, method(View::Both, None), &prompts, &[900], &samplers, &[0]);
             for pages in [Pages::All, Pages::Best(3)] {
                 let draft = Some(DraftPlan { pages, ..QUANTSPEC });
-                engine.set_method(Method { target: View::Both, draft, policy: Policy::auto(8) });
+                engine
+                    .set_method(Method {
+                        target: View::Both,
+                        drafter: draft.map(SelfQuantised::boxed),
+                        policy: Policy::auto(8),
+                    })
+                    .unwrap();
                 engine.reset_stats();
                 let slot = engine.add(&prompts[0], samplers[0].clone(), 900).unwrap();
                 let mut text = vec![engine.prefill(slot, &mut |_, _| {}).unwrap()];

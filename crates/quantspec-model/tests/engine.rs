@@ -13,6 +13,7 @@ use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_model::backend::{DraftPlan, Hooks, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use quantspec_model::reference::ReferenceBackend;
@@ -38,7 +39,11 @@ fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize)
         threads: 1,
     };
     let backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
-    let method = Method { target: View::Both, draft: (gamma > 0).then_some(plan), policy: Policy::fixed(gamma) };
+    let method = Method {
+        target: View::Both,
+        drafter: (gamma > 0).then(|| SelfQuantised::boxed(plan)),
+        policy: Policy::fixed(gamma),
+    };
     Engine::new(backend, method, slots, capacity, 16)
 }
 
@@ -133,8 +138,7 @@ fn a_draft_ends_where_its_tokens_are_in_doubt() {
     // No lead counts beside such an error: each token halves the chance.
     for (enough, drafted) in [(0.0, 4), (0.2, 3), (0.4, 2), (0.9, 1)] {
         let stop = Stop { enough, doubt: 1e9 };
-        let mut turns =
-            [Turn { slot, committed: 3, gamma: 4, stop: Some(stop), leads: vec![], sampler: Sampler::greedy() }];
+        let mut turns = [Turn { stop: Some(stop), ..Turn::new(slot, 3, 4, Sampler::greedy()) }];
         forward::draft(engine.backend(), &plan, &mut turns).expect("draft");
         assert_eq!((turns[0].gamma, turns[0].leads.len()), (drafted, drafted));
         assert!(turns[0].leads.iter().all(|lead| *lead >= 0.0));
