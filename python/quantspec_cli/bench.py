@@ -857,15 +857,15 @@ class Decoding(Markdown):
     def cells(self, row: Mapping[str, Any]) -> list[str]:
         """The columns of a measurement."""
         tokens = f"{row['test']}{row['n_prompt'] or row['n_gen']}"
-        drafts = row["method"] != "any" and METHODS[row["method"]].drafts
+        method = METHODS.get(row["method"], METHODS["ar"])
         loop_us = row.get("loop_us")
         return [
             row["model"] + (" (widened)" if row["widened"] else ""),
             row["device"],
             row["method"],
             row["kv_target"],
-            str(row["gamma"]) if drafts else "-",
-            str(row["draft_pages"]) if drafts else "-",
+            str(row["gamma"]) if method.drafts else "-",
+            str(row["draft_pages"]) if method.draft_view else "-",
             tokens + (f" @ d{row['n_depth']}" if row["n_depth"] else ""),
             f"{row['ms_per_token']:.2f} ± {row['ms_per_token_sd']:.2f}",
             render.number(row["tokens_per_s"]),
