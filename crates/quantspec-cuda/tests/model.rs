@@ -17,7 +17,7 @@ use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft::SelfQuantised;
+use quantspec_model::draft::{Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use small::{checkpoints, options, prompt};
@@ -71,6 +71,11 @@ fn method(target: View, draft: Option<DraftPlan>) -> Method {
     Method { target, drafter: draft.map(SelfQuantised::boxed), policy: Policy::fixed(4) }
 }
 
+/// Prompt lookup: its tokens come from the host.
+fn lookup(target: View) -> Method {
+    Method { target, drafter: Some(Box::<Ngram>::default()), policy: Policy::fixed(4) }
+}
+
 fn sampler(accept: Accept, seed: u64, sequence: u64) -> Sampler {
     match accept {
         Accept::Greedy => Sampler { sequence, ..Sampler::greedy() },
@@ -111,19 +116,21 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint) {
                 );
                 plain.extend(one);
             }
+            let itself = |plan: DraftPlan| (format!("{plan:?}"), method(target, Some(plan)));
             let drafts = [
-                (QUANTSPEC, vec![4]),
-                (QUANTSPEC, vec![1, 16, 0, 7, 3]),
-                (KV4, vec![6]),
-                (DraftPlan { view: target, ..W4 }, vec![7]),
-                (DraftPlan { pages: Pages::Best(4), ..QUANTSPEC }, vec![5]),
-                (DraftPlan { pages: Pages::Window(3), view: target, weights: Weights::Draft }, vec![5]),
+                (itself(QUANTSPEC), vec![4]),
+                (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
+                (itself(KV4), vec![6]),
+                (itself(DraftPlan { view: target, ..W4 }), vec![7]),
+                (itself(DraftPlan { pages: Pages::Best(4), ..QUANTSPEC }), vec![5]),
+                (itself(DraftPlan { pages: Pages::Window(3), view: target, weights: Weights::Draft }), vec![5]),
+                (("prompt lookup".to_string(), lookup(target)), vec![1, 16, 0, 7, 3]),
             ];
-            for (draft, gammas) in drafts {
-                let together = decode(&mut engine, method(target, Some(draft)), &prompts, &tokens, &samplers, &gammas);
+            for ((draft, method), gammas) in drafts {
+                let together = decode(&mut engine, method, &prompts, &tokens, &samplers, &gammas);
                 for (index, (got, want)) in together.iter().zip(&plain).enumerate() {
                     let differs = got.iter().zip(want).position(|(a, b)| a != b);
-                    assert_eq!(differs, None, "{target:?} {accept:?} {draft:?} gamma {gammas:?} prompt {index}");
+                    assert_eq!(differs, None, "{target:?} {accept:?} {draft} gamma {gammas:?} prompt {index}");
                     assert_eq!(got.len(), want.len());
                 }
             }
@@ -412,8 +419,34 @@ fn rejection(device: &Arc<Device>, checkpoint: &Checkpoint) {
     let mut engine = Engine::new(load(device, checkpoint, &options), method(View::Both, Some(QUANTSPEC)), 2, 900, 256);
     let prompts: Vec<Vec<u32>> = [500, 333].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
     let samplers: Vec<Sampler> = (0..2).map(|sequence| sampler(Accept::Rejection, 5, sequence)).collect();
-    let mut run = || decode(&mut engine, method(View::Both, Some(QUANTSPEC)), &prompts, &[200; 2], &samplers, &[4]);
-    assert_eq!(run(), run());
+    for method in [|| method(View::Both, Some(QUANTSPEC)), || lookup(View::Both)] {
+        let mut run = || decode(&mut engine, method(), &prompts, &[200; 2], &samplers, &[4]);
+        assert_eq!(run(), run());
+    }
+    // Prompt lookup keeps no distributions.
+    let options = Options { rejection: false, ..options };
+    let mut without = Engine::new(load(device, checkpoint, &options), method(View::Both, None), 2, 900, 256);
+    let run = |engine| decode(engine, lookup(View::Both), &prompts, &[200; 2], &samplers, &[4]);
+    assert_eq!(run(&mut without), run(&mut engine));
+}
+
+#[test]
+fn known_tokens_replace_a_draft_that_was_left_to_verification() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 900) {
+        let mut backend = load(&device, &checkpoint, &options(900, 1));
+        let prompt = prompt(checkpoint.config().vocab, 300, 4);
+        backend.open(0, 900).unwrap();
+        forward::prefill(&mut backend, 0, &prompt, 256, &mut |_, _| {}).unwrap();
+        let first = backend.first(0, 300, &Sampler::greedy()).unwrap();
+        backend.set_window(0, &[first]).unwrap();
+        let mut turns = [Turn::new(0, 300, 2, Sampler::greedy())];
+        backend.draft(&QUANTSPEC, &mut turns).unwrap();
+        let known = [first, 5, 6];
+        backend.set_window(0, &known).unwrap();
+        backend.verify(View::Both, &turns).unwrap();
+        assert_eq!(backend.window(0, 3).unwrap(), known);
+    }
 }
 
 #[test]
