@@ -53,6 +53,9 @@ pub struct Emitted {
     pub tokens: Vec<u32>,
 }
 
+/// The backend, the drafter and a sequence of an engine.
+type Parts<'a, B> = (&'a mut B, Option<&'a mut (dyn Drafter + 'static)>, &'a mut Sequence);
+
 /// Decodes batches of sequences of any lengths on one backend.
 pub struct Engine<B: Backend> {
     backend: B,
@@ -439,9 +442,9 @@ impl<B: Backend> Engine<B> {
         &mut self.backend
     }
 
-    fn parts(&mut self, slot: usize) -> Result<(&mut B, Option<&mut Box<dyn Drafter>>, &mut Sequence)> {
+    fn parts(&mut self, slot: usize) -> Result<Parts<'_, B>> {
         match self.sequences.get_mut(slot).and_then(Option::as_mut) {
-            Some(sequence) => Ok((&mut self.backend, self.method.drafter.as_mut(), sequence)),
+            Some(sequence) => Ok((&mut self.backend, self.method.drafter.as_deref_mut(), sequence)),
             None => Err(Error::usage(format!("slot {slot} holds no sequence"), "use a slot that add returned")),
         }
     }

@@ -18,7 +18,7 @@ const SHORTEST: usize = 2;
 /// Longest agreement that is looked for: the newest occurrence that agrees so far is taken.
 const LONGEST: usize = 8;
 
-/// Occurrences that are compared. It bounds the time of a proposal, about 10 µs, where two tokens are very common.
+/// Occurrences that are compared. It bounds the time of a proposal in texts where two tokens follow each other very often.
 const COMPARED: usize = 256;
 
 /// Drafts for any number of sequences.
