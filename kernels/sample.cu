@@ -25,9 +25,10 @@ struct Cut {
   double total;
 };
 
-// The rows of a slot in a verify step.
+// The rows of a slot in a verify step. 20 bytes, written by the host.
 struct Turn {
   int slot, first_row, gamma, position;  // position: of the first drafted token
+  int one_hot;                           // the drafter drew nothing: q is one at each drafted token, and q_logits and q_cuts are not read
 };
 struct Verdict {
   int accepted, token;
@@ -529,7 +530,7 @@ DEV int draw(const Sampler& s, int position, Stream stream, int vocab, double* s
 
 // judge: one verdict per turn.
 //   choices int32 [row] of sample_choose; windows int32 [slot][window_pitch]: drafted token i at place i + 1;
-//   logits, cuts: the target's, [row]; q_logits, q_cuts: the draft's, [slot][q_pitch]. Grid (turns), block 1024.
+//   logits, cuts: the target's, [row]; q_logits, q_cuts: the draft's, [slot][q_pitch], null where every turn is one-hot. Grid (turns), block 1024.
 KERNEL __launch_bounds__(1024) judge(const Turn* turns, const Sampler* samplers, const int* choices, const int* windows, int window_pitch, const float* logits,
                                      const Cut* cuts, int vocab, const float* q_logits, const Cut* q_cuts, int q_pitch, Verdict* verdicts) {
   __shared__ double scores[32];
@@ -547,7 +548,10 @@ KERNEL __launch_bounds__(1024) judge(const Turn* turns, const Sampler* samplers,
     return;
   }
   auto p = [&](int i, int id) { return probability(cuts[turn.first_row + i], s, logits[(size_t)(turn.first_row + i) * vocab + id], id); };
-  auto q = [&](int i, int id) { return probability(q_cuts[turn.slot * q_pitch + i], s, q_logits[((size_t)turn.slot * q_pitch + i) * vocab + id], id); };
+  auto q = [&](int i, int id) {
+    if (turn.one_hot) return id == drafted[i] ? 1.f : 0.f;
+    return probability(q_cuts[turn.slot * q_pitch + i], s, q_logits[((size_t)turn.slot * q_pitch + i) * vocab + id], id);
+  };
   if (threadIdx.x < 32) {
     bool refused = false;
     const int i = threadIdx.x;

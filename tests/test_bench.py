@@ -124,6 +124,8 @@ def test_methods_cross_gammas_and_pages() -> None:
         Method("ar", "int8"),
         *(Method("quantspec", "int8", gamma, pages) for gamma in ("auto", 4) for pages in ("all", 8)),
     ]
+    # Prompt lookup reads no pages.
+    assert bench.methods("ngram", [2, 4], ["all", 8]) == [Method("ngram", "int8", 2), Method("ngram", "int8", 4)]
     assert bench.methods("w4-fp16", [3], ["all"]) == [Method("w4", "fp16", 3)]
 
 
@@ -132,7 +134,8 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     from quantspec_cli import entry
 
     out = tmp_path_factory.mktemp("bench") / "rows.jsonl"
-    arguments = "bench -p 64 -n 40 -d 0,1024 -r 2 -g 3 --methods ar-fp16,ar,ar-int4,quantspec,w4,kv4 -o jsonl --output"
+    methods = "ar-fp16,ar,ar-int4,quantspec,w4,kv4,ngram"
+    arguments = f"bench -p 64 -n 40 -d 0,1024 -r 2 -g 3 --methods {methods} -o jsonl --output"
     assert entry.execute([*arguments.split(), str(out)]) == 0
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
@@ -188,7 +191,8 @@ def test_rejection_keeps_the_distribution_and_not_the_text(
 
 
 def test_a_row_per_test_method_and_depth(rows: list[dict[str, Any]]) -> None:
-    decoding = [("ar", "fp16"), ("ar", "int8"), ("ar", "int4"), ("quantspec", "int8"), ("w4", "int8"), ("kv4", "int8")]
+    plain = [("ar", "fp16"), ("ar", "int8"), ("ar", "int4")]
+    decoding = [*plain, ("quantspec", "int8"), ("w4", "int8"), ("kv4", "int8"), ("ngram", "int8")]
     expected = [
         (depth, *test)
         for depth in (0, 1024)
@@ -209,6 +213,11 @@ def test_a_row_keeps_the_contract(rows: list[dict[str, Any]]) -> None:
         assert row["gb_per_s"] == pytest.approx(row["bytes_per_token"] / row["ms_per_token"] / 1e6)
         assert row["bandwidth_gb_per_s"] > 0
         drafts = row["method"] in {"quantspec", "w4", "kv4"}
+        if row["method"] == "ngram":
+            # Nothing is proposed where nothing agrees.
+            assert (row["gamma"], row["draft_pages"]) == (3, "all")
+            assert 0 <= row["gamma_mean"] <= 3
+            continue
         assert (row["acceptance_rate"] is not None) == drafts
         if drafts:
             assert set(row) >= SPECULATIVE
@@ -239,6 +248,10 @@ def test_bytes_are_what_the_steps_read(rows: list[dict[str, Any]]) -> None:
         return float(row["bytes_per_token"] * row["mean_acceptance_length"] / (1 + row["gamma_mean"]))
 
     assert read_a_round("quantspec") < read_a_round("w4") < read_a_round("kv4")
+    # A round of prompt lookup reads what a plain step reads.
+    ngram = decoding[1024, "ngram", "int8"]
+    rounds = ngram["bytes_per_token"] * (ngram["mean_acceptance_length"] or 1)
+    assert rounds == pytest.approx(read[1024, "ar", "int8"], rel=0.03)
 
 
 def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:
@@ -690,7 +703,7 @@ def test_a_restarted_answer_is_the_answer(engine: Any) -> None:
     slot = engine.add(prompt, seed=5, max_new_tokens=61, **SAMPLING)
     first = engine.prefill(slot)
     plain = decode(engine, slot, 60)
-    for method, gamma in (("quantspec", 4), ("kv4", 7), ("ar", 0), ("w4", 3)):
+    for method, gamma in (("quantspec", 4), ("kv4", 7), ("ar", 0), ("ngram", 5), ("w4", 3)):
         engine.configure(method=method, gamma=gamma)
         assert engine.stats()["rounds"] == 0
         assert engine.restart(slot, first, seed=5, **SAMPLING)

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from quantspec_cli import __version__, tokenizer
 from quantspec_cli.cli import cli
+from quantspec_cli.options import METHODS
 
 Run = Callable[..., Outcome]
 
@@ -69,10 +70,21 @@ def test_json_is_one_document_with_the_contract_s_fields(fake: Any, quantspec: R
 def test_every_method_and_gamma_prints_the_same_text(fake: Any, quantspec: Run, document: Path) -> None:
     texts = {
         quantspec("run", "-p", str(document), "-n", "60", "--method", method, "--gamma", gamma).stdout
-        for method in ("quantspec", "kv4", "w4", "ar")
-        for gamma in ("0", "1", "5", "16", "auto")
+        for method, of_method in METHODS.items()
+        for gamma in (("0", "1", "5", "16", "auto") if of_method.drafts else ("0", "auto"))
     }
     assert len(texts) == 1
+
+
+def test_what_a_method_does_not_read_is_reported_as_none(fake: Any, quantspec: Run) -> None:
+    for method in METHODS:
+        report = quantspec("run", "--text", "x", "-n", "5", "--method", method, "--json").json
+        expected = "int4" if method in {"quantspec", "w4"} else "none"
+        assert (report["method"], report["draft_weights"]) == (method, expected)
+    # What was reported may be asked for.
+    for method in ("kv4", "ngram", "ar"):
+        flags = ("--method", method, "--draft-weights", "none", "--draft-pages", "all", "--gamma", "0")
+        assert quantspec("run", "--text", "x", "-n", "5", *flags).code == 0
 
 
 def test_rates_are_null_where_nothing_was_drafted(fake: Any, quantspec: Run) -> None:
@@ -238,6 +250,13 @@ def test_aliases_of_the_peers(fake: Any, quantspec: Run) -> None:
         (["--device", "cuda:x"], ["cuda:x"]),
         (["--device", "cpu:1"], ["cpu:1"]),
         (["--method", "fast"], ["fast"]),
+        (["--method", "ar", "--gamma", "4"], ["--gamma is 4, and method ar drafts nothing"]),
+        (["--method", "ar", "--draft-pages", "8"], ["--draft-pages is 8, and method ar reads no pages"]),
+        (["--method", "ar", "--draft-weights", "int4-mlp"], ["--draft-weights is 'int4-mlp', and method ar"]),
+        (["--method", "kv4", "--draft-weights", "int4-mlp"], ["--draft-weights is 'int4-mlp', and method kv4"]),
+        (["--method", "ngram", "--draft-weights", "int4-mlp"], ["--draft-weights is 'int4-mlp', and method ngram"]),
+        (["--method", "ngram", "--draft-pages", "auto"], ["--draft-pages is 'auto', and method ngram"]),
+        (["--method", "ngram", "--page-choice", "window"], ["--page-choice is 'window', and method ngram"]),
         (["--kv-target", "int2"], ["int2"]),
         (["-c", "-5"], ["--ctx-size is -5"]),
         (["--nonsense"], ["--nonsense"]),

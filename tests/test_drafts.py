@@ -58,7 +58,13 @@ def test_small_models_leave_no_file(quantspec: Run, tmp_path: Path, monkeypatch:
 
 
 def test_only_methods_that_draft_with_them_make_them(quantspec: Run, folder: Path) -> None:
-    for flags in (("--method", "ar"), ("--method", "kv4"), ("--draft-weights", "none")):
+    without = [
+        ["--method", "ar", "--gamma", "0"],
+        ["--method", "kv4"],
+        ["--method", "ngram"],
+        ["--draft-weights", "none"],
+    ]
+    for flags in without:
         assert quantspec(*COMMAND, *flags).code == 0
         assert not folder.exists(), flags
 

@@ -91,7 +91,16 @@ def test_a_driver_that_works_is_used(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("--method", "ar"), ("--kv-target", "fp16"), ("--draft-weights", "int4-mlp"), ("--gamma", "16")]
+    "more",
+    [
+        (),
+        ("--method", "ar"),
+        ("--kv-target", "fp16"),
+        ("--draft-weights", "int4-mlp"),
+        ("--gamma", "16"),
+        ("--method", "ngram"),
+        ("--method", "ngram", "--accept", "rejection", "--temperature", "1", "--gamma", "4"),
+    ],
 )
 def test_memory_is_what_the_plan_says(driver: Driver, more: Sequence[str]) -> None:
     stats = driver(*DECODE, *more, "--json").json["stats"]

@@ -48,6 +48,8 @@ def test_every_way_of_drafting_prints_the_same_document(quantspec: Run) -> None:
         ["--gamma", "4"],
         ["--method", "kv4", "--gamma", "16"],
         ["--method", "w4", "--gamma", "1"],
+        ["--method", "ngram", "--gamma", "6"],
+        ["--method", "ngram"],
         ["--gamma", "7", "--draft-pages", "3"],
         ["--gamma", "7", "--draft-pages", "3", "--page-choice", "window"],
         ["--gamma", "3", "--draft-weights", "int4-mlp"],

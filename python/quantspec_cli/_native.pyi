@@ -3,7 +3,18 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
-__all__ = ["Engine", "NativeError", "doctor", "evaluate", "kernels", "model_info", "plan", "planned", "traffic"]
+__all__ = [
+    "Engine",
+    "NativeError",
+    "doctor",
+    "evaluate",
+    "kernels",
+    "methods",
+    "model_info",
+    "plan",
+    "planned",
+    "traffic",
+]
 
 class NativeError(Exception):
     """Any error of the engine but an interrupt, which is what a signal's handler raised: KeyboardInterrupt for Ctrl-C."""
@@ -121,6 +132,9 @@ class Engine:
 
 def doctor() -> dict[str, Any]:
     """What this machine offers: cpu, gpu, memory_bytes, kernels."""
+
+def methods() -> list[dict[str, Any]]:
+    """Every method by name: about (what drafts), and the other fields of `options.Method`."""
 
 def model_info(path: str) -> dict[str, Any]:
     """The configuration of a checkpoint directory: family, vocab, layers, max_positions, eos and shape."""

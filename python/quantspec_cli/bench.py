@@ -69,7 +69,7 @@ class Method:
     """A way to decode.
 
     Attributes:
-        name: "ar", "quantspec", "kv4" or "w4".
+        name: a name of `options.METHODS`.
         kv_target: the target's view of the cache.
         gamma: drafted tokens per round; 0 for "ar".
         draft_pages: pages a draft reads per KV head.
@@ -379,10 +379,10 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
                 f"use {', '.join(METHODS)}, each with -{', -'.join(KV_TARGETS)} or without",
                 option="--methods",
             )
-        if name == "ar":
-            found[Method(name, target)] = None
-        else:
-            found.update((Method(name, target, gamma, count), None) for gamma in gammas for count in pages)
+        method = METHODS[name]
+        of_gamma: Sequence[Gamma] = gammas if method.drafts else [0]
+        of_pages: Sequence[Pages] = pages if method.draft_view else ["all"]
+        found.update((Method(name, target, gamma, count), None) for gamma in of_gamma for count in of_pages)
     return list(found)
 
 
@@ -572,9 +572,10 @@ class Bench:
         page["int8"] = seen["upper_page_bytes"] + seen["lower_page_bytes"]
         verify = seen["weights_bytes"] + seen["pages"] * page[method.kv_target] + recent
         read: float = stats["rounds"] * verify
-        if method.name != "ar":
-            weights = seen["weights_bytes"] if method.name == "kv4" else self._draft_bytes
-            view = page[method.kv_target if method.name == "w4" else "int4"]
+        drafts = METHODS[method.name]
+        if drafts.draft_view is not None:
+            weights = self._draft_bytes if drafts.draft_weights else seen["weights_bytes"]
+            view = page[method.kv_target if drafts.draft_view == "target" else drafts.draft_view]
             pages = seen["pages"]
             if isinstance(method.draft_pages, int):
                 pages = min(pages, method.draft_pages)
@@ -856,15 +857,15 @@ class Decoding(Markdown):
     def cells(self, row: Mapping[str, Any]) -> list[str]:
         """The columns of a measurement."""
         tokens = f"{row['test']}{row['n_prompt'] or row['n_gen']}"
-        drafts = row["method"] not in {"ar", "any"}
+        method = METHODS.get(row["method"], METHODS["ar"])
         loop_us = row.get("loop_us")
         return [
             row["model"] + (" (widened)" if row["widened"] else ""),
             row["device"],
             row["method"],
             row["kv_target"],
-            str(row["gamma"]) if drafts else "-",
-            str(row["draft_pages"]) if drafts else "-",
+            str(row["gamma"]) if method.drafts else "-",
+            str(row["draft_pages"]) if method.draft_view else "-",
             tokens + (f" @ d{row['n_depth']}" if row["n_depth"] else ""),
             f"{row['ms_per_token']:.2f} ± {row['ms_per_token_sd']:.2f}",
             render.number(row["tokens_per_s"]),

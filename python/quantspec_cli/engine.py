@@ -485,7 +485,8 @@ class Engine:
             batch: most sequences that decode together; others wait for their turn.
             device: "auto", "cpu", "cuda" or "cuda:N".
             threads: CPU workers; None is $QUANTSPEC_THREADS, or all processors.
-            method: what drafts: "quantspec" (4-bit cache and weights), "kv4", "w4", or "ar" (nothing).
+            method: what drafts: "quantspec" (4-bit cache and weights), "kv4", "w4", "ngram" (what followed the last tokens
+                earlier in the text), or "ar" (nothing). Settings that a method does not know are refused.
             gamma: drafted tokens per round, 0 to 16, or "auto".
             kv_target: view of the cache that defines the output: "int8", "fp16" or "int4".
             kv_rounding: "balanced" or "paper".

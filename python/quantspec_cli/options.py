@@ -8,7 +8,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -18,7 +18,31 @@ from .errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-METHODS = ("quantspec", "kv4", "w4", "ar")
+
+class Method(NamedTuple):
+    """What drafts, and so which settings a method knows.
+
+    Attributes:
+        about: what drafts, in a few words.
+        drafts: whether anything does.
+        draft_weights: whether it reads 4-bit weights.
+        draft_view: the view of the target's cache that it reads, "target" for the target's own; None for none.
+    """
+
+    about: str
+    drafts: bool = True
+    draft_weights: bool = False
+    draft_view: str | None = None
+
+
+# The engine's registry (`_native.methods()`), repeated because --help loads no native code.
+METHODS = {
+    "quantspec": Method("4-bit weights and cache", draft_weights=True, draft_view="int4"),
+    "kv4": Method("4-bit cache", draft_view="int4"),
+    "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
+    "ngram": Method("earlier text"),
+    "ar": Method("nothing", drafts=False),
+}
 KV_TARGETS = ("int8", "fp16", "int4")
 KV_ROUNDINGS = ("balanced", "paper")
 DRAFT_WEIGHTS = ("int4", "int4-mlp", "none")
@@ -53,7 +77,7 @@ class EngineOptions:
     gamma: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        _one_of("method", self.method, METHODS)
+        _one_of("method", self.method, tuple(METHODS))
         _one_of("kv_target", self.kv_target, KV_TARGETS)
         _one_of("kv_rounding", self.kv_rounding, KV_ROUNDINGS)
         _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
@@ -68,6 +92,32 @@ class EngineOptions:
             whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
         if self.draft_pages not in ("all", "auto"):
             whole("draft_pages", self.draft_pages, PAGES_MIN, PAGES_MAX, ", all or auto")
+        self._refuse_unknown()
+
+    def _refuse_unknown(self) -> None:
+        """Refuses settings that the method would ignore."""
+        method = METHODS[self.method]
+        reasons = {}
+        if not method.drafts and self.gamma != 0:
+            reasons["gamma"] = ("auto", "drafts nothing")
+        if not method.draft_weights and self.draft_weights != "none":
+            reasons["draft_weights"] = (DRAFT_WEIGHTS[0], "reads no draft weights")
+        if method.draft_view is None:
+            reasons["draft_pages"] = ("all", "reads no pages to draft")
+            reasons["page_choice"] = (PAGE_CHOICES[0], "reads no pages to draft")
+        for name, (default, reason) in reasons.items():
+            value = getattr(self, name)
+            if value != default:
+                raise UsageError(
+                    f"{name} is {shown(value)}, and method {self.method} {reason}",
+                    "leave it out, or choose another method",
+                    option=name,
+                )
+
+    @property
+    def weights_of_draft(self) -> str:
+        """The draft weights, as reports name them: "none" for a method that reads none."""
+        return self.draft_weights if METHODS[self.method].draft_weights else "none"
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""
@@ -262,7 +312,11 @@ def engine_flags(command: Command) -> Command:
         return click.option(flag, *aliases, name, type=kind, default=choices[0], show_default=True, help=text)
 
     return _flags(
-        choice("--method", METHODS, "What drafts: 4-bit cache and weights, cache, weights, nothing.", "--spec-type"),
+        choice(
+            *("--method", tuple(METHODS)),
+            f"What drafts: {', '.join(method.about for method in METHODS.values())}.",
+            "--spec-type",
+        ),
         click.option(
             *("--gamma", "--draft-max", "--num-draft-tokens", "gamma"),
             type=NumberOr("auto"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import __version__, output, prompts, render
 from .engine import Engine, Model
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, one_line
+from .options import METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -106,11 +107,11 @@ def report(
         "method": chosen.method,
         "kv_target": chosen.kv_target,
         "kv_rounding": chosen.kv_rounding,
-        "draft_weights": chosen.draft_weights,
+        "draft_weights": chosen.weights_of_draft,
         "draft_pages": chosen.draft_pages,
         "page_choice": chosen.page_choice,
         "accept": "greedy" if options.temperature == 0 else chosen.accept,
-        "gamma": 0 if chosen.method == "ar" else chosen.gamma,
+        "gamma": chosen.gamma if METHODS[chosen.method].drafts else 0,
         "temperature": options.temperature,
         "seed": options.seed,
         "results": results(names, generations),

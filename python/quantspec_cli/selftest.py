@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import loop, render
 from .engine import Engine, Model
 from .errors import EXIT_DONE, EXIT_ERROR, DoesNotFitError, native_errors, one_line
-from .options import GAMMA_MAX, PAGES_MIN, GenerateOptions
+from .options import GAMMA_MAX, METHODS, PAGES_MIN, GenerateOptions
 from .output import Done, Stdout
 from .text import Text
 
@@ -138,7 +138,7 @@ def _cases(
     quantspec = replace(fixed, method="quantspec")
     # Options, prompts, and the gammas of one sequence and of a batch.
     ways: list[tuple[EngineOptions, Sequence[int], Sequence[int | str], Sequence[int]]] = [
-        (replace(fixed, method=method), everything, FEW, GAMMAS) for method in ("kv4", "w4", "quantspec")
+        (replace(fixed, method=name), everything, FEW, GAMMAS) for name, method in METHODS.items() if method.drafts
     ]
     if long:
         selected = replace(quantspec, draft_pages=PAGES_MIN)

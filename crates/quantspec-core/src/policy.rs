@@ -838,6 +838,8 @@ mod tests {
         cold: f64,
         /// Of what is too long this share is left at each further plain step.
         warming: f64,
+        /// Share of the rounds in which the drafter proposes what it is asked for; in the others it proposes nothing.
+        proposes: f64,
         /// Acceptance of a whole draft at once, not token by token as the policy's model has it.
         together: bool,
         /// Leads of drafted tokens, from uniform noise, by which a draft may end.
@@ -888,7 +890,8 @@ mod tests {
             let mut run = Run { seconds: 0.0, tokens: 0, gammas: vec![] };
             let (mut round, mut cold) = (0, self.cold - 1.0);
             while run.tokens < tokens * self.batch {
-                let gamma = self.drafted(policy, round);
+                let proposes = self.uniform(round, 3_000) < self.proposes;
+                let gamma = if proposes { self.drafted(policy, round) } else { 0 };
                 if gamma > 0 {
                     run.seconds += self.draft * gamma as f64;
                     policy.observe_draft(self.timed(self.draft * gamma as f64, round, 0), gamma);
@@ -953,6 +956,7 @@ mod tests {
             batch: 1,
             cold: 1.0,
             warming: 0.0,
+            proposes: 1.0,
             together: false,
             lead: None,
             error: None,
@@ -1256,6 +1260,24 @@ mod tests {
         gammas.sort_unstable();
         let median = gammas[gammas.len() / 2];
         assert!(median.abs_diff(best) <= 2, "{median} {best}");
+    }
+
+    #[test]
+    fn a_drafter_that_often_proposes_nothing_is_used_where_it_pays() {
+        for proposes in [0.1, 0.3, 0.7] {
+            for verify in [&flat as &dyn Fn(usize) -> f64, &steep] {
+                for (alpha, bound) in [(0.0, 1.02), (0.3, 1.02), (0.6, 1.0), (0.9, 1.0)] {
+                    let alpha = |_: usize| alpha;
+                    // It runs no network.
+                    let world = World { proposes, ..world(0.001, verify, &alpha) };
+                    let (gamma, best) = world.best_fixed(12, 4_000);
+                    let auto = world.relative(&mut Policy::auto(12), 4_000);
+                    let case = format!("proposes {proposes}, alpha {}: {auto}, best {best} at {gamma}", alpha(0));
+                    assert!(auto < bound, "{case}");
+                    assert!(auto < 1.05 * best, "{case}");
+                }
+            }
+        }
     }
 
     #[test]

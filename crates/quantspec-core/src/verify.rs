@@ -13,39 +13,69 @@ pub struct Verdict {
     pub token: u32,
 }
 
+/// The distribution q that drafted tokens were drawn from, which rejection compares with the target's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DraftDistribution {
+    /// What was kept of each token when it was proposed ([`Judge::propose`], or a backend's kernel).
+    #[default]
+    Kept,
+    /// One at the drafted token: the drafter draws nothing.
+    OneHot,
+}
+
+/// q of the drafted tokens of one sequence, by offset.
+#[derive(Clone, Copy)]
+enum Q<'a> {
+    /// Warped distributions over the vocabulary.
+    Kept(&'a [Vec<f32>]),
+    /// The drafted tokens, each certain.
+    OneHot(&'a [u32]),
+}
+
+impl Q<'_> {
+    /// Probability of a token at an offset.
+    fn at(&self, offset: usize, token: usize) -> f32 {
+        match self {
+            Q::Kept(rows) => rows[offset][token],
+            Q::OneHot(drafted) => f32::from(u8::from(drafted[offset] as usize == token)),
+        }
+    }
+}
+
 /// Leviathan/Chen rejection (arXiv 2211.17192, algorithm 1): drafted token x stands with probability min(1, p(x)/q(x)); the
 /// first refused one is replaced by a draw from (p − q)+, and the bonus, a choice from p, follows when all stand. The emitted
-/// tokens are distributed as p.
+/// tokens are distributed as p. Where q is one-hot, x stands with probability p(x), and its correction is drawn from p
+/// without x.
 ///
-/// `q[i]` and `p(i)` are warped distributions over the vocabulary, the target's asked for only up to the first refusal.
-/// `position` is that of the first drafted token.
+/// `p(i)` is the target's warped distribution, asked for only up to the first refusal. `position` is that of the first
+/// drafted token.
 fn rejection<'a>(
     drafted: &[u32],
-    q: &[Vec<f32>],
+    q: Q,
     p: impl Fn(usize) -> Cow<'a, [f32]>,
     bonus: impl FnOnce() -> u32,
     sampler: &Sampler,
     position: usize,
 ) -> Verdict {
     for (i, &token) in drafted.iter().enumerate() {
-        let p = p(i);
-        if !accepts(token, &q[i], &p, sampler, position + i) {
-            return Verdict { accepted: i, token: correct(&q[i], &p, sampler, position + i) };
+        let (p, q) = (p(i), |id: usize| q.at(i, id));
+        if !accepts(token, q, &p, sampler, position + i) {
+            return Verdict { accepted: i, token: correct(q, &p, sampler, position + i) };
         }
     }
     Verdict { accepted: drafted.len(), token: bonus() }
 }
 
 /// `u < p/q`, as a product: no division by q = 0, and p = 0 never stands.
-fn accepts(token: u32, q: &[f32], p: &[f32], sampler: &Sampler, position: usize) -> bool {
+fn accepts(token: u32, q: impl Fn(usize) -> f32, p: &[f32], sampler: &Sampler, position: usize) -> bool {
     let u = uniform(sampler.seed, sampler.sequence, position, Stream::Accept, 0);
     let at = token as usize;
-    u * q[at] < p[at]
+    u * q(at) < p[at]
 }
 
 /// A draw from (p − q)+ in proportion. Where rounding leaves nothing of it, p and q are equal, and p is drawn from.
-fn correct(q: &[f32], p: &[f32], sampler: &Sampler, position: usize) -> u32 {
-    let left: Vec<f32> = p.iter().zip(q).map(|(p, q)| (p - q).max(0.0)).collect();
+fn correct(q: impl Fn(usize) -> f32, p: &[f32], sampler: &Sampler, position: usize) -> u32 {
+    let left: Vec<f32> = p.iter().enumerate().map(|(id, p)| (p - q(id)).max(0.0)).collect();
     let weights = if left.iter().any(|w| *w > 0.0) { &left } else { p };
     draw(weights, sampler, position, Stream::Correct)
 }
@@ -96,7 +126,7 @@ impl Judge {
         rows.push(q);
     }
 
-    /// Judges the drafted tokens of a slot.
+    /// Judges the drafted tokens of a slot, which were drawn from `q`.
     ///
     /// `logits` are the target's, one row per window token (γ + 1); `first_position` is that of the first drafted token.
     ///
@@ -107,6 +137,7 @@ impl Judge {
         &mut self,
         slot: usize,
         drafted: &[u32],
+        q: DraftDistribution,
         logits: &[&[f32]],
         sampler: &Sampler,
         first_position: usize,
@@ -123,28 +154,27 @@ impl Judge {
         match sampler.accept {
             Accept::Greedy => Ok(equal(drafted, |i| argmax(logits[i]))),
             Accept::Replay => Ok(equal(drafted, |i| choose(logits[i], sampler, first_position + i, Stream::Sample))),
-            Accept::Rejection => self.reject(slot, drafted, logits, sampler, first_position),
+            Accept::Rejection => {
+                let q = match q {
+                    DraftDistribution::Kept => Q::Kept(self.kept(slot, drafted.len(), logits[0].len())?),
+                    DraftDistribution::OneHot => Q::OneHot(drafted),
+                };
+                // The bonus is chosen as plain decoding chooses, so that γ = 0 is plain decoding under every rule.
+                let last = drafted.len();
+                let bonus = || choose(logits[last], sampler, first_position + last, Stream::Sample);
+                let p = |i: usize| Cow::Owned(warp(logits[i], sampler));
+                Ok(rejection(drafted, q, p, bonus, sampler, first_position))
+            }
         }
     }
 
-    fn reject(
-        &self,
-        slot: usize,
-        drafted: &[u32],
-        logits: &[&[f32]],
-        sampler: &Sampler,
-        first_position: usize,
-    ) -> Result<Verdict> {
+    /// The distributions that were kept of a slot's last `drafted` tokens.
+    fn kept(&self, slot: usize, drafted: usize, vocab: usize) -> Result<&[Vec<f32>]> {
         let q = self.q.get(slot).map_or(&[][..], Vec::as_slice);
-        let fits = |i: usize| q.get(i).is_some_and(|row| row.len() == logits[i].len());
-        if !(0..drafted.len()).all(fits) {
+        if !(0..drafted).all(|i| q.get(i).is_some_and(|row| row.len() == vocab)) {
             return Err(Error::internal(format!("no draft distribution of slot {slot} for every drafted token")));
         }
-        // The bonus is chosen as plain decoding chooses, so that γ = 0 is plain decoding under every rule.
-        let last = drafted.len();
-        let bonus = || choose(logits[last], sampler, first_position + last, Stream::Sample);
-        let p = |i: usize| Cow::Owned(warp(logits[i], sampler));
-        Ok(rejection(drafted, q, p, bonus, sampler, first_position))
+        Ok(q)
     }
 }
 
@@ -202,7 +232,7 @@ mod tests {
         for round in 0..rounds {
             let first = round * 10;
             let drafted: Vec<u32> = (0..q.len()).map(|i| judge.propose(2, i, first + i, &q[i], sampler)).collect();
-            let verdict = judge.judge(2, &drafted, &rows, sampler, first).unwrap();
+            let verdict = judge.judge(2, &drafted, DraftDistribution::Kept, &rows, sampler, first).unwrap();
             for (place, &token) in drafted[..verdict.accepted].iter().chain([&verdict.token]).enumerate() {
                 counts[place][token as usize] += 1.0;
             }
@@ -250,6 +280,34 @@ mod tests {
     }
 
     #[test]
+    fn rejection_of_certain_drafts_emits_the_target_distribution_under_every_warper() {
+        let p = [vec![1.0, 0.5, 0.8, -1.0, MASKED, 0.2], vec![3.0, -2.0, 0.0, -2.0, 1.0, 1.5]];
+        let rows: Vec<&[f32]> = p.iter().map(Vec::as_slice).collect();
+        for (t, k, top_p, min_p) in [(1.0, 0, 1.0, 0.0), (0.6, 0, 1.0, 0.0), (1.7, 3, 1.0, 0.0), (0.8, 4, 0.9, 0.1)] {
+            let sampler = sampler(t, k, top_p, min_p, Accept::Rejection);
+            let want: Vec<Vec<f32>> = p.iter().map(|row| warp(row, &sampler)).collect();
+            // Likely, unlikely, and excluded by the target.
+            for drafted in [0, 3, 4] {
+                let (mut counts, mut accepted, mut judge) = (vec![vec![0.0; 6]; 2], 0, Judge::new());
+                for round in 0..30_000 {
+                    let q = DraftDistribution::OneHot;
+                    let verdict = judge.judge(1, &[drafted], q, &rows, &sampler, 10 * round).unwrap();
+                    for (place, &token) in [drafted][..verdict.accepted].iter().chain([&verdict.token]).enumerate() {
+                        counts[place][token as usize] += 1.0;
+                    }
+                    accepted += verdict.accepted;
+                }
+                let at = (drafted as usize, accepted as f64 / 30_000.0);
+                assert!((at.1 - f64::from(want[0][at.0])).abs() < 0.012, "{sampler:?}: {at:?} of {want:?}");
+                for (counts, want) in counts.iter().zip(&want).filter(|(counts, _)| counts.iter().sum::<f64>() > 300.0)
+                {
+                    assert!(misfit(counts, want) < 1.0, "{sampler:?} draft {drafted}: {counts:?} {want:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn the_statistic_notices_a_wrong_rule() {
         let (p, q) = (vec![1.0, 0.5, 0.8, -1.0], vec![0.2, 1.5, 0.3, -0.5]);
         let sampler = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
@@ -259,7 +317,7 @@ mod tests {
             // Accepting everything emits q; correcting from p instead of (p − q)+ favours what both like.
             let token = choose(&q, &sampler, round, Stream::Draft);
             counts[0][token as usize] += 1.0;
-            let stands = accepts(token, &warped_q, &warped_p, &sampler, round);
+            let stands = accepts(token, |id| warped_q[id], &warped_p, &sampler, round);
             let token = if stands { token } else { draw(&warped_p, &sampler, round, Stream::Correct) };
             counts[1][token as usize] += 1.0;
         }
@@ -289,7 +347,7 @@ mod tests {
     fn rejection_where_probabilities_vanish() {
         let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
         let verdict = |drafted: u32, q: &[f32], p: &[f32], position: usize| {
-            super::rejection(&[drafted], &[q.to_vec()], |_| Cow::Borrowed(p), || 2, &rejection, position)
+            super::rejection(&[drafted], Q::Kept(&[q.to_vec()]), |_| Cow::Borrowed(p), || 2, &rejection, position)
         };
         for position in 0..64 {
             // u·q underflows to 0, which is not less than p = 0: what the target excludes never stands.
@@ -312,7 +370,8 @@ mod tests {
         for position in 0..200 {
             let rows = [&q, &p];
             let target = |i: usize| Cow::Borrowed(&rows[i][..]);
-            let verdict = super::rejection(&[0, 0], &[q.clone(), q.clone()], target, || 3, &rejection, position);
+            let q = [q.clone(), q.clone()];
+            let verdict = super::rejection(&[0, 0], Q::Kept(&q), target, || 3, &rejection, position);
             let at = position + 1;
             if uniform(17, 0, at, Stream::Accept, 0) < 0.5 {
                 assert_eq!(verdict.accepted, 2);
@@ -329,7 +388,7 @@ mod tests {
         for accept in [Accept::Replay, Accept::Rejection] {
             let sampler = sampler(0.9, 4, 0.95, 0.0, accept);
             for position in 0..500 {
-                let verdict = Judge::new().judge(0, &[], &[&row], &sampler, position).unwrap();
+                let verdict = Judge::new().judge(0, &[], DraftDistribution::Kept, &[&row], &sampler, position).unwrap();
                 assert_eq!(verdict, Verdict { accepted: 0, token: choose(&row, &sampler, position, Stream::Sample) });
             }
         }
@@ -359,7 +418,7 @@ mod tests {
         let (mut judge, row) = (Judge::new(), vec![0.0, 1.0, 2.0]);
         let rejection = sampler(1.0, 0, 1.0, 0.0, Accept::Rejection);
         let kind = |judge: &mut Judge, drafted: &[u32], rows: &[&[f32]], sampler: &Sampler| {
-            judge.judge(0, drafted, rows, sampler, 5).unwrap_err().kind
+            judge.judge(0, drafted, DraftDistribution::Kept, rows, sampler, 5).unwrap_err().kind
         };
         let greedy = Sampler::greedy();
         assert_eq!(kind(&mut judge, &[1], &[&row], &greedy), ErrorKind::Internal);
@@ -368,7 +427,7 @@ mod tests {
         for sampler in [&greedy, &rejection, &sampler(1.0, 0, 1.0, 0.0, Accept::Replay)] {
             let token = judge.propose(0, 0, 5, &row, sampler);
             assert_eq!(kind(&mut judge, &[token], &[&row, &[0.0, f32::NAN, 1.0]], sampler), ErrorKind::NotFinite);
-            assert!(judge.judge(0, &[token], &[&row, &row], sampler, 5).is_ok());
+            assert!(judge.judge(0, &[token], DraftDistribution::Kept, &[&row, &row], sampler, 5).is_ok());
         }
         // A shorter second draft leaves no distribution of the first behind.
         for offset in 0..3 {
@@ -395,7 +454,7 @@ mod tests {
                 let drafted: Vec<u32> =
                     (0..gamma).map(|i| judge.propose(0, i, position + i, &logits[i], &sampler)).collect();
                 let rows: Vec<&[f32]> = logits.iter().map(Vec::as_slice).collect();
-                let verdict = judge.judge(0, &drafted, &rows, &sampler, position).unwrap();
+                let verdict = judge.judge(0, &drafted, DraftDistribution::Kept, &rows, &sampler, position).unwrap();
                 prop_assert_eq!(verdict.accepted, gamma, "{:?}", sampler);
                 prop_assert_eq!(verdict.token, choose(&logits[gamma], &sampler, position + gamma, Stream::Sample));
             }
@@ -413,7 +472,7 @@ mod tests {
                 let drafted: Vec<u32> =
                     (0..p.len() - 1).map(|i| judge.propose(0, i, position + i, &q[i], &sampler)).collect();
                 let rows: Vec<&[f32]> = p.iter().map(Vec::as_slice).collect();
-                let verdict = judge.judge(0, &drafted, &rows, &sampler, position).unwrap();
+                let verdict = judge.judge(0, &drafted, DraftDistribution::Kept, &rows, &sampler, position).unwrap();
                 let mut round = drafted[..verdict.accepted].to_vec();
                 round.push(verdict.token);
                 prop_assert_eq!(&round[..], &plain[..round.len()]);
@@ -428,7 +487,7 @@ mod tests {
             let sampler = sampler(1.0, k, top_p, 0.0, Accept::Rejection);
             let mut judge = Judge::new();
             let drafted = judge.propose(0, 0, position, &q, &sampler);
-            let verdict = judge.judge(0, &[drafted], &[&p, &p], &sampler, position).unwrap();
+            let verdict = judge.judge(0, &[drafted], DraftDistribution::Kept, &[&p, &p], &sampler, position).unwrap();
             let p = warp(&p, &sampler);
             prop_assert!(p[verdict.token as usize] > 0.0);
             prop_assert!(verdict.accepted == 0 || p[drafted as usize] > 0.0);

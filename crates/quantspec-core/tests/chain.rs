@@ -2,7 +2,7 @@
 //! text is distributed as the target's all the same.
 
 use quantspec_core::sample::{Accept, Sampler, warp};
-use quantspec_core::verify::Judge;
+use quantspec_core::verify::{DraftDistribution, Judge};
 
 const VOCAB: usize = 4;
 
@@ -69,7 +69,8 @@ fn texts(gamma: usize, seeds: u64) -> (Vec<f64>, usize) {
             again += (reached + 1).saturating_sub(first);
             reached = reached.max(first + gamma - 1);
             let rows: Vec<&[f32]> = window.iter().map(|token| &TARGET[*token as usize][..]).collect();
-            let verdict = judge.judge(0, &window[1..], &rows, &sampler, first).expect("verdict");
+            let verdict =
+                judge.judge(0, &window[1..], DraftDistribution::Kept, &rows, &sampler, first).expect("verdict");
             text.extend(&window[1..=verdict.accepted]);
             text.push(verdict.token);
         }

@@ -6,7 +6,7 @@
 use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
 use quantspec_core::sample::{self, Accept, Sampler, Stream};
-use quantspec_core::verify::Judge;
+use quantspec_core::verify::{DraftDistribution, Judge};
 use quantspec_cpu::bench::logits;
 
 fn main() {
@@ -109,9 +109,12 @@ fn judge(bencher: Bencher, rule: &str) {
         judge.propose(0, offset, 9 + offset, drafted, &sampler)
     };
     let drafted: Vec<u32> = (0..GAMMA).map(propose).collect();
-    assert_eq!(judge.judge(0, &drafted, &rows, &sampler, 9).unwrap().accepted, if stand { GAMMA } else { 0 });
+    assert_eq!(
+        judge.judge(0, &drafted, DraftDistribution::Kept, &rows, &sampler, 9).unwrap().accepted,
+        if stand { GAMMA } else { 0 }
+    );
     let bytes = rows.iter().map(|row| size_of_val(*row)).sum::<usize>();
-    bencher
-        .counter(BytesCount::new(bytes))
-        .bench_local(|| judge.judge(0, black_box(&drafted), black_box(&rows), &sampler, 9).unwrap());
+    bencher.counter(BytesCount::new(bytes)).bench_local(|| {
+        judge.judge(0, black_box(&drafted), DraftDistribution::Kept, black_box(&rows), &sampler, 9).unwrap()
+    });
 }

@@ -1072,7 +1072,7 @@ impl Backend for CpuBackend {
             let drafted = self.windows[turn.slot].get(1..turn.gamma + 1).ok_or_else(|| {
                 Error::internal(format!("slot {} has drafted fewer than {} tokens", turn.slot, turn.gamma))
             })?;
-            verdicts.push(self.judge.judge(turn.slot, drafted, &rows, &turn.sampler, turn.committed + 1)?);
+            verdicts.push(self.judge.judge(turn.slot, drafted, turn.q, &rows, &turn.sampler, turn.committed + 1)?);
         }
         Ok(verdicts)
     }

@@ -14,6 +14,7 @@ use quantspec_core::{Error, ErrorKind};
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_cpu::{CpuBackend, plan};
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, Options, Row, Step};
+use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use random::Shape;
@@ -267,7 +268,7 @@ fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
 
         // Two answers, the first of which begins with that token.
         let run = |accept: Accept, draft: Option<DraftPlan>, policy: Policy, gammas: [Option<usize>; 2]| {
-            let method = Method { target: View::Both, draft, policy };
+            let method = Method { target: View::Both, drafter: draft.map(SelfQuantised::boxed), policy };
             let mut engine = Engine::new(load(), method, 2, 512, 64);
             let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, accept).expect("sampler");
             let mut texts = [vec![bad as u32], vec![5]];
@@ -319,7 +320,13 @@ fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
         // The tokens up to the end or to what cannot be computed.
         let run = |accept: Accept, seed: u64, draft: Option<DraftPlan>, policy: Policy| {
             let load = CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice.clone()).expect("load");
-            let mut engine = Engine::new(load, Method { target: View::Both, draft, policy }, 1, 256, 64);
+            let mut engine = Engine::new(
+                load,
+                Method { target: View::Both, drafter: draft.map(SelfQuantised::boxed), policy },
+                1,
+                256,
+                64,
+            );
             let sampler = Sampler::new(0.7, 0, 1.0, 0.0, seed, 0, accept).expect("sampler");
             let slot = engine.add(&prompt, sampler, 30).expect("add");
             let mut text = vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")];
@@ -364,7 +371,13 @@ fn a_round_that_is_taken_again_costs_neighbours_no_token() {
         let engine = |draft: Option<DraftPlan>| {
             let load = CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice.clone()).expect("load");
             let policy = Policy::fixed(if draft.is_some() { 5 } else { 0 });
-            Engine::new(load, Method { target: View::Both, draft, policy }, 3, 256, 64)
+            Engine::new(
+                load,
+                Method { target: View::Both, drafter: draft.map(SelfQuantised::boxed), policy },
+                3,
+                256,
+                64,
+            )
         };
         // The texts of seeds, or None where plain decoding chose the token itself; and rounds that were taken again.
         let run = |seeds: &[u64], draft: Option<DraftPlan>| -> Option<(Vec<Vec<u32>>, usize)> {

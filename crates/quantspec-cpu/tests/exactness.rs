@@ -10,12 +10,13 @@
 #![allow(clippy::print_stderr, reason = "tools/test.sh gathers what ran and what did not")]
 
 use quantspec_core::cache::G;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cpu::CpuBackend;
-use quantspec_model::backend::{DraftPlan, Hooks, Options};
+use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::{self, Drafter};
 use quantspec_model::engine::{Engine, Method};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -72,7 +73,8 @@ fn book(skip: usize, n: usize) -> Vec<u32> {
 #[derive(Clone, Debug)]
 struct Run {
     target: View,
-    draft: Option<DraftPlan>,
+    method: &'static str,
+    pages: Pages,
     gamma: usize,
     /// γ is up to `gamma`, as the policy and the leads of the drafted tokens say.
     auto: bool,
@@ -80,23 +82,26 @@ struct Run {
     rounding: Rounding,
 }
 
-fn draft(name: &str, target: View, pages: Pages) -> Option<DraftPlan> {
-    match name {
-        "quantspec" => Some(DraftPlan { weights: Weights::Draft, view: View::Upper, pages }),
-        "kv4" => Some(DraftPlan { weights: Weights::Full, view: View::Upper, pages }),
-        "w4" => Some(DraftPlan { weights: Weights::Draft, view: target, pages }),
-        "ar" => None,
-        other => panic!("no method {other}"),
-    }
-}
-
 impl Run {
     fn ar() -> Run {
-        Run { target: View::Both, draft: None, gamma: 0, auto: false, threads: 1, rounding: Rounding::Balanced }
+        Run {
+            target: View::Both,
+            method: "ar",
+            pages: Pages::All,
+            gamma: 0,
+            auto: false,
+            threads: 1,
+            rounding: Rounding::Balanced,
+        }
     }
 
-    fn new(method: &str, pages: Pages, gamma: usize, threads: usize) -> Run {
-        Run { draft: draft(method, View::Both, pages), gamma, threads, ..Run::ar() }
+    fn new(method: &'static str, pages: Pages, gamma: usize, threads: usize) -> Run {
+        Run { method, pages, gamma, threads, ..Run::ar() }
+    }
+
+    fn drafter(&self) -> Option<Box<dyn Drafter>> {
+        let method = draft::Entry::named(self.method).expect("a method");
+        method.drafter(self.target, DraftWeights::Int4, self.pages)
     }
 
     /// Emitted tokens of every prompt, decoded as one batch.
@@ -106,23 +111,24 @@ impl Run {
         let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let checkpoint = Checkpoint::open(model).expect("checkpoint");
         let capacity = prompts.iter().map(Vec::len).max().unwrap_or(0) + new_tokens;
-        let views: Vec<View> = std::iter::once(self.target).chain(self.draft.map(|plan| plan.view)).collect();
-        let drafts = self.draft.is_some_and(|plan| plan.weights == Weights::Draft);
+        let drafter = self.drafter();
+        let needs = drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
+        let views: Vec<View> = std::iter::once(self.target).chain(needs.view).collect();
         let options = Options {
             slots: prompts.len(),
             capacity,
             prompt_capacity: capacity,
             planes: Planes::of(&views),
             rounding: self.rounding,
-            draft_weights: if drafts { DraftWeights::Int4 } else { DraftWeights::None },
-            rejection: sampler.accept == Accept::Rejection,
+            draft_weights: if needs.draft_weights { DraftWeights::Int4 } else { DraftWeights::None },
+            rejection: sampler.accept == Accept::Rejection && needs.distributions,
             step_rows: prompts.len() * (self.gamma + 1),
             block_rows: BLOCK_ROWS,
             threads: self.threads,
         };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
         let policy = if self.auto { Policy::auto(self.gamma) } else { Policy::fixed(self.gamma) };
-        let method = Method { target: self.target, draft: self.draft, policy };
+        let method = Method { target: self.target, drafter, policy };
         let mut engine = Engine::new(backend, method, prompts.len(), capacity, BLOCK_ROWS);
         let mut texts: Vec<Vec<u32>> = Vec::new();
         for (index, prompt) in prompts.iter().enumerate() {
@@ -143,7 +149,7 @@ impl Run {
                 texts[emitted.slot].extend(emitted.tokens);
             }
         }
-        if self.draft.is_some() && self.gamma > 0 {
+        if self.method != "ar" && self.gamma > 0 {
             let stats = engine.stats();
             assert!(stats.drafted_tokens() > 0, "nothing was drafted: the comparison would be empty");
         }
@@ -198,11 +204,20 @@ fn law(model: &Path, prompts: &[Vec<u32>], new_tokens: usize, runs: &[(Run, usiz
     }
 }
 
+/// The methods whose drafts read pages.
 const METHODS: [&str; 3] = ["quantspec", "kv4", "w4"];
 const PAGES: [Pages; 3] = [Pages::All, Pages::Best(3), Pages::Window(3)];
 const GAMMAS: [usize; 6] = [1, 2, 4, 7, 12, 16];
 const BATCHES: [usize; 3] = [1, 3, 8];
 const THREADS: [usize; 2] = [1, 2];
+
+#[test]
+fn every_method_is_held() {
+    for entry in &draft::METHODS {
+        let runs = combinations();
+        assert!(runs.iter().any(|(run, _)| run.method == entry.name), "no run of method {}", entry.name);
+    }
+}
 
 /// Places of method, pages, γ, batch and threads in their lists: everything at full length, otherwise a selection in which every
 /// value of each meets every value of every other.
@@ -226,13 +241,18 @@ fn selection() -> Vec<[usize; 5]> {
     all
 }
 
-/// The selection, then plain decoding and γ auto.
+/// The selection, then plain decoding, γ auto, and prompt lookup, which reads no pages.
 fn combinations() -> Vec<(Run, usize)> {
     let run = |[m, p, g, b, t]: [usize; 5]| (Run::new(METHODS[m], PAGES[p], GAMMAS[g], THREADS[t]), BATCHES[b]);
     let mut all: Vec<(Run, usize)> = selection().into_iter().map(run).collect();
     all.push((Run::new("ar", Pages::All, 0, 2), 8));
-    for (batch, threads) in [(1, 1), (1, 2), (3, 2)] {
-        all.push((Run { auto: true, ..Run::new("quantspec", Pages::All, 12, threads) }, batch));
+    for (method, batch, threads) in
+        [("quantspec", 1, 1), ("quantspec", 1, 2), ("quantspec", 3, 2), ("ngram", 1, 2), ("ngram", 3, 1)]
+    {
+        all.push((Run { auto: true, ..Run::new(method, Pages::All, 12, threads) }, batch));
+    }
+    for (gamma, batch) in GAMMAS.into_iter().zip(BATCHES.into_iter().cycle()) {
+        all.push((Run::new("ngram", Pages::All, gamma, 2), batch));
     }
     all
 }
@@ -251,7 +271,8 @@ fn the_selection_meets_every_pair() {
     for batch in BATCHES {
         for (at, prompt) in prompts.iter().enumerate() {
             let mut chosen = runs.iter().zip(chosen(&runs, prompts.len()));
-            let met = chosen.any(|((run, n), chosen)| run.draft.is_some() && *n == batch && chosen.contains(&at));
+            let drafts = |run: &Run| METHODS.contains(&run.method);
+            let met = chosen.any(|((run, n), chosen)| drafts(run) && *n == batch && chosen.contains(&at));
             assert!(met, "a prompt of {} tokens never runs in a batch of {batch}", prompt.len());
         }
     }
@@ -305,15 +326,8 @@ fn every_target_view_and_rounding_is_exact() {
     for target in [View::Full, View::Both, View::Upper] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
-            for method in ["quantspec", "kv4", "w4"] {
-                let run = Run {
-                    target,
-                    rounding,
-                    draft: draft(method, target, Pages::All),
-                    gamma: 5,
-                    threads: 2,
-                    ..Run::ar()
-                };
+            for method in ["quantspec", "kv4", "w4", "ngram"] {
+                let run = Run { target, rounding, ..Run::new(method, Pages::All, 5, 2) };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
             }
@@ -327,13 +341,18 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
     let sampler = |seed| Sampler::new(0.9, 50, 0.95, 0.01, seed, 0, Accept::Rejection).expect("sampler");
     // Four visible pages and more, of which drafts read three.
     let prompts = vec![book(40, 6 * G - 7), book(700, 2 * G + 5)];
-    for (gamma, pages) in [(2, Pages::All), (5, Pages::Best(3)), (12, Pages::Window(3))] {
+    for (method, gamma, pages) in [
+        ("quantspec", 2, Pages::All),
+        ("quantspec", 5, Pages::Best(3)),
+        ("quantspec", 12, Pages::Window(3)),
+        ("ngram", 4, Pages::All),
+    ] {
         let decode =
-            |threads, seed| Run::new("quantspec", pages, gamma, threads).decode(&model, &prompts, &sampler(seed), 100);
+            |threads, seed| Run::new(method, pages, gamma, threads).decode(&model, &prompts, &sampler(seed), 100);
         let once = decode(1, 7);
         for threads in [1, 2] {
             for (once, again) in once.iter().zip(decode(threads, 7)) {
-                assert_same(&format!("gamma {gamma}, {pages:?}, {threads} threads"), once, &again);
+                assert_same(&format!("{method}, gamma {gamma}, {pages:?}, {threads} threads"), once, &again);
             }
         }
         assert_ne!(once, decode(1, 8), "another seed has another text");

@@ -15,7 +15,7 @@ use crate::draft::{Draft, Heads, Hidden};
 use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
 use crate::prefill::{self, Prefill, Shape, Way, padded, readable};
 use crate::recorded::{Kind, Recorded};
-use crate::sample::{self, Manner, Sampling};
+use crate::sample::{self, Manner, Sampling, TURN_BYTES};
 use crate::weights::{self, Weights as Stored, address, argument};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, visible_pages};
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Rounding, View, Weights};
@@ -278,7 +278,7 @@ impl Sizes {
             logits: rows * config.vocab * 4,
             // As many rows again are drafted as are verified; every piece begins at a multiple of 16, and a step has three, and three per pass.
             description: 2 * rows * per_row
-                + options.slots * 16
+                + options.slots * TURN_BYTES
                 + (GAMMA_MAX + 1) * 16 * (4 + 3 * rows.div_ceil(PASS_ROWS)),
             partial_rows,
         }
@@ -1287,6 +1287,7 @@ impl Backend for CudaBackend {
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
         self.slot(slot)?;
+        self.drafting = None;
         self.sampling.set_window(slot, tokens)
     }
 

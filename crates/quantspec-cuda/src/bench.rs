@@ -492,14 +492,7 @@ impl Bench {
             report(told("embed", name(config.dtype), took, rows * hidden * (4 + config.dtype.bytes())))?;
             let warm = Sampler { temperature: 1.0, top_p: 0.95, accept: Accept::Replay, ..Sampler::greedy() };
             for (form, sampler) in [("greedy", Sampler::greedy()), ("replay", warm)] {
-                let turns = [Turn {
-                    slot: 0,
-                    committed: 0,
-                    gamma: (rows - 1).min(GAMMA_MAX),
-                    stop: None,
-                    leads: Vec::new(),
-                    sampler,
-                }];
+                let turns = [Turn::new(0, 0, (rows - 1).min(GAMMA_MAX), sampler)];
                 let manner = sampling.learn(&turns)?;
                 let step: Vec<Row> = (0..rows).map(|offset| Row { slot: 0, offset, position: offset }).collect();
                 sampling.turns().write(0, &sampling.describe(&step, &turns)?)?;

@@ -6,7 +6,7 @@ use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Pinned, Plain};
 use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::sample::{Accept, Sampler};
-use quantspec_core::verify::Verdict;
+use quantspec_core::verify::{DraftDistribution, Verdict};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Row, Turn};
 use std::sync::Arc;
@@ -49,9 +49,13 @@ pub(crate) struct DeviceTurn {
     first_row: i32,
     gamma: i32,
     position: i32,
+    one_hot: i32,
 }
 
-const _: () = assert!(size_of::<DeviceSampler>() == 48 && size_of::<DeviceTurn>() == 16);
+/// Bytes of a turn.
+pub(crate) const TURN_BYTES: usize = size_of::<DeviceTurn>();
+
+const _: () = assert!(size_of::<DeviceSampler>() == 48 && TURN_BYTES == 20);
 // SAFETY: numbers only, without padding.
 unsafe impl Plain for DeviceSampler {}
 // SAFETY: see above.
@@ -138,7 +142,7 @@ impl Sampling {
     pub(crate) fn bytes(vocab: usize, slots: usize, rows: usize, pitch: usize, rejection: bool) -> usize {
         let drafted = if rejection { slots * GAMMA_MAX * (vocab * 4 + CUT_BYTES) } else { 0 };
         Sampling::shared_bytes(slots, pitch)
-            + slots * (48 + 16)
+            + slots * (48 + TURN_BYTES)
             + rows * (CUT_BYTES + 4 + race_bytes(vocab) + 4)
             + drafted
     }
@@ -165,7 +169,7 @@ impl Sampling {
             shared: device.zeroed(bytes)?,
             result: device.pinned(bytes)?,
             samplers: device.zeroed(slots * 48)?,
-            turns: device.zeroed(slots * 16)?,
+            turns: device.zeroed(slots * TURN_BYTES)?,
             cuts: device.zeroed(rows * CUT_BYTES)?,
             choices: device.zeroed(rows * 4)?,
             races: device.allocate(rows * race_bytes(vocab))?,
@@ -305,6 +309,9 @@ impl Sampling {
         let mut manner = Manner::default();
         for turn in turns {
             let one = self.learn_one(turn.slot, &turn.sampler)?;
+            if one.rejects && self.draft.is_none() && turn.gamma > 0 && turn.q == DraftDistribution::Kept {
+                return Err(Error::internal("rejection on a backend that was loaded without it"));
+            }
             manner = Manner { warm: manner.warm || one.warm, rejects: manner.rejects || one.rejects };
         }
         Ok(manner)
@@ -312,9 +319,6 @@ impl Sampling {
 
     fn learn_one(&mut self, slot: usize, sampler: &Sampler) -> Result<Manner> {
         let wanted = DeviceSampler::new(sampler);
-        if sampler.accept == Accept::Rejection && self.draft.is_none() {
-            return Err(Error::internal("rejection on a backend that was loaded without it"));
-        }
         match self.known.get_mut(slot) {
             Some(known) if *known == Some(wanted) => {}
             Some(known) => {
@@ -414,6 +418,7 @@ impl Sampling {
                 first_row: first as i32,
                 gamma: turn.gamma as i32,
                 position: turn.committed as i32 + 1,
+                one_hot: i32::from(turn.q == DraftDistribution::OneHot),
             })
         });
         described.collect()

@@ -15,6 +15,7 @@ use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use quantspec_cuda::{CudaBackend, detect, plan};
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use small::{checkpoints, options, prompt};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -320,7 +321,8 @@ struct Session {
 impl Session {
     fn new(device: &Arc<Device>, checkpoint: &Checkpoint) -> Session {
         let draft = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
-        let method = Method { target: View::Both, draft: Some(draft), policy: Policy::fixed(4) };
+        let method =
+            Method { target: View::Both, drafter: Some(SelfQuantised::boxed(draft)), policy: Policy::fixed(4) };
         let backend = load(device, checkpoint, &options(1000, 1)).unwrap();
         let mut engine = Engine::new(backend, method, 1, 1000, 256);
         let sampler = Sampler::new(0.8, 40, 0.95, 0.0, 7, 0, Accept::Replay).unwrap();

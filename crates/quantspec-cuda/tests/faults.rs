@@ -17,6 +17,7 @@ use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Row, Step, Turn};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::{evaluate, forward};
 use random::Shape;
@@ -32,7 +33,7 @@ fn load(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options) -> Cud
 }
 
 fn method(draft: Option<DraftPlan>, policy: Policy) -> Method {
-    Method { target: View::Both, draft, policy }
+    Method { target: View::Both, drafter: draft.map(SelfQuantised::boxed), policy }
 }
 
 /// One decode row of slot 0; its logits' bits.
@@ -90,7 +91,7 @@ fn an_interrupt_at_any_time_leaves_nothing_behind() {
         let backend = CudaBackend::load_on(&device, checkpoint, &options(1200, 1), hooks).unwrap();
         let mut engine = Engine::new(backend, method(Some(QUANTSPEC), policy.clone()), 1, 1200, 256);
         let mut run = || {
-            engine.set_method(method(Some(QUANTSPEC), policy.clone()));
+            engine.set_method(method(Some(QUANTSPEC), policy.clone())).unwrap();
             decode(&mut engine, &text, &sampler, 60, None)
         };
         let expected = run().unwrap();
@@ -162,8 +163,7 @@ fn an_interrupted_prompt_fails_no_neighbour() {
     forward::prefill(&mut backend, 1, &[&clean[..], &[7]].concat(), 64, &mut |_, _| ()).unwrap();
     backend.close(1);
     let rows = [Row { slot: 0, offset: 0, position: clean.len() }];
-    let turns =
-        [Turn { slot: 0, committed: clean.len(), gamma: 0, stop: None, leads: Vec::new(), sampler: Sampler::greedy() }];
+    let turns = [Turn::new(0, clean.len(), 0, Sampler::greedy())];
     backend.set_window(0, &[30]).unwrap();
     let pages = Pages::All;
     forward::step(
@@ -248,7 +248,7 @@ fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
     let mut engine = Engine::new(load(&device, &checkpoint, &options), method(None, Policy::fixed(0)), 1, 512, 64);
     // The tokens up to the end or to what cannot be computed.
     let mut run = |seed: u64, draft, policy: &Policy| {
-        engine.set_method(method(draft, policy.clone()));
+        engine.set_method(method(draft, policy.clone())).unwrap();
         let sampler = Sampler::new(0.7, 0, 1.0, 0.0, seed, 0, Accept::Replay).unwrap();
         let slot = engine.add(&prompt, sampler, 30).unwrap();
         let mut text = vec![engine.prefill(slot, &mut |_, _| ()).unwrap()];
@@ -297,7 +297,7 @@ fn rounds_are_their_steps() {
                 // No page is completed on the way.
                 backend.set_window(0, &[last]).unwrap();
                 let sampler = sampler.clone();
-                let mut turns = [Turn { slot: 0, committed, gamma, stop: None, leads: Vec::new(), sampler }];
+                let mut turns = [Turn::new(0, committed, gamma, sampler)];
                 let verdict = if whole {
                     backend.draft(&QUANTSPEC, &mut turns).unwrap();
                     backend.verify(View::Both, &turns).unwrap()[0]

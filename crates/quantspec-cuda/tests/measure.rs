@@ -24,6 +24,7 @@ use quantspec_cuda::linear::{Linear, Matrix};
 use quantspec_cuda::prefill::{Prefill, Shape, readable};
 use quantspec_model::backend::{DraftPlan, Hooks, Options, Row};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use std::path::Path;
 use std::sync::Arc;
@@ -816,7 +817,7 @@ fn rounds() {
     let start = Instant::now();
     let backend = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
     eprintln!("loaded in {:.1} s", start.elapsed().as_secs_f64());
-    let plain = |target: View| Method { target, draft: None, policy: Policy::fixed(0) };
+    let plain = |target: View| Method { target, drafter: None, policy: Policy::fixed(0) };
     let mut engine = Engine::new(backend, plain(View::Both), 1, capacity, options.block_rows);
     let draft = |pages: Pages| DraftPlan { weights: Weights::Draft, view: View::Upper, pages };
     for context in contexts {
@@ -836,7 +837,13 @@ fn rounds() {
             ("best 16", View::Both, Some(draft(Pages::Best(16))), 4),
             ("best 32", View::Both, Some(draft(Pages::Best(32))), 5),
         ] {
-            engine.set_method(Method { target, draft: plan, policy: Policy::fixed(gamma.max(1)) });
+            engine
+                .set_method(Method {
+                    target,
+                    drafter: plan.map(SelfQuantised::boxed),
+                    policy: Policy::fixed(gamma.max(1)),
+                })
+                .unwrap();
             if !engine.restart(slot, first, Sampler::greedy()).unwrap() {
                 engine.finish(slot);
                 engine.add(prompt, Sampler::greedy(), new).unwrap();
@@ -905,13 +912,13 @@ fn steps() {
         threads: 1,
     };
     let backend = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
-    let plain = |target: View| Method { target, draft: None, policy: Policy::fixed(0) };
+    let plain = |target: View| Method { target, drafter: None, policy: Policy::fixed(0) };
     let mut engine = Engine::new(backend, plain(View::Both), 1, capacity, options.block_rows);
     let prompt: Vec<u32> = (0..capacity as u32).map(|i| 3 + i.wrapping_mul(2_654_435_761) % 8000).collect();
     for context in [2, 140] {
         // Forth and back, so that a drift of the machine favours nobody.
         for view in [View::Full, View::Both, View::Upper, View::Upper, View::Both, View::Full] {
-            engine.set_method(plain(view));
+            engine.set_method(plain(view)).unwrap();
             let slot = engine.add(&prompt[..context], Sampler::greedy(), new).unwrap();
             engine.prefill(slot, &mut |_, _| {}).unwrap();
             let mut times = Vec::new();

@@ -17,6 +17,7 @@ use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::{Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use small::{checkpoints, options, prompt};
@@ -35,7 +36,7 @@ fn decode(
     samplers: &[Sampler],
     gammas: &[usize],
 ) -> Vec<Vec<u32>> {
-    engine.set_method(method);
+    engine.set_method(method).unwrap();
     let slots: Vec<usize> = prompts
         .iter()
         .zip(samplers)
@@ -67,7 +68,12 @@ fn decode(
 }
 
 fn method(target: View, draft: Option<DraftPlan>) -> Method {
-    Method { target, draft, policy: Policy::fixed(4) }
+    Method { target, drafter: draft.map(SelfQuantised::boxed), policy: Policy::fixed(4) }
+}
+
+/// Prompt lookup: its tokens come from the host.
+fn lookup(target: View) -> Method {
+    Method { target, drafter: Some(Box::<Ngram>::default()), policy: Policy::fixed(4) }
 }
 
 fn sampler(accept: Accept, seed: u64, sequence: u64) -> Sampler {
@@ -110,19 +116,21 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint) {
                 );
                 plain.extend(one);
             }
+            let itself = |plan: DraftPlan| (format!("{plan:?}"), method(target, Some(plan)));
             let drafts = [
-                (QUANTSPEC, vec![4]),
-                (QUANTSPEC, vec![1, 16, 0, 7, 3]),
-                (KV4, vec![6]),
-                (DraftPlan { view: target, ..W4 }, vec![7]),
-                (DraftPlan { pages: Pages::Best(4), ..QUANTSPEC }, vec![5]),
-                (DraftPlan { pages: Pages::Window(3), view: target, weights: Weights::Draft }, vec![5]),
+                (itself(QUANTSPEC), vec![4]),
+                (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
+                (itself(KV4), vec![6]),
+                (itself(DraftPlan { view: target, ..W4 }), vec![7]),
+                (itself(DraftPlan { pages: Pages::Best(4), ..QUANTSPEC }), vec![5]),
+                (itself(DraftPlan { pages: Pages::Window(3), view: target, weights: Weights::Draft }), vec![5]),
+                (("prompt lookup".to_string(), lookup(target)), vec![1, 16, 0, 7, 3]),
             ];
-            for (draft, gammas) in drafts {
-                let together = decode(&mut engine, method(target, Some(draft)), &prompts, &tokens, &samplers, &gammas);
+            for ((draft, method), gammas) in drafts {
+                let together = decode(&mut engine, method, &prompts, &tokens, &samplers, &gammas);
                 for (index, (got, want)) in together.iter().zip(&plain).enumerate() {
                     let differs = got.iter().zip(want).position(|(a, b)| a != b);
-                    assert_eq!(differs, None, "{target:?} {accept:?} {draft:?} gamma {gammas:?} prompt {index}");
+                    assert_eq!(differs, None, "{target:?} {accept:?} {draft} gamma {gammas:?} prompt {index}");
                     assert_eq!(got.len(), want.len());
                 }
             }
@@ -205,7 +213,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             forward::prefill(&mut backend, 0, &prompt(vocab, committed, index as u64), 256, &mut |_, _| {}).unwrap();
             let first = backend.first(0, committed, &sampler).unwrap();
             backend.set_window(0, &[first]).unwrap();
-            let turn = |stop| Turn { slot: 0, committed, gamma: 12, stop, leads: Vec::new(), sampler: sampler.clone() };
+            let turn = |stop| Turn { stop, ..Turn::new(0, committed, 12, sampler.clone()) };
             let mut never = [turn(None)];
             forward::draft(&mut backend, &QUANTSPEC, &mut never).unwrap();
             let want = backend.window(0, 13).unwrap();
@@ -247,7 +255,7 @@ fn rounds<B: Backend>(
     while text.len() < new {
         let gamma = if stop.is_some() { 12 } else { 0 };
         let committed = extent.committed();
-        let mut turns = [Turn { slot: 0, committed, gamma, stop, leads: Vec::new(), sampler: sampler.clone() }];
+        let mut turns = [Turn { stop, ..Turn::new(0, committed, gamma, sampler.clone()) }];
         if gamma > 0 {
             backend.draft(&DraftPlan { pages, ..QUANTSPEC }, &mut turns).unwrap();
             ended += usize::from(turns[0].gamma < gamma);
@@ -299,7 +307,13 @@ fn automatic_drafts_change_no_token() {
             let plain = decode(&mut engine, method(View::Both, None), &prompts, &[900], &samplers, &[0]);
             for pages in [Pages::All, Pages::Best(3)] {
                 let draft = Some(DraftPlan { pages, ..QUANTSPEC });
-                engine.set_method(Method { target: View::Both, draft, policy: Policy::auto(8) });
+                engine
+                    .set_method(Method {
+                        target: View::Both,
+                        drafter: draft.map(SelfQuantised::boxed),
+                        policy: Policy::auto(8),
+                    })
+                    .unwrap();
                 engine.reset_stats();
                 let slot = engine.add(&prompts[0], samplers[0].clone(), 900).unwrap();
                 let mut text = vec![engine.prefill(slot, &mut |_, _| {}).unwrap()];
@@ -405,8 +419,34 @@ fn rejection(device: &Arc<Device>, checkpoint: &Checkpoint) {
     let mut engine = Engine::new(load(device, checkpoint, &options), method(View::Both, Some(QUANTSPEC)), 2, 900, 256);
     let prompts: Vec<Vec<u32>> = [500, 333].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
     let samplers: Vec<Sampler> = (0..2).map(|sequence| sampler(Accept::Rejection, 5, sequence)).collect();
-    let mut run = || decode(&mut engine, method(View::Both, Some(QUANTSPEC)), &prompts, &[200; 2], &samplers, &[4]);
-    assert_eq!(run(), run());
+    for method in [|| method(View::Both, Some(QUANTSPEC)), || lookup(View::Both)] {
+        let mut run = || decode(&mut engine, method(), &prompts, &[200; 2], &samplers, &[4]);
+        assert_eq!(run(), run());
+    }
+    // Prompt lookup keeps no distributions.
+    let options = Options { rejection: false, ..options };
+    let mut without = Engine::new(load(device, checkpoint, &options), method(View::Both, None), 2, 900, 256);
+    let run = |engine| decode(engine, lookup(View::Both), &prompts, &[200; 2], &samplers, &[4]);
+    assert_eq!(run(&mut without), run(&mut engine));
+}
+
+#[test]
+fn known_tokens_replace_a_draft_that_was_left_to_verification() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 900) {
+        let mut backend = load(&device, &checkpoint, &options(900, 1));
+        let prompt = prompt(checkpoint.config().vocab, 300, 4);
+        backend.open(0, 900).unwrap();
+        forward::prefill(&mut backend, 0, &prompt, 256, &mut |_, _| {}).unwrap();
+        let first = backend.first(0, 300, &Sampler::greedy()).unwrap();
+        backend.set_window(0, &[first]).unwrap();
+        let mut turns = [Turn::new(0, 300, 2, Sampler::greedy())];
+        backend.draft(&QUANTSPEC, &mut turns).unwrap();
+        let known = [first, 5, 6];
+        backend.set_window(0, &known).unwrap();
+        backend.verify(View::Both, &turns).unwrap();
+        assert_eq!(backend.window(0, 3).unwrap(), known);
+    }
 }
 
 #[test]

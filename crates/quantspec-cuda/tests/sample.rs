@@ -5,7 +5,7 @@ mod gpu;
 
 use gpu::{Random, device, poisoned, run};
 use quantspec_core::sample::{Accept, Sampler, Stream, argmax, choose, choose_with_lead};
-use quantspec_core::verify::Judge;
+use quantspec_core::verify::{DraftDistribution, Judge};
 use quantspec_cuda::args;
 use quantspec_cuda::device::{Buffer, Device};
 use std::sync::Arc;
@@ -257,19 +257,24 @@ fn verdicts_equal_core() {
         sampler(1.0, 0, 1.0, 0.0, Accept::Replay),
         sampler(1.0, 0, 1.0, 0.0, Accept::Rejection),
         sampler(0.8, 100, 0.95, 0.0, Accept::Rejection),
+        // The next two are told that nothing was drawn.
+        sampler(1.0, 0, 1.0, 0.0, Accept::Rejection),
+        sampler(0.6, 0, 1.0, 0.02, Accept::Rejection),
     ];
-    let mut accepted = [0; 4];
+    let q = |slot: usize| if slot < 4 { DraftDistribution::Kept } else { DraftDistribution::OneHot };
+    let mut accepted = [0; 6];
     for trial in 0..40usize {
         let stage = Stage::new(&device, &samplers, vocab);
         let committed = 1000 + trial * 10;
-        // The last turn drafts nothing.
-        let gammas = [gamma, gamma, gamma, if trial % 8 == 0 { 0 } else { gamma }];
+        // One turn drafts nothing at times.
+        let gammas = [gamma, gamma, gamma, if trial % 8 == 0 { 0 } else { gamma }, gamma, gamma];
         let mut draft_logits = vec![Vec::new(); samplers.len()];
         let mut target_rows: Vec<[i32; 4]> = Vec::new();
         let mut target = Vec::new();
         let mut turns: Vec<i32> = Vec::new();
         for (slot, &gamma) in gammas.iter().enumerate() {
-            turns.extend([slot as i32, target_rows.len() as i32, gamma as i32, committed as i32 + 1]);
+            let one_hot = i32::from(q(slot) == DraftDistribution::OneHot);
+            turns.extend([slot as i32, target_rows.len() as i32, gamma as i32, committed as i32 + 1, one_hot]);
             for i in 0..=gamma {
                 let p = logits(&mut random, vocab);
                 // The draft is the target, blurred: sometimes a good one.
@@ -310,14 +315,14 @@ fn verdicts_equal_core() {
         for (slot, s) in samplers.iter().enumerate() {
             let gamma = gammas[slot];
             let drafted: Vec<u32> = (0..gamma).map(|i| windows[slot * WINDOW + i + 1] as u32).collect();
-            let first = turns[slot * 4 + 1] as usize;
+            let first = turns[slot * 5 + 1] as usize;
             let row = |i: usize| &target[(first + i) * vocab..(first + i + 1) * vocab];
             // Core drafts the same tokens, and keeps what rejection asks for.
             let mut judge = Judge::new();
             let by_core = |i: usize| judge.propose(slot, i, committed + 1 + i, &draft_logits[slot][i], s);
             assert_eq!((0..gamma).map(by_core).collect::<Vec<u32>>(), drafted, "trial {trial}, {s:?}");
             let rows: Vec<&[f32]> = (0..=gamma).map(row).collect();
-            let verdict = judge.judge(slot, &drafted, &rows, s, committed + 1).unwrap();
+            let verdict = judge.judge(slot, &drafted, q(slot), &rows, s, committed + 1).unwrap();
             assert_eq!(
                 (got[2 * slot], got[2 * slot + 1]),
                 (verdict.accepted as i32, verdict.token as i32),

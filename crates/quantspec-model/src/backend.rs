@@ -12,7 +12,7 @@ use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::policy::Stop;
 use quantspec_core::sample::Sampler;
-use quantspec_core::verify::Verdict;
+use quantspec_core::verify::{DraftDistribution, Verdict};
 
 /// One token of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,7 +78,8 @@ pub struct Options {
     pub rounding: Rounding,
     /// Which draft weights are made.
     pub draft_weights: DraftWeights,
-    /// Keep the draft's distributions of a round: acceptance by rejection compares with them.
+    /// Keep the distributions of a round's drafted tokens: acceptance by rejection compares with those that
+    /// [`Backend::propose`] drew from.
     pub rejection: bool,
     /// Rows of the largest step: slots · (γ_max + 1), or more for scoring.
     pub step_rows: usize,
@@ -118,11 +119,18 @@ pub struct Turn {
     pub stop: Option<Stop>,
     /// Leads of the drafted tokens; empty where the backend did not look.
     pub leads: Vec<f32>,
+    /// What the drafted tokens were drawn from.
+    pub q: DraftDistribution,
     /// How tokens are chosen and accepted.
     pub sampler: Sampler,
 }
 
 impl Turn {
+    /// A turn of γ tokens that no lead ends, with nothing drafted.
+    pub fn new(slot: usize, committed: usize, gamma: usize, sampler: Sampler) -> Turn {
+        Turn { slot, committed, gamma, stop: None, leads: Vec::new(), q: DraftDistribution::Kept, sampler }
+    }
+
     /// Notes that the token just drafted led its runner-up by `lead` logits. The draft ends with it where it has become unlikely enough that all of
     /// its tokens stand.
     pub fn drafted(&mut self, lead: f32) {
@@ -136,7 +144,7 @@ impl Turn {
     }
 }
 
-/// How the draft of a round reads the model.
+/// How the model drafts for itself: what a draft step reads of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DraftPlan {
     /// Draft weights.
@@ -168,8 +176,8 @@ pub trait Backend: Send {
     /// Frees what [`Backend::open`] reserved.
     fn close(&mut self, slot: usize);
 
-    /// Puts known tokens into the slot's window from offset 0 on: the last emitted token, or the tokens to be verified or
-    /// scored when nothing drafts.
+    /// Puts known tokens into the slot's window from offset 0 on: the last emitted token, and tokens to be verified that
+    /// this backend did not draft, or scored. A draft that was left to [`Backend::verify`] is forgotten.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where the slot is not open or its window holds fewer tokens.
@@ -261,8 +269,8 @@ pub trait Backend: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] where no token can be chosen, and on a GPU where keys or values of the prompt
-    /// are beyond half precision. On a GPU [`quantspec_core::ErrorKind::Internal`] where there is no such slot or
-    /// [`Options::rejection`] was not set, and device errors.
+    /// are beyond half precision. On a GPU [`quantspec_core::ErrorKind::Internal`] where there is no such slot, and device
+    /// errors.
     fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32>;
 
     /// Chooses the next token of every row of a draft step (after [`Backend::head`]) and writes it into the window at

@@ -4,7 +4,8 @@
 //! keys and values are not cached yet), the γ policy and the statistics; the backend does the arithmetic. Rolling back is
 //! not an operation: what `verify` does not commit is overwritten by the next round.
 
-use crate::backend::{Backend, DraftPlan, Memory, Turn};
+use crate::backend::{Backend, Memory, Turn};
+use crate::draft::Drafter;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
 use quantspec_core::config::{Pages, View};
@@ -15,12 +16,12 @@ use quantspec_core::{Error, ErrorKind, Result};
 use std::time::Instant;
 
 /// How an engine decodes, whatever the device.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Method {
     /// View of the cache that defines the target distribution.
     pub target: View,
     /// What drafts; `None` decodes autoregressively (γ = 0 through the same code).
-    pub draft: Option<DraftPlan>,
+    pub drafter: Option<Box<dyn Drafter>>,
     /// Chooses γ.
     pub policy: Policy,
 }
@@ -28,7 +29,9 @@ pub struct Method {
 /// One sequence being decoded.
 #[derive(Debug)]
 struct Sequence {
-    prompt: Vec<u32>,
+    /// The prompt, and the answer so far.
+    text: Vec<u32>,
+    prompt_tokens: usize,
     sampler: Sampler,
     /// Tokens it may emit in all.
     max_new_tokens: usize,
@@ -50,6 +53,9 @@ pub struct Emitted {
     pub tokens: Vec<u32>,
 }
 
+/// The backend, the drafter and a sequence of an engine.
+type Parts<'a, B> = (&'a mut B, Option<&'a mut (dyn Drafter + 'static)>, &'a mut Sequence);
+
 /// Decodes batches of sequences of any lengths on one backend.
 pub struct Engine<B: Backend> {
     backend: B,
@@ -61,8 +67,8 @@ pub struct Engine<B: Backend> {
     turns: Vec<Turn>,
     /// Steps of its draft, and seconds they took so far.
     drafted: Option<(usize, f64)>,
-    /// Pages that it read.
-    pages: Pages,
+    /// Pages of the cache that each step read; `None` where it read none.
+    pages: Option<Pages>,
     stats: Stats,
 }
 
@@ -77,7 +83,7 @@ impl<B: Backend> Engine<B> {
             sequences: (0..slots).map(|_| None).collect(),
             turns: Vec::new(),
             drafted: None,
-            pages: Pages::All,
+            pages: None,
             stats: Stats::default(),
         }
     }
@@ -127,7 +133,8 @@ impl<B: Backend> Engine<B> {
         })?;
         self.backend.open(slot, wanted)?;
         self.sequences[slot] = Some(Sequence {
-            prompt: prompt.to_vec(),
+            text: prompt.to_vec(),
+            prompt_tokens: prompt.len(),
             sampler,
             max_new_tokens,
             remaining: max_new_tokens,
@@ -151,7 +158,7 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is already prefilled, and those of
-    /// [`forward::prefill`], [`Backend::first`] and [`Backend::set_window`].
+    /// [`forward::prefill`], [`Backend::first`], [`Backend::set_window`] and [`Drafter::prefill`].
     pub fn prefill_timed(
         &mut self,
         slot: usize,
@@ -160,11 +167,11 @@ impl<B: Backend> Engine<B> {
     ) -> Result<(u32, f64)> {
         let started = Instant::now();
         let block_rows = self.block_rows;
-        let (backend, sequence) = self.parts(slot)?;
+        let (backend, drafter, sequence) = self.parts(slot)?;
         if sequence.running {
             return Err(Error::usage(format!("slot {slot} is already prefilled"), "call prefill once per sequence"));
         }
-        let tokens = sequence.prompt.len();
+        let tokens = sequence.text.len();
         let (mut last, mut seconds, mut done) = (started, 0.0, 0);
         let mut timed = |rows: usize, total: usize| {
             // Rows are counted over all layers; a call without new rows ends a layer, which concerned all of its rows.
@@ -175,9 +182,13 @@ impl<B: Backend> Engine<B> {
             (last, done) = (Instant::now(), rows);
             progress(rows, total);
         };
-        forward::prefill(backend, slot, &sequence.prompt, block_rows, &mut timed)?;
+        forward::prefill(backend, slot, &sequence.text, block_rows, &mut timed)?;
         let first = backend.first(slot, tokens, &sequence.sampler)?;
         backend.set_window(slot, &[first])?;
+        if let Some(drafter) = drafter {
+            drafter.prefill(slot, &sequence.text, first)?;
+        }
+        sequence.text.push(first);
         sequence.extent.commit(tokens);
         sequence.running = true;
         sequence.remaining -= 1;
@@ -186,10 +197,22 @@ impl<B: Backend> Engine<B> {
         Ok((first, seconds))
     }
 
-    /// Decodes by another method from the next round on. The backend must keep every plane, and the draft weights, that the
-    /// method reads.
-    pub fn set_method(&mut self, method: Method) {
+    /// Decodes by another method from the next round on, whose drafter is told of every sequence. The backend must keep all
+    /// that the drafter needs.
+    ///
+    /// # Errors
+    /// Those of [`Drafter::prefill`].
+    pub fn set_method(&mut self, method: Method) -> Result<()> {
         self.method = method;
+        let Some(drafter) = self.method.drafter.as_deref_mut() else { return Ok(()) };
+        for (slot, sequence) in self.sequences.iter().enumerate() {
+            if let Some((last, before)) =
+                sequence.as_ref().filter(|one| one.running).and_then(|one| one.text.split_last())
+            {
+                drafter.prefill(slot, before, *last)?;
+            }
+        }
+        Ok(())
     }
 
     /// Begins the slot's answer anew over its prompt's cache: after the prompt comes `token`, and then `max_new_tokens − 1`
@@ -199,11 +222,12 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is not prefilled,
-    /// [`quantspec_core::ErrorKind::Model`] where `token` is outside the vocabulary, and those of [`Backend::set_window`].
+    /// [`quantspec_core::ErrorKind::Model`] where `token` is outside the vocabulary, and those of [`Backend::set_window`] and
+    /// [`Drafter::prefill`].
     pub fn restart(&mut self, slot: usize, token: u32, sampler: Sampler) -> Result<bool> {
-        let (backend, sequence) = self.parts(slot)?;
+        let (backend, drafter, sequence) = self.parts(slot)?;
         check_ids(&[token], backend.config().vocab)?;
-        let prompt = sequence.prompt.len();
+        let prompt = sequence.prompt_tokens;
         if !sequence.running {
             return Err(Error::usage(format!("slot {slot} is not prefilled"), "call prefill before restart"));
         }
@@ -211,6 +235,11 @@ impl<B: Backend> Engine<B> {
             return Ok(false);
         }
         backend.set_window(slot, &[token])?;
+        sequence.text.truncate(prompt);
+        if let Some(drafter) = drafter {
+            drafter.prefill(slot, &sequence.text, token)?;
+        }
+        sequence.text.push(token);
         sequence.sampler = sampler;
         sequence.remaining = sequence.max_new_tokens - 1;
         sequence.extent = Extent::default();
@@ -223,7 +252,7 @@ impl<B: Backend> Engine<B> {
     pub fn choose_gamma(&self, slot: usize) -> usize {
         let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
         let policy = &self.method.policy;
-        let wanted = match self.method.draft {
+        let wanted = match self.method.drafter {
             Some(_) if self.leads(slot) => policy.reach(),
             Some(_) => policy.gamma(),
             None => 0,
@@ -235,17 +264,18 @@ impl<B: Backend> Engine<B> {
     fn leads(&self, slot: usize) -> bool {
         let sampled = |sequence: &Sequence| sequence.sampler.accept != Accept::Rejection;
         B::LEADS
+            && self.method.drafter.as_ref().is_some_and(|drafter| drafter.leads())
             && self.sequences.get(slot).and_then(Option::as_ref).is_some_and(sampled)
             && self.sequences.iter().flatten().filter(|sequence| sequence.running && sequence.remaining > 0).count()
                 == 1
     }
 
-    /// Drafts γ tokens for every (slot, γ), or fewer where the policy says when a draft is to end. The slots named here are the round; where one
-    /// is refused, there is none.
+    /// Drafts γ tokens for every (slot, γ), or fewer where the policy says when a draft is to end or the drafter proposes fewer. The slots named
+    /// here are the round; where one is refused, there is none.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] where a slot holds no sequence, is not decoding or is named twice, where γ is
-    /// beyond [`GAMMA_MAX`] or what remains, and where the method drafts nothing and γ is not 0. Those of [`Backend::draft`].
+    /// beyond [`GAMMA_MAX`] or what remains, and where the method drafts nothing and γ is not 0. Those of [`Drafter::propose`].
     pub fn draft(&mut self, gammas: &[(usize, usize)]) -> Result<()> {
         let drafted = self.begin_round(gammas);
         if drafted.is_err() {
@@ -259,7 +289,7 @@ impl<B: Backend> Engine<B> {
         self.drafted = None;
         for &(slot, gamma) in gammas {
             let stop = self.method.policy.stop().filter(|_| self.leads(slot));
-            let (_, sequence) = self.parts(slot)?;
+            let (_, _, sequence) = self.parts(slot)?;
             if !sequence.running || sequence.remaining == 0 {
                 return Err(Error::usage(
                     format!("slot {slot} is not decoding"),
@@ -280,28 +310,25 @@ impl<B: Backend> Engine<B> {
             if self.turns.iter().any(|turn| turn.slot == slot) {
                 return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
             }
-            self.turns.push(Turn { slot, committed, gamma, stop, leads: Vec::new(), sampler });
+            self.turns.push(Turn { stop, ..Turn::new(slot, committed, gamma, sampler) });
         }
         let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
         let visible = self.turns.iter().map(|turn| visible_pages(turn.committed)).max().unwrap_or(0);
         self.method.policy.observe_context(visible);
-        let Some(mut plan) = self.method.draft.filter(|_| steps > 0) else {
-            return if steps == 0 {
-                Ok(())
-            } else {
-                Err(Error::usage(format!("gamma {steps} with method ar"), "method ar drafts nothing; use gamma 0"))
-            };
-        };
-        plan.pages = self.method.policy.pages().unwrap_or(plan.pages);
-        let started = Instant::now();
-        self.backend.draft(&plan, &mut self.turns)?;
-        // A draft that ended at its first token took a step, and none of it stands.
-        for _ in self.turns.iter().zip(gammas).filter(|(turn, (_, asked))| turn.gamma == 0 && *asked > 0) {
-            self.method.policy.observe_failure();
+        if steps == 0 {
+            return Ok(());
         }
-        let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0).max(1);
-        self.drafted = Some((steps, started.elapsed().as_secs_f64()));
-        self.pages = plan.pages;
+        let Method { drafter, policy, .. } = &mut self.method;
+        let Some(drafter) = drafter else {
+            return Err(Error::usage(format!("gamma {steps} with method ar"), "method ar drafts nothing; use gamma 0"));
+        };
+        let started = Instant::now();
+        let proposed = drafter.propose(&mut self.backend, &mut self.turns, policy.pages())?;
+        (0..proposed.in_vain).for_each(|_| policy.observe_failure());
+        if proposed.steps > 0 {
+            self.drafted = Some((proposed.steps, started.elapsed().as_secs_f64()));
+        }
+        self.pages = proposed.pages;
         Ok(())
     }
 
@@ -310,7 +337,7 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] without a draft before it, and those of [`Backend::verify`],
-    /// [`Backend::draft_seconds`], [`Backend::window`], [`Backend::flush`] and [`Backend::set_window`].
+    /// [`Backend::draft_seconds`], [`Backend::window`], [`Backend::flush`], [`Backend::set_window`] and [`Drafter::commit`].
     pub fn verify(&mut self) -> Result<Vec<Emitted>> {
         let mut turns = std::mem::take(&mut self.turns);
         if turns.is_empty() {
@@ -343,20 +370,25 @@ impl<B: Backend> Engine<B> {
         }
         let mut round = Vec::with_capacity(turns.len());
         for ((turn, verdict), drafted) in turns.iter().zip(verdicts).zip(drafted) {
-            let (backend, sequence) = self.parts(turn.slot)?;
+            let (backend, drafter, sequence) = self.parts(turn.slot)?;
             let mut tokens = backend.window(turn.slot, verdict.accepted + 1)?.split_off(1);
             tokens.push(verdict.token);
             for page in sequence.extent.commit(verdict.accepted + 1) {
                 backend.flush(turn.slot, page)?;
             }
             backend.set_window(turn.slot, &[verdict.token])?;
+            if let Some(drafter) = drafter {
+                drafter.commit(turn.slot, &tokens)?;
+            }
+            sequence.text.extend(&tokens);
             sequence.remaining -= tokens.len();
             // A round that was taken again drafted in vain: none of it was accepted.
             self.stats.round(drafted, verdict.accepted);
             let visible = visible_pages(turn.committed);
             let read = match self.pages {
-                Pages::All => visible,
-                Pages::Window(n) | Pages::Best(n) => n.min(visible),
+                None => 0,
+                Some(Pages::All) => visible,
+                Some(Pages::Window(n) | Pages::Best(n)) => n.min(visible),
             };
             self.stats.pages(drafted * read);
             if turn.gamma > 0 {
@@ -379,6 +411,9 @@ impl<B: Backend> Engine<B> {
         if self.sequences.get_mut(slot).and_then(Option::take).is_some() {
             self.turns.retain(|turn| turn.slot != slot);
             self.backend.close(slot);
+            if let Some(drafter) = &mut self.method.drafter {
+                drafter.close(slot);
+            }
         }
     }
 
@@ -407,9 +442,9 @@ impl<B: Backend> Engine<B> {
         &mut self.backend
     }
 
-    fn parts(&mut self, slot: usize) -> Result<(&mut B, &mut Sequence)> {
+    fn parts(&mut self, slot: usize) -> Result<Parts<'_, B>> {
         match self.sequences.get_mut(slot).and_then(Option::as_mut) {
-            Some(sequence) => Ok((&mut self.backend, sequence)),
+            Some(sequence) => Ok((&mut self.backend, self.method.drafter.as_deref_mut(), sequence)),
             None => Err(Error::usage(format!("slot {slot} holds no sequence"), "use a slot that add returned")),
         }
     }

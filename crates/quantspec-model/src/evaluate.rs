@@ -5,7 +5,8 @@
 //! row-invariant, a window of rows scores what single steps would score. Tokens before the first scored position may be
 //! given as context: they are processed as a prompt is, exactly.
 
-use crate::backend::{Backend, Row, Step};
+use crate::backend::{Backend, DraftPlan, Row, Step};
+use crate::draft::METHODS;
 use crate::engine::check_ids;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
@@ -27,12 +28,10 @@ const TARGETS: [(&str, View, usize); 3] = [("fp16", View::Full, 0), ("int8", Vie
 /// The INT8 slot, against which drafts are scored.
 const INT8: usize = 1;
 
-/// The drafts, in report order: name, weights, view.
-const DRAFTS: [(&str, Weights, View); 3] = [
-    ("kv4", Weights::Full, View::Upper),
-    ("w4", Weights::Draft, View::Both),
-    ("quantspec", Weights::Draft, View::Upper),
-];
+/// The drafts of the model itself, in report order: name, and what they read where the target reads INT8.
+fn drafts() -> Vec<(&'static str, DraftPlan)> {
+    METHODS.iter().filter_map(|method| Some((method.name, method.plan(View::Both)?))).collect()
+}
 
 /// Score of one target view over all positions.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -110,7 +109,7 @@ pub fn evaluate<B: Backend>(
     check_ids(tokens, backend.config().vocab)?;
     let positions = tokens.len() - 1;
     let mut targets = [TargetScore::default(); TARGETS.len()];
-    let mut drafts = [DraftScore::default(); DRAFTS.len()];
+    let mut drafts: Vec<_> = drafts().into_iter().map(|draft| (draft, DraftScore::default())).collect();
     let mut extents: [Extent; TARGETS.len()] = Default::default();
     let read = TARGETS.len() * context;
     let total = read + positions - context;
@@ -145,9 +144,10 @@ pub fn evaluate<B: Backend>(
         }
         // Backwards: a draft's own keys and values overwrite only its position, and those before it are the target's.
         for offset in (0..rows).rev() {
-            for (score, &(_, weights, view)) in drafts.iter_mut().zip(&DRAFTS) {
+            for ((_, DraftPlan { weights, view, pages }), score) in &mut drafts {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
-                forward::step(backend, &Step { weights, view, pages: Pages::All, choose_pages: false, rows: &row })?;
+                let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: false, rows: &row };
+                forward::step(backend, &step)?;
                 let (p, q) = (&int8[offset], Scored::new(backend.logits(0)?));
                 let shared: f64 = q.logs().zip(p.logs()).map(|(q, p)| q.min(p).exp()).sum();
                 // Rounding may end a little above 1.
@@ -172,9 +172,10 @@ pub fn evaluate<B: Backend>(
     let scored = (positions - context) as f64;
     let mean = |sum: f64| sum / scored;
     let targets = targets.map(|sum| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) });
-    let drafts = drafts.map(|sum| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) });
+    let score = |sum: DraftScore| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) };
+    let drafts: Vec<_> = drafts.into_iter().map(|((name, _), sum)| (name, score(sum))).collect();
     let sums =
-        targets.iter().flat_map(|score| [score.nll, score.kld]).chain(drafts.iter().map(|score| score.acceptance));
+        targets.iter().flat_map(|score| [score.nll, score.kld]).chain(drafts.iter().map(|(_, score)| score.acceptance));
     if !sums.into_iter().all(f64::is_finite) {
         // A GPU flags keys and values for `first` and `judge`, which nobody calls here.
         return Err(Error::not_finite("logits are NaN or infinite"));
@@ -182,7 +183,7 @@ pub fn evaluate<B: Backend>(
     Ok(Evaluation {
         positions: positions - context,
         targets: TARGETS.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
-        drafts: DRAFTS.iter().zip(drafts).map(|(&(name, ..), score)| (name, score)).collect(),
+        drafts,
     })
 }
 

@@ -4,6 +4,7 @@
 pub mod backend;
 pub mod checkpoint;
 pub mod config;
+pub mod draft;
 pub mod draft_cache;
 pub mod engine;
 pub mod evaluate;

@@ -643,7 +643,7 @@ impl Backend for ReferenceBackend {
             let drafted = self.window(turn.slot, turn.gamma + 1)?.split_off(1);
             let of_turn = step.rows.iter().zip(&self.logits).filter(|(row, _)| row.slot == turn.slot);
             let logits: Vec<&[f32]> = of_turn.map(|(_, logits)| logits.as_slice()).collect();
-            verdicts.push(self.judge.judge(turn.slot, &drafted, &logits, &turn.sampler, turn.committed + 1)?);
+            verdicts.push(self.judge.judge(turn.slot, &drafted, turn.q, &logits, &turn.sampler, turn.committed + 1)?);
         }
         Ok(verdicts)
     }

@@ -13,6 +13,7 @@ use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_model::backend::{DraftPlan, Hooks, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::{Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use quantspec_model::reference::ReferenceBackend;
@@ -38,7 +39,11 @@ fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize)
         threads: 1,
     };
     let backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
-    let method = Method { target: View::Both, draft: (gamma > 0).then_some(plan), policy: Policy::fixed(gamma) };
+    let method = Method {
+        target: View::Both,
+        drafter: (gamma > 0).then(|| SelfQuantised::boxed(plan)),
+        policy: Policy::fixed(gamma),
+    };
     Engine::new(backend, method, slots, capacity, 16)
 }
 
@@ -133,12 +138,61 @@ fn a_draft_ends_where_its_tokens_are_in_doubt() {
     // No lead counts beside such an error: each token halves the chance.
     for (enough, drafted) in [(0.0, 4), (0.2, 3), (0.4, 2), (0.9, 1)] {
         let stop = Stop { enough, doubt: 1e9 };
-        let mut turns =
-            [Turn { slot, committed: 3, gamma: 4, stop: Some(stop), leads: vec![], sampler: Sampler::greedy() }];
+        let mut turns = [Turn { stop: Some(stop), ..Turn::new(slot, 3, 4, Sampler::greedy()) }];
         forward::draft(engine.backend(), &plan, &mut turns).expect("draft");
         assert_eq!((turns[0].gamma, turns[0].leads.len()), (drafted, drafted));
         assert!(turns[0].leads.iter().all(|lead| *lead >= 0.0));
     }
+}
+
+fn lookup(gamma: usize) -> Method {
+    Method { target: View::Both, drafter: Some(Box::<Ngram>::default()), policy: Policy::fixed(gamma) }
+}
+
+/// A round in which the slot may draft up to `gamma` tokens.
+fn round(engine: &mut Engine<ReferenceBackend>, slot: usize, gamma: usize) -> Vec<u32> {
+    engine.draft(&[(slot, gamma)]).expect("draft");
+    engine.verify().expect("verify").remove(0).tokens
+}
+
+#[test]
+fn a_drafter_is_told_the_text_whenever_it_begins() {
+    // The model answers 0 to everything.
+    let mut engine = engine(4, 1, 60);
+    let slot = add(&mut engine, &[1, 2, 0, 0, 3], 50).expect("add");
+    assert_eq!(prefill(&mut engine, slot), Ok(0));
+    round(&mut engine, slot, 0);
+    // Now the text ends with two zeros, which the prompt has, followed by 3; the answer has none yet.
+    engine.set_method(lookup(4)).expect("method");
+    assert_eq!(round(&mut engine, slot, 4), [0]);
+    assert_eq!(engine.stats().drafted_tokens(), 4, "the prompt's continuation, refused");
+    // The newest occurrence overlaps the end, and goes on as far as it is asked to.
+    assert_eq!(round(&mut engine, slot, 3), [0; 4]);
+    assert_eq!(round(&mut engine, slot, 4), [0; 5]);
+    assert_eq!((engine.stats().drafted_tokens(), engine.stats().accepted_tokens()), (11, 7));
+    // The answer begins anew, and with it the text: nothing in it agrees with its end.
+    engine.reset_stats();
+    assert!(engine.restart(slot, 7, Sampler::greedy()).expect("restart"));
+    assert_eq!(round(&mut engine, slot, 4), [0]);
+    assert_eq!(engine.stats().drafted_tokens(), 0);
+    // A slot's next sequence knows nothing of the one before.
+    engine.finish(slot);
+    let slot = add(&mut engine, &[5, 6], 9).expect("add");
+    prefill(&mut engine, slot).expect("prefill");
+    assert_eq!((round(&mut engine, slot, 4), engine.stats().drafted_tokens()), (vec![0], 0));
+}
+
+#[test]
+fn rejection_needs_no_distribution_of_drafts_that_are_certain() {
+    let mut engine = engine(4, 1, 60);
+    engine.set_method(lookup(4)).expect("method");
+    // So far apart are the logits that nothing but 0 is ever drawn.
+    let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, Accept::Rejection).expect("sampler");
+    let slot = engine.add(&[1, 0, 0, 3], sampler, 30).expect("add");
+    assert_eq!(prefill(&mut engine, slot), Ok(0));
+    assert_eq!(round(&mut engine, slot, 0), [0]);
+    assert_eq!(round(&mut engine, slot, 2), [0], "3 was proposed and refused");
+    assert_eq!(round(&mut engine, slot, 2), [0; 3]);
 }
 
 #[test]

@@ -7,6 +7,7 @@ use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_model::backend::{DraftPlan, Hooks, Options};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::reference::ReferenceBackend;
 use std::path::Path;
@@ -42,7 +43,7 @@ fn decode(
     };
     let backend = ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
     let draft = (gamma > 0).then_some(plan);
-    let method = Method { target, draft, policy: Policy::fixed(gamma) };
+    let method = Method { target, drafter: draft.map(SelfQuantised::boxed), policy: Policy::fixed(gamma) };
     let mut engine = Engine::new(backend, method, slots, capacity, 16);
     let mut texts = Vec::new();
     for (index, prompt) in prompts.iter().enumerate() {

@@ -462,7 +462,7 @@ impl PyEngine {
         let resolved = request.resolve().map_err(to_python)?;
         self.run(py, |device| {
             on_device!(device, engine => {
-                engine.set_method(resolved.method);
+                engine.set_method(resolved.method)?;
                 engine.reset_stats();
             });
             Ok(())

@@ -19,6 +19,7 @@ mod _native {
     use super::*;
     use pyo3::types::PyDict;
     use quantspec_model::checkpoint::Checkpoint;
+    use quantspec_model::draft::{Entry, METHODS, Source};
     use std::path::Path;
 
     #[pymodule_export]
@@ -47,6 +48,28 @@ mod _native {
         out.set_item("max_positions", config.max_positions)?;
         out.set_item("eos", &config.eos)?;
         Ok(out)
+    }
+
+    /// `methods()`: every way to decode, and the settings that it knows.
+    #[pyfunction]
+    fn methods(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
+        let describe = |method: &Entry| {
+            let out = PyDict::new(py);
+            out.set_item("name", method.name)?;
+            out.set_item("about", method.about)?;
+            out.set_item("drafts", !matches!(method.source, Source::Nothing))?;
+            out.set_item("draft_weights", method.takes_draft_weights())?;
+            out.set_item(
+                "draft_view",
+                match method.source {
+                    Source::Model { view: Some(view), .. } => options::target_name(view),
+                    Source::Model { view: None, .. } => Some("target"),
+                    Source::Nothing | Source::Other(_) => None,
+                },
+            )?;
+            Ok(out)
+        };
+        METHODS.iter().map(describe).collect()
     }
 
     /// `doctor()`: what this machine offers, and why a device or a fast path is off.

@@ -2,11 +2,12 @@
 
 use pyo3::prelude::*;
 use quantspec_core::cache::GAMMA_MAX;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Accept;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{DraftPlan, Options};
+use quantspec_model::backend::Options;
+use quantspec_model::draft::METHODS;
 use quantspec_model::engine::Method;
 
 /// Rows of a prefill block: enough to amortise reading the weights once per block, few enough that one operation of a
@@ -45,7 +46,7 @@ pub(crate) struct Request<'a> {
     pub(crate) prompt_capacity: usize,
     pub(crate) slots: usize,
     pub(crate) threads: usize,
-    /// Keep every plane, the draft weights and room for the longest γ, so that the method may be changed later.
+    /// Keep all that any method needs and room for the longest γ, so that the method may be changed later.
     pub(crate) every_view: bool,
 }
 
@@ -54,6 +55,14 @@ pub(crate) struct Resolved {
     pub(crate) method: Method,
     pub(crate) options: Options,
     pub(crate) accept: Accept,
+}
+
+/// Views of the cache as `kv_target` names them.
+const KV_TARGETS: [(&str, View); 3] = [("int8", View::Both), ("fp16", View::Full), ("int4", View::Upper)];
+
+/// What `kv_target` calls a view.
+pub(crate) fn target_name(view: View) -> Option<&'static str> {
+    KV_TARGETS.iter().find(|(_, known)| *known == view).map(|(name, _)| *name)
 }
 
 fn one_of<T: Copy>(flag: &str, value: &str, choices: &[(&str, T)]) -> Result<T> {
@@ -71,8 +80,7 @@ pub(crate) fn rounding(name: &str) -> Result<Rounding> {
 impl Request<'_> {
     /// Checks every value and derives the planes, the draft and the policy.
     pub(crate) fn resolve(&self) -> Result<Resolved> {
-        let target =
-            one_of("kv_target", self.kv_target, &[("int8", View::Both), ("fp16", View::Full), ("int4", View::Upper)])?;
+        let target = one_of("kv_target", self.kv_target, &KV_TARGETS)?;
         let rounding = rounding(self.kv_rounding)?;
         let wanted = one_of(
             "draft_weights",
@@ -98,13 +106,9 @@ impl Request<'_> {
             }
             Some(DraftPages::Count(count)) => (chosen(count), None),
         };
-        let weights = if wanted == DraftWeights::None { Weights::Full } else { Weights::Draft };
-        let draft = match one_of("method", self.method, &[("quantspec", 0), ("kv4", 1), ("w4", 2), ("ar", 3)])? {
-            0 => Some(DraftPlan { weights, view: View::Upper, pages }),
-            1 => Some(DraftPlan { weights: Weights::Full, view: View::Upper, pages }),
-            2 => Some(DraftPlan { weights, view: target, pages }),
-            _ => None,
-        };
+        let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
+        let drafter = method.drafter(target, wanted, pages);
+        let needs = drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
         let policy = match self.gamma {
             Some(gamma) if gamma > GAMMA_MAX => {
                 return Err(Error::usage(
@@ -119,7 +123,7 @@ impl Request<'_> {
             Some(choices) => policy.with_pages(&choices),
             None => policy,
         };
-        let longest = match (self.every_view, &draft) {
+        let longest = match (self.every_view, &drafter) {
             (true, _) => GAMMA_MAX,
             (false, Some(_)) => self.gamma.unwrap_or(GAMMA_AUTO),
             (false, None) => 0,
@@ -139,19 +143,18 @@ impl Request<'_> {
         }
         let views: Vec<View> = match self.every_view {
             true => vec![View::Upper, View::Both, View::Full],
-            false => std::iter::once(target).chain(draft.map(|plan| plan.view)).collect(),
+            false => std::iter::once(target).chain(needs.view).collect(),
         };
-        let drafting = self.every_view || draft.is_some_and(|plan| plan.weights == Weights::Draft);
         Ok(Resolved {
-            method: Method { target, draft, policy },
+            method: Method { target, drafter, policy },
             options: Options {
                 slots: self.slots,
                 capacity: self.capacity,
                 prompt_capacity: self.prompt_capacity,
                 planes: Planes::of(&views),
                 rounding,
-                draft_weights: if drafting { wanted } else { DraftWeights::None },
-                rejection: accept == Accept::Rejection,
+                draft_weights: if self.every_view || needs.draft_weights { wanted } else { DraftWeights::None },
+                rejection: accept == Accept::Rejection && (self.every_view || needs.distributions),
                 step_rows,
                 block_rows: BLOCK_ROWS,
                 threads: self.threads,

@@ -1,0 +1,212 @@
+//! Drafters: where the tokens of a round come from before the target has verified them.
+//!
+//! A drafter proposes tokens; the engine verifies, commits and keeps the statistics, whatever proposed them. So a drafter
+//! can change the speed of a text, never its tokens (greedy and replay) or its distribution (rejection). To add one, write
+//! a file with a [`Drafter`] and a line of [`METHODS`].
+
+mod ngram;
+mod self_quantised;
+
+pub use ngram::Ngram;
+pub use self_quantised::SelfQuantised;
+
+use crate::backend::{Backend, DraftPlan, Turn};
+use quantspec_core::Result;
+use quantspec_core::config::{DraftWeights, Pages, View, Weights};
+use std::fmt::Debug;
+
+/// Proposes tokens for the sequences of an engine. A slot names a sequence of the target; a drafter with a cache of its own
+/// keeps that sequence wherever it likes.
+///
+/// The engine calls `prefill` once per answer, then `propose` and `commit` in turn for each round that drafts (`commit` alone
+/// for the others), and `close` at the end. A drafter may be told of a sequence in the middle of its answer.
+pub trait Drafter: Debug + Send {
+    /// What the target's backend must hold.
+    fn needs(&self) -> Needs;
+
+    /// Whether proposed tokens come with logit margins, by which the policy may end the draft of a single sequence early.
+    fn leads(&self) -> bool {
+        false
+    }
+
+    /// Begins a sequence: its prompt, and the first token of the answer. Replaces what was known of the slot.
+    ///
+    /// # Errors
+    /// Those of a network of the drafter's own.
+    fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()>;
+
+    /// Proposes up to `turn.gamma` tokens for every turn. Afterwards `turn.gamma` of them stand in the slot's window after the
+    /// last emitted token, or the target's backend will put them there when it verifies; `turn.q` says what they were drawn
+    /// from. `pages` replaces the drafter's own choice of pages, where these are chosen by measurement.
+    ///
+    /// # Errors
+    /// Those of the target's backend, and of a network of the drafter's own. What only the draft cannot compute ends the draft.
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], pages: Option<Pages>) -> Result<Proposed>;
+
+    /// A round ended: the sequence emitted `tokens`, accepted ones and the target's own.
+    ///
+    /// # Errors
+    /// Those of a network of the drafter's own.
+    fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()>;
+
+    /// Forgets a sequence. Slots that were never begun are allowed.
+    fn close(&mut self, slot: usize);
+}
+
+/// What a drafter needs of the target's backend.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Needs {
+    /// A view of the target's cache, whose planes must be kept.
+    pub view: Option<View>,
+    /// The 4-bit draft weights.
+    pub draft_weights: bool,
+    /// Room to keep the distribution of every drafted token, where acceptance is by rejection.
+    pub distributions: bool,
+}
+
+/// What a proposal took.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Proposed {
+    /// Steps one after another, to which the policy relates the draft's time; 0 where nothing was proposed or computed.
+    pub steps: usize,
+    /// Sequences whose draft was computed and came to nothing.
+    pub in_vain: usize,
+    /// Pages of the target's cache that each step read; `None` where it reads none.
+    pub pages: Option<Pages>,
+}
+
+/// What a drafter can ask of the target's backend.
+pub trait Target {
+    /// [`Backend::draft`].
+    ///
+    /// # Errors
+    /// As there.
+    fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()>;
+
+    /// [`Backend::set_window`].
+    ///
+    /// # Errors
+    /// As there.
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()>;
+}
+
+impl<B: Backend> Target for B {
+    fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
+        Backend::draft(self, plan, turns)
+    }
+
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        Backend::set_window(self, slot, tokens)
+    }
+}
+
+/// What a method drafts with.
+#[derive(Clone, Copy, Debug)]
+pub enum Source {
+    /// Nothing: γ is 0.
+    Nothing,
+    /// The model itself.
+    Model {
+        /// Weights that a draft step reads.
+        weights: Weights,
+        /// View of the cache that it reads; `None` is the target's.
+        view: Option<View>,
+    },
+    /// Something else, that takes no settings.
+    Other(fn() -> Box<dyn Drafter>),
+}
+
+/// A way to decode, by the name that users give it.
+#[derive(Clone, Copy, Debug)]
+pub struct Entry {
+    /// Name in flags, reports and docs.
+    pub name: &'static str,
+    /// What drafts, in a few words.
+    pub about: &'static str,
+    /// The same for the program.
+    pub source: Source,
+}
+
+/// Every method. `METHODS` in options.py repeats it for `--help`, which loads no native code; a test compares the two.
+pub const METHODS: [Entry; 5] = [
+    Entry {
+        name: "quantspec",
+        about: "4-bit weights and cache",
+        source: Source::Model { weights: Weights::Draft, view: Some(View::Upper) },
+    },
+    Entry {
+        name: "kv4",
+        about: "4-bit cache",
+        source: Source::Model { weights: Weights::Full, view: Some(View::Upper) },
+    },
+    Entry { name: "w4", about: "4-bit weights", source: Source::Model { weights: Weights::Draft, view: None } },
+    Entry { name: "ngram", about: "earlier text", source: Source::Other(|| Box::<Ngram>::default()) },
+    Entry { name: "ar", about: "nothing", source: Source::Nothing },
+];
+
+impl Entry {
+    /// The method of this name.
+    pub fn named(name: &str) -> Option<&'static Entry> {
+        METHODS.iter().find(|method| method.name == name)
+    }
+
+    /// Whether it reads draft weights, and so knows the setting of that name.
+    pub fn takes_draft_weights(&self) -> bool {
+        matches!(self.source, Source::Model { weights: Weights::Draft, .. })
+    }
+
+    /// Whether it reads pages of the target's cache, and so knows the settings that select them.
+    pub fn takes_pages(&self) -> bool {
+        matches!(self.source, Source::Model { .. })
+    }
+
+    /// How the model drafts for itself over a target view, on all pages; `None` where it does not.
+    pub fn plan(&self, target: View) -> Option<DraftPlan> {
+        match self.source {
+            Source::Model { weights, view } => {
+                Some(DraftPlan { weights, view: view.unwrap_or(target), pages: Pages::All })
+            }
+            Source::Nothing | Source::Other(_) => None,
+        }
+    }
+
+    /// The drafter; `None` where nothing drafts. Without draft weights a method that would read them reads the target's.
+    pub fn drafter(&self, target: View, weights: DraftWeights, pages: Pages) -> Option<Box<dyn Drafter>> {
+        match (self.plan(target), self.source) {
+            (Some(plan), _) => {
+                let weights = if weights == DraftWeights::None { Weights::Full } else { plan.weights };
+                Some(SelfQuantised::boxed(DraftPlan { weights, pages, ..plan }))
+            }
+            (None, Source::Other(make)) => Some(make()),
+            (None, _) => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn methods_make_what_they_say() {
+        let made = |name: &str, weights| {
+            let method = Entry::named(name).unwrap();
+            method.drafter(View::Both, weights, Pages::Best(3)).map(|drafter| drafter.needs())
+        };
+        let needs = |view, draft_weights| Some(Needs { view, draft_weights, distributions: view.is_some() });
+        let (upper, both) = (Some(View::Upper), Some(View::Both));
+        for (name, view, weights) in [("quantspec", upper, true), ("kv4", upper, false), ("w4", both, true)] {
+            assert_eq!(made(name, DraftWeights::Int4), needs(view, weights), "{name}");
+            assert_eq!(made(name, DraftWeights::None), needs(view, false), "{name}");
+            let method = Entry::named(name).unwrap();
+            assert_eq!((method.takes_draft_weights(), method.takes_pages()), (weights, true), "{name}");
+        }
+        assert_eq!(made("ngram", DraftWeights::Int4), needs(None, false));
+        assert_eq!(made("ar", DraftWeights::Int4), None);
+        for name in ["ngram", "ar"] {
+            let method = Entry::named(name).unwrap();
+            assert_eq!((method.takes_draft_weights(), method.takes_pages()), (false, false), "{name}");
+        }
+        assert!(Entry::named("").is_none());
+    }
+}

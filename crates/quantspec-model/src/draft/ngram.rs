@@ -1,0 +1,228 @@
+//! Prompt lookup: proposes what followed the last tokens when they occurred earlier, in the prompt or the answer.
+//!
+//! It runs no network. Every occurrence of two neighbouring tokens is linked to the one before it, as in the match finder of
+//! an LZ77 compressor: one index serves every length, a new token costs one insertion, and a text of n tokens takes O(n)
+//! bytes. A proposal walks the links from the newest occurrence and keeps the one whose preceding tokens agree longest with
+//! the end of the text.
+
+use super::{Drafter, Needs, Proposed, Target};
+use crate::backend::Turn;
+use quantspec_core::config::Pages;
+use quantspec_core::verify::DraftDistribution;
+use quantspec_core::{Error, Result};
+use std::collections::HashMap;
+
+/// Tokens that are linked, and so the shortest agreement: one token says too little about what follows.
+const SHORTEST: usize = 2;
+
+/// Longest agreement that is looked for: the newest occurrence that agrees so far is taken.
+const LONGEST: usize = 8;
+
+/// Occurrences that are compared. It bounds the time of a proposal in texts where two tokens follow each other very often.
+const COMPARED: usize = 256;
+
+/// Drafts for any number of sequences.
+#[derive(Debug, Default)]
+pub struct Ngram {
+    texts: HashMap<usize, Text>,
+}
+
+impl Drafter for Ngram {
+    fn needs(&self) -> Needs {
+        Needs::default()
+    }
+
+    fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
+        let mut text = Text::default();
+        text.extend(prompt);
+        text.extend(&[first]);
+        self.texts.insert(slot, text);
+        Ok(())
+    }
+
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], _pages: Option<Pages>) -> Result<Proposed> {
+        for turn in turns.iter_mut() {
+            let text = self.texts.get(&turn.slot);
+            let text = text.ok_or_else(|| Error::internal(format!("no text of slot {}", turn.slot)))?;
+            let window = text.continued(turn.gamma);
+            turn.gamma = window.len() - 1;
+            turn.q = DraftDistribution::OneHot;
+            if turn.gamma > 0 {
+                target.set_window(turn.slot, &window)?;
+            }
+        }
+        let steps = turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
+        Ok(Proposed { steps, in_vain: 0, pages: None })
+    }
+
+    fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        if let Some(text) = self.texts.get_mut(&slot) {
+            text.extend(tokens);
+        }
+        Ok(())
+    }
+
+    fn close(&mut self, slot: usize) {
+        self.texts.remove(&slot);
+    }
+}
+
+/// A text and its index. A place is a number of tokens: what ends there is the tokens before it.
+#[derive(Debug, Default)]
+struct Text {
+    tokens: Vec<u32>,
+    /// Newest place where two tokens end.
+    newest: HashMap<[u32; SHORTEST], u32>,
+    /// By place: the one before it where the same two tokens end; 0 where there is none.
+    earlier: Vec<u32>,
+}
+
+impl Text {
+    fn extend(&mut self, tokens: &[u32]) {
+        for &token in tokens {
+            self.tokens.push(token);
+            let place = self.tokens.len();
+            // Places 0 and 1 have no two tokens before them.
+            self.earlier.resize(place + 1, 0);
+            if let Some(&pair) = self.tokens.last_chunk() {
+                self.earlier[place] = self.newest.insert(pair, place as u32).unwrap_or(0);
+            }
+        }
+    }
+
+    /// The last token, and up to `n` tokens that may follow it.
+    fn continued(&self, n: usize) -> Vec<u32> {
+        let end = self.tokens.len();
+        let mut window = Vec::from(&self.tokens[end.saturating_sub(1)..]);
+        if let Some(place) = self.match_of_end() {
+            for next in place..place + n {
+                // Where the occurrence overlaps the end, what it lacks is what was just proposed: a text that repeats goes on.
+                let token = self.tokens.get(next).copied().unwrap_or_else(|| window[next - end + 1]);
+                window.push(token);
+            }
+        }
+        window
+    }
+
+    /// The earlier place whose preceding tokens agree longest with the last ones, the newest among equals.
+    fn match_of_end(&self) -> Option<usize> {
+        let before = |place: usize| match self.earlier.get(place) {
+            None | Some(0) => None,
+            Some(&earlier) => Some(earlier as usize),
+        };
+        let agreeing = |place: usize| {
+            let pairs = self.tokens[..place].iter().rev().zip(self.tokens.iter().rev());
+            pairs.take(LONGEST).take_while(|(a, b)| a == b).count()
+        };
+        let mut best = (0, None);
+        for place in std::iter::successors(before(self.tokens.len()), |&place| before(place)).take(COMPARED) {
+            let length = agreeing(place);
+            if length > best.0 {
+                best = (length, Some(place));
+            }
+            if length == LONGEST {
+                break;
+            }
+        }
+        best.1
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use quantspec_core::sample::Sampler;
+
+    /// Remembers what was put into windows.
+    #[derive(Default)]
+    struct Windows(Vec<(usize, Vec<u32>)>);
+
+    impl Target for Windows {
+        fn draft(&mut self, _: &crate::backend::DraftPlan, _: &mut [Turn]) -> Result<()> {
+            Err(Error::internal("prompt lookup runs no network"))
+        }
+
+        fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+            self.0.push((slot, tokens.to_vec()));
+            Ok(())
+        }
+    }
+
+    fn turn(slot: usize, gamma: usize) -> Turn {
+        Turn::new(slot, 0, gamma, Sampler::greedy())
+    }
+
+    fn proposed(text: &[u32], n: usize) -> Vec<u32> {
+        let mut all = Text::default();
+        all.extend(text);
+        all.continued(n).split_off(1)
+    }
+
+    #[test]
+    fn proposals_are_what_followed_before() {
+        assert_eq!(proposed(&[1, 2, 3, 4, 5, 1, 2], 3), [3, 4, 5]);
+        assert_eq!(proposed(&[1, 2, 3, 4, 5, 1, 2], 1), [3]);
+        assert!(proposed(&[1, 2, 3, 4, 5, 1, 2], 0).is_empty());
+        // The longest agreement wins against a newer one, and the newest among equals.
+        assert_eq!(proposed(&[7, 1, 2, 3, 9, 1, 2, 4, 7, 1, 2], 1), [3]);
+        assert_eq!(proposed(&[1, 2, 3, 9, 1, 2, 4, 8, 1, 2], 1), [4]);
+        // Agreement beyond the longest that is looked for is no reason to take an older place.
+        let eight = [1, 2, 3, 4, 5, 6, 7, 8];
+        let text = [&[9][..], &eight, &[50], &eight, &[60, 9], &eight].concat();
+        assert_eq!(proposed(&text, 1), [60]);
+    }
+
+    #[test]
+    fn a_text_that_repeats_goes_on() {
+        assert_eq!(proposed(&[5, 5, 5], 4), [5, 5, 5, 5]);
+        assert_eq!(proposed(&[0, 1, 2, 3, 1, 2], 7), [3, 1, 2, 3, 1, 2, 3]);
+    }
+
+    #[test]
+    fn nothing_is_proposed_where_nothing_agrees() {
+        for text in [&[1][..], &[1, 1], &[1, 2, 3], &[2, 9, 1, 3, 9]] {
+            assert!(proposed(text, 5).is_empty(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn sequences_have_texts_of_their_own() {
+        let (mut drafter, mut windows) = (Ngram::default(), Windows::default());
+        drafter.prefill(0, &[1, 2, 3, 1], 2).unwrap();
+        drafter.prefill(5, &[1, 2, 4, 1], 2).unwrap();
+        drafter.prefill(2, &[1], 2).unwrap();
+        let mut turns = [turn(5, 3), turn(2, 3), turn(0, 2)];
+        let found = drafter.propose(&mut windows, &mut turns, None).unwrap();
+        assert_eq!(found, Proposed { steps: 3, in_vain: 0, pages: None });
+        assert_eq!(turns.each_ref().map(|turn| turn.gamma), [3, 0, 2]);
+        assert!(turns.iter().all(|turn| turn.q == DraftDistribution::OneHot));
+        assert_eq!(windows.0, [(5, vec![2, 4, 1, 2]), (0, vec![2, 3, 1])]);
+        // What a round emitted is text from then on, and an answer that begins anew replaces the old one.
+        drafter.commit(2, &[1, 2]).unwrap();
+        drafter.prefill(0, &[8, 9], 2).unwrap();
+        let mut turns = [turn(2, 1), turn(0, 4)];
+        assert_eq!(drafter.propose(&mut windows, &mut turns, None).unwrap().steps, 1);
+        assert_eq!(turns.each_ref().map(|turn| turn.gamma), [1, 0]);
+        drafter.close(2);
+        drafter.close(2);
+        assert!(drafter.propose(&mut windows, &mut [turn(2, 1)], None).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn a_proposal_is_that_of_a_plain_search(text in prop::collection::vec(0u32..4, 1..120), n in 0usize..9) {
+            let end = text.len();
+            let agreeing = |place: usize| {
+                (1..=LONGEST.min(place)).take_while(|i| text[place - i] == text[end - i]).count()
+            };
+            let longest = (SHORTEST..end).map(agreeing).max().unwrap_or(0);
+            let place = (SHORTEST..end).rev().find(|&place| longest >= SHORTEST && agreeing(place) == longest);
+            let mut continued = text.clone();
+            for i in 0..place.map_or(0, |_| n) {
+                continued.push(continued[place.unwrap() + i]);
+            }
+            prop_assert_eq!(proposed(&text, n), &continued[end..]);
+        }
+    }
+}
