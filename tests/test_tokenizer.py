@@ -151,6 +151,13 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     assert len(ids) < 64
 
 
+def test_dropout_of_the_file_is_ignored(demo: Tokenizer, tmp_path: Path) -> None:
+    text = " ".join(TEXTS) * 20
+    written = json.loads((DEMO / "tokenizer.json").read_text())
+    written["model"]["dropout"] = 0.5
+    assert saved(Inner.from_str(json.dumps(written)), tmp_path).encode(text) == demo.encode(text)
+
+
 def test_added_tokens_are_text_unless_special(tmp_path: Path) -> None:
     inner = Inner.from_file(str(DEMO / "tokenizer.json"))
     inner.add_tokens([AddedToken("<think>"), AddedToken("α β")])

@@ -127,6 +127,7 @@ class Tokenizer:
 
 def _load(directory: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Inner
+    from tokenizers import models
 
     path = directory / "tokenizer.json"
     if not files.is_file(path):
@@ -143,6 +144,9 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
     # A tokenizer.json may ask for truncation or padding: nothing is ever cut, and pads are no text.
     inner.no_truncation()
     inner.no_padding()
+    # It may also ask for random merges, as in training: the same prompt always has the same ids.
+    if isinstance(inner.model, models.BPE):
+        inner.model.dropout = None
     return inner
 
 
