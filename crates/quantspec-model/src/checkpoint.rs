@@ -437,6 +437,9 @@ fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
 const ADAPTER: &str = "adapter_config.json";
 const MERGE: &str = "merge the LoRA adapter into its base model and save that as safetensors";
 
+/// A layer's tensor that old checkpoints hold and nobody reads: it follows from config.json.
+const RECOMPUTED: &str = "self_attn.rotary_emb.inv_freq";
+
 /// Opens model.safetensors or the shards of the index; the map says which shard holds a tensor.
 fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)> {
     if is_there(&dir.join(ADAPTER))? {
@@ -497,6 +500,13 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
             return Err(damaged(format!("places \"{tensor}\" in {file}, which does not hold it")));
         }
     }
+    // Left out, a head or a bias would silently be another network; transformers loads whatever a shard holds.
+    for (number, shard) in shards.iter().enumerate() {
+        let unnamed = |tensor: &&String| names.get(*tensor) != Some(&number) && !tensor.ends_with(RECOMPUTED);
+        if let Some(tensor) = shard.tensors().keys().find(unnamed) {
+            return Err(damaged(format!("does not place \"{}\" in {}, which holds it", shown(tensor), shard.name())));
+        }
+    }
     Ok((shards, names))
 }
 
@@ -527,7 +537,7 @@ fn no_weights(dir: &Path) -> Error {
 }
 
 /// Refuses tensors of the network's modules that it does not use as configured: ignoring a bias or a quantised tensor's
-/// scale would silently compute another function. `rotary_emb.inv_freq` is recomputed and may be present.
+/// scale would silently compute another function. [`RECOMPUTED`] may be present.
 fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Result<()> {
     let mut sorted: Vec<&String> = names.keys().collect();
     sorted.sort_unstable();
@@ -571,7 +581,7 @@ fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Resul
             ));
         }
         let used = layer.is_some() && LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix() == suffix);
-        if !used && suffix != "self_attn.rotary_emb.inv_freq" {
+        if !used && suffix != RECOMPUTED {
             return Err(Error::model(
                 format!("tensor \"{shown}\" is no part of a {} network as config.json describes it", config.family),
                 config::SUPPORTED,
