@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,50 @@ def test_a_damaged_tokenizer_config_is_one_error(fake: Any, quantspec: Any, tmp_
     (model / "tokenizer_config.json").write_text(content)
     outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x")
     outcome.assert_error(1, "tokenizer_config.json")
+
+
+@pytest.mark.parametrize(
+    ("part", "damage", "words"),
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "cannot be read: Precompiled"),
+        ("normalizer", {"type": "Prepend", "prepend": ""}, "cannot encode the text: index out of bounds"),
+    ],
+)
+def test_a_panic_of_the_library_is_one_error_of_the_model(
+    fake: Any, quantspec: Any, tmp_path: Path, part: str, damage: Any, words: str
+) -> None:
+    model = copy_demo(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    written = json.loads((DEMO / "tokenizer.json").read_text()) | {part: damage}
+    (model / "tokenizer.json").write_text(json.dumps(written))
+    command = ("run", "--model", str(model), "--text", "Hello world")
+    quantspec(*command).assert_error(1, f"tokenizer.json {words}", "published")
+    assert quantspec(*command, "--json").json["error"]["kind"] == "model"
+
+
+def test_what_others_write_while_a_text_is_encoded_appears(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Inner:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> Any:
+            os.write(2, b"from elsewhere\n")
+            return inner.encode_batch_fast(texts, **options)
+
+    inner = demo._inner
+    monkeypatch.setattr(demo, "_inner", Inner())
+    sys.stderr.write("before\n")
+    demo.encode("x")
+    sys.stderr.write("after\n")
+    assert capfd.readouterr().err == "before\nfrom elsewhere\nafter\n"
+
+
+def test_half_of_a_pair_in_the_tokenizer_config_is_one_error(fake: Any, quantspec: Any, tmp_path: Path) -> None:
+    model = copy_demo(tmp_path / "model")
+    (model / "tokenizer_config.json").unlink()
+    for config in ({"bos_token": "\ud83c", "add_bos_token": True}, {"chat_template": "\udc00"}):
+        (model / "tokenizer_config.json").write_text(json.dumps(config))
+        outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x")
+        outcome.assert_error(1, "tokenizer_config.json holds \\ud", "published")
 
 
 def test_a_pipe_is_no_tokenizer_config(fake: Any, quantspec: Any, tmp_path: Path) -> None:

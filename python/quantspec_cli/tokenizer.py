@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from . import background, files
+from . import background, files, panics
 from .errors import ModelError
 
 if TYPE_CHECKING:
@@ -48,11 +48,10 @@ class Tokenizer:
 
         Text rendered by a chat template holds its special tokens already and is encoded with `special=False`.
         """
-        # The batch call is the one that releases the GIL.
-        encodings = _guarded(
-            lambda: background.run(lambda: self._inner.encode_batch_fast([text], add_special_tokens=special)),
-            f"{self._name} cannot encode the text",
-        )
+        # The batch call is the one that releases the GIL. Its panics are errors before they leave their thread.
+        what = f"{self._name} cannot encode the text"
+        encode = partial(self._inner.encode_batch_fast, [text], add_special_tokens=special)
+        encodings = panics.hidden(lambda: background.run(lambda: _guarded(encode, what)))
         ids = list(encodings[0].ids)
         if special and self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
@@ -140,7 +139,7 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{directory} has no tokenizer.json", hint)
     # Read here, and not by the library, which says of a file without permission only that something is wrong with it.
     raw = files.read(path)
-    inner: Inner = _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read")
+    inner: Inner = panics.hidden(lambda: _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read"))
     # A tokenizer.json may ask for truncation or padding: nothing is ever cut, and pads are no text.
     inner.no_truncation()
     inner.no_padding()
@@ -235,6 +234,13 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is not a file", "use the file published with these weights")
     try:
         parsed = json.loads(files.read(path))
+        # Half of a surrogate pair is valid JSON, but no text.
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ModelError(
+            f"{path} holds {half} without the other half of the pair", "use the file published with these weights"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}", "use the file published with these weights") from error
     if not isinstance(parsed, dict):
