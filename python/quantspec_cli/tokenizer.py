@@ -139,6 +139,7 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{directory} has no tokenizer.json", hint)
     # Read here, and not by the library, which says of a file without permission only that something is wrong with it.
     raw = files.read(path)
+    # The library holds the GIL while it parses, so Ctrl-C waits: 0.3 s for 150,000 tokens, 0.9 s for 400,000.
     inner: Inner = panics.hidden(lambda: _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read"))
     # A tokenizer.json may ask for truncation or padding: nothing is ever cut, and pads are no text.
     inner.no_truncation()
