@@ -274,6 +274,18 @@ def test_a_pipe_is_no_tokenizer_config(fake: Any, quantspec: Any, tmp_path: Path
     quantspec("run", "--model", str(model), "--text", "x").assert_error(1, "tokenizer_config.json is not a file")
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
+def test_a_link_to_nothing_is_no_missing_file(fake: Any, quantspec: Any, tmp_path: Path, name: str) -> None:
+    # As a half-pruned hub cache has them.
+    model = copy_demo(tmp_path / "model")
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to("../../blobs/4e20")
+    outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x", "--instruction", "y")
+    outcome.assert_error(1, f"{model / name} is a link to ../../blobs/4e20, where nothing is", "restore")
+    document = quantspec("run", "--model", str(model), "--text", "x", "--instruction", "y", "--json").json
+    assert document["error"]["kind"] == "io"
+
+
 def test_a_missing_tokenizer_is_one_error(fake: Any, quantspec: Any, tmp_path: Path) -> None:
     model = copy_demo(tmp_path / "model")
     (model / "tokenizer.json").unlink()

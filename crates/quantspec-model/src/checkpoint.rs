@@ -397,15 +397,24 @@ fn convert(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Whether anything is at a place. A folder that may not be searched hides it, which is another error than its absence.
+/// Whether anything is at a place. A folder that may not be searched hides it, which is another error than its absence, and a link
+/// to nothing says that a file belongs there.
 fn is_there(path: &Path) -> Result<bool> {
-    path.try_exists().map_err(|error| {
-        Error::new(
-            ErrorKind::Io,
+    let refused = |message, hint: &str| Err(Error::new(ErrorKind::Io, message, hint));
+    match path.try_exists() {
+        Ok(true) => Ok(true),
+        Ok(false) => match path.read_link() {
+            Ok(target) => refused(
+                format!("{} is a link to {}, where nothing is", path.display(), target.display()),
+                "restore that file or remove the link; a model of the hub can be downloaded again",
+            ),
+            Err(_) => Ok(false),
+        },
+        Err(error) => refused(
             format!("cannot read {}: {error}", path.display()),
             "check its permissions and those of the folders above it",
-        )
-    })
+        ),
+    }
 }
 
 /// Reads a whole JSON file of the directory; None where it does not exist.
@@ -414,12 +423,12 @@ fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
         Error::new(ErrorKind::Io, format!("cannot read {}: {why}", dir.join(name).display()), hint)
     };
     let failed = |error: std::io::Error| refused(&error.to_string(), "check the file's permissions");
+    if !is_there(&dir.join(name))? {
+        return Ok(None);
+    }
     // Asked before opening: to open a pipe would wait for its writer.
-    match dir.join(name).metadata() {
-        Ok(found) if found.is_file() => (),
-        Ok(_) => return Err(refused("it is not a file", "put there the file that is published with the model")),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed(error)),
+    if !dir.join(name).metadata().map_err(failed)?.is_file() {
+        return Err(refused("it is not a file", "put there the file that is published with the model"));
     }
     let file = File::open(dir.join(name)).map_err(failed)?;
     let mut bytes = Vec::new();

@@ -279,6 +279,20 @@ fn weights_that_cannot_be_looked_at_are_not_missing() {
     assert_eq!(error.kind, ErrorKind::Io);
 }
 
+/// As a half-pruned hub cache has them.
+#[cfg(unix)]
+#[test]
+fn links_to_nothing_are_not_missing_files() {
+    for name in ["generation_config.json", "config.json", "adapter_config.json", "model.safetensors"] {
+        let folder = Folder::valid();
+        let path = folder.path().join(name);
+        let _ = std::fs::remove_file(&path);
+        std::os::unix::fs::symlink("../../blobs/4e20", &path).expect("a link");
+        let error = refused(&folder, &format!("{} is a link to ../../blobs/4e20, where nothing is", path.display()));
+        assert_eq!(error.kind, ErrorKind::Io);
+    }
+}
+
 #[test]
 fn shards() {
     let folder = Folder::valid();
