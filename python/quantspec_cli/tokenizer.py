@@ -6,7 +6,7 @@ import json
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from . import background, files, panics
+from . import background, files, lower_bound, panics
 from .errors import ModelError
 
 if TYPE_CHECKING:
@@ -61,6 +61,17 @@ class Tokenizer:
                 "use the tokenizer.json published with these weights",
             )
         return ids
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """A number of tokens that a text does not go below, without encoding it. Counting ends at `enough`."""
+        if self._lower_bound is not None:
+            return self._lower_bound.tokens(text, enough)
+        # Composing characters may make a text a little shorter before it is split into tokens, never four times.
+        return len(text.encode()) // (4 * self.longest_token_bytes)
+
+    @cached_property
+    def _lower_bound(self) -> lower_bound.LowerBound | None:
+        return lower_bound.of(self._inner, _byte_level)
 
     def _configured_bos(self) -> int | None:
         """The id that begins every text by tokenizer_config.json; None where it names none."""
