@@ -36,7 +36,7 @@ class Done:
     """
 
     code: int = EXIT_DONE
-    document: Mapping[str, object] | None = None
+    document: Mapping[str, object] | Sequence[object] | None = None
 
     def __post_init__(self) -> None:
         """Holds signals back where there is a document."""
