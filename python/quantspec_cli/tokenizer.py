@@ -214,7 +214,7 @@ def _byte_rule(inner: tokenizers.Tokenizer, name: str) -> tuple[Callable[[str], 
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes(_BYTE_OF[character] for character in token)
+        return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:
         # An added token holds its text as it is.
         return token.encode()
