@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +258,23 @@ def test_what_others_write_while_a_text_is_encoded_appears(
     demo.encode("x")
     sys.stderr.write("after\n")
     assert capfd.readouterr().err == "before\nfrom elsewhere\nafter\n"
+
+
+def test_ctrl_c_while_a_text_is_encoded_has_its_standard_error(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Inner:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            done.wait(timeout=30)
+
+    done = threading.Event()
+    monkeypatch.setattr(demo, "_inner", Inner())
+    with pytest.raises(KeyboardInterrupt):
+        demo.encode("x")
+    os.write(2, b"interrupted\n")
+    done.set()
+    assert capfd.readouterr().err == "interrupted\n"
 
 
 def test_half_of_a_pair_in_the_tokenizer_config_is_one_error(fake: Any, quantspec: Any, tmp_path: Path) -> None:
