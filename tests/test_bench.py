@@ -430,6 +430,54 @@ def test_what_was_measured_is_kept(
     assert os.listdir(tmp_path) == ["rows"]
 
 
+def test_json_is_one_document(fake: Any, quantspec: Callable[..., Any], tmp_path: Path) -> None:
+    command = ("bench", "kernels")
+    outcome = quantspec(*command, "--json")
+    assert outcome.json == quantspec(*command, "-o", "json").json
+    assert [row["kernel"] for row in outcome.json] == ["attend", "linear"]
+    # A file gets what standard output would get without it.
+    table = tmp_path / "table.md"
+    assert quantspec(*command, "--json", "--output", str(table)).json == outcome.json
+    assert table.read_text() == quantspec(*command).stdout
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "kind"),
+    [(KeyboardInterrupt(), 130, "interrupted"), (DeviceError("the device fell off", "plug it in"), 1, "device")],
+)
+def test_json_keeps_what_was_measured_beside_the_error(
+    fake: Any, quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, end: BaseException, code: int, kind: str
+) -> None:
+    for done in (0, 2):
+        measure(monkeypatch, done, end)
+        outcome = quantspec("bench", "--json", "-o", "json")
+        document = outcome.json
+        assert (outcome.code, document["error"]["exit_code"], document["error"]["kind"]) == (code, code, kind)
+        assert [row["n_gen"] for row in document.get("results", [])] == [0, 1][:done]
+
+
+def test_json_and_another_form_contradict_each_other(
+    fake: Any, quantspec: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for form in ("md", "csv", "jsonl"):
+        outcome = quantspec("bench", "kernels", "--json", "-o", form)
+        assert (outcome.code, outcome.json["error"]["message"]) == (2, f"--json with --output-format {form}")
+    assert quantspec("bench", "kernels", "--json", "-o", "json").code == 0
+    # A variable is for several commands.
+    monkeypatch.setenv("QUANTSPEC_OUTPUT_FORMAT", "csv")
+    assert len(quantspec("bench", "kernels", "--json").json) == 2
+
+
+def test_long_names_are_those_of_run(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "rows"
+    text.write_text("one two three four " * 20)
+    flags = (
+        f"--prompt {text} --method ar --gamma 2 --seed 3 --draft-pages all --accept replay --device cpu --output {out}"
+    )
+    assert quantspec("bench", *flags.split(), *"--n-prompt 8 --n-gen 0 -r 1 -o jsonl".split()).code == 0
+    assert json.loads(out.read_text())["n_prompt"] == 8
+
+
 def test_automatic_pages(quantspec: Callable[..., Any]) -> None:
     outcome = quantspec(
         *(

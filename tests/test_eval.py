@@ -172,7 +172,7 @@ def test_texts_that_are_none(quantspec: Callable[..., Any], tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["eval"], 3, ("characters, more than 131072 tokens can hold",)),
+        (["eval"], 3, ("characters and more than 131072 tokens",)),
         (["eval", "--tokens", "200000"], 3, ("200000 tokens", "--tokens 131072")),
         (["eval", "--tokens", "20"], 0, ()),
         (["bench", "-d", "20", "-p", "0", "-n", "2", "-r", "1", "--methods", "ar"], 0, ()),

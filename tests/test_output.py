@@ -216,6 +216,45 @@ def test_a_link_is_followed_and_a_device_is_written(tmp_path: Path) -> None:
     assert not Path(os.devnull).is_file()
 
 
+def test_links_in_a_loop_are_one_error(tmp_path: Path) -> None:
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    with pytest.raises(FileError, match="too many levels"):
+        AtomicFile(str(tmp_path / "one"))
+
+
+def test_a_link_that_another_user_planted_is_not_followed(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a link of another user")
+    shared, target = tmp_path / "shared", tmp_path / "target"
+    shared.mkdir()
+    link, indirect = shared / "link", tmp_path / "indirect"
+    link.symlink_to("../target")
+    indirect.symlink_to(link)
+
+    def write(path: Path) -> str:
+        target.write_text("old")
+        with AtomicFile(str(path)) as file:
+            file.write("new")
+        assert link.is_symlink()
+        return target.read_text()
+
+    other = 12_345
+    shared.chmod(0o1777)
+    assert write(link) == "new"
+    os.chown(link, other, -1, follow_symlinks=False)
+    for path in (link, indirect):
+        with pytest.raises(FileError, match=rf"output {link} is a link of user {other} in a folder where everybody"):
+            write(path)
+    assert target.read_text() == "old"
+    # Not where the folder's owner put it, nor where only its owner could.
+    os.chown(shared, other, -1)
+    assert write(link) == "new"
+    os.chown(shared, 0, -1)
+    shared.chmod(0o1755)
+    assert write(indirect) == "new"
+
+
 def test_a_full_disk_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(QuantspecError, match="no space left"), AtomicFile("/dev/full") as file:
         file.write("x")

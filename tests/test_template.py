@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +95,32 @@ def test_a_template_that_sleeps_in_one_call_ends(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(template, "WALL_LIMIT_S", 0.01)
     with pytest.raises(ModelError, match="did not end"):
         render(CHATML)
+
+
+def test_ctrl_c_does_not_wait_for_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        processes.append(popen(*arguments, **options))
+        return processes[-1]
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    waits = []
+    while len(waits) < 3 and min(waits, default=1) >= 0.15:  # a busy machine may hold up an attempt
+        sent: list[float] = []
+
+        def interrupt(times: list[float] = sent) -> None:
+            times.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Timer(0.3, interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            render(loop)
+        waits.append(time.monotonic() - sent[0])
+        assert processes[-1].wait(timeout=10) == -signal.SIGKILL
+    assert min(waits) < 0.15, waits
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("RLIMIT_AS", 900_000 << 10), ("RLIMIT_CPU", 3), ("RLIMIT_CORE", 0)])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +154,13 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     assert len(ids) < 64
 
 
+def test_dropout_of_the_file_is_ignored(demo: Tokenizer, tmp_path: Path) -> None:
+    text = " ".join(TEXTS) * 20
+    written = json.loads((DEMO / "tokenizer.json").read_text())
+    written["model"]["dropout"] = 0.5
+    assert saved(Inner.from_str(json.dumps(written)), tmp_path).encode(text) == demo.encode(text)
+
+
 def test_added_tokens_are_text_unless_special(tmp_path: Path) -> None:
     inner = Inner.from_file(str(DEMO / "tokenizer.json"))
     inner.add_tokens([AddedToken("<think>"), AddedToken("α β")])
@@ -215,11 +225,84 @@ def test_a_damaged_tokenizer_config_is_one_error(fake: Any, quantspec: Any, tmp_
     outcome.assert_error(1, "tokenizer_config.json")
 
 
+@pytest.mark.parametrize(
+    ("part", "damage", "words"),
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "cannot be read: Precompiled"),
+        ("normalizer", {"type": "Prepend", "prepend": ""}, "cannot encode the text: index out of bounds"),
+    ],
+)
+def test_a_panic_of_the_library_is_one_error_of_the_model(
+    fake: Any, quantspec: Any, tmp_path: Path, part: str, damage: Any, words: str
+) -> None:
+    model = copy_demo(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    written = json.loads((DEMO / "tokenizer.json").read_text()) | {part: damage}
+    (model / "tokenizer.json").write_text(json.dumps(written))
+    command = ("run", "--model", str(model), "--text", "Hello world")
+    quantspec(*command).assert_error(1, f"tokenizer.json {words}", "published")
+    assert quantspec(*command, "--json").json["error"]["kind"] == "model"
+
+
+def test_what_others_write_while_a_text_is_encoded_appears(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Inner:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> Any:
+            os.write(2, b"from elsewhere\n")
+            return inner.encode_batch_fast(texts, **options)
+
+    inner = demo._inner
+    monkeypatch.setattr(demo, "_inner", Inner())
+    sys.stderr.write("before\n")
+    demo.encode("x")
+    sys.stderr.write("after\n")
+    assert capfd.readouterr().err == "before\nfrom elsewhere\nafter\n"
+
+
+def test_ctrl_c_while_a_text_is_encoded_has_its_standard_error(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Inner:
+        def encode_batch_fast(self, texts: list[str], **options: bool) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            done.wait(timeout=30)
+
+    done = threading.Event()
+    monkeypatch.setattr(demo, "_inner", Inner())
+    with pytest.raises(KeyboardInterrupt):
+        demo.encode("x")
+    os.write(2, b"interrupted\n")
+    done.set()
+    assert capfd.readouterr().err == "interrupted\n"
+
+
+def test_half_of_a_pair_in_the_tokenizer_config_is_one_error(fake: Any, quantspec: Any, tmp_path: Path) -> None:
+    model = copy_demo(tmp_path / "model")
+    (model / "tokenizer_config.json").unlink()
+    for config in ({"bos_token": "\ud83c", "add_bos_token": True}, {"chat_template": "\udc00"}):
+        (model / "tokenizer_config.json").write_text(json.dumps(config))
+        outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x")
+        outcome.assert_error(1, "tokenizer_config.json holds \\ud", "published")
+
+
 def test_a_pipe_is_no_tokenizer_config(fake: Any, quantspec: Any, tmp_path: Path) -> None:
     model = copy_demo(tmp_path / "model")
     (model / "tokenizer_config.json").unlink()
     os.mkfifo(model / "tokenizer_config.json")
     quantspec("run", "--model", str(model), "--text", "x").assert_error(1, "tokenizer_config.json is not a file")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
+def test_a_link_to_nothing_is_no_missing_file(fake: Any, quantspec: Any, tmp_path: Path, name: str) -> None:
+    # As a half-pruned hub cache has them.
+    model = copy_demo(tmp_path / "model")
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to("../../blobs/4e20")
+    outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x", "--instruction", "y")
+    outcome.assert_error(1, f"{model / name} is a link to ../../blobs/4e20, where nothing is", "restore")
+    document = quantspec("run", "--model", str(model), "--text", "x", "--instruction", "y", "--json").json
+    assert document["error"]["kind"] == "io"
 
 
 def test_a_missing_tokenizer_is_one_error(fake: Any, quantspec: Any, tmp_path: Path) -> None:

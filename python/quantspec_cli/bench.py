@@ -30,6 +30,7 @@ from .errors import (
     ModelError,
     QuantspecError,
     UsageError,
+    interrupted,
     native_errors,
     one_line,
 )
@@ -111,6 +112,7 @@ class Request:
     seed: int
     output_format: str
     output: str | None
+    as_json: bool
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,7 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
     plan = read_plan(request)
     render.warn_of_threads(options.threads)
     with output.opened(request.output, [] if request.prompt is None else [request.prompt]) as file:
-        sink = file or output.Stdout()
+        sink = _sink(request, file)
         name, text = _text(request)
         opened = [
             Model.open(model, revision=request.revision, offline=request.offline, progress=render.on_terminal())
@@ -185,29 +187,50 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
             for model, ids in zip(opened, tokens, strict=True)
             for row in Bench(model, ids, plan, request, options).rows()
         )
-        failure = _write(measured, writer(request.output_format, Decoding, sink))
-    if failure is not None:
-        raise failure
-    return output.Done()
+        rows, ended = _write(measured, writer(request.output_format, Decoding, sink))
+    return _done(request, rows, ended)
 
 
-def _write(rows: Iterable[Mapping[str, Any]], table: Markdown | Csv | Json | JsonLines) -> BaseException | None:
-    """Writes measurements as they come. Returns what ended them early: those that are done are kept, where there are any."""
+def _sink(request: Request, file: output.AtomicFile | None) -> output.Sink:
+    """Where the table goes, which the document of `--json` replaces on standard output."""
+    if file is not None and not request.as_json:
+        return file
+    stdout = output.Stdout()  # an error now if it is closed
+    return file or (output.Nowhere() if request.as_json else stdout)
+
+
+def _write(
+    measured: Iterable[Mapping[str, Any]], table: Markdown | Csv | Json | JsonLines
+) -> tuple[list[Mapping[str, Any]], BaseException | None]:
+    """Writes measurements as they come. Returns those that are done, and what ended them early; where none is done, that is
+    raised.
+    """
     failures: list[QuantspecError] = []
     ended: BaseException | None = None
-    done = 0
+    rows: list[Mapping[str, Any]] = []
     try:
-        for row in output.until_failure(rows, failures):
+        for row in output.until_failure(measured, failures):
             table.row(row)
-            done += 1
+            rows.append(row)
     except KeyboardInterrupt as interrupt:
         ended = interrupt
     ended = ended or next(iter(failures), None)
-    if ended is not None and not done:
+    if ended is not None and not rows:
         raise ended
     with SIGNALS.held():
         table.close()
-    return ended
+    return rows, ended
+
+
+def _done(request: Request, rows: list[Mapping[str, Any]], ended: BaseException | None) -> output.Done:
+    """The document of `--json`, if asked for; raises what ended the measurements early, with those that are done."""
+    if ended is None:
+        return output.Done(document=rows if request.as_json else None)
+    if isinstance(ended, KeyboardInterrupt):
+        ended = interrupted(SIGNALS.number)
+    if isinstance(ended, QuantspecError):
+        ended.kept = {"results": rows}
+    raise ended
 
 
 def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str | None) -> output.Done:
@@ -223,7 +246,7 @@ def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str 
     if not counts or max(counts) > ROWS_MAX:
         raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}", option="--rows")
     with output.opened(request.output, ()) as file:
-        sink = file or output.Stdout()
+        sink = _sink(request, file)
         opened = [
             Model.open(name, revision=request.revision, offline=request.offline, progress=render.on_terminal())
             for name in _models(request.model)
@@ -234,10 +257,8 @@ def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str 
             for model, depths_of_it in zip(opened, contexts, strict=True)
             for row in _kernels(model, options, depths_of_it, counts)
         )
-        failure = _write(measured, writer(request.output_format, Kernels, sink))
-    if failure is not None:
-        raise failure
-    return output.Done()
+        done, ended = _write(measured, writer(request.output_format, Kernels, sink))
+    return _done(request, done, ended)
 
 
 def _kernel_depths(model: Model, asked: Sequence[int] | None) -> list[int]:

@@ -241,7 +241,18 @@ def selftest(*, device: str, threads: int | None, **flags: Any) -> Done:
 
 
 # What `bench kernels` takes; each other flag of `bench` would be ignored. `--rows` is its own.
-_OF_KERNELS = {"what", "model", "revision", "offline", "n_depth", "rows", "device", "output_format", "output"}
+_OF_KERNELS = {
+    "what",
+    "model",
+    "revision",
+    "offline",
+    "n_depth",
+    "rows",
+    "device",
+    "output_format",
+    "output",
+    "as_json",
+}
 _ONLY_OF_KERNELS = {"rows"}
 
 
@@ -256,6 +267,12 @@ def _refuse_unused(ctx: click.Context, what: str | None) -> None:
             raise UsageError(f"{flag} does not apply to {place}", f"leave out {flag}")
 
 
+def _refuse_two_forms(ctx: click.Context, form: str) -> None:
+    """Refuses another form than that of `--json`. One of a variable or the settings file yields to the flag."""
+    if form != "json" and ctx.get_parameter_source("output_format") is ParameterSource.COMMANDLINE:
+        raise UsageError(f"--json with --output-format {form}", "leave out one of them")
+
+
 def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Command]:
     """A flag that takes a comma list, or several; its command reads it."""
     return click.option(*names, cls=Lists, default=default, show_default=True, metavar="LIST", help=text)
@@ -265,7 +282,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @click.argument("what", type=click.Choice(("kernels",)), required=False)
 @model_flags
 @_file_flag("--prompt", text="Text that is read, - for standard input.  [default: a shipped novel]")
-@_list_flag("-p", "--n-prompt", "n_prompt", default="512", text="Prompt tokens to time; 0 is none.")
+@_list_flag("-p", "--n-prompt", "n_prompt", default="512", text="Prompt tokens to time; 0 is none. A file is --prompt.")
 @_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0 is none.")
 @_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before those.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
@@ -274,7 +291,9 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     "--page-choice", PAGE_CHOICES, text="With --draft-pages N or auto: the best-scoring pages or the recent ones."
 )
 @_choice_flag("--accept", ACCEPTANCE, text="Acceptance rule: same text as ar, or same distribution.")
-@_list_flag("--methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV.")
+@_list_flag(
+    "--methods", "--method", "methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV."
+)
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
 @_list_flag("--rows", default="1,5,8", text="With kernels: rows of a step.")
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs of each test.")
@@ -285,9 +304,10 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     type=click.Choice(("md", "csv", "json", "jsonl")),
     default="md",
     show_default=True,
-    help="Table for people, or rows for programs; jsonl has one object per line.",
+    help="Table for people, or rows for programs; jsonl has one object per line. A file is --output.",
 )
-@_output_flag("--output", text="Write there instead of stdout.")
+@_output_flag("--output", text="Write there instead of stdout, where the document of --json still goes.")
+@json_flag
 @click.pass_context
 def bench(
     ctx: click.Context,
@@ -316,6 +336,8 @@ def bench(
         device=device, threads=threads, page_choice=page_choice, accept=accept, kv_rounding=kv_rounding
     )
     _refuse_unused(ctx, what)
+    if flags["as_json"]:
+        _refuse_two_forms(ctx, flags["output_format"])
     request = measure.Request(**flags)
     if what is None:
         return measure.bench(request, options)

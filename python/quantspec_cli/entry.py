@@ -29,7 +29,7 @@ from .output import Done, abandon, unwritable
 from .signals import SIGNALS
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Container, Sequence
 
 # What a device that takes no more answers.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
@@ -164,7 +164,7 @@ def _usage(error: click.UsageError) -> UsageError:
     return UsageError(message[:1].lower() + message[1:], hint)
 
 
-def _line(document: Mapping[str, object]) -> str:
+def _line(document: object) -> str:
     return json.dumps(document, ensure_ascii=False) + "\n"
 
 

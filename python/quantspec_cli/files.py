@@ -18,7 +18,7 @@ _NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 def status(path: str | os.PathLike[str]) -> os.stat_result | None:
     """What is at a place, None where nothing is. The tests of os.path and pathlib raise where a folder may not be searched,
-    or take it for an empty one.
+    or take it for an empty one. A link to nothing is an error: somebody put a file there.
     """
     try:
         return os.stat(path)  # noqa: PTH116
@@ -26,8 +26,20 @@ def status(path: str | os.PathLike[str]) -> os.stat_result | None:
         return None
     except OSError as error:
         if error.errno in _NOTHING:
+            _refuse_link(path)
             return None
         raise unreadable(path, error) from error
+
+
+def _refuse_link(path: str | os.PathLike[str]) -> None:
+    try:
+        target = os.readlink(path)  # noqa: PTH115
+    except OSError:
+        return
+    raise FileError(
+        f"{os.fspath(path)} is a link to {os.fspath(target)}, where nothing is",
+        "restore that file or remove the link; a model of the hub can be downloaded again",
+    )
 
 
 def is_file(path: Path) -> bool:

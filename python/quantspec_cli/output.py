@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
+# As many as Linux follows.
+LINKS_MAX = 40
+
 
 @dataclass(frozen=True)
 class Done:
@@ -33,7 +36,7 @@ class Done:
     """
 
     code: int = EXIT_DONE
-    document: Mapping[str, object] | None = None
+    document: Mapping[str, object] | Sequence[object] | None = None
 
     def __post_init__(self) -> None:
         """Holds signals back where there is a document."""
@@ -94,7 +97,8 @@ class AtomicFile:
                 self._file = _duplicate(number)
                 return
             # A link is followed: what it points to gets the text.
-            self._path = Path(os.path.realpath(path))
+            place = _end_of_links(Path(path))
+            self._path = Path(os.path.realpath(place.parent), place.name)
             if self._path.is_dir():
                 raise UsageError(f"output {path!r} is a directory", "name a file")
             folder = self._path.parent
@@ -258,13 +262,33 @@ class Answers:
             self._sink.write(text)
 
 
+def _end_of_links(path: Path) -> Path:
+    """The place that a path leads to. As by Linux's `protected_symlinks`, a link in a folder where everybody may put one
+    (/tmp) is followed only if it belongs to us or to the folder's owner: another's could lead to a file of ours.
+    """
+    everybody = stat.S_ISVTX | stat.S_IWOTH
+    for _ in range(LINKS_MAX):
+        try:
+            target = path.readlink()
+        except OSError:  # no link
+            return path
+        folder, owner = path.parent.stat(), path.lstat().st_uid
+        if folder.st_mode & everybody == everybody and owner not in {os.geteuid(), folder.st_uid}:
+            raise FileError(
+                f"output {path} is a link of user {owner} in a folder where everybody may put one",
+                f"name its target {target}, or another file",
+            )
+        path = path.parent / target
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
 def descriptor(path: str) -> int | None:
     """The descriptor of this process that a path names (/dev/stdout, /dev/fd/3, a link to one). What is behind it, perhaps a
     file that others write too, perhaps one without a name, is not to be replaced.
     """
     with contextlib.suppress(OSError):
         folders = {os.path.realpath(folder) for folder in ("/dev/fd", "/proc/self/fd", "/proc/thread-self/fd")}
-        for _ in range(40):  # as many links as Linux follows
+        for _ in range(LINKS_MAX):
             folder, name = os.path.split(path)
             if re.fullmatch(r"0|[1-9][0-9]{0,8}", name) and os.path.realpath(folder) in folders:
                 return int(name)

@@ -10,9 +10,10 @@ import json
 import subprocess
 import sys
 from datetime import datetime
+from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
-from . import files
+from . import background, files
 from .errors import ModelError, internal
 
 if TYPE_CHECKING:
@@ -70,20 +71,9 @@ def render(template: str, conversation: Sequence[Mapping[str, str]], special: Ma
         "limit": 2 * size + SLACK_CHARACTERS,
         "cpu_limit_s": CPU_LIMIT_S,
     }
+    written = _answer_of_child(json.dumps(request).encode())
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-c", _CHILD, json.dumps(sys.path)],
-            input=json.dumps(request).encode(),
-            capture_output=True,
-            timeout=WALL_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise _refused(f"the chat template did not end within {WALL_LIMIT_S} s") from None
-    except OSError as error:
-        raise internal(error) from error
-    try:
-        answer: dict[str, Any] = json.loads(done.stdout)
+        answer: dict[str, Any] = json.loads(written)
     except ValueError:
         # Killed by a limit: there is no answer.
         raise _refused(f"the chat template took more than {CPU_LIMIT_S} s or too much memory") from None
@@ -97,6 +87,25 @@ def render(template: str, conversation: Sequence[Mapping[str, str]], special: Ma
     except UnicodeEncodeError as error:
         raise _refused(f"the chat template rendered half of a pair: character {error.start} is not UTF-8") from error
     return text
+
+
+def _answer_of_child(request: bytes) -> bytes:
+    command = [sys.executable, "-I", "-c", _CHILD, json.dumps(sys.path)]
+    try:
+        process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    except OSError as error:
+        raise internal(error) from error
+    try:
+        # After Ctrl-C `communicate` would give the child a quarter of a second, this thread's wait gives it none.
+        answer, _ = background.run(lambda: process.communicate(request, timeout=WALL_LIMIT_S))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise _refused(f"the chat template did not end within {WALL_LIMIT_S} s") from None
+    except BaseException:
+        process.kill()
+        raise
+    return answer
 
 
 def _refused(message: str) -> ModelError:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from . import background, files
+from . import background, files, lower_bound, panics
 from .errors import ModelError
 
 if TYPE_CHECKING:
@@ -48,11 +48,10 @@ class Tokenizer:
 
         Text rendered by a chat template holds its special tokens already and is encoded with `special=False`.
         """
-        # The batch call is the one that releases the GIL.
-        encodings = _guarded(
-            lambda: background.run(lambda: self._inner.encode_batch_fast([text], add_special_tokens=special)),
-            f"{self._name} cannot encode the text",
-        )
+        # The batch call is the one that releases the GIL. Its panics are errors before they leave their thread.
+        what = f"{self._name} cannot encode the text"
+        encode = partial(self._inner.encode_batch_fast, [text], add_special_tokens=special)
+        encodings = panics.hidden(lambda: background.run(lambda: _guarded(encode, what)))
         ids = list(encodings[0].ids)
         if special and self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
@@ -62,6 +61,17 @@ class Tokenizer:
                 "use the tokenizer.json published with these weights",
             )
         return ids
+
+    def least_tokens(self, text: str, enough: int) -> int:
+        """A number of tokens that a text does not go below, without encoding it. Counting ends at `enough`."""
+        if self._lower_bound is not None:
+            return self._lower_bound.tokens(text, enough)
+        # Composing characters may make a text a little shorter before it is split into tokens, never four times.
+        return len(text.encode()) // (4 * self.longest_token_bytes)
+
+    @cached_property
+    def _lower_bound(self) -> lower_bound.LowerBound | None:
+        return lower_bound.of(self._inner, _byte_level)
 
     def _configured_bos(self) -> int | None:
         """The id that begins every text by tokenizer_config.json; None where it names none."""
@@ -127,6 +137,7 @@ class Tokenizer:
 
 def _load(directory: Path) -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer as Inner
+    from tokenizers import models
 
     path = directory / "tokenizer.json"
     if not files.is_file(path):
@@ -139,10 +150,14 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{directory} has no tokenizer.json", hint)
     # Read here, and not by the library, which says of a file without permission only that something is wrong with it.
     raw = files.read(path)
-    inner: Inner = _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read")
+    # The library holds the GIL while it parses, so Ctrl-C waits: 0.3 s for 150,000 tokens, 0.9 s for 400,000.
+    inner: Inner = panics.hidden(lambda: _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read"))
     # A tokenizer.json may ask for truncation or padding: nothing is ever cut, and pads are no text.
     inner.no_truncation()
     inner.no_padding()
+    # It may also ask for random merges, as in training: the same prompt always has the same ids.
+    if isinstance(inner.model, models.BPE):
+        inner.model.dropout = None
     return inner
 
 
@@ -199,7 +214,7 @@ def _byte_rule(inner: tokenizers.Tokenizer, name: str) -> tuple[Callable[[str], 
 
 def _byte_level(token: str) -> bytes:
     try:
-        return bytes(_BYTE_OF[character] for character in token)
+        return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:
         # An added token holds its text as it is.
         return token.encode()
@@ -231,6 +246,13 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is not a file", "use the file published with these weights")
     try:
         parsed = json.loads(files.read(path))
+        # Half of a surrogate pair is valid JSON, but no text.
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise ModelError(
+            f"{path} holds {half} without the other half of the pair", "use the file published with these weights"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}", "use the file published with these weights") from error
     if not isinstance(parsed, dict):

@@ -397,15 +397,24 @@ fn convert(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Whether anything is at a place. A folder that may not be searched hides it, which is another error than its absence.
+/// Whether anything is at a place. A folder that may not be searched hides it, which is another error than its absence, and a link
+/// to nothing says that a file belongs there.
 fn is_there(path: &Path) -> Result<bool> {
-    path.try_exists().map_err(|error| {
-        Error::new(
-            ErrorKind::Io,
+    let refused = |message, hint: &str| Err(Error::new(ErrorKind::Io, message, hint));
+    match path.try_exists() {
+        Ok(true) => Ok(true),
+        Ok(false) => match path.read_link() {
+            Ok(target) => refused(
+                format!("{} is a link to {}, where nothing is", path.display(), target.display()),
+                "restore that file or remove the link; a model of the hub can be downloaded again",
+            ),
+            Err(_) => Ok(false),
+        },
+        Err(error) => refused(
             format!("cannot read {}: {error}", path.display()),
             "check its permissions and those of the folders above it",
-        )
-    })
+        ),
+    }
 }
 
 /// Reads a whole JSON file of the directory; None where it does not exist.
@@ -414,12 +423,12 @@ fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
         Error::new(ErrorKind::Io, format!("cannot read {}: {why}", dir.join(name).display()), hint)
     };
     let failed = |error: std::io::Error| refused(&error.to_string(), "check the file's permissions");
+    if !is_there(&dir.join(name))? {
+        return Ok(None);
+    }
     // Asked before opening: to open a pipe would wait for its writer.
-    match dir.join(name).metadata() {
-        Ok(found) if found.is_file() => (),
-        Ok(_) => return Err(refused("it is not a file", "put there the file that is published with the model")),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(failed(error)),
+    if !dir.join(name).metadata().map_err(failed)?.is_file() {
+        return Err(refused("it is not a file", "put there the file that is published with the model"));
     }
     let file = File::open(dir.join(name)).map_err(failed)?;
     let mut bytes = Vec::new();
@@ -436,6 +445,9 @@ fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
 /// What says that an adapter belongs to the weights beside it, and what to do then.
 const ADAPTER: &str = "adapter_config.json";
 const MERGE: &str = "merge the LoRA adapter into its base model and save that as safetensors";
+
+/// A layer's tensor that old checkpoints hold and nobody reads: it follows from config.json.
+const RECOMPUTED: &str = "self_attn.rotary_emb.inv_freq";
 
 /// Opens model.safetensors or the shards of the index; the map says which shard holds a tensor.
 fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)> {
@@ -497,6 +509,13 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
             return Err(damaged(format!("places \"{tensor}\" in {file}, which does not hold it")));
         }
     }
+    // Left out, a head or a bias would silently be another network; transformers loads whatever a shard holds.
+    for (number, shard) in shards.iter().enumerate() {
+        let unnamed = |tensor: &&String| names.get(*tensor) != Some(&number) && !tensor.ends_with(RECOMPUTED);
+        if let Some(tensor) = shard.tensors().keys().find(unnamed) {
+            return Err(damaged(format!("does not place \"{}\" in {}, which holds it", shown(tensor), shard.name())));
+        }
+    }
     Ok((shards, names))
 }
 
@@ -527,7 +546,7 @@ fn no_weights(dir: &Path) -> Error {
 }
 
 /// Refuses tensors of the network's modules that it does not use as configured: ignoring a bias or a quantised tensor's
-/// scale would silently compute another function. `rotary_emb.inv_freq` is recomputed and may be present.
+/// scale would silently compute another function. [`RECOMPUTED`] may be present.
 fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Result<()> {
     let mut sorted: Vec<&String> = names.keys().collect();
     sorted.sort_unstable();
@@ -571,7 +590,7 @@ fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Resul
             ));
         }
         let used = layer.is_some() && LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix() == suffix);
-        if !used && suffix != "self_attn.rotary_emb.inv_freq" {
+        if !used && suffix != RECOMPUTED {
             return Err(Error::model(
                 format!("tensor \"{shown}\" is no part of a {} network as config.json describes it", config.family),
                 config::SUPPORTED,

@@ -361,16 +361,18 @@ impl Stored {
         let Some(data_at) = data_at else {
             return Err(Fault::Damaged(format!("{length} bytes long, which is not what its header says")));
         };
-        // Nothing larger than the file is allocated.
+        // Before anything is allocated: a sparse file is as long as its header likes.
+        let expected = (description.len(), starts.len() - 1, starts.last().copied().unwrap_or(0));
+        if (found, blocks, data_bytes) != (expected.0 as u64, expected.1 as u64, expected.2 as u64) {
+            return Err(Fault::Other);
+        }
         let mut head = vec![0; usize::try_from(data_at).map_err(|_| Fault::Damaged("too large".to_string()))?];
         read_at(&file, &mut head, 0)?;
         if checksum(&head) != header.checksum {
             return Err(Fault::Damaged("its header".to_string()));
         }
-        let (own, index) = head[HEADER_BYTES..].split_at(header.description_bytes as usize);
-        if own != description
-            || (blocks, data_bytes) != (starts.len() as u64 - 1, starts.last().copied().unwrap_or(0) as u64)
-        {
+        let (own, index) = head[HEADER_BYTES..].split_at(description.len());
+        if own != description {
             return Err(Fault::Other);
         }
         // For those that sweep: not every file system notes by itself that a file was read.
@@ -561,6 +563,7 @@ mod tests {
     use proptest::prelude::*;
     use quantspec_core::Error;
     use std::cell::RefCell;
+    use std::os::unix::fs::FileExt;
     use std::sync::atomic::AtomicUsize;
 
     /// A folder of its own, removed at the end.
@@ -680,6 +683,21 @@ mod tests {
         load_from(drafts, [1, 2, 3, 4]);
         assert_eq!(folder.files().len(), 2);
         assert_eq!(load(&folder.cache(), [1, 2, 3, 4]).1, CACHED);
+    }
+
+    #[test]
+    fn a_sparse_file_is_not_allocated() {
+        let folder = Folder::new();
+        load(&folder.cache(), [1, 2, 3, 4]);
+        // 4 TiB of index, which the length of the file confirms.
+        let blocks = (1u64 << 42) / ENTRY_BYTES as u64;
+        let index_at = HEADER_BYTES + folder.description().len();
+        let file = File::options().write(true).open(folder.file()).unwrap();
+        file.write_all_at(&blocks.to_le_bytes(), 16).unwrap();
+        let length = index_at as u64 + blocks * ENTRY_BYTES as u64 + SIZES.iter().sum::<usize>() as u64;
+        file.set_len(length).unwrap();
+        assert_eq!(load(&folder.cache(), [1, 2, 3, 4]).1, MADE);
+        assert_eq!(load(&folder.cache(), [1, 2, 3, 4]).1, CACHED, "a sound file took its place");
     }
 
     #[test]

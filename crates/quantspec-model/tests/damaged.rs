@@ -279,13 +279,29 @@ fn weights_that_cannot_be_looked_at_are_not_missing() {
     assert_eq!(error.kind, ErrorKind::Io);
 }
 
+/// As a half-pruned hub cache has them.
+#[cfg(unix)]
+#[test]
+fn links_to_nothing_are_not_missing_files() {
+    for name in ["generation_config.json", "config.json", "adapter_config.json", "model.safetensors"] {
+        let folder = Folder::valid();
+        let path = folder.path().join(name);
+        let _ = std::fs::remove_file(&path);
+        std::os::unix::fs::symlink("../../blobs/4e20", &path).expect("a link");
+        let error = refused(&folder, &format!("{} is a link to ../../blobs/4e20, where nothing is", path.display()));
+        assert_eq!(error.kind, ErrorKind::Io);
+    }
+}
+
 #[test]
 fn shards() {
     let folder = Folder::valid();
     remove(&folder, "model.safetensors");
     let tensors = tiny::tensors();
     let (one, two) = tensors.split_at(5);
-    for (name, tensors) in [("one.safetensors", one), ("two.safetensors", two)] {
+    // What is recomputed need not be named.
+    let one = [one, &[("model.layers.0.self_attn.rotary_emb.inv_freq", vec![2])]].concat();
+    for (name, tensors) in [("one.safetensors", &one[..]), ("two.safetensors", two)] {
         let (header, bytes) = tiny::header(tensors);
         folder.write(name, &tiny::file(&header.to_string(), bytes));
     }
@@ -318,6 +334,11 @@ fn shards() {
     refused(&folder, &format!("places \"lm_head.weight\" in {}, which does not hold it", one.display()));
     write(with("more", json!("two.safetensors")));
     refused(&folder, "places \"more\"");
+    let mut without = map.clone();
+    without.remove("lm_head.weight");
+    write(Value::Object(without));
+    let two = folder.path().join("two.safetensors");
+    refused(&folder, &format!("does not place \"lm_head.weight\" in {}, which holds it", two.display()));
     write(
         (0..600)
             .map(|i| (format!("t{i}"), json!(format!("{i}.safetensors"))))

@@ -1,0 +1,53 @@
+"""Panics of Rust libraries: exceptions to Python, after a report on standard error that nobody can act on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Result = TypeVar("Result")
+
+_STDERR = 2
+# Descriptors belong to the process. Reentrant: a signal's handler may come back here.
+_turn = threading.RLock()
+
+
+def hidden(work: Callable[[], Result]) -> Result:
+    """Runs `work`; where it fails, what the process wrote to standard error meanwhile is dropped.
+
+    The library writes to the descriptor itself, so that is what is exchanged. What other threads write during successful
+    work appears at its end.
+    """
+    with _turn:
+        try:
+            aside: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
+            stderr = os.dup(_STDERR)
+        except OSError:  # no room for a file, or no standard error
+            return work()
+        failed = True
+        try:
+            _flush()
+            os.dup2(aside.fileno(), _STDERR)
+            result = work()
+            failed = False
+        finally:
+            _flush()
+            os.dup2(stderr, _STDERR)
+            os.close(stderr)
+            with aside, suppress(OSError):
+                aside.seek(0)
+                if not failed and (written := aside.read()):
+                    os.write(_STDERR, written)
+        return result
+
+
+def _flush() -> None:
+    with suppress(OSError, ValueError, AttributeError):  # a stream that is gone, closed, or None
+        sys.stderr.flush()
