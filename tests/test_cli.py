@@ -59,7 +59,7 @@ def test_json_is_one_document_with_the_contract_s_fields(fake: Any, quantspec: R
     assert {key: report[key] for key in expected} == expected
     assert report["stats"].keys() >= STATS
     (result,) = report["results"]
-    assert result.keys() == {"prompt", "prompt_tokens", "new_tokens", "tokens", "text", "stop_reason"}
+    assert result.keys() == {"prompt", "prompt_tokens", "new_tokens", "tokens", "text", "stop_reason", "thinking"}
     assert result["prompt"] == str(document)
     assert result["new_tokens"] == len(result["tokens"]) == 20
     assert result["stop_reason"] == "length"

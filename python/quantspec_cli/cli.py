@@ -20,6 +20,7 @@ from .options import (
     GenerateOptions,
     Lists,
     Verbatim,
+    chat_flags,
     device_flags,
     engine_flags,
     json_flag,
@@ -65,6 +66,10 @@ def _file_flag(*flags: str, text: str, callback: Callable[..., str | None] = _on
 
 def _output_flag(*flags: str, text: str) -> Callable[[Command], Command]:
     return _file_flag(*flags, text=text, callback=_unless_stdout)
+
+
+# Flags that chat templates alone use.
+_OF_TEMPLATES = {"thinking", "template_arg"}
 
 
 class _Command(click.Command):
@@ -121,6 +126,7 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text, behind the files.")
 @click.option("--instruction", metavar="TEXT", help="What to do with the document; uses the model's chat template.")
 @click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
+@chat_flags
 @_output_flag(
     *("-o", "--output", "output"),
     text="Write the answer there instead of stdout; the file appears at the end. Ctrl-C keeps the text so far.",
@@ -138,12 +144,18 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @device_flags
 @json_flag
 @click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
+@click.pass_context
 def run(
+    ctx: click.Context,
+    /,
+    *,
     prompt: tuple[str, ...],
     text: tuple[str, ...],
     output: str | None,
     max_tokens: int,
     stop: tuple[str, ...],
+    thinking: str | None,
+    template_arg: tuple[str, ...],
     **flags: Any,
 ) -> Done:
     """Continue documents: text to stdout, statistics to stderr."""
@@ -151,10 +163,37 @@ def run(
     generate_options = GenerateOptions(max_new_tokens=max_tokens, stop=stop, **sampling)
     engine_options = EngineOptions(**{name: flags.pop(name) for name in EngineOptions.__dataclass_fields__})
 
+    template_args = _template_args(ctx, thinking, template_arg)
+
     from .run import Request
     from .run import run as execute
 
-    return execute(Request(prompts=prompt, texts=text, output=output, **flags), engine_options, generate_options)
+    request = Request(
+        prompts=prompt, texts=text, output=output, template_args=template_args, unset=_unset(ctx), **flags
+    )
+    return execute(request, engine_options, generate_options)
+
+
+def _unset(ctx: click.Context) -> frozenset[str]:
+    """Parameters that have their defaults: no flag, variable or setting gave them."""
+    return frozenset(name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT)
+
+
+def _template_args(ctx: click.Context, thinking: str | None, pairs: tuple[str, ...]) -> dict[str, Any]:
+    """What the chat template is told. Where it is not used, flags are refused; variables and settings may be for others."""
+    from .conversation import parsed_arguments
+
+    if ctx.params["instruction"] is not None or ctx.params["system_prompt"] is not None:
+        return parsed_arguments(thinking, pairs)
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        if name in _OF_TEMPLATES and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            flag = settings.flag_of(parameter)
+            raise UsageError(
+                f"{flag} does not apply to a document that is continued",
+                f"add --instruction or --system-prompt, or leave out {flag}",
+            )
+    return {}
 
 
 @cli.command(context_settings=_CONTEXT)

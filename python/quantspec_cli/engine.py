@@ -15,15 +15,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
 
-from . import files, hub, loop, settings, template
+from . import conversation, files, hub, loop, settings, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
+from .instruct import Recommended
 from .options import EngineOptions, GenerateOptions, shown, whole
 from .prompts import check_utf8
-from .text import Text
+from .text import Text, Thinking
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from typing_extensions import Unpack
@@ -86,11 +87,13 @@ class Prompt:
         ids: the tokens, special ones included.
         continues: the answer continues the prompt's text, instead of replying to it.
         name: what to call it in messages.
+        thinking: how a reply marks what the model thinks before it; None where the model knows no such block.
     """
 
     ids: list[int]
     continues: bool = True
     name: str = "the prompt"
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         """Takes whatever yields ids, a NumPy array for example."""
@@ -111,15 +114,17 @@ class Generation:
 
     Attributes:
         prompt_tokens: length of the prompt.
-        tokens: emitted ids, without the one that ended the text.
-        text: the emitted text.
+        tokens: emitted ids, those of a thinking block included, without the one that ended the text.
+        text: the emitted text, without a thinking block.
         stop_reason: "length", "eos", "stop" or "interrupted".
+        thinking: what the model thought before it answered; None where the answer has no thinking block.
     """
 
     prompt_tokens: int
     tokens: list[int]
     text: str
     stop_reason: str
+    thinking: str | None = None
 
 
 @dataclass(frozen=True)
@@ -164,22 +169,43 @@ class Model:
         """The checkpoint's chat template."""
         return template.find(self.directory, self.tokenizer.config)
 
+    @cached_property
+    def recommended(self) -> Recommended:
+        """What the checkpoint's generation_config.json recommends."""
+        return Recommended.read(self.directory)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Options of `Engine.generate` by which the checkpoint's generation_config.json samples; empty where it does not."""
+        return dict(self.recommended.sampling)
+
     def prompt(
         self,
-        document: str,
+        document: str | None = None,
         *,
+        messages: Iterable[Mapping[str, str]] | None = None,
         instruction: str | None = None,
         system_prompt: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
         name: str = "the prompt",
         context: int | None = None,
     ) -> Prompt:
-        """Encodes a document: as it is, or as a conversation when there is an instruction or a system prompt.
+        """Encodes a document: as it is, or as a conversation when there is an instruction or a system prompt; or `messages`
+        of several turns, each {"role": "system" | "user" | "assistant", "content": text}, the last one the user's.
 
+        `template_args` are what the chat template is told: {"enable_thinking": True} has a model think that can.
         A document that cannot fit the context (by default the model's), whatever its tokens, is refused before the
         long work of encoding it.
         """
         limit = self.context if context is None else context
+        arguments = conversation.checked_arguments({} if template_args is None else template_args)
+        if messages is not None:
+            if not (document is None and instruction is None and system_prompt is None):
+                raise UsageError("messages and a document exclude each other", "put all of it into messages")
+            turns = conversation.checked(messages)
+            document = "".join(turn["content"] for turn in turns)
         _check_text(name, document)
+        document = cast("str", document)
         for what, text in (("the instruction", instruction), ("the system prompt", system_prompt)):
             if text is not None:
                 _check_text(what, text)
@@ -189,15 +215,23 @@ class Model:
                 f"{name} has {len(document)} characters, more than {limit} tokens can hold",
                 "split the document or choose a model with a longer context",
             )
-        if instruction is None and system_prompt is None:
-            prompt = Prompt(self.tokenizer.encode(document), name=name)
-        elif self.chat_template is None:
-            prompt = Prompt(self.tokenizer.encode(template.plain(document, instruction, system_prompt)), name=name)
-        else:
-            conversation = template.messages(document, instruction, system_prompt)
-            text = template.render(self.chat_template, conversation, self.tokenizer.special)
-            prompt = Prompt(self.tokenizer.encode(text, special=False), continues=False, name=name)
-        return prompt
+        converses = messages is not None or instruction is not None or system_prompt is not None
+        if converses and self.chat_template is not None:
+            if messages is None:
+                turns = template.messages(document, instruction, system_prompt)
+            text, thinking = conversation.render(self.chat_template, turns, self.tokenizer, arguments)
+            return Prompt(self.tokenizer.encode(text, special=False), continues=False, name=name, thinking=thinking)
+        if messages is not None or arguments:
+            what = "messages" if messages is not None else "template arguments"
+            why = "the model has none" if self.chat_template is None else "a document alone is continued without one"
+            raise UsageError(
+                f"{what} need a chat template; {why}",
+                "use an instruct model" if self.chat_template is None else "add an instruction or a system prompt",
+                option="template_arg",
+            )
+        if converses:
+            return Prompt(self.tokenizer.encode(template.plain(document, instruction, system_prompt)), name=name)
+        return Prompt(self.tokenizer.encode(document), name=name)
 
     def check_fits(self, prompt: Prompt, max_new_tokens: int, context: int) -> int:
         """Tokens the prompt and its answer need; an error with the numbers if that exceeds the context."""
@@ -363,10 +397,13 @@ class Batch:
         self._prompts = prompts
         self.texts = [
             Text(
-                model.tokenizer.answer_bytes(continues=prompt.continues),
+                model.tokenizer.answer_bytes(
+                    continues=prompt.continues, shown=prompt.thinking.tags if prompt.thinking else ()
+                ),
                 limit=options.max_new_tokens,
                 eos=frozenset[int]() if options.ignore_eos else model.eos,
                 stops=options.stop,
+                thinking=prompt.thinking,
             )
             for prompt in prompts
         ]
@@ -418,7 +455,7 @@ class Batch:
     def generations(self) -> list[Generation]:
         """The answers, in the order of the prompts."""
         return [
-            Generation(len(prompt.ids), text.tokens, text.text, text.stop_reason or "interrupted")
+            Generation(len(prompt.ids), text.tokens, text.text, text.stop_reason or "interrupted", text.thinking)
             for prompt, text in zip(self._prompts, self.texts, strict=True)
         ]
 
