@@ -171,6 +171,13 @@ def document(tmp_path: Path) -> Path:
     return path
 
 
+def ids_of(text: str) -> list[int]:
+    """Tokens of the demo model, none added."""
+    from tokenizers import Tokenizer
+
+    return list(Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
+
+
 def chat_model(folder: Path, source: str, generation_config: Any = None) -> str:
     """A checkpoint directory like the demo's with a chat template, and a generation_config.json where one is given."""
     model = copy_demo(folder)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import pytest
-from conftest import DEMO, Outcome, copy_demo
+from conftest import DEMO, Outcome, copy_demo, ids_of
 from tokenizers import Tokenizer
 
 from quantspec_cli import __version__, tokenizer
@@ -24,10 +24,6 @@ STATS = {
     *("weights_bytes", "draft_weights_bytes", "cache_upper_bytes", "cache_lower_bytes", "buffer_bytes"),
     *("planned_bytes", "peak_bytes"),
 }
-
-
-def ids_of(text: str) -> list[int]:
-    return list(Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
 
 
 def test_text_to_stdout_statistics_to_stderr(fake: Any, quantspec: Run, document: Path) -> None:

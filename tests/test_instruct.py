@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEMO, Outcome, chat_model, copy_demo
-from test_cli import ids_of
+from conftest import DEMO, Outcome, chat_model, copy_demo, ids_of
 from tokenizers import Tokenizer
 
 from quantspec_cli import Engine
@@ -131,6 +130,11 @@ def test_flags_of_templates_need_one(fake: Any, quantspec: Run, monkeypatch: pyt
     monkeypatch.setenv("QUANTSPEC_THINKING", "on")
     assert quantspec("run", "--text", "D", "-n", "2", "-q").code == 0
     assert quantspec("run", "-m", thinker, *ASK).stdout == "Yes.\n"
+    quantspec("run", *ASK, "-q").assert_error(2, "the model has none", "it is from QUANTSPEC_THINKING")
+    monkeypatch.delenv("QUANTSPEC_THINKING")
+    settings = thinker + ".toml"
+    Path(settings).write_text('run.template-arg = ["enable_thinking=true"]')
+    assert quantspec("--config", settings, "run", "-m", thinker, *ASK).stdout == "Yes.\n"
     monkeypatch.setenv("QUANTSPEC_TEMPLATE_ARG", "a b")
     quantspec("run", "-m", thinker, *ASK).assert_error(2, "it is from QUANTSPEC_TEMPLATE_ARG")
 

@@ -199,10 +199,10 @@ class Model:
         """
         limit = self.context if context is None else context
         arguments = conversation.checked_arguments({} if template_args is None else template_args)
-        if messages is not None:
+        turns = None if messages is None else conversation.checked(messages)
+        if turns is not None:
             if not (document is None and instruction is None and system_prompt is None):
                 raise UsageError("messages and a document exclude each other", "put all of it into messages")
-            turns = conversation.checked(messages)
             document = "".join(turn["content"] for turn in turns)
         _check_text(name, document)
         document = cast("str", document)
@@ -215,20 +215,18 @@ class Model:
                 f"{name} has {len(document)} characters, more than {limit} tokens can hold",
                 "split the document or choose a model with a longer context",
             )
-        converses = messages is not None or instruction is not None or system_prompt is not None
+        converses = turns is not None or instruction is not None or system_prompt is not None
         if converses and self.chat_template is not None:
-            if messages is None:
-                turns = template.messages(document, instruction, system_prompt)
+            turns = turns or template.messages(document, instruction, system_prompt)
             text, thinking = conversation.render(self.chat_template, turns, self.tokenizer, arguments)
             return Prompt(self.tokenizer.encode(text, special=False), continues=False, name=name, thinking=thinking)
-        if messages is not None or arguments:
-            what = "messages" if messages is not None else "template arguments"
-            why = "the model has none" if self.chat_template is None else "a document alone is continued without one"
-            raise UsageError(
-                f"{what} need a chat template; {why}",
-                "use an instruct model" if self.chat_template is None else "add an instruction or a system prompt",
-                option="template_arg",
-            )
+        if turns is not None or arguments:
+            what = "template arguments" if turns is None else "messages"
+            why, hint = "a document alone is continued without one", "add an instruction or a system prompt"
+            if self.chat_template is None:
+                why, hint = "the model has none", "use an instruct model, or leave them out"
+            option = "thinking" if template.THINKING in arguments else "template_arg"
+            raise UsageError(f"{what} need a chat template; {why}", hint, option=option)
         if converses:
             return Prompt(self.tokenizer.encode(template.plain(document, instruction, system_prompt)), name=name)
         return Prompt(self.tokenizer.encode(document), name=name)
