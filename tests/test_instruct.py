@@ -12,6 +12,7 @@ from conftest import DEMO, Outcome, chat_model, copy_demo, ids_of
 from tokenizers import Tokenizer
 
 from quantspec_cli import Engine
+from quantspec_cli.conversation import parsed_arguments
 from quantspec_cli.engine import Model
 from quantspec_cli.errors import InputError, ModelError, UsageError
 from quantspec_cli.instruct import Recommended
@@ -61,6 +62,13 @@ def test_a_model_that_always_thinks(fake: Any, quantspec: Run, tmp_path: Path) -
     assert (result["text"], result["thinking"]) == ("Yes.", "Hm.")
     assert fake.engines[-1]["capacity"] == result["prompt_tokens"] + MAX_THOUGHTFUL_TOKENS
     quantspec("run", "-m", model, *ASK, "--thinking", "off").assert_error(2, "no variable enable_thinking")
+
+
+def test_a_switch_without_tags_in_the_template(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    fake.answer = [*ids_of("<think>Hm.</think>Yes."), 2]
+    model = chat_model(tmp_path / "m", TURNS + "{{ '/think' if enable_thinking else '/no_think' }}")
+    assert quantspec("run", "-m", model, *ASK, "--thinking", "on", "-q").stdout == "Yes.\n"
+    assert "thinking is off" in quantspec("run", "-m", model, *ASK).stderr
 
 
 def test_tags_that_are_special_tokens(fake: Any, quantspec: Run, tmp_path: Path) -> None:
@@ -137,6 +145,11 @@ def test_flags_of_templates_need_one(fake: Any, quantspec: Run, monkeypatch: pyt
     assert quantspec("--config", settings, "run", "-m", thinker, *ASK).stdout == "Yes.\n"
     monkeypatch.setenv("QUANTSPEC_TEMPLATE_ARG", "a b")
     quantspec("run", "-m", thinker, *ASK).assert_error(2, "it is from QUANTSPEC_TEMPLATE_ARG")
+
+
+def test_an_argument_may_be_nested_too_deeply_for_json(fake: Any) -> None:
+    deep = "[" * 200_000
+    assert parsed_arguments(None, [f"a={deep}"]) == {"a": deep}
 
 
 def test_messages_are_a_conversation(fake: Any, tmp_path: Path) -> None:
@@ -222,6 +235,9 @@ def test_sampling_is_as_the_checkpoint_says_where_the_model_replies(fake: Any, q
     assert sampling("--top-p", "1", "--min-p", "0.1") == (0.6, 20, 1, 0.1)
     assert sampling("--temperature", "1") == (1, 20, 0.95, 0)
     assert "says: top-k 20, top-p 0.95;" in quantspec(*command, "--temperature", "1").stderr
+    # What is off is not named.
+    off = chat_model(tmp_path / "off", TURNS, {**SAMPLES, "top_k": 0, "top_p": 1.0})
+    assert "says: temperature 0.6; --temperature" in quantspec("run", "-m", off, *ASK, "-n", "3").stderr
     assert sampling("--temperature", "0") == (0, 0, 1, 0)
     assert "sampling" not in quantspec(*command, "--temperature", "0").stderr
     # A text that is continued is greedy, and so is Python.
@@ -271,6 +287,7 @@ def test_what_a_checkpoint_recommends(tmp_path: Path) -> None:
         ({"top_k": 2.5}, "top_k is 2.5"),
         ({"top_k": []}, r"top_k is \[\]"),
         ({"min_p": 2}, "min_p is 2"),
+        ({"repetition_penalty": True}, "repetition_penalty is True"),
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
         ({"repetition_penalty": "1.1"}, "repetition_penalty is '1.1'"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),

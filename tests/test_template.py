@@ -55,6 +55,7 @@ def told(source: str, **arguments: Any) -> str:
 def test_a_template_is_told_its_arguments() -> None:
     assert told("{{ tools | tojson }}{{ date }}", tools=[{"a": 1}], date="today") == '[{"a": 1}]today'
     assert told("{{ bos_token }}", bos_token="!") == "!"
+    assert len(told("{{ a }}", a="x" * 2_000_000)) == 2_000_000
 
 
 def test_thinking_is_off_unless_an_argument_says_otherwise() -> None:
@@ -71,6 +72,10 @@ def test_an_argument_that_no_template_reads_is_refused() -> None:
     with pytest.raises(UsageError, match="enable_thinking to switch thinking") as caught:
         told("{{ messages }}", enable_thinking=True)
     assert "no variables" in caught.value.hint
+    many = "".join(f"{{{{ v{number:02} }}}}" for number in range(20))
+    with pytest.raises(UsageError) as caught:
+        template.render(many + "{{ bos_token }}{{ messages }}", [], {"bos_token": "<s>"}, {"foo": 1})
+    assert caught.value.hint.endswith("the template has " + ", ".join(f"v{number:02}" for number in range(12)))
     # One that is read first and set then is a variable.
     assert told("{% if foo is not defined %}{% set foo = 2 %}{% endif %}{{ foo }}", foo=1) == "1"
 

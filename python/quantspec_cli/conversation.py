@@ -113,5 +113,5 @@ def render(
     opens, closes = known[0] if known else _TAGS[0]
     begun = rendered.text.rstrip().endswith(opens)
     # A template without a switch leaves it to the model.
-    on = begun or not switch or arguments.get(template.THINKING, False) is not False
+    on = not switch or arguments.get(template.THINKING, False) is not False
     return rendered.text, Thinking(opens, closes, begun=begun, on=on)
