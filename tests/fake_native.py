@@ -31,6 +31,7 @@ class Script:
     corrupt: tuple[str, int] | None = None  # (method, position): what that method emits there is wrong
     fail: tuple[str, str, str] | None = None  # error of a verify
     fail_after: int = 0  # verifies before that one
+    not_finite: int | None = None  # rounds with a prompt of so many tokens fail
     engines: list[dict[str, Any]] = []  # options of every engine opened
 
     @classmethod
@@ -45,6 +46,7 @@ class Script:
         cls.corrupt = None
         cls.fail = None
         cls.fail_after = 0
+        cls.not_finite = settings.get("not_finite")
         cls.engines = []
 
 
@@ -137,6 +139,8 @@ class Engine:
             raise NativeError(*Script.fail)
         self._verified += 1
         turns, self._turns = self._turns, None
+        if any(self._sequence(slot)["prompt"] == Script.not_finite for slot, _ in turns):
+            raise NativeError("not_finite", "logits are not finite", "use another model")
         emitted = []
         for slot, gamma in turns:
             accepted = min(gamma, Script.accepted[self._rounds % len(Script.accepted)])

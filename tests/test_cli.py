@@ -79,7 +79,7 @@ def test_rates_are_null_where_nothing_was_drafted(fake: Any, quantspec: Run) -> 
 
 
 # Fields of `stats` that say nothing where no round decoded, and where none drafted.
-WITHOUT_ROUNDS = {"gamma_mean", "decode_tokens_per_s"}
+WITHOUT_ROUNDS = {"gamma_mean", "decode_tokens_per_s", "batch_mean"}
 WITHOUT_DRAFTS = {"draft_pages_mean", "acceptance_rate", "mean_acceptance_length", "acceptance_rate_per_position"}
 
 

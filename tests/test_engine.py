@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 import subprocess
 import sys
 import threading
@@ -52,7 +54,8 @@ def test_a_batch_yields_what_each_prompt_yields_alone(engine: Engine) -> None:
     assert together == alone
 
 
-def test_leaving_a_stream_frees_its_slot(engine: Engine) -> None:
+def test_leaving_a_stream_frees_its_slot(engine: Engine, fake: Any) -> None:
+    fake.round_s = 0.001
     with engine.stream("one", max_new_tokens=900) as stream:
         for _ in stream:
             break
@@ -61,6 +64,8 @@ def test_leaving_a_stream_frees_its_slot(engine: Engine) -> None:
     engine.stream("one").close()
     for _ in range(5):
         next(engine.stream("one", max_new_tokens=900))
+    # Answered between two rounds, when the streams that were dropped are gone.
+    engine.statistics()
     assert free(engine) == 2
 
 
@@ -76,26 +81,90 @@ def test_two_streams_at_once_do_not_disturb_each_other(engine: Engine) -> None:
     assert second.generation.text.startswith(texts[1])
 
 
-def test_too_many_prompts_are_refused_and_leave_no_slot_taken(engine: Engine) -> None:
-    with pytest.raises(UsageError, match="3 sequences are to start and 2 of the engine's 2 are free"):
-        engine.generate_batch(["one", "two", "three"])
+def test_prompts_beyond_the_slots_wait_for_their_turn(engine: Engine) -> None:
+    prompts = [f"number {number} " * (number + 1) for number in range(7)]
+    alone = [engine.generate(prompt, max_new_tokens=20 + 3 * len(prompt)) for prompt in prompts]
+    lengths = [20 + 3 * len(prompt) for prompt in prompts]
+    assert engine.statistics()["batch_peak"] == 1
+    for length in set(lengths):
+        together = engine.generate_batch(prompts, max_new_tokens=length)
+        assert together[lengths.index(length)] == alone[lengths.index(length)]
+    assert engine.statistics()["batch_peak"] == 2
+    assert 1 < (engine.statistics()["batch_mean"] or 0) < 2
     assert free(engine) == 2
 
 
-def test_a_full_engine_names_what_makes_room(engine: Engine) -> None:
+def test_streams_that_nobody_reads_do_not_hold_up_another(engine: Engine) -> None:
     first, second = engine.stream("one", max_new_tokens=30), engine.stream("two", max_new_tokens=30)
-    next(first)
-    next(second)
-    with pytest.raises(UsageError, match=r"1 sequences are to start and 0 of .* 2 are free") as caught:
-        engine.generate("three")
-    assert "Stream.close()" in caught.value.hint
-    assert "batch=" in caught.value.hint
-    # Room is made by closing a stream, and by one that comes to its end.
-    first.close()
-    engine.generate("three")
-    list(second)
-    engine.generate_batch(["one", "two"])
+    expected = engine.generate("three", max_new_tokens=5)
+    assert expected.stop_reason == "length"
+    assert len("".join(first)) > 0
+    assert second.generation.stop_reason == "length"
+
+
+def test_a_sequence_joins_while_others_decode(engine: Engine, fake: Any) -> None:
+    alone = engine.generate("two", max_new_tokens=10)
+    fake.round_s = 0.01
+    stream = engine.stream("one", max_new_tokens=900)
+    next(stream)
+    assert engine.generate("two", max_new_tokens=10) == alone
+    assert stream.generation.stop_reason == "interrupted"  # not ended: it decodes on
+    assert engine.statistics()["batch_peak"] == 2
+    stream.close()
+
+
+def test_what_is_not_finite_ends_one_answer_of_a_batch(engine: Engine, fake: Any) -> None:
+    good = engine.generate("good", max_new_tokens=40)
+    fake.not_finite = len("bad prompt")
+    bad = Prompt([7] * fake.not_finite)
+    prompts = [engine.model.prompt("good"), bad]
+    failures, texts = [], {0: "", 1: ""}
+    batch = engine.start(prompts, GenerateOptions(max_new_tokens=40))
+    try:
+        for piece in batch:
+            texts[piece.prompt] += piece.text
+    except QuantspecError as error:
+        failures.append(error.kind)
+    assert failures == ["not_finite"]
+    # Another stream of the same rounds is not concerned.
+    with engine.stream(bad, max_new_tokens=40) as doomed:
+        assert engine.generate("good", max_new_tokens=40) == good
+        with pytest.raises(QuantspecError, match="not finite"):
+            list(doomed)
     assert free(engine) == 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_moment_leaves_no_slot_taken(engine: Engine, fake: Any) -> None:
+    """Ctrl-C while tiny answers start and end; the first defect of this kind lost a slot after 9 to 334 of them."""
+
+    class Interrupted(KeyboardInterrupt):
+        pass
+
+    def interrupt(_number: int, frame: Any) -> None:
+        # Only inside the call: a signal of the timer may still come when the test has caught the first.
+        while frame is not None:
+            if frame.f_code is Engine.generate.__code__:
+                raise Interrupted
+            frame = frame.f_back
+
+    prompt = engine.model.prompt("one")
+    engine.generate(prompt, max_new_tokens=2)
+    previous = signal.signal(signal.SIGVTALRM, interrupt)
+    try:
+        for _ in range(200):
+            with pytest.raises(Interrupted):
+                # Again and again: Python drops what a handler raises inside a destructor.
+                signal.setitimer(signal.ITIMER_VIRTUAL, 0.0001 + random.random() * 0.003, 0.002)
+                while True:
+                    engine.generate(prompt, max_new_tokens=2)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
+    engine.statistics()
+    assert free(engine) == 2
+    assert engine.generate_batch(["one", "two"], max_new_tokens=3)
 
 
 def test_a_fork_is_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +297,7 @@ def test_a_callback_may_close_its_own_stream(engine: Engine, fake: Any) -> None:
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_callback_may_close_and_drop_other_streams(engine: Engine, fake: Any, busy: bool) -> None:
     fake.round_s, fake.prefill_s = 0.02, 0.1
+    fake.accepted = [0]
     other = engine.stream("one", max_new_tokens=900)
     next(other)
     begun = threading.Event()
@@ -486,17 +556,18 @@ def test_python_takes_less_than_50_microseconds_a_round(fake: Any) -> None:
         native, text = Instant(), Text(token_bytes, limit=5001, eos={2}, stops=["\n\n\n", "END"])
         # Processor time of the fastest of five: a busy machine must not fail the test.
         started = time.thread_time()
-        for _ in loop.decode(native, {0: text}):  # type: ignore[arg-type]
+        for _ in loop.decode(native, {0: text}):
             pass
         best = min(best, (time.thread_time() - started) / native.rounds)
         assert native.rounds == 1000
     assert best < 50e-6, best
 
 
-def test_the_loop_ends_a_batch_sequence_by_sequence(fake: Any) -> None:
+def test_each_answer_of_a_batch_has_one_last_piece(fake: Any) -> None:
     fake.accepted = [3]
     engine = Engine.load(context=200, batch=2, gamma=3)
     options = GenerateOptions(max_new_tokens=50, stop=["zz"])
-    seen = [index for index, _ in engine.start(["one", "two"], options)]
-    assert seen[:2] == [0, 1]
-    assert set(seen) == {0, 1}
+    pieces = list(engine.start(["one", "two", "three"], options))
+    for prompt in range(3):
+        of_prompt = [piece.last for piece in pieces if piece.prompt == prompt]
+        assert of_prompt == [False] * (len(of_prompt) - 1) + [True]

@@ -17,7 +17,7 @@ from conftest import Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import loop, output, render, signals
+from quantspec_cli import output, render, signals
 from quantspec_cli.errors import FileError, QuantspecError
 from quantspec_cli.output import Answers, AtomicFile
 
@@ -114,16 +114,15 @@ def test_what_a_signal_kept_from_being_written_is_written_once() -> None:
 def test_a_signal_behind_a_piece_does_not_lose_it(
     fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    emit, calls = loop._emit, []
+    push, calls = Answers.push, []
 
-    def interrupted(*arguments: Any) -> Any:
-        piece = emit(*arguments)
-        calls.append(piece)
+    def interrupted(answers: Answers, index: int, text: str) -> None:
+        calls.append(text)
         if len(calls) == at:
             raise KeyboardInterrupt
-        return piece
+        push(answers, index, text)
 
-    monkeypatch.setattr(loop, "_emit", interrupted)
+    monkeypatch.setattr(Answers, "push", interrupted)
     out = tmp_path / "out"
     outcome = quantspec("run", "--text", "one", "--text", "two", "-n", "40", "-q", "--json", "-o", str(out))
     assert outcome.code == 130, outcome

@@ -64,7 +64,7 @@ def test_a_file_without_permission_is_one_error(
     def refuse(*_: object) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(prompts, "_read_whole", refuse)  # root may read everything, whatever its mode
+    monkeypatch.setattr(prompts, "read_whole", refuse)  # root may read everything, whatever its mode
     quantspec("run", "--prompt", str(document)).assert_error(1, "permission denied")
 
 

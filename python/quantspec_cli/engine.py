@@ -9,27 +9,27 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Iterable
-from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, cast
+from functools import cached_property, partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast
 
-from . import conversation, files, hub, loop, settings, template
+from . import conversation, files, hub, settings, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
 from .instruct import Recommended
 from .options import EngineOptions, GenerateOptions, shown, whole
 from .prompts import check_utf8
+from .scheduler import Request, Scheduler
 from .text import Text, Thinking
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from typing_extensions import Unpack
-
-    from . import _native
 
     OnProgress = Callable[[int, int], object]
 
@@ -64,6 +64,8 @@ class Statistics(TypedDict):
     workspace_bytes: int
     planned_bytes: int
     peak_bytes: int | None
+    batch_mean: float | None
+    batch_peak: int
 
 
 class Arguments(TypedDict, total=False):
@@ -267,117 +269,25 @@ class Model:
         return wanted
 
 
-class Slots:
-    """Places for sequences in an engine, which all its streams share."""
+class Piece(NamedTuple):
+    """Text that one prompt's answer grew by: from its prefill or one round. May be empty.
 
-    def __init__(self, native: _native.Engine, count: int) -> None:
-        """`count` sequences have a place."""
-        self.native = native
-        # One prefill or round at a time. Reentrant: what a callback of a prefill asks for reaches the engine, which refuses.
-        self.turn = threading.RLock()
-        self._count = count
-        self._taken: set[Text] = set()
-        self._kept_tokens = 0
-        self._counting = threading.Lock()
-        self._process = os.getpid()
-        # The thread that is inside a callback of a prefill, and what waits for its end.
-        self._called_back: int | None = None
-        self._postponed: list[Callable[[], object]] = []
+    Attributes:
+        prompt: index of the prompt.
+        text: the text.
+        last: the answer ends here.
+    """
 
-    def check_process(self) -> None:
-        """Refuses a fork: the engine's worker threads stayed behind, as does a GPU's context."""
-        if os.getpid() != self._process:
-            raise UsageError(
-                f"the engine belongs to process {self._process}, this is its fork {os.getpid()}",
-                'load an engine in every process, or start processes by "spawn"',
-            )
-
-    def finish(self, slot: int) -> None:
-        """Frees a slot. Those of a fork are its parent's: the engine may be locked there by a thread that stayed behind."""
-        if os.getpid() != self._process:
-            return
-        if self.in_callback:
-            self.postpone(lambda: self.native.finish(slot))
-        else:
-            self.native.finish(slot)
-
-    @property
-    def in_callback(self) -> bool:
-        """Whether who asks is a callback of a prefill: the engine is at work, and waiting for anybody could be for ever."""
-        return self._called_back == threading.get_ident()
-
-    def calling_back(self, on_prefill: OnProgress) -> OnProgress:
-        """The callback, known as one while it runs."""
-
-        def call(done: int, total: int) -> None:
-            self._called_back = threading.get_ident()
-            try:
-                on_prefill(done, total)
-            finally:
-                self._called_back = None
-
-        return call
-
-    def postpone(self, work: Callable[[], object]) -> None:
-        """Leaves what a callback may not do to whoever it has interrupted."""
-        self._postponed.append(work)
-
-    def catch_up(self) -> None:
-        """Does what was postponed, in a thread that holds nothing."""
-        # Several threads may be at it: each takes what it finds.
-        while not self.in_callback:
-            try:
-                work = self._postponed.pop(0)
-            except IndexError:
-                return
-            work()
-
-    @property
-    def kept_tokens(self) -> int:
-        """Tokens of answers behind the first of each: what rounds gave, without what they gave behind the end of a text."""
-        return self._kept_tokens
-
-    def keep(self, tokens: int) -> None:
-        """Counts tokens of a round that an answer took."""
-        with self._counting:
-            self._kept_tokens += tokens
-
-    @contextmanager
-    def take(self, prompts: Sequence[Prompt], texts: Sequence[Text], options: GenerateOptions) -> Iterator[list[int]]:
-        """Slots with these prompts while the body runs; whoever decodes frees a slot when its text ends."""
-        slots: list[int] = []
-        try:
-            with self.turn:
-                self._check_room(len(prompts))
-                for prompt in prompts:
-                    slots.append(self.native.add(prompt.ids, **options.sampling()))
-                self._taken.update(texts)
-        except BaseException:
-            for slot in slots:
-                self.finish(slot)
-            raise
-        try:
-            yield slots
-        finally:
-            self._taken.difference_update(texts)
-
-    def _check_room(self, wanted: int) -> None:
-        # A copy: streams of other threads come and go.
-        under_way = sum(text.stop_reason is None for text in list(self._taken))
-        if wanted + under_way <= self._count:
-            return
-        free = self._count - under_way
-        raise UsageError(
-            f"{wanted} sequences are to start and {free} of the engine's {self._count} are free",
-            "end a stream with Stream.close(), or load the engine with a larger batch=",
-        )
+    prompt: int
+    text: str
+    last: bool
 
 
 class Batch:
-    """Sequences that decode together: an iterator of (index of the prompt, text) as text becomes available.
+    """Sequences that decode together: an iterator of `Piece`s as text becomes available.
 
-    The first len(prompts) items come from the prompts, one each and in order; later ones from rounds. A text may be
-    empty. Threads may share it: they take turns, and each item is one thread's.
+    Prompts beyond the engine's slots wait for a free one. Threads may share the iterator: each piece is one thread's.
+    Dropping the batch ends its sequences.
 
     Attributes:
         texts: the answers as they grow, in the order of the prompts.
@@ -385,13 +295,14 @@ class Batch:
 
     def __init__(
         self,
-        slots: Slots,
+        lease: _Lease,
         model: Model,
         prompts: Sequence[Prompt],
         options: GenerateOptions,
         on_prefill: OnProgress | None = None,
     ) -> None:
-        """Prepares the answers; the engine's slots are taken by the first step of the iteration."""
+        """Hands the prompts to the engine's scheduler."""
+        self._lease = lease
         self._prompts = prompts
         self.texts = [
             Text(
@@ -405,50 +316,50 @@ class Batch:
             )
             for prompt in prompts
         ]
-        # Not a method of this object: dropping the batch then ends its decoding and frees its slots at once.
-        self._pieces = _decode(slots, prompts, self.texts, options, on_prefill)
-        self._slots = slots
-        # Held inside `_pieces`, by that thread.
+        self._items: SimpleQueue[tuple[int, str | BaseException, bool]] = SimpleQueue()
+        self._open = len(prompts)
         self._turn = threading.Lock()
-        self._inside: int | None = None
-        self._ending = threading.Event()
+        # The scheduler holds the requests, and these hold nothing of the batch: dropping it is noticed.
+        self._requests = [
+            Request(prompt.ids, options.sampling(), text, partial(_put, self._items, index), on_prefill)
+            for index, (prompt, text) in enumerate(zip(prompts, self.texts, strict=True))
+        ]
+        lease.scheduler.submit(self._requests)
 
-    def __iter__(self) -> Iterator[tuple[int, str]]:
+    def __del__(self) -> None:
+        # Where the constructor was interrupted there may be no requests yet.
+        if requests := getattr(self, "_requests", None):
+            self._lease.scheduler.cancel(requests, wait=False)
+
+    def __iter__(self) -> Iterator[Piece]:
         return self
 
-    def __next__(self) -> tuple[int, str]:
-        self._slots.check_process()
-        if self._is_called_from_inside():
+    def __next__(self) -> Piece:
+        scheduler = self._lease.scheduler
+        scheduler.check_process()
+        if scheduler.is_inside():
             raise UsageError("a callback of an answer asks for the next piece of one", "ask when the callback is done")
         try:
+            # One thread waits for the next piece; others for that thread.
             with self._turn:
-                # Whoever ends the answer may wait for the turn and not get it between two of ours.
-                if self._ending.is_set():
+                if not self._open:
                     raise StopIteration
-                try:
-                    self._inside = threading.get_ident()
-                    return next(self._pieces)
-                finally:
-                    self._inside = None
-        finally:
-            self._slots.catch_up()
+                index, item, last = self._items.get()
+                self._open -= last
+                if isinstance(item, str):
+                    return Piece(index, item, last)
+                self._open = 0
+                raise item
+        except StopIteration:
+            raise
+        except BaseException:
+            scheduler.cancel(self._requests, wait=False)
+            raise
 
-    def _is_called_from_inside(self) -> bool:
-        """Whether a callback of a prefill or a handler of a signal asks, which may not wait for what it interrupts."""
-        return self._slots.in_callback or self._inside == threading.get_ident()
-
-    def interrupt(self) -> list[tuple[int, str]]:
-        """Ends what still grows and frees its slots, from any thread: when the round or prefill under way is done. Returns
-        text that was held back, by index.
-        """
-        self._slots.check_process()
-        self._ending.set()
-        if self._is_called_from_inside():
-            self._slots.postpone(self.interrupt)
-            return []
-        with self._turn:
-            self._pieces.close()
-            return [(index, text.interrupt()) for index, text in enumerate(self.texts) if text.stop_reason is None]
+    def interrupt(self) -> None:
+        """Ends what still grows and frees its slots, from any thread. What was decoded before may still be read."""
+        self._lease.scheduler.check_process()
+        self._lease.scheduler.cancel(self._requests)
 
     def generations(self) -> list[Generation]:
         """The answers, in the order of the prompts."""
@@ -458,30 +369,17 @@ class Batch:
         ]
 
 
-def _decode(
-    places: Slots,
-    prompts: Sequence[Prompt],
-    texts: Sequence[Text],
-    options: GenerateOptions,
-    on_prefill: OnProgress | None,
-) -> Generator[tuple[int, str], None, None]:
-    """Takes slots and decodes; yields (index of the prompt, text)."""
-    places.check_process()
-    with native_errors(), places.take(prompts, texts, options) as slots:
-        index = {slot: place for place, slot in enumerate(slots)}
-        answers = dict(zip(slots, texts, strict=True))
-        called = None if on_prefill is None else places.calling_back(on_prefill)
-        # Closed before the places count as free: the engine frees them then.
-        rounds = loop.decode(places.native, answers, finish=places.finish, on_prefill=called, turn=places.turn)
-        with closing(rounds) as pieces:
-            kept = [1] * len(texts)
-            for slot, text in pieces:
-                tokens = len(texts[index[slot]].tokens)
-                places.keep(max(tokens - kept[index[slot]], 0))
-                kept[index[slot]] = max(tokens, 1)
-                yield index[slot], text
-                # A stream of the parent may go on in a fork.
-                places.check_process()
+def _put(items: SimpleQueue[Any], index: int, item: str | BaseException, last: bool) -> None:
+    items.put((index, item, last))
+
+
+class _Lease:
+    """Holds a scheduler for an engine and its batches; its thread ends when the last of them is gone."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        # Not at exit: a prefill may be under way, and nobody needs its end.
+        weakref.finalize(self, scheduler.stop).atexit = False
 
 
 def _check_text(name: str, text: object) -> None:
@@ -506,7 +404,8 @@ def _check_ids(prompt: Prompt, vocab: int) -> None:
 
 
 class Stream:
-    """One answer as an iterator of pieces of text. Leaving it early, or `close`, ends the answer and frees its slot.
+    """One answer as an iterator of pieces of text. Leaving it early, or `close`, ends the answer and frees its slot. It
+    decodes ahead of whoever reads it.
 
     Threads may share it: each piece goes to one of them.
     """
@@ -518,13 +417,13 @@ class Stream:
         return self
 
     def __next__(self) -> str:
-        for _, text in self._batch:
-            if text:
-                return text
+        for piece in self._batch:
+            if piece.text:
+                return piece.text
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the answer here. Any thread may: it waits for a round or prefill under way, and who iterates is done then."""
+        """Ends the answer here, from any thread; waits for the end of the round under way."""
         self._batch.interrupt()
 
     def __enter__(self) -> Stream:
@@ -542,7 +441,7 @@ class Stream:
 class Engine:
     """A model on a device, ready to decode. Use `Engine.load`.
 
-    Threads may share it: streams take turns, round by round.
+    Threads may share it: all streams decode together, round by round.
     """
 
     def __init__(
@@ -574,7 +473,7 @@ class Engine:
                 on_loading=on_loading,
                 **options.native(),
             )
-        self._slots = Slots(self.native, batch)
+        self._lease = _Lease(Scheduler(self.native, batch))
 
     @classmethod
     def load(
@@ -605,7 +504,7 @@ class Engine:
             offline: use the download cache only.
             context: most tokens of a sequence, prompt and answer together; None is the model's, at most 32,768.
                 Memory is planned for it, and refused with numbers before anything is loaded.
-            batch: most sequences that decode together.
+            batch: most sequences that decode together; others wait for their turn.
             device: "auto", "cpu", "cuda" or "cuda:N".
             threads: CPU workers; None is $QUANTSPEC_THREADS, or all processors.
             method: what drafts: "quantspec" (4-bit cache and weights), "kv4", "w4", or "ar" (nothing).
@@ -653,8 +552,8 @@ class Engine:
     def start(
         self, prompts: Iterable[str | Prompt], options: GenerateOptions, *, on_prefill: OnProgress | None = None
     ) -> Batch:
-        """Starts decoding prompts together. Every prompt is checked to fit before the first one is taken."""
-        self._slots.check_process()
+        """Starts decoding prompts, as many at once as there are slots. Every prompt is checked to fit before any is taken."""
+        self._lease.scheduler.check_process()
         _check_callback("on_prefill", on_prefill)
         # Read once: a generator yields its prompts to nobody else.
         given = None if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)
@@ -668,7 +567,7 @@ class Engine:
         for prompt in encoded:
             _check_ids(prompt, self.model.info["vocab"])
             self.model.check_fits(prompt, options.max_new_tokens, self.context)
-        return Batch(self._slots, self.model, encoded, options, on_prefill)
+        return Batch(self._lease, self.model, encoded, options, on_prefill)
 
     def stream(
         self,
@@ -719,7 +618,7 @@ class Engine:
     def generate_batch(
         self, prompts: Iterable[str | Prompt], *, on_prefill: OnProgress | None = None, **options: Unpack[Arguments]
     ) -> list[Generation]:
-        """Decodes up to `batch` prompts together; answers in their order. Takes the options of `stream`."""
+        """Decodes any number of prompts, `batch` at a time; answers in their order. Takes the options of `stream`."""
         batch = self.start(prompts, GenerateOptions(**options), on_prefill=on_prefill)
         for _ in batch:
             pass
@@ -727,10 +626,15 @@ class Engine:
 
     def statistics(self) -> Statistics:
         """Counters and times since loading, over all sequences."""
-        self._slots.check_process()
+        return self._lease.scheduler.call(self._statistics)
+
+    def _statistics(self) -> Statistics:
+        scheduler = self._lease.scheduler
         with native_errors():
             found = cast("Statistics", self.native.stats())
         # The engine does not know where a text ended inside a round.
-        kept, decode_s = self._slots.kept_tokens, found["decode_s"]
+        kept, decode_s = scheduler.kept_tokens, found["decode_s"]
         found["decode_tokens_per_s"] = kept / decode_s if found["rounds"] and decode_s > 0 else None
+        found["batch_mean"] = scheduler.sequence_rounds / scheduler.rounds if scheduler.rounds else None
+        found["batch_peak"] = scheduler.most_sequences
         return found

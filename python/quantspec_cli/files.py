@@ -1,14 +1,13 @@
-"""What is on the disk, or why the system does not let us look: a refusal of the system is a `FileError`."""
+"""What is on the disk, or why the system does not let us look: every refusal is a `FileError`."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .errors import FileError, ModelError, reason
+from .errors import FileError, reason
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,21 +42,6 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise unreadable(path, error) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file of a model holds; empty where there is no such file."""
-    if status(path) is None:
-        return {}
-    if not is_file(path):  # a pipe would be waited for
-        raise ModelError(f"{path} is not a file", "use the file published with these weights")
-    try:
-        parsed = json.loads(read(path))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}", "use the file published with these weights") from error
-    if not isinstance(parsed, dict):
-        raise ModelError(f"{path} is not a JSON object", "use the file published with these weights")
-    return parsed
 
 
 def unreadable(path: str | os.PathLike[str], error: OSError) -> FileError:

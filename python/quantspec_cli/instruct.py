@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from . import files, template
+from . import template
 from .errors import ModelError, UsageError
 from .options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS, GenerateOptions, shown
+from .tokenizer import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ class Recommended:
     def read(cls, directory: Path) -> Recommended:
         """Reads the file of a checkpoint."""
         path = directory / "generation_config.json"
-        found = {name: value for name, value in files.read_json(path).items() if value is not None}
+        found = {name: value for name, value in read_json(path).items() if value is not None}
         hint = f"correct {path}, or remove it"
         samples, penalty = found.get("do_sample", False), found.get("repetition_penalty", 1.0)
         if not isinstance(samples, bool):

@@ -6,12 +6,10 @@ weights over both nibbles, and emits the accepted ones and one more of the targe
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from .text import Text
 
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 class Decoder(Protocol):
     """What the loop asks of an engine; `_native.Engine` says what each does."""
 
-    def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None, /) -> int:
+    def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None, /) -> int:
         """Processes the slot's prompt and returns the first new token."""
 
     def choose_gamma(self, slot: int, /) -> int:
@@ -35,52 +33,38 @@ class Decoder(Protocol):
         """Frees the slot."""
 
 
-class Piece(NamedTuple):
-    """Text one sequence emitted: by its prefill or in one round. May be empty."""
-
-    slot: int
-    text: str
+def step(
+    engine: Decoder, slots: Sequence[int], choose_gamma: Callable[[int], int] | None = None
+) -> list[tuple[int, list[int]]]:
+    """One round of these sequences; per slot the tokens it emits, at least one. `choose_gamma` replaces the policy's γ."""
+    choose_gamma = choose_gamma or engine.choose_gamma
+    engine.draft([(slot, choose_gamma(slot)) for slot in slots])
+    return engine.verify()
 
 
 def decode(
-    engine: Decoder,
-    texts: Mapping[int, Text],
-    *,
-    choose_gamma: Callable[[int], int] | None = None,
-    finish: Callable[[int], object] | None = None,
-    on_prefill: Callable[[int, int], object] | None = None,
-    turn: AbstractContextManager[object] | None = None,
-) -> Generator[Piece, None, None]:
-    """Decodes the sequences in `texts` (slot to answer) together until every text has ended; frees their slots.
+    engine: Decoder, texts: Mapping[int, Text], *, choose_gamma: Callable[[int], int] | None = None
+) -> Iterator[str]:
+    """Decodes the sequences in `texts` (slot to answer) together until every text has ended; yields pieces, frees slots.
 
-    `choose_gamma` replaces the engine's policy, and `finish` what frees a slot. `on_prefill` is told rows done and rows in
-    all of the prompt under way.
-    `turn` is held for a prefill and for a round, so that threads which share the engine do not enter each other's.
+    For callers that have an engine to themselves; `scheduler.Scheduler` lets sequences come and go.
     """
-    choose_gamma = choose_gamma or engine.choose_gamma
-    finish = finish or engine.finish
-    turn = turn or nullcontext()
     running = dict(texts)
     try:
-        for slot in list(running):
-            with turn:
-                first = engine.prefill(slot, on_prefill)
-            yield _emit(finish, running, slot, [first])
+        for slot in texts:
+            yield _push(engine, running, slot, [engine.prefill(slot)])
         while running:
-            with turn:
-                engine.draft([(slot, choose_gamma(slot)) for slot in running])
-                emitted = engine.verify()
-            for slot, tokens in emitted:
-                yield _emit(finish, running, slot, tokens)
+            for slot, tokens in step(engine, list(running), choose_gamma):
+                yield _push(engine, running, slot, tokens)
     finally:
         for slot in running:
-            finish(slot)
+            engine.finish(slot)
 
 
-def _emit(finish: Callable[[int], object], running: dict[int, Text], slot: int, tokens: list[int]) -> Piece:
+def _push(engine: Decoder, running: dict[int, Text], slot: int, tokens: Sequence[int]) -> str:
     """Hands tokens to the slot's text; a text that ends leaves the batch."""
-    piece = Piece(slot, running[slot].push(tokens))
+    piece = running[slot].push(tokens)
     if running[slot].stop_reason is not None:
         del running[slot]
-        finish(slot)
+        engine.finish(slot)
     return piece

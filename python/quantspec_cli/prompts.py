@@ -62,7 +62,7 @@ def read(path: str, absent: str = "check the path") -> Document:
         if sys.stdin is None:  # closed by whoever started us
             raise InputError("standard input is closed", "pipe a document into the command, or name a file")
         try:
-            raw = _read_whole("stdin", sys.stdin.buffer)
+            raw = read_whole("stdin", sys.stdin.buffer)
         except OSError as error:
             raise InputError(
                 f"standard input cannot be read: {reason(error)}", "pipe a document into the command, or name a file"
@@ -72,7 +72,7 @@ def read(path: str, absent: str = "check the path") -> Document:
         raise UsageError("the name of a prompt is empty", "name a file, or - for standard input")
     try:
         with Path(path).open("rb") as file:
-            raw = _read_whole(path, file)
+            raw = read_whole(path, file)
     except FileNotFoundError as error:
         raise InputError(f"prompt file {path} does not exist", absent) from error
     except IsADirectoryError as error:
@@ -83,7 +83,7 @@ def read(path: str, absent: str = "check the path") -> Document:
     return from_bytes(path, raw)
 
 
-def _read_whole(name: str, file: BinaryIO) -> bytes:
+def read_whole(name: str, file: BinaryIO) -> bytes:
     """All bytes of a file; stops where they cannot become a prompt any more, because a stream may have no end."""
     raw = bytearray()
     read: Callable[[int], bytes | None] = file.read

@@ -143,19 +143,28 @@ def on_terminal() -> bool:
 
 
 @contextmanager
-def progress(what: str, *, shown: bool) -> Iterator[OnProgress | None]:
-    """A bar on stderr while the body runs; yields what to call with (done, in all), or None where nothing is shown."""
-    with phases(what, shown=shown) as (on_progress,):
+def progress(what: str, *, shown: bool, tokens: int | None = None) -> Iterator[OnProgress | None]:
+    """A bar on stderr while the body runs; yields what to call with (done, in all), or None where nothing is shown. With the
+    tokens that the work is about it tells tokens/s and the time left.
+    """
+    with phases(what, shown=shown, tokens=tokens) as (on_progress,):
         yield on_progress
 
 
 @contextmanager
-def phases(*names: str, shown: bool) -> Iterator[Sequence[OnProgress | None]]:
+def phases(*names: str, shown: bool, tokens: int | None = None) -> Iterator[Sequence[OnProgress | None]]:
     """A bar that shows several pieces of work one after the other; yields a callable, or None, for each."""
     if not shown or not on_terminal():
         yield [None] * len(names)
         return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     seen: list[dict[int, int]] = [{} for _ in names]
 
@@ -167,7 +176,17 @@ def phases(*names: str, shown: bool) -> Iterator[Sequence[OnProgress | None]]:
                     self.update(task, description=name, completed=done, total=steps[done])
             return super().get_renderables()
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    class Rate(TextColumn):
+        """Tokens per second since the work began."""
+
+        def render(self, task: Any) -> Any:
+            share = task.completed / task.total if task.total else 0
+            elapsed = task.elapsed or 0
+            self.text_format = rate(share * (tokens or 0) / elapsed) if share and elapsed else ""
+            return super().render(task)
+
+    columns = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
+    columns += [Rate(""), TimeRemainingColumn(compact=True), TextColumn("left")] if tokens else [TimeElapsedColumn()]
     bar = Bar(*columns, console=console(), transient=True)
     task = bar.add_task(names[0], total=None)
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from . import __version__, instruct, output, prompts, render
@@ -159,29 +159,29 @@ def _decode(
     """Decodes and hands on the text. Ctrl-C ends it with the text so far, and so does an error of the engine: the second and
     third value say so. Before the first token there is nothing to keep, and either is raised.
     """
-    first: list[tuple[int, str]] = []
     interrupted = False
     failures: list[QuantspecError] = []
-    with render.progress("reading the prompt", shown=not quiet) as on_prefill:
+    shown = contextlib.ExitStack()
+    # Closed when the first text appears: no bar may stand in an answer.
+    with shown:
+        bar = render.progress("reading the prompt", shown=not quiet, tokens=len(prompts[0].ids))
+        on_prefill = shown.enter_context(bar)
         batch = engine.start(prompts, options, on_prefill=on_prefill)
-        pieces = output.until_failure(batch, failures)
         try:
-            # The first texts wait until the bar has left the terminal.
-            first.extend(islice(pieces, len(prompts)))
+            for piece in output.until_failure(batch, failures):
+                if piece.text:
+                    shown.close()
+                answers.push(piece.prompt, piece.text)
+                if piece.last:
+                    answers.end(piece.prompt)
         except KeyboardInterrupt:
             interrupted = True
+            batch.interrupt()
     if not any(text.tokens for text in batch.texts):
         if failures:
             raise failures[0]
         if interrupted:
             raise KeyboardInterrupt
-    try:
-        for index, text in chain(first, () if interrupted else pieces):
-            answers.push(index, text)
-            if batch.texts[index].stop_reason is not None:
-                answers.end(index)
-    except KeyboardInterrupt:
-        interrupted = True
     if interrupted or failures:
         batch.interrupt()
         for index, answer in enumerate(batch.texts):

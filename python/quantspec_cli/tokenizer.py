@@ -27,7 +27,7 @@ class Tokenizer:
     def __init__(self, directory: Path, vocab: int) -> None:
         """Reads tokenizer.json; `vocab` is the number of rows of the model's embedding."""
         self._name = str(directory / "tokenizer.json")
-        self.config = files.read_json(directory / "tokenizer_config.json")
+        self.config = read_json(directory / "tokenizer_config.json")
         self.special = {key: text for key, value in self.config.items() if (text := _special(key, value)) is not None}
         self._inner = _load(directory)
         self._vocab = vocab
@@ -227,3 +227,18 @@ def _special(key: str, value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file of a model holds; empty where there is no such file."""
+    if files.status(path) is None:
+        return {}
+    if not files.is_file(path):  # a pipe would be waited for
+        raise ModelError(f"{path} is not a file", "use the file published with these weights")
+    try:
+        parsed = json.loads(files.read(path))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}", "use the file published with these weights") from error
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{path} is not a JSON object", "use the file published with these weights")
+    return parsed

@@ -1,0 +1,70 @@
+"""What an answer depends on, as a hash: equal fingerprints and equal documents mean equal answers on one machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from . import __version__, files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .engine import Model
+    from .options import EngineOptions, GenerateOptions
+
+# Files of a checkpoint that shape an answer.
+_PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.gguf")
+
+# Weights are sampled: reading 16 GB whole would take longer than many a batch. A file that differs only between the
+# samples, has the same size and the same header is taken for the same file.
+_WHOLE_BYTES = 64 << 20
+_SAMPLES = 256
+_SAMPLE_BYTES = 64 << 10
+
+
+def of_model(model: Model) -> str:
+    """A checkpoint's identity: its small files whole, its weights by size and 256 samples of 64 KiB."""
+    place = model.directory
+    found = [place] if files.is_file(place) else sorted({path for pattern in _PATTERNS for path in place.glob(pattern)})
+    digest = hashlib.sha256()
+    for path in found:
+        digest.update(f"{path.name}\0{_of_file(path)}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **request: Any) -> str:
+    """Hash of everything but the document that an answer depends on. `model` is `of_model`'s.
+
+    Not in it: the device, threads, method, γ and pages of the draft. They change no token, but for acceptance by rejection.
+    """
+    told: dict[str, Any] = {
+        "quantspec": __version__,
+        "model": model,
+        "kv_target": engine.kv_target,
+        "kv_rounding": engine.kv_rounding,
+        **vars(options),
+        **request,
+    }
+    if options.temperature > 0 and engine.accept == "rejection":
+        names = ("accept", "method", "gamma", "draft_weights", "draft_pages", "page_choice")
+        told |= {name: getattr(engine, name) for name in names}
+    return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            digest.update(f"{size}\0".encode())
+            if size <= _WHOLE_BYTES:
+                digest.update(file.read())
+            else:
+                for sample in range(_SAMPLES):
+                    file.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+                    digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise files.unreadable(path, error) from error
+    return digest.hexdigest()

@@ -1,0 +1,359 @@
+"""What a batch has done: a journal in SQLite beside the answers, and results.jsonl, which is made from it.
+
+Three steps finish a document, in this order: its answer is moved into place, its row is committed, its line is appended to
+results.jsonl. A process that dies between two of them leaves a document that is done again, or a line that the next start
+writes. The output folder belongs to one process at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import sqlite3
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from urllib.parse import quote
+
+from .errors import FileError, QuantspecError, one_line, reason
+from .sources import STATE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from types import TracebackType
+
+RESULTS = "results.jsonl"
+
+# Of the tables below. A journal of another version is refused, never guessed at.
+_VERSION = 1
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS documents (
+    name BLOB PRIMARY KEY,
+    output BLOB NOT NULL,
+    status TEXT NOT NULL CHECK (status IN ('pending', 'done', 'failed')),
+    sha256 TEXT,      -- of the document's bytes; NULL where they could not be read
+    fingerprint TEXT, -- of everything else that the answer depends on
+    finished INTEGER, -- order in which documents finished
+    result TEXT       -- the line of results.jsonl
+);
+CREATE TABLE IF NOT EXISTS rates (device TEXT, model TEXT, name TEXT, value REAL, PRIMARY KEY (device, model, name));
+"""
+
+
+class Row(NamedTuple):
+    """What the journal knows of a document.
+
+    Attributes:
+        status: "pending": to be done, or interrupted; "done" or "failed".
+        sha256: of the document's bytes when it was finished; None where they could not be read.
+        fingerprint: of model, options and version.
+        result: the object of results.jsonl; None while pending.
+    """
+
+    status: Literal["pending", "done", "failed"]
+    sha256: str | None
+    fingerprint: str | None
+    result: dict[str, Any] | None
+
+
+class Journal:
+    """The journal of one output folder, held by this process until `close`."""
+
+    def __init__(self, out: Path, *, replace: bool = False) -> None:
+        """Opens the journal and takes the folder. `replace` sets a journal that cannot be read aside.
+
+        Raises:
+            FileError: the folder cannot be written, is held by another process, or its journal is damaged.
+        """
+        self.out = out
+        self.state = out / STATE
+        try:
+            self.state.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise FileError(
+                f"output folder {out} cannot be written: {reason(error)}", "name a folder that you may write to"
+            ) from error
+        try:
+            self._take()
+            self._connection = self._open(replace=replace)
+            self._temporary = self.state / "tmp"
+            # What processes that died were writing.
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary.mkdir(exist_ok=True)
+        except OSError as error:
+            self.close()
+            raise FileError(
+                f"output folder {out} cannot be written: {reason(error)}", "name a folder that you may write to"
+            ) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(self._lock, 200, 0).decode("utf-8", "replace").strip() or "another process"
+            raise FileError(
+                f"output folder {self.out} is in use by {holder}", "wait for its end, or name another folder"
+            ) from error
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def _open(self, *, replace: bool) -> sqlite3.Connection:
+        path = self.state / "journal.sqlite"
+        try:
+            return _connect(path)
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError) or not replace:
+                raise FileError(
+                    f"journal {path} cannot be used: {error}",
+                    "free some space or correct its permissions; a damaged journal is replaced by --no-resume",
+                ) from error
+        for file in self.state.glob("journal.sqlite*"):
+            file.rename(file.with_name(f"damaged-{file.name}"))
+        return _connect(path)
+
+    def close(self) -> None:
+        """Gives the folder back."""
+        connection = getattr(self, "_connection", None)
+        if connection is not None:
+            with contextlib.suppress(sqlite3.Error):
+                connection.close()
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def rows(self) -> dict[str, Row]:
+        """Everything known, by name."""
+        with self._reported():
+            return _rows(self._connection)
+
+    def begin(self, outputs: Mapping[str, str], *, replace: bool = False) -> list[str]:
+        """Marks documents (name to output) as pending; their lines leave results.jsonl.
+
+        Returns the names whose output is there already and is no answer of this journal: those are not marked, and are
+        the caller's to refuse. `replace` takes them over.
+        """
+        with self._reported():
+            owned = {bytes(output) for (output,) in self._connection.execute("SELECT output FROM documents")}
+            foreign = [
+                name
+                for name, output in outputs.items()
+                if not replace and os.fsencode(output) not in owned and os.path.lexists(self.out / output)
+            ]
+            refused = set(foreign)
+            with self._transaction():
+                self._connection.executemany(
+                    "INSERT INTO documents (name, output, status) VALUES (?, ?, 'pending') ON CONFLICT (name) DO UPDATE "
+                    "SET output = excluded.output, status = 'pending', sha256 = NULL, fingerprint = NULL, "
+                    "finished = NULL, result = NULL",
+                    [
+                        (os.fsencode(name), os.fsencode(output))
+                        for name, output in outputs.items()
+                        if name not in refused
+                    ],
+                )
+        self._rewrite()
+        return foreign
+
+    def finish(self, name: str, output: str, result: Mapping[str, Any], fingerprint: str) -> None:
+        """Commits a document's result, then appends its line to results.jsonl."""
+        line = json.dumps(result, ensure_ascii=False)
+        with self._reported(), self._transaction():
+            self._connection.execute(
+                "INSERT INTO documents (name, output, status, sha256, fingerprint, finished, result) VALUES "
+                "(?, ?, ?, ?, ?, (SELECT coalesce(max(finished), 0) + 1 FROM documents), ?) ON CONFLICT (name) DO UPDATE "
+                "SET status = excluded.status, sha256 = excluded.sha256, fingerprint = excluded.fingerprint, "
+                "finished = excluded.finished, result = excluded.result",
+                (
+                    os.fsencode(name),
+                    os.fsencode(output),
+                    result["status"],
+                    result["sha256"],
+                    fingerprint,
+                    line,
+                ),
+            )
+        self._append(line)
+
+    def write(self, output: str, text: str) -> None:
+        """Puts an answer into its place below the folder: whole, or not at all.
+
+        Raises:
+            FileError: the place is outside of the folder (a link leads there), or the system refuses; the OSError is
+                its cause.
+        """
+        target = self.out / output
+        temporary = self._new_temporary()
+        try:
+            with temporary.open("w", encoding="utf-8", newline="") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            target.parent.mkdir(parents=True, exist_ok=True)
+            root, parent = os.path.realpath(self.out), os.path.realpath(target.parent)
+            if parent != root and not parent.startswith(root.rstrip(os.sep) + os.sep):
+                raise FileError(f"{target.parent} leads out of {self.out}, to {parent}", "remove the link")
+            # A link at the place itself is replaced, not followed.
+            temporary.replace(target)
+            _sync_folder(target.parent)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise FileError(
+                f"answer {one_line(str(target))} cannot be written: {reason(error)}",
+                "check the folder, its permissions and the space on its disk",
+            ) from error
+
+    def rates(self, device: str, model: str) -> dict[str, float]:
+        """Speeds measured by earlier runs, by name."""
+        with self._reported():
+            found = self._connection.execute(
+                "SELECT name, value FROM rates WHERE device = ? AND model = ?", (device, model)
+            ).fetchall()
+        return dict(found)
+
+    def keep_rates(self, device: str, model: str, rates: Mapping[str, float]) -> None:
+        """Keeps measured speeds for the predictions of later runs."""
+        with self._reported(), self._transaction():
+            self._connection.executemany(
+                "INSERT OR REPLACE INTO rates VALUES (?, ?, ?, ?)",
+                [(device, model, name, value) for name, value in rates.items()],
+            )
+
+    def results(self, names: Iterable[str]) -> list[dict[str, Any]]:
+        """The results of these documents, in the order in which they finished."""
+        wanted = {os.fsencode(name) for name in names}
+        return [json.loads(line) for name, line in self._finished() if name in wanted]
+
+    def _new_temporary(self) -> Path:
+        return self._temporary / os.urandom(8).hex()
+
+    def _finished(self) -> Sequence[tuple[bytes, str]]:
+        with self._reported():
+            return self._connection.execute(
+                "SELECT name, result FROM documents WHERE result IS NOT NULL ORDER BY finished"
+            ).fetchall()
+
+    def _rewrite(self) -> None:
+        """Makes results.jsonl say what the journal says: whatever a dead process left of it is replaced as a whole."""
+        text = "".join(line + "\n" for _, line in self._finished()).encode()
+        path = self.out / RESULTS
+        temporary = self._new_temporary()
+        try:
+            if path.is_file() and path.stat().st_size == len(text) and path.read_bytes() == text:
+                return
+            with temporary.open("wb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError as error:
+            raise _refused(path, error) from error
+
+    def _append(self, line: str) -> None:
+        """Adds a line as a whole: what a full disk takes of it is taken back."""
+        path = self.out / RESULTS
+        raw = (line + "\n").encode()
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                before = os.fstat(descriptor).st_size
+                if os.write(descriptor, raw) != len(raw):
+                    os.ftruncate(descriptor, before)
+                    raise OSError(28, os.strerror(28))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise _refused(path, error) from error
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            # After a full disk SQLite may have rolled back already.
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise FileError(
+                f"journal {self.state / 'journal.sqlite'} cannot be used: {error}",
+                "free some space or correct its permissions, and run the command again: it resumes",
+            ) from error
+
+
+def peek(out: Path) -> dict[str, Row]:
+    """What the journal of a folder says, without taking the folder or writing to it; nothing where there is none."""
+    path = out / STATE / "journal.sqlite"
+    if not path.is_file():
+        return {}
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
+            return _rows(connection)
+    except sqlite3.Error as error:
+        raise FileError(
+            f"journal {path} cannot be used: {error}", "a damaged journal is replaced by --no-resume"
+        ) from error
+
+
+def _rows(connection: sqlite3.Connection) -> dict[str, Row]:
+    found = connection.execute("SELECT name, status, sha256, fingerprint, result FROM documents").fetchall()
+    return {
+        os.fsdecode(name): Row(status, sha256, fingerprint, None if result is None else json.loads(result))
+        for name, status, sha256, fingerprint, result in found
+    }
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    # Transactions are begun where they are needed; one thread uses the connection.
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
+        connection.execute("PRAGMA journal_mode = WAL")
+        # A power cut must not take back what results.jsonl and a person have seen.
+        connection.execute("PRAGMA synchronous = FULL")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            raise sqlite3.DatabaseError(f"it is of version {version}, this program knows {_VERSION}")
+        connection.executescript(_TABLES)
+        connection.execute(f"PRAGMA user_version = {_VERSION}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename survive a power cut, where the file system can say so."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _refused(path: Path, error: OSError) -> QuantspecError:
+    return FileError(
+        f"{path} cannot be written: {reason(error)}", "free some space, and run the command again: it resumes"
+    )

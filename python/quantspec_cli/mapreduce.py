@@ -1,0 +1,136 @@
+"""`--long map-reduce`: a document beyond the context, answered in parts.
+
+Map: the text is split at paragraph borders into parts that fit, and the instruction is applied to each. Reduce: the partial
+answers, in order, become a document of their own, to which the instruction is applied; as often as needed until one is left.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .errors import DoesNotFitError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from .engine import Generation
+
+# Borders a text may be split at, best first: paragraphs, lines, sentences, words. Each keeps its separator on the left.
+_BORDERS = (r"\n\s*\n", r"\n", r"(?<=[.!?])\s+", r"\s+")
+
+
+@dataclass
+class Call:
+    """One call of the model and what it read: a node of the tree that results.jsonl records.
+
+    Attributes:
+        generation: the call's answer.
+        parts: the calls whose answers it read; empty where it read a part of the document.
+    """
+
+    generation: Generation
+    parts: Sequence[Call] = field(default_factory=list)
+
+    def count(self) -> int:
+        """Calls of the tree."""
+        return 1 + sum(part.count() for part in self.parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The node as results.jsonl has it. Texts of partial answers are in it: they are in no file."""
+        generation = self.generation
+        node: dict[str, Any] = {
+            "prompt_tokens": generation.prompt_tokens,
+            "new_tokens": len(generation.tokens),
+            "stop_reason": generation.stop_reason,
+            "text": generation.text,
+        }
+        if self.parts:
+            node["parts"] = [part.to_json() for part in self.parts]
+        return node
+
+
+def answer(
+    name: str, text: str, *, budget: int, count: Callable[[str], int], call: Callable[[str], Generation]
+) -> Call:
+    """The answer to a text that may be beyond the context.
+
+    Args:
+        name: what to call the document in an error.
+        text: the document.
+        budget: tokens that a call's prompt may have.
+        count: tokens of the prompt that a text becomes.
+        call: asks the model about a text whose prompt is within the budget.
+
+    Raises:
+        DoesNotFitError: not even two partial answers fit into one prompt.
+    """
+    calls = [Call(call(part)) for part in split(name, text, budget, count)]
+    while len(calls) > 1:
+        calls = [
+            Call(call(_joined(group)), group) if len(group) > 1 else group[0]
+            for group in _groups(name, calls, budget, count)
+        ]
+    return calls[0]
+
+
+def split(name: str, text: str, budget: int, count: Callable[[str], int]) -> list[str]:
+    """Cuts a text into parts of about equal length whose prompts are within the budget; joined they are the text.
+
+    A cut lies at the best border there is: between paragraphs, lines, sentences, words, and only where a word alone exceeds
+    the budget between characters.
+    """
+    whole = count(text)
+    if whole <= budget:
+        return [text]
+    # Equal parts: a short last part would weigh as much in the reduced answer as a long one.
+    empty = min(count("."), budget - 1)
+    pieces = -(-(whole - empty) // (budget - empty))
+    target = min(-(-len(text) // pieces) + len(text) // (20 * pieces), len(text) - 1)
+    parts: list[str] = []
+    rest = text
+    while rest:
+        part = _head(rest, max(target, 1)) if len(rest) > target else rest
+        while count(part) > budget:
+            if len(part) == 1:
+                raise DoesNotFitError(
+                    f"{name}: a prompt of one character has {count(part)} tokens, the context leaves {budget}",
+                    "raise -c or lower -n",
+                )
+            part = _head(part, len(part) * 9 // 10)
+        parts.append(part)
+        rest = rest[len(part) :]
+    return parts
+
+
+def _head(text: str, length: int) -> str:
+    """The beginning of a text, at most `length` characters, cut at the best border in its second half."""
+    length = max(length, 1)
+    window = text[:length]
+    for border in _BORDERS:
+        ends = [found.end() for found in re.finditer(border, window) if found.end() > length // 2]
+        if ends:
+            return window[: ends[-1]]
+    return window
+
+
+def _groups(name: str, calls: Sequence[Call], budget: int, count: Callable[[str], int]) -> Iterator[list[Call]]:
+    """Neighbours whose answers fit into one prompt together."""
+    groups: list[list[Call]] = []
+    for call in calls:
+        if groups and count(_joined([*groups[-1], call])) <= budget:
+            groups[-1].append(call)
+        else:
+            groups.append([call])
+    if all(len(group) == 1 for group in groups):
+        pair = count(_joined(calls[:2]))
+        raise DoesNotFitError(
+            f"{name}: two partial answers make a prompt of {pair} tokens, the context leaves {budget}",
+            "lower -n, or raise -c",
+        )
+    yield from groups
+
+
+def _joined(calls: Sequence[Call]) -> str:
+    return "\n\n".join(f"Part {number}:\n{call.generation.text.strip()}" for number, call in enumerate(calls, 1))

@@ -1,0 +1,265 @@
+"""One thread owns the engine; callers on any thread hand in requests and receive text.
+
+Between two rounds (`loop.step`, the algorithm) the thread admits waiting requests into free slots, reads their prompts and
+drops what was cancelled. Sequences join and leave the batch at any round. Nothing else calls the engine: slots need no locks,
+and an interrupt of a caller cannot leave one behind.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import loop
+from .errors import NotFiniteError, QuantspecError, UsageError, internal, native_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from . import _native
+    from .text import Text
+
+    OnProgress = Callable[[int, int], object]
+
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence, from its prompt to the end of its answer.
+
+    Attributes:
+        ids: token ids of the prompt.
+        sampling: keyword arguments of `_native.Engine.add`.
+        text: the answer as it grows; only the scheduler's thread adds to it.
+        deliver: takes each piece of text, and whether it is the last, or an error in place of the rest. Called on the
+            scheduler's thread.
+        on_prefill: told rows done and rows in all while the prompt is read; called there, too.
+        cancelled: set by `Scheduler.cancel`.
+    """
+
+    ids: Sequence[int]
+    sampling: Mapping[str, Any]
+    text: Text
+    deliver: Callable[[str | BaseException, bool], object]
+    on_prefill: OnProgress | None = None
+    cancelled: bool = field(default=False, init=False)
+
+
+@dataclass(eq=False)
+class _Call:
+    """Work that a caller wants done between two rounds."""
+
+    work: Callable[[], Any]
+    done: Future[Any] = field(default_factory=Future)
+
+
+class _CancelledError(KeyboardInterrupt):
+    """Ends a prefill: the engine takes it from a callback as it takes Ctrl-C."""
+
+
+class Scheduler:
+    """Decodes requests on one engine, as many at once as it has slots, the others in the order they came.
+
+    Attributes:
+        kept_tokens: tokens of answers behind the first of each. A round may emit more than an answer takes.
+        sequence_rounds: sequences of each round, summed over all rounds; rounds, and the most sequences of one.
+    """
+
+    def __init__(self, native: _native.Engine, slots: int) -> None:
+        """The thread starts with the first request."""
+        self.native = native
+        self.kept_tokens = 0
+        self.rounds = 0
+        self.sequence_rounds = 0
+        self.most_sequences = 0
+        self._free = slots
+        self._commands: SimpleQueue[Request | _Call | None] = SimpleQueue()
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._process = os.getpid()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Takes requests; they wait until slots are free."""
+        self.check_process()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="quantspec-scheduler", daemon=True)
+                self._thread.start()
+        for request in requests:
+            self._commands.put(request)
+
+    def cancel(self, requests: Sequence[Request], *, wait: bool = True) -> None:
+        """Ends requests where they are. Their slots are free when this returns, unless a callback of the engine asks."""
+        for request in requests:
+            request.cancelled = True
+        # A fork has neither the thread nor the slots.
+        if os.getpid() != self._process or self._thread is None:
+            return
+        if wait and not self.is_inside():
+            self.call(lambda: None)
+        else:
+            self._commands.put(_Call(lambda: None))
+
+    def call(self, work: Callable[[], Result]) -> Result:
+        """Runs work that needs the engine between two rounds, and returns its result."""
+        self.check_process()
+        if self._thread is None or self.is_inside():
+            return work()
+        call = _Call(work)
+        self._commands.put(call)
+        result: Result = call.done.result()
+        return result
+
+    def is_inside(self) -> bool:
+        """Whether the scheduler's own thread asks: a callback of a request, which must not wait for anything of it."""
+        return self._thread is not None and self._thread.ident == threading.get_ident()
+
+    def check_process(self) -> None:
+        """Refuses a fork: the engine's threads stayed behind, as does a GPU's context."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                f"the engine belongs to process {self._process}, this is its fork {os.getpid()}",
+                'load an engine in every process, or start processes by "spawn"',
+            )
+
+    def stop(self) -> None:
+        """Ends the thread; nobody may ask for anything afterwards."""
+        if self._thread is not None and os.getpid() == self._process:
+            self._commands.put(None)
+            if not self.is_inside():
+                self._thread.join()
+
+    def _run(self) -> None:
+        while self._take_commands():
+            try:
+                self._admit()
+                if self._running:
+                    self._round()
+            except Exception as error:  # a defect of ours must not leave callers waiting
+                self._fail_all(internal(error))
+
+    def _take_commands(self) -> bool:
+        """Takes what callers want, waiting for it where there is nothing else to do. False ends the thread."""
+        calls: list[_Call] = []
+        while not self._commands.empty() or not (calls or self._running or self._waiting):
+            command = self._commands.get()
+            if command is None:
+                return False
+            if isinstance(command, Request):
+                self._waiting.append(command)
+            else:
+                calls.append(command)
+        self._drop_cancelled()
+        for call in calls:
+            try:
+                call.done.set_result(call.work())
+            except BaseException as error:
+                call.done.set_exception(error)
+        return True
+
+    def _drop_cancelled(self) -> None:
+        for slot, request in list(self._running.items()):
+            if request.cancelled:
+                self._end(slot)
+        for request in [request for request in self._waiting if request.cancelled]:
+            self._waiting.remove(request)
+            _interrupted(request)
+
+    def _admit(self) -> None:
+        """Gives the next request a slot and reads its prompt: one prompt, so that those who decode wait for one at most."""
+        if not self._free or not self._waiting:
+            return
+        request = self._waiting.popleft()
+        try:
+            with native_errors():
+                slot = self.native.add(request.ids, **request.sampling)
+        except QuantspecError as error:
+            request.deliver(error, True)
+            return
+        self._free -= 1
+        self._running[slot] = request
+        try:
+            with native_errors():
+                first = self.native.prefill(slot, self._progress(request))
+        except _CancelledError:
+            self._end(slot)
+        except BaseException as error:  # also what a callback of the request ends its work with
+            self._leave(slot).deliver(error, True)
+        else:
+            self._hand_on(slot, [first])
+
+    def _progress(self, request: Request) -> OnProgress:
+        def on_prefill(done: int, total: int) -> None:
+            if request.on_prefill is not None:
+                request.on_prefill(done, total)
+            if request.cancelled:
+                raise _CancelledError
+
+        return on_prefill
+
+    def _round(self) -> None:
+        slots = list(self._running)
+        self.rounds += 1
+        self.sequence_rounds += len(slots)
+        self.most_sequences = max(self.most_sequences, len(slots))
+        try:
+            with native_errors():
+                emitted = loop.step(self.native, slots)
+        except NotFiniteError:
+            self._round_of_each(slots)
+            return
+        except QuantspecError as error:
+            self._fail_all(error)
+            return
+        for slot, tokens in emitted:
+            self._hand_on(slot, tokens)
+
+    def _round_of_each(self, slots: Sequence[int]) -> None:
+        """Takes a round again, one sequence at a time and without drafts: what is not finite is the fault of one of them."""
+        for slot in slots:
+            try:
+                with native_errors():
+                    ((_, tokens),) = loop.step(self.native, [slot], lambda _: 0)
+            except QuantspecError as error:
+                self._leave(slot).deliver(error, True)
+            else:
+                self._hand_on(slot, tokens)
+
+    def _hand_on(self, slot: int, tokens: Sequence[int]) -> None:
+        """Gives tokens to the slot's text; a text that ends leaves the batch."""
+        request = self._running[slot]
+        before = len(request.text.tokens)
+        piece = request.text.push(tokens)
+        if before:
+            self.kept_tokens += len(request.text.tokens) - before
+        if request.text.stop_reason is not None:
+            self._leave(slot)
+        request.deliver(piece, request.text.stop_reason is not None)
+
+    def _end(self, slot: int) -> None:
+        """Ends a sequence that was cancelled."""
+        _interrupted(self._leave(slot))
+
+    def _leave(self, slot: int) -> Request:
+        """Frees a slot."""
+        request = self._running.pop(slot)
+        self._free += 1
+        self.native.finish(slot)
+        return request
+
+    def _fail_all(self, error: QuantspecError) -> None:
+        for slot in list(self._running):
+            self._leave(slot).deliver(error, True)
+
+
+def _interrupted(request: Request) -> None:
+    """Hands on what an answer held back, and its end."""
+    request.deliver(request.text.interrupt(), True)

@@ -1,0 +1,232 @@
+"""The documents of a batch: what a directory, a file, a glob or a list names, and where each answer goes.
+
+A document's name is its path below the argument that found it, with `/` between the parts. The name fixes the place of the
+answer, so it never leaves the output folder and never depends on the other documents.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import TYPE_CHECKING
+
+from . import files, prompts
+from .errors import FileError, InputError, QuantspecError, UsageError, one_line, reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+# Where a batch keeps its journal, below the output folder.
+STATE = ".quantspec"
+
+# Longest file name of the common file systems, in bytes.
+_NAME_BYTES = 255
+
+
+@dataclass(frozen=True)
+class Source:
+    """One document, not yet read.
+
+    Attributes:
+        name: unique name, parts separated by `/`; bytes that are not UTF-8 are lone surrogates, as Python names files.
+        path: the file to read; None for a literal text.
+        text: the literal text of a list; None for a file.
+        problem: why the document cannot be read, where that is known already (a folder that cannot be listed).
+    """
+
+    name: str
+    path: str | None = None
+    text: str | None = None
+    problem: QuantspecError | None = None
+
+    @property
+    def shown(self) -> str:
+        """The name in UTF-8, as results.jsonl and messages print it: bytes that are not UTF-8 appear as `\\xff`."""
+        return os.fsencode(self.name).decode("utf-8", "backslashreplace")
+
+    def read(self) -> bytes:
+        """The document's bytes.
+
+        Raises:
+            QuantspecError: InputError where there is no regular file or the system refuses; `problem` if there is one;
+                DoesNotFitError for more bytes than any context holds.
+        """
+        if self.problem is not None:
+            raise self.problem
+        if self.path is None:
+            return (self.text or "").encode()
+        try:
+            # A FIFO without a writer would block an open for ever.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                if not S_ISREG(os.fstat(descriptor).st_mode):
+                    raise InputError(f"{self.shown} is no regular file", "give documents as files")
+                return prompts.read_whole(self.shown, file)
+        except FileNotFoundError as error:
+            raise InputError(f"{self.shown} does not exist", "check the path") from error
+        except OSError as error:
+            raise InputError(f"{self.shown} cannot be read: {reason(error)}", "check its permissions") from error
+
+
+def find(arguments: Sequence[str], out: Path) -> list[Source]:
+    """The documents that the arguments name, in a fixed order. The output folder below a walked directory is left out.
+
+    Raises:
+        QuantspecError: UsageError or InputError for an argument that names nothing, for a list that cannot be read, and for
+            two documents of one name.
+    """
+    if not arguments:
+        raise UsageError("no document", "name a directory, files, a quoted glob or a list.jsonl")
+    found: dict[str, Source] = {}
+    places: dict[str, str] = {}
+    for argument in arguments:
+        for source in _of_argument(argument, out):
+            real = os.path.realpath(source.path) if source.path is not None else None
+            if source.name in found:
+                if real is not None and real == places.get(source.name):
+                    continue  # the same file, named twice
+                raise UsageError(
+                    f"two documents are called {source.shown}",
+                    "give their common directory, or a list.jsonl with an id for each",
+                )
+            found[source.name] = source
+            if real is not None:
+                places[source.name] = real
+    if not found:
+        raise UsageError(f"no document in {', '.join(map(one_line, arguments))}", "name a directory that holds some")
+    return list(found.values())
+
+
+def output_name(name: str, suffix: str) -> str:
+    """The answer's path below the output folder. Parts longer than a file system takes end in a hash of the whole part."""
+    *folders, last = name.split("/")
+    return "/".join([_shortened(folder, "") for folder in folders] + [_shortened(last, suffix)])
+
+
+def _shortened(part: str, suffix: str) -> str:
+    raw = os.fsencode(part)
+    if len(raw) + len(suffix.encode()) <= _NAME_BYTES:
+        return part + suffix
+    digest = "~" + hashlib.sha256(raw).hexdigest()[:16]
+    kept = raw[: _NAME_BYTES - len(suffix.encode()) - len(digest)]
+    # Half a character at the cut would make the name invalid UTF-8.
+    return kept.decode("utf-8", "ignore") + digest + suffix
+
+
+def _of_argument(argument: str, out: Path) -> Iterator[Source]:
+    if not argument:
+        raise UsageError("the name of a document is empty", "name a directory, a file, a glob or a list.jsonl")
+    status = files.status(argument)
+    if status is None and glob.has_magic(argument):
+        yield from _matches(argument, out)
+    elif status is None:
+        raise InputError(f"{argument} does not exist", "check the path; quote a glob")
+    elif S_ISDIR(status.st_mode):
+        if os.path.realpath(argument) == os.path.realpath(out):
+            raise UsageError(f"--out {out} is also a directory of documents", "name another folder for the answers")
+        yield from _walk(argument, "", out, ())
+    elif argument.endswith(".jsonl"):
+        yield from _listed(argument)
+    else:
+        yield Source(os.path.basename(argument), argument)
+
+
+def _matches(pattern: str, out: Path) -> Iterator[Source]:
+    """Files that a glob matches; names begin behind its fixed folders."""
+    fixed: list[str] = []
+    for part in Path(pattern).parts:
+        if glob.has_magic(part):
+            break
+        fixed.append(part)
+    root = os.path.join(*fixed) if fixed else ""
+    hidden = os.path.realpath(out)
+    matches = [path for path in glob.glob(pattern, recursive=True) if not _is_below(path, hidden)]
+    paths = sorted({path for path in matches if not os.path.isdir(path)}, key=os.fsencode)
+    if not paths:
+        raise InputError(f"no file matches {pattern}", "check the pattern; ** stands for any folders")
+    for path in paths:
+        yield Source(os.path.relpath(path, root) if root else path, path)
+
+
+def _is_below(path: str, folder: str) -> bool:
+    real = os.path.realpath(path)
+    return real == folder or real.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _walk(folder: str, prefix: str, out: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Source]:
+    """Every file below a folder that is not hidden. Linked folders are entered, but for one that leads back above itself."""
+    try:
+        status = os.stat(folder)
+        entries = sorted(os.scandir(folder), key=lambda entry: os.fsencode(entry.name))
+    except OSError as error:
+        problem = FileError(f"folder {folder} cannot be listed: {reason(error)}", "check its permissions")
+        yield Source(prefix.rstrip("/") or ".", folder, problem=problem)
+        return
+    me = (status.st_dev, status.st_ino)
+    if me in above:
+        return
+    for entry in entries:
+        name = prefix + entry.name
+        if entry.name.startswith("."):
+            continue
+        if not _is_directory(entry):
+            yield Source(name, entry.path)
+        elif not _is_below(entry.path, os.path.realpath(out)):
+            yield from _walk(entry.path, name + "/", out, (*above, me))
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads nowhere: reading it says why
+        return False
+
+
+def _listed(path: str) -> Iterator[Source]:
+    """The documents of a list: one object a line with "path" or "text", and "id" where the path is not to be the name."""
+    document = prompts.from_bytes(path, files.read(Path(path)))
+    folder = os.path.dirname(path)
+    for number, line in enumerate(document.text.split("\n"), 1):
+        if line.strip():
+            yield _of_line(f"line {number} of {path}", line, folder)
+
+
+def _of_line(where: str, line: str, folder: str) -> Source:
+    example = 'give {"path": "a.txt"} or {"id": "a", "text": "..."}'
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON", example) from error
+    if not isinstance(entry, dict):
+        raise InputError(f"{where} is no object", example)
+    unknown = sorted(entry.keys() - {"id", "path", "text"})
+    if unknown:
+        raise InputError(f"{where} has an unknown field {unknown[0]!r}", example)
+    for key, value in entry.items():
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise InputError(f"{key!r} in {where} is {value!r:.60}", f"give a text that is not empty; {example}")
+    if ("path" in entry) == ("text" in entry):
+        raise InputError(f"{where} has {'both' if 'path' in entry else 'neither'} path and text", example)
+    if "text" in entry and "id" not in entry:
+        raise InputError(f"{where} has a text and no id", example)
+    name = _safe(where, entry["id"] if "id" in entry else entry["path"])
+    for text in entry.values():
+        prompts.check_utf8(where, text)
+    if "text" in entry:
+        return Source(name, text=entry["text"])
+    return Source(name, os.path.join(folder, entry["path"]))
+
+
+def _safe(where: str, name: str) -> str:
+    """The name as a relative path that stays below its folder; the root of an absolute path is left out."""
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if ".." in parts:
+        raise InputError(f"{where}: the name {name} leaves the output folder", 'add an "id" without ".."')
+    if not parts or parts[0] == STATE:
+        raise InputError(f"{where}: the name {name} cannot be that of an answer", 'add another "id"')
+    return "/".join(parts)
