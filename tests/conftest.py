@@ -171,6 +171,24 @@ def document(tmp_path: Path) -> Path:
     return path
 
 
+def ids_of(text: str) -> list[int]:
+    """Tokens of the demo model, none added."""
+    from tokenizers import Tokenizer
+
+    return list(Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
+
+
+def chat_model(folder: Path, source: str, generation_config: Any = None) -> str:
+    """A checkpoint directory like the demo's with a chat template, and a generation_config.json where one is given."""
+    model = copy_demo(folder)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": source}))
+    if generation_config is not None:
+        (model / "generation_config.json").write_text(json.dumps(generation_config))
+    return str(model)
+
+
 def copy_demo(target: Path, **config: Any) -> Path:
     """A checkpoint directory like the demo's, with other values in config.json; weights are linked."""
     target.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import pytest
-from conftest import DEMO, Outcome, copy_demo
+from conftest import DEMO, Outcome, copy_demo, ids_of
 from tokenizers import Tokenizer
 
 from quantspec_cli import __version__, tokenizer
@@ -25,10 +25,6 @@ STATS = {
     *("weights_bytes", "draft_weights_bytes", "cache_upper_bytes", "cache_lower_bytes", "buffer_bytes"),
     *("planned_bytes", "peak_bytes"),
 }
-
-
-def ids_of(text: str) -> list[int]:
-    return list(Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(text, add_special_tokens=False).ids)
 
 
 def test_text_to_stdout_statistics_to_stderr(fake: Any, quantspec: Run, document: Path) -> None:
@@ -60,7 +56,7 @@ def test_json_is_one_document_with_the_contract_s_fields(fake: Any, quantspec: R
     assert {key: report[key] for key in expected} == expected
     assert report["stats"].keys() >= STATS
     (result,) = report["results"]
-    assert result.keys() == {"prompt", "prompt_tokens", "new_tokens", "tokens", "text", "stop_reason"}
+    assert result.keys() == {"prompt", "prompt_tokens", "new_tokens", "tokens", "text", "stop_reason", "thinking"}
     assert result["prompt"] == str(document)
     assert result["new_tokens"] == len(result["tokens"]) == 20
     assert result["stop_reason"] == "length"

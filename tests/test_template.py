@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Outcome, copy_demo
+from conftest import Outcome, chat_model
 
 from quantspec_cli import template
-from quantspec_cli.errors import ModelError
+from quantspec_cli.errors import ModelError, UsageError
 
 Run = Callable[..., Outcome]
 
@@ -33,7 +33,7 @@ NO_SYSTEM = (
 
 
 def render(source: str, document: str = "D", instruction: str | None = "I", system: str | None = None) -> str:
-    return template.render(source, template.messages(document, instruction, system), {"bos_token": "<s>"})
+    return template.render(source, template.messages(document, instruction, system), {"bos_token": "<s>"}).text
 
 
 def test_a_document_comes_before_its_instruction() -> None:
@@ -50,6 +50,38 @@ def test_what_templates_expect_of_transformers_is_there() -> None:
         "{{ strftime_now('%Y') | length }}{{ bos_token }}\n  {% if true %}\n.{% endif %}"
     )
     assert render(source, "é<", None) == '"é<"014<s>\n.'
+
+
+def told(source: str, **arguments: Any) -> str:
+    return template.render(source, template.messages("D", None, None), {}, arguments).text
+
+
+def test_a_template_is_told_its_arguments() -> None:
+    assert told("{{ tools | tojson }}{{ date }}", tools=[{"a": 1}], date="today") == '[{"a": 1}]today'
+    assert told("{{ bos_token }}", bos_token="!") == "!"
+    assert len(told("{{ a }}", a="x" * 2_000_000)) == 2_000_000
+
+
+def test_thinking_is_off_unless_an_argument_says_otherwise() -> None:
+    source = "{% if enable_thinking is defined and enable_thinking is false %}off{% else %}on{% endif %}"
+    assert told(source) == "off"
+    assert told(source, enable_thinking=True) == "on"
+
+
+def test_an_argument_that_no_template_reads_is_refused() -> None:
+    for source in ("{{ messages[0].content }}{{ tools }}", "{# foo #}{{ tools.foo }}{% set foo = 1 %}{{ foo }}"):
+        with pytest.raises(UsageError, match="no variable foo") as caught:
+            told(source, foo=1)
+        assert "the template has tools" in caught.value.hint
+    with pytest.raises(UsageError, match="enable_thinking to switch thinking") as caught:
+        told("{{ messages }}", enable_thinking=True)
+    assert "no variables" in caught.value.hint
+    many = "".join(f"{{{{ v{number:02} }}}}" for number in range(20))
+    with pytest.raises(UsageError) as caught:
+        template.render(many + "{{ bos_token }}{{ messages }}", [], {"bos_token": "<s>"}, {"foo": 1})
+    assert caught.value.hint.endswith("the template has " + ", ".join(f"v{number:02}" for number in range(12)))
+    # One that is read first and set then is a variable.
+    assert told("{% if foo is not defined %}{% set foo = 2 %}{% endif %}{{ foo }}", foo=1) == "1"
 
 
 def test_a_document_is_data_not_a_template() -> None:
@@ -148,14 +180,6 @@ def test_a_template_is_found_where_checkpoints_keep_it(tmp_path: Path, where: st
     assert template.find(tmp_path, configs[where]) == CHATML
     assert template.find(tmp_path / "nowhere", {}) is None
     assert template.find(tmp_path / "nowhere", {"chat_template": [{"name": "tool_use", "template": "x"}]}) is None
-
-
-def chat_model(folder: Path, source: str) -> str:
-    model = copy_demo(folder)
-    config = json.loads((model / "tokenizer_config.json").read_text())
-    (model / "tokenizer_config.json").unlink()
-    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": source}))
-    return str(model)
 
 
 def test_a_rendered_prompt_is_encoded_without_a_second_bos(fake: Any, tmp_path: Path) -> None:

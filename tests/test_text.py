@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli.text import StopStrings, Text
+from quantspec_cli.text import StopStrings, Text, Thinking
 
 EOS = 0
 
@@ -118,3 +120,72 @@ def test_the_text_is_a_function_of_the_bytes_alone(
     text = feed(chopped(words.encode(), token_sizes), rounds, stops=stops)
     text.interrupt()
     assert text.text == "".join(text.pieces) == oracle(words, stops)
+
+
+def test_nothing_of_a_thinking_block_is_emitted() -> None:
+    words = ["\n", "<th", "ink>\n", "hm </th", "ing></thi", "nk>", "\n\n", "Yes", ".\n"]
+    text = Text(lambda token: words[token].encode(), limit=99, thinking=Thinking())
+    assert [text.push([token]) for token in range(len(words))] == [*[""] * 7, "Yes", ".\n"]
+    assert (text.text, text.thinking) == ("Yes.\n", "hm </thing>")
+    assert text.tokens == list(range(len(words)))
+
+
+def test_a_block_that_the_prompt_began() -> None:
+    text = feed([b"hm</think>", b"Yes"], [], thinking=Thinking(begun=True))
+    assert (text.text, text.thinking) == ("Yes", "hm")
+
+
+def test_a_block_is_taken_off_the_beginning_only() -> None:
+    text = feed([b"Yes <think>hm</think>"], [], thinking=Thinking())
+    assert (text.text, text.thinking) == ("Yes <think>hm</think>", None)
+    off = feed([b"<think>hm</think>"], [], thinking=Thinking(on=False))
+    assert (off.text, off.thinking) == ("<think>hm</think>", None)
+
+
+@pytest.mark.parametrize("end", ["eos", "length", "interrupted"])
+def test_an_unfinished_block_is_no_answer(end: str) -> None:
+    text = Text(lambda _: b"<think>hm </thi", limit=1 if end == "length" else 9, eos={EOS}, thinking=Thinking())
+    piece = text.push([1])
+    piece += text.push([EOS]) if end == "eos" else text.interrupt() if end == "interrupted" else ""
+    assert (piece, text.text, text.thinking, text.stop_reason) == ("", "", "hm </thi", end)
+
+
+def test_a_stop_string_is_looked_for_in_the_answer_alone() -> None:
+    text = feed([b"<think>a END</think>b", b" EN", b"D c"], [], stops=["END"], thinking=Thinking())
+    assert (text.text, text.thinking, text.stop_reason) == ("b ", "a END", "stop")
+    held = feed([b"<thi"], [], stops=["th"], limit=1, thinking=Thinking())
+    assert (held.text, held.stop_reason) == ("<", "stop")
+
+
+THOUGHTS = st.lists(
+    st.sampled_from(["<think>", "</think>", "<th", "ink>", "</", "\n", " ", "a", "é", "世", "ab"]), max_size=20
+).map("".join)
+
+
+def thought_and_answer(text: str, *, begun: bool) -> tuple[str | None, str]:
+    """Splits the whole text at once."""
+    opening = re.match(r"\s*<think>", text)
+    if not begun and opening is None:
+        return None, text
+    thought, _, answer = text[0 if begun or opening is None else opening.end() :].partition("</think>")
+    return thought.strip("\n"), answer.lstrip("\n")
+
+
+@given(
+    THOUGHTS, st.booleans(), STOPS, st.lists(st.integers(1, 4), max_size=40), st.lists(st.integers(1, 17), max_size=20)
+)
+def test_what_is_emitted_of_thoughts_and_answer_depends_on_the_tokens_alone(
+    words: str, begun: bool, stops: list[str], token_sizes: list[int], rounds: list[int]
+) -> None:
+    tokens, thinking = chopped(words.encode(), token_sizes), Thinking(begun=begun)
+    text = feed(tokens, rounds, stops=stops, thinking=thinking)
+    singly = feed(tokens, [], stops=stops, thinking=thinking)
+    assert (text.text, text.tokens, text.stop_reason) == (singly.text, singly.tokens, singly.stop_reason)
+    # So far, and not only at the end.
+    some = feed(tokens[: sum(rounds[:2])], rounds[:2], stops=stops, thinking=thinking)
+    assert some.text == feed(tokens[: sum(rounds[:2])], [], stops=stops, thinking=thinking).text
+    text.interrupt()
+    thought, answer = thought_and_answer(words, begun=begun)
+    assert text.text == "".join(text.pieces) == oracle(answer, stops)
+    if text.stop_reason != "stop":
+        assert text.thinking == thought

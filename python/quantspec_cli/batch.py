@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, batch_view, fingerprint, journal, mapreduce, output, prompts, render, sources
+from . import __version__, batch_view, fingerprint, instruct, journal, mapreduce, output, prompts, render, sources
 from .batch_plan import OF_DOCUMENT, Job, Prints, Reader, Request, Survey, dry_run, look, room
 from .engine import Engine, Model, Stream
 from .errors import (
@@ -78,6 +78,8 @@ class Outcome:
             "calls": self.answer.count() if self.answer else 0,
             "error": self.error and self.error.to_json()["error"],
         }
+        if generation and generation.thinking is not None:
+            result["thinking"] = generation.thinking
         if self.warnings:
             result["warnings"] = list(self.warnings)
         if self.answer and self.answer.parts:
@@ -99,8 +101,10 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
         progress=render.on_terminal() and not request.quiet,
     )
     context = model.resolve_context(request.ctx_size)
+    options = _settled(request, options, model, context)
     reader = Reader(model, request, options, context)
-    told = {"instruction": request.instruction, "system_prompt": request.system_prompt, "long": request.long}
+    names = ("instruction", "system_prompt", "template_args", "long")
+    told = {name: getattr(request, name) for name in names}
     model_print = fingerprint.of_model(model)
     answer_print = fingerprint.of_answer(model_print, engine_options, options, **told)
     # What failed may succeed on another device or with a longer context.
@@ -116,6 +120,24 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
     with Journal(out, replace=not request.resume) as kept:
         survey = look(request, places, kept.rows(), prints)
         return _Run(request, kept, survey, reader, prints).run(engine_options, found)
+
+
+def _settled(request: Request, options: GenerateOptions, model: Model, context: int) -> GenerateOptions:
+    """The options with what the model recommends in place of what nobody asked for, as in `run`; notes say so."""
+    sample = model.prompt(
+        "A document.",
+        instruction=request.instruction,
+        system_prompt=request.system_prompt,
+        template_args=request.template_args,
+        context=context,
+    )
+    options, notes = instruct.settle(
+        model, [sample], options, unset=request.unset, arguments=request.template_args, context=context
+    )
+    if not request.quiet and not request.as_json:
+        for line in notes:
+            render.note(line)
+    return options
 
 
 def _check(request: Request, options: GenerateOptions) -> None:

@@ -12,7 +12,7 @@ from .engine import planned
 from .errors import EXIT_DONE, DoesNotFitError, FileError, InputError, NotFiniteError, QuantspecError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from .engine import Model, Prompt, Stream
     from .journal import Row
@@ -34,6 +34,8 @@ class Request:
         paths: directories, files, globs or lists.
         out: folder of the answers.
         suffix: of an answer's name, after the document's whole name.
+        template_args: what the chat template is told.
+        unset: parameters of the command that no flag, variable or setting gave.
         long: what happens to a document beyond the context, "refuse" or "map-reduce".
         parallel: most documents that decode together; None chooses.
     """
@@ -46,6 +48,8 @@ class Request:
     suffix: str
     instruction: str | None
     system_prompt: str | None
+    template_args: Mapping[str, Any]
+    unset: Container[str]
     ctx_size: int
     long: str
     parallel: int | None
@@ -163,13 +167,19 @@ class Reader:
         return prompts.from_bytes(job.source.shown, raw)
 
     def prompt(self, name: str, text: str) -> Prompt:
-        """The prompt of a text, whatever its length.
+        """The prompt of a text.
 
         Raises:
-            DoesNotFitError: it has more characters than any prompt within the model's context.
+            DoesNotFitError: it is so long that it cannot fit, whatever its tokens.
         """
         return self.model.prompt(
-            text, instruction=self._request.instruction, system_prompt=self._request.system_prompt, name=name
+            text,
+            instruction=self._request.instruction,
+            system_prompt=self._request.system_prompt,
+            template_args=self._request.template_args,
+            name=name,
+            # A text that is to be split is counted, however long.
+            context=len(text) + 1 if self.may_split else self.context,
         )
 
     def check(self, prompt: Prompt) -> None:

@@ -21,6 +21,7 @@ from .options import (
     Lists,
     NumberOr,
     Verbatim,
+    chat_flags,
     device_flags,
     engine_flags,
     json_flag,
@@ -82,6 +83,10 @@ def _choice_flag(flag: str, choices: Sequence[str], *, text: str) -> Callable[[C
     return click.option(flag, type=click.Choice(choices), default=choices[0], show_default=True, help=text)
 
 
+# Flags that chat templates alone use.
+_OF_TEMPLATES = {"thinking", "template_arg"}
+
+
 class _Command(click.Command):
     """A command that complains of the settings file when it runs: `--help` works whatever the file holds. Its errors about an
     option name the flag, and where the value is from.
@@ -137,6 +142,7 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text, behind the files.")
 @click.option("--instruction", metavar="TEXT", help="What to do with the document; uses the model's chat template.")
 @click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
+@chat_flags
 @_output_flag(
     *("-o", "--output", "output"),
     text="Write the answer there instead of stdout; the file appears at the end. Ctrl-C keeps the text so far.",
@@ -148,7 +154,10 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @device_flags
 @json_flag
 @click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
+@click.pass_context
 def run(
+    ctx: click.Context,
+    /,
     *,
     documents: tuple[str, ...],
     prompt: tuple[str, ...],
@@ -156,6 +165,8 @@ def run(
     output: str | None,
     max_tokens: int,
     stop: tuple[str, ...],
+    thinking: str | None,
+    template_arg: tuple[str, ...],
     **flags: Any,
 ) -> Done:
     """Continue documents: text to stdout, statistics to stderr.
@@ -164,12 +175,15 @@ def run(
     """
     generate_options, engine_options = _options(flags, max_tokens, stop)
 
+    template_args = _template_args(ctx, thinking, template_arg)
+
     from .run import Request
     from .run import run as execute
 
-    return execute(
-        Request(prompts=documents + prompt, texts=text, output=output, **flags), engine_options, generate_options
+    request = Request(
+        prompts=documents + prompt, texts=text, output=output, template_args=template_args, unset=_unset(ctx), **flags
     )
+    return execute(request, engine_options, generate_options)
 
 
 @cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
@@ -178,6 +192,7 @@ def run(
 @model_flags
 @click.option("--instruction", metavar="TEXT", help="What to do with each document; uses the model's chat template.")
 @click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
+@chat_flags
 @_choice_flag("--long", ("refuse", "map-reduce"), text="What happens to a document beyond the context.")
 @click.option("--suffix", metavar="TEXT", default=".md", show_default=True, help="Of an answer's name.")
 @click.option(
@@ -198,17 +213,30 @@ def run(
 @device_flags
 @json_flag
 @click.option("-q", "--quiet", is_flag=True, help="Nothing on stderr but errors.")
-def batch(*, max_tokens: int, parallel: int | str, stop: tuple[str, ...], **flags: Any) -> Done:
+@click.pass_context
+def batch(
+    ctx: click.Context,
+    /,
+    *,
+    max_tokens: int,
+    parallel: int | str,
+    stop: tuple[str, ...],
+    thinking: str | None,
+    template_arg: tuple[str, ...],
+    **flags: Any,
+) -> Done:
     """Answer every document of a directory: one file each in --out, resumable.
 
     PATH is a directory, a file, a quoted glob, or a list.jsonl of {"path": ...} or {"id": ..., "text": ...}.
     """
     generate_options, engine_options = _options(flags, max_tokens, stop)
+    template_args = _template_args(ctx, thinking, template_arg)
 
     from .batch import batch as execute
     from .batch_plan import Request
 
-    request = Request(parallel=None if isinstance(parallel, str) else parallel, **flags)
+    at_once = None if isinstance(parallel, str) else parallel
+    request = Request(parallel=at_once, template_args=template_args, unset=_unset(ctx), **flags)
     return execute(request, engine_options, generate_options)
 
 
@@ -217,6 +245,28 @@ def _options(flags: dict[str, Any], max_tokens: int, stop: tuple[str, ...]) -> t
     sampling = {name: flags.pop(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")}
     generate_options = GenerateOptions(max_new_tokens=max_tokens, stop=stop, **sampling)
     return generate_options, EngineOptions(**{name: flags.pop(name) for name in EngineOptions.__dataclass_fields__})
+
+
+def _unset(ctx: click.Context) -> frozenset[str]:
+    """Parameters that have their defaults: no flag, variable or setting gave them."""
+    return frozenset(name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT)
+
+
+def _template_args(ctx: click.Context, thinking: str | None, pairs: tuple[str, ...]) -> dict[str, Any]:
+    """What the chat template is told. Where it is not used, flags are refused; variables and settings may be for others."""
+    from .conversation import parsed_arguments
+
+    if ctx.params["instruction"] is not None or ctx.params["system_prompt"] is not None:
+        return parsed_arguments(thinking, pairs)
+    for parameter in ctx.command.params:
+        name = parameter.name or ""
+        if name in _OF_TEMPLATES and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            flag = settings.flag_of(parameter)
+            raise UsageError(
+                f"{flag} does not apply to a document that is continued",
+                f"add --instruction or --system-prompt, or leave out {flag}",
+            )
+    return {}
 
 
 @cli.command(context_settings=_CONTEXT)

@@ -16,16 +16,17 @@ from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, cast
 
-from . import files, hub, settings, template
+from . import conversation, files, hub, settings, template
 from .errors import DoesNotFitError, ModelError, UsageError, native_errors
+from .instruct import Recommended
 from .options import EngineOptions, GenerateOptions, shown, whole
 from .prompts import check_utf8
 from .scheduler import Request, Scheduler
-from .text import Text
+from .text import Text, Thinking
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from typing_extensions import Unpack
@@ -90,11 +91,13 @@ class Prompt:
         ids: the tokens, special ones included.
         continues: the answer continues the prompt's text, instead of replying to it.
         name: what to call it in messages.
+        thinking: how a reply marks what the model thinks before it; None where the model knows no such block.
     """
 
     ids: list[int]
     continues: bool = True
     name: str = "the prompt"
+    thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
         """Takes whatever yields ids, a NumPy array for example."""
@@ -115,15 +118,17 @@ class Generation:
 
     Attributes:
         prompt_tokens: length of the prompt.
-        tokens: emitted ids, without the one that ended the text.
-        text: the emitted text.
+        tokens: emitted ids, those of a thinking block included, without the one that ended the text.
+        text: the emitted text, without a thinking block.
         stop_reason: "length", "eos", "stop" or "interrupted".
+        thinking: what the model thought before it answered; None where the answer has no thinking block.
     """
 
     prompt_tokens: int
     tokens: list[int]
     text: str
     stop_reason: str
+    thinking: str | None = None
 
 
 @dataclass(frozen=True)
@@ -168,34 +173,61 @@ class Model:
         """The checkpoint's chat template."""
         return template.find(self.directory, self.tokenizer.config)
 
+    @cached_property
+    def recommended(self) -> Recommended:
+        """What the checkpoint's generation_config.json recommends."""
+        return Recommended.read(self.directory)
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """Options of `Engine.generate` by which the checkpoint's generation_config.json samples; empty where it does not."""
+        return dict(self.recommended.sampling)
+
     def prompt(
         self,
-        document: str,
+        document: str | None = None,
         *,
+        messages: Iterable[Mapping[str, str]] | None = None,
         instruction: str | None = None,
         system_prompt: str | None = None,
+        template_args: Mapping[str, Any] | None = None,
         name: str = "the prompt",
         context: int | None = None,
     ) -> Prompt:
-        """Encodes a document: as it is, or as a conversation when there is an instruction or a system prompt.
+        """Encodes a document: as it is, or as a conversation when there is an instruction or a system prompt; or `messages`
+        of several turns, each {"role": "system" | "user" | "assistant", "content": text}, the last one the user's.
 
+        `template_args` are what the chat template is told: {"enable_thinking": True} has a model think that can.
         A document that cannot fit the context (by default the model's) is refused before it is encoded.
         """
         limit = self.context if context is None else context
+        arguments = conversation.checked_arguments({} if template_args is None else template_args)
+        turns = None if messages is None else conversation.checked(messages)
+        if turns is not None:
+            if not (document is None and instruction is None and system_prompt is None):
+                raise UsageError("messages and a document exclude each other", "put all of it into messages")
+            document = "".join(turn["content"] for turn in turns)
         _check_text(name, document)
+        document = cast("str", document)
         for what, text in (("the instruction", instruction), ("the system prompt", system_prompt)):
             if text is not None:
                 _check_text(what, text)
         self._check_length(name, document, limit)
-        if instruction is None and system_prompt is None:
-            prompt = Prompt(self.tokenizer.encode(document), name=name)
-        elif self.chat_template is None:
-            prompt = Prompt(self.tokenizer.encode(template.plain(document, instruction, system_prompt)), name=name)
-        else:
-            conversation = template.messages(document, instruction, system_prompt)
-            text = template.render(self.chat_template, conversation, self.tokenizer.special)
-            prompt = Prompt(self.tokenizer.encode(text, special=False), continues=False, name=name)
-        return prompt
+        converses = turns is not None or instruction is not None or system_prompt is not None
+        if converses and self.chat_template is not None:
+            turns = turns or template.messages(document, instruction, system_prompt)
+            text, thinking = conversation.render(self.chat_template, turns, self.tokenizer, arguments)
+            return Prompt(self.tokenizer.encode(text, special=False), continues=False, name=name, thinking=thinking)
+        if turns is not None or arguments:
+            what = "template arguments" if turns is None else "messages"
+            why, hint = "a document alone is continued without one", "add an instruction or a system prompt"
+            if self.chat_template is None:
+                why, hint = "the model has none", "use an instruct model, or leave them out"
+            option = "thinking" if template.THINKING in arguments else "template_arg"
+            raise UsageError(f"{what} need a chat template; {why}", hint, option=option)
+        if converses:
+            return Prompt(self.tokenizer.encode(template.plain(document, instruction, system_prompt)), name=name)
+        return Prompt(self.tokenizer.encode(document), name=name)
 
     def _check_length(self, name: str, document: str, limit: int) -> None:
         """Refuses a document that cannot fit before it is encoded, which takes over 100 bytes of memory per character."""
@@ -282,10 +314,13 @@ class Batch:
         self._prompts = prompts
         self.texts = [
             Text(
-                model.tokenizer.answer_bytes(continues=prompt.continues),
+                model.tokenizer.answer_bytes(
+                    continues=prompt.continues, shown=prompt.thinking.tags if prompt.thinking else ()
+                ),
                 limit=options.max_new_tokens,
                 eos=frozenset[int]() if options.ignore_eos else model.eos,
                 stops=options.stop,
+                thinking=prompt.thinking,
             )
             for prompt in prompts
         ]
@@ -337,7 +372,7 @@ class Batch:
     def generations(self) -> list[Generation]:
         """The answers, in the order of the prompts."""
         return [
-            Generation(len(prompt.ids), text.tokens, text.text, text.stop_reason or "interrupted")
+            Generation(len(prompt.ids), text.tokens, text.text, text.stop_reason or "interrupted", text.thinking)
             for prompt, text in zip(self._prompts, self.texts, strict=True)
         ]
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from .engine import Generation
 
+# Characters that are encoded at once to count tokens: encoding takes over 100 bytes of memory per character.
+_COUNTED_CHARACTERS = 1_000_000
+
 # Borders a text may be split at, best first: paragraphs, lines, sentences, words. Each keeps its separator on the left.
 _BORDERS = (r"\n\s*\n", r"\n", r"(?<=[.!?])\s+", r"\s+")
 
@@ -81,13 +84,15 @@ def split(name: str, text: str, budget: int, count: Callable[[str], int]) -> lis
     A cut lies at the best border there is: between paragraphs, lines, sentences, words, and only where a word alone exceeds
     the budget between characters.
     """
-    whole = count(text)
-    if whole <= budget:
+    if len(text) <= _COUNTED_CHARACTERS and count(text) <= budget:
         return [text]
+    # A long text is counted in pieces, each with the tokens around it: too many by some.
+    pieces = (text[at : at + _COUNTED_CHARACTERS] for at in range(0, len(text), _COUNTED_CHARACTERS))
+    whole = sum(map(count, pieces))
     # Equal parts: a short last part would weigh as much in the reduced answer as a long one.
     empty = min(count("."), budget - 1)
-    pieces = -(-(whole - empty) // (budget - empty))
-    target = min(-(-len(text) // pieces) + len(text) // (20 * pieces), len(text) - 1)
+    parts_wanted = max(2, -(-(whole - empty) // (budget - empty)))
+    target = min(-(-len(text) // parts_wanted) + len(text) // (20 * parts_wanted), len(text) - 1)
     parts: list[str] = []
     rest = text
     while rest:

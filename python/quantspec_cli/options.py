@@ -59,6 +59,9 @@ SEED_MAX = 2**64 - 1
 # More than any machine has; the number reaches the system as it is.
 THREADS_MAX = 4096
 MAX_NEW_TOKENS = 256
+# Of `run` through a chat template: a summary of two pages, and one that is thought over first.
+MAX_REPLY_TOKENS = 1024
+MAX_THOUGHTFUL_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,11 +354,14 @@ def sampling_flags(command: Command) -> Command:
             type=int,
             metavar="N",
             default=MAX_NEW_TOKENS,
-            show_default=True,
-            help="New tokens at most.",
+            help=f"New tokens at most.  [default: {MAX_NEW_TOKENS}; {MAX_REPLY_TOKENS} through a chat template, "
+            f"{MAX_THOUGHTFUL_TOKENS} where the model may think first; less where the context ends]",
         ),
         click.option(
-            "--temperature", "--temp", "temperature", type=float, default=0.0, help="0 is greedy.  [default: 0]"
+            *("--temperature", "--temp", "temperature"),
+            type=float,
+            default=0.0,
+            help="0 is greedy.  [default: 0; through a chat template generation_config.json's, as are the next three]",
         ),
         click.option("--top-k", type=int, default=0, help="Keep the K likeliest tokens; 0 is off.  [default: 0]"),
         click.option(
@@ -364,6 +370,24 @@ def sampling_flags(command: Command) -> Command:
         click.option("--min-p", type=float, default=0.0, help="Drop tokens below P times the likeliest.  [default: 0]"),
         click.option("-s", "--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
         click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token."),
+    )(command)
+
+
+def chat_flags(command: Command) -> Command:
+    """--thinking, --template-arg."""
+    return _flags(
+        click.option(
+            "--thinking",
+            type=click.Choice(("on", "off")),
+            help="Whether a model that can think does so before it answers; the answer comes without it.  [default: off]",
+        ),
+        click.option(
+            "--template-arg",
+            multiple=True,
+            type=Verbatim(),
+            metavar="KEY=VALUE",
+            help="What the chat template is told besides: VALUE is JSON, or else text. Repeatable.",
+        ),
     )(command)
 
 

@@ -6,13 +6,13 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, output, prompts, render
+from . import __version__, instruct, output, prompts, render
 from .engine import Engine, Model
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, one_line
 from .options import METHODS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from .engine import Batch, Generation, Prompt
     from .options import EngineOptions, GenerateOptions
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one `quantspec run` was asked for."""
+    """What one `quantspec run` was asked for.
+
+    Attributes:
+        template_args: what the chat template is told.
+        unset: parameters of the command that no flag, variable or setting gave.
+    """
 
     model: str | None
     revision: str | None
@@ -29,6 +34,8 @@ class Request:
     texts: Sequence[str]
     instruction: str | None
     system_prompt: str | None
+    template_args: Mapping[str, Any]
+    unset: Container[str]
     output: str | None
     ctx_size: int
     as_json: bool
@@ -60,11 +67,18 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
                 document.text,
                 instruction=request.instruction,
                 system_prompt=request.system_prompt,
+                template_args=request.template_args,
                 name=document.name,
                 context=limit,
             )
             for document in documents
         ]
+        options, notes = instruct.settle(
+            model, encoded, options, unset=request.unset, arguments=request.template_args, context=limit
+        )
+        if not request.as_json and not request.quiet:
+            for line in notes:
+                render.note(line)
         context = max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded)
         with render.progress("loading weights", shown=not request.quiet) as on_loading:
             engine = Engine(
@@ -91,6 +105,8 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
     if request.as_json:
         return output.Done(code, report(engine, options, names, generations))
     if not request.quiet:
+        for line in instruct.cuts(shown, encoded, generations):
+            render.note(line)
         render.statistics(engine, shown, generations)
     return output.Done(code)
 
@@ -113,6 +129,9 @@ def report(
         "accept": "greedy" if options.temperature == 0 else chosen.accept,
         "gamma": chosen.gamma if METHODS[chosen.method].drafts else 0,
         "temperature": options.temperature,
+        "top_k": options.top_k,
+        "top_p": options.top_p,
+        "min_p": options.min_p,
         "seed": options.seed,
         "results": results(names, generations),
         "stats": engine.statistics(),
@@ -129,6 +148,7 @@ def results(names: Sequence[str], generations: Sequence[Generation]) -> list[dic
             "tokens": generation.tokens,
             "text": generation.text,
             "stop_reason": generation.stop_reason,
+            "thinking": generation.thinking,
         }
         for name, generation in zip(names, generations, strict=True)
     ]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import datetime
 from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 from . import background, files
-from .errors import ModelError, internal
+from .errors import ModelError, UsageError, internal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,6 +28,12 @@ CPU_LIMIT_S = 5
 WALL_LIMIT_S = 30
 # Address space of the process, besides what the document itself needs: jinja with its imports takes about 100 MB.
 MEMORY_LIMIT_BYTES = 1 << 30
+# The variable by which templates of models that can think are told whether to.
+THINKING = "enable_thinking"
+# Variables that every conversation sets.
+RESERVED = ("messages", "add_generation_prompt")
+# A hint names so many variables at most.
+NAMED = 12
 # A template wraps its messages in a few special tokens.
 SLACK_CHARACTERS = 1 << 20
 
@@ -61,13 +68,36 @@ def plain(document: str, instruction: str | None, system_prompt: str | None) -> 
     return "\n\n".join(part for part in parts if part is not None) + "\n\n"
 
 
-def render(template: str, conversation: Sequence[Mapping[str, str]], special: Mapping[str, str]) -> str:
-    """Renders a conversation and the start of the answer; `special` are the texts of the model's special tokens."""
-    size = sum(len(message["content"]) for message in conversation)
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as a model reads it.
+
+    Attributes:
+        text: the conversation and the start of the answer, special tokens included.
+        variables: names that the template reads.
+    """
+
+    text: str
+    variables: frozenset[str]
+
+
+def render(
+    template: str,
+    conversation: Sequence[Mapping[str, str]],
+    special: Mapping[str, str],
+    arguments: Mapping[str, Any] | None = None,
+) -> Rendered:
+    """Renders a conversation and the start of the answer.
+
+    `special` are the texts of the model's special tokens, `arguments` what the template is told besides; one that it does
+    not read is refused. `enable_thinking` is false unless an argument says otherwise.
+    """
+    size = sum(len(message["content"]) for message in conversation) + len(json.dumps(arguments))
     request = {
         "template": template,
         "messages": list(conversation),
         "special": dict(special),
+        "arguments": dict(arguments or {}),
         "limit": 2 * size + SLACK_CHARACTERS,
         "cpu_limit_s": CPU_LIMIT_S,
     }
@@ -79,6 +109,13 @@ def render(template: str, conversation: Sequence[Mapping[str, str]], special: Ma
         raise _refused(f"the chat template took more than {CPU_LIMIT_S} s or too much memory") from None
     if "error" in answer:
         raise _refused(f"the chat template failed: {answer['error']}")
+    if "unknown" in answer:
+        name, known = answer["unknown"], [name for name in answer["variables"] if name not in {*RESERVED, *special}]
+        raise UsageError(
+            f"the model's chat template has no variable {name}" + " to switch thinking" * (name == THINKING),
+            f"leave it out; the template has {', '.join(known[:NAMED]) or 'no variables'}",
+            option="thinking" if name == THINKING else "template_arg",
+        )
     text = answer["text"]
     if not isinstance(text, str) or not text.strip():
         raise _refused("the chat template rendered nothing")
@@ -86,7 +123,7 @@ def render(template: str, conversation: Sequence[Mapping[str, str]], special: Ma
         text.encode()
     except UnicodeEncodeError as error:
         raise _refused(f"the chat template rendered half of a pair: character {error.start} is not UTF-8") from error
-    return text
+    return Rendered(text, frozenset(answer["variables"]))
 
 
 def _answer_of_child(request: bytes) -> bytes:
@@ -117,8 +154,9 @@ def child() -> None:
     request = json.loads(sys.stdin.buffer.read())
     _limit(len(request["template"]) + request["limit"], request["cpu_limit_s"])
     try:
-        text = _render_here(request["template"], request["messages"], request["special"], request["limit"])
-        answer = {"text": text}
+        answer = _render_here(
+            **{name: request[name] for name in ("template", "messages", "special", "arguments", "limit")}
+        )
     except MemoryError:
         answer = {"error": "out of memory"}
     except Exception as error:
@@ -143,8 +181,10 @@ def _limit(characters: int, cpu_limit_s: int) -> None:
     lower(resource.RLIMIT_CORE, 0)
 
 
-def _render_here(template: str, conversation: list[dict[str, str]], special: dict[str, str], limit: int) -> str:
-    from jinja2 import TemplateError
+def _render_here(
+    template: str, messages: list[dict[str, str]], special: dict[str, str], arguments: dict[str, Any], limit: int
+) -> dict[str, Any]:
+    from jinja2 import TemplateError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def raise_exception(message: str) -> None:
@@ -159,16 +199,20 @@ def _render_here(template: str, conversation: list[dict[str, str]], special: dic
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    variables = sorted(meta.find_undeclared_variables(environment.parse(template)))
+    unknown = [name for name in arguments if name not in variables]
+    if unknown:
+        return {"unknown": unknown[0], "variables": variables}
     # Templates test `tools is not none`; transformers passes them, so do we.
-    context = {"add_generation_prompt": True, "tools": None, "documents": None, **special}
+    context = {"add_generation_prompt": True, "tools": None, "documents": None, THINKING: False, **special, **arguments}
     pieces: list[str] = []
     length = 0
-    for piece in environment.from_string(template).generate(messages=conversation, **context):
+    for piece in environment.from_string(template).generate(messages=messages, **context):
         length += len(piece)
         if length > limit:
             raise TemplateError(f"it rendered more than {limit} characters")
         pieces.append(piece)
-    return "".join(pieces)
+    return {"text": "".join(pieces), "variables": variables}
 
 
 def _generation_tag() -> type[Extension]:

@@ -1,4 +1,4 @@
-"""From token ids to text: whole UTF-8 characters only, cut at stop strings, one token at a time.
+"""From token ids to text: whole UTF-8 characters, without a thinking block, cut at stop strings, one token at a time.
 
 What is emitted depends on the tokens alone, never on how they were grouped into rounds.
 """
@@ -6,10 +6,11 @@ What is emitted depends on the tokens alone, never on how they were grouped into
 from __future__ import annotations
 
 import codecs
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable
+    from collections.abc import Callable, Container, Iterable, Sequence
 
 
 class StopStrings:
@@ -31,8 +32,7 @@ class StopStrings:
             _, at = min(found)
             emit, self._held = self._held[:at], ""
             return emit, True
-        keep = self._pending()
-        emit, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        emit, self._held = _split_pending(self._held, self._stops)
         return emit, False
 
     def flush(self) -> str:
@@ -40,29 +40,111 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _pending(self) -> int:
-        """Length of the longest end of the held text with which a stop string begins."""
-        longest = min(len(self._held), max(map(len, self._stops)) - 1)
-        for length in range(longest, 0, -1):
-            end = self._held[-length:]
-            if any(stop.startswith(end) for stop in self._stops):
-                return length
-        return 0
+
+@dataclass(frozen=True)
+class Thinking:
+    """How a model marks what it thinks before it answers.
+
+    Attributes:
+        opens: the tag before the block.
+        closes: the tag after it.
+        begun: the prompt ends inside the block, so the answer has no opening tag.
+        on: the model may think; otherwise its answer is taken as it is.
+    """
+
+    opens: str = "<think>"
+    closes: str = "</think>"
+    begun: bool = False
+    on: bool = True
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags that an answer may have."""
+        return (self.opens, self.closes) if self.on else ()
+
+
+class ThinkingBlock:
+    """Separates the thinking block that a growing text begins with from the answer after it."""
+
+    def __init__(self, thinking: Thinking) -> None:
+        self._opens, self._closes = thinking.opens, thinking.closes
+        self._place: Literal["before", "inside", "after", "answer"] = "inside" if thinking.begun else "before"
+        self._found = thinking.begun
+        self._thoughts: list[str] = []
+        self._held = ""
+
+    @property
+    def thinking(self) -> str | None:
+        """The block's text so far, without the line breaks at its ends; None where the text did not begin with one."""
+        return "".join(self._thoughts).strip("\n") if self._found else None
+
+    def push(self, text: str) -> str:
+        """Adds text. Returns what is known to belong to the answer, without the line breaks after the block."""
+        self._held += text
+        if self._place == "before":
+            start = self._held.lstrip()
+            if start.startswith(self._opens):
+                self._place, self._found, self._held = "inside", True, start[len(self._opens) :]
+            elif self._opens.startswith(start):
+                return ""
+            else:
+                self._place = "answer"
+        if self._place == "inside":
+            thought, closed, rest = self._held.partition(self._closes)
+            if not closed:
+                thought, self._held = _split_pending(self._held, (self._closes,))
+                self._thoughts.append(thought)
+                return ""
+            self._thoughts.append(thought)
+            self._place, self._held = "after", rest
+        if self._place == "after":
+            self._held = self._held.lstrip("\n")
+            if not self._held:
+                return ""
+            self._place = "answer"
+        answer, self._held = self._held, ""
+        return answer
+
+    def flush(self) -> str:
+        """What was held back of the answer, when no more text comes. An unfinished block is no answer."""
+        held, self._held = self._held, ""
+        if self._place == "inside":
+            self._thoughts.append(held)
+            return ""
+        return held
+
+
+def _split_pending(text: str, words: Sequence[str]) -> tuple[str, str]:
+    """Splits before the longest end of the text with which one of the words begins, but which is not all of it."""
+    longest = min(len(text), max(map(len, words)) - 1)
+    for length in range(longest, 0, -1):
+        end = text[-length:]
+        if any(word.startswith(end) for word in words):
+            return text[:-length], end
+    return text, ""
 
 
 class Text:
     """The answer of one sequence as it grows.
 
     Attributes:
-        tokens: emitted ids, without the one that ended the text.
+        tokens: emitted ids, those of a thinking block included, without the one that ended the text.
         pieces: emitted text, in pieces.
         stop_reason: None while growing, then "length", "eos", "stop" or "interrupted".
     """
 
     def __init__(
-        self, token_bytes: Callable[[int], bytes], *, limit: int, eos: Container[int] = (), stops: Iterable[str] = ()
+        self,
+        token_bytes: Callable[[int], bytes],
+        *,
+        limit: int,
+        eos: Container[int] = (),
+        stops: Iterable[str] = (),
+        thinking: Thinking | None = None,
     ) -> None:
-        """`token_bytes` gives the bytes an id stands for; `limit` is the most tokens the text may have."""
+        """`token_bytes` gives the bytes an id stands for; `limit` is the most tokens the text may have. Stop strings are
+        looked for after the block that `thinking` describes.
+        """
         self.tokens: list[int] = []
         self.pieces: list[str] = []
         self.stop_reason: str | None = None
@@ -70,6 +152,7 @@ class Text:
         self._limit = limit
         self._eos = eos
         self._stops = StopStrings(stops)
+        self._block = ThinkingBlock(thinking) if thinking is not None and thinking.on else None
         # Holds back the bytes of an unfinished character; bytes that can never become one turn into U+FFFD.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -78,6 +161,11 @@ class Text:
         """The whole text so far."""
         return "".join(self.pieces)
 
+    @property
+    def thinking(self) -> str | None:
+        """What the thinking block holds so far; None where the answer has none."""
+        return None if self._block is None else self._block.thinking
+
     def push(self, tokens: Iterable[int]) -> str:
         """Takes the tokens of a round and returns the text to emit. Tokens after the end are dropped."""
         piece = ""
@@ -85,7 +173,8 @@ class Text:
             if token in self._eos:
                 piece += self._end("eos")
                 break
-            emit, stopped = self._stops.push(self._utf8.decode(self._token_bytes(token)))
+            text = self._utf8.decode(self._token_bytes(token))
+            emit, stopped = self._stops.push(text if self._block is None else self._block.push(text))
             piece += emit
             if stopped:
                 self._end("stop")
@@ -111,4 +200,9 @@ class Text:
         self.stop_reason = why
         # An unfinished character is dropped: half a character is no text. Its tokens remain in `tokens`.
         self._utf8.reset()
-        return self._stops.flush()
+        if self._block is None:
+            return self._stops.flush()
+        piece, stopped = self._stops.push(self._block.flush())
+        if stopped:
+            self.stop_reason = "stop"
+        return piece + self._stops.flush()

@@ -10,7 +10,7 @@ from . import background, files, lower_bound, panics
 from .errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     import tokenizers
@@ -27,7 +27,7 @@ class Tokenizer:
     def __init__(self, directory: Path, vocab: int) -> None:
         """Reads tokenizer.json; `vocab` is the number of rows of the model's embedding."""
         self._name = str(directory / "tokenizer.json")
-        self.config = _read_json(directory / "tokenizer_config.json")
+        self.config = read_json(directory / "tokenizer_config.json")
         self.special = {key: text for key, value in self.config.items() if (text := _special(key, value)) is not None}
         self._inner = _load(directory)
         self._vocab = vocab
@@ -115,18 +115,23 @@ class Tokenizer:
             known = self._bytes[token] = b"" if text is None else self._to_bytes(text)
         return known
 
-    def answer_bytes(self, *, continues: bool) -> Callable[[int], bytes]:
-        """`token_bytes` for one answer.
+    def answer_bytes(self, *, continues: bool, shown: Iterable[str] = ()) -> Callable[[int], bytes]:
+        """`token_bytes` for one answer. Tokens of these texts are `shown`, special ones too.
 
         An answer that does not continue its prompt's text starts without the space SentencePiece puts before a word.
         """
+        special = {id: text.encode() for text in shown if (id := self.id_of(text)) is not None and id in self._hidden}
+
+        def token_bytes(token: int) -> bytes:
+            return special.get(token) or self.token_bytes(token)
+
         if continues or not self._strips_start:
-            return self.token_bytes
+            return token_bytes if special else self.token_bytes
         started = False
 
         def first_stripped(token: int) -> bytes:
             nonlocal started
-            known = self.token_bytes(token)
+            known = token_bytes(token)
             if started or not known:
                 return known
             started = True
@@ -239,7 +244,8 @@ def _special(key: str, value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file of a model holds; empty where there is no such file."""
     if files.status(path) is None:
         return {}
     if not files.is_file(path):  # a pipe would be waited for

@@ -1,0 +1,117 @@
+"""Conversations: what Python and the command line may give a chat template, checked, and what it makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import template
+from .errors import UsageError
+from .options import shown
+from .prompts import check_utf8
+from .text import Thinking
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .tokenizer import Tokenizer
+
+ROLES = ("system", "user", "assistant")
+
+# Tags around thinking blocks: of Qwen3, SmolLM3 and DeepSeek-R1, and of Magistral.
+_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+def checked(messages: object) -> list[dict[str, str]]:
+    """The messages of a conversation, the last one the user's."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Iterable):
+        raise UsageError(f"messages is {shown(messages):.60}", 'give a list such as [{"role": "user", "content": "…"}]')
+    turns = [_turn(f"message {number}", message) for number, message in enumerate(messages, 1)]
+    if not turns:
+        raise UsageError("messages is empty", "give at least one message of the user")
+    if turns[-1]["role"] != "user":
+        raise UsageError(f"the last message has the role {turns[-1]['role']!r}", "end with a message of the user")
+    return turns
+
+
+def _turn(name: str, message: object) -> dict[str, str]:
+    if not isinstance(message, Mapping) or set(message) != {"role", "content"}:
+        raise UsageError(f"{name} is {shown(message):.60}", 'give {"role": …, "content": …} and nothing else')
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise UsageError(f"{name} has the role {shown(role):.60}", f"use one of {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise UsageError(f"the content of {name} is {shown(content):.60}", "give a text")
+    check_utf8(name, content)
+    return {"role": role, "content": content}
+
+
+def checked_arguments(arguments: object) -> dict[str, Any]:
+    """Arguments of a chat template: names, and values as JSON has them."""
+    if not isinstance(arguments, Mapping):
+        raise UsageError(
+            f"template_args is {shown(arguments):.60}", 'give a dictionary such as {"enable_thinking": True}'
+        )
+    for name, value in arguments.items():
+        _check_name(name)
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError):
+            raise UsageError(
+                f"template argument {name} is {shown(value):.60}",
+                "give what JSON can hold: texts, numbers, lists and the like",
+            ) from None
+    return dict(arguments)
+
+
+def parsed_arguments(thinking: str | None, pairs: Iterable[str]) -> dict[str, Any]:
+    """Arguments of a chat template from `--thinking on|off` and from each KEY=VALUE of `--template-arg`."""
+    arguments: dict[str, Any] = {} if thinking is None else {template.THINKING: thinking == "on"}
+    for pair in pairs:
+        check_utf8("a template argument", pair)
+        name, equals, value = pair.partition("=")
+        if not equals:
+            raise UsageError(f"template_arg is {pair!r:.60}", "give KEY=VALUE", option="template_arg")
+        _check_name(name)
+        if name in arguments:
+            raise UsageError(f"template argument {name} is given twice", "give it once", option="template_arg")
+        arguments[name] = _parsed(value)
+    return arguments
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name.isidentifier():
+        raise UsageError(
+            f"a template argument is called {shown(name):.60}", "use a name of the template", option="template_arg"
+        )
+    if name in template.RESERVED:
+        raise UsageError(
+            f"{name} cannot be a template argument", "leave it out: every conversation sets it", option="template_arg"
+        )
+
+
+def _parsed(value: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        return json.loads(value, parse_constant=refuse)
+    except (ValueError, RecursionError):
+        return value
+
+
+def render(
+    source: str, turns: Sequence[Mapping[str, str]], tokenizer: Tokenizer, arguments: Mapping[str, Any]
+) -> tuple[str, Thinking | None]:
+    """A conversation as the model reads it, and how its answer marks thinking (None: the model knows none)."""
+    rendered = template.render(source, turns, tokenizer.special, arguments)
+    switch = template.THINKING in rendered.variables
+    known = [tags for tags in _TAGS if any(tag in source or tokenizer.id_of(tag) is not None for tag in tags)]
+    if not (known or switch):
+        return rendered.text, None
+    opens, closes = known[0] if known else _TAGS[0]
+    begun = rendered.text.rstrip().endswith(opens)
+    # A template without a switch leaves it to the model.
+    on = not switch or arguments.get(template.THINKING, False) is not False
+    return rendered.text, Thinking(opens, closes, begun=begun, on=on)

@@ -1,0 +1,105 @@
+"""What instruct models want of `run`: the sampling their authors recommend, room for an answer, a word where it was cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from . import template
+from .errors import ModelError, UsageError
+from .options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS, GenerateOptions, shown
+from .tokenizer import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from .engine import Generation, Model, Prompt
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """What generation_config.json recommends.
+
+    Attributes:
+        sampling: options of `GenerateOptions`; empty where the file wants no sampling, or is missing.
+        repetition_penalty: 1 is none.
+    """
+
+    sampling: dict[str, Any] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def read(cls, directory: Path) -> Recommended:
+        """Reads the file of a checkpoint."""
+        path = directory / "generation_config.json"
+        found = {name: value for name, value in read_json(path).items() if value is not None}
+        hint = f"correct {path}, or remove it"
+        samples, penalty = found.get("do_sample", False), found.get("repetition_penalty", 1.0)
+        if not isinstance(samples, bool):
+            raise ModelError(f"{path}: do_sample is {shown(samples):.60}", hint)
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 < penalty <= 100:
+            raise ModelError(f"{path}: repetition_penalty is {shown(penalty):.60}", hint)
+        sampling: dict[str, Any] = {}
+        if samples:
+            # Without a temperature, sampling is at 1.
+            for name, value in {"temperature": 1.0, **found}.items():
+                if name in ("temperature", "top_k", "top_p", "min_p"):
+                    try:
+                        sampling[name] = getattr(GenerateOptions(**{name: value}), name)
+                    except UsageError as error:
+                        raise ModelError(f"{path}: {error.message}", f"{error.hint}; or remove the file") from error
+        return cls(sampling, float(penalty))
+
+
+def settle(
+    model: Model,
+    prompts: Sequence[Prompt],
+    options: GenerateOptions,
+    *,
+    unset: Container[str],
+    arguments: Mapping[str, Any],
+    context: int,
+) -> tuple[GenerateOptions, list[str]]:
+    """Fills in what nobody asked for, by flag, variable or setting; `unset` are those parameters of the command.
+
+    Returns the options, and notes that say what was chosen. `arguments` are those of the chat template.
+    """
+    chosen: dict[str, Any] = {}
+    notes: list[str] = []
+    replies = any(not prompt.continues for prompt in prompts)
+    thinks = {prompt.thinking.on for prompt in prompts if prompt.thinking is not None}
+    if replies:
+        if False in thinks and template.THINKING not in arguments:
+            notes.append("thinking is off; --thinking on has the model think before it answers")
+        if "temperature" in unset or options.temperature > 0:
+            chosen = {name: value for name, value in model.recommended.sampling.items() if name in unset}
+        told = [
+            f"{name.replace('_', '-')} {value:g}"
+            for name, value in chosen.items()
+            if name == "temperature" or value != getattr(GenerateOptions, name)
+        ]
+        if told:
+            notes.append(f"sampling as generation_config.json says: {', '.join(told)}; --temperature 0 is greedy")
+        if model.recommended.repetition_penalty != 1:
+            notes.append(
+                f"generation_config.json asks for a repetition penalty of {model.recommended.repetition_penalty:g}, "
+                "which is not applied"
+            )
+    if "max_tokens" in unset:
+        usual = MAX_THOUGHTFUL_TOKENS if True in thinks else MAX_REPLY_TOKENS if replies else MAX_NEW_TOKENS
+        # The default never makes a prompt too long; with nothing left one token is asked for, and refused with numbers.
+        left = min(context - len(prompt.ids) for prompt in prompts)
+        chosen["max_new_tokens"] = max(1, min(usual, left))
+    return replace(options, **chosen), notes
+
+
+def cuts(names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Generation]) -> Iterator[str]:
+    """Notes about replies that the limit of tokens cut."""
+    for name, prompt, answer in zip(names, prompts, answers, strict=True):
+        if prompt.continues or answer.stop_reason != "length":
+            continue
+        where = f"{name}: the answer was cut at {len(answer.tokens):,} tokens (-n)"
+        if answer.thinking is not None and not answer.text:
+            where += ", inside its thinking block: raise -n"
+        yield where

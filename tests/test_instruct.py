@@ -1,0 +1,333 @@
+"""Instruct models: thinking, messages, recommended sampling, room for an answer. The engine is the toy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DEMO, Outcome, chat_model, copy_demo, ids_of
+from tokenizers import Tokenizer
+
+from quantspec_cli import Engine
+from quantspec_cli.conversation import parsed_arguments
+from quantspec_cli.engine import Model
+from quantspec_cli.errors import InputError, ModelError, UsageError
+from quantspec_cli.instruct import Recommended
+from quantspec_cli.options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS
+
+Run = Callable[..., Outcome]
+
+TURNS = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
+# A model that can think, as its prompt says; one that always does; one with a switch of its own name.
+SWITCH = TURNS + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+ALWAYS = TURNS + "<think>\n"
+ASK = ["--text", "D", "--instruction", "I"]
+
+
+@pytest.fixture
+def thinker(fake: Any, tmp_path: Path) -> str:
+    fake.answer = [*ids_of("<think>\nHm, well.\n</think>\n\nYes."), 2]
+    return chat_model(tmp_path / "thinker", SWITCH)
+
+
+def test_thinking_is_no_part_of_the_answer(thinker: str, quantspec: Run) -> None:
+    for gamma in ("0", "5", "16"):
+        outcome = quantspec("run", "-m", thinker, *ASK, "--thinking", "on", "--gamma", gamma)
+        assert (outcome.code, outcome.stdout) == (0, "Yes.\n")
+        assert "thinking is off" not in outcome.stderr
+    (result,) = quantspec("run", "-m", thinker, *ASK, "--thinking", "on", "--json").json["results"]
+    assert (result["text"], result["thinking"], result["stop_reason"]) == ("Yes.", "Hm, well.", "eos")
+    assert result["new_tokens"] == len(result["tokens"]) > len(ids_of("Yes."))
+
+
+def test_thinking_is_off_by_default_and_said_once(thinker: str, quantspec: Run) -> None:
+    silent = Model.open(thinker).prompt("D", instruction="I").ids
+    assert silent == Model.open(thinker).tokenizer.encode("[user: D\n\nI]<think></think>", special=False)
+    outcome = quantspec("run", "-m", thinker, *ASK, "--text", "E", "-n", "3")
+    assert outcome.stderr.count("thinking is off; --thinking on") == 1
+    for said in (["--thinking", "off"], ["--template-arg", "enable_thinking=false"], ["-q"]):
+        assert "thinking" not in quantspec("run", "-m", thinker, *ASK, "-n", "3", *said).stderr
+    # What an answer holds that was not to think is the answer.
+    (result,) = quantspec("run", "-m", thinker, *ASK, "--json").json["results"]
+    assert (result["text"], result["thinking"]) == ("<think>\nHm, well.\n</think>\n\nYes.", None)
+
+
+def test_a_model_that_always_thinks(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    fake.answer = [*ids_of("Hm.\n</think>\n\nYes."), 2]
+    model = chat_model(tmp_path / "m", ALWAYS)
+    (result,) = quantspec("run", "-m", model, *ASK, "--json").json["results"]
+    assert (result["text"], result["thinking"]) == ("Yes.", "Hm.")
+    assert fake.engines[-1]["capacity"] == result["prompt_tokens"] + MAX_THOUGHTFUL_TOKENS
+    quantspec("run", "-m", model, *ASK, "--thinking", "off").assert_error(2, "no variable enable_thinking")
+
+
+def test_a_switch_without_tags_in_the_template(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    fake.answer = [*ids_of("<think>Hm.</think>Yes."), 2]
+    model = chat_model(tmp_path / "m", TURNS + "{{ '/think' if enable_thinking else '/no_think' }}")
+    assert quantspec("run", "-m", model, *ASK, "--thinking", "on", "-q").stdout == "Yes.\n"
+    assert "thinking is off" in quantspec("run", "-m", model, *ASK).stderr
+
+
+def test_tags_that_are_special_tokens(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    model = Path(chat_model(tmp_path / "m", TURNS))
+    inner = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    inner.add_special_tokens(["[THINK]", "[/THINK]"])
+    (model / "tokenizer.json").unlink()
+    inner.save(str(model / "tokenizer.json"))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "vocab_size": 8200}))
+    opens, closes = (inner.token_to_id(tag) for tag in ("[THINK]", "[/THINK]"))
+    fake.answer = [opens, *ids_of("Hm."), closes, *ids_of("Yes."), 2]
+    (result,) = quantspec("run", "-m", str(model), *ASK, "--json").json["results"]
+    assert (result["text"], result["thinking"]) == ("Yes.", "Hm.")
+
+
+def test_a_block_that_the_limit_cut_is_an_empty_answer(thinker: str, quantspec: Run) -> None:
+    command = ["run", "-m", thinker, *ASK, "--thinking", "on", "-n", "5"]
+    outcome = quantspec(*command)
+    assert (outcome.code, outcome.stdout) == (0, "")
+    assert "text: the answer was cut at 5 tokens (-n), inside its thinking block: raise -n\n" in outcome.stderr
+    (result,) = quantspec(*command, "--json").json["results"]
+    assert (result["text"], result["stop_reason"]) == ("", "length")
+    assert "Hm".startswith(result["thinking"])
+
+
+def test_a_cut_answer_is_named_where_the_model_replies(fake: Any, thinker: str, quantspec: Run) -> None:
+    assert "text: the answer was cut at 2 tokens (-n)\n" in quantspec("run", "-m", thinker, *ASK, "-n", "2").stderr
+    assert "cut" not in quantspec("run", "-m", thinker, *ASK).stderr
+    assert "cut" not in quantspec("run", "--text", "x", "-n", "2").stderr
+    assert quantspec("run", "-m", thinker, *ASK, "-n", "2", "-q").stderr == ""
+
+
+def test_arguments_of_a_template_are_json_or_text(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "m", "{{ a | tojson }} {{ b | tojson }} {{ c | tojson }} {{ d | tojson }}")
+    flags = ["--template-arg", 'a={"x": [1]}', "--template-arg", "b=1.", "--template-arg", "c=NaN", "--template-arg"]
+    expected = Model.open(model).tokenizer.encode('{"x": [1]} "1." "NaN" "y=z"', special=False)
+    (result,) = quantspec("run", "-m", model, *ASK, *flags, "d=y=z", "-n", "2", "--json").json["results"]
+    assert result["prompt_tokens"] == len(expected)
+    arguments = {"a": {"x": [1]}, "b": "1.", "c": "NaN", "d": "y=z"}
+    assert Model.open(model).prompt("D", instruction="I", template_args=arguments).ids == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--template-arg", "a"], ["--template-arg is 'a'", "KEY=VALUE"]),
+        (["--template-arg", "=1"], ["''"]),
+        (["--template-arg", "a b=1"], ["'a b'"]),
+        (["--template-arg", "messages=[]"], ["messages cannot be"]),
+        (["--template-arg", "a=1", "--template-arg", "a=2"], ["a is given twice"]),
+        (["--template-arg", "enable_thinking=true", "--thinking", "on"], ["enable_thinking is given twice"]),
+        (["--template-arg", "unknown=1"], ["no variable unknown", "leave it out"]),
+        (["--thinking", "maybe"], ["maybe"]),
+    ],
+)
+def test_bad_arguments_of_a_template(thinker: str, quantspec: Run, flags: list[str], words: list[str]) -> None:
+    quantspec("run", "-m", thinker, *ASK, *flags).assert_error(2, *words)
+
+
+def test_flags_of_templates_need_one(fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch, thinker: str) -> None:
+    for flags in (["--thinking", "on"], ["--template-arg", "a=1"]):
+        quantspec("run", "-m", thinker, "--text", "D", *flags).assert_error(2, flags[0], "add --instruction")
+        base = quantspec("run", *ASK, *flags, "-q")
+        base.assert_error(2, "the model has none")
+    # A variable may be meant for another command.
+    monkeypatch.setenv("QUANTSPEC_THINKING", "on")
+    assert quantspec("run", "--text", "D", "-n", "2", "-q").code == 0
+    assert quantspec("run", "-m", thinker, *ASK).stdout == "Yes.\n"
+    quantspec("run", *ASK, "-q").assert_error(2, "the model has none", "it is from QUANTSPEC_THINKING")
+    monkeypatch.delenv("QUANTSPEC_THINKING")
+    settings = thinker + ".toml"
+    Path(settings).write_text('run.template-arg = ["enable_thinking=true"]')
+    assert quantspec("--config", settings, "run", "-m", thinker, *ASK).stdout == "Yes.\n"
+    monkeypatch.setenv("QUANTSPEC_TEMPLATE_ARG", "a b")
+    quantspec("run", "-m", thinker, *ASK).assert_error(2, "it is from QUANTSPEC_TEMPLATE_ARG")
+
+
+def test_an_argument_may_be_nested_too_deeply_for_json(fake: Any) -> None:
+    deep = "[" * 200_000
+    assert parsed_arguments(None, [f"a={deep}"]) == {"a": deep}
+
+
+def test_messages_are_a_conversation(fake: Any, tmp_path: Path) -> None:
+    model = Model.open(chat_model(tmp_path / "m", TURNS))
+    turns = [("system", "S"), ("user", "one"), ("assistant", "two"), ("user", "three")]
+    prompt = model.prompt(messages=({"role": role, "content": content} for role, content in turns))
+    assert prompt.ids == model.tokenizer.encode("[system: S][user: one][assistant: two][user: three]", special=False)
+    assert not prompt.continues
+    assert model.prompt(messages=[{"role": "user", "content": "D\n\nI"}]) == model.prompt("D", instruction="I")
+
+
+USER = {"role": "user", "content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ("text", "messages is 'text'"),
+        (5, "messages is 5"),
+        (USER, "messages is {"),
+        ([], "messages is empty"),
+        (["x"], "message 1 is 'x'"),
+        ([USER, {"role": "user"}], "message 2 is"),
+        ([{**USER, "name": "n"}], "message 1 is"),
+        ([{"role": "robot", "content": "x"}], "message 1 has the role 'robot'"),
+        ([{"role": ["user"], "content": "x"}], "role \\['user'\\]"),
+        ([{"role": "user", "content": b"x"}], "content of message 1 is b'x'"),
+        ([{"role": "user", "content": None}], "content of message 1 is None"),
+        ([USER, {"role": "assistant", "content": "y"}], "the last message has the role 'assistant'"),
+    ],
+)
+def test_bad_messages_are_refused(fake: Any, tmp_path: Path, messages: Any, words: str) -> None:
+    model = Model.open(chat_model(tmp_path / "m", TURNS))
+    with pytest.raises(UsageError, match=words):
+        model.prompt(messages=messages)
+
+
+def test_messages_and_arguments_that_cannot_be_used(fake: Any, tmp_path: Path) -> None:
+    model = Model.open(chat_model(tmp_path / "m", TURNS))
+    with pytest.raises(InputError, match="message 1 is not UTF-8"):
+        model.prompt(messages=[{"role": "user", "content": "\udcff"}])
+    for others in ({"document": "D"}, {"instruction": "I"}, {"system_prompt": "S"}):
+        with pytest.raises(UsageError, match="exclude each other"):
+            model.prompt(messages=[USER], **others)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="messages need a chat template"):
+        Model.open(None).prompt(messages=[USER])
+    with pytest.raises(UsageError, match="template arguments need a chat template"):
+        model.prompt("D", template_args={"a": 1})
+    for arguments, words in (
+        (5, "template_args is 5"),
+        ({5: 1}, "is called 5"),
+        ({"a": object()}, "template argument a is <object"),
+        ({"a": 10**5000}, "template argument a is a number of"),
+        ({"messages": []}, "messages cannot be"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            model.prompt("D", instruction="I", template_args=arguments)  # type: ignore[arg-type]
+
+
+def test_thinking_from_python(thinker: str) -> None:
+    engine = Engine.load(thinker, context=200)
+    prompt = engine.model.prompt(messages=[USER], template_args={"enable_thinking": True})
+    answer = engine.generate(prompt, max_new_tokens=99)
+    assert (answer.text, answer.thinking) == ("Yes.", "Hm, well.")
+    assert "".join(engine.stream(prompt, max_new_tokens=99)) == "Yes."
+    assert engine.generate("D", max_new_tokens=9).thinking is None
+
+
+SAMPLES = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": None, "eos_token_id": 2}
+
+
+def test_sampling_is_as_the_checkpoint_says_where_the_model_replies(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "m", TURNS, SAMPLES)
+    command = ["run", "-m", model, *ASK, "-n", "3"]
+
+    def sampling(*flags: str) -> tuple[float, ...]:
+        report = quantspec(*command, *flags, "--json").json
+        return tuple(report[name] for name in ("temperature", "top_k", "top_p", "min_p"))
+
+    assert sampling() == (0.6, 20, 0.95, 0)
+    said = "sampling as generation_config.json says: temperature 0.6, top-k 20, top-p 0.95; --temperature 0 is greedy\n"
+    assert said in quantspec(*command).stderr
+    assert sampling("--top-p", "1", "--min-p", "0.1") == (0.6, 20, 1, 0.1)
+    assert sampling("--temperature", "1") == (1, 20, 0.95, 0)
+    assert "says: top-k 20, top-p 0.95;" in quantspec(*command, "--temperature", "1").stderr
+    # What is off is not named.
+    off = chat_model(tmp_path / "off", TURNS, {**SAMPLES, "top_k": 0, "top_p": 1.0})
+    assert "says: temperature 0.6; --temperature" in quantspec("run", "-m", off, *ASK, "-n", "3").stderr
+    assert sampling("--temperature", "0") == (0, 0, 1, 0)
+    assert "sampling" not in quantspec(*command, "--temperature", "0").stderr
+    # A text that is continued is greedy, and so is Python.
+    report = quantspec("run", "-m", model, "--text", "D", "-n", "3", "--json").json
+    assert (report["temperature"], report["accept"]) == (0, "greedy")
+    engine = Engine.load(model, context=100)
+    assert engine.model.sampling_defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert engine.generate("D", max_new_tokens=3, **engine.model.sampling_defaults).tokens
+
+
+def test_variables_and_settings_come_before_the_checkpoint(
+    fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = chat_model(tmp_path / "m", TURNS, SAMPLES)
+    settings = tmp_path / "settings.toml"
+    settings.write_text("[run]\ntop-p = 0.5\nmax-tokens = 7\n")
+    monkeypatch.setenv("QUANTSPEC_TOP_K", "5")
+    report = quantspec("--config", str(settings), "run", "-m", model, *ASK, "--json").json
+    assert [report[name] for name in ("temperature", "top_k", "top_p")] == [0.6, 5, 0.5]
+    assert report["results"][0]["new_tokens"] == 7
+    monkeypatch.setenv("QUANTSPEC_TEMPERATURE", "0")
+    assert quantspec("run", "-m", model, *ASK, "--json").json["accept"] == "greedy"
+
+
+def test_what_a_checkpoint_recommends(tmp_path: Path) -> None:
+    def read(**content: Any) -> Recommended:
+        (tmp_path / "generation_config.json").write_text(json.dumps(content))
+        return Recommended.read(tmp_path)
+
+    assert Recommended.read(tmp_path / "nowhere") == Recommended()
+    assert read(temperature=0.7, top_p=0.8) == read(do_sample=False, temperature=0.7) == Recommended()
+    assert read(do_sample=True) == Recommended({"temperature": 1.0})
+    assert read(do_sample=True, temperature=None, top_k=50, repetition_penalty=1.1) == Recommended(
+        {"temperature": 1.0, "top_k": 50}, 1.1
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"do_sample": "yes"}, "do_sample is 'yes'"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"temperature": True}, "temperature is True"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": "0.9"}, "top_p is '0.9'"),
+        ({"top_p": 0}, "top_p is 0"),
+        ({"top_k": 2.5}, "top_k is 2.5"),
+        ({"top_k": []}, r"top_k is \[\]"),
+        ({"min_p": 2}, "min_p is 2"),
+        ({"repetition_penalty": True}, "repetition_penalty is True"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"repetition_penalty": "1.1"}, "repetition_penalty is '1.1'"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
+        ([], "is not a JSON object"),
+    ],
+)
+def test_a_malformed_recommendation_names_file_and_value(
+    fake: Any, quantspec: Run, tmp_path: Path, content: Any, words: str
+) -> None:
+    content = {"do_sample": True, **content} if isinstance(content, dict) else content
+    model = chat_model(tmp_path / "m", TURNS, content)
+    with pytest.raises(ModelError, match=f"generation_config.json.*{words}"):
+        _ = Model.open(model).sampling_defaults
+    quantspec("run", "-m", model, *ASK, "-q").assert_error(1, "generation_config.json")
+    assert quantspec("run", "-m", model, "--text", "D", "-n", "2").code == 0
+
+
+def test_a_repetition_penalty_that_is_not_applied_is_said(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "m", TURNS, {"repetition_penalty": 1.05})
+    assert "repetition penalty of 1.05, which is not applied" in quantspec("run", "-m", model, *ASK, "-n", "2").stderr
+    assert "penalty" not in quantspec("run", "-m", model, "--text", "D", "-n", "2").stderr
+
+
+def test_room_for_an_answer(fake: Any, thinker: str, quantspec: Run) -> None:
+    def room(*flags: str) -> int:
+        (result,) = quantspec("run", *flags, "--json").json["results"]
+        return int(fake.engines[-1]["capacity"]) - int(result["prompt_tokens"])
+
+    assert room("--text", "D") == MAX_NEW_TOKENS
+    assert room("-m", thinker, *ASK) == MAX_REPLY_TOKENS
+    assert room("-m", thinker, *ASK, "--thinking", "on") == MAX_THOUGHTFUL_TOKENS
+    assert room("-m", thinker, *ASK, "--thinking", "on", "-n", "50") == 50
+
+
+def test_a_default_never_makes_a_document_too_long(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    model = str(copy_demo(tmp_path / "m", max_position_embeddings=64))
+    command = ["run", "-m", model, "--text", "one two three " * 10, "--text", "one"]
+    answers = quantspec(*command, "--json").json["results"]
+    left = 64 - max(answer["prompt_tokens"] for answer in answers)
+    assert [answer["new_tokens"] for answer in answers] == [left, left]
+    # What is asked for is never cut.
+    quantspec(*command, "-n", str(left + 1)).assert_error(3, "context is 64")
+    quantspec("run", "-m", model, "--text", "one two three " * 100).assert_error(3, "and 1 new ones make")
