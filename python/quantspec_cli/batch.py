@@ -217,7 +217,11 @@ class _Run:
             except QuantspecError as error:
                 failure = error
                 self._stop()
-        return self._report(engine, found, time.perf_counter() - started, interrupted, failure)
+        try:
+            return self._report(engine, found, time.perf_counter() - started, interrupted, failure)
+        finally:
+            if engine is not None:
+                engine.close()
 
     def _examined(self, foreign: Container[str], view: batch_view.View) -> list[Job]:
         """The documents that can be decoded, with their tokens; the others have failed."""

@@ -344,7 +344,7 @@ class Batch:
 
     def __next__(self) -> Piece:
         scheduler = self._lease.scheduler
-        scheduler.check_process()
+        scheduler.check()
         if scheduler.is_inside():
             raise UsageError("a callback of an answer asks for the next piece of one", "ask when the callback is done")
         try:
@@ -366,7 +366,7 @@ class Batch:
 
     def interrupt(self) -> None:
         """Ends what still grows and frees its slots, from any thread. What was decoded before may still be read."""
-        self._lease.scheduler.check_process()
+        self._lease.scheduler.check()
         self._lease.scheduler.cancel(self._requests)
 
     def generations(self) -> list[Generation]:
@@ -494,6 +494,7 @@ class Engine:
                 on_loading=on_loading,
                 **options.native(),
             )
+        self._info = self.native.info
         self._lease = _Lease(Scheduler(self.native, batch))
 
     @classmethod
@@ -566,16 +567,27 @@ class Engine:
         limit = opened.resolve_context(context) if context is not None else min(opened.context, DEFAULT_CONTEXT)
         return cls(opened, options, context=limit, batch=batch, on_loading=on_loading)
 
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends what decodes and gives the memory back, from any thread but a callback's. Closing twice is nothing."""
+        self._lease.scheduler.stop()
+        self.__dict__.pop("native", None)
+
     @property
     def info(self) -> dict[str, Any]:
         """What was loaded, and on what: device, device_name, simd, family, vocab, layers, planned_bytes and more."""
-        return self.native.info
+        return self._info
 
     def start(
         self, prompts: Iterable[str | Prompt], options: GenerateOptions, *, on_prefill: OnProgress | None = None
     ) -> Batch:
         """Starts decoding prompts, as many at once as there are slots. Every prompt is checked to fit before any is taken."""
-        self._lease.scheduler.check_process()
+        self._lease.scheduler.check()
         _check_callback("on_prefill", on_prefill)
         # Read once: a generator yields its prompts to nobody else.
         given = None if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)

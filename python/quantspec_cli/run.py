@@ -44,6 +44,13 @@ class Request:
 
 def run(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
     """Runs; with `--json` the report is left to be printed."""
+    with contextlib.ExitStack() as engines:
+        return _run(request, engine_options, options, engines)
+
+
+def _run(
+    request: Request, engine_options: EngineOptions, options: GenerateOptions, engines: contextlib.ExitStack
+) -> output.Done:
     arguments = {"the instruction": request.instruction, "the system prompt": request.system_prompt}
     for name, text in [*arguments.items(), *(("a stop string", stop) for stop in options.stop)]:
         prompts.check_utf8(name, text or "")
@@ -89,6 +96,7 @@ def run(request: Request, engine_options: EngineOptions, options: GenerateOption
                 batch=len(encoded),
                 on_loading=on_loading,
             )
+        engines.enter_context(engine)
         if not request.quiet:
             render.note_of_drafts(engine.info)
 

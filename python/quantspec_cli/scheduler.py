@@ -84,11 +84,12 @@ class Scheduler:
         self._running: dict[int, Request] = {}
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._stopped = False
         self._process = os.getpid()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Takes requests, all at once: they wait until slots are free, in this order."""
-        self.check_process()
+        self.check()
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="quantspec-scheduler", daemon=True)
@@ -100,7 +101,7 @@ class Scheduler:
         for request in requests:
             request.cancelled = True
         # A fork has neither the thread nor the slots.
-        if os.getpid() != self._process or self._thread is None:
+        if os.getpid() != self._process or self._thread is None or self._stopped:
             return
         if wait and not self.is_inside():
             self.call(lambda: None)
@@ -109,7 +110,7 @@ class Scheduler:
 
     def call(self, work: Callable[[], Result]) -> Result:
         """Runs work that needs the engine between two rounds, and returns its result."""
-        self.check_process()
+        self.check()
         if self._thread is None or self.is_inside():
             return work()
         call = _Call(work)
@@ -121,20 +122,28 @@ class Scheduler:
         """Whether the scheduler's own thread asks: a callback of a request, which must not wait for anything of it."""
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
-    def check_process(self) -> None:
-        """Refuses a fork: the engine's threads stayed behind, as does a GPU's context."""
+    def check(self) -> None:
+        """Refuses a fork: the engine's threads stayed behind, as does a GPU's context. And what comes after `stop`."""
         if os.getpid() != self._process:
             raise UsageError(
                 f"the engine belongs to process {self._process}, this is its fork {os.getpid()}",
                 'load an engine in every process, or start processes by "spawn"',
             )
+        if self._stopped:
+            raise UsageError("the engine is closed", "load it again")
 
     def stop(self) -> None:
-        """Ends the thread; nobody may ask for anything afterwards."""
-        if self._thread is not None and os.getpid() == self._process:
+        """Ends the thread and what it decodes; the engine goes when nobody else holds it."""
+        with self._starting:
+            stopped, self._stopped = self._stopped, True
+        if stopped or os.getpid() != self._process:
+            return
+        if self._thread is not None:
             self._commands.put(None)
-            if not self.is_inside():
-                self._thread.join()
+            if self.is_inside():
+                return
+            self._thread.join()
+        del self.native
 
     def _run(self) -> None:
         while self._take_commands():
