@@ -122,6 +122,15 @@ class Engine:
         _sleep(Script.prefill_s, on_progress)
         return self._next(self._sequence(slot))
 
+    def prefill_chunk(self, slot: int, most_rows: int, on_progress: Progress | None = None) -> int | None:
+        """A prompt has a row per token, in one layer."""
+        sequence = self._sequence(slot)
+        sequence["read"] = sequence.get("read", 0) + most_rows
+        if sequence["read"] < sequence["prompt"]:
+            _sleep(Script.prefill_s * most_rows / sequence["prompt"], on_progress)
+            return None
+        return self.prefill(slot, on_progress)
+
     def choose_gamma(self, slot: int) -> int:
         return 0 if self._method == "ar" else min(self._gamma, self._sequence(slot)["remaining"] - 1)
 

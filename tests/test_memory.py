@@ -22,8 +22,9 @@ def test_the_peak_is_the_plan() -> None:
         "quantspec_cli",
         "run",
         *prompts,
+        # Long enough that the first answer is not at its end when the last prompt has been read.
         "-n",
-        "9",
+        "200",
         "--gamma",
         "4",
         "--device",

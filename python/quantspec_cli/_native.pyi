@@ -80,6 +80,14 @@ class Engine:
     def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None) -> int:
         """Processes the slot's prompt and returns the first new token."""
 
+    def prefill_chunk(
+        self, slot: int, most_rows: int, on_progress: Callable[[int, int], object] | None = None
+    ) -> int | None:
+        """Goes on with the slot's prompt for about so many rows, counted over all layers; the first new token at its end.
+
+        One prompt at a time; rounds of other slots may run between its chunks.
+        """
+
     def prefill_timed(
         self, slot: int, rows_from: int, on_progress: Callable[[int, int], object] | None = None
     ) -> tuple[int, float]:

@@ -1,14 +1,15 @@
 """One thread owns the engine; callers on any thread hand in requests and receive text.
 
-Between two rounds (`loop.step`, the algorithm) the thread admits waiting requests into free slots, reads their prompts and
-drops what was cancelled. Sequences join and leave the batch at any round. Nothing else calls the engine: slots need no locks,
-and an interrupt of a caller cannot leave one behind.
+Between two rounds (`loop.step`, the algorithm) the thread drops what was cancelled, admits a waiting request into a free slot
+and reads a chunk of its prompt. Sequences join and leave the batch at any round, and a long prompt holds up the others by one
+chunk at a time. Nothing else calls the engine: slots need no locks, and an interrupt of a caller cannot leave one behind.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     OnProgress = Callable[[int, int], object]
 
 Result = TypeVar("Result")
+
+# How long sequences that decode wait for a chunk of a prompt, in seconds. Shorter chunks make text smoother; from about a
+# round's time on they cost nothing.
+CHUNK_S = 0.1
+# Rows of the first chunk, over all layers, before it is known how long they take.
+_FIRST_ROWS = 4096
+# A whole prompt.
+_ALL_ROWS = 2**62
 
 
 @dataclass(eq=False)
@@ -82,6 +91,9 @@ class Scheduler:
         self._commands: SimpleQueue[Sequence[Request] | _Call | None] = SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
+        # The slot whose prompt is being read: one at a time.
+        self._reading: int | None = None
+        self._chunk_rows = _FIRST_ROWS
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._stopped = False
@@ -149,7 +161,8 @@ class Scheduler:
         while self._take_commands():
             try:
                 self._admit()
-                if self._running:
+                self._read()
+                if self._decoding():
                     self._round()
             except Exception as error:  # a defect of ours must not leave callers waiting
                 self._fail_all(internal(error))
@@ -182,8 +195,8 @@ class Scheduler:
             _interrupted(request)
 
     def _admit(self) -> None:
-        """Gives the next request a slot and reads its prompt: one prompt, so that those who decode wait for one at most."""
-        if not self._free or not self._waiting:
+        """Gives the next request a slot."""
+        if self._reading is not None or not self._free or not self._waiting:
             return
         request = self._waiting.popleft()
         try:
@@ -194,15 +207,34 @@ class Scheduler:
             return
         self._free -= 1
         self._running[slot] = request
+        self._reading = slot
+
+    def _read(self) -> None:
+        """Reads a chunk of the prompt under way; all of it where nobody else waits for a round."""
+        slot = self._reading
+        if slot is None:
+            return
+        request, rows = self._running[slot], self._chunk_rows if self._decoding() else _ALL_ROWS
+        started = time.perf_counter()
         try:
             with native_errors():
-                first = self.native.prefill(slot, self._progress(request))
+                first = self.native.prefill_chunk(slot, rows, self._progress(request))
         except _CancelledError:
             self._end(slot)
         except BaseException as error:  # also what a callback of the request ends its work with
             self._leave(slot).deliver(error, True)
         else:
-            self._hand_on(slot, [first])
+            if first is None:
+                # Twice as many at most: the first rows of a prompt are cheaper than its last.
+                factor = CHUNK_S / (time.perf_counter() - started)
+                self._chunk_rows = max(1, round(rows * min(factor, 2.0)))
+            else:
+                self._reading = None
+                self._hand_on(slot, [first])
+
+    def _decoding(self) -> list[int]:
+        """The slots whose prompts have been read."""
+        return [slot for slot in self._running if slot != self._reading]
 
     def _progress(self, request: Request) -> OnProgress:
         def on_prefill(done: int, total: int) -> None:
@@ -214,7 +246,7 @@ class Scheduler:
         return on_prefill
 
     def _round(self) -> None:
-        slots = list(self._running)
+        slots = self._decoding()
         self.rounds += 1
         self.sequence_rounds += len(slots)
         self.most_sequences = max(self.most_sequences, len(slots))
@@ -259,6 +291,8 @@ class Scheduler:
     def _leave(self, slot: int) -> Request:
         """Frees a slot."""
         request = self._running.pop(slot)
+        if slot == self._reading:
+            self._reading = None
         self._free += 1
         self.native.finish(slot)
         return request

@@ -311,11 +311,11 @@ fn kept_bytes(config: &ModelConfig, tokens: usize) -> [usize; 2] {
 }
 
 /// Tokens of hidden states, and of keys and values, with memory of their own: all, unless those of prompts of more than `most` fit where the draft
-/// weights are, the hidden states first.
+/// weights are, the hidden states first. With several slots others draft between the chunks of a prompt, and nothing is lent.
 fn tokens_own(config: &ModelConfig, options: &Options, most: usize) -> [usize; 2] {
     let all = options.prompt_capacity.max(1);
     let [hidden, scratch] = kept_bytes(config, all);
-    let room = weights::draft_bytes(config, options.draft_weights);
+    let room = if options.slots > 1 { 0 } else { weights::draft_bytes(config, options.draft_weights) };
     [hidden, hidden + scratch].map(|bytes| if bytes <= room { all.min(most) } else { all })
 }
 
@@ -1316,7 +1316,11 @@ impl Backend for CudaBackend {
                 self.plan.pending = false;
                 Ok(())
             }
-            Pass::Prefill(block) => self.prompt_qkv(layer, block),
+            Pass::Prefill(block) => {
+                // Another sequence may have begun or ended since the last chunk.
+                self.prompting = true;
+                self.prompt_qkv(layer, block)
+            }
         }
     }
 
@@ -1496,6 +1500,10 @@ impl Backend for CudaBackend {
             self.sampling.flag(),
         ];
         self.launch(self.kernels.flush, [heads, self.config.layers, 2], 256, page_shared(d), &arguments)
+    }
+
+    fn end_chunk(&mut self) -> Result<()> {
+        check_flag(self.sampling.take_flag(false)?)
     }
 
     fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {

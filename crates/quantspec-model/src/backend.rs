@@ -244,6 +244,16 @@ pub trait Backend: Send {
     /// where threads panicked. Device errors of a GPU, and those of [`Hooks::poll`].
     fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()>;
 
+    /// Ends a chunk of a prefill that goes on later: waits for it, and says what it found. Steps of other slots may follow, so
+    /// nothing that the prompt flagged may be taken for theirs. The provided method is for backends that say so at once.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::NotFinite`] where keys or values of the prompt are beyond half precision. Device errors of
+    /// a GPU.
+    fn end_chunk(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Final norm and head. A step yields logits for every row; a prefill block only for its last row.
     ///
     /// # Errors

@@ -42,6 +42,9 @@ struct Sequence {
     written: usize,
     /// Prefill is done: the window holds the last emitted token.
     running: bool,
+    cursor: forward::PrefillCursor,
+    /// Seconds that its prefill has taken.
+    prefill_s: f64,
 }
 
 /// Tokens one sequence emitted in a round: the accepted drafted ones, then one chosen by the target.
@@ -141,6 +144,8 @@ impl<B: Backend> Engine<B> {
             extent: Extent::default(),
             written: prompt.len(),
             running: false,
+            cursor: forward::PrefillCursor::default(),
+            prefill_s: 0.0,
         });
         Ok(slot)
     }
@@ -153,18 +158,18 @@ impl<B: Backend> Engine<B> {
         Ok(self.prefill_timed(slot, 0, progress)?.0)
     }
 
-    /// [`Engine::prefill`], and the seconds spent on the prompt's rows from `from` on: what these rows cost at that depth. A
-    /// block that holds rows of both sides is shared by rows, and so is the quantising of a layer.
+    /// Goes on with the slot's prompt for about `most_rows` rows, counted over all layers, at least one block. Returns the first
+    /// emitted token at the prompt's end, `None` before it. Rounds of other slots may run in between; the tokens do not depend
+    /// on the chunks. Of one prompt after the other: the backend has room for one.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is already prefilled, and those of
-    /// [`forward::prefill`], [`Backend::first`], [`Backend::set_window`] and [`Drafter::prefill`].
-    pub fn prefill_timed(
+    /// As [`Engine::prefill_timed`].
+    pub fn prefill_chunk(
         &mut self,
         slot: usize,
-        from: usize,
+        most_rows: usize,
         progress: &mut dyn FnMut(usize, usize),
-    ) -> Result<(u32, f64)> {
+    ) -> Result<Option<u32>> {
         let started = Instant::now();
         let block_rows = self.block_rows;
         let (backend, drafter, sequence) = self.parts(slot)?;
@@ -172,7 +177,44 @@ impl<B: Backend> Engine<B> {
             return Err(Error::usage(format!("slot {slot} is already prefilled"), "call prefill once per sequence"));
         }
         let tokens = sequence.text.len();
-        let (mut last, mut seconds, mut done) = (started, 0.0, 0);
+        let cursor = &mut sequence.cursor;
+        let ended =
+            forward::prefill_chunk(backend, slot, &sequence.text, block_rows, cursor, most_rows.max(1), progress)?;
+        let mut first = None;
+        if ended {
+            let token = backend.first(slot, tokens, &sequence.sampler)?;
+            backend.set_window(slot, &[token])?;
+            if let Some(drafter) = drafter {
+                drafter.prefill(slot, &sequence.text, token)?;
+            }
+            sequence.text.push(token);
+            sequence.extent.commit(tokens);
+            sequence.running = true;
+            sequence.remaining -= 1;
+            first = Some(token);
+        }
+        sequence.prefill_s += started.elapsed().as_secs_f64();
+        let seconds = sequence.prefill_s;
+        if ended {
+            self.stats.prefill(tokens, seconds);
+        }
+        Ok(first)
+    }
+
+    /// [`Engine::prefill`], and the seconds spent on the prompt's rows from `from` on: what these rows cost at that depth. A
+    /// block that holds rows of both sides is shared by rows, and so is the quantising of a layer.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is already prefilled, and those of
+    /// [`forward::prefill_chunk`], [`Backend::first`], [`Backend::set_window`] and [`Drafter::prefill`].
+    pub fn prefill_timed(
+        &mut self,
+        slot: usize,
+        from: usize,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<(u32, f64)> {
+        let tokens = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.text.len());
+        let (mut last, mut seconds, mut done) = (Instant::now(), 0.0, 0);
         let mut timed = |rows: usize, total: usize| {
             // Rows are counted over all layers; a call without new rows ends a layer, which concerned all of its rows.
             let new = if rows > done { rows - done } else { tokens };
@@ -182,19 +224,9 @@ impl<B: Backend> Engine<B> {
             (last, done) = (Instant::now(), rows);
             progress(rows, total);
         };
-        forward::prefill(backend, slot, &sequence.text, block_rows, &mut timed)?;
-        let first = backend.first(slot, tokens, &sequence.sampler)?;
-        backend.set_window(slot, &[first])?;
-        if let Some(drafter) = drafter {
-            drafter.prefill(slot, &sequence.text, first)?;
-        }
-        sequence.text.push(first);
-        sequence.extent.commit(tokens);
-        sequence.running = true;
-        sequence.remaining -= 1;
-        seconds += last.elapsed().as_secs_f64();
-        self.stats.prefill(tokens, started.elapsed().as_secs_f64());
-        Ok((first, seconds))
+        let first = self.prefill_chunk(slot, usize::MAX, &mut timed)?;
+        let first = first.ok_or_else(|| Error::internal("a prefill without a bound did not end"))?;
+        Ok((first, seconds + last.elapsed().as_secs_f64()))
     }
 
     /// Decodes by another method from the next round on, whose drafter is told of every sequence. The backend must keep all

@@ -32,12 +32,18 @@ pub fn step<B: Backend>(backend: &mut B, step: &Step) -> Result<()> {
     backend.head(&pass)
 }
 
-/// Runs a prompt layer by layer in blocks of `block_rows`, so that full-precision keys and values exist for one layer at a
-/// time; leaves the logits of the last row. `progress` is told the rows done, counted over all layers, after
-/// each block and again after each layer.
+/// How far a prompt has been processed: layers that are done, and rows of the one under way.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PrefillCursor {
+    embedded: bool,
+    layer: usize,
+    row: usize,
+}
+
+/// Runs a whole prompt, as [`prefill_chunk`].
 ///
 /// # Errors
-/// Those of the operations of [`step`], and of [`Backend::store`].
+/// As there.
 pub fn prefill<B: Backend>(
     backend: &mut B,
     slot: usize,
@@ -45,32 +51,57 @@ pub fn prefill<B: Backend>(
     block_rows: usize,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<()> {
+    prefill_chunk(backend, slot, prompt, block_rows, &mut PrefillCursor::default(), usize::MAX, progress).map(|_| ())
+}
+
+/// Runs a prompt layer by layer in blocks of `block_rows`, so that full-precision keys and values exist for one layer at a
+/// time; leaves the logits of the last row. Returns false where it stopped because `most_rows` rows, counted over all layers,
+/// were processed: the next call goes on at the cursor. Steps of other slots may run in between, and change no bit.
+/// `progress` is told the rows done, counted over all layers, after each block and again after each layer.
+///
+/// # Errors
+/// Those of the operations of [`step`], of [`Backend::store`], and of [`Backend::end_chunk`].
+pub fn prefill_chunk<B: Backend>(
+    backend: &mut B,
+    slot: usize,
+    prompt: &[u32],
+    block_rows: usize,
+    cursor: &mut PrefillCursor,
+    most_rows: usize,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<bool> {
     let layers = backend.config().layers;
-    let blocks = || {
-        (0..prompt.len()).step_by(block_rows).map(|start| Block {
-            slot,
-            prompt,
-            start,
-            rows: block_rows.min(prompt.len() - start),
-        })
-    };
-    for block in blocks() {
-        backend.embed(&Pass::Prefill(block))?;
-        backend.poll()?;
-    }
-    for index in 0..layers {
-        for block in blocks() {
-            layer(backend, index, &Pass::Prefill(block))?;
-            progress(index * prompt.len() + block.start + block.rows, layers * prompt.len());
+    let block = |start: usize| Block { slot, prompt, start, rows: block_rows.min(prompt.len() - start) };
+    if !cursor.embedded {
+        for start in (0..prompt.len()).step_by(block_rows) {
+            backend.embed(&Pass::Prefill(block(start)))?;
+            backend.poll()?;
         }
-        backend.store(index, slot, prompt.len())?;
-        backend.poll()?;
-        progress((index + 1) * prompt.len(), layers * prompt.len());
+        cursor.embedded = true;
     }
-    match blocks().next_back() {
-        Some(last) => backend.head(&Pass::Prefill(last)),
-        None => Ok(()),
+    let mut processed = 0;
+    while cursor.layer < layers {
+        if processed >= most_rows {
+            backend.end_chunk()?;
+            return Ok(false);
+        }
+        let next = block(cursor.row);
+        layer(backend, cursor.layer, &Pass::Prefill(next))?;
+        processed += next.rows;
+        cursor.row += next.rows;
+        progress(cursor.layer * prompt.len() + cursor.row, layers * prompt.len());
+        if cursor.row == prompt.len() {
+            backend.store(cursor.layer, slot, prompt.len())?;
+            backend.poll()?;
+            (cursor.layer, cursor.row) = (cursor.layer + 1, 0);
+            progress(cursor.layer * prompt.len(), layers * prompt.len());
+        }
     }
+    match (0..prompt.len()).step_by(block_rows).next_back() {
+        Some(start) => backend.head(&Pass::Prefill(block(start)))?,
+        None => (),
+    }
+    Ok(true)
 }
 
 /// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i. A turn ends where it is unlikely enough that all its tokens stand.

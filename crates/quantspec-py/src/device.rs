@@ -171,8 +171,9 @@ impl Place {
     /// the GPU. Refuses a model that the device does not know, and what does not fit in the model's context or the device's memory.
     pub(crate) fn plan(&self, checkpoint: &Checkpoint, options: &Options, beside: usize) -> Result<usize> {
         let config = checkpoint.config();
-        let Weighed { needed_bytes: bytes, used_bytes: used, available_bytes: available, longest_context: longest, .. } =
-            self.weigh(checkpoint, options, beside)?;
+        let Weighed {
+            needed_bytes: bytes, used_bytes: used, available_bytes: available, longest_context: longest, ..
+        } = self.weigh(checkpoint, options, beside)?;
         if options.capacity > config.max_positions {
             return Err(Error::does_not_fit(
                 format!("{} tokens exceed the model's context of {}", options.capacity, config.max_positions),

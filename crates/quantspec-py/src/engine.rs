@@ -410,6 +410,21 @@ impl PyEngine {
         })
     }
 
+    #[pyo3(signature = (slot, most_rows, on_progress=None))]
+    fn prefill_chunk(
+        &self,
+        py: Python<'_>,
+        slot: usize,
+        most_rows: usize,
+        on_progress: Option<Py<PyAny>>,
+    ) -> PyResult<Option<u32>> {
+        let mut show = progress(on_progress, self.raised.clone());
+        self.run(py, |device| {
+            let chunk = on_device!(device, engine => engine.prefill_chunk(slot, most_rows, &mut show));
+            PyEngine::unless_raised(&self.raised, chunk)
+        })
+    }
+
     /// Prefill, and the seconds that the prompt's rows from `rows_from` on took.
     #[pyo3(signature = (slot, rows_from, on_progress=None))]
     fn prefill_timed(
