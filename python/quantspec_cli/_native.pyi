@@ -124,7 +124,10 @@ class Engine:
         """The policy's γ for the slot's next round, clipped by the tokens it may still emit."""
 
     def draft(self, gammas: Sequence[tuple[int, int]]) -> None:
-        """Drafts γ tokens for every (slot, γ), fewer where γ is automatic and in doubt: the round is of these slots."""
+        """Drafts γ tokens for every (slot, γ), fewer where γ is automatic and in doubt or the method proposes fewer.
+
+        The round is of these slots.
+        """
 
     def verify(self) -> list[tuple[int, list[int]]]:
         """Verifies what `draft` drafted: per slot the accepted tokens and one more of the target."""

@@ -121,9 +121,9 @@ pub enum Source {
 pub struct Entry {
     /// Name in flags, reports and docs.
     pub name: &'static str,
-    /// What drafts, in a few words.
+    /// What drafts, in a few words for people.
     pub about: &'static str,
-    /// The same for the program.
+    /// What drafts.
     pub source: Source,
 }
 
@@ -153,11 +153,6 @@ impl Entry {
     /// Whether it reads draft weights, and so knows the setting of that name.
     pub fn takes_draft_weights(&self) -> bool {
         matches!(self.source, Source::Model { weights: Weights::Draft, .. })
-    }
-
-    /// Whether it reads pages of the target's cache, and so knows the settings that select them.
-    pub fn takes_pages(&self) -> bool {
-        matches!(self.source, Source::Model { .. })
     }
 
     /// How the model drafts for itself over a target view, on all pages; `None` where it does not.
@@ -198,15 +193,10 @@ mod tests {
         for (name, view, weights) in [("quantspec", upper, true), ("kv4", upper, false), ("w4", both, true)] {
             assert_eq!(made(name, DraftWeights::Int4), needs(view, weights), "{name}");
             assert_eq!(made(name, DraftWeights::None), needs(view, false), "{name}");
-            let method = Entry::named(name).unwrap();
-            assert_eq!((method.takes_draft_weights(), method.takes_pages()), (weights, true), "{name}");
+            assert_eq!(Entry::named(name).unwrap().takes_draft_weights(), weights, "{name}");
         }
         assert_eq!(made("ngram", DraftWeights::Int4), needs(None, false));
         assert_eq!(made("ar", DraftWeights::Int4), None);
-        for name in ["ngram", "ar"] {
-            let method = Entry::named(name).unwrap();
-            assert_eq!((method.takes_draft_weights(), method.takes_pages()), (false, false), "{name}");
-        }
         assert!(Entry::named("").is_none());
     }
 }
