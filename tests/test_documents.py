@@ -154,6 +154,29 @@ def test_a_scanned_pdf_is_refused() -> None:
     assert "OCR" in error.hint
 
 
+def test_a_scan_with_a_stamp_is_a_warning() -> None:
+    def with_picture(width: int, words: int) -> tuple[str, ...]:
+        raw = pdf(lines(*["word"] * words) + SCAN)
+        raw = raw.replace(b"/Width 1 /Height 1", b"/Width %d /Height 2200" % width)
+        return prompts.from_bytes("x", raw).warnings
+
+    assert with_picture(1700, 3) == ("page 1 of 1: a picture of the whole page and fewer than 25 words",)
+    assert with_picture(1700, 30) == ()
+    assert with_picture(100, 3) == ()
+
+
+def test_pages_that_are_lost_are_a_warning() -> None:
+    raw = pdf(lines("one"), lines("two")).replace(b"/Count 2", b"/Count 5")
+    assert prompts.from_bytes("x", raw).warnings == ("3 of 5 pages are missing",)
+
+
+def test_other_protection_than_a_password_is_named() -> None:
+    protected = pdf(lines("one")).replace(
+        b"/Root 1 0 R", b"/Root 1 0 R /Encrypt << /Filter /Adobe.PubSec /V 1 >> /ID [(a) (a)]"
+    )
+    assert "encryption" in refusal(protected).message
+
+
 def test_characters_without_names_are_no_text() -> None:
     broken = HELVETICA.replace(b"/WinAnsiEncoding", b"<< /Differences [97 /g1 /g2 /g3] >>")
     nameless = b"BT /F 12 Tf 72 720 Td (\\001\\002\\003) Tj ET"
@@ -328,6 +351,12 @@ def test_what_python_docx_leaves_out_is_there() -> None:
     )
 
 
+def test_parts_of_a_docx_that_are_not_read_are_a_warning() -> None:
+    document = prompts.from_bytes("x", word(p("text"), aFChunk="<html/>", chart="<c/>"))
+    assert document.text == "text"
+    assert document.warnings == ("1 inserted file not read", "1 chart not read")
+
+
 def test_clauses_have_the_numbers_that_word_shows() -> None:
     def level(index: int, form: str, text: str, more: str = "") -> str:
         form = f'<w:start w:val="1"/><w:numFmt w:val="{form}"/>{more}<w:lvlText w:val="{text}"/>'
@@ -458,6 +487,9 @@ def test_hostile_html_is_read_in_time() -> None:
     assert page("<table><tr><td>" * 20_000 + "in") == "in"
     assert page("<ol>" * 20_000 + "<li>in").strip() == "1. in"
     assert page("</p></td></table></ul></h1></pre>out") == "out"
+    for opened in ("<a ", "<a b='", "<!--", "<![CDATA[", "<?", "</", "<script>"):
+        for closed in ("", ">"):
+            assert page("in" + opened * 30_000 + closed).startswith("in")
     assert page('<!DOCTYPE html [<!ENTITY x "y">]><p>a&x;').endswith("a&x;")
     assert (
         page("<p>a<![if !supportLists]>b<![endif]>c<![bogus]>d<![CDATA[e<p>f]]>g<!bogus>h<?php x?>i</>j")

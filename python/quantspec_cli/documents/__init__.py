@@ -113,7 +113,7 @@ def _read(which: str, name: str, raw: bytes, limit: int) -> tuple[str, Sequence[
     if archive.is_docx():
         from . import docx
 
-        return docx.read(archive), ()
+        return docx.read(archive)
     if archive.is_epub():
         from . import epub
 

@@ -25,15 +25,24 @@ _MATH = (
     "http://purl.oclc.org/ooxml/officeDocument/math ",
 )
 _COMPATIBILITY = "http://schemas.openxmlformats.org/markup-compatibility/2006 "
-# Elements whose content is not shown: changes that were made, properties as they were, stops of tabs, ruby's size.
+# Elements whose content is not shown: what was deleted, properties as they were, stops of tabs, codes of fields.
 _UNSEEN = frozenset({"w:del", "w:moveFrom", "w:pPrChange", "w:rPrChange", "w:tabs", "w:instrText", "w:delText"})
 _INLINE = {"w:tab": "\t", "w:ptab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\N{NON-BREAKING HYPHEN}"}
 _SEPARATORS = {"separator", "continuationSeparator", "continuationNotice"}
 _DEPTH_MAX = 20
+# Parts that may hold text and are not read.
+_UNREAD = {
+    "aFChunk": "inserted file",
+    "subDocument": "subdocument",
+    "diagramData": "diagram",
+    "chart": "chart",
+    "oleObject": "embedded object",
+    "package": "embedded document",
+}
 
 
-def read(archive: Archive) -> str:
-    """The text of a document."""
+def read(archive: Archive) -> tuple[str, tuple[str, ...]]:
+    """The text of a document, and warnings about parts whose text is not in it."""
     main = archive.main_part()
     parts: dict[str, list[str]] = {}
     for path, what in archive.relations(main).values():
@@ -53,7 +62,12 @@ def read(archive: Archive) -> str:
     body = story(main)
     ends = [story(path) for kind in ("footnotes", "endnotes") for path in parts.get(kind, [])]
     footers = dict.fromkeys(story(path) for path in parts.get("footer", []))
-    return "\n\n".join(filter(None, [*headers, body, *ends, *footers]))
+    unread = [
+        f"{count} {what}{'s' if count > 1 else ''} not read"
+        for kind, what in _UNREAD.items()
+        if (count := len(parts.get(kind, [])))
+    ]
+    return "\n\n".join(filter(None, [*headers, body, *ends, *footers])), tuple(unread)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from html import unescape
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING
 
@@ -79,15 +80,19 @@ def _declared(raw: bytes) -> list[str]:
 
 def text_of(page: str) -> str:
     """The text of a page: paragraphs, headings with #, list items with - or a number, rows of tables with |."""
-    reader = _Reader()
-    reader.feed(page)
-    reader.close()
-    return reader.text()
+    return _Reader(page).text()
 
 
 class _Reader(HTMLParser):
-    def __init__(self) -> None:
+    """Reads a page. Where nothing closes a tag, a comment or a section any more, it is not looked for: the parser would
+    search the rest of the page for each.
+    """
+
+    def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
+        self._page = page
+        self._last_comment = page.rfind("-->")
+        self._last_section = page.rfind("]]>")
         self._blocks = Blocks()
         self._pieces: list[str] = []
         self._prefix = ""
@@ -98,7 +103,11 @@ class _Reader(HTMLParser):
         self._preformatted = 0
 
     def text(self) -> str:
-        """What was read."""
+        """What a page shows."""
+        end = self._page.rfind(">") + 1
+        self.feed(self._page[:end])
+        self.close()
+        self.handle_data(unescape(self._page[end:]))
         self._flush()
         return self._blocks.text()
 
@@ -171,10 +180,11 @@ class _Reader(HTMLParser):
 
     def parse_html_declaration(self, i: int) -> int:
         """Sections of XHTML and of Word's pages, on which the parser of some Python versions fails or drops text."""
-        if self.rawdata.startswith("<![CDATA[", i) and (end := self.rawdata.find("]]>", i)) >= 0:
+        if self.rawdata.startswith("<![CDATA[", i) and i < self._last_section:
+            end = self.rawdata.find("]]>", i)
             self.handle_data(self.rawdata[i + len("<![CDATA[") : end])
             return end + len("]]>")
-        if self.rawdata.startswith("<![", i):
+        if self.rawdata.startswith("<![", i) or (self.rawdata.startswith("<!--", i) and i > self._last_comment):
             return self.parse_bogus_comment(i)
         return super().parse_html_declaration(i)
 

@@ -10,6 +10,7 @@ import logging
 import re
 import statistics
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")
 _WORDLESS = re.compile("[\\s\N{REPLACEMENT CHARACTER}\ue000-\uf8ff]*")
 # A gap between lines that is wider than the page's usual one by this factor separates paragraphs.
 _GAP = 1.3
+# A page with a picture of at least its size and fewer words is likely to be a scan with a stamp on it.
+_SCAN_WORDS = 25
 # Messages of pypdf that are shown; the others are counted.
 _MESSAGES_MAX = 3
 
@@ -46,6 +49,8 @@ def read(name: str, raw: bytes) -> tuple[str, tuple[str, ...]]:
         return _read(name, pypdf.PdfReader(io.BytesIO(raw)), log)
     except DependencyError as error:
         raise InputError(f"{name} is an encrypted PDF, which needs the package cryptography", _INSTALL) from error
+    except NotImplementedError as error:  # protected in other ways than by a password
+        raise InputError(f"{name} is a PDF that pypdf cannot open: {error}", "print it to a new PDF") from error
     except PyPdfError as error:
         raise InputError(
             f"{name} is a damaged PDF: {str(error)[:200] or type(error).__name__}",
@@ -63,6 +68,7 @@ class _Page:
     text: str = ""
     failure: str = ""
     doubtful: bool = False
+    scanned: bool = False
 
 
 def _read(name: str, reader: PdfReader, log: _Log) -> tuple[str, tuple[str, ...]]:
@@ -79,7 +85,11 @@ def _read(name: str, reader: PdfReader, log: _Log) -> tuple[str, tuple[str, ...]
     texts = [page.text for page in pages if page.text]
     if not texts:
         raise _without_text(name, pages)
-    return "\n\n".join(texts), tuple(_warnings(pages, log))
+    tree: Any = reader.root_object["/Pages"]
+    declared = tree.get("/Count")
+    missing = declared - len(pages) if isinstance(declared, int) else 0
+    lost = [f"{missing} of {declared} pages are missing"] if missing > 0 else []
+    return "\n\n".join(texts), (*lost, *_warnings(pages, log))
 
 
 def _page(number: int, page: PageObject, log: _Log) -> _Page:
@@ -94,7 +104,8 @@ def _page(number: int, page: PageObject, log: _Log) -> _Page:
         return _Page(number, failure=f"{type(error).__name__}: {str(error)[:200]}")
     if _WORDLESS.fullmatch(text):
         text = ""
-    return _Page(number, text, doubtful=len(log.messages) > before)
+    scanned = 0 < len(text.split()) < _SCAN_WORDS and _has_scan(page)
+    return _Page(number, text, doubtful=len(log.messages) > before, scanned=scanned)
 
 
 def _without_text(name: str, pages: Sequence[_Page]) -> InputError:
@@ -117,6 +128,8 @@ def _warnings(pages: Sequence[_Page], log: _Log) -> Iterator[str]:
             yield f"page {page.number} of {count} cannot be read: {page.failure}"
     if empty := [page.number for page in pages if not page.text and not page.failure]:
         yield f"{_ranges(empty)} of {count} {'has' if len(empty) == 1 else 'have'} no text"
+    if scanned := [page.number for page in pages if page.scanned]:
+        yield f"{_ranges(scanned)} of {count}: a picture of the whole page and fewer than {_SCAN_WORDS} words"
     if unnamed := [page.number for page in pages if "\N{REPLACEMENT CHARACTER}" in page.text]:
         yield f"{_ranges(unnamed)} of {count}: characters that the fonts do not name are U+FFFD"
     if doubtful := [page.number for page in pages if page.doubtful]:
@@ -136,6 +149,20 @@ def _text(page: PageObject) -> str:
     if "".join(text for text, _ in pieces).split() == whole.split():
         whole = _paragraphs(pieces)
     return "\n".join(filter(None, [whole.strip(), *_filled(page)]))
+
+
+def _has_scan(page: PageObject) -> bool:
+    """Whether a page shows a picture with a pixel or more for each point of the page, 1/72 inch."""
+    with suppress(Exception):  # what is damaged in the pictures of a page that has text is no error
+        resources: Any = page["/Resources"]
+        for reference in resources["/XObject"].values():
+            picture: Any = reference.get_object()
+            if picture.get("/Subtype") == "/Image":
+                box = page.mediabox
+                sides = sorted((picture["/Width"], picture["/Height"]))
+                if all(side >= length for side, length in zip(sides, sorted((box.width, box.height)), strict=True)):
+                    return True
+    return False
 
 
 def _paragraphs(pieces: Iterable[tuple[str, float]]) -> str:
