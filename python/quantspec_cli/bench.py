@@ -421,6 +421,7 @@ def _text(request: Request) -> tuple[str, str]:
     if request.prompt is None:
         return "the shipped book", gzip.decompress(BOOK.read_bytes()).decode()
     document = prompts.read(request.prompt)
+    render.warn_of_documents([document])
     return document.name, document.text
 
 

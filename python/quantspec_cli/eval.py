@@ -58,6 +58,7 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
     stdout = output.Stdout() if request.output is None or request.as_json else None
     with output.opened(request.output, [] if request.prompt is None else [request.prompt]) as file:
         document = prompts.read(str(SAMPLE) if request.prompt is None else request.prompt)
+        render.warn_of_documents([document])
         model = Model.open(
             request.model, revision=request.revision, offline=request.offline, progress=render.on_terminal()
         )

@@ -1,4 +1,4 @@
-"""Prompts: files, standard input or literal text, read whole or refused with the place that is wrong."""
+"""Prompts: documents, standard input or literal text, read whole or refused with the place that is wrong."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import documents
 from .errors import DoesNotFitError, InputError, UsageError, reason
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ class Document:
 
     Attributes:
         name: what the user called it: a path, "stdin" or "text".
-        text: its content, unchanged but for a byte order mark.
-        warnings: what its reader found odd, a line each.
+        text: its content; of plain text and Markdown unchanged but for a byte order mark.
+        warnings: what of its text is missing or in doubt, a line each.
     """
 
     name: str
@@ -50,12 +51,12 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
         raise UsageError("no prompt", "give a file with --prompt, '--prompt -' for standard input, or --text")
     if list(paths).count(STDIN) > 1:
         raise UsageError("standard input is asked for twice", "give '--prompt -' once")
-    documents = [read(path, "check the path; literal text is given with --text") for path in paths]
+    found = [read(path, "check the path; literal text is given with --text") for path in paths]
     for index, text in enumerate(texts):
         name = "text" if len(texts) == 1 else f"text {index + 1}"
         check_utf8(name, text)
-        documents.append(_checked(name, text, "give some text after --text"))
-    return documents
+        found.append(_checked(name, text, "give some text after --text"))
+    return found
 
 
 def read(path: str, absent: str = "check the path") -> Document:
@@ -98,19 +99,26 @@ def read_whole(name: str, file: BinaryIO) -> bytes:
             raise DoesNotFitError(
                 f"{name} has more than {BYTES_MAX} bytes, more than any context holds", "split the document"
             )
-        if b"\0" in chunk:
+        if b"\0" in chunk and documents.kind(name, raw) is None:
             break
     return bytes(raw)
 
 
 def from_bytes(name: str, raw: bytes) -> Document:
-    """Checks and decodes a document: UTF-8 text, nothing replaced, nothing cut."""
+    """The text of a document by its kind. What is none of `documents` is UTF-8 text: nothing replaced, nothing cut."""
+    which = documents.kind(name, raw)
+    if which is not None:
+        return Document(name, *documents.extract(which, name, raw, BYTES_MAX))
+    documents.refuse(name, raw)
     for mark, encoding in _MARKS.items():
         if raw.startswith(mark):
             raise InputError(f"{name} is {encoding}, not UTF-8", f"convert it: iconv -f {encoding} -t UTF-8 FILE")
     zero = raw.find(b"\0")
     if zero >= 0:
-        raise InputError(f"{name} is a binary file (zero byte at offset {zero})", "give plain text in UTF-8")
+        raise InputError(
+            f"{name} is a binary file (zero byte at offset {zero})",
+            "give a PDF, DOCX, EPUB or HTML document, or plain text in UTF-8",
+        )
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

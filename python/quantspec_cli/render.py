@@ -11,11 +11,12 @@ from .errors import one_line
 from .output import abandon
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from rich.console import Console
 
     from .engine import Engine, Generation, Statistics
+    from .prompts import Document
 
     OnProgress = Callable[[int, int], object]
 
@@ -47,6 +48,13 @@ def warn_of_threads(threads: int | None) -> None:
     """More workers than processors wait for each other."""
     if threads is not None and threads > (usable := processors()):
         note(f"warning: {threads} threads on {usable} processors wait for each other; use --threads {usable}")
+
+
+def warn_of_documents(documents: Iterable[Document]) -> None:
+    """Says what text is missing or in doubt."""
+    for document in documents:
+        for warning in document.warnings:
+            note(f"warning: {one_line(document.name)}: {warning}")
 
 
 def note_of_drafts(info: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from .engine import Batch, Generation, Prompt
     from .options import EngineOptions, GenerateOptions
+    from .prompts import Document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,6 @@ def _run(
     stdout = output.Stdout() if request.output is None or request.as_json else None
     with output.opened(request.output, request.prompts) as file:
         documents = prompts.read_all(request.prompts, request.texts)
-        names = [document.name for document in documents]
         model = Model.open(
             request.model,
             revision=request.revision,
@@ -67,6 +67,7 @@ def _run(
         if not request.as_json and not request.quiet and _is_bare(request, model):
             render.note("the model has no chat template: system prompt, document and instruction are plain text to it")
         if not request.quiet:
+            render.warn_of_documents(documents)
             render.warn_of_threads(engine_options.threads)
         limit = model.resolve_context(request.ctx_size)
         encoded = [
@@ -101,17 +102,17 @@ def _run(
             render.note_of_drafts(engine.info)
 
         sink: output.Sink = file or (stdout if stdout is not None and not request.as_json else output.Nowhere())
-        shown = [one_line(name) for name in names]
+        shown = [one_line(document.name) for document in documents]
         answers = output.Answers(sink, shown)
         batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=request.quiet)
     # The file is in its place: nothing that happens to the rest of the output can take the answer away.
     generations = batch.generations()
     if failure is not None:
-        failure.kept = {"results": results(names, generations)}
+        failure.kept = {"results": results(documents, generations)}
         raise failure
     code = EXIT_INTERRUPTED if interrupted else EXIT_DONE
     if request.as_json:
-        return output.Done(code, report(engine, options, names, generations))
+        return output.Done(code, report(engine, options, documents, generations))
     if not request.quiet:
         for line in instruct.cuts(shown, encoded, generations):
             render.note(line)
@@ -120,7 +121,7 @@ def _run(
 
 
 def report(
-    engine: Engine, options: GenerateOptions, names: Sequence[str], generations: Sequence[Generation]
+    engine: Engine, options: GenerateOptions, documents: Sequence[Document], generations: Sequence[Generation]
 ) -> dict[str, Any]:
     """The document of `--json`."""
     chosen = engine.options
@@ -141,24 +142,25 @@ def report(
         "top_p": options.top_p,
         "min_p": options.min_p,
         "seed": options.seed,
-        "results": results(names, generations),
+        "results": results(documents, generations),
         "stats": engine.statistics(),
     }
 
 
-def results(names: Sequence[str], generations: Sequence[Generation]) -> list[dict[str, Any]]:
+def results(documents: Sequence[Document], generations: Sequence[Generation]) -> list[dict[str, Any]]:
     """The answers as `--json` prints them."""
     return [
         {
-            "prompt": name,
+            "prompt": document.name,
             "prompt_tokens": generation.prompt_tokens,
             "new_tokens": len(generation.tokens),
             "tokens": generation.tokens,
             "text": generation.text,
             "stop_reason": generation.stop_reason,
             "thinking": generation.thinking,
+            **({"warnings": list(document.warnings)} if document.warnings else {}),
         }
-        for name, generation in zip(names, generations, strict=True)
+        for document, generation in zip(documents, generations, strict=True)
     ]
 
 

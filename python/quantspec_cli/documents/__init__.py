@@ -1,0 +1,143 @@
+"""Documents as people have them: the text of PDF, DOCX, HTML and EPUB, whole or refused with the reason.
+
+A kind is told by content first and by the name's suffix second. Only PDF needs a library (pypdf, extra `documents`).
+DOCX, EPUB and HTML are read with the standard library, because the text must be whole: python-docx leaves out tracked
+insertions, content controls, text boxes, notes and the numbers of clauses, and extractors of "main text" such as
+trafilatura drop paragraphs that they take for boilerplate.
+
+Readers are imported when a document of their kind is read.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from ..errors import InputError, QuantspecError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
+_HTML = {".html", ".htm", ".xhtml", ".xht"}
+_BOM = b"\xef\xbb\xbf"
+
+# How files begin that hold no text for us: what they are, and what to do.
+_CONVERT = "convert it to PDF, DOCX or plain text"
+_OCR = "run OCR and give its text or PDF"
+_REFUSED: tuple[tuple[bytes, str, str], ...] = (
+    (b"{\\rtf", "an RTF document", "save it as DOCX or plain text"),
+    (b"\x89PNG\r\n\x1a\n", "a binary file, a PNG image", _OCR),
+    (b"\xff\xd8\xff", "a binary file, a JPEG image", _OCR),
+    (b"GIF87a", "a binary file, a GIF image", _OCR),
+    (b"GIF89a", "a binary file, a GIF image", _OCR),
+    (b"II*\0", "a binary file, a TIFF image", _OCR),
+    (b"MM\0*", "a binary file, a TIFF image", _OCR),
+    (b"\0\0\0\x0cjP  ", "a binary file, a JPEG 2000 image", _OCR),
+    (b"AT&TFORM", "a binary file, a DjVu document", _CONVERT),
+    (b"\x1f\x8b\x08", "a binary file, gzip data", "unpack it"),
+    (b"BZh", "a binary file, bzip2 data", "unpack it"),
+    (b"\xfd7zXZ\0", "a binary file, xz data", "unpack it"),
+    (b"\x28\xb5\x2f\xfd", "a binary file, Zstandard data", "unpack it"),
+    (b"7z\xbc\xaf\x27\x1c", "a binary file, a 7z archive", "unpack it"),
+    (b"Rar!\x1a\x07", "a binary file, a RAR archive", "unpack it"),
+)
+
+# Ligatures of the presentation forms: Latin, Armenian, Hebrew and Arabic. Fonts use them; readers and models do not.
+_LIGATURES = {
+    code: unicodedata.normalize("NFKC", chr(code))
+    for code in range(0xFB00, 0xFE00)
+    if "LIGATURE" in unicodedata.name(chr(code), "")
+}
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def kind(name: str, raw: bytes | bytearray) -> str | None:
+    """The reader that a document needs ("pdf", "zip", "ole" or "html"), from how it begins; None for plain text."""
+    head = bytes(raw[:1024])
+    suffix = PurePath(name).suffix.lower()
+    start = head.removeprefix(_BOM).lstrip()
+    if start.startswith(b"%PDF-") or (suffix == ".pdf" and b"%PDF-" in head):
+        return "pdf"
+    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+        return "zip"
+    if head.startswith(_OLE):
+        return "ole"
+    return "html" if suffix in _HTML else None
+
+
+def refuse(name: str, raw: bytes) -> None:
+    """Refuses what is known to be no plain text."""
+    for magic, what, hint in _REFUSED:
+        if raw.startswith(magic):
+            raise InputError(f"{name} is {what}", hint)
+    if raw.startswith(b"RIFF") and raw[8:12] == b"WEBP":
+        raise InputError(f"{name} is a binary file, a WebP image", _OCR)
+
+
+def extract(which: str, name: str, raw: bytes, limit: int) -> tuple[str, tuple[str, ...]]:
+    """The text of a document of that `kind`, never empty, and warnings about what is missing.
+
+    `limit` bounds the bytes that an archive may unpack to. Everything that goes wrong is an `InputError`.
+    """
+    try:
+        text, warnings = _read(which, name, raw, limit)
+    except QuantspecError:
+        raise
+    except Exception as error:  # readers of damaged files fail in every way: RecursionError and MemoryError too
+        raise InputError(f"{name} is damaged: {_said(error)}", "open it in its program and save it again") from error
+    text = _SURROGATES.sub(lambda _: "\N{REPLACEMENT CHARACTER}", _pairs(text)).translate(_LIGATURES).strip("\n")
+    if not text or text.isspace():
+        raise InputError(
+            f"{name} has no text", "give a document with text; if it holds pictures of pages, run OCR first"
+        )
+    return text, tuple(one_line(warning) for warning in warnings)
+
+
+def _read(which: str, name: str, raw: bytes, limit: int) -> tuple[str, Sequence[str]]:
+    if which == "pdf":
+        from . import pdf
+
+        return pdf.read(name, raw)
+    if which == "html":
+        from . import html
+
+        return html.text_of(html.decode(name, raw)), ()
+    if which == "ole":
+        _refuse_ole(name, raw)
+    from .archive import Archive
+
+    archive = Archive(name, raw, limit)
+    if archive.is_docx():
+        from . import docx
+
+        return docx.read(archive)
+    if archive.is_epub():
+        from . import epub
+
+        return epub.read(archive)
+    what = archive.describe()
+    raise InputError(f"{name} is {what}", "unpack it" if what == "a zip archive" else _CONVERT)
+
+
+def _refuse_ole(name: str, raw: bytes) -> None:
+    if "EncryptedPackage".encode("utf-16-le") in raw:
+        raise InputError(
+            f"{name} is an encrypted Office document: it opens with a password only", "save a copy without its password"
+        )
+    raise InputError(f"{name} is an Office document of before 2007 (.doc, .xls, .ppt)", "save it as DOCX or PDF")
+
+
+def _said(error: Exception) -> str:
+    """An exception of a reader in few words."""
+    text = one_line(str(error))[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _pairs(text: str) -> str:
+    """Text in which two halves of a surrogate pair are one character."""
+    if _SURROGATES.search(text) is None:
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -1,0 +1,138 @@
+"""Paragraphs, headings, list items and tables as text: blank lines between them, rows of cells with " | "."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+# Tables in tables are page layout; deeper ones only waste time.
+_NESTING_MAX = 16
+# A row of several cells in which one has more paragraphs than this is page layout.
+_CELL_MAX = 4
+_BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of text.
+
+    Attributes:
+        text: at least one line.
+        group: blocks of one group stand on lines below each other; other blocks have blank lines between them.
+        flat: may be part of a row.
+    """
+
+    text: str
+    group: object = None
+    flat: bool = True
+
+
+@dataclass
+class _Table:
+    """A table as it grows; `row` and `cell` are None between rows and cells."""
+
+    blocks: list[Block] = field(default_factory=list)
+    row: list[list[Block]] | None = None
+    cell: list[Block] | None = None
+
+
+class Blocks:
+    """Collects blocks in reading order."""
+
+    def __init__(self) -> None:
+        self._root: list[Block] = []
+        self._tables: list[_Table] = []
+        # Tables that are not kept as such.
+        self._ignored = 0
+
+    def add(self, text: str, group: object = None, *, flat: bool = True) -> None:
+        """Adds a block, unless it is blank; white space at the ends of lines goes."""
+        text = "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")
+        if text.strip():
+            self._target().append(Block(text, group, flat))
+
+    def open_table(self) -> None:
+        """A table begins."""
+        if len(self._tables) == _NESTING_MAX:
+            self._ignored += 1
+        else:
+            self._tables.append(_Table())
+
+    def open_row(self) -> None:
+        """A row begins; one that is open ends."""
+        if self._tables and not self._ignored:
+            self.close_row()
+            self._tables[-1].row = []
+
+    def open_cell(self) -> None:
+        """A cell begins; one that is open ends."""
+        if self._tables and not self._ignored:
+            table = self._tables[-1]
+            if table.row is None:
+                table.row = []
+            table.cell = []
+            table.row.append(table.cell)
+
+    def close_cell(self) -> None:
+        """A cell ends."""
+        if self._tables and not self._ignored:
+            self._tables[-1].cell = None
+
+    def close_row(self) -> None:
+        """A row ends."""
+        if not self._tables or self._ignored:
+            return
+        table = self._tables[-1]
+        cells, table.row, table.cell = table.row or [], None, None
+        if not any(cells):
+            return
+        if len(cells) > 1 and all(len(cell) <= _CELL_MAX and all(b.flat for b in cell) for cell in cells):
+            line = " | ".join(" ".join(" ".join(b.text.split("\n")) for b in cell) for cell in cells)
+            table.blocks.append(Block(line.strip(), group=id(table)))
+        elif len(cells) == 1 and len(cells[0]) == 1 and cells[0][0].flat:
+            table.blocks.append(Block(cells[0][0].text, group=id(table)))
+        else:
+            table.blocks.extend(block for cell in cells for block in cell)
+
+    def close_table(self) -> None:
+        """A table ends."""
+        if self._ignored:
+            self._ignored -= 1
+        elif self._tables:
+            self.close_row()
+            table = self._tables.pop()
+            text = _joined(table.blocks)
+            if text:
+                self._target().append(Block(text, flat=False))
+
+    def text(self) -> str:
+        """All blocks; tables that are open end."""
+        self._ignored = 0
+        while self._tables:
+            self.close_table()
+        return _joined(self._root)
+
+    def _target(self) -> list[Block]:
+        if not self._tables:
+            return self._root
+        table = self._tables[-1]
+        if table.cell is not None:
+            return table.cell
+        # What stands between cells follows the cell before.
+        return table.row[-1] if table.row else table.blocks
+
+
+def _joined(blocks: list[Block]) -> str:
+    pieces: list[str] = []
+    before: object = None
+    for index, block in enumerate(blocks):
+        if index:
+            pieces.append("\n" if block.group is not None and block.group == before else "\n\n")
+        pieces.append(block.text)
+        before = block.group
+    return "".join(pieces)
+
+
+def without_blank_runs(text: str) -> str:
+    """Text with at most one blank line in a row."""
+    return _BLANK_LINES.sub("\n\n", text)

@@ -1,0 +1,296 @@
+"""DOCX: body, tables, text boxes, notes, headers and footers as Word shows them with all changes accepted.
+
+The XML is read as a stream of events. Deleted text, field codes and comments are left out; the numbers of clauses,
+which Word computes, are computed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .archive import Archive, local
+from .blocks import Blocks
+from .numbering import Numbering
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_WORD = (
+    "http://schemas.openxmlformats.org/wordprocessingml/2006/main ",
+    "http://purl.oclc.org/ooxml/wordprocessingml/main ",
+)
+_MATH = (
+    "http://schemas.openxmlformats.org/officeDocument/2006/math ",
+    "http://purl.oclc.org/ooxml/officeDocument/math ",
+)
+_COMPATIBILITY = "http://schemas.openxmlformats.org/markup-compatibility/2006 "
+# Elements whose content is not shown: what was deleted, properties as they were, stops of tabs, codes of fields.
+_UNSEEN = frozenset({"w:del", "w:moveFrom", "w:pPrChange", "w:rPrChange", "w:tabs", "w:instrText", "w:delText"})
+_INLINE = {"w:tab": "\t", "w:ptab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\N{NON-BREAKING HYPHEN}"}
+_SEPARATORS = {"separator", "continuationSeparator", "continuationNotice"}
+_DEPTH_MAX = 20
+# Parts that may hold text and are not read.
+_UNREAD = {
+    "aFChunk": "inserted file",
+    "subDocument": "subdocument",
+    "diagramData": "diagram",
+    "chart": "chart",
+    "oleObject": "embedded object",
+    "package": "embedded document",
+}
+
+
+def read(archive: Archive) -> tuple[str, tuple[str, ...]]:
+    """The text of a document, and warnings about parts whose text is not in it."""
+    main = archive.main_part()
+    parts: dict[str, list[str]] = {}
+    for path, what in archive.relations(main).values():
+        if path in archive and path not in parts.setdefault(what.rpartition("/")[2], []):
+            parts[what.rpartition("/")[2]].append(path)
+    styles = _styles(archive, parts.get("styles", []))
+    numbering = Numbering(archive, parts.get("numbering", []))
+    notes: dict[tuple[str, str], int] = {}
+
+    def story(path: str) -> str:
+        reader = _Story(styles, numbering, notes)
+        archive.parse(path, reader.start, reader.end, reader.data)
+        return reader.blocks.text()
+
+    # Headers and footers are shown on every page and read once.
+    headers = dict.fromkeys(story(path) for path in parts.get("header", []))
+    body = story(main)
+    ends = [story(path) for kind in ("footnotes", "endnotes") for path in parts.get(kind, [])]
+    footers = dict.fromkeys(story(path) for path in parts.get("footer", []))
+    unread = [
+        f"{count} {what}{'s' if count > 1 else ''} not read"
+        for kind, what in _UNREAD.items()
+        if (count := len(parts.get(kind, [])))
+    ]
+    return "\n\n".join(filter(None, [*headers, body, *ends, *footers])), tuple(unread)
+
+
+@dataclass
+class _Style:
+    """What a paragraph style says; None and "" where it says nothing itself."""
+
+    based_on: str = ""
+    heading: int | None = None
+    number: str | None = None
+    level: int | None = None
+
+
+class _Styles(dict[str, _Style]):
+    def chain(self, name: str) -> list[tuple[str, _Style]]:
+        """A style and those it is based on."""
+        found: list[tuple[str, _Style]] = []
+        while name in self and len(found) < _DEPTH_MAX:
+            found.append((name, self[name]))
+            name = self[name].based_on
+        return found
+
+
+def _styles(archive: Archive, paths: list[str]) -> _Styles:
+    styles = _Styles()
+    current = _Style()
+
+    def start(tag: str, values: Mapping[str, str]) -> None:
+        nonlocal current
+        name, value = local(tag), _value(values)
+        if name == "style":
+            current = styles.setdefault(_attribute(values, "styleId"), _Style())
+        elif name == "name" and current.heading is None:
+            lower = value.lower()
+            if lower.startswith("heading ") and lower[8:].isdecimal():
+                current.heading = int(lower[8:])
+            elif lower == "title":
+                current.heading = 1
+        elif name == "basedOn":
+            current.based_on = value
+        elif name == "outlineLvl":
+            current.heading = _outline(value)
+        elif name == "numId":
+            current.number = value
+        elif name == "ilvl":
+            current.level = _integer(value)
+
+    for path in paths:
+        archive.parse(path, start)
+    return styles
+
+
+@dataclass
+class _Paragraph:
+    """A paragraph as it grows."""
+
+    pieces: list[str] = field(default_factory=list)
+    style: str = ""
+    heading: int | None = None
+    number: str | None = None
+    level: int | None = None
+
+
+class _Story:
+    """One part: body, notes, a header or a footer."""
+
+    def __init__(self, styles: _Styles, numbering: Numbering, notes: dict[tuple[str, str], int]) -> None:
+        self.blocks = Blocks()
+        self._styles = styles
+        self._numbering = numbering
+        self._notes = notes
+        # A text box stands inside of a paragraph and has paragraphs of its own.
+        self._paragraphs: list[_Paragraph] = []
+        self._unseen = 0
+        self._taking = False
+        self._written = 0
+        self._alternatives: list[int] = []
+        self._note = ""
+
+    def start(self, tag: str, values: Mapping[str, str]) -> None:
+        """An element begins."""
+        name = _short(tag)
+        if self._unseen or self._is_unseen(name, values):
+            self._unseen += 1
+            return
+        paragraph = self._paragraphs[-1] if self._paragraphs else None
+        if name == "w:p":
+            self._paragraphs.append(_Paragraph())
+        elif name in {"w:t", "m:t"}:
+            self._taking = True
+        elif name == "mc:AlternateContent":
+            self._alternatives.append(self._written)
+        elif name == "w:tbl":
+            self.blocks.open_table()
+        elif name == "w:tr":
+            self.blocks.open_row()
+        elif name == "w:tc":
+            self.blocks.open_cell()
+        elif name in {"w:footnote", "w:endnote"}:
+            self._note = f"[^{self._number(name, _attribute(values, 'id'))}]: "
+        elif paragraph is not None:
+            self._in_paragraph(paragraph, name, values)
+
+    def _in_paragraph(self, paragraph: _Paragraph, name: str, values: Mapping[str, str]) -> None:
+        if name in _INLINE:
+            self._write(_INLINE[name])
+        elif name == "w:sym":
+            self._write(_symbol(_attribute(values, "char")))
+        elif name in {"w:footnoteReference", "w:endnoteReference"}:
+            self._write(f"[^{self._number(name.removesuffix('Reference'), _attribute(values, 'id'))}]")
+        elif name == "w:pStyle":
+            paragraph.style = _value(values)
+        elif name == "w:outlineLvl":
+            paragraph.heading = _outline(_value(values))
+        elif name == "w:numId":
+            paragraph.number = _value(values)
+        elif name == "w:ilvl":
+            paragraph.level = _integer(_value(values))
+
+    def end(self, tag: str) -> None:
+        """An element ends."""
+        if self._unseen:
+            self._unseen -= 1
+            return
+        name = _short(tag)
+        if name == "w:p":
+            self._finish(self._paragraphs.pop())
+        elif name in {"w:t", "m:t"}:
+            self._taking = False
+        elif name == "mc:AlternateContent":
+            self._alternatives.pop()
+        elif name == "w:tbl":
+            self.blocks.close_table()
+        elif name == "w:tr":
+            self.blocks.close_row()
+        elif name == "w:tc":
+            self.blocks.close_cell()
+
+    def data(self, text: str) -> None:
+        """Characters of an element."""
+        if self._taking and not self._unseen:
+            self._write(text)
+
+    def _is_unseen(self, name: str, values: Mapping[str, str]) -> bool:
+        if name == "mc:Fallback":  # the same content for programs that do not know its newer form
+            return bool(self._alternatives) and self._written > self._alternatives[-1]
+        if name in {"w:footnote", "w:endnote"}:
+            return _attribute(values, "type") in _SEPARATORS
+        return name in _UNSEEN
+
+    def _number(self, kind: str, identifier: str) -> int:
+        return self._notes.setdefault((kind, identifier), len(self._notes) + 1)
+
+    def _write(self, text: str) -> None:
+        self._written += len(text)
+        if self._paragraphs:
+            self._paragraphs[-1].pieces.append(text)
+
+    def _finish(self, paragraph: _Paragraph) -> None:
+        """Adds a paragraph with what stands before it: the number, the mark of its list, of a heading or of a note."""
+        chain = self._styles.chain(paragraph.style)
+        heading = paragraph.heading
+        if heading is None:
+            heading = next((style.heading for _, style in chain if style.heading is not None), 0)
+        label, level = self._label(paragraph, chain)
+        text = "".join(paragraph.pieces).strip("\n ")
+        if not text.strip():
+            return
+        text = f"{label} {text}" if label else text
+        if heading:
+            self.blocks.add(f"{'#' * min(heading, 6)} {' '.join(text.split(chr(10)))}", flat=False)
+        elif self._note:
+            self.blocks.add(self._note + text)
+            self._note = ""
+        elif label:
+            self.blocks.add("  " * level + text, group="list")
+        else:
+            self.blocks.add(text)
+
+    def _label(self, paragraph: _Paragraph, chain: list[tuple[str, _Style]]) -> tuple[str, int]:
+        """The number or bullet that Word shows before a paragraph, and how deep it stands."""
+        number, level = paragraph.number, paragraph.level
+        if number is None:
+            for name, style in chain:
+                if style.number is not None:
+                    number = style.number
+                    if level is None:
+                        level = self._numbering.level_of(number, name, style.level)
+                    break
+        if number is None or not "".join(paragraph.pieces).strip():
+            return "", 0
+        return self._numbering.next(number, level or 0), level or 0
+
+
+def _short(tag: str) -> str:
+    """A tag with a short name of its namespace."""
+    name = local(tag)
+    if tag.startswith(_WORD):
+        return f"w:{name}"
+    if tag.startswith(_MATH):
+        return f"m:{name}"
+    return f"mc:{name}" if tag.startswith(_COMPATIBILITY) else name
+
+
+def _attribute(values: Mapping[str, str], name: str) -> str:
+    return next((value for key, value in values.items() if local(key) == name), "")
+
+
+def _value(values: Mapping[str, str]) -> str:
+    return _attribute(values, "val")
+
+
+def _integer(text: str) -> int:
+    return min(int(text), 8) if text.isascii() and text.isdecimal() and len(text) < 4 else 0
+
+
+def _outline(text: str) -> int:
+    """A heading's level: 0 to 8 are outline levels from the top, 9 is body text."""
+    return int(text) + 1 if text.isascii() and text.isdecimal() and int(text[:4]) < 9 else 0
+
+
+def _symbol(code: str) -> str:
+    """A character of a symbol font, by its number in hexadecimal."""
+    try:
+        return chr(int(code, 16))
+    except (ValueError, OverflowError):
+        return "\N{REPLACEMENT CHARACTER}"

@@ -1,0 +1,212 @@
+"""HTML: every word of the page in its order, whether or not the page is well formed.
+
+The standard library's parser makes no tree, so depth costs nothing, and nothing is judged to be boilerplate.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from html import unescape
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING
+
+from ..errors import InputError
+from .blocks import Blocks, without_blank_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_BLOCKS = (
+    "address article aside blockquote body caption center dd details dialog dir div dl dt fieldset figcaption "
+    "figure footer form frameset h1 h2 h3 h4 h5 h6 head header hgroup hr html legend li listing main menu nav "
+    "noscript ol optgroup option p pre search section select summary table tbody td textarea tfoot th thead title "
+    "tr ul xmp"
+)
+_BREAKING = frozenset(_BLOCKS.split())
+_PREFORMATTED = frozenset({"pre", "textarea", "listing", "xmp"})
+_LISTS = frozenset({"ul", "ol", "menu", "dir"})
+# Not part of the page. A title stands in the window's frame; an element that is never closed ends with the head.
+_UNSEEN = frozenset({"script", "style", "template", "title"})
+_SPACE = re.compile(r"[ \t\r\n\f]+")
+
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32"),
+    (codecs.BOM_UTF32_BE, "utf-32"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
+_DECLARED = re.compile(rb"""<(?:meta|\?xml)\b[^>]*?\b(?:charset|encoding)\s*=\s*["']?\s*([A-Za-z0-9_.:-]+)""", re.I)
+# What browsers read pages of these labels as.
+_WINDOWS = {"iso8859-1": "cp1252", "ascii": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030"}
+_FAMILIES = ("utf-8", "iso8859", "iso2022", "cp", "koi8", "gb", "big5", "euc", "shift_jis", "mac", "ascii", "tis")
+
+
+def decode(name: str, raw: bytes) -> str:
+    """The characters of a page: by its byte order mark, what it declares, or UTF-8. Nothing is replaced."""
+    encoding = next((encoding for mark, encoding in _MARKS if raw.startswith(mark)), None)
+    encodings = ["utf-8-sig" if encoding == "utf-8" else encoding] if encoding else [*_declared(raw), "utf-8"]
+    failure: UnicodeDecodeError | None = None
+    for candidate in encodings:
+        try:
+            text = raw.decode(candidate)
+        except UnicodeDecodeError as error:
+            failure = failure or error
+        else:
+            zero = text.find("\0")
+            if zero >= 0:
+                raise InputError(f"{name} is a binary file (zero character at offset {zero})", "give an HTML page")
+            return text
+    assert failure is not None
+    at = failure.start
+    raise InputError(
+        f"{name} is not {failure.encoding}: byte 0x{failure.object[at]:02x} at offset {at}",
+        "convert it to UTF-8, for example: iconv -f LATIN1 -t UTF-8 FILE",
+    ) from failure
+
+
+def _declared(raw: bytes) -> list[str]:
+    """The encoding that a page names, if it is one of text."""
+    found = _DECLARED.search(raw[:4096])
+    if found is None:
+        return []
+    try:
+        encoding = codecs.lookup(found[1].decode("ascii")).name
+    except LookupError:
+        return []
+    return [_WINDOWS.get(encoding, encoding)] if encoding.startswith(_FAMILIES) else []
+
+
+def text_of(page: str) -> str:
+    """The text of a page: paragraphs, headings with #, list items with - or a number, rows of tables with |."""
+    return _Reader(page).text()
+
+
+class _Reader(HTMLParser):
+    """Reads a page. Where nothing closes a tag, a comment or a section any more, it is not looked for: the parser would
+    search the rest of the page for each.
+    """
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self._page = page
+        self._last_comment = page.rfind("-->")
+        self._last_section = page.rfind("]]>")
+        self._blocks = Blocks()
+        self._pieces: list[str] = []
+        self._prefix = ""
+        self._heading = 0
+        # An item's number, or 0 in a list of bullets.
+        self._lists: list[int] = []
+        self._unseen = ""
+        self._preformatted = 0
+
+    def text(self) -> str:
+        """What a page shows."""
+        end = self._page.rfind(">") + 1
+        self.feed(self._page[:end])
+        self.close()
+        self.handle_data(unescape(self._page[end:]))
+        self._flush()
+        return self._blocks.text()
+
+    def handle_data(self, data: str) -> None:
+        if not self._unseen:
+            self._pieces.append(data.replace("\r\n", "\n") if self._preformatted else _SPACE.sub(" ", data))
+
+    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        if self._unseen:
+            if tag != "body" or self._unseen != "title":
+                return
+            self._unseen = ""
+        if tag in _BREAKING:
+            self._flush()
+        if tag in _UNSEEN:
+            self._unseen = tag
+        elif tag == "br":
+            self._pieces.append("\n")
+        elif tag == "img":
+            self._pieces.append(_SPACE.sub(" ", dict(attrs).get("alt") or ""))
+        elif tag in _PREFORMATTED:
+            self._preformatted += 1
+        elif tag in _LISTS:
+            self._lists.append(_start(dict(attrs).get("start")) if tag == "ol" else 0)
+        elif tag == "li":
+            self._item()
+        elif tag[0] == "h" and tag[1:] in {"1", "2", "3", "4", "5", "6"}:
+            self._heading = int(tag[1:])
+        else:
+            self._table(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self._unseen:
+            if tag == self._unseen or (tag == "head" and self._unseen == "title"):
+                self._unseen = ""
+            return
+        if tag == "p" or tag in _BREAKING:
+            self._flush()
+        if tag in _PREFORMATTED:
+            self._preformatted = max(0, self._preformatted - 1)
+        elif tag in _LISTS:
+            self._prefix = ""
+            if self._lists:
+                self._lists.pop()
+        elif tag == "li":
+            self._prefix = ""
+        elif tag == "table":
+            self._blocks.close_table()
+        elif tag == "tr":
+            self._blocks.close_row()
+        elif tag in {"td", "th"}:
+            self._blocks.close_cell()
+        elif tag[0] == "h" and tag[1:] in {"1", "2", "3", "4", "5", "6"}:
+            self._heading = 0
+
+    def _table(self, tag: str) -> None:
+        if tag == "table":
+            self._blocks.open_table()
+        elif tag == "tr":
+            self._blocks.open_row()
+        elif tag in {"td", "th"}:
+            self._blocks.open_cell()
+
+    def _item(self) -> None:
+        number = self._lists[-1] if self._lists else 0
+        indent = "  " * min(len(self._lists) - 1, 8)
+        self._prefix = f"{indent}{number}. " if number else f"{indent}- "
+        if number:
+            self._lists[-1] += 1
+
+    def parse_html_declaration(self, i: int) -> int:
+        """Sections of XHTML and of Word's pages, on which the parser of some Python versions fails or drops text."""
+        if self.rawdata.startswith("<![CDATA[", i) and i < self._last_section:
+            end = self.rawdata.find("]]>", i)
+            self.handle_data(self.rawdata[i + len("<![CDATA[") : end])
+            return end + len("]]>")
+        if self.rawdata.startswith("<![", i) or (self.rawdata.startswith("<!--", i) and i > self._last_comment):
+            return self.parse_bogus_comment(i)
+        return super().parse_html_declaration(i)
+
+    def _flush(self) -> None:
+        """Ends a paragraph."""
+        whole, self._pieces = "".join(self._pieces), []
+        if self._preformatted:
+            self._blocks.add(whole)
+            return
+        lines = [re.sub(" +", " ", line).strip(" ") for line in whole.split("\n")]
+        text = without_blank_runs("\n".join(lines)).strip("\n")
+        if not text.strip():
+            return
+        if self._heading:
+            self._blocks.add(f"{'#' * self._heading} {' '.join(text.split(chr(10)))}", flat=False)
+        elif self._prefix:
+            self._blocks.add(self._prefix + text, group="list")
+        else:
+            self._blocks.add(text)
+        self._prefix = ""
+
+
+def _start(value: str | None) -> int:
+    """Where a numbered list begins."""
+    return int(value) if value is not None and re.fullmatch(r"[0-9]{1,6}", value) else 1

@@ -1,0 +1,144 @@
+"""Numbers of DOCX paragraphs: "1.", "2.3", "(a)", as Word counts them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .archive import local
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .archive import Archive
+
+_LEVELS = 9
+_ROMAN = ((1000, "m"), (900, "cm"), (500, "d"), (400, "cd"), (100, "c"), (90, "xc"), (50, "l"), (40, "xl"), (10, "x"))
+_ROMAN_ONES = ("", "i", "ii", "iii", "iv", "v", "vi", "vii", "viii", "ix")
+
+
+@dataclass
+class _Level:
+    """How one level of a list counts."""
+
+    start: int = 1
+    form: str = "decimal"
+    text: str = ""
+    style: str = ""
+    legal: bool = False
+
+
+@dataclass
+class _Number:
+    """One use of a list: which list it is, and where it begins anew."""
+
+    abstract: str = ""
+    starts: dict[int, int] = field(default_factory=dict)
+
+
+class Numbering:
+    """The lists of a document and how far each has counted."""
+
+    def __init__(self, archive: Archive, paths: list[str]) -> None:
+        self._lists: dict[str, dict[int, _Level]] = {}
+        self._numbers: dict[str, _Number] = {}
+        self._counts: dict[str, list[int | None]] = {}
+        for path in paths:
+            self._parse(archive, path)
+
+    def level_of(self, number: str, style: str, level: int | None) -> int:
+        """The level of a list that a style stands for."""
+        if level is not None:
+            return level
+        levels = self._lists.get(self._numbers.get(number, _Number()).abstract, {})
+        return next((index for index, one in levels.items() if one.style == style), 0)
+
+    def next(self, number: str, level: int) -> str:
+        """Counts one paragraph; what stands before it, "-" for a bullet, "" for nothing."""
+        use = self._numbers.get(number)
+        if use is None:  # number 0 takes a paragraph out of its list
+            return ""
+        levels = self._lists.get(use.abstract, {})
+        counts = self._counts.setdefault(use.abstract, [None] * _LEVELS)
+        if level in use.starts:
+            counts[level] = use.starts.pop(level)
+        else:
+            before = counts[level]
+            counts[level] = levels.get(level, _Level()).start if before is None else before + 1
+        counts[level + 1 :] = [None] * (_LEVELS - level - 1)
+        here = levels.get(level)
+        if here is None or here.form == "bullet":
+            return "-"
+
+        def count(match: re.Match[str]) -> str:
+            index = int(match[1]) - 1
+            of = levels.get(index, _Level())
+            value = counts[index]
+            if value is None:
+                value = counts[index] = of.start
+            return _formatted(value, "decimal" if here.legal else of.form)
+
+        return re.sub("%([1-9])", count, here.text).strip()
+
+    def _parse(self, archive: Archive, path: str) -> None:
+        levels: dict[int, _Level] = {}
+        level = _Level()
+        number = _Number()
+        index = 0
+
+        def start(tag: str, values: Mapping[str, str]) -> None:
+            nonlocal levels, level, number, index
+            name = local(tag)
+            of = {local(key): value for key, value in values.items()}
+            value = of.get("val", "")
+            if name == "abstractNum":
+                levels = self._lists.setdefault(of.get("abstractNumId", ""), {})
+            elif name == "num":
+                number = self._numbers.setdefault(of.get("numId", ""), _Number())
+                levels = {}
+            elif name == "abstractNumId":
+                number.abstract = value
+            elif name in {"lvl", "lvlOverride"}:
+                index = _number(of.get("ilvl", ""), _LEVELS - 1)
+                if name == "lvl":
+                    level = levels[index] = _Level()
+            elif name == "startOverride":
+                number.starts[index] = _number(value)
+            elif name == "start":
+                level.start = _number(value)
+            elif name == "numFmt":
+                level.form = value
+            elif name == "lvlText":
+                level.text = value
+            elif name == "pStyle":
+                level.style = value
+            elif name == "isLgl":
+                level.legal = value not in {"0", "false", "off"}
+
+        archive.parse(path, start)
+
+
+def _number(text: str, most: int = 32767) -> int:
+    return min(int(text), most) if text.isascii() and text.isdecimal() and len(text) < 6 else 0
+
+
+def _formatted(value: int, form: str) -> str:
+    """A count in one of Word's forms; those of other scripts are digits."""
+    if form in {"lowerLetter", "upperLetter"} and value > 0:
+        letters = chr(ord("a") + (value - 1) % 26) * ((value - 1) // 26 + 1)
+        return letters.upper() if form == "upperLetter" else letters
+    if form in {"lowerRoman", "upperRoman"} and value > 0:
+        digits = _roman(value)
+        return digits.upper() if form == "upperRoman" else digits
+    if form == "none":
+        return ""
+    return f"{value:02}" if form == "decimalZero" else str(value)
+
+
+def _roman(value: int) -> str:
+    digits = ""
+    for size, letters in _ROMAN:
+        digits += letters * (value // size)
+        value %= size
+    return digits + _ROMAN_ONES[value]

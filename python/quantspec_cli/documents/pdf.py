@@ -1,0 +1,234 @@
+"""PDF, by pypdf: the text layer in the order of the pages, with blank lines where lines stand farther apart than usual.
+
+pypdf logs what it cannot read. Here that becomes warnings of the document: nothing is missing silently.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import statistics
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pypdf import PageObject, PdfReader
+
+_INSTALL = "pip install 'quantspec[documents]'"
+_AGAIN = "download it again, or print it to a new PDF"
+# What fonts without names for their glyphs leave. Line breaks and tabs are text.
+_CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")
+_WORDLESS = re.compile("[\\s\N{REPLACEMENT CHARACTER}\ue000-\uf8ff]*")
+# A gap between lines that is wider than the page's usual one by this factor separates paragraphs.
+_GAP = 1.3
+# A page with a picture of at least its size and fewer words is likely to be a scan with a stamp on it.
+_SCAN_WORDS = 25
+# Messages of pypdf that are shown; the others are counted.
+_MESSAGES_MAX = 3
+
+
+def read(name: str, raw: bytes) -> tuple[str, tuple[str, ...]]:
+    """The text of a document and warnings about pages whose text is missing or in doubt."""
+    try:
+        import pypdf
+        from pypdf.errors import DependencyError, PyPdfError
+    except ImportError as error:
+        raise InputError(f"{name} is a PDF, which needs the package pypdf ({error})", _INSTALL) from error
+    log = _Log()
+    logger = logging.getLogger("pypdf")
+    logger.addHandler(log)
+    try:
+        return _read(name, pypdf.PdfReader(io.BytesIO(raw)), log)
+    except DependencyError as error:
+        raise InputError(f"{name} is an encrypted PDF, which needs the package cryptography", _INSTALL) from error
+    except NotImplementedError as error:  # protected in other ways than by a password
+        raise InputError(f"{name} is a PDF that pypdf cannot open: {error}", "print it to a new PDF") from error
+    except PyPdfError as error:
+        raise InputError(
+            f"{name} is a damaged PDF: {str(error)[:200] or type(error).__name__}",
+            _AGAIN,
+        ) from error
+    finally:
+        logger.removeHandler(log)
+
+
+@dataclass(frozen=True)
+class _Page:
+    """What was had of a page: its text, "" where it has none, or why it cannot be read."""
+
+    number: int
+    text: str = ""
+    failure: str = ""
+    doubtful: bool = False
+    scanned: bool = False
+
+
+def _read(name: str, reader: PdfReader, log: _Log) -> tuple[str, tuple[str, ...]]:
+    if reader.is_encrypted and not reader.decrypt(""):
+        raise InputError(
+            f"{name} is an encrypted PDF: it opens with a password only",
+            "save a copy without its password: qpdf --decrypt --password=PASSWORD FILE COPY",
+        )
+    if reader.root_object.get("/NeedsRendering"):
+        raise InputError(
+            f"{name} is a dynamic XFA form, which has no text outside of Adobe's reader", "print it to a new PDF"
+        )
+    pages = [_page(number, page, log) for number, page in enumerate(reader.pages, 1)]
+    texts = [page.text for page in pages if page.text]
+    if not texts:
+        raise _without_text(name, pages)
+    tree: Any = reader.root_object["/Pages"]
+    declared = tree.get("/Count")
+    missing = declared - len(pages) if isinstance(declared, int) else 0
+    lost = [f"{missing} of {declared} pages are missing"] if missing > 0 else []
+    return "\n\n".join(texts), (*lost, *_warnings(pages, log))
+
+
+def _page(number: int, page: PageObject, log: _Log) -> _Page:
+    from pypdf.errors import DependencyError
+
+    before = len(log.messages)
+    try:
+        text = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _text(page))
+    except DependencyError:
+        raise
+    except Exception as error:  # pypdf fails in every way on what is damaged
+        return _Page(number, failure=f"{type(error).__name__}: {str(error)[:200]}")
+    if _WORDLESS.fullmatch(text):
+        text = ""
+    scanned = 0 < len(text.split()) < _SCAN_WORDS and _has_scan(page)
+    return _Page(number, text, doubtful=len(log.messages) > before, scanned=scanned)
+
+
+def _without_text(name: str, pages: Sequence[_Page]) -> InputError:
+    count = len(pages)
+    if not pages:
+        return InputError(f"{name} is a damaged PDF: it has no pages", _AGAIN)
+    for page in pages:
+        if page.failure:
+            return InputError(
+                f"{name} is a damaged PDF: page {page.number} of {count} cannot be read: {page.failure}", _AGAIN
+            )
+    where = "only page" if count == 1 else f"{count} pages"
+    return InputError(f"{name} has no text layer on its {where}", "run OCR first, for example: ocrmypdf FILE COPY")
+
+
+def _warnings(pages: Sequence[_Page], log: _Log) -> Iterator[str]:
+    count = len(pages)
+    for page in pages:
+        if page.failure:
+            yield f"page {page.number} of {count} cannot be read: {page.failure}"
+    if empty := [page.number for page in pages if not page.text and not page.failure]:
+        yield f"{_ranges(empty)} of {count} {'has' if len(empty) == 1 else 'have'} no text"
+    if scanned := [page.number for page in pages if page.scanned]:
+        yield f"{_ranges(scanned)} of {count}: a picture of the whole page and fewer than {_SCAN_WORDS} words"
+    if unnamed := [page.number for page in pages if "\N{REPLACEMENT CHARACTER}" in page.text]:
+        yield f"{_ranges(unnamed)} of {count}: characters that the fonts do not name are U+FFFD"
+    if doubtful := [page.number for page in pages if page.doubtful]:
+        yield f"{_ranges(doubtful)} of {count} may be incomplete: {log.summary()}"
+
+
+def _text(page: PageObject) -> str:
+    """The text of a page, then what was filled into its form."""
+    pieces: list[tuple[str, float]] = []
+
+    def visit(text: str, matrix: list[float], at: list[float], *_: object) -> None:
+        if text:
+            pieces.append((text, at[4] * matrix[1] + at[5] * matrix[3] + matrix[5]))
+
+    whole = page.extract_text(visitor_text=visit)
+    # The pieces place the words; where they are not the whole, the words come first.
+    if "".join(text for text, _ in pieces).split() == whole.split():
+        whole = _paragraphs(pieces)
+    return "\n".join(filter(None, [whole.strip(), *_filled(page)]))
+
+
+def _has_scan(page: PageObject) -> bool:
+    """Whether a page shows a picture with a pixel or more for each point of the page, 1/72 inch."""
+    with suppress(Exception):  # what is damaged in the pictures of a page that has text is no error
+        resources: Any = page["/Resources"]
+        for reference in resources["/XObject"].values():
+            picture: Any = reference.get_object()
+            if picture.get("/Subtype") == "/Image":
+                box = page.mediabox
+                sides = sorted((picture["/Width"], picture["/Height"]))
+                if all(side >= length for side, length in zip(sides, sorted((box.width, box.height)), strict=True)):
+                    return True
+    return False
+
+
+def _paragraphs(pieces: Iterable[tuple[str, float]]) -> str:
+    """Lines with blank lines between paragraphs; pieces are given with their height on the page."""
+    lines: list[str] = [""]
+    heights: list[float | None] = [None]
+    for text, height in pieces:
+        first, *rest = text.split("\n")
+        for index, part in enumerate([first, *rest]):
+            if index:
+                lines.append("")
+                heights.append(None)
+            lines[-1] += part
+            if part.strip() and heights[-1] is None:
+                heights[-1] = height
+    kept = [(line.rstrip(), height) for line, height in zip(lines, heights, strict=True) if height is not None]
+    gaps = [above - below for (_, above), (_, below) in pairwise(kept)]
+    usual = statistics.median_low([gap for gap in gaps if gap > 0.5] or [0.0])
+    breaks = ["\n\n" if usual and gap > _GAP * usual else "\n" for gap in gaps]
+    return "".join(line + end for (line, _), end in zip(kept, [*breaks, ""], strict=False))
+
+
+def _filled(page: PageObject) -> list[str]:
+    """Text fields of a form and notes typed onto the page: annotations, which are not part of the page's own text."""
+    found: list[str] = []
+    for reference in page.annotations or ():
+        annotation: Any = reference.get_object()
+        text: object = None
+        if annotation.get("/Subtype") == "/FreeText":
+            text = annotation.get("/Contents")
+        elif annotation.get("/Subtype") == "/Widget":
+            parent: Any = annotation.get("/Parent", {})
+            field = annotation if "/FT" in annotation else parent.get_object() if parent else {}
+            if field.get("/FT") in {"/Tx", "/Ch"}:
+                text = field.get("/V")
+        if isinstance(text, str) and text.strip():
+            found.append(text.strip())
+    return found
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Page numbers for people: "page 3", "pages 3-4, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"page{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+class _Log(logging.Handler):
+    """Keeps what pypdf says on this thread. That it is there keeps Python from printing the messages."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        self._thread = threading.get_ident()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._thread:
+            self.messages.append(record.getMessage())
+
+    def summary(self) -> str:
+        """The first messages, each once."""
+        distinct = list(dict.fromkeys(self.messages))
+        more = len(distinct) - _MESSAGES_MAX
+        return "; ".join(distinct[:_MESSAGES_MAX]) + (f"; and {more} more" if more > 0 else "")

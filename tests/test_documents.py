@@ -1,0 +1,803 @@
+"""Documents: PDF, DOCX, HTML and EPUB have their whole text read, or are refused with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import docx
+import pypdf
+import pytest
+from conftest import Outcome
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from quantspec_cli import prompts
+from quantspec_cli.errors import InputError
+
+Run = Callable[..., Outcome]
+Start = Callable[..., subprocess.Popen[bytes]]
+
+# PDF ---------------------------------------------------------------------------------------------------------------
+
+
+def pdf_of(objects: Sequence[bytes], root: int = 1) -> bytes:
+    """A file of these objects, numbered from 1, with a correct table."""
+    out = bytearray(b"%PDF-1.7\n")
+    places = []
+    for number, body in enumerate(objects, 1):
+        places.append(len(out))
+        out += b"%d 0 obj\n%s\nendobj\n" % (number, body)
+    table = len(out)
+    out += b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1)
+    out += b"".join(b"%010d 00000 n \n" % place for place in places)
+    out += b"trailer\n<< /Size %d /Root %d 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, root, table)
+    return bytes(out)
+
+
+def stream(content: bytes, head: bytes = b"") -> bytes:
+    return b"<< /Length %d %s >>\nstream\n%s\nendstream" % (len(content), head, content)
+
+
+def lines(*texts: str, leading: int = 14) -> bytes:
+    """A content stream of lines; an empty text leaves a gap."""
+    shown = b"".join(
+        b"(%s) Tj T*\n" % re.sub(rb"([\\()])", rb"\\\1", text.encode("cp1252")) if text else b"T*\n" for text in texts
+    )
+    return b"BT /F 12 Tf %d TL 72 720 Td\n%sET" % (leading, shown)
+
+
+HELVETICA = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>"
+SCAN = b"q 612 0 0 792 0 0 cm /I Do Q"
+
+
+def pdf(*contents: bytes, font: bytes = HELVETICA, more: Sequence[bytes] = (), page: bytes = b"") -> bytes:
+    """A file of pages with these content streams; objects of `more` follow 4 (a picture)."""
+    first = 5 + len(more)
+    kids = b" ".join(b"%d 0 R" % (first + 2 * index) for index in range(len(contents)))
+    objects = [
+        b"<< /Type /Catalog /Pages 2 0 R >>",
+        b"<< /Type /Pages /Kids [%s] /Count %d >>" % (kids, len(contents)),
+        font,
+        stream(
+            b"\x80", b"/Type /XObject /Subtype /Image /Width 1 /Height 1 /BitsPerComponent 8 /ColorSpace /DeviceGray"
+        ),
+        *more,
+    ]
+    for index, content in enumerate(contents):
+        objects.append(
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents %d 0 R "
+            b"/Resources << /Font << /F 3 0 R >> /XObject << /I 4 0 R >> >> %s >>" % (first + 2 * index + 1, page)
+        )
+        objects.append(stream(content))
+    return pdf_of(objects)
+
+
+def encrypted(raw: bytes, password: str, algorithm: str) -> bytes:
+    writer = pypdf.PdfWriter(clone_from=io.BytesIO(raw))
+    writer.encrypt(password, owner_password="owner", algorithm=algorithm)
+    out = io.BytesIO()
+    writer.write(out)
+    return out.getvalue()
+
+
+def text_of(raw: bytes, name: str = "document") -> str:
+    document = prompts.from_bytes(name, raw)
+    assert document == prompts.from_bytes(name, raw)
+    return document.text
+
+
+def refusal(raw: bytes, name: str = "document") -> InputError:
+    with pytest.raises(InputError) as caught:
+        prompts.from_bytes(name, raw)
+    assert caught.value.message.startswith(name)
+    return caught.value
+
+
+def test_a_pdf_has_its_paragraphs_and_pages() -> None:
+    raw = pdf(
+        lines("The first line", "and the second.", "", "A paragraph (new).", "It goes on."),
+        lines("Page two: caf\xe9 \u2013"),
+    )
+    document = prompts.from_bytes("book.pdf", raw)
+    assert document.text == "The first line\nand the second.\n\nA paragraph (new).\nIt goes on.\n\nPage two: café –"
+    assert document.warnings == ()
+
+
+def test_a_pdf_in_double_spacing_is_one_paragraph() -> None:
+    assert text_of(pdf(lines("one", "two", "three", leading=28))) == "one\ntwo\nthree"
+
+
+def test_text_of_a_pdf_that_is_not_latin_is_there() -> None:
+    words = "Привет 世界 𝒳 ﬁn"
+    codes = {character: index for index, character in enumerate(dict.fromkeys(words), 1)}
+    named = b"".join(
+        b"<%04x> <%s>\n" % (code, character.encode("utf-16-be").hex().encode()) for character, code in codes.items()
+    )
+    cmap = (
+        b"/CIDInit /ProcSet findresource begin 12 dict begin begincmap /CMapName /X def 1 begincodespacerange "
+        b"<0000> <ffff> endcodespacerange %d beginbfchar\n%sendbfchar endcmap end end" % (len(codes), named)
+    )
+    font = b"<< /Type /Font /Subtype /Type0 /BaseFont /X /Encoding /Identity-H /DescendantFonts [5 0 R] /ToUnicode 6 0 R >>"
+    descendant = (
+        b"<< /Type /Font /Subtype /CIDFontType2 /BaseFont /X /DW 600 "
+        b"/CIDSystemInfo << /Registry (Adobe) /Ordering (Identity) /Supplement 0 >> >>"
+    )
+    shown = b"BT /F 12 Tf 72 720 Td <%s> Tj ET" % "".join(f"{codes[c]:04x}" for c in words).encode()
+    # The ligature is two letters; the mathematical letter, which is no ligature, stays.
+    assert text_of(pdf(shown, font=font, more=[descendant, stream(cmap)])) == "Привет 世界 𝒳 fin"
+
+
+def test_pages_without_text_are_a_warning() -> None:
+    page = lines("some words")
+    document = prompts.from_bytes("x.pdf", pdf(page, page, SCAN, SCAN, page, SCAN, page))
+    assert document.warnings == ("pages 3-4, 6 of 7 have no text",)
+    assert prompts.from_bytes("x.pdf", pdf(page, SCAN)).warnings == ("page 2 of 2 has no text",)
+
+
+def test_a_scanned_pdf_is_refused() -> None:
+    error = refusal(pdf(SCAN, SCAN))
+    assert "no text layer on its 2 pages" in error.message
+    assert "OCR" in error.hint
+
+
+def test_a_scan_with_a_stamp_is_a_warning() -> None:
+    def with_picture(width: int, words: int) -> tuple[str, ...]:
+        raw = pdf(lines(*["word"] * words) + SCAN)
+        raw = raw.replace(b"/Width 1 /Height 1", b"/Width %d /Height 2200" % width)
+        return prompts.from_bytes("x", raw).warnings
+
+    assert with_picture(1700, 3) == ("page 1 of 1: a picture of the whole page and fewer than 25 words",)
+    assert with_picture(1700, 30) == ()
+    assert with_picture(100, 3) == ()
+
+
+def test_pages_that_are_lost_are_a_warning() -> None:
+    raw = pdf(lines("one"), lines("two")).replace(b"/Count 2", b"/Count 5")
+    assert prompts.from_bytes("x", raw).warnings == ("3 of 5 pages are missing",)
+
+
+def test_other_protection_than_a_password_is_named() -> None:
+    protected = pdf(lines("one")).replace(
+        b"/Root 1 0 R", b"/Root 1 0 R /Encrypt << /Filter /Adobe.PubSec /V 1 >> /ID [(a) (a)]"
+    )
+    assert "encryption" in refusal(protected).message
+
+
+def test_characters_without_names_are_no_text() -> None:
+    broken = HELVETICA.replace(b"/WinAnsiEncoding", b"<< /Differences [97 /g1 /g2 /g3] >>")
+    nameless = b"BT /F 12 Tf 72 720 Td (\\001\\002\\003) Tj ET"
+    assert "no text layer" in refusal(pdf(nameless, font=broken)).message
+    mixed = b"BT /F 12 Tf 72 720 Td (word \\001) Tj ET"
+    assert prompts.from_bytes("x", pdf(mixed)).warnings == (
+        "page 1 of 1: characters that the fonts do not name are U+FFFD",
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["RC4-40", "RC4-128", "AES-128", "AES-256"])
+def test_an_encrypted_pdf_is_read_or_refused(algorithm: str) -> None:
+    raw = pdf(lines("a secret"))
+    assert text_of(encrypted(raw, "", algorithm)) == "a secret"
+    error = refusal(encrypted(raw, "password", algorithm))
+    assert "encrypted" in error.message
+    assert "password" in error.hint
+
+
+def test_what_was_filled_into_a_form_is_text() -> None:
+    field = b"<< /Type /Annot /Subtype /Widget /FT /Tx /T (name) /V (Jane Doe) /Rect [0 0 9 9] >>"
+    kid = b"<< /Type /Annot /Subtype /Widget /Parent 7 0 R /Rect [0 0 9 9] >>"
+    parent = b"<< /FT /Ch /T (state) /V (Ohio) /Kids [6 0 R] >>"
+    typed = b"<< /Type /Annot /Subtype /FreeText /Contents (typed on top) /Rect [0 0 9 9] >>"
+    link = b"<< /Type /Annot /Subtype /Link /Contents (a link) /Rect [0 0 9 9] >>"
+    raw = pdf(lines("Name:"), more=[field, kid, parent, typed, link], page=b"/Annots [5 0 R 6 0 R 8 0 R 9 0 R]")
+    assert text_of(raw) == "Name:\nJane Doe\nOhio\ntyped on top"
+
+
+def test_a_form_for_adobe_only_is_refused() -> None:
+    raw = pdf(lines("Please wait...")).replace(b"/Type /Catalog", b"/Type /Catalog /NeedsRendering true")
+    assert "XFA" in refusal(raw).message
+
+
+def test_what_pypdf_says_is_a_warning_and_not_printed() -> None:
+    program = "import sys; from quantspec_cli import prompts; print(prompts.read('/dev/stdin').warnings)"
+    raw = pdf(lines("words"), lines("more")).replace(b"/Encoding /WinAnsiEncoding", b"/Encoding /NoSuchEncodingX")
+    done = subprocess.run([sys.executable, "-c", program], input=raw, capture_output=True, check=True, timeout=60)
+    assert done.stderr == b""
+    assert b"may be incomplete" in done.stdout
+
+
+def test_many_pages_are_read() -> None:
+    count = 3000
+    text = text_of(pdf(*(lines(f"page {number}") for number in range(count))))
+    assert text.split("\n\n") == [f"page {number}" for number in range(count)]
+
+
+def test_a_page_tree_that_explodes_or_loops_is_refused() -> None:
+    # Ten levels of ten times the same node are ten billion pages.
+    levels = [
+        b"<< /Type /Pages /Parent %d 0 R /Count 10 /Kids [%s] >>"
+        % (number - 1, b" ".join([b"%d 0 R" % (number + 1)] * 10))
+        for number in range(2, 12)
+    ]
+    leaf = b"<< /Type /Page /Parent 11 0 R /MediaBox [0 0 9 9] >>"
+    refusal(pdf_of([b"<< /Type /Catalog /Pages 2 0 R >>", *levels, leaf]))
+    loop = b"<< /Type /Pages /Kids [2 0 R] /Count 1 >>"
+    refusal(pdf_of([b"<< /Type /Catalog /Pages 2 0 R >>", loop]))
+    refusal(pdf_of([b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Kids [] /Count 1000000000 >>"]))
+
+
+def test_a_page_that_explodes_is_left_out_with_a_warning() -> None:
+    bomb = zlib.compress(b"(x) Tj\n" * 30_000_000, 9)
+    raw = pdf(lines("words"), b"").replace(
+        stream(b""), b"<< /Length %d /Filter /FlateDecode >>\nstream\n%s\nendstream" % (len(bomb), bomb)
+    )
+    document = prompts.from_bytes("x", raw)
+    assert document.text == "words"
+    assert [warning.partition(":")[0] for warning in document.warnings] == ["page 2 of 2 cannot be read"]
+
+
+def test_deep_nesting_in_a_pdf_is_no_crash() -> None:
+    deep = b"[" * 100_000 + b"]" * 100_000
+    refusal(pdf(deep + b" TJ"))
+    refusal(pdf_of([b"<< /Type /Catalog /Pages 2 0 R /X %s >>" % deep, b"<< /Type /Pages /Kids [] /Count 0 >>"]))
+
+
+def test_without_the_extra_a_pdf_names_it(
+    fake: object, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "book.pdf"
+    path.write_bytes(pdf(lines("words")))
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    quantspec("run", "--prompt", str(path)).assert_error(1, "book.pdf is a PDF", "pip install 'quantspec[documents]'")
+
+
+# DOCX --------------------------------------------------------------------------------------------------------------
+
+W = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+
+
+def saved(document: Any) -> bytes:
+    out = io.BytesIO()
+    document.save(out)
+    return out.getvalue()
+
+
+def zipped(members: dict[str, bytes | str], compression: int = zipfile.ZIP_DEFLATED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", compression) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
+def relations(*pairs: tuple[str, str]) -> str:
+    office = "http://schemas.openxmlformats.org/officeDocument/2006/relationships/"
+    each = "".join(
+        f'<Relationship Id="r{index}" Type="{office}{kind}" Target="{target}"/>'
+        for index, (kind, target) in enumerate(pairs)
+    )
+    return f'<Relationships xmlns="http://schemas.openxmlformats.org/package/2006/relationships">{each}</Relationships>'
+
+
+def word(body: str, head: str = "", **parts: str) -> bytes:
+    """A document by its XML; `parts` are footnotes, numbering, styles and so on."""
+    members: dict[str, bytes | str] = {
+        "_rels/.rels": relations(("officeDocument", "word/document.xml")),
+        "word/_rels/document.xml.rels": relations(*((kind, f"{kind}.xml") for kind in parts)),
+        "word/document.xml": f"{head}<w:document {W}><w:body>{body}</w:body></w:document>",
+    }
+    return zipped(members | {f"word/{kind}.xml": content for kind, content in parts.items()})
+
+
+def p(text: str, properties: str = "") -> str:
+    return f"<w:p><w:pPr>{properties}</w:pPr><w:r><w:t>{text}</w:t></w:r></w:p>"
+
+
+def test_a_docx_has_paragraphs_tables_and_headings_in_order() -> None:
+    document = docx.Document()
+    document.add_heading("Contract", 0)
+    document.add_heading("Parties", 2)
+    document.add_paragraph("Before the table: Ünïcødé, 日本語.")
+    table = document.add_table(2, 3)
+    for index, text in enumerate(["Name", "Age", "", "Ada", "36", "x\ny"]):
+        table.cell(*divmod(index, 3)).text = text
+    document.add_paragraph("After\tthe table.\nA new line.")
+    document.add_paragraph("apples", style="List Bullet")
+    document.add_paragraph("pears", style="List Bullet")
+    document.add_paragraph("first", style="List Number")
+    document.add_paragraph("second", style="List Number")
+    section = document.sections[0]
+    section.header.paragraphs[0].text = "CONFIDENTIAL"
+    section.footer.paragraphs[0].text = "the foot"
+    assert text_of(saved(document)) == (
+        "CONFIDENTIAL\n\n# Contract\n\n## Parties\n\nBefore the table: Ünïcødé, 日本語.\n\n"
+        "Name | Age |\nAda | 36 | x y\n\nAfter\tthe table.\nA new line.\n\n"
+        "- apples\n- pears\n1. first\n2. second\n\nthe foot"
+    )
+
+
+def test_what_python_docx_leaves_out_is_there() -> None:
+    run = "<w:r><w:t>%s</w:t></w:r>"
+    body = (
+        f"<w:p>{run % 'kept '}<w:ins>{run % 'inserted '}</w:ins><w:del><w:r><w:delText>deleted</w:delText></w:r></w:del>"
+        f"<w:moveFrom>{run % 'moved away'}</w:moveFrom><w:hyperlink>{run % 'link'}</w:hyperlink>"
+        '<w:r><w:footnoteReference w:id="7"/></w:r></w:p>'
+        f"<w:sdt><w:sdtContent>{p('in a control')}</w:sdtContent></w:sdt>"
+        '<w:p><w:r><mc:AlternateContent xmlns:mc="http://schemas.openxmlformats.org/markup-compatibility/2006">'
+        f"<mc:Choice><w:txbxContent>{p('in a box')}</w:txbxContent></mc:Choice>"
+        f"<mc:Fallback><w:txbxContent>{p('in a box')}</w:txbxContent></mc:Fallback></mc:AlternateContent>"
+        "<w:t>around it</w:t></w:r></w:p>"
+        "<w:p><w:pPr><w:tabs><w:tab/></w:tabs></w:pPr><w:r><w:instrText>PAGE</w:instrText><w:t>a</w:t><w:tab/><w:t>b</w:t>"
+        "<w:br/><w:t>c</w:t><w:noBreakHyphen/></w:r></w:p>"
+    )
+    notes = f'<w:footnotes {W}><w:footnote w:type="separator" w:id="0">{p("-")}</w:footnote>'
+    notes += f'<w:footnote w:id="7">{p("See page 3.")}{p("And 4.")}</w:footnote></w:footnotes>'
+    assert text_of(word(body, footnotes=notes)) == (
+        "kept inserted link[^1]\n\nin a control\n\nin a box\n\naround it\n\na\tb\nc\N{NON-BREAKING HYPHEN}\n\n"
+        "[^1]: See page 3.\n\nAnd 4."
+    )
+
+
+def test_parts_of_a_docx_that_are_not_read_are_a_warning() -> None:
+    document = prompts.from_bytes("x", word(p("text"), aFChunk="<html/>", chart="<c/>"))
+    assert document.text == "text"
+    assert document.warnings == ("1 inserted file not read", "1 chart not read")
+
+
+def test_clauses_have_the_numbers_that_word_shows() -> None:
+    def level(index: int, form: str, text: str, more: str = "") -> str:
+        form = f'<w:start w:val="1"/><w:numFmt w:val="{form}"/>{more}<w:lvlText w:val="{text}"/>'
+        return f'<w:lvl w:ilvl="{index}">{form}</w:lvl>'
+
+    numbering = (
+        f'<w:numbering {W}><w:abstractNum w:abstractNumId="5">'
+        + level(0, "upperRoman", "Article %1", '<w:pStyle w:val="Clause"/>')
+        + level(1, "decimal", "%1.%2", "<w:isLgl/>")
+        + level(2, "lowerLetter", "(%3)")
+        + '</w:abstractNum><w:num w:numId="1"><w:abstractNumId w:val="5"/></w:num>'
+        '<w:num w:numId="2"><w:abstractNumId w:val="5"/><w:lvlOverride w:ilvl="0"><w:startOverride w:val="9"/>'
+        "</w:lvlOverride></w:num></w:numbering>"
+    )
+    styles = (
+        f'<w:styles {W}><w:style w:styleId="Clause"><w:name w:val="heading 1"/><w:pPr><w:numPr><w:numId w:val="1"/>'
+        '</w:numPr></w:pPr></w:style><w:style w:styleId="Sub"><w:basedOn w:val="Clause"/></w:style></w:styles>'
+    )
+
+    def at(index: int, number: int = 1) -> str:
+        return f'<w:numPr><w:ilvl w:val="{index}"/><w:numId w:val="{number}"/></w:numPr>'
+
+    body = "".join(
+        [
+            p("Parties", '<w:pStyle w:val="Clause"/>'),
+            p("The seller", at(1)),
+            p("a shop", at(2)),
+            p("a person", at(2)),
+            p("The buyer", at(1)),
+            p("", '<w:pStyle w:val="Clause"/>'),
+            p("Price", '<w:pStyle w:val="Sub"/>'),
+            p("In dollars", at(1)),
+            p("Anew", at(0, 2)),
+            p("No number", at(0, 0)),
+        ]
+    )
+    assert text_of(word(body, numbering=numbering, styles=styles)) == (
+        "# Article I Parties\n\n  1.1 The seller\n    (a) a shop\n    (b) a person\n  1.2 The buyer\n\n"
+        "# Article II Price\n\n  2.1 In dollars\nArticle IX Anew\n\nNo number"
+    )
+
+
+def test_a_docx_without_text_is_refused() -> None:
+    assert "no text" in refusal(saved(docx.Document())).message
+    assert "OCR" in refusal(word("<w:p/>")).hint
+
+
+def test_deep_docx_is_read_and_damaged_xml_is_refused() -> None:
+    deep = 100_000
+    assert text_of(word("<w:x>" * deep + p("deep") + "</w:x>" * deep)) == "deep"
+    tables = "<w:tbl><w:tr><w:tc>" * 1000 + p("deep") + "</w:tc></w:tr></w:tbl>" * 1000
+    assert text_of(word(tables)) == "deep"
+    for body in ("<w:p>", "</w:p>", "&nothing;", "\x01", "<w:p></w:q>"):
+        assert "damaged at word/document.xml" in refusal(word(body)).message
+    assert "encoding" in refusal(word(p("x"), '<?xml version="1.0" encoding="no-such"?>')).message
+
+
+def test_xml_entities_are_refused(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("the secret")
+    bomb = "".join(f'<!ENTITY e{n} "{f"&e{n - 1};" * 10 if n else "lol" * 100}">' for n in range(10))
+    for declaration, use in [
+        (bomb, "&e9;"),
+        (f'<!ENTITY x SYSTEM "file://{secret}">', "&x;"),
+        (f'<!ENTITY % x SYSTEM "file://{secret}"> %x;', "text"),
+        ('<!ENTITY x SYSTEM "http://127.0.0.1:9/">', "&x;"),
+    ]:
+        assert "entities" in refusal(word(p(use), f"<!DOCTYPE d [{declaration}]>")).message
+    assert text_of(word(p("text"), f'<!DOCTYPE d SYSTEM "file://{secret}">')) == "text"
+
+
+# HTML --------------------------------------------------------------------------------------------------------------
+
+
+def page(text: str) -> str:
+    return text_of(text.encode(), "page.html")
+
+
+def test_html_has_its_paragraphs_lists_tables_and_headings() -> None:
+    assert page(
+        "<!DOCTYPE html><html><head><title>not this</title><style>p{}</style></head><body><nav><a href=x>Home</a></nav>"
+        "<h1>The <em>great</em>\n case</h1><p>One   line,<br>a second &amp; last &eacute;.<p>Another"
+        "<script>if (a < b) document.write('<p>no</p>')</script> one.<!-- no -->"
+        "<ul><li>first<li><p>second</p><p>more</p><ol start=3><li>inner</ol></ul>"
+        "<pre>  kept\n   as it is</pre><div>tail<div>end</div></div><img alt='a picture'></body></html>"
+    ) == (
+        "Home\n\n# The great case\n\nOne line,\na second & last é.\n\nAnother one.\n\n- first\n- second\n\nmore\n\n"
+        "  3. inner\n\n  kept\n   as it is\n\ntail\n\nend\n\na picture"
+    )
+
+
+def test_html_tables_are_rows_unless_they_are_layout() -> None:
+    rows = "<table><caption>Prices</caption><tr><th>A<th>B<tbody><tr><td><p>1</p><td>2<br>3<tr><td colspan=2>all</table>end"
+    assert page(rows) == "Prices\n\nA | B\n1 | 2 3\nall\n\nend"
+    layout = f"<table><tr><td>menu<td><h1>Title</h1><p>one<p>two{rows}</table>"
+    assert page(layout) == "menu\n\n# Title\n\none\n\ntwo\n\nPrices\n\nA | B\n1 | 2 3\nall\n\nend"
+    assert page("<td>a<td>b</table><p>c") == "a\n\nb\n\nc"
+
+
+def test_html_is_decoded_by_what_it_declares() -> None:
+    for encoding, label in [
+        ("utf-8", None),
+        ("cp1252", "ISO-8859-1"),
+        ("shift_jis", "Shift_JIS"),
+        ("koi8-r", "koi8-r"),
+    ]:
+        words = {"shift_jis": "日本語", "koi8-r": "Привет"}.get(encoding, "café – €")
+        head = f"<meta charset='{label}'>" if label else ""
+        assert text_of(f"{head}<p>{words}".encode(encoding), "x.htm") == words
+        head = f'<meta http-equiv="Content-Type" content="text/html; charset={label}">' if label else ""
+        assert text_of(f"{head}<p>{words}".encode(encoding), "x.htm") == words
+    assert text_of("<?xml version='1.0' encoding='koi8-r'?><p>Привет</p>".encode("koi8-r"), "x.xhtml") == "Привет"
+    assert text_of("<p>日本".encode("utf-16"), "x.html") == "日本"
+    assert text_of("<meta charset=utf-16><p>é".encode(), "x.html") == "é"
+    assert text_of("<meta charset=hex><p>é".encode(), "x.html") == "é"
+    assert "0xe9 at offset 3" in refusal(b"<p>\xe9", "x.html").message
+    assert "binary" in refusal(b"<p>a\0b", "x.html").message
+
+
+def test_html_with_nothing_is_refused() -> None:
+    for raw in (b"", b"<html><body></body></html>", b"<title>t</title><script>x</script>", b"<p>&nbsp;<p> "):
+        assert "no text" in refusal(raw, "x.html").message
+
+
+def test_hostile_html_is_read_in_time() -> None:
+    deep = 200_000
+    assert page("<div>" * deep + "in" + "</div>" * deep) == "in"
+    assert page("<table><tr><td>" * 20_000 + "in") == "in"
+    assert page("<ol>" * 20_000 + "<li>in").strip() == "1. in"
+    assert page("</p></td></table></ul></h1></pre>out") == "out"
+    for opened in ("<a ", "<a b='", "<!--", "<![CDATA[", "<?", "</", "<script>"):
+        for closed in ("", ">"):
+            assert page("in" + opened * 30_000 + closed).startswith("in")
+    assert page('<!DOCTYPE html [<!ENTITY x "y">]><p>a&x;').endswith("a&x;")
+    assert (
+        page("<p>a<![if !supportLists]>b<![endif]>c<![bogus]>d<![CDATA[e<p>f]]>g<!bogus>h<?php x?>i</>j")
+        == "abcde<p>fghij"
+    )
+
+
+VISIBLE = st.text(st.characters(categories=["L", "N", "P", "S"]), min_size=1, max_size=8)
+
+
+@st.composite
+def trees(draw: st.DrawFn, depth: int = 4) -> tuple[str, list[str]]:
+    """Well formed and less well formed HTML, and the words that a reader sees."""
+    source, seen = "", []
+    for _ in range(draw(st.integers(0, 4))):
+        what = draw(st.integers(0, 6 if depth else 1))
+        if what <= 1:
+            text = draw(VISIBLE)
+            seen.append(text)
+            source += draw(st.sampled_from([" ", "\n", "<p>", "<br>", "<hr/>", "</div> "])) + escape(text) + " "
+        elif what == 2:
+            name = draw(st.sampled_from(["script", "style", "template"]))
+            source += f"<{name}>{draw(st.sampled_from(['hidden', '<b>a', 'a<p>', '']))}</{name}> <!-- hidden --> "
+        else:
+            tags = (
+                "div p span b ul li ol table tr td th h1 h4 blockquote a section dl dd unknown-tag pre tbody nav footer"
+            )
+            name = draw(st.sampled_from(tags.split()))
+            inner, words = draw(trees(depth=depth - 1))
+            seen += words
+            source += f" <{name} class='{draw(st.sampled_from(['x', 'hidden', '<p>']))}'>{inner}"
+            source += draw(st.sampled_from([f"</{name}> ", f"</{name}\n> ", " "]))
+    return source, seen
+
+
+@given(trees())
+@example(("<h1><table><tr><td>a</td><td><li>b</td></table>", ["a", "b"]))
+def test_every_visible_word_of_html_survives_in_order(tree: tuple[str, list[str]]) -> None:
+    source, words = tree
+    # What comes out beyond them are marks of rows, lists and headings.
+    shown = iter(page(source + "<p>end").split())
+    for word_ in [*words, "end"]:
+        for piece in page(escape(word_)).split():
+            assert any(piece == other for other in shown), (word_, source)
+
+
+@given(st.text(max_size=200))
+@example("<![")
+@example("<!")
+@example("<!doctype [")
+@example("&#xd800;&#0;&#x110000;")
+def test_any_text_is_html_or_refused(source: str) -> None:
+    with contextlib.suppress(InputError):
+        text_of(source.encode("utf-8", "replace"), "x.html")
+
+
+# EPUB --------------------------------------------------------------------------------------------------------------
+
+
+def epub(chapters: dict[str, str], spine: Sequence[str] | None = None, **more: str) -> bytes:
+    items = "".join(
+        f'<item id="{index}" href="{name}" media-type="application/xhtml+xml"/>' for index, name in enumerate(chapters)
+    )
+    order = [list(chapters).index(name) for name in spine or chapters]
+    refs = "".join(f'<itemref idref="{index}"/>' for index in order)
+    package = (
+        f'<package xmlns="http://www.idpf.org/2007/opf"><manifest>{items}<item id="c" href="c.png" media-type="image/png"/>'
+        f'</manifest><spine><itemref idref="c"/>{refs}</spine></package>'
+    )
+    members: dict[str, bytes | str] = {
+        "mimetype": "application/epub+zip",
+        "META-INF/container.xml": '<container xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles>'
+        '<rootfile full-path="OEBPS/book.opf"/></rootfiles></container>',
+        "OEBPS/book.opf": package,
+    }
+    for name, text in chapters.items():
+        if text:
+            members["OEBPS/" + name.replace("%20", " ")] = text
+    return zipped(members | {f"META-INF/{name}.xml": text for name, text in more.items()})
+
+
+def chapter(text: str) -> str:
+    return (
+        '<?xml version="1.0" encoding="utf-8"?><!DOCTYPE html PUBLIC "-//W3C//DTD XHTML 1.1//EN" '
+        '"http://www.w3.org/TR/xhtml11/DTD/xhtml11.dtd"><html xmlns="http://www.w3.org/1999/xhtml"><head>'
+        f'<title>not this</title><script src="x.js"/></head><body>{text}</body></html>'
+    )
+
+
+def test_an_epub_is_read_in_the_order_of_its_spine() -> None:
+    chapters = {
+        "b%20two.xhtml": chapter("<h2>Two</h2><p>caf&eacute;</p>"),
+        "text/../a.xhtml": chapter("<h2>One</h2><p/>words"),
+        "cover.xhtml": chapter("<img src='c.png'/>"),
+    }
+    raw = epub(
+        {name: text for name, text in chapters.items() if ".." not in name} | {"a.xhtml": chapters["text/../a.xhtml"]},
+        ["cover.xhtml", "a.xhtml", "b%20two.xhtml"],
+    )
+    document = prompts.from_bytes("book.epub", raw)
+    assert document.text == "## One\n\nwords\n\n## Two\n\ncafé"
+    assert document.warnings == ()
+
+
+def test_a_chapter_that_is_missing_is_a_warning() -> None:
+    raw = epub({"a.xhtml": chapter("words"), "b.xhtml": ""})
+    assert prompts.from_bytes("x", raw).warnings == ("1 of 2 chapters are missing, first OEBPS/b.xhtml",)
+    assert "lacks OEBPS/b.xhtml" in refusal(epub({"b.xhtml": ""})).message
+
+
+def test_a_book_with_rights_management_is_refused() -> None:
+    def locked(member: str) -> str:
+        namespaces = (
+            'xmlns="urn:oasis:names:tc:opendocument:xmlns:container" xmlns:e="http://www.w3.org/2001/04/xmlenc#"'
+        )
+        data = f'<e:CipherData><e:CipherReference URI="{member}"/></e:CipherData>'
+        return f"<encryption {namespaces}><e:EncryptedData>{data}</e:EncryptedData></encryption>"
+
+    chapters = {"a.xhtml": chapter("words")}
+    assert "rights" in refusal(epub(chapters, encryption=locked("OEBPS/a.xhtml"))).message
+    assert text_of(epub(chapters, encryption=locked("OEBPS/font.otf"))) == "words"
+
+
+# Archives ----------------------------------------------------------------------------------------------------------
+
+
+def test_archives_that_are_no_document_are_named() -> None:
+    assert "a zip archive" in refusal(zipped({"a.txt": "text"})).message
+    assert "Excel" in refusal(zipped({"xl/workbook.xml": "<x/>"})).message
+    assert "OpenDocument text" in refusal(zipped({"mimetype": "application/vnd.oasis.opendocument.text"})).message
+    assert "a zip archive" in refusal(zipped({})).message
+
+
+def test_a_zip_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = epub({"a.xhtml": chapter("<p>words" + " " * 3_000_000)})
+    text_of(raw)
+    monkeypatch.setattr(prompts, "BYTES_MAX", 2_000_000)
+    assert "more than 2000000 bytes" in refusal(raw).message
+    # A size that is declared too small, here and in the directory at the end, is no way around.
+    size = len(chapter("<p>words" + " " * 3_000_000))
+    refusal(raw.replace(struct.pack("<I", size), struct.pack("<I", 1000)))
+    # Nor is a member that is named many times.
+    twice = epub({"a.xhtml": chapter("<p>words" + " " * 30_000)}, ["a.xhtml"] * 100)
+    assert "more than 2000000 bytes" in refusal(twice).message
+
+
+def test_an_encrypted_archive_is_refused() -> None:
+    raw = bytearray(word(p("text")))
+    for signature, offset in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = -1
+        while (at := raw.find(signature, at + 1)) >= 0:
+            raw[at + offset] |= 1
+    assert "encrypted" in refusal(bytes(raw)).message
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_bytes_are_read_or_refused(seed: int) -> None:
+    import random
+
+    chosen = random.Random(seed)
+    for raw in samples():
+        for _ in range(40):
+            damaged = bytearray(raw)
+            for _ in range(chosen.choice([1, 5, 50])):
+                damaged[chosen.randrange(8, len(damaged))] = chosen.randrange(256)
+            tried(bytes(damaged))
+
+
+def samples() -> Iterator[bytes]:
+    """One document of each kind."""
+    yield pdf(lines("one", "two"), SCAN, lines("three"))
+    writer = pypdf.PdfWriter(clone_from=io.BytesIO(pdf(lines("packed", "lines"), lines("more"))))
+    for sheet in writer.pages:
+        sheet.compress_content_streams()
+    packed = io.BytesIO()
+    writer.write(packed)
+    yield packed.getvalue()
+    yield encrypted(pdf(lines("one")), "", "AES-256")
+    document = docx.Document()
+    document.add_heading("Title")
+    document.add_paragraph("text", style="List Number")
+    yield saved(document)
+    yield epub({"a.xhtml": chapter("<p>words"), "b.xhtml": chapter("more")})
+
+
+def tried(raw: bytes) -> None:
+    """Reads; nothing but text or an `InputError` may come of it."""
+    with contextlib.suppress(InputError):
+        assert prompts.from_bytes("document", raw).text.strip()
+
+
+def test_truncated_documents_are_read_or_refused() -> None:
+    for raw in samples():
+        for step in range(1, 50):
+            tried(raw[: len(raw) * step // 50])
+
+
+# Kinds -------------------------------------------------------------------------------------------------------------
+
+
+def test_content_decides_before_the_name() -> None:
+    assert text_of(pdf(lines("words")), "x.txt") == "words"
+    assert text_of(b"\xef\xbb\xbf\n" + pdf(lines("words")), "x") == "words"
+    assert text_of(b"junk in front\n" + pdf(lines("words")), "x.pdf") == "words"
+    assert text_of(b"It begins with %PDF-1.7\n", "x.txt") == "It begins with %PDF-1.7\n"
+    assert text_of(word(p("words")), "x.html") == "words"
+    assert text_of(b"<p>a  b\r\n", "x.md") == "<p>a  b\r\n"
+    assert text_of(b"<p>a</p>", "X.HTML") == "a"
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600), ["before 2007", "DOCX"]),
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + "EncryptedPackage".encode("utf-16-le"), ["encrypted", "password"]),
+        (b"{\\rtf1 text}", ["RTF", "DOCX"]),
+        (b"\x89PNG\r\n\x1a\n\0\0", ["binary", "PNG", "OCR"]),
+        (b"\xff\xd8\xff\xe0", ["binary", "JPEG"]),
+        (b"II*\0", ["binary", "TIFF"]),
+        (b"RIFF\0\0\0\0WEBP", ["binary", "WebP"]),
+        (b"\x1f\x8b\x08\0", ["gzip", "unpack"]),
+        (b"MZ\0\0", ["binary", "offset 2", "PDF"]),
+        (b"%PDF-", ["damaged"]),
+        (b"%PDF-1.7\nnothing of the kind", ["damaged"]),
+        (b"PK\x03\x04", ["damaged"]),
+    ],
+)
+def test_what_is_no_document_is_one_error(
+    fake: object, quantspec: Run, tmp_path: Path, raw: bytes, words: list[str]
+) -> None:
+    path = tmp_path / "book"
+    path.write_bytes(raw)
+    quantspec("run", "--prompt", str(path)).assert_error(1, str(path), *words)
+
+
+# Commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_run_reads_a_pdf_and_shows_what_is_missing(fake: object, quantspec: Run, tmp_path: Path) -> None:
+    path = tmp_path / "case.pdf"
+    path.write_bytes(pdf(lines("some words"), SCAN))
+    text = tmp_path / "case.txt"
+    text.write_text("some words")
+    warning = "page 2 of 2 has no text"
+    arguments = ["run", "--prompt", str(path), "--prompt", str(text), "-n", "3", "--json"]
+    done = quantspec(*arguments)
+    assert done.code == 0, done
+    of_pdf, of_text = done.json["results"]
+    assert f"warning: {path}: {warning}\n" in done.stderr
+    assert of_pdf.pop("warnings") == [warning]
+    assert (of_pdf.pop("prompt"), of_text.pop("prompt")) == (str(path), str(text))
+    assert of_pdf == of_text
+    assert quantspec(*arguments, "--quiet").stderr == ""
+
+
+def test_eval_and_bench_show_what_is_missing(fake: object, quantspec: Run, tmp_path: Path) -> None:
+    path = tmp_path / "case.pdf"
+    path.write_bytes(pdf(lines(*["some words"] * 40), SCAN))
+    for command in (["eval", "--tokens", "20"], ["bench", "-p", "8", "-n", "4", "-r", "1"]):
+        done = quantspec(*command, "--prompt", str(path))
+        assert "warning" in done.stderr, done
+        assert "page 2 of 2 has no text" in done.stderr
+
+
+def test_standard_input_may_be_a_document(start: Start) -> None:
+    raw = word(p("some words"))
+    child = start("run", "--prompt", "-", "-n", "3", "--json", stdin=subprocess.PIPE)
+    out, _ = child.communicate(raw, timeout=60)
+    plain = start("run", "--text", "some words", "-n", "3", "--json").communicate(timeout=60)[0]
+    assert json.loads(out)["results"][0]["tokens"] == json.loads(plain)["results"][0]["tokens"]
+
+
+def test_a_document_of_several_reads_is_read_whole(tmp_path: Path) -> None:
+    body = "".join(p(f"{number} {number * 7919 % 104729}") for number in range(60_000))
+    path = tmp_path / "long.docx"
+    path.write_bytes(
+        zipped(
+            {
+                name: zipfile.ZipFile(io.BytesIO(word(body))).read(name)
+                for name in ("_rels/.rels", "word/_rels/document.xml.rels", "word/document.xml")
+            },
+            zipfile.ZIP_STORED,
+        )
+    )
+    assert path.stat().st_size > 3 << 20
+    assert prompts.read(str(path)).text.count("\n\n") == 59_999
+    page_ = tmp_path / "long.html"
+    page_.write_bytes(("<p>word" * 500_000).encode("utf-16"))
+    assert prompts.read(str(page_)).text.count("word") == 500_000
+
+
+def test_ctrl_c_ends_the_reading_of_a_slow_document(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "slow.pdf"
+    path.write_bytes(pdf(*[lines(*(f"line {number} of many" for number in range(50)))] * 2000))
+    child = start("run", "--prompt", str(path))
+    time.sleep(2)
+    assert child.poll() is None
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=10)
+    assert (child.returncode, out) == (130, b"")
+    assert err.startswith(b"error: interrupted")
+
+
+def test_plain_text_imports_no_reader(document: Path) -> None:
+    program = (
+        "import sys; from quantspec_cli import prompts; prompts.read(sys.argv[1]); "
+        "print(*sorted(name for name in sys.modules if name.partition('.')[0] in "
+        "{'pypdf', 'cryptography', 'docx', 'lxml', 'zipfile', 'xml', 'html'} or name.startswith('quantspec_cli.documents')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(document)], capture_output=True, check=True, text=True)
+    assert done.stdout.split() == ["quantspec_cli.documents"]
