@@ -80,6 +80,8 @@ struct Run {
     auto: bool,
     threads: usize,
     rounding: Rounding,
+    /// Rows of a prompt, over all layers, between two rounds of the sequences before it.
+    chunk_rows: usize,
 }
 
 impl Run {
@@ -92,6 +94,7 @@ impl Run {
             auto: false,
             threads: 1,
             rounding: Rounding::Balanced,
+            chunk_rows: usize::MAX,
         }
     }
 
@@ -134,27 +137,41 @@ impl Run {
         for (index, prompt) in prompts.iter().enumerate() {
             let slot = engine.add(prompt, sampler.clone(), new_tokens).expect("add");
             assert_eq!(slot, index);
-            texts.push(vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")]);
+            let mut chunks = 1;
+            let first = loop {
+                match engine.prefill_chunk(slot, self.chunk_rows, &mut |_, _| ()).expect("prefill") {
+                    Some(first) => break first,
+                    None => _ = round(&mut engine, &mut texts, new_tokens),
+                }
+                chunks += 1;
+            };
+            let before_the_last_layer = prompt.len() * (checkpoint.config().layers - 1);
+            assert!(chunks > 1 || before_the_last_layer < self.chunk_rows, "the prompt was read at once");
+            texts.push(vec![first]);
         }
-        loop {
-            let gammas: Vec<(usize, usize)> = (0..prompts.len())
-                .filter(|&slot| texts[slot].len() < new_tokens)
-                .map(|slot| (slot, engine.choose_gamma(slot)))
-                .collect();
-            if gammas.is_empty() {
-                break;
-            }
-            engine.draft(&gammas).expect("draft");
-            for emitted in engine.verify().expect("verify") {
-                texts[emitted.slot].extend(emitted.tokens);
-            }
-        }
+        while round(&mut engine, &mut texts, new_tokens) {}
         if self.method != "ar" && self.gamma > 0 {
             let stats = engine.stats();
             assert!(stats.drafted_tokens() > 0, "nothing was drafted: the comparison would be empty");
         }
         texts
     }
+}
+
+/// A round of every text that is not at its end; false where all are.
+fn round(engine: &mut Engine<CpuBackend>, texts: &mut [Vec<u32>], new_tokens: usize) -> bool {
+    let gammas: Vec<(usize, usize)> = (0..texts.len())
+        .filter(|&slot| texts[slot].len() < new_tokens)
+        .map(|slot| (slot, engine.choose_gamma(slot)))
+        .collect();
+    if gammas.is_empty() {
+        return false;
+    }
+    engine.draft(&gammas).expect("draft");
+    for emitted in engine.verify().expect("verify") {
+        texts[emitted.slot].extend(emitted.tokens);
+    }
+    true
 }
 
 fn greedy() -> Sampler {
@@ -210,6 +227,18 @@ const PAGES: [Pages; 3] = [Pages::All, Pages::Best(3), Pages::Window(3)];
 const GAMMAS: [usize; 6] = [1, 2, 4, 7, 12, 16];
 const BATCHES: [usize; 3] = [1, 3, 8];
 const THREADS: [usize; 2] = [1, 2];
+
+#[test]
+fn prompts_read_between_the_rounds_of_others() {
+    let model = root().join("python/quantspec_cli/demo");
+    let prompts: Vec<Vec<u32>> = [300, 900, 129, 640].iter().map(|&n| book(n, n)).collect();
+    let runs: Vec<(Run, usize)> = [1, 700, 4000]
+        .into_iter()
+        .zip(["quantspec", "w4", "ngram"])
+        .map(|(chunk_rows, method)| (Run { chunk_rows, ..Run::new(method, Pages::All, 4, 2) }, prompts.len()))
+        .collect();
+    law(&model, &prompts, 160, &runs);
+}
 
 #[test]
 fn every_method_is_held() {
