@@ -27,7 +27,11 @@ const QUANTSPEC: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Up
 const KV4: DraftPlan = DraftPlan { weights: Weights::Full, ..QUANTSPEC };
 const W4: DraftPlan = DraftPlan { view: View::Both, ..QUANTSPEC };
 
-/// Decodes every prompt as one batch, `tokens[i]` of the i-th; γ of each round cycles through `gammas`.
+/// Rows of a prompt, over all layers, between two rounds of the sequences before it: several blocks, and no whole layers.
+const CHUNK_ROWS: usize = 700;
+
+/// Decodes every prompt as one batch, `tokens[i]` of the i-th; γ of each round cycles through `gammas`. Prompts are read in chunks,
+/// between which the sequences before them decode.
 fn decode(
     engine: &mut Engine<CudaBackend>,
     method: Method,
@@ -43,24 +47,37 @@ fn decode(
         .zip(tokens)
         .map(|((prompt, sampler), &tokens)| engine.add(prompt, sampler.clone(), tokens).unwrap())
         .collect();
-    let mut out: Vec<Vec<u32>> =
-        slots.iter().map(|&slot| vec![engine.prefill(slot, &mut |_, _| {}).unwrap()]).collect();
-    let mut round = 0;
-    while out.iter().zip(tokens).any(|(text, &tokens)| text.len() < tokens) {
-        let mut turns = Vec::new();
-        for (index, &slot) in slots.iter().enumerate() {
-            let left = tokens[index] - out[index].len();
-            if left > 0 {
-                turns.push((slot, gammas[(round + index) % gammas.len()].min(left - 1)));
-            }
+    let mut out: Vec<Vec<u32>> = Vec::new();
+    let mut number = 0;
+    let mut round = |engine: &mut Engine<CudaBackend>, out: &mut [Vec<u32>]| {
+        let turns: Vec<(usize, usize)> = (0..out.len())
+            .filter(|&index| out[index].len() < tokens[index])
+            .map(|index| {
+                let left = tokens[index] - out[index].len();
+                (slots[index], gammas[(number + index) % gammas.len()].min(left - 1))
+            })
+            .collect();
+        if turns.is_empty() {
+            return false;
         }
         engine.draft(&turns).unwrap();
         for emitted in engine.verify().unwrap() {
             let index = slots.iter().position(|&slot| slot == emitted.slot).unwrap();
             out[index].extend(emitted.tokens);
         }
-        round += 1;
+        number += 1;
+        true
+    };
+    for &slot in &slots {
+        let first = loop {
+            match engine.prefill_chunk(slot, CHUNK_ROWS, &mut |_, _| {}).unwrap() {
+                Some(first) => break first,
+                None => _ = round(engine, &mut out),
+            }
+        };
+        out.push(vec![first]);
     }
+    while round(engine, &mut out) {}
     for slot in slots {
         engine.finish(slot);
     }
