@@ -332,8 +332,8 @@ fn verdicts_equal_core() {
         }
         assert_eq!(stage.flag(), 0);
     }
-    // The cases must reach acceptance and refusal both.
-    assert!(accepted.iter().all(|&n| n > 20 && n < 40 * gamma), "{accepted:?}");
+    // The cases must reach acceptance and refusal both; known tokens are accepted seldom, for no draft chose them.
+    assert!(accepted.iter().all(|&n| n > 5 && n < 40 * gamma), "{accepted:?}");
 }
 
 #[test]
