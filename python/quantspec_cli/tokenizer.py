@@ -6,8 +6,8 @@ import json
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from . import background, files
-from .errors import ModelError
+from . import background, files, gguf
+from .errors import ModelError, QuantspecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,27 +16,36 @@ if TYPE_CHECKING:
     import tokenizers
 
 
+_HINT = "use the tokenizer.json published with these weights"
+
+
 class Tokenizer:
-    """The tokenizer beside a checkpoint.
+    """The tokenizer beside a checkpoint, or in a GGUF file.
 
     Attributes:
-        config: tokenizer_config.json, or {} where there is none.
+        config: tokenizer_config.json, or {} where there is none; what a GGUF file says of the same.
         special: text of the special tokens a chat template may name: bos_token, eos_token and the like.
     """
 
-    def __init__(self, directory: Path, vocab: int) -> None:
-        """Reads tokenizer.json; `vocab` is the number of rows of the model's embedding."""
-        self._name = str(directory / "tokenizer.json")
-        self.config = _read_json(directory / "tokenizer_config.json")
+    def __init__(self, model: Path, vocab: int) -> None:
+        """Reads a directory's tokenizer.json or a GGUF file; `vocab` is the number of rows of the model's embedding."""
+        if files.is_file(model):
+            self._name, self._hint = str(model), gguf.HINT
+            self._inner, self.config = _guarded(
+                lambda: gguf.load_tokenizer(model), f"the tokenizer of {model} cannot be read", self._hint
+            )
+        else:
+            self._name, self._hint = str(model / "tokenizer.json"), _HINT
+            self.config = _read_json(model / "tokenizer_config.json")
+            self._inner = _load(model)
         self.special = {key: text for key, value in self.config.items() if (text := _special(key, value)) is not None}
-        self._inner = _load(directory)
         self._vocab = vocab
         known = self._inner.get_vocab_size(with_added_tokens=True)
         # Embeddings are padded to a round number of rows, but nobody doubles them.
         if known * 2 < vocab:
             raise ModelError(
                 f"{self._name} has {known} tokens, the model has {vocab}",
-                "use the tokenizer.json published with these weights",
+                self._hint,
             )
         self._bos = self._configured_bos()
         self._hidden = {id for id, token in self._inner.get_added_tokens_decoder().items() if token.special}
@@ -52,6 +61,7 @@ class Tokenizer:
         encodings = _guarded(
             lambda: background.run(lambda: self._inner.encode_batch_fast([text], add_special_tokens=special)),
             f"{self._name} cannot encode the text",
+            self._hint,
         )
         ids = list(encodings[0].ids)
         if special and self._bos is not None and ids[:1] != [self._bos]:
@@ -59,7 +69,7 @@ class Tokenizer:
         if ids and max(ids) >= self._vocab:
             raise ModelError(
                 f"{self._name} produces token id {max(ids)}, the model has {self._vocab} tokens",
-                "use the tokenizer.json published with these weights",
+                self._hint,
             )
         return ids
 
@@ -139,21 +149,20 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
         raise ModelError(f"{directory} has no tokenizer.json", hint)
     # Read here, and not by the library, which says of a file without permission only that something is wrong with it.
     raw = files.read(path)
-    inner: Inner = _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read")
+    inner: Inner = _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read", _HINT)
     # A tokenizer.json may ask for truncation or padding: nothing is ever cut, and pads are no text.
     inner.no_truncation()
     inner.no_padding()
     return inner
 
 
-def _guarded(work: Callable[[], Any], message: str) -> Any:
+def _guarded(work: Callable[[], Any], message: str, hint: str) -> Any:
     """Runs a call into the tokenizer library, whose errors are bare exceptions and, for some damaged files, panics."""
     try:
         return work()
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, MemoryError, QuantspecError):
         raise
     except BaseException as error:
-        hint = "use the tokenizer.json published with these weights"
         raise ModelError(f"{message}: {error}", hint) from error
 
 

@@ -2,12 +2,15 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod blocks;
 pub mod checkpoint;
 pub mod config;
 pub mod draft_cache;
 pub mod engine;
 pub mod evaluate;
 pub mod forward;
+pub mod gguf;
+mod gguf_config;
 #[cfg(feature = "reference")]
 pub mod reference;
 pub mod rope;
