@@ -8,6 +8,7 @@ __all__ = [
     "NativeError",
     "doctor",
     "evaluate",
+    "gguf_metadata",
     "kernels",
     "methods",
     "model_info",
@@ -144,11 +145,14 @@ class Engine:
 def doctor() -> dict[str, Any]:
     """What this machine offers: cpu, gpu, memory_bytes, kernels."""
 
+def gguf_metadata(path: str) -> dict[str, Any]:
+    """Metadata of a GGUF file whose keys begin with "tokenizer.": texts, numbers, and lists of them."""
+
 def methods() -> list[dict[str, Any]]:
     """Every method by name: about (what drafts), and the other fields of `options.Method`."""
 
 def model_info(path: str) -> dict[str, Any]:
-    """The configuration of a checkpoint directory: family, vocab, layers, max_positions, eos and shape."""
+    """The configuration of a checkpoint, a directory or a GGUF file: family, vocab, layers, max_positions, eos and shape."""
 
 def evaluate(
     model: str,

@@ -499,7 +499,8 @@ class Bench:
         self._info = self._engine.info
         render.note_of_drafts(self._info)
         self._bandwidth_now = 0.0
-        self._widened = "widened" in json.loads(files.read(model.directory / "config.json"))
+        config = model.directory / "config.json"  # a GGUF file has none
+        self._widened = files.is_file(config) and "widened" in json.loads(files.read(config))
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All measurements, as soon as each depth is done."""

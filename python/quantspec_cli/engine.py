@@ -133,7 +133,12 @@ class Generation:
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint directory with its tokenizer, before any weight is loaded."""
+    """A checkpoint with its tokenizer, before any weight is loaded.
+
+    Attributes:
+        name: what it was asked for by.
+        directory: its files, or the one GGUF file (the first of a split one).
+    """
 
     name: str
     directory: Path
@@ -148,9 +153,10 @@ class Model:
         from . import _native
 
         directory = hub.resolve(model, revision=revision, offline=offline, progress=progress)
-        if not files.is_file(directory / "config.json"):
+        if not files.is_file(directory) and not files.is_file(directory / "config.json"):
             raise ModelError(
-                f"{directory} has no config.json", "give a directory with config, tokenizer and safetensors"
+                f"{directory} has no config.json",
+                "give a directory with config, tokenizer and safetensors, or a GGUF file",
             )
         with native_errors():
             info = _native.model_info(str(directory))
@@ -521,7 +527,7 @@ class Engine:
         """Loads a model.
 
         Args:
-            model: directory or hub id (also "id@revision"); None is the small demo model of the package.
+            model: directory, GGUF file or hub id (also "id@revision", "id:Q8_0"); None is the demo model of the package.
             revision: branch, tag or commit on the hub.
             offline: use the download cache only.
             context: most tokens of a sequence, prompt and answer together; None is the model's, at most 32,768.
@@ -562,7 +568,9 @@ class Engine:
         _check_callback("on_loading", on_loading)
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         if not isinstance(name, str | None):
-            raise UsageError(f"the model is {shown(model):.60}", "give a directory or a hub id such as owner/name")
+            raise UsageError(
+                f"the model is {shown(model):.60}", "give a directory, a GGUF file or a hub id such as owner/name"
+            )
         opened = Model.open(name, revision=revision, offline=offline)
         limit = opened.resolve_context(context) if context is not None else min(opened.context, DEFAULT_CONTEXT)
         return cls(opened, options, context=limit, batch=batch, on_loading=on_loading)

@@ -1,20 +1,22 @@
-"""Where a model is: the demo inside the package, a directory, or the Hugging Face hub."""
+"""Where a model is: the demo inside the package, a directory, a GGUF file, or the Hugging Face hub."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISDIR
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from . import background, files
+from . import background, files, gguf
 from .errors import FileError, ModelError, QuantspecError, UsageError, reason
 from .prompts import check_utf8
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
 DEMO = "demo"
@@ -32,6 +34,8 @@ FILES = [
     "tokenizer_config.json",
     "chat_template.jinja",
 ]
+
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 # What the system says where it is the disk, or the rights to write there.
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
@@ -60,9 +64,10 @@ def demo() -> Path:
 
 
 def resolve(model: str | None, *, revision: str | None = None, offline: bool = False, progress: bool = False) -> Path:
-    """The directory of a model, downloaded if need be.
+    """The directory or GGUF file of a model, downloaded if need be.
 
-    `model` is a directory, a hub id, or `id@revision`; None is the demo model. `progress` shows download bars.
+    `model` is a directory, a GGUF file, a hub id, `id@revision`, or `id:NAME` for one of several GGUF files; None is the demo
+    model. `progress` shows download bars.
     """
     if model is None:
         if revision is not None:
@@ -75,20 +80,25 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
     # Not Path.expanduser: it raises where there is no such user, or nobody's home directory is known.
     path = os.path.expanduser(model)
     found = files.status(path)
-    if found is not None and S_ISDIR(found.st_mode):
+    if found is not None:
+        kind = "directory" if S_ISDIR(found.st_mode) else "file"
+        if kind == "file" and not path.lower().endswith(gguf.SUFFIX):
+            raise ModelError(
+                f"model {model} is a file that is not called {gguf.SUFFIX}",
+                "give a GGUF file, or the directory that holds config.json and the weights",
+                option="model",
+            )
         if revision is not None:
             raise UsageError(
-                f"--revision {revision} with the directory {model}", "a directory has no revisions", option="revision"
+                f"--revision {revision} with the {kind} {model}", f"a {kind} has no revisions", option="revision"
             )
-        return Path(path)
-    if found is not None:
+        return _weights_of(model, Path(path)) if kind == "directory" else Path(path)
+    name, _, pinned = model.partition("@")
+    repository, colon, wanted = name.partition(":")
+    if not _HUB_ID.fullmatch(repository) or "--" in repository or ".." in repository or bool(colon) > bool(wanted):
+        what = "file" if model.lower().endswith(gguf.SUFFIX) else "directory"
         raise ModelError(
-            f"model {model} is a file", "give the directory that holds config.json and the weights", option="model"
-        )
-    repository, _, pinned = model.partition("@")
-    if not _HUB_ID.fullmatch(repository) or "--" in repository or ".." in repository:
-        raise ModelError(
-            f"model directory {model} does not exist",
+            f"model {what} {model} does not exist",
             "check the path, or give a hub id such as owner/name",
             option="model",
         )
@@ -97,7 +107,56 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
     _check_revision(pinned or None)
     if cache().parts[:1] == ("~",):
         raise FileError("the hub's cache has no place: no home directory is known", "set HF_HOME to a folder")
-    return _download(model, repository, revision or pinned or None, offline=offline, progress=progress)
+    return _from_hub(model, repository, wanted, revision or pinned or None, offline=offline, progress=progress)
+
+
+def _from_hub(model: str, repository: str, wanted: str, revision: str | None, *, offline: bool, progress: bool) -> Path:
+    """The folder of a repository's safetensors, or its GGUF file: the only one, or the one whose name has `wanted` in it."""
+    if not wanted:
+        directory = _fetch(model, repository, revision, FILES, offline=offline, progress=progress)
+        if any(files.is_file(directory / weights) for weights in _WEIGHTS):
+            return directory
+    names = gguf.models(_names(model, repository, revision, offline=offline))
+    if wanted:
+        names = [name for name in names if _is_called(name, wanted)]
+    if names:
+        chosen = _only(repository, names, f"{repository}:NAME with a part of its name, such as Q8_0")
+        folder = _fetch(model, repository, revision, gguf.parts(chosen), offline=offline, progress=progress)
+        return folder / chosen
+    if wanted:
+        raise ModelError(f"{repository} has no GGUF file called {wanted}", "check its files on the hub", option="model")
+    if not files.is_file(directory / "config.json"):
+        raise ModelError(
+            f"{model} on the hub has no config.json",
+            "choose a repository with safetensors or GGUF weights, not adapters",
+        )
+    return directory
+
+
+def _weights_of(model: str, directory: Path) -> Path:
+    """A directory's only GGUF file where that is what it holds, or the directory."""
+    if any(files.is_file(directory / name) for name in _WEIGHTS):
+        return directory
+    try:
+        names = gguf.models(os.listdir(directory))
+    except OSError as error:
+        raise files.unreadable(directory, error) from error
+    return (
+        directory / _only(model, names, f"one of these files, such as {directory / names[0]}") if names else directory
+    )
+
+
+def _only(place: str, names: list[str], choice: str) -> str:
+    """The only model of those found."""
+    if len(names) > 1:
+        listed = ", ".join(names[:8]) + (" ..." if len(names) > 8 else "")
+        raise ModelError(f"{place} holds {len(names)} GGUF models: {listed}", f"give {choice}", option="model")
+    return names[0]
+
+
+def _is_called(name: str, wanted: str) -> bool:
+    """Whether a file's name has this part: between dashes and dots, as Q8_0 in model-Q8_0.gguf."""
+    return re.search(rf"(^|[-./]){re.escape(wanted)}([-./]|$)", name, re.IGNORECASE) is not None
 
 
 def _check_revision(revision: str | None) -> None:
@@ -143,20 +202,50 @@ def _check_endpoint(address: str | None) -> None:
         raise UsageError(f"HF_ENDPOINT is {address!r}", "give an address such as https://huggingface.co, or unset it")
 
 
-def _download(model: str, repository: str, revision: str | None, *, offline: bool, progress: bool) -> Path:
+def _fetch(
+    model: str, repository: str, revision: str | None, patterns: list[str], *, offline: bool, progress: bool
+) -> Path:
+    """Downloads the files of a repository that these patterns name; the folder where they are."""
     _check_endpoint(os.environ.get("HF_ENDPOINT"))
-    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not progress:
         disable_progress_bars()
     offline = offline or bool(constants.HF_HUB_OFFLINE)
-    try:
+    with _download_errors(model, repository, revision, offline=offline):
         directory = background.run(
             lambda: snapshot_download(
-                repository, revision=revision, allow_patterns=FILES, local_files_only=offline, library_name="quantspec"
+                repository,
+                revision=revision,
+                allow_patterns=patterns,
+                local_files_only=offline,
+                library_name="quantspec",
             )
         )
+    return Path(directory)
+
+
+def _names(model: str, repository: str, revision: str | None, *, offline: bool) -> list[str]:
+    """Names of the files of a repository; offline, of those in the cache."""
+    _check_endpoint(os.environ.get("HF_ENDPOINT"))
+    from huggingface_hub import HfApi, constants
+
+    if offline or constants.HF_HUB_OFFLINE:
+        folder = _fetch(model, repository, revision, [], offline=True, progress=False)
+        return [str(path.relative_to(folder)) for path in folder.rglob("*")]
+    with _download_errors(model, repository, revision, offline=False):
+        found = background.run(lambda: HfApi(library_name="quantspec").model_info(repository, revision=revision))
+    return [file.rfilename for file in found.siblings or []]
+
+
+@contextmanager
+def _download_errors(model: str, repository: str, revision: str | None, *, offline: bool) -> Iterator[None]:
+    """What may go wrong with the hub, in terms of the model that was asked for."""
+    from huggingface_hub import errors
+
+    try:
+        yield
     except errors.GatedRepoError as error:
         raise ModelError(
             f"model {model} is gated",
@@ -194,13 +283,6 @@ def _download(model: str, repository: str, revision: str | None, *, offline: boo
         raise ModelError(
             f"downloading {model} failed: {type(error).__name__}: {error}", _AGAIN if _is_broken(error) else _SET_UP
         ) from error
-    found = Path(directory)
-    if not files.is_file(found / "config.json"):
-        raise ModelError(
-            f"{model} on the hub has no config.json",
-            "choose a repository with safetensors weights, not GGUF or adapters",
-        )
-    return found
 
 
 def _is_broken(error: Exception) -> bool:

@@ -6,8 +6,8 @@ import json
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from . import background, files, lower_bound, panics
-from .errors import ModelError
+from . import background, files, gguf, lower_bound, panics
+from .errors import ModelError, QuantspecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -16,27 +16,36 @@ if TYPE_CHECKING:
     import tokenizers
 
 
+_HINT = "use the tokenizer.json published with these weights"
+
+
 class Tokenizer:
-    """The tokenizer beside a checkpoint.
+    """The tokenizer beside a checkpoint, or in a GGUF file.
 
     Attributes:
-        config: tokenizer_config.json, or {} where there is none.
+        config: tokenizer_config.json, or {} where there is none; what a GGUF file says of the same.
         special: text of the special tokens a chat template may name: bos_token, eos_token and the like.
     """
 
-    def __init__(self, directory: Path, vocab: int) -> None:
-        """Reads tokenizer.json; `vocab` is the number of rows of the model's embedding."""
-        self._name = str(directory / "tokenizer.json")
-        self.config = read_json(directory / "tokenizer_config.json")
+    def __init__(self, model: Path, vocab: int) -> None:
+        """Reads a directory's tokenizer.json or a GGUF file; `vocab` is the number of rows of the model's embedding."""
+        if files.is_file(model):
+            self._name, self._hint = str(model), gguf.HINT
+            self._inner, self.config = _guarded(
+                lambda: gguf.load_tokenizer(model), f"the tokenizer of {model} cannot be read", self._hint
+            )
+        else:
+            self._name, self._hint = str(model / "tokenizer.json"), _HINT
+            self.config = read_json(model / "tokenizer_config.json")
+            self._inner = _load(model)
         self.special = {key: text for key, value in self.config.items() if (text := _special(key, value)) is not None}
-        self._inner = _load(directory)
         self._vocab = vocab
         known = self._inner.get_vocab_size(with_added_tokens=True)
         # Embeddings are padded to a round number of rows, but nobody doubles them.
         if known * 2 < vocab:
             raise ModelError(
                 f"{self._name} has {known} tokens, the model has {vocab}",
-                "use the tokenizer.json published with these weights",
+                self._hint,
             )
         self._bos = self._configured_bos()
         self._hidden = {id for id, token in self._inner.get_added_tokens_decoder().items() if token.special}
@@ -51,14 +60,14 @@ class Tokenizer:
         # The batch call is the one that releases the GIL. Its panics are errors before they leave their thread.
         what = f"{self._name} cannot encode the text"
         encode = partial(self._inner.encode_batch_fast, [text], add_special_tokens=special)
-        encodings = panics.hidden(lambda: background.run(lambda: _guarded(encode, what)))
+        encodings = panics.hidden(lambda: background.run(lambda: _guarded(encode, what, self._hint)))
         ids = list(encodings[0].ids)
         if special and self._bos is not None and ids[:1] != [self._bos]:
             ids.insert(0, self._bos)
         if ids and max(ids) >= self._vocab:
             raise ModelError(
                 f"{self._name} produces token id {max(ids)}, the model has {self._vocab} tokens",
-                "use the tokenizer.json published with these weights",
+                self._hint,
             )
         return ids
 
@@ -156,7 +165,7 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
     # Read here, and not by the library, which says of a file without permission only that something is wrong with it.
     raw = files.read(path)
     # The library holds the GIL while it parses, so Ctrl-C waits: 0.3 s for 150,000 tokens, 0.9 s for 400,000.
-    inner: Inner = panics.hidden(lambda: _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read"))
+    inner: Inner = panics.hidden(lambda: _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read", _HINT))
     # A tokenizer.json may ask for truncation or padding: nothing is ever cut, and pads are no text.
     inner.no_truncation()
     inner.no_padding()
@@ -166,14 +175,13 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
     return inner
 
 
-def _guarded(work: Callable[[], Any], message: str) -> Any:
+def _guarded(work: Callable[[], Any], message: str, hint: str) -> Any:
     """Runs a call into the tokenizer library, whose errors are bare exceptions and, for some damaged files, panics."""
     try:
         return work()
-    except (KeyboardInterrupt, SystemExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, MemoryError, QuantspecError):
         raise
     except BaseException as error:
-        hint = "use the tokenizer.json published with these weights"
         raise ModelError(f"{message}: {error}", hint) from error
 
 

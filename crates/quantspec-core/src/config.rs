@@ -116,6 +116,11 @@ pub enum RopeScaling {
         /// Context of the pre-training, in tokens.
         original: usize,
     },
+    /// Wavelengths stretched one by one, as GGUF files store Llama 3's scaling.
+    Factors {
+        /// Stretch of every pair of channels, `[head_dim / 2]`.
+        factors: Vec<f32>,
+    },
     /// YaRN (Peng et al. 2023), with its attention temperature.
     Yarn {
         /// Stretch.

@@ -1,10 +1,12 @@
-//! A checkpoint on disk: its configuration and a checked index of its tensors over all shards, read in row blocks.
+//! A checkpoint on disk, safetensors or GGUF: its configuration and a checked index of its tensors over all shards, read in row blocks.
 //!
 //! Everything is checked when the checkpoint is opened (names, shapes, types, offsets, file lengths), so that a backend only
 //! reads. No weight is held here: a backend asks for a few rows at a time and keeps them in its own layout.
 
 use crate::config;
 use crate::draft_cache::DraftCache;
+use crate::gguf::Gguf;
+use crate::gguf_config::{self, Packed};
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
 use quantspec_core::config::{Dtype, ModelConfig};
@@ -171,7 +173,7 @@ impl Part {
     }
 
     /// Whether the part is a vector rather than a matrix.
-    fn is_vector(self) -> bool {
+    pub(crate) fn is_vector(self) -> bool {
         match self {
             Part::Embedding | Part::Head => false,
             Part::FinalNorm => true,
@@ -190,7 +192,7 @@ impl Part {
     }
 }
 
-/// Where a part's bytes are.
+/// Where a part's bytes are in safetensors files.
 #[derive(Clone, Copy, Debug)]
 struct Place {
     shard: usize,
@@ -202,9 +204,15 @@ struct Place {
 #[derive(Debug)]
 pub struct Checkpoint {
     config: ModelConfig,
-    shards: Vec<SafeTensors>,
-    places: HashMap<Part, Place>,
+    weights: Weights,
     draft_cache: Option<DraftCache>,
+}
+
+/// Open files, and where they hold each part.
+#[derive(Debug)]
+enum Weights {
+    SafeTensors { shards: Vec<SafeTensors>, places: HashMap<Part, Place> },
+    Gguf { gguf: Gguf, places: HashMap<Part, Packed> },
 }
 
 /// Largest JSON file read beside the weights. A config.json has kilobytes, the index of a 405B model 0.1 MB, of the most layers that
@@ -216,18 +224,24 @@ const SHARDS_MAX: usize = 512;
 const CHUNK_BYTES: usize = 64 << 10;
 
 impl Checkpoint {
-    /// Opens a directory with config.json, optionally generation_config.json, and model.safetensors or shards named by
-    /// model.safetensors.index.json.
+    /// Opens a GGUF file (the first part of a split one), or a directory with config.json, optionally generation_config.json, and
+    /// model.safetensors or shards named by model.safetensors.index.json.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`] where a file is missing or damaged, where [`config::parse`] refuses the
     /// configuration, and where a tensor is missing, foreign, or of another shape or type. [`quantspec_core::ErrorKind::Io`]
     /// where the file system refuses.
-    pub fn open(dir: &Path) -> Result<Checkpoint> {
+    pub fn open(path: &Path) -> Result<Checkpoint> {
+        if path.is_file() {
+            let gguf = Gguf::open(path)?;
+            let (config, places) = gguf_config::read(&gguf)?;
+            return Ok(Checkpoint { config, weights: Weights::Gguf { gguf, places }, draft_cache: None });
+        }
+        let dir = path;
         if !dir.is_dir() {
             return Err(Error::model(
-                format!("{} is not a directory", dir.display()),
-                "give a directory with config.json and model.safetensors, or a hub id",
+                format!("{} is neither a directory nor a GGUF file", dir.display()),
+                "give a directory with config.json and model.safetensors, a GGUF file, or a hub id",
             ));
         }
         let Some(config) = read_json(dir, "config.json")? else {
@@ -267,7 +281,7 @@ impl Checkpoint {
         if let Some(place) = places.get(&Part::Layer(0, Q)) {
             config.dtype = place.dtype;
         }
-        Ok(Checkpoint { config, shards, places, draft_cache: None })
+        Ok(Checkpoint { config, weights: Weights::SafeTensors { shards, places }, draft_cache: None })
     }
 
     /// The model's shape. Its dtype is the one of the first layer's query projection, and its head is tied where the weights
@@ -286,9 +300,13 @@ impl Checkpoint {
         self.draft_cache.as_ref()
     }
 
-    /// Number format of a part (of the whole model where the part does not exist).
+    /// Number format in which a part is read (of the whole model where the part does not exist).
     pub fn dtype(&self, part: Part) -> Dtype {
-        self.places.get(&part).map_or(self.config.dtype, |place| place.dtype)
+        let own = match &self.weights {
+            Weights::SafeTensors { places, .. } => places.get(&part).map(|place| place.dtype),
+            Weights::Gguf { places, .. } => places.get(&part).map(|place| place.dtype),
+        };
+        own.unwrap_or(self.config.dtype)
     }
 
     /// (rows, columns) of a part; a vector is one row.
@@ -296,7 +314,7 @@ impl Checkpoint {
         part.shape(&self.config)
     }
 
-    /// Bytes of a part as it is stored.
+    /// Bytes of a part as it is read.
     pub fn bytes(&self, part: Part) -> usize {
         let (rows, columns) = self.shape(part);
         rows * columns * self.dtype(part).bytes()
@@ -304,28 +322,49 @@ impl Checkpoint {
 
     /// Whether the checkpoint has the part (biases and norms are optional; a tied head counts).
     pub fn has(&self, part: Part) -> bool {
-        self.places.contains_key(&part)
+        match &self.weights {
+            Weights::SafeTensors { places, .. } => places.contains_key(&part),
+            Weights::Gguf { places, .. } => places.contains_key(&part),
+        }
     }
 
     /// The tensor's name, for messages.
     pub fn tensor_name(&self, part: Part) -> String {
-        match part {
-            Part::Head if self.config.tied_embeddings => Part::Embedding.name(),
-            _ => part.name(),
+        let part = if part == Part::Head && self.config.tied_embeddings { Part::Embedding } else { part };
+        match self.weights {
+            Weights::SafeTensors { .. } => part.name(),
+            Weights::Gguf { .. } => gguf_config::tensor_name(part),
         }
     }
 
-    /// Reads the little-endian bytes of some rows, `[rows][columns]` in the part's own number format.
+    /// Reads the little-endian bytes of some rows, `[rows][columns]` in the number format of [`Checkpoint::dtype`]: a quantised
+    /// tensor's values, rounded to it.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where the part or the rows do not exist or `out` has another length,
     /// [`quantspec_core::ErrorKind::Io`] where the file cannot be read.
     pub fn read(&self, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
-        let (place, bytes) = self.span(part, &rows)?;
-        if out.len() != bytes {
-            return Err(Error::internal(format!("{} bytes of room for {bytes} of {}", out.len(), part.name())));
+        let (height, width) = self.shape(part);
+        if !self.has(part) || rows.start > rows.end || rows.end > height {
+            return Err(Error::internal(format!("this model has no rows {rows:?} of {}", self.tensor_name(part))));
         }
-        read_at(&self.shards, place, out)
+        let row_bytes = width * self.dtype(part).bytes();
+        if out.len() != rows.len() * row_bytes {
+            return Err(Error::internal(format!(
+                "{} bytes of room for {} rows of {row_bytes} of {}",
+                out.len(),
+                rows.len(),
+                self.tensor_name(part)
+            )));
+        }
+        match &self.weights {
+            Weights::SafeTensors { shards, places } => {
+                let place = places[&part];
+                read_at(shards, Place { offset: place.offset + rows.start as u64 * row_bytes as u64, ..place }, out)
+            }
+            Weights::Gguf { gguf, places } if part.is_vector() => read_vector(gguf, &places[&part], width, out),
+            Weights::Gguf { gguf, places } => read_rows(gguf, &places[&part], rows, width, out),
+        }
     }
 
     /// Reads some rows as f32, `[rows][columns]`. NaN and infinity are an error that names the tensor.
@@ -333,46 +372,87 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] naming the tensor and the element.
     pub fn read_f32(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
-        let (mut place, bytes) = self.span(part, &rows)?;
-        let size = place.dtype.bytes();
-        if out.len() * size != bytes {
+        let (width, dtype) = (self.shape(part).1, self.dtype(part));
+        if out.len() != rows.len() * width {
             return Err(Error::internal(format!(
                 "room for {} of {} values of {}",
                 out.len(),
-                bytes / size,
-                part.name()
+                rows.len() * width,
+                self.tensor_name(part)
             )));
         }
-        let mut chunk = vec![0; bytes.min(CHUNK_BYTES)];
-        for (index, out) in out.chunks_mut(CHUNK_BYTES / size).enumerate() {
-            let chunk = &mut chunk[..out.len() * size];
-            read_at(&self.shards, place, chunk)?;
-            place.offset += chunk.len() as u64;
-            convert(place.dtype, chunk, out);
+        let row_bytes = width * dtype.bytes();
+        let at_once = (CHUNK_BYTES / row_bytes).max(1);
+        let mut chunk = vec![0; at_once.min(rows.len()) * row_bytes];
+        for (index, out) in out.chunks_mut(at_once * width).enumerate() {
+            let first = rows.start + index * at_once;
+            let chunk = &mut chunk[..out.len() * dtype.bytes()];
+            self.read(part, first..first + out.len() / width, chunk)?;
+            convert(dtype, chunk, out);
             if let Some(at) = out.iter().position(|x| !x.is_finite()) {
-                let element = rows.start * self.shape(part).1 + index * (CHUNK_BYTES / size) + at;
                 return Err(Error::not_finite(format!(
-                    "{} is {} at element {element}",
+                    "{} is {} at element {}",
                     self.tensor_name(part),
-                    out[at]
+                    out[at],
+                    first * width + at
                 )));
             }
         }
         Ok(())
     }
+}
 
-    /// Place and byte count of some rows.
-    fn span(&self, part: Part, rows: &Range<usize>) -> Result<(Place, usize)> {
-        let Some(&place) = self.places.get(&part) else {
-            return Err(Error::internal(format!("this model has no {}", part.name())));
-        };
-        let (height, width) = self.shape(part);
-        if rows.start > rows.end || rows.end > height {
-            return Err(Error::internal(format!("rows {rows:?} of the {height} of {}", part.name())));
+/// Reads rows of a matrix of a GGUF file in their number format.
+fn read_rows(gguf: &Gguf, place: &Packed, rows: Range<usize>, width: usize, out: &mut [u8]) -> Result<()> {
+    let (values, block_bytes) = place.encoding.block();
+    let raw_row = width / values * block_bytes;
+    // Rows that lie one after another are read together.
+    let at_once = if place.interleaved.is_none() { (CHUNK_BYTES / raw_row).max(1) } else { 1 };
+    let row_bytes = width * place.dtype.bytes();
+    let mut raw = vec![0; at_once.min(rows.len()) * raw_row];
+    let mut decoded = vec![0.0; width];
+    for (index, out) in out.chunks_mut(at_once * row_bytes).enumerate() {
+        let raw = &mut raw[..out.len() / row_bytes * raw_row];
+        let first = place.row(rows.start + index * at_once);
+        gguf.read(place.part, place.offset + first as u64 * raw_row as u64, raw)?;
+        for (raw, out) in raw.chunks_exact(raw_row).zip(out.chunks_exact_mut(row_bytes)) {
+            place.encoding.decode(raw, &mut decoded);
+            round(place.dtype, &decoded, out);
         }
-        let row_bytes = width * place.dtype.bytes();
-        let start = place.offset + rows.start as u64 * row_bytes as u64;
-        Ok((Place { offset: start, ..place }, rows.len() * row_bytes))
+    }
+    Ok(())
+}
+
+/// The same of a vector, whose elements a permutation concerns.
+fn read_vector(gguf: &Gguf, place: &Packed, width: usize, out: &mut [u8]) -> Result<()> {
+    let (values, block_bytes) = place.encoding.block();
+    let mut raw = vec![0; width / values * block_bytes];
+    gguf.read(place.part, place.offset, &mut raw)?;
+    let mut decoded = vec![0.0; width];
+    place.encoding.decode(&raw, &mut decoded);
+    let ordered: Vec<f32> = (0..width).map(|element| decoded[place.row(element)]).collect();
+    round(place.dtype, &ordered, out);
+    Ok(())
+}
+
+/// Writes values as little-endian bytes of a format, to the nearest; `values` and `out` have the same number of elements.
+fn round(dtype: Dtype, values: &[f32], out: &mut [u8]) {
+    match dtype {
+        Dtype::Bf16 => {
+            for (from, out) in values.iter().zip(out.as_chunks_mut().0) {
+                *out = bf16::from_f32(*from).to_le_bytes();
+            }
+        }
+        Dtype::F16 => {
+            for (from, out) in values.iter().zip(out.as_chunks_mut().0) {
+                *out = f16::from_f32(*from).to_le_bytes();
+            }
+        }
+        Dtype::F32 => {
+            for (from, out) in values.iter().zip(out.as_chunks_mut().0) {
+                *out = from.to_le_bytes();
+            }
+        }
     }
 }
 
@@ -534,7 +614,7 @@ fn no_weights(dir: &Path) -> Error {
         .unwrap_or_default();
     let any = |matches: &dyn Fn(&str) -> bool| names.iter().any(|name| matches(name));
     let hint = if any(&|name| name.ends_with(".gguf")) {
-        "the directory holds GGUF files, which are not read; use the original safetensors checkpoint"
+        "the directory holds GGUF files; name one of them"
     } else if any(&|name| name.starts_with("adapter_model.")) {
         MERGE
     } else if any(&|name| name.ends_with(".bin") || name.ends_with(".pth") || name.ends_with(".pt")) {

@@ -15,13 +15,13 @@ pub const SUPPORTED: &str =
 
 /// Bounds of sane shapes. Each is several times what any published model of these families has, and small enough that no
 /// product of two of them overflows 64 bits.
-const HIDDEN: RangeInclusive<usize> = 1..=65_536;
-const INTERMEDIATE: RangeInclusive<usize> = 1..=1_048_576;
-const LAYERS: RangeInclusive<usize> = 1..=1_024;
-const HEADS: RangeInclusive<usize> = 1..=1_024;
-const HEAD_DIM: RangeInclusive<usize> = 4..=256;
-const VOCAB: RangeInclusive<usize> = 1..=16_777_216;
-const POSITIONS: RangeInclusive<usize> = 1..=268_435_456;
+pub(crate) const HIDDEN: RangeInclusive<usize> = 1..=65_536;
+pub(crate) const INTERMEDIATE: RangeInclusive<usize> = 1..=1_048_576;
+pub(crate) const LAYERS: RangeInclusive<usize> = 1..=1_024;
+pub(crate) const HEADS: RangeInclusive<usize> = 1..=1_024;
+pub(crate) const HEAD_DIM: RangeInclusive<usize> = 4..=256;
+pub(crate) const VOCAB: RangeInclusive<usize> = 1..=16_777_216;
+pub(crate) const POSITIONS: RangeInclusive<usize> = 1..=268_435_456;
 
 /// One supported `model_type` with the defaults of its Hugging Face configuration class.
 struct Family {

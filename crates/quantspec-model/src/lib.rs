@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod blocks;
 pub mod checkpoint;
 pub mod config;
 pub mod draft;
@@ -9,6 +10,8 @@ pub mod draft_cache;
 pub mod engine;
 pub mod evaluate;
 pub mod forward;
+pub mod gguf;
+mod gguf_config;
 #[cfg(feature = "reference")]
 pub mod reference;
 pub mod rope;

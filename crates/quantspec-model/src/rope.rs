@@ -45,6 +45,11 @@ impl RopeTable {
                     *f *= keep + (1.0 - keep) / factor;
                 }
             }
+            RopeScaling::Factors { ref factors } => {
+                for (f, factor) in table.inverse.iter_mut().zip(factors) {
+                    *f /= f64::from(*factor);
+                }
+            }
             RopeScaling::Yarn { factor, original, beta_fast, beta_slow, attention_factor, truncate } => {
                 // The (fractional) channel that makes `rotations` turns within the pre-training's context.
                 let channel =
@@ -148,6 +153,17 @@ mod tests {
             } else {
                 assert!(ratio > 1.0 && ratio < factor);
             }
+        }
+    }
+
+    #[test]
+    fn stored_factors_stretch_as_llama3_does() {
+        let plain = table(64, RopeScaling::None).inverse;
+        let scaling = RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original: 8192 };
+        let scaled = table(64, scaling).inverse;
+        let factors = plain.iter().zip(&scaled).map(|(plain, scaled)| (plain / scaled) as f32).collect();
+        for (stored, scaled) in table(64, RopeScaling::Factors { factors }).inverse.iter().zip(scaled) {
+            assert!((stored / scaled - 1.0).abs() < 1e-7);
         }
     }
 

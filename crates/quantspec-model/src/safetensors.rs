@@ -175,14 +175,14 @@ fn dtype(name: &str) -> Option<(&'static str, u64)> {
     DTYPES.iter().copied().find(|(known, _)| *known == name)
 }
 
-fn damaged(file: &str, what: &str) -> Error {
+pub(crate) fn damaged(file: &str, what: &str) -> Error {
     Error::model(
         format!("{file} {what}"),
         "the file is damaged or its download is incomplete; fetch it again and compare its hash",
     )
 }
 
-fn unreadable(file: &str, error: &std::io::Error) -> Error {
+pub(crate) fn unreadable(file: &str, error: &std::io::Error) -> Error {
     Error::new(
         ErrorKind::Io,
         format!("cannot read {file}: {error}"),

@@ -124,7 +124,10 @@ fn missing_files() {
     }
     std::fs::create_dir(folder.path().join("model.safetensors")).expect("directory");
     refused(&folder, "model.safetensors");
-    check(&Checkpoint::open(&folder.path().join("nothing")).expect_err("no directory"), "is not a directory");
+    check(
+        &Checkpoint::open(&folder.path().join("nothing")).expect_err("no directory"),
+        "is neither a directory nor a GGUF file",
+    );
 }
 
 /// transformers applies an adapter that lies beside weights, so the weights alone are another model.

@@ -17,9 +17,10 @@ use pyo3::prelude::*;
 #[pymodule]
 mod _native {
     use super::*;
-    use pyo3::types::PyDict;
+    use pyo3::types::{PyDict, PyList, PyString};
     use quantspec_model::checkpoint::Checkpoint;
     use quantspec_model::draft::{Entry, METHODS, Source};
+    use quantspec_model::gguf::{Element, Gguf, Value};
     use std::path::Path;
 
     #[pymodule_export]
@@ -33,7 +34,45 @@ mod _native {
     #[pymodule_export]
     use super::plan::plan;
 
-    /// `model_info(path)`: the configuration of a checkpoint directory, parsed and validated.
+    /// `gguf_metadata(path)`: what a GGUF file says of its tokenizer.
+    #[pyfunction]
+    fn gguf_metadata<'py>(py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyDict>> {
+        let gguf = errors::detached(py, || Gguf::open(Path::new(path)))?;
+        let out = PyDict::new(py);
+        for (key, &value) in gguf.entries().iter().filter(|(key, _)| key.starts_with("tokenizer.")) {
+            let value = match value {
+                Value::List { .. } => {
+                    let mut items = Vec::new();
+                    let read = gguf.elements(key, |element| {
+                        items.push(match element {
+                            Element::Text(text) => PyString::new(py, text).into_any(),
+                            Element::Value(value) => scalar(py, value),
+                        });
+                    });
+                    read.map_err(errors::to_python)?;
+                    PyList::new(py, items)?.into_any()
+                }
+                Value::Text { .. } => gguf.text(key).map_err(errors::to_python)?.into_pyobject(py)?,
+                value => scalar(py, value),
+            };
+            out.set_item(key, value)?;
+        }
+        Ok(out)
+    }
+
+    /// A number or a flag.
+    fn scalar(py: Python<'_>, value: Value) -> Bound<'_, PyAny> {
+        let Ok(object) = match value {
+            Value::Unsigned(number) => number.into_pyobject(py).map(Bound::into_any),
+            Value::Signed(number) => number.into_pyobject(py).map(Bound::into_any),
+            Value::Float(number) => number.into_pyobject(py).map(Bound::into_any),
+            Value::Flag(flag) => flag.into_pyobject(py).map(|flag| flag.to_owned().into_any()),
+            Value::Text { .. } | Value::List { .. } => Ok(py.None().into_bound(py)),
+        };
+        object
+    }
+
+    /// `model_info(path)`: the configuration of a checkpoint, parsed and validated.
     #[pyfunction]
     fn model_info<'py>(py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyDict>> {
         let config = errors::detached(py, || Ok(Checkpoint::open(Path::new(path))?.config().clone()))?;

@@ -1,8 +1,10 @@
 //! A valid checkpoint of a few kilobytes, written by hand so that tests can damage it.
 
 use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+
+#[path = "folder.rs"]
+mod folder;
+pub(crate) use folder::Folder;
 
 /// config.json of a one-layer Llama.
 pub(crate) fn config() -> Value {
@@ -58,41 +60,12 @@ pub(crate) fn weights() -> Vec<u8> {
     file(&header.to_string(), bytes)
 }
 
-/// A directory that is removed with this value.
-pub(crate) struct Folder(PathBuf);
-
 impl Folder {
-    /// An empty directory.
-    pub(crate) fn empty() -> Folder {
-        static NUMBER: AtomicUsize = AtomicUsize::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("quantspec-tiny-{}-{number}", std::process::id()));
-        std::fs::create_dir_all(&path).expect("temporary directory");
-        Folder(path)
-    }
-
     /// The valid checkpoint.
     pub(crate) fn valid() -> Folder {
         let folder = Folder::empty();
         folder.write("config.json", config().to_string().as_bytes());
         folder.write("model.safetensors", &weights());
         folder
-    }
-
-    /// Its path.
-    pub(crate) fn path(&self) -> &Path {
-        &self.0
-    }
-
-    /// Writes a file. A file that is there is removed first: ext4 waits for the disk when one is truncated and written again.
-    pub(crate) fn write(&self, name: &str, bytes: &[u8]) {
-        let _ = std::fs::remove_file(self.0.join(name));
-        std::fs::write(self.0.join(name), bytes).expect("write");
-    }
-}
-
-impl Drop for Folder {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }

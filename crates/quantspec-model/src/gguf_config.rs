@@ -1,0 +1,399 @@
+//! What a GGUF file says of a network: its configuration from the metadata, and where each weight lies.
+//!
+//! Names are llama.cpp's: `llama.embedding_length`, `blk.0.attn_q.weight`. As for config.json, a value is never guessed, and what
+//! would change the function computed and is not implemented is refused by its name.
+
+use crate::blocks::Encoding;
+use crate::checkpoint::{LayerPart, Part};
+use crate::config::{HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, LAYERS, POSITIONS, VOCAB};
+use crate::gguf::{Gguf, Tensor, Value};
+use crate::safetensors::shown;
+use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling};
+use quantspec_core::{Error, Result};
+use std::collections::HashMap;
+use std::ops::RangeInclusive;
+
+/// What may be loaded, for hints.
+const SUPPORTED: &str = "supported are GGUF files of dense llama (Llama 2/3, Mistral), qwen2 and qwen3 networks";
+
+/// Factors on RoPE's wavelengths, by which llama.cpp stores Llama 3's scaling.
+const ROPE_FACTORS: &str = "rope_freqs.weight";
+
+/// Metadata below the architecture's name that changes the network, with the value that does not.
+const NEUTRAL: [(&str, f64); 10] = [
+    ("expert_count", 0.0),
+    ("attention.clamp_kqv", 0.0),
+    ("attention.max_alibi_bias", 0.0),
+    ("attn_logit_softcapping", 0.0),
+    ("final_logit_softcapping", 0.0),
+    ("attention.temperature_scale", 0.0),
+    ("attention.scale", 0.0),
+    ("logit_scale", 0.0),
+    ("residual_scale", 0.0),
+    ("embedding_scale", 0.0),
+];
+
+/// Where a weight is, and what it becomes when it is read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packed {
+    /// The file of several.
+    pub(crate) part: usize,
+    /// First byte.
+    pub(crate) offset: u64,
+    /// How it is stored.
+    pub(crate) encoding: Encoding,
+    /// What it is read as.
+    pub(crate) dtype: Dtype,
+    /// Channels of the heads whose rows llama.cpp stores in another order.
+    pub(crate) interleaved: Option<usize>,
+}
+
+impl Packed {
+    /// Where the file has a row of a matrix. RoPE turns channel i together with i + D/2 here, and 2i with 2i + 1 in files of the llama
+    /// architecture, whose rows of Q and K are ordered to suit.
+    pub(crate) fn row(&self, row: usize) -> usize {
+        match self.interleaved {
+            None => row,
+            Some(dim) => {
+                let (head, channel) = (row / dim, row % dim);
+                head * dim + 2 * (channel % (dim / 2)) + channel / (dim / 2)
+            }
+        }
+    }
+}
+
+/// The name of a weight in GGUF files.
+pub(crate) fn tensor_name(part: Part) -> String {
+    use LayerPart::*;
+    match part {
+        Part::Embedding => "token_embd.weight".to_string(),
+        Part::FinalNorm => "output_norm.weight".to_string(),
+        Part::Head => "output.weight".to_string(),
+        Part::Layer(layer, part) => {
+            let suffix = match part {
+                AttentionNorm => "attn_norm.weight",
+                Q => "attn_q.weight",
+                K => "attn_k.weight",
+                V => "attn_v.weight",
+                Output => "attn_output.weight",
+                QBias => "attn_q.bias",
+                KBias => "attn_k.bias",
+                VBias => "attn_v.bias",
+                OutputBias => "attn_output.bias",
+                QNorm => "attn_q_norm.weight",
+                KNorm => "attn_k_norm.weight",
+                MlpNorm => "ffn_norm.weight",
+                Gate => "ffn_gate.weight",
+                Up => "ffn_up.weight",
+                Down => "ffn_down.weight",
+                GateBias => "ffn_gate.bias",
+                UpBias => "ffn_up.bias",
+                DownBias => "ffn_down.bias",
+            };
+            format!("blk.{layer}.{suffix}")
+        }
+    }
+}
+
+/// Configuration and weights of a file.
+pub(crate) fn read(gguf: &Gguf) -> Result<(ModelConfig, HashMap<Part, Packed>)> {
+    let mut config = config(gguf)?;
+    let parts = Part::all(&config);
+    let names: HashMap<String, Part> = parts.iter().map(|&part| (tensor_name(part), part)).collect();
+    let foreign = gguf.tensors().keys().find(|name| !names.contains_key(*name) && *name != ROPE_FACTORS);
+    if let Some(name) = foreign {
+        return Err(Error::model(
+            format!("{}: tensor \"{}\" is no part of a {} network", gguf.name(), shown(name), config.family),
+            SUPPORTED,
+        ));
+    }
+    let mut places = HashMap::new();
+    for &part in &parts {
+        let (number, tensor) = tensor(gguf, &tensor_name(part), &extents(part, &config))?;
+        let permuted = matches!(part, Part::Layer(_, kind) if is_permuted(kind)) && config.family == "llama";
+        let packed = Packed {
+            part: *number,
+            offset: tensor.offset,
+            encoding: tensor.encoding,
+            dtype: own_dtype(tensor.encoding),
+            interleaved: permuted.then_some(config.head_dim),
+        };
+        places.insert(part, packed);
+    }
+    let matrices = || parts.iter().filter(|part| !part.is_vector());
+    config.dtype = common_dtype(matrices().filter_map(|part| places.get(part)).map(|place| place.encoding));
+    for part in matrices() {
+        if let Some(place) = places.get_mut(part) {
+            place.dtype = config.dtype;
+        }
+    }
+    if config.tied_embeddings
+        && let Some(&table) = places.get(&Part::Embedding)
+    {
+        places.insert(Part::Head, table);
+    }
+    Ok((config, places))
+}
+
+fn is_permuted(part: LayerPart) -> bool {
+    matches!(part, LayerPart::Q | LayerPart::K | LayerPart::QBias | LayerPart::KBias)
+}
+
+fn extents(part: Part, config: &ModelConfig) -> Vec<usize> {
+    let (rows, columns) = part.shape(config);
+    if part.is_vector() { vec![columns] } else { vec![rows, columns] }
+}
+
+/// A tensor of this shape.
+fn tensor<'a>(gguf: &'a Gguf, name: &str, shape: &[usize]) -> Result<&'a (usize, Tensor)> {
+    let Some(found) = gguf.tensors().get(name) else {
+        return Err(Error::model(
+            format!("{} has no tensor \"{name}\"", gguf.name()),
+            "the file is of another model than its metadata says, or its download is incomplete; fetch it again",
+        ));
+    };
+    if found.1.shape != shape {
+        return Err(Error::model(
+            format!(
+                "{}: tensor \"{name}\" has shape {:?}, the metadata asks for {shape:?}",
+                gguf.name(),
+                found.1.shape
+            ),
+            "the file is damaged or not of this model; fetch it again from where the model is published",
+        ));
+    }
+    Ok(found)
+}
+
+/// What a vector is read as: its own format, or F32.
+fn own_dtype(encoding: Encoding) -> Dtype {
+    match encoding {
+        Encoding::F16 => Dtype::F16,
+        Encoding::Bf16 => Dtype::Bf16,
+        _ => Dtype::F32,
+    }
+}
+
+/// The one format that all matrices are read as, for activations have one: F32 where any is F32, BF16 where all are, F16 otherwise. F16
+/// rounds a dequantised weight by up to 2⁻¹¹ of it, a sixteenth of half a step of Q8_0.
+fn common_dtype(matrices: impl Iterator<Item = Encoding> + Clone) -> Dtype {
+    let mut all = matrices.clone();
+    if matrices.clone().any(|encoding| encoding == Encoding::F32) {
+        Dtype::F32
+    } else if all.all(|encoding| encoding == Encoding::Bf16) {
+        Dtype::Bf16
+    } else {
+        Dtype::F16
+    }
+}
+
+/// Typed access to the metadata of one architecture.
+struct Fields<'a> {
+    gguf: &'a Gguf,
+    architecture: &'a str,
+}
+
+impl Fields<'_> {
+    fn key(&self, name: &str) -> String {
+        format!("{}.{name}", self.architecture)
+    }
+
+    fn get(&self, name: &str) -> Option<Value> {
+        self.gguf.entries().get(&self.key(name)).copied()
+    }
+
+    fn size(&self, name: &str, range: RangeInclusive<usize>) -> Result<Option<usize>> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let whole = value.whole().and_then(|whole| usize::try_from(whole).ok()).filter(|whole| range.contains(whole));
+        let wanted = || format!("a whole number from {} to {}", range.start(), range.end());
+        whole.map(Some).ok_or_else(|| self.gguf.wrong(&self.key(name), &wanted()))
+    }
+
+    fn needed<T>(&self, name: &str, value: Option<T>) -> Result<T> {
+        value.ok_or_else(|| {
+            Error::model(
+                format!("{} has no metadata {}", self.gguf.name(), self.key(name)),
+                "convert the model anew with a current llama.cpp, or fetch another file of it",
+            )
+        })
+    }
+
+    fn number(&self, name: &str, range: RangeInclusive<f64>) -> Result<Option<f64>> {
+        let Some(value) = self.get(name) else { return Ok(None) };
+        let wanted = || format!("a number from {} to {}", range.start(), range.end());
+        let number = value.number().filter(|number| range.contains(number));
+        number.map(Some).ok_or_else(|| self.gguf.wrong(&self.key(name), &wanted()))
+    }
+
+    fn unsupported(&self, what: &str) -> Error {
+        Error::model(format!("{}: {what} is not supported", self.gguf.name()), SUPPORTED)
+    }
+}
+
+fn config(gguf: &Gguf) -> Result<ModelConfig> {
+    let architecture = gguf.text("general.architecture")?;
+    let Some(architecture) = architecture else {
+        return Err(Error::model(format!("{} has no metadata general.architecture", gguf.name()), SUPPORTED));
+    };
+    let fields = Fields { gguf, architecture: &architecture };
+    if !["llama", "qwen2", "qwen3"].contains(&architecture.as_str()) {
+        return Err(fields.unsupported(&format!("architecture \"{}\"", shown(&architecture))));
+    }
+    for (name, neutral) in NEUTRAL {
+        if let Some(value) = fields.number(name, f64::MIN..=f64::MAX)?
+            && value != neutral
+        {
+            return Err(fields.unsupported(&format!("metadata {} ({value})", fields.key(name))));
+        }
+    }
+    if fields.get("attention.causal") == Some(Value::Flag(false)) {
+        return Err(fields.unsupported("attention to later tokens (attention.causal false)"));
+    }
+    let size = |name, range| fields.size(name, range).and_then(|size| fields.needed(name, size));
+    let (hidden, layers) = (size("embedding_length", HIDDEN)?, size("block_count", LAYERS)?);
+    let heads = size("attention.head_count", HEADS)?;
+    let kv_heads = fields.size("attention.head_count_kv", HEADS)?.unwrap_or(heads);
+    let head_dim = match fields.size("attention.key_length", HEAD_DIM)? {
+        Some(dim) => dim,
+        None if hidden % heads == 0 => hidden / heads,
+        None => return Err(gguf.wrong(&fields.key("attention.head_count"), &format!("a divisor of {hidden}"))),
+    };
+    if !HEAD_DIM.contains(&head_dim) || head_dim % 2 != 0 {
+        return Err(fields.unsupported(&format!("a head of {head_dim} channels")));
+    }
+    if heads % kv_heads != 0 {
+        return Err(gguf.wrong(&fields.key("attention.head_count_kv"), &format!("a divisor of {heads}")));
+    }
+    for name in ["attention.value_length", "rope.dimension_count"] {
+        if let Some(other) = fields.size(name, 0..=usize::MAX)?
+            && other != head_dim
+        {
+            return Err(fields.unsupported(&format!("{} of {other} with heads of {head_dim}", fields.key(name))));
+        }
+    }
+    let stated_positions = size("context_length", POSITIONS)?;
+    let (rope, max_positions) = rope(&fields, head_dim, stated_positions)?;
+    if let Some(window) = fields.size("attention.sliding_window", 0..=usize::MAX)?
+        && (1..max_positions).contains(&window)
+    {
+        return Err(fields.unsupported(&format!("sliding-window attention ({window} of {max_positions} tokens)")));
+    }
+    let rms_eps = fields.number("attention.layer_norm_rms_epsilon", 1e-12..=1e-1)?;
+    let has = |part| gguf.tensors().contains_key(&tensor_name(part));
+    let has_in_layer = |part| has(Part::Layer(0, part));
+    let vocab = gguf.tensors().get(&tensor_name(Part::Embedding)).and_then(|(_, table)| table.shape.first().copied());
+    // What has no table of sane size is refused with that tensor.
+    let vocab = vocab.filter(|vocab| VOCAB.contains(vocab)).unwrap_or(*VOCAB.end());
+    Ok(ModelConfig {
+        layers,
+        hidden,
+        intermediate: size("feed_forward_length", INTERMEDIATE)?,
+        heads,
+        kv_heads,
+        head_dim,
+        vocab,
+        max_positions,
+        rms_eps: fields.needed("attention.layer_norm_rms_epsilon", rms_eps)? as f32,
+        rope,
+        tied_embeddings: !has(Part::Head),
+        qkv_bias: architecture == "qwen2" || has_in_layer(LayerPart::QBias),
+        output_bias: has_in_layer(LayerPart::OutputBias),
+        mlp_bias: has_in_layer(LayerPart::GateBias),
+        qk_norm: architecture == "qwen3",
+        dtype: Dtype::F32,
+        eos: eos(gguf, vocab)?,
+        family: architecture,
+    })
+}
+
+/// RoPE, and the context it reaches.
+fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Rope, usize)> {
+    let theta = fields.number("rope.freq_base", 1.0..=1e12)?.unwrap_or(10_000.0);
+    if theta <= 1.0 {
+        return Err(fields.gguf.wrong(&fields.key("rope.freq_base"), "above 1"));
+    }
+    let kind = fields.gguf.text(&fields.key("rope.scaling.type"))?;
+    let factor = |name| fields.number(name, 1.0..=65_536.0);
+    // Files of before 2024 have a name of their own for the factor of linear scaling.
+    let (factor, old) = (factor("rope.scaling.factor")?, factor("rope.scale_linear")?);
+    let kind = kind.unwrap_or_else(|| if old.is_some() { "linear" } else { "none" }.to_string());
+    let stretch = factor.or(old);
+    let attention = fields.number("rope.scaling.attn_factor", 1e-6..=1e6)?.unwrap_or(1.0);
+    let scaling = match kind.as_str() {
+        "none" => RopeScaling::None,
+        "linear" => RopeScaling::Linear { factor: fields.needed("rope.scaling.factor", stretch)? },
+        "yarn" => {
+            for (name, neutral) in [("rope.scaling.yarn_ext_factor", 1.0), ("rope.scaling.yarn_log_multiplier", 0.0)] {
+                if let Some(value) = fields.number(name, f64::MIN..=f64::MAX)?
+                    && value != neutral
+                {
+                    return Err(fields.unsupported(&format!("metadata {} ({value})", fields.key(name))));
+                }
+            }
+            let beta = |name, default| {
+                fields.number(&format!("rope.scaling.yarn_beta_{name}"), 1e-6..=1e6).map(|beta| beta.unwrap_or(default))
+            };
+            let factor = fields.needed("rope.scaling.factor", stretch)?;
+            RopeScaling::Yarn {
+                factor,
+                original: fields.size("rope.scaling.original_context_length", POSITIONS)?.unwrap_or(stated_positions),
+                beta_fast: beta("fast", 32.0)?,
+                beta_slow: beta("slow", 1.0)?,
+                attention_factor: attention * (0.1 * factor.ln() + 1.0),
+                truncate: true,
+            }
+        }
+        other => return Err(fields.unsupported(&format!("RoPE scaling \"{}\"", shown(other)))),
+    };
+    if attention != 1.0 && !matches!(scaling, RopeScaling::Yarn { .. }) {
+        return Err(fields.unsupported(&format!("rope.scaling.attn_factor {attention} without YaRN")));
+    }
+    let scaling = match (scaling, factors(fields, head_dim)?) {
+        (scaling, None) => scaling,
+        (RopeScaling::None, Some(factors)) => RopeScaling::Factors { factors },
+        (_, Some(_)) => return Err(fields.unsupported(&format!("{ROPE_FACTORS} with RoPE scaling \"{kind}\""))),
+    };
+    let max_positions = match &scaling {
+        // YaRN checkpoints often state the context before stretching.
+        RopeScaling::Yarn { factor, original, .. } => {
+            stated_positions.max((factor * *original as f64) as usize).min(*POSITIONS.end())
+        }
+        _ => stated_positions,
+    };
+    Ok((Rope { theta, scaling }, max_positions))
+}
+
+/// Factors on RoPE's wavelengths, `[head_dim / 2]`.
+fn factors(fields: &Fields, head_dim: usize) -> Result<Option<Vec<f32>>> {
+    let gguf = fields.gguf;
+    if !gguf.tensors().contains_key(ROPE_FACTORS) {
+        return Ok(None);
+    }
+    let (part, found) = tensor(gguf, ROPE_FACTORS, &[head_dim / 2])?;
+    let mut raw = vec![0; usize::try_from(found.bytes).unwrap_or_default()];
+    gguf.read(*part, found.offset, &mut raw)?;
+    let mut factors = vec![0.0; head_dim / 2];
+    found.encoding.decode(&raw, &mut factors);
+    match factors.iter().find(|factor| !(1e-6..=1e6).contains(*factor)) {
+        Some(factor) => Err(Error::model(
+            format!("{}: {ROPE_FACTORS} has the factor {factor}, which is not from 1e-6 to 1e6", gguf.name()),
+            "the file is damaged; fetch it again from where the model is published",
+        )),
+        None => Ok(Some(factors)),
+    }
+}
+
+/// Tokens that end a text: its end, the end of a turn and of a message.
+fn eos(gguf: &Gguf, vocab: usize) -> Result<Vec<u32>> {
+    let mut ids = Vec::new();
+    for name in ["eos", "eot", "eom"] {
+        let key = format!("tokenizer.ggml.{name}_token_id");
+        if let Some(value) = gguf.entries().get(&key) {
+            let id = value.whole().filter(|&id| id < vocab as u64);
+            ids.push(id.ok_or_else(|| gguf.wrong(&key, &format!("a token id below {vocab}")))? as u32);
+        }
+    }
+    ids.sort_unstable();
+    ids.dedup();
+    Ok(ids)
+}

@@ -1,0 +1,552 @@
+//! GGUF files: what a sound one is read as, and that a damaged one ends in one error line.
+
+#[path = "support/folder.rs"]
+mod folder;
+#[path = "support/gguf.rs"]
+mod format;
+
+use folder::Folder;
+use format::{File, Tensor, Value, f32_value, llama, text, text_value, texts_value, u32_value, value};
+use half::f16;
+use quantspec_core::config::{Dtype, RopeScaling};
+use quantspec_core::{Error, ErrorKind};
+use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
+use quantspec_model::gguf::{Element, Gguf};
+use quantspec_model::rope::RopeTable;
+use std::path::PathBuf;
+
+fn open(file: &File) -> Result<Checkpoint, Error> {
+    open_bytes(&file.bytes())
+}
+
+/// The directory goes with the call: an open file stays readable.
+fn open_bytes(bytes: &[u8]) -> Result<Checkpoint, Error> {
+    let folder = Folder::empty();
+    folder.write("model.gguf", bytes);
+    Checkpoint::open(&folder.path().join("model.gguf"))
+}
+
+fn refused(file: &File, expected: &str) {
+    refused_bytes(&file.bytes(), expected);
+}
+
+fn refused_bytes(bytes: &[u8], expected: &str) {
+    let error = open_bytes(bytes).expect_err(expected);
+    assert_eq!(error.kind, ErrorKind::Model, "{error:?}");
+    assert_error(&error, expected);
+    assert!(error.message.contains(expected), "message: {}\nexpected: {expected}", error.message);
+}
+
+fn assert_error(error: &Error, what: &str) {
+    let one_line = |text: &str| !text.is_empty() && !text.chars().any(char::is_control);
+    assert!(one_line(&error.message) && one_line(&error.hint) && error.message.len() < 2000, "{what}: {error:?}");
+}
+
+fn values(checkpoint: &Checkpoint, part: Part) -> Vec<f32> {
+    let (rows, columns) = checkpoint.shape(part);
+    let mut out = vec![0.0; rows * columns];
+    checkpoint.read_f32(part, 0..rows, &mut out).expect("values");
+    out
+}
+
+#[test]
+fn a_sound_file_is_read() {
+    let checkpoint = open(&llama()).expect("checkpoint");
+    let config = checkpoint.config();
+    assert_eq!((config.family.as_str(), config.layers, config.hidden, config.head_dim), ("llama", 1, 32, 4));
+    assert_eq!((config.vocab, config.max_positions, config.eos.as_slice()), (16, 64, &[2][..]));
+    assert!(config.tied_embeddings && !config.qkv_bias && config.rms_eps == 1e-5);
+    assert_eq!(checkpoint.tensor_name(Part::Head), "token_embd.weight");
+    let table: Vec<f32> = (0..16 * 32).map(value).collect();
+    assert_eq!(values(&checkpoint, Part::Embedding), table);
+    assert_eq!(values(&checkpoint, Part::Head), table);
+    // A few rows are those of the whole.
+    let mut rows = vec![0.0; 2 * 32];
+    checkpoint.read_f32(Part::Layer(0, LayerPart::V), 1..3, &mut rows).expect("rows");
+    assert_eq!(rows, (32..96).map(value).collect::<Vec<f32>>());
+}
+
+#[test]
+fn rows_of_llamas_queries_and_keys_are_put_in_order() {
+    let mut file = llama();
+    file.tensors.push(Tensor("blk.0.attn_q.bias".to_string(), vec![8], 0, floats(8)));
+    file.tensors.push(Tensor("blk.0.attn_k.bias".to_string(), vec![4], 0, floats(4)));
+    file.tensors.push(Tensor("blk.0.attn_v.bias".to_string(), vec![4], 0, floats(4)));
+    let checkpoint = open(&file).expect("checkpoint");
+    // Channels 0, 1, 2, 3 of a head are stored as 0, 2, 1, 3.
+    let q = values(&checkpoint, Part::Layer(0, LayerPart::Q));
+    let order = [0, 2, 1, 3, 4, 6, 5, 7];
+    for (row, &stored) in order.iter().enumerate() {
+        assert_eq!(q[row * 32..][..32], (stored * 32..stored * 32 + 32).map(value).collect::<Vec<f32>>());
+    }
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::QBias)), order.map(value));
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::KBias)), [0, 2, 1, 3].map(value));
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::VBias)), [0, 1, 2, 3].map(value));
+}
+
+fn floats(count: usize) -> Vec<u8> {
+    (0..count).flat_map(|index| value(index).to_le_bytes()).collect()
+}
+
+#[test]
+fn qwen_rows_are_stored_in_order() {
+    let mut file = llama();
+    for (key, entry) in &mut file.entries {
+        *key = key.replace("llama.", "qwen3.");
+        if key == "general.architecture" {
+            *entry = text_value("qwen3");
+        }
+    }
+    for name in ["blk.0.attn_q_norm.weight", "blk.0.attn_k_norm.weight"] {
+        file.tensors.push(Tensor(name.to_string(), vec![4], 0, floats(4)));
+    }
+    let checkpoint = open(&file).expect("checkpoint");
+    assert!(checkpoint.config().qk_norm);
+    assert_eq!(values(&checkpoint, Part::Layer(0, LayerPart::Q)), (0..256).map(value).collect::<Vec<f32>>());
+}
+
+/// Stores F32 matrices in another type.
+fn stored(file: &mut File, names: &[&str], kind: u32, bytes: impl Fn(&[f32]) -> Vec<u8>) {
+    for name in names {
+        let Tensor(_, _, number, data) = file.tensor(name);
+        let values: Vec<f32> = data.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect();
+        (*number, *data) = (kind, bytes(&values));
+    }
+}
+
+const MATRICES: [&str; 8] = [
+    "token_embd.weight",
+    "blk.0.attn_q.weight",
+    "blk.0.attn_k.weight",
+    "blk.0.attn_v.weight",
+    "blk.0.attn_output.weight",
+    "blk.0.ffn_gate.weight",
+    "blk.0.ffn_up.weight",
+    "blk.0.ffn_down.weight",
+];
+
+fn to_f16(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect()
+}
+
+fn to_bf16(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|&x| half::bf16::from_f32(x).to_le_bytes()).collect()
+}
+
+/// Q8_0 with a scale that makes no value exact in half precision.
+fn to_q8(values: &[f32]) -> Vec<u8> {
+    let block = |block: &[f32]| {
+        let codes = block.iter().map(|x| (x / 0.0571) as i8 as u8);
+        f16::from_f32(0.0571).to_le_bytes().into_iter().chain(codes).collect::<Vec<u8>>()
+    };
+    values.chunks(32).flat_map(block).collect()
+}
+
+#[test]
+fn all_matrices_are_read_in_one_format() {
+    // What is in it, and what it is read as.
+    let (all, most) = (&MATRICES[..], &MATRICES[1..]);
+    let file = |f16: &[&str], bf16: &[&str], q8: &[&str]| {
+        let mut file = llama();
+        stored(&mut file, f16, 1, to_f16);
+        stored(&mut file, bf16, 30, to_bf16);
+        // Rows of 8 values are no whole blocks.
+        let q8: Vec<&str> = q8.iter().copied().filter(|name| *name != "blk.0.attn_output.weight").collect();
+        stored(&mut file, &q8, 8, to_q8);
+        file
+    };
+    for (file, expected) in [
+        (file(&[], &[], &[]), Dtype::F32),
+        (file(all, &[], &[]), Dtype::F16),
+        (file(&[], all, &[]), Dtype::Bf16),
+        (file(&["blk.0.attn_output.weight"], &[], all), Dtype::F16),
+        (file(&["blk.0.attn_output.weight"], &["token_embd.weight"], most), Dtype::F16),
+        // Nothing is rounded where an F32 matrix says that precision matters.
+        (file(&[], &[], most), Dtype::F32),
+    ] {
+        let checkpoint = open(&file).expect("checkpoint");
+        assert_eq!(checkpoint.config().dtype, expected);
+        for part in Part::all(checkpoint.config()) {
+            let is_norm =
+                matches!(part, Part::FinalNorm | Part::Layer(_, LayerPart::AttentionNorm | LayerPart::MlpNorm));
+            assert_eq!(checkpoint.dtype(part), if is_norm { Dtype::F32 } else { expected });
+            let (rows, columns) = checkpoint.shape(part);
+            let mut raw = vec![0; checkpoint.bytes(part)];
+            assert_eq!(raw.len(), rows * columns * checkpoint.dtype(part).bytes());
+            checkpoint.read(part, 0..rows, &mut raw).expect("bytes");
+        }
+    }
+}
+
+#[test]
+fn quantised_values_are_rounded_to_the_nearest_half() {
+    let mut file = llama();
+    stored(&mut file, &MATRICES, 1, to_f16);
+    file.tensor("blk.0.ffn_up.weight").3 = floats(64 * 32);
+    file.tensor("blk.0.ffn_up.weight").2 = 0;
+    stored(&mut file, &["blk.0.ffn_up.weight"], 8, to_q8);
+    let checkpoint = open(&file).expect("checkpoint");
+    let d = f16::from_f32(0.0571).to_f32();
+    let exact = (0..64 * 32).map(|index| d * f32::from((value(index) / 0.0571) as i8));
+    let read = values(&checkpoint, Part::Layer(0, LayerPart::Up));
+    assert!(exact.clone().zip(&read).all(|(exact, &read)| f16::from_f32(exact).to_f32() == read));
+    assert!(exact.zip(&read).any(|(exact, &read)| exact != read));
+}
+
+#[test]
+fn values_beyond_half_precision_are_named() {
+    let mut file = llama();
+    stored(&mut file, &MATRICES, 1, to_f16);
+    // A scale of 60000 times a code of 127.
+    let block = [&f16::from_f32(60_000.0).to_le_bytes()[..], &[127; 32]].concat();
+    let Tensor(_, _, kind, data) = file.tensor("blk.0.ffn_up.weight");
+    (*kind, *data) = (8, block.repeat(64));
+    let checkpoint = open(&file).expect("checkpoint");
+    let error = checkpoint.read_f32(Part::Layer(0, LayerPart::Up), 0..1, &mut [0.0; 32]).expect_err("infinite");
+    assert_eq!(error.kind, ErrorKind::NotFinite);
+    assert!(error.message.contains("blk.0.ffn_up.weight is inf at element 0"), "{error:?}");
+}
+
+#[test]
+fn rope_scaling_is_read() {
+    let scaled = |entries: &[(&str, Value)]| {
+        let file = entries.iter().fold(llama(), |file, (key, value)| file.with(key, Some(value.clone())));
+        let config = open(&file).expect("checkpoint").config().clone();
+        (config.rope.scaling, config.max_positions)
+    };
+    assert_eq!(scaled(&[]), (RopeScaling::None, 64));
+    let kind = |kind| ("llama.rope.scaling.type", text_value(kind));
+    let factor = ("llama.rope.scaling.factor", f32_value(4.0));
+    assert_eq!(scaled(&[kind("linear"), factor.clone()]), (RopeScaling::Linear { factor: 4.0 }, 64));
+    assert_eq!(scaled(&[("llama.rope.scale_linear", f32_value(2.0))]), (RopeScaling::Linear { factor: 2.0 }, 64));
+    let original = ("llama.rope.scaling.original_context_length", u32_value(32));
+    let (yarn, positions) = scaled(&[kind("yarn"), factor, original]);
+    assert_eq!(positions, 128);
+    let expected = 0.1 * 4f64.ln() + 1.0;
+    assert!(matches!(yarn, RopeScaling::Yarn { original: 32, attention_factor, .. } if attention_factor == expected));
+
+    let mut file = llama();
+    let factors = [1.0f32, 8.0].iter().flat_map(|factor| factor.to_le_bytes()).collect();
+    file.tensors.push(Tensor("rope_freqs.weight".to_string(), vec![2], 0, factors));
+    let stretched = open(&file).expect("checkpoint").config().clone();
+    let plain = open(&llama()).expect("checkpoint").config().clone();
+    let angle = |config, channel: usize| {
+        let (mut cos, mut sin) = ([0.0; 2], [0.0; 2]);
+        RopeTable::new(config).fill(1, 2, &mut cos, &mut sin);
+        f64::from(sin[channel]).asin()
+    };
+    assert_eq!(angle(&stretched, 0), angle(&plain, 0));
+    assert!((angle(&plain, 1) / angle(&stretched, 1) - 8.0).abs() < 1e-4);
+    file.tensor("rope_freqs.weight").3 = vec![0; 8];
+    refused(&file, "rope_freqs.weight has the factor 0");
+}
+
+#[test]
+fn what_is_not_implemented_is_refused_by_name() {
+    for (key, value, expected) in [
+        ("general.architecture", text_value("gemma3"), "architecture \"gemma3\""),
+        ("llama.expert_count", u32_value(8), "llama.expert_count (8)"),
+        ("llama.attention.scale", f32_value(0.5), "llama.attention.scale (0.5)"),
+        ("llama.rope.dimension_count", u32_value(2), "llama.rope.dimension_count of 2"),
+        ("llama.attention.value_length", u32_value(8), "llama.attention.value_length of 8"),
+        ("llama.attention.sliding_window", u32_value(32), "sliding-window attention (32 of 64 tokens)"),
+        ("llama.rope.scaling.type", text_value("longrope"), "RoPE scaling \"longrope\""),
+        ("llama.attention.causal", Value(7, vec![0]), "attention to later tokens"),
+    ] {
+        refused(&llama().with(key, Some(value)), expected);
+    }
+    let mut file = llama();
+    file.tensors.push(Tensor("blk.0.attn_sinks.weight".to_string(), vec![2], 0, floats(2)));
+    refused(&file, "tensor \"blk.0.attn_sinks.weight\" is no part of a llama network");
+    let mut file = llama();
+    file.tensor("blk.0.ffn_up.weight").2 = 23;
+    refused(&file, "of type IQ4_XS, which is not supported");
+}
+
+#[test]
+fn metadata_of_wrong_type_or_value_is_refused() {
+    let sizes = "is not a whole number from";
+    for (key, value, expected) in [
+        ("general.architecture", u32_value(1), "general.architecture that is not a text"),
+        ("llama.block_count", text_value("1"), sizes),
+        ("llama.block_count", u32_value(0), sizes),
+        ("llama.embedding_length", Value(11, i64::MIN.to_le_bytes().to_vec()), sizes),
+        ("llama.context_length", Value(10, u64::MAX.to_le_bytes().to_vec()), sizes),
+        ("llama.attention.head_count_kv", texts_value(&["1"]), sizes),
+        ("llama.attention.head_count", u32_value(3), "head_count_kv that is not a divisor of 3"),
+        ("llama.attention.layer_norm_rms_epsilon", f32_value(f32::NAN), "is not a number from"),
+        ("llama.rope.freq_base", f32_value(0.0), "llama.rope.freq_base that is not"),
+        ("llama.rope.scaling.type", u32_value(0), "llama.rope.scaling.type that is not a text"),
+        ("tokenizer.ggml.eos_token_id", u32_value(16), "eos_token_id that is not a token id below 16"),
+        ("general.alignment", u32_value(3), "general.alignment that is not a power of two"),
+        ("general.alignment", text_value("32"), "general.alignment that is not a power of two"),
+    ] {
+        let key_in_file = key != "llama.attention.head_count";
+        let file = llama().with(key, Some(value));
+        refused(
+            &if key_in_file { file } else { file.with("llama.attention.head_count_kv", Some(u32_value(2))) },
+            expected,
+        );
+    }
+    for key in ["general.architecture", "llama.block_count", "llama.attention.layer_norm_rms_epsilon"] {
+        refused(&llama().with(key, None), &format!("has no metadata {key}"));
+    }
+    refused(
+        &llama().with(
+            "general.architecture",
+            Some(Value(8, [&text("llam")[..4], &[0, 0, 0, 0, 0xff, 0xfe, 0xff, 0xff]].concat())),
+        ),
+        "valid UTF-8",
+    );
+}
+
+#[test]
+fn damaged_files_are_refused() {
+    let valid = llama().bytes();
+    refused_bytes(b"", "is not a GGUF file");
+    refused_bytes(&[b"GGML", &valid[4..]].concat(), "is not a GGUF file");
+    refused_bytes(&[b"GGUF", &1u32.to_le_bytes(), &valid[8..]].concat(), "is a GGUF file of version 1");
+    refused_bytes(&[b"GGUF", &3u32.to_be_bytes(), &valid[8..]].concat(), "is a big-endian GGUF file");
+    let with = |at: usize, number: u64| [&valid[..at], &number.to_le_bytes(), &valid[at + 8..]].concat();
+    refused_bytes(&with(8, 1 << 63), "claims 9223372036854775808 tensors");
+    refused_bytes(&with(16, u64::MAX), "claims 18446744073709551615 metadata entries");
+    refused_bytes(&with(24, 1 << 63), "has a name of 9223372036854775808 bytes");
+    // The text of the first entry, of 4 GB.
+    let at = 24 + 8 + "general.architecture".len() + 4;
+    refused_bytes(&with(at, 4 << 30), "claims 4294967296 bytes at byte 64");
+    // What ends early anywhere is refused.
+    for length in (0..valid.len()).step_by(7) {
+        assert_eq!(open_bytes(&valid[..length]).expect_err("cut").kind, ErrorKind::Model, "{length}");
+    }
+    let list = |count: u64| Value(9, [&8u32.to_le_bytes()[..], &count.to_le_bytes()].concat());
+    refused(&llama().with("x", Some(list(1 << 63))), "claims 9223372036854775808 elements of metadata x");
+    refused(&llama().with("x", Some(Value(9, [9u32.to_le_bytes(); 3].concat()))), "metadata x that is a list of lists");
+    refused(&llama().with("x", Some(Value(77, Vec::new()))), "metadata x of unknown type 77");
+    refused(&llama().with("x", Some(Value(7, vec![2]))), "a flag of value 2");
+    let mut twice = llama();
+    twice.entries.push(("general.architecture".to_string(), text_value("llama")));
+    refused(&twice, "has metadata general.architecture twice");
+    let mut twice = llama();
+    let again = twice.tensors[0].clone();
+    twice.tensors.push(again);
+    refused(&twice, "has tensor \"token_embd.weight\" twice");
+}
+
+#[test]
+fn tensors_outside_the_file_are_refused() {
+    let changed = |change: &dyn Fn(&mut Tensor)| {
+        let mut file = llama();
+        change(file.tensor("blk.0.ffn_up.weight"));
+        file
+    };
+    refused(&changed(&|tensor| tensor.2 = 5), "of unknown type 5");
+    refused(&changed(&|tensor| tensor.1 = vec![1 << 40, 1 << 40]), "of impossible shape");
+    refused(&changed(&|tensor| (tensor.1, tensor.2) = (vec![33, 64], 8)), "of impossible shape");
+    refused(&changed(&|tensor| tensor.1 = vec![1; 5]), "of 5 dimensions");
+    refused(&changed(&|tensor| tensor.1 = vec![32, 1 << 33]), "of which the file has");
+    refused(&changed(&|tensor| tensor.1 = vec![32, 65]), "that overlap");
+    refused(&changed(&|tensor| tensor.1 = vec![32, 32]), "has shape [32, 32], the metadata asks for [64, 32]");
+    let mut missing = llama();
+    missing.tensors.remove(0);
+    refused(&missing, "has no tensor \"token_embd.weight\"");
+    // The offset of the last tensor is the number before the padding.
+    let header = llama().bytes();
+    let at = header.windows(18).position(|window| window == b"output_norm.weight").expect("name") + 18 + 4 + 8 + 4;
+    let with = |offset: u64| [&header[..at], &offset.to_le_bytes(), &header[at + 8..]].concat();
+    refused_bytes(&with(u64::MAX - 31), "at offset 18446744073709551584 of the data");
+    refused_bytes(&with(33), "which is not aligned to 32");
+}
+
+/// The network in parts: the metadata in the first, each tensor in the part of its index modulo their number.
+fn parts(count: usize) -> Vec<File> {
+    let whole = llama();
+    let u16_value = |number: usize| Some(Value(2, (number as u16).to_le_bytes().to_vec()));
+    (0..count)
+        .map(|number| {
+            let entries = if number == 0 { whole.entries.clone() } else { Vec::new() };
+            let tensors = whole.tensors.iter().skip(number).step_by(count).cloned().collect();
+            let part = File { entries, tensors };
+            let total = Value(5, (whole.tensors.len() as i32).to_le_bytes().to_vec());
+            part.with("split.no", u16_value(number))
+                .with("split.count", u16_value(count))
+                .with("split.tensors.count", Some(total))
+        })
+        .collect()
+}
+
+fn split(parts: &[File]) -> (Folder, Vec<PathBuf>) {
+    let folder = Folder::empty();
+    let names = (1..=parts.len()).map(|number| format!("m-{number:05}-of-{:05}.gguf", parts.len()));
+    let paths = names.zip(parts).map(|(name, part)| {
+        folder.write(&name, &part.bytes());
+        folder.path().join(name)
+    });
+    let paths = paths.collect();
+    (folder, paths)
+}
+
+#[test]
+fn parts_are_one_model() {
+    let (_folder, paths) = split(&parts(3));
+    let (checkpoint, whole) = (Checkpoint::open(&paths[0]).expect("parts"), open(&llama()).expect("whole"));
+    assert_eq!(checkpoint.config(), whole.config());
+    for part in Part::all(whole.config()) {
+        assert_eq!(values(&checkpoint, part), values(&whole, part));
+    }
+    let refused = |path: &PathBuf, expected: &str| {
+        let error = Checkpoint::open(path).expect_err(expected);
+        assert!(error.kind == ErrorKind::Model && error.message.contains(expected), "{error:?}");
+        assert_error(&error, expected);
+        error
+    };
+    let error = refused(&paths[1], "part 2 of 3");
+    assert!(error.hint.contains("m-00001-of-00003.gguf"), "{error:?}");
+    let alone = paths[0].with_file_name("alone.gguf");
+    std::fs::copy(&paths[0], &alone).expect("copy");
+    refused(&alone, "is part 1 of 3, and not named as one");
+    std::fs::copy(&paths[1], &paths[2]).expect("copy");
+    refused(&paths[0], "is not part 3 of 3");
+    std::fs::remove_file(&paths[2]).expect("remove");
+    refused(&paths[0], "is missing");
+
+    let mut repeated = parts(2);
+    let again = repeated[0].tensors[0].clone();
+    repeated[1].tensors.push(again);
+    refused(&split(&repeated).1[0], "of an earlier part");
+    let mut fewer = parts(2);
+    fewer[1].tensors.pop();
+    refused(&split(&fewer).1[0], "claims 11 tensors in all parts, which hold 10");
+}
+
+#[test]
+fn lists_are_read_element_by_element() {
+    let folder = Folder::empty();
+    let numbers =
+        Value(9, [&5u32.to_le_bytes()[..], &2u64.to_le_bytes(), &(-7i32).to_le_bytes(), &[9, 0, 0, 0]].concat());
+    folder.write("a.gguf", &llama().with("numbers", Some(numbers)).bytes());
+    let gguf = Gguf::open(&folder.path().join("a.gguf")).expect("file");
+    let mut found = Vec::new();
+    gguf.elements("tokenizer.ggml.tokens", |element| found.push(format!("{element:?}"))).expect("texts");
+    gguf.elements("numbers", |element| found.push(format!("{element:?}"))).expect("numbers");
+    let expected = ["Text(\"a\")", "Text(\"é\")", "Text(\"\")", "Value(Signed(-7))", "Value(Signed(9))"];
+    assert_eq!(found, expected);
+    assert!(gguf.elements("general.architecture", |_| ()).is_err());
+    let mut bad = llama().with("tokenizer.ggml.tokens", Some(texts_value(&["ab"])));
+    let at = bad.entries.len() - 1;
+    let bytes = &mut bad.entries[at].1.1;
+    let last = bytes.len() - 1;
+    bytes[last] = 0xff;
+    folder.write("b.gguf", &bad.bytes());
+    let gguf = Gguf::open(&folder.path().join("b.gguf")).expect("file");
+    let error = gguf.elements("tokenizer.ggml.tokens", |element| assert_ne!(element, Element::Text("ab")));
+    assert!(error.expect_err("no text").message.contains("tokenizer.ggml.tokens that is not valid UTF-8"));
+}
+
+/// xorshift64*.
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() >> 33) as usize % n.max(1)
+    }
+}
+
+/// About as long as the headers of the files that are mutated.
+const HEADER_BYTES: usize = 1400;
+
+/// One to three changes, most of them in the header.
+fn mutate(bytes: &mut Vec<u8>, header: usize, random: &mut Random) {
+    const NUMBERS: [u64; 12] = [0, 1, 2, 7, 32, 33, 255, 0xffff, 0xffff_ffff, 4 << 30, 1 << 63, u64::MAX];
+    for _ in 0..=random.below(3) {
+        let reach = if random.below(8) == 0 { bytes.len() } else { header.min(bytes.len()) };
+        let at = random.below(reach);
+        let end = bytes.len().min(at + 1 + random.below(40));
+        match random.below(8) {
+            0 => bytes.truncate(at),
+            1 => drop(bytes.drain(at..end)),
+            2 => {
+                let again = bytes[at..end].to_vec();
+                bytes.splice(at..at, again);
+            }
+            3 | 4 => {
+                let number = NUMBERS[random.below(NUMBERS.len())].to_le_bytes();
+                let width = [1, 2, 4, 8][random.below(4)].min(bytes.len() - at);
+                bytes[at..at + width].copy_from_slice(&number[..width]);
+            }
+            _ => {
+                if let Some(byte) = bytes.get_mut(at) {
+                    *byte ^= 1 << random.below(8);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn mutated_files() {
+    let mut quantised = llama();
+    stored(&mut quantised, &["blk.0.ffn_up.weight", "blk.0.ffn_gate.weight", "token_embd.weight"], 8, to_q8);
+    let yarn = llama()
+        .with("llama.rope.scaling.type", Some(text_value("yarn")))
+        .with("llama.rope.scaling.factor", Some(f32_value(4.0)));
+    let valid = [llama().bytes(), quantised.bytes(), yarn.bytes()];
+    let folder = Folder::empty();
+    let mut random = Random(0x5EED_0004);
+    let (mut accepted, mut refused) = (0, 0);
+    for round in 0..10_000 {
+        let valid = &valid[random.below(valid.len())];
+        let mut file = valid.clone();
+        mutate(&mut file, HEADER_BYTES, &mut random);
+        folder.write("model.gguf", &file);
+        match Checkpoint::open(&folder.path().join("model.gguf")) {
+            Ok(checkpoint) => {
+                accepted += 1;
+                for part in Part::all(checkpoint.config()) {
+                    let (rows, columns) = checkpoint.shape(part);
+                    assert!(rows * columns * 4 <= 8 * file.len(), "round {round}: {rows} x {columns}");
+                    let mut values = vec![0.0; rows * columns];
+                    if let Err(error) = checkpoint.read_f32(part, 0..rows, &mut values) {
+                        assert_error(&error, &format!("round {round}"));
+                    }
+                }
+            }
+            Err(error) => {
+                refused += 1;
+                assert!(matches!(error.kind, ErrorKind::Model), "round {round}: {error:?}");
+                assert_error(&error, &format!("round {round}"));
+            }
+        }
+    }
+    assert!(accepted > 300 && refused > 5_000, "{accepted} accepted, {refused} refused");
+}
+
+/// Most memory this process has held, in bytes.
+#[cfg(target_os = "linux")]
+fn peak() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").expect("status");
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).expect("VmHWM");
+    line.split_whitespace().nth(1).and_then(|kib| kib.parse::<usize>().ok()).expect("KiB") << 10
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_header_takes_no_more_memory_than_its_bytes() {
+    const BYTES: usize = 64 << 20;
+    // A vocabulary of a million tokens and one text of the rest: neither is read before somebody asks for it.
+    let tokens: Vec<u8> = (0..1_000_000).flat_map(|_| text("token")).collect();
+    let tokens = Value(9, [&8u32.to_le_bytes()[..], &1_000_000u64.to_le_bytes(), &tokens].concat());
+    let file = llama().with("tokens", Some(tokens)).with("x", Some(text_value(&"x".repeat(BYTES)))).bytes();
+    let folder = Folder::empty();
+    folder.write("model.gguf", &file);
+    drop(file);
+    let known = peak();
+    assert!(Checkpoint::open(&folder.path().join("model.gguf")).is_ok());
+    assert!(peak() - known < BYTES / 4, "{} bytes", peak() - known);
+}

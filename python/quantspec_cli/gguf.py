@@ -1,0 +1,241 @@
+"""GGUF files: which model a set of file names holds, and the tokenizer that a file's metadata describes.
+
+Weights and the network's configuration are read by the native module (`quantspec-model/src/gguf.rs`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .errors import ModelError, native_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    import tokenizers
+
+    T = TypeVar("T")
+
+SUFFIX = ".gguf"
+HINT = "fetch the file again, or use another file of this model"
+
+# How llama.cpp numbers the kinds of tokens.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LOWER, _UPPER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3 = rf"{_ENGLISH}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+
+# Where a byte-level tokenizer cuts a text into words, by tokenizer.ggml.pre; None is GPT-2's rule, built into `tokenizers`.
+_SPLITS: dict[str, str | None] = {
+    "default": None,
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_REST}",
+    "tekken": _TEKKEN,
+}
+# These take a word that is a token as it is, and begin every text with BOS unless the file says otherwise.
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
+
+
+def models(names: Iterable[str]) -> list[str]:
+    """The models among file names, each by its only or first file; projectors and quantisers' statistics are no models."""
+    found = []
+    for name in names:
+        part, base = _PART.search(name), name.rpartition("/")[2].lower()
+        later = part is not None and int(part[1]) != 1
+        if base.endswith(SUFFIX) and not later and "mmproj" not in base and "imatrix" not in base:
+            found.append(name)
+    return sorted(found)
+
+
+def parts(name: str) -> list[str]:
+    """All files of a model, by its first."""
+    part = _PART.search(name)
+    if part is None:
+        return [name]
+    return [f"{name[: part.start()]}-{number:05}-of-{part[2]}{SUFFIX}" for number in range(1, int(part[2]) + 1)]
+
+
+def load_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """A file's tokenizer, and what of its metadata has a place in tokenizer_config.json."""
+    from . import _native
+
+    with native_errors():
+        fields = _Fields(path, _native.gguf_metadata(str(path)))
+    kind = fields.text("tokenizer.ggml.model")
+    tokens, types = fields.list("tokenizer.ggml.tokens", str), fields.list("tokenizer.ggml.token_type", int)
+    if len(tokens) != len(types):
+        raise fields.error(f"has {len(tokens)} tokens and {len(types)} types of tokens")
+    if kind == "gpt2":
+        inner, begins = _byte_level(fields, tokens, types)
+    elif kind == "llama":
+        inner, begins = _sentencepiece(fields, tokens, types)
+    else:
+        raise ModelError(f"{path} has a tokenizer of kind {kind}", "supported kinds are gpt2 and llama (SentencePiece)")
+    _add_tokens(inner, tokens, types)
+    config: dict[str, Any] = {"chat_template": fields.optional("tokenizer.chat_template", str)}
+    for field, name in {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}.items():
+        id = fields.optional(f"tokenizer.ggml.{field}_token_id", int)
+        if id is not None:
+            if id not in range(len(tokens)):
+                raise fields.error(f"has metadata tokenizer.ggml.{field}_token_id {id} and {len(tokens)} tokens")
+            config[f"{name}_token"] = tokens[id]
+    config["add_bos_token"] = _adds(fields, config, "bos", default=begins and "bos_token" in config)
+    if _adds(fields, config, "eos", default=False):
+        from tokenizers.processors import TemplateProcessing
+
+        eos = config["eos_token"]
+        inner.post_processor = TemplateProcessing(single=["$A", eos], special_tokens=[(eos, tokens.index(eos))])
+    return inner, config
+
+
+class _Fields:
+    """Typed access to metadata."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self._path = path
+        self._values = values
+
+    def error(self, what: str) -> ModelError:
+        return ModelError(f"{self._path} {what}", HINT)
+
+    def optional(self, key: str, kind: type[T]) -> T | None:
+        value = self._values.get(key)
+        if value is not None and type(value) is not kind:
+            raise self.error(f"has metadata {key} that is not of type {kind.__name__}")
+        return value
+
+    def text(self, key: str) -> str:
+        value = self.optional(key, str)
+        if value is None:
+            raise self.error(f"has no metadata {key}")
+        return value
+
+    def list(self, key: str, kind: type[T]) -> list[T]:
+        values = self._values.get(key)
+        if values is None:
+            raise self.error(f"has no metadata {key}")
+        if not isinstance(values, list) or any(type(value) is not kind for value in values):
+            raise self.error(f"has metadata {key} that is not a list of type {kind.__name__}")
+        return values
+
+
+def _adds(fields: _Fields, config: dict[str, Any], name: str, *, default: bool) -> bool:
+    """Whether every text gets the token."""
+    stated = fields.optional(f"tokenizer.ggml.add_{name}_token", bool)
+    if stated and f"{name}_token" not in config:
+        raise fields.error(f"has metadata tokenizer.ggml.add_{name}_token and no {name.upper()}")
+    return default if stated is None else stated
+
+
+def _vocabulary(fields: _Fields, tokens: list[str], types: list[int]) -> dict[str, int]:
+    """Ids of all tokens; unused ones pad the embedding and have no text."""
+    vocabulary: dict[str, int] = {}
+    for id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind != _UNUSED and vocabulary.setdefault(token, id) != id:
+            raise fields.error(f"has the token {token!r:.60} twice, as {vocabulary[token]} and {id}")
+    return vocabulary
+
+
+def _byte_level(fields: _Fields, tokens: list[str], types: list[int]) -> tuple[tokenizers.Tokenizer, bool]:
+    """A tokenizer like GPT-2's, and whether it begins texts with BOS."""
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+    from tokenizers.models import BPE
+
+    name = fields.text("tokenizer.ggml.pre")
+    if name not in _SPLITS:
+        raise ModelError(
+            f"the tokenizer has the pre-tokenizer {name!r:.60} (tokenizer.ggml.pre), which is not supported",
+            f"supported are {', '.join(_SPLITS)}; use the safetensors checkpoint of this model",
+        )
+    merges = []
+    for text in fields.list("tokenizer.ggml.merges", str):
+        # A piece may begin with a space in no other place.
+        cut = text.find(" ", 1)
+        if cut < 0:
+            raise fields.error(f"has the merge {text!r:.60} of one piece")
+        merges.append((text[:cut], text[cut + 1 :]))
+    whole = name in _WHOLE_WORDS
+    inner = Tokenizer(BPE(vocab=_vocabulary(fields, tokens, types), merges=merges, ignore_merges=whole))
+    split = _SPLITS[name]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    if split is not None:
+        inner.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(split), behavior="isolated"), byte_level]
+        )
+    elif name == "smollm":
+        inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+    else:
+        inner.pre_tokenizer = byte_level
+    if name == "qwen2":
+        inner.normalizer = normalizers.NFC()
+    inner.decoder = decoders.ByteLevel()
+    return inner, whole
+
+
+def _sentencepiece(fields: _Fields, tokens: list[str], types: list[int]) -> tuple[tokenizers.Tokenizer, bool]:
+    """A tokenizer like Llama 2's, and whether it begins texts with BOS."""
+    from tokenizers import Tokenizer, decoders, normalizers
+    from tokenizers.models import BPE
+
+    scores = fields.list("tokenizer.ggml.scores", float)
+    if len(tokens) != len(scores):
+        raise fields.error(f"has {len(tokens)} tokens and {len(scores)} scores")
+    vocabulary = _vocabulary(fields, tokens, types)
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    if unknown is None and types.count(_BYTE) < 256:
+        raise fields.error(f"has no unknown token and {types.count(_BYTE)} of 256 bytes")
+    pieces = [id for id, kind in enumerate(types) if kind == _NORMAL]
+    inner = Tokenizer(
+        BPE(
+            vocab=vocabulary,
+            merges=_merges(tokens, pieces, scores),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = fields.optional("tokenizer.ggml.add_space_prefix", bool) is not False
+    spaces = normalizers.Replace(" ", "▁")
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return inner, True
+
+
+def _merges(tokens: list[str], pieces: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """Every pair of pieces that makes a piece, the best score first: the order in which SentencePiece joins them."""
+    known = {tokens[id] for id in pieces}
+    merges = []
+    for id in sorted(pieces, key=lambda id: -scores[id]):
+        piece = tokens[id]
+        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        merges += [pair for pair in halves if pair[0] in known and pair[1] in known]
+    return merges
+
+
+def _add_tokens(inner: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Has tokens that stand for themselves found in a text before anything else."""
+    from tokenizers import AddedToken
+
+    def of(*kinds: int) -> list[AddedToken]:
+        special = _USER_DEFINED not in kinds
+        chosen = [token for token, kind in zip(tokens, types, strict=True) if kind in kinds and token]
+        return [AddedToken(token, special=special, normalized=False) for token in chosen]
+
+    inner.add_special_tokens(of(_UNKNOWN, _CONTROL))
+    inner.add_tokens(of(_USER_DEFINED))
