@@ -97,9 +97,8 @@ pub fn prefill_chunk<B: Backend>(
             progress(cursor.layer * prompt.len(), layers * prompt.len());
         }
     }
-    match (0..prompt.len()).step_by(block_rows).next_back() {
-        Some(start) => backend.head(&Pass::Prefill(block(start)))?,
-        None => (),
+    if let Some(start) = (0..prompt.len()).step_by(block_rows).next_back() {
+        backend.head(&Pass::Prefill(block(start)))?;
     }
     Ok(true)
 }
