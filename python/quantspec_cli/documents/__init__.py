@@ -2,8 +2,8 @@
 
 A kind is told by content first and by the name's suffix second. Only PDF needs a library (pypdf, extra `documents`).
 DOCX, EPUB and HTML are read with the standard library, because the text must be whole: python-docx leaves out tracked
-insertions, content controls, text boxes, notes and the numbers of clauses, and extractors of "main text" such as
-trafilatura drop paragraphs that they take for boilerplate.
+insertions, content controls, text boxes, notes and the numbers of clauses; extractors of "main text" leave out
+what they take for boilerplate, and a court file must be whole.
 
 Readers are imported when a document of their kind is read.
 """
