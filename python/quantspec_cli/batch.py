@@ -311,6 +311,9 @@ class _Run:
 
         def on_prefill(done: int, total: int) -> None:
             job.stage, job.done, job.total = "reading", done, total
+            # `_stop` may have come before there was a stream to close.
+            if self._stopping.is_set() and job.stream is not None:
+                job.stream.close()
 
         options = self.reader.options
         with Stream(engine.start([prompt], options, on_prefill=on_prefill)) as stream:
