@@ -236,7 +236,10 @@ def model_flags(command: Command) -> Command:
     """--model, --revision, --offline."""
     return _flags(
         click.option(
-            "-m", "--model", metavar="DIR|FILE|HUB_ID", help="Model directory, GGUF file or hub id.  [default: the demo model]"
+            "-m",
+            "--model",
+            metavar="DIR|FILE|HUB_ID",
+            help="Model directory, GGUF file or hub id.  [default: the demo model]",
         ),
         click.option("--revision", metavar="REV", help="Branch, tag or commit on the hub (or HUB_ID@REV)."),
         click.option("--offline", is_flag=True, help="Use the download cache only (also HF_HUB_OFFLINE=1)."),
