@@ -3,7 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, final
 
-__all__ = ["Engine", "NativeError", "doctor", "evaluate", "kernels", "model_info", "planned", "traffic"]
+__all__ = [
+    "Engine",
+    "NativeError",
+    "doctor",
+    "evaluate",
+    "gguf_metadata",
+    "kernels",
+    "model_info",
+    "planned",
+    "traffic",
+]
 
 class NativeError(Exception):
     """Any error of the engine but an interrupt, which is what a signal's handler raised: KeyboardInterrupt for Ctrl-C."""
