@@ -410,3 +410,47 @@ def test_ctrl_c_ends_a_download_at_once_and_it_resumes(start: Start, server: Hub
     child = start("run", "-m", "owner/model", "--text", "x", "-n", "3", env=settings)
     child.communicate(timeout=120)
     assert child.returncode == 0
+
+
+@pytest.fixture
+def resolve(server: Hub, tmp_path: Path) -> Callable[..., str]:
+    """Where a model is that the small hub has, or the error, in a process with a cache of its own."""
+    program = (
+        "import sys\nfrom quantspec_cli import hub\nfrom quantspec_cli.errors import QuantspecError\n"
+        "try: print(hub.resolve(sys.argv[1], offline=len(sys.argv) > 2))\n"
+        "except QuantspecError as error: print(error.message, error.hint)"
+    )
+
+    def run(model: str, *arguments: str) -> str:
+        environment = {**os.environ, "HF_ENDPOINT": server.endpoint, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", program, model, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
+        return done.stdout.strip()
+
+    return run
+
+
+def test_a_gguf_file_is_chosen_by_a_part_of_its_name(server: Hub, resolve: Callable[..., str]) -> None:
+    parts = {f"big/x-Q4_0-0000{number}-of-00002.gguf": b"part %d" % number for number in (1, 2)}
+    server.files = {"config.json": b"{}", "x.Q8_0.gguf": b"GGUF", "mmproj-x.gguf": b"GGUF", **parts}
+    several = resolve("owner/model")
+    assert "owner/model holds 2 GGUF models: big/x-Q4_0-00001-of-00002.gguf, x.Q8_0.gguf" in several
+    assert "owner/model:NAME" in several
+    assert resolve("owner/model:q8_0").endswith(f"{SHA}/x.Q8_0.gguf")
+    assert resolve("owner/model:Q4_0").endswith(f"{SHA}/big/x-Q4_0-00001-of-00002.gguf")
+    assert sorted(server.fetched) == sorted(["config.json", "x.Q8_0.gguf", *parts])
+    assert "has no GGUF file called Q8" in resolve("owner/model:Q8")
+    assert "does not exist" in resolve("owner/model:")
+    assert resolve("owner/model:Q8_0", "--offline").endswith(f"{SHA}/x.Q8_0.gguf")
+    assert len(server.fetched) == len(set(server.fetched))
+
+
+def test_the_only_gguf_file_needs_no_name(server: Hub, resolve: Callable[..., str]) -> None:
+    server.files = {"README.md": b"# model", "x.Q8_0.gguf": b"GGUF"}
+    assert resolve(f"owner/model@{SHA}").endswith(f"{SHA}/x.Q8_0.gguf")
+    assert server.fetched == ["x.Q8_0.gguf"]
+
+
+def test_safetensors_are_preferred(server: Hub, resolve: Callable[..., str]) -> None:
+    server.files = {**repository(), "x.Q8_0.gguf": b"GGUF"}
+    assert resolve("owner/model").endswith(SHA)

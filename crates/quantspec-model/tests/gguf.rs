@@ -10,9 +10,11 @@ use format::{File, Tensor, Value, f32_value, llama, text, text_value, texts_valu
 use half::f16;
 use quantspec_core::config::{Dtype, RopeScaling};
 use quantspec_core::{Error, ErrorKind};
+use quantspec_model::blocks::Encoding;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::gguf::{Element, Gguf};
 use quantspec_model::rope::RopeTable;
+use quantspec_model::safetensors::SafeTensors;
 use std::path::PathBuf;
 
 fn open(file: &File) -> Result<Checkpoint, Error> {
@@ -549,4 +551,29 @@ fn a_header_takes_no_more_memory_than_its_bytes() {
     let known = peak();
     assert!(Checkpoint::open(&folder.path().join("model.gguf")).is_ok());
     assert!(peak() - known < BYTES / 4, "{} bytes", peak() - known);
+}
+
+/// Blocks and values of the `gguf` package, made by golden/gguf_blocks.py.
+#[test]
+fn values_are_those_of_an_independent_reader_bit_for_bit() {
+    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/gguf_blocks.safetensors");
+    let golden = SafeTensors::open(&path).expect("golden");
+    let bytes = |name: &str| {
+        let tensor = golden.tensors().get(name).expect("tensor");
+        let mut bytes = vec![0; tensor.bytes as usize];
+        golden.read(tensor.offset, &mut bytes).expect("bytes");
+        bytes
+    };
+    let mut types = 0;
+    for encoding in (0..64).filter_map(|number| Encoding::of(number).ok()) {
+        let name = encoding.name();
+        let (raw, expected) = (bytes(&format!("{name}.raw")), bytes(&format!("{name}.values")));
+        let mut values = vec![0.0; expected.len() / 4];
+        encoding.decode(&raw, &mut values);
+        for (index, (value, expected)) in values.iter().zip(expected.as_chunks().0).enumerate() {
+            assert_eq!(value.to_le_bytes(), *expected, "{name}: value {index}");
+        }
+        types += 1;
+    }
+    assert_eq!(types, 13);
 }
