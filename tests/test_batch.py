@@ -555,6 +555,15 @@ def test_a_hundred_kills_lose_nothing(
     assert list((out / sources.STATE / "tmp").iterdir()) == []
 
 
+def test_a_closed_standard_output_is_refused_before_the_work(start: Start, docs: Path, tmp_path: Path) -> None:
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3"]
+    for flag in ("--json", "--dry-run"):
+        child = start(*command, flag, preexec_fn=lambda: os.close(1))
+        _, stderr = child.communicate(timeout=20)
+        assert (child.returncode, b"standard output is closed" in stderr) == (1, True), stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_documents_that_change_while_the_batch_runs(start: Start, tmp_path: Path) -> None:
     docs, out = tmp_path / "docs", tmp_path / "out"
     docs.mkdir()

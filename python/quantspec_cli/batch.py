@@ -91,6 +91,8 @@ class Outcome:
 def batch(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
     """Runs; with `--json` the report is left to be printed."""
     _check(request, options)
+    if request.as_json or request.dry_run:
+        output.Stdout()
     out = Path(request.out)
     found = sources.find(request.paths, out)
     outputs = {source.name: sources.output_name(source.name, request.suffix) for source in found}
@@ -234,6 +236,7 @@ class _Run:
     def _examined(self, foreign: Container[str], view: batch_view.View) -> list[Job]:
         """The documents that can be decoded, with their tokens; the others have failed."""
         todo: list[Job] = []
+        failed: list[dict[str, Any]] = []
         with render.progress("counting tokens", shown=not self.request.quiet) as on_progress:
             for number, job in enumerate(self.survey.todo, 1):
                 started = time.perf_counter()
@@ -241,9 +244,12 @@ class _Run:
                 if error is None:
                     todo.append(job)
                 else:
-                    view.finished(self._finish(Outcome(job, time.perf_counter() - started, None, (), error)))
+                    failed.append(self._finish(Outcome(job, time.perf_counter() - started, None, (), error)))
                 if on_progress is not None:
                     on_progress(number, len(self.survey.todo))
+        # No line may stand in the bar.
+        for result in failed:
+            view.finished(result)
         return todo
 
     def _decode(self, engine: Engine, parallel: int, view: batch_view.View) -> None:
@@ -301,6 +307,8 @@ class _Run:
         if reader.may_split:
 
             def count(text: str) -> int:
+                if self._stopping.is_set():  # a book is counted in many pieces
+                    raise KeyboardInterrupt
                 return len(reader.prompt(name, text).ids)
 
             def call(text: str) -> Generation:
