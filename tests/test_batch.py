@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from conftest import Child, Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantspec_cli import journal, mapreduce, sources
+from quantspec_cli import batch, journal, mapreduce, sources
 from quantspec_cli.engine import Generation
 from quantspec_cli.errors import DoesNotFitError, FileError, InputError, UsageError
 
@@ -304,6 +305,78 @@ def test_files_of_others_are_not_overwritten(fake: Any, quantspec: Run, docs: Pa
     assert (out / "b.md.md").read_text() == "corrected by hand"
 
 
+def test_files_of_others_stay_theirs_in_later_runs(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "a.txt.md").write_text("precious")
+    command = ["batch", str(docs), "--out", str(out), "--json"]
+    for flags in (["-n", "3"], ["-n", "3", "--retry-failed"], ["-n", "4"]):
+        assert quantspec(*command, *flags).json["failed"] == 1
+        assert (out / "a.txt.md").read_text() == "precious"
+    # The remedy that the error names is enough.
+    (out / "a.txt.md").unlink()
+    assert quantspec(*command, "-n", "4").json["failed"] == 0
+
+
+def test_answers_that_a_person_went_over_are_not_replaced(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    command = ["batch", str(docs), "--out", str(out), "--json"]
+    quantspec(*command, "-n", "3")
+    (out / "b.md.md").write_text("corrected by hand")
+    for flags in (["-n", "4"], ["-n", "5"]):
+        report = quantspec(*command, *flags).json
+        assert (report["done"], report["failed"]) == (2, 1)
+        assert (out / "b.md.md").read_text() == "corrected by hand"
+    assert quantspec(*command, "-n", "5", "--no-resume").json["done"] == 3
+
+
+def test_a_package_that_was_missing_gives_a_failed_document_another_chance(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (docs / "damaged.pdf").write_bytes(b"%PDF-1.7 nothing")
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--json"]
+    monkeypatch.setattr(batch, "find_spec", lambda _: None)
+    quantspec(*command)
+    monkeypatch.undo()
+    (first,) = [line for line in lines(tmp_path / "out") if line["status"] == "failed"]
+    quantspec(*command)
+    (second,) = [line for line in lines(tmp_path / "out") if line["status"] == "failed"]
+    assert first["seconds"] != second["seconds"], "it was not tried again"
+
+
+def test_answers_keep_off_the_files_of_the_batch(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    docs, out = tmp_path / "work" / "docs", ["--out", str(tmp_path / "out"), "-n", "3"]
+    docs.mkdir(parents=True)
+    (docs / "results").write_text("It was a dark and stormy night.")
+    (tmp_path / "above.txt").write_text("x")
+    quantspec("batch", str(docs), *out, "--suffix", ".jsonl").assert_error(2, "results.jsonl", "--suffix")
+    quantspec("batch", str(tmp_path / "work" / "*" / ".." / ".." / "above*"), *out).assert_error(2, "above.txt")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupt_before_an_answer_begins_reads_no_prompt(
+    fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C while workers turn documents into prompts: none of these is read to its end."""
+    fake.prefill_s = 60.0
+    read, calls = batch.Reader.read, []
+
+    def slow(reader: Any, job: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            calls.append(job)
+            if len(calls) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        return read(reader, job)
+
+    monkeypatch.setattr(batch.Reader, "read", slow)
+    started = time.monotonic()
+    assert quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3").code == 130
+    assert time.monotonic() - started < 10
+
+
 def test_answers_inside_of_the_documents_are_no_documents(fake: Any, quantspec: Run, docs: Path) -> None:
     command = ["batch", str(docs), "--out", str(docs / "answers"), "-n", "3", "--json"]
     assert quantspec(*command).json["documents"] == 3
@@ -480,6 +553,15 @@ def test_a_hundred_kills_lose_nothing(
     names = [line["document"] for line in lines(out)]
     assert sorted(names) == sorted(set(names)) == sorted(line["document"] for line in lines(calm))
     assert list((out / sources.STATE / "tmp").iterdir()) == []
+
+
+def test_a_closed_standard_output_is_refused_before_the_work(start: Start, docs: Path, tmp_path: Path) -> None:
+    command = ["batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3"]
+    for flag in ("--json", "--dry-run"):
+        child = start(*command, flag, preexec_fn=lambda: os.close(1))
+        _, stderr = child.communicate(timeout=20)
+        assert (child.returncode, b"standard output is closed" in stderr) == (1, True), stderr
+    assert not (tmp_path / "out").exists()
 
 
 def test_documents_that_change_while_the_batch_runs(start: Start, tmp_path: Path) -> None:

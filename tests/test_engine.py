@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -253,6 +254,47 @@ def test_any_thread_may_close_a_stream(engine: Engine, fake: Any) -> None:
         assert len(stream.generation.tokens) < 900
         assert list(stream) == []
         stream.close()
+
+
+def test_closing_an_engine_ends_the_streams_of_other_threads(engine: Engine, fake: Any) -> None:
+    fake.round_s = 0.01
+    endings: list[str] = []
+
+    def read() -> None:
+        try:
+            for _ in engine.stream("one", max_new_tokens=500):
+                pass
+        except UsageError as error:
+            endings.append(error.message)
+
+    # Two have a slot, the others wait for one.
+    threads = [threading.Thread(target=read, daemon=True) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    engine.close()
+    for thread in threads:
+        thread.join(10)
+    assert endings == ["the engine is closed"] * 5
+
+
+def test_closing_an_engine_ends_the_calls_of_other_threads(fake: Any) -> None:
+    for _ in range(50):
+        engine = Engine.load(context=100)
+        engine.generate("one", max_new_tokens=1)
+
+        def ask(engine: Engine = engine) -> None:
+            with contextlib.suppress(UsageError):
+                while True:
+                    engine.statistics()
+
+        threads = [threading.Thread(target=ask, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        engine.close()
+        for thread in threads:
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 def test_threads_that_share_a_stream_get_a_piece_each(engine: Engine, fake: Any) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,8 @@ class Outcome:
 def batch(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
     """Runs; with `--json` the report is left to be printed."""
     _check(request, options)
+    if request.as_json or request.dry_run:
+        output.Stdout()
     out = Path(request.out)
     found = sources.find(request.paths, out)
     outputs = {source.name: sources.output_name(source.name, request.suffix) for source in found}
@@ -107,8 +110,9 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
     told = {name: getattr(request, name) for name in names}
     model_print = fingerprint.of_model(model)
     answer_print = fingerprint.of_answer(model_print, engine_options, options, **told)
-    # What failed may succeed on another device or with a longer context.
-    elsewhere = {"context": context, "device": engine_options.device}
+    # What failed may succeed on another device, with a longer context or with the packages of the extra `documents`.
+    packages = [name for name in ("pypdf", "cryptography") if find_spec(name)]
+    elsewhere = {"context": context, "device": engine_options.device, "packages": packages}
     prints = Prints(
         model_print, answer_print, fingerprint.of_answer(answer_print, engine_options, options, **elsewhere)
     )
@@ -168,6 +172,12 @@ def _check(request: Request, options: GenerateOptions) -> None:
 def _check_outputs(outputs: Mapping[str, str]) -> None:
     names: dict[str, str] = {}
     for name, place in outputs.items():
+        parts = place.split("/")
+        if ".." in parts or parts[0] in {journal.RESULTS, sources.STATE}:
+            raise UsageError(
+                f"the answer to {sources.shown(name)} would be {sources.shown(place)}, which is no place for one",
+                "use another --suffix, or a list.jsonl with an id for the document",
+            )
         other = names.setdefault(place, name)
         if other != name:
             raise UsageError(
@@ -226,6 +236,7 @@ class _Run:
     def _examined(self, foreign: Container[str], view: batch_view.View) -> list[Job]:
         """The documents that can be decoded, with their tokens; the others have failed."""
         todo: list[Job] = []
+        failed: list[dict[str, Any]] = []
         with render.progress("counting tokens", shown=not self.request.quiet) as on_progress:
             for number, job in enumerate(self.survey.todo, 1):
                 started = time.perf_counter()
@@ -233,9 +244,12 @@ class _Run:
                 if error is None:
                     todo.append(job)
                 else:
-                    view.finished(self._finish(Outcome(job, time.perf_counter() - started, None, (), error)))
+                    failed.append(self._finish(Outcome(job, time.perf_counter() - started, None, (), error)))
                 if on_progress is not None:
                     on_progress(number, len(self.survey.todo))
+        # No line may stand in the bar.
+        for result in failed:
+            view.finished(result)
         return todo
 
     def _decode(self, engine: Engine, parallel: int, view: batch_view.View) -> None:
@@ -293,6 +307,8 @@ class _Run:
         if reader.may_split:
 
             def count(text: str) -> int:
+                if self._stopping.is_set():  # a book is counted in many pieces
+                    raise KeyboardInterrupt
                 return len(reader.prompt(name, text).ids)
 
             def call(text: str) -> Generation:
@@ -318,6 +334,8 @@ class _Run:
         options = self.reader.options
         with Stream(engine.start([prompt], options, on_prefill=on_prefill)) as stream:
             job.stream = stream
+            if self._stopping.is_set():  # `_stop` may have looked for the stream before it was there
+                raise KeyboardInterrupt
             for _ in stream:
                 job.stage, job.done, job.total = "decoding", stream.new_tokens, options.max_new_tokens
                 if self._stopping.is_set():
@@ -346,6 +364,8 @@ class _Run:
         self.finished.append(outcome)
         done, result = outcome.answer is not None, outcome.to_json()
         basis = self._prints.answer if done else self._prints.failure
+        if isinstance(outcome.error, FileError):
+            basis = ""  # the folder may be in order at the next run, with the same document and options
         self.journal.finish(job.source.name, job.output, result, basis, size)
         return result
 
@@ -356,7 +376,8 @@ class _Run:
             if job.stream is not None:
                 job.stream.close()
         for worker in self._workers:
-            worker.join()
+            if worker.is_alive():  # an interrupt may come before the last one starts
+                worker.join()
 
     def _report(
         self,
@@ -399,7 +420,7 @@ class _Run:
 def _foreign(request: Request, job: Job) -> FileError:
     place = sources.shown(str(Path(request.out) / job.output))
     return FileError(
-        f"{place} exists and is no answer of this folder's journal", "move it away, or replace it with --no-resume"
+        f"{place} exists and is not what this batch wrote there", "move it away, or replace it with --no-resume"
     )
 
 

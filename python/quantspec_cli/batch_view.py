@@ -24,12 +24,13 @@ class View:
     def __init__(self, documents: int, skipped: int, *, shown: bool) -> None:
         self._documents, self._shown = documents, shown
         self._done, self._failed = skipped, 0
-        self._started = time.perf_counter()
+        self._started = 0.0
         self._live: Any = None
         # Tokens of finished documents, for the rates that the time left is estimated from.
         self._prompt_tokens = self._new_tokens = self._answers = 0
 
     def __enter__(self) -> View:
+        self._started = time.perf_counter()
         if self._shown and render.on_terminal():
             from rich.live import Live
 

@@ -33,7 +33,7 @@ _VERSION = 1
 _TABLES = """
 CREATE TABLE IF NOT EXISTS documents (
     name BLOB PRIMARY KEY,
-    output BLOB NOT NULL,
+    output BLOB NOT NULL, -- empty where the file at its place is not the journal's
     status TEXT NOT NULL CHECK (status IN ('pending', 'done', 'failed')),
     sha256 TEXT,      -- of the document's bytes; NULL where they could not be read
     fingerprint TEXT, -- of everything else that the answer depends on
@@ -41,6 +41,7 @@ CREATE TABLE IF NOT EXISTS documents (
     size INTEGER,     -- of the answer's file, in bytes
     result TEXT       -- the line of results.jsonl
 );
+CREATE INDEX IF NOT EXISTS documents_finished ON documents (finished);
 CREATE TABLE IF NOT EXISTS rates (device TEXT, model TEXT, name TEXT, value REAL, PRIMARY KEY (device, model, name));
 """
 
@@ -74,6 +75,7 @@ class Journal:
         """
         self.out = out
         self.state = out / STATE
+        self._foreign: set[str] = set()
         try:
             self.state.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -147,17 +149,14 @@ class Journal:
     def begin(self, outputs: Mapping[str, str], *, replace: bool = False) -> list[str]:
         """Marks documents (name to output) as pending; their lines leave results.jsonl.
 
-        Returns the names whose output is there already and is no answer of this journal: those are not marked, and are
+        Returns the names whose output is there already and is not as this journal wrote it: those are not marked, and are
         the caller's to refuse. `replace` takes them over.
         """
         with self._reported():
-            owned = {bytes(output) for (output,) in self._connection.execute("SELECT output FROM documents")}
-            foreign = [
-                name
-                for name, output in outputs.items()
-                if not replace and os.fsencode(output) not in owned and os.path.lexists(self.out / output)
-            ]
+            sizes = dict(self._connection.execute("SELECT output, size FROM documents"))
+            foreign = [name for name, output in outputs.items() if not replace and not self._may_replace(output, sizes)]
             refused = set(foreign)
+            self._foreign = {outputs[name] for name in foreign}
             with self._transaction():
                 self._connection.executemany(
                     "INSERT INTO documents (name, output, status) VALUES (?, ?, 'pending') ON CONFLICT (name) DO UPDATE "
@@ -183,7 +182,7 @@ class Journal:
                 "(?, ?, ?, ?, ?, (SELECT coalesce(max(finished), 0) + 1 FROM documents), ?, ?)",
                 (
                     os.fsencode(name),
-                    os.fsencode(output),
+                    b"" if output in self._foreign else os.fsencode(output),
                     result["status"],
                     result["sha256"],
                     fingerprint,
@@ -235,6 +234,15 @@ class Journal:
         """The results of these documents, in the order in which they finished."""
         wanted = {os.fsencode(name) for name in names}
         return [json.loads(line) for name, line in self._finished() if name in wanted]
+
+    def _may_replace(self, output: str, sizes: Mapping[bytes, int | None]) -> bool:
+        """Whether nothing is at a place, or what this journal wrote there. An interrupted answer has no size."""
+        try:
+            found = (self.out / output).lstat().st_size
+        except OSError:
+            return True
+        key = os.fsencode(output)
+        return key in sizes and sizes[key] in {None, found}
 
     def _new_temporary(self) -> Path:
         return self._temporary / os.urandom(8).hex()

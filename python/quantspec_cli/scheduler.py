@@ -7,6 +7,7 @@ chunk at a time. Nothing else calls the engine: slots need no locks, and an inte
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -95,18 +96,20 @@ class Scheduler:
         self._reading: int | None = None
         self._chunk_rows = _FIRST_ROWS
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        # Held while a command is handed in: none follows the one that ends the thread.
+        self._lock = threading.RLock()
         self._stopped = False
         self._process = os.getpid()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Takes requests, all at once: they wait until slots are free, in this order."""
         self.check()
-        with self._starting:
+        with self._lock:
+            self.check()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="quantspec-scheduler", daemon=True)
                 self._thread.start()
-        self._commands.put(requests)
+            self._commands.put(requests)
 
     def cancel(self, requests: Sequence[Request], *, wait: bool = True) -> None:
         """Ends requests where they are. Their slots are free when this returns, unless a callback of the engine asks."""
@@ -116,7 +119,8 @@ class Scheduler:
         if os.getpid() != self._process or self._thread is None or self._stopped:
             return
         if wait and not self.is_inside():
-            self.call(lambda: None)
+            with contextlib.suppress(UsageError):  # closed meanwhile, which ends them, too
+                self.call(lambda: None)
         else:
             self._commands.put(_Call(lambda: None))
 
@@ -126,7 +130,9 @@ class Scheduler:
         if self._thread is None or self.is_inside():
             return work()
         call = _Call(work)
-        self._commands.put(call)
+        with self._lock:
+            self.check()
+            self._commands.put(call)
         result: Result = call.done.result()
         return result
 
@@ -142,13 +148,15 @@ class Scheduler:
                 'load an engine in every process, or start processes by "spawn"',
             )
         if self._stopped:
-            raise UsageError("the engine is closed", "load it again")
+            raise _closed()
 
     def stop(self) -> None:
-        """Ends the thread and what it decodes; the engine goes when nobody else holds it."""
-        with self._starting:
+        """Ends the thread and what it decodes, with an error for threads that wait for a piece."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
             stopped, self._stopped = self._stopped, True
-        if stopped or os.getpid() != self._process:
+        if stopped:
             return
         if self._thread is not None:
             self._commands.put(None)
@@ -166,14 +174,19 @@ class Scheduler:
                     self._round()
             except Exception as error:  # a defect of ours must not leave callers waiting
                 self._fail_all(internal(error))
+        self._fail_all(_closed())
+        for request in self._waiting:
+            request.deliver(_closed(), True)
 
     def _take_commands(self) -> bool:
         """Takes what callers want, waiting for it where there is nothing else to do. False ends the thread."""
         calls: list[_Call] = []
+        goes_on = True
         while not self._commands.empty() or not (calls or self._running or self._waiting):
             command = self._commands.get()
             if command is None:
-                return False
+                goes_on = False
+                break
             if isinstance(command, _Call):
                 calls.append(command)
             else:
@@ -184,7 +197,7 @@ class Scheduler:
                 call.done.set_result(call.work())
             except BaseException as error:
                 call.done.set_exception(error)
-        return True
+        return goes_on
 
     def _drop_cancelled(self) -> None:
         for slot, request in list(self._running.items()):
@@ -300,6 +313,10 @@ class Scheduler:
     def _fail_all(self, error: QuantspecError) -> None:
         for slot in list(self._running):
             self._leave(slot).deliver(error, True)
+
+
+def _closed() -> UsageError:
+    return UsageError("the engine is closed", "load it again")
 
 
 def _interrupted(request: Request) -> None:
