@@ -629,6 +629,28 @@ def test_a_folder_that_cannot_be_written(obedient: Run, docs: Path, tmp_path: Pa
     }
 
 
+def test_a_dry_run_reads_a_folder_that_cannot_be_written(obedient: Run, docs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert obedient("batch", str(docs), "--out", str(out), "-n", "3").code == 0
+    for folder in (out / sources.STATE, out):
+        folder.chmod(0o555)
+    outcome = obedient("batch", str(docs), "--out", str(out), "-n", "3", "--dry-run", "--json")
+    for folder in (out, out / sources.STATE):
+        folder.chmod(0o755)
+    assert (outcome.code, outcome.json["skipped"]) == (0, 3)
+
+
+def test_a_very_deep_folder_is_a_failed_document(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+    deep = docs
+    for _ in range(201):
+        deep /= "d"
+        deep.mkdir()
+    (deep / "lost.txt").write_text("x")
+    outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--json")
+    assert (outcome.code, outcome.json["done"], outcome.json["failed"]) == (4, 3, 1)
+    assert "200 folders deep" in outcome.json["results"][0]["error"]["message"]
+
+
 def test_a_damaged_journal_is_named_and_can_be_replaced(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["batch", str(docs), "--out", str(out), "-n", "3"]

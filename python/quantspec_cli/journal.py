@@ -314,8 +314,10 @@ def peek(out: Path) -> tuple[dict[str, Row], dict[str, dict[str, dict[str, float
     if not path.is_file():
         return {}, {}
     rates: dict[str, dict[str, dict[str, float]]] = {}
+    # A journal that was closed is one file, which a folder that may not be written still lets us read.
+    how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?{how}", uri=True)) as connection:
             for device, model, name, value in connection.execute("SELECT device, model, name, value FROM rates"):
                 rates.setdefault(model, {}).setdefault(device, {})[name] = value
             return _rows(connection), rates

@@ -215,8 +215,8 @@ class Scheduler:
         try:
             with native_errors():
                 slot = self.native.add(request.ids, **request.sampling)
-        except QuantspecError as error:
-            request.deliver(error, True)
+        except Exception as error:
+            request.deliver(error if isinstance(error, QuantspecError) else internal(error), True)
             return
         self._free -= 1
         self._running[slot] = request

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 # Where a batch keeps its journal, below the output folder.
 STATE = ".quantspec"
 
+# Deepest folder that is walked: far from the depth at which Python gives up.
+_DEEPEST = 200
+
 # Longest file name of the common file systems, in bytes.
 _NAME_BYTES = 255
 
@@ -174,6 +177,10 @@ def _walk(folder: str, prefix: str, out: Path, above: tuple[tuple[int, int], ...
         return
     me = (status.st_dev, status.st_ino)
     if me in above:
+        return
+    if len(above) == _DEEPEST:
+        too_deep = InputError(f"folder {folder} lies {_DEEPEST} folders deep", "name it as a directory of its own")
+        yield Source(prefix.rstrip("/"), folder, problem=too_deep)
         return
     for entry in entries:
         name = prefix + entry.name
