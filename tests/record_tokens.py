@@ -5,7 +5,8 @@ Record before a change that must not change a token, and compare after it, once 
 
 A case is a way to decode one prompt or three of different lengths; what is kept of it are the tokens and, where γ is
 fixed, how many drafted ones were accepted, which shows a draft that reads something else. γ auto follows measured times:
-under rejection its tokens are not reproducible, and it is left out there.
+under rejection its tokens are not reproducible, and it is left out there. On a GPU a draft step rounds by its number of rows,
+so the drafts of a batch depend on when its sequences join: of batches there only greedy and replay tokens are compared.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def write(file: Path, found: dict[str, Any]) -> None:
     file.write_bytes(gzip.compress(f"{{\n{lines}\n}}\n".encode(), mtime=0))
 
 
-def differences(recorded: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def differences(recorded: dict[str, Any], found: dict[str, Any], device: str = "cpu") -> list[str]:
     """One line per case that is not what was recorded, or was not."""
     lines = []
     for case, value in found.items():
@@ -122,11 +123,14 @@ def differences(recorded: dict[str, Any], found: dict[str, Any]) -> list[str]:
         if other is None:
             lines.append(f"{case}: not recorded")
             continue
+        drafts_vary = device != "cpu" and not case.endswith(", 1 at once")
+        if drafts_vary and "rejection" in case:
+            continue
         for index, (right, wrong) in enumerate(zip(other["tokens"], value["tokens"], strict=True)):
             at = next((at for at, pair in enumerate(zip(right, wrong, strict=True)) if pair[0] != pair[1]), None)
             if at is not None:
                 lines.append(f"{case}: token {at} of prompt {index} is {wrong[at]} and was {right[at]}")
-        if other["accepted"] != value["accepted"]:
+        if other["accepted"] != value["accepted"] and not drafts_vary:
             lines.append(f"{case}: {value['accepted']} drafted tokens were accepted, and {other['accepted']} before")
     return lines
 
@@ -146,7 +150,7 @@ def main() -> int:
     if arguments.file:
         write(arguments.file, found)
         return 0
-    lines = differences(recorded, found)
+    lines = differences(recorded, found, arguments.device)
     if not arguments.quick:
         lines += [f"{case}: not decoded" for case in recorded if case not in found]
     sys.stdout.write(("\n".join(lines) or f"{len(found)} cases are as recorded") + "\n")
