@@ -1,6 +1,6 @@
 """Blocks of every GGUF type with random codes and scales, and their values by the `gguf` package.
 
-    python gguf_blocks.py        # needs numpy and gguf; writes gguf_blocks.safetensors beside this file
+python gguf_blocks.py        # needs numpy and gguf; writes gguf_blocks.safetensors beside this file
 """
 
 import json
@@ -43,7 +43,11 @@ for name, scales in SCALES.items():
     for part, dtype, data in (("values", "F32", values), ("raw", "U8", blocks)):
         content = data.tobytes()
         shape = [len(content) // (4 if dtype == "F32" else 1)]
-        header[f"{name}.{part}"] = {"dtype": dtype, "shape": shape, "data_offsets": [len(body), len(body) + len(content)]}
+        header[f"{name}.{part}"] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [len(body), len(body) + len(content)],
+        }
         body += content
 text = json.dumps(header).encode()
 text += b" " * (-len(text) % 8)
