@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import os
@@ -836,3 +837,23 @@ def test_answers_longer_than_the_buffer_prefill_again(quantspec: Callable[..., A
     outcome = quantspec("bench", *arguments.split())
     assert outcome.code == 0, outcome
     assert [(row["n_gen"], row["n_depth"]) for row in outcome.json] == [(300, 130), (300, 130)]
+
+
+def test_batches(quantspec: Run) -> None:
+    flags = ["-p", "0", "-n", "16", "-d", "0,300", "-r", "1", "--methods", "ar-int8,quantspec", "-g", "3"]
+    outcome = quantspec("bench", "--batch", "1,3", *flags, "--device", "cpu", "--json")
+    assert outcome.code == 0, outcome
+    rows = {(row["n_depth"], row["batch"], row["method"]): row for row in outcome.json}
+    assert set(rows) == {
+        (depth, batch, method) for depth in (0, 300) for batch in (1, 3) for method in ("ar", "quantspec")
+    }
+    for (depth, batch, method), row in rows.items():
+        assert row["tokens_per_s"] == pytest.approx(1e3 / row["ms_per_token"])
+        if method == "ar":
+            # Weights are read once for all sequences, the cache once for each.
+            alone = rows[depth, 1, "ar"]["bytes_per_token"]
+            weights = rows[0, 1, "ar"]["bytes_per_token"]
+            assert row["bytes_per_token"] == pytest.approx(alone - weights * (1 - 1 / batch), rel=0.05)
+            assert row["round_ms"] == pytest.approx(row["ms_per_token"] * batch, rel=0.2)
+    quantspec("bench", "--batch", "0", *flags).assert_error(2, "--batch is 0")
+    quantspec("bench", "--batch", "5000", *flags).assert_error(2, "1 to 4096")

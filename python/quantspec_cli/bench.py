@@ -57,6 +57,8 @@ LIST_MAX = 256
 WARM_UP = 8
 # Tokens of a prompt before measuring prompts, for the same reason.
 WARM_UP_PROMPT = 64
+# More sequences than any memory holds; the number reaches the engine as it is.
+BATCH_MAX = 4096
 # Two bandwidths are the same if they differ by less: repeated readings of quiet memory do by 3 %, its two speeds by 70 %.
 STEADY = 0.1
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -105,6 +107,7 @@ class Request:
     n_prompt: str
     n_gen: str
     n_depth: str
+    batch: str
     gamma: str
     draft_pages: str
     methods: str
@@ -122,6 +125,7 @@ class Plan:
     n_prompt: list[int]
     n_gen: list[int]
     n_depth: list[int]
+    batches: list[int]
     methods: list[Method]
 
     @property
@@ -146,14 +150,14 @@ class Sample:
         read_bytes: what its steps had to read.
         bandwidths: GB/s read before and after.
         stats: the engine's counters of this run.
-        tokens: what it emitted.
+        tokens: what each sequence emitted.
     """
 
     seconds: float
     read_bytes: float
     bandwidths: tuple[float, float]
     stats: Mapping[str, Any] = field(default_factory=dict)
-    tokens: Sequence[int] = ()
+    tokens: Sequence[Sequence[int]] = ()
 
     @property
     def bandwidth(self) -> float:
@@ -301,6 +305,7 @@ def read_plan(request: Request) -> Plan:
         n_prompt=[n for n in numbers("-p", request.n_prompt) if n > 0],
         n_gen=[n for n in numbers("-n", request.n_gen) if n > 0],
         n_depth=numbers("-d", request.n_depth),
+        batches=_batches(request.batch),
         methods=methods(
             request.methods,
             numbers_or("--gamma", request.gamma, ("auto",), 0, GAMMA_MAX),
@@ -310,6 +315,13 @@ def read_plan(request: Request) -> Plan:
     if not plan.n_prompt and not plan.n_gen:
         raise UsageError("nothing to measure: -p and -n are 0", "give -p N for prefill, -n N for decoding, or both")
     return plan
+
+
+def _batches(given: str) -> list[int]:
+    found = numbers("--batch", given)
+    if not all(1 <= batch <= BATCH_MAX for batch in found):
+        raise UsageError(f"--batch is {given}", f"use whole numbers, 1 to {BATCH_MAX}", option="--batch")
+    return found
 
 
 def items(flag: str, given: str) -> list[str]:
@@ -488,6 +500,7 @@ class Bench:
             self._engine = _native.Engine(
                 str(model.directory),
                 capacity=plan.capacity,
+                slots=max(plan.batches) if plan.n_gen else 1,
                 **_engine_options(options),
                 every_view=True,
                 draft_cache=settings.native_draft_cache(),
@@ -507,8 +520,8 @@ class Bench:
         for depth in self._plan.n_depth:
             for tokens in self._plan.n_prompt:
                 yield self._prefill(depth, tokens)
-            for tokens in self._plan.n_gen:
-                yield from self._decode(depth, tokens)
+            for tokens, batch in itertools.product(self._plan.n_gen, self._plan.batches):
+                yield from self._decode(depth, tokens, batch)
 
     def _bandwidth(self) -> float:
         """GB/s now, of the engine's device."""
@@ -532,28 +545,29 @@ class Bench:
         # Prefill is exact: it is the same whatever decodes afterwards.
         return row | {"method": "any", "kv_target": "any", "gamma": 0, "draft_pages": "all"}
 
-    def _decode(self, depth: int, tokens: int) -> Iterator[dict[str, Any]]:
+    def _decode(self, depth: int, tokens: int, batch: int) -> Iterator[dict[str, Any]]:
+        """Decodes sequences together; each has its own part of the text before it, and emits as many tokens."""
         repetitions, plan = self._request.repetitions, self._plan
         with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
-            answer = Answer(self._engine, self._model, self._ids, depth, tokens, on_prefill=on_prefill)
-        seen = self._traffic(answer.depth, answer.tokens)
+            answers = Answers(self._engine, self._model, self._ids, depth, tokens, batch=batch, on_prefill=on_prefill)
+        seen = self._traffic(answers.depth, answers.tokens)
         samples: dict[Method, list[Sample]] = {method: [] for method in plan.methods}
         with render.progress(f"decoding at {depth}", shown=True) as tick, native_errors():
             for method in plan.methods:
                 self._configure(method)
-                answer.run(self._request.seed, min(WARM_UP, tokens))
+                answers.run(self._request.seed, min(WARM_UP, tokens))
             for repetition in range(repetitions):
                 self._bandwidth_now = self._bandwidth()
                 # Forth and back, so that a drift of the machine favours nobody.
                 for method in plan.methods[:: -1 if repetition % 2 else 1]:
-                    samples[method].append(self._sample(method, answer, seen, repetition))
+                    samples[method].append(self._sample(method, answers, seen, repetition))
                     if tick:
                         tick(sum(map(len, samples.values())), repetitions * len(plan.methods))
                 if self._accept == "replay":
                     _check_equal({method: runs[-1] for method, runs in samples.items()})
-        answer.close()
+        answers.close()
         for method, runs in samples.items():
-            row = self._row(runs, tokens, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
+            row = self._row(runs, batch * tokens, batch=batch, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
             row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
             row |= {"draft_pages": method.draft_pages} | _speculation(runs) | _speedup(runs, samples.get(BASELINE))
             yield row
@@ -561,11 +575,14 @@ class Bench:
     def _configure(self, method: Method) -> None:
         self._engine.configure(page_choice=self._page_choice, **method.native())
 
-    def _sample(self, method: Method, answer: Answer, seen: Mapping[str, Any], repetition: int) -> Sample:
+    def _sample(self, method: Method, answers: Answers, seen: Mapping[str, Any], repetition: int) -> Sample:
         before = self._bandwidth_now
         self._configure(method)
-        seconds, tokens = answer.run(self._request.seed + repetition)
+        seconds, tokens = answers.run(self._request.seed + repetition)
         stats = self._engine.stats()
+        # The draft of one sequence may end early; those of a batch are as long as its longest.
+        steps = stats["drafted_tokens"] if len(tokens) == 1 else answers.draft_steps
+        stats |= {"passes": answers.passes, "draft_steps": steps}
         # What is read after a run is read before the next.
         after = self._bandwidth_now = self._bandwidth()
         return Sample(seconds, self._decode_bytes(method, seen, stats), (before, after), stats, tokens)
@@ -589,12 +606,14 @@ class Bench:
         return read
 
     def _decode_bytes(self, method: Method, seen: Mapping[str, Any], stats: Mapping[str, Any]) -> float:
-        """What a run's verifications and drafts had to read: weights, visible pages of the view, recent tokens."""
+        """What a run's verifications and drafts had to read: weights once for all sequences of a pass, and of each sequence
+        the visible pages of the view and the recent tokens.
+        """
         recent = seen["buffer_tokens"] * seen["token_bytes"]
         page = {"int4": seen["upper_page_bytes"], "fp16": seen["full_page_bytes"]}
         page["int8"] = seen["upper_page_bytes"] + seen["lower_page_bytes"]
-        verify = seen["weights_bytes"] + seen["pages"] * page[method.kv_target] + recent
-        read: float = stats["rounds"] * verify
+        cache = seen["pages"] * page[method.kv_target] + recent
+        read: float = stats["passes"] * seen["weights_bytes"] + stats["rounds"] * cache
         drafts = METHODS[method.name]
         if drafts.draft_view is not None:
             weights = self._draft_bytes if drafts.draft_weights else seen["weights_bytes"]
@@ -604,7 +623,7 @@ class Bench:
                 pages = min(pages, method.draft_pages)
             elif method.draft_pages == "auto":
                 pages = stats.get("draft_pages_mean") or 0.0
-            read += stats["drafted_tokens"] * (weights + pages * view + recent)
+            read += stats["draft_steps"] * weights + stats["drafted_tokens"] * (pages * view + recent)
             if pages < seen["pages"] and self._page_choice == "best":
                 read += stats["rounds"] * seen["pages"] * seen["page_bound_bytes"]
         return read
@@ -647,8 +666,15 @@ class Bench:
         }
 
 
-class Answer:
-    """Decodes again and again behind the same text: its prefill is kept as long as the buffer allows."""
+class Answers:
+    """Decodes again and again behind the same texts: their prefill is kept as long as the buffer allows.
+
+    Attributes:
+        depth: tokens of text before each answer.
+        tokens: of each answer.
+        passes: verifications of the last run, of all its sequences at once.
+        draft_steps: draft steps of the last run, likewise.
+    """
 
     def __init__(
         self,
@@ -658,42 +684,52 @@ class Answer:
         depth: int,
         tokens: int,
         *,
+        batch: int,
         on_prefill: Callable[[int, int], object] | None = None,
     ) -> None:
         """Prefills. At depth 0 there is one token of text: something must be before the first decoded one."""
         self.depth, self.tokens = max(depth, 1), tokens
+        self.passes = self.draft_steps = 0
         self._engine, self._model = engine, model
-        self._prompt, self._next = ids[: self.depth], ids[self.depth]
         self._on_prefill = on_prefill
         self._seed = 0
-        self._slot = self._prefilled()
+        # Each sequence begins elsewhere in the text, after the same first token, often a BOS.
+        self._texts: dict[int, Sequence[int]] = {}
+        for sequence in range(batch):
+            start = 1 + sequence * (len(ids) - 1) // batch
+            text = [*ids[:1], *ids[start:], *ids[1:start]][: self.depth + 1]
+            self._texts[self._prefilled(text)] = text
 
-    def run(self, seed: int, tokens: int | None = None) -> tuple[float, list[int]]:
+    def run(self, seed: int, tokens: int | None = None) -> tuple[float, list[list[int]]]:
         """Decodes with the loop of `quantspec run`: seconds, and what was emitted. The text's own next token is first."""
         self._seed = seed
-        # The given token counts as the answer's first.
-        text = Text(self._model.tokenizer.token_bytes, limit=(tokens or self.tokens) + 1)
-        pieces = loop.decode(self, {self._slot: text})
-        next(pieces)
+        self.passes = self.draft_steps = 0
+        # The given token counts as an answer's first.
+        limit = (tokens or self.tokens) + 1
+        answers = {slot: Text(self._model.tokenizer.token_bytes, limit=limit) for slot in self._texts}
+        pieces = loop.decode(self, answers)
+        for _ in self._texts:
+            next(pieces)
         started = time.perf_counter()
         for _ in pieces:
             pass
-        return time.perf_counter() - started, text.tokens
+        return time.perf_counter() - started, [answer.tokens for answer in answers.values()]
 
     def close(self) -> None:
-        """Frees the slot."""
-        self._engine.finish(self._slot)
+        """Frees the slots."""
+        for slot in self._texts:
+            self._engine.finish(slot)
 
     # What the loop asks of an engine.
 
     def prefill(self, slot: int, _on_progress: object = None) -> int:
         """Goes back to the end of the text, by prefilling again where too much was decoded since."""
-        if not self._engine.restart(slot, self._next, seed=self._seed, **SAMPLING):
+        text = self._texts[slot]
+        if not self._engine.restart(slot, text[-1], seed=self._seed, **SAMPLING):
             self._engine.finish(slot)
-            self._slot = self._prefilled()
-            if self._slot != slot or not self._engine.restart(slot, self._next, seed=self._seed, **SAMPLING):
+            if self._prefilled(text) != slot or not self._engine.restart(slot, text[-1], seed=self._seed, **SAMPLING):
                 raise InternalError("a freshly prefilled prompt cannot be decoded", "please report this")
-        return self._next
+        return text[-1]
 
     def choose_gamma(self, slot: int) -> int:
         """The engine's."""
@@ -701,17 +737,19 @@ class Answer:
 
     def draft(self, gammas: Sequence[tuple[int, int]]) -> None:
         """The engine's."""
+        self.draft_steps += max(gamma for _, gamma in gammas)
         self._engine.draft(gammas)
 
     def verify(self) -> list[tuple[int, list[int]]]:
         """The engine's."""
+        self.passes += 1
         return self._engine.verify()
 
     def finish(self, slot: int) -> None:
         """Keeps the slot for the next run."""
 
-    def _prefilled(self) -> int:
-        slot = self._engine.add(self._prompt, seed=0, max_new_tokens=self.tokens + 1, **SAMPLING)
+    def _prefilled(self, text: Sequence[int]) -> int:
+        slot = self._engine.add(text[:-1], seed=0, max_new_tokens=self.tokens + 1, **SAMPLING)
         self._engine.prefill(slot, self._on_prefill)
         return slot
 
@@ -738,21 +776,22 @@ def _share(steady: Sequence[Sample]) -> float | None:
 
 
 def _speculation(runs: Sequence[Sample]) -> dict[str, Any]:
-    """What drafting did, over all repetitions; times are means of a round, a draft step's of one drafted token."""
-    total = {name: sum(run.stats[name] for run in runs) for name in ("rounds", "drafted_tokens", "accepted_tokens")}
+    """What drafting did, over all repetitions; times are means of a round, which is one of all sequences of a batch."""
+    names = ("rounds", "drafted_tokens", "accepted_tokens", "passes", "draft_steps")
+    total = {name: sum(run.stats[name] for run in runs) for name in names}
     spent = {name: sum(run.stats[name] for run in runs) for name in ("draft_s", "verify_s")}
-    rounds, drafted, accepted = total.values()
+    rounds, drafted, accepted, passes, steps = total.values()
     engine_s = spent["draft_s"] + spent["verify_s"]
     wall_s = sum(run.seconds for run in runs)
     return {
         "acceptance_rate": accepted / drafted if drafted else None,
         "mean_acceptance_length": 1 + accepted / rounds if drafted else None,
         "gamma_mean": drafted / rounds,
-        "draft_ms": spent["draft_s"] / rounds * 1e3,
-        "draft_step_ms": spent["draft_s"] / drafted * 1e3 if drafted else None,
-        "verify_ms": spent["verify_s"] / rounds * 1e3,
-        "round_ms": wall_s / rounds * 1e3,
-        "loop_us": (wall_s - engine_s) / rounds * 1e6,
+        "draft_ms": spent["draft_s"] / passes * 1e3,
+        "draft_step_ms": spent["draft_s"] / steps * 1e3 if steps else None,
+        "verify_ms": spent["verify_s"] / passes * 1e3,
+        "round_ms": wall_s / passes * 1e3,
+        "loop_us": (wall_s - engine_s) / passes * 1e6,
     }
 
 
@@ -889,7 +928,7 @@ class Decoding(Markdown):
             row["kv_target"],
             str(row["gamma"]) if method.drafts else "-",
             str(row["draft_pages"]) if method.draft_view else "-",
-            tokens + (f" @ d{row['n_depth']}" if row["n_depth"] else ""),
+            tokens + (f" @ d{row['n_depth']}" if row["n_depth"] else "") + (f" x{row['batch']}" * (row["batch"] > 1)),
             f"{row['ms_per_token']:.2f} ± {row['ms_per_token_sd']:.2f}",
             render.number(row["tokens_per_s"]),
             "-" if row.get("speedup") is None else f"{row['speedup']:.2f}x",

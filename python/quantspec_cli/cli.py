@@ -335,6 +335,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag("-p", "--n-prompt", "n_prompt", default="512", text="Prompt tokens to time; 0 is none. A file is --prompt.")
 @_list_flag("-n", "--n-gen", "n_gen", default="128", text="Decoded tokens to time; 0 is none.")
 @_list_flag("-d", "--n-depth", "n_depth", default="0", text="Tokens of text before those.")
+@_list_flag("--batch", default="1", text="Sequences that decode together, each after that much text.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
 @_choice_flag(
