@@ -838,7 +838,7 @@ def test_answers_longer_than_the_buffer_prefill_again(quantspec: Callable[..., A
     assert [(row["n_gen"], row["n_depth"]) for row in outcome.json] == [(300, 130), (300, 130)]
 
 
-def test_batches(quantspec: Run) -> None:
+def test_batches(quantspec: Callable[..., Any]) -> None:
     flags = ["-p", "0", "-n", "16", "-d", "0,300", "-r", "1", "--methods", "ar-int8,quantspec", "-g", "3"]
     outcome = quantspec("bench", "--batch", "1,3", *flags, "--device", "cpu", "--json")
     assert outcome.code == 0, outcome
