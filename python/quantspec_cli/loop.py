@@ -1,7 +1,7 @@
 """The draft-verify loop: the algorithm of the method, as one page.
 
-A round drafts γ tokens with 4-bit weights and the upper nibbles of the cache, verifies them with one pass of the full
-weights over both nibbles, and emits the accepted ones and one more of the target. γ = 0 is plain decoding.
+A round drafts γ tokens, by default with 4-bit weights and the upper nibbles of the cache, verifies them with one pass of the
+full weights over both nibbles, and emits the accepted ones and one more of the target. γ = 0 is plain decoding.
 """
 
 from __future__ import annotations
