@@ -1,8 +1,8 @@
 """`quantspec batch`: a directory of documents in, one answer per document out.
 
 Worker threads take one document each, from its bytes to its row in the journal; the engine's scheduler puts them into
-shared rounds. The main thread shows progress and hears signals, which never come between the steps of a document's end. Every
-document ends as done or failed, and the next run goes on where one was interrupted.
+shared rounds. The main thread shows progress and hears signals, which therefore never come between the steps that finish an
+answer. Every document ends as done or failed, and the next run goes on where one was interrupted.
 """
 
 from __future__ import annotations
