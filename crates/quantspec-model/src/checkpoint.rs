@@ -7,12 +7,13 @@ use crate::config;
 use crate::draft_cache::DraftCache;
 use crate::gguf::Gguf;
 use crate::gguf_config::{self, Packed};
+use crate::quantised::{self, Quantised, Scheme};
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
 use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::{Error, ErrorKind, Result};
 use serde_json::Value;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::Read;
 use std::ops::Range;
@@ -211,7 +212,7 @@ pub struct Checkpoint {
 /// Open files, and where they hold each part.
 #[derive(Debug)]
 enum Weights {
-    SafeTensors { shards: Vec<SafeTensors>, places: HashMap<Part, Place> },
+    SafeTensors { shards: Vec<SafeTensors>, places: HashMap<Part, Place>, quantised: Quantised },
     Gguf { gguf: Gguf, places: HashMap<Part, Packed> },
 }
 
@@ -251,9 +252,10 @@ impl Checkpoint {
             ));
         };
         let generation = read_json(dir, "generation_config.json")?;
+        let scheme = quantised::scheme(&config)?;
         let config = config::parse(&config, generation.as_deref())?;
         let (shards, names) = open_shards(dir)?;
-        Checkpoint::new(config, shards, &names)
+        Checkpoint::new(config, scheme, shards, &names)
     }
 
     /// The same from memory: config.json and one safetensors file.
@@ -261,17 +263,31 @@ impl Checkpoint {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`], as of [`Checkpoint::open`].
     pub fn from_bytes(config: &[u8], safetensors: &'static [u8]) -> Result<Checkpoint> {
+        let scheme = quantised::scheme(config)?;
         let config = config::parse(config, None)?;
         let shard = SafeTensors::from_static("embedded model", safetensors)?;
         let names = shard.tensors().keys().map(|name| (name.clone(), 0)).collect();
-        Checkpoint::new(config, vec![shard], &names)
+        Checkpoint::new(config, scheme, vec![shard], &names)
     }
 
-    fn new(mut config: ModelConfig, shards: Vec<SafeTensors>, names: &HashMap<String, usize>) -> Result<Checkpoint> {
-        refuse_foreign(&config, names)?;
+    fn new(
+        mut config: ModelConfig,
+        scheme: Option<Scheme>,
+        shards: Vec<SafeTensors>,
+        names: &HashMap<String, usize>,
+    ) -> Result<Checkpoint> {
+        refuse_foreign(&config, scheme, names)?;
         let table = embedding_of(&mut config, &shards, names)?;
         let mut places = HashMap::new();
+        let mut quantised = Quantised::new(config.dtype);
         for part in Part::all(&config) {
+            if let Some(scheme) = scheme
+                && !part.is_vector()
+                && part != Part::Embedding
+                && quantised.add(scheme, &part.name(), part.shape(&config), &shards, names)?
+            {
+                continue;
+            }
             let place = if part == Part::Embedding { table } else { locate(&config, &shards, names, part)? };
             places.insert(part, place);
         }
@@ -281,7 +297,7 @@ impl Checkpoint {
         if let Some(place) = places.get(&Part::Layer(0, Q)) {
             config.dtype = place.dtype;
         }
-        Ok(Checkpoint { config, weights: Weights::SafeTensors { shards, places }, draft_cache: None })
+        Ok(Checkpoint { config, weights: Weights::SafeTensors { shards, places, quantised }, draft_cache: None })
     }
 
     /// The model's shape. Its dtype is the one of the first layer's query projection, and its head is tied where the weights
@@ -303,7 +319,9 @@ impl Checkpoint {
     /// Number format in which a part is read (of the whole model where the part does not exist).
     pub fn dtype(&self, part: Part) -> Dtype {
         let own = match &self.weights {
-            Weights::SafeTensors { places, .. } => places.get(&part).map(|place| place.dtype),
+            Weights::SafeTensors { places, quantised, .. } => {
+                places.get(&part).map(|place| place.dtype).or_else(|| quantised.dtype(&part.name()))
+            }
             Weights::Gguf { places, .. } => places.get(&part).map(|place| place.dtype),
         };
         own.unwrap_or(self.config.dtype)
@@ -323,7 +341,9 @@ impl Checkpoint {
     /// Whether the checkpoint has the part (biases and norms are optional; a tied head counts).
     pub fn has(&self, part: Part) -> bool {
         match &self.weights {
-            Weights::SafeTensors { places, .. } => places.contains_key(&part),
+            Weights::SafeTensors { places, quantised, .. } => {
+                places.contains_key(&part) || quantised.dtype(&part.name()).is_some()
+            }
             Weights::Gguf { places, .. } => places.contains_key(&part),
         }
     }
@@ -358,8 +378,10 @@ impl Checkpoint {
             )));
         }
         match &self.weights {
-            Weights::SafeTensors { shards, places } => {
-                let place = places[&part];
+            Weights::SafeTensors { shards, places, quantised } => {
+                let Some(&place) = places.get(&part) else {
+                    return quantised.read(shards, &part.name(), rows, out);
+                };
                 read_at(shards, Place { offset: place.offset + rows.start as u64 * row_bytes as u64, ..place }, out)
             }
             Weights::Gguf { gguf, places } if part.is_vector() => read_vector(gguf, &places[&part], width, out),
@@ -436,7 +458,7 @@ fn read_vector(gguf: &Gguf, place: &Packed, width: usize, out: &mut [u8]) -> Res
 }
 
 /// Writes values as little-endian bytes of a format, to the nearest; `values` and `out` have the same number of elements.
-fn round(dtype: Dtype, values: &[f32], out: &mut [u8]) {
+pub(crate) fn round(dtype: Dtype, values: &[f32], out: &mut [u8]) {
     match dtype {
         Dtype::Bf16 => {
             for (from, out) in values.iter().zip(out.as_chunks_mut().0) {
@@ -627,10 +649,19 @@ fn no_weights(dir: &Path) -> Error {
 
 /// Refuses tensors of the network's modules that it does not use as configured: ignoring a bias or a quantised tensor's
 /// scale would silently compute another function. [`RECOMPUTED`] may be present.
-fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Result<()> {
+fn refuse_foreign(config: &ModelConfig, scheme: Option<Scheme>, names: &HashMap<String, usize>) -> Result<()> {
     let mut sorted: Vec<&String> = names.keys().collect();
     sorted.sort_unstable();
+    let parts = Part::all(config).into_iter().filter(|part| !part.is_vector() && *part != Part::Embedding);
+    let matrices: HashSet<String> = parts.map(Part::name).collect();
+    let of_matrix = |name: &str| {
+        let (Some(scheme), Some((module, suffix))) = (scheme, name.rsplit_once('.')) else { return false };
+        scheme.owns(suffix) && matrices.contains(&format!("{module}.weight"))
+    };
     for name in sorted {
+        if of_matrix(name) {
+            continue;
+        }
         let in_layer = name.strip_prefix("model.layers.").and_then(|rest| rest.split_once('.'));
         let beside = [Part::Embedding, Part::FinalNorm, Part::Head].map(Part::name);
         let (layer, suffix) = match in_layer {
@@ -658,8 +689,10 @@ fn refuse_foreign(config: &ModelConfig, names: &HashMap<String, usize>) -> Resul
         ];
         if QUANTISED.iter().any(|end| suffix.ends_with(end)) {
             return Err(Error::model(
-                format!("quantised checkpoint (tensor \"{shown}\") is not supported"),
-                "use the unquantised checkpoint (BF16, F16 or F32): quantspec makes its own 4-bit draft weights from it",
+                format!(
+                    "tensor \"{shown}\" is of a quantised matrix, which quantization_config of config.json does not describe"
+                ),
+                "fetch config.json again from where the model is published, or use the unquantised checkpoint",
             ));
         }
         let inside = layer.is_none_or(|layer| layer.parse::<usize>().is_ok_and(|layer| layer < config.layers));

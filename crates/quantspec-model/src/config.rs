@@ -106,7 +106,6 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let object = object(config, "config.json")?;
     let fields = Fields { map: &object, place: "config.json" };
     let family = family(&fields)?;
-    refuse_quantised(&fields)?;
     refuse_activation(&fields)?;
     refuse_others(&fields)?;
 
@@ -287,20 +286,6 @@ fn family(fields: &Fields) -> Result<&'static Family> {
         }
     }
     Ok(family)
-}
-
-/// Refuses checkpoints whose tensors are not plain weights.
-fn refuse_quantised(fields: &Fields) -> Result<()> {
-    for name in ["quantization_config", "compression_config"] {
-        if let Some(inner) = fields.inner(name)? {
-            let method = shown(inner.text("quant_method")?.unwrap_or("unnamed method"));
-            return Err(Error::model(
-                format!("quantised checkpoint ({method}) is not supported"),
-                "use the unquantised checkpoint (BF16, F16 or F32): quantspec makes its own 4-bit draft weights from it",
-            ));
-        }
-    }
-    Ok(())
 }
 
 /// Refuses feed-forward networks that are not SwiGLU.

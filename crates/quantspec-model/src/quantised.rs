@@ -1,0 +1,511 @@
+//! Quantised matrices of safetensors files: FP8, compressed-tensors (INT8, INT4, FP8), GPTQ and AWQ, dequantised when they are read.
+//!
+//! `quantization_config` of config.json names the method; a module with a plain `weight` is not quantised, whatever the method.
+//! A value is (code − zero point) · scale in f32, rounded to the scales' type where the method's library computes in it, then to the model's type.
+
+use crate::safetensors::{SafeTensors, Tensor, shown};
+use half::{bf16, f16};
+use quantspec_core::config::Dtype;
+use quantspec_core::{Error, Result};
+use serde_json::{Map, Value};
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Matrices whose codes are kept in memory: backends read queries, keys and values side by side.
+const KEPT: usize = 3;
+
+/// How a method stores codes; one file's quantised matrices are all stored alike.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Codes {
+    /// e4m3 without infinities, `[outputs][inputs]`.
+    Fp8,
+    /// Signed bytes, `[outputs][inputs]`.
+    Int8,
+    /// Codes plus half their range in words, `[outputs][inputs / codes of a word]`.
+    Words { bits: usize },
+    /// Words of inputs, `[inputs / codes of a word][outputs]`; `v1` stores zero points less one.
+    Gptq { bits: usize, v1: bool },
+    /// Words of 8 outputs in interleaved order, `[inputs][outputs / 8]`.
+    Awq,
+}
+
+/// Weights that share a scale: rows (outputs) and columns (inputs). None stands for all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Block {
+    rows: Option<usize>,
+    columns: Option<usize>,
+}
+
+/// What `quantization_config` says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Scheme {
+    codes: Codes,
+    /// None where the shape of the scales says it.
+    block: Option<Block>,
+    zeros: bool,
+    /// The method's library multiplies in the scales' type.
+    through_scales: bool,
+}
+
+/// Place in a 32-bit word of AWQ of the output of this index modulo 8.
+const AWQ_PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
+
+fn unsupported(what: String) -> Error {
+    Error::model(
+        format!("quantization_config: {what} is not supported"),
+        "use a checkpoint in FP8 (e4m3), compressed-tensors INT8 or INT4, GPTQ or AWQ (gemm), or the unquantised one",
+    )
+}
+
+/// Reads the scheme from the bytes of config.json; None where the checkpoint is not quantised.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Model`] naming a method, an option or a value that is not supported.
+pub(crate) fn scheme(config: &[u8]) -> Result<Option<Scheme>> {
+    let Ok(Value::Object(config)) = serde_json::from_slice(config) else { return Ok(None) };
+    let found = ["quantization_config", "compression_config"].iter().find_map(|name| present(&config, name));
+    let Some(fields) = found else { return Ok(None) };
+    let Value::Object(fields) = fields else { return Err(unsupported(said(fields))) };
+    let method = present(fields, "quant_method").and_then(Value::as_str).unwrap_or("unnamed method");
+    match method {
+        "fp8" => fp8(fields),
+        "compressed-tensors" => compressed(fields),
+        "gptq" => gptq(fields),
+        "awq" => awq(fields),
+        other => Err(unsupported(format!("method \"{}\"", shown(other)))),
+    }
+    .map(Some)
+}
+
+fn present<'a>(fields: &'a Map<String, Value>, name: &str) -> Option<&'a Value> {
+    fields.get(name).filter(|value| !value.is_null())
+}
+
+fn said(value: &Value) -> String {
+    shown(&value.to_string())
+}
+
+/// The option must be absent or have one of these values.
+fn one_of(fields: &Map<String, Value>, name: &str, allowed: &[Value]) -> Result<()> {
+    match present(fields, name) {
+        Some(value) if !allowed.contains(value) => Err(unsupported(format!("{name} {}", said(value)))),
+        _ => Ok(()),
+    }
+}
+
+fn size(name: &str, value: Option<&Value>) -> Result<usize> {
+    match value.and_then(Value::as_u64) {
+        Some(size @ 1..=0xffff_ffff) => Ok(size as usize),
+        _ => Err(unsupported(format!("{name} {}", value.map_or("(missing)".to_string(), said)))),
+    }
+}
+
+/// Inputs of a group: all where the value is −1.
+fn group_size(fields: &Map<String, Value>) -> Result<Option<usize>> {
+    match present(fields, "group_size") {
+        Some(value) if value.as_i64() == Some(-1) => Ok(None),
+        value => size("group_size", value).map(Some),
+    }
+}
+
+/// Rows and columns of a block of scales.
+fn block_size(name: &str, value: &Value) -> Result<Block> {
+    let [rows, columns] = value.as_array().map_or(&[] as &[Value], Vec::as_slice) else {
+        return Err(unsupported(format!("{name} {}", said(value))));
+    };
+    Ok(Block { rows: Some(size(name, Some(rows))?), columns: Some(size(name, Some(columns))?) })
+}
+
+fn fp8(fields: &Map<String, Value>) -> Result<Scheme> {
+    one_of(fields, "fmt", &["e4m3".into(), "float8_e4m3fn".into()])?;
+    let block = present(fields, "weight_block_size").map(|value| block_size("weight_block_size", value)).transpose()?;
+    Ok(Scheme { codes: Codes::Fp8, block, zeros: false, through_scales: false })
+}
+
+fn compressed(fields: &Map<String, Value>) -> Result<Scheme> {
+    for name in ["kv_cache_scheme", "sparsity_config", "transform_config"] {
+        match present(fields, name) {
+            Some(Value::Object(map))
+                if map.is_empty() || map.get("format").and_then(Value::as_str) == Some("dense") => {}
+            Some(value) => return Err(unsupported(format!("{name} {}", said(value)))),
+            None => {}
+        }
+    }
+    one_of(fields, "quantization_status", &["compressed".into(), "frozen".into()])?;
+    let groups = present(fields, "config_groups").and_then(Value::as_object);
+    let mut schemes = Vec::new();
+    for group in groups.into_iter().flat_map(Map::values) {
+        let format = present(fields, "format").or_else(|| group.get("format")).and_then(Value::as_str);
+        match group.get("weights").and_then(Value::as_object) {
+            Some(weights) => schemes.push(compressed_weights(weights, format)?),
+            None => return Err(unsupported("a config group without weights".to_string())),
+        }
+    }
+    let Some(first) = schemes.first() else { return Err(unsupported("config_groups without a group".to_string())) };
+    if schemes.iter().any(|scheme| scheme != first) {
+        return Err(unsupported(format!("{} different config_groups", schemes.len())));
+    }
+    Ok(*first)
+}
+
+fn compressed_weights(weights: &Map<String, Value>, format: Option<&str>) -> Result<Scheme> {
+    let bits = size("num_bits", present(weights, "num_bits"))?;
+    let kind = present(weights, "type").and_then(Value::as_str).unwrap_or("int");
+    let codes = match (format.unwrap_or("none"), kind, bits) {
+        ("pack-quantized", "int", 4 | 8) => Codes::Words { bits },
+        ("int-quantized" | "naive-quantized", "int", 8) => Codes::Int8,
+        ("float-quantized" | "naive-quantized", "float", 8) => Codes::Fp8,
+        (format, kind, bits) => {
+            return Err(unsupported(format!("{} of type {} with {bits} bits", shown(format), shown(kind))));
+        }
+    };
+    let each = Some(1);
+    let block = match present(weights, "strategy").and_then(Value::as_str).unwrap_or("none") {
+        "tensor" => Block { rows: None, columns: None },
+        "channel" => Block { rows: each, columns: None },
+        "group" => Block { rows: each, columns: group_size(weights)? },
+        "block" => block_size("block_structure", weights.get("block_structure").unwrap_or(&Value::Null))?,
+        other => return Err(unsupported(format!("strategy \"{}\"", shown(other)))),
+    };
+    let zeros = present(weights, "symmetric") == Some(&Value::Bool(false));
+    if zeros && (codes == Codes::Fp8 || block.rows != each) {
+        return Err(unsupported("an asymmetric scheme of this type and strategy".to_string()));
+    }
+    Ok(Scheme { codes, block: Some(block), zeros, through_scales: true })
+}
+
+fn gptq(fields: &Map<String, Value>) -> Result<Scheme> {
+    let bits = size("bits", present(fields, "bits"))?;
+    if bits != 4 && bits != 8 {
+        return Err(unsupported(format!("GPTQ with {bits} bits")));
+    }
+    one_of(fields, "checkpoint_format", &["gptq".into(), "gptq_v2".into()])?;
+    let v1 = present(fields, "checkpoint_format").and_then(Value::as_str) != Some("gptq_v2");
+    let block = Block { rows: Some(1), columns: group_size(fields)? };
+    Ok(Scheme { codes: Codes::Gptq { bits, v1 }, block: Some(block), zeros: true, through_scales: true })
+}
+
+fn awq(fields: &Map<String, Value>) -> Result<Scheme> {
+    one_of(fields, "bits", &[4.into()])?;
+    one_of(fields, "version", &["gemm".into(), "GEMM".into()])?;
+    one_of(fields, "zero_point", &[true.into()])?;
+    let block = Block { rows: Some(1), columns: group_size(fields)? };
+    Ok(Scheme { codes: Codes::Awq, block: Some(block), zeros: true, through_scales: true })
+}
+
+impl Scheme {
+    /// Names of the codes, the scales (the first that is there), the zero points and each input's group, after the module's.
+    fn names(&self) -> (&'static str, &'static [&'static str], &'static str, &'static str) {
+        match self.codes {
+            Codes::Fp8 | Codes::Int8 => {
+                ("weight", &["weight_scale", "weight_scale_inv"], "weight_zero_point", "weight_g_idx")
+            }
+            Codes::Words { .. } => ("weight_packed", &["weight_scale"], "weight_zero_point", "weight_g_idx"),
+            Codes::Gptq { .. } | Codes::Awq => ("qweight", &["scales"], "qzeros", "g_idx"),
+        }
+    }
+
+    /// Whether a tensor of this name belongs to a quantised matrix. Scales of activations are not needed: these are not quantised.
+    pub(crate) fn owns(&self, suffix: &str) -> bool {
+        let (codes, scales, zeros, groups) = self.names();
+        suffix == codes
+            || scales.contains(&suffix)
+            || (self.zeros && suffix == zeros)
+            || (suffix == groups && self.codes != Codes::Awq)
+            || suffix == "weight_shape" && matches!(self.codes, Codes::Words { .. })
+            || suffix == "input_scale" && self.codes == Codes::Fp8
+    }
+}
+
+/// A tensor of one of the shards.
+#[derive(Clone, Debug)]
+struct Source {
+    shard: usize,
+    tensor: Tensor,
+}
+
+impl Source {
+    fn bytes(&self, shards: &[SafeTensors]) -> Result<Vec<u8>> {
+        let shard = shards.get(self.shard).ok_or_else(|| Error::internal("a shard is not open".to_string()))?;
+        let mut bytes = vec![0; self.tensor.bytes as usize];
+        shard.read(self.tensor.offset, &mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+/// A quantised matrix, checked.
+#[derive(Debug)]
+struct Matrix {
+    name: String,
+    rows: usize,
+    columns: usize,
+    scheme: Scheme,
+    codes: Source,
+    scales: Source,
+    /// Rows that share a scale, and groups of columns.
+    block_rows: usize,
+    block_columns: usize,
+    groups: usize,
+    zeros: Option<Source>,
+    order: Option<Source>,
+}
+
+/// A matrix in memory.
+struct Loaded {
+    codes: Vec<u8>,
+    /// `[rows / block rows][groups]`, as are the zero points.
+    scales: Vec<f32>,
+    zeros: Vec<i16>,
+    /// Group of each column.
+    order: Vec<u32>,
+}
+
+/// The quantised matrices of a checkpoint, by the name of the weight that each stands for.
+pub(crate) struct Quantised {
+    matrices: HashMap<String, Matrix>,
+    dtype: Dtype,
+    kept: Mutex<Vec<(String, Arc<Loaded>)>>,
+}
+
+impl std::fmt::Debug for Quantised {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Quantised").field("matrices", &self.matrices.len()).field("dtype", &self.dtype).finish()
+    }
+}
+
+impl Quantised {
+    /// No matrices, which will be read in a number format.
+    pub(crate) fn new(dtype: Dtype) -> Quantised {
+        Quantised { matrices: HashMap::new(), dtype, kept: Mutex::new(Vec::new()) }
+    }
+
+    /// The number format of a matrix; None where it is not quantised.
+    pub(crate) fn dtype(&self, name: &str) -> Option<Dtype> {
+        self.matrices.get(name).map(|_| self.dtype)
+    }
+
+    /// Finds and checks the tensors of the matrix that stands for a weight. False where its weight is stored plainly or not at all.
+    pub(crate) fn add(
+        &mut self,
+        scheme: Scheme,
+        weight: &str,
+        (rows, columns): (usize, usize),
+        shards: &[SafeTensors],
+        names: &HashMap<String, usize>,
+    ) -> Result<bool> {
+        let module = weight.strip_suffix(".weight").unwrap_or(weight);
+        let find = |suffix: &str| {
+            let name = format!("{module}.{suffix}");
+            let shard = *names.get(&name)?;
+            let tensor = shards.get(shard)?.tensors().get(&name)?.clone();
+            Some(Source { shard, tensor })
+        };
+        let (codes_name, scale_names, zeros_name, order_name) = scheme.names();
+        let Some(codes) = find(codes_name) else { return Ok(false) };
+        if codes_name == "weight" && ["BF16", "F16", "F32"].contains(&codes.tensor.dtype) {
+            return Ok(false);
+        }
+        let missing = |suffix: &str| {
+            Error::model(
+                format!("the checkpoint has no tensor \"{module}.{suffix}\", which quantization_config asks for"),
+                "config.json and the weights are of different models, or the download is incomplete; fetch both again",
+            )
+        };
+        let word = |bits: usize| 32 / bits;
+        let (dtype, shape) = match scheme.codes {
+            Codes::Fp8 => ("F8_E4M3", vec![rows, columns]),
+            Codes::Int8 => ("I8", vec![rows, columns]),
+            Codes::Words { bits } => ("I32", vec![rows, columns.div_ceil(word(bits))]),
+            Codes::Gptq { bits, .. } => ("I32", vec![columns.div_ceil(word(bits)), rows]),
+            Codes::Awq => ("I32", vec![columns, rows.div_ceil(8)]),
+        };
+        let check = |source: &Source, suffix: &str, dtypes: &[&str], shapes: &[Vec<usize>]| {
+            let Tensor { dtype, shape, .. } = &source.tensor;
+            if dtypes.contains(dtype) && shapes.contains(shape) {
+                return Ok(());
+            }
+            let wanted = shapes.first().map(Vec::as_slice).unwrap_or_default();
+            Err(Error::model(
+                format!(
+                    "tensor \"{module}.{suffix}\" is {dtype} {shape:?}, config.json asks for {} {wanted:?}",
+                    dtypes.join(" or ")
+                ),
+                "config.json and the weights are of different models; fetch both again",
+            ))
+        };
+        check(&codes, codes_name, &[dtype], &[shape])?;
+        let found = scale_names.iter().find_map(|name| Some((*name, find(name)?)));
+        let (scales_name, scales) = found.ok_or_else(|| missing(scale_names[0]))?;
+        // Without a stated block, scales are for the whole matrix or for each row.
+        let block = scheme.block.unwrap_or(match scales.tensor.shape.as_slice() {
+            [] | [1] | [1, 1] => Block { rows: None, columns: None },
+            _ => Block { rows: Some(1), columns: None },
+        });
+        let (block_rows, block_columns) = (block.rows.unwrap_or(rows), block.columns.unwrap_or(columns));
+        let (bands, groups) = (rows.div_ceil(block_rows), columns.div_ceil(block_columns));
+        let transposed = matches!(scheme.codes, Codes::Gptq { .. } | Codes::Awq);
+        let mut shapes = vec![if transposed { vec![groups, bands] } else { vec![bands, groups] }];
+        if groups == 1 && !transposed {
+            shapes.push(vec![bands]);
+            shapes.extend((bands == 1).then(Vec::new));
+        }
+        check(&scales, scales_name, &["BF16", "F16", "F32"], &shapes)?;
+        let zeros = if scheme.zeros { Some(find(zeros_name).ok_or_else(|| missing(zeros_name))?) } else { None };
+        if let Some(zeros) = &zeros {
+            let (dtype, shape) = match scheme.codes {
+                Codes::Fp8 | Codes::Int8 => ("I8", vec![rows, groups]),
+                Codes::Words { bits } => ("I32", vec![rows.div_ceil(word(bits)), groups]),
+                Codes::Gptq { bits, .. } => ("I32", vec![groups, rows.div_ceil(word(bits))]),
+                Codes::Awq => ("I32", vec![groups, rows.div_ceil(8)]),
+            };
+            check(zeros, zeros_name, &[dtype], &[shape])?;
+        }
+        let order = if scheme.codes == Codes::Awq { None } else { find(order_name) };
+        if let Some(order) = &order {
+            check(order, order_name, &["I32"], &[vec![columns]])?;
+        }
+        let matrix = Matrix {
+            name: module.to_string(),
+            rows,
+            columns,
+            scheme,
+            codes,
+            scales,
+            block_rows,
+            block_columns,
+            groups,
+            zeros,
+            order,
+        };
+        self.matrices.insert(weight.to_string(), matrix);
+        Ok(true)
+    }
+
+    /// Reads rows of a matrix in its number format.
+    pub(crate) fn read(&self, shards: &[SafeTensors], weight: &str, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
+        let Some(matrix) = self.matrices.get(weight) else {
+            return Err(Error::internal(format!("{weight} is not quantised")));
+        };
+        let loaded = self.loaded(shards, weight, matrix)?;
+        let mut values = vec![0.0; matrix.columns];
+        for (row, out) in rows.zip(out.chunks_exact_mut(matrix.columns * self.dtype.bytes())) {
+            matrix.decode(&loaded, row, &mut values);
+            crate::checkpoint::round(self.dtype, &values, out);
+        }
+        Ok(())
+    }
+
+    fn loaded(&self, shards: &[SafeTensors], weight: &str, matrix: &Matrix) -> Result<Arc<Loaded>> {
+        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, loaded)) = kept.iter().find(|(name, _)| name == weight) {
+            return Ok(Arc::clone(loaded));
+        }
+        if kept.len() == KEPT {
+            kept.remove(0);
+        }
+        let loaded = Arc::new(matrix.load(shards)?);
+        kept.push((weight.to_string(), Arc::clone(&loaded)));
+        Ok(loaded)
+    }
+}
+
+impl Matrix {
+    fn load(&self, shards: &[SafeTensors]) -> Result<Loaded> {
+        let codes = self.codes.bytes(shards)?;
+        let raw = self.scales.bytes(shards)?;
+        let stored: Vec<f32> = match self.scales.tensor.dtype {
+            "BF16" => raw.as_chunks().0.iter().map(|raw| bf16::from_le_bytes(*raw).to_f32()).collect(),
+            "F16" => raw.as_chunks().0.iter().map(|raw| f16::from_le_bytes(*raw).to_f32()).collect(),
+            _ => raw.as_chunks().0.iter().map(|raw| f32::from_le_bytes(*raw)).collect(),
+        };
+        let (bands, groups) = (self.rows.div_ceil(self.block_rows), self.groups);
+        let transposed = matches!(self.scheme.codes, Codes::Gptq { .. } | Codes::Awq);
+        let at = |band: usize, group: usize| if transposed { group * bands + band } else { band * groups + group };
+        let cells = || (0..bands).flat_map(|band| (0..groups).map(move |group| (band, group)));
+        let scales = cells().map(|(band, group)| stored[at(band, group)]).collect();
+        let zeros = match &self.zeros {
+            None => Vec::new(),
+            Some(zeros) => {
+                let raw = zeros.bytes(shards)?;
+                cells().map(|(row, group)| self.zero(&raw, row, group)).collect()
+            }
+        };
+        let order = match &self.order {
+            None => (0..self.columns).map(|column| (column / self.block_columns) as u32).collect(),
+            Some(order) => order.bytes(shards)?.as_chunks().0.iter().map(|raw| u32::from_le_bytes(*raw)).collect(),
+        };
+        let order: Vec<u32> = order;
+        match order.iter().find(|&&group| group as usize >= groups) {
+            Some(&group) => Err(Error::model(
+                format!("tensor \"{}.g_idx\" names group {} of {groups}", self.name, group as i32),
+                "the file is damaged; fetch it again from where the model is published",
+            )),
+            None => Ok(Loaded { codes, scales, zeros, order }),
+        }
+    }
+
+    fn zero(&self, raw: &[u8], row: usize, group: usize) -> i16 {
+        match self.scheme.codes {
+            Codes::Fp8 | Codes::Int8 => i16::from(raw[row * self.groups + group] as i8),
+            Codes::Words { bits } => {
+                let per = 32 / bits;
+                field(raw, row / per * self.groups + group, row % per, bits) - (1 << (bits - 1))
+            }
+            Codes::Gptq { bits, v1 } => {
+                let per = 32 / bits;
+                let zero = field(raw, group * self.rows.div_ceil(per) + row / per, row % per, bits);
+                (zero + i16::from(v1)) & ((1 << bits) - 1)
+            }
+            Codes::Awq => field(raw, group * self.rows.div_ceil(8) + row / 8, AWQ_PLACES[row % 8], 4),
+        }
+    }
+
+    fn decode(&self, loaded: &Loaded, row: usize, out: &mut [f32]) {
+        let band = row / self.block_rows * self.groups;
+        for (column, (out, &group)) in out.iter_mut().zip(&loaded.order).enumerate() {
+            let code = match self.scheme.codes {
+                Codes::Fp8 => e4m3(loaded.codes[row * self.columns + column]),
+                Codes::Int8 => f32::from(loaded.codes[row * self.columns + column] as i8),
+                Codes::Words { bits } => {
+                    let per = 32 / bits;
+                    let word = row * self.columns.div_ceil(per) + column / per;
+                    f32::from(field(&loaded.codes, word, column % per, bits) - (1 << (bits - 1)))
+                }
+                Codes::Gptq { bits, .. } => {
+                    let per = 32 / bits;
+                    f32::from(field(&loaded.codes, column / per * self.rows + row, column % per, bits))
+                }
+                Codes::Awq => {
+                    let word = column * self.rows.div_ceil(8) + row / 8;
+                    f32::from(field(&loaded.codes, word, AWQ_PLACES[row % 8], 4))
+                }
+            };
+            let cell = band + group as usize;
+            let zero = loaded.zeros.get(cell).map_or(0.0, |&zero| f32::from(zero));
+            let value = (code - zero) * loaded.scales[cell];
+            *out = match self.scales.tensor.dtype {
+                "BF16" if self.scheme.through_scales => bf16::from_f32(value).to_f32(),
+                "F16" if self.scheme.through_scales => f16::from_f32(value).to_f32(),
+                _ => value,
+            };
+        }
+    }
+}
+
+/// A field of a 32-bit word, counted from its lowest bits.
+fn field(raw: &[u8], word: usize, place: usize, bits: usize) -> i16 {
+    let bit = place * bits;
+    i16::from(raw[4 * word + bit / 8] >> (bit % 8)) & ((1 << bits) - 1)
+}
+
+/// FP8 with 4 bits of exponent (bias 7) and 3 of mantissa; 0x7f and 0xff are NaN, and there is no infinity.
+fn e4m3(code: u8) -> f32 {
+    let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+    let magnitude = match (exponent, code & 7) {
+        (15, 7) => f32::NAN,
+        (0, _) => mantissa / 512.0,
+        _ => (8.0 + mantissa) * (2.0f32).powi(exponent - 10),
+    };
+    if code >= 0x80 { -magnitude } else { magnitude }
+}

@@ -1,0 +1,142 @@
+//! Quantised safetensors against the values of NumPy (golden/quantised.py), bit for bit, and files that cannot be used.
+
+#[path = "support/folder.rs"]
+mod folder;
+
+use folder::Folder;
+use quantspec_core::config::Dtype;
+use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
+use quantspec_model::safetensors::SafeTensors;
+use serde_json::{Map, Value, json};
+use std::path::PathBuf;
+
+const MODULES: [&str; 7] = [
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+];
+
+type Tensors = Vec<(String, &'static str, Vec<usize>, Vec<u8>)>;
+
+fn golden() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden")
+}
+
+fn formats() -> Map<String, Value> {
+    let text = std::fs::read(golden().join("quantised.json")).expect("formats");
+    serde_json::from_slice(&text).expect("JSON")
+}
+
+/// All tensors of a format, the plain ones too, and the expected matrices.
+fn tensors(format: &str) -> (Tensors, Tensors) {
+    let file = SafeTensors::open(&golden().join("quantised.safetensors")).expect("golden");
+    let plain = [
+        ("model.embed_tokens.weight", vec![8, 32]),
+        ("lm_head.weight", vec![8, 32]),
+        ("model.norm.weight", vec![32]),
+        ("model.layers.0.input_layernorm.weight", vec![32]),
+        ("model.layers.0.post_attention_layernorm.weight", vec![32]),
+    ];
+    let zeros = |shape: &[usize]| vec![0; 2 * shape.iter().product::<usize>()];
+    let mut stored: Tensors =
+        plain.into_iter().map(|(name, shape)| (name.to_string(), "F16", shape.clone(), zeros(&shape))).collect();
+    let mut expected = Vec::new();
+    for (name, tensor) in file.tensors() {
+        let Some(name) = name.strip_prefix(format).and_then(|rest| rest.strip_prefix('/')) else { continue };
+        let mut bytes = vec![0; tensor.bytes as usize];
+        file.read(tensor.offset, &mut bytes).expect("bytes");
+        let list = if name.ends_with(".expected") { &mut expected } else { &mut stored };
+        list.push((name.to_string(), tensor.dtype, tensor.shape.clone(), bytes));
+    }
+    (stored, expected)
+}
+
+fn write(folder: &Folder, quantisation: &Value, tensors: &Tensors) {
+    let config = json!({
+        "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 8, "torch_dtype": "float16", "quantization_config": quantisation
+    });
+    folder.write("config.json", config.to_string().as_bytes());
+    let (mut header, mut body) = (Map::new(), Vec::new());
+    for (name, dtype, shape, bytes) in tensors {
+        let start = body.len();
+        body.extend(bytes);
+        header.insert(name.clone(), json!({"dtype": dtype, "shape": shape, "data_offsets": [start, body.len()]}));
+    }
+    let header = Value::Object(header).to_string();
+    folder.write("model.safetensors", &[&(header.len() as u64).to_le_bytes(), header.as_bytes(), &body].concat());
+}
+
+#[test]
+fn values_are_those_of_an_independent_reader_bit_for_bit() {
+    for (format, quantisation) in formats() {
+        let (stored, expected) = tensors(&format);
+        let folder = Folder::empty();
+        write(&folder, &quantisation, &stored);
+        let checkpoint = Checkpoint::open(folder.path()).unwrap_or_else(|error| panic!("{format}: {error:?}"));
+        for (part, module) in LayerPart::MATRICES.into_iter().zip(MODULES) {
+            let part = Part::Layer(0, part);
+            let (_, _, _, values) = expected.iter().find(|entry| entry.0.contains(module)).expect("values");
+            assert_eq!((checkpoint.dtype(part), checkpoint.bytes(part)), (Dtype::F16, values.len()), "{format}");
+            let rows = checkpoint.shape(part).0;
+            let mut whole = vec![0; values.len()];
+            checkpoint.read(part, 0..rows, &mut whole).expect("read");
+            assert!(whole == *values, "{format}: {module}");
+            let row = values.len() / rows;
+            checkpoint.read(part, 3..5, &mut whole[..2 * row]).expect("rows");
+            assert!(whole[..2 * row] == values[3 * row..5 * row], "{format}: rows of {module}");
+        }
+    }
+}
+
+#[test]
+fn what_is_missing_or_of_another_shape_is_refused() {
+    for (format, quantisation) in formats() {
+        let (stored, _) = tensors(&format);
+        for index in 5..stored.len() {
+            let name = stored[index].0.clone();
+            let optional = name.ends_with("g_idx") || name.ends_with("weight_shape");
+            let mut damaged = [stored.clone(), stored.clone(), stored.clone()];
+            damaged[0].remove(index);
+            (damaged[1][index].2, damaged[1][index].3) = (vec![0], Vec::new());
+            damaged[2][index].1 = if damaged[2][index].1 == "F16" { "I16" } else { "U16" };
+            damaged[2][index].2 = vec![damaged[2][index].3.len() / 2];
+            for (number, tensors) in damaged.iter().enumerate() {
+                if optional && (number == 0 || name.ends_with("weight_shape")) {
+                    continue;
+                }
+                let folder = Folder::empty();
+                write(&folder, &quantisation, tensors);
+                let error = Checkpoint::open(folder.path()).expect_err(&name);
+                assert!(!error.message.contains('\n') && !error.hint.is_empty(), "{error:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn options_that_are_not_read_are_refused() {
+    let (stored, _) = tensors("gptq4");
+    for (quantisation, expected) in [
+        (json!({"quant_method": "bitsandbytes"}), "method \"bitsandbytes\""),
+        (json!({"quant_method": "gptq", "bits": 3, "group_size": 16}), "GPTQ with 3 bits"),
+        (json!({"quant_method": "gptq", "bits": 4, "group_size": 0}), "group_size 0"),
+        (
+            json!({"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "marlin"}),
+            "checkpoint_format \"marlin\"",
+        ),
+        (json!({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemv"}), "version \"gemv\""),
+        (json!({"quant_method": "fp8", "weight_block_size": [0, 128]}), "weight_block_size 0"),
+        (json!({"quant_method": "compressed-tensors", "config_groups": {}}), "config_groups without a group"),
+        (json!([]), "[]"),
+    ] {
+        let folder = Folder::empty();
+        write(&folder, &quantisation, &stored);
+        let error = Checkpoint::open(folder.path()).expect_err(expected);
+        assert!(error.message.contains(expected) && !error.message.contains('\n'), "{error:?}");
+    }
+}
