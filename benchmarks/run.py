@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""Measure the CPU cases of docs/benchmarks.md, and render every table of that page from benchmarks/results/.
+
+    python benchmarks/run.py [--models DIR]     measure, write results/cpu.json, render
+    python benchmarks/run.py --render           render only
+    python benchmarks/run.py --check            exit 1 if the page is not its rendering
+
+One run measures all cases with one build and writes one file. A speed-up is a ratio of mean times of that run.
+DIR holds the checkpoint seed-gqa; its case is left out without it. GPU results come from run_gpu.sh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks/results"
+PAGE = ROOT / "docs/benchmarks.md"
+METHODS = "ar-fp16,ar-int8,quantspec"
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One `quantspec bench`.
+
+    Attributes:
+        name: of the case in results/cpu.json and of its model on the page.
+        source: "demo", a checkpoint of --models, or "widened" (the demo model by tools/widen.py).
+        options: of `quantspec bench`.
+    """
+
+    name: str
+    source: str
+    options: tuple[str, ...]
+
+
+DEPTHS = ("-p", "512", "-n", "128", "-d", "0,4096,16384", "-r", "3", "--methods", METHODS)
+CASES = (
+    Case("demo", "demo", DEPTHS),
+    Case("seed-gqa", "seed-gqa", DEPTHS),
+    Case("demo, widened 4 times, 12 layers", "widened", DEPTHS),
+)
+WIDEN = ("--times", "4", "--layers", "12")
+
+
+def run(*command: str) -> str:
+    """Standard output of a command; its errors go to the terminal."""
+    return subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+
+
+def measure(models: Path | None) -> None:
+    """Runs every case whose model is there and writes results/cpu.json."""
+    measured: dict[str, Any] = {"commit": run("git", "rev-parse", "HEAD").strip(), "cases": {}}
+    with tempfile.TemporaryDirectory() as folder:
+        wide = Path(folder) / "wide"
+        run(sys.executable, "tools/widen.py", "python/quantspec_cli/demo", str(wide), *WIDEN)
+        for case in CASES:
+            if case.source not in ("demo", "widened") and models is None:
+                sys.stderr.write(f"left out: {case.name} (needs --models)\n")
+                continue
+            model = {"demo": [], "widened": ["-m", str(wide)]}.get(case.source, ["-m", f"{models}/{case.source}"])
+            sys.stderr.write(f"measuring {case.name}\n")
+            out = run(
+                sys.executable, "-m", "quantspec_cli", "bench", *model, *case.options, "--device", "cpu", "--json"
+            )
+            measured["cases"][case.name] = {"options": list(case.options), "rows": json.loads(out)}
+    (RESULTS / "cpu.json").write_text(json.dumps(measured, indent=1) + "\n")
+
+
+def table(head: list[str], lines: list[list[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+
+
+def speedup(row: Row, rows: list[Row]) -> float:
+    """Mean time of plain decoding with an FP16 cache at the same depth, divided by the row's."""
+    plain = [r for r in rows if (r["method"], r["kv_target"], r["n_depth"]) == ("ar", "fp16", row["n_depth"])]
+    return float(plain[0]["ms_per_token"] / row["ms_per_token"])
+
+
+def spread(row: Row) -> str:
+    """Slowest repetition divided by the fastest."""
+    samples = row["samples_ms_per_token"]
+    return f"{max(samples) / min(samples):.2f}"
+
+
+def accepted(row: Row) -> str:
+    """Share of drafted tokens that were accepted."""
+    rate = row["acceptance_rate"]
+    return "" if rate is None else f"{100 * rate:.0f} %"
+
+
+def label(row: Row) -> str:
+    """A row's method as a reader knows it."""
+    if row["method"] == "ar":
+        return f"plain, {row['kv_target'].upper()} cache"
+    return row["method"] if row["draft_pages"] == "all" else f"{row['method']}, best {row['draft_pages']} pages"
+
+
+def cpu() -> str:
+    """The section between the markers `cpu`."""
+    measured = json.loads((RESULTS / "cpu.json").read_text())
+    rows = [row for case in measured["cases"].values() for row in case["rows"]]
+    first = rows[0]
+    parts = [
+        f"{first['device_name']}, SIMD path {first['simd']}, {first['threads']} threads, commit `{measured['commit'][:12]}`,"
+        f" `quantspec bench {' '.join(next(iter(measured['cases'].values()))['options'])}`."
+    ]
+    for name, case in measured["cases"].items():
+        decode = [row for row in case["rows"] if row["test"] == "tg"]
+        lines = [
+            [
+                f"{row['n_depth']:,}",
+                label(row),
+                f"{row['tokens_per_s']:.0f}",
+                f"{speedup(row, decode):.2f}×",
+                spread(row),
+                accepted(row),
+            ]
+            for row in decode
+        ]
+        head = ["context", "method", "tokens/s", "speed-up", "slowest / fastest run", "accepted"]
+        prompts = [
+            f"{row['tokens_per_s']:,.0f} after {row['n_depth']:,}" for row in case["rows"] if row["test"] == "pp"
+        ]
+        said = f"Prompt of 512 tokens, tokens/s after a context: {', '.join(prompts)}."
+        parts += [f"### {name}", table(head, lines), said]
+    return "\n\n".join(parts)
+
+
+def gpu_rows() -> list[Row]:
+    """Rows of results/h200-wide7.json."""
+    found: list[Row] = json.loads((RESULTS / "h200-wide7.json").read_text())
+    return found
+
+
+def gpu() -> str:
+    """The section between the markers `gpu`."""
+    rows = gpu_rows()
+    lines = [
+        [
+            f"{row['n_depth']:,}",
+            label(row),
+            f"{row['ms_per_token']:.2f}",
+            f"{row['tokens_per_s']:.0f}",
+            f"{speedup(row, rows):.2f}×",
+            accepted(row),
+        ]
+        for row in rows
+    ]
+    return table(["context", "method", "ms/token", "tokens/s", "speed-up", "accepted"], lines)
+
+
+def rendered(page: str) -> str:
+    """The page with its tables made anew."""
+    for name, section in (("cpu", cpu()), ("gpu", gpu())):
+        marked = rf"(<!-- {name} -->\n)(?:.*\n)?(<!-- /{name} -->)"
+        page, found = re.subn(marked, lambda m, text=section: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL)  # type: ignore[misc]
+        if found != 1:
+            sys.exit(
+                f"error: {PAGE.name} has {found} pairs of markers {name}\nhint: keep <!-- {name} --> and <!-- /{name} -->"
+            )
+    return page
+
+
+def main() -> None:
+    """Measures, renders or checks."""
+    parser = argparse.ArgumentParser(description="Measure and render docs/benchmarks.md.")
+    parser.add_argument("--models", type=Path, help="directory that holds seed-gqa")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--render", action="store_true", help="do not measure")
+    only.add_argument("--check", action="store_true", help="do not measure or write; fail if the page is stale")
+    options = parser.parse_args()
+    if not options.render and not options.check:
+        measure(options.models)
+    page = PAGE.read_text()
+    if options.check:
+        sys.exit(
+            0 if rendered(page) == page else "error: docs/benchmarks.md is stale\nhint: benchmarks/run.py --render"
+        )
+    PAGE.write_text(rendered(page))
+
+
+if __name__ == "__main__":
+    main()
