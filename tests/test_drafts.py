@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -144,22 +142,6 @@ def test_a_full_disk_is_one_warning_and_leaves_nothing(tmp_path: Path) -> None:
     assert done.stderr.count("warning: draft weights are not cached: ") == 1
     assert "file too large" in done.stderr
     assert list(folder.iterdir()) == []
-
-
-def test_drafts_of_a_deleted_model_go_a_week_later(quantspec: Run, folder: Path, tmp_path: Path) -> None:
-    def load(name: str) -> set[str]:
-        copy_demo(tmp_path / name)
-        assert quantspec(*COMMAND, "--model", str(tmp_path / name)).code == 0
-        return {path.name.partition("-")[0] for path in folder.iterdir()}
-
-    load("a")
-    load("b")
-    shutil.rmtree(tmp_path / "a")
-    assert load("c") == {"a", "b", "c"}
-    unused = time.time() - 8 * 24 * 3600
-    for draft in folder.iterdir():
-        os.utime(draft, (unused, unused))
-    assert load("d") == {"b", "c", "d"}
 
 
 def test_doctor_shows_place_and_size(quantspec: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,8 @@ fn load(
     threads: usize,
 ) -> (Vec<u32>, Origin) {
     if let Some(Folder(path)) = folder {
-        let cache = DraftCache { folder: path.clone(), model: std::env::temp_dir(), smallest_bytes: 0 };
+        let cache =
+            DraftCache { folder: path.clone(), model: std::env::temp_dir(), smallest_bytes: 0, limit_bytes: u64::MAX };
         checkpoint.cache_drafts(cache);
     }
     let options = Options {

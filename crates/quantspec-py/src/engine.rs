@@ -130,6 +130,9 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
+/// Most bytes of the folder of draft weights (docs/cli.md): those of a model of 70 billion weights take 38 GB.
+const DRAFTS_LIMIT_BYTES: u64 = 64 << 30;
+
 /// Opens a checkpoint; `draft_cache` is the folder of its draft weights and the least bytes that are kept there.
 pub(crate) fn open(model: &str, draft_cache: Option<(PathBuf, usize)>) -> Result<Checkpoint> {
     let model = Path::new(model);
@@ -137,7 +140,7 @@ pub(crate) fn open(model: &str, draft_cache: Option<(PathBuf, usize)>) -> Result
     if let Some((folder, smallest_bytes)) = draft_cache {
         // A snapshot of the hub's cache is found again by any path that leads to it.
         let model = model.canonicalize().unwrap_or_else(|_| model.to_path_buf());
-        checkpoint.cache_drafts(DraftCache { folder, model, smallest_bytes });
+        checkpoint.cache_drafts(DraftCache { folder, model, smallest_bytes, limit_bytes: DRAFTS_LIMIT_BYTES });
     }
     Ok(checkpoint)
 }
