@@ -276,7 +276,7 @@ impl Checkpoint {
         shards: Vec<SafeTensors>,
         names: &HashMap<String, usize>,
     ) -> Result<Checkpoint> {
-        refuse_foreign(&config, scheme, names)?;
+        refuse_foreign(&config, scheme, &shards, names)?;
         let table = embedding_of(&mut config, &shards, names)?;
         let mut places = HashMap::new();
         let mut quantised = Quantised::new(config.dtype);
@@ -648,8 +648,14 @@ fn no_weights(dir: &Path) -> Error {
 }
 
 /// Refuses tensors of the network's modules that it does not use as configured: ignoring a bias or a quantised tensor's
-/// scale would silently compute another function. [`RECOMPUTED`] may be present.
-fn refuse_foreign(config: &ModelConfig, scheme: Option<Scheme>, names: &HashMap<String, usize>) -> Result<()> {
+/// scale would silently compute another function. [`RECOMPUTED`] may be present, and so may biases of zeros beside quantised
+/// matrices: exporters of GPTQ write them for networks without biases.
+fn refuse_foreign(
+    config: &ModelConfig,
+    scheme: Option<Scheme>,
+    shards: &[SafeTensors],
+    names: &HashMap<String, usize>,
+) -> Result<()> {
     let mut sorted: Vec<&String> = names.keys().collect();
     sorted.sort_unstable();
     let parts = Part::all(config).into_iter().filter(|part| !part.is_vector() && *part != Part::Embedding);
@@ -703,7 +709,11 @@ fn refuse_foreign(config: &ModelConfig, scheme: Option<Scheme>, names: &HashMap<
             ));
         }
         let used = layer.is_some() && LAYER_PARTS.iter().any(|part| part.exists(config) && part.suffix() == suffix);
-        if !used && suffix != RECOMPUTED {
+        let idle = || -> Result<bool> {
+            let of = name.strip_suffix(".bias").filter(|of| matrices.contains(&format!("{of}.weight")));
+            Ok(scheme.is_some() && of.is_some() && is_zero(shards, names, name)?)
+        };
+        if !used && suffix != RECOMPUTED && !idle()? {
             return Err(Error::model(
                 format!("tensor \"{shown}\" is no part of a {} network as config.json describes it", config.family),
                 config::SUPPORTED,
@@ -711,6 +721,15 @@ fn refuse_foreign(config: &ModelConfig, scheme: Option<Scheme>, names: &HashMap<
         }
     }
     Ok(())
+}
+
+/// Whether all bytes of a tensor are zero.
+fn is_zero(shards: &[SafeTensors], names: &HashMap<String, usize>, name: &str) -> Result<bool> {
+    let Some(shard) = names.get(name).and_then(|shard| shards.get(*shard)) else { return Ok(false) };
+    let Some(tensor) = shard.tensors().get(name) else { return Ok(false) };
+    let mut bytes = vec![0; tensor.bytes as usize];
+    shard.read(tensor.offset, &mut bytes)?;
+    Ok(bytes.iter().all(|byte| *byte == 0))
 }
 
 /// A tensor's name without its last component.

@@ -119,6 +119,19 @@ fn what_is_missing_or_of_another_shape_is_refused() {
 }
 
 #[test]
+fn a_bias_beside_a_quantised_matrix_may_only_be_zeros() {
+    let quantisation = &formats()["gptq4"];
+    for (value, refused) in [(0, false), (1, true)] {
+        let (mut stored, _) = tensors("gptq4");
+        stored.push(("model.layers.0.mlp.down_proj.bias".to_string(), "F16", vec![32], vec![value; 64]));
+        let folder = Folder::empty();
+        write(&folder, quantisation, &stored);
+        let outcome = Checkpoint::open(folder.path());
+        assert_eq!(outcome.is_err(), refused, "{outcome:?}");
+    }
+}
+
+#[test]
 fn options_that_are_not_read_are_refused() {
     let (stored, _) = tensors("gptq4");
     for (quantisation, expected) in [
