@@ -1,12 +1,15 @@
 """Types of the native module: the whole door between Python and the engine. Token ids and numbers only, no text."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, final
 
 __all__ = [
+    "DRAFTS_LIMIT_BYTES",
     "Engine",
     "NativeError",
     "doctor",
+    "draft_files",
     "evaluate",
     "gguf_metadata",
     "kernels",
@@ -16,6 +19,17 @@ __all__ = [
     "planned",
     "traffic",
 ]
+
+DRAFTS_LIMIT_BYTES: int
+"""Most bytes of the folder of draft weights: a load that writes there removes the least recently used files first."""
+
+def draft_files(folder: str) -> list[tuple[Path, Path | None, int, float]]:
+    """Files of draft weights in a folder, least recently used first: path, model (None if another version wrote the file),
+    bytes, and the last use in seconds since the epoch. Other files and links are left out; a folder that is absent is empty.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
 
 class NativeError(Exception):
     """Any error of the engine but an interrupt, which is what a signal's handler raised: KeyboardInterrupt for Ctrl-C."""

@@ -279,6 +279,18 @@ def doctor(as_json: bool) -> Done:
 
 
 @cli.command(context_settings=_CONTEXT)
+@click.option(
+    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files. The next load makes them anew."
+)
+@json_flag
+def cache(*, clear: bool, as_json: bool) -> Done:
+    """List the draft weights that are kept on disk: size, last use, model."""
+    from .cache import cache as execute
+
+    return execute(clear=clear, as_json=as_json)
+
+
+@cli.command(context_settings=_CONTEXT)
 @model_flags
 @device_flags
 @json_flag

@@ -131,7 +131,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// Most bytes of the folder of draft weights (docs/cli.md): those of a model of 70 billion weights take 38 GB.
-const DRAFTS_LIMIT_BYTES: u64 = 64 << 30;
+pub(crate) const DRAFTS_LIMIT_BYTES: u64 = 64 << 30;
 
 /// Opens a checkpoint; `draft_cache` is the folder of its draft weights and the least bytes that are kept there.
 pub(crate) fn open(model: &str, draft_cache: Option<(PathBuf, usize)>) -> Result<Checkpoint> {

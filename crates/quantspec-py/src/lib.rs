@@ -20,8 +20,10 @@ mod _native {
     use pyo3::types::{PyDict, PyList, PyString};
     use quantspec_model::checkpoint::Checkpoint;
     use quantspec_model::draft::{Entry, METHODS, Source};
+    use quantspec_model::draft_cache;
     use quantspec_model::gguf::{Element, Gguf, Value};
-    use std::path::Path;
+    use std::path::{Path, PathBuf};
+    use std::time::{SystemTime, UNIX_EPOCH};
 
     #[pymodule_export]
     use super::bench::{kernels, planned, traffic};
@@ -109,6 +111,19 @@ mod _native {
             Ok(out)
         };
         METHODS.iter().map(describe).collect()
+    }
+
+    /// Most bytes of the folder of draft weights.
+    #[pymodule_export]
+    const DRAFTS_LIMIT_BYTES: u64 = engine::DRAFTS_LIMIT_BYTES;
+
+    /// `draft_files(folder)`: the draft weights kept there, least recently used first, as (path, model, bytes, seconds since the epoch of
+    /// the last use). The model is None if another version wrote the file.
+    #[pyfunction]
+    fn draft_files(py: Python<'_>, folder: &str) -> PyResult<Vec<(PathBuf, Option<PathBuf>, u64, f64)>> {
+        let files = py.detach(|| draft_cache::files(Path::new(folder)))?;
+        let seconds = |used: SystemTime| used.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        Ok(files.into_iter().map(|file| (file.path, file.model, file.bytes, seconds(file.used))).collect())
     }
 
     /// `doctor()`: what this machine offers, and why a device or a fast path is off.
