@@ -2,8 +2,11 @@
 
 #[path = "support/folder.rs"]
 mod folder;
+#[path = "support/mutate.rs"]
+mod mutate;
 
 use folder::Folder;
+use mutate::{Random, mutate};
 use quantspec_core::config::Dtype;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::safetensors::SafeTensors;
@@ -152,4 +155,42 @@ fn options_that_are_not_read_are_refused() {
         let error = Checkpoint::open(folder.path()).expect_err(expected);
         assert!(error.message.contains(expected) && !error.message.contains('\n'), "{error:?}");
     }
+}
+
+#[test]
+fn mutated_files_are_read_or_refused_in_one_line() {
+    let formats: Vec<(String, Value)> = formats().into_iter().collect();
+    let mut random = Random(0x5EED_0028);
+    let (folder, mut accepted) = (Folder::empty(), 0);
+    for round in 0..4_000 {
+        let (format, quantisation) = &formats[random.below(formats.len())];
+        write(&folder, quantisation, &tensors(format).0);
+        let file = folder.path().join(["config.json", "model.safetensors"][random.below(2)]);
+        let mut bytes = std::fs::read(&file).expect("file");
+        // The header of safetensors, and not the 8 bytes of its length or the values.
+        let length = bytes.first_chunk().map_or(0, |length| u64::from_le_bytes(*length)) as usize;
+        if file.ends_with("config.json") {
+            mutate(&mut bytes, &mut random);
+        } else {
+            let mut header = bytes[8..8 + length].to_vec();
+            mutate(&mut header, &mut random);
+            bytes = [&(header.len() as u64).to_le_bytes(), header.as_slice(), &bytes[8 + length..]].concat();
+        }
+        std::fs::write(&file, &bytes).expect("write");
+        let outcome = Checkpoint::open(folder.path()).and_then(|checkpoint| {
+            for part in Part::all(checkpoint.config()) {
+                let mut values = vec![0; checkpoint.bytes(part)];
+                checkpoint.read(part, 0..checkpoint.shape(part).0, &mut values)?;
+            }
+            Ok(())
+        });
+        match outcome {
+            Ok(()) => accepted += 1,
+            Err(error) => {
+                let one_line = |text: &str| !text.is_empty() && !text.chars().any(char::is_control);
+                assert!(one_line(&error.message) && one_line(&error.hint), "round {round}, {format}: {error:?}");
+            }
+        }
+    }
+    assert!((20..3_500).contains(&accepted), "{accepted} of 4000 were accepted");
 }
