@@ -138,15 +138,11 @@ def cpu() -> str:
     return "\n\n".join(parts)
 
 
-def gpu_rows() -> list[Row]:
-    """Rows of results/h200-wide7.json."""
-    found: list[Row] = json.loads((RESULTS / "h200-wide7.json").read_text())
-    return found
-
-
 def gpu() -> str:
     """The section between the markers `gpu`."""
-    rows = gpu_rows()
+    rows: list[Row] = json.loads((RESULTS / "h200-wide7.json").read_text())
+    torch = [json.loads(line) for line in (RESULTS / "h200-wide7-torch.jsonl").read_text().splitlines()]
+    commit = (RESULTS / "h200-wide7.commit").read_text().strip()
     lines = [
         [
             f"{row['n_depth']:,}",
@@ -158,7 +154,9 @@ def gpu() -> str:
         ]
         for row in rows
     ]
-    return table(["context", "method", "ms/token", "tokens/s", "speed-up", "accepted"], lines)
+    lines += [[f"{row['depth']:,}", "PyTorch", f"{row['ms']:.2f}", f"{1000 / row['ms']:.0f}", "", ""] for row in torch]
+    head = ["context", "method", "ms/token", "tokens/s", "speed-up", "accepted"]
+    return f"{rows[0]['device_name']}, commit `{commit[:12]}`.\n\n{table(head, lines)}"
 
 
 def rendered(page: str) -> str:
