@@ -10,8 +10,7 @@ use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-pub const SUPPORTED: &str =
-    "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5 and Qwen3 checkpoints in BF16, F16 or F32";
+pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5 and Qwen3 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
 
 /// Bounds of sane shapes. Each is several times what any published model of these families has, and small enough that no
 /// product of two of them overflows 64 bits.
