@@ -6,9 +6,33 @@ default:
 ci:
     bash .ci/run
 
-# All tests that need no GPU
+# Tests after a change to Python or one crate, without kernels: the installed package, core, model, and exactness on two CPU paths
 test *args:
+    QUANTSPEC_KERNELS=off cargo test --quiet -p quantspec-core -p quantspec-model
+    for path in $({{just_executable()}} _paths | sed -n '1p;$p' | uniq); do \
+        echo "$path" && QUANTSPEC_KERNELS=off QUANTSPEC_SIMD=$path cargo test --quiet -p quantspec-cpu --test exactness -- prompts_read every_method the_selection || exit; \
+    done
+    python -m pytest -q -m "not slow and not gpu" {{args}} tests
+
+# All tests that need no GPU, against the wheel: what README and CI run
+test-all *args:
     bash tools/test.sh {{args}}
+
+# Before a release, for hours: exactness at full length on every SIMD path of this machine, 100 kills of a batch, fuzzing with more inputs
+laws:
+    for path in $({{just_executable()}} _paths); do \
+        echo "$path" && QUANTSPEC_LAWS=long QUANTSPEC_SIMD=$path cargo test --release -p quantspec-cpu --test exactness || exit; \
+    done
+    QUANTSPEC_LAWS=long cargo test --release -p quantspec-model --test fuzz
+    QUANTSPEC_LAWS=long python -m pytest -q --timeout 3600 tests/test_batch.py tests/test_documents.py tests/test_lower_bound.py tests/test_output.py tests/test_text.py tests/test_tokenizer.py
+
+# The SIMD paths of this machine, the best first
+_paths:
+    @if [ "$(uname -m)" = aarch64 ]; then echo neon; fi
+    @if grep -qw amx_bf16 /proc/cpuinfo; then echo amx; fi
+    @if grep -qw avx512_bf16 /proc/cpuinfo; then echo avx512; fi
+    @if grep -qw avx2 /proc/cpuinfo; then echo avx2; fi
+    @echo scalar
 
 # Tests on a machine with an NVIDIA GPU, with the demo model and those in the folder `models`, which may be empty; without GPU they fail
 test-gpu models:
@@ -16,8 +40,7 @@ test-gpu models:
     QUANTSPEC_REQUIRE_GPU=1 QUANTSPEC_TEST_MODELS="$(realpath {{models}})" QUANTSPEC_TEST_PTX=1 cargo test --release -p quantspec-cuda
     QUANTSPEC_REQUIRE_GPU=1 python -m pytest -q -m gpu tests
 
-# Every kernel under compute-sanitizer, on a machine with an NVIDIA GPU, in some twenty minutes. 2026.4 finds nothing (the Python package nvidia-cuda-sanitizer-api 13.5
-# has it; racecheck goes without the products of many tiles of `linear`, which had not come to their end in four minutes); racecheck of 2025.3 reports races across barriers of four of a block's warps, and that of 2026.4 asks for the fences that `slot_left` in kernels/hopper.cuh does without
+# Every kernel under compute-sanitizer 2026.4, on a machine with an NVIDIA GPU. racecheck leaves out the GEMMs of many tiles, which take it too long, and proxy fences, which kernels/hopper.cuh does without
 sanitize *filter:
     for tool in memcheck racecheck initcheck synccheck; do \
         echo "$tool" && QUANTSPEC_REQUIRE_GPU=1 \

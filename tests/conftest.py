@@ -25,6 +25,8 @@ from quantspec_cli import entry, hub
 
 # Before huggingface_hub is imported, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Read before it is removed: properties of a long run try more inputs.
+EXAMPLES = 2000 if os.environ.get("QUANTSPEC_LAWS") else 100
 # Settings of the person who runs the tests must not reach them.
 for variable in [name for name in os.environ if name.startswith("QUANTSPEC_")]:
     if variable not in {"QUANTSPEC_SIMD", "QUANTSPEC_REQUIRE_GPU", "QUANTSPEC_TEST_MODELS"}:
@@ -40,7 +42,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 DEMO = hub.demo()
 
 # A busy machine must not fail a property.
-hypothesis.settings.register_profile("quantspec", deadline=None)
+hypothesis.settings.register_profile("quantspec", deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("quantspec")
 
 

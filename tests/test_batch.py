@@ -518,6 +518,7 @@ def test_a_second_interrupt_ends_at_once(start: Start, docs: Path, tmp_path: Pat
     lines(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_hundred_kills_lose_nothing(
     start: Start, fake: Any, quantspec: Run, tmp_path: Path, toy_command: list[str]
 ) -> None:

@@ -23,6 +23,7 @@ def compare(recording: Path, path: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     _native.doctor()["cpu"]["simd"] not in {"avx2", "avx512", "amx"}, reason="SKIPPED: no AVX2 on this machine"
 )

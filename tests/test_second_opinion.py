@@ -132,6 +132,7 @@ def model() -> Llama:
     return Llama(*llama_numpy.load(DEMO))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_target", "rounding", "method", "options"),
     [

@@ -102,6 +102,7 @@ def test_doctor_knows_this_machine(quantspec: Run) -> None:
     assert quantspec("doctor").code == 0
 
 
+@pytest.mark.slow
 def test_the_self_test_passes_on_a_small_model(quantspec: Run) -> None:
     report = quantspec("selftest", "--model", str(STORIES), "--json")
     assert report.code == 0
