@@ -117,10 +117,13 @@ mod _native {
     #[pymodule_export]
     const DRAFTS_LIMIT_BYTES: u64 = engine::DRAFTS_LIMIT_BYTES;
 
+    /// Path, model, bytes, and seconds since the epoch of the last use.
+    type DraftFile = (PathBuf, Option<PathBuf>, u64, f64);
+
     /// `draft_files(folder)`: the draft weights kept there, least recently used first, as (path, model, bytes, seconds since the epoch of
     /// the last use). The model is None if another version wrote the file.
     #[pyfunction]
-    fn draft_files(py: Python<'_>, folder: &str) -> PyResult<Vec<(PathBuf, Option<PathBuf>, u64, f64)>> {
+    fn draft_files(py: Python<'_>, folder: &str) -> PyResult<Vec<DraftFile>> {
         let files = py.detach(|| draft_cache::files(Path::new(folder)))?;
         let seconds = |used: SystemTime| used.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
         Ok(files.into_iter().map(|file| (file.path, file.model, file.bytes, seconds(file.used))).collect())
