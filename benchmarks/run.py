@@ -73,7 +73,9 @@ def measure(models: Path | None) -> None:
             out = run(
                 sys.executable, "-m", "quantspec_cli", "bench", *model, *case.options, "--device", "cpu", "--json"
             )
-            measured["cases"][case.name] = {"options": list(case.options), "rows": json.loads(out)}
+            # Names of models, without the folders of this machine.
+            rows = [row | {"model": Path(row["model"]).name} for row in json.loads(out)]
+            measured["cases"][case.name] = {"options": list(case.options), "rows": rows}
     (RESULTS / "cpu.json").write_text(json.dumps(measured, indent=1) + "\n")
 
 

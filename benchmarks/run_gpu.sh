@@ -10,5 +10,6 @@ quantspec bench -m "$work/wide7" -p 0 -n 192 -r 3 -d 4096,32768,130048 --draft-p
 python tools/torch_step.py --shape llama-2-7b --depths 4096,32768,131072 --vocab 8192 >"$work/torch.jsonl"
 # Nothing is replaced before everything is measured: the three files are of one commit.
 git rev-parse HEAD >benchmarks/results/h200-wide7.commit
-cp "$work/bench.json" benchmarks/results/h200-wide7.json
+# The name of the model, without the folders of this machine.
+sed "s#$work/wide7#wide7#g" "$work/bench.json" >benchmarks/results/h200-wide7.json
 cp "$work/torch.jsonl" benchmarks/results/h200-wide7-torch.jsonl
