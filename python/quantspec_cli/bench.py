@@ -404,8 +404,9 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
     """The methods of a list of `METHOD` or `METHOD-KV`, with every γ and page count where they draft."""
     found: dict[Method, None] = {}
     for item in items("--methods", given):
-        name, dash, target = item.partition("-")
-        target = target if dash else KV_TARGETS[0]
+        name, target = item, KV_TARGETS[0]
+        if item not in METHODS:
+            name, _, target = item.rpartition("-")
         if name not in METHODS or target not in KV_TARGETS:
             raise UsageError(
                 f"--methods has {item!r}",
@@ -415,6 +416,8 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
         method = METHODS[name]
         of_gamma: Sequence[Gamma] = gammas if method.drafts else [0]
         of_pages: Sequence[Pages] = pages if method.draft_view else ["all"]
+        if method.window is not None:
+            of_pages = [count for count in pages if count != "all"] or [method.window]
         found.update((Method(name, target, gamma, count), None) for gamma in of_gamma for count in of_pages)
     return list(found)
 
@@ -507,7 +510,7 @@ class Bench:
                 on_loading=on_loading,
             )
             self._draft_bytes = int(self._engine.stats()["draft_weights_bytes"])
-        self._page_choice = options.page_choice
+        self._page_choice = options.choice_of_pages
         self._accept = options.accept
         self._info = self._engine.info
         render.note_of_drafts(self._info)
@@ -581,7 +584,7 @@ class Bench:
         seconds, tokens = answers.run(self._request.seed + repetition)
         stats = self._engine.stats()
         # The draft of one sequence may end early; those of a batch are as long as its longest.
-        steps = stats["drafted_tokens"] if len(tokens) == 1 else answers.draft_steps
+        steps = stats["drafted_tokens"] - stats["copied_tokens"] if len(tokens) == 1 else answers.draft_steps
         stats |= {"passes": answers.passes, "draft_steps": steps}
         # What is read after a run is read before the next.
         after = self._bandwidth_now = self._bandwidth()
@@ -623,8 +626,9 @@ class Bench:
                 pages = min(pages, method.draft_pages)
             elif method.draft_pages == "auto":
                 pages = stats.get("draft_pages_mean") or 0.0
-            read += stats["draft_steps"] * weights + stats["drafted_tokens"] * (pages * view + recent)
-            if pages < seen["pages"] and self._page_choice == "best":
+            drafted = stats["drafted_tokens"] - stats["copied_tokens"]
+            read += stats["draft_steps"] * weights + drafted * (pages * view + recent)
+            if pages < seen["pages"] and self._page_choice == "best" and drafts.window is None:
                 read += stats["rounds"] * seen["pages"] * seen["page_bound_bytes"]
         return read
 

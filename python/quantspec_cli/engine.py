@@ -53,6 +53,7 @@ class Statistics(TypedDict):
     gamma_mean: float | None
     draft_pages_mean: float | None
     drafted_tokens: int
+    copied_tokens: int
     accepted_tokens: int
     acceptance_rate: float | None
     mean_acceptance_length: float | None
@@ -519,8 +520,8 @@ class Engine:
         kv_target: str = "int8",
         kv_rounding: str = "balanced",
         draft_weights: str = "int4",
-        draft_pages: int | Literal["all", "auto"] = "all",
-        page_choice: str = "best",
+        draft_pages: int | Literal["all", "auto"] | None = None,
+        page_choice: str | None = None,
         accept: str = "replay",
         on_loading: OnProgress | None = None,
     ) -> Engine:
@@ -541,8 +542,9 @@ class Engine:
             kv_target: view of the cache that defines the output: "int8", "fp16" or "int4".
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".
-            draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto": as measured cost and acceptance say.
-            page_choice: with a number of pages, the "best" ones or the recent ones ("window").
+            draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto": as measured cost and acceptance say; None
+                is the method's default.
+            page_choice: with a number of pages, the "best" ones (None, too) or the recent ones ("window").
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
             on_loading: called with (bytes done, bytes in all).
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import loop, render
 from .engine import Engine, Model
 from .errors import EXIT_DONE, EXIT_ERROR, DoesNotFitError, native_errors, one_line
-from .options import GAMMA_MAX, METHODS, PAGES_MIN, GenerateOptions
+from .options import COMBINED, GAMMA_MAX, METHODS, PAGES_MIN, GenerateOptions
 from .output import Done, Stdout
 from .text import Text
 
@@ -138,7 +138,14 @@ def _cases(
     quantspec = replace(fixed, method="quantspec")
     # Options, prompts, and the gammas of one sequence and of a batch.
     ways: list[tuple[EngineOptions, Sequence[int], Sequence[int | str], Sequence[int]]] = [
-        (replace(fixed, method=name), everything, FEW, GAMMAS) for name, method in METHODS.items() if method.drafts
+        (
+            replace(fixed, method=name, draft_pages=PAGES_MIN if method.window else None),
+            everything,
+            FEW,
+            FEW if name in COMBINED else GAMMAS,
+        )
+        for name, method in METHODS.items()
+        if method.drafts
     ]
     if long:
         selected = replace(quantspec, draft_pages=PAGES_MIN)
@@ -158,7 +165,7 @@ def _cases(
                     expected = [references[accept][place] for place in chosen]
                     case = Case(
                         method=way.method,
-                        draft_pages=way.draft_pages,
+                        draft_pages=way.pages_of_draft,
                         threads=way.threads,
                         gamma=gamma,
                         accept=accept,
@@ -209,6 +216,6 @@ def _line(case: Case) -> str:
     pages = "all pages" if case.draft_pages == "all" else f"{case.draft_pages} pages"
     threads = "" if case.threads is None else f", {case.threads} thread" + ("s" if case.threads > 1 else "")
     return (
-        f"{case.method:9} {pages}, gamma {case.gamma!s:>2}, {case.accept}, batch {case.batch}{threads}: "
+        f"{case.method:15} {pages}, gamma {case.gamma!s:>2}, {case.accept}, batch {case.batch}{threads}: "
         f"{case.tokens} tokens " + ("equal" if case.difference is None else "differ")
     )

@@ -197,6 +197,17 @@ impl Policy {
         self.auto.as_ref().map_or(self.max, |auto| auto.reach())
     }
 
+    /// Largest γ of any round.
+    pub fn longest(&self) -> usize {
+        self.max
+    }
+
+    /// Tokens that a round of one sequence must emit, if it verifies γ tokens that cost nothing to draft, to be as fast as rounds of
+    /// what is believed best: infinite before a plain step was timed, `None` where γ is fixed.
+    pub fn par(&self, gamma: usize) -> Option<f64> {
+        self.auto.as_ref().filter(|auto| !auto.fixed).map(|auto| auto.par(gamma))
+    }
+
     /// When drafts of the next round end early, for a sequence whose leads are known and which is alone in its round; `None` where γ is fixed, and nobody
     /// need look at leads.
     pub fn stop(&self) -> Option<Stop> {
@@ -232,6 +243,14 @@ impl Policy {
             auto.accepted += accepted;
             auto.drafted += drafted;
             auto.drafts[auto.draft].acceptance.observe(drafted, accepted);
+        }
+    }
+
+    /// One sequence copied `drafted` tokens of its text in place of a draft, and the first `accepted` were accepted. It says nothing of drafts.
+    pub fn observe_copied(&mut self, drafted: usize, accepted: usize) {
+        if let Some(auto) = self.auto.as_mut() {
+            auto.accepted += accepted;
+            auto.drafted += drafted;
         }
     }
 
@@ -567,7 +586,8 @@ impl Auto {
         self.round += 1;
         // Every sequence has one row more than it drafted.
         self.batch = rows.saturating_sub(self.drafted).max(1);
-        self.plain = if self.steps == 0 && is_usable(seconds) { self.plain + 1 } else { 0 };
+        let plain = self.steps == 0 && self.drafted == 0;
+        self.plain = if plain && is_usable(seconds) { self.plain + 1 } else { 0 };
         let again = rows == self.last_rows;
         let warming = match self.plain {
             0 | 1 => true,
@@ -660,12 +680,12 @@ impl Auto {
         let cost = (self.drafts[self.draft].costs.seconds(self.steps).unwrap_or(0.0) + verify) / plain;
         self.credit += ALLOWANCE * cost;
         self.probing += PROBING * cost;
-        if self.steps > 0 {
+        if self.steps > 0 || self.drafted > 0 {
             // The very first draft may have been slow by chance: it loses no more than there is.
             let least = if self.drafts.iter().any(Draft::timed) { f64::NEG_INFINITY } else { -CREDIT };
             let won = (1.0 + self.accepted as f64 / self.batch as f64 - cost).max(least);
             self.credit += won;
-            if self.purpose == Purpose::ProbeDraft {
+            if self.purpose == Purpose::ProbeDraft && self.steps > 0 {
                 self.probing += won;
             }
         } else if self.purpose == Purpose::ProbePlain {
@@ -805,6 +825,13 @@ impl Auto {
         }
         let known = draft.costs.seconds(gamma).zip(self.verify.seconds(self.batch * (gamma + 1)));
         known.map_or(f64::INFINITY, |(draft, verify)| draft + verify)
+    }
+
+    fn par(&self, gamma: usize) -> f64 {
+        let Some((plain, verify)) = self.plain_s().zip(self.verify.seconds(self.batch * (gamma + 1))) else {
+            return f64::INFINITY;
+        };
+        verify * self.best().2.max(1.0 / plain)
     }
 
     /// Plain steps lost by a plain step while drafting is faster.
@@ -970,6 +997,29 @@ mod tests {
         world(3.0, &flat, &|_| 0.0).run(&mut policy, 50);
         assert_eq!(policy.gamma(), 5);
         assert_eq!(Policy::fixed(0).gamma(), 0);
+    }
+
+    #[test]
+    fn copies_have_a_par_and_say_nothing_of_drafts() {
+        assert_eq!(Policy::fixed(5).par(3), None);
+        let mut policy = Policy::auto(12);
+        assert_eq!(policy.par(3), Some(f64::INFINITY), "no plain step was timed");
+        world(3.0, &flat, &|_| 0.9).run(&mut policy, 2_000);
+        let before = policy.clone();
+        // Rounds of γ emit as many tokens at the best rate, and take a draft of 3 ms a token more.
+        let gamma = 5;
+        let par = policy.par(gamma).unwrap();
+        let rate = before.auto.as_ref().unwrap().best().2;
+        assert!((par - rate * flat(gamma + 1)).abs() < 0.1, "{par}");
+        assert!(par > 1.5 && par < 3.5, "{par}");
+        for _ in 0..200 {
+            policy.observe_copied(12, 0);
+            policy.observe_verify(13, flat(13));
+        }
+        let alpha = |policy: &Policy| policy.auto.as_ref().unwrap().drafts[0].acceptance.alpha();
+        assert_eq!(alpha(&policy), alpha(&before));
+        // The ledger does know of them: copies that never stand end all drafting for a while.
+        assert!(policy.auto.as_ref().unwrap().credit < 0.0);
     }
 
     #[test]

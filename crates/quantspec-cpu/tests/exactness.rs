@@ -270,18 +270,26 @@ fn selection() -> Vec<[usize; 5]> {
     all
 }
 
-/// The selection, then plain decoding, γ auto, and prompt lookup, which reads no pages.
+/// The selection, then plain decoding, γ auto, windows, and prompt lookup, alone and in place of every network's drafts.
 fn combinations() -> Vec<(Run, usize)> {
     let run = |[m, p, g, b, t]: [usize; 5]| (Run::new(METHODS[m], PAGES[p], GAMMAS[g], THREADS[t]), BATCHES[b]);
     let mut all: Vec<(Run, usize)> = selection().into_iter().map(run).collect();
     all.push((Run::new("ar", Pages::All, 0, 2), 8));
     for (method, batch, threads) in
         [("quantspec", 1, 1), ("quantspec", 1, 2), ("quantspec", 3, 2), ("ngram", 1, 2), ("ngram", 3, 1)]
+            .into_iter()
+            .chain([("window", 1, 2), ("quantspec+ngram", 1, 2), ("quantspec+ngram", 3, 2)])
     {
         all.push((Run { auto: true, ..Run::new(method, Pages::All, 12, threads) }, batch));
     }
     for (gamma, batch) in GAMMAS.into_iter().zip(BATCHES.into_iter().cycle()) {
         all.push((Run::new("ngram", Pages::All, gamma, 2), batch));
+        all.push((Run::new("quantspec+ngram", Pages::All, gamma, 2), batch));
+    }
+    let windows = [(2, 1, 1), (3, 12, 3), (4, 7, 8), (16, 4, 1)];
+    for ((n, gamma, batch), name) in windows.into_iter().zip(["kv4+ngram", "w4+ngram", "window+ngram", "kv4+ngram"]) {
+        all.push((Run::new("window", Pages::Window(n), gamma, 2), batch));
+        all.push((Run::new(name, Pages::Window(n), gamma, 1), batch));
     }
     all
 }
@@ -355,7 +363,7 @@ fn every_target_view_and_rounding_is_exact() {
     for target in [View::Full, View::Both, View::Upper] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
-            for method in ["quantspec", "kv4", "w4", "ngram"] {
+            for method in ["quantspec", "kv4", "w4", "window", "ngram", "w4+ngram"] {
                 let run = Run { target, rounding, ..Run::new(method, Pages::All, 5, 2) };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
@@ -375,6 +383,8 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
         ("quantspec", 5, Pages::Best(3)),
         ("quantspec", 12, Pages::Window(3)),
         ("ngram", 4, Pages::All),
+        ("window", 4, Pages::Window(2)),
+        ("quantspec+ngram", 4, Pages::All),
     ] {
         let decode =
             |threads, seed| Run::new(method, pages, gamma, threads).decode(&model, &prompts, &sampler(seed), 100);

@@ -892,27 +892,34 @@ impl CudaBackend {
         }
     }
 
-    /// Drafts one sequence's tokens where the host looks at each: a step begins when it has seen the lead of the one before. The GPU waits for that a
-    /// hundredth of a millisecond, and what is not drafted in vain is worth more.
-    fn draft_watched(&mut self, plan: &DraftPlan, turn: &mut Turn) -> Result<()> {
+    /// Drafts step by step, a graph each. Of one sequence the host looks at each token: a step begins when it has seen the lead of the one before. The
+    /// GPU waits for that a hundredth of a millisecond, and what is not drafted in vain is worth more.
+    fn draft_steps(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
         (self.hooks.poll)()?;
         let DraftPlan { weights, view, pages } = *plan;
-        let manner = self.sampling.learn(std::slice::from_ref(turn))?;
-        while turn.leads.len() < turn.gamma {
-            let offset = turn.leads.len();
-            let rows = [Row { slot: turn.slot, offset, position: turn.committed + offset }];
+        let manner = self.sampling.learn(turns)?;
+        for offset in 0..GAMMA_MAX {
+            let at_offset = |turn: &Turn| Row { slot: turn.slot, offset, position: turn.committed + offset };
+            let rows: Vec<Row> = turns.iter().filter(|turn| turn.drafts(offset)).map(at_offset).collect();
+            if rows.is_empty() {
+                break;
+            }
             let step = Step { weights, view, pages, choose_pages: offset == 0, rows: &rows };
             // Every step is described at the same place, so that all of them are one graph.
             self.stage()?;
             let mut at = 0;
             let mut plan = self.describe(&step, &mut at)?;
             plan.drafts = true;
-            self.sampling.drafts(turn.slot, offset);
+            for row in &rows {
+                self.sampling.drafts(row.slot, offset);
+            }
             self.send(at)?;
             self.run(&[(step, plan)], None, manner)?;
-            turn.drafted(self.sampling.lead()?);
-            // The host has waited for everything it sent.
-            self.staged = 0;
+            if let [turn] = turns {
+                turn.drafted(self.sampling.lead()?);
+                // The host has waited for everything it sent.
+                self.staged = 0;
+            }
         }
         Ok(())
     }
@@ -1541,12 +1548,28 @@ impl Backend for CudaBackend {
             self.restore_drafts()?;
         }
         match turns {
-            [turn] if turn.stop.is_some() => self.draft_watched(plan, turn),
+            [turn] if turn.stop.is_some() => self.draft_steps(plan, turns),
             _ => {
                 self.drafting = Some(*plan);
                 Ok(())
             }
         }
+    }
+
+    fn draft_now(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
+        self.drafting = None;
+        if plan.weights == Weights::Draft {
+            self.restore_drafts()?;
+        }
+        self.draft_steps(plan, turns)
+    }
+
+    fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
+        self.sampling.distribution(slot, offset)
+    }
+
+    fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
+        self.sampling.set_distribution(slot, offset, q)
     }
 
     fn verify(&mut self, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
@@ -1557,11 +1580,12 @@ impl Backend for CudaBackend {
             // A long prompt since `draft` may have taken their place.
             self.restore_drafts()?;
         }
-        let longest = drafting.map_or(0, |_| turns.iter().map(|turn| turn.gamma).max().unwrap_or(0));
+        let drafted = turns.iter().filter(|turn| !turn.copied).map(|turn| turn.gamma);
+        let longest = drafting.map_or(0, |_| drafted.max().unwrap_or(0));
         let manner = self.sampling.learn(turns)?;
         let at_offset = |turn: &Turn, offset| Row { slot: turn.slot, offset, position: turn.committed + offset };
         let mut rows: Vec<Vec<Row>> = (0..longest)
-            .map(|offset| turns.iter().filter(|turn| turn.gamma > offset).map(|turn| at_offset(turn, offset)).collect())
+            .map(|offset| turns.iter().filter(|turn| turn.drafts(offset)).map(|turn| at_offset(turn, offset)).collect())
             .collect();
         rows.push(turns.iter().flat_map(|turn| (0..=turn.gamma).map(|offset| at_offset(turn, offset))).collect());
 

@@ -119,6 +119,8 @@ pub struct Turn {
     pub stop: Option<Stop>,
     /// Leads of the drafted tokens; empty where the backend did not look.
     pub leads: Vec<f32>,
+    /// Its tokens are copied from the sequence's text, in place of a draft by the network, which leaves this turn out.
+    pub copied: bool,
     /// What the drafted tokens were drawn from.
     pub q: DraftDistribution,
     /// How tokens are chosen and accepted.
@@ -128,7 +130,13 @@ pub struct Turn {
 impl Turn {
     /// A turn of γ tokens that no lead ends, with nothing drafted.
     pub fn new(slot: usize, committed: usize, gamma: usize, sampler: Sampler) -> Turn {
-        Turn { slot, committed, gamma, stop: None, leads: Vec::new(), q: DraftDistribution::Kept, sampler }
+        let q = DraftDistribution::Kept;
+        Turn { slot, committed, gamma, stop: None, leads: Vec::new(), copied: false, q, sampler }
+    }
+
+    /// Whether the network drafts a token after the one at `offset` of the window.
+    pub fn drafts(&self, offset: usize) -> bool {
+        !self.copied && self.gamma > offset
     }
 
     /// Notes that the token just drafted led its runner-up by `lead` logits. The draft ends with it where it has become unlikely enough that all of
@@ -318,6 +326,32 @@ pub trait Backend: Send {
     {
         crate::forward::draft(self, plan, turns)
     }
+
+    /// [`Backend::draft`], with all tokens in the windows when it returns.
+    ///
+    /// # Errors
+    /// As there.
+    fn draft_now(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()>
+    where
+        Self: Sized,
+    {
+        crate::forward::draft(self, plan, turns)
+    }
+
+    /// What was kept of the distribution that a slot's token after `offset` was drawn from, as backends of this kind hand it to
+    /// one another ([`Backend::set_distribution`]); acceptance by rejection only.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where nothing was kept. Device errors of a GPU.
+    fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>>;
+
+    /// Keeps the distribution of a token that another backend proposed, in place of what [`Backend::propose`] keeps; by offset,
+    /// ascending.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where it is of another vocabulary, and on a GPU where there is no room for it.
+    /// Device errors of a GPU.
+    fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()>;
 
     /// Verifies every turn's window in one pass and judges it.
     ///

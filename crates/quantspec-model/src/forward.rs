@@ -111,7 +111,7 @@ pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) 
     for offset in 0.. {
         let rows: Vec<Row> = turns
             .iter()
-            .filter(|turn| turn.gamma > offset)
+            .filter(|turn| turn.drafts(offset))
             .map(|turn| Row { slot: turn.slot, offset, position: turn.committed + offset })
             .collect();
         if rows.is_empty() {
@@ -122,12 +122,12 @@ pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) 
         match step(backend, &next).and_then(|()| backend.propose(&next, turns)) {
             // What the draft alone cannot compute is no fault of the text. What was drafted before is verified, and its rows take the place of these.
             Err(error) if error.kind == ErrorKind::NotFinite => {
-                turns.iter_mut().for_each(|turn| turn.gamma = turn.gamma.min(offset));
+                turns.iter_mut().filter(|turn| turn.drafts(offset)).for_each(|turn| turn.gamma = offset);
                 break;
             }
             result => result?,
         }
-        for turn in turns.iter_mut().filter(|turn| turn.gamma > offset) {
+        for turn in turns.iter_mut().filter(|turn| turn.drafts(offset)) {
             turn.drafted(backend.lead(turn.slot));
         }
     }

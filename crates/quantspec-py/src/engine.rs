@@ -554,6 +554,7 @@ impl PyEngine {
         out.set_item("gamma_mean", stats.gamma_mean())?;
         out.set_item("draft_pages_mean", stats.draft_pages_mean())?;
         out.set_item("drafted_tokens", stats.drafted_tokens())?;
+        out.set_item("copied_tokens", stats.copied_tokens())?;
         out.set_item("accepted_tokens", stats.accepted_tokens())?;
         out.set_item("acceptance_rate", stats.acceptance_rate())?;
         out.set_item("mean_acceptance_length", stats.mean_acceptance_length())?;

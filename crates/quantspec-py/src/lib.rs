@@ -108,6 +108,7 @@ mod _native {
                     Source::Nothing | Source::Other(_) => None,
                 },
             )?;
+            out.set_item("window", method.window())?;
             Ok(out)
         };
         METHODS.iter().map(describe).collect()

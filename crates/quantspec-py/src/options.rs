@@ -90,10 +90,13 @@ impl Request<'_> {
         let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
         let windowed = one_of("page_choice", self.page_choice, &[("best", false), ("window", true)])?;
         let chosen = |count| if windowed { Pages::Window(count) } else { Pages::Best(count) };
+        let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
         let (pages, choices) = match self.draft_pages {
             None => (Pages::All, None),
             Some(DraftPages::Word(ref word)) if word == "auto" => {
-                (Pages::All, Some(std::iter::once(Pages::All).chain(PAGES_AUTO.map(chosen)).collect::<Vec<_>>()))
+                let all = method.window().is_none().then_some(Pages::All);
+                let some = PAGES_AUTO.map(|count| method.pages(chosen(count)));
+                (Pages::All, Some(all.into_iter().chain(some).collect::<Vec<_>>()))
             }
             Some(DraftPages::Word(ref word)) => {
                 return Err(Error::usage(format!("draft_pages is {word:?}"), "use a number, or auto, or None for all"));
@@ -106,7 +109,6 @@ impl Request<'_> {
             }
             Some(DraftPages::Count(count)) => (chosen(count), None),
         };
-        let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
         let drafter = method.drafter(target, wanted, pages);
         let needs = drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
         let policy = match self.gamma {

@@ -37,7 +37,7 @@ impl Drafter for SelfQuantised {
         target.draft(&plan, turns)?;
         // A draft that ended at its first token took a step, and none of it stands.
         let in_vain = turns.iter().zip(asked).filter(|(turn, asked)| turn.gamma == 0 && *asked > 0).count();
-        let steps = turns.iter().map(|turn| turn.gamma).max().unwrap_or(0).max(1);
+        let steps = turns.iter().filter(|turn| !turn.copied).map(|turn| turn.gamma).max().unwrap_or(0).max(1);
         Ok(Proposed { steps, in_vain, pages: Some(plan.pages) })
     }
 
