@@ -11,38 +11,31 @@ mod network;
 mod prompt;
 mod sampler;
 mod workspace;
-
-use crate::args;
 use crate::attend::{Attend, PASS_ROWS, check_head};
 use crate::detect::DeviceInfo;
-use crate::device::{Buffer, Device, Graph, Kernel, Launch, Plain};
+use crate::device::{Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::Draft;
 use crate::linear::{Linear, name};
 use crate::prefill::{self, Prefill, Shape, Way};
 use crate::recorded::Recorded;
 use crate::sample::{self, Sampling};
-use crate::weights::{self, Weights as Stored, address, argument};
-use describe::{DeviceRow, Plan, STAGES, Writer};
+use crate::weights::{self, Weights as Stored};
+use describe::{Plan, STAGES, Writer};
 use executor::Clock;
 pub(crate) use kv_cache::page_shared;
 use kv_cache::{Cache, Lists, Slot, table_bytes};
 pub(crate) use network::NORM_THREADS;
-use quantspec_core::cache::BUFFER_TOKENS;
-use quantspec_core::config::{ModelConfig, Pages, Rounding, View, Weights};
+use quantspec_core::Result;
+use quantspec_core::config::{ModelConfig, Pages, View, Weights};
 use quantspec_core::plan::{CacheBytes, pages};
-use quantspec_core::sample::Sampler;
 use quantspec_core::verify::Verdict;
-use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Pass, Row, Step, Turn};
+use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Row, Step, Turn};
 use quantspec_model::checkpoint::{Checkpoint, Part};
 use quantspec_model::rope::RopeTable;
 pub(crate) use sampler::FLAG_WEIGHTS;
 use sampler::check_flag;
 use std::sync::Arc;
 use workspace::{Input, PromptSpace, Sizes, StepSpace, TOKENS_OWN, prompt_bytes, tokens_own, window_pitch};
-
-// SAFETY: thirty-two-bit numbers only.
-unsafe impl Plain for DeviceRow {}
 
 /// Kernels launched from here.
 #[derive(Debug)]
@@ -288,293 +281,6 @@ impl CudaBackend {
 impl Backend for CudaBackend {
     const LEADS: bool = true;
 
-    fn config(&self) -> &ModelConfig {
-        &self.config
-    }
-
-    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
-        self.close(slot);
-        let wanted = pages(capacity);
-        let Some(place) = self.slots.get_mut(slot) else {
-            return Err(Error::internal(format!("slot {slot} does not exist")));
-        };
-        if capacity > self.options.capacity || wanted > self.cache.free.len() {
-            return Err(Error::does_not_fit(
-                format!("{capacity} tokens where {} were planned for", self.options.capacity),
-                "open the engine with a larger context (-c)",
-            ));
-        }
-        let pages = self.cache.free.split_off(self.cache.free.len() - wanted);
-        // Also where the rest fails: closing the slot gives the pages back.
-        *place = Some(Slot { pages: pages.clone(), chosen: None });
-        let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
-            // What interrupted work has flagged, and nobody read, is not the new sequence's.
-            self.sampling.clear_flag()?;
-            self.prompting = false;
-            self.cache.tables.write(slot * self.cache.pitch * 4, &pages)
-        });
-        opened.inspect_err(|_| self.close(slot))
-    }
-
-    fn close(&mut self, slot: usize) {
-        if let Some(closed) = self.slots.get_mut(slot).and_then(Option::take) {
-            self.cache.free.extend(closed.pages.into_iter().rev());
-            // What a prompt flagged that was interrupted is not its neighbours'; an error comes again with their next step.
-            if self.prompting && self.sampling.clear_flag().is_ok() {
-                self.prompting = false;
-            }
-        }
-    }
-
-    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-        self.slot(slot)?;
-        self.drafting = None;
-        self.sampling.set_window(slot, tokens)
-    }
-
-    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
-        self.slot(slot)?;
-        self.sampling.window(slot, n)
-    }
-
-    fn embed(&mut self, pass: &Pass) -> Result<()> {
-        match pass {
-            Pass::Prefill(block) => self.prompt_embed(block),
-            Pass::Step(step) => {
-                if step.weights == Weights::Draft {
-                    self.restore_drafts()?;
-                }
-                self.begin(step)?;
-                self.step_embed(step)
-            }
-        }
-    }
-
-    fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        match pass {
-            Pass::Step(step) => {
-                self.step_qkv(layer, step)?;
-                self.plan.pending = false;
-                Ok(())
-            }
-            Pass::Prefill(block) => {
-                // Another sequence may have begun or ended since the last chunk.
-                self.prompting = true;
-                self.prompt_qkv(layer, block)
-            }
-        }
-    }
-
-    fn attend(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        match pass {
-            Pass::Step(step) => self.step_attend(layer, step),
-            Pass::Prefill(block) => {
-                let prompt = &self.prompt;
-                // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
-                unsafe {
-                    self.prefill.attend(
-                        prompt.q.at(0),
-                        self.prompt_scratch(0),
-                        prompt.attended.at(0),
-                        block.start,
-                        block.rows,
-                    )
-                }
-            }
-        }
-    }
-
-    fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        let weights = self.layer(layer)?;
-        match pass {
-            Pass::Step(step) => {
-                let draft = weights.draft.output.as_ref().filter(|_| step.weights == Weights::Draft);
-                if let (Some(together), Some(draft)) = (self.together(step), draft) {
-                    let (x, hidden) = (&self.step.attended, self.step.hidden.at(0));
-                    let bias = address(&weights.output_bias);
-                    // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
-                    return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
-                }
-                self.product(&weights.output, draft, &self.step.attended, self.step.y.at(0), step.rows.len())?;
-                self.plan.pending = true;
-                Ok(())
-            }
-            Pass::Prefill(block) => {
-                let bias = weights.output_bias.as_ref().map(|bias| bias.at(0));
-                let hidden = self.prompt_hidden(block.start);
-                // SAFETY: as in `attend`.
-                unsafe {
-                    self.prefill.output(
-                        self.prompt.attended.at(0),
-                        weights.output.buffer.at(0),
-                        bias,
-                        hidden,
-                        block.rows,
-                    )
-                }
-            }
-        }
-    }
-
-    fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        match pass {
-            Pass::Step(step) => {
-                self.step_gate_up(layer, step)?;
-                self.plan.pending = false;
-                Ok(())
-            }
-            Pass::Prefill(block) => {
-                let weights = self.layer(layer)?;
-                self.prompt_norm(block, &weights.mlp_norm)?;
-                let bias = weights.gate_up_bias.as_ref().map(|bias| bias.at(0));
-                let (normed, gated) = (self.prompt.normed.at(0), self.prompt.gated.at(0));
-                // SAFETY: as in `attend`.
-                unsafe { self.prefill.gate_up(normed, weights.gate_up.buffer.at(0), bias, gated, block.rows) }
-            }
-        }
-    }
-
-    fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        let weights = self.layer(layer)?;
-        match pass {
-            Pass::Step(step) => {
-                let draft = weights.draft.down.as_ref().filter(|_| step.weights == Weights::Draft);
-                if let (Some(together), Some(draft)) = (self.together(step), draft) {
-                    let (x, hidden) = (&self.step.gated, self.step.hidden.at(0));
-                    let bias = address(&weights.down_bias);
-                    // SAFETY: as above.
-                    return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
-                }
-                self.product(&weights.down, draft, &self.step.gated, self.step.y.at(0), step.rows.len())?;
-                self.plan.pending = true;
-                Ok(())
-            }
-            Pass::Prefill(block) => {
-                let bias = weights.down_bias.as_ref().map(|bias| bias.at(0));
-                let hidden = self.prompt_hidden(block.start);
-                // SAFETY: as in `attend`.
-                unsafe {
-                    self.prefill.down(self.prompt.gated.at(0), weights.down.buffer.at(0), bias, hidden, block.rows)
-                }
-            }
-        }
-    }
-
-    fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()> {
-        let (heads, d) = (self.config.kv_heads, self.config.head_dim);
-        let complete = pages(tokens).min(self.slot(slot)?.pages.len());
-        let cache = self.cache_layer(layer);
-        if complete > 0 {
-            let arguments = args![
-                self.prompt_scratch(0),
-                cache.upper,
-                cache.lower,
-                cache.full,
-                self.cache.tables.at(slot * self.cache.pitch * 4),
-                0usize,
-                usize::from(self.options.rounding == Rounding::Balanced),
-                self.sampling.flag(),
-            ];
-            self.launch(self.kernels.store, [heads, complete, 2], 256, page_shared(d), &arguments)?;
-        }
-        let first = tokens.saturating_sub(BUFFER_TOKENS);
-        let arguments = args![
-            self.prompt_scratch(0),
-            &self.cache.ring_k,
-            &self.cache.ring_v,
-            layer,
-            self.options.slots,
-            slot,
-            heads,
-            d,
-            first,
-            self.sampling.flag(),
-        ];
-        self.launch(self.kernels.keep_recent, [tokens - first, 2, 1], 128, 0, &arguments)?;
-        self.wait()
-    }
-
-    fn head(&mut self, pass: &Pass) -> Result<()> {
-        let (rows, hidden, bias, drafting) = match pass {
-            Pass::Step(step) => {
-                let bias = self.weights.layers.last().map_or(0, |layer| address(&layer.down_bias));
-                (step.rows.len(), self.step.hidden.at(0), bias, step.weights == Weights::Draft)
-            }
-            Pass::Prefill(block) => {
-                self.plan.pending = false;
-                (1, self.prompt_hidden(block.start + block.rows - 1), 0, false)
-            }
-        };
-        let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
-        let last = &self.step.last;
-        self.norm(rows, &self.weights.final_norm, bias, last, self.kernels.norm[1], draft.is_some(), hidden)?;
-        self.product(self.weights.head(), draft, last, self.step.logits.at(0), rows)?;
-        self.plan.pending = false;
-        Ok(())
-    }
-
-    fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
-        let vocab = self.config.vocab;
-        let logits = self.step.logits.read(row * vocab * 4, vocab)?;
-        self.staged = 0;
-        // Overflowing keys and values were stored as 0, so logits do not show them.
-        check_flag(self.sampling.take_flag(self.plan.drafts)?)?;
-        Ok(logits)
-    }
-
-    fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
-        let (heads, d) = (self.config.kv_heads, self.config.head_dim);
-        let physical = self.slot(slot)?.pages.get(page).copied();
-        let physical = physical.ok_or_else(|| Error::internal(format!("page {page} is beyond slot {slot}")))?;
-        let arguments = args![
-            &self.cache.ring_k,
-            &self.cache.ring_v,
-            argument(&self.cache.upper),
-            argument(&self.cache.lower),
-            argument(&self.cache.full),
-            self.cache.pages,
-            self.options.slots,
-            slot,
-            page,
-            physical,
-            usize::from(self.options.rounding == Rounding::Balanced),
-            self.sampling.flag(),
-        ];
-        self.launch(self.kernels.flush, [heads, self.config.layers, 2], 256, page_shared(d), &arguments)
-    }
-
-    fn end_chunk(&mut self) -> Result<()> {
-        check_flag(self.sampling.take_flag(false)?)
-    }
-
-    fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
-        let row = DeviceRow { slot: slot as i32, offset: 0, position: position as i32 - 1, token: -1 };
-        self.step.description.write(0, &[row])?;
-        self.staged = 0;
-        let rows = self.step.description.at(0);
-        let token = self.sampling.first(slot, sampler, rows, self.step.logits.at(0))?;
-        self.prompting = false;
-        check_flag(self.sampling.read()?)?;
-        Ok(token)
-    }
-
-    fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
-        let manner = self.sampling.learn(turns)?;
-        for row in step.rows {
-            self.sampling.drafts(row.slot, row.offset);
-        }
-        self.sampling.propose(step.rows.len(), self.plan.rows, self.step.logits.at(0), manner)
-    }
-
-    fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
-        let manner = self.sampling.learn(turns)?;
-        let described = self.sampling.describe(step.rows, turns)?;
-        self.sampling.turns().write(0, &described)?;
-        let (at, logits) = (self.sampling.turns().at(0), self.step.logits.at(0));
-        self.sampling.judge(at, turns.len(), step.rows.len(), self.plan.rows, logits, manner)?;
-        self.conclude(turns)
-    }
-
     fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
         self.drafting = None;
         if plan.weights == Weights::Draft {
@@ -637,10 +343,6 @@ impl Backend for CudaBackend {
 
     fn draft_seconds(&mut self) -> Result<Option<f64>> {
         self.clock.ran.then(|| self.clock.start.seconds_to(&self.clock.drafted)).transpose()
-    }
-
-    fn poll(&mut self) -> Result<()> {
-        (self.hooks.poll)()
     }
 
     fn memory(&self) -> Memory {

@@ -8,6 +8,7 @@ use crate::pool::part;
 use crate::quantize;
 use quantspec_core::cache::G;
 use quantspec_core::{Error, Result};
+use quantspec_model::backend::KvCache;
 
 /// Pages one thread quantises between two calls of the poll hook: about a millisecond each on the slowest path.
 const FLUSH_PAGES: usize = 32;
@@ -93,5 +94,62 @@ impl CpuBackend {
             (self.hooks.poll)()?;
         }
         Ok(())
+    }
+}
+
+impl KvCache for CpuBackend {
+    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+        if capacity > self.options.capacity {
+            return Err(Error::does_not_fit(
+                format!("a sequence of {capacity} tokens; slots hold {}", self.options.capacity),
+                "ask for a longer context (-c) or fewer tokens",
+            ));
+        }
+        match self.open.get_mut(slot) {
+            Some(open) => *open = Some(capacity),
+            None => return Err(Error::internal(format!("slot {slot} of {}", self.options.slots))),
+        }
+        self.windows[slot].clear();
+        Ok(())
+    }
+
+    fn close(&mut self, slot: usize) {
+        if let Some(open) = self.open.get_mut(slot) {
+            *open = None;
+        }
+        let heads = self.config.layers * self.config.kv_heads;
+        for (list, visible) in self.chosen.iter_mut().skip(slot * heads).take(heads) {
+            list.clear();
+            *visible = 0;
+        }
+    }
+
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        self.slot(slot)?;
+        let window = &mut self.windows[slot];
+        window.resize(window.len().max(tokens.len()), 0);
+        window[..tokens.len()].copy_from_slice(tokens);
+        Ok(())
+    }
+
+    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
+        self.slot(slot)?;
+        self.windows[slot]
+            .get(..n)
+            .map(<[u32]>::to_vec)
+            .ok_or_else(|| Error::internal(format!("{n} tokens of a window of {}", self.windows[slot].len())))
+    }
+
+    fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
+        let capacity = self.slot(slot)?;
+        if (page + 1) * G > capacity {
+            return Err(Error::internal(format!("page {page} of a slot of {capacity} tokens")));
+        }
+        let kv_heads = self.config.kv_heads;
+        let first = self.cache.head(slot, 0, 0);
+        let ring: Vec<usize> =
+            (0..self.config.layers * kv_heads).map(|head| self.cache.ring_at(first + head, page)).collect();
+        let place = |item: usize| Place { kv_head: item % kv_heads, head: first + item, page, ring: ring[item] };
+        self.store_pages(ring.len(), place, false)
     }
 }

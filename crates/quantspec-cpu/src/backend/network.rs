@@ -2,6 +2,7 @@
 
 use super::CpuBackend;
 use super::activations::Source;
+use super::kv_cache::Place;
 use crate::attend;
 use crate::elementwise::{rms_norm, rope, silu_mul};
 use crate::lanes::{f16_bits, f16_is_finite};
@@ -11,10 +12,11 @@ use crate::pool::part;
 use crate::prompt::{Machine, Prompt};
 use crate::weights::{Linear, Model};
 use quantspec_core::cache::{G, buffer_slot};
+use quantspec_core::config::ModelConfig;
 use quantspec_core::config::Weights;
 use quantspec_core::sample::check_finite;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Row, Step};
+use quantspec_model::backend::{Network, Pass, Row, Step};
 use quantspec_model::rope::RopeTable;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
@@ -53,7 +55,7 @@ impl CpuBackend {
         Ok(())
     }
 
-    pub(super) fn check_block(&self, block: &quantspec_model::backend::Block) -> Result<()> {
+    fn check_block(&self, block: &quantspec_model::backend::Block) -> Result<()> {
         let capacity = self.slot(block.slot)?;
         if block.prompt.len() > capacity {
             return Err(Error::does_not_fit(
@@ -72,7 +74,7 @@ impl CpuBackend {
             .ok_or_else(|| Error::internal(format!("slot {} has no token at offset {}", row.slot, row.offset)))
     }
 
-    pub(super) fn embed_step(&mut self, step: &Step) -> Result<()> {
+    fn embed_step(&mut self, step: &Step) -> Result<()> {
         self.check(step)?;
         let (hidden, half) = (self.config.hidden, self.config.head_dim / 2);
         for (j, row) in step.rows.iter().enumerate() {
@@ -91,7 +93,7 @@ impl CpuBackend {
         self.pool.will_read(|thread| weight.bytes_of_thread(per, thread, self.pool.threads()));
     }
 
-    pub(super) fn qkv_step(&mut self, index: usize, step: &Step) -> Result<()> {
+    fn qkv_step(&mut self, index: usize, step: &Step) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
         self.will_read(&layer.output, step.weights, 1);
@@ -167,7 +169,7 @@ impl CpuBackend {
     }
 
     /// Adds a matrix's output to the hidden states of a step.
-    pub(super) fn add(&mut self, index: usize, step: &Step, from: Source) -> Result<()> {
+    fn add(&mut self, index: usize, step: &Step, from: Source) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
         let after = self.model.layers.get(index + 1).map_or(&self.model.head, |layer| &layer.qkv);
@@ -191,7 +193,7 @@ impl CpuBackend {
         })
     }
 
-    pub(super) fn gate_up_step(&mut self, index: usize, step: &Step) -> Result<()> {
+    fn gate_up_step(&mut self, index: usize, step: &Step) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
         self.will_read(&layer.down, step.weights, 1);
@@ -213,7 +215,7 @@ impl CpuBackend {
     }
 
     /// Head over the first m rows of the hidden states.
-    pub(super) fn head_rows(&mut self, weights: Weights, m: usize) -> Result<()> {
+    fn head_rows(&mut self, weights: Weights, m: usize) -> Result<()> {
         let (config, simd) = (&self.config, self.choice.simd);
         self.rows.norm(simd, config, &self.model.final_norm, m);
         let vocab = config.vocab;
@@ -247,5 +249,103 @@ impl CpuBackend {
     ) -> Result<T> {
         let mut machine = Machine { simd: self.choice.simd, pool: &self.pool, poll: &mut *self.hooks.poll };
         work(&mut self.prompt, &mut machine, &self.model, &self.rope)
+    }
+}
+
+impl Network for CpuBackend {
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn embed(&mut self, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => self.embed_step(step),
+            Pass::Prefill(block) => {
+                self.check_block(block)?;
+                self.prompt(|prompt, machine, model, rope| prompt.embed(machine, model, rope, block))
+            }
+        }
+    }
+
+    fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => self.qkv_step(layer, step),
+            Pass::Prefill(block) => {
+                self.prompt(|prompt, machine, model, _| prompt.qkv(machine, &model.layers[layer], block))
+            }
+        }
+    }
+
+    fn attend(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => self.attend_step(layer, step),
+            Pass::Prefill(block) => {
+                self.prompt(|prompt, machine, model, _| prompt.attend(machine, &model.layers[layer], block))
+            }
+        }
+    }
+
+    fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => self.add(layer, step, Source::Attended),
+            Pass::Prefill(block) => {
+                self.prompt(|prompt, machine, model, _| prompt.output(machine, &model.layers[layer], block))
+            }
+        }
+    }
+
+    fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => self.gate_up_step(layer, step),
+            Pass::Prefill(block) => {
+                self.prompt(|prompt, machine, model, _| prompt.gate_up(machine, &model.layers[layer], block))
+            }
+        }
+    }
+
+    fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => self.add(layer, step, Source::Ffn),
+            Pass::Prefill(block) => {
+                self.prompt(|prompt, machine, model, _| prompt.down(machine, &model.layers[layer], block))
+            }
+        }
+    }
+
+    fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()> {
+        let capacity = self.slot(slot)?;
+        if tokens > capacity || tokens > self.prompt.room() {
+            return Err(Error::internal(format!("{tokens} tokens in a slot of {capacity}")));
+        }
+        let (kv_heads, pages) = (self.config.kv_heads, tokens / G);
+        let first = self.cache.head(slot, layer, 0);
+        // The pages a decode query can see in the ring: the last two complete ones and the one under way.
+        for kv_head in 0..kv_heads {
+            for page in pages.saturating_sub(2)..tokens.div_ceil(G) {
+                let at = self.cache.ring_at(first + kv_head, page);
+                let ring = &mut self.cache.ring[at..at + self.cache.plan.shape.full_len()];
+                self.prompt.copy(kv_head, page * G..tokens.min((page + 1) * G), ring);
+            }
+        }
+        let place = |item: usize| {
+            let (kv_head, page) = (item / pages, item % pages);
+            Place { kv_head, head: first + kv_head, page, ring: 0 }
+        };
+        self.store_pages(kv_heads * pages, place, true)
+    }
+
+    fn head(&mut self, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => self.head_rows(step.weights, step.rows.len()),
+            Pass::Prefill(block) => {
+                let last = (block.start + block.rows).saturating_sub(1);
+                self.prompt.hidden(last, &mut self.rows.hidden);
+                self.head_rows(Weights::Full, 1)
+            }
+        }
+    }
+
+    fn poll(&mut self) -> Result<()> {
+        (self.hooks.poll)()
     }
 }

@@ -24,6 +24,9 @@ pub(super) struct DeviceRow {
     pub(super) token: i32,
 }
 
+// SAFETY: thirty-two-bit numbers only.
+unsafe impl Plain for DeviceRow {}
+
 /// How the step under way is laid out in the description.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Plan {

@@ -6,7 +6,7 @@ use crate::device::Mark;
 use crate::recorded::Kind;
 use crate::sample::Manner;
 use quantspec_core::{ErrorKind, Result};
-use quantspec_model::backend::{Backend, DraftPlan, Pass, Row, Step, Turn};
+use quantspec_model::backend::{DraftPlan, Network, Pass, Row, Step, Turn};
 
 /// Points of a round in the device's time.
 pub(super) struct Clock {

@@ -1,14 +1,17 @@
 //! Slots: their pages, rings, page tables and lists of chosen pages.
 
 use super::CudaBackend;
+use crate::args;
 use crate::attend::{Choice, Chosen, Layer as CacheLayer};
 use crate::device::{Buffer, Device};
+use crate::weights::argument;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
+use quantspec_core::config::Rounding;
 use quantspec_core::config::{ModelConfig, Pages};
 use quantspec_core::layout::Layout;
 use quantspec_core::plan::{CacheBytes, pages};
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Options, Step};
+use quantspec_model::backend::{KvCache, Options, Step};
 use std::sync::Arc;
 
 /// One sequence.
@@ -58,7 +61,7 @@ impl Cache {
 
     /// Queues clearing a slot's rings. Places without a token are multiplied by probabilities of zero, so they must hold numbers, and a sequence that ended
     /// because its keys or values were none has left them there.
-    pub(super) fn clean(&self, slot: usize, config: &ModelConfig, slots: usize) -> Result<()> {
+    fn clean(&self, slot: usize, config: &ModelConfig, slots: usize) -> Result<()> {
         let bytes = config.kv_heads * BUFFER_TOKENS * config.head_dim * size_of::<u16>();
         [&self.ring_k, &self.ring_v]
             .into_iter()
@@ -157,5 +160,73 @@ impl CudaBackend {
             }
         }
         Ok(choices)
+    }
+}
+
+impl KvCache for CudaBackend {
+    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+        self.close(slot);
+        let wanted = pages(capacity);
+        let Some(place) = self.slots.get_mut(slot) else {
+            return Err(Error::internal(format!("slot {slot} does not exist")));
+        };
+        if capacity > self.options.capacity || wanted > self.cache.free.len() {
+            return Err(Error::does_not_fit(
+                format!("{capacity} tokens where {} were planned for", self.options.capacity),
+                "open the engine with a larger context (-c)",
+            ));
+        }
+        let pages = self.cache.free.split_off(self.cache.free.len() - wanted);
+        // Also where the rest fails: closing the slot gives the pages back.
+        *place = Some(Slot { pages: pages.clone(), chosen: None });
+        let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
+            // What interrupted work has flagged, and nobody read, is not the new sequence's.
+            self.sampling.clear_flag()?;
+            self.prompting = false;
+            self.cache.tables.write(slot * self.cache.pitch * 4, &pages)
+        });
+        opened.inspect_err(|_| self.close(slot))
+    }
+
+    fn close(&mut self, slot: usize) {
+        if let Some(closed) = self.slots.get_mut(slot).and_then(Option::take) {
+            self.cache.free.extend(closed.pages.into_iter().rev());
+            // What a prompt flagged that was interrupted is not its neighbours'; an error comes again with their next step.
+            if self.prompting && self.sampling.clear_flag().is_ok() {
+                self.prompting = false;
+            }
+        }
+    }
+
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        self.slot(slot)?;
+        self.drafting = None;
+        self.sampling.set_window(slot, tokens)
+    }
+
+    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
+        self.slot(slot)?;
+        self.sampling.window(slot, n)
+    }
+
+    fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
+        let (heads, d) = (self.config.kv_heads, self.config.head_dim);
+        let physical = self.slot(slot)?.pages.get(page).copied();
+        let physical = physical.ok_or_else(|| Error::internal(format!("page {page} is beyond slot {slot}")))?;
+        let arguments = args![
+            &self.cache.ring_k,
+            &self.cache.ring_v,
+            argument(&self.cache.upper),
+            argument(&self.cache.lower),
+            argument(&self.cache.full),
+            self.cache.pages,
+            self.options.slots,
+            slot,
+            page,
+            physical,
+            usize::from(self.options.rounding == Rounding::Balanced),
+            self.sampling.flag(),
+        ];
+        self.launch(self.kernels.flush, [heads, self.config.layers, 2], 256, page_shared(d), &arguments)
     }
 }

@@ -1,6 +1,8 @@
 //! The operations of the network on the rows of a step.
 
 use super::CudaBackend;
+use super::kv_cache::page_shared;
+use super::sampler::check_flag;
 use super::workspace::Input;
 use crate::args;
 use crate::attend::Around;
@@ -8,9 +10,12 @@ use crate::device::{Buffer, Kernel, Launch};
 use crate::draft::{Draft, Heads, Hidden};
 use crate::linear::{Matrix, Quantised};
 use crate::weights::{self, address, argument};
+use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::{DraftWeights, Pages, Weights};
+use quantspec_core::config::{ModelConfig, Rounding};
+use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::Step;
+use quantspec_model::backend::{Network, Pass, Step};
 
 /// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to wait beside a product's block.
 pub(crate) const NORM_THREADS: u32 = 512;
@@ -68,7 +73,7 @@ impl CudaBackend {
     }
 
     /// The kernels of a draft step that takes along what lies between its products, where it can: all weights in four bits, few rows.
-    pub(super) fn together(&self, step: &Step) -> Option<&Draft> {
+    fn together(&self, step: &Step) -> Option<&Draft> {
         let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
         let of_draft = step.weights == Weights::Draft && self.options.draft_weights == DraftWeights::Int4;
         self.draft.as_ref().filter(|draft| of_draft && draft.takes(widest, step.rows.len()))
@@ -124,7 +129,7 @@ impl CudaBackend {
         self.product(&weights.qkv, draft, &space.normed, space.y.at(0), rows)
     }
 
-    pub(super) fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
+    fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
         let draft = weights.draft.qkv.as_ref().filter(|_| step.weights == Weights::Draft);
         let (rows, config) = (step.rows.len(), &self.config);
@@ -182,7 +187,7 @@ impl CudaBackend {
         )
     }
 
-    pub(super) fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
+    fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
         let draft = weights.draft.output.is_some() && step.weights == Weights::Draft;
         let cache = self.cache_layer(layer);
@@ -229,7 +234,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    pub(super) fn step_gate_up(&self, layer: usize, step: &Step) -> Result<()> {
+    fn step_gate_up(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
         let drafting = step.weights == Weights::Draft;
         let draft = weights.draft.gate_up.as_ref().filter(|_| drafting);
@@ -263,5 +268,195 @@ impl CudaBackend {
             let arguments = [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into()];
             self.launch(self.kernels.silu, grid, 256, 0, &arguments)
         }
+    }
+}
+
+impl Network for CudaBackend {
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn embed(&mut self, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Prefill(block) => self.prompt_embed(block),
+            Pass::Step(step) => {
+                if step.weights == Weights::Draft {
+                    self.restore_drafts()?;
+                }
+                self.begin(step)?;
+                self.step_embed(step)
+            }
+        }
+    }
+
+    fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => {
+                self.step_qkv(layer, step)?;
+                self.plan.pending = false;
+                Ok(())
+            }
+            Pass::Prefill(block) => {
+                // Another sequence may have begun or ended since the last chunk.
+                self.prompting = true;
+                self.prompt_qkv(layer, block)
+            }
+        }
+    }
+
+    fn attend(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => self.step_attend(layer, step),
+            Pass::Prefill(block) => {
+                let prompt = &self.prompt;
+                // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
+                unsafe {
+                    self.prefill.attend(
+                        prompt.q.at(0),
+                        self.prompt_scratch(0),
+                        prompt.attended.at(0),
+                        block.start,
+                        block.rows,
+                    )
+                }
+            }
+        }
+    }
+
+    fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        let weights = self.layer(layer)?;
+        match pass {
+            Pass::Step(step) => {
+                let draft = weights.draft.output.as_ref().filter(|_| step.weights == Weights::Draft);
+                if let (Some(together), Some(draft)) = (self.together(step), draft) {
+                    let (x, hidden) = (&self.step.attended, self.step.hidden.at(0));
+                    let bias = address(&weights.output_bias);
+                    // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
+                    return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
+                }
+                self.product(&weights.output, draft, &self.step.attended, self.step.y.at(0), step.rows.len())?;
+                self.plan.pending = true;
+                Ok(())
+            }
+            Pass::Prefill(block) => {
+                let bias = weights.output_bias.as_ref().map(|bias| bias.at(0));
+                let hidden = self.prompt_hidden(block.start);
+                // SAFETY: as in `attend`.
+                unsafe {
+                    self.prefill.output(
+                        self.prompt.attended.at(0),
+                        weights.output.buffer.at(0),
+                        bias,
+                        hidden,
+                        block.rows,
+                    )
+                }
+            }
+        }
+    }
+
+    fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => {
+                self.step_gate_up(layer, step)?;
+                self.plan.pending = false;
+                Ok(())
+            }
+            Pass::Prefill(block) => {
+                let weights = self.layer(layer)?;
+                self.prompt_norm(block, &weights.mlp_norm)?;
+                let bias = weights.gate_up_bias.as_ref().map(|bias| bias.at(0));
+                let (normed, gated) = (self.prompt.normed.at(0), self.prompt.gated.at(0));
+                // SAFETY: as in `attend`.
+                unsafe { self.prefill.gate_up(normed, weights.gate_up.buffer.at(0), bias, gated, block.rows) }
+            }
+        }
+    }
+
+    fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        let weights = self.layer(layer)?;
+        match pass {
+            Pass::Step(step) => {
+                let draft = weights.draft.down.as_ref().filter(|_| step.weights == Weights::Draft);
+                if let (Some(together), Some(draft)) = (self.together(step), draft) {
+                    let (x, hidden) = (&self.step.gated, self.step.hidden.at(0));
+                    let bias = address(&weights.down_bias);
+                    // SAFETY: as above.
+                    return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
+                }
+                self.product(&weights.down, draft, &self.step.gated, self.step.y.at(0), step.rows.len())?;
+                self.plan.pending = true;
+                Ok(())
+            }
+            Pass::Prefill(block) => {
+                let bias = weights.down_bias.as_ref().map(|bias| bias.at(0));
+                let hidden = self.prompt_hidden(block.start);
+                // SAFETY: as in `attend`.
+                unsafe {
+                    self.prefill.down(self.prompt.gated.at(0), weights.down.buffer.at(0), bias, hidden, block.rows)
+                }
+            }
+        }
+    }
+
+    fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()> {
+        let (heads, d) = (self.config.kv_heads, self.config.head_dim);
+        let complete = pages(tokens).min(self.slot(slot)?.pages.len());
+        let cache = self.cache_layer(layer);
+        if complete > 0 {
+            let arguments = args![
+                self.prompt_scratch(0),
+                cache.upper,
+                cache.lower,
+                cache.full,
+                self.cache.tables.at(slot * self.cache.pitch * 4),
+                0usize,
+                usize::from(self.options.rounding == Rounding::Balanced),
+                self.sampling.flag(),
+            ];
+            self.launch(self.kernels.store, [heads, complete, 2], 256, page_shared(d), &arguments)?;
+        }
+        let first = tokens.saturating_sub(BUFFER_TOKENS);
+        let arguments = args![
+            self.prompt_scratch(0),
+            &self.cache.ring_k,
+            &self.cache.ring_v,
+            layer,
+            self.options.slots,
+            slot,
+            heads,
+            d,
+            first,
+            self.sampling.flag(),
+        ];
+        self.launch(self.kernels.keep_recent, [tokens - first, 2, 1], 128, 0, &arguments)?;
+        self.wait()
+    }
+
+    fn end_chunk(&mut self) -> Result<()> {
+        check_flag(self.sampling.take_flag(false)?)
+    }
+
+    fn head(&mut self, pass: &Pass) -> Result<()> {
+        let (rows, hidden, bias, drafting) = match pass {
+            Pass::Step(step) => {
+                let bias = self.weights.layers.last().map_or(0, |layer| address(&layer.down_bias));
+                (step.rows.len(), self.step.hidden.at(0), bias, step.weights == Weights::Draft)
+            }
+            Pass::Prefill(block) => {
+                self.plan.pending = false;
+                (1, self.prompt_hidden(block.start + block.rows - 1), 0, false)
+            }
+        };
+        let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
+        let last = &self.step.last;
+        self.norm(rows, &self.weights.final_norm, bias, last, self.kernels.norm[1], draft.is_some(), hidden)?;
+        self.product(self.weights.head(), draft, last, self.step.logits.at(0), rows)?;
+        self.plan.pending = false;
+        Ok(())
+    }
+
+    fn poll(&mut self) -> Result<()> {
+        (self.hooks.poll)()
     }
 }
