@@ -5,7 +5,9 @@
 //! construction. The cache holds canonical pages ([`quantspec_core::quantize::Page`]) and f16 buffers, as the method defines
 //! them; weights are the checkpoint's values in f32, draft weights the values their codes stand for.
 
-use crate::backend::{Backend, Block, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn};
+use crate::backend::{
+    Backend, Block, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
+};
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
@@ -639,8 +641,8 @@ impl TokenSampler for ReferenceBackend {
         Ok(())
     }
 
-    fn lead(&self, slot: usize) -> f32 {
-        self.judge.lead(slot)
+    fn margin(&mut self, slot: usize) -> Result<f32> {
+        Ok(self.judge.lead(slot))
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
@@ -655,9 +657,9 @@ impl TokenSampler for ReferenceBackend {
     }
 }
 
-impl Backend for ReferenceBackend {
-    const LEADS: bool = true;
+impl Executor for ReferenceBackend {}
 
+impl Backend for ReferenceBackend {
     fn memory(&self) -> Memory {
         let bytes = |tensors: &HashMap<Part, Tensor>| tensors.values().map(|tensor| tensor.elem_count() * 4).sum();
         let heads = || self.slots.iter().flatten().flat_map(|slot| slot.heads.iter().flatten());

@@ -135,13 +135,13 @@ fn a_draft_ends_where_its_tokens_are_in_doubt() {
     let slot = add(&mut engine, &[1, 2, 3], 9).expect("add");
     prefill(&mut engine, slot).expect("prefill");
     let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
-    // No lead counts beside such an error: each token halves the chance.
+    // No margin counts beside such an error: each token halves the chance.
     for (enough, drafted) in [(0.0, 4), (0.2, 3), (0.4, 2), (0.9, 1)] {
         let stop = Stop { enough, doubt: 1e9 };
         let mut turns = [Turn { stop: Some(stop), ..Turn::new(slot, 3, 4, Sampler::greedy()) }];
         forward::draft(engine.backend(), &plan, &mut turns).expect("draft");
-        assert_eq!((turns[0].gamma, turns[0].leads.len()), (drafted, drafted));
-        assert!(turns[0].leads.iter().all(|lead| *lead >= 0.0));
+        assert_eq!((turns[0].gamma, turns[0].margins.len()), (drafted, drafted));
+        assert!(turns[0].margins.iter().all(|margin| *margin >= 0.0));
     }
 }
 

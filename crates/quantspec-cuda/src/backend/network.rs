@@ -27,7 +27,7 @@ impl CudaBackend {
 
     /// Where the step under way flags keys and values that are not numbers.
     fn step_flag(&self) -> u64 {
-        if self.plan.drafts { self.sampling.draft_flag() } else { self.sampling.flag() }
+        if self.layout.drafts { self.sampling.draft_flag() } else { self.sampling.flag() }
     }
 
     /// hidden += y where a product waits, then the norm, into the input type of a product.
@@ -43,8 +43,8 @@ impl CudaBackend {
         hidden: u64,
     ) -> Result<()> {
         let (width, eps) = (self.config.hidden, self.config.rms_eps);
-        let y = if self.plan.pending { self.step.y.at(0) } else { 0 };
-        let bias = if self.plan.pending { bias } else { 0 };
+        let y = if self.layout.pending { self.step.y.at(0) } else { 0 };
+        let bias = if self.layout.pending { bias } else { 0 };
         if quantised {
             let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, input.pitch8()];
             self.launch(self.kernels.norm_i8, [rows, 1, 1], NORM_THREADS, 0, &arguments)
@@ -97,7 +97,7 @@ impl CudaBackend {
 
     pub(super) fn step_embed(&self, step: &Step) -> Result<()> {
         let arguments = args![
-            self.plan.rows,
+            self.layout.rows,
             self.sampling.windows(),
             self.sampling.pitch(),
             0u64,
@@ -139,9 +139,9 @@ impl CudaBackend {
             let hidden = self.stream(&weights.attention_norm);
             if weights.head_norms.is_none() {
                 let heads = Heads {
-                    rows: self.plan.rows,
+                    rows: self.layout.rows,
                     bias: address(&weights.qkv_bias),
-                    cos_sin: self.plan.cos_sin,
+                    cos_sin: self.layout.cos_sin,
                     q: space.q.at(0),
                     rings: [self.cache.ring_k.at(0), self.cache.ring_v.at(0)],
                     scale,
@@ -160,12 +160,12 @@ impl CudaBackend {
         }
         let (q_norm, k_norm) = weights.head_norms.as_ref().map_or((0, 0), |(q, k)| (q.at(0), k.at(0)));
         let arguments = args![
-            self.plan.rows,
+            self.layout.rows,
             &space.y,
             address(&weights.qkv_bias),
             q_norm,
             k_norm,
-            self.plan.cos_sin,
+            self.layout.cos_sin,
             &space.q,
             &self.cache.ring_k,
             &self.cache.ring_v,
@@ -192,20 +192,20 @@ impl CudaBackend {
         let draft = weights.draft.output.is_some() && step.weights == Weights::Draft;
         let cache = self.cache_layer(layer);
         let space = &self.step;
-        if let (Some(places), true) = (self.plan.places.first(), self.plan.choosing > 0) {
+        if let (Some(places), true) = (self.layout.places.first(), self.layout.choosing > 0) {
             let (n, scores) = match step.pages {
                 // Quantised keys are what is scored; a cache without them keeps to the window.
                 Pages::Best(n) if self.cache.upper.is_some() => (n, self.lists.scores.at(0)),
                 Pages::Best(n) | Pages::Window(n) => (n, 0),
                 Pages::All => (0, 0),
             };
-            let plan = &self.plan;
+            let layout = &self.layout;
             // SAFETY: choices, q, scores and lists are this backend's and have room for every slot.
             unsafe {
                 self.attend.choose(
-                    plan.choices,
-                    plan.choosing,
-                    plan.choosing_pages,
+                    layout.choices,
+                    layout.choosing,
+                    layout.choosing_pages,
                     self.listed(n),
                     space.q.at(0),
                     scores,
@@ -215,10 +215,10 @@ impl CudaBackend {
             }
         }
         let beside = self.together(step).is_some();
-        for (index, (pass, places)) in self.plan.passes.iter().zip(&self.plan.places).enumerate() {
+        for (index, (pass, places)) in self.layout.passes.iter().zip(&self.layout.places).enumerate() {
             let output = &weights.output.buffer;
             // Draft products ask for their weights themselves, and ahead of another pass there is no product.
-            let none = draft || index + 1 < self.plan.passes.len();
+            let none = draft || index + 1 < self.layout.passes.len();
             let around = Around { beside, behind: if none { (0, 0) } else { (output.at(0), output.bytes()) } };
             // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
             unsafe {
@@ -280,10 +280,18 @@ impl Network for CudaBackend {
         match pass {
             Pass::Prefill(block) => self.prompt_embed(block),
             Pass::Step(step) => {
-                if step.weights == Weights::Draft {
-                    self.restore_drafts()?;
+                match &mut self.ahead {
+                    Some(layouts) => {
+                        let next = layouts.next().ok_or_else(|| Error::internal("a step that was not described"));
+                        self.layout = next?;
+                    }
+                    None => {
+                        if step.weights == Weights::Draft {
+                            self.restore_drafts()?;
+                        }
+                        self.begin(step)?;
+                    }
                 }
-                self.begin(step)?;
                 self.step_embed(step)
             }
         }
@@ -293,7 +301,7 @@ impl Network for CudaBackend {
         match pass {
             Pass::Step(step) => {
                 self.step_qkv(layer, step)?;
-                self.plan.pending = false;
+                self.layout.pending = false;
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -335,7 +343,7 @@ impl Network for CudaBackend {
                     return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
                 }
                 self.product(&weights.output, draft, &self.step.attended, self.step.y.at(0), step.rows.len())?;
-                self.plan.pending = true;
+                self.layout.pending = true;
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -359,7 +367,7 @@ impl Network for CudaBackend {
         match pass {
             Pass::Step(step) => {
                 self.step_gate_up(layer, step)?;
-                self.plan.pending = false;
+                self.layout.pending = false;
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -385,7 +393,7 @@ impl Network for CudaBackend {
                     return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
                 }
                 self.product(&weights.down, draft, &self.step.gated, self.step.y.at(0), step.rows.len())?;
-                self.plan.pending = true;
+                self.layout.pending = true;
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -444,7 +452,7 @@ impl Network for CudaBackend {
                 (step.rows.len(), self.step.hidden.at(0), bias, step.weights == Weights::Draft)
             }
             Pass::Prefill(block) => {
-                self.plan.pending = false;
+                self.layout.pending = false;
                 (1, self.prompt_hidden(block.start + block.rows - 1), 0, false)
             }
         };
@@ -452,11 +460,12 @@ impl Network for CudaBackend {
         let last = &self.step.last;
         self.norm(rows, &self.weights.final_norm, bias, last, self.kernels.norm[1], draft.is_some(), hidden)?;
         self.product(self.weights.head(), draft, last, self.step.logits.at(0), rows)?;
-        self.plan.pending = false;
+        self.layout.pending = false;
         Ok(())
     }
 
     fn poll(&mut self) -> Result<()> {
-        (self.hooks.poll)()
+        // The steps of a round are queued without a look in between: half a round is no graph.
+        if self.ahead.is_some() { Ok(()) } else { (self.hooks.poll)() }
     }
 }

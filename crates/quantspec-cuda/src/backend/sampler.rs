@@ -28,7 +28,7 @@ impl CudaBackend {
     pub(super) fn conclude(&mut self, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let (verdicts, flag) = self.sampling.verdicts(turns)?;
         self.staged = 0;
-        self.plan.pending = false;
+        self.layout.pending = false;
         check_flag(flag)?;
         Ok(verdicts)
     }
@@ -40,7 +40,7 @@ impl TokenSampler for CudaBackend {
         let logits = self.step.logits.read(row * vocab * 4, vocab)?;
         self.staged = 0;
         // Overflowing keys and values were stored as 0, so logits do not show them.
-        check_flag(self.sampling.take_flag(self.plan.drafts)?)?;
+        check_flag(self.sampling.take_flag(self.layout.drafts)?)?;
         Ok(logits)
     }
 
@@ -60,7 +60,14 @@ impl TokenSampler for CudaBackend {
         for row in step.rows {
             self.sampling.drafts(row.slot, row.offset);
         }
-        self.sampling.propose(step.rows.len(), self.plan.rows, self.step.logits.at(0), manner)
+        self.sampling.propose(step.rows.len(), self.layout.rows, self.step.logits.at(0), manner)
+    }
+
+    fn margin(&mut self, _slot: usize) -> Result<f32> {
+        let margin = self.sampling.lead()?;
+        // The host has waited for everything it sent.
+        self.staged = 0;
+        Ok(margin)
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
@@ -68,7 +75,7 @@ impl TokenSampler for CudaBackend {
         let described = self.sampling.describe(step.rows, turns)?;
         self.sampling.turns().write(0, &described)?;
         let (at, logits) = (self.sampling.turns().at(0), self.step.logits.at(0));
-        self.sampling.judge(at, turns.len(), step.rows.len(), self.plan.rows, logits, manner)?;
+        self.sampling.judge(at, turns.len(), step.rows.len(), self.layout.rows, logits, manner)?;
         self.conclude(turns)
     }
 }
