@@ -78,6 +78,10 @@ pub struct CudaBackend {
     layout: StepLayout,
     /// While a round is queued: the steps of it that are yet to be.
     ahead: Option<std::vec::IntoIter<StepLayout>>,
+    /// The bias of a projection in y that `reduce_residual` has yet to take; 0 where it has none.
+    unreduced: Option<u64>,
+    /// The same, once the next norm is to add y and it to the hidden states.
+    residual: Option<u64>,
     staged: usize,
     /// A prompt is under way, and nobody has looked at what it flags.
     prompting: bool,
@@ -225,6 +229,8 @@ impl CudaBackend {
         let mut backend = CudaBackend {
             clock,
             ahead: None,
+            unreduced: None,
+            residual: None,
             prompting: false,
             overwritten: false,
             cache: Cache::new(device, &config, options)?,

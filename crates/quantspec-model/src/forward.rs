@@ -9,17 +9,19 @@ use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
 
-/// One decoder layer.
+/// One decoder layer. Where a model is split over devices, each holds a part of the sum that [`Network::reduce_residual`] adds, and an all-reduce belongs there.
 fn layer<B: Network>(backend: &mut B, layer: usize, pass: &Pass) -> Result<()> {
     backend.qkv(layer, pass)?;
     backend.poll()?;
     backend.attend(layer, pass)?;
     backend.poll()?;
     backend.output(layer, pass)?;
+    backend.reduce_residual(pass)?;
     backend.poll()?;
     backend.gate_up(layer, pass)?;
     backend.poll()?;
     backend.down(layer, pass)?;
+    backend.reduce_residual(pass)?;
     backend.poll()
 }
 

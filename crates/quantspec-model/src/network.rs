@@ -97,7 +97,7 @@ pub trait Network: Send {
     /// prepared for, and where threads panicked. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
     fn attend(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Output projection, added to the hidden state.
+    /// Output projection, which [`Network::reduce_residual`] adds to the hidden state.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] for a block that was not prepared for, and where threads panicked. Device
@@ -105,13 +105,20 @@ pub trait Network: Send {
     /// of draft weights are NaN or infinite.
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
+    /// Hidden state of each row += the projection just computed. A backend may fuse the addition into the projection, and do nothing here, or into the
+    /// norm that follows.
+    ///
+    /// # Errors
+    /// None but those of defects.
+    fn reduce_residual(&mut self, pass: &Pass) -> Result<()>;
+
     /// RMSNorm, gate and up projections, SiLU(gate) · up.
     ///
     /// # Errors
     /// As [`Network::output`].
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Down projection, added to the hidden state.
+    /// Down projection, which [`Network::reduce_residual`] adds to the hidden state.
     ///
     /// # Errors
     /// As [`Network::output`].

@@ -40,7 +40,7 @@ pub struct ReferenceBackend {
     rows: Vec<Tensor>,
     /// Hidden states of the prompt under way, [rows][hidden] by the block's first row.
     blocks: HashMap<usize, Tensor>,
-    /// What the last operation left for the next: queries, attention output or gated activations, [rows][n] each.
+    /// What the last operation left for the next: queries, attention output, gated activations or a projection, [rows][n] each.
     between: Vec<Tensor>,
     /// Keys and values of the prompt in the layer under way, [tokens][kv_width] each.
     scratch: Option<(Tensor, Tensor)>,
@@ -509,7 +509,14 @@ impl Network for ReferenceBackend {
     }
 
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        self.add_linear(layer, pass, LayerPart::Output, LayerPart::OutputBias)
+        self.linear_between(layer, pass, LayerPart::Output, LayerPart::OutputBias)
+    }
+
+    fn reduce_residual(&mut self, pass: &Pass) -> Result<()> {
+        let hidden = self.hidden(pass)?;
+        let sums = hidden.iter().zip(&self.between).map(|(hidden, y)| tensor(|| hidden + y)).collect::<Result<_>>()?;
+        self.set_hidden(pass, sums);
+        Ok(())
     }
 
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
@@ -527,7 +534,7 @@ impl Network for ReferenceBackend {
     }
 
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        self.add_linear(layer, pass, LayerPart::Down, LayerPart::DownBias)
+        self.linear_between(layer, pass, LayerPart::Down, LayerPart::DownBias)
     }
 
     fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()> {
@@ -681,15 +688,11 @@ impl Backend for ReferenceBackend {
 }
 
 impl ReferenceBackend {
-    /// Adds the projection of what the last operation left to the hidden states.
-    fn add_linear(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
+    /// Projects what the last operation left.
+    fn linear_between(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
         let (part, bias) = (Part::Layer(layer, part), Part::Layer(layer, bias));
-        let mut sums = Vec::new();
-        for (hidden, x) in self.hidden(pass)?.iter().zip(&self.between) {
-            let y = self.linear(x, part, Some(bias), weights_of(pass))?;
-            sums.push(tensor(|| hidden + y)?);
-        }
-        self.set_hidden(pass, sums);
+        let project = |x| self.linear(x, part, Some(bias), weights_of(pass));
+        self.between = self.between.iter().map(project).collect::<Result<_>>()?;
         Ok(())
     }
 }

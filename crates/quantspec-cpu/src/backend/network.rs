@@ -294,6 +294,11 @@ impl Network for CpuBackend {
         }
     }
 
+    /// The projections add their outputs as they leave.
+    fn reduce_residual(&mut self, _pass: &Pass) -> Result<()> {
+        Ok(())
+    }
+
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
         match pass {
             Pass::Step(step) => self.gate_up_step(layer, step),

@@ -38,8 +38,6 @@ pub(super) struct StepLayout {
     pub(super) choices: u64,
     pub(super) choosing: usize,
     pub(super) choosing_pages: usize,
-    /// The last product waits in y to be added by the next norm.
-    pub(super) pending: bool,
     /// The step drafts: nobody looks at what it flags.
     pub(super) drafts: bool,
 }

@@ -30,21 +30,18 @@ impl CudaBackend {
         if self.layout.drafts { self.sampling.draft_flag() } else { self.sampling.flag() }
     }
 
-    /// hidden += y where a product waits, then the norm, into the input type of a product.
-    #[expect(clippy::too_many_arguments, reason = "a launch")]
+    /// The addition that [`Network::reduce_residual`] left, then the norm, into the input type of a product.
     pub(super) fn norm(
         &self,
         rows: usize,
         weight: &Buffer,
-        bias: u64,
         input: &Input,
         kernel: Kernel,
         quantised: bool,
         hidden: u64,
     ) -> Result<()> {
         let (width, eps) = (self.config.hidden, self.config.rms_eps);
-        let y = if self.layout.pending { self.step.y.at(0) } else { 0 };
-        let bias = if self.layout.pending { bias } else { 0 };
+        let (y, bias) = self.residual.map_or((0, 0), |bias| (self.step.y.at(0), bias));
         if quantised {
             let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, input.pitch8()];
             self.launch(self.kernels.norm_i8, [rows, 1, 1], NORM_THREADS, 0, &arguments)
@@ -112,15 +109,12 @@ impl CudaBackend {
         unsafe { self.device.launch(self.kernels.embed, launch, &arguments) }
     }
 
-    /// The norm ahead of attention, which adds what the layer before left in y, and the product.
+    /// The norm ahead of attention, and the product.
     fn step_norm_qkv(&self, layer: usize, draft: Option<&Quantised>, rows: usize) -> Result<()> {
         let (weights, space) = (self.layer(layer)?, &self.step);
-        let before = layer.checked_sub(1).map(|before| self.layer(before)).transpose()?;
-        let bias = before.map_or(0, |before| address(&before.down_bias));
         self.norm(
             rows,
             &weights.attention_norm,
-            bias,
             &space.normed,
             self.kernels.norm[0],
             draft.is_some(),
@@ -247,16 +241,7 @@ impl CudaBackend {
                 together.gated(draft, hidden, address(&weights.gate_up_bias), gated.x.at(0), gated.pitch(), rows)
             };
         }
-        let bias = address(&weights.output_bias);
-        self.norm(
-            rows,
-            &weights.mlp_norm,
-            bias,
-            &space.normed,
-            self.kernels.norm[0],
-            draft.is_some(),
-            space.hidden.at(0),
-        )?;
+        self.norm(rows, &weights.mlp_norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
         self.product(&weights.gate_up, draft, &space.normed, space.y.at(0), rows)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
@@ -280,6 +265,8 @@ impl Network for CudaBackend {
         match pass {
             Pass::Prefill(block) => self.prompt_embed(block),
             Pass::Step(step) => {
+                // A step that failed may have left them.
+                (self.unreduced, self.residual) = (None, None);
                 match &mut self.ahead {
                     Some(layouts) => {
                         let next = layouts.next().ok_or_else(|| Error::internal("a step that was not described"));
@@ -301,7 +288,7 @@ impl Network for CudaBackend {
         match pass {
             Pass::Step(step) => {
                 self.step_qkv(layer, step)?;
-                self.layout.pending = false;
+                self.residual = None;
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -343,7 +330,7 @@ impl Network for CudaBackend {
                     return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
                 }
                 self.product(&weights.output, draft, &self.step.attended, self.step.y.at(0), step.rows.len())?;
-                self.layout.pending = true;
+                self.unreduced = Some(address(&weights.output_bias));
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -363,11 +350,18 @@ impl Network for CudaBackend {
         }
     }
 
+    /// The next norm adds y. The projections of prompts, and of draft steps that fuse, added theirs.
+    fn reduce_residual(&mut self, pass: &Pass) -> Result<()> {
+        let unreduced = self.unreduced.take();
+        self.residual = unreduced.filter(|_| matches!(pass, Pass::Step(_)));
+        Ok(())
+    }
+
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
         match pass {
             Pass::Step(step) => {
                 self.step_gate_up(layer, step)?;
-                self.layout.pending = false;
+                self.residual = None;
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -393,7 +387,7 @@ impl Network for CudaBackend {
                     return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
                 }
                 self.product(&weights.down, draft, &self.step.gated, self.step.y.at(0), step.rows.len())?;
-                self.layout.pending = true;
+                self.unreduced = Some(address(&weights.down_bias));
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -446,21 +440,15 @@ impl Network for CudaBackend {
     }
 
     fn head(&mut self, pass: &Pass) -> Result<()> {
-        let (rows, hidden, bias, drafting) = match pass {
-            Pass::Step(step) => {
-                let bias = self.weights.layers.last().map_or(0, |layer| address(&layer.down_bias));
-                (step.rows.len(), self.step.hidden.at(0), bias, step.weights == Weights::Draft)
-            }
-            Pass::Prefill(block) => {
-                self.layout.pending = false;
-                (1, self.prompt_hidden(block.start + block.rows - 1), 0, false)
-            }
+        let (rows, hidden, drafting) = match pass {
+            Pass::Step(step) => (step.rows.len(), self.step.hidden.at(0), step.weights == Weights::Draft),
+            Pass::Prefill(block) => (1, self.prompt_hidden(block.start + block.rows - 1), false),
         };
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
-        self.norm(rows, &self.weights.final_norm, bias, last, self.kernels.norm[1], draft.is_some(), hidden)?;
+        self.norm(rows, &self.weights.final_norm, last, self.kernels.norm[1], draft.is_some(), hidden)?;
         self.product(self.weights.head(), draft, last, self.step.logits.at(0), rows)?;
-        self.layout.pending = false;
+        self.residual = None;
         Ok(())
     }
 

@@ -28,7 +28,6 @@ impl CudaBackend {
     pub(super) fn conclude(&mut self, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let (verdicts, flag) = self.sampling.verdicts(turns)?;
         self.staged = 0;
-        self.layout.pending = false;
         check_flag(flag)?;
         Ok(verdicts)
     }
