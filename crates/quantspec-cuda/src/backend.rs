@@ -1,8 +1,8 @@
 //! [`CudaBackend`]: the operations of a pass as launches on one stream.
 //!
 //! A round is one copy to the device (rows, angles, spans and turns of every draft step and of the verification), one graph of all their
-//! launches, and one copy back. Positions are known before a round starts; drafted tokens never leave the device before its end. Where a draft may end
-//! early each of its steps is a copy, a graph, and the lead of its token on its way back.
+//! launches, and one copy back. Positions are known before a round starts; drafted tokens never leave the device before its end. A step of a draft that
+//! is watched is a round of its own: a copy, a graph, and the logit margin of its token back.
 
 mod describe;
 mod executor;
@@ -15,6 +15,7 @@ use crate::attend::{Attend, PASS_ROWS, check_head};
 use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::Draft;
+use crate::flags::check_flag;
 use crate::linear::{Linear, name};
 use crate::prefill::{self, Prefill, Shape, Way};
 use crate::recorded::Recorded;
@@ -31,8 +32,6 @@ use quantspec_core::plan::{CacheBytes, pages};
 use quantspec_model::backend::{Backend, Hooks, Memory, Options};
 use quantspec_model::checkpoint::{Checkpoint, Part};
 use quantspec_model::rope::RopeTable;
-pub(crate) use sampler::FLAG_WEIGHTS;
-use sampler::check_flag;
 use std::sync::Arc;
 use workspace::{Input, PromptSpace, Sizes, StepSpace, TOKENS_OWN, prompt_bytes, tokens_own, window_pitch};
 

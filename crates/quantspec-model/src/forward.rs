@@ -263,3 +263,50 @@ pub fn verify<B: Executor>(backend: &mut B, view: View, turns: &[Turn]) -> Resul
     backend.poll()?;
     backend.run(&Round::of_verification(view, turns))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use quantspec_core::sample::Sampler;
+
+    const PLAN: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::Best(4) };
+
+    fn rows(step: &Step) -> Vec<(usize, usize, usize)> {
+        step.rows.iter().map(|row| (row.slot, row.offset, row.position)).collect()
+    }
+
+    #[test]
+    fn a_round_has_the_rows_of_its_turns() {
+        let turn = |slot, committed, gamma| Turn::new(slot, committed, gamma, Sampler::greedy());
+        let mut turns = [turn(4, 100, 2), turn(1, 7, 0), turn(2, 300, 1)];
+        let window = [(4, 0, 100), (4, 1, 101), (4, 2, 102), (1, 0, 7), (2, 0, 300), (2, 1, 301)];
+        let drafted = [vec![(4, 0, 100), (2, 0, 300)], vec![(4, 1, 101)]];
+
+        for (offset, rows_of) in drafted.iter().enumerate() {
+            let round = Round::of_draft(&PLAN, &turns, offset).unwrap();
+            let steps: Vec<Step> = round.drafts().collect();
+            assert_eq!((steps.len(), rows(&steps[0]), steps[0].choose_pages), (1, rows_of.clone(), offset == 0));
+            assert!(round.verification().is_none());
+        }
+        assert!(Round::of_draft(&PLAN, &turns, 2).is_none());
+
+        // What stands in the windows is verified alone.
+        let round = Round::of_verification(View::Both, &turns);
+        assert_eq!((round.drafts().count(), rows(&round.verification().unwrap())), (0, window.to_vec()));
+        // What was left to the verification is drafted ahead of it.
+        turns.iter_mut().for_each(|turn| turn.to_draft = Some(PLAN));
+        let round = Round::of_verification(View::Both, &turns);
+        assert_eq!(round.drafts().map(|step| rows(&step)).collect::<Vec<_>>(), drafted);
+        assert_eq!(round.drafts().map(|step| step.choose_pages).collect::<Vec<_>>(), [true, false]);
+        for Step { weights, view, pages, .. } in round.drafts() {
+            assert_eq!(DraftPlan { weights, view, pages }, PLAN);
+        }
+        let verification = round.verification().unwrap();
+        assert_eq!(rows(&verification), window);
+        let Step { weights, view, pages, choose_pages, .. } = verification;
+        assert_eq!((weights, view, pages, choose_pages), (Weights::Full, View::Both, Pages::All, false));
+        // A round that is taken again without its drafts has none.
+        turns.iter_mut().for_each(|turn| turn.gamma = 0);
+        assert_eq!(Round::of_verification(View::Both, &turns).drafts().count(), 0);
+    }
+}

@@ -2,12 +2,12 @@
 
 use super::CudaBackend;
 use super::kv_cache::page_shared;
-use super::sampler::check_flag;
 use super::workspace::Input;
 use crate::args;
 use crate::attend::Around;
 use crate::device::{Buffer, Kernel, Launch};
 use crate::draft::{Draft, Heads, Hidden};
+use crate::flags::check_flag;
 use crate::linear::{Matrix, Quantised};
 use crate::weights::{self, address, argument};
 use quantspec_core::cache::BUFFER_TOKENS;

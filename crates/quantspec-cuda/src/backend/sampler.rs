@@ -1,27 +1,12 @@
-//! Choosing and judging tokens, and what the device flags.
+//! Choosing and judging tokens on the device.
 
 use super::CudaBackend;
 use super::describe::DeviceRow;
+use crate::flags::check_flag;
+use quantspec_core::Result;
 use quantspec_core::sample::Sampler;
 use quantspec_core::verify::Verdict;
-use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Step, TokenSampler, Turn};
-
-/// Bits of the device's error flag (`FLAG_*` in kernels/numbers.cuh and quantize.cu).
-const FLAG_CACHE: u32 = 1;
-const FLAG_LOGITS: u32 = 2;
-pub(crate) const FLAG_WEIGHTS: u32 = 4;
-
-/// Turns what kernels flagged since the last look into an error.
-pub(super) fn check_flag(flag: u32) -> Result<()> {
-    Err(Error::not_finite(match flag {
-        0 => return Ok(()),
-        flag if flag & FLAG_WEIGHTS != 0 => "a weight is NaN or infinite, or its group does not fit half precision",
-        flag if flag & FLAG_CACHE != 0 => "keys or values are NaN, infinite or beyond half precision",
-        flag if flag & FLAG_LOGITS != 0 => "logits are NaN or infinite",
-        _ => "a kernel found values that are not finite",
-    }))
-}
 
 impl CudaBackend {
     /// Waits for the verdicts of a round.
