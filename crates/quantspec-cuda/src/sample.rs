@@ -339,6 +339,9 @@ impl Sampling {
     pub(crate) fn distribution(&self, slot: usize, offset: usize) -> Result<Vec<f32>> {
         let (logits, cuts, index) = self.kept(slot, offset)?;
         let mut q = logits.read::<f32>(index * self.vocab * 4, self.vocab)?;
+        if q.iter().any(|logit| logit.is_nan()) {
+            return Err(Error::not_finite("a draft's logits are NaN"));
+        }
         q.extend(cuts.read::<f32>(index * CUT_BYTES, CUT_BYTES / 4)?);
         Ok(q)
     }

@@ -99,8 +99,8 @@ impl Drafter for Copying {
         self.network.needs()
     }
 
-    fn leads(&self) -> bool {
-        self.network.leads()
+    fn margins(&self) -> bool {
+        self.network.margins()
     }
 
     fn copies(&self, slot: usize, most: usize, par: &dyn Fn(usize) -> Option<f64>) -> usize {

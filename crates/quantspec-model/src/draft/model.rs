@@ -144,7 +144,7 @@ impl<B: Backend> Drafter for DraftModel<B> {
         Needs { view: None, draft_weights: false, distributions: true }
     }
 
-    fn leads(&self) -> bool {
+    fn margins(&self) -> bool {
         true
     }
 
@@ -164,11 +164,11 @@ impl<B: Backend> Drafter for DraftModel<B> {
         }
         own.retain(|turn| network.sequences.contains_key(&turn.slot));
         if !own.is_empty() {
-            network.backend.draft_now(&plan, &mut own)?;
+            forward::draft_now(&mut network.backend, &plan, &mut own)?;
         }
         let (mut in_vain, mut steps, mut own) = (0, 1, own.into_iter().peekable());
         for turn in turns.iter_mut().filter(|turn| turn.drafts(0)) {
-            let Some(drafted) = own.next_if(|drafted| drafted.slot == turn.slot) else {
+            let Some(mut drafted) = own.next_if(|drafted| drafted.slot == turn.slot) else {
                 (turn.gamma, in_vain) = (0, in_vain + 1);
                 continue;
             };
@@ -177,7 +177,14 @@ impl<B: Backend> Drafter for DraftModel<B> {
             target.set_window(turn.slot, &window)?;
             if turn.sampler.accept == Accept::Rejection {
                 for offset in 0..drafted.gamma {
-                    target.set_distribution(turn.slot, offset, &backend.distribution(turn.slot, offset)?)?;
+                    match backend.distribution(turn.slot, offset) {
+                        // Rejection divides by it: what is no number ends the draft.
+                        Err(error) if error.kind == ErrorKind::NotFinite => {
+                            drafted.gamma = offset;
+                            break;
+                        }
+                        q => target.set_distribution(turn.slot, offset, &q?)?,
+                    }
                 }
             }
             if let Some(sequence) = sequences.get_mut(&turn.slot) {
@@ -185,7 +192,7 @@ impl<B: Backend> Drafter for DraftModel<B> {
             }
             in_vain += usize::from(drafted.gamma == 0);
             steps = steps.max(drafted.gamma);
-            (turn.gamma, turn.leads, turn.q) = (drafted.gamma, drafted.leads, DraftDistribution::Kept);
+            (turn.gamma, turn.margins, turn.q) = (drafted.gamma, drafted.margins, DraftDistribution::Kept);
         }
         Ok(Proposed { steps, in_vain, pages: Some(plan.pages) })
     }
