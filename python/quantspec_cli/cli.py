@@ -22,6 +22,7 @@ from .options import (
     Verbatim,
     chat_flags,
     device_flags,
+    draft_model_flag,
     engine_flags,
     json_flag,
     model_flags,
@@ -292,6 +293,7 @@ def cache(*, clear: bool, as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT)
 @model_flags
+@draft_model_flag
 @device_flags
 @json_flag
 def selftest(*, device: str, threads: int | None, **flags: Any) -> Done:
@@ -351,6 +353,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
 @page_choice_flag
+@draft_model_flag
 @_choice_flag("--accept", ACCEPTANCE, text="Acceptance rule: same text as ar, or same distribution.")
 @_list_flag(
     "--methods", "--method", "methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV."

@@ -49,6 +49,8 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
     }
     if options.temperature > 0 and engine.accept == "rejection":
         told |= {name: getattr(engine, name) for name in ("accept", "method", "gamma", "draft_weights")}
+        if engine.draft_model is not None:
+            told |= {"draft_model": engine.draft_model}
         told |= {"draft_pages": engine.pages_of_draft, "page_choice": engine.choice_of_pages}
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 

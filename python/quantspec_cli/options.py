@@ -28,6 +28,7 @@ class Method(NamedTuple):
         draft_weights: whether it reads 4-bit weights.
         draft_view: the view of the target's cache that it reads, "target" for the target's own; None for none.
         window: pages that it reads unless told otherwise, if these are always the first and the recent ones.
+        draft_model: whether another checkpoint drafts; views and pages are those of its own cache.
     """
 
     about: str
@@ -35,6 +36,7 @@ class Method(NamedTuple):
     draft_weights: bool = False
     draft_view: str | None = None
     window: int | None = None
+    draft_model: bool = False
 
 
 # The engine's registry (`_native.methods()`), repeated because --help loads no native code.
@@ -43,6 +45,7 @@ METHODS = {
     "kv4": Method("4-bit cache", draft_view="int4"),
     "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
     "window": Method("first and recent pages", draft_weights=True, draft_view="target", window=16),
+    "draft-model": Method("another checkpoint", draft_view="target", draft_model=True),
     "ngram": Method("earlier text"),
     "ar": Method("nothing", drafts=False),
 }
@@ -86,6 +89,7 @@ class EngineOptions:
     draft_weights: str = "int4"
     draft_pages: int | Literal["all", "auto"] | None = None
     page_choice: str | None = None
+    draft_model: str | None = None
     accept: str = "replay"
     gamma: int | Literal["auto"] = "auto"
 
@@ -111,7 +115,15 @@ class EngineOptions:
     def _refuse_unknown(self) -> None:
         """Refuses settings that the method would ignore."""
         method = METHODS[self.method]
-        reasons = {}
+        reasons: dict[str, tuple[str | None, str]] = {}
+        if method.draft_model and self.draft_model is None:
+            raise UsageError(
+                f"method {self.method} has no draft model",
+                "name a checkpoint of the same tokenizer with --draft-model",
+                option="draft_model",
+            )
+        if not method.draft_model:
+            reasons["draft_model"] = (None, "reads no draft model")
         if not method.drafts and self.gamma != 0:
             reasons["gamma"] = ("auto", "drafts nothing")
         if not method.draft_weights and self.draft_weights != "none":
@@ -344,6 +356,15 @@ def page_choice_flag(command: Command) -> Command:
     )(command)
 
 
+def draft_model_flag(command: Command) -> Command:
+    """--draft-model."""
+    return click.option(
+        "--draft-model",
+        metavar="DIR|FILE|HUB_ID",
+        help="Of method draft-model: the checkpoint that drafts, of the same tokenizer.",
+    )(command)
+
+
 def engine_flags(command: Command) -> Command:
     """Everything of `EngineOptions` but the device."""
 
@@ -382,6 +403,7 @@ def engine_flags(command: Command) -> Command:
             f"[default: all; {METHODS['window'].window} with window]",
         ),
         page_choice_flag,
+        draft_model_flag,
         choice("--accept", ACCEPTANCE, "Acceptance rule when sampling: same text as ar, or same distribution."),
     )(command)
 

@@ -66,7 +66,15 @@ class Case:
         }
 
 
-def selftest(*, model: str | None, revision: str | None, offline: bool, options: EngineOptions, as_json: bool) -> Done:
+def selftest(
+    *,
+    model: str | None,
+    revision: str | None,
+    offline: bool,
+    draft_model: str | None,
+    options: EngineOptions,
+    as_json: bool,
+) -> Done:
     """Runs all cases up to the first difference and prints what was compared; `--json`'s report is left to be printed."""
     out = Stdout()
     render.warn_of_threads(options.threads)
@@ -77,7 +85,7 @@ def selftest(*, model: str | None, revision: str | None, offline: bool, options:
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
         out.write(f"{one_line(opened.name)} on {device}: prompts of {lengths} tokens, {NEW_TOKENS} new tokens each\n")
     cases: list[Case] = []
-    for case in _cases(opened, options, prompts, references):
+    for case in _cases(opened, options, draft_model, prompts, references):
         cases.append(case)
         if not as_json:
             out.write(_line(case) + "\n")
@@ -130,7 +138,11 @@ def _references(
 
 
 def _cases(
-    model: Model, options: EngineOptions, prompts: Sequence[list[int]], references: dict[str, list[list[int]]]
+    model: Model,
+    options: EngineOptions,
+    draft_model: str | None,
+    prompts: Sequence[list[int]],
+    references: dict[str, list[list[int]]],
 ) -> Iterator[Case]:
     everything = range(len(prompts))
     long = [place for place in everything if len(prompts[place]) >= LONG]
@@ -139,13 +151,18 @@ def _cases(
     # Options, prompts, and the gammas of one sequence and of a batch.
     ways: list[tuple[EngineOptions, Sequence[int], Sequence[int | str], Sequence[int]]] = [
         (
-            replace(fixed, method=name, draft_pages=PAGES_MIN if method.window else None),
+            replace(
+                fixed,
+                method=name,
+                draft_pages=PAGES_MIN if method.window else None,
+                draft_model=draft_model if method.draft_model else None,
+            ),
             everything,
             FEW,
             FEW if name in COMBINED else GAMMAS,
         )
         for name, method in METHODS.items()
-        if method.drafts
+        if method.drafts and (draft_model is not None or not method.draft_model)
     ]
     if long:
         selected = replace(quantspec, draft_pages=PAGES_MIN)

@@ -489,9 +489,10 @@ impl<B: Backend> Engine<B> {
         self.block_rows
     }
 
-    /// Bytes the backend holds.
+    /// Bytes that the backend holds, and a network of the drafter's own.
     pub fn memory(&self) -> Memory {
-        self.backend.memory()
+        let drafter = self.method.drafter.as_ref().map(|drafter| drafter.memory());
+        self.backend.memory().and(drafter.unwrap_or_default())
     }
 
     /// The device under the engine.

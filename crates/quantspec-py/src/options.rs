@@ -7,7 +7,7 @@ use quantspec_core::policy::Policy;
 use quantspec_core::sample::Accept;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Options;
-use quantspec_model::draft::METHODS;
+use quantspec_model::draft::{CATCH_UP_ROWS, Entry, METHODS, Needs, Source};
 use quantspec_model::engine::Method;
 
 /// Rows of a prefill block: enough to amortise reading the weights once per block, few enough that one operation of a
@@ -55,6 +55,21 @@ pub(crate) struct Resolved {
     pub(crate) method: Method,
     pub(crate) options: Options,
     pub(crate) accept: Accept,
+    /// How another checkpoint drafts, where one does: the method's drafter is then made of its network.
+    pub(crate) second: Option<Second>,
+}
+
+/// How the network of another checkpoint drafts.
+#[derive(Clone, Copy)]
+pub(crate) struct Second {
+    pub(crate) entry: &'static Entry,
+    pub(crate) view: View,
+    pub(crate) pages: Pages,
+}
+
+/// Options of a backend that only drafts, beside the target's.
+pub(crate) fn of_draft(target: &Options) -> Options {
+    Options { draft_weights: DraftWeights::None, step_rows: target.slots.max(CATCH_UP_ROWS), ..target.clone() }
 }
 
 /// Views of the cache as `kv_target` names them.
@@ -110,7 +125,12 @@ impl Request<'_> {
             Some(DraftPages::Count(count)) => (chosen(count), None),
         };
         let drafter = method.drafter(target, wanted, pages);
-        let needs = drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
+        let second =
+            matches!(method.source, Source::Checkpoint).then_some(Second { entry: method, view: target, pages });
+        let needs = match &drafter {
+            Some(drafter) => drafter.needs(),
+            None => Needs { distributions: second.is_some(), ..Needs::default() },
+        };
         let policy = match self.gamma {
             Some(gamma) if gamma > GAMMA_MAX => {
                 return Err(Error::usage(
@@ -125,10 +145,10 @@ impl Request<'_> {
             Some(choices) => policy.with_pages(&choices),
             None => policy,
         };
-        let longest = match (self.every_view, &drafter) {
-            (true, _) => GAMMA_MAX,
-            (false, Some(_)) => self.gamma.unwrap_or(GAMMA_AUTO),
-            (false, None) => 0,
+        let longest = match self.every_view {
+            true => GAMMA_MAX,
+            false if drafter.is_some() || second.is_some() => self.gamma.unwrap_or(GAMMA_AUTO),
+            false => 0,
         };
         let step_rows = self.slots.saturating_mul(longest + 1);
         if step_rows > STEP_ROWS_MAX {
@@ -162,6 +182,7 @@ impl Request<'_> {
                 threads: self.threads,
             },
             accept,
+            second,
         })
     }
 }

@@ -6,7 +6,7 @@
 
 use super::ngram::{LONGEST, Text};
 use super::{Drafter, Needs, Proposed, Target};
-use crate::backend::Turn;
+use crate::backend::{Memory, Turn};
 use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::config::Pages;
 use quantspec_core::verify::DraftDistribution;
@@ -112,7 +112,10 @@ impl Drafter for Copying {
             let par = par(gamma).or(sequence.of_network).unwrap_or(f64::INFINITY);
             sequence.trust.tokens(sequence.agreement, gamma) / par
         };
-        lengths.map(|gamma| (gamma, gain(gamma))).fold((0, 1.0), |best, next| if next.1 > best.1 { next } else { best }).0
+        lengths
+            .map(|gamma| (gamma, gain(gamma)))
+            .fold((0, 1.0), |best, next| if next.1 > best.1 { next } else { best })
+            .0
     }
 
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
@@ -161,6 +164,10 @@ impl Drafter for Copying {
     fn close(&mut self, slot: usize) {
         self.sequences.remove(&slot);
         self.network.close(slot);
+    }
+
+    fn memory(&self) -> Memory {
+        self.network.memory()
     }
 }
 
@@ -242,7 +249,7 @@ mod tests {
         assert_eq!(drafter.copies(0, 12, &|_| Some(f64::INFINITY)), 0, "costs are not known yet");
         assert_eq!(drafter.copies(3, 12, &par), 0, "no such sequence");
         // Runs whose length costs more than it yields are shorter.
-        assert_eq!(drafter.copies(0, 12, &|gamma| Some(1.0 + 0.7 * gamma.saturating_sub(3) as f64)), 4);
+        assert_eq!(drafter.copies(0, 12, &|gamma| Some(1.0 + 0.7 * gamma.saturating_sub(4) as f64)), 4);
         // The text leaves its source again and again: 8 tokens agree, and the ninth does not.
         for _ in 0..40 {
             drafter.commit(0, &[200, 1, 2, 3, 4, 5, 6, 7, 8, 200]).unwrap();

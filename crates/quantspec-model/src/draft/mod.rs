@@ -14,7 +14,7 @@ pub use model::{CATCH_UP_ROWS, DraftModel};
 pub use ngram::Ngram;
 pub use self_quantised::SelfQuantised;
 
-use crate::backend::{Backend, DraftPlan, KvCache, TokenSampler, Turn};
+use crate::backend::{Backend, DraftPlan, KvCache, Memory, TokenSampler, Turn};
 use crate::forward;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
@@ -63,6 +63,11 @@ pub trait Drafter: Debug + Send {
 
     /// Forgets a sequence. Slots that were never begun are allowed.
     fn close(&mut self, slot: usize);
+
+    /// Bytes that a network of the drafter's own holds.
+    fn memory(&self) -> Memory {
+        Memory::default()
+    }
 }
 
 /// What a drafter needs of the target's backend.
@@ -178,12 +183,7 @@ pub const METHODS: [Entry; 12] = [
     Entry { name: "kv4+ngram", about: "kv4 or earlier text", source: KV4, copies: true },
     Entry { name: "w4+ngram", about: "w4 or earlier text", source: W4, copies: true },
     Entry { name: "window+ngram", about: "window or earlier text", source: WINDOW, copies: true },
-    Entry {
-        name: "draft-model+ngram",
-        about: "draft-model or earlier text",
-        source: Source::Checkpoint,
-        copies: true,
-    },
+    Entry { name: "draft-model+ngram", about: "draft-model or earlier text", source: Source::Checkpoint, copies: true },
 ];
 
 impl Entry {
@@ -256,8 +256,7 @@ mod tests {
         };
         let needs = |view, draft_weights| Some(Needs { view, draft_weights, distributions: view.is_some() });
         let (upper, both) = (Some(View::Upper), Some(View::Both));
-        let models =
-            [("quantspec", upper, true), ("kv4", upper, false), ("w4", both, true), ("window", both, true)];
+        let models = [("quantspec", upper, true), ("kv4", upper, false), ("w4", both, true), ("window", both, true)];
         for (name, view, weights) in models {
             for name in [name, &format!("{name}+ngram")] {
                 assert_eq!(made(name, DraftWeights::Int4), needs(view, weights), "{name}");

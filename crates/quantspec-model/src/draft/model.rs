@@ -50,23 +50,12 @@ impl<B: Backend> DraftModel<B> {
     /// [`CATCH_UP_ROWS`] rows. Its prompts are processed in blocks of `block_rows`.
     pub fn new(backend: B, view: View, pages: Pages, capacity: usize, block_rows: usize) -> DraftModel<B> {
         let shared = Shared { backend, capacity, block_rows, sequences: HashMap::new() };
-        DraftModel {
-            shared: Arc::new(Mutex::new(shared)),
-            plan: DraftPlan { weights: Weights::Full, view, pages },
-        }
+        DraftModel { shared: Arc::new(Mutex::new(shared)), plan: DraftPlan { weights: Weights::Full, view, pages } }
     }
 
     /// The same network, which reads other pages of its cache.
     pub fn reading(&self, view: View, pages: Pages) -> DraftModel<B> {
         DraftModel { shared: self.shared.clone(), plan: DraftPlan { view, pages, ..self.plan } }
-    }
-
-    /// Bytes that it holds.
-    ///
-    /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] after a panic.
-    pub fn memory(&self) -> Result<Memory> {
-        Ok(self.network()?.backend.memory())
     }
 
     fn network(&self) -> Result<MutexGuard<'_, Shared<B>>> {
@@ -119,16 +108,10 @@ impl<B: Backend> Shared<B> {
             let rows = CATCH_UP_ROWS.min(sequence.pending.len() - 1);
             let fed: Vec<u32> = sequence.pending.drain(..rows).collect();
             let committed = sequence.extent.committed();
-            let rows: Vec<Row> =
-                (0..rows).map(|offset| Row { slot, offset, position: committed + offset }).collect();
+            let rows: Vec<Row> = (0..rows).map(|offset| Row { slot, offset, position: committed + offset }).collect();
             // Rows of one step read the same pages, which a choice by the query of one of them does not suit.
-            let step = Step {
-                weights: plan.weights,
-                view: plan.view,
-                pages: Pages::All,
-                choose_pages: false,
-                rows: &rows,
-            };
+            let step =
+                Step { weights: plan.weights, view: plan.view, pages: Pages::All, choose_pages: false, rows: &rows };
             backend.set_window(slot, &fed)?;
             forward::step(backend, &step)?;
             for page in sequence.extent.commit(fed.len()) {
@@ -213,5 +196,9 @@ impl<B: Backend> Drafter for DraftModel<B> {
         if let Ok(mut network) = self.network() {
             network.end(slot);
         }
+    }
+
+    fn memory(&self) -> Memory {
+        self.network().map(|network| network.backend.memory().of_draft()).unwrap_or_default()
     }
 }
