@@ -138,6 +138,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(quantspec: Any, tmp_path: Pa
     vocabulary = tokenizer["model"]["vocab"]
     one, two = sorted(vocabulary, key=vocabulary.get)[500:502]
     vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (other / "tokenizer.json").unlink()
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     quantspec(*run, "--draft-model", str(other)).assert_error(1, "another tokenizer", "token 500 is")
 

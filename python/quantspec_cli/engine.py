@@ -147,6 +147,7 @@ class Model:
     info: dict[str, Any] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
     offline: bool = False
+    _draft_models: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(
@@ -167,8 +168,8 @@ class Model:
 
     def draft_model(self, name: str | None, *, progress: bool = False) -> str | None:
         """Path of the checkpoint that drafts for this one; refuses one of another tokenizer. None where nothing is named."""
-        if name is None:
-            return None
+        if name is None or name in self._draft_models:
+            return name and self._draft_models[name]
         draft = Model.open(name, offline=self.offline, progress=progress)
         difference = self.tokenizer.difference(draft.tokenizer)
         if difference is not None:
@@ -176,7 +177,8 @@ class Model:
                 f"the draft model {draft.name} has another tokenizer than {self.name}: {difference}",
                 "use a smaller model of the same family; its tokens must mean what the model's mean",
             )
-        return str(draft.directory)
+        self._draft_models[name] = str(draft.directory)
+        return self._draft_models[name]
 
     @property
     def context(self) -> int:
