@@ -229,15 +229,15 @@ pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns
 /// where it is unlikely enough that all its tokens stand. Other drafts may be left to [`verify`], which [`Turn::to_draft`] says.
 ///
 /// # Errors
-/// Those of [`Executor::prepare_draft`], [`Executor::run`] and [`TokenSampler::margin`], but for [`ErrorKind::NotFinite`]: there the draft ends.
+/// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`], but for [`ErrorKind::NotFinite`]: there the draft ends.
 pub fn draft<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
-    backend.poll()?;
     backend.prepare_draft(plan)?;
     let watched = matches!(turns, [turn] if turn.stop.is_some());
     if backend.runs_rounds_whole() && !watched {
         turns.iter_mut().for_each(|turn| turn.to_draft = Some(*plan));
         return Ok(());
     }
+    backend.poll()?;
     for offset in 0.. {
         let Some(round) = Round::of_draft(plan, turns, offset) else { break };
         match backend.run(&round) {
