@@ -75,7 +75,7 @@ pub struct CudaBackend {
     recorded: Recorded<Graph>,
     /// The step under way.
     layout: StepLayout,
-    /// While a round is queued: the steps of it that are yet to be.
+    /// Layouts of the round's steps that are not queued yet; `None` outside a round.
     ahead: Option<std::vec::IntoIter<StepLayout>>,
     /// The bias of a projection in y that `reduce_residual` has yet to take; 0 where it has none.
     unreduced: Option<u64>,

@@ -97,7 +97,7 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] for an empty prompt, for 0 new tokens and where no slot is free,
     /// [`quantspec_core::ErrorKind::Model`] for an id outside the vocabulary, [`quantspec_core::ErrorKind::DoesNotFit`]
-    /// beyond the capacity, and those of [`KvCache::open`].
+    /// beyond the capacity, and those of [`crate::backend::KvCache::open`].
     pub fn add(&mut self, prompt: &[u32], sampler: Sampler, max_new_tokens: usize) -> Result<usize> {
         let vocab = self.backend.config().vocab;
         if prompt.is_empty() {
@@ -206,7 +206,7 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is already prefilled, and those of
-    /// [`forward::prefill_chunk`], [`TokenSampler::first`], [`KvCache::set_window`] and [`Drafter::prefill`].
+    /// [`forward::prefill_chunk`], [`crate::backend::TokenSampler::first`], [`crate::backend::KvCache::set_window`] and [`Drafter::prefill`].
     pub fn prefill_timed(
         &mut self,
         slot: usize,
@@ -254,7 +254,7 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is not prefilled,
-    /// [`quantspec_core::ErrorKind::Model`] where `token` is outside the vocabulary, and those of [`KvCache::set_window`] and
+    /// [`quantspec_core::ErrorKind::Model`] where `token` is outside the vocabulary, and those of [`crate::backend::KvCache::set_window`] and
     /// [`Drafter::prefill`].
     pub fn restart(&mut self, slot: usize, token: u32, sampler: Sampler) -> Result<bool> {
         let (backend, drafter, sequence) = self.parts(slot)?;
@@ -386,7 +386,7 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] without a draft before it, and those of [`forward::verify`],
-    /// [`forward::Executor::draft_seconds`], [`KvCache::window`], [`KvCache::flush`], [`KvCache::set_window`] and [`Drafter::commit`].
+    /// [`forward::Executor::draft_seconds`], [`crate::backend::KvCache::window`], [`crate::backend::KvCache::flush`], [`crate::backend::KvCache::set_window`] and [`Drafter::commit`].
     pub fn verify(&mut self) -> Result<Vec<Emitted>> {
         let mut turns = std::mem::take(&mut self.turns);
         if turns.is_empty() {
