@@ -106,7 +106,7 @@ impl<B: Backend> Shared<B> {
         }
         while sequence.pending.len() > 1 {
             let rows = CATCH_UP_ROWS.min(sequence.pending.len() - 1);
-            let fed: Vec<u32> = sequence.pending.drain(..rows).collect();
+            let fed = sequence.pending[..rows].to_vec();
             let committed = sequence.extent.committed();
             let rows: Vec<Row> = (0..rows).map(|offset| Row { slot, offset, position: committed + offset }).collect();
             // Rows of one step read the same pages, which a choice by the query of one of them does not suit.
@@ -114,6 +114,8 @@ impl<B: Backend> Shared<B> {
                 Step { weights: plan.weights, view: plan.view, pages: Pages::All, choose_pages: false, rows: &rows };
             backend.set_window(slot, &fed)?;
             forward::step(backend, &step)?;
+            // Only now, so that an interrupted step may be taken again.
+            sequence.pending.drain(..fed.len());
             for page in sequence.extent.commit(fed.len()) {
                 backend.flush(slot, page)?;
             }
