@@ -114,7 +114,7 @@ impl Run {
             .map(|model| Checkpoint::open(model).expect("second checkpoint"));
         let second = if own.config().vocab == demo.config().vocab { demo } else { own };
         let backend = CpuBackend::load(&second, &options, Hooks::default()).expect("second backend");
-        let view = if self.target == View::Both && self.gamma % 2 == 0 { View::Upper } else { self.target };
+        let view = if self.target == View::Both && self.gamma.is_multiple_of(2) { View::Upper } else { self.target };
         let model = DraftModel::new(backend, view, self.pages, target.capacity, BLOCK_ROWS);
         Some(method.with(Box::new(model)))
     }
