@@ -232,7 +232,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             forward::draft(&mut backend, &QUANTSPEC, &mut never).unwrap();
             let want = backend.window(0, 13).unwrap();
             for enough in [0.999, 0.7, 1e-9] {
-                let stop = Stop { enough, doubt: 0.45 };
+                let stop = Stop { min_acceptance: enough, margin_scale: 0.45 };
                 let mut turns = [turn(Some(stop))];
                 backend.set_window(0, &[first]).unwrap();
                 backend.draft(&QUANTSPEC, &mut turns).unwrap();
@@ -240,7 +240,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
                 assert_eq!(turn.leads.len(), turn.gamma);
                 assert!(turn.leads.iter().all(|&lead| lead >= 0.0), "{:?}", turn.leads);
                 assert!(backend.window(0, turn.gamma + 1).unwrap() == want[..=turn.gamma], "{accept:?} {enough}");
-                let chance = |n: usize| -> f64 { turn.leads[..n].iter().map(|&lead| stop.chance(lead)).product() };
+                let chance = |n: usize| -> f64 { turn.leads[..n].iter().map(|&lead| stop.acceptance(lead)).product() };
                 assert!(turn.gamma == 12 || chance(turn.gamma) < enough);
                 assert!(chance(turn.gamma - 1) >= enough);
                 (ended, tried) = (ended + usize::from(turn.gamma < 12), tried + 1);
@@ -298,7 +298,7 @@ fn rounds_of_drafts_that_end_early_change_no_token() {
             let (prompt, sampler) = (prompt(vocab, length, 9), sampler(accept, 17, 0));
             let (want, _) = rounds(&mut backend, &prompt, &sampler, Pages::All, None, 400);
             for pages in [Pages::All, Pages::Best(3), Pages::Window(4)] {
-                let stop = Some(Stop { enough: 0.9, doubt: 1.0 });
+                let stop = Some(Stop { min_acceptance: 0.9, margin_scale: 1.0 });
                 let (got, ended) = rounds(&mut backend, &prompt, &sampler, pages, stop, 400);
                 assert!(got == want, "{accept:?} {pages:?}");
                 // A greedy text repeats itself, and little of it is in doubt.

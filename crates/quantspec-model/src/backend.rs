@@ -137,8 +137,8 @@ impl Turn {
         // A draft that computed no number leads by nothing.
         self.leads.push(if lead.is_nan() { 0.0 } else { lead });
         let Some(stop) = self.stop else { return };
-        let all: f64 = self.leads.iter().map(|&lead| stop.chance(lead)).product();
-        if all < stop.enough {
+        let all: f64 = self.leads.iter().map(|&lead| stop.acceptance(lead)).product();
+        if all < stop.min_acceptance {
             self.gamma = self.leads.len();
         }
     }

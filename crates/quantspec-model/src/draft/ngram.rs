@@ -7,7 +7,6 @@
 
 use super::{Drafter, Needs, Proposed, Target};
 use crate::backend::Turn;
-use quantspec_core::config::Pages;
 use quantspec_core::verify::DraftDistribution;
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
@@ -40,7 +39,7 @@ impl Drafter for Ngram {
         Ok(())
     }
 
-    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], _pages: Option<Pages>) -> Result<Proposed> {
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], _candidate: usize) -> Result<Proposed> {
         for turn in turns.iter_mut() {
             let text = self.texts.get(&turn.slot);
             let text = text.ok_or_else(|| Error::internal(format!("no text of slot {}", turn.slot)))?;

@@ -5,34 +5,46 @@ use crate::backend::{DraftPlan, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::{Pages, Weights};
 
-/// Drafts by the target's own backend, which holds the sequences: this keeps the plan only. A GPU notes the plan and runs
-/// draft and verification as one graph.
-#[derive(Clone, Copy, Debug)]
-pub struct SelfQuantised(pub DraftPlan);
+/// Drafts by the target's own backend, which holds the sequences: this keeps the plans only, one per candidate and at least one. Plans differ in their
+/// pages. A GPU notes the plan of a round and runs draft and verification as one graph.
+#[derive(Clone, Debug)]
+pub struct SelfQuantised(pub Vec<DraftPlan>);
 
 impl SelfQuantised {
     /// The drafter of a plan.
     pub fn boxed(plan: DraftPlan) -> Box<dyn Drafter> {
-        Box::new(SelfQuantised(plan))
+        Box::new(SelfQuantised(vec![plan]))
     }
 }
 
 impl Drafter for SelfQuantised {
     fn needs(&self) -> Needs {
-        let draft_weights = self.0.weights == Weights::Draft;
-        Needs { view: Some(self.0.view), draft_weights, distributions: true }
+        let draft_weights = self.0[0].weights == Weights::Draft;
+        Needs { view: Some(self.0[0].view), draft_weights, distributions: true }
     }
 
     fn leads(&self) -> bool {
         true
     }
 
+    fn candidates(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Pages that leave out less than half of what there is save too little.
+    fn is_usable(&self, candidate: usize, visible: usize) -> bool {
+        match self.0[candidate].pages {
+            Pages::Best(n) | Pages::Window(n) => candidate == 0 || 2 * n <= visible,
+            Pages::All => true,
+        }
+    }
+
     fn prefill(&mut self, _slot: usize, _prompt: &[u32], _first: u32) -> Result<()> {
         Ok(())
     }
 
-    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], pages: Option<Pages>) -> Result<Proposed> {
-        let plan = DraftPlan { pages: pages.unwrap_or(self.0.pages), ..self.0 };
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
+        let plan = self.0[candidate];
         let asked: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
         target.draft(&plan, turns)?;
         // A draft that ended at its first token took a step, and none of it stands.
