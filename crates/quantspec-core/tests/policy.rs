@@ -226,6 +226,23 @@ fn scenarios() -> Vec<Scenario> {
     let known = |margins| World { margins: Some(margins), ..WORLD };
     let cache = |cold, warming| World { cold, warming, ..WORLD };
     let loses: &[fn(usize) -> f64] = &[flat, steep, cliff, step, linear];
+    let uninformed = |drafts, alphas, best| Scenario {
+        name: "margins that say nothing",
+        machines: &[flat, steep, linear],
+        drafts,
+        alphas,
+        variants: vec![
+            known(Margins::Always(f32::INFINITY)),
+            known(Margins::Always(9.0)),
+            known(Margins::Always(0.1)),
+            known(Margins::Mean(1.0)),
+        ],
+        seeds: 12,
+        tokens: 1_500,
+        plain: 1.02,
+        best,
+        ..SCENARIO
+    };
     vec![
         Scenario {
             name: "as good as a fixed γ",
@@ -249,24 +266,10 @@ fn scenarios() -> Vec<Scenario> {
             plain: 1.02,
             ..SCENARIO
         },
-        Scenario {
-            name: "margins that say nothing",
-            machines: &[flat, steep, linear],
-            drafts: &[1.5, 3.0, 8.0],
-            alphas: &[0.0, 0.3, 0.6, 0.8, 0.95],
-            variants: vec![
-                known(Margins::Always(f32::INFINITY)),
-                known(Margins::Always(9.0)),
-                known(Margins::Always(0.1)),
-                known(Margins::Mean(1.0)),
-            ],
-            seeds: 12,
-            tokens: 1_500,
-            plain: 1.02,
-            // Almost free drafts of which almost all tokens are accepted lose most by being short.
-            best: 1.1,
-            ..SCENARIO
-        },
+        uninformed(&[3.0, 8.0], &[0.0, 0.3, 0.6, 0.8, 0.95], 1.08),
+        uninformed(&[1.5], &[0.0, 0.3, 0.6, 0.8], 1.08),
+        // Almost free drafts of which almost all tokens are accepted lose most by being short.
+        uninformed(&[1.5], &[0.95], 1.1),
         Scenario {
             name: "a CPU cache that plain steps after a draft must fill",
             machines: &[cached],
