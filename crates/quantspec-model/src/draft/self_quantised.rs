@@ -6,7 +6,7 @@ use quantspec_core::Result;
 use quantspec_core::config::{Pages, Weights};
 
 /// Drafts by the target's own backend, which holds the sequences: this keeps the plans only, one per candidate and at least one. Plans differ in their
-/// pages. A GPU notes the plan of a round and runs draft and verification as one graph.
+/// pages. On a GPU the turns take the plan along to the verification, and both run as one graph.
 #[derive(Clone, Debug)]
 pub struct SelfQuantised(pub Vec<DraftPlan>);
 
@@ -23,7 +23,7 @@ impl Drafter for SelfQuantised {
         Needs { view: Some(self.0[0].view), draft_weights, distributions: true }
     }
 
-    fn leads(&self) -> bool {
+    fn margins(&self) -> bool {
         true
     }
 
