@@ -192,7 +192,7 @@ mod tests {
         drafter.prefill(5, &[1, 2, 4, 1], 2).unwrap();
         drafter.prefill(2, &[1], 2).unwrap();
         let mut turns = [turn(5, 3), turn(2, 3), turn(0, 2)];
-        let found = drafter.propose(&mut windows, &mut turns, None).unwrap();
+        let found = drafter.propose(&mut windows, &mut turns, 0).unwrap();
         assert_eq!(found, Proposed { steps: 3, in_vain: 0, pages: None });
         assert_eq!(turns.each_ref().map(|turn| turn.gamma), [3, 0, 2]);
         assert!(turns.iter().all(|turn| turn.q == DraftDistribution::OneHot));
@@ -201,11 +201,11 @@ mod tests {
         drafter.commit(2, &[1, 2]).unwrap();
         drafter.prefill(0, &[8, 9], 2).unwrap();
         let mut turns = [turn(2, 1), turn(0, 4)];
-        assert_eq!(drafter.propose(&mut windows, &mut turns, None).unwrap().steps, 1);
+        assert_eq!(drafter.propose(&mut windows, &mut turns, 0).unwrap().steps, 1);
         assert_eq!(turns.each_ref().map(|turn| turn.gamma), [1, 0]);
         drafter.close(2);
         drafter.close(2);
-        assert!(drafter.propose(&mut windows, &mut [turn(2, 1)], None).is_err());
+        assert!(drafter.propose(&mut windows, &mut [turn(2, 1)], 0).is_err());
     }
 
     proptest! {

@@ -59,3 +59,44 @@ impl Drafter for SelfQuantised {
 
     fn close(&mut self, _slot: usize) {}
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use quantspec_core::config::View;
+    use quantspec_core::sample::Sampler;
+
+    /// Notes the plans that it is asked to draft by.
+    struct Noted(Vec<DraftPlan>);
+
+    impl Target for Noted {
+        fn draft(&mut self, plan: &DraftPlan, _turns: &mut [Turn]) -> Result<()> {
+            self.0.push(*plan);
+            Ok(())
+        }
+
+        fn set_window(&mut self, _slot: usize, _tokens: &[u32]) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn candidates_are_plans_that_leave_out_at_least_half_of_the_pages() {
+        let plan = |pages| DraftPlan { weights: Weights::Draft, view: View::Upper, pages };
+        let plans = [Pages::All, Pages::Best(16), Pages::Window(64)].map(plan).to_vec();
+        let mut drafter = SelfQuantised(plans.clone());
+        let usable = |visible| (0..drafter.candidates()).map(|at| drafter.is_usable(at, visible)).collect::<Vec<_>>();
+        assert_eq!(usable(31), [true, false, false]);
+        assert_eq!(usable(32), [true, true, false]);
+        assert_eq!(usable(128), [true, true, true]);
+        // A number of pages that the user named is read at any length.
+        assert!(SelfQuantised(vec![plan(Pages::Best(16))]).is_usable(0, 0));
+
+        let (mut target, mut turns) = (Noted(vec![]), [Turn::new(0, 5, 3, Sampler::greedy())]);
+        for (candidate, plan) in plans.iter().enumerate() {
+            let proposed = drafter.propose(&mut target, &mut turns, candidate).unwrap();
+            assert_eq!((proposed.steps, proposed.pages), (3, Some(plan.pages)));
+        }
+        assert_eq!(target.0, plans);
+    }
+}
