@@ -241,7 +241,6 @@ fn scenarios() -> Vec<Scenario> {
         tokens: 1_500,
         plain: 1.02,
         best,
-        ..SCENARIO
     };
     vec![
         Scenario {
