@@ -283,17 +283,18 @@ impl Policy {
         self.batch = rows.saturating_sub(self.drafted).max(1);
         let (round, few) = (self.round, 2 * self.batch);
         self.time(rows, seconds);
-        self.verify.0.retain(|&rows, timings| rows <= few || round - timings.round < STALE_ROUNDS);
+        self.verify.0.retain(|&rows, own| rows <= few || round - own.round < STALE_ROUNDS);
         let candidate = &mut self.candidates[self.next.candidate];
-        candidate.rounds += usize::from(self.steps > 0);
-        candidate.last = if self.next.gamma > 0 { round } else { candidate.last };
+        if self.next.gamma > 0 {
+            (candidate.rounds, candidate.last) = (candidate.rounds + 1, round);
+        }
         self.book(rows, seconds);
         (self.steps, self.drafted, self.accepted) = (0, 0, 0);
         self.next = self.choose();
     }
 
     /// Times the verification. Plain steps right after a prompt or a draft are slow if the model fits into a CPU's caches,
-    /// which other work has filled: one counts after another of the same rows that was not clearly slower.
+    /// which other work has filled: one counts after another of the same rows that was not clearly slower, and as hardly slower than that.
     fn time(&mut self, rows: usize, seconds: f64) {
         let before = self.plain.take().filter(|before| before.0 == rows && self.steps == 0);
         let (usable, plain) = (seconds.is_finite() && seconds > 0.0, self.drafted == 0);
@@ -301,7 +302,6 @@ impl Policy {
         self.plain = (usable && plain && self.steps == 0).then_some((rows, seconds));
         self.cold = self.plain.is_some() && !settled;
         if usable && (settled || !plain) {
-            // A plain step may itself have been interrupted.
             let believed = before.map_or(seconds, |(_, last)| seconds.min(last / SETTLED));
             self.verify.0.entry(rows).or_default().observe(believed, self.round);
         }
@@ -325,22 +325,23 @@ impl Policy {
     }
 
     fn choose(&mut self) -> Choice {
-        let plain = Choice { gamma: if self.fixed { self.max } else { 0 }, probe: false, ..self.next };
+        let plain = Choice { gamma: self.max * usize::from(self.fixed), probe: false, ..self.next };
         let Some(plain_s) = self.verify.seconds(self.batch).filter(|_| self.max > 0) else { return plain };
         let usable = || (0..self.candidates.len()).filter(|&index| self.candidates[index].usable);
         let best = usable().filter_map(|index| self.best(index)).max_by(|a, b| a.1.total_cmp(&b.1));
         let work = best.filter(|best| self.fixed || best.1 * plain_s > 1.0 && self.ledger >= 0.0);
         let (fastest, rate) = work.map_or((plain, 1.0), |(choice, rate)| (choice, rate * plain_s));
         self.rate = rate;
-        // What is new is explored in turn, while the ledger allows it; a fixed γ has none.
+        // What is new is explored in turn, while the ledger allows it (a fixed γ has none), and longer if it proposed nothing and nothing else pays.
         let (drafts, last) = (work.is_some(), |&index: &usize| self.candidates[index].last);
         let gamma = if self.fixed { self.max } else { fastest.gamma.clamp(1, PROBE_GAMMA).min(self.max) };
         let least = if drafts { CREDIT } else { CREDIT / EXPLORED as f64 };
-        let new = usable().filter(|&index| self.candidates[index].rounds < EXPLORED).min_by_key(last);
+        let is_new = |own: &Candidate| own.rounds < EXPLORED || !drafts && own.step.recent.is_empty();
+        let new = usable().filter(|&index| is_new(&self.candidates[index])).min_by_key(last);
         if let Some(candidate) = new.filter(|_| self.fixed || self.ledger >= least) {
             let few = (FIRST_ROWS / self.batch).clamp(2, PROBE_GAMMA) - 1;
-            let first = if drafts || self.candidates[candidate].rounds > 0 { 1 } else { few };
-            let explore = Choice { gamma: gamma.max(first).min(self.max), candidate, probe: false };
+            let first = if drafts || self.candidates[candidate].rounds > 0 { 1 } else { few }.max(gamma);
+            let explore = Choice { gamma: first.min(self.max), candidate, probe: false };
             return if drafts && candidate == fastest.candidate { fastest } else { explore };
         }
         let others = || usable().filter(|&index| !drafts || index != fastest.candidate);
@@ -377,7 +378,6 @@ impl Policy {
             .max_by(|a, b| a.1.total_cmp(&b.1))
     }
 
-    /// Seconds of a round of γ; `None` before the candidate was timed.
     fn round_s(&self, candidate: usize, gamma: usize) -> Option<f64> {
         let step = &self.candidates[candidate].step;
         let verify = self.verify.seconds(self.batch * (gamma + 1)).filter(|_| !step.recent.is_empty())?;

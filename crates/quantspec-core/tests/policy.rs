@@ -662,6 +662,24 @@ fn a_context_that_grows_moves_drafts_to_fewer_pages() {
 }
 
 #[test]
+fn a_candidate_that_proposes_nothing_does_not_hold_up_the_other() {
+    for silent in [0, 1] {
+        let (mut policy, mut rounds) = (Policy::auto(8).with_candidates(2), 0);
+        for round in 0..1_000 {
+            let gamma = if policy.candidate() == silent { 0 } else { policy.gamma() };
+            let accepted = (0..gamma).take_while(|i| WORLD.uniform(round, *i as u64) < 0.9).count();
+            if gamma > 0 {
+                policy.observe_draft(3.0 * gamma as f64, gamma);
+                policy.observe_round(gamma, accepted);
+            }
+            policy.observe_verify(gamma + 1, flat(gamma + 1));
+            rounds += usize::from(gamma > 0);
+        }
+        assert!(rounds > 950, "{rounds} rounds of 1,000 drafted");
+    }
+}
+
+#[test]
 fn fixed_gamma_still_chooses_a_candidate() {
     let mut policy = Policy::fixed(4).with_candidates(4);
     let (_, used) = LIBRARY.run(&mut policy, &ALL, 1_000);
