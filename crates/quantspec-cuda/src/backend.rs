@@ -21,7 +21,6 @@ use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, visible_pages};
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Rounding, View, Weights};
 use quantspec_core::layout::Layout;
 use quantspec_core::plan::{CacheBytes, pages};
-use quantspec_core::sample::Sampler;
 use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, ErrorKind, Result};
 use quantspec_model::backend::{Backend, Block, DraftPlan, Hooks, Memory, Options, Pass, Row, Step, Turn};
@@ -190,6 +189,8 @@ pub struct CudaBackend {
     /// The step under way.
     plan: Plan,
     staged: usize,
+    /// Logits of the last verification, where penalties have replaced those on the device and the caller reads them.
+    unpenalised: Vec<Vec<f32>>,
     /// What the next verification's draft reads, where the round is queued as a whole.
     drafting: Option<DraftPlan>,
     /// A prompt is under way, and nobody has looked at what it flags.
@@ -335,6 +336,11 @@ fn prompt_bytes(config: &ModelConfig, options: &Options, own: [usize; 2]) -> [us
     ]
 }
 
+/// Whether penalties would take logits away that the caller reads.
+fn keeps_logits(turns: &[Turn]) -> bool {
+    turns.iter().any(|turn| turn.reads_logits) && turns.iter().any(|turn| turn.history.is_some())
+}
+
 /// Tokens of a slot's window: γ drafted ones around the emitted one, or a step's rows when nothing drafts, which are one sequence's and no more
 /// than its buffer holds beside two pages (docs/cache.md). All windows are read back every round.
 fn window_pitch(options: &Options) -> usize {
@@ -404,6 +410,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
                 options.slots,
                 options.step_rows.max(1),
                 window_pitch(options),
+                options.capacity,
                 options.rejection,
             )
             + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), way),
@@ -452,8 +459,15 @@ impl CudaBackend {
         let draft = Draft::new(device, config.head_dim)?;
         let prefill = Prefill::new(device, Shape::of(&config), options.block_rows.max(1))?;
         let pitch = window_pitch(options);
-        let sampling =
-            Sampling::new(device, config.vocab, options.slots, options.step_rows.max(1), pitch, options.rejection)?;
+        let sampling = Sampling::new(
+            device,
+            config.vocab,
+            options.slots,
+            options.step_rows.max(1),
+            pitch,
+            options.capacity,
+            options.rejection,
+        )?;
         let weights = weights::load(checkpoint, device, &linear, options.draft_weights, sampling.shared(), &mut hooks)?;
         let d = config.head_dim;
         let dtype = config.dtype;
@@ -505,6 +519,7 @@ impl CudaBackend {
         let clock = Clock { start: device.mark()?, drafted: device.mark()?, ran: false };
         let mut backend = CudaBackend {
             clock,
+            unpenalised: Vec::new(),
             drafting: None,
             prompting: false,
             overwritten: false,
@@ -861,7 +876,7 @@ impl CudaBackend {
     /// Runs what [`CudaBackend::queue_round`] queues, as a graph where two like it ran before: some hundred launches per step become one.
     fn run(&mut self, round: &[(Step, Plan)], turns: Option<(u64, usize)>, manner: Manner) -> Result<()> {
         let (turns_at, count) = turns.unwrap_or_default();
-        let how = u64::from(manner.warm) | u64::from(manner.rejects) << 1;
+        let how = u64::from(manner.warm) | u64::from(manner.rejects) << 1 | u64::from(manner.penalises) << 2;
         let mut key = vec![turns_at, count as u64, how, self.sampling.draft_address()];
         for (step, plan) in round {
             self.key(step, plan, &mut key);
@@ -1101,11 +1116,24 @@ impl CudaBackend {
         }
     }
 
+    /// Reads the logits of `rows` rows to the host, where [`Sampling::judge`] will penalise them and the caller reads them afterwards.
+    fn keep_logits(&mut self, rows: usize, turns: &[Turn]) -> Result<()> {
+        self.unpenalised.clear();
+        if keeps_logits(turns) {
+            let vocab = self.config.vocab;
+            for row in 0..rows {
+                self.unpenalised.push(self.step.logits.read(row * vocab * 4, vocab)?);
+            }
+        }
+        Ok(())
+    }
+
     /// Waits for the verdicts of a round.
     fn conclude(&mut self, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let (verdicts, flag) = self.sampling.verdicts(turns)?;
         self.staged = 0;
         self.plan.pending = false;
+        self.plan.drafts = false;
         check_flag(flag)?;
         Ok(verdicts)
     }
@@ -1269,6 +1297,7 @@ impl Backend for CudaBackend {
         let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
             // What interrupted work has flagged, and nobody read, is not the new sequence's.
             self.sampling.clear_flag()?;
+            self.sampling.forget(slot);
             self.prompting = false;
             self.cache.tables.write(slot * self.cache.pitch * 4, &pages)
         });
@@ -1456,11 +1485,14 @@ impl Backend for CudaBackend {
     fn head(&mut self, pass: &Pass) -> Result<()> {
         let (rows, hidden, bias, drafting) = match pass {
             Pass::Step(step) => {
+                self.unpenalised.clear();
                 let bias = self.weights.layers.last().map_or(0, |layer| address(&layer.down_bias));
                 (step.rows.len(), self.step.hidden.at(0), bias, step.weights == Weights::Draft)
             }
             Pass::Prefill(block) => {
                 self.plan.pending = false;
+                self.plan.drafts = false;
+                self.unpenalised.clear();
                 (1, self.prompt_hidden(block.start + block.rows - 1), 0, false)
             }
         };
@@ -1474,6 +1506,9 @@ impl Backend for CudaBackend {
 
     fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
         let vocab = self.config.vocab;
+        if let Some(logits) = self.unpenalised.get(row) {
+            return Ok(logits.clone());
+        }
         let logits = self.step.logits.read(row * vocab * 4, vocab)?;
         self.staged = 0;
         // Overflowing keys and values were stored as 0, so logits do not show them.
@@ -1506,12 +1541,12 @@ impl Backend for CudaBackend {
         check_flag(self.sampling.take_flag(false)?)
     }
 
-    fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
-        let row = DeviceRow { slot: slot as i32, offset: 0, position: position as i32 - 1, token: -1 };
+    fn first(&mut self, turn: &Turn) -> Result<u32> {
+        let row = DeviceRow { slot: turn.slot as i32, offset: 0, position: turn.committed as i32 - 1, token: -1 };
         self.step.description.write(0, &[row])?;
         self.staged = 0;
         let rows = self.step.description.at(0);
-        let token = self.sampling.first(slot, sampler, rows, self.step.logits.at(0))?;
+        let token = self.sampling.first(turn, rows, self.step.logits.at(0))?;
         self.prompting = false;
         check_flag(self.sampling.read()?)?;
         Ok(token)
@@ -1527,6 +1562,7 @@ impl Backend for CudaBackend {
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let manner = self.sampling.learn(turns)?;
+        self.keep_logits(step.rows.len(), turns)?;
         let described = self.sampling.describe(step.rows, turns)?;
         self.sampling.turns().write(0, &described)?;
         let (at, logits) = (self.sampling.turns().at(0), self.step.logits.at(0));
@@ -1550,6 +1586,7 @@ impl Backend for CudaBackend {
     }
 
     fn verify(&mut self, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
+        self.unpenalised.clear();
         // Also where the poll ends the round: the next one is not to draft by this plan.
         let drafting = self.drafting.take();
         (self.hooks.poll)()?;
@@ -1589,7 +1626,21 @@ impl Backend for CudaBackend {
         let turns_at = self.step.description.at(writer.put(&described)?);
         at = writer.at;
         self.send(at)?;
-        self.run(&round, Some((turns_at, turns.len())), manner)?;
+        match round.split_last() {
+            Some(((step, plan), drafts)) if keeps_logits(turns) => {
+                // The host reads the logits before they are penalised.
+                self.clock.start.set(false)?;
+                if !drafts.is_empty() {
+                    self.run(drafts, None, manner)?;
+                }
+                self.clock.drafted.set(false)?;
+                self.queue(step, plan)?;
+                self.keep_logits(step.rows.len(), turns)?;
+                let logits = self.step.logits.at(0);
+                self.sampling.judge(turns_at, turns.len(), step.rows.len(), plan.rows, logits, manner)?;
+            }
+            _ => self.run(&round, Some((turns_at, turns.len())), manner)?,
+        }
         self.clock.ran = longest > 0;
         self.conclude(turns)
     }

@@ -11,6 +11,7 @@ pub mod device;
 pub mod draft;
 mod images;
 pub mod linear;
+mod penalty;
 pub mod prefill;
 mod recorded;
 mod sample;

@@ -225,7 +225,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             let sampler = sampler(accept, 3, index as u64);
             backend.open(0, committed + 40).unwrap();
             forward::prefill(&mut backend, 0, &prompt(vocab, committed, index as u64), 256, &mut |_, _| {}).unwrap();
-            let first = backend.first(0, committed, &sampler).unwrap();
+            let first = backend.first(&Turn::new(0, committed, 0, sampler.clone())).unwrap();
             backend.set_window(0, &[first]).unwrap();
             let turn = |stop| Turn { stop, ..Turn::new(0, committed, 12, sampler.clone()) };
             let mut never = [turn(None)];
@@ -262,7 +262,7 @@ fn rounds<B: Backend>(
 ) -> (Vec<u32>, usize) {
     backend.open(0, prompt.len() + new + 16).unwrap();
     forward::prefill(backend, 0, prompt, 256, &mut |_, _| {}).unwrap();
-    let mut text = vec![backend.first(0, prompt.len(), sampler).unwrap()];
+    let mut text = vec![backend.first(&Turn::new(0, prompt.len(), 0, sampler.clone())).unwrap()];
     backend.set_window(0, &text).unwrap();
     let (mut extent, mut ended) = (Extent::default(), 0);
     extent.commit(prompt.len());
@@ -452,7 +452,7 @@ fn known_tokens_replace_a_draft_that_was_left_to_verification() {
         let prompt = prompt(checkpoint.config().vocab, 300, 4);
         backend.open(0, 900).unwrap();
         forward::prefill(&mut backend, 0, &prompt, 256, &mut |_, _| {}).unwrap();
-        let first = backend.first(0, 300, &Sampler::greedy()).unwrap();
+        let first = backend.first(&Turn::new(0, 300, 0, Sampler::greedy())).unwrap();
         backend.set_window(0, &[first]).unwrap();
         let mut turns = [Turn::new(0, 300, 2, Sampler::greedy())];
         backend.draft(&QUANTSPEC, &mut turns).unwrap();

@@ -10,9 +10,11 @@
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::penalty::History;
 use quantspec_core::policy::Stop;
 use quantspec_core::sample::Sampler;
 use quantspec_core::verify::{DraftDistribution, Verdict};
+use std::sync::Arc;
 
 /// One token of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,12 +125,26 @@ pub struct Turn {
     pub q: DraftDistribution,
     /// How tokens are chosen and accepted.
     pub sampler: Sampler,
+    /// The committed text, where the sampler has penalties.
+    pub history: Option<Arc<History>>,
+    /// The caller reads [`Backend::logits`] of the turn's rows after they are judged.
+    pub reads_logits: bool,
 }
 
 impl Turn {
     /// A turn of γ tokens that no lead ends, with nothing drafted.
     pub fn new(slot: usize, committed: usize, gamma: usize, sampler: Sampler) -> Turn {
-        Turn { slot, committed, gamma, stop: None, leads: Vec::new(), q: DraftDistribution::Kept, sampler }
+        Turn {
+            slot,
+            committed,
+            gamma,
+            stop: None,
+            leads: Vec::new(),
+            q: DraftDistribution::Kept,
+            sampler,
+            history: None,
+            reads_logits: false,
+        }
     }
 
     /// Notes that the token just drafted led its runner-up by `lead` logits. The draft ends with it where it has become unlikely enough that all of
@@ -261,7 +277,8 @@ pub trait Backend: Send {
     /// [`Backend::first`] or [`Backend::judge`]: −∞ masks a token and is allowed. [`quantspec_core::ErrorKind::Internal`] where threads panicked. Device errors of a GPU.
     fn head(&mut self, pass: &Pass) -> Result<()>;
 
-    /// The logits of row `row` of the last [`Backend::head`] (a prefill block has one row), `[vocab]`, unwarped.
+    /// The logits of row `row` of the last [`Backend::head`] (a prefill block has one row), `[vocab]`, before penalties and warpers.
+    /// After [`Backend::judge`] they may be read of turns that said so ([`Turn::reads_logits`]), after [`Backend::first`] not at all.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where there is no such row. Device errors of a GPU.
@@ -275,13 +292,13 @@ pub trait Backend: Send {
     /// [`Backend::judge`]. Device errors of a GPU, and those of [`Hooks::poll`].
     fn flush(&mut self, slot: usize, page: usize) -> Result<()>;
 
-    /// Samples the token after a prefill block from the last head's only row, at position `prompt.len()`.
+    /// Samples the token after a prefill block from the last head's only row, at position `turn.committed`, the length of the prompt.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] where no token can be chosen, and on a GPU where keys or values of the prompt
     /// are beyond half precision. On a GPU [`quantspec_core::ErrorKind::Internal`] where there is no such slot, and device
     /// errors.
-    fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32>;
+    fn first(&mut self, turn: &Turn) -> Result<u32>;
 
     /// Chooses the next token of every row of a draft step (after [`Backend::head`]) and writes it into the window at
     /// `row.offset + 1`; keeps q where the sampler's acceptance rule needs it. `turns` holds the turn of every slot.

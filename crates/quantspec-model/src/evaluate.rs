@@ -11,6 +11,7 @@ use crate::engine::check_ids;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::logprob;
 use quantspec_core::sample::argmax;
 use quantspec_core::{Error, Result};
 
@@ -204,9 +205,7 @@ struct Scored {
 
 impl Scored {
     fn new(logits: Vec<f32>) -> Scored {
-        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = logits.iter().map(|&logit| f64::from(logit - most).exp()).sum();
-        Scored { shift: f64::from(most) + sum.ln(), logits }
+        Scored { shift: logprob::shift(&logits), logits }
     }
 
     /// Natural logarithm of a token's probability.
