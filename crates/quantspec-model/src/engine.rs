@@ -6,6 +6,7 @@
 
 use crate::backend::{Backend, Memory, Turn};
 use crate::draft::Drafter;
+use crate::evaluate;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
 use quantspec_core::config::{Pages, View};
@@ -149,12 +150,7 @@ impl<B: Backend> Engine<B> {
                 },
             ));
         }
-        let slot = self.sequences.iter().position(Option::is_none).ok_or_else(|| {
-            Error::usage(
-                format!("all {} slots of the engine are in use", self.sequences.len()),
-                "finish a sequence first, or open the engine with more slots",
-            )
-        })?;
+        let slot = self.free_slot()?;
         self.backend.open(slot, wanted)?;
         self.sequences[slot] = Some(Sequence {
             text: prompt.to_vec(),
@@ -508,6 +504,31 @@ impl<B: Backend> Engine<B> {
         self.method.policy.observe_verify(rows, seconds);
         self.stats.verify(seconds);
         Ok(round)
+    }
+
+    /// [`evaluate::score`] of a text under the target's view, in a free slot, between two rounds.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] where no slot is free, [`quantspec_core::ErrorKind::DoesNotFit`] beyond the capacity, and those
+    /// of [`evaluate::score`].
+    pub fn score(&mut self, tokens: &[u32], step_rows: usize) -> Result<Vec<f64>> {
+        if tokens.len() > self.capacity {
+            return Err(Error::does_not_fit(
+                format!("a text of {} tokens exceeds the capacity of {}", tokens.len(), self.capacity),
+                "shorten the text, or open the engine for longer sequences",
+            ));
+        }
+        let slot = self.free_slot()?;
+        evaluate::score(&mut self.backend, self.method.target, slot, tokens, step_rows)
+    }
+
+    fn free_slot(&self) -> Result<usize> {
+        self.sequences.iter().position(Option::is_none).ok_or_else(|| {
+            Error::usage(
+                format!("all {} slots of the engine are in use", self.sequences.len()),
+                "finish a sequence first, or open the engine with more slots",
+            )
+        })
     }
 
     /// Ends a sequence and frees its slot; its tokens so far stay valid.
