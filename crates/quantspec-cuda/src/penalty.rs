@@ -135,9 +135,6 @@ impl Penalising {
             return Ok(was_on.then(|| DeviceCommit { slot: slot as i32, ..DeviceCommit::default() }));
         };
         let (text, penalties) = (history.text(), history.penalties());
-        if text.len() > self.pitch || text.iter().any(|&token| token as usize >= self.vocab) {
-            return Err(Error::internal(format!("a text of {} tokens in a slot of {}", text.len(), self.pitch)));
-        }
         let from = match known.text {
             Some((answer, length)) if answer == history.answer() && length <= text.len() => length,
             _ => {
@@ -150,6 +147,9 @@ impl Penalising {
             return Ok(None);
         }
         let more = &text[from..];
+        if text.len() > self.pitch || more.iter().any(|&token| token as usize >= self.vocab) {
+            return Err(Error::internal(format!("a text of {} tokens in a slot of {}", text.len(), self.pitch)));
+        }
         let mut commit = DeviceCommit {
             slot: slot as i32,
             more: more.len() as i32,

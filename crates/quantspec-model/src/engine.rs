@@ -327,7 +327,7 @@ impl<B: Backend> Engine<B> {
         }
         sequence.answers += 1;
         sequence.history = penalty::history(&sequence.text, &sampler, sequence.answers).map(Arc::new);
-        sequence.logprobs = None;
+        (sequence.logprobs, sequence.told) = (None, Vec::new());
         sequence.emit(&[token]);
         sequence.sampler = sampler;
         sequence.remaining = sequence.max_new_tokens - 1;
