@@ -92,7 +92,7 @@ def penalised(logits: Array, options: dict[str, Any], prompt: list[int], answer:
     seen = np.unique(text)
     factor = options.get("repetition_penalty", 1)
     out[seen] = np.where(out[seen] < 0, out[seen] * factor, out[seen] / factor)
-    counts = np.bincount(answer, minlength=len(out))
+    counts = np.bincount(np.array(answer, int), minlength=len(out))
     out -= options.get("frequency_penalty", 0) * counts + options.get("presence_penalty", 0) * (counts > 0)
     if n := options.get("no_repeat_ngram", 0):
         after: dict[tuple[int, ...], list[int]] = {}
