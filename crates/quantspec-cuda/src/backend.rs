@@ -77,7 +77,7 @@ pub struct CudaBackend {
     layout: StepLayout,
     /// Logits of the last verification, where penalties have replaced those on the device and the caller reads them.
     unpenalised: Vec<Vec<f32>>,
-    /// While a round is queued: the steps of it that are yet to be.
+    /// Layouts of the round's steps that are not queued yet; `None` outside a round.
     ahead: Option<std::vec::IntoIter<StepLayout>>,
     /// The bias of a projection in y that `reduce_residual` has yet to take; 0 where it has none.
     unreduced: Option<u64>,

@@ -157,7 +157,7 @@ impl CudaBackend {
         let how = u64::from(manner.warm) | u64::from(manner.rejects) << 1 | u64::from(manner.penalises) << 2;
         let mut key = vec![*turns, judged as u64, how, self.sampling.draft_address()];
         for (step, layout) in round.drafts().chain(round.verification()).zip(layouts) {
-            self.key(&step, layout, &mut key);
+            self.step_key(&step, layout, &mut key);
         }
         key
     }

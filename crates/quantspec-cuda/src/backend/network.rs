@@ -457,7 +457,7 @@ impl Network for CudaBackend {
     }
 
     fn poll(&mut self) -> Result<()> {
-        // The steps of a round are queued without a look in between: half a round is no graph.
+        // A round is queued without polling: an interrupt would leave half a recorded graph.
         if self.ahead.is_some() { Ok(()) } else { (self.hooks.poll)() }
     }
 }
