@@ -182,6 +182,9 @@ pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bou
     Ok(parts)
 }
 
+/// A token's log-probability, and the likeliest tokens of its place with theirs.
+type Told = (f64, Vec<(u32, f64)>);
+
 /// Notes that no thread is in the engine; dropped before its lock.
 struct Leaving<'a>(&'a PyEngine);
 
@@ -425,7 +428,7 @@ impl PyEngine {
     }
 
     /// Log-probabilities of the slot's tokens since the last call, each with the likeliest tokens of its place and theirs.
-    fn take_logprobs(&self, py: Python<'_>, slot: usize) -> PyResult<Vec<(f64, Vec<(u32, f64)>)>> {
+    fn take_logprobs(&self, py: Python<'_>, slot: usize) -> PyResult<Vec<Told>> {
         let told = self.run(py, |device| on_device!(device, engine => engine.take_logprobs(slot)))?;
         Ok(told.into_iter().map(|told| (told.logprob, told.top)).collect())
     }
