@@ -310,8 +310,8 @@ impl Place {
 }
 
 fn drafts<B: Backend + 'static>(second: B, capacity: usize, block_rows: usize) -> Drafts {
-    let model = DraftModel::new(second, View::Both, Pages::All, capacity, block_rows);
-    Box::new(move |second| second.entry.with(Box::new(model.reading(second.view, second.pages))))
+    let model = DraftModel::new(second, View::Both, &[Pages::All], capacity, block_rows);
+    Box::new(move |second| second.entry.with(Box::new(model.reading(second.view, &second.pages))))
 }
 
 /// A method's drafter: its own, or one of the second network.

@@ -60,11 +60,11 @@ pub(crate) struct Resolved {
 }
 
 /// How the network of another checkpoint drafts.
-#[derive(Clone, Copy)]
 pub(crate) struct Second {
     pub(crate) entry: &'static Entry,
     pub(crate) view: View,
-    pub(crate) pages: Pages,
+    /// One choice for each candidate.
+    pub(crate) pages: Vec<Pages>,
 }
 
 /// Options of a backend that only drafts, beside the target's.
@@ -106,12 +106,11 @@ impl Request<'_> {
         let windowed = one_of("page_choice", self.page_choice, &[("best", false), ("window", true)])?;
         let chosen = |count| if windowed { Pages::Window(count) } else { Pages::Best(count) };
         let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
-        let (pages, choices) = match self.draft_pages {
-            None => (Pages::All, None),
+        let pages = match self.draft_pages {
+            None => vec![Pages::All],
             Some(DraftPages::Word(ref word)) if word == "auto" => {
                 let all = method.window().is_none().then_some(Pages::All);
-                let some = PAGES_AUTO.map(|count| method.pages(chosen(count)));
-                (Pages::All, Some(all.into_iter().chain(some).collect::<Vec<_>>()))
+                all.into_iter().chain(PAGES_AUTO.map(chosen)).collect()
             }
             Some(DraftPages::Word(ref word)) => {
                 return Err(Error::usage(format!("draft_pages is {word:?}"), "use a number, or auto, or None for all"));
@@ -122,9 +121,10 @@ impl Request<'_> {
                     "use at least 2 (the first and the newest page are always read), or all",
                 ));
             }
-            Some(DraftPages::Count(count)) => (chosen(count), None),
+            Some(DraftPages::Count(count)) => vec![chosen(count)],
         };
-        let drafter = method.drafter(target, wanted, pages);
+        let drafter = method.drafter(target, wanted, &pages);
+        let candidates = drafter.as_ref().map_or(pages.len(), |drafter| drafter.candidates());
         let second =
             matches!(method.source, Source::Checkpoint).then_some(Second { entry: method, view: target, pages });
         let needs = match &drafter {
@@ -141,10 +141,7 @@ impl Request<'_> {
             Some(gamma) => Policy::fixed(gamma),
             None => Policy::auto(GAMMA_AUTO),
         };
-        let policy = match choices {
-            Some(choices) => policy.with_pages(&choices),
-            None => policy,
-        };
+        let policy = policy.with_candidates(candidates);
         let longest = match self.every_view {
             true => GAMMA_MAX,
             false if drafter.is_some() || second.is_some() => self.gamma.unwrap_or(GAMMA_AUTO),

@@ -8,7 +8,6 @@ use super::ngram::{LONGEST, Text};
 use super::{Drafter, Needs, Proposed, Target};
 use crate::backend::{Memory, Turn};
 use quantspec_core::cache::GAMMA_MAX;
-use quantspec_core::config::Pages;
 use quantspec_core::verify::DraftDistribution;
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
@@ -106,6 +105,14 @@ impl Drafter for Copying {
         self.network.margins()
     }
 
+    fn candidates(&self) -> usize {
+        self.network.candidates()
+    }
+
+    fn is_usable(&self, candidate: usize, visible: usize) -> bool {
+        self.network.is_usable(candidate, visible)
+    }
+
     fn copies(&self, slot: usize, most: usize, par: &dyn Fn(usize) -> Option<f64>) -> usize {
         let Some(sequence) = self.sequences.get(&slot) else { return 0 };
         let most = most.min(sequence.run.len() - 1);
@@ -130,7 +137,7 @@ impl Drafter for Copying {
         Ok(())
     }
 
-    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], pages: Option<Pages>) -> Result<Proposed> {
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
         for turn in turns.iter_mut().filter(|turn| turn.copied) {
             let sequence = self.sequences.get(&turn.slot);
             let window = sequence.and_then(|sequence| sequence.run.get(..=turn.gamma));
@@ -142,7 +149,7 @@ impl Drafter for Copying {
             return Ok(Proposed::default());
         }
         // After the windows: a draft that a backend only notes is forgotten where tokens are set.
-        let proposed = self.network.propose(target, turns, pages)?;
+        let proposed = self.network.propose(target, turns, candidate)?;
         for turn in turns.iter() {
             if let Some(sequence) = self.sequences.get_mut(&turn.slot) {
                 sequence.drafts = turn.drafts(0);
@@ -178,6 +185,7 @@ impl Drafter for Copying {
 mod tests {
     use super::*;
     use crate::backend::DraftPlan;
+    use quantspec_core::config::Pages;
     use quantspec_core::sample::Sampler;
 
     /// A network that drafts zeros for the turns left to it.
@@ -193,7 +201,7 @@ mod tests {
             Ok(())
         }
 
-        fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], _: Option<Pages>) -> Result<Proposed> {
+        fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], _: usize) -> Result<Proposed> {
             for turn in turns.iter().filter(|turn| turn.drafts(0)) {
                 target.set_window(turn.slot, &vec![0; turn.gamma + 1])?;
             }
@@ -267,7 +275,7 @@ mod tests {
         assert_eq!(drafter.copies(0, 4, &|_| None), 0, "the network has not drafted");
         let round = |drafter: &mut Box<dyn Drafter>, emitted: &[u32]| {
             let mut turns = [Turn::new(0, 0, 4, Sampler::greedy())];
-            drafter.propose(&mut Windows::default(), &mut turns, None).unwrap();
+            drafter.propose(&mut Windows::default(), &mut turns, 0).unwrap();
             drafter.commit(0, emitted).unwrap();
         };
         round(&mut drafter, &[29, 30, 31]);
@@ -287,7 +295,7 @@ mod tests {
             let gamma = drafter.copies(0, 12, &|gamma| Some(3.0 / 2.0 * verify(gamma)));
             let mut turns = [Turn { copied: gamma > 0, ..Turn::new(0, 0, gamma.max(4), Sampler::greedy()) }];
             let mut windows = Windows::default();
-            drafter.propose(&mut windows, &mut turns, None).unwrap();
+            drafter.propose(&mut windows, &mut turns, 0).unwrap();
             let stood = windows.0[0].1[1..].iter().zip(&answer[at..]).take_while(|(a, b)| a == b).count();
             let emitted = if gamma > 0 { stood + 1 } else { 3 };
             seconds += if gamma > 0 { verify(gamma) } else { 2.0 };
@@ -331,16 +339,16 @@ mod tests {
         drafter.prefill(1, &[1, 2, 3], 4).unwrap();
         let mut turns = [1, 0].map(|slot| Turn { copied: slot == 0, ..Turn::new(slot, 0, 3, Sampler::greedy()) });
         let mut windows = Windows::default();
-        let proposed = drafter.propose(&mut windows, &mut turns, None).unwrap();
+        let proposed = drafter.propose(&mut windows, &mut turns, 0).unwrap();
         // Copied windows are set first: a noted draft would be forgotten.
         assert_eq!(windows.0, [(0, vec![28, 29, 30, 31]), (1, vec![0; 4])]);
         assert_eq!(turns.each_ref().map(|turn| turn.q), [DraftDistribution::Kept, DraftDistribution::OneHot]);
         assert_eq!(proposed.pages, Some(Pages::All));
         // Where every sequence copies the network does nothing.
-        let copied = drafter.propose(&mut windows, &mut turns[1..], None).unwrap();
+        let copied = drafter.propose(&mut windows, &mut turns[1..], 0).unwrap();
         assert_eq!(copied, Proposed::default());
         drafter.close(0);
-        assert!(drafter.propose(&mut windows, &mut turns[1..], None).is_err());
+        assert!(drafter.propose(&mut windows, &mut turns[1..], 0).is_err());
         assert_eq!(drafter.copies(0, 4, &par), 0);
     }
 }

@@ -23,7 +23,8 @@ pub const CATCH_UP_ROWS: usize = GAMMA_MAX;
 /// Drafts by a network of its own. Clones share it, so that the pages it reads may change from one method to the next.
 pub struct DraftModel<B: Backend> {
     shared: Arc<Mutex<Shared<B>>>,
-    plan: DraftPlan,
+    /// What its steps read, one per candidate.
+    plans: Vec<DraftPlan>,
 }
 
 /// The second network and its sequences.
@@ -47,15 +48,15 @@ struct Sequence {
 
 impl<B: Backend> DraftModel<B> {
     /// Drafts with a backend that holds as many slots as the target's, of `capacity` tokens each, and steps of at least
-    /// [`CATCH_UP_ROWS`] rows. Its prompts are processed in blocks of `block_rows`.
-    pub fn new(backend: B, view: View, pages: Pages, capacity: usize, block_rows: usize) -> DraftModel<B> {
+    /// [`CATCH_UP_ROWS`] rows. Each of `pages`, at least one, is a candidate. Its prompts are processed in blocks of `block_rows`.
+    pub fn new(backend: B, view: View, pages: &[Pages], capacity: usize, block_rows: usize) -> DraftModel<B> {
         let shared = Shared { backend, capacity, block_rows, sequences: HashMap::new() };
-        DraftModel { shared: Arc::new(Mutex::new(shared)), plan: DraftPlan { weights: Weights::Full, view, pages } }
+        DraftModel { shared: Arc::new(Mutex::new(shared)), plans: plans(view, pages) }
     }
 
-    /// The same network, which reads other pages of its cache.
-    pub fn reading(&self, view: View, pages: Pages) -> DraftModel<B> {
-        DraftModel { shared: self.shared.clone(), plan: DraftPlan { view, pages, ..self.plan } }
+    /// The same network, which reads another view and other pages of its cache.
+    pub fn reading(&self, view: View, pages: &[Pages]) -> DraftModel<B> {
+        DraftModel { shared: self.shared.clone(), plans: plans(view, pages) }
     }
 
     fn network(&self) -> Result<MutexGuard<'_, Shared<B>>> {
@@ -63,9 +64,13 @@ impl<B: Backend> DraftModel<B> {
     }
 }
 
+fn plans(view: View, pages: &[Pages]) -> Vec<DraftPlan> {
+    pages.iter().map(|&pages| DraftPlan { weights: Weights::Full, view, pages }).collect()
+}
+
 impl<B: Backend> fmt::Debug for DraftModel<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DraftModel").field("plan", &self.plan).finish_non_exhaustive()
+        f.debug_struct("DraftModel").field("plans", &self.plans).finish_non_exhaustive()
     }
 }
 
@@ -133,14 +138,22 @@ impl<B: Backend> Drafter for DraftModel<B> {
         true
     }
 
+    fn candidates(&self) -> usize {
+        self.plans.len()
+    }
+
+    fn is_usable(&self, candidate: usize, visible: usize) -> bool {
+        self.plans[candidate].is_usable(candidate, visible)
+    }
+
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
         let mut network = self.network()?;
         let begun = network.begin(slot, prompt, first);
         network.unless_lost(slot, begun)
     }
 
-    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], pages: Option<Pages>) -> Result<Proposed> {
-        let plan = DraftPlan { pages: pages.unwrap_or(self.plan.pages), ..self.plan };
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
+        let plan = self.plans[candidate];
         let mut network = self.network()?;
         let mut own: Vec<Turn> = turns.iter().filter(|turn| turn.drafts(0)).cloned().collect();
         for turn in &own {
