@@ -417,7 +417,13 @@ impl<B: Backend> Engine<B> {
                 return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
             }
             let gamma = if copied > 0 { copied } else { gamma };
-            self.turns.push(Turn { stop, history, reads_logits, copied: copied > 0, ..Turn::new(slot, committed, gamma, sampler) });
+            self.turns.push(Turn {
+                stop,
+                history,
+                reads_logits,
+                copied: copied > 0,
+                ..Turn::new(slot, committed, gamma, sampler)
+            });
         }
         let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
         let visible = self.turns.iter().map(|turn| visible_pages(turn.committed)).max().unwrap_or(0);

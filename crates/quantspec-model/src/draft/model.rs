@@ -155,7 +155,8 @@ impl<B: Backend> Drafter for DraftModel<B> {
     fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
         let plan = self.plans[candidate];
         let mut network = self.network()?;
-        let mut own: Vec<Turn> = turns.iter().filter(|turn| turn.drafts(0)).cloned().collect();
+        let drafting = turns.iter().filter(|turn| turn.drafts(0));
+        let mut own: Vec<Turn> = drafting.map(|turn| Turn { reads_logits: false, ..turn.clone() }).collect();
         for turn in &own {
             let caught_up = network.catch_up(turn.slot, turn.committed, &plan);
             network.unless_lost(turn.slot, caught_up)?;
