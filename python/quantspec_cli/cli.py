@@ -15,6 +15,7 @@ from .errors import QuantspecError, UsageError
 from .options import (
     ACCEPTANCE,
     KV_ROUNDINGS,
+    KV_TARGETS,
     PAGE_CHOICES,
     EngineOptions,
     GenerateOptions,
@@ -300,6 +301,32 @@ def selftest(*, device: str, threads: int | None, **flags: Any) -> Done:
 
     options = EngineOptions(device=device, threads=threads)
     return execute(options=options, **flags)
+
+
+@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@model_flags
+@click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
+@click.option("--batch", type=int, default=1, show_default=True, metavar="N", help="Sequences that decode together.")
+@_choice_flag("--kv-target", KV_TARGETS, text="View of the cache that defines the output.")
+@click.option(
+    "--acceptance",
+    type=float,
+    metavar="SHARE",
+    help="Share of drafted tokens that is kept.  [default: of the demo model's, by method]",
+)
+@device_flags
+@json_flag
+def plan(*, device: str, threads: int | None, kv_target: str, **flags: Any) -> Done:
+    """Say before a download whether a model fits here, with which context and batch, and how fast.
+
+    Weights are not read: of a model on the hub only config.json is fetched. Speeds are predicted from what this machine
+    reads and computes a second, which takes some seconds to measure.
+    """
+    from .plan import Request
+    from .plan import plan as execute
+
+    options = EngineOptions(device=device, threads=threads, kv_target=kv_target)
+    return execute(Request(**flags), options)
 
 
 # What `bench kernels` takes; each other flag of `bench` would be ignored. `--rows` is its own.

@@ -167,6 +167,7 @@ pub struct Product {
     x: Array<f32>,
     x16: Array<u16>,
     stride: usize,
+    layers: usize,
     layer: usize,
 }
 
@@ -214,7 +215,14 @@ impl Product {
         let (mut acts, mut x16) = (w4::Acts::zeros(rows, k)?, Array::zeros(rows * stride)?);
         acts.quantize(simd, &x, stride, rows, k);
         linear::to_bf16(simd, &x, &mut x16);
-        Ok(Product { simd, pool: Pool::new(threads)?, rows, full, draft, acts, x, x16, stride, layer: 0 })
+        let layers = full.len().max(draft.len());
+        Ok(Product { simd, pool: Pool::new(threads)?, rows, full, draft, acts, x, x16, stride, layers, layer: 0 })
+    }
+
+    /// Takes up to as many rows as there are, and walks through no more than so many matrices.
+    pub fn take(&mut self, rows: usize, layers: usize) {
+        self.rows = rows.min(self.x.len() / self.stride);
+        (self.layers, self.layer) = (layers.clamp(1, self.full.len().max(self.draft.len())), 0);
     }
 
     /// Bytes of weights that a call reads.
@@ -237,7 +245,7 @@ impl Product {
         linear::run(&self.pool, self.simd, weight, input, self.rows, 1, &|_, out| {
             black_box(out);
         })?;
-        self.layer = (self.layer + 1) % self.full.len().max(self.draft.len());
+        self.layer = (self.layer + 1) % self.layers;
         Ok(())
     }
 }
@@ -666,6 +674,8 @@ pub struct Attention {
     upper: Array<u8>,
     lower: Array<u8>,
     full: Array<u16>,
+    /// Rows that there are queries of.
+    rows: usize,
     layers: usize,
     layer: usize,
 }
@@ -687,6 +697,7 @@ impl Attention {
             upper: Array::zeros(0)?,
             lower: Array::zeros(0)?,
             full: Array::zeros(0)?,
+            rows: case.rows,
             layers: 0,
             layer: 0,
         };
@@ -719,6 +730,12 @@ impl Attention {
             }
         }
         Ok(attention)
+    }
+
+    /// Takes up to as many rows as there are, and walks through no more than so many layers.
+    pub fn take(&mut self, rows: usize, layers: usize) {
+        self.case.rows = rows.min(self.rows);
+        (self.layers, self.layer) = (layers.clamp(1, self.layers), 0);
     }
 
     /// Bytes that a call reads.

@@ -1,9 +1,9 @@
 //! Where an engine runs: choosing the device, planning its memory, loading the model onto it.
 
 use crate::machine;
-use crate::options::Resolved;
+use crate::options::{Resolved, STEP_ROWS_MAX};
 use quantspec_core::cache::G;
-use quantspec_core::plan::longest_context;
+use quantspec_core::plan::largest_fitting;
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
@@ -37,6 +37,8 @@ pub(crate) struct Weighed {
     pub(crate) available_bytes: usize,
     /// Tokens of the longest sequences, as many at once, that fit; 0 where none does.
     pub(crate) longest_context: usize,
+    /// Most sequences of as many tokens that fit at once; 0 where none does.
+    pub(crate) largest_batch: usize,
 }
 
 /// Evaluates an expression on the engine, whatever its device.
@@ -139,10 +141,11 @@ impl Place {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not know.
     pub(crate) fn weigh(&self, checkpoint: &Checkpoint, options: &Options, beside: usize) -> Result<Weighed> {
-        if let Some(gpu) = self.gpu() {
-            quantspec_cuda::check(checkpoint, &gpu.info)?;
-        }
         let config = checkpoint.config();
+        match self.gpu() {
+            Some(gpu) => quantspec_cuda::check(checkpoint, &gpu.info)?,
+            None => quantspec_cpu::check(config)?,
+        }
         let (used, available) = match self {
             Place::Cpu => {
                 // What reading the prompt has freed must not count twice.
@@ -157,13 +160,19 @@ impl Place {
             let options = self.adapt(&Options { capacity, prompt_capacity: capacity, ..options.clone() });
             total(&self.memory(checkpoint, &options)).saturating_add(beside)
         };
+        let rows = options.step_rows / options.slots.max(1);
+        let needed_by = |slots: usize| {
+            let options = self.adapt(&Options { slots, step_rows: slots * rows, ..options.clone() });
+            total(&self.memory(checkpoint, &options)).saturating_add(beside)
+        };
         let parts = self.memory(checkpoint, &self.adapt(options));
         Ok(Weighed {
             parts,
             needed_bytes: total(&parts).saturating_add(beside),
             used_bytes: used,
             available_bytes: available,
-            longest_context: longest_context(config.max_positions, available, needed),
+            longest_context: largest_fitting(config.max_positions, available, needed),
+            largest_batch: largest_fitting(STEP_ROWS_MAX / rows.max(1), available, needed_by),
         })
     }
 
