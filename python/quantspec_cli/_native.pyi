@@ -232,7 +232,7 @@ def rates(model: str, *, device: str, threads: int | None, context: int) -> dict
     """What operations cost on a device at the widths of a model that config.json describes: device, device_name, threads,
     compute_capability (of a GPU) and read_gb_per_s.
 
-    On a CPU also seconds a byte of weights and draft_weights takes in a step of each of `rows`, of the views fp16, int8, int4 and
+    On a CPU also seconds a byte of weights and draft_weights takes in a step of each of `rows`, of fp16, int8, int4 and
     draft_int4 with each of `window` rows of a sequence of `context` tokens; dispatch_s, what handing a matrix to the threads
     takes; prompt_matrix and prompt_attention, operations a second of a prompt. Takes some seconds and 0.6 GB.
     """

@@ -1,4 +1,7 @@
-"""`quantspec plan`: does a model fit here, how long and how many texts, and how fast. Of a model on the hub only config.json is downloaded."""
+"""`quantspec plan`: whether a model fits here, with which context and batch, and how fast.
+
+Of a model on the hub only config.json is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import hub, predict, render, sizes
 from .errors import DoesNotFitError, UsageError, native_errors, one_line
-from .options import KV_TARGETS, whole
+from .options import whole
 from .output import Done, Stdout
 
 if TYPE_CHECKING:
@@ -17,8 +20,6 @@ if TYPE_CHECKING:
 
 # More sequences than any memory holds; the number reaches the engine as it is.
 BATCH_MAX = 4096
-# Tokens of 128 whose keys and values make a page.
-PAGE_TOKENS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         "kv_target": options.kv_target,
         "weights_bytes": held["weights_bytes"],
         "draft_weights_bytes": held["draft_weights_bytes"],
-        "cache_bytes_per_token": page / PAGE_TOKENS,
+        "cache_bytes_per_token": page / predict.PAGE_TOKENS,
         "planned_bytes": held["planned_bytes"],
         "available_bytes": held["available_bytes"],
         "context": context,
@@ -106,7 +107,9 @@ def predictions(
     machine = predict.Machine.of(rates, load.layers)
     plain = predict.plain(machine, load, target, batch=batch)
     speeds = [
-        predict.speed(machine, load, method, target, batch=batch, acceptance=chance if acceptance is None else acceptance)
+        predict.speed(
+            machine, load, method, target, batch=batch, acceptance=chance if acceptance is None else acceptance
+        )
         for method, chance in predict.ACCEPTANCE.items()
     ]
     best = max(speeds, key=lambda speed: speed.tokens_per_s)

@@ -42,6 +42,27 @@ GPU: dict[str, Any] = {
 GPU_PROMPT = {"9.0": 590e12}
 
 
+# Tokens of a page.
+PAGE_TOKENS = 128
+
+
+def row_flops(info: Mapping[str, Any], visible: float) -> tuple[float, float]:
+    """Floating-point operations of one row of a pass that sees so many tokens: of its matrices, head included, and of its
+    attention. `info` is `_native.model_info`'s.
+    """
+    width = info["heads"] * info["head_dim"]
+    return 2.0 * (info["layers"] * _layer(info) + info["hidden"] * info["vocab"]), 4.0 * info[
+        "layers"
+    ] * width * visible
+
+
+def _layer(info: Mapping[str, Any]) -> int:
+    """Weights of a layer's matrices."""
+    width, kv_width = info["heads"] * info["head_dim"], info["kv_heads"] * info["head_dim"]
+    weights: int = info["hidden"] * (2 * width + 2 * kv_width + 3 * info["intermediate"])
+    return weights
+
+
 @dataclass(frozen=True)
 class Curve:
     """Seconds a byte takes, by rows of a step: linear between the points and beyond the last two."""
@@ -128,17 +149,15 @@ class Load:
         recent = seen["buffer_tokens"] * seen["token_bytes"]
         page = {"int4": seen["upper_page_bytes"], "fp16": seen["full_page_bytes"]}
         page["int8"] = seen["upper_page_bytes"] + seen["lower_page_bytes"]
-        width = info["heads"] * info["head_dim"]
-        layer = info["hidden"] * (2 * width + 2 * info["kv_heads"] * info["head_dim"] + 3 * info["intermediate"])
-        head = info["hidden"] * info["vocab"]
+        matrix, attention = row_flops(info, max(context, 1))
         return cls(
             layers=info["layers"],
             weights=seen["weights_bytes"],
             draft_weights=draft_weights,
             views={view: seen["pages"] * size + recent for view, size in page.items()},
-            matrix_flops=2.0 * (info["layers"] * layer + head),
-            attention_flops=4.0 * info["layers"] * width * max(context, 1),
-            layer_share=info["layers"] * layer / (info["layers"] * layer + head),
+            matrix_flops=matrix,
+            attention_flops=attention,
+            layer_share=2.0 * info["layers"] * _layer(info) / matrix,
             context=context,
         )
 
@@ -232,7 +251,9 @@ def prompt(machine: Machine, load: Load) -> list[Operation]:
     attention = load.attention_flops / 2 * tokens
     return [
         Operation("prompt matrices", matrix, load.weights, matrix / machine.prompt_matrix, machine.read),
-        Operation("prompt attention", attention, load.views["fp16"], attention / machine.prompt_attention, machine.read),
+        Operation(
+            "prompt attention", attention, load.views["fp16"], attention / machine.prompt_attention, machine.read
+        ),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Which sizes of models fit a machine, at which context: planned from the shapes of published ones, as config.json gives them."""
+"""Which sizes of models fit a machine, at which context: planned from the shapes of published models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .errors import native_errors
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Name, then layers, hidden, intermediate, heads, KV heads, vocabulary, tied head: Llama 3.2 1B and 3B, Llama 3.1 8B, Qwen2.5 14B and
-# 32B, Llama 3.1 70B. Heads have 128 channels but those of 1B, which have 64.
+# Name, then layers, hidden, intermediate, heads, KV heads, vocabulary, tied head: Llama 3.2 1B and 3B, Llama 3.1 8B,
+# Qwen2.5 14B and 32B, Llama 3.1 70B. Heads have 128 channels but those of 1B, which have 64.
 SHAPES = {
     "1B": (16, 2048, 8192, 32, 8, 128_256, True),
     "3B": (28, 3072, 8192, 24, 8, 128_256, True),

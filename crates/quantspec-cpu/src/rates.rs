@@ -72,9 +72,9 @@ pub fn rates(
         let bytes = product.bytes() as f64;
         let mut of_rows = |rows| {
             product.take(rows, matrices);
-            Ok(median(poll, || product.call())? / bytes)
+            Ok(fastest(poll, || product.call())? / bytes)
         };
-        ROWS.into_iter().map(&mut of_rows).collect()
+        rising(ROWS.into_iter().map(&mut of_rows))
     };
     let weights = products(if config.dtype == Dtype::F16 { Stored::F16 } else { Stored::Bf16 })?;
     let draft_weights = products(Stored::Int4)?;
@@ -87,36 +87,48 @@ pub fn rates(
         let bytes = attention.bytes() as f64;
         let mut of_rows = |rows| {
             attention.take(rows, config.layers);
-            Ok(median(poll, || attention.call())? / bytes)
+            Ok(fastest(poll, || attention.call())? / bytes)
         };
-        WINDOW.into_iter().map(&mut of_rows).collect()
+        rising(WINDOW.into_iter().map(&mut of_rows))
     };
     let fp16 = attention(View::Full, Weights::Full)?;
     let int8 = attention(View::Both, Weights::Full)?;
     let int4 = attention(View::Upper, Weights::Full)?;
     let draft_int4 = attention(View::Upper, Weights::Draft)?;
     let mut smallest = Product::new(machine, Stored::Int8, PANEL, G, 1)?;
-    let dispatch_s = median(poll, || smallest.call())?;
+    let dispatch_s = fastest(poll, || smallest.call())?;
     let mut matrix = PromptMatrix::new(machine, n, k, PROMPT_ROWS)?;
-    let prompt_matrix = matrix.flops() as f64 / median(poll, || matrix.call())?;
+    let prompt_matrix = matrix.flops() as f64 / fastest(poll, || matrix.call())?;
     let before = (context.min(CONTEXT) / 2).next_multiple_of(PROMPT_ROWS);
     let mut block = PromptAttention::new(machine, (heads, group, head_dim), before, PROMPT_ROWS)?;
-    let prompt_attention = block.flops() as f64 / median(poll, || block.call())?;
+    let prompt_attention = block.flops() as f64 / fastest(poll, || block.call())?;
     Ok(Rates { weights, draft_weights, fp16, int8, int4, draft_int4, dispatch_s, prompt_matrix, prompt_attention })
 }
 
-/// Seconds of the middle one of some calls, after one that is not counted.
-fn median(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
+/// Costs by rows, each at least the one before it: more rows do not take less, but may have met a quieter moment.
+fn rising(costs: impl Iterator<Item = Result<f64>>) -> Result<Vec<f64>> {
+    let mut most = 0f64;
+    costs
+        .map(|cost| {
+            most = most.max(cost?);
+            Ok(most)
+        })
+        .collect()
+}
+
+/// Seconds of the fastest of some calls, after one that is not counted: what others do on the machine makes calls slower, and
+/// differently slow.
+fn fastest(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     call()?;
-    let (began, mut times) = (Instant::now(), Vec::new());
-    while times.len() < CALLS || began.elapsed() < ENOUGH {
+    let (began, mut calls, mut best) = (Instant::now(), 0, f64::INFINITY);
+    while calls < CALLS || began.elapsed() < ENOUGH {
         poll()?;
         let started = Instant::now();
         call()?;
-        times.push(started.elapsed().as_secs_f64());
+        best = best.min(started.elapsed().as_secs_f64());
+        calls += 1;
     }
-    times.sort_unstable_by(f64::total_cmp);
-    Ok(times[times.len() / 2])
+    Ok(best)
 }
 
 #[cfg(test)]
