@@ -352,13 +352,10 @@ _OF_COMPARE = {"compare", "output_format", "output", "as_json"}
 
 def _refuse_unused(ctx: click.Context, what: str | None) -> None:
     """Refuses flags that would be ignored. Variables and the settings file are meant for several commands and may be."""
-    place = (
-        "bench --compare"
-        if ctx.params["compare"]
-        else "bench kernels"
-        if what == "kernels"
-        else "bench without kernels"
-    )
+    if what is not None and ctx.params["compare"]:
+        raise UsageError("bench kernels with --compare", "leave out one of them")
+    compares = "bench --compare" if ctx.params["compare"] else "bench without kernels"
+    place = "bench kernels" if what == "kernels" else compares
     for parameter in ctx.command.params:
         name = parameter.name or ""
         match place:

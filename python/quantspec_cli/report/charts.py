@@ -1,8 +1,8 @@
 """Charts as SVG text: pure functions of numbers and names.
 
 Colours and fonts are classes, which the page defines for light and dark (`page.STYLE`): `s0` to `s7` are series, with `pale`
-eight more, `grid`, `axis` and `label` what is around them. Values that are None, NaN or infinite are left out. All text
-is escaped.
+eight more, `grid`, `axis` and `label` what is around them. Values that are None, NaN or beyond `LARGEST` are left out.
+All text is escaped.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ..errors import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from typing import TypeGuard
 
 WIDTH = 720
 # Height of a plot with two axes, its margins, and of a row of bars.
@@ -25,6 +26,8 @@ ROW = 30
 CHARACTER = 6.8
 # Distinct colours; as many further series have the same ones pale, then they begin again.
 COLOURS = 8
+# Beyond every quantity that is measured; sums and axes of such numbers stay finite.
+LARGEST = 1e30
 # Characters of a label at the side of a row, before it is cut.
 LABEL_MAX = 40
 
@@ -59,17 +62,22 @@ def escaped(text: object) -> str:
 
 def number(value: float) -> str:
     """Three significant digits, thousands separated."""
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e15 else f"{value:.3g}"
+
+
+def is_usable(value: float | None) -> TypeGuard[float]:
+    """Whether a value can be drawn: a number that something can measure."""
+    return value is not None and abs(value) <= LARGEST
 
 
 def usable(values: Iterable[float | None]) -> list[float]:
-    """The finite ones."""
-    return [value for value in values if value is not None and math.isfinite(value)]
+    """Those that can be drawn."""
+    return [value for value in values if is_usable(value)]
 
 
 def ticks(top: float, count: int = 5) -> list[float]:
     """Round numbers from 0 to the first at or above `top`, about `count` steps of 1, 2 or 5 times a power of ten."""
-    if not (math.isfinite(top) and top > 0):
+    if top < 1 / LARGEST:
         return [0.0, 1.0]
     raw = top / count
     power = 10.0 ** math.floor(math.log10(raw))
@@ -154,7 +162,7 @@ def bars(
         body.append(_text(middle, HEIGHT - BOTTOM + 17, category))
         for place, one in enumerate(series):
             value = one.values[index]
-            if value is None or not math.isfinite(value):
+            if not is_usable(value):
                 continue
             x = middle + bar * (place - len(series) / 2)
             title = f"{one.name}, {category}: {shown(value)}"
@@ -176,7 +184,7 @@ def lines(
     top: float | None = None,
 ) -> str:
     """Points joined by lines over an axis of whole numbers from 1; `top` is the end of the other one."""
-    points = [point for _, of_series in series for point in of_series if all(map(math.isfinite, point))]
+    points = [point for _, of_series in series for point in of_series if all(map(is_usable, point))]
     last = max(2, math.ceil(max((x for x, _ in points), default=1)))
     # Not more numbers than there is room for.
     x_marks = range(1, last + 1, math.ceil(last / 20))
@@ -191,7 +199,7 @@ def lines(
     body = _y_axis(marks, y, y_title, shown)
     body += [_text(x(mark), HEIGHT - BOTTOM + 17, number(mark)) for mark in x_marks]
     for place, (name, of_series) in enumerate(series):
-        good = [(at, value) for at, value in sorted(of_series) if math.isfinite(at) and math.isfinite(value)]
+        good = [(at, value) for at, value in sorted(of_series) if is_usable(at) and is_usable(value)]
         path = " ".join(f"{_at(x(at))},{_at(y(value))}" for at, value in good)
         if len(good) > 1:
             body.append(f'<polyline points="{path}" class="{colour(place)} stroke"/>')
@@ -210,7 +218,7 @@ def stacked(
     shown: Callable[[float], str] = number,
 ) -> str:
     """Horizontal bars of parts, one for each row, with the sum at its end."""
-    sums = [sum(usable(part.values[index] for part in parts)) for index in range(len(rows))]
+    sums = [sum(max(value, 0) for value in usable(part.values[index] for part in parts)) for index in range(len(rows))]
     names = [one_line(row) for row in rows]
     names = [name if len(name) <= LABEL_MAX else name[: LABEL_MAX - 1] + "…" for name in names]
     left = 14 + CHARACTER * max(map(len, names), default=0)
@@ -235,7 +243,7 @@ def stacked(
         body.append(_text(left - 8, y + ROW / 2 + 1, name, anchor="end"))
         for place, part in enumerate(parts):
             value = part.values[index]
-            if value is None or not math.isfinite(value) or value <= 0:
+            if not is_usable(value) or value <= 0:
                 continue
             width = x(at + value) - x(at)
             title = f"{name}, {part.name}: {shown(value)}"
@@ -254,9 +262,7 @@ def _powers(low: float, high: float) -> list[float]:
 
 def roofline(points: Sequence[Point], *, bytes_per_s: float, flops_per_s: float) -> str:
     """Measured points under a machine's two bounds, both axes logarithmic: operations a byte against operations a second."""
-    good = [
-        point for point in points if math.isfinite(point.x) and math.isfinite(point.y) and min(point.x, point.y) > 0
-    ]
+    good = [point for point in points if is_usable(point.x) and is_usable(point.y) and min(point.x, point.y) > 0]
     ridge, left = flops_per_s / bytes_per_s, LEFT + 30
     xs = _powers(min([ridge, *(point.x for point in good)]) / 1.5, max([ridge, *(point.x for point in good)]) * 1.5)
     lowest = min([xs[0] * bytes_per_s, *(point.y for point in good)])
