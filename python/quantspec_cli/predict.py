@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 # Share of drafted tokens that verification keeps, by method: docs/design/plan.md says on which model and text.
-ACCEPTANCE = {"quantspec": 0.85, "kv4": 0.97, "w4": 0.86}
+ACCEPTANCE = {"quantspec": 0.85, "kv4": 0.98, "w4": 0.85}
 
 # Longest γ that is looked at: the automatic policy's.
 GAMMA_MOST = 12

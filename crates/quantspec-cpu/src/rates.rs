@@ -6,6 +6,7 @@ use crate::linear::PANEL;
 use quantspec_core::Result;
 use quantspec_core::cache::{G, visible_pages};
 use quantspec_core::config::{Dtype, ModelConfig, View, Weights};
+use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use std::time::{Duration, Instant};
 
 /// Rows of a step at which matrices are timed; costs between them are nearly linear.
@@ -65,28 +66,30 @@ pub fn rates(
     let k = config.hidden.next_multiple_of(G);
     let n = (2 * config.intermediate).min(MATRIX_BYTES / (2 * k)).next_multiple_of(PANEL);
     let layer = config.hidden * (config.q_width() + config.kv_width()) * 2 + 3 * config.hidden * config.intermediate;
-    // As many matrices as make up the model, so that one which lies in a cache is timed in it.
-    let matrices = (config.layers * layer + config.vocab * config.hidden).div_ceil(n * k).max(1);
-    let mut products = |stored| -> Result<Vec<f64>> {
-        let mut product = Product::new(machine, stored, n, k, ROWS[ROWS.len() - 1])?;
+    let elements = config.layers * layer + config.vocab * config.hidden;
+    let mut products = |stored, bytes| -> Result<Vec<f64>> {
+        // As many matrices as make up the model, so that one which lies in a cache is timed in it.
+        let mut product = Product::new(machine.with_spread(bytes), stored, n, k, ROWS[ROWS.len() - 1])?;
         let bytes = product.bytes() as f64;
         let mut of_rows = |rows| {
-            product.take(rows, matrices);
+            product.take(rows);
             Ok(fastest(poll, || product.call())? / bytes)
         };
         rising(ROWS.into_iter().map(&mut of_rows))
     };
-    let weights = products(if config.dtype == Dtype::F16 { Stored::F16 } else { Stored::Bf16 })?;
-    let draft_weights = products(Stored::Int4)?;
+    let stored = if config.dtype == Dtype::F16 { Stored::F16 } else { Stored::Bf16 };
+    let weights = products(stored, elements * config.dtype.bytes())?;
+    let draft_weights = products(Stored::Int4, elements / 2)?;
     let tokens = (visible_pages(context) * G).clamp(G, CONTEXT);
     let (heads, group, kv_heads, head_dim) = (config.heads, config.group(), config.kv_heads, config.head_dim);
     let mut attention = |view, weights| -> Result<Vec<f64>> {
         let rows = WINDOW[WINDOW.len() - 1];
         let case = AttentionCase { view, weights, rows, group, kv_heads, head_dim, context: tokens };
-        let mut attention = Attention::new(machine, case)?;
+        let bytes = config.layers * kv_heads * tokens / G * page_bytes(view, head_dim);
+        let mut attention = Attention::new(machine.with_spread(bytes), case)?;
         let bytes = attention.bytes() as f64;
         let mut of_rows = |rows| {
-            attention.take(rows, config.layers);
+            attention.take(rows);
             Ok(fastest(poll, || attention.call())? / bytes)
         };
         rising(WINDOW.into_iter().map(&mut of_rows))
@@ -95,7 +98,7 @@ pub fn rates(
     let int8 = attention(View::Both, Weights::Full)?;
     let int4 = attention(View::Upper, Weights::Full)?;
     let draft_int4 = attention(View::Upper, Weights::Draft)?;
-    let mut smallest = Product::new(machine, Stored::Int8, PANEL, G, 1)?;
+    let mut smallest = Product::new(machine.with_spread(0), Stored::Int8, PANEL, G, 1)?;
     let dispatch_s = fastest(poll, || smallest.call())?;
     let mut matrix = PromptMatrix::new(machine, n, k, PROMPT_ROWS)?;
     let prompt_matrix = matrix.flops() as f64 / fastest(poll, || matrix.call())?;
@@ -103,6 +106,15 @@ pub fn rates(
     let mut block = PromptAttention::new(machine, (heads, group, head_dim), before, PROMPT_ROWS)?;
     let prompt_attention = block.flops() as f64 / fastest(poll, || block.call())?;
     Ok(Rates { weights, draft_weights, fp16, int8, int4, draft_int4, dispatch_s, prompt_matrix, prompt_attention })
+}
+
+/// Bytes of a page in a view.
+fn page_bytes(view: View, head_dim: usize) -> usize {
+    match view {
+        View::Upper => upper_page_bytes(head_dim),
+        View::Both => upper_page_bytes(head_dim) + lower_page_bytes(head_dim),
+        View::Full => full_page_bytes(head_dim),
+    }
 }
 
 /// Costs by rows, each at least the one before it: more rows do not take less, but may have met a quieter moment.
