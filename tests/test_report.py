@@ -103,6 +103,10 @@ def test_roofline(points: list[Point], read: float, flops: float) -> None:
     assert circle is not None
     assert roof is not None
     assert f"{circle.attrib['cx']},{circle.attrib['cy']}" in roof.attrib["points"].split()
+    root = checked(charts.roofline(points, bytes_per_s=read, flops_per_s=None))
+    slope = root.find(f"{SVG}polyline")
+    assert slope is not None
+    assert len(slope.attrib["points"].split()) == 2
 
 
 @given(st.floats(1e-12, 1e15), st.integers(1, 10))

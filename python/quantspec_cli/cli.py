@@ -309,7 +309,16 @@ def selftest(*, device: str, threads: int | None, **flags: Any) -> Done:
 @cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
 @model_flags
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
-@click.option("--batch", type=int, default=1, show_default=True, metavar="N", help="Sequences that decode together.")
+# bench has a list of that name, which a variable may hold.
+@click.option(
+    "--batch",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    allow_from_autoenv=False,
+    help="Sequences that decode together.",
+)
 @_choice_flag("--kv-target", KV_TARGETS, text="View of the cache that defines the output.")
 @click.option(
     "--acceptance",

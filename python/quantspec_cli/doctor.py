@@ -67,7 +67,7 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _sizes() -> list[dict[str, Any]]:
-    """Which sizes of models fit the device that runs them by default; empty where that device does not open, as `gpu` says."""
+    """Which sizes of models fit the device of `auto`; none where it does not open, as `gpu` says."""
     with suppress(QuantspecError):
         return sizes.table("auto")
     return []

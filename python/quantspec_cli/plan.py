@@ -47,6 +47,7 @@ def plan(request: Request, options: EngineOptions) -> Done:
     whole("ctx_size", request.ctx_size, 0, 2**32)
     if request.acceptance is not None and not 0 <= request.acceptance <= 1:
         raise UsageError(f"acceptance is {request.acceptance}", "use a share, 0 to 1", option="acceptance")
+    render.warn_of_threads(options.threads)
     stdout = Stdout()
     found = examine(request, options)
     if not request.as_json:

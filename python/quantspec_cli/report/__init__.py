@@ -339,11 +339,12 @@ def _whole_percent(value: float) -> str:
 
 
 def _roofline(rows: Sequence[Row]) -> list[Section]:
-    """All measurements under the bandwidth that was measured around them, and the fastest arithmetic among them."""
+    """All measurements under the bandwidth that was measured around them, and the fastest prompt's arithmetic."""
     known = [row for row in rows if row.get("flops_per_token") and row["bytes_per_token"] > 0]
     if not known:
         return []
     names = _unique("prompt" if row["test"] == "pp" else _method(row) for row in known)
+    prompt = names.index("prompt") if "prompt" in names else None
     points = []
     for row in known:
         name = "prompt" if row["test"] == "pp" else _method(row)
@@ -352,14 +353,15 @@ def _roofline(rows: Sequence[Row]) -> list[Section]:
         rate = flops * 1e3 / row["ms_per_token"]
         points.append(Point(flops / row["bytes_per_token"], rate, place, names.index(name)))
     bandwidth = max(row["bandwidth_gb_per_s"] for row in known) * 1e9
-    fastest = max(point.y for point in points)
+    fastest = max((point.y for point in points if point.series == prompt), default=None)
     table = Table(
         ["measurement", "operations a byte", "GFLOP/s"],
         [[point.name, render.number(point.x), render.number(point.y / 1e9)] for point in points],
     )
+    flat = "" if fastest is None else ", the flat part the fastest prompt of this run"
     text = (
-        f"The slope is the measured read bandwidth, {render.number(bandwidth / 1e9)} GB/s, the flat part the fastest "
-        "arithmetic of this run. Points above the slope read from a CPU cache. Drafts that were not kept count as work."
+        f"The slope is the measured read bandwidth, {render.number(bandwidth / 1e9)} GB/s{flat}. Points above the slope "
+        "read from a CPU cache. Drafts that were not kept count as work."
     )
     return [Section("Roofline", text, roofline(points, bytes_per_s=bandwidth, flops_per_s=fastest), names, table)]
 
@@ -416,9 +418,10 @@ def _divergence(targets: Mapping[str, Row]) -> list[Section]:
 
 
 def _all_rows(rows: Sequence[Row]) -> list[Section]:
+    models = len({row["model"] for row in rows}) > 1
     listed = [
         [
-            row["model"],
+            *([row["model"]] if models else []),
             "any" if row["test"] == "pp" else _method(row),
             row["test"] + str(row["n_prompt"] or row["n_gen"]),
             f"{row['n_depth']:,}",
@@ -430,6 +433,16 @@ def _all_rows(rows: Sequence[Row]) -> list[Section]:
         ]
         for row in rows
     ]
-    head = ["model", "method", "test", "context", "ms/token", "tokens/s", "GB/s", "of read", "accepted"]
+    head = [
+        *(["model"] if models else []),
+        "method",
+        "test",
+        "context",
+        "ms/token",
+        "tokens/s",
+        "GB/s",
+        "of read",
+        "accepted",
+    ]
     text = "pp is a prompt of so many tokens, tg decoding of so many; all fields are in bench --json."
     return [Section("All measurements", text, None, [], Table(head, listed))]

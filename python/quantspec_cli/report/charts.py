@@ -29,7 +29,7 @@ COLOURS = 8
 # Beyond every quantity that is measured; sums and axes of such numbers stay finite.
 LARGEST = 1e30
 # Characters of a label at the side of a row, before it is cut.
-LABEL_MAX = 40
+LABEL_MAX = 50
 
 
 @dataclass(frozen=True)
@@ -260,9 +260,14 @@ def _powers(low: float, high: float) -> list[float]:
     return [10.0**power for power in range(first, max(last, first + 1) + 1)]
 
 
-def roofline(points: Sequence[Point], *, bytes_per_s: float, flops_per_s: float) -> str:
-    """Measured points under a machine's two bounds, both axes logarithmic: operations a byte against operations a second."""
+def roofline(points: Sequence[Point], *, bytes_per_s: float, flops_per_s: float | None) -> str:
+    """Measured points under a machine's two bounds, both axes logarithmic: operations a byte against operations a second.
+    Without the second bound the first goes on.
+    """
     good = [point for point in points if is_usable(point.x) and is_usable(point.y) and min(point.x, point.y) > 0]
+    bounded = flops_per_s is not None
+    if flops_per_s is None:
+        flops_per_s = 2 * bytes_per_s * max((point.x for point in good), default=1.0)
     ridge, left = flops_per_s / bytes_per_s, LEFT + 30
     xs = _powers(min([ridge, *(point.x for point in good)]) / 1.5, max([ridge, *(point.x for point in good)]) * 1.5)
     lowest = min([xs[0] * bytes_per_s, *(point.y for point in good)])
@@ -283,7 +288,9 @@ def roofline(points: Sequence[Point], *, bytes_per_s: float, flops_per_s: float)
         body.append(_text(x(mark), HEIGHT - BOTTOM + 17, number(mark)))
     start = max(xs[0], ys[0] / bytes_per_s)
     corner = f"{_at(x(ridge))},{_at(y(flops_per_s))}"
-    roof = f"{_at(x(start))},{_at(y(start * bytes_per_s))} {corner} {_at(x(xs[-1]))},{_at(y(flops_per_s))}"
+    roof = f"{_at(x(start))},{_at(y(start * bytes_per_s))} {corner}"
+    if bounded:
+        roof += f" {_at(x(xs[-1]))},{_at(y(flops_per_s))}"
     body.append(f'<polyline points="{roof}" class="roof"/>')
     for point in good:
         title = f"{point.name}: {number(point.x)} operations a byte, {_flops(point.y)}"

@@ -37,7 +37,7 @@ svg text { fill: var(--soft); font-size: 12px; } svg text.value { fill: var(--in
 details { margin-top: 8px; font-size: 13px; } summary { cursor: pointer; color: var(--soft); }
 div.wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 8px 0; font-size: 13px; font-variant-numeric: tabular-nums; }
-th, td { padding: 4px 14px 4px 0; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th, td { padding: 4px 12px 4px 0; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 600; }
 """ + "\n".join(
     f"svg .s{index} {{ fill: var(--s{index}); }} svg .s{index}.stroke {{ stroke: var(--s{index}); }} "
