@@ -25,8 +25,8 @@ GAMMA_MOST = 12
 # What Python and the engine's loop take of a round, in seconds: `loop_us` of benchmarks/results.
 ROUND_S = 60e-6
 
-# Shares of the read bandwidth that kernels of a GPU reach, by rows of a step, and seconds a layer takes besides: fitted to
-# benchmarks/results/h200-wide7.json (7B shape on one H200), rows from docs/kernels.md.
+# Shares of the read bandwidth that kernels of a GPU reach, by rows of a step, and seconds a layer takes besides. Measured on
+# one H200; docs/design/plan.md says how.
 GPU: dict[str, Any] = {
     "weights": ((1, 1.0), (8, 0.96), (32, 0.83), (64, 0.67)),
     "draft_weights": ((1, 0.79),),
@@ -37,8 +37,8 @@ GPU: dict[str, Any] = {
     "layer_s": 8e-6,
 }
 
-# Floating-point operations a second of a prompt, by compute capability: 130,900 tokens of a 7B shape at 12,390 tokens/s
-# (docs/kernels.md). Other GPUs have not been measured.
+# Floating-point operations a second of a prompt, by compute capability: 130,900 tokens of a 7B shape at 12,390 tokens/s on
+# an H200. Other GPUs have not been measured.
 GPU_PROMPT = {"9.0": 590e12}
 
 
