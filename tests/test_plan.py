@@ -223,9 +223,8 @@ def test_predictions_of_a_gpu_are_within_15_percent_of_what_was_measured() -> No
 def machine(**other: Any) -> Machine:
     """1 GB/s of everything."""
     curves = {name: Curve(((1, 1e-9),)) for name in ("weights", "draft_weights", "fp16", "int8", "int4", "draft_int4")}
-    return Machine(
-        **{"read": 1e9, "curves": curves, "pass_s": 0.0, "prompt_matrix": None, "prompt_attention": None} | other
-    )
+    usual: dict[str, Any] = {"read": 1e9, "curves": curves, "pass_s": 0.0, "prompt_matrix": None}
+    return Machine(**usual | {"prompt_attention": None} | other)
 
 
 LOAD = Load(
