@@ -11,6 +11,7 @@ __all__ = [
     "doctor",
     "draft_files",
     "evaluate",
+    "fitting",
     "gguf_metadata",
     "kernels",
     "methods",
@@ -226,6 +227,11 @@ def plan(
     device, fits, planned_bytes (at the peak), available_bytes, longest_context (tokens of each of `slots` sequences that
     fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of each part, named as in `Engine.stats`.
     `described` is as of `model_info`.
+    """
+
+def fitting(models: Sequence[str], *, device: str) -> list[tuple[int, int, int]]:
+    """Of each model that config.json describes: bytes of weights and draft weights, and the longest context of one sequence
+    that fits the device, 0 for none. The device is opened once.
     """
 
 def rates(model: str, *, device: str, threads: int | None, context: int) -> dict[str, Any]:

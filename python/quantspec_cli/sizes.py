@@ -52,14 +52,18 @@ def table(device: str) -> list[dict[str, Any]]:
     """Of each size: bytes of weights and draft weights, and the longest context that fits the device, 0 where none does."""
     from . import _native
 
-    found = []
-    with tempfile.TemporaryDirectory(prefix="quantspec-") as folder, native_errors():
-        for name in SHAPES:
-            (Path(folder) / "config.json").write_text(json.dumps(config(name)), encoding="utf-8")
-            held = _native.plan(folder, capacity=1, device=device, described=True)
-            sums = {key: held[key] for key in ("weights_bytes", "draft_weights_bytes", "longest_context")}
-            found.append({"size": name, "weights": "bf16", **sums})
-    return found
+    with tempfile.TemporaryDirectory(prefix="quantspec-") as folder:
+        places = [Path(folder, name) for name in SHAPES]
+        for place in places:
+            place.mkdir()
+            (place / "config.json").write_text(json.dumps(config(place.name)), encoding="utf-8")
+        with native_errors():
+            found = _native.fitting([str(place) for place in places], device=device)
+    names = ("weights_bytes", "draft_weights_bytes", "longest_context")
+    return [
+        {"size": size, "weights": "bf16", **dict(zip(names, held, strict=True))}
+        for size, held in zip(SHAPES, found, strict=True)
+    ]
 
 
 def lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -97,7 +97,11 @@ fn a_description_has_the_sizes_of_the_checkpoint_and_nothing_to_read() {
         assert_eq!(described.config(), whole.config());
         for part in Part::all(whole.config()).into_iter().chain([Part::Head, Part::Layer(0, LayerPart::QBias)]) {
             assert_eq!(described.has(part), whole.has(part), "{part:?}");
-            assert_eq!((described.bytes(part), described.dtype(part)), (whole.bytes(part), whole.dtype(part)), "{part:?}");
+            assert_eq!(
+                (described.bytes(part), described.dtype(part)),
+                (whole.bytes(part), whole.dtype(part)),
+                "{part:?}"
+            );
         }
         let mut row = [0.0; 8];
         let read = described.read_f32(Part::Embedding, 0..1, &mut row);

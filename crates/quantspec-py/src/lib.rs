@@ -33,7 +33,7 @@ mod _native {
     #[pymodule_export]
     use super::evaluate::scores;
     #[pymodule_export]
-    use super::plan::{plan, rates};
+    use super::plan::{fitting, plan, rates};
 
     /// `gguf_metadata(path)`: what a GGUF file says of its tokenizer.
     #[pyfunction]

@@ -1,4 +1,4 @@
-//! `plan(model, …)` and `rates(model, …)`: what an engine would hold, and what its operations cost on a machine, before any weight is read.
+//! `plan(model, …)`, `fitting(models, …)` and `rates(model, …)`: what an engine would hold, and what its operations cost on a machine, before any weight is read.
 
 use crate::device::Place;
 use crate::engine::{Raised, default_threads, memory_dict, poll};
@@ -72,6 +72,39 @@ pub(crate) fn plan<'py>(
 pub(crate) fn checkpoint(model: &str, described: bool) -> Result<Checkpoint> {
     let path = Path::new(model);
     if described { Checkpoint::describe(path) } else { Checkpoint::open(path) }
+}
+
+/// `fitting(models, …)`: of each model that a config.json describes, the bytes of its weights and draft weights and the longest context of one sequence
+/// that fits the device, by the defaults of an engine. The device is opened once, as the first model chooses it.
+#[pyfunction]
+#[pyo3(signature = (models, *, device))]
+pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyResult<Vec<(usize, usize, usize)>> {
+    let request = Request {
+        kv_target: "int8",
+        method: "quantspec",
+        kv_rounding: "balanced",
+        draft_weights: "int4",
+        draft_pages: None,
+        page_choice: "best",
+        accept: "replay",
+        gamma: None,
+        capacity: 1,
+        prompt_capacity: 1,
+        slots: 1,
+        threads: default_threads(),
+        every_view: false,
+    };
+    let resolved = request.resolve().map_err(to_python)?;
+    detached(py, || {
+        let described: Vec<_> = models.iter().map(|model| checkpoint(model, true)).collect::<Result<_>>()?;
+        let Some(first) = described.first() else { return Ok(Vec::new()) };
+        let place = Place::choose(device, first)?;
+        let weigh = |checkpoint| {
+            let weighed = place.weigh(checkpoint, &resolved.options, 0)?;
+            Ok((weighed.parts.weights_bytes, weighed.parts.draft_weights_bytes, weighed.longest_context))
+        };
+        described.iter().map(weigh).collect()
+    })
 }
 
 /// `rates(model, …)`: what the device reads a second, and on a CPU what each operation of a step costs at the widths of a model that
