@@ -160,12 +160,10 @@ def _refusal(found: Mapping[str, Any]) -> DoesNotFitError:
             f"{render.size(found['available_bytes'])} available"
         )
     fewer = found["largest_batch"]
-    if longest and fewer:
-        hint = f"use -c {longest} or less, or --batch {fewer} or less"
-    elif longest:
-        hint = f"use -c {longest} or less"
-    else:
-        hint = "not even a short text fits; use fewer sequences, a smaller model, or a machine with more memory"
+    ways = [f"-c {longest} or less"] * bool(longest) + [f"--batch {fewer} or less"] * bool(fewer)
+    hint = "not even a short text fits; use fewer sequences, a smaller model, or a machine with more memory"
+    if ways:
+        hint = f"use {' or '.join(ways)}"
     error = DoesNotFitError(message, hint)
     error.kept = dict(found)
     return error
