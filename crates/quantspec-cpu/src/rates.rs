@@ -17,7 +17,7 @@ pub const WINDOW: [usize; 3] = [1, 4, 8];
 
 /// Calls that are timed: at least so many, and until so much time has passed.
 const CALLS: usize = 5;
-const ENOUGH: Duration = Duration::from_millis(60);
+const ENOUGH: Duration = Duration::from_millis(120);
 
 /// Bytes of a timed matrix at most: a larger one costs as much a byte.
 const MATRIX_BYTES: usize = 64 << 20;
