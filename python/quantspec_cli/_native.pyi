@@ -11,12 +11,14 @@ __all__ = [
     "doctor",
     "draft_files",
     "evaluate",
+    "fitting",
     "gguf_metadata",
     "kernels",
     "methods",
     "model_info",
     "plan",
     "planned",
+    "rates",
     "traffic",
 ]
 
@@ -177,8 +179,11 @@ def gguf_metadata(path: str) -> dict[str, Any]:
 def methods() -> list[dict[str, Any]]:
     """Every method by name: about (what drafts), and the other fields of `options.Method`."""
 
-def model_info(path: str) -> dict[str, Any]:
-    """The configuration of a checkpoint, a directory or a GGUF file: family, vocab, layers, max_positions, eos and shape."""
+def model_info(path: str, *, described: bool = False) -> dict[str, Any]:
+    """The configuration of a checkpoint, a directory or a GGUF file: family, vocab, layers, max_positions, eos and shape.
+
+    `described`: of a directory config.json alone is looked at, and weights may be absent.
+    """
 
 def evaluate(
     model: str,
@@ -229,14 +234,30 @@ def plan(
     gamma: int | None = None,
     slots: int = 1,
     draft_model: str | None = None,
+    described: bool = False,
 ) -> dict[str, Any]:
     """What an `Engine` with these arguments would hold, before any weight is read.
 
     device, fits, planned_bytes (at the peak), available_bytes, longest_context (tokens of each of `slots` sequences that
-    fit), and the bytes of each part, named as in `Engine.stats`.
+    fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of each part, named as in `Engine.stats`.
+    `described` is as of `model_info`.
     """
 
-def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:
+def fitting(models: Sequence[str], *, device: str) -> list[tuple[int, int, int]]:
+    """Of each model that config.json describes: bytes of weights and draft weights, and the longest context of one sequence
+    that fits the device, 0 for none. The device is opened once.
+    """
+
+def rates(model: str, *, device: str, threads: int | None, context: int) -> dict[str, Any]:
+    """What operations cost on a device at the widths of a model that config.json describes: device, device_name, threads,
+    compute_capability (of a GPU) and read_gb_per_s.
+
+    On a CPU also seconds a byte of weights and draft_weights takes in a step of each of `rows`, of fp16, int8, int4 and
+    draft_int4 with each of `window` rows of a sequence of `context` tokens; dispatch_s, what handing a matrix to the threads
+    takes; prompt_matrix and prompt_attention, operations a second of a prompt. Takes some seconds and 0.6 GB.
+    """
+
+def traffic(model: str, start: int, tokens: int, *, described: bool = False) -> dict[str, Any]:
     """What steps at positions start .. start + tokens read on average, over all layers and KV heads.
 
     weights_bytes (target, one pass; head_bytes of them its head), pages and buffer_tokens (visible on average),

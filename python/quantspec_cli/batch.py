@@ -17,7 +17,19 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, batch_view, fingerprint, instruct, journal, mapreduce, output, prompts, render, sources
+from . import (
+    __version__,
+    batch_view,
+    fingerprint,
+    instruct,
+    journal,
+    mapreduce,
+    output,
+    prompts,
+    render,
+    report,
+    sources,
+)
 from .batch_plan import OF_DOCUMENT, Job, Prints, Reader, Request, Survey, dry_run, look, room
 from .engine import Engine, Model, Stream
 from .errors import (
@@ -121,9 +133,10 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
         rows, rates = journal.peek(out)
         survey = look(request, places, rows, prints)
         return dry_run(request, engine_options, survey, reader, rates.get(prints.model, {}))
-    with Journal(out, replace=not request.resume) as kept:
+    taken = [*(str(source.path) for source in found if source.path), *(str(out / place) for place in outputs.values())]
+    with report.opened(request.report, taken) as page, Journal(out, replace=not request.resume) as kept:
         survey = look(request, places, kept.rows(), prints)
-        return _Run(request, kept, survey, reader, prints).run(engine_options, found)
+        return _Run(request, kept, survey, reader, prints, page=page).run(engine_options, found)
 
 
 def _settled(request: Request, options: GenerateOptions, model: Model, context: int) -> GenerateOptions:
@@ -160,6 +173,10 @@ def _check(request: Request, options: GenerateOptions) -> None:
             f"suffix is {request.suffix!r:.60}", "use a short one that begins with a dot, such as .md", option="suffix"
         )
     prompts.check_utf8("the suffix", request.suffix)
+    if request.report is not None and request.dry_run:
+        raise UsageError("--report with --dry-run", "leave out one of them: a dry run has nothing to show")
+    if request.report is not None:
+        _check_report(request.report, request.paths, request.out)
     if request.long == "map-reduce" and request.instruction is None:
         raise UsageError(
             "--long map-reduce without an instruction",
@@ -167,6 +184,19 @@ def _check(request: Request, options: GenerateOptions) -> None:
         )
     if request.parallel is not None and not 1 <= request.parallel <= 1024:
         raise UsageError(f"parallel is {request.parallel}", "use 1 to 1024, or auto", option="parallel")
+
+
+def _check_report(name: str, paths: Sequence[str], out: str) -> None:
+    """Refuses a page that the next run would take for a document."""
+    page = Path(name).resolve()
+    if page.is_relative_to(Path(out).resolve()):
+        return
+    for path in paths:
+        folder = Path(path).resolve()
+        if folder.is_dir() and page.is_relative_to(folder):
+            raise UsageError(
+                f"the report {name} would be a document of {path}", "name a file in another folder", option="report"
+            )
 
 
 def _check_outputs(outputs: Mapping[str, str]) -> None:
@@ -188,9 +218,18 @@ def _check_outputs(outputs: Mapping[str, str]) -> None:
 class _Run:
     """One run over the documents that are to be done."""
 
-    def __init__(self, request: Request, kept: Journal, survey: Survey, reader: Reader, prints: Prints) -> None:
+    def __init__(
+        self,
+        request: Request,
+        kept: Journal,
+        survey: Survey,
+        reader: Reader,
+        prints: Prints,
+        *,
+        page: output.AtomicFile | None,
+    ) -> None:
         self.request, self.journal, self.survey, self.reader = request, kept, survey, reader
-        self._prints = prints
+        self._prints, self._page = prints, page
         self._ended: SimpleQueue[dict[str, Any] | BaseException] = SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -411,6 +450,8 @@ class _Run:
         if failure is not None:
             failure.kept = document
             raise failure
+        if self._page is not None:
+            self._page.write(report.batch(document, {} if engine is None else engine.info))
         if not self.request.quiet:
             batch_view.summary(document, failed, self.request.out, interrupted=interrupted)
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE

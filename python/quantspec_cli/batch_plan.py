@@ -38,6 +38,7 @@ class Request:
         unset: parameters of the command that no flag, variable or setting gave.
         long: what happens to a document beyond the context, "refuse" or "map-reduce".
         parallel: most documents that decode together; None chooses.
+        report: file for a page of charts.
     """
 
     model: str | None
@@ -56,6 +57,7 @@ class Request:
     resume: bool
     retry_failed: bool
     dry_run: bool
+    report: str | None
     as_json: bool
     quiet: bool
 

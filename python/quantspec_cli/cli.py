@@ -15,6 +15,7 @@ from .errors import QuantspecError, UsageError
 from .options import (
     ACCEPTANCE,
     KV_ROUNDINGS,
+    KV_TARGETS,
     LOGPROBS_MAX,
     EngineOptions,
     GenerateOptions,
@@ -70,6 +71,8 @@ def _file_flag(*flags: str, text: str, callback: Callable[..., str | None] = _on
 def _output_flag(*flags: str, text: str) -> Callable[[Command], Command]:
     return _file_flag(*flags, text=text, callback=_unless_stdout)
 
+
+_report_flag = _file_flag("--report", text="Also write a page of charts there, one HTML file that needs nothing else.")
 
 _stop_flag = click.option(
     "--stop",
@@ -218,6 +221,7 @@ def run(
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Skip what is done and has not changed.")
 @click.option("--retry-failed", is_flag=True, help="Do documents again that failed and have not changed.")
 @click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Say what would be done, and do nothing.")
+@_report_flag
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
 @_stop_flag
@@ -316,6 +320,41 @@ def selftest(*, device: str, threads: int | None, **flags: Any) -> Done:
     return execute(options=options, **flags)
 
 
+@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@model_flags
+@click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
+# bench has a list of that name, which a variable may hold.
+@click.option(
+    "--batch",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    allow_from_autoenv=False,
+    help="Sequences that decode together.",
+)
+@_choice_flag("--kv-target", KV_TARGETS, text="View of the cache that defines the output.")
+@click.option(
+    "--acceptance",
+    type=float,
+    metavar="SHARE",
+    help="Share of drafted tokens that is kept.  [default: of the demo model's, by method]",
+)
+@device_flags
+@json_flag
+def plan(*, device: str, threads: int | None, kv_target: str, **flags: Any) -> Done:
+    """Say before a download whether a model fits here, with which context and batch, and how fast.
+
+    Weights are not read: of a model on the hub only config.json is fetched. Speeds are predicted from what this machine
+    reads and computes a second, which takes some seconds to measure.
+    """
+    from .plan import Request
+    from .plan import plan as execute
+
+    options = EngineOptions(device=device, threads=threads, kv_target=kv_target)
+    return execute(Request(**flags), options)
+
+
 # What `bench kernels` takes; each other flag of `bench` would be ignored. `--rows` is its own.
 _OF_KERNELS = {
     "what",
@@ -330,16 +369,27 @@ _OF_KERNELS = {
     "as_json",
 }
 _ONLY_OF_KERNELS = {"rows"}
+# What `bench --compare` takes.
+_OF_COMPARE = {"compare", "output_format", "output", "as_json"}
 
 
 def _refuse_unused(ctx: click.Context, what: str | None) -> None:
     """Refuses flags that would be ignored. Variables and the settings file are meant for several commands and may be."""
+    if what is not None and ctx.params["compare"]:
+        raise UsageError("bench kernels with --compare", "leave out one of them")
+    compares = "bench --compare" if ctx.params["compare"] else "bench without kernels"
+    place = "bench kernels" if what == "kernels" else compares
     for parameter in ctx.command.params:
         name = parameter.name or ""
-        used = name in _OF_KERNELS if what == "kernels" else name not in _ONLY_OF_KERNELS
+        match place:
+            case "bench --compare":
+                used = name in _OF_COMPARE
+            case "bench kernels":
+                used = name in _OF_KERNELS
+            case _:
+                used = name not in _ONLY_OF_KERNELS
         if not used and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             flag = settings.flag_of(parameter)
-            place = "bench kernels" if what == "kernels" else "bench without kernels"
             raise UsageError(f"{flag} does not apply to {place}", f"leave out {flag}")
 
 
@@ -383,6 +433,14 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     help="Table for people, or rows for programs; jsonl has one object per line. A file is --output.",
 )
 @_output_flag("--output", text="Write there instead of stdout, where the document of --json still goes.")
+@_report_flag
+@click.option(
+    "--compare",
+    nargs=2,
+    metavar="A B",
+    allow_from_autoenv=False,
+    help="Measure nothing: compare the rows of two files that bench wrote, with their noise.",
+)
 @json_flag
 @click.pass_context
 def bench(
@@ -396,6 +454,7 @@ def bench(
     page_choice: str | None,
     accept: str,
     kv_rounding: str,
+    compare: tuple[str, str] | None,
     **flags: Any,
 ) -> Done:
     """Measure prefill and decoding at depth, and the memory bandwidth that bounds them.
@@ -414,6 +473,11 @@ def bench(
     _refuse_unused(ctx, what)
     if flags["as_json"]:
         _refuse_two_forms(ctx, flags["output_format"])
+    if compare is not None:
+        from .compare import compare as side_by_side
+
+        form = flags["output_format"]
+        return side_by_side(*compare, output_format=form, place=flags["output"], as_json=flags["as_json"])
     request = measure.Request(**flags)
     if what is None:
         return measure.bench(request, options)
@@ -433,7 +497,8 @@ def bench(
     help="Of these, the first N are a prompt, and the next one is only fed: N + 1 are not scored.",
 )
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
-@_output_flag("-o", "--output", "output", text="Write the report there instead of stdout.")
+@_output_flag("-o", "--output", "output", text="Write the scores there instead of stdout.")
+@_report_flag
 @device_flags
 @json_flag
 def evaluate(*, device: str, threads: int | None, kv_rounding: str, **flags: Any) -> Done:

@@ -52,6 +52,20 @@ fn state_rows(config: &ModelConfig, options: &Options) -> usize {
     ITEM_ROWS.min(options.step_rows.max(1)) * config.group()
 }
 
+/// Whether there are kernels for a model: asked before anything is loaded.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Model`] for a head_dim without a page layout.
+pub fn check(config: &ModelConfig) -> Result<()> {
+    if !config.head_dim.is_multiple_of(8) || config.head_dim > 256 {
+        return Err(Error::model(
+            format!("head_dim {} has no kernels on the CPU", config.head_dim),
+            "use a model whose head_dim is a multiple of 8 up to 256",
+        ));
+    }
+    Ok(())
+}
+
 /// Bytes this backend will hold for a model and options, as [`Backend::memory`] then reports them. Large arrays are reserved
 /// at load and become resident as they are used.
 pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
@@ -79,8 +93,7 @@ impl CpuBackend {
     ///
     /// # Errors
     /// Those of the checkpoint and the hooks; [`quantspec_core::ErrorKind::Usage`] for a forced path this machine lacks;
-    /// [`quantspec_core::ErrorKind::Model`] for a head_dim without a page layout;
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
+    /// those of [`check`]; [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
     pub fn load(checkpoint: &Checkpoint, options: &Options, hooks: Hooks) -> Result<CpuBackend> {
         CpuBackend::load_on(checkpoint, options, hooks, dispatch::choose()?)
     }
@@ -91,12 +104,7 @@ impl CpuBackend {
     /// As [`CpuBackend::load`].
     pub fn load_on(checkpoint: &Checkpoint, options: &Options, mut hooks: Hooks, choice: Choice) -> Result<CpuBackend> {
         let config = checkpoint.config().clone();
-        if !config.head_dim.is_multiple_of(8) || config.head_dim > 256 {
-            return Err(Error::model(
-                format!("head_dim {} has no kernels on the CPU", config.head_dim),
-                "use a model whose head_dim is a multiple of 8 up to 256",
-            ));
-        }
+        check(&config)?;
         let missing = choice.simd.missing();
         if !missing.is_empty() {
             return Err(Error::usage(

@@ -4,6 +4,7 @@ use crate::device::{Models, Place};
 use crate::engine::{Raised, default_threads, poll};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::Request;
+use crate::plan::checkpoint;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
@@ -30,10 +31,17 @@ fn streamed_weights(checkpoint: &Checkpoint) -> usize {
 }
 
 /// `traffic(model, start, tokens)`: what steps at positions `start .. start + tokens` read, on average, from the cache (of all
-/// layers and KV heads) and from the target's weights.
+/// layers and KV heads) and from the target's weights. `described`: as of [`crate::plan::plan`].
 #[pyfunction]
-pub(crate) fn traffic<'py>(py: Python<'py>, model: &str, start: usize, tokens: usize) -> PyResult<Bound<'py, PyDict>> {
-    let checkpoint = detached(py, || Checkpoint::open(Path::new(model)))?;
+#[pyo3(signature = (model, start, tokens, *, described=false))]
+pub(crate) fn traffic<'py>(
+    py: Python<'py>,
+    model: &str,
+    start: usize,
+    tokens: usize,
+    described: bool,
+) -> PyResult<Bound<'py, PyDict>> {
+    let checkpoint = detached(py, || checkpoint(model, described))?;
     let config = checkpoint.config();
     let heads = config.layers * config.kv_heads;
     let positions = start..start + tokens.max(1);

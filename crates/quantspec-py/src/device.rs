@@ -1,10 +1,10 @@
 //! Where an engine runs: choosing the device, planning its memory, loading the model onto it.
 
 use crate::machine;
-use crate::options::{Resolved, Second, of_draft};
+use crate::options::{Resolved, STEP_ROWS_MAX, Second, of_draft};
 use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, View};
-use quantspec_core::plan::longest_context;
+use quantspec_core::plan::largest_fitting;
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
@@ -85,6 +85,8 @@ pub(crate) struct Weighed {
     pub(crate) available_bytes: usize,
     /// Tokens of the longest sequences, as many at once, that fit; 0 where none does.
     pub(crate) longest_context: usize,
+    /// Most sequences of as many tokens that fit at once; 0 where none does.
+    pub(crate) largest_batch: usize,
 }
 
 /// Evaluates an expression on the engine, whatever its device.
@@ -189,9 +191,10 @@ impl Place {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not know, and for a draft model of another vocabulary.
     pub(crate) fn weigh(&self, models: Models, options: &Options, beside: usize) -> Result<Weighed> {
-        if let Some(gpu) = self.gpu() {
-            for checkpoint in std::iter::once(models.target).chain(models.draft) {
-                quantspec_cuda::check(checkpoint, &gpu.info)?;
+        for checkpoint in std::iter::once(models.target).chain(models.draft) {
+            match self.gpu() {
+                Some(gpu) => quantspec_cuda::check(checkpoint, &gpu.info)?,
+                None => quantspec_cpu::check(checkpoint.config())?,
             }
         }
         let config = models.target.config();
@@ -210,13 +213,19 @@ impl Place {
             let options = self.adapt(&Options { capacity, prompt_capacity: capacity, ..options.clone() });
             total(&self.memory(models, &options)).saturating_add(beside)
         };
+        let rows = options.step_rows / options.slots.max(1);
+        let needed_by = |slots: usize| {
+            let options = self.adapt(&Options { slots, step_rows: slots * rows, ..options.clone() });
+            total(&self.memory(models, &options)).saturating_add(beside)
+        };
         let parts = self.memory(models, &self.adapt(options));
         Ok(Weighed {
             parts,
             needed_bytes: total(&parts).saturating_add(beside),
             used_bytes: used,
             available_bytes: available,
-            longest_context: longest_context(context, available, needed),
+            longest_context: largest_fitting(context, available, needed),
+            largest_batch: largest_fitting(STEP_ROWS_MAX / rows.max(1), available, needed_by),
         })
     }
 

@@ -18,7 +18,6 @@ use pyo3::prelude::*;
 mod _native {
     use super::*;
     use pyo3::types::{PyDict, PyList, PyString};
-    use quantspec_model::checkpoint::Checkpoint;
     use quantspec_model::draft::{Entry, METHODS, Source};
     use quantspec_model::draft_cache;
     use quantspec_model::gguf::{Element, Gguf, Value};
@@ -34,7 +33,7 @@ mod _native {
     #[pymodule_export]
     use super::evaluate::scores;
     #[pymodule_export]
-    use super::plan::plan;
+    use super::plan::{fitting, plan, rates};
 
     /// `gguf_metadata(path)`: what a GGUF file says of its tokenizer.
     #[pyfunction]
@@ -74,15 +73,17 @@ mod _native {
         object
     }
 
-    /// `model_info(path)`: the configuration of a checkpoint, parsed and validated.
+    /// `model_info(path)`: the configuration of a checkpoint, parsed and validated; of a directory, where it is `described`, by config.json alone.
     #[pyfunction]
-    fn model_info<'py>(py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyDict>> {
-        let config = errors::detached(py, || Ok(Checkpoint::open(Path::new(path))?.config().clone()))?;
+    #[pyo3(signature = (path, *, described=false))]
+    fn model_info<'py>(py: Python<'py>, path: &str, described: bool) -> PyResult<Bound<'py, PyDict>> {
+        let config = errors::detached(py, || Ok(super::plan::checkpoint(path, described)?.config().clone()))?;
         let out = PyDict::new(py);
         out.set_item("family", &config.family)?;
         out.set_item("vocab", config.vocab)?;
         out.set_item("layers", config.layers)?;
         out.set_item("hidden", config.hidden)?;
+        out.set_item("intermediate", config.intermediate)?;
         out.set_item("heads", config.heads)?;
         out.set_item("kv_heads", config.kv_heads)?;
         out.set_item("head_dim", config.head_dim)?;

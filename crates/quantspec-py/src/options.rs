@@ -19,7 +19,7 @@ pub(crate) const BLOCK_ROWS: usize = 256;
 const GAMMA_AUTO: usize = 12;
 
 /// Rows of the largest step: what a launch may have in its second dimension. Logits of this many rows take gigabytes.
-const STEP_ROWS_MAX: usize = (1 << 16) - 1;
+pub(crate) const STEP_ROWS_MAX: usize = (1 << 16) - 1;
 
 /// Pages that drafts choose among when their number is chosen by measurement: all, and powers of four from what barely costs anything on.
 const PAGES_AUTO: [usize; 3] = [16, 64, 256];
