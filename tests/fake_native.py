@@ -117,6 +117,9 @@ class Engine:
         }
         return slot
 
+    def prompt_note(self) -> str | None:
+        return None
+
     def prefill(self, slot: int, on_progress: Progress | None = None) -> int:
         _begun("prefill")
         _sleep(Script.prefill_s, on_progress)
@@ -188,6 +191,8 @@ class Engine:
             "cache_upper_bytes": 1_000,
             "cache_lower_bytes": 1_000,
             "cache_full_bytes": 0,
+            "prompt_cache_bytes": 0,
+            "reused_tokens": 0,
             "buffer_bytes": 500,
             "workspace_bytes": 500,
             "planned_bytes": self.info["planned_bytes"],

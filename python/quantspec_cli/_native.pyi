@@ -6,6 +6,7 @@ from typing import Any, Literal, final
 
 __all__ = [
     "DRAFTS_LIMIT_BYTES",
+    "PROMPTS_LIMIT_BYTES",
     "Engine",
     "NativeError",
     "doctor",
@@ -17,6 +18,7 @@ __all__ = [
     "model_info",
     "plan",
     "planned",
+    "prompt_files",
     "traffic",
 ]
 
@@ -30,6 +32,12 @@ def draft_files(folder: str) -> list[tuple[Path, Path | None, int, float]]:
     Raises:
         OSError: the folder cannot be read.
     """
+
+PROMPTS_LIMIT_BYTES: int
+"""Most bytes of a folder of prompts: a prompt that is kept there removes the least recently used files first."""
+
+def prompt_files(folder: str) -> list[tuple[Path, Path | None, int, float]]:
+    """Files of prompts in a folder, as `draft_files`."""
 
 class NativeError(Exception):
     """Any error of the engine but an interrupt, which is what a signal's handler raised: KeyboardInterrupt for Ctrl-C."""
@@ -68,15 +76,19 @@ class Engine:
         slots: int = 1,
         every_view: bool = False,
         draft_cache: tuple[str, int] | None = None,
+        prompt_memory: bool | None = False,
+        prompt_folder: str | None = None,
         on_loading: Callable[[int, int], object] | None = None,
-    ) -> Engine: ...
+    ) -> Engine:
+        """`prompt_memory` keeps prompts in memory (None: on a CPU only), `prompt_folder` in a folder instead."""
+
     @property
     def info(self) -> dict[str, Any]:
         """What was loaded: device, device_name, simd, threads, family, vocab, layers, max_positions, eos.
 
         Also block_rows (of a prefill), planned_bytes and load_s; cached_drafts, the share of the draft weights that was
         read from `draft_cache` (its folder and the least bytes kept there; None without one), and note, one line about
-        trouble with it.
+        trouble with it; and prompt_cache_limit_bytes, most bytes of prompts in memory (None where none are kept there).
         """
 
     def add(
@@ -152,6 +164,9 @@ class Engine:
 
     def finish(self, slot: int) -> None:
         """Frees the slot."""
+
+    def prompt_note(self) -> str | None:
+        """One line about trouble with the prompt cache since the last call, each told once; None where there was none."""
 
     def stats(self) -> dict[str, Any]:
         """Counters, times and bytes since opening or `configure`; names as in `quantspec run --json`."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OF_DOCUMENT = (InputError, DoesNotFitError, NotFiniteError, FileError)
 
 # Most documents that decode together where --parallel is auto, by device.
-_PARALLEL = {"cpu": 4, "cuda": 16}
+PARALLEL = {"cpu": 4, "cuda": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,8 @@ class Request:
         unset: parameters of the command that no flag, variable or setting gave.
         long: what happens to a document beyond the context, "refuse" or "map-reduce".
         parallel: most documents that decode together; None chooses.
+        prompt_cache: folder of prompts; None keeps them in memory where that costs nothing.
+        ray: address of the Ray cluster that decodes, or "auto"; None decodes here.
     """
 
     model: str | None
@@ -53,6 +55,8 @@ class Request:
     ctx_size: int
     long: str
     parallel: int | None
+    prompt_cache: str | None
+    ray: str | None
     resume: bool
     retry_failed: bool
     dry_run: bool
@@ -204,17 +208,20 @@ class Reader:
         return None
 
 
-def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> tuple[int, int, int]:
-    """Tokens of a sequence, sequences at once, and the tokens that were wished for."""
+def longest(reader: Reader, todo: Sequence[Job]) -> int:
+    """Tokens of the longest sequence that is to be decoded."""
     lengths = [job.tokens + reader.options.max_new_tokens for job in todo if job.tokens is not None]
     too_long = any(length > reader.context for length in lengths)
     fitting = [length for length in lengths if length <= reader.context]
-    wanted = (
-        reader.context if too_long and reader.may_split else max(fitting, default=reader.options.max_new_tokens + 1)
-    )
+    return reader.context if too_long and reader.may_split else max(fitting, default=reader.options.max_new_tokens + 1)
+
+
+def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> tuple[int, int, int]:
+    """Tokens of a sequence, sequences at once, and the tokens that were wished for."""
+    wanted = longest(reader, todo)
     plan = planned(reader.model, engine_options, context=wanted)
     context = wanted if plan["fits"] else min(wanted, plan["longest_context"])
-    most = request.parallel or _PARALLEL[plan["device"].partition(":")[0]]
+    most = request.parallel or PARALLEL[plan["device"].partition(":")[0]]
     parallel = max(1, min(most, len(todo)))
     while parallel > 1 and not planned(reader.model, engine_options, context=context, batch=parallel)["fits"]:
         parallel -= 1

@@ -19,7 +19,9 @@ use quantspec_core::verify::{Judge, Verdict};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Backend, Hooks, Memory, Options, Pass, Row, Step, Turn};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::prompt_cache::PromptRows;
 use quantspec_model::rope::RopeTable;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 /// Pages one thread quantises between two calls of the poll hook: about a millisecond each on the slowest path.
@@ -870,6 +872,24 @@ impl Rows {
             Weight::Full(_) => Input::F32(x, stride),
         };
         (weight, input, Outputs { hidden, qkv, ffn: ffn_out, logits })
+    }
+}
+
+impl PromptRows for CpuBackend {
+    fn kernels(&self) -> String {
+        format!("cpu {}", self.simd())
+    }
+
+    fn row_bytes(&self) -> usize {
+        2 * self.config.kv_width() * size_of::<u16>()
+    }
+
+    fn export_rows(&mut self, tokens: Range<usize>, out: &mut [u8]) -> Result<()> {
+        self.prompt.export(tokens, out)
+    }
+
+    fn import_rows(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()> {
+        self.prompt.import(tokens, bytes)
     }
 }
 

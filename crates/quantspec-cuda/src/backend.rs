@@ -12,6 +12,7 @@ use crate::attend::{
 use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch, Mark, Pinned, Plain};
 use crate::draft::{Draft, Heads, Hidden};
+use crate::images;
 use crate::linear::{GROUP, Linear, Matrix, Quantised, name};
 use crate::prefill::{self, Prefill, Shape, Way, padded, readable};
 use crate::recorded::{Kind, Recorded};
@@ -26,7 +27,9 @@ use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, ErrorKind, Result};
 use quantspec_model::backend::{Backend, Block, DraftPlan, Hooks, Memory, Options, Pass, Row, Step, Turn};
 use quantspec_model::checkpoint::{Checkpoint, Part};
+use quantspec_model::prompt_cache::PromptRows;
 use quantspec_model::rope::RopeTable;
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -776,6 +779,19 @@ impl CudaBackend {
         ]
     }
 
+    /// Where the keys and values of prompt tokens are, of `bytes` bytes.
+    fn prompt_tokens(&self, tokens: &Range<usize>, bytes: usize) -> Result<(&Buffer, usize)> {
+        let each = self.row_bytes();
+        if tokens.start > tokens.end || tokens.end > self.options.prompt_capacity || bytes != tokens.len() * each {
+            return Err(Error::internal(format!("{bytes} bytes for prompt tokens {tokens:?} of {each} bytes")));
+        }
+        let at = tokens.start * each;
+        Ok(match self.weights.drafts.as_ref().filter(|_| self.prompt.borrows[1]) {
+            Some(drafts) => (drafts, kept_bytes(&self.config, self.options.prompt_capacity)[0] + at),
+            None => (&self.prompt.scratch, at),
+        })
+    }
+
     /// Address of a prompt row's hidden state.
     fn prompt_hidden(&self, row: usize) -> u64 {
         self.prompt_kept()[0] + (row * self.config.hidden * 4) as u64
@@ -1129,9 +1145,7 @@ impl CudaBackend {
                 self.options.prompt_capacity
             )));
         }
-        if block.start == 0 {
-            self.prompt.borrows = self.prompt.own.map(|tokens| block.prompt.len() > tokens);
-        }
+        self.prompt.borrows = self.prompt.own.map(|tokens| block.prompt.len() > tokens);
         self.overwritten |= self.prompt.borrows.contains(&true);
         self.prompting = true;
         self.prompt.tokens.write(block.start * 4, &block.prompt[block.start..end])?;
@@ -1241,6 +1255,29 @@ impl Cache {
         [&self.ring_k, &self.ring_v]
             .into_iter()
             .try_for_each(|ring| ring.fill_rows(0, slot * bytes, bytes, slots * bytes, config.layers))
+    }
+}
+
+impl PromptRows for CudaBackend {
+    fn kernels(&self) -> String {
+        let info = &self.device.info;
+        // The driver compiles PTX.
+        let compiler = if info.architecture == images::PTX { &info.driver } else { "" };
+        format!("{} sm_{} {compiler}", info.name, info.architecture)
+    }
+
+    fn row_bytes(&self) -> usize {
+        2 * self.config.kv_width() * size_of::<u16>()
+    }
+
+    fn export_rows(&mut self, tokens: Range<usize>, out: &mut [u8]) -> Result<()> {
+        let (buffer, at) = self.prompt_tokens(&tokens, out.len())?;
+        buffer.read_into(at, out)
+    }
+
+    fn import_rows(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()> {
+        let (buffer, at) = self.prompt_tokens(&tokens, bytes.len())?;
+        buffer.write(at, bytes)
     }
 }
 

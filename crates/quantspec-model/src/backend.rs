@@ -8,6 +8,7 @@
 //! thread count or on earlier calls. Draft weights and the Upper view may be lossy in any way.
 
 use crate::draft_cache::Origin;
+use crate::prompt_cache::PromptRows;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
 use quantspec_core::policy::Stop;
@@ -158,7 +159,7 @@ pub struct DraftPlan {
 /// A device that runs the network. All calls are made from one thread. A failed call leaves the sequences in its slots in an
 /// undefined state (close them), never memory, and nothing that a sequence opened there later could meet. A draft step that is not
 /// finite leaves only what verification computes anew, the rows of its window: [`crate::forward::draft`] goes on with them.
-pub trait Backend: Send {
+pub trait Backend: PromptRows + Send {
     /// Whether [`Backend::draft`] tells the leads of one sequence's tokens, and ends its draft by them.
     const LEADS: bool = false;
 
@@ -191,7 +192,8 @@ pub trait Backend: Send {
     fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>>;
 
     /// Hidden state of each row := its token's embedding. A step reads tokens from windows, a prefill block from the prompt.
-    /// Prefill is layer-major: a backend keeps the hidden states of all prompt rows between layers.
+    /// Prefill is layer-major: a backend keeps the hidden states of all embedded prompt rows between layers. The first block that is
+    /// embedded begins a prompt; the rows before it are imported ([`PromptRows::import_rows`]).
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where the backend has no such rows, slots, tokens or planes, or its threads

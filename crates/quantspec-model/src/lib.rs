@@ -3,6 +3,7 @@
 
 pub mod backend;
 pub mod blocks;
+pub mod cache_file;
 pub mod checkpoint;
 pub mod config;
 pub mod draft;
@@ -12,6 +13,7 @@ pub mod evaluate;
 pub mod forward;
 pub mod gguf;
 mod gguf_config;
+pub mod prompt_cache;
 mod quantised;
 #[cfg(feature = "reference")]
 pub mod reference;

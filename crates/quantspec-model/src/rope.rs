@@ -72,6 +72,11 @@ impl RopeTable {
         table
     }
 
+    /// What angles depend on beside the position: 0, or the sequence's length where dynamic scaling stretches them by it.
+    pub fn length_class(&self, length: usize) -> usize {
+        self.dynamic.filter(|dynamic| length > dynamic.original).map_or(0, |_| length)
+    }
+
     /// Cosines and sines of `position`, [D/2] each, with YaRN's attention factor in both.
     ///
     /// `length` is the sequence length the position is seen in and matters for dynamic scaling only: a prefill row passes

@@ -214,6 +214,15 @@ impl Place {
         Ok(used + bytes)
     }
 
+    /// Bytes of the process's memory that would be left beside an engine of `planned_bytes`.
+    pub(crate) fn spare_bytes(&self, planned_bytes: usize) -> usize {
+        let taken = match self {
+            Place::Cpu => planned_bytes.saturating_sub(machine::resident().unwrap_or(0)),
+            Place::Cuda { .. } => 0,
+        };
+        machine::memory_available().unwrap_or(0).saturating_sub(taken)
+    }
+
     /// Loads the model and opens an engine.
     pub(crate) fn engine(&self, checkpoint: &Checkpoint, resolved: Resolved, hooks: Hooks) -> Result<Device> {
         let options = self.adapt(&resolved.options);
