@@ -13,9 +13,12 @@ pub mod evaluate;
 pub mod forward;
 pub mod gguf;
 mod gguf_config;
+mod kv_cache;
+mod network;
 pub mod prompt_cache;
 mod quantised;
 #[cfg(feature = "reference")]
 pub mod reference;
 pub mod rope;
 pub mod safetensors;
+mod sampler;

@@ -13,7 +13,7 @@
 //! A file's segments are checked as they are read, when earlier layers may be done already: where one is damaged, the file is
 //! removed, and the prompt is begun anew without it.
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Network};
 use crate::cache_file::{self, CachedFile, Fault, Format, Stored, Writer, description, make_room, model_name, reason};
 use crate::checkpoint::{Checkpoint, Part};
 use crate::rope::RopeTable;
@@ -502,8 +502,8 @@ impl Reuse {
     /// removed, and the prompt is to be begun anew.
     ///
     /// # Errors
-    /// Those of [`PromptRows::import_rows`] and [`Backend::poll`].
-    pub fn restore<B: Backend>(&mut self, backend: &mut B, layer: usize) -> Result<bool> {
+    /// Those of [`PromptRows::import_rows`] and [`Network::poll`].
+    pub fn restore<B: Network + PromptRows>(&mut self, backend: &mut B, layer: usize) -> Result<bool> {
         let mut done = 0;
         let per_piece = (PIECE_BYTES / self.segment_bytes).max(1);
         for (run, blocks) in &self.runs {
@@ -537,8 +537,8 @@ impl Reuse {
     /// Takes down what the backend has computed of a layer. A disk that takes no more ends the recording, not the prefill.
     ///
     /// # Errors
-    /// Those of [`PromptRows::export_rows`] and [`Backend::poll`].
-    pub fn record<B: Backend>(&mut self, backend: &mut B, layer: usize) -> Result<()> {
+    /// Those of [`PromptRows::export_rows`] and [`Network::poll`].
+    pub fn record<B: Network + PromptRows>(&mut self, backend: &mut B, layer: usize) -> Result<()> {
         let Some(recorder) = &mut self.recorder else { return Ok(()) };
         let (from, blocks, segment_bytes) = (recorder.from, recorder.chain.len(), self.segment_bytes);
         let per_piece = (PIECE_BYTES / segment_bytes).max(1);
