@@ -92,6 +92,7 @@ class Engine:
         }
         self._vocab = config["vocab"]
         self._capacity = capacity
+        self._pool = (options.get("pool_tokens") or capacity * slots) // 128
         self._method = method
         self._gamma = 4 if gamma is None else gamma
         self._sequences: list[dict[str, Any] | None] = [None] * slots
@@ -112,10 +113,15 @@ class Engine:
         self._sequences[slot] = {
             "ids": list(prompt),
             "prompt": len(prompt),
+            "size": (len(prompt) + max_new_tokens) // 128,
             "remaining": max_new_tokens,
             "salt": seed if temperature else None,
         }
         return slot
+
+    def has_room(self, tokens: int) -> bool:
+        taken = sum(sequence["size"] for sequence in self._sequences if sequence)
+        return None in self._sequences and taken + tokens // 128 <= self._pool
 
     def prompt_note(self) -> str | None:
         return None
@@ -262,9 +268,11 @@ def planned(model: str, *, capacity: int, **_options: Any) -> int:
     return capacity
 
 
-def plan(model: str, *, capacity: int, slots: int = 1, **_options: Any) -> dict[str, Any]:
+def plan(
+    model: str, *, capacity: int, slots: int = 1, pool_tokens: int | None = None, **_options: Any
+) -> dict[str, Any]:
     config = model_info(model)
-    needed, available = 1000 * capacity * slots, Script.memory_bytes
+    needed, available = 1000 * min(capacity * slots, pool_tokens or capacity * slots), Script.memory_bytes
     parts = ("weights", "draft_weights", "cache_upper", "cache_lower", "cache_full", "buffer", "workspace")
     return {
         "device": "cpu",

@@ -50,7 +50,8 @@ class NativeError(Exception):
 class Engine:
     """One model on one device with room for `slots` sequences of up to `capacity` tokens each.
 
-    Prompts have up to `prompt_capacity` of them (None: all): prefill holds every hidden state of a prompt.
+    Prompts have up to `prompt_capacity` of them (None: all): prefill holds every hidden state of a prompt. Sequences share
+    the pages of `pool_tokens` (None: of `slots` times `capacity`).
 
     Long calls release the GIL and run pending signal handlers, so Ctrl-C ends them within 0.3 s, as does any other
     exception of a handler. Callbacks are called with (done, total), at most every 50 ms; KeyboardInterrupt, SystemExit
@@ -74,6 +75,7 @@ class Engine:
         accept: str = "replay",
         gamma: int | None = None,
         slots: int = 1,
+        pool_tokens: int | None = None,
         every_view: bool = False,
         draft_cache: tuple[str, int] | None = None,
         prompt_memory: bool | None = False,
@@ -103,6 +105,9 @@ class Engine:
         max_new_tokens: int,
     ) -> int:
         """Takes a prompt into a free slot and returns the slot."""
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens, prompt and answer together, can be taken now."""
 
     def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None) -> int:
         """Processes the slot's prompt and returns the first new token."""
@@ -230,6 +235,7 @@ def plan(
     accept: str = "replay",
     gamma: int | None = None,
     slots: int = 1,
+    pool_tokens: int | None = None,
 ) -> dict[str, Any]:
     """What an `Engine` with these arguments would hold, before any weight is read.
 

@@ -473,7 +473,7 @@ def _cluster(
 
 def _engine(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> tuple[Engine, int]:
     """An engine for the documents, with room for the longest that fits, and how many decode together."""
-    context, parallel, fitting = room(request, engine_options, reader, todo)
+    context, parallel, pool, fitting = room(request, engine_options, reader, todo)
     with render.progress("loading weights", shown=not request.quiet) as on_loading:
         engine = Engine(
             reader.model,
@@ -481,6 +481,7 @@ def _engine(request: Request, engine_options: EngineOptions, reader: Reader, tod
             context=context,
             longest_prompt=max(1, context - reader.options.max_new_tokens),
             batch=parallel,
+            pool=pool,
             prompt_cache=request.prompt_cache,
             on_loading=on_loading,
         )

@@ -398,12 +398,14 @@ class _Lease:
         weakref.finalize(self, scheduler.stop).atexit = False
 
 
-def planned(model: Model, options: EngineOptions, *, context: int, batch: int = 1) -> dict[str, Any]:
+def planned(
+    model: Model, options: EngineOptions, *, context: int, batch: int = 1, pool: int | None = None
+) -> dict[str, Any]:
     """What an engine would hold, before any weight is read: `_native.plan` of these options."""
     from . import _native
 
     with native_errors():
-        return _native.plan(str(model.directory), capacity=context, slots=batch, **options.native())
+        return _native.plan(str(model.directory), capacity=context, slots=batch, pool_tokens=pool, **options.native())
 
 
 def check_folder(folder: object) -> None:
@@ -488,13 +490,14 @@ class Engine:
         context: int,
         longest_prompt: int | None = None,
         batch: int = 1,
+        pool: int | None = None,
         prompt_cache: str | bool | None = False,
         on_loading: OnProgress | None = None,
     ) -> None:
         """Loads the weights; `context` and `batch` are the longest sequence and the most sequences at once.
 
         Where the longest prompt is known, less memory is planned for reading it than for one that fills the context.
-        `prompt_cache` is `load`'s.
+        `pool` are the tokens that all sequences share; None gives each the room of the longest. `prompt_cache` is `load`'s.
         """
         from . import _native
 
@@ -507,6 +510,7 @@ class Engine:
                 capacity=context,
                 prompt_capacity=longest_prompt,
                 slots=batch,
+                pool_tokens=pool,
                 draft_cache=settings.native_draft_cache(),
                 prompt_memory=False if isinstance(prompt_cache, str) else prompt_cache,
                 prompt_folder=prompt_cache if isinstance(prompt_cache, str) else None,

@@ -120,6 +120,7 @@ impl Run {
         let options = Options {
             slots: prompts.len(),
             capacity,
+            pool_pages: usize::MAX,
             prompt_capacity: capacity,
             planes: Planes::of(&views),
             rounding: self.rounding,

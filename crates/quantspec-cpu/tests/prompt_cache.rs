@@ -33,6 +33,7 @@ fn engine_on(checkpoint: &Checkpoint, simd: Simd, slots: usize, hooks: Hooks) ->
     let options = Options {
         slots,
         capacity: CAPACITY,
+        pool_pages: usize::MAX,
         prompt_capacity: CAPACITY,
         planes: Planes::of(&[View::Both, View::Upper]),
         rounding: Rounding::Balanced,

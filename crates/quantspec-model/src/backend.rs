@@ -13,6 +13,7 @@ pub use crate::sampler::{TokenSampler, Turn};
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Planes, Rounding};
+use quantspec_core::plan::pages;
 
 /// How a backend is built.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,6 +22,8 @@ pub struct Options {
     pub slots: usize,
     /// Tokens of the longest sequence, prompt and output together.
     pub capacity: usize,
+    /// Most pages, of each layer and KV head, that all sequences share ([`Options::pages`]).
+    pub pool_pages: usize,
     /// Tokens of the longest prompt, at most `capacity`: prefill holds the hidden states of all of them.
     pub prompt_capacity: usize,
     /// Planes every page keeps.
@@ -38,6 +41,13 @@ pub struct Options {
     pub block_rows: usize,
     /// Worker threads of a CPU backend.
     pub threads: usize,
+}
+
+impl Options {
+    /// Pages, of each layer and KV head, that all sequences share: as many as every slot can use, at most `pool_pages`.
+    pub fn pages(&self) -> usize {
+        self.pool_pages.min(self.slots.saturating_mul(pages(self.capacity)))
+    }
 }
 
 /// Hooks of a caller into long operations.

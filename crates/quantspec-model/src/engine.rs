@@ -10,6 +10,7 @@ use crate::forward::{self, Chunk, PrefillCursor};
 use crate::prompt_cache::PromptCache;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
 use quantspec_core::config::{Pages, View};
+use quantspec_core::plan::pages;
 use quantspec_core::policy::Policy;
 use quantspec_core::report::Stats;
 use quantspec_core::sample::{Accept, Sampler};
@@ -76,6 +77,8 @@ pub struct Engine<B: Backend> {
     pages: Option<Pages>,
     stats: Stats,
     prompts: Option<PromptCache>,
+    /// Pages, of each layer and KV head, that all sequences share.
+    pool_pages: usize,
 }
 
 impl<B: Backend> Engine<B> {
@@ -92,7 +95,24 @@ impl<B: Backend> Engine<B> {
             pages: None,
             stats: Stats::default(),
             prompts: None,
+            pool_pages: slots.saturating_mul(pages(capacity)),
         }
+    }
+
+    /// Sequences share so many pages of each layer and KV head ([`crate::backend::Options::pages`]) instead of having the room of
+    /// the longest each.
+    pub fn share_pages(&mut self, pages: usize) {
+        self.pool_pages = pages;
+    }
+
+    /// Whether a sequence of `tokens`, prompt and answer together, can be taken now: there are a free slot and free pages.
+    pub fn has_room(&self, tokens: usize) -> bool {
+        self.sequences.iter().any(Option::is_none) && pages(tokens) <= self.free_pages()
+    }
+
+    fn free_pages(&self) -> usize {
+        let taken = |sequence: &Sequence| pages(sequence.prompt_tokens + sequence.max_new_tokens);
+        self.pool_pages.saturating_sub(self.sequences.iter().flatten().map(taken).sum())
     }
 
     /// Keeps prompts from now on, and reuses what a prompt has in common with them.
@@ -105,11 +125,11 @@ impl<B: Backend> Engine<B> {
         self.prompts.as_mut()
     }
 
-    /// Takes a prompt into a free slot. Fails when no slot is free, when an id is outside the vocabulary, or when the prompt
+    /// Takes a prompt into a free slot. Fails when no slot or too few pages are free, when an id is outside the vocabulary, or when the prompt
     /// and `max_new_tokens` exceed the capacity: nothing is ever cut.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] for an empty prompt, for 0 new tokens and where no slot is free,
+    /// [`quantspec_core::ErrorKind::Usage`] for an empty prompt, for 0 new tokens and where no slot or too few pages are free,
     /// [`quantspec_core::ErrorKind::Model`] for an id outside the vocabulary, [`quantspec_core::ErrorKind::DoesNotFit`]
     /// beyond the capacity, and those of [`KvCache::open`].
     pub fn add(&mut self, prompt: &[u32], sampler: Sampler, max_new_tokens: usize) -> Result<usize> {
@@ -148,6 +168,17 @@ impl<B: Backend> Engine<B> {
                 "finish a sequence first, or open the engine with more slots",
             )
         })?;
+        if !self.has_room(wanted) {
+            return Err(Error::usage(
+                format!(
+                    "{wanted} tokens need {} pages; {} of {} are free",
+                    pages(wanted),
+                    self.free_pages(),
+                    self.pool_pages
+                ),
+                "finish a sequence first, or open the engine for more tokens",
+            ));
+        }
         self.backend.open(slot, wanted)?;
         self.sequences[slot] = Some(Sequence {
             text: prompt.to_vec(),

@@ -29,6 +29,7 @@ fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize)
     let options = Options {
         slots,
         capacity,
+        pool_pages: usize::MAX,
         prompt_capacity: capacity,
         planes: Planes::of(&[View::Both]),
         rounding: Rounding::Balanced,

@@ -3,7 +3,7 @@
 use crate::machine;
 use crate::options::Resolved;
 use quantspec_core::cache::G;
-use quantspec_core::plan::longest_context;
+use quantspec_core::plan::{longest_context, pages};
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
@@ -154,7 +154,9 @@ impl Place {
         // What is beside a GPU is the process's.
         let beside = if self.gpu().is_none() { beside } else { 0 };
         let needed = |capacity: usize| {
-            let options = self.adapt(&Options { capacity, prompt_capacity: capacity, ..options.clone() });
+            // A pool that was asked for grows where it would not hold one sequence.
+            let pool_pages = options.pool_pages.max(pages(capacity));
+            let options = self.adapt(&Options { capacity, pool_pages, prompt_capacity: capacity, ..options.clone() });
             total(&self.memory(checkpoint, &options)).saturating_add(beside)
         };
         let parts = self.memory(checkpoint, &self.adapt(options));
@@ -230,11 +232,15 @@ impl Place {
         Ok(match self {
             Place::Cpu => {
                 let backend = CpuBackend::load(checkpoint, &options, hooks)?;
-                Device::Cpu(Box::new(Engine::new(backend, resolved.method, slots, capacity, rows)))
+                let mut engine = Engine::new(backend, resolved.method, slots, capacity, rows);
+                engine.share_pages(options.pages());
+                Device::Cpu(Box::new(engine))
             }
             Place::Cuda { gpu, .. } => {
                 let backend = CudaBackend::load_on(gpu, checkpoint, &options, hooks)?;
-                Device::Cuda(Box::new(Engine::new(backend, resolved.method, slots, capacity, rows)))
+                let mut engine = Engine::new(backend, resolved.method, slots, capacity, rows);
+                engine.share_pages(options.pages());
+                Device::Cuda(Box::new(engine))
             }
         })
     }

@@ -285,7 +285,7 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, kv_target="int8", method="quantspec",
         kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
-        slots=1, every_view=false, draft_cache=None, prompt_memory=Some(false), prompt_folder=None, on_loading=None))]
+        slots=1, pool_tokens=None, every_view=false, draft_cache=None, prompt_memory=Some(false), prompt_folder=None, on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
         py: Python<'_>,
@@ -303,6 +303,7 @@ impl PyEngine {
         accept: &str,
         gamma: Option<usize>,
         slots: usize,
+        pool_tokens: Option<usize>,
         every_view: bool,
         draft_cache: Option<(PathBuf, usize)>,
         prompt_memory: Option<bool>,
@@ -323,6 +324,7 @@ impl PyEngine {
             capacity,
             prompt_capacity,
             slots,
+            pool_tokens,
             threads,
             every_view,
         };
@@ -434,6 +436,11 @@ impl PyEngine {
         self.run(py, |device| on_device!(device, engine => engine.add(&prompt, sampler, max_new_tokens)))
     }
 
+    /// Whether a sequence of so many tokens can be taken now.
+    fn has_room(&self, py: Python<'_>, tokens: usize) -> PyResult<bool> {
+        self.run(py, |device| Ok(on_device!(device, engine => engine.has_room(tokens))))
+    }
+
     #[pyo3(signature = (slot, on_progress=None))]
     fn prefill(&self, py: Python<'_>, slot: usize, on_progress: Option<Py<PyAny>>) -> PyResult<u32> {
         let mut show = progress(on_progress, self.raised.clone());
@@ -503,6 +510,7 @@ impl PyEngine {
             capacity: 1,
             prompt_capacity: 1,
             slots: 1,
+            pool_tokens: None,
             threads: 1,
             every_view: true,
         };

@@ -13,7 +13,8 @@ use std::path::Path;
 /// `available_bytes`, `longest_context` (of as many sequences) and the bytes of each part.
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, kv_target="int8", method="quantspec",
-    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1))]
+    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1,
+    pool_tokens=None))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn plan<'py>(
     py: Python<'py>,
@@ -31,6 +32,7 @@ pub(crate) fn plan<'py>(
     accept: &str,
     gamma: Option<usize>,
     slots: usize,
+    pool_tokens: Option<usize>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let request = Request {
         kv_target,
@@ -44,6 +46,7 @@ pub(crate) fn plan<'py>(
         capacity,
         prompt_capacity: prompt_capacity.map_or(capacity, |tokens| tokens.clamp(1, capacity.max(1))),
         slots,
+        pool_tokens,
         threads: threads.unwrap_or_else(default_threads),
         every_view: false,
     };
