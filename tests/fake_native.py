@@ -109,6 +109,8 @@ class Engine:
             raise NativeError("does_not_fit", "capacity", "lower -n")
         if None not in self._sequences:
             raise NativeError("usage", f"all {len(self._sequences)} slots are in use", "finish a sequence first")
+        if not self.has_room(len(prompt) + max_new_tokens):
+            raise NativeError("usage", "too few pages are free", "finish a sequence first")
         slot = self._sequences.index(None)
         self._sequences[slot] = {
             "ids": list(prompt),

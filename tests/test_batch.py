@@ -492,8 +492,8 @@ def test_documents_share_the_memory_of_the_longest(fake: Any, quantspec: Run, tm
     assert (report["done"], report["failed"]) == (4, 0)
     (engine,) = fake.engines[engines:]
     assert (engine["slots"], engine["pool_tokens"]) == (4, planned["pool"])
-    # A pool that holds one document at a time is still worth its slots: shorter ones follow together.
-    fake.memory_bytes = 1000 * (longest + 128)
+    # A pool that the longest fills: the others wait, and follow together.
+    fake.memory_bytes, fake.round_s = 1000 * (longest + 128), 0.02
     again = quantspec(*command, "--no-resume").json
     tokens = [{line["document"]: line["tokens"] for line in found["results"]} for found in (report, again)]
     assert tokens[0] == tokens[1]
