@@ -493,15 +493,14 @@ fn misuse_is_an_error() {
 #[test]
 fn sequences_share_the_pages_of_a_pool() {
     let checkpoint = LLAMA.checkpoint(12);
-    let (prompts, new_tokens) = ([700, 120, 390, 300].map(|n| random::tokens(n, 300, n as u64)), 20);
+    let (prompts, new_tokens) = ([700, 120, 390, 300].map(|n| random::tokens(300, n, n as u64)), 20);
     let pages = |prompt: &Vec<u32>| (prompt.len() + new_tokens) / G;
     let open = |slots: usize, pool_pages: usize| {
         let options = Options { pool_pages, ..options(slots, 720) };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
         assert_eq!(backend.memory(), plan(&checkpoint, &options));
         let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
-        let method =
-            Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy: Policy::fixed(3) };
+        let method = Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy: Policy::fixed(3) };
         let mut engine = Engine::new(backend, method, slots, 720, 64);
         engine.share_pages(options.pages());
         engine

@@ -11,7 +11,7 @@ use quantspec_core::sample::Sampler;
 use quantspec_core::{Error, ErrorKind};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, Options};
+use quantspec_model::backend::{DraftPlan, Hooks, Options, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
@@ -113,8 +113,8 @@ fn answer(engine: &mut Engine<CpuBackend>, prompt: &[u32], chunk_rows: usize) ->
 
 /// The document of these tests, and a question about its first `length` tokens.
 fn question(length: usize, number: u64) -> Vec<u32> {
-    let document = random::tokens(900, 300, 11);
-    [&document[..length], &random::tokens(20, 300, 100 + number)].concat()
+    let document = random::tokens(300, 900, 11);
+    [&document[..length], &random::tokens(300, 20, (100 + number) * 0x9E37_79B9)].concat()
 }
 
 struct Folder(PathBuf);
@@ -150,7 +150,7 @@ fn note(engine: &mut Engine<CpuBackend>) -> Option<String> {
 }
 
 /// Questions about beginnings that end anywhere, on one engine after the other.
-fn law(checkpoint: &Checkpoint, simd: Simd) {
+fn law(checkpoint: &Checkpoint, simd: Simd, lengths: &[usize]) {
     let mut plain = engine_on(checkpoint, simd, 1, Hooks::default());
     let mut kept = engine_on(checkpoint, simd, 1, Hooks::default());
     let cache = PromptCache::in_memory(kept.backend(), usize::MAX);
@@ -162,8 +162,7 @@ fn law(checkpoint: &Checkpoint, simd: Simd) {
     for engine in [&mut kept, &mut stored] {
         assert_eq!(answer(engine, &document, usize::MAX), (answer(&mut plain, &document, usize::MAX).0, 0));
     }
-    for (number, length) in [880, 1, 107, 108, 127, 128, 129, 255, 256, 500, 512, 640, 768, 879].into_iter().enumerate()
-    {
+    for (number, &length) in lengths.iter().enumerate() {
         let prompt = question(length, 1 + number as u64);
         let (expected, _) = answer(&mut plain, &prompt, usize::MAX);
         // Chunks of one block, of some, and of some layers.
@@ -194,9 +193,9 @@ fn law(checkpoint: &Checkpoint, simd: Simd) {
 #[test]
 fn a_known_beginning_changes_no_bit() {
     for simd in paths::paths() {
-        law(&LLAMA.checkpoint(7), simd);
+        law(&LLAMA.checkpoint(7), simd, &[880, 1, 107, 108, 127, 128, 129, 255, 256, 500, 512, 768, 879]);
         // Other kernels of a prompt: full weights in F32, and biases.
-        law(&Shape { biases: true, ..Shape::new("qwen2", "F32", (2, 1, 64)) }.checkpoint(8), simd);
+        law(&Shape { biases: true, ..Shape::new("qwen2", "F32", (2, 1, 64)) }.checkpoint(8), simd, &[880, 300]);
     }
 }
 
@@ -337,8 +336,8 @@ fn what_another_model_or_path_computed_is_not_met() {
 fn memory_is_bounded_and_the_least_recently_used_goes() {
     // Room for nine blocks: the document's five, and some of another one's.
     let mut engine = in_memory(9 * BLOCK_BYTES);
-    let other = |number| [random::tokens(400, 300, 50 + number), question(0, number)].concat();
-    let mut held = |engine: &mut Engine<CpuBackend>, prompt: &[u32]| {
+    let other = |number| [random::tokens(300, 400, 50 + number), question(0, number)].concat();
+    let held = |engine: &mut Engine<CpuBackend>, prompt: &[u32]| {
         let reused = answer(engine, prompt, usize::MAX).1 / BLOCK_TOKENS;
         (reused, engine.prompt_cache().expect("a cache").held_bytes() / BLOCK_BYTES)
     };
@@ -363,7 +362,7 @@ fn the_folder_is_bounded_and_the_least_recently_used_goes() {
     let folder = Folder::new();
     let limit = 9 * BLOCK_BYTES as u64 + 4096;
     let mut engine = on_disk(&folder.0, limit);
-    let other = |number| [random::tokens(400, 300, 50 + number), question(0, number)].concat();
+    let other = |number| [random::tokens(300, 400, 50 + number), question(0, number)].concat();
     let mut blocks = |prompt: &[u32]| {
         let reused = answer(&mut engine, prompt, usize::MAX).1 / BLOCK_TOKENS;
         let bytes: u64 = files(&folder.0).expect("files").iter().map(|file| file.bytes).sum();

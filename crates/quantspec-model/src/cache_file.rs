@@ -242,6 +242,11 @@ impl Writer {
         Ok(())
     }
 
+    /// Where the file will be.
+    pub(crate) fn place(&self) -> &Path {
+        &self.place
+    }
+
     /// Writes the head over the room left for it, and moves the file to its place.
     pub(crate) fn publish(mut self) -> io::Result<()> {
         if self.index.len() != self.head.len() - self.index_at {

@@ -385,6 +385,8 @@ impl PromptCache {
                     use_held(runs, &used.cloned().collect::<Vec<_>>());
                 }
                 (Kept::Disk(file), _) => {
+                    // A sound file takes the place of a damaged one.
+                    self.damaged.remove(file.place());
                     reuse.failed = file.publish().err();
                     touch(&reuse.runs);
                 }
