@@ -178,6 +178,8 @@ mod tests {
         let dynamic = table(64, RopeScaling::Dynamic { factor: 2.0, original: 100 });
         assert_eq!(fill(&dynamic, 99, 100), fill(&plain, 99, 100));
         assert_ne!(fill(&dynamic, 99, 101), fill(&plain, 99, 101));
+        assert_eq!([99, 100, 101, 200].map(|length| dynamic.length_class(length)), [0, 0, 101, 200]);
+        assert_eq!(plain.length_class(200), 0);
     }
 
     #[test]
