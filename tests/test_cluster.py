@@ -77,4 +77,5 @@ def test_without_ray_the_extra_is_named(
     command = ["batch", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--ray"]
     outcome = quantspec(*command, "auto")
     assert (outcome.code, "pip install 'quantspec[ray]'" in outcome.stderr) == (2, True), outcome
-    assert quantspec(*command, " ").code == 2
+    quantspec(*command, " ").assert_error(2, "--ray is empty")
+    quantspec(*command, "auto", "--device", "cuda:1").assert_error(2, "--device is cuda:1")

@@ -92,6 +92,12 @@ class Outcome:
 def batch(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
     """Runs; with `--json` the report is left to be printed."""
     _check(request, options)
+    if request.ray is not None and ":" in engine_options.device:
+        raise UsageError(
+            f"device is {engine_options.device}, and each worker of a Ray cluster sees one GPU",
+            "use auto, cpu or cuda",
+            option="device",
+        )
     if request.as_json or request.dry_run:
         output.Stdout()
     out = Path(request.out)
@@ -164,7 +170,7 @@ def _check(request: Request, options: GenerateOptions) -> None:
     if request.prompt_cache is not None:
         check_folder(request.prompt_cache)
     if request.ray is not None and not request.ray.strip():
-        raise UsageError("the address of the Ray cluster is empty", "use HOST:PORT, or auto", option="ray")
+        raise UsageError("ray is empty", "use HOST:PORT, or auto", option="ray")
     if request.long == "map-reduce" and request.instruction is None:
         raise UsageError(
             "--long map-reduce without an instruction",

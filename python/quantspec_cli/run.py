@@ -110,7 +110,7 @@ def _run(
         shown = [one_line(document.name) for document in documents]
         answers = output.Answers(sink, shown)
         batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=request.quiet)
-    if not request.quiet:
+    if failure is None and not request.quiet:
         render.note_of_prompts(engine)
     # The file is in its place: nothing that happens to the rest of the output can take the answer away.
     generations = batch.generations()
