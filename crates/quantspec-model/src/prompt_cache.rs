@@ -7,7 +7,7 @@
 //!
 //! A prompt is a chain of blocks of [`BLOCK_TOKENS`] tokens. A block's hash covers its tokens, all blocks before it, and everything
 //! else that its keys and values depend on: the weights, the kernels, the version of this program, and the prompt's length where
-//! RoPE depends on it. A *run* holds the consecutive blocks that one prompt added. Runs are in memory or in files
+//! RoPE depends on it. A *branch* holds the consecutive blocks that one prompt added. Branches are in memory or in files
 //! (`cache_file.rs`; a segment is a block of one layer, `[layer][block]`), and the least recently used go when there is no room.
 //!
 //! A file's segments are checked as they are read, when earlier layers may be done already: where one is damaged, the file is
@@ -157,9 +157,9 @@ pub struct PromptCache {
 
 #[derive(Debug)]
 enum Place {
-    /// The least recently used run first.
+    /// The least recently used branch first.
     Memory {
-        runs: Vec<Arc<Held>>,
+        branches: Vec<Arc<Held>>,
         limit_bytes: usize,
     },
     Disk {
@@ -170,7 +170,7 @@ enum Place {
     },
 }
 
-/// A run in memory.
+/// A branch in memory.
 #[derive(Debug)]
 struct Held {
     chain: Vec<u128>,
@@ -184,9 +184,9 @@ impl Held {
     }
 }
 
-/// A run that a prompt begins with, or goes on with.
+/// A branch that a prompt begins with, or goes on with.
 #[derive(Debug)]
-enum Run {
+enum Branch {
     Held(Arc<Held>),
     Stored { path: PathBuf, file: Stored },
 }
@@ -194,7 +194,7 @@ enum Run {
 impl PromptCache {
     /// Prompts in memory, at most `limit_bytes` of them.
     pub fn in_memory<B: Backend>(backend: &B, limit_bytes: usize) -> PromptCache {
-        PromptCache::new(backend, Place::Memory { runs: Vec::new(), limit_bytes }, 0)
+        PromptCache::new(backend, Place::Memory { branches: Vec::new(), limit_bytes }, 0)
     }
 
     /// Prompts in a folder.
@@ -228,7 +228,7 @@ impl PromptCache {
     /// Bytes of memory that are held now.
     pub fn held_bytes(&self) -> usize {
         match &self.place {
-            Place::Memory { runs, .. } => runs.iter().map(|run| run.bytes()).sum(),
+            Place::Memory { branches, .. } => branches.iter().map(|branch| branch.bytes()).sum(),
             Place::Disk { .. } => 0,
         }
     }
@@ -262,14 +262,14 @@ impl PromptCache {
     /// The longest known beginning of a prompt, at least one row short of it, and what is to be kept of the rest.
     pub fn find(&mut self, prompt: &[u32]) -> Reuse {
         let chain = self.chain(prompt);
-        let runs = match &mut self.place {
-            Place::Memory { runs, .. } => find_held(runs, &chain),
+        let branches = match &mut self.place {
+            Place::Memory { branches, .. } => find_held(branches, &chain),
             Place::Disk { .. } => self.find_stored(&chain),
         };
-        let found: usize = runs.iter().map(|(_, blocks)| blocks).sum();
+        let found: usize = branches.iter().map(|(_, blocks)| blocks).sum();
         let mut reuse = Reuse {
             blocks: found.min(prompt.len().saturating_sub(1) / BLOCK_TOKENS),
-            runs,
+            branches,
             recorder: None,
             layers: self.layers,
             segment_bytes: self.segment_bytes,
@@ -287,13 +287,14 @@ impl PromptCache {
         let block_bytes = self.layers * self.segment_bytes;
         let new = reuse.chain.len().saturating_sub(from);
         let blocks = match &mut self.place {
-            Place::Memory { runs, limit_bytes } => {
-                let in_use: usize = reuse.runs.iter().filter_map(|(run, _)| run.held()).map(|run| run.bytes()).sum();
+            Place::Memory { branches, limit_bytes } => {
+                let in_use: usize =
+                    reuse.branches.iter().filter_map(|(branch, _)| branch.held()).map(|branch| branch.bytes()).sum();
                 let blocks = new.min(limit_bytes.saturating_sub(in_use) / block_bytes);
-                // Runs in use are the last.
-                let mut held: usize = runs.iter().map(|run| run.bytes()).sum();
-                while held + blocks * block_bytes > *limit_bytes && !runs.is_empty() {
-                    held -= runs.remove(0).bytes();
+                // Branches in use are the last.
+                let mut held: usize = branches.iter().map(|branch| branch.bytes()).sum();
+                while held + blocks * block_bytes > *limit_bytes && !branches.is_empty() {
+                    held -= branches.remove(0).bytes();
                 }
                 blocks
             }
@@ -321,7 +322,7 @@ impl PromptCache {
     }
 
     /// Walks the chain through the files of the folder, and notes which of them are used.
-    fn find_stored(&mut self, chain: &[u128]) -> Vec<(Run, usize)> {
+    fn find_stored(&mut self, chain: &[u128]) -> Vec<(Branch, usize)> {
         let Place::Disk { folder, prefix, description, .. } = &self.place else { return Vec::new() };
         let (mut notes, mut found, mut walked) = (Vec::new(), Vec::new(), 0);
         let names: Vec<String> = match fs::read_dir(folder) {
@@ -334,7 +335,7 @@ impl PromptCache {
         };
         while let Some(first) = chain.get(walked) {
             let begins = format!("{prefix}-{first:032x}-");
-            let mut longest: Option<(Run, usize)> = None;
+            let mut longest: Option<(Branch, usize)> = None;
             for name in names.iter().filter(|name| name.starts_with(&begins) && name.ends_with(".prompt")) {
                 let path = folder.join(name);
                 if self.damaged.contains(&path) {
@@ -363,12 +364,12 @@ impl PromptCache {
                 let same = |at: usize| chain.get(walked + at) == file.source(at).as_ref();
                 let common = (0..blocks).take_while(|&at| same(at)).count();
                 if common > longest.as_ref().map_or(0, |(_, blocks)| *blocks) {
-                    longest = Some((Run::Stored { path, file }, common));
+                    longest = Some((Branch::Stored { path, file }, common));
                 }
             }
-            let Some(run) = longest else { break };
-            walked += run.1;
-            found.push(run);
+            let Some(branch) = longest else { break };
+            walked += branch.1;
+            found.push(branch);
         }
         touch(&found);
         notes.into_iter().for_each(|note| self.tell(note));
@@ -379,16 +380,16 @@ impl PromptCache {
     pub fn keep(&mut self, mut reuse: Reuse) {
         if let Some(Recorder { chain, to, .. }) = reuse.recorder.take() {
             match (to, &mut self.place) {
-                (Kept::Memory(layers), Place::Memory { runs, .. }) => {
+                (Kept::Memory(layers), Place::Memory { branches, .. }) => {
                     let new = Arc::new(Held { chain, layers });
-                    let used = reuse.runs.iter().filter_map(|(run, _)| run.held()).chain([&new]);
-                    use_held(runs, &used.cloned().collect::<Vec<_>>());
+                    let used = reuse.branches.iter().filter_map(|(branch, _)| branch.held()).chain([&new]);
+                    use_held(branches, &used.cloned().collect::<Vec<_>>());
                 }
                 (Kept::Disk(file), _) => {
                     // A sound file takes the place of a damaged one.
                     self.damaged.remove(file.place());
                     reuse.failed = file.publish().err();
-                    touch(&reuse.runs);
+                    touch(&reuse.branches);
                 }
                 (Kept::Memory(_), Place::Disk { .. }) => (),
             }
@@ -413,42 +414,42 @@ impl PromptCache {
     }
 }
 
-/// Walks the chain through runs in memory.
-fn find_held(runs: &mut Vec<Arc<Held>>, chain: &[u128]) -> Vec<(Run, usize)> {
+/// Walks the chain through branches in memory.
+fn find_held(branches: &mut Vec<Arc<Held>>, chain: &[u128]) -> Vec<(Branch, usize)> {
     let (mut found, mut walked) = (Vec::new(), 0);
     while walked < chain.len() {
         let common =
-            |run: &Held| run.chain.iter().zip(&chain[walked..]).take_while(|(own, wanted)| own == wanted).count();
-        let longest = runs.iter().map(|run| (common(run), run)).max_by_key(|(blocks, _)| *blocks);
-        let Some((blocks, run)) = longest.filter(|(blocks, _)| *blocks > 0) else { break };
+            |branch: &Held| branch.chain.iter().zip(&chain[walked..]).take_while(|(own, wanted)| own == wanted).count();
+        let longest = branches.iter().map(|branch| (common(branch), branch)).max_by_key(|(blocks, _)| *blocks);
+        let Some((blocks, branch)) = longest.filter(|(blocks, _)| *blocks > 0) else { break };
         walked += blocks;
-        found.push((run.clone(), blocks));
+        found.push((branch.clone(), blocks));
     }
-    use_held(runs, &found.iter().map(|(run, _)| run.clone()).collect::<Vec<_>>());
-    found.into_iter().map(|(run, blocks)| (Run::Held(run), blocks)).collect()
+    use_held(branches, &found.iter().map(|(branch, _)| branch.clone()).collect::<Vec<_>>());
+    found.into_iter().map(|(branch, blocks)| (Branch::Held(branch), blocks)).collect()
 }
 
-/// Moves the runs of one prompt to the end of the list, the first of them last: without it, the others are of no use.
-fn use_held(runs: &mut Vec<Arc<Held>>, used: &[Arc<Held>]) {
-    runs.retain(|run| !used.iter().any(|other| Arc::ptr_eq(run, other)));
-    runs.extend(used.iter().rev().cloned());
+/// Moves the branches of one prompt to the end of the list, the first of them last: without it, the others are of no use.
+fn use_held(branches: &mut Vec<Arc<Held>>, used: &[Arc<Held>]) {
+    branches.retain(|branch| !used.iter().any(|other| Arc::ptr_eq(branch, other)));
+    branches.extend(used.iter().rev().cloned());
 }
 
 /// Notes that the files of one prompt are used, the first of them last, as [`use_held`].
-fn touch(runs: &[(Run, usize)]) {
+fn touch(branches: &[(Branch, usize)]) {
     let now = SystemTime::now();
-    for (back, (run, _)) in runs.iter().enumerate() {
-        if let Run::Stored { file, .. } = run {
+    for (back, (branch, _)) in branches.iter().enumerate() {
+        if let Branch::Stored { file, .. } = branch {
             file.touch(now - Duration::from_millis(back as u64));
         }
     }
 }
 
-impl Run {
+impl Branch {
     fn held(&self) -> Option<&Arc<Held>> {
         match self {
-            Run::Held(run) => Some(run),
-            Run::Stored { .. } => None,
+            Branch::Held(branch) => Some(branch),
+            Branch::Stored { .. } => None,
         }
     }
 }
@@ -466,8 +467,8 @@ fn unusable(path: &Path, error: &io::Error) -> String {
 pub struct Reuse {
     /// Blocks that need no computing.
     blocks: usize,
-    /// Where they are: so many blocks of each run.
-    runs: Vec<(Run, usize)>,
+    /// Where they are: so many blocks of each branch.
+    branches: Vec<(Branch, usize)>,
     recorder: Option<Recorder>,
     layers: usize,
     segment_bytes: usize,
@@ -508,17 +509,17 @@ impl Reuse {
     pub fn restore<B: Network + PromptRows>(&mut self, backend: &mut B, layer: usize) -> Result<bool> {
         let mut done = 0;
         let per_piece = (PIECE_BYTES / self.segment_bytes).max(1);
-        for (run, blocks) in &self.runs {
+        for (branch, blocks) in &self.branches {
             let blocks = (*blocks).min(self.blocks - done);
             for start in (0..blocks).step_by(per_piece) {
                 let count = per_piece.min(blocks - start);
                 let rows = (done + start) * BLOCK_TOKENS..(done + start + count) * BLOCK_TOKENS;
-                match run {
-                    Run::Held(held) => {
+                match branch {
+                    Branch::Held(held) => {
                         let bytes = start * self.segment_bytes..(start + count) * self.segment_bytes;
                         backend.import_rows(rows, &held.layers[layer][bytes])?;
                     }
-                    Run::Stored { path, file } => {
+                    Branch::Stored { path, file } => {
                         self.buffer.resize(count * self.segment_bytes, 0);
                         let first = layer * (file.segments() / self.layers) + start;
                         if !read(file, first, self.segment_bytes, &mut self.buffer) {
@@ -590,6 +591,6 @@ fn read(file: &Stored, first: usize, segment_bytes: usize, out: &mut [u8]) -> bo
     thread::scope(|scope| {
         let parts = out.chunks_mut(per_thread * segment_bytes).enumerate();
         let parts: Vec<_> = parts.map(|(part, out)| scope.spawn(move || work(part, out))).collect();
-        parts.into_iter().map(|part| part.join().unwrap_or(false)).fold(true, |all, sound| all && sound)
+        parts.into_iter().all(|part| part.join().unwrap_or(false))
     })
 }
