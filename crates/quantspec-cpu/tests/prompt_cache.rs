@@ -67,9 +67,13 @@ fn on_disk(folder: &Path, limit_bytes: u64) -> Engine<CpuBackend> {
 }
 
 fn keep_in(engine: &mut Engine<CpuBackend>, checkpoint: &Checkpoint, folder: &Path, limit_bytes: u64) {
+    keep_of("/models/tiny", engine, checkpoint, folder, limit_bytes);
+}
+
+fn keep_of(model: &str, engine: &mut Engine<CpuBackend>, checkpoint: &Checkpoint, folder: &Path, limit_bytes: u64) {
     let at = PromptFolder {
         folder: folder.to_path_buf(),
-        model: PathBuf::from("/models/tiny"),
+        model: PathBuf::from(model),
         fingerprint: fingerprint(checkpoint, 2, || Ok(())).expect("fingerprint"),
         limit_bytes,
     };
@@ -183,9 +187,9 @@ fn law(checkpoint: &Checkpoint, simd: Simd, lengths: &[usize]) {
     }
     assert_eq!((note(&mut kept), note(&mut stored)), (None, None));
     assert!(kept.prompt_cache().expect("a cache").held_bytes() > 7 * BLOCK_TOKENS);
-    // Another process finds what this one has kept.
+    // Another process finds what this one has kept, wherever it has the model from.
     let mut other = engine_on(checkpoint, simd, 1, Hooks::default());
-    keep_in(&mut other, checkpoint, &folder.0, u64::MAX);
+    keep_of("/elsewhere/copy", &mut other, checkpoint, &folder.0, u64::MAX);
     let prompt = question(700, 99);
     assert_eq!(answer(&mut other, &prompt, usize::MAX), (answer(&mut plain, &prompt, usize::MAX).0, 640));
 }

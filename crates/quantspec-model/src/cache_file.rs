@@ -131,12 +131,12 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
-    /// Opens a file of this description. `fits` says whether the sizes of the header can be those of such a file, before anything
+    /// Opens a file of this recipe, whatever the directory of its model. `fits` says whether the sizes of the header can be those of such a file, before anything
     /// is allocated by them: a sparse file is as long as its header likes.
     pub(crate) fn open(
         format: &Format,
         path: &Path,
-        description: &[u8],
+        recipe: &str,
         fits: impl FnOnce(&Header) -> bool,
     ) -> Result<Stored, Fault> {
         let (file, header, length) = format.open(path)?;
@@ -148,7 +148,7 @@ impl Stored {
         let Some(data_at) = data_at else {
             return Err(Fault::Damaged(format!("{length} bytes long, which is not what its header says")));
         };
-        if header.description_bytes != description.len() as u64 || !fits(&header) {
+        if header.description_bytes <= recipe.len() as u64 || !fits(&header) {
             return Err(Fault::Other);
         }
         let mut head = vec![0; usize::try_from(data_at).map_err(|_| Fault::Damaged("too large".to_string()))?];
@@ -156,8 +156,8 @@ impl Stored {
         if checksum(&head) != header.checksum {
             return Err(Fault::Damaged("its header".to_string()));
         }
-        let (own, index) = head[HEADER_BYTES..].split_at(description.len());
-        if own != description {
+        let (own, index) = head[HEADER_BYTES..].split_at(header.description_bytes as usize);
+        if own.strip_prefix(recipe.as_bytes()).and_then(<[u8]>::first) != Some(&b'\n') {
             return Err(Fault::Other);
         }
         Ok(Stored { index: index.to_vec(), file, data_at })

@@ -104,7 +104,7 @@ impl Drafts {
         let fits = |header: &cache_file::Header| {
             (header.segments, header.data_bytes) == ((starts.len() - 1) as u64, end as u64)
         };
-        let (stored, note) = match Stored::open(&FORMAT, &path, &description, fits) {
+        let (stored, note) = match Stored::open(&FORMAT, &path, recipe, fits) {
             Ok(stored) => {
                 stored.touch(SystemTime::now());
                 (Some(stored), None)

@@ -163,10 +163,8 @@ enum Place {
         limit_bytes: usize,
     },
     Disk {
-        folder: PathBuf,
-        prefix: String,
-        description: Vec<u8>,
-        limit_bytes: u64,
+        at: PromptFolder,
+        recipe: String,
     },
 }
 
@@ -201,13 +199,7 @@ impl PromptCache {
     pub fn on_disk<B: Backend>(backend: &B, at: PromptFolder) -> PromptCache {
         let recipe = format!("{:032x} {} {}", at.fingerprint, backend.kernels(), env!("CARGO_PKG_VERSION"));
         let root = XxHash3_128::oneshot(recipe.as_bytes());
-        let place = Place::Disk {
-            prefix: format!("{}-{:016x}", model_name(&at.model), root as u64),
-            description: description(&recipe, &at.model),
-            folder: at.folder,
-            limit_bytes: at.limit_bytes,
-        };
-        PromptCache::new(backend, place, root)
+        PromptCache::new(backend, Place::Disk { at, recipe }, root)
     }
 
     fn new<B: Backend>(backend: &B, place: Place, root: u128) -> PromptCache {
@@ -298,19 +290,17 @@ impl PromptCache {
                 }
                 blocks
             }
-            Place::Disk { limit_bytes, .. } => {
-                new.min(usize::try_from(*limit_bytes).unwrap_or(usize::MAX) / block_bytes)
-            }
+            Place::Disk { at, .. } => new.min(usize::try_from(at.limit_bytes).unwrap_or(usize::MAX) / block_bytes),
         };
         let chain = reuse.chain[from..from + blocks].to_vec();
         reuse.recorder = match &self.place {
             _ if blocks == 0 => None,
             Place::Memory { .. } => Some(Recorder { from, to: Kept::Memory(Vec::new()), chain }),
-            Place::Disk { folder, prefix, description, limit_bytes } => {
-                let name = format!("{prefix}-{:032x}-{:032x}.{}", chain[0], chain[blocks - 1], FORMAT.suffix);
-                let path = folder.join(name);
-                make_room(&FORMAT, &path, limit_bytes.saturating_sub((blocks * block_bytes) as u64));
-                match Writer::new(&FORMAT, &path, description, blocks * self.layers) {
+            Place::Disk { at, recipe } => {
+                let (model, suffix) = (model_name(&at.model), FORMAT.suffix);
+                let path = at.folder.join(format!("{model}-{:032x}-{:032x}.{suffix}", chain[0], chain[blocks - 1]));
+                make_room(&FORMAT, &path, at.limit_bytes.saturating_sub((blocks * block_bytes) as u64));
+                match Writer::new(&FORMAT, &path, &description(recipe, &at.model), blocks * self.layers) {
                     Ok(file) => Some(Recorder { from, to: Kept::Disk(file), chain }),
                     Err(error) => {
                         reuse.failed = Some(error);
@@ -323,7 +313,7 @@ impl PromptCache {
 
     /// Walks the chain through the files of the folder, and notes which of them are used.
     fn find_stored(&mut self, chain: &[u128]) -> Vec<(Branch, usize)> {
-        let Place::Disk { folder, prefix, description, .. } = &self.place else { return Vec::new() };
+        let Place::Disk { at: PromptFolder { folder, .. }, recipe } = &self.place else { return Vec::new() };
         let (mut notes, mut found, mut walked) = (Vec::new(), Vec::new(), 0);
         let names: Vec<String> = match fs::read_dir(folder) {
             Ok(entries) => entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect(),
@@ -334,9 +324,10 @@ impl PromptCache {
             }
         };
         while let Some(first) = chain.get(walked) {
-            let begins = format!("{prefix}-{first:032x}-");
+            // Whatever the directory of the model is called.
+            let begins = format!("-{first:032x}-");
             let mut longest: Option<(Branch, usize)> = None;
-            for name in names.iter().filter(|name| name.starts_with(&begins) && name.ends_with(".prompt")) {
+            for name in names.iter().filter(|name| name.contains(&begins) && name.ends_with(".prompt")) {
                 let path = folder.join(name);
                 if self.damaged.contains(&path) {
                     continue;
@@ -347,7 +338,7 @@ impl PromptCache {
                         && header.segments / layers <= self.most_blocks as u64
                         && header.segments.checked_mul(segment_bytes) == Some(header.data_bytes)
                 };
-                let file = match Stored::open(&FORMAT, &path, description, fits) {
+                let file = match Stored::open(&FORMAT, &path, recipe, fits) {
                     Ok(file) => file,
                     Err(Fault::Other) => continue,
                     Err(Fault::Damaged(what)) => {
@@ -407,8 +398,8 @@ impl PromptCache {
     }
 
     fn note_failure(&mut self, reuse: &mut Reuse) {
-        if let (Some(error), Place::Disk { folder, .. }) = (reuse.failed.take(), &self.place) {
-            let note = unusable(folder, &error);
+        if let (Some(error), Place::Disk { at, .. }) = (reuse.failed.take(), &self.place) {
+            let note = unusable(&at.folder, &error);
             self.tell(note);
         }
     }
