@@ -6,9 +6,13 @@ that dies loses nothing but time: its documents are decoded again elsewhere.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import socket
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import fingerprint
@@ -22,6 +26,8 @@ if TYPE_CHECKING:
 
 # How often a thread that waits for an answer looks whether the batch is to end, in seconds.
 _LOOK_S = 0.2
+# How long a cluster may take to answer, in seconds.
+_ANSWER_S = 10.0
 # Workers that may die of one document. It is likely the cause then, and the others shall live.
 _DEATHS_OF_ONE = 2
 
@@ -115,9 +121,15 @@ class Cluster:
                 "--ray needs the package ray", "install it with: pip install 'quantspec[ray]'", option="ray"
             ) from error
         self._ray = ray
+        # Standard output is the report's, and Ray prints there what becomes of its nodes.
+        self._silence = contextlib.ExitStack()
+        nowhere = self._silence.enter_context(Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        self._silence.enter_context(contextlib.redirect_stdout(nowhere))
         try:
+            _look_for(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
+            self._silence.close()
             raise DeviceError(
                 f"no Ray cluster at {address!r:.100}: {error}"[:300],
                 "start one with: ray start --head, or correct --ray",
@@ -128,7 +140,7 @@ class Cluster:
         try:
             self._seats = self._started(order)
         except BaseException:
-            ray.shutdown()
+            self._leave()
             raise
         self.workers = len(self._seats)
         self.parallel = sum(seat.free for seat in self._seats)
@@ -242,7 +254,23 @@ class Cluster:
         """Ends the workers and leaves the cluster."""
         for seat in self._seats:
             self._ray.kill(seat.actor)
+        self._leave()
+
+    def _leave(self) -> None:
         self._ray.shutdown()
+        self._silence.close()
+
+
+def _look_for(address: str) -> None:
+    """Connects to HOST:PORT: Ray itself would try for minutes where nothing answers.
+
+    Raises:
+        OSError: nothing does.
+    """
+    host, separator, port = address.rpartition(":")
+    if separator and port.isdigit() and "/" not in host:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+            pass
 
 
 def _cause(error: Any) -> QuantspecError | None:

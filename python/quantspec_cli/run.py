@@ -98,8 +98,7 @@ def _run(
                 context=context,
                 longest_prompt=max(len(prompt.ids) for prompt in encoded),
                 batch=len(encoded),
-                # Nothing comes after a single prompt that could use it.
-                prompt_cache=request.prompt_cache or (None if len(encoded) > 1 else False),
+                prompt_cache=request.prompt_cache or False,
                 on_loading=on_loading,
             )
         engines.enter_context(engine)
