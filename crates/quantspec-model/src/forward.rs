@@ -152,7 +152,7 @@ pub fn prefill_chunk<B: Network + PromptRows>(
     Ok(Chunk::End)
 }
 
-/// The steps of a round: draft steps, then the verification. A draft whose margins are looked at is a round of its own for every step.
+/// The steps of a round: draft steps, then the verification. Every step of a watched draft is a round of its own.
 #[derive(Clone, Debug)]
 pub struct Round<'a> {
     /// What each sequence does.
@@ -213,12 +213,12 @@ fn verify_rows(turns: &[Turn]) -> Vec<Row> {
 
 /// Runs rounds. The provided methods run their steps one after another.
 pub trait Executor: Network + TokenSampler {
-    /// Whether a round as a whole takes less time than its steps by themselves: [`draft`] then leaves to the verification what nobody looks at.
+    /// Whether a round as a whole takes less time than its steps by themselves. [`draft`] then leaves drafts that are not watched to [`verify`].
     fn runs_rounds_whole(&self) -> bool {
         false
     }
 
-    /// Makes ready what the steps of a draft will read, so that the time of that is no verification's.
+    /// Prepares what draft steps read. [`draft`] calls it, so that its time is not measured as the verification's.
     ///
     /// # Errors
     /// Device errors of a GPU. The provided method has none.
@@ -237,7 +237,7 @@ pub trait Executor: Network + TokenSampler {
         run_steps(self, round)
     }
 
-    /// Seconds of the last verification's round that its draft steps took, where it had some.
+    /// Seconds that draft steps took in the round of the last verification; `None` where it had none.
     ///
     /// # Errors
     /// Device errors of a GPU whose clock is read. The provided method has none.
@@ -272,15 +272,15 @@ pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns
 /// where it is unlikely enough that all its tokens stand. Other drafts may be left to [`verify`], which [`Turn::to_draft`] says.
 ///
 /// # Errors
-/// Those of [`Executor::prepare_draft`], [`Executor::run`] and [`TokenSampler::margin`], but for [`ErrorKind::NotFinite`]: there the draft ends.
+/// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`], but for [`ErrorKind::NotFinite`]: there the draft ends.
 pub fn draft<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
-    backend.poll()?;
     backend.prepare_draft(plan)?;
     let watched = matches!(turns, [turn] if turn.stop.is_some());
     if backend.runs_rounds_whole() && !watched {
         turns.iter_mut().for_each(|turn| turn.to_draft = Some(*plan));
         return Ok(());
     }
+    backend.poll()?;
     for offset in 0.. {
         let Some(round) = Round::of_draft(plan, turns, offset) else { break };
         match backend.run(&round) {

@@ -106,8 +106,8 @@ pub trait Network: Send {
     /// of draft weights are NaN or infinite.
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Hidden state of each row += the projection just computed. A backend may fuse the addition into the projection, and do nothing here, or into the
-    /// norm that follows.
+    /// Hidden state of each row += the projection just computed. A backend may fuse the addition into the projection, and do nothing here,
+    /// or into the norm that follows.
     ///
     /// # Errors
     /// None but those of defects.

@@ -16,13 +16,15 @@ use half::f16;
 use quantspec_core::attend::{page_bound, select_pages, window_pages};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::penalty::penalised;
 use quantspec_core::quantize::{
     Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations, quantize_head_row, quantize_page,
     quantize_weights_row,
 };
-use quantspec_core::sample::{Sampler, Stream, check_finite, choose};
+use quantspec_core::sample::{Stream, check_finite, choose};
 use quantspec_core::verify::{Judge, Verdict};
 use quantspec_core::{Error, Result};
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::ops::Range;
 
@@ -673,8 +675,10 @@ impl TokenSampler for ReferenceBackend {
         self.logits.get(row).cloned().ok_or_else(|| Error::internal(format!("no logits of row {row}")))
     }
 
-    fn first(&mut self, _slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
-        Ok(choose(&self.logits(0)?, sampler, position, Stream::Sample))
+    fn first(&mut self, turn: &Turn) -> Result<u32> {
+        let logits = self.logits(0)?;
+        let logits = penalised(&logits, turn.history.as_deref(), &[]);
+        Ok(choose(&logits, &turn.sampler, turn.committed, Stream::Sample))
     }
 
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
@@ -682,6 +686,8 @@ impl TokenSampler for ReferenceBackend {
             let turn = turns.iter().find(|turn| turn.slot == row.slot);
             let turn = turn.ok_or_else(|| Error::internal(format!("slot {} has no turn", row.slot)))?;
             let logits = self.logits(index)?;
+            let drafted = self.window(row.slot, row.offset + 1)?;
+            let logits = penalised(&logits, turn.history.as_deref(), &drafted[1..]);
             let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
             match self.slot(row.slot)?.window.get_mut(row.offset + 1) {
                 Some(place) => *place = token,
@@ -700,7 +706,10 @@ impl TokenSampler for ReferenceBackend {
         for turn in turns {
             let drafted = self.window(turn.slot, turn.gamma + 1)?.split_off(1);
             let of_turn = step.rows.iter().zip(&self.logits).filter(|(row, _)| row.slot == turn.slot);
-            let logits: Vec<&[f32]> = of_turn.map(|(_, logits)| logits.as_slice()).collect();
+            let history = turn.history.as_deref();
+            let logits: Vec<Cow<[f32]>> =
+                of_turn.map(|(row, logits)| penalised(logits, history, &drafted[..row.offset])).collect();
+            let logits: Vec<&[f32]> = logits.iter().map(|row| &row[..]).collect();
             verdicts.push(self.judge.judge(turn.slot, &drafted, turn.q, &logits, &turn.sampler, turn.committed + 1)?);
         }
         Ok(verdicts)

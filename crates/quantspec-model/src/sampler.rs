@@ -2,9 +2,11 @@
 
 use crate::network::{DraftPlan, Step};
 use quantspec_core::Result;
+use quantspec_core::penalty::History;
 use quantspec_core::policy::Stop;
 use quantspec_core::sample::Sampler;
 use quantspec_core::verify::{DraftDistribution, Verdict};
+use std::sync::Arc;
 
 /// What one slot does in a round.
 #[derive(Clone, Debug)]
@@ -25,6 +27,10 @@ pub struct Turn {
     pub q: DraftDistribution,
     /// How tokens are chosen and accepted.
     pub sampler: Sampler,
+    /// The committed text, where the sampler has penalties.
+    pub history: Option<Arc<History>>,
+    /// The caller reads [`TokenSampler::logits`] of the turn's rows after they are judged.
+    pub reads_logits: bool,
 }
 
 impl Turn {
@@ -39,6 +45,8 @@ impl Turn {
             margins: Vec::new(),
             q: DraftDistribution::Kept,
             sampler,
+            history: None,
+            reads_logits: false,
         }
     }
 
@@ -47,8 +55,8 @@ impl Turn {
         // A draft that computed no number is in doubt.
         self.margins.push(if margin.is_nan() { 0.0 } else { margin });
         let Some(stop) = self.stop else { return };
-        let all: f64 = self.margins.iter().map(|&margin| stop.chance(margin)).product();
-        if all < stop.enough {
+        let all: f64 = self.margins.iter().map(|&margin| stop.acceptance(margin)).product();
+        if all < stop.min_acceptance {
             self.gamma = self.margins.len();
         }
     }
@@ -56,19 +64,21 @@ impl Turn {
 
 /// Chooses and judges tokens after [`crate::network::Network::head`], where the logits are.
 pub trait TokenSampler: Send {
-    /// The logits of row `row` of the last [`crate::network::Network::head`] (a prefill block has one row), `[vocab]`, unwarped.
+    /// The logits of row `row` of the last [`crate::network::Network::head`] (a prefill block has one row), `[vocab]`, before penalties
+    /// and warpers. After [`TokenSampler::judge`] they may be read of turns that said so ([`Turn::reads_logits`]), after
+    /// [`TokenSampler::first`] not at all.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where there is no such row. Device errors of a GPU.
     fn logits(&mut self, row: usize) -> Result<Vec<f32>>;
 
-    /// Samples the token after a prefill block from the last head's only row, at position `prompt.len()`.
+    /// Samples the token after a prefill block from the last head's only row, at position `turn.committed`, the length of the prompt.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] where no token can be chosen, and on a GPU where keys or values of the prompt
     /// are beyond half precision. On a GPU [`quantspec_core::ErrorKind::Internal`] where there is no such slot, and device
     /// errors.
-    fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32>;
+    fn first(&mut self, turn: &Turn) -> Result<u32>;
 
     /// Chooses the next token of every row of a draft step (after [`crate::network::Network::head`]) and writes it into the window at
     /// `row.offset + 1`; keeps q where the sampler's acceptance rule needs it. `turns` holds the turn of every slot.

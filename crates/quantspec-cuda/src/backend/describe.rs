@@ -161,7 +161,7 @@ impl CudaBackend {
     }
 
     /// Everything that decides which kernels a step launches, with which grids and addresses.
-    pub(super) fn key(&self, step: &Step, layout: &StepLayout, key: &mut Vec<u64>) {
+    pub(super) fn step_key(&self, step: &Step, layout: &StepLayout, key: &mut Vec<u64>) {
         let (kind, n) = match step.pages {
             Pages::All => (0, 0),
             Pages::Window(n) => (1, n),
