@@ -39,6 +39,9 @@ pub fn step<B: Network>(backend: &mut B, step: &Step) -> Result<()> {
     backend.head(&pass)
 }
 
+/// Known rows that are restored in the time of one computed row, at least: a chunk counts them so.
+const RESTORED_PER_ROW: usize = 32;
+
 /// How far a prompt has been processed: layers that are done, and rows of the one under way.
 #[derive(Debug, Default)]
 pub struct PrefillCursor {
@@ -133,7 +136,7 @@ pub fn prefill_chunk<B: Network + PromptRows>(
         }
         let next = block(cursor.row);
         layer(backend, cursor.layer, &Pass::Prefill(next))?;
-        processed += next.rows;
+        processed += next.rows + if cursor.row == first { first / RESTORED_PER_ROW } else { 0 };
         cursor.row += next.rows;
         progress(cursor.layer * computed + cursor.row - first, layers * computed);
         if cursor.row == prompt.len() {
