@@ -6,6 +6,7 @@ from typing import Any, Literal, final
 
 __all__ = [
     "DRAFTS_LIMIT_BYTES",
+    "PROMPTS_LIMIT_BYTES",
     "Engine",
     "NativeError",
     "doctor",
@@ -18,6 +19,7 @@ __all__ = [
     "model_info",
     "plan",
     "planned",
+    "prompt_files",
     "rates",
     "traffic",
 ]
@@ -33,6 +35,12 @@ def draft_files(folder: str) -> list[tuple[Path, Path | None, int, float]]:
         OSError: the folder cannot be read.
     """
 
+PROMPTS_LIMIT_BYTES: int
+"""Most bytes of a folder of prompts: a prompt that is kept there removes the least recently used files first."""
+
+def prompt_files(folder: str) -> list[tuple[Path, Path | None, int, float]]:
+    """Files of prompts in a folder, as `draft_files`."""
+
 class NativeError(Exception):
     """Any error of the engine but an interrupt, which is what a signal's handler raised: KeyboardInterrupt for Ctrl-C."""
 
@@ -44,7 +52,8 @@ class NativeError(Exception):
 class Engine:
     """One model on one device with room for `slots` sequences of up to `capacity` tokens each.
 
-    Prompts have up to `prompt_capacity` of them (None: all): prefill holds every hidden state of a prompt.
+    Prompts have up to `prompt_capacity` of them (None: all): prefill holds every hidden state of a prompt. Sequences share
+    the pages of `pool_tokens` (None: of `slots` times `capacity`).
 
     Long calls release the GIL and run pending signal handlers, so Ctrl-C ends them within 0.3 s, as does any other
     exception of a handler. Callbacks are called with (done, total), at most every 50 ms; KeyboardInterrupt, SystemExit
@@ -68,18 +77,23 @@ class Engine:
         accept: str = "replay",
         gamma: int | None = None,
         slots: int = 1,
+        pool_tokens: int | None = None,
         every_view: bool = False,
         draft_model: str | None = None,
         draft_cache: tuple[str, int] | None = None,
+        prompt_memory: bool | None = False,
+        prompt_folder: str | None = None,
         on_loading: Callable[[int, int], object] | None = None,
-    ) -> Engine: ...
+    ) -> Engine:
+        """`prompt_memory` keeps prompts in memory (None: on a CPU only), `prompt_folder` in a folder instead."""
+
     @property
     def info(self) -> dict[str, Any]:
         """What was loaded: device, device_name, simd, threads, family, vocab, layers, max_positions, eos.
 
         Also block_rows (of a prefill), planned_bytes and load_s; cached_drafts, the share of the draft weights that was
         read from `draft_cache` (its folder and the least bytes kept there; None without one), and note, one line about
-        trouble with it.
+        trouble with it; and prompt_cache_limit_bytes, most bytes of prompts in memory (None where none are kept there).
         """
 
     def add(
@@ -105,6 +119,9 @@ class Engine:
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot."""
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens, prompt and answer together, can be taken now."""
 
     def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None) -> int:
         """Processes the slot's prompt and returns the first new token."""
@@ -166,6 +183,9 @@ class Engine:
 
     def finish(self, slot: int) -> None:
         """Frees the slot."""
+
+    def prompt_note(self) -> str | None:
+        """One line about trouble with the prompt cache since the last call, each told once; None where there was none."""
 
     def stats(self) -> dict[str, Any]:
         """Counters, times and bytes since opening or `configure`; names as in `quantspec run --json`."""
@@ -233,6 +253,7 @@ def plan(
     accept: str = "replay",
     gamma: int | None = None,
     slots: int = 1,
+    pool_tokens: int | None = None,
     draft_model: str | None = None,
     described: bool = False,
 ) -> dict[str, Any]:

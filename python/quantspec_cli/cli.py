@@ -88,6 +88,13 @@ def _choice_flag(flag: str, choices: Sequence[str], *, text: str) -> Callable[[C
     return click.option(flag, type=click.Choice(choices), default=choices[0], show_default=True, help=text)
 
 
+_prompt_cache_flag = click.option(
+    "--prompt-cache",
+    metavar="DIR",
+    help="Keep what was read of prompts there: a second question about a document starts at once.",
+)
+
+
 # Flags that chat templates alone use.
 _OF_TEMPLATES = {"thinking", "template_arg"}
 
@@ -155,6 +162,7 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
 @_stop_flag
+@_prompt_cache_flag
 @click.option(
     "--logprobs",
     type=int,
@@ -218,6 +226,7 @@ def run(
     show_default=True,
     help="Documents that decode together, at most.",
 )
+@click.option("--ray", metavar="ADDRESS|auto", help="Decode on a Ray cluster: one engine per GPU, or per node.")
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Skip what is done and has not changed.")
 @click.option("--retry-failed", is_flag=True, help="Do documents again that failed and have not changed.")
 @click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Say what would be done, and do nothing.")
@@ -225,6 +234,7 @@ def run(
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
 @_stop_flag
+@_prompt_cache_flag
 @engine_flags
 @device_flags
 @json_flag
@@ -297,14 +307,15 @@ def doctor(as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT)
 @click.option(
-    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files. The next load makes them anew."
+    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files. What needs them makes them anew."
 )
+@click.option("--prompt-cache", metavar="DIR", help="Also the prompts that are kept there.")
 @json_flag
-def cache(*, clear: bool, as_json: bool) -> Done:
-    """List the draft weights that are kept on disk: size, last use, model."""
+def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
+    """List the draft weights and prompts that are kept on disk: size, last use, model."""
     from .cache import cache as execute
 
-    return execute(clear=clear, as_json=as_json)
+    return execute(clear=clear, prompt_cache=prompt_cache, as_json=as_json)
 
 
 @cli.command(context_settings=_CONTEXT)

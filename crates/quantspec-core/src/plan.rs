@@ -56,8 +56,13 @@ pub struct CacheBytes {
 impl CacheBytes {
     /// Caches of `slots` sequences of up to `capacity` tokens each.
     pub fn of(config: &ModelConfig, planes: Planes, capacity: usize, slots: usize) -> CacheBytes {
+        CacheBytes::of_pool(config, planes, slots.saturating_mul(pages(capacity)), slots)
+    }
+
+    /// Caches of `slots` sequences that share `pool_pages` pages of every layer and KV head.
+    pub fn of_pool(config: &ModelConfig, planes: Planes, pool_pages: usize, slots: usize) -> CacheBytes {
         let heads = slots.saturating_mul(config.layers).saturating_mul(config.kv_heads);
-        let stored = heads.saturating_mul(pages(capacity));
+        let stored = pool_pages.saturating_mul(config.layers).saturating_mul(config.kv_heads);
         let when = |kept: bool, bytes: usize| if kept { stored.saturating_mul(bytes) } else { 0 };
         CacheBytes {
             upper_bytes: when(planes.upper, upper_page_bytes(config.head_dim)),

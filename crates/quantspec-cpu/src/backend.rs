@@ -4,6 +4,7 @@ mod activations;
 mod attend_step;
 mod kv_cache;
 mod network;
+mod prompt_rows;
 mod sampler;
 use crate::attend::{ITEM_ROWS, Shape, State};
 use crate::cache::{Cache, Plan};
@@ -71,7 +72,7 @@ pub fn check(config: &ModelConfig) -> Result<()> {
 pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
     let config = checkpoint.config();
     let (weights_bytes, draft_weights_bytes) = weights::plan(checkpoint, options.draft_weights);
-    let [upper, lower, full, ring] = Plan::new(config, options.planes, options.slots, options.capacity).bytes();
+    let [upper, lower, full, ring] = Plan::new(config, options).bytes();
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
         + Prompt::plan(config, options.prompt_capacity, options.block_rows, threads)
@@ -115,7 +116,7 @@ impl CpuBackend {
         let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
         let pool = Pool::new(threads)?;
         // Memory first: what does not fit is known before a minute of loading.
-        let cache = Cache::new(Plan::new(&config, options.planes, options.slots, options.capacity))?;
+        let cache = Cache::new(Plan::new(&config, options))?;
         let prompt = Prompt::new(&config, options.prompt_capacity, options.block_rows, threads)?;
         let rows = Rows::new(&config, options)?;
         let states = (0..threads).map(|_| State::new(state_rows(&config, options), shape)).collect::<Result<_>>()?;
@@ -152,14 +153,14 @@ impl Executor for CpuBackend {}
 impl Backend for CpuBackend {
     fn memory(&self) -> Memory {
         let (weights_bytes, draft_weights_bytes) = self.model.bytes(&self.config);
-        let cache = &self.cache;
+        let [upper, lower, full, ring] = self.cache.plan.bytes();
         Memory {
             weights_bytes,
             draft_weights_bytes,
-            cache_upper_bytes: cache.upper.bytes(),
-            cache_lower_bytes: cache.lower.bytes(),
-            cache_full_bytes: cache.full.bytes(),
-            buffer_bytes: cache.ring.bytes(),
+            cache_upper_bytes: upper,
+            cache_lower_bytes: lower,
+            cache_full_bytes: full,
+            buffer_bytes: ring,
             workspace_bytes: self.rows.bytes()
                 + self.prompt.bytes()
                 + self.states.iter().map(State::bytes).sum::<usize>()

@@ -882,6 +882,7 @@ impl BestPages {
         let options = Options {
             slots: 1,
             capacity: context + 2 * G,
+            pool_pages: usize::MAX,
             prompt_capacity: G,
             planes: Planes { upper: true, lower: false, full: false },
             rounding: Rounding::Balanced,

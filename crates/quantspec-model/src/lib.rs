@@ -3,6 +3,7 @@
 
 pub mod backend;
 pub mod blocks;
+pub mod cache_file;
 pub mod checkpoint;
 pub mod config;
 pub mod draft;
@@ -14,6 +15,7 @@ pub mod gguf;
 mod gguf_config;
 mod kv_cache;
 mod network;
+pub mod prompt_cache;
 mod quantised;
 #[cfg(feature = "reference")]
 pub mod reference;

@@ -87,6 +87,7 @@ pub(crate) fn planned(
         capacity,
         prompt_capacity: capacity,
         slots: 1,
+        pool_tokens: None,
         threads: threads.unwrap_or_else(default_threads),
         every_view: true,
     };

@@ -4,7 +4,7 @@ use crate::machine;
 use crate::options::{Resolved, STEP_ROWS_MAX, Second, of_draft};
 use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, View};
-use quantspec_core::plan::largest_fitting;
+use quantspec_core::plan::{largest_fitting, pages};
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
@@ -210,7 +210,9 @@ impl Place {
         // What is beside a GPU is the process's.
         let beside = if self.gpu().is_none() { beside } else { 0 };
         let needed = |capacity: usize| {
-            let options = self.adapt(&Options { capacity, prompt_capacity: capacity, ..options.clone() });
+            // A pool that was asked for grows where it would not hold one sequence.
+            let pool_pages = options.pool_pages.max(pages(capacity));
+            let options = self.adapt(&Options { capacity, pool_pages, prompt_capacity: capacity, ..options.clone() });
             total(&self.memory(models, &options)).saturating_add(beside)
         };
         let rows = options.step_rows / options.slots.max(1);
@@ -277,6 +279,15 @@ impl Place {
         Ok(used + bytes)
     }
 
+    /// Bytes of the process's memory that would be left beside an engine of `planned_bytes`.
+    pub(crate) fn spare_bytes(&self, planned_bytes: usize) -> usize {
+        let taken = match self {
+            Place::Cpu => planned_bytes.saturating_sub(machine::resident().unwrap_or(0)),
+            Place::Cuda { .. } => 0,
+        };
+        machine::memory_available().unwrap_or(0).saturating_sub(taken)
+    }
+
     /// Loads the models and opens an engine. `hooks` are of the model's backend, and of the draft model's.
     pub(crate) fn engine(
         &self,
@@ -296,7 +307,9 @@ impl Place {
                 let second = draft.map(|(draft, options)| CpuBackend::load(draft, &options, of_second)).transpose()?;
                 let drafts = second.map(|second| drafts(second, capacity, rows));
                 method.drafter = drafter(method.drafter, resolved.second.as_ref(), drafts.as_ref())?;
-                (Device::Cpu(Box::new(Engine::new(backend, method, slots, capacity, rows))), drafts)
+                let mut engine = Engine::new(backend, method, slots, capacity, rows);
+                engine.share_pages(options.pages());
+                (Device::Cpu(Box::new(engine)), drafts)
             }
             Place::Cuda { gpu, .. } => {
                 let backend = CudaBackend::load_on(gpu, models.target, &options, hooks)?;
@@ -304,7 +317,9 @@ impl Place {
                     draft.map(|(draft, options)| CudaBackend::load_on(gpu, draft, &options, of_second)).transpose()?;
                 let drafts = second.map(|second| drafts(second, capacity, rows));
                 method.drafter = drafter(method.drafter, resolved.second.as_ref(), drafts.as_ref())?;
-                (Device::Cuda(Box::new(Engine::new(backend, method, slots, capacity, rows))), drafts)
+                let mut engine = Engine::new(backend, method, slots, capacity, rows);
+                engine.share_pages(options.pages());
+                (Device::Cuda(Box::new(engine)), drafts)
             }
         })
     }

@@ -1,7 +1,7 @@
 //! What Python asks for, in Rust's words.
 
 use pyo3::prelude::*;
-use quantspec_core::cache::GAMMA_MAX;
+use quantspec_core::cache::{G, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Accept;
@@ -45,6 +45,8 @@ pub(crate) struct Request<'a> {
     pub(crate) capacity: usize,
     pub(crate) prompt_capacity: usize,
     pub(crate) slots: usize,
+    /// Tokens that all sequences share; `None` for the longest in every slot.
+    pub(crate) pool_tokens: Option<usize>,
     pub(crate) threads: usize,
     /// Keep all that any method needs and room for the longest γ, so that the method may be changed later.
     pub(crate) every_view: bool,
@@ -69,7 +71,13 @@ pub(crate) struct Second {
 
 /// Options of a backend that only drafts, beside the target's.
 pub(crate) fn of_draft(target: &Options) -> Options {
-    Options { draft_weights: DraftWeights::None, step_rows: target.slots.max(CATCH_UP_ROWS), ..target.clone() }
+    // The target admits sequences by the pages of its own pool, so the draft's has room for every slot.
+    Options {
+        draft_weights: DraftWeights::None,
+        step_rows: target.slots.max(CATCH_UP_ROWS),
+        pool_pages: usize::MAX,
+        ..target.clone()
+    }
 }
 
 /// Views of the cache as `kv_target` names them.
@@ -167,6 +175,8 @@ impl Request<'_> {
         Ok(Resolved {
             method: Method { target, drafter, policy },
             options: Options {
+                // The longest sequence always fits.
+                pool_pages: self.pool_tokens.map_or(usize::MAX, |tokens| tokens.max(self.capacity) / G),
                 slots: self.slots,
                 capacity: self.capacity,
                 prompt_capacity: self.prompt_capacity,

@@ -15,8 +15,8 @@ use std::path::Path;
 /// `described`: of a directory config.json alone is looked at ([`Checkpoint::describe`]).
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, kv_target="int8", method="quantspec",
-    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1, draft_model=None,
-    described=false))]
+    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1,
+    pool_tokens=None, draft_model=None, described=false))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn plan<'py>(
     py: Python<'py>,
@@ -34,6 +34,7 @@ pub(crate) fn plan<'py>(
     accept: &str,
     gamma: Option<usize>,
     slots: usize,
+    pool_tokens: Option<usize>,
     draft_model: Option<&str>,
     described: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
@@ -49,6 +50,7 @@ pub(crate) fn plan<'py>(
         capacity,
         prompt_capacity: prompt_capacity.map_or(capacity, |tokens| tokens.clamp(1, capacity.max(1))),
         slots,
+        pool_tokens,
         threads: threads.unwrap_or_else(default_threads),
         every_view: false,
     };
@@ -96,6 +98,7 @@ pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyRe
         capacity: 1,
         prompt_capacity: 1,
         slots: 1,
+        pool_tokens: None,
         threads: default_threads(),
         every_view: false,
     };
