@@ -7,6 +7,7 @@ use crate::config;
 use crate::draft_cache::DraftCache;
 use crate::gguf::Gguf;
 use crate::gguf_config::{self, Packed};
+use crate::names;
 use crate::quantised::{self, Quantised, Scheme};
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
@@ -253,8 +254,10 @@ impl Checkpoint {
         };
         let generation = read_json(dir, "generation_config.json")?;
         let scheme = quantised::scheme(&config)?;
+        let wrapped = config::is_wrapped(&config)?;
         let config = config::parse(&config, generation.as_deref())?;
-        let (shards, names) = open_shards(dir)?;
+        let (mut shards, names) = open_shards(dir)?;
+        let names = names::rename(&config, wrapped, &mut shards, names)?;
         Checkpoint::new(config, scheme, shards, &names)
     }
 
@@ -264,10 +267,12 @@ impl Checkpoint {
     /// [`quantspec_core::ErrorKind::Model`], as of [`Checkpoint::open`].
     pub fn from_bytes(config: &[u8], safetensors: &'static [u8]) -> Result<Checkpoint> {
         let scheme = quantised::scheme(config)?;
+        let wrapped = config::is_wrapped(config)?;
         let config = config::parse(config, None)?;
-        let shard = SafeTensors::from_static("embedded model", safetensors)?;
-        let names = shard.tensors().keys().map(|name| (name.clone(), 0)).collect();
-        Checkpoint::new(config, scheme, vec![shard], &names)
+        let mut shards = vec![SafeTensors::from_static("embedded model", safetensors)?];
+        let names = shards[0].tensors().keys().map(|name| (name.clone(), 0)).collect();
+        let names = names::rename(&config, wrapped, &mut shards, names)?;
+        Checkpoint::new(config, scheme, shards, &names)
     }
 
     fn new(

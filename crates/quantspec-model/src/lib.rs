@@ -12,6 +12,7 @@ pub mod evaluate;
 pub mod forward;
 pub mod gguf;
 mod gguf_config;
+mod names;
 mod quantised;
 #[cfg(feature = "reference")]
 pub mod reference;
