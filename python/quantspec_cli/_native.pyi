@@ -89,8 +89,19 @@ class Engine:
         min_p: float,
         seed: int,
         max_new_tokens: int,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        no_repeat_ngram: int = 0,
+        logprobs: int | None = None,
     ) -> int:
-        """Takes a prompt into a free slot and returns the slot."""
+        """Takes a prompt into a free slot and returns the slot. With `logprobs` its tokens come with log-probabilities."""
+
+    def take_logprobs(self, slot: int) -> list[tuple[float, list[tuple[int, float]]]]:
+        """Log-probabilities of the slot's tokens since the last call, each with those of the likeliest of its place."""
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot."""
 
     def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None) -> int:
         """Processes the slot's prompt and returns the first new token."""

@@ -15,6 +15,7 @@ from .errors import QuantspecError, UsageError
 from .options import (
     ACCEPTANCE,
     KV_ROUNDINGS,
+    LOGPROBS_MAX,
     PAGE_CHOICES,
     EngineOptions,
     GenerateOptions,
@@ -150,6 +151,12 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
 @_stop_flag
+@click.option(
+    "--logprobs",
+    type=int,
+    metavar="K",
+    help=f"With --json: log-probabilities of each token and of the K likeliest, 0 to {LOGPROBS_MAX}.",
+)
 @engine_flags
 @device_flags
 @json_flag
@@ -173,6 +180,10 @@ def run(
 
     FILE is a text file, or - for standard input.
     """
+    if not flags["as_json"]:
+        if ctx.get_parameter_source("logprobs") is ParameterSource.COMMANDLINE:
+            raise UsageError("--logprobs without --json", "add --json, in whose document they are")
+        flags["logprobs"] = None
     generate_options, engine_options = _options(flags, max_tokens, stop)
 
     template_args = _template_args(ctx, thinking, template_arg)
@@ -242,7 +253,8 @@ def batch(
 
 def _options(flags: dict[str, Any], max_tokens: int, stop: tuple[str, ...]) -> tuple[GenerateOptions, EngineOptions]:
     """Takes the flags of decoding out of a command's flags."""
-    sampling = {name: flags.pop(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")}
+    named = {field for field in GenerateOptions.__dataclass_fields__ if field in flags}
+    sampling = {name: flags.pop(name) for name in named}
     generate_options = GenerateOptions(max_new_tokens=max_tokens, stop=stop, **sampling)
     return generate_options, EngineOptions(**{name: flags.pop(name) for name in EngineOptions.__dataclass_fields__})
 

@@ -58,6 +58,9 @@ PAGES_MAX = 2**32
 SEED_MAX = 2**64 - 1
 # More than any machine has; the number reaches the system as it is.
 THREADS_MAX = 4096
+# Longest n-grams that may be forbidden (NGRAM_MAX in quantspec-core), and likeliest tokens of a place that are told.
+NGRAM_MAX = 100
+LOGPROBS_MAX = 20
 MAX_NEW_TOKENS = 256
 # Of `run` through a chat template: a summary of two pages, and one that is thought over first.
 MAX_REPLY_TOKENS = 1024
@@ -147,9 +150,14 @@ class GenerateOptions:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    no_repeat_ngram: int = 0
     seed: int = 0
     stop: Iterable[str] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         whole("max_new_tokens", self.max_new_tokens, 1, None)
@@ -158,8 +166,20 @@ class GenerateOptions:
             ("temperature", lambda t: 0 <= t <= 100, "use 0 (greedy) to 100"),
             ("top_p", lambda p: 0 < p <= 1, "use a number above 0, at most 1 (1 is off)"),
             ("min_p", lambda p: 0 <= p <= 1, "use 0 (off) to 1"),
+            ("repetition_penalty", lambda p: 0.01 <= p <= 100, "use 0.01 to 100 (1 is off; 1.1 to 1.3 are usual)"),
+            ("frequency_penalty", lambda p: -2 <= p <= 2, "use -2 to 2 (0 is off)"),
+            ("presence_penalty", lambda p: -2 <= p <= 2, "use -2 to 2 (0 is off)"),
         ):
             object.__setattr__(self, name, _number(name, getattr(self, name), valid, hint))
+        whole("no_repeat_ngram", self.no_repeat_ngram, 0, NGRAM_MAX, " (0 is off)")
+        if self.no_repeat_ngram == 1:
+            raise UsageError(
+                "no_repeat_ngram is 1, so no token could come twice",
+                f"use 0 (off) or 2 to {NGRAM_MAX}",
+                option="no_repeat_ngram",
+            )
+        if self.logprobs is not None:
+            whole("logprobs", self.logprobs, 0, LOGPROBS_MAX)
         whole("seed", self.seed, 0, SEED_MAX)
         # Read once: a generator yields its strings to nobody else.
         stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
@@ -176,8 +196,13 @@ class GenerateOptions:
             "top_k": self.top_k,
             "top_p": self.top_p,
             "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "no_repeat_ngram": self.no_repeat_ngram,
             "seed": self.seed,
             "max_new_tokens": self.max_new_tokens,
+            "logprobs": self.logprobs,
         }
 
 
@@ -371,6 +396,33 @@ def sampling_flags(command: Command) -> Command:
             "--top-p", type=float, default=1.0, help="Keep the likeliest tokens of mass P; 1 is off.  [default: 1]"
         ),
         click.option("--min-p", type=float, default=0.0, help="Drop tokens below P times the likeliest.  [default: 0]"),
+        click.option(
+            *("--repetition-penalty", "--repeat-penalty", "repetition_penalty"),
+            type=float,
+            default=1.0,
+            help="Divide positive logits of tokens that prompt or answer have, multiply negative ones; 1 is off.  "
+            "[default: 1; through a chat template generation_config.json's]",
+        ),
+        click.option(
+            "--frequency-penalty",
+            type=float,
+            default=0.0,
+            help="Subtract this from a token's logit for every time the answer has it.  [default: 0]",
+        ),
+        click.option(
+            "--presence-penalty",
+            type=float,
+            default=0.0,
+            help="Subtract this from the logits of the answer's tokens.  [default: 0]",
+        ),
+        click.option(
+            *("--no-repeat-ngram", "--no-repeat-ngram-size", "no_repeat_ngram"),
+            type=int,
+            metavar="N",
+            default=0,
+            help="No N tokens in a row come twice in prompt and answer; 0 is off.  "
+            "[default: 0; through a chat template generation_config.json's]",
+        ),
         click.option("-s", "--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
         click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token."),
     )(command)

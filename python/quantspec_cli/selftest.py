@@ -35,7 +35,16 @@ BATCH = 4
 
 _SAMPLING = {
     "greedy": GenerateOptions(max_new_tokens=NEW_TOKENS),
-    "replay": GenerateOptions(max_new_tokens=NEW_TOKENS, temperature=0.8, top_p=0.95, seed=20_250_210),
+    # With penalties, which depend on drafted tokens.
+    "replay": GenerateOptions(
+        max_new_tokens=NEW_TOKENS,
+        temperature=0.8,
+        top_p=0.95,
+        seed=20_250_210,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        no_repeat_ngram=8,
+    ),
 }
 
 

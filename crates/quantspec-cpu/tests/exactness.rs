@@ -11,6 +11,8 @@
 
 use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View};
+use quantspec_core::logprob::Logprob;
+use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cpu::CpuBackend;
@@ -104,11 +106,23 @@ impl Run {
 
     fn drafter(&self) -> Option<Box<dyn Drafter>> {
         let method = draft::Entry::named(self.method).expect("a method");
-        method.drafter(self.target, DraftWeights::Int4, self.pages)
+        method.drafter(self.target, DraftWeights::Int4, &[self.pages])
     }
 
     /// Emitted tokens of every prompt, decoded as one batch.
     fn decode(&self, model: &Path, prompts: &[Vec<u32>], sampler: &Sampler, new_tokens: usize) -> Vec<Vec<u32>> {
+        self.decode_and_tell(model, prompts, sampler, new_tokens, None).into_iter().map(|(text, _)| text).collect()
+    }
+
+    /// The same, and log-probabilities of every token with so many of the likeliest, where wanted.
+    fn decode_and_tell(
+        &self,
+        model: &Path,
+        prompts: &[Vec<u32>],
+        sampler: &Sampler,
+        new_tokens: usize,
+        top: Option<usize>,
+    ) -> Vec<(Vec<u32>, Vec<Logprob>)> {
         // Tests run in parallel, and pools that share cores spend their time waiting for each other.
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
         let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -137,6 +151,9 @@ impl Run {
         for (index, prompt) in prompts.iter().enumerate() {
             let slot = engine.add(prompt, sampler.clone(), new_tokens).expect("add");
             assert_eq!(slot, index);
+            if let Some(top) = top {
+                engine.want_logprobs(slot, top).expect("a slot before its prompt");
+            }
             let mut chunks = 1;
             let first = loop {
                 match engine.prefill_chunk(slot, self.chunk_rows, &mut |_, _| ()).expect("prefill") {
@@ -154,7 +171,7 @@ impl Run {
             let stats = engine.stats();
             assert!(stats.drafted_tokens() > 0, "nothing was drafted: the comparison would be empty");
         }
-        texts
+        texts.into_iter().enumerate().map(|(slot, text)| (text, engine.take_logprobs(slot).expect("told"))).collect()
     }
 }
 
@@ -199,26 +216,36 @@ fn chosen(runs: &[(Run, usize)], prompts: usize) -> Vec<Vec<usize>> {
 
 /// Runs every combination against decoding each prompt alone.
 fn law(model: &Path, prompts: &[Vec<u32>], new_tokens: usize, runs: &[(Run, usize)]) {
+    law_of(model, prompts, new_tokens, runs, &[greedy(), replay()]);
+}
+
+/// The same for some samplers. Returns the texts of the last one.
+fn law_of(
+    model: &Path,
+    prompts: &[Vec<u32>],
+    new_tokens: usize,
+    runs: &[(Run, usize)],
+    samplers: &[Sampler],
+) -> Vec<Vec<u32>> {
     eprintln!("TESTED: whole engines on {}", quantspec_cpu::simd().expect("path").name);
-    for sampler in [greedy(), replay()] {
+    let mut last = Vec::new();
+    for sampler in samplers {
         let alone: Vec<Vec<u32>> = prompts
             .iter()
-            .map(|prompt| Run::ar().decode(model, std::slice::from_ref(prompt), &sampler, new_tokens).remove(0))
+            .map(|prompt| Run::ar().decode(model, std::slice::from_ref(prompt), sampler, new_tokens).remove(0))
             .collect();
         for ((run, batch), chosen) in runs.iter().zip(chosen(runs, prompts.len())) {
-            let texts = run.decode(
-                model,
-                &chosen.iter().map(|&i| prompts[i].clone()).collect::<Vec<_>>(),
-                &sampler,
-                new_tokens,
-            );
+            let texts =
+                run.decode(model, &chosen.iter().map(|&i| prompts[i].clone()).collect::<Vec<_>>(), sampler, new_tokens);
             for (&i, text) in chosen.iter().zip(&texts) {
                 let what =
                     format!("{run:?}, batch {batch}, prompt of {} tokens, {:?}", prompts[i].len(), sampler.accept);
                 assert_same(&what, &alone[i], text);
             }
         }
+        last = alone;
     }
+    last
 }
 
 /// The methods whose drafts read pages.
@@ -385,6 +412,64 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
             }
         }
         assert_ne!(once, decode(1, 8), "another seed has another text");
+    }
+}
+
+#[test]
+fn penalties_look_at_the_text_alone() {
+    let model = root().join("python/quantspec_cli/demo");
+    let prompts: Vec<Vec<u32>> = [1, G, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
+    // Texts that may not repeat leave prompt lookup nothing to propose.
+    let mut runs: Vec<(Run, usize)> = combinations()
+        .into_iter()
+        .filter(|(run, _)| run.method != "ngram")
+        .step_by(if full() { 1 } else { 4 })
+        .collect();
+    runs.push((Run { chunk_rows: 700, ..Run::new("quantspec", Pages::All, 5, 2) }, prompts.len()));
+    let plain = law_of(&model, &prompts, 160, &[], &[greedy()]);
+    for (repetition, frequency, presence, ngram) in
+        [(1.2, 0.0, 0.0, 0), (1.0, 0.3, 0.2, 0), (1.0, 0.0, 0.0, 3), (1.1, 0.1, -0.2, 4)]
+    {
+        let penalties = Penalties::new(repetition, frequency, presence, ngram).expect("penalties");
+        let samplers = [replay(), greedy()].map(|sampler| sampler.penalised(penalties));
+        let texts = law_of(&model, &prompts, 160, &runs, &samplers);
+        assert_ne!(texts, plain, "{penalties:?} changed nothing");
+        for (prompt, text) in prompts.iter().zip(&texts).filter(|_| ngram > 0) {
+            let whole: Vec<u32> = prompt.iter().chain(text).copied().collect();
+            for end in prompt.len() + 1..=whole.len() {
+                let gram = &whole[end.saturating_sub(ngram)..end];
+                assert!(whole[..end - 1].windows(ngram).all(|earlier| earlier != gram), "{gram:?} comes twice");
+            }
+        }
+    }
+}
+
+#[test]
+fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
+    let model = root().join("python/quantspec_cli/demo");
+    let prompts: Vec<Vec<u32>> = [1, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
+    let penalties = Penalties::new(1.2, 0.0, 0.1, 4).expect("penalties");
+    for sampler in [greedy(), replay().penalised(penalties)] {
+        let alone: Vec<(Vec<u32>, Vec<Logprob>)> = prompts
+            .iter()
+            .map(|prompt| {
+                let prompt = std::slice::from_ref(prompt);
+                Run::ar().decode_and_tell(&model, prompt, &sampler, 140, Some(5)).remove(0)
+            })
+            .collect();
+        for (tokens, told) in &alone {
+            assert_eq!(tokens.len(), told.len());
+            for (token, told) in tokens.iter().zip(told) {
+                assert_eq!(told.top.len(), 5);
+                assert!(told.top.is_sorted_by(|a, b| a.1 >= b.1));
+                // Greedy without penalties takes the likeliest.
+                assert!(sampler.accept != Accept::Greedy || told.top[0] == (*token, told.logprob));
+            }
+        }
+        for (method, gamma) in [("quantspec", 5), ("ngram", 4), ("w4", 12)] {
+            let run = Run::new(method, Pages::All, gamma, 2);
+            assert!(run.decode_and_tell(&model, &prompts, &sampler, 140, Some(5)) == alone, "{run:?}");
+        }
     }
 }
 

@@ -11,11 +11,13 @@ mod small;
 use gpu::device;
 use quantspec_core::cache::Extent;
 use quantspec_core::config::{Pages, Planes, View, Weights};
+use quantspec_core::logprob::Logprob;
+use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Turn};
+use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Memory, Options, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
@@ -157,6 +159,89 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint) {
     eprintln!("acceptance over all drafts {:?}", stats.acceptance_rate());
 }
 
+/// Penalties of some sequences of a batch, over drafted tokens and over those of prompt lookup, which the host sets.
+#[test]
+fn penalties_look_at_the_text_alone() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 1600) {
+        let vocab = checkpoint.config().vocab;
+        let backend = load(&device, &checkpoint, &options(1600, 3));
+        let mut engine = Engine::new(backend, method(View::Both, None), 3, 1600, 256);
+        let prompts: Vec<Vec<u32>> = [1100, 120, 515].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
+        let tokens = [300; 3];
+        for accept in [Accept::Greedy, Accept::Replay] {
+            let of = |sequence, (repetition, frequency, presence, ngram)| {
+                let penalties = Penalties::new(repetition, frequency, presence, ngram).unwrap();
+                sampler(accept, 11, sequence).penalised(penalties)
+            };
+            let samplers = [of(0, (1.2, 0.0, 0.0, 0)), sampler(accept, 11, 1), of(2, (1.0, 0.2, 0.3, 3))];
+            let alone = |engine: &mut Engine<CudaBackend>, index: usize, sampler: &Sampler| {
+                let (prompt, sampler) = (&prompts[index..=index], std::slice::from_ref(sampler));
+                decode(engine, method(View::Both, None), prompt, &tokens[..1], sampler, &[0]).remove(0)
+            };
+            let plain: Vec<Vec<u32>> = (0..3).map(|i| alone(&mut engine, i, &samplers[i])).collect();
+            assert!(plain[2].windows(3).enumerate().all(|(at, gram)| plain[2][..at + 2].windows(3).all(|g| g != gram)));
+            assert_ne!(plain[0], alone(&mut engine, 0, &sampler(accept, 11, 0)), "a penalty changed nothing");
+            let itself = |plan: DraftPlan| method(View::Both, Some(plan));
+            let drafts = [
+                (itself(QUANTSPEC), vec![4]),
+                (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
+                (itself(W4), vec![7]),
+                (lookup(View::Both), vec![1, 16, 0, 7, 3]),
+            ];
+            for (index, (method, gammas)) in drafts.into_iter().enumerate() {
+                let together = decode(&mut engine, method, &prompts, &tokens, &samplers, &gammas);
+                assert!(together == plain, "{accept:?}, draft {index}, gamma {gammas:?}");
+            }
+        }
+    }
+}
+
+/// A text with its log-probabilities, by a policy that looks at every drafted token where it is automatic.
+fn told(
+    engine: &mut Engine<CudaBackend>,
+    method: Method,
+    prompt: &[u32],
+    sampler: &Sampler,
+    new: usize,
+) -> (Vec<u32>, Vec<Logprob>) {
+    engine.set_method(method).unwrap();
+    let slot = engine.add(prompt, sampler.clone(), new).unwrap();
+    engine.want_logprobs(slot, 4).unwrap();
+    let mut text = vec![engine.prefill(slot, &mut |_, _| {}).unwrap()];
+    while text.len() < new {
+        let gamma = engine.choose_gamma(slot);
+        engine.draft(&[(slot, gamma)]).unwrap();
+        text.extend(engine.verify().unwrap().remove(0).tokens);
+    }
+    let told = engine.take_logprobs(slot).unwrap();
+    engine.finish(slot);
+    (text, told)
+}
+
+#[test]
+fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 800) {
+        let prompt = prompt(checkpoint.config().vocab, 500, 3);
+        let backend = load(&device, &checkpoint, &options(800, 1));
+        let mut engine = Engine::new(backend, method(View::Both, None), 1, 800, 256);
+        let penalties = Penalties::new(1.2, 0.1, 0.0, 4).unwrap();
+        let penalised = [Accept::Greedy, Accept::Replay].map(|accept| sampler(accept, 5, 0).penalised(penalties));
+        for sampler in [sampler(Accept::Greedy, 0, 0), penalised[0].clone(), penalised[1].clone()] {
+            let plain = told(&mut engine, method(View::Both, None), &prompt, &sampler, 200);
+            assert_eq!(plain.0.len(), plain.1.len());
+            if sampler.penalties.is_none() {
+                assert!(plain.0.iter().zip(&plain.1).all(|(token, told)| told.top[0] == (*token, told.logprob)));
+            }
+            let auto = Method { policy: Policy::auto(12), ..method(View::Both, Some(QUANTSPEC)) };
+            for method in [method(View::Both, Some(QUANTSPEC)), auto, lookup(View::Both)] {
+                assert!(told(&mut engine, method, &prompt, &sampler, 200) == plain, "{sampler:?}");
+            }
+        }
+    }
+}
+
 /// A cache of full precision alone has no quantised keys to choose pages by: a draft that wants the best keeps to the window.
 #[test]
 fn without_quantised_keys_drafts_keep_to_the_window() {
@@ -225,22 +310,27 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             let sampler = sampler(accept, 3, index as u64);
             backend.open(0, committed + 40).unwrap();
             forward::prefill(&mut backend, 0, &prompt(vocab, committed, index as u64), 256, &mut |_, _| {}).unwrap();
-            let first = backend.first(0, committed, &sampler).unwrap();
+            let first = backend.first(&Turn::new(0, committed, 0, sampler.clone())).unwrap();
             backend.set_window(0, &[first]).unwrap();
             let turn = |stop| Turn { stop, ..Turn::new(0, committed, 12, sampler.clone()) };
-            let mut never = [turn(None)];
-            forward::draft(&mut backend, &QUANTSPEC, &mut never).unwrap();
+            let never = [turn(None)];
+            for offset in 0..12 {
+                // By steps that are not watched.
+                let step = forward::Round::of_draft(&QUANTSPEC, &never, offset).unwrap();
+                forward::run_steps(&mut backend, &step).unwrap();
+            }
             let want = backend.window(0, 13).unwrap();
             for enough in [0.999, 0.7, 1e-9] {
-                let stop = Stop { enough, doubt: 0.45 };
+                let stop = Stop { min_acceptance: enough, margin_scale: 0.45 };
                 let mut turns = [turn(Some(stop))];
                 backend.set_window(0, &[first]).unwrap();
-                backend.draft(&QUANTSPEC, &mut turns).unwrap();
+                forward::draft(&mut backend, &QUANTSPEC, &mut turns).unwrap();
                 let [turn] = turns;
-                assert_eq!(turn.leads.len(), turn.gamma);
-                assert!(turn.leads.iter().all(|&lead| lead >= 0.0), "{:?}", turn.leads);
+                assert_eq!(turn.margins.len(), turn.gamma);
+                assert!(turn.margins.iter().all(|&margin| margin >= 0.0), "{:?}", turn.margins);
                 assert!(backend.window(0, turn.gamma + 1).unwrap() == want[..=turn.gamma], "{accept:?} {enough}");
-                let chance = |n: usize| -> f64 { turn.leads[..n].iter().map(|&lead| stop.chance(lead)).product() };
+                let chance =
+                    |n: usize| -> f64 { turn.margins[..n].iter().map(|&margin| stop.acceptance(margin)).product() };
                 assert!(turn.gamma == 12 || chance(turn.gamma) < enough);
                 assert!(chance(turn.gamma - 1) >= enough);
                 (ended, tried) = (ended + usize::from(turn.gamma < 12), tried + 1);
@@ -262,7 +352,7 @@ fn rounds<B: Backend>(
 ) -> (Vec<u32>, usize) {
     backend.open(0, prompt.len() + new + 16).unwrap();
     forward::prefill(backend, 0, prompt, 256, &mut |_, _| {}).unwrap();
-    let mut text = vec![backend.first(0, prompt.len(), sampler).unwrap()];
+    let mut text = vec![backend.first(&Turn::new(0, prompt.len(), 0, sampler.clone())).unwrap()];
     backend.set_window(0, &text).unwrap();
     let (mut extent, mut ended) = (Extent::default(), 0);
     extent.commit(prompt.len());
@@ -271,10 +361,10 @@ fn rounds<B: Backend>(
         let committed = extent.committed();
         let mut turns = [Turn { stop, ..Turn::new(0, committed, gamma, sampler.clone()) }];
         if gamma > 0 {
-            backend.draft(&DraftPlan { pages, ..QUANTSPEC }, &mut turns).unwrap();
+            forward::draft(backend, &DraftPlan { pages, ..QUANTSPEC }, &mut turns).unwrap();
             ended += usize::from(turns[0].gamma < gamma);
         }
-        let verdict = backend.verify(View::Both, &turns).unwrap().remove(0);
+        let verdict = forward::verify(backend, View::Both, &turns).unwrap().remove(0);
         text.extend(&backend.window(0, verdict.accepted + 1).unwrap()[1..]);
         text.push(verdict.token);
         for page in extent.commit(verdict.accepted + 1) {
@@ -298,7 +388,7 @@ fn rounds_of_drafts_that_end_early_change_no_token() {
             let (prompt, sampler) = (prompt(vocab, length, 9), sampler(accept, 17, 0));
             let (want, _) = rounds(&mut backend, &prompt, &sampler, Pages::All, None, 400);
             for pages in [Pages::All, Pages::Best(3), Pages::Window(4)] {
-                let stop = Some(Stop { enough: 0.9, doubt: 1.0 });
+                let stop = Some(Stop { min_acceptance: 0.9, margin_scale: 1.0 });
                 let (got, ended) = rounds(&mut backend, &prompt, &sampler, pages, stop, 400);
                 assert!(got == want, "{accept:?} {pages:?}");
                 // A greedy text repeats itself, and little of it is in doubt.
@@ -445,20 +535,23 @@ fn rejection(device: &Arc<Device>, checkpoint: &Checkpoint) {
 }
 
 #[test]
-fn known_tokens_replace_a_draft_that_was_left_to_verification() {
+fn known_tokens_are_verified_as_they_are() {
     let Some(device) = device() else { return };
     for checkpoint in checkpoints(&device, 900) {
         let mut backend = load(&device, &checkpoint, &options(900, 1));
         let prompt = prompt(checkpoint.config().vocab, 300, 4);
         backend.open(0, 900).unwrap();
         forward::prefill(&mut backend, 0, &prompt, 256, &mut |_, _| {}).unwrap();
-        let first = backend.first(0, 300, &Sampler::greedy()).unwrap();
+        let first = backend.first(&Turn::new(0, 300, 0, Sampler::greedy())).unwrap();
         backend.set_window(0, &[first]).unwrap();
-        let mut turns = [Turn::new(0, 300, 2, Sampler::greedy())];
-        backend.draft(&QUANTSPEC, &mut turns).unwrap();
+        let turn = Turn::new(0, 300, 2, Sampler::greedy());
+        // A round that ends before its verification, to which its draft was left.
+        let mut left = [turn.clone()];
+        forward::draft(&mut backend, &QUANTSPEC, &mut left).unwrap();
+        assert_eq!(left[0].to_draft, Some(QUANTSPEC));
         let known = [first, 5, 6];
         backend.set_window(0, &known).unwrap();
-        backend.verify(View::Both, &turns).unwrap();
+        forward::verify(&mut backend, View::Both, &[turn]).unwrap();
         assert_eq!(backend.window(0, 3).unwrap(), known);
     }
 }

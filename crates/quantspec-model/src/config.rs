@@ -118,11 +118,8 @@ const WRAPPERS: [&str; 1] = ["mistral3"];
 pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let object = object(config, "config.json")?;
     let outer = Fields { map: &object, place: "config.json" };
-    let fields = if wraps(&outer)? {
-        outer.inner("text_config")?.ok_or_else(|| outer.missing("text_config"))?
-    } else {
-        outer
-    };
+    let fields =
+        if wraps(&outer)? { outer.inner("text_config")?.ok_or_else(|| outer.missing("text_config"))? } else { outer };
     let family = family(&fields)?;
     refuse_activation(&fields)?;
     refuse_others(&fields)?;

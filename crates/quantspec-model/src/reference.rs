@@ -5,7 +5,9 @@
 //! construction. The cache holds canonical pages ([`quantspec_core::quantize::Page`]) and f16 buffers, as the method defines
 //! them; weights are the checkpoint's values in f32, draft weights the values their codes stand for.
 
-use crate::backend::{Backend, Block, Hooks, Memory, Options, Pass, Step, Turn};
+use crate::backend::{
+    Backend, Block, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
+};
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
@@ -13,13 +15,15 @@ use half::f16;
 use quantspec_core::attend::{page_bound, select_pages, window_pages};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::penalty::penalised;
 use quantspec_core::quantize::{
     Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations, quantize_head_row, quantize_page,
     quantize_weights_row,
 };
-use quantspec_core::sample::{Sampler, Stream, check_finite, choose};
+use quantspec_core::sample::{Stream, check_finite, choose};
 use quantspec_core::verify::{Judge, Verdict};
 use quantspec_core::{Error, Result};
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 /// A model in plain tensors.
@@ -38,7 +42,7 @@ pub struct ReferenceBackend {
     rows: Vec<Tensor>,
     /// Hidden states of the prompt under way, [rows][hidden] by the block's first row.
     blocks: HashMap<usize, Tensor>,
-    /// What the last operation left for the next: queries, attention output or gated activations, [rows][n] each.
+    /// What the last operation left for the next: queries, attention output, gated activations or a projection, [rows][n] each.
     between: Vec<Tensor>,
     /// Keys and values of the prompt in the layer under way, [tokens][kv_width] each.
     scratch: Option<(Tensor, Tensor)>,
@@ -427,40 +431,9 @@ impl Head {
     }
 }
 
-impl Backend for ReferenceBackend {
-    const LEADS: bool = true;
-
+impl Network for ReferenceBackend {
     fn config(&self) -> &ModelConfig {
         &self.config
-    }
-
-    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
-        if capacity > self.options.capacity || self.slots.get(slot).is_none_or(Option::is_some) {
-            return Err(Error::internal(format!("slot {slot} of capacity {capacity} cannot be opened")));
-        }
-        let heads = || (0..self.config.kv_heads).map(|_| Head::new(self.config.head_dim, capacity)).collect();
-        let window = vec![0; self.options.step_rows.max(GAMMA_MAX + 1) + 1];
-        self.slots[slot] = Some(Slot { window, heads: (0..self.config.layers).map(|_| heads()).collect() });
-        Ok(())
-    }
-
-    fn close(&mut self, slot: usize) {
-        if let Some(slot) = self.slots.get_mut(slot) {
-            *slot = None;
-        }
-    }
-
-    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-        match self.slot(slot)?.window.get_mut(..tokens.len()) {
-            Some(window) => window.copy_from_slice(tokens),
-            None => return Err(Error::internal(format!("a window of {} tokens", tokens.len()))),
-        }
-        Ok(())
-    }
-
-    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
-        let window = self.slot(slot)?.window.get(..n);
-        window.map(<[u32]>::to_vec).ok_or_else(|| Error::internal(format!("a window of {n} tokens")))
     }
 
     fn embed(&mut self, pass: &Pass) -> Result<()> {
@@ -538,7 +511,14 @@ impl Backend for ReferenceBackend {
     }
 
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        self.add_linear(layer, pass, LayerPart::Output, LayerPart::OutputBias)
+        self.linear_between(layer, pass, LayerPart::Output, LayerPart::OutputBias)
+    }
+
+    fn reduce_residual(&mut self, pass: &Pass) -> Result<()> {
+        let hidden = self.hidden(pass)?;
+        let sums = hidden.iter().zip(&self.between).map(|(hidden, y)| tensor(|| hidden + y)).collect::<Result<_>>()?;
+        self.set_hidden(pass, sums);
+        Ok(())
     }
 
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
@@ -556,7 +536,7 @@ impl Backend for ReferenceBackend {
     }
 
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        self.add_linear(layer, pass, LayerPart::Down, LayerPart::DownBias)
+        self.linear_between(layer, pass, LayerPart::Down, LayerPart::DownBias)
     }
 
     fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()> {
@@ -600,8 +580,39 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
-    fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
-        self.logits.get(row).cloned().ok_or_else(|| Error::internal(format!("no logits of row {row}")))
+    fn poll(&mut self) -> Result<()> {
+        (self.hooks.poll)()
+    }
+}
+
+impl KvCache for ReferenceBackend {
+    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+        if capacity > self.options.capacity || self.slots.get(slot).is_none_or(Option::is_some) {
+            return Err(Error::internal(format!("slot {slot} of capacity {capacity} cannot be opened")));
+        }
+        let heads = || (0..self.config.kv_heads).map(|_| Head::new(self.config.head_dim, capacity)).collect();
+        let window = vec![0; self.options.step_rows.max(GAMMA_MAX + 1) + 1];
+        self.slots[slot] = Some(Slot { window, heads: (0..self.config.layers).map(|_| heads()).collect() });
+        Ok(())
+    }
+
+    fn close(&mut self, slot: usize) {
+        if let Some(slot) = self.slots.get_mut(slot) {
+            *slot = None;
+        }
+    }
+
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        match self.slot(slot)?.window.get_mut(..tokens.len()) {
+            Some(window) => window.copy_from_slice(tokens),
+            None => return Err(Error::internal(format!("a window of {} tokens", tokens.len()))),
+        }
+        Ok(())
+    }
+
+    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
+        let window = self.slot(slot)?.window.get(..n);
+        window.map(<[u32]>::to_vec).ok_or_else(|| Error::internal(format!("a window of {n} tokens")))
     }
 
     fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
@@ -614,9 +625,17 @@ impl Backend for ReferenceBackend {
         }
         Ok(())
     }
+}
 
-    fn first(&mut self, _slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
-        Ok(choose(&self.logits(0)?, sampler, position, Stream::Sample))
+impl TokenSampler for ReferenceBackend {
+    fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
+        self.logits.get(row).cloned().ok_or_else(|| Error::internal(format!("no logits of row {row}")))
+    }
+
+    fn first(&mut self, turn: &Turn) -> Result<u32> {
+        let logits = self.logits(0)?;
+        let logits = penalised(&logits, turn.history.as_deref(), &[]);
+        Ok(choose(&logits, &turn.sampler, turn.committed, Stream::Sample))
     }
 
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
@@ -624,6 +643,8 @@ impl Backend for ReferenceBackend {
             let turn = turns.iter().find(|turn| turn.slot == row.slot);
             let turn = turn.ok_or_else(|| Error::internal(format!("slot {} has no turn", row.slot)))?;
             let logits = self.logits(index)?;
+            let drafted = self.window(row.slot, row.offset + 1)?;
+            let logits = penalised(&logits, turn.history.as_deref(), &drafted[1..]);
             let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
             match self.slot(row.slot)?.window.get_mut(row.offset + 1) {
                 Some(place) => *place = token,
@@ -633,8 +654,8 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
-    fn lead(&self, slot: usize) -> f32 {
-        self.judge.lead(slot)
+    fn margin(&mut self, slot: usize) -> Result<f32> {
+        Ok(self.judge.lead(slot))
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
@@ -642,16 +663,19 @@ impl Backend for ReferenceBackend {
         for turn in turns {
             let drafted = self.window(turn.slot, turn.gamma + 1)?.split_off(1);
             let of_turn = step.rows.iter().zip(&self.logits).filter(|(row, _)| row.slot == turn.slot);
-            let logits: Vec<&[f32]> = of_turn.map(|(_, logits)| logits.as_slice()).collect();
+            let history = turn.history.as_deref();
+            let logits: Vec<Cow<[f32]>> =
+                of_turn.map(|(row, logits)| penalised(logits, history, &drafted[..row.offset])).collect();
+            let logits: Vec<&[f32]> = logits.iter().map(|row| &row[..]).collect();
             verdicts.push(self.judge.judge(turn.slot, &drafted, turn.q, &logits, &turn.sampler, turn.committed + 1)?);
         }
         Ok(verdicts)
     }
+}
 
-    fn poll(&mut self) -> Result<()> {
-        (self.hooks.poll)()
-    }
+impl Executor for ReferenceBackend {}
 
+impl Backend for ReferenceBackend {
     fn memory(&self) -> Memory {
         let bytes = |tensors: &HashMap<Part, Tensor>| tensors.values().map(|tensor| tensor.elem_count() * 4).sum();
         let heads = || self.slots.iter().flatten().flat_map(|slot| slot.heads.iter().flatten());
@@ -673,15 +697,11 @@ impl Backend for ReferenceBackend {
 }
 
 impl ReferenceBackend {
-    /// Adds the projection of what the last operation left to the hidden states.
-    fn add_linear(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
+    /// Projects what the last operation left.
+    fn linear_between(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
         let (part, bias) = (Part::Layer(layer, part), Part::Layer(layer, bias));
-        let mut sums = Vec::new();
-        for (hidden, x) in self.hidden(pass)?.iter().zip(&self.between) {
-            let y = self.linear(x, part, Some(bias), weights_of(pass))?;
-            sums.push(tensor(|| hidden + y)?);
-        }
-        self.set_hidden(pass, sums);
+        let project = |x| self.linear(x, part, Some(bias), weights_of(pass));
+        self.between = self.between.iter().map(project).collect::<Result<_>>()?;
         Ok(())
     }
 }

@@ -6,6 +6,7 @@ use crate::options::{DraftPages, Request};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use quantspec_core::penalty::Penalties;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Memory};
@@ -181,6 +182,9 @@ pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bou
     Ok(parts)
 }
 
+/// A token's log-probability, and the likeliest tokens of its place with theirs.
+type Told = (f64, Vec<(u32, f64)>);
+
 /// Notes that no thread is in the engine; dropped before its lock.
 struct Leaving<'a>(&'a PyEngine);
 
@@ -206,6 +210,7 @@ pub(crate) struct PyEngine {
     planned_bytes: usize,
     load_s: f64,
     prompt_capacity: usize,
+    step_rows: usize,
     every_view: bool,
 }
 
@@ -328,7 +333,7 @@ impl PyEngine {
         };
         let polled = poll(raised.clone());
         let started = Instant::now();
-        let accept = resolved.accept;
+        let (accept, step_rows) = (resolved.accept, resolved.options.step_rows);
         let origin = OriginSlot::default();
         let drafts = origin.hook();
         let (device, place, config, planned_bytes) = interruptible(py, &raised, || {
@@ -373,6 +378,7 @@ impl PyEngine {
             planned_bytes,
             load_s,
             prompt_capacity,
+            step_rows,
             every_view,
         })
     }
@@ -382,7 +388,8 @@ impl PyEngine {
         self.info.clone_ref(py)
     }
 
-    #[pyo3(signature = (prompt, *, temperature, top_k, top_p, min_p, seed, max_new_tokens))]
+    #[pyo3(signature = (prompt, *, temperature, top_k, top_p, min_p, seed, max_new_tokens, repetition_penalty=1.0, frequency_penalty=0.0,
+        presence_penalty=0.0, no_repeat_ngram=0, logprobs=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn add(
         &self,
@@ -394,6 +401,11 @@ impl PyEngine {
         min_p: f32,
         seed: u64,
         max_new_tokens: usize,
+        repetition_penalty: f32,
+        frequency_penalty: f32,
+        presence_penalty: f32,
+        no_repeat_ngram: usize,
+        logprobs: Option<usize>,
     ) -> PyResult<usize> {
         if prompt.len() > self.prompt_capacity {
             return Err(to_python(Error::does_not_fit(
@@ -401,8 +413,30 @@ impl PyEngine {
                 "shorten the prompt, or open the engine for longer ones",
             )));
         }
-        let sampler = self.sampler(temperature, top_k, top_p, min_p, seed)?;
-        self.run(py, |device| on_device!(device, engine => engine.add(&prompt, sampler, max_new_tokens)))
+        let penalties = Penalties::new(repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram);
+        let penalties = penalties.map_err(to_python)?;
+        let sampler = self.sampler(temperature, top_k, top_p, min_p, seed)?.penalised(penalties);
+        self.run(py, |device| {
+            on_device!(device, engine => {
+                let slot = engine.add(&prompt, sampler, max_new_tokens)?;
+                if let Some(top) = logprobs {
+                    engine.want_logprobs(slot, top)?;
+                }
+                Ok(slot)
+            })
+        })
+    }
+
+    /// Log-probabilities of the slot's tokens since the last call, each with the likeliest tokens of its place and theirs.
+    fn take_logprobs(&self, py: Python<'_>, slot: usize) -> PyResult<Vec<Told>> {
+        let told = self.run(py, |device| on_device!(device, engine => engine.take_logprobs(slot)))?;
+        Ok(told.into_iter().map(|told| (told.logprob, told.top)).collect())
+    }
+
+    /// Log-probabilities of `tokens` from the second on under the target's view, teacher-forced, in a free slot.
+    fn score(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<Vec<f64>> {
+        let rows = self.step_rows;
+        self.run(py, |device| on_device!(device, engine => engine.score(&tokens, rows)))
     }
 
     #[pyo3(signature = (slot, on_progress=None))]

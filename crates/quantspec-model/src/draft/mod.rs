@@ -10,7 +10,8 @@ mod self_quantised;
 pub use ngram::Ngram;
 pub use self_quantised::SelfQuantised;
 
-use crate::backend::{Backend, DraftPlan, Turn};
+use crate::backend::{Backend, DraftPlan, KvCache, Turn};
+use crate::forward;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
 use std::fmt::Debug;
@@ -25,8 +26,18 @@ pub trait Drafter: Debug + Send {
     fn needs(&self) -> Needs;
 
     /// Whether proposed tokens come with logit margins, by which the policy may end the draft of a single sequence early.
-    fn leads(&self) -> bool {
+    fn margins(&self) -> bool {
         false
+    }
+
+    /// Ways to draft that it offers, at least one. The policy compares them by what they cost and yield.
+    fn candidates(&self) -> usize {
+        1
+    }
+
+    /// Whether a candidate is worth trying where a sequence sees `visible` pages. Candidate 0 always is.
+    fn is_usable(&self, _candidate: usize, _visible: usize) -> bool {
+        true
     }
 
     /// Begins a sequence: its prompt, and the first token of the answer. Replaces what was known of the slot.
@@ -37,11 +48,11 @@ pub trait Drafter: Debug + Send {
 
     /// Proposes up to `turn.gamma` tokens for every turn. Afterwards `turn.gamma` of them stand in the slot's window after the
     /// last emitted token, or the target's backend will put them there when it verifies; `turn.q` says what they were drawn
-    /// from. `pages` replaces the drafter's own choice of pages, where these are chosen by measurement.
+    /// from. `candidate` is one of the ways to draft that the drafter offers.
     ///
     /// # Errors
     /// Those of the target's backend, and of a network of the drafter's own. What only the draft cannot compute ends the draft.
-    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], pages: Option<Pages>) -> Result<Proposed>;
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed>;
 
     /// A round ended: the sequence emitted `tokens`, accepted ones and the target's own.
     ///
@@ -77,13 +88,13 @@ pub struct Proposed {
 
 /// What a drafter can ask of the target's backend.
 pub trait Target {
-    /// [`Backend::draft`].
+    /// [`forward::draft`].
     ///
     /// # Errors
     /// As there.
     fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()>;
 
-    /// [`Backend::set_window`].
+    /// [`KvCache::set_window`].
     ///
     /// # Errors
     /// As there.
@@ -92,11 +103,11 @@ pub trait Target {
 
 impl<B: Backend> Target for B {
     fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
-        Backend::draft(self, plan, turns)
+        forward::draft(self, plan, turns)
     }
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-        Backend::set_window(self, slot, tokens)
+        KvCache::set_window(self, slot, tokens)
     }
 }
 
@@ -165,12 +176,14 @@ impl Entry {
         }
     }
 
-    /// The drafter; `None` where nothing drafts. Without draft weights a method that would read them reads the target's.
-    pub fn drafter(&self, target: View, weights: DraftWeights, pages: Pages) -> Option<Box<dyn Drafter>> {
+    /// The drafter; `None` where nothing drafts. Where the model drafts, each of `pages` (at least one) is a candidate. Without draft weights a method that
+    /// would read them reads the target's.
+    pub fn drafter(&self, target: View, weights: DraftWeights, pages: &[Pages]) -> Option<Box<dyn Drafter>> {
         match (self.plan(target), self.source) {
             (Some(plan), _) => {
                 let weights = if weights == DraftWeights::None { Weights::Full } else { plan.weights };
-                Some(SelfQuantised::boxed(DraftPlan { weights, pages, ..plan }))
+                let plans = pages.iter().map(|&pages| DraftPlan { weights, pages, ..plan });
+                Some(Box::new(SelfQuantised(plans.collect())))
             }
             (None, Source::Other(make)) => Some(make()),
             (None, _) => None,
@@ -186,7 +199,7 @@ mod tests {
     fn methods_make_what_they_say() {
         let made = |name: &str, weights| {
             let method = Entry::named(name).unwrap();
-            method.drafter(View::Both, weights, Pages::Best(3)).map(|drafter| drafter.needs())
+            method.drafter(View::Both, weights, &[Pages::Best(3)]).map(|drafter| drafter.needs())
         };
         let needs = |view, draft_weights| Some(Needs { view, draft_weights, distributions: view.is_some() });
         let (upper, both) = (Some(View::Upper), Some(View::Both));
