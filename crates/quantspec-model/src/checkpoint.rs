@@ -7,6 +7,7 @@ use crate::config;
 use crate::draft_cache::DraftCache;
 use crate::gguf::Gguf;
 use crate::gguf_config::{self, Packed};
+use crate::names;
 use crate::quantised::{self, Quantised, Scheme};
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
@@ -238,8 +239,9 @@ impl Checkpoint {
             let (config, places) = gguf_config::read(&gguf)?;
             return Ok(Checkpoint { config, weights: Weights::Gguf { gguf, places }, draft_cache: None });
         }
-        let (config, scheme) = configuration(path)?;
-        let (shards, names) = open_shards(path)?;
+        let (config, scheme, wrapped) = configuration(path)?;
+        let (mut shards, names) = open_shards(path)?;
+        let names = names::rename(&config, wrapped, &mut shards, names)?;
         Checkpoint::new(config, scheme, shards, &names)
     }
 
@@ -253,7 +255,7 @@ impl Checkpoint {
         if path.is_file() {
             return Checkpoint::open(path);
         }
-        let (config, _) = configuration(path)?;
+        let (config, ..) = configuration(path)?;
         let place = Place { shard: 0, offset: 0, dtype: config.dtype };
         let tied = config.tied_embeddings.then_some(Part::Head);
         let places = Part::all(&config).into_iter().chain(tied).map(|part| (part, place)).collect();
@@ -267,10 +269,12 @@ impl Checkpoint {
     /// [`quantspec_core::ErrorKind::Model`], as of [`Checkpoint::open`].
     pub fn from_bytes(config: &[u8], safetensors: &'static [u8]) -> Result<Checkpoint> {
         let scheme = quantised::scheme(config)?;
+        let wrapped = config::is_wrapped(config)?;
         let config = config::parse(config, None)?;
-        let shard = SafeTensors::from_static("embedded model", safetensors)?;
-        let names = shard.tensors().keys().map(|name| (name.clone(), 0)).collect();
-        Checkpoint::new(config, scheme, vec![shard], &names)
+        let mut shards = vec![SafeTensors::from_static("embedded model", safetensors)?];
+        let names = shards[0].tensors().keys().map(|name| (name.clone(), 0)).collect();
+        let names = names::rename(&config, wrapped, &mut shards, names)?;
+        Checkpoint::new(config, scheme, shards, &names)
     }
 
     fn new(
@@ -427,8 +431,9 @@ impl Checkpoint {
     }
 }
 
-/// Reads config.json and generation_config.json of a directory.
-fn configuration(dir: &Path) -> Result<(ModelConfig, Option<Scheme>)> {
+/// Reads config.json and generation_config.json of a directory: the language model, how its matrices are quantised, and whether it is
+/// beside a vision tower.
+fn configuration(dir: &Path) -> Result<(ModelConfig, Option<Scheme>, bool)> {
     if !dir.is_dir() {
         return Err(Error::model(
             format!("{} is neither a directory nor a GGUF file", dir.display()),
@@ -443,7 +448,8 @@ fn configuration(dir: &Path) -> Result<(ModelConfig, Option<Scheme>)> {
     };
     let generation = read_json(dir, "generation_config.json")?;
     let scheme = quantised::scheme(&config)?;
-    Ok((config::parse(&config, generation.as_deref())?, scheme))
+    let wrapped = config::is_wrapped(&config)?;
+    Ok((config::parse(&config, generation.as_deref())?, scheme, wrapped))
 }
 
 /// Reads rows of a matrix of a GGUF file in their number format.

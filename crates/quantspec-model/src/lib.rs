@@ -14,6 +14,7 @@ pub mod forward;
 pub mod gguf;
 mod gguf_config;
 mod kv_cache;
+mod names;
 mod network;
 pub mod prompt_cache;
 mod quantised;
