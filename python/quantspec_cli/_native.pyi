@@ -69,6 +69,7 @@ class Engine:
         gamma: int | None = None,
         slots: int = 1,
         every_view: bool = False,
+        draft_model: str | None = None,
         draft_cache: tuple[str, int] | None = None,
         on_loading: Callable[[int, int], object] | None = None,
     ) -> Engine: ...
@@ -212,6 +213,7 @@ def planned(
     kv_rounding: str,
     page_choice: str,
     accept: str,
+    draft_model: str | None = None,
 ) -> int:
     """Bytes that an `Engine` with `every_view` will hold at its peak, or what refuses it before weights are read."""
 
@@ -231,6 +233,7 @@ def plan(
     accept: str = "replay",
     gamma: int | None = None,
     slots: int = 1,
+    draft_model: str | None = None,
     described: bool = False,
 ) -> dict[str, Any]:
     """What an `Engine` with these arguments would hold, before any weight is read.

@@ -17,7 +17,6 @@ from .options import (
     KV_ROUNDINGS,
     KV_TARGETS,
     LOGPROBS_MAX,
-    PAGE_CHOICES,
     EngineOptions,
     GenerateOptions,
     Lists,
@@ -25,9 +24,11 @@ from .options import (
     Verbatim,
     chat_flags,
     device_flags,
+    draft_model_flag,
     engine_flags,
     json_flag,
     model_flags,
+    page_choice_flag,
     sampling_flags,
 )
 
@@ -308,6 +309,7 @@ def cache(*, clear: bool, as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT)
 @model_flags
+@draft_model_flag
 @device_flags
 @json_flag
 def selftest(*, device: str, threads: int | None, **flags: Any) -> Done:
@@ -412,9 +414,8 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag("--batch", default="1", text="Sequences that decode together, each after that much text.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
-@_choice_flag(
-    "--page-choice", PAGE_CHOICES, text="With --draft-pages N or auto: the best-scoring pages or the recent ones."
-)
+@page_choice_flag
+@draft_model_flag
 @_choice_flag("--accept", ACCEPTANCE, text="Acceptance rule: same text as ar, or same distribution.")
 @_list_flag(
     "--methods", "--method", "methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV."
@@ -450,7 +451,7 @@ def bench(
     rows: str,
     device: str,
     threads: int | None,
-    page_choice: str,
+    page_choice: str | None,
     accept: str,
     kv_rounding: str,
     compare: tuple[str, str] | None,

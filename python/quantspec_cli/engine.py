@@ -55,6 +55,7 @@ class Statistics(TypedDict):
     gamma_mean: float | None
     draft_pages_mean: float | None
     drafted_tokens: int
+    copied_tokens: int
     accepted_tokens: int
     acceptance_rate: float | None
     mean_acceptance_length: float | None
@@ -161,12 +162,15 @@ class Model:
     Attributes:
         name: what it was asked for by.
         directory: its files, or the one GGUF file (the first of a split one).
+        offline: whether a draft model is looked for in the download cache only, as it was.
     """
 
     name: str
     directory: Path
     info: dict[str, Any] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
+    offline: bool = False
+    _draft_models: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(
@@ -183,7 +187,21 @@ class Model:
             )
         with native_errors():
             info = _native.model_info(str(directory))
-        return cls(model or hub.DEMO, directory, info, Tokenizer(directory, info["vocab"]))
+        return cls(model or hub.DEMO, directory, info, Tokenizer(directory, info["vocab"]), offline)
+
+    def draft_model(self, name: str | None, *, progress: bool = False) -> str | None:
+        """Path of the checkpoint that drafts for this one; refuses one of another tokenizer. None where nothing is named."""
+        if name is None or name in self._draft_models:
+            return name and self._draft_models[name]
+        draft = Model.open(name, offline=self.offline, progress=progress)
+        difference = self.tokenizer.difference(draft.tokenizer)
+        if difference is not None:
+            raise ModelError(
+                f"the draft model {draft.name} has another tokenizer than {self.name}: {difference}",
+                "use a smaller model of the same family; its tokens must mean what the model's mean",
+            )
+        self._draft_models[name] = str(draft.directory)
+        return self._draft_models[name]
 
     @property
     def context(self) -> int:
@@ -438,7 +456,13 @@ def planned(model: Model, options: EngineOptions, *, context: int, batch: int = 
     from . import _native
 
     with native_errors():
-        return _native.plan(str(model.directory), capacity=context, slots=batch, **options.native())
+        return _native.plan(
+            str(model.directory),
+            capacity=context,
+            slots=batch,
+            draft_model=model.draft_model(options.draft_model),
+            **options.native(),
+        )
 
 
 def _check_text(name: str, text: object) -> None:
@@ -527,12 +551,14 @@ class Engine:
         self.model = model
         self.options = options
         self.context = context
+        draft_model = model.draft_model(options.draft_model, progress=on_loading is not None)
         with native_errors():
             self.native = _native.Engine(
                 str(model.directory),
                 capacity=context,
                 prompt_capacity=longest_prompt,
                 slots=batch,
+                draft_model=draft_model,
                 draft_cache=settings.native_draft_cache(),
                 on_loading=on_loading,
                 **options.native(),
@@ -556,8 +582,9 @@ class Engine:
         kv_target: str = "int8",
         kv_rounding: str = "balanced",
         draft_weights: str = "int4",
-        draft_pages: int | Literal["all", "auto"] = "all",
-        page_choice: str = "best",
+        draft_pages: int | Literal["all", "auto"] | None = None,
+        page_choice: str | None = None,
+        draft_model: str | os.PathLike[str] | None = None,
         accept: str = "replay",
         on_loading: OnProgress | None = None,
     ) -> Engine:
@@ -579,7 +606,9 @@ class Engine:
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".
             draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto": as measured cost and acceptance say.
-            page_choice: with a number of pages, the "best" ones or the recent ones ("window").
+                None is the method's default.
+            page_choice: with a number of pages, the "best" ones (None, too) or the recent ones ("window").
+            draft_model: with method "draft-model", a directory, a GGUF file or a hub id of the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
             on_loading: called with (bytes done, bytes in all).
 
@@ -596,6 +625,7 @@ class Engine:
             draft_weights=draft_weights,
             draft_pages=draft_pages,
             page_choice=page_choice,
+            draft_model=None if draft_model is None else os.fspath(draft_model),
             accept=accept,
         )
         # More sequences than any memory holds; the number reaches the engine as it is.

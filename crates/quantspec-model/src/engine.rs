@@ -340,13 +340,30 @@ impl<B: Backend> Engine<B> {
     /// γ for the slot's next round: the policy's, clipped so that a round never emits more than what remains.
     pub fn choose_gamma(&self, slot: usize) -> usize {
         let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
+        let most = GAMMA_MAX.min(remaining.saturating_sub(1));
         let policy = &self.method.policy;
-        let wanted = match self.method.drafter {
-            Some(_) if self.watches(slot) => policy.reach(),
-            Some(_) => policy.gamma(),
-            None => 0,
+        let copied = if self.is_alone() { policy.longest() } else { policy.gamma() };
+        let wanted = match (self.copies(slot, copied.min(most)), &self.method.drafter) {
+            (_, None) => 0,
+            (0, Some(_)) if self.watches(slot) => policy.reach(),
+            (0, Some(_)) => policy.gamma(),
+            (copied, Some(_)) => copied,
         };
-        wanted.min(GAMMA_MAX).min(remaining.saturating_sub(1))
+        wanted.min(most)
+    }
+
+    /// Tokens, at most `most`, that the drafter would rather copy from this slot's text than draft. Costs are those of one sequence: in
+    /// a batch the draft of others goes on all the same.
+    fn copies(&self, slot: usize, most: usize) -> usize {
+        let Method { drafter, policy, .. } = &self.method;
+        let alone = self.is_alone();
+        let par = |gamma| policy.par(gamma).filter(|_| alone);
+        drafter.as_ref().map_or(0, |drafter| drafter.copies(slot, most, &par))
+    }
+
+    /// Whether one sequence is being decoded.
+    fn is_alone(&self) -> bool {
+        self.sequences.iter().flatten().filter(|sequence| sequence.running && sequence.remaining > 0).count() == 1
     }
 
     /// Whether a draft of this slot can end early: logit margins say how likely its tokens stand, and no other sequence shares its steps.
@@ -354,8 +371,7 @@ impl<B: Backend> Engine<B> {
         let sampled = |sequence: &Sequence| sequence.sampler.accept != Accept::Rejection;
         self.method.drafter.as_ref().is_some_and(|drafter| drafter.margins())
             && self.sequences.get(slot).and_then(Option::as_ref).is_some_and(sampled)
-            && self.sequences.iter().flatten().filter(|sequence| sequence.running && sequence.remaining > 0).count()
-                == 1
+            && self.is_alone()
     }
 
     /// Drafts γ tokens for every (slot, γ), or fewer where the policy says when a draft is to end or the drafter proposes fewer. The slots named
@@ -376,7 +392,8 @@ impl<B: Backend> Engine<B> {
         self.turns.clear();
         self.drafted = None;
         for &(slot, gamma) in gammas {
-            let stop = self.method.policy.stop().filter(|_| self.watches(slot));
+            let copied = self.copies(slot, gamma);
+            let stop = self.method.policy.stop().filter(|_| copied == 0 && self.watches(slot));
             let (_, _, sequence) = self.parts(slot)?;
             if !sequence.running || sequence.remaining == 0 {
                 return Err(Error::usage(
@@ -399,7 +416,14 @@ impl<B: Backend> Engine<B> {
             if self.turns.iter().any(|turn| turn.slot == slot) {
                 return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
             }
-            self.turns.push(Turn { stop, history, reads_logits, ..Turn::new(slot, committed, gamma, sampler) });
+            let gamma = if copied > 0 { copied } else { gamma };
+            self.turns.push(Turn {
+                stop,
+                history,
+                reads_logits,
+                copied: copied > 0,
+                ..Turn::new(slot, committed, gamma, sampler)
+            });
         }
         let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
         let visible = self.turns.iter().map(|turn| visible_pages(turn.committed)).max().unwrap_or(0);
@@ -445,7 +469,9 @@ impl<B: Backend> Engine<B> {
                 self.stats.draft(in_vain);
                 for turn in turns.iter_mut().filter(|turn| turn.gamma > 0) {
                     turn.gamma = 0;
-                    self.method.policy.observe_failure();
+                    if !turn.copied {
+                        self.method.policy.observe_failure();
+                    }
                 }
                 started = Instant::now();
                 forward::verify(&mut self.backend, self.method.target, &turns)?
@@ -485,8 +511,11 @@ impl<B: Backend> Engine<B> {
             sequence.remaining -= tokens.len();
             // A round that was taken again drafted in vain: none of it was accepted.
             self.stats.round(drafted, verdict.accepted);
+            if turn.copied {
+                self.stats.copied(drafted);
+            }
             let visible = visible_pages(turn.committed);
-            let read = match self.pages {
+            let read = match self.pages.filter(|_| !turn.copied) {
                 None => 0,
                 Some(Pages::All) => visible,
                 Some(Pages::Window(n) | Pages::Best(n)) => n.min(visible),
@@ -496,7 +525,10 @@ impl<B: Backend> Engine<B> {
                 if !turn.margins.is_empty() {
                     self.method.policy.observe_margins(&turn.margins, verdict.accepted);
                 }
-                self.method.policy.observe_round(turn.gamma, verdict.accepted);
+                match turn.copied {
+                    true => self.method.policy.observe_copied(turn.gamma, verdict.accepted),
+                    false => self.method.policy.observe_round(turn.gamma, verdict.accepted),
+                }
             }
             round.push(Emitted { slot: turn.slot, tokens });
         }
@@ -558,9 +590,10 @@ impl<B: Backend> Engine<B> {
         self.block_rows
     }
 
-    /// Bytes the backend holds.
+    /// Bytes that the backend holds, and a network of the drafter's own.
     pub fn memory(&self) -> Memory {
-        self.backend.memory()
+        let drafter = self.method.drafter.as_ref().map(|drafter| drafter.memory());
+        self.backend.memory().and(drafter.unwrap_or_default())
     }
 
     /// The device under the engine.

@@ -1,6 +1,6 @@
 //! `_native.Engine`: one engine on one device, driven round by round from Python.
 
-use crate::device::{Device, Place, on_device};
+use crate::device::{Device, Drafts, Models, Place, drafter, on_device};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request};
 use pyo3::exceptions::PyException;
@@ -212,6 +212,8 @@ pub(crate) struct PyEngine {
     prompt_capacity: usize,
     step_rows: usize,
     every_view: bool,
+    /// Drafts with another checkpoint, where one was loaded.
+    second: Option<Drafts>,
 }
 
 impl PyEngine {
@@ -283,7 +285,7 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, kv_target="int8", method="quantspec",
         kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
-        slots=1, every_view=false, draft_cache=None, on_loading=None))]
+        slots=1, every_view=false, draft_model=None, draft_cache=None, on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
         py: Python<'_>,
@@ -302,6 +304,7 @@ impl PyEngine {
         gamma: Option<usize>,
         slots: usize,
         every_view: bool,
+        draft_model: Option<&str>,
         draft_cache: Option<(PathBuf, usize)>,
         on_loading: Option<Py<PyAny>>,
     ) -> PyResult<PyEngine> {
@@ -331,18 +334,22 @@ impl PyEngine {
                 show(done, total);
             }
         };
-        let polled = poll(raised.clone());
+        let (polled, polled_by_second) = (poll(raised.clone()), poll(raised.clone()));
         let started = Instant::now();
         let (accept, step_rows) = (resolved.accept, resolved.options.step_rows);
         let origin = OriginSlot::default();
         let drafts = origin.hook();
-        let (device, place, config, planned_bytes) = interruptible(py, &raised, || {
+        let (device, second, place, config, planned_bytes) = interruptible(py, &raised, || {
             let checkpoint = open(model, draft_cache)?;
+            let draft = draft_model.map(|model| open(model, None)).transpose()?;
+            let models = Models { target: &checkpoint, draft: draft.as_ref() };
             let place = Place::choose(device, &checkpoint)?;
-            let planned_bytes = place.plan(&checkpoint, &resolved.options, 0)?;
+            let planned_bytes = place.plan(models, &resolved.options, 0)?;
             let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
-            let engine = PyEngine::unless_raised(&raised, place.engine(&checkpoint, resolved, hooks))?;
-            Ok((engine, place, checkpoint.config().clone(), planned_bytes))
+            let of_second = Hooks { poll: Box::new(polled_by_second), ..Hooks::default() };
+            let (engine, second) =
+                PyEngine::unless_raised(&raised, place.engine(models, resolved, [hooks, of_second]))?;
+            Ok((engine, second, place, checkpoint.config().clone(), planned_bytes))
         })?;
         let load_s = started.elapsed().as_secs_f64();
         // A backend keeps its hooks as long as it lives. Python's collector does not look into it: a callback that leads back
@@ -380,6 +387,7 @@ impl PyEngine {
             prompt_capacity,
             step_rows,
             every_view,
+            second,
         })
     }
 
@@ -512,9 +520,11 @@ impl PyEngine {
             every_view: true,
         };
         let resolved = request.resolve().map_err(to_python)?;
+        let mut method = resolved.method;
+        method.drafter = drafter(method.drafter, resolved.second.as_ref(), self.second.as_ref()).map_err(to_python)?;
         self.run(py, |device| {
             on_device!(device, engine => {
-                engine.set_method(resolved.method)?;
+                engine.set_method(method)?;
                 engine.reset_stats();
             });
             Ok(())
@@ -588,6 +598,7 @@ impl PyEngine {
         out.set_item("gamma_mean", stats.gamma_mean())?;
         out.set_item("draft_pages_mean", stats.draft_pages_mean())?;
         out.set_item("drafted_tokens", stats.drafted_tokens())?;
+        out.set_item("copied_tokens", stats.copied_tokens())?;
         out.set_item("accepted_tokens", stats.accepted_tokens())?;
         out.set_item("acceptance_rate", stats.acceptance_rate())?;
         out.set_item("mean_acceptance_length", stats.mean_acceptance_length())?;

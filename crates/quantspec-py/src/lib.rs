@@ -77,7 +77,7 @@ mod _native {
     #[pyfunction]
     #[pyo3(signature = (path, *, described=false))]
     fn model_info<'py>(py: Python<'py>, path: &str, described: bool) -> PyResult<Bound<'py, PyDict>> {
-        let config = errors::detached(py, || Ok(super::plan::checkpoint(path, described)?.config().clone()))?;
+        let config = errors::detached(py, || Ok(super::plan::checkpoint_of(path, described)?.config().clone()))?;
         let out = PyDict::new(py);
         out.set_item("family", &config.family)?;
         out.set_item("vocab", config.vocab)?;
@@ -105,10 +105,12 @@ mod _native {
                 "draft_view",
                 match method.source {
                     Source::Model { view: Some(view), .. } => options::target_name(view),
-                    Source::Model { view: None, .. } => Some("target"),
+                    Source::Model { view: None, .. } | Source::Checkpoint => Some("target"),
                     Source::Nothing | Source::Other(_) => None,
                 },
             )?;
+            out.set_item("window", method.window())?;
+            out.set_item("draft_model", matches!(method.source, Source::Checkpoint))?;
             Ok(out)
         };
         METHODS.iter().map(describe).collect()

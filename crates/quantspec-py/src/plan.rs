@@ -1,6 +1,6 @@
 //! `plan(model, …)`, `fitting(models, …)` and `rates(model, …)`: what an engine would hold, and what its operations cost on a machine, before any weight is read.
 
-use crate::device::Place;
+use crate::device::{Models, Place};
 use crate::engine::{Raised, default_threads, memory_dict, poll};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request};
@@ -15,7 +15,8 @@ use std::path::Path;
 /// `described`: of a directory config.json alone is looked at ([`Checkpoint::describe`]).
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, kv_target="int8", method="quantspec",
-    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1, described=false))]
+    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1, draft_model=None,
+    described=false))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn plan<'py>(
     py: Python<'py>,
@@ -33,6 +34,7 @@ pub(crate) fn plan<'py>(
     accept: &str,
     gamma: Option<usize>,
     slots: usize,
+    draft_model: Option<&str>,
     described: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let request = Request {
@@ -52,10 +54,13 @@ pub(crate) fn plan<'py>(
     };
     let resolved = request.resolve().map_err(to_python)?;
     let (name, weighed, limit) = detached(py, || {
-        let checkpoint = checkpoint(model, described)?;
+        let checkpoint = checkpoint_of(model, described)?;
+        let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
         let place = Place::choose(device, &checkpoint)?;
-        let weighed = place.weigh(&checkpoint, &resolved.options, 0)?;
-        Ok((place.name(), weighed, checkpoint.config().max_positions))
+        let models = Models { target: &checkpoint, draft: draft.as_ref() };
+        let weighed = place.weigh(models, &resolved.options, 0)?;
+        let draft_limit = draft.as_ref().map_or(usize::MAX, |draft| draft.config().max_positions);
+        Ok((place.name(), weighed, checkpoint.config().max_positions.min(draft_limit)))
     })?;
     let out = PyDict::new(py);
     out.set_item("device", name)?;
@@ -69,7 +74,7 @@ pub(crate) fn plan<'py>(
 }
 
 /// A checkpoint, or what config.json says of it.
-pub(crate) fn checkpoint(model: &str, described: bool) -> Result<Checkpoint> {
+pub(crate) fn checkpoint_of(model: &str, described: bool) -> Result<Checkpoint> {
     let path = Path::new(model);
     if described { Checkpoint::describe(path) } else { Checkpoint::open(path) }
 }
@@ -96,11 +101,11 @@ pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyRe
     };
     let resolved = request.resolve().map_err(to_python)?;
     detached(py, || {
-        let described: Vec<_> = models.iter().map(|model| checkpoint(model, true)).collect::<Result<_>>()?;
+        let described: Vec<_> = models.iter().map(|model| checkpoint_of(model, true)).collect::<Result<_>>()?;
         let Some(first) = described.first() else { return Ok(Vec::new()) };
         let place = Place::choose(device, first)?;
         let weigh = |checkpoint| {
-            let weighed = place.weigh(checkpoint, &resolved.options, 0)?;
+            let weighed = place.weigh(Models::alone(checkpoint), &resolved.options, 0)?;
             Ok((weighed.parts.weights_bytes, weighed.parts.draft_weights_bytes, weighed.longest_context))
         };
         described.iter().map(weigh).collect()
@@ -122,7 +127,7 @@ pub(crate) fn rates<'py>(
     let raised = Raised::default();
     let mut interrupted = poll(raised.clone());
     let (place, read, rates) = interruptible(py, &raised, || {
-        let checkpoint = checkpoint(model, true)?;
+        let checkpoint = checkpoint_of(model, true)?;
         let place = Place::choose(device, &checkpoint)?;
         Ok(match place.gpu() {
             Some(gpu) => {
