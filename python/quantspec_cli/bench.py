@@ -672,10 +672,12 @@ class Bench:
         return read
 
     def _decode_flops(self, method: Method, seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
-        """Floating-point operations of a run, on average: of every row that was verified, and of those that drafted."""
+        """Floating-point operations of a run, on average: of every row that was verified, and of those of the
+        model itself that drafted.
+        """
         visible = seen["pages"] * predict.PAGE_TOKENS + seen["buffer_tokens"]
         matrix, attention = predict.row_flops(self._model.info, visible)
-        drafts = METHODS[method.name].draft_view is not None
+        drafts = METHODS[method.name].draft_view is not None and not METHODS[method.name].draft_model
         drafted = statistics.fmean(run.stats["drafted_tokens"] for run in runs)
         rounds = statistics.fmean(run.stats["rounds"] for run in runs)
         drafting = matrix + attention * (1.0 if method.draft_pages == "all" else self._pages_share(seen, runs))

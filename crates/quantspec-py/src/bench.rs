@@ -4,7 +4,7 @@ use crate::device::{Models, Place};
 use crate::engine::{Raised, default_threads, poll};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::Request;
-use crate::plan::checkpoint;
+use crate::plan::checkpoint_of;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
@@ -41,7 +41,7 @@ pub(crate) fn traffic<'py>(
     tokens: usize,
     described: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let checkpoint = detached(py, || checkpoint(model, described))?;
+    let checkpoint = detached(py, || checkpoint_of(model, described))?;
     let config = checkpoint.config();
     let heads = config.layers * config.kv_heads;
     let positions = start..start + tokens.max(1);

@@ -78,7 +78,7 @@ mod _native {
     #[pyfunction]
     #[pyo3(signature = (path, *, described=false))]
     fn model_info<'py>(py: Python<'py>, path: &str, described: bool) -> PyResult<Bound<'py, PyDict>> {
-        let config = errors::detached(py, || Ok(super::plan::checkpoint(path, described)?.config().clone()))?;
+        let config = errors::detached(py, || Ok(super::plan::checkpoint_of(path, described)?.config().clone()))?;
         let out = PyDict::new(py);
         out.set_item("family", &config.family)?;
         out.set_item("vocab", config.vocab)?;

@@ -56,8 +56,8 @@ pub(crate) fn plan<'py>(
     };
     let resolved = request.resolve().map_err(to_python)?;
     let (name, weighed, limit) = detached(py, || {
-        let checkpoint = checkpoint(model, described)?;
-        let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
+        let checkpoint = checkpoint_of(model, described)?;
+        let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
         let place = Place::choose(device, &checkpoint)?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
         let weighed = place.weigh(models, &resolved.options, 0)?;
@@ -76,7 +76,7 @@ pub(crate) fn plan<'py>(
 }
 
 /// A checkpoint, or what config.json says of it.
-pub(crate) fn checkpoint(model: &str, described: bool) -> Result<Checkpoint> {
+pub(crate) fn checkpoint_of(model: &str, described: bool) -> Result<Checkpoint> {
     let path = Path::new(model);
     if described { Checkpoint::describe(path) } else { Checkpoint::open(path) }
 }
@@ -104,11 +104,11 @@ pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyRe
     };
     let resolved = request.resolve().map_err(to_python)?;
     detached(py, || {
-        let described: Vec<_> = models.iter().map(|model| checkpoint(model, true)).collect::<Result<_>>()?;
+        let described: Vec<_> = models.iter().map(|model| checkpoint_of(model, true)).collect::<Result<_>>()?;
         let Some(first) = described.first() else { return Ok(Vec::new()) };
         let place = Place::choose(device, first)?;
         let weigh = |checkpoint| {
-            let weighed = place.weigh(Models { target: checkpoint, draft: None }, &resolved.options, 0)?;
+            let weighed = place.weigh(Models::alone(checkpoint), &resolved.options, 0)?;
             Ok((weighed.parts.weights_bytes, weighed.parts.draft_weights_bytes, weighed.longest_context))
         };
         described.iter().map(weigh).collect()
@@ -130,7 +130,7 @@ pub(crate) fn rates<'py>(
     let raised = Raised::default();
     let mut interrupted = poll(raised.clone());
     let (place, read, rates) = interruptible(py, &raised, || {
-        let checkpoint = checkpoint(model, true)?;
+        let checkpoint = checkpoint_of(model, true)?;
         let place = Place::choose(device, &checkpoint)?;
         Ok(match place.gpu() {
             Some(gpu) => {
