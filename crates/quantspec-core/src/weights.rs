@@ -25,7 +25,7 @@ pub const GROUP: usize = 64;
 pub const FIRST_CODES: [u8; 8] = [8, 0, 2, 4, 6, 10, 12, 14];
 
 /// The code whose nibbles are both 0.
-const ZERO: u8 = 8;
+pub const ZERO: u8 = 8;
 
 /// Upper nibble of a code, 0..=15.
 pub const fn upper(code: u8) -> u8 {

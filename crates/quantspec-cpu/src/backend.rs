@@ -4,6 +4,7 @@ use crate::attend::{self, CHUNK, ITEM_ROWS, Partials, Shape, State};
 use crate::cache::{Cache, Plan};
 use crate::dispatch::{self, Choice, Simd};
 use crate::elementwise::{rms_norm, rope, silu_mul};
+use crate::hierarchy;
 use crate::lanes::{f16_bits, f16_is_finite};
 use crate::linear::{self, Input, PANEL, Weight, row_stride};
 use crate::memory::{Array, Parts};
@@ -13,7 +14,7 @@ use crate::quantize;
 use crate::w4::Acts;
 use crate::weights::{self, Linear, Model, QkvPlaces};
 use quantspec_core::cache::{G, buffer_slot, visible_pages};
-use quantspec_core::config::{ModelConfig, Pages, Rounding, Weights};
+use quantspec_core::config::{ModelConfig, Pages, Rounding, TargetWeights, Weights};
 use quantspec_core::sample::{Sampler, Stream, check_finite, choose};
 use quantspec_core::verify::{Judge, Verdict};
 use quantspec_core::{Error, Result};
@@ -52,10 +53,11 @@ struct Rows {
     places: QkvPlaces,
     /// `[row][row_stride(hidden)]`
     hidden: Array<f32>,
-    /// Input of a matrix, normalised or not, `[row][row_stride(k)]`: f32, BF16 and int8.
+    /// Input of a matrix, normalised or not, `[row][row_stride(k)]`: f32, BF16, int8 for draft tiles and limbs for planes.
     x: Array<f32>,
     x16: Array<u16>,
     x8: Acts,
+    limbs: hierarchy::Acts,
     /// `[row][places.width]`
     qkv: Array<f32>,
     /// `[row][row_stride(q_width)]`
@@ -85,6 +87,8 @@ struct Lengths {
     angles: usize,
     partials: usize,
     pages: usize,
+    /// Rows and inputs of the activations in limbs: none without planes.
+    limbs: (usize, usize),
 }
 
 impl Lengths {
@@ -103,13 +107,17 @@ impl Lengths {
             angles: rows * config.head_dim / 2,
             partials: rows * config.heads * (pages.div_ceil(CHUNK) + 1) * (2 + config.head_dim),
             pages,
+            limbs: if options.weights == TargetWeights::Int8 { (rows, widest) } else { (0, 0) },
         }
     }
 
     fn bytes(&self, rows: usize) -> usize {
         let floats =
             self.hidden + self.x + self.qkv + self.attended + self.ffn + self.logits + 2 * self.angles + self.partials;
-        4 * (floats + self.pages) + 2 * self.x + Acts::bytes_of(rows, self.widest)
+        4 * (floats + self.pages)
+            + 2 * self.x
+            + Acts::bytes_of(rows, self.widest)
+            + hierarchy::Acts::bytes_of(self.limbs.0, self.limbs.1)
     }
 }
 
@@ -130,6 +138,7 @@ impl Rows {
         floats.iter().map(|array| array.bytes()).sum::<usize>()
             + self.x16.bytes()
             + self.x8.bytes()
+            + self.limbs.bytes()
             + size_of_val(&self.all[..])
     }
 }
@@ -148,7 +157,7 @@ fn state_rows(config: &ModelConfig, options: &Options) -> usize {
 /// at load and become resident as they are used.
 pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
     let config = checkpoint.config();
-    let (weights_bytes, draft_weights_bytes) = weights::plan(checkpoint, options.draft_weights);
+    let (weights_bytes, draft_weights_bytes) = weights::plan(checkpoint, options.weights, options.draft_weights);
     let [upper, lower, full, ring] = Plan::new(config, options.planes, options.slots, options.capacity).bytes();
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
@@ -203,7 +212,7 @@ impl CpuBackend {
         let prompt = Prompt::new(&config, options.prompt_capacity, options.block_rows, threads)?;
         let rows = Rows::new(&config, options)?;
         let states = (0..threads).map(|_| State::new(state_rows(&config, options), shape)).collect::<Result<_>>()?;
-        let model = Model::load(checkpoint, options.draft_weights, choice.simd, &pool, &mut hooks)?;
+        let model = Model::load(checkpoint, options.weights, options.draft_weights, choice.simd, &pool, &mut hooks)?;
         Ok(CpuBackend {
             rope: RopeTable::new(&config),
             chosen: vec![(Vec::new(), 0); options.slots * config.layers * config.kv_heads],
@@ -815,6 +824,7 @@ impl Rows {
             x: Array::zeros(len.x)?,
             x16: Array::zeros(len.x)?,
             x8: Acts::zeros(options.step_rows.max(1), len.widest)?,
+            limbs: hierarchy::Acts::zeros(len.limbs.0, len.limbs.1)?,
             qkv: Array::zeros(len.qkv)?,
             attended: Array::zeros(len.attended)?,
             ffn: Array::zeros(len.ffn)?,
@@ -847,7 +857,7 @@ impl Rows {
         m: usize,
     ) -> (Weight<'a>, Input<'a>, Outputs<'a>) {
         let stride = row_stride(k);
-        let Rows { hidden, x, x16, x8, qkv, attended, ffn, logits, .. } = self;
+        let Rows { hidden, x, x16, x8, limbs, qkv, attended, ffn, logits, .. } = self;
         let (ffn_out, ffn_in): (&mut [f32], &[f32]) = match from {
             Source::Ffn => (&mut [], &ffn[..m * stride]),
             _ => (&mut ffn[..], &[]),
@@ -863,11 +873,15 @@ impl Rows {
                 x8.quantize(simd, x, stride, m, k);
                 Input::Int8(x8)
             }
+            Weight::Planes(_, read) if !read.takes_f32(simd) => {
+                limbs.quantize(simd, read, x, stride, m, k);
+                Input::Limbs(limbs)
+            }
             Weight::Full(matrix) if crate::prefill::takes_pairs(simd, matrix) => {
                 linear::to_bf16(simd, x, &mut x16[..m * stride]);
                 Input::Bf16(&x16[..m * stride], stride)
             }
-            Weight::Full(_) => Input::F32(x, stride),
+            Weight::Full(_) | Weight::Planes(..) => Input::F32(x, stride),
         };
         (weight, input, Outputs { hidden, qkv, ffn: ffn_out, logits })
     }

@@ -4,7 +4,7 @@ use crate::args;
 use crate::backend::FLAG_WEIGHTS;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch, Pinned};
 use crate::linear::{Linear, Matrix, Quantised};
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, TargetWeights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Hooks;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -168,6 +168,20 @@ pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
                 checkpoint.tensor_name(other)
             ),
             "store the checkpoint in one format, or use --device cpu",
+        )),
+    }
+}
+
+/// Whether the GPU has kernels for such weights of the target.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Usage`] where it has none.
+pub fn check_weights(weights: TargetWeights) -> Result<()> {
+    match weights {
+        TargetWeights::Checkpoint => Ok(()),
+        TargetWeights::Int8 => Err(Error::usage(
+            "weights is int8, which has no kernels on a GPU",
+            "use --device cpu, or --weights checkpoint",
         )),
     }
 }

@@ -9,7 +9,7 @@
 
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
-use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::policy::Stop;
 use quantspec_core::sample::Sampler;
 use quantspec_core::verify::{DraftDistribution, Verdict};
@@ -76,7 +76,9 @@ pub struct Options {
     pub planes: Planes,
     /// How keys and values are rounded to nibbles.
     pub rounding: Rounding,
-    /// Which draft weights are made.
+    /// How the target's weights are kept.
+    pub weights: TargetWeights,
+    /// Which draft weights are made; with [`TargetWeights::Int8`], which are read from the upper plane.
     pub draft_weights: DraftWeights,
     /// Keep the distributions of a round's drafted tokens: acceptance by rejection compares with those that
     /// [`Backend::propose`] drew from.
