@@ -16,7 +16,7 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int DRAFT_TOGETHER = 4;        // tiles of a block that share what a warp reads of the inputs; two of them a chunk
-// Chunks on their way, of 17 KB; first, beside the kernel before, and later (docs/kernels.md). No more than the shortest ring has (STAGES_MIN of draft.rs).
+// Chunks on their way, of 17 KB; first, beside the kernel before, and later. No more than the shortest ring has (STAGES_MIN of draft.rs).
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;            // rows are even columns of a product, so that a lane has outputs of one row
 constexpr int DRAFT_BLOCK = QUANT_BLOCK<4>, DRAFT_HALF = LINEAR_WARPS * DRAFT_BLOCK, DRAFT_CHUNK = 2 * DRAFT_HALF;
