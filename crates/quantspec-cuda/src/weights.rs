@@ -437,6 +437,14 @@ mod tests {
     use quantspec_core::ErrorKind;
 
     #[test]
+    fn weights_without_kernels_are_refused() {
+        assert!(check_weights(TargetWeights::Checkpoint).is_ok());
+        let error = check_weights(TargetWeights::Int8).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Usage);
+        assert!(error.message.contains("int8") && error.hint.contains("--device cpu"));
+    }
+
+    #[test]
     fn layers_of_several_formats_are_refused() {
         let shape = Shape { tied: false, ..Shape::new("llama", "BF16", (2, 1, 64)) };
         let edited = |odd: &str| {
