@@ -122,7 +122,9 @@ def test_every_supported_gpu_is_served(driver: Driver, capability: str) -> None:
 
 
 def test_weights_without_kernels_are_refused(driver: Driver) -> None:
-    driver(*DECODE, "--weights", "int8").assert_error(2, "weights is int8, which has no kernels on a GPU", "--device cpu")
+    driver(*DECODE, "--weights", "int8").assert_error(
+        2, "weights is int8, which has no kernels on a GPU", "--device cpu"
+    )
     # What the memory of a GPU does not hold is said with its numbers, whichever weights may be tried.
     assert driver(*DECODE, "--weights", "auto", "--json").json["weights"] == "checkpoint"
 

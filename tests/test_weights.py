@@ -70,15 +70,16 @@ def test_scores_agree_with_numpy() -> None:
     assert scores["drafts"]["quantspec"]["acceptance"] == pytest.approx(acceptance, abs=0.006)
 
 
-def test_every_method_emits_the_text_of_plain_decoding_from_one_copy() -> None:
+# 8.5 bits of 6.9 million weights; 4.5 bits of 4.8 million and 8.5 of the head's 2.1.
+@pytest.mark.parametrize(("weights", "megabytes"), [("int8", 7.35), ("int4", 4.94)])
+def test_every_method_emits_the_text_of_plain_decoding_from_one_copy(weights: str, megabytes: float) -> None:
     texts = set()
     for method in METHODS:
-        with Engine.load(context=500, method=method, weights="int8") as engine:
-            assert engine.info["weights"] == "int8"
+        with Engine.load(context=500, method=method, weights=weights) as engine:
+            assert engine.info["weights"] == weights
             texts.add(tuple(engine.generate("The scene lay in London " * 40, max_new_tokens=60).tokens))
             stats = engine.statistics()
-        # 8.5 bits of 6.9 million weights, and no draft weights beside them.
-        assert 6.9e6 < stats["weights_bytes"] < 7.6e6
+        assert stats["weights_bytes"] == pytest.approx(megabytes * 1e6, rel=0.01)
         assert stats["draft_weights_bytes"] == 0
     assert len(texts) == 1
 
@@ -89,6 +90,8 @@ def test_the_document_and_the_table(quantspec: Run) -> None:
     score = outcome.json["weights"]["int8"]
     assert set(score) == {"kld", "top1"}
     assert 0 < score["kld"] < 1e-3
+    int4 = quantspec("eval", "--tokens", "80", "--weights", "int4", "--json", "--device", "cpu").json["weights"]["int4"]
+    assert 5 * score["kld"] < int4["kld"] < 0.2
     assert "weights" not in quantspec("eval", "--tokens", "80", "--json", "--device", "cpu").json
     table = quantspec("eval", "--tokens", "80", "--weights", "int8", "--device", "cpu").stdout
     assert "KLD to the checkpoint" in table

@@ -293,7 +293,7 @@ def cache(*, clear: bool, as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT)
 @model_flags
-@_choice_flag("--weights", WEIGHTS[:2], text="The target's weights.")
+@_choice_flag("--weights", WEIGHTS[:3], text="The target's weights.")
 @device_flags
 @json_flag
 def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) -> Done:
@@ -428,7 +428,7 @@ def bench(
     metavar="N",
     help="Of these, the first N are a prompt, and the next one is only fed: N + 1 are not scored.",
 )
-@_choice_flag("--weights", WEIGHTS[:2], text="Weights to score; int8 is compared with the checkpoint's too.")
+@_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are compared with the checkpoint's too.")
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
 @_output_flag("-o", "--output", "output", text="Write the report there instead of stdout.")
 @device_flags

@@ -540,7 +540,8 @@ class Engine:
                 earlier in the text), or "ar" (nothing). Settings that a method does not know are refused.
             gamma: drafted tokens per round, 0 to 16, or "auto".
             weights: the target's weights, which define the output together with `kv_target`: "checkpoint", "int8" (half the
-                memory; its upper nibbles draft), or "auto" (int8 where the checkpoint's do not fit; `info` says which).
+                memory; its upper nibbles draft), "int4" (those alone), or "auto" (int8 where the checkpoint's do not fit;
+                `info` says which).
             kv_target: view of the cache that defines the output: "int8", "fp16" or "int4".
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".

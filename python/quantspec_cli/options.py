@@ -43,7 +43,7 @@ METHODS = {
     "ngram": Method("earlier text"),
     "ar": Method("nothing", drafts=False),
 }
-WEIGHTS = ("checkpoint", "int8", "auto")
+WEIGHTS = ("checkpoint", "int8", "int4", "auto")
 KV_TARGETS = ("int8", "fp16", "int4")
 KV_ROUNDINGS = ("balanced", "paper")
 DRAFT_WEIGHTS = ("int4", "int4-mlp", "none")
@@ -338,8 +338,8 @@ def engine_flags(command: Command) -> Command:
         choice(
             "--weights",
             WEIGHTS,
-            "The target's weights, which define the output: the checkpoint's, or int8, half the memory, whose upper "
-            "nibbles draft (CPU only); auto takes int8 where the checkpoint's do not fit.",
+            "The target's weights, which define the output: the checkpoint's; int8, half the memory, whose upper "
+            "nibbles draft; int4, those alone (both CPU only); auto takes int8 where the checkpoint's do not fit.",
         ),
         choice("--kv-target", KV_TARGETS, "View of the cache that defines the output."),
         choice("--kv-rounding", KV_ROUNDINGS, "How keys and values are rounded."),

@@ -107,7 +107,7 @@ impl Lengths {
             angles: rows * config.head_dim / 2,
             partials: rows * config.heads * (pages.div_ceil(CHUNK) + 1) * (2 + config.head_dim),
             pages,
-            limbs: if options.weights == TargetWeights::Int8 { (rows, widest) } else { (0, 0) },
+            limbs: if options.weights == TargetWeights::Checkpoint { (0, 0) } else { (rows, widest) },
         }
     }
 

@@ -213,13 +213,13 @@ impl Product {
         let read = if stored == Stored::Upper { hierarchy::Read::Upper } else { hierarchy::Read::Target };
         match stored {
             Stored::Both | Stored::Upper => {
-                let (upper, lower) = hierarchy::Planes::panel_bytes(k);
+                let (upper, lower) = hierarchy::Planes::panel_bytes(k, true);
                 let (mut high, mut low) = (vec![0; upper], vec![0; lower]);
                 hierarchy::encode(simd, &weights, k, &mut high, &mut low)?;
                 // Of what is read there are as many bytes as of every other kind.
                 let read = if stored == Stored::Upper { upper } else { upper + lower };
                 for _ in 0..layers(panels * read) {
-                    let mut planes = hierarchy::Planes::zeros(panels, k)?;
+                    let mut planes = hierarchy::Planes::zeros(panels, k, true)?;
                     planes.upper.chunks_exact_mut(upper).for_each(|to| to.copy_from_slice(&high));
                     planes.lower.chunks_exact_mut(lower).for_each(|to| to.copy_from_slice(&low));
                     full.push(Matrix { panels, k, store: Store::Planes(planes) });

@@ -1,4 +1,5 @@
 //! Linear layers of weights in two planes of nibbles (`quantspec_core::weights`): the target reads both, the draft the upper one.
+//! A matrix of 4 bits has no lower plane, which is as if its nibbles were all 0.
 //!
 //! A tile is 16 outputs × one group of 64 inputs. Upper tiles are `{ s: 16 f16 | z: 16 f16 | 8 vectors }`, 576 bytes; lower tiles are
 //! 8 vectors, 512 bytes, in an array of their own. So the draft reads one stream in address order and the target two. Both
@@ -16,7 +17,7 @@ use crate::dispatch::{Simd, portable};
 use crate::lanes::{bf16_bits, f16_is_finite, f16_value, madd, rint_i32};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
-use crate::w4::Group;
+use crate::w4::{Group, halves};
 use quantspec_core::weights::{FIRST_CODES, GROUP, ZERO};
 use quantspec_core::{Error, Result};
 
@@ -44,7 +45,7 @@ const HALVES: usize = PANEL / TILE_ROWS;
 /// What a pass reads of a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Read {
-    /// Both planes, activations as exact as the path has them.
+    /// All planes there are, activations as exact as the path has them.
     Target,
     /// Both planes, int8 activations: the draft's head.
     Both,
@@ -59,30 +60,35 @@ impl Read {
     }
 }
 
-/// A matrix in two planes.
+/// A lower tile whose nibbles are all 0: that of a matrix without a lower plane.
+static NO_LOWER: [u8; LOWER] = [ZERO << 4 | ZERO; LOWER];
+
+/// A matrix in two planes, or in the upper one alone.
 pub(crate) struct Planes {
     /// Panels of 32 outputs, two tiles high.
     pub(crate) panels: usize,
     pub(crate) k: usize,
     pub(crate) upper: Array<u8>,
+    /// Empty without a lower plane.
     pub(crate) lower: Array<u8>,
 }
 
 impl Planes {
-    /// Bytes of one panel in the two planes.
-    pub(crate) const fn panel_bytes(k: usize) -> (usize, usize) {
-        (HALVES * k.div_ceil(GROUP) * UPPER, HALVES * k.div_ceil(GROUP) * LOWER)
+    /// Bytes of one panel in the planes, `both` or the upper one.
+    pub(crate) const fn panel_bytes(k: usize, both: bool) -> (usize, usize) {
+        let tiles = HALVES * k.div_ceil(GROUP);
+        (tiles * UPPER, if both { tiles * LOWER } else { 0 })
     }
 
     /// Bytes of a matrix.
-    pub(crate) const fn bytes_of(panels: usize, k: usize) -> usize {
-        let (upper, lower) = Planes::panel_bytes(k);
+    pub(crate) const fn bytes_of(panels: usize, k: usize, both: bool) -> usize {
+        let (upper, lower) = Planes::panel_bytes(k, both);
         panels * (upper + lower)
     }
 
     /// A matrix of zeros, to be filled panel by panel.
-    pub(crate) fn zeros(panels: usize, k: usize) -> Result<Planes> {
-        let (upper, lower) = Planes::panel_bytes(k);
+    pub(crate) fn zeros(panels: usize, k: usize, both: bool) -> Result<Planes> {
+        let (upper, lower) = Planes::panel_bytes(k, both);
         Ok(Planes { panels, k, upper: Array::zeros(panels * upper)?, lower: Array::zeros(panels * lower)? })
     }
 
@@ -95,7 +101,8 @@ impl Planes {
     fn column(&self, panel: usize, half: usize) -> (&[u8], &[u8]) {
         let groups = self.k.div_ceil(GROUP);
         let at = (panel * HALVES + half) * groups;
-        (&self.upper[at * UPPER..(at + groups) * UPPER], &self.lower[at * LOWER..(at + groups) * LOWER])
+        let lower = if self.lower.is_empty() { &[] } else { &self.lower[at * LOWER..(at + groups) * LOWER] };
+        (&self.upper[at * UPPER..(at + groups) * UPPER], lower)
     }
 
     /// One panel for m rows: `out[m][32]`.
@@ -109,9 +116,9 @@ impl Planes {
                     lower,
                     high: &acts.high[first * width..],
                     low: &acts.low[first * width..],
-                    factor: &acts.factor[at..],
+                    scale: &acts.scale[at..],
                     sum: &acts.sum[at..],
-                    offset: &acts.offset[at..],
+                    total: &acts.total[at..],
                     groups: acts.groups,
                 };
                 part.rows(simd, read, rows, &mut out[first * PANEL + half * TILE_ROWS..]);
@@ -138,7 +145,7 @@ impl Planes {
         for half in 0..HALVES {
             let (upper, lower) = self.column(panel, half);
             let upper = &upper[first / GROUP * UPPER..][..count * UPPER];
-            let lower = &lower[first / GROUP * LOWER..][..count * LOWER];
+            let lower = if lower.is_empty() { lower } else { &lower[first / GROUP * LOWER..][..count * LOWER] };
             let (out, lane) = (&mut *out, half * TILE_ROWS);
             portable!(simd, values_body(upper: &[u8], lower: &[u8], kc: usize, lane: usize, out: &mut [f32]));
         }
@@ -162,7 +169,7 @@ impl Planes {
         let (upper, lower) = self.column(panel, lane / TILE_ROWS);
         let lane = lane % TILE_ROWS;
         for (g, out) in out[..self.k].chunks_mut(GROUP).enumerate() {
-            let (upper, lower) = (&upper[g * UPPER..][..UPPER], &lower[g * LOWER..][..LOWER]);
+            let (upper, lower) = (&upper[g * UPPER..][..UPPER], lower_tile(lower, g));
             let (scale, zero) = (param(upper, lane) / 16.0, param(upper, TILE_ROWS + lane));
             for (i, out) in out.iter_mut().enumerate() {
                 let (at, shift) = (i / 8 * 64 + lane * 4 + i % 4, i % 8 / 4 * 4);
@@ -173,29 +180,35 @@ impl Planes {
     }
 }
 
+/// Lower tile g of a column, which may have none.
+#[inline(always)]
+fn lower_tile(lower: &[u8], g: usize) -> &[u8] {
+    if lower.is_empty() { &NO_LOWER } else { &lower[g * LOWER..][..LOWER] }
+}
+
 /// Parameter i of an upper tile: sixteen scales, then sixteen zeros.
 #[inline(always)]
 fn param(tile: &[u8], i: usize) -> f32 {
     f16_value(u16::from_le_bytes([tile[2 * i], tile[2 * i + 1]]))
 }
 
-/// Codes a panel: `rows` f32 `[rows][k]`, up to 32 of them, into the panel's tiles. The numbers are those of
-/// [`quantspec_core::weights::quantize_row`].
+/// Codes a panel: `rows` f32 `[rows][k]`, up to 32 of them, into the panel's tiles; `lower` is empty without a lower plane. The numbers
+/// are those of [`quantspec_core::weights::quantize_row`], or of [`quantspec_core::weights::quantize_row_upper`].
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::NotFinite`] where a group spans more than f16 can hold.
 pub(crate) fn encode(simd: Simd, rows: &[f32], k: usize, upper: &mut [u8], lower: &mut [u8]) -> Result<()> {
-    let groups = k.div_ceil(GROUP);
+    let (groups, both) = (k.div_ceil(GROUP), !lower.is_empty());
     let mut codes = [0u8; GROUP];
     for (lane, row) in rows.chunks_exact(k).enumerate() {
         for (g, x) in row.chunks(GROUP).enumerate() {
             let out = &mut codes;
-            let (s, z) = portable!(simd, group_body(x: &[f32], out: &mut [u8; GROUP]) -> (u16, u16));
+            let (s, z) = portable!(simd, group_body(x: &[f32], both: bool, out: &mut [u8; GROUP]) -> (u16, u16));
             if !f16_is_finite(s) || !f16_is_finite(z) {
                 return Err(Error::not_finite("a group of weights spans more than half precision can hold"));
             }
             let tile = lane / TILE_ROWS * groups + g;
-            let (upper, lower) = (&mut upper[tile * UPPER..][..UPPER], &mut lower[tile * LOWER..][..LOWER]);
+            let upper = &mut upper[tile * UPPER..][..UPPER];
             let lane = lane % TILE_ROWS;
             upper[2 * lane..][..2].copy_from_slice(&s.to_le_bytes());
             upper[2 * (TILE_ROWS + lane)..][..2].copy_from_slice(&z.to_le_bytes());
@@ -203,7 +216,9 @@ pub(crate) fn encode(simd: Simd, rows: &[f32], k: usize, upper: &mut [u8], lower
                 for b in 0..4 {
                     let at = v * 64 + lane * 4 + b;
                     upper[PARAMS + at] = codes[b] >> 4 | codes[4 + b] & 0xf0;
-                    lower[at] = codes[b] & 15 | codes[4 + b] << 4;
+                    if both {
+                        lower[tile * LOWER + at] = codes[b] & 15 | codes[4 + b] << 4;
+                    }
                 }
             }
         }
@@ -213,7 +228,7 @@ pub(crate) fn encode(simd: Simd, rows: &[f32], k: usize, upper: &mut [u8], lower
 
 /// Scale, zero (bits of f16) and codes of one group, codes behind it zero. The same IEEE operations as core's, vectorised.
 #[inline(always)]
-fn group_body<const FMA: bool>(x: &[f32], codes: &mut [u8; GROUP]) -> (u16, u16) {
+fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -> (u16, u16) {
     let mut padded = [x[0]; GROUP];
     padded[..x.len()].copy_from_slice(x);
     let group = Group { x };
@@ -224,22 +239,26 @@ fn group_body<const FMA: bool>(x: &[f32], codes: &mut [u8; GROUP]) -> (u16, u16)
         return (0, crate::lanes::f16_bits(low));
     }
     let step = (high - low) / 240.0;
-    let params = |first: u8| crate::w4::halves(16.0 * step, low + (8.0 - f32::from(first)) * step);
-    let plain = params(FIRST_CODES[0]);
+    let params = |first: u8| halves(16.0 * step, low + (8.0 - f32::from(first)) * step);
+    let plain = if both { params(FIRST_CODES[0]) } else { halves((high - low) / 15.0, low) };
     if !f16_is_finite(plain.0) || !f16_is_finite(plain.1) {
         return plain;
     }
-    let mut best = (group.squared_error(plain), plain);
-    for first in &FIRST_CODES[1..] {
-        best = group.better(best, params(*first));
-    }
-    let (step, zero) = (f16_value(best.1.0) / 16.0, f16_value(best.1.1));
+    let found = if both {
+        let start = (group.squared_error(plain), plain);
+        FIRST_CODES[1..].iter().fold(start, |best, &first| group.better(best, params(first))).1
+    } else {
+        group.search(low, high, plain)
+    };
+    let (scale, zero) = (f16_value(found.0), f16_value(found.1));
     let mut out = [0u8; GROUP];
     for (code, x) in out.iter_mut().zip(&padded) {
-        *code = (rint_i32(((x - zero) / step).clamp(-8.0, 247.0)) + i32::from(ZERO)) as u8;
+        let code_of_both = rint_i32(((x - zero) / (scale / 16.0)).clamp(-8.0, 247.0));
+        let code_of_upper = 16 * rint_i32(((x - zero) / scale).clamp(0.0, 15.0));
+        *code = (if both { code_of_both } else { code_of_upper } + i32::from(ZERO)) as u8;
     }
     codes[..x.len()].copy_from_slice(&out[..x.len()]);
-    best.1
+    found
 }
 
 /// The four codes of a vector's outputs, low nibbles' and high nibbles' words: byte b of word l is output l, k = b.
@@ -257,7 +276,8 @@ fn code_words(upper: &[u8], lower: &[u8]) -> [[u32; TILE_ROWS]; 2] {
 
 #[inline(always)]
 fn values_body<const FMA: bool>(upper: &[u8], lower: &[u8], kc: usize, lane: usize, out: &mut [f32]) {
-    for (g, (upper, lower)) in upper.chunks_exact(UPPER).zip(lower.chunks_exact(LOWER)).enumerate() {
+    for (g, upper) in upper.chunks_exact(UPPER).enumerate() {
+        let lower = lower_tile(lower, g);
         let (mut scale, mut zero) = ([0f32; TILE_ROWS], [0f32; TILE_ROWS]);
         for l in 0..TILE_ROWS {
             (scale[l], zero[l]) = (param(upper, l) / 16.0, param(upper, TILE_ROWS + l));
@@ -299,7 +319,8 @@ fn singles<const FMA: bool, const M: usize>(
     out: &mut [f32],
 ) {
     let mut acc = [[0f32; TILE_ROWS]; M];
-    for (g, (upper, lower)) in upper.chunks_exact(UPPER).zip(lower.chunks_exact(LOWER)).enumerate() {
+    for (g, upper) in upper.chunks_exact(UPPER).enumerate() {
+        let lower = lower_tile(lower, g);
         let mut q = [[0f32; GROUP]; M];
         let mut sums = [0f32; M];
         let here = GROUP.min(k - g * GROUP);
@@ -361,12 +382,12 @@ pub(crate) struct Acts {
     /// `[m][groups · 64]`
     high: Array<i8>,
     low: Array<i8>,
-    /// What an integer sum of a group counts in units of the weight's scale, `[m][groups]`.
-    factor: Array<f32>,
+    /// Value of one step of the integers, `[m][groups]`.
+    scale: Array<f32>,
     /// Sum of the group's activations, which the weight's zero multiplies, `[m][groups]`.
     sum: Array<f32>,
-    /// What an integer sum is too large by, since nibbles of both planes are stored 8 too large, `[m][groups]`.
-    offset: Array<i32>,
+    /// Sum of the group's integers, `[m][groups]`: codes of both planes are 8 too large, their products 8 such sums.
+    total: Array<i32>,
     groups: usize,
 }
 
@@ -378,7 +399,7 @@ impl Acts {
 
     /// Bytes held.
     pub(crate) fn bytes(&self) -> usize {
-        self.high.bytes() + self.low.bytes() + self.factor.bytes() + self.sum.bytes() + self.offset.bytes()
+        self.high.bytes() + self.low.bytes() + self.scale.bytes() + self.sum.bytes() + self.total.bytes()
     }
 
     /// Room for `m` rows of `k`.
@@ -387,9 +408,9 @@ impl Acts {
         Ok(Acts {
             high: Array::zeros(m * groups * GROUP)?,
             low: Array::zeros(m * groups * GROUP)?,
-            factor: Array::zeros(m * groups)?,
+            scale: Array::zeros(m * groups)?,
             sum: Array::zeros(m * groups)?,
-            offset: Array::zeros(m * groups)?,
+            total: Array::zeros(m * groups)?,
             groups,
         })
     }
@@ -410,7 +431,7 @@ impl Acts {
             let x = &x[j * stride..][..k];
             let limbs = (&mut self.high[j * width..][..width], &mut self.low[j * width..][..width]);
             let at = j * groups..(j + 1) * groups;
-            let totals = (&mut self.factor[at.clone()], &mut self.sum[at.clone()], &mut self.offset[at]);
+            let totals = (&mut self.scale[at.clone()], &mut self.sum[at.clone()], &mut self.total[at]);
             portable!(simd, quantize_body(read: Read, x: &[f32], limbs: (&mut [i8], &mut [i8]), totals: (&mut [f32], &mut [f32], &mut [i32])));
         }
     }
@@ -424,7 +445,7 @@ fn quantize_body<const FMA: bool>(
     read: Read,
     x: &[f32],
     (high, low): (&mut [i8], &mut [i8]),
-    (factor, sum, offset): (&mut [f32], &mut [f32], &mut [i32]),
+    (scale, sum, total): (&mut [f32], &mut [f32], &mut [i32]),
 ) {
     for (g, (high, low)) in high.chunks_exact_mut(GROUP).zip(low.chunks_exact_mut(GROUP)).enumerate() {
         let mut v = [0f32; GROUP];
@@ -441,23 +462,19 @@ fn quantize_body<const FMA: bool>(
         let inverse = if most > 0.0 { TOP / most } else { 0.0 };
         // An overflowing inverse (a group of subnormals) would give codes beyond their limbs.
         let inverse = if inverse.is_finite() { inverse } else { 0.0 };
-        let (mut total, mut highs) = (0i32, 0i32);
+        let (mut codes, mut highs) = (0i32, 0i32);
         for i in 0..GROUP {
             // Wraps only among codes of no number, which their scale tells of.
             let code = rint_i32(v[i] * inverse);
             let limb = code.wrapping_add(64) >> 7;
             (high[i], low[i]) = (limb as i8, code.wrapping_sub(limb.wrapping_mul(128)) as i8);
-            (total, highs) = (total.wrapping_add(code), highs.wrapping_add(limb));
+            (codes, highs) = (codes.wrapping_add(code), highs.wrapping_add(limb));
         }
-        let (scale, total) = match read {
-            Read::Target => (most / TOP, total),
+        (scale[g], total[g]) = match read {
+            Read::Target => (most / TOP, codes),
             Read::Both | Read::Upper => (most / 127.0, highs),
         };
-        sum[g] = scale * total as f32;
-        (factor[g], offset[g]) = match read {
-            Read::Target | Read::Both => (scale / 16.0, total.wrapping_mul(8)),
-            Read::Upper => (scale, 0),
-        };
+        sum[g] = scale[g] * total[g] as f32;
     }
 }
 
@@ -467,9 +484,9 @@ struct Part<'a> {
     lower: &'a [u8],
     high: &'a [i8],
     low: &'a [i8],
-    factor: &'a [f32],
+    scale: &'a [f32],
     sum: &'a [f32],
-    offset: &'a [i32],
+    total: &'a [i32],
     groups: usize,
 }
 
@@ -477,9 +494,12 @@ impl Part<'_> {
     /// `out[j][16]`, rows 32 apart.
     fn rows(&self, simd: Simd, read: Read, m: usize, out: &mut [f32]) {
         let (groups, width) = (self.groups, self.groups * GROUP);
-        assert!(self.upper.len() == groups * UPPER && self.lower.len() == groups * LOWER);
+        // A draft's head has both planes, and the upper one is there always.
+        let both = !self.lower.is_empty();
+        assert!(self.upper.len() == groups * UPPER && (self.lower.len() == groups * LOWER || !both));
+        assert!(both || read != Read::Both);
         assert!(self.high.len() >= m * width && self.low.len() >= m * width && (1..=ROWS).contains(&m));
-        assert!(self.factor.len() >= m * groups && self.sum.len() >= m * groups && self.offset.len() >= m * groups);
+        assert!(self.scale.len() >= m * groups && self.sum.len() >= m * groups && self.total.len() >= m * groups);
         assert!(out.len() >= (m - 1) * PANEL + TILE_ROWS);
         #[cfg(target_arch = "x86_64")]
         match simd {
@@ -487,7 +507,8 @@ impl Part<'_> {
             Simd::Avx512 | Simd::Amx => unsafe {
                 let out = out.as_mut_ptr();
                 return match read {
-                    Read::Target => avx512::column::<true, 2>(self, m, out),
+                    Read::Target if both => avx512::column::<true, 2>(self, m, out),
+                    Read::Target => avx512::column::<false, 2>(self, m, out),
                     Read::Both => avx512::column::<true, 1>(self, m, out),
                     Read::Upper => avx512::column::<false, 1>(self, m, out),
                 };
@@ -519,7 +540,7 @@ fn column_body<const FMA: bool>(part: &Part, read: Read, j: usize, out: &mut [f3
     let mut acc = [0f32; TILE_ROWS];
     for (g, tile) in part.upper.chunks_exact(UPPER).enumerate() {
         let q = &part.high[(j * part.groups + g) * GROUP..][..GROUP];
-        let (at, lower) = (j * part.groups + g, &part.lower[g * LOWER..][..LOWER]);
+        let (at, lower) = (j * part.groups + g, lower_tile(part.lower, g));
         let mut dot = [0i32; TILE_ROWS];
         for (v, upper) in tile[PARAMS..].chunks_exact(64).enumerate() {
             let lower = &lower[v * 64..][..64];
@@ -537,9 +558,11 @@ fn column_body<const FMA: bool>(part: &Part, read: Read, j: usize, out: &mut [f3
                 }
             }
         }
+        // Of both planes codes are sixteenths of a step, and 8 too large.
+        let (step, offset) = if read == Read::Upper { (1.0, 0) } else { (1.0 / 16.0, part.total[at].wrapping_mul(8)) };
         for l in 0..TILE_ROWS {
-            let (scale, zero) = (param(tile, l), param(tile, TILE_ROWS + l));
-            acc[l] = madd::<FMA>((dot[l] - part.offset[at]) as f32, scale * part.factor[at], acc[l]);
+            let (scale, zero) = (param(tile, l) * step, param(tile, TILE_ROWS + l));
+            acc[l] = madd::<FMA>(dot[l].wrapping_sub(offset) as f32, scale * part.scale[at], acc[l]);
             acc[l] = madd::<FMA>(zero, part.sum[at], acc[l]);
         }
     }
@@ -618,6 +641,7 @@ mod avx512 {
                     }
                 }
                 let s = _mm512_cvtph_ps(_mm256_loadu_si256(tile.cast()));
+                let s = if BOTH { _mm512_mul_ps(s, _mm512_set1_ps(1.0 / 16.0)) } else { s };
                 let z = _mm512_cvtph_ps(_mm256_loadu_si256(tile.add(32).cast()));
                 for j in 0..M {
                     let sum = |dots: &[[__m512i; M]; 2]| {
@@ -630,11 +654,12 @@ mod avx512 {
                     }
                     let at = j * part.groups + g;
                     if BOTH {
-                        dot = _mm512_sub_epi32(dot, _mm512_set1_epi32(*part.offset.get_unchecked(at)));
+                        let total = _mm512_set1_epi32(*part.total.get_unchecked(at));
+                        dot = _mm512_sub_epi32(dot, _mm512_slli_epi32::<3>(total));
                     }
-                    let factor = _mm512_set1_ps(*part.factor.get_unchecked(at));
+                    let scale = _mm512_set1_ps(*part.scale.get_unchecked(at));
                     let sum = _mm512_set1_ps(*part.sum.get_unchecked(at));
-                    acc[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(s, factor), acc[j]);
+                    acc[j] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(s, scale), acc[j]);
                     acc[j] = _mm512_fmadd_ps(z, sum, acc[j]);
                 }
             }
@@ -703,17 +728,19 @@ mod avx2 {
                 let mut dot = dots(tile.add(PARAMS), q, prefetch);
                 if BOTH {
                     let lower = dots(part.lower.as_ptr().add(g * LOWER), q, prefetch);
-                    let offset = _mm256_set1_epi32(*part.offset.get_unchecked(at));
+                    let offset = _mm256_slli_epi32::<3>(_mm256_set1_epi32(*part.total.get_unchecked(at)));
                     for (dot, lower) in dot.iter_mut().zip(lower) {
                         *dot = _mm256_add_epi32(_mm256_slli_epi32::<4>(*dot), _mm256_sub_epi32(lower, offset));
                     }
                 }
-                let factor = _mm256_set1_ps(*part.factor.get_unchecked(at));
+                let step = if BOTH { 1.0 / 16.0 } else { 1.0 };
+                let scale = _mm256_set1_ps(*part.scale.get_unchecked(at));
                 let sum = _mm256_set1_ps(*part.sum.get_unchecked(at));
                 for h in 0..2 {
                     let s = _mm256_cvtph_ps(_mm_loadu_si128(tile.add(16 * h).cast()));
+                    let s = _mm256_mul_ps(s, _mm256_set1_ps(step));
                     let z = _mm256_cvtph_ps(_mm_loadu_si128(tile.add(32 + 16 * h).cast()));
-                    acc[h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[h]), _mm256_mul_ps(s, factor), acc[h]);
+                    acc[h] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot[h]), _mm256_mul_ps(s, scale), acc[h]);
                     acc[h] = _mm256_fmadd_ps(z, sum, acc[h]);
                 }
             }
@@ -727,7 +754,7 @@ mod avx2 {
 mod tests {
     use super::*;
     use crate::testing::{Noise, bits, distance, paths};
-    use quantspec_core::weights::quantize_row;
+    use quantspec_core::weights::{Row, quantize_row, quantize_row_upper};
 
     /// A matrix of `n` rows, 33 to 64, of normal weights with a constant group and rows of other sizes.
     fn weights(noise: &mut Noise, n: usize, k: usize) -> Vec<f32> {
@@ -740,9 +767,14 @@ mod tests {
         w
     }
 
-    fn planes(simd: Simd, w: &[f32], k: usize) -> Planes {
-        let mut planes = Planes::zeros((w.len() / k).div_ceil(PANEL), k).unwrap();
-        let (upper, lower) = Planes::panel_bytes(k);
+    /// What core makes of a row.
+    fn quantized(row: &[f32], both: bool) -> Row {
+        if both { quantize_row(row) } else { quantize_row_upper(row) }.unwrap()
+    }
+
+    fn planes(simd: Simd, w: &[f32], k: usize, both: bool) -> Planes {
+        let mut planes = Planes::zeros((w.len() / k).div_ceil(PANEL), k, both).unwrap();
+        let (upper, lower) = Planes::panel_bytes(k, both);
         for (i, rows) in w.chunks(PANEL * k).enumerate() {
             let (upper, lower) = (&mut planes.upper[i * upper..][..upper], &mut planes.lower[i * lower..][..lower]);
             encode(simd, rows, k, upper, lower).unwrap();
@@ -753,18 +785,16 @@ mod tests {
     #[test]
     fn codes_are_those_of_core_and_come_back_as_core_s_values() {
         let mut noise = Noise::new(31);
-        for k in [7, 64, 172, 1376] {
+        for (k, both) in [7, 64, 172, 1376].into_iter().flat_map(|k| [(k, true), (k, false)]) {
             let mut w = weights(&mut noise, 45, k);
             for (n, row) in w.chunks_exact_mut(k).enumerate().skip(2).take(30) {
                 row.iter_mut().for_each(|w| *w *= 2f32.powi(n as i32 - 22));
             }
             w[3 * k] = 900.0;
-            let first = planes(Simd::Scalar, &w, k);
+            let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, both)).collect();
             for simd in paths() {
-                let planes = planes(simd, &w, k);
-                assert!(planes.upper[..] == first.upper[..] && planes.lower[..] == first.lower[..], "{simd:?}");
-                for (n, row) in w.chunks_exact(k).enumerate() {
-                    let want = quantize_row(row).unwrap();
+                let planes = planes(simd, &w, k, both);
+                for (n, want) in rows.iter().enumerate() {
                     let (upper, lower) = planes.column(n / PANEL, n % PANEL / TILE_ROWS);
                     for (c, code) in want.codes.iter().enumerate() {
                         let (g, i, lane) = (c / GROUP, c % GROUP, n % TILE_ROWS);
@@ -772,7 +802,7 @@ mod tests {
                         assert_eq!(param(tile, lane), want.params[g].scale.to_f32());
                         assert_eq!(param(tile, 16 + lane), want.params[g].zero.to_f32());
                         let (at, shift) = (i / 8 * 64 + lane * 4 + i % 4, i % 8 / 4 * 4);
-                        let (u, l) = (tile[PARAMS + at] >> shift & 15, lower[g * LOWER + at] >> shift & 15);
+                        let (u, l) = (tile[PARAMS + at] >> shift & 15, lower_tile(lower, g)[at] >> shift & 15);
                         assert_eq!(u << 4 | l, *code, "row {n}, k {c}, {simd:?}");
                     }
                     let mut back = vec![f32::NAN; k];
@@ -784,8 +814,8 @@ mod tests {
                 let (mut values, mut pairs) = (vec![f32::NAN; even * PANEL], vec![0; even * PANEL]);
                 planes.values(simd, 0, 0, even, &mut values);
                 planes.pairs(simd, 0, 0, even, &mut pairs);
-                for (n, row) in w.chunks_exact(k).take(PANEL).enumerate() {
-                    for (c, want) in quantize_row(row).unwrap().both().into_iter().enumerate() {
+                for (n, row) in rows.iter().take(PANEL).enumerate() {
+                    for (c, want) in row.both().into_iter().enumerate() {
                         assert_eq!(values[c * PANEL + n].to_bits(), want.to_bits(), "row {n}, k {c}, {simd:?}");
                         assert_eq!(pairs[c / 2 * 2 * PANEL + 2 * n + c % 2], bf16_bits(want));
                     }
@@ -816,26 +846,32 @@ mod tests {
     #[test]
     fn products_are_those_of_core_s_values_and_rows_do_not_see_each_other() {
         let mut noise = Noise::new(32);
-        for k in [7, 64, 100, 704] {
-            let w = weights(&mut noise, PANEL, k);
-            let (planes, rows): (_, Vec<_>) =
-                (planes(Simd::Scalar, &w, k), w.chunks_exact(k).map(|row| quantize_row(row).unwrap()).collect());
-            let x = noise.normals(13 * k);
-            for (read, bound) in [(Read::Target, 5e-5), (Read::Both, 1e-2), (Read::Upper, 1e-2)] {
-                let exact: Vec<f64> = (0..13 * PANEL)
-                    .map(|i| {
-                        let (x, row) = (&x[i / PANEL * k..][..k], &rows[i % PANEL]);
-                        let w = if read == Read::Upper { row.upper() } else { row.both() };
-                        x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(w)).sum()
-                    })
-                    .collect();
-                for simd in paths() {
-                    let alone: Vec<f32> = x.chunks_exact(k).flat_map(|x| products(simd, &planes, read, x, 1)).collect();
-                    assert!(distance(&alone, &exact) < bound, "{read:?} {simd:?} k {k}: {}", distance(&alone, &exact));
-                    for m in 1..=13 {
-                        let y = products(simd, &planes, read, &x[..m * k], m);
-                        assert_eq!(bits(&y), bits(&alone[..m * PANEL]), "{m} rows, {read:?} {simd:?} k {k}");
-                    }
+        // What is read, of which planes, and how far the activations' rounding may move a product.
+        let reads = [
+            (Read::Target, true, 5e-5),
+            (Read::Target, false, 5e-5),
+            (Read::Both, true, 1e-2),
+            (Read::Upper, true, 1e-2),
+            (Read::Upper, false, 1e-2),
+        ];
+        for (k, (read, both, bound)) in [7, 64, 100, 704].into_iter().flat_map(|k| reads.map(|read| (k, read))) {
+            let (w, x) = (weights(&mut noise, PANEL, k), noise.normals(13 * k));
+            let planes = planes(Simd::Scalar, &w, k, both);
+            let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, both)).collect();
+            let exact: Vec<f64> = (0..13 * PANEL)
+                .map(|i| {
+                    let (x, row) = (&x[i / PANEL * k..][..k], &rows[i % PANEL]);
+                    let w = if read == Read::Upper { row.upper() } else { row.both() };
+                    x.iter().zip(w).map(|(x, w)| f64::from(*x) * f64::from(w)).sum()
+                })
+                .collect();
+            for simd in paths() {
+                let alone: Vec<f32> = x.chunks_exact(k).flat_map(|x| products(simd, &planes, read, x, 1)).collect();
+                let off = distance(&alone, &exact);
+                assert!(off < bound, "{read:?}, both {both}, {simd:?}, k {k}: {off}");
+                for m in 1..=13 {
+                    let y = products(simd, &planes, read, &x[..m * k], m);
+                    assert_eq!(bits(&y), bits(&alone[..m * PANEL]), "{m} rows, {read:?} {simd:?} k {k}");
                 }
             }
         }
@@ -846,7 +882,7 @@ mod tests {
         // The largest codes with the largest activations, and of every sign.
         let k = 2 * GROUP;
         let w: Vec<f32> = (0..PANEL * k).map(|i| if i % GROUP == i / k % GROUP { 0.0 } else { 1.0 }).collect();
-        let mut planes = planes(Simd::Scalar, &w, k);
+        let mut planes = planes(Simd::Scalar, &w, k, true);
         for sign in [1.0, -1.0] {
             let x = vec![sign * 3.0; k];
             for simd in paths() {
@@ -867,7 +903,7 @@ mod tests {
     #[test]
     fn activations_that_are_no_numbers_are_seen_in_the_products() {
         let k = 3 * GROUP;
-        let planes = planes(Simd::Scalar, &weights(&mut Noise::new(34), PANEL, k), k);
+        let planes = planes(Simd::Scalar, &weights(&mut Noise::new(34), PANEL, k), k, true);
         for simd in paths() {
             for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
                 let mut x = Noise::new(35).normals(k);

@@ -135,6 +135,15 @@ impl Sizes {
     }
 }
 
+/// Whether a matrix has both planes; None where it keeps the checkpoint's format. The head always has both: it is the most sensitive.
+fn both_planes(weights: TargetWeights, head: bool) -> Option<bool> {
+    match weights {
+        TargetWeights::Checkpoint => None,
+        TargetWeights::Int8 => Some(true),
+        TargetWeights::Int4 => Some(head),
+    }
+}
+
 /// The drafts of a checkpoint on disk, where it keeps them: a block is a panel, in the order of [`Loader::linear`].
 fn drafts(checkpoint: &Checkpoint, weights: TargetWeights, draft: DraftWeights, sizes: &Sizes) -> Option<Drafts> {
     if weights != TargetWeights::Checkpoint {
@@ -163,10 +172,11 @@ pub(crate) fn plan(checkpoint: &Checkpoint, weights: TargetWeights, draft: Draft
                 (*size, dtype_of(checkpoint, parts.iter().map(|&part| Part::Layer(index, part))))
             })
         });
-    let all = layers.chain([(sizes.head, checkpoint.dtype(Part::Head))]);
-    let (full, tiles) = all.fold((0, 0), |(full, tiles), ((panels, k, bits), dtype)| {
-        if weights == TargetWeights::Int8 {
-            return (full + Planes::bytes_of(panels, k), tiles);
+    let layers = layers.map(|(size, dtype)| (size, dtype, both_planes(weights, false)));
+    let all = layers.chain([(sizes.head, checkpoint.dtype(Part::Head), both_planes(weights, true))]);
+    let (full, tiles) = all.fold((0, 0), |(full, tiles), ((panels, k, bits), dtype, both)| {
+        if let Some(both) = both {
+            return (full + Planes::bytes_of(panels, k, both), tiles);
         }
         let draft = bits.map_or(0, |bits| panels * Tiles::panel_bytes(k, bits));
         (full + Matrix::bytes_of(panels, k, dtype), tiles + draft)
@@ -374,12 +384,13 @@ impl Loader<'_> {
 
     fn linear(&mut self, count: usize, k: usize, bits: Option<Bits>, sources: &[Source]) -> Result<Linear> {
         let dtype = dtype_of(self.checkpoint, sources.iter().map(|source| source.part));
-        let planes = self.weights == TargetWeights::Int8;
+        let head = sources.iter().any(|source| source.part == Part::Head);
+        let planes = both_planes(self.weights, head);
         let mut full = match planes {
-            true => Matrix { panels: count, k, store: Store::Planes(Planes::zeros(count, k)?) },
-            false => Matrix::zeros(count, k, dtype)?,
+            Some(both) => Matrix { panels: count, k, store: Store::Planes(Planes::zeros(count, k, both)?) },
+            None => Matrix::zeros(count, k, dtype)?,
         };
-        let mut draft = bits.filter(|_| !planes).map(|bits| Tiles::zeros(count, k, bits)).transpose()?;
+        let mut draft = bits.filter(|_| planes.is_none()).map(|bits| Tiles::zeros(count, k, bits)).transpose()?;
         let mut bias = Vec::new();
         for source in sources {
             self.fill(&mut full, dtype, draft.as_mut(), source)?;
@@ -393,8 +404,8 @@ impl Loader<'_> {
         self.blocks += draft.as_ref().map_or(0, |tiles| tiles.panels);
         let read = |bits| if bits == Bits::Eight { Read::Both } else { Read::Upper };
         let draft = match planes {
-            true => bits.map(|bits| Draft::Planes(read(bits))),
-            false => draft.map(Draft::Tiles),
+            Some(_) => bits.map(|bits| Draft::Planes(read(bits))),
+            None => draft.map(Draft::Tiles),
         };
         Ok(Linear { full, draft, bias })
     }
@@ -409,12 +420,15 @@ impl Loader<'_> {
         enum Out<'a> {
             Bits16(Parts<'a, u16>),
             Bits32(Parts<'a, f32>),
-            Planes(Parts<'a, u8>, Parts<'a, u8>),
+            Planes(Parts<'a, u8>, Parts<'a, u8>, (usize, usize)),
         }
         let out = match &mut full.store {
             Store::Bf16(array) | Store::F16(array) => Out::Bits16(Parts::new(array)),
             Store::F32(array) => Out::Bits32(Parts::new(array)),
-            Store::Planes(planes) => Out::Planes(Parts::new(&mut planes.upper), Parts::new(&mut planes.lower)),
+            Store::Planes(Planes { upper, lower, .. }) => {
+                let bytes = Planes::panel_bytes(k, !lower.is_empty());
+                Out::Planes(Parts::new(upper), Parts::new(lower), bytes)
+            }
         };
         let tiles = draft.map(|tiles| (tiles.bits, Tiles::panel_bytes(k, tiles.bits), Parts::new(&mut tiles.data)));
         let named = |error: Error| Error {
@@ -442,12 +456,11 @@ impl Loader<'_> {
                     // SAFETY: as above.
                     repack32(values, k, unsafe { parts.slice(place * len, len) });
                 }
-                Out::Planes(upper, lower) => {
+                Out::Planes(upper, lower, (u, l)) => {
                     values.resize(n * k, 0.0);
                     checkpoint.read_f32(source.part, range, values)?;
-                    let (u, l) = Planes::panel_bytes(k);
                     // SAFETY: as above.
-                    let (upper, lower) = unsafe { (upper.slice(place * u, u), lower.slice(place * l, l)) };
+                    let (upper, lower) = unsafe { (upper.slice(place * u, *u), lower.slice(place * l, *l)) };
                     hierarchy::encode(simd, values, k, upper, lower).map_err(named)?;
                 }
             }

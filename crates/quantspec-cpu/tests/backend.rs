@@ -70,10 +70,14 @@ fn memory_is_what_was_planned() {
             let options = Options { planes, draft_weights: draft, rejection, ..options(3, 1000) };
             let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
             assert_eq!(backend.memory(), plan(&checkpoint, &options), "{shape:?} {planes:?}");
-            let int8 = Options { weights: TargetWeights::Int8, ..options.clone() };
-            let one_copy = CpuBackend::load(&checkpoint, &int8, Hooks::default()).expect("load").memory();
-            assert_eq!(one_copy, plan(&checkpoint, &int8), "{shape:?} {planes:?}");
-            assert!(one_copy.weights_bytes < backend.memory().weights_bytes && one_copy.draft_weights_bytes == 0);
+            let mut larger = backend.memory().weights_bytes;
+            for weights in [TargetWeights::Int8, TargetWeights::Int4] {
+                let options = Options { weights, ..options.clone() };
+                let one_copy = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load").memory();
+                assert_eq!(one_copy, plan(&checkpoint, &options), "{shape:?} {planes:?} {weights:?}");
+                assert!(one_copy.weights_bytes < larger && one_copy.draft_weights_bytes == 0);
+                larger = one_copy.weights_bytes;
+            }
             let weights: usize = backend.memory().weights_bytes;
             assert!(weights > 0 && (backend.memory().draft_weights_bytes > 0) == (draft != DraftWeights::None));
         }
@@ -131,7 +135,7 @@ fn prefill_asks_inside_its_operations() {
 fn weights_that_are_no_numbers_are_named() {
     for name in ["model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"] {
         for bits in [0x7f80, 0xff80, 0x7fc0] {
-            for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
+            for weights in [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4] {
                 let checkpoint = LLAMA.damaged(5, name, bits);
                 let options = Options { weights, ..options(1, 256) };
                 let error = CpuBackend::load(&checkpoint, &options, Hooks::default()).err().expect("an error");

@@ -326,19 +326,23 @@ fn speculation_changes_no_token_of_the_demo_model() {
 }
 
 #[test]
-fn speculation_changes_no_token_of_int8_weights() {
+fn speculation_changes_no_token_of_weights_in_planes() {
     let int8 = |(run, batch)| (Run { weights: TargetWeights::Int8, ..run }, batch);
     let runs: Vec<_> = combinations().into_iter().map(int8).step_by(if long() { 1 } else { 2 }).collect();
     for method in METHODS.into_iter().chain(["ngram"]) {
         assert!(runs.iter().any(|(run, _)| run.method == method), "no run of method {method}");
     }
     law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
+    let int4 = |(run, batch)| (Run { weights: TargetWeights::Int4, ..run }, batch);
+    let runs: Vec<_> = combinations().into_iter().map(int4).step_by(if long() { 1 } else { 6 }).collect();
+    law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
     // Another target view is another text, or the comparison above would show nothing of these weights.
     let prompt = [book(40, 2 * G + 5)];
-    let [int8, full] = [TargetWeights::Int8, TargetWeights::Checkpoint].map(|weights| {
+    let views = [TargetWeights::Int8, TargetWeights::Int4, TargetWeights::Checkpoint];
+    let [int8, int4, full] = views.map(|weights| {
         Run { weights, ..Run::ar() }.decode(&root().join("python/quantspec_cli/demo"), &prompt, &replay(), new_tokens())
     });
-    assert_ne!(int8, full);
+    assert!(int8 != full && int4 != full && int8 != int4);
 }
 
 #[test]

@@ -177,13 +177,15 @@ pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
 /// # Errors
 /// [`quantspec_core::ErrorKind::Usage`] where it has none.
 pub fn check_weights(weights: TargetWeights) -> Result<()> {
-    match weights {
-        TargetWeights::Checkpoint => Ok(()),
-        TargetWeights::Int8 => Err(Error::usage(
-            "weights is int8, which has no kernels on a GPU",
-            "use --device cpu, or --weights checkpoint",
-        )),
-    }
+    let name = match weights {
+        TargetWeights::Checkpoint => return Ok(()),
+        TargetWeights::Int8 => "int8",
+        TargetWeights::Int4 => "int4",
+    };
+    Err(Error::usage(
+        format!("weights is {name}, which has no kernels on a GPU"),
+        "use --device cpu, or --weights checkpoint",
+    ))
 }
 
 /// Which products the draft has in four bits: attention's, the feed-forward network's; and whether its head has eight.

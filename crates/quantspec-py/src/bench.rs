@@ -55,15 +55,17 @@ pub(crate) fn traffic<'py>(
     let positions = start..start + tokens.max(1);
     let mean = |of: fn(usize) -> usize| positions.clone().map(of).sum::<usize>() as f64 / positions.len() as f64;
     let out = PyDict::new(py);
+    let upper = |part: Part| nibble_bytes(&checkpoint, part).1;
     let target = |part: Part| match weights {
         TargetWeights::Checkpoint => checkpoint.bytes(part),
-        TargetWeights::Int8 => nibble_bytes(&checkpoint, part).0,
+        TargetWeights::Int4 if part != Part::Head => upper(part),
+        TargetWeights::Int8 | TargetWeights::Int4 => nibble_bytes(&checkpoint, part).0,
     };
     // The draft's head is the target's.
-    let draft = |part: Part| if part == Part::Head { target(part) } else { nibble_bytes(&checkpoint, part).1 };
+    let draft = |part: Part| if part == Part::Head { target(part) } else { upper(part) };
     out.set_item("weights_bytes", streamed_weights(&checkpoint, target))?;
     out.set_item("head_bytes", target(Part::Head))?;
-    let drafted = (weights == TargetWeights::Int8).then(|| streamed_weights(&checkpoint, draft));
+    let drafted = (weights != TargetWeights::Checkpoint).then(|| streamed_weights(&checkpoint, draft));
     out.set_item("draft_weights_bytes", drafted)?;
     out.set_item("pages", mean(visible_pages))?;
     out.set_item("upper_page_bytes", heads * upper_page_bytes(config.head_dim))?;

@@ -61,7 +61,8 @@ pub(crate) struct Resolved {
 }
 
 /// Kinds of the target's weights as `weights` names them.
-const WEIGHTS: [(&str, TargetWeights); 2] = [("checkpoint", TargetWeights::Checkpoint), ("int8", TargetWeights::Int8)];
+const WEIGHTS: [(&str, TargetWeights); 3] =
+    [("checkpoint", TargetWeights::Checkpoint), ("int8", TargetWeights::Int8), ("int4", TargetWeights::Int4)];
 
 /// What `weights` calls a kind.
 pub(crate) fn weights_name(weights: TargetWeights) -> &'static str {
@@ -70,8 +71,8 @@ pub(crate) fn weights_name(weights: TargetWeights) -> &'static str {
 
 /// The target's weights that `weights` names; None for "auto".
 pub(crate) fn target_weights(name: &str) -> Result<Option<TargetWeights>> {
-    let [first, second] = WEIGHTS.map(|(name, weights)| (name, Some(weights)));
-    one_of("weights", name, &[first, second, ("auto", None)])
+    let [checkpoint, int8, int4] = WEIGHTS.map(|(name, weights)| (name, Some(weights)));
+    one_of("weights", name, &[checkpoint, int8, int4, ("auto", None)])
 }
 
 /// Views of the cache as `kv_target` names them.
