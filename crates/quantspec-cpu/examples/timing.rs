@@ -15,7 +15,7 @@ use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeight
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::bench::{Llama, Read, SPREAD, machine};
-use quantspec_model::backend::{Backend, Block, Hooks, Options, Pass, Row, Step};
+use quantspec_model::backend::{Backend, Block, Hooks, KvCache, Network, Options, Pass, Row, Step};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::forward;
 use std::io::Write;
@@ -114,9 +114,9 @@ fn operations(backend: &mut CpuBackend, pass: &Pass) -> Result<[f64; 7]> {
     for layer in 0..backend.config().layers {
         timed(1, &mut || backend.qkv(layer, pass))?;
         timed(2, &mut || backend.attend(layer, pass))?;
-        timed(3, &mut || backend.output(layer, pass))?;
+        timed(3, &mut || backend.output(layer, pass).and_then(|()| backend.reduce_residual(pass)))?;
         timed(4, &mut || backend.gate_up(layer, pass))?;
-        timed(5, &mut || backend.down(layer, pass))?;
+        timed(5, &mut || backend.down(layer, pass).and_then(|()| backend.reduce_residual(pass)))?;
     }
     timed(6, &mut || backend.head(pass))?;
     Ok(times)

@@ -9,6 +9,7 @@ pub mod bench;
 mod detect;
 pub mod device;
 pub mod draft;
+mod flags;
 mod images;
 pub mod linear;
 pub mod prefill;

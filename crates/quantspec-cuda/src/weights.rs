@@ -1,8 +1,8 @@
 //! A checkpoint's weights on the device, and the draft's copies of them.
 
 use crate::args;
-use crate::backend::FLAG_WEIGHTS;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch, Pinned};
+use crate::flags::FLAG_WEIGHTS;
 use crate::linear::{Linear, Matrix, Quantised};
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, TargetWeights};
 use quantspec_core::{Error, Result};

@@ -5,7 +5,9 @@
 //! construction. The cache holds canonical pages ([`quantspec_core::quantize::Page`]) and f16 buffers, as the method defines
 //! them; weights are the checkpoint's values in f32, draft weights the values their codes stand for.
 
-use crate::backend::{Backend, Block, Hooks, Memory, Options, Pass, Step, Turn};
+use crate::backend::{
+    Backend, Block, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
+};
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
@@ -39,7 +41,7 @@ pub struct ReferenceBackend {
     rows: Vec<Tensor>,
     /// Hidden states of the prompt under way, [rows][hidden] by the block's first row.
     blocks: HashMap<usize, Tensor>,
-    /// What the last operation left for the next: queries, attention output or gated activations, [rows][n] each.
+    /// What the last operation left for the next: queries, attention output, gated activations or a projection, [rows][n] each.
     between: Vec<Tensor>,
     /// Keys and values of the prompt in the layer under way, [tokens][kv_width] each.
     scratch: Option<(Tensor, Tensor)>,
@@ -463,40 +465,9 @@ impl Head {
     }
 }
 
-impl Backend for ReferenceBackend {
-    const LEADS: bool = true;
-
+impl Network for ReferenceBackend {
     fn config(&self) -> &ModelConfig {
         &self.config
-    }
-
-    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
-        if capacity > self.options.capacity || self.slots.get(slot).is_none_or(Option::is_some) {
-            return Err(Error::internal(format!("slot {slot} of capacity {capacity} cannot be opened")));
-        }
-        let heads = || (0..self.config.kv_heads).map(|_| Head::new(self.config.head_dim, capacity)).collect();
-        let window = vec![0; self.options.step_rows.max(GAMMA_MAX + 1) + 1];
-        self.slots[slot] = Some(Slot { window, heads: (0..self.config.layers).map(|_| heads()).collect() });
-        Ok(())
-    }
-
-    fn close(&mut self, slot: usize) {
-        if let Some(slot) = self.slots.get_mut(slot) {
-            *slot = None;
-        }
-    }
-
-    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-        match self.slot(slot)?.window.get_mut(..tokens.len()) {
-            Some(window) => window.copy_from_slice(tokens),
-            None => return Err(Error::internal(format!("a window of {} tokens", tokens.len()))),
-        }
-        Ok(())
-    }
-
-    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
-        let window = self.slot(slot)?.window.get(..n);
-        window.map(<[u32]>::to_vec).ok_or_else(|| Error::internal(format!("a window of {n} tokens")))
     }
 
     fn embed(&mut self, pass: &Pass) -> Result<()> {
@@ -574,7 +545,14 @@ impl Backend for ReferenceBackend {
     }
 
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        self.add_linear(layer, pass, LayerPart::Output, LayerPart::OutputBias)
+        self.linear_between(layer, pass, LayerPart::Output, LayerPart::OutputBias)
+    }
+
+    fn reduce_residual(&mut self, pass: &Pass) -> Result<()> {
+        let hidden = self.hidden(pass)?;
+        let sums = hidden.iter().zip(&self.between).map(|(hidden, y)| tensor(|| hidden + y)).collect::<Result<_>>()?;
+        self.set_hidden(pass, sums);
+        Ok(())
     }
 
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
@@ -592,7 +570,7 @@ impl Backend for ReferenceBackend {
     }
 
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        self.add_linear(layer, pass, LayerPart::Down, LayerPart::DownBias)
+        self.linear_between(layer, pass, LayerPart::Down, LayerPart::DownBias)
     }
 
     fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()> {
@@ -636,8 +614,39 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
-    fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
-        self.logits.get(row).cloned().ok_or_else(|| Error::internal(format!("no logits of row {row}")))
+    fn poll(&mut self) -> Result<()> {
+        (self.hooks.poll)()
+    }
+}
+
+impl KvCache for ReferenceBackend {
+    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+        if capacity > self.options.capacity || self.slots.get(slot).is_none_or(Option::is_some) {
+            return Err(Error::internal(format!("slot {slot} of capacity {capacity} cannot be opened")));
+        }
+        let heads = || (0..self.config.kv_heads).map(|_| Head::new(self.config.head_dim, capacity)).collect();
+        let window = vec![0; self.options.step_rows.max(GAMMA_MAX + 1) + 1];
+        self.slots[slot] = Some(Slot { window, heads: (0..self.config.layers).map(|_| heads()).collect() });
+        Ok(())
+    }
+
+    fn close(&mut self, slot: usize) {
+        if let Some(slot) = self.slots.get_mut(slot) {
+            *slot = None;
+        }
+    }
+
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        match self.slot(slot)?.window.get_mut(..tokens.len()) {
+            Some(window) => window.copy_from_slice(tokens),
+            None => return Err(Error::internal(format!("a window of {} tokens", tokens.len()))),
+        }
+        Ok(())
+    }
+
+    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
+        let window = self.slot(slot)?.window.get(..n);
+        window.map(<[u32]>::to_vec).ok_or_else(|| Error::internal(format!("a window of {n} tokens")))
     }
 
     fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
@@ -649,6 +658,12 @@ impl Backend for ReferenceBackend {
             head.keep(page, keys, values, head_dim, &options)?;
         }
         Ok(())
+    }
+}
+
+impl TokenSampler for ReferenceBackend {
+    fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
+        self.logits.get(row).cloned().ok_or_else(|| Error::internal(format!("no logits of row {row}")))
     }
 
     fn first(&mut self, _slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
@@ -669,8 +684,8 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
-    fn lead(&self, slot: usize) -> f32 {
-        self.judge.lead(slot)
+    fn margin(&mut self, slot: usize) -> Result<f32> {
+        Ok(self.judge.lead(slot))
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
@@ -683,11 +698,11 @@ impl Backend for ReferenceBackend {
         }
         Ok(verdicts)
     }
+}
 
-    fn poll(&mut self) -> Result<()> {
-        (self.hooks.poll)()
-    }
+impl Executor for ReferenceBackend {}
 
+impl Backend for ReferenceBackend {
     fn memory(&self) -> Memory {
         let bytes = |tensors: &HashMap<Part, Tensor>| tensors.values().map(|tensor| tensor.elem_count() * 4).sum();
         let heads = || self.slots.iter().flatten().flat_map(|slot| slot.heads.iter().flatten());
@@ -709,15 +724,11 @@ impl Backend for ReferenceBackend {
 }
 
 impl ReferenceBackend {
-    /// Adds the projection of what the last operation left to the hidden states.
-    fn add_linear(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
+    /// Projects what the last operation left.
+    fn linear_between(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
         let (part, bias) = (Part::Layer(layer, part), Part::Layer(layer, bias));
-        let mut sums = Vec::new();
-        for (hidden, x) in self.hidden(pass)?.iter().zip(&self.between) {
-            let y = self.linear(x, part, Some(bias), weights_of(pass))?;
-            sums.push(tensor(|| hidden + y)?);
-        }
-        self.set_hidden(pass, sums);
+        let project = |x| self.linear(x, part, Some(bias), weights_of(pass));
+        self.between = self.between.iter().map(project).collect::<Result<_>>()?;
         Ok(())
     }
 }
