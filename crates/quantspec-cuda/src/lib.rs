@@ -12,6 +12,7 @@ pub mod draft;
 mod flags;
 mod images;
 pub mod linear;
+mod penalty;
 pub mod prefill;
 mod recorded;
 mod sample;
