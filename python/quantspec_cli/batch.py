@@ -110,6 +110,12 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
             "use auto, cpu or cuda",
             option="device",
         )
+    if engine_options.weights == "auto":
+        raise UsageError(
+            "weights is 'auto', and answers of a resumed run would depend on the memory that is free then",
+            "use --weights checkpoint or --weights int8",
+            option="weights",
+        )
     if request.as_json or request.dry_run:
         output.Stdout()
     out = Path(request.out)

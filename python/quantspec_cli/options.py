@@ -49,6 +49,7 @@ METHODS = {
     "ngram": Method("earlier text"),
     "ar": Method("nothing", drafts=False),
 }
+WEIGHTS = ("checkpoint", "int8", "int4", "auto")
 # They copy earlier text in place of a draft by the model.
 COMBINED = {
     f"{name}+ngram": method._replace(about=f"{name} or earlier text")
@@ -87,6 +88,7 @@ class EngineOptions:
     device: str = "auto"
     threads: int | None = None
     method: str = "quantspec"
+    weights: str = "checkpoint"
     kv_target: str = "int8"
     kv_rounding: str = "balanced"
     draft_weights: str = "int4"
@@ -98,6 +100,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, tuple(METHODS))
+        _one_of("weights", self.weights, WEIGHTS)
         _one_of("kv_target", self.kv_target, KV_TARGETS)
         _one_of("kv_rounding", self.kv_rounding, KV_ROUNDINGS)
         _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
@@ -168,6 +171,7 @@ class EngineOptions:
             "device": self.device,
             "threads": self.threads,
             "method": self.method,
+            "weights": self.weights,
             "kv_target": self.kv_target,
             "kv_rounding": self.kv_rounding,
             "draft_weights": self.draft_weights,
@@ -415,6 +419,12 @@ def engine_flags(command: Command) -> Command:
             default="auto",
             show_default=True,
             help=f"Drafted tokens per round, 0 to {GAMMA_MAX}; auto follows measured cost and acceptance.",
+        ),
+        choice(
+            "--weights",
+            WEIGHTS,
+            "The target's weights, which define the output: the checkpoint's; int8, half the memory, whose upper "
+            "nibbles draft; int4, those alone (both CPU only); auto takes int8 where the checkpoint's do not fit.",
         ),
         choice("--kv-target", KV_TARGETS, "View of the cache that defines the output."),
         choice("--kv-rounding", KV_ROUNDINGS, "How keys and values are rounded."),

@@ -68,7 +68,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         info = _native.model_info(path, described=True)
         context = request.ctx_size or int(info["max_positions"])
         held = _native.plan(path, capacity=context, slots=request.batch, described=True, **options.native())
-        seen = _native.traffic(path, context - 1, 1, described=True)
+        seen = _native.traffic(path, context - 1, 1, held["weights"], described=True)
     per_page = {"int8": "lower_page_bytes", "fp16": "full_page_bytes"}
     page = seen["upper_page_bytes"] + (seen[per_page[options.kv_target]] if options.kv_target in per_page else 0)
     found = {
@@ -94,7 +94,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         "sizes": sizes.table(options.device),
     }
     if held["fits"]:
-        load = predict.Load.of(info, seen, held["draft_weights_bytes"], context)
+        load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or held["draft_weights_bytes"], context)
         with native_errors():
             rates = _native.rates(path, device=options.device, threads=options.threads, context=context)
         found |= predictions(rates, load, options.kv_target, batch=request.batch, acceptance=request.acceptance)

@@ -10,7 +10,7 @@
 #![allow(clippy::print_stderr, reason = "tools/test.sh gathers what ran and what did not")]
 
 use quantspec_core::cache::G;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View};
 use quantspec_core::logprob::Logprob;
 use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::Policy;
@@ -75,6 +75,7 @@ fn book(skip: usize, n: usize) -> Vec<u32> {
 #[derive(Clone, Debug)]
 struct Run {
     target: View,
+    weights: TargetWeights,
     method: &'static str,
     pages: Pages,
     gamma: usize,
@@ -90,6 +91,7 @@ impl Run {
     fn ar() -> Run {
         Run {
             target: View::Both,
+            weights: TargetWeights::Checkpoint,
             method: "ar",
             pages: Pages::All,
             gamma: 0,
@@ -147,6 +149,7 @@ impl Run {
             prompt_capacity: capacity,
             planes: Planes::of(&[self.target]),
             rounding: self.rounding,
+            weights: self.weights,
             draft_weights: DraftWeights::None,
             rejection: sampler.accept == Accept::Rejection,
             step_rows: prompts.len() * (self.gamma + 1),
@@ -233,7 +236,7 @@ fn chosen(runs: &[(Run, usize)], prompts: usize) -> Vec<Vec<usize>> {
     (0..runs.len()).map(|at| (0..runs[at].1).map(|i| (begins(at) + i) % prompts).collect()).collect()
 }
 
-/// Runs every combination against decoding each prompt alone.
+/// Runs every combination against decoding each prompt alone, with the weights of the first.
 fn law(model: &Path, prompts: &[Vec<u32>], new_tokens: usize, runs: &[(Run, usize)]) {
     law_of(model, prompts, new_tokens, runs, &[greedy(), replay()]);
 }
@@ -247,11 +250,12 @@ fn law_of(
     samplers: &[Sampler],
 ) -> Vec<Vec<u32>> {
     eprintln!("TESTED: whole engines on {}", quantspec_cpu::simd().expect("path").name);
+    let plain = Run { weights: runs[0].0.weights, ..Run::ar() };
     let mut last = Vec::new();
     for sampler in samplers {
         let alone: Vec<Vec<u32>> = prompts
             .iter()
-            .map(|prompt| Run::ar().decode(model, std::slice::from_ref(prompt), sampler, new_tokens).remove(0))
+            .map(|prompt| plain.decode(model, std::slice::from_ref(prompt), sampler, new_tokens).remove(0))
             .collect();
         for ((run, batch), chosen) in runs.iter().zip(chosen(runs, prompts.len())) {
             let texts =
@@ -382,6 +386,26 @@ fn new_tokens() -> usize {
 #[test]
 fn speculation_changes_no_token_of_the_demo_model() {
     law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &combinations());
+}
+
+#[test]
+fn speculation_changes_no_token_of_weights_in_planes() {
+    let int8 = |(run, batch)| (Run { weights: TargetWeights::Int8, ..run }, batch);
+    let runs: Vec<_> = combinations().into_iter().map(int8).step_by(if long() { 1 } else { 2 }).collect();
+    for method in METHODS.into_iter().chain(["ngram"]) {
+        assert!(runs.iter().any(|(run, _)| run.method == method), "no run of method {method}");
+    }
+    law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
+    let int4 = |(run, batch)| (Run { weights: TargetWeights::Int4, ..run }, batch);
+    let runs: Vec<_> = combinations().into_iter().map(int4).step_by(if long() { 1 } else { 6 }).collect();
+    law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
+    // Another target view is another text, or the comparison above would show nothing of these weights.
+    let prompt = [book(40, 2 * G + 5)];
+    let views = [TargetWeights::Int8, TargetWeights::Int4, TargetWeights::Checkpoint];
+    let [int8, int4, full] = views.map(|weights| {
+        Run { weights, ..Run::ar() }.decode(&root().join("python/quantspec_cli/demo"), &prompt, &replay(), new_tokens())
+    });
+    assert!(int8 != full && int4 != full && int8 != int4);
 }
 
 #[test]

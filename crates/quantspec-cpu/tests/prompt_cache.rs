@@ -5,7 +5,7 @@ mod paths;
 #[path = "support/random.rs"]
 mod random;
 
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_core::{Error, ErrorKind};
@@ -37,6 +37,7 @@ fn engine_on(checkpoint: &Checkpoint, simd: Simd, slots: usize, hooks: Hooks) ->
         prompt_capacity: CAPACITY,
         planes: Planes::of(&[View::Both, View::Upper]),
         rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
         step_rows: 5 * slots,
@@ -74,7 +75,7 @@ fn keep_of(model: &str, engine: &mut Engine<CpuBackend>, checkpoint: &Checkpoint
     let at = PromptFolder {
         folder: folder.to_path_buf(),
         model: PathBuf::from(model),
-        fingerprint: fingerprint(checkpoint, 2, || Ok(())).expect("fingerprint"),
+        fingerprint: fingerprint(checkpoint, TargetWeights::Checkpoint, 2, || Ok(())).expect("fingerprint"),
         limit_bytes,
     };
     let cache = PromptCache::on_disk(engine.backend(), at);
@@ -201,6 +202,15 @@ fn a_known_beginning_changes_no_bit() {
         // Other kernels of a prompt: full weights in F32, and biases.
         law(&Shape { biases: true, ..Shape::new("qwen2", "F32", (2, 1, 64)) }.checkpoint(8), simd, &[880, 300]);
     }
+}
+
+#[test]
+fn a_key_says_which_weights_made_it() {
+    let checkpoint = LLAMA.checkpoint(7);
+    let of = |weights| fingerprint(&checkpoint, weights, 2, || Ok(())).expect("fingerprint");
+    let [plain, int8, int4] = [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4].map(of);
+    assert!(plain != int8 && int8 != int4 && int4 != plain);
+    assert_eq!(plain, of(TargetWeights::Checkpoint));
 }
 
 #[test]

@@ -172,6 +172,7 @@ impl CudaBackend {
         most: usize,
     ) -> Result<CudaBackend> {
         check(checkpoint, &device.info)?;
+        weights::check_weights(options.weights)?;
         let config = checkpoint.config().clone();
         let attend = Attend::new(device, &config, options.rounding)?;
         let linear = Linear::new(device)?;

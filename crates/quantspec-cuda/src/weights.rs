@@ -4,7 +4,7 @@ use crate::args;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch, Pinned};
 use crate::flags::FLAG_WEIGHTS;
 use crate::linear::{Linear, Matrix, Quantised};
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, TargetWeights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Hooks;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -170,6 +170,22 @@ pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
             "store the checkpoint in one format, or use --device cpu",
         )),
     }
+}
+
+/// Whether the GPU has kernels for such weights of the target.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Usage`] where it has none.
+pub fn check_weights(weights: TargetWeights) -> Result<()> {
+    let name = match weights {
+        TargetWeights::Checkpoint => return Ok(()),
+        TargetWeights::Int8 => "int8",
+        TargetWeights::Int4 => "int4",
+    };
+    Err(Error::usage(
+        format!("weights is {name}, which has no kernels on a GPU"),
+        "use --device cpu, or --weights checkpoint",
+    ))
 }
 
 /// Which products the draft has in four bits: attention's, the feed-forward network's; and whether its head has eight.
@@ -421,6 +437,14 @@ mod tests {
     use super::random::Shape;
     use super::*;
     use quantspec_core::ErrorKind;
+
+    #[test]
+    fn weights_without_kernels_are_refused() {
+        assert!(check_weights(TargetWeights::Checkpoint).is_ok());
+        let error = check_weights(TargetWeights::Int8).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Usage);
+        assert!(error.message.contains("int8") && error.hint.contains("--device cpu"));
+    }
 
     #[test]
     fn layers_of_several_formats_are_refused() {

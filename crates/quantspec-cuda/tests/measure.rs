@@ -11,7 +11,7 @@ use gpu::{Random, device};
 use half::f16;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
 use quantspec_core::config::{
-    DraftWeights, Dtype, ModelConfig, Pages, Planes, Rope, RopeScaling, Rounding, View, Weights,
+    DraftWeights, Dtype, ModelConfig, Pages, Planes, Rope, RopeScaling, Rounding, TargetWeights, View, Weights,
 };
 use quantspec_core::layout::Layout;
 use quantspec_core::policy::Policy;
@@ -809,6 +809,7 @@ fn rounds() {
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
         step_rows: 17,
@@ -907,6 +908,7 @@ fn steps() {
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
         step_rows: 17,

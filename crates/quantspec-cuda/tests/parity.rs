@@ -15,7 +15,7 @@ mod random;
 
 use gpu::device;
 use quantspec_core::cache::{Extent, G, visible_pages};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_cuda::CudaBackend;
@@ -110,6 +110,7 @@ impl Model {
             prompt_capacity: CAPACITY,
             planes: Planes { upper: true, lower: true, full: true },
             rounding: self.rounding,
+            weights: TargetWeights::Checkpoint,
             draft_weights: self.drafts,
             rejection: false,
             // More than attention takes in a pass.

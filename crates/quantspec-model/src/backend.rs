@@ -12,7 +12,7 @@ pub use crate::sampler::{TokenSampler, Turn};
 
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
-use quantspec_core::config::{DraftWeights, Planes, Rounding};
+use quantspec_core::config::{DraftWeights, Planes, Rounding, TargetWeights};
 use quantspec_core::plan::pages;
 
 /// How a backend is built.
@@ -30,7 +30,9 @@ pub struct Options {
     pub planes: Planes,
     /// How keys and values are rounded to nibbles.
     pub rounding: Rounding,
-    /// Which draft weights are made.
+    /// How the target's weights are kept.
+    pub weights: TargetWeights,
+    /// Which draft weights are made; of weights in planes, which are read from the upper one.
     pub draft_weights: DraftWeights,
     /// Keep the distributions of a round's drafted tokens: acceptance by rejection compares with those that
     /// [`TokenSampler::propose`] drew from.

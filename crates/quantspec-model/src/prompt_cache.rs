@@ -18,7 +18,7 @@ use crate::cache_file::{self, CachedFile, Fault, Format, Stored, Writer, descrip
 use crate::checkpoint::{Checkpoint, Part};
 use crate::rope::RopeTable;
 use quantspec_core::cache::G;
-use quantspec_core::config::ModelConfig;
+use quantspec_core::config::{ModelConfig, TargetWeights};
 use quantspec_core::{Error, Result};
 use std::collections::HashSet;
 use std::ops::Range;
@@ -74,12 +74,17 @@ pub fn files(folder: &Path) -> io::Result<Vec<CachedFile>> {
     cache_file::files(&FORMAT, folder)
 }
 
-/// Hash of everything in a checkpoint that a prompt's keys and values depend on: its configuration and all of its weights, as they
-/// are read. Threads share the reading.
+/// Hash of everything in a model that a prompt's keys and values depend on: its configuration, all of its weights as they are read, and
+/// what the target makes of them. Threads share the reading.
 ///
 /// # Errors
 /// Those of [`Checkpoint::read`] and of `poll`.
-pub fn fingerprint(checkpoint: &Checkpoint, threads: usize, mut poll: impl FnMut() -> Result<()>) -> Result<u128> {
+pub fn fingerprint(
+    checkpoint: &Checkpoint,
+    weights: TargetWeights,
+    threads: usize,
+    mut poll: impl FnMut() -> Result<()>,
+) -> Result<u128> {
     let config = checkpoint.config();
     let mut pieces = Vec::new();
     for part in Part::all(config).into_iter().filter(|part| checkpoint.has(*part)) {
@@ -118,7 +123,7 @@ pub fn fingerprint(checkpoint: &Checkpoint, threads: usize, mut poll: impl FnMut
         Ok::<_, Error>(all)
     })?;
     hashes.sort_unstable();
-    let mut all = format!("{config:?}").into_bytes();
+    let mut all = format!("{config:?} {weights:?}").into_bytes();
     hashes.iter().for_each(|(_, hash)| all.extend_from_slice(&hash.to_le_bytes()));
     Ok(XxHash3_128::oneshot(&all))
 }

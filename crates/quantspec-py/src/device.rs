@@ -3,7 +3,7 @@
 use crate::machine;
 use crate::options::{Resolved, STEP_ROWS_MAX, Second, of_draft};
 use quantspec_core::cache::G;
-use quantspec_core::config::{Pages, View};
+use quantspec_core::config::{Pages, TargetWeights, View};
 use quantspec_core::plan::{largest_fitting, pages};
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
@@ -193,7 +193,10 @@ impl Place {
     pub(crate) fn weigh(&self, models: Models, options: &Options, beside: usize) -> Result<Weighed> {
         for checkpoint in std::iter::once(models.target).chain(models.draft) {
             match self.gpu() {
-                Some(gpu) => quantspec_cuda::check(checkpoint, &gpu.info)?,
+                Some(gpu) => {
+                    quantspec_cuda::check(checkpoint, &gpu.info)?;
+                    quantspec_cuda::check_weights(options.weights)?;
+                }
                 None => quantspec_cpu::check(checkpoint.config())?,
             }
         }
@@ -229,6 +232,20 @@ impl Place {
             longest_context: largest_fitting(context, available, needed),
             largest_batch: largest_fitting(STEP_ROWS_MAX / rows.max(1), available, needed_by),
         })
+    }
+
+    /// Settles which weights `auto` is: the checkpoint's where an engine with them fits, else int8.
+    ///
+    /// # Errors
+    /// As [`Place::weigh`].
+    pub(crate) fn settle(&self, models: Models, resolved: &mut Resolved) -> Result<()> {
+        if resolved.auto_weights {
+            let weighed = self.weigh(models, &resolved.options, 0)?;
+            if weighed.needed_bytes > weighed.available_bytes && self.gpu().is_none() {
+                resolved.options.weights = TargetWeights::Int8;
+            }
+        }
+        Ok(())
     }
 
     /// Bytes at the peak of an engine: of the process (resident now plus what the engine will hold, and what its user takes beside it), or of

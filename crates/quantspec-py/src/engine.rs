@@ -2,7 +2,7 @@
 
 use crate::device::{Device, Drafts, Models, Place, drafter, on_device};
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{DraftPages, Request};
+use crate::options::{DraftPages, Request, weights_name};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -290,8 +290,8 @@ impl PyEngine {
 #[pymethods]
 impl PyEngine {
     #[new]
-    #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, kv_target="int8", method="quantspec",
-        kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
+    #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
+        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
         slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=Some(false), prompt_folder=None,
         on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
@@ -302,6 +302,7 @@ impl PyEngine {
         prompt_capacity: Option<usize>,
         device: &str,
         threads: Option<usize>,
+        weights: &str,
         kv_target: &str,
         method: &str,
         kv_rounding: &str,
@@ -322,6 +323,7 @@ impl PyEngine {
         let threads = threads.unwrap_or_else(default_threads);
         let prompt_capacity = prompt_capacity.map_or(capacity, |tokens| tokens.clamp(1, capacity.max(1)));
         let request = Request {
+            weights,
             kv_target,
             method,
             kv_rounding,
@@ -337,7 +339,7 @@ impl PyEngine {
             threads,
             every_view,
         };
-        let resolved = request.resolve().map_err(to_python)?;
+        let mut resolved = request.resolve().map_err(to_python)?;
         let raised = Raised::default();
         let loading = Arc::new(Mutex::new(Some(progress(on_loading, raised.clone()))));
         let shown = loading.clone();
@@ -352,11 +354,13 @@ impl PyEngine {
         let (accept, step_rows) = (resolved.accept, resolved.options.step_rows);
         let origin = OriginSlot::default();
         let drafts = origin.hook();
-        let (device, second, place, config, planned_bytes, prompt_bytes) = interruptible(py, &raised, || {
+        let (device, second, place, config, kept, planned_bytes, prompt_bytes) = interruptible(py, &raised, || {
             let checkpoint = open(model, draft_cache)?;
             let draft = draft_model.map(|model| open(model, None)).transpose()?;
             let models = Models { target: &checkpoint, draft: draft.as_ref() };
             let place = Place::choose(device, &checkpoint)?;
+            place.settle(models, &mut resolved)?;
+            let kept = resolved.options.weights;
             let planned_bytes = place.plan(models, &resolved.options, 0)?;
             let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
             let of_second = Hooks { poll: Box::new(polled_by_second), ..Hooks::default() };
@@ -372,7 +376,7 @@ impl PyEngine {
                     engine.cache_prompts(cache);
                 });
             } else if let Some(folder) = prompt_folder {
-                let fingerprint = prompt_cache::fingerprint(&checkpoint, threads, &mut hashing)?;
+                let fingerprint = prompt_cache::fingerprint(&checkpoint, kept, threads, &mut hashing)?;
                 let model = PathBuf::from(model);
                 let model = model.canonicalize().unwrap_or(model);
                 let at = PromptFolder { folder, model, fingerprint, limit_bytes: PROMPTS_LIMIT_BYTES };
@@ -381,7 +385,7 @@ impl PyEngine {
                     engine.cache_prompts(cache);
                 });
             }
-            Ok((engine, second, place, checkpoint.config().clone(), planned_bytes, prompt_bytes))
+            Ok((engine, second, place, checkpoint.config().clone(), kept, planned_bytes, prompt_bytes))
         })?;
         let load_s = started.elapsed().as_secs_f64();
         // A backend keeps its hooks as long as it lives. Python's collector does not look into it: a callback that leads back
@@ -396,6 +400,7 @@ impl PyEngine {
         };
         info.set_item("simd", simd)?;
         info.set_item("threads", threads)?;
+        info.set_item("weights", weights_name(kept))?;
         info.set_item("family", &config.family)?;
         info.set_item("vocab", config.vocab)?;
         info.set_item("layers", config.layers)?;
@@ -548,6 +553,7 @@ impl PyEngine {
             page_choice,
             gamma,
             // Neither these nor the sizes change with the method.
+            weights: "checkpoint",
             kv_rounding: "balanced",
             draft_weights: "int4",
             accept: "replay",

@@ -3,18 +3,18 @@
 use crate::device::{Models, Place};
 use crate::engine::{Raised, default_threads, memory_dict, poll};
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{DraftPages, Request};
+use crate::options::{DraftPages, Request, weights_name};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Result;
 use quantspec_model::checkpoint::Checkpoint;
 use std::path::Path;
 
-/// Memory of an engine with these arguments, on the device that it would run on: `device`, `fits`, `planned_bytes`,
+/// Memory of an engine with these arguments, on the device that it would run on: `device`, `weights` (which, where "auto" asks), `fits`, `planned_bytes`,
 /// `available_bytes`, `longest_context` (of as many sequences), `largest_batch` (of as many tokens) and the bytes of each part.
 /// `described`: of a directory config.json alone is looked at ([`Checkpoint::describe`]).
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, kv_target="int8", method="quantspec",
+#[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8", method="quantspec",
     kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1,
     pool_tokens=None, draft_model=None, described=false))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
@@ -25,6 +25,7 @@ pub(crate) fn plan<'py>(
     prompt_capacity: Option<usize>,
     device: &str,
     threads: Option<usize>,
+    weights: &str,
     kv_target: &str,
     method: &str,
     kv_rounding: &str,
@@ -39,6 +40,7 @@ pub(crate) fn plan<'py>(
     described: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let request = Request {
+        weights,
         kv_target,
         method,
         kv_rounding,
@@ -54,18 +56,20 @@ pub(crate) fn plan<'py>(
         threads: threads.unwrap_or_else(default_threads),
         every_view: false,
     };
-    let resolved = request.resolve().map_err(to_python)?;
-    let (name, weighed, limit) = detached(py, || {
+    let mut resolved = request.resolve().map_err(to_python)?;
+    let (name, kept, weighed, limit) = detached(py, || {
         let checkpoint = checkpoint_of(model, described)?;
         let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
         let place = Place::choose(device, &checkpoint)?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
+        place.settle(models, &mut resolved)?;
         let weighed = place.weigh(models, &resolved.options, 0)?;
         let draft_limit = draft.as_ref().map_or(usize::MAX, |draft| draft.config().max_positions);
-        Ok((place.name(), weighed, checkpoint.config().max_positions.min(draft_limit)))
+        Ok((place.name(), resolved.options.weights, weighed, checkpoint.config().max_positions.min(draft_limit)))
     })?;
     let out = PyDict::new(py);
     out.set_item("device", name)?;
+    out.set_item("weights", weights_name(kept))?;
     out.set_item("fits", capacity <= limit && weighed.needed_bytes <= weighed.available_bytes)?;
     out.set_item("planned_bytes", weighed.used_bytes + weighed.needed_bytes)?;
     out.set_item("available_bytes", weighed.used_bytes + weighed.available_bytes)?;
@@ -87,6 +91,7 @@ pub(crate) fn checkpoint_of(model: &str, described: bool) -> Result<Checkpoint> 
 #[pyo3(signature = (models, *, device))]
 pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyResult<Vec<(usize, usize, usize)>> {
     let request = Request {
+        weights: "checkpoint",
         kv_target: "int8",
         method: "quantspec",
         kv_rounding: "balanced",
