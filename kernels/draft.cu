@@ -331,7 +331,7 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
   __syncthreads();
   if (warp >= W) {
     registers_give<24>();
-    if (threadIdx.x == W * 32) ring_fill<DRAFT_BLOCK, 2, T>(w, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
+    if (threadIdx.x == W * 32) ring_fill<2, T>(Pieces<DRAFT_BLOCK>{w, groups}, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
     return;
   }
   registers_take<104>();

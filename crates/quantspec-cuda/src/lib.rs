@@ -9,6 +9,7 @@ pub mod bench;
 mod detect;
 pub mod device;
 pub mod draft;
+pub mod hierarchy;
 mod images;
 pub mod linear;
 pub mod prefill;
