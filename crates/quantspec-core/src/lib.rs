@@ -17,5 +17,6 @@ pub mod quantize;
 pub mod report;
 pub mod sample;
 pub mod verify;
+pub mod weights;
 
 pub use error::{Error, ErrorKind, Result};

@@ -36,7 +36,7 @@ pub struct Params {
 
 impl Params {
     /// Rounds the parameters to f16; a group that is not constant gets a scale of at least [`SCALE_MIN`].
-    fn rounded(scale: f32, zero: f32) -> Params {
+    pub(crate) fn rounded(scale: f32, zero: f32) -> Params {
         Params { scale: f16::from_f32(scale.max(SCALE_MIN)), zero: f16::from_f32(zero) }
     }
 
@@ -46,11 +46,11 @@ impl Params {
     }
 
     /// Parameters of a group whose elements all equal `value`: exact where that is an f16 value.
-    fn constant(value: f32) -> Result<Params> {
+    pub(crate) fn constant(value: f32) -> Result<Params> {
         Params { scale: f16::ZERO, zero: f16::from_f32(value) }.finite()
     }
 
-    fn finite(self) -> Result<Params> {
+    pub(crate) fn finite(self) -> Result<Params> {
         if self.scale.is_finite() && self.zero.is_finite() {
             Ok(self)
         } else {
@@ -63,7 +63,7 @@ impl Params {
 const LANES: usize = 16;
 
 /// Least and greatest element of a group that is not empty.
-fn range(x: &[f32]) -> Result<(f32, f32)> {
+pub(crate) fn range(x: &[f32]) -> Result<(f32, f32)> {
     let (mut low, mut high, mut finite) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES], [true; LANES]);
     for chunk in x.chunks(LANES) {
         for (lane, &value) in chunk.iter().enumerate() {
@@ -81,7 +81,7 @@ fn range(x: &[f32]) -> Result<(f32, f32)> {
 
 /// The nearest integer, ties to even, for magnitudes below 2²²: [`f32::round_ties_even`] without the library call that it is
 /// on the oldest x86-64.
-fn nearest(x: f32) -> f32 {
+pub(crate) fn nearest(x: f32) -> f32 {
     const INTEGERS: f32 = 12_582_912.0; // 1.5 · 2²³, where f32 has a spacing of 1
     (x + INTEGERS) - INTEGERS
 }
@@ -296,7 +296,7 @@ fn trial_code(value: f32, zero: f32, inverse: f32) -> f32 {
 }
 
 /// Σ (w − (code·scale + zero))² of a group.
-fn squared_error(w: &[f32], params: Params) -> f32 {
+pub(crate) fn squared_error(w: &[f32], params: Params) -> f32 {
     let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
     let inverse = 1.0 / scale;
     sum(w.iter().map(|&value| {
@@ -325,7 +325,7 @@ fn fit(w: &[f32], params: Params) -> Option<Params> {
 
 /// The better of two parameters and its squared error: the first of equals, and never what f16 cannot hold, whose error is no
 /// number.
-fn better(w: &[f32], best: (f32, Params), params: Params) -> (f32, Params) {
+pub(crate) fn better(w: &[f32], best: (f32, Params), params: Params) -> (f32, Params) {
     let error = squared_error(w, params);
     if error < best.0 { (error, params) } else { best }
 }

@@ -1,0 +1,232 @@
+//! The weight hierarchy: one copy of a matrix, two views of it.
+//!
+//! A row is cut into groups of [`GROUP`] along k. A weight has an upper nibble U in 0..=15 and a lower nibble L in −8..=7; its
+//! group has a scale s and a zero z in f16:
+//!
+//! * view Both, the target's: `w = (U + L/16)·s + z`
+//! * view Upper, the draft's: `w ≈ U·s + z`
+//!
+//! In memory a weight is one byte, `code = 16·U + L + 8`, so U is its high nibble and L + 8 its low one. The code is one
+//! rounding of `16·(w − z)/s` to −8..=247, and not of U first and of the remainder then: so U is the nearest step of the draft
+//! but for a tie, and no remainder is clipped.
+//!
+//! s = range/15, so the range takes 240 of the 255 fine steps that the codes have. Where in them it begins is free:
+//! [`FIRST_CODES`] lists what is tried, and the zero whose upper codes have the least squared error is kept. A smaller s would
+//! clip the ends of a group in view Both, which costs the target more than the draft gains.
+
+use crate::error::{Error, Result};
+use crate::quantize::{self, Params};
+
+/// Weights along k that share a scale and a zero; the last group of a row may be shorter.
+pub const GROUP: usize = 64;
+
+/// Codes of a group's least weight that are tried. They take 17 % off the squared error that code 8, the plain `z = minimum`, has
+/// in the draft's view of trained weights; free scales too take 18 %.
+pub const FIRST_CODES: [u8; 8] = [8, 0, 2, 4, 6, 10, 12, 14];
+
+/// The code whose nibbles are both 0.
+const ZERO: u8 = 8;
+
+/// Upper nibble of a code, 0..=15.
+pub const fn upper(code: u8) -> u8 {
+    code >> 4
+}
+
+/// Lower nibble of a code, −8..=7.
+pub const fn lower(code: u8) -> i8 {
+    (code & 15) as i8 - 8
+}
+
+/// One row of a matrix in nibbles.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Row {
+    /// One byte per weight, 16·U + L + 8.
+    pub codes: Vec<u8>,
+    /// Scale and zero of each group of [`GROUP`].
+    pub params: Vec<Params>,
+}
+
+impl Row {
+    /// What the target reads: `(U + L/16)·s + z`, f32.
+    pub fn both(&self) -> Vec<f32> {
+        self.values(|code| f32::from(upper(code)) + f32::from(lower(code)) / 16.0)
+    }
+
+    /// What the draft reads: `U·s + z`, f32.
+    pub fn upper(&self) -> Vec<f32> {
+        self.values(|code| f32::from(upper(code)))
+    }
+
+    fn values(&self, steps: impl Fn(u8) -> f32) -> Vec<f32> {
+        let groups = self.codes.chunks(GROUP).zip(&self.params);
+        let value = |(codes, params): (&[u8], &Params)| {
+            let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
+            codes.iter().map(|&code| steps(code) * scale + zero).collect::<Vec<_>>()
+        };
+        groups.flat_map(value).collect()
+    }
+}
+
+/// Quantises a row of f32 weights.
+///
+/// # Errors
+/// [`crate::ErrorKind::NotFinite`] for NaN, infinities and ranges f16 cannot hold, naming the group.
+pub fn quantize_row(w: &[f32]) -> Result<Row> {
+    let mut row = Row { codes: Vec::with_capacity(w.len()), params: Vec::with_capacity(w.len().div_ceil(GROUP)) };
+    for (index, group) in w.chunks(GROUP).enumerate() {
+        let named = |error: Error| Error { message: format!("weights of group {index}: {}", error.message), ..error };
+        row.params.push(quantize_group(group, &mut row.codes).map_err(named)?);
+    }
+    Ok(row)
+}
+
+/// Appends the codes of one group, which is not empty.
+fn quantize_group(w: &[f32], codes: &mut Vec<u8>) -> Result<Params> {
+    let (low, high) = quantize::range(w)?;
+    if low == high {
+        // Nibbles of 0, so that both views are the zero itself.
+        codes.resize(codes.len() + w.len(), ZERO);
+        return Params::constant(low);
+    }
+    let params = search(w, low, high)?;
+    let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
+    let code = |&value: &f32| quantize::nearest(((value - zero) / (scale / 16.0)).clamp(-8.0, 247.0)) as i32 + 8;
+    codes.extend(w.iter().map(|value| code(value) as u8));
+    Ok(params)
+}
+
+/// Of the zeros that [`FIRST_CODES`] gives, the one whose upper codes have the least squared error; the first of equals.
+fn search(w: &[f32], low: f32, high: f32) -> Result<Params> {
+    let step = (high - low) / 240.0;
+    let params = |first: u8| Params::rounded(16.0 * step, low + (8.0 - f32::from(first)) * step);
+    let plain = params(FIRST_CODES[0]).finite()?;
+    let start = (quantize::squared_error(w, plain), plain);
+    Ok(FIRST_CODES[1..].iter().fold(start, |best, &first| quantize::better(w, best, params(first))).1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ErrorKind;
+    use half::f16;
+    use proptest::prelude::*;
+
+    #[test]
+    fn codes_of_known_weights() {
+        // The plain grid hits all sixteen values, and the first of equals is kept.
+        let ramp: Vec<f32> = (0..=15).map(|i| 1.0 + i as f32).collect();
+        let row = quantize_row(&ramp).unwrap();
+        assert_eq!((row.params[0].scale.to_f32(), row.params[0].zero.to_f32()), (1.0, 1.0));
+        assert!(row.codes.iter().enumerate().all(|(i, &code)| upper(code) == i as u8 && lower(code) == 0));
+        assert_eq!((row.both(), row.upper()), (ramp.clone(), ramp));
+        assert_eq!(quantize_row(&[-1.0, 14.0]).unwrap().codes, [8, 248]);
+        // A short last group has parameters of its own; a constant one is exact in both views.
+        let row = quantize_row(&[vec![0.25; GROUP], vec![-3.0, 12.0]].concat()).unwrap();
+        assert_eq!((row.codes.len(), row.params.len()), (GROUP + 2, 2));
+        assert_eq!((row.params[0].scale, row.params[0].zero), (f16::ZERO, f16::from_f32(0.25)));
+        assert_eq!(
+            (row.both()[..GROUP].to_vec(), row.upper()[..GROUP].to_vec()),
+            (vec![0.25; GROUP], vec![0.25; GROUP])
+        );
+    }
+
+    #[test]
+    fn weights_that_are_no_numbers_are_named() {
+        let mut w = vec![0.5; 3 * GROUP];
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            w[GROUP + 7] = bad;
+            let error = quantize_row(&w).unwrap_err();
+            assert_eq!(error.kind, ErrorKind::NotFinite);
+            assert!(error.message.contains("group 1") && error.message.contains("element 7"), "{error}");
+        }
+        w[GROUP + 7] = 2e6;
+        assert_eq!(quantize_row(&w).unwrap_err().kind, ErrorKind::NotFinite);
+        assert!(quantize_row(&[]).unwrap().codes.is_empty());
+    }
+
+    /// Weights of any size and centre, at times with an outlier.
+    fn weights() -> impl Strategy<Value = Vec<f32>> {
+        (prop::collection::vec(-1.0f32..1.0, 1..200), -12i32..10, -4.0f32..4.0, prop::option::of(0usize..200)).prop_map(
+            |(x, exponent, centre, outlier)| {
+                let spread = 2f32.powi(exponent);
+                let mut x: Vec<f32> = x.iter().map(|x| (x + centre) * spread).collect();
+                if let Some(at) = outlier.filter(|at| *at < x.len()) {
+                    x[at] *= 20.0;
+                }
+                x
+            },
+        )
+    }
+
+    /// Squared error of the draft's view for a zero, in f64.
+    fn upper_error(w: &[f32], params: Params) -> f64 {
+        let (scale, zero) = (params.scale.to_f64(), params.zero.to_f64());
+        let code = |w: f64| ((w - zero) / scale).round_ties_even().clamp(0.0, 15.0);
+        w.iter().map(|&w| f64::from(w)).map(|w| (w - code(w) * scale - zero).powi(2)).sum()
+    }
+
+    proptest! {
+        #[test]
+        fn both_views_are_within_half_a_step(w in weights()) {
+            let row = quantize_row(&w).unwrap();
+            let views = row.both().into_iter().zip(row.upper());
+            for (at, ((both, upper), want)) in views.zip(&w).enumerate() {
+                let (scale, zero) = (row.params[at / GROUP].scale.to_f32(), row.params[at / GROUP].zero.to_f32());
+                // Rounding of the stored parameters moves the ends of the range: 240 fine steps by 2⁻¹¹, and the zero.
+                let slack = 15.0 * scale / 2_048.0 + zero.abs() / 2_048.0 + 1e-6 * want.abs() + 1e-7;
+                prop_assert!((both - want).abs() <= scale / 32.0 + slack, "{both} {want}, step {scale}");
+                prop_assert!((upper - want).abs() <= scale * (0.5 + 1.0 / 32.0) + slack, "{upper} {want}, step {scale}");
+            }
+        }
+
+        #[test]
+        fn codes_equal_an_integer_model(w in weights()) {
+            let row = quantize_row(&w).unwrap();
+            for (at, (&code, &w)) in row.codes.iter().zip(&w).enumerate() {
+                let (scale, zero) = (row.params[at / GROUP].scale.to_f64(), row.params[at / GROUP].zero.to_f64());
+                if scale == 0.0 {
+                    prop_assert_eq!(code, ZERO);
+                    continue;
+                }
+                let steps = 16.0 * (f64::from(w) - zero) / scale;
+                let near_tie = (steps.fract().abs() - 0.5).abs() < 1e-3;
+                let exact = (steps.round_ties_even().clamp(-8.0, 247.0) + 8.0) as u8;
+                prop_assert!(near_tie || code == exact, "{code} {exact}");
+                prop_assert_eq!(16 * i32::from(upper(code)) + i32::from(lower(code)), i32::from(code) - 8);
+            }
+        }
+
+        #[test]
+        fn no_zero_that_is_tried_is_better_for_the_draft(w in weights()) {
+            let row = quantize_row(&w).unwrap();
+            for (w, &params) in w.chunks(GROUP).zip(&row.params) {
+                let (low, high) = quantize::range(w).unwrap();
+                if low == high {
+                    continue;
+                }
+                let found = upper_error(w, params);
+                let float = w.len() as f64 * f64::from(low.abs().max(high.abs()) * 3e-7).powi(2);
+                for first in FIRST_CODES {
+                    let step = (high - low) / 240.0;
+                    let zero = f16::from_f32(low + (8.0 - f32::from(first)) * step);
+                    let error = upper_error(w, Params { zero, ..params });
+                    prop_assert!(found <= error * 1.001 + 4.0 * (error * float).sqrt() + float, "{found} {error}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_search_pays_on_normal_weights() {
+        let uniform = |i: usize| crate::sample::uniform(3, 0, i, crate::sample::Stream::Sample, 0);
+        let w: Vec<f32> = (0..GROUP * 200).map(|i| (0..12).map(|j| uniform(12 * i + j)).sum::<f32>() - 6.0).collect();
+        let row = quantize_row(&w).unwrap();
+        let (mut plain, mut found) = (0.0, 0.0);
+        for (w, params) in w.chunks(GROUP).zip(&row.params) {
+            let low = quantize::range(w).unwrap().0;
+            found += upper_error(w, *params);
+            plain += upper_error(w, Params { zero: f16::from_f32(low), ..*params });
+        }
+        assert!((0.75..0.9).contains(&(found / plain)), "{}", found / plain);
+    }
+}
