@@ -1,5 +1,5 @@
 // y = x W^T for the few rows of a step, with W in planes (docs/design/weights.md): w = (U + L/16) s + z, U a nibble, L a signed nibble, s and z f16 per output
-// and 64 inputs. The target reads both planes, or of a 4-bit target and for drafts the upper one alone.
+// and 64 inputs. The target reads both planes, a draft the upper one alone.
 //
 // Upper plane: blocks of 16 outputs x 64 inputs, 576 bytes, [N/16][stride], stride even. Codes [lane] uint4, byte b of word i: row g (low nibble) and g + 8
 // (high) at k = 16 c + 4 i + b, lane = 4 g + c; then parameters [g] half {scale, zero of row g, scale, zero of row g + 8}.

@@ -20,8 +20,7 @@ const _: () = assert!(GROUP == ATOM);
 #[derive(Debug)]
 pub struct Hierarchy {
     upper: Buffer,
-    /// None where the weights have four bits.
-    lower: Option<Buffer>,
+    lower: Buffer,
     n: usize,
     k: usize,
     /// As of [`crate::linear::Quantised`].
@@ -33,8 +32,8 @@ pub struct Hierarchy {
 /// Which planes a product reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reads {
-    /// All there are: the target.
-    All,
+    /// Both: the target.
+    Both,
     /// The upper one: a draft.
     Upper,
 }
@@ -53,35 +52,26 @@ impl Hierarchy {
 
     /// Bytes held on the device.
     pub fn held_bytes(&self) -> usize {
-        self.upper.bytes() + self.lower.as_ref().map_or(0, Buffer::bytes)
+        self.upper.bytes() + self.lower.bytes()
     }
 
-    /// The planes' bytes, for tests: upper, lower.
-    pub fn planes(&self) -> [Option<&Buffer>; 2] {
-        [Some(&self.upper), self.lower.as_ref()]
-    }
-
-    /// Outputs and inputs.
-    pub fn shape(&self) -> (usize, usize) {
-        (self.n, self.k)
-    }
-
-    fn lower_address(&self) -> u64 {
-        self.lower.as_ref().map_or(0, |lower| lower.at(0))
+    /// The upper and the lower plane.
+    pub fn planes(&self) -> [&Buffer; 2] {
+        [&self.upper, &self.lower]
     }
 }
 
 /// How a product of so many row tiles runs on Hopper (kernels/hierarchy.cu asserts the bytes).
-const fn ringed(bits: usize, tiles: usize) -> Option<Ringed> {
-    let (shared, copying, cluster) = match (bits, tiles) {
-        (8, 1) => (206_728, 2, 1),
-        (8, 2) => (196_816, 2, 2),
-        (8, 4) => (212_648, 4, 2),
-        (8, 8) => (211_120, 4, 2),
-        (4, 1) => (207_600, 2, 1),
-        (4, 2) => (203_984, 4, 2),
-        (4, 4) => (200_344, 4, 2),
-        (4, 8) => (196_848, 4, 2),
+const fn ringed(planes: usize, tiles: usize) -> Option<Ringed> {
+    let (shared, copying, cluster) = match (planes, tiles) {
+        (2, 1) => (206_728, 2, 1),
+        (2, 2) => (196_816, 2, 2),
+        (2, 4) => (212_648, 4, 2),
+        (2, 8) => (211_120, 4, 2),
+        (1, 1) => (207_600, 2, 1),
+        (1, 2) => (203_984, 4, 2),
+        (1, 4) => (200_344, 4, 2),
+        (1, 8) => (196_848, 4, 2),
         _ => return None,
     };
     Some(Ringed { shared, copying, cluster })
@@ -92,8 +82,8 @@ const fn ringed(bits: usize, tiles: usize) -> Option<Ringed> {
 pub struct Hierarchies {
     device: Arc<Device>,
     dtype: Dtype,
-    int8: Family,
-    int4: Family,
+    both: Family,
+    upper: Family,
     /// From bf16, f16, f32.
     quantise: [Kernel; 3],
     atoms: Kernel,
@@ -109,8 +99,8 @@ impl Hierarchies {
         let of = name(dtype);
         let quantise = |dtype| device.kernel(&format!("planes_{}", name(dtype)), 0);
         Ok(Hierarchies {
-            int8: Family::new(device, &format!("linear_int8_{of}"), |tiles| ringed(8, tiles))?,
-            int4: Family::new(device, &format!("linear_int4_{of}"), |tiles| ringed(4, tiles))?,
+            both: Family::new(device, &format!("linear_both_{of}"), |tiles| ringed(2, tiles))?,
+            upper: Family::new(device, &format!("linear_upper_{of}"), |tiles| ringed(1, tiles))?,
             quantise: [quantise(Dtype::Bf16)?, quantise(Dtype::F16)?, quantise(Dtype::F32)?],
             atoms: device.kernel(&format!("atoms_{of}"), 0)?,
             device: device.clone(),
@@ -118,13 +108,12 @@ impl Hierarchies {
         })
     }
 
-    /// Queues quantising a matrix to `bits` (8: both planes, 4: the upper one); `paired` as of [`crate::linear::Quantised`]. `flag` begins with the device's
-    /// error flag, a u32.
+    /// Queues quantising a matrix; `paired` as of [`crate::linear::Quantised`]. `flag` begins with the device's error flag, a u32.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for other bits, where the matrix or the flag is shorter than its shape, and where rows do not make whole heads.
-    /// Those of [`Device::allocate`] and of the launch.
-    pub fn quantise(&self, weights: &Matrix, bits: usize, paired: usize, flag: &Buffer) -> Result<Hierarchy> {
+    /// [`quantspec_core::ErrorKind::Internal`] where the matrix or the flag is shorter than its shape, and where rows do not make whole heads. Those of
+    /// [`Device::allocate`] and of the launch.
+    pub fn quantise(&self, weights: &Matrix, paired: usize, flag: &Buffer) -> Result<Hierarchy> {
         let (n, k) = (weights.n, weights.k);
         let full = Matrix::bytes(weights.dtype, n, k);
         if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
@@ -135,12 +124,8 @@ impl Hierarchies {
             return Err(Error::internal(format!("{n} rows in heads of {paired} channels")));
         }
         let [upper, lower] = Hierarchy::bytes(n, k);
-        let lower = match bits {
-            8 => Some(self.device.allocate(lower)?),
-            4 => None,
-            _ => return Err(Error::internal(format!("weights of {bits} bits in nibbles"))),
-        };
-        let to = Hierarchy { upper: self.device.allocate(upper)?, lower, n, k, paired, dtype: self.dtype };
+        let (upper, lower) = (self.device.allocate(upper)?, self.device.allocate(lower)?);
+        let to = Hierarchy { upper, lower, n, k, paired, dtype: self.dtype };
         let [bf16, f16, f32] = self.quantise;
         let kernel = match weights.dtype {
             Dtype::Bf16 => bf16,
@@ -148,7 +133,7 @@ impl Hierarchies {
             Dtype::F32 => f32,
         };
         let grid = [stride(k) as u32, n.div_ceil(TILE) as u32, 1];
-        let arguments = args![&weights.buffer, &to.upper, to.lower_address(), n, k, paired, flag];
+        let arguments = args![&weights.buffer, &to.upper, &to.lower, n, k, paired, flag];
         // SAFETY: the argument list is the kernel's, and the buffers have room for what it reads and writes: see above.
         unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)? };
         Ok(to)
@@ -164,28 +149,28 @@ impl Hierarchies {
     pub unsafe fn run(&self, weights: &Hierarchy, reads: Reads, x: u64, y: u64, rows: usize) -> Result<()> {
         self.check(weights)?;
         let tiles = weights.n.div_ceil(TILE);
-        let family = if reads == Reads::All && weights.lower.is_some() { &self.int8 } else { &self.int4 };
+        let family = if reads == Reads::Both { &self.both } else { &self.upper };
         let (kernel, launch) = family.launch(&self.device, rows, tiles)?;
         let (groups, pitch) = (weights.k.div_ceil(GROUP), weights.k.next_multiple_of(ATOM));
-        let (upper, lower) = (weights.upper.at(0), weights.lower_address());
-        let arguments = args![upper, lower, x, y, groups, stride(weights.k), tiles, weights.n, rows, pitch];
+        let arguments =
+            args![&weights.upper, &weights.lower, x, y, groups, stride(weights.k), tiles, weights.n, rows, pitch];
         // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
-    /// Queues writing the matrix that all planes stand for, in 16 bits and atoms, rows in the checkpoint's order, to `to`.
+    /// Queues writing the matrix that both planes stand for, in 16 bits and atoms, rows in the checkpoint's order, to byte `at` of `to`.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where it does not fit there, and as [`Hierarchies::run`].
-    pub fn expand(&self, weights: &Hierarchy, to: &Buffer) -> Result<()> {
+    pub fn expand(&self, weights: &Hierarchy, to: &Buffer, at: usize) -> Result<()> {
         self.check(weights)?;
         let (n, k) = (weights.n, weights.k);
         let bytes = Matrix::bytes(self.dtype, n, k);
-        if bytes > to.bytes() {
-            return Err(Error::internal(format!("{bytes} bytes of a matrix in {}", to.bytes())));
+        if at + bytes > to.bytes() {
+            return Err(Error::internal(format!("{bytes} bytes of a matrix at {at} of {}", to.bytes())));
         }
         let grid = [k.div_ceil(ATOM) as u32, n.div_ceil(TILE) as u32, 1];
-        let arguments = args![&weights.upper, weights.lower_address(), to, n, stride(k), weights.paired];
+        let arguments = args![&weights.upper, &weights.lower, to.at(at), n, stride(k), weights.paired];
         // SAFETY: the argument list is the kernel's, and the buffer has room for the matrix.
         unsafe { self.device.launch(self.atoms, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments) }
     }
@@ -194,7 +179,11 @@ impl Hierarchies {
         if weights.dtype == self.dtype {
             Ok(())
         } else {
-            Err(Error::internal(format!("weights for inputs in {}, kernels for {}", name(weights.dtype), name(self.dtype))))
+            Err(Error::internal(format!(
+                "weights for inputs in {}, kernels for {}",
+                name(weights.dtype),
+                name(self.dtype)
+            )))
         }
     }
 }
@@ -207,7 +196,7 @@ pub(crate) fn check(dtype: Dtype) -> Result<()> {
     match dtype {
         Dtype::Bf16 | Dtype::F16 => Ok(()),
         Dtype::F32 => Err(Error::model(
-            "a GPU multiplies int8 and int4 weights by 16-bit activations, and this checkpoint is stored in F32",
+            "a GPU multiplies int8 weights by 16-bit activations, and this checkpoint is stored in F32",
             "store the checkpoint in BF16 or F16, use --weights checkpoint, or --device cpu",
         )),
     }
@@ -236,10 +225,10 @@ mod tests {
             let Some(rest) = line.strip_prefix("PLANE_RING(") else { continue };
             let fields: Vec<&str> = rest.trim_end_matches(')').split(", ").collect();
             let number = |i: usize| fields[i].parse::<usize>().unwrap();
-            // BITS, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED
-            let ringed = ringed(number(0), number(1)).unwrap();
-            let copying = if fields[7] == "true" { 4 } else { 2 };
-            assert_eq!((ringed.shared, ringed.copying, ringed.cluster), (number(9), copying, number(6)), "{line}");
+            // VIEW, PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED
+            let ringed = ringed(number(1), number(2)).unwrap();
+            let copying = if fields[8] == "true" { 4 } else { 2 };
+            assert_eq!((ringed.shared, ringed.copying, ringed.cluster), (number(10), copying, number(7)), "{line}");
             found += 1;
         }
         assert_eq!(found, 8);

@@ -6,7 +6,7 @@ mod gpu;
 use gpu::{Random, bits, device, distance, download, matrix, poisoned, round, upload, while_busy};
 use quantspec_core::ErrorKind;
 use quantspec_core::config::Dtype;
-use quantspec_core::weights::{Row, quantize_int4, quantize_int8};
+use quantspec_core::weights::{Row, quantize_row};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
 use quantspec_cuda::linear::Matrix;
@@ -43,8 +43,8 @@ fn source_row(place: usize, paired: usize) -> usize {
     head * paired + if at % 16 < 8 { channel } else { paired / 2 + channel }
 }
 
-fn quantised(w: &[f32], k: usize, bits: usize) -> Vec<Row> {
-    w.chunks(k).map(|row| if bits == 8 { quantize_int8(row) } else { quantize_int4(row) }.unwrap()).collect()
+fn quantised(w: &[f32], k: usize) -> Vec<Row> {
+    w.chunks(k).map(|row| quantize_row(row).unwrap()).collect()
 }
 
 /// Core's rows in the layout of kernels/hierarchy.cuh.
@@ -55,7 +55,8 @@ fn packed(rows: &[Row], n: usize, k: usize, paired: usize) -> [Vec<u8>; 2] {
         for block in 0..blocks {
             let row = |r: usize| (tile * 16 + r < n).then(|| &rows[source_row(tile * 16 + r, paired)]);
             // Where there is no weight, U and L are 0.
-            let code = |r: usize, at: usize| row(r).and_then(|row| row.codes.get(block * 64 + at)).copied().unwrap_or(8);
+            let code =
+                |r: usize, at: usize| row(r).and_then(|row| row.codes.get(block * 64 + at)).copied().unwrap_or(8);
             for lane in 0..32 {
                 for at in 0..16 {
                     let (g, k) = (lane / 4, lane % 4 * 16 + at);
@@ -98,20 +99,13 @@ fn planes_have_cores_bytes() {
             let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
             let w = weights(&mut random, n, k, dtype);
             let full = on_device(&device, &w, n, k, dtype);
-            for bits in [8, 4] {
-                let got = hierarchies.quantise(&full, bits, paired, &flag).unwrap();
-                let want = packed(&quantised(&w, k, bits), n, k, paired);
-                let what = format!("{dtype:?} {n} x {k}, {bits} bits, paired {paired}");
-                let [upper, lower] = got.planes();
-                let upper = upper.unwrap();
-                equal(&upper.read::<u8>(0, upper.bytes()).unwrap(), &want[0], &format!("{what}, upper"));
-                assert_eq!(lower.is_some(), bits == 8);
-                if let Some(lower) = lower {
-                    equal(&lower.read::<u8>(0, lower.bytes()).unwrap(), &want[1], &format!("{what}, lower"));
-                }
-                let all = Hierarchy::bytes(n, k);
-                assert_eq!(got.held_bytes(), all[0] + if bits == 8 { all[1] } else { 0 }, "{what}");
+            let got = hierarchies.quantise(&full, paired, &flag).unwrap();
+            let want = packed(&quantised(&w, k), n, k, paired);
+            for ((plane, want), name) in got.planes().iter().zip(&want).zip(["upper", "lower"]) {
+                let what = format!("{dtype:?} {n} x {k}, paired {paired}, {name}");
+                equal(&plane.read::<u8>(0, plane.bytes()).unwrap(), want, &what);
             }
+            assert_eq!(got.held_bytes(), Hierarchy::bytes(n, k).iter().sum::<usize>());
         }
     }
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
@@ -122,12 +116,12 @@ fn weights_that_are_no_numbers_are_flagged() {
     let Some(device) = device() else { return };
     let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
     let mut random = Random(8);
-    for (bad, bits) in [(f32::NAN, 8), (f32::INFINITY, 4), (1e30, 8), (1e30, 4)] {
+    for bad in [f32::NAN, f32::INFINITY, 1e30] {
         let flag = device.zeroed(4).unwrap();
         let mut w = weights(&mut random, 32, 128, Dtype::Bf16);
         w[17 * 128 + 100] = bad;
-        hierarchies.quantise(&on_device(&device, &w, 32, 128, Dtype::Bf16), bits, 0, &flag).unwrap();
-        assert_eq!(flag.read::<u32>(0, 1).unwrap(), [4], "{bad} in {bits} bits");
+        hierarchies.quantise(&on_device(&device, &w, 32, 128, Dtype::Bf16), 0, &flag).unwrap();
+        assert_eq!(flag.read::<u32>(0, 1).unwrap(), [4], "{bad}");
     }
     let error = Hierarchies::new(&device, Dtype::F32).unwrap_err();
     assert_eq!(error.kind, ErrorKind::Model);
@@ -143,22 +137,19 @@ fn the_matrix_of_both_planes() {
         for (n, k, paired) in [(40, 200, 0), (129, 1376, 0), (256, 512, 128)] {
             let w = weights(&mut random, n, k, dtype);
             let full = on_device(&device, &w, n, k, dtype);
-            for bits_of in [8, 4] {
-                let planes = hierarchies.quantise(&full, bits_of, paired, &flag).unwrap();
-                let to = poisoned(&device, full.buffer.bytes());
-                hierarchies.expand(&planes, &to).unwrap();
-                let got = to.read::<u16>(0, to.bytes() / 2).unwrap();
-                let rows = quantised(&w, k, bits_of);
-                let values: Vec<f32> = rows.iter().flat_map(Row::both).collect();
-                let want = gpu::atoms(&bits(&values, dtype), n, k);
-                let inside = gpu::atoms(&vec![1; n * k], n, k);
-                for (at, (got, want)) in got.iter().zip(&want).enumerate().filter(|(at, _)| inside[*at] == 1) {
-                    assert!(got == want || (got | want) == 0x8000, "{dtype:?} {n} x {k}, {bits_of} bits: {at}: {got:#x} {want:#x}");
-                }
-                // Beyond the matrix numbers are finite: inputs there are zeros.
-                let padding = download(&to, to.bytes() / 2, dtype);
-                assert!(padding.iter().all(|v| v.is_finite()));
+            let planes = hierarchies.quantise(&full, paired, &flag).unwrap();
+            let to = poisoned(&device, full.buffer.bytes());
+            hierarchies.expand(&planes, &to, 0).unwrap();
+            let got = to.read::<u16>(0, to.bytes() / 2).unwrap();
+            let rows = quantised(&w, k);
+            let values: Vec<f32> = rows.iter().flat_map(Row::both).collect();
+            let want = gpu::atoms(&bits(&values, dtype), n, k);
+            let inside = gpu::atoms(&vec![1; n * k], n, k);
+            for (at, (got, want)) in got.iter().zip(&want).enumerate().filter(|(at, _)| inside[*at] == 1) {
+                assert!(got == want || (got | want) == 0x8000, "{dtype:?} {n} x {k}: {at}: {got:#x} {want:#x}");
             }
+            // Beyond the matrix numbers are finite: inputs there are zeros.
+            assert!(download(&to, to.bytes() / 2, dtype).iter().all(|v| v.is_finite()));
         }
     }
 }
@@ -195,8 +186,8 @@ fn check_products(shapes: &[(usize, usize)]) {
             }
             let x_device = upload(&device, &pitched, dtype);
             let full = on_device(&device, &w, n, k, dtype);
-            for (bits, reads) in [(8, Reads::All), (8, Reads::Upper), (4, Reads::All)] {
-                let planes = hierarchies.quantise(&full, bits, 0, &flag).unwrap();
+            let planes = hierarchies.quantise(&full, 0, &flag).unwrap();
+            for reads in [Reads::Both, Reads::Upper] {
                 let y = poisoned(&device, most * n * 4);
                 let run = |rows: usize| {
                     y.fill(0xff).unwrap();
@@ -208,11 +199,11 @@ fn check_products(shapes: &[(usize, usize)]) {
                 assert!(all.iter().all(|v| v.is_finite()), "an output was not written");
                 for &rows in &COUNTS {
                     let differs = run(rows).iter().zip(&all).position(|(a, b)| a.to_bits() != b.to_bits());
-                    assert_eq!(differs, None, "{rows} of {most} rows change bits: {dtype:?} {n} x {k}, {bits} bits");
+                    assert_eq!(differs, None, "{rows} of {most} rows change bits: {dtype:?} {n} x {k}, {reads:?}");
                 }
                 let (mut got, mut want) = (Vec::new(), Vec::new());
-                for (out, row) in quantised(&w, k, bits).iter().enumerate() {
-                    let values = if reads == Reads::All { row.both() } else { row.upper() };
+                for (out, row) in quantised(&w, k).iter().enumerate() {
+                    let values = if reads == Reads::Both { row.both() } else { row.upper() };
                     for row in [0, 6, 30, most - 1] {
                         got.push(all[row * n + out]);
                         let x = &x[row * k..(row + 1) * k];
@@ -220,7 +211,7 @@ fn check_products(shapes: &[(usize, usize)]) {
                     }
                 }
                 let error = distance(&got, &want);
-                assert!(error < 3e-6, "{dtype:?} {n} x {k}, {bits} bits, {reads:?}: {error}");
+                assert!(error < 3e-6, "{dtype:?} {n} x {k}, {reads:?}: {error}");
             }
         }
     }
@@ -240,8 +231,8 @@ fn other_work_changes_no_bit() {
         let full = on_device(&device, &w, n, k, Dtype::Bf16);
         let most = 64;
         let x = upload(&device, &random.normals(most * k), Dtype::Bf16);
-        let planes = hierarchies.quantise(&full, 8, 0, &flag).unwrap();
-        for reads in [Reads::All, Reads::Upper] {
+        let planes = hierarchies.quantise(&full, 0, &flag).unwrap();
+        for reads in [Reads::Both, Reads::Upper] {
             for rows in [1, 5, 8, 16, 17, most] {
                 let y = device.zeroed(rows * n * 4).unwrap();
                 let run = || {
