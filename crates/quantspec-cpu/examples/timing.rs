@@ -15,7 +15,7 @@ use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weight
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::bench::{Llama, Read, SPREAD, machine};
-use quantspec_model::backend::{Backend, Block, Hooks, Options, Pass, Row, Step};
+use quantspec_model::backend::{Backend, Block, Hooks, KvCache, Network, Options, Pass, Row, Step};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use quantspec_model::forward;
 use std::io::Write;

@@ -16,7 +16,7 @@ use crate::{CpuBackend, bandwidth, prefill, quantize, w4};
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G};
 use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, View, Weights};
-use quantspec_model::backend::{Backend, Hooks, Options, Pass, Row, Step};
+use quantspec_model::backend::{Hooks, KvCache, Network, Options, Pass, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
 use std::hint::black_box;
 use std::sync::atomic::AtomicUsize;

@@ -13,7 +13,7 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_cpu::{CpuBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, Options, Row, Step};
+use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Network, Options, Row, Step, TokenSampler};
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;

@@ -6,7 +6,7 @@ mod random;
 
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_cpu::CpuBackend;
-use quantspec_model::backend::{Backend, Hooks, Options, Row, Step};
+use quantspec_model::backend::{Hooks, KvCache, Options, Row, Step, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft_cache::{DraftCache, Origin};
 use quantspec_model::forward;

@@ -12,7 +12,7 @@ use quantspec_core::cache::{Extent, G};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
-use quantspec_model::backend::{Backend, Hooks, Options, Row, Step};
+use quantspec_model::backend::{Backend, Hooks, KvCache, Options, Row, Step, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::forward;
 use quantspec_model::reference::ReferenceBackend;

@@ -11,7 +11,7 @@ use quantspec_core::config::{Pages, View, Weights};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
 use quantspec_cuda::device::Device;
-use quantspec_model::backend::{Backend, Hooks, Row, Step};
+use quantspec_model::backend::{Backend, Hooks, Row, Step, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::forward;
 use small::{checkpoints, options, prompt};

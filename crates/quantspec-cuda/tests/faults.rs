@@ -15,7 +15,7 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind, Result};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Row, Step, Turn};
+use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Memory, Options, Row, Step, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};

@@ -15,7 +15,7 @@ use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Turn};
+use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Memory, Options, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};

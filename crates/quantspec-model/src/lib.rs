@@ -12,8 +12,11 @@ pub mod evaluate;
 pub mod forward;
 pub mod gguf;
 mod gguf_config;
+mod kv_cache;
+mod network;
 mod quantised;
 #[cfg(feature = "reference")]
 pub mod reference;
 pub mod rope;
 pub mod safetensors;
+mod sampler;

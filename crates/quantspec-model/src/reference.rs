@@ -5,7 +5,7 @@
 //! construction. The cache holds canonical pages ([`quantspec_core::quantize::Page`]) and f16 buffers, as the method defines
 //! them; weights are the checkpoint's values in f32, draft weights the values their codes stand for.
 
-use crate::backend::{Backend, Block, Hooks, Memory, Options, Pass, Step, Turn};
+use crate::backend::{Backend, Block, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn};
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
@@ -427,40 +427,9 @@ impl Head {
     }
 }
 
-impl Backend for ReferenceBackend {
-    const LEADS: bool = true;
-
+impl Network for ReferenceBackend {
     fn config(&self) -> &ModelConfig {
         &self.config
-    }
-
-    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
-        if capacity > self.options.capacity || self.slots.get(slot).is_none_or(Option::is_some) {
-            return Err(Error::internal(format!("slot {slot} of capacity {capacity} cannot be opened")));
-        }
-        let heads = || (0..self.config.kv_heads).map(|_| Head::new(self.config.head_dim, capacity)).collect();
-        let window = vec![0; self.options.step_rows.max(GAMMA_MAX + 1) + 1];
-        self.slots[slot] = Some(Slot { window, heads: (0..self.config.layers).map(|_| heads()).collect() });
-        Ok(())
-    }
-
-    fn close(&mut self, slot: usize) {
-        if let Some(slot) = self.slots.get_mut(slot) {
-            *slot = None;
-        }
-    }
-
-    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-        match self.slot(slot)?.window.get_mut(..tokens.len()) {
-            Some(window) => window.copy_from_slice(tokens),
-            None => return Err(Error::internal(format!("a window of {} tokens", tokens.len()))),
-        }
-        Ok(())
-    }
-
-    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
-        let window = self.slot(slot)?.window.get(..n);
-        window.map(<[u32]>::to_vec).ok_or_else(|| Error::internal(format!("a window of {n} tokens")))
     }
 
     fn embed(&mut self, pass: &Pass) -> Result<()> {
@@ -600,8 +569,39 @@ impl Backend for ReferenceBackend {
         Ok(())
     }
 
-    fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
-        self.logits.get(row).cloned().ok_or_else(|| Error::internal(format!("no logits of row {row}")))
+    fn poll(&mut self) -> Result<()> {
+        (self.hooks.poll)()
+    }
+}
+
+impl KvCache for ReferenceBackend {
+    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+        if capacity > self.options.capacity || self.slots.get(slot).is_none_or(Option::is_some) {
+            return Err(Error::internal(format!("slot {slot} of capacity {capacity} cannot be opened")));
+        }
+        let heads = || (0..self.config.kv_heads).map(|_| Head::new(self.config.head_dim, capacity)).collect();
+        let window = vec![0; self.options.step_rows.max(GAMMA_MAX + 1) + 1];
+        self.slots[slot] = Some(Slot { window, heads: (0..self.config.layers).map(|_| heads()).collect() });
+        Ok(())
+    }
+
+    fn close(&mut self, slot: usize) {
+        if let Some(slot) = self.slots.get_mut(slot) {
+            *slot = None;
+        }
+    }
+
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        match self.slot(slot)?.window.get_mut(..tokens.len()) {
+            Some(window) => window.copy_from_slice(tokens),
+            None => return Err(Error::internal(format!("a window of {} tokens", tokens.len()))),
+        }
+        Ok(())
+    }
+
+    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
+        let window = self.slot(slot)?.window.get(..n);
+        window.map(<[u32]>::to_vec).ok_or_else(|| Error::internal(format!("a window of {n} tokens")))
     }
 
     fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
@@ -613,6 +613,12 @@ impl Backend for ReferenceBackend {
             head.keep(page, keys, values, head_dim, &options)?;
         }
         Ok(())
+    }
+}
+
+impl TokenSampler for ReferenceBackend {
+    fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
+        self.logits.get(row).cloned().ok_or_else(|| Error::internal(format!("no logits of row {row}")))
     }
 
     fn first(&mut self, _slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
@@ -647,10 +653,10 @@ impl Backend for ReferenceBackend {
         }
         Ok(verdicts)
     }
+}
 
-    fn poll(&mut self) -> Result<()> {
-        (self.hooks.poll)()
-    }
+impl Backend for ReferenceBackend {
+    const LEADS: bool = true;
 
     fn memory(&self) -> Memory {
         let bytes = |tensors: &HashMap<Part, Tensor>| tensors.values().map(|tensor| tensor.elem_count() * 4).sum();

@@ -5,7 +5,7 @@
 mod golden;
 
 use quantspec_core::config::View;
-use quantspec_model::backend::{Backend, Hooks};
+use quantspec_model::backend::{Hooks, KvCache, TokenSampler};
 use quantspec_model::reference::ReferenceBackend;
 
 /// Both sides compute in f32 and differ by the order of sums and by their angles (f64 here, f32 there). Measured: up to 1.6e-5 of

@@ -10,7 +10,7 @@ mod self_quantised;
 pub use ngram::Ngram;
 pub use self_quantised::SelfQuantised;
 
-use crate::backend::{Backend, DraftPlan, Turn};
+use crate::backend::{Backend, DraftPlan, KvCache, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
 use std::fmt::Debug;
@@ -83,7 +83,7 @@ pub trait Target {
     /// As there.
     fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()>;
 
-    /// [`Backend::set_window`].
+    /// [`KvCache::set_window`].
     ///
     /// # Errors
     /// As there.
@@ -96,7 +96,7 @@ impl<B: Backend> Target for B {
     }
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
-        Backend::set_window(self, slot, tokens)
+        KvCache::set_window(self, slot, tokens)
     }
 }
 

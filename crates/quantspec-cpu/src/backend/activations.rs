@@ -1,0 +1,186 @@
+//! Activations of a step.
+
+use crate::attend::CHUNK;
+use crate::dispatch::Simd;
+use crate::elementwise::rms_norm;
+use crate::linear::{self, Input, Weight, row_stride};
+use crate::memory::Array;
+use crate::w4::Acts;
+use crate::weights::{Linear, QkvPlaces};
+use quantspec_core::Result;
+use quantspec_core::cache::visible_pages;
+use quantspec_core::config::{ModelConfig, Weights};
+use quantspec_model::backend::Options;
+
+/// Activations of a step.
+pub(super) struct Rows {
+    pub(super) places: QkvPlaces,
+    /// `[row][row_stride(hidden)]`
+    pub(super) hidden: Array<f32>,
+    /// Input of a matrix, normalised or not, `[row][row_stride(k)]`: f32, BF16 and int8.
+    pub(super) x: Array<f32>,
+    pub(super) x16: Array<u16>,
+    pub(super) x8: Acts,
+    /// `[row][places.width]`
+    pub(super) qkv: Array<f32>,
+    /// `[row][row_stride(q_width)]`
+    pub(super) attended: Array<f32>,
+    /// `[row][row_stride(intermediate)]`
+    pub(super) ffn: Array<f32>,
+    /// `[row][vocab]`
+    pub(super) logits: Array<f32>,
+    /// `[row][D/2]`
+    pub(super) cos: Array<f32>,
+    pub(super) sin: Array<f32>,
+    /// `[row][head][part][2 + D]`
+    pub(super) partials: Array<f32>,
+    /// 0, 1, 2, …: the list of all pages.
+    pub(super) all: Vec<u32>,
+}
+
+/// Lengths of the arrays of [`Rows`].
+pub(super) struct Lengths {
+    pub(super) hidden: usize,
+    pub(super) x: usize,
+    pub(super) widest: usize,
+    pub(super) qkv: usize,
+    pub(super) attended: usize,
+    pub(super) ffn: usize,
+    pub(super) logits: usize,
+    pub(super) angles: usize,
+    pub(super) partials: usize,
+    pub(super) pages: usize,
+}
+
+impl Lengths {
+    pub(super) fn new(config: &ModelConfig, options: &Options) -> Lengths {
+        let rows = options.step_rows.max(1);
+        let widest = config.hidden.max(config.q_width()).max(config.intermediate);
+        let pages = visible_pages(options.capacity);
+        Lengths {
+            hidden: rows * row_stride(config.hidden),
+            x: rows * row_stride(widest),
+            widest,
+            qkv: rows * QkvPlaces::new(config).width,
+            attended: rows * row_stride(config.q_width()),
+            ffn: rows * row_stride(config.intermediate),
+            logits: rows * config.vocab,
+            angles: rows * config.head_dim / 2,
+            partials: rows * config.heads * (pages.div_ceil(CHUNK) + 1) * (2 + config.head_dim),
+            pages,
+        }
+    }
+
+    pub(super) fn bytes(&self, rows: usize) -> usize {
+        let floats =
+            self.hidden + self.x + self.qkv + self.attended + self.ffn + self.logits + 2 * self.angles + self.partials;
+        4 * (floats + self.pages) + 2 * self.x + Acts::bytes_of(rows, self.widest)
+    }
+}
+
+impl Rows {
+    /// Bytes held.
+    pub(super) fn bytes(&self) -> usize {
+        let floats = [
+            &self.hidden,
+            &self.x,
+            &self.qkv,
+            &self.attended,
+            &self.ffn,
+            &self.logits,
+            &self.cos,
+            &self.sin,
+            &self.partials,
+        ];
+        floats.iter().map(|array| array.bytes()).sum::<usize>()
+            + self.x16.bytes()
+            + self.x8.bytes()
+            + size_of_val(&self.all[..])
+    }
+}
+
+impl Rows {
+    pub(super) fn new(config: &ModelConfig, options: &Options) -> Result<Rows> {
+        let len = Lengths::new(config, options);
+        Ok(Rows {
+            places: QkvPlaces::new(config),
+            hidden: Array::zeros(len.hidden)?,
+            x: Array::zeros(len.x)?,
+            x16: Array::zeros(len.x)?,
+            x8: Acts::zeros(options.step_rows.max(1), len.widest)?,
+            qkv: Array::zeros(len.qkv)?,
+            attended: Array::zeros(len.attended)?,
+            ffn: Array::zeros(len.ffn)?,
+            logits: Array::zeros(len.logits)?,
+            cos: Array::zeros(len.angles)?,
+            sin: Array::zeros(len.angles)?,
+            partials: Array::zeros(len.partials)?,
+            all: (0..len.pages as u32).collect(),
+        })
+    }
+
+    /// Normalises the first m rows of the hidden states into `x`.
+    pub(super) fn norm(&mut self, simd: Simd, config: &ModelConfig, weight: &[f32], m: usize) {
+        let (n, stride) = (config.hidden, row_stride(config.hidden));
+        for j in 0..m {
+            let (from, to) = (&self.hidden[j * stride..][..n], &mut self.x[j * stride..][..stride]);
+            rms_norm(simd, from, weight, config.rms_eps, &mut to[..n]);
+            to[n..].fill(0.0);
+        }
+    }
+
+    /// Prepares the input of a linear layer in the form its weights take.
+    pub(super) fn input<'a>(
+        &'a mut self,
+        simd: Simd,
+        linear: &'a Linear,
+        weights: Weights,
+        from: Source,
+        k: usize,
+        m: usize,
+    ) -> (Weight<'a>, Input<'a>, Outputs<'a>) {
+        let stride = row_stride(k);
+        let Rows { hidden, x, x16, x8, qkv, attended, ffn, logits, .. } = self;
+        let (ffn_out, ffn_in): (&mut [f32], &[f32]) = match from {
+            Source::Ffn => (&mut [], &ffn[..m * stride]),
+            _ => (&mut ffn[..], &[]),
+        };
+        let x: &[f32] = match from {
+            Source::X => &x[..m * stride],
+            Source::Attended => &attended[..m * stride],
+            Source::Ffn => ffn_in,
+        };
+        let weight = linear.weight(weights);
+        let input = match weight {
+            Weight::Draft(_) => {
+                x8.quantize(simd, x, stride, m, k);
+                Input::Int8(x8)
+            }
+            Weight::Full(matrix) if crate::prefill::takes_pairs(simd, matrix) => {
+                linear::to_bf16(simd, x, &mut x16[..m * stride]);
+                Input::Bf16(&x16[..m * stride], stride)
+            }
+            Weight::Full(_) => Input::F32(x, stride),
+        };
+        (weight, input, Outputs { hidden, qkv, ffn: ffn_out, logits })
+    }
+}
+
+/// Input of a matrix of a step.
+#[derive(Clone, Copy)]
+pub(super) enum Source {
+    /// Normalised hidden states.
+    X,
+    /// Result of attention.
+    Attended,
+    /// Result of gate and up.
+    Ffn,
+}
+
+/// Outputs of the matrices of a step.
+pub(super) struct Outputs<'a> {
+    pub(super) hidden: &'a mut [f32],
+    pub(super) qkv: &'a mut [f32],
+    pub(super) ffn: &'a mut [f32],
+    pub(super) logits: &'a mut [f32],
+}

@@ -1,0 +1,287 @@
+//! Attention of the rows of a step: choice of pages, items of work, and their merge.
+
+use super::CpuBackend;
+use crate::attend::{self, CHUNK, ITEM_ROWS, Partials, State};
+use crate::cache::Cache;
+use crate::dispatch::Simd;
+use crate::linear::{self, row_stride};
+use crate::memory::Parts;
+use crate::pool::{Deal, part, part_by_cost};
+use quantspec_core::cache::{G, visible_pages};
+use quantspec_core::config::{Pages, Rounding};
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::Step;
+
+/// Work of one thread: a chunk of pages, or the recent tokens, of one KV head, for some rows of one slot.
+struct Item {
+    /// First row in the step.
+    first: usize,
+    rows: usize,
+    kv_head: usize,
+    /// None: the recent tokens.
+    chunk: Option<usize>,
+    /// Pages of the longest row's list.
+    pages: usize,
+}
+
+impl Item {
+    /// In arbitrary units: reading a page costs about as much as four query rows on it.
+    fn cost(&self, group: usize) -> usize {
+        let rows = self.rows * group;
+        match self.chunk {
+            Some(chunk) => (self.pages - chunk * CHUNK).min(CHUNK) * (4 + rows),
+            None => 2 * (4 + 2 * rows),
+        }
+    }
+}
+
+/// What attention items read.
+struct Reads<'a> {
+    simd: Simd,
+    step: &'a Step<'a>,
+    cache: &'a Cache,
+    /// None: f16 pages.
+    planes: Option<attend::Planes>,
+    rounding: Rounding,
+    group: usize,
+}
+
+impl Reads<'_> {
+    /// Feeds an item's pages to the state, each to the rows that see it. `list`: the pages of the item's last row.
+    pub(super) fn item(&self, state: &mut State, item: &Item, head: usize, list: &[u32]) {
+        let position = |i: usize| self.step.rows[item.first + i].position;
+        let Some(chunk) = item.chunk else {
+            self.recent(state, item, head);
+            return;
+        };
+        let pages = &list[(chunk * CHUNK).min(list.len())..((chunk + 1) * CHUNK).min(list.len())];
+        for (i, page) in pages.iter().enumerate() {
+            let page = *page as usize;
+            // Rows ascend in position, so those that see a page are the last ones.
+            let blind = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
+            let rows = blind * self.group..item.rows * self.group;
+            let next = list.get(chunk * CHUNK + i + 1).map(|page| *page as usize);
+            match self.planes {
+                Some(planes) => {
+                    let next = next.map(|page| (self.cache.upper(head, page), self.cache.lower(head, page)));
+                    let (upper, lower) = (self.cache.upper(head, page), self.cache.lower(head, page));
+                    attend::nibble_page(self.simd, state, rows, planes, self.rounding, upper, lower, next);
+                }
+                None => {
+                    let visible = vec![G; rows.len()];
+                    let next = next.map(|page| self.cache.full(head, page));
+                    attend::full_page(self.simd, state, rows, self.cache.full(head, page), &visible, next);
+                }
+            }
+        }
+    }
+
+    /// Feeds the ring's pages: of a row at position p, those from Q(p) on, up to p itself.
+    fn recent(&self, state: &mut State, item: &Item, head: usize) {
+        let position = |i: usize| self.step.rows[item.first + i].position;
+        let (first, last) = (visible_pages(position(0)), position(item.rows - 1) / G);
+        for page in first..=last {
+            // Earlier rows may end before this page, later ones may see it through planes.
+            let from = (0..item.rows).take_while(|i| position(*i) / G < page).count();
+            let to = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
+            if from >= to {
+                continue;
+            }
+            let visible: Vec<usize> = (from * self.group..to * self.group)
+                .map(|r| (position(r / self.group) + 1 - page * G).min(G))
+                .collect();
+            attend::full_page(
+                self.simd,
+                state,
+                from * self.group..to * self.group,
+                self.cache.ring(head, page),
+                &visible,
+                (page < last).then(|| self.cache.ring(head, page + 1)),
+            );
+        }
+    }
+}
+
+/// Core's `select_pages` without sorting all pages: the n − 2 best inner ones are partitioned off.
+fn best_pages(bounds: &[f32], n: usize) -> Vec<usize> {
+    let (last, inner) = (bounds.len().saturating_sub(1), n.saturating_sub(2));
+    if bounds.len() <= 2 || inner >= last - 1 {
+        return (0..bounds.len()).collect();
+    }
+    let mut order: Vec<usize> = (1..last).collect();
+    if inner == 0 {
+        order.clear();
+    } else {
+        order.select_nth_unstable_by(inner - 1, |&a, &b| bounds[b].total_cmp(&bounds[a]).then(a.cmp(&b)));
+        order.truncate(inner);
+    }
+    order.extend([0, last]);
+    order.sort_unstable();
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Noise;
+
+    #[test]
+    fn pages_are_chosen_as_core_chooses_them() {
+        let mut noise = Noise::new(31);
+        for count in [0, 1, 2, 3, 4, 17, 200] {
+            for n in [0, 1, 2, 3, 5, 16, 199, 200, 300] {
+                // Whole numbers, so that bounds tie.
+                let bounds: Vec<f32> = (0..count).map(|_| (noise.normal() * 3.0).round()).collect();
+                assert_eq!(
+                    best_pages(&bounds, n),
+                    quantspec_core::attend::select_pages(&bounds, n),
+                    "{n} of {bounds:?}"
+                );
+            }
+        }
+    }
+}
+
+impl CpuBackend {
+    /// Runs of rows of one slot: (first row, rows). A slot has one: what is kept for it belongs to one item.
+    fn runs(step: &Step) -> Result<Vec<(usize, usize)>> {
+        let mut runs: Vec<(usize, usize)> = Vec::new();
+        for (j, row) in step.rows.iter().enumerate() {
+            match runs.iter().position(|(first, _)| step.rows[*first].slot == row.slot) {
+                None => runs.push((j, 1)),
+                Some(run) if run + 1 == runs.len() => runs[run].1 += 1,
+                Some(_) => return Err(Error::internal(format!("rows of slot {} lie apart", row.slot))),
+            }
+        }
+        Ok(runs)
+    }
+
+    /// Chooses the pages of every KV head for a slot's first row: draft steps have one.
+    fn choose_pages(&mut self, index: usize, step: &Step, runs: &[(usize, usize)]) -> Result<()> {
+        let n = match step.pages {
+            Pages::All => return Ok(()),
+            Pages::Window(n) | Pages::Best(n) => n,
+        };
+        let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());
+        let (d, kv_heads, group, shape) = (config.head_dim, config.kv_heads, config.group(), self.cache.plan.shape);
+        let (cache, qkv, width, rounding) =
+            (&self.cache, &self.rows.qkv, self.rows.places.width, self.options.rounding);
+        let chosen = Parts::new(&mut self.chosen);
+        self.pool.run(&|thread| {
+            let mut bounds = Vec::new();
+            for item in part(runs.len() * kv_heads, thread, threads) {
+                let ((first, _), kv_head) = (runs[item / kv_heads], item % kv_heads);
+                let row = &step.rows[first];
+                let head = cache.head(row.slot, index, kv_head);
+                // SAFETY: a slot is one run (`runs`), and a head of it one item.
+                let (list, visible) = unsafe { &mut chosen.slice(head, 1)[0] };
+                let now = visible_pages(row.position);
+                if !step.choose_pages && *visible <= now && !(list.is_empty() && now > 0) {
+                    // The last choice stays; pages that became visible since are read.
+                    list.extend(*visible as u32..now as u32);
+                    *visible = now;
+                    continue;
+                }
+                let pages = match step.pages {
+                    // Quantised keys are what is scored; a cache without them keeps to the window.
+                    Pages::Best(_) if cache.planes().upper => {
+                        let queries = &qkv[first * width + kv_head * group * d..][..group * d];
+                        bounds.clear();
+                        let upper = |page| cache.upper(head, page);
+                        bounds.extend(attend::page_bounds(simd, shape, rounding, queries, now, upper));
+                        best_pages(&bounds, n)
+                    }
+                    _ => quantspec_core::attend::window_pages(now, n),
+                };
+                list.clear();
+                list.extend(pages.into_iter().map(|page| page as u32));
+                *visible = now;
+            }
+        })
+    }
+
+    pub(super) fn attend_step(&mut self, index: usize, step: &Step) -> Result<()> {
+        self.cache.check(step.view)?;
+        let runs = CpuBackend::runs(step)?;
+        self.choose_pages(index, step, &runs)?;
+        let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());
+        let (d, heads, kv_heads, group) = (config.head_dim, config.heads, config.kv_heads, config.group());
+        let (cache, all, chosen) = (&self.cache, &self.rows.all, &self.chosen);
+        let list = |slot: usize, kv_head: usize, position: usize| -> &[u32] {
+            let visible = visible_pages(position);
+            match step.pages {
+                Pages::All => &all[..visible],
+                _ => {
+                    let list = &chosen[cache.head(slot, index, kv_head)].0;
+                    &list[..list.partition_point(|page| (*page as usize) < visible)]
+                }
+            }
+        };
+        let mut items = Vec::new();
+        let mut parts = 1;
+        for &(first, count) in &runs {
+            for kv_head in 0..kv_heads {
+                let (slot, last) = (step.rows[first].slot, step.rows[first + count - 1].position);
+                let pages = list(slot, kv_head, last).len();
+                parts = parts.max(pages.div_ceil(CHUNK) + 1);
+                for chunk in 0..pages.div_ceil(CHUNK) + 1 {
+                    for (from, rows) in linear::groups(count, ITEM_ROWS) {
+                        items.push(Item { first: first + from, rows, kv_head, chunk: chunk.checked_sub(1), pages });
+                    }
+                }
+            }
+        }
+        let (rounding, width) = (self.options.rounding, self.rows.places.width);
+        let planes = attend::Planes::of(step.view, step.weights);
+        let qkv = &self.rows.qkv;
+        let partials = Partials { data: Parts::new(&mut self.rows.partials), heads, parts, d };
+        let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
+        let cost = |i: usize| items[i].cost(group);
+        let states = Parts::new(&mut self.states);
+        let context = Reads { simd, step, cache, planes, rounding, group };
+        let deal = Deal::of((0..threads).map(|thread| part_by_cost(items.len(), thread, threads, cost)));
+        self.pool.run(&|thread| {
+            // SAFETY: one element per thread.
+            let state = unsafe { &mut states.slice(thread, 1)[0] };
+            while let Some(item) = deal.take(thread) {
+                let item = &items[item];
+                for r in 0..item.rows * group {
+                    let (j, head) = (item.first + r / group, item.kv_head * group + r % group);
+                    state.set_query(r, &qkv[j * width + head * d..][..d], scale);
+                }
+                state.reset(item.rows * group);
+                let head = cache.head(step.rows[item.first].slot, index, item.kv_head);
+                let list =
+                    list(step.rows[item.first].slot, item.kv_head, step.rows[item.first + item.rows - 1].position);
+                context.item(state, item, head, list);
+                state.finish(item.rows * group, |r| {
+                    let (j, head) = (item.first + r / group, item.kv_head * group + r % group);
+                    // The recent tokens come last: a row's chunks before them are those its own position sees.
+                    let part = item.chunk.unwrap_or(parts - 1);
+                    // SAFETY: a row, head and part belong to one item.
+                    unsafe { partials.at(j, head, part) }
+                });
+            }
+        })?;
+        // Merge.
+        let stride = row_stride(config.q_width());
+        let (partials, length) = (&self.rows.partials, 2 + d);
+        let threads = self.pool.team(step.rows.len() * heads * parts * length);
+        let out = Parts::new(&mut self.rows.attended);
+        self.pool.run_team(threads, &|thread| {
+            let mut gathered = vec![0f32; parts * length];
+            for item in part(step.rows.len() * heads, thread, threads) {
+                let (j, head) = (item / heads, item % heads);
+                let row = &step.rows[j];
+                let chunks = list(row.slot, head / group, row.position).len().div_ceil(CHUNK);
+                let from = &partials[item * parts * length..][..parts * length];
+                let gathered = &mut gathered[..(chunks + 1) * length];
+                gathered[..chunks * length].copy_from_slice(&from[..chunks * length]);
+                gathered[chunks * length..].copy_from_slice(&from[(parts - 1) * length..]);
+                // SAFETY: a head of a row is one item.
+                let out = unsafe { out.slice(j * stride + head * d, d) };
+                attend::merge(simd, gathered, length, out);
+            }
+        })
+    }
+}

@@ -1,0 +1,155 @@
+//! Slots: their pages, rings and windows.
+
+use super::CpuBackend;
+use crate::attend;
+use crate::cache::Cache;
+use crate::memory::Parts;
+use crate::pool::part;
+use crate::quantize;
+use quantspec_core::cache::G;
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::KvCache;
+
+/// Pages one thread quantises between two calls of the poll hook: about a millisecond each on the slowest path.
+const FLUSH_PAGES: usize = 32;
+
+/// Where a page goes, and where it is in the ring.
+pub(super) struct Place {
+    pub(super) kv_head: usize,
+    /// Index of slot, layer and KV head.
+    pub(super) head: usize,
+    pub(super) page: usize,
+    pub(super) ring: usize,
+}
+
+impl CpuBackend {
+    pub(super) fn slot(&self, slot: usize) -> Result<usize> {
+        self.open.get(slot).copied().flatten().ok_or_else(|| Error::internal(format!("slot {slot} is not open")))
+    }
+
+    /// Quantises pages of one slot, in dispatches short enough for the poll hook. `source`: the prompt, or the ring.
+    pub(super) fn store_pages(
+        &mut self,
+        items: usize,
+        place: impl Fn(usize) -> Place + Sync,
+        from_prompt: bool,
+    ) -> Result<()> {
+        let (simd, threads, rounding) = (self.choice.simd, self.pool.threads(), self.options.rounding);
+        let shape = self.cache.plan.shape;
+        let per_head = self.cache.plan.pages;
+        let planes = self.cache.planes();
+        let failure = std::sync::Mutex::new(None);
+        let mut start = 0;
+        while start < items {
+            let count = (items - start).min(FLUSH_PAGES * threads);
+            let Cache { upper, lower, full, ring, plan: _ } = &mut self.cache;
+            let (upper, lower, full, ring) = (Parts::new(upper), Parts::new(lower), Parts::new(full), &*ring);
+            let flushes = Parts::new(&mut self.flushes);
+            let prompt = &self.prompt;
+            self.pool.run(&|thread| {
+                // SAFETY: one element per thread.
+                let scratch = unsafe { &mut flushes.slice(thread, 1)[0] };
+                let mut keys = vec![0u16; G * shape.d];
+                for item in part(count, thread, threads) {
+                    let at = place(start + item);
+                    let slot = at.head * per_head + at.page;
+                    let ring = &ring[at.ring..at.ring + shape.full_len()];
+                    let (keys, values) = if from_prompt {
+                        prompt.page(at.kv_head, at.page)
+                    } else {
+                        attend::canonical_keys(ring, shape.d, &mut keys);
+                        (&keys[..], &ring[G * shape.d..])
+                    };
+                    if planes.full {
+                        // SAFETY: a page is one item.
+                        let page = unsafe { full.slice(slot * shape.full_len(), shape.full_len()) };
+                        if from_prompt {
+                            prompt.copy(at.kv_head, at.page * G..(at.page + 1) * G, page);
+                        } else {
+                            page.copy_from_slice(ring);
+                        }
+                    }
+                    if !planes.upper {
+                        continue;
+                    }
+                    let lower_bytes = if planes.lower { shape.lower_bytes() } else { 0 };
+                    // SAFETY: a page is one item.
+                    let (upper, lower) = unsafe {
+                        (
+                            upper.slice(slot * shape.upper_bytes(), shape.upper_bytes()),
+                            lower.slice(slot * lower_bytes, lower_bytes),
+                        )
+                    };
+                    if let Err(error) = quantize::page(simd, shape, rounding, (keys, values), scratch, upper, lower)
+                        && let Ok(mut failure) = failure.lock()
+                    {
+                        failure.get_or_insert(error);
+                    }
+                }
+            })?;
+            if let Some(error) = failure.lock().ok().and_then(|mut failure| failure.take()) {
+                return Err(error);
+            }
+            start += count;
+            (self.hooks.poll)()?;
+        }
+        Ok(())
+    }
+}
+
+impl KvCache for CpuBackend {
+    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+        if capacity > self.options.capacity {
+            return Err(Error::does_not_fit(
+                format!("a sequence of {capacity} tokens; slots hold {}", self.options.capacity),
+                "ask for a longer context (-c) or fewer tokens",
+            ));
+        }
+        match self.open.get_mut(slot) {
+            Some(open) => *open = Some(capacity),
+            None => return Err(Error::internal(format!("slot {slot} of {}", self.options.slots))),
+        }
+        self.windows[slot].clear();
+        Ok(())
+    }
+
+    fn close(&mut self, slot: usize) {
+        if let Some(open) = self.open.get_mut(slot) {
+            *open = None;
+        }
+        let heads = self.config.layers * self.config.kv_heads;
+        for (list, visible) in self.chosen.iter_mut().skip(slot * heads).take(heads) {
+            list.clear();
+            *visible = 0;
+        }
+    }
+
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        self.slot(slot)?;
+        let window = &mut self.windows[slot];
+        window.resize(window.len().max(tokens.len()), 0);
+        window[..tokens.len()].copy_from_slice(tokens);
+        Ok(())
+    }
+
+    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
+        self.slot(slot)?;
+        self.windows[slot]
+            .get(..n)
+            .map(<[u32]>::to_vec)
+            .ok_or_else(|| Error::internal(format!("{n} tokens of a window of {}", self.windows[slot].len())))
+    }
+
+    fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
+        let capacity = self.slot(slot)?;
+        if (page + 1) * G > capacity {
+            return Err(Error::internal(format!("page {page} of a slot of {capacity} tokens")));
+        }
+        let kv_heads = self.config.kv_heads;
+        let first = self.cache.head(slot, 0, 0);
+        let ring: Vec<usize> =
+            (0..self.config.layers * kv_heads).map(|head| self.cache.ring_at(first + head, page)).collect();
+        let place = |item: usize| Place { kv_head: item % kv_heads, head: first + item, page, ring: ring[item] };
+        self.store_pages(ring.len(), place, false)
+    }
+}

@@ -1,0 +1,63 @@
+//! Choosing and judging tokens on the host.
+
+use super::CpuBackend;
+use quantspec_core::sample::{Sampler, Stream, check_finite, choose};
+use quantspec_core::verify::Verdict;
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::{Step, TokenSampler, Turn};
+
+impl TokenSampler for CpuBackend {
+    fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
+        let vocab = self.config.vocab;
+        self.rows
+            .logits
+            .get(row * vocab..(row + 1) * vocab)
+            .map(<[f32]>::to_vec)
+            .ok_or_else(|| Error::internal(format!("logits of row {row}")))
+    }
+
+    fn first(&mut self, _slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
+        let logits = &self.rows.logits[..self.config.vocab];
+        check_finite(logits)?;
+        Ok(choose(logits, sampler, position, Stream::Sample))
+    }
+
+    fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
+        let vocab = self.config.vocab;
+        for (j, row) in step.rows.iter().enumerate() {
+            let turn = turns
+                .iter()
+                .find(|turn| turn.slot == row.slot)
+                .ok_or_else(|| Error::internal(format!("no turn for slot {}", row.slot)))?;
+            let logits = &self.rows.logits[j * vocab..(j + 1) * vocab];
+            let token = self.judge.propose(row.slot, row.offset, row.position + 1, logits, &turn.sampler);
+            let window = &mut self.windows[row.slot];
+            window.resize(window.len().max(row.offset + 2), 0);
+            window[row.offset + 1] = token;
+        }
+        Ok(())
+    }
+
+    fn lead(&self, slot: usize) -> f32 {
+        self.judge.lead(slot)
+    }
+
+    fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
+        let vocab = self.config.vocab;
+        let mut verdicts = Vec::with_capacity(turns.len());
+        for turn in turns {
+            let rows: Vec<&[f32]> = step
+                .rows
+                .iter()
+                .enumerate()
+                .filter(|(_, row)| row.slot == turn.slot)
+                .map(|(j, _)| &self.rows.logits[j * vocab..(j + 1) * vocab])
+                .collect();
+            let drafted = self.windows[turn.slot].get(1..turn.gamma + 1).ok_or_else(|| {
+                Error::internal(format!("slot {} has drafted fewer than {} tokens", turn.slot, turn.gamma))
+            })?;
+            verdicts.push(self.judge.judge(turn.slot, drafted, turn.q, &rows, &turn.sampler, turn.committed + 1)?);
+        }
+        Ok(verdicts)
+    }
+}

@@ -1,0 +1,190 @@
+//! What the host tells the device about a step: rows, angles, spans and choices, written by one copy.
+
+use super::CudaBackend;
+use crate::attend::{Pass as AttendPass, Places};
+use crate::device::{Pinned, Plain};
+use quantspec_core::cache::G;
+use quantspec_core::config::{Pages, View, Weights};
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::Step;
+
+/// Descriptions that may be queued before the host must wait for the oldest: rounds end with a wait, only single steps queue up.
+pub(super) const STAGES: usize = 4;
+
+/// Begins a step in the key of a graph; no address and no count is as large.
+const STEP: u64 = u64::MAX;
+
+/// A row as the kernels see it; `Row` in kernels/layout.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct DeviceRow {
+    pub(super) slot: i32,
+    pub(super) offset: i32,
+    pub(super) position: i32,
+    pub(super) token: i32,
+}
+
+// SAFETY: thirty-two-bit numbers only.
+unsafe impl Plain for DeviceRow {}
+
+/// How the step under way is laid out in the description.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Plan {
+    pub(super) passes: Vec<AttendPass>,
+    pub(super) places: Vec<Places>,
+    pub(super) rows: u64,
+    pub(super) cos_sin: u64,
+    /// Choices of page lists to make, and their largest page count; empty where lists stand.
+    pub(super) choices: u64,
+    pub(super) choosing: usize,
+    pub(super) choosing_pages: usize,
+    /// The last product waits in y to be added by the next norm.
+    pub(super) pending: bool,
+    /// The step drafts: nobody looks at what it flags.
+    pub(super) drafts: bool,
+}
+
+/// Lays values into a page-locked buffer, each aligned for the widest load.
+pub(super) struct Writer<'a> {
+    pub(super) pinned: &'a mut Pinned,
+    pub(super) at: usize,
+}
+
+impl Writer<'_> {
+    pub(super) fn put<T: Plain>(&mut self, values: &[T]) -> Result<usize> {
+        let at = self.at.next_multiple_of(16);
+        self.pinned.put(at, values)?;
+        self.at = at + size_of_val(values);
+        Ok(at)
+    }
+}
+
+impl CudaBackend {
+    /// Describes a single step to the device: one copy.
+    pub(super) fn begin(&mut self, step: &Step) -> Result<()> {
+        self.stage()?;
+        let mut at = 0;
+        self.plan = self.describe(step, &mut at)?;
+        self.plan.drafts = step.weights == Weights::Draft;
+        self.send(at)
+    }
+
+    /// Makes the next staging buffer free to write.
+    pub(super) fn stage(&mut self) -> Result<()> {
+        if self.staged == STAGES {
+            self.device.synchronize()?;
+            self.staged = 0;
+        }
+        Ok(())
+    }
+
+    /// Queues the copy of the first `bytes` of the staging buffer.
+    pub(super) fn send(&mut self, bytes: usize) -> Result<()> {
+        // SAFETY: a staging buffer is written to again when `stage` or the end of a round has waited for its copy.
+        unsafe { self.step.description.write_pinned(0, &self.step.staging[self.staged], 0, bytes)? };
+        self.staged += 1;
+        Ok(())
+    }
+
+    /// Writes what describes a step into the staging buffer from `at` on.
+    pub(super) fn describe(&mut self, step: &Step, at: &mut usize) -> Result<Plan> {
+        let rows = step.rows;
+        if rows.is_empty() || rows.len() > self.options.step_rows {
+            return Err(Error::internal(format!(
+                "a step of {} rows where {} are prepared",
+                rows.len(),
+                self.options.step_rows
+            )));
+        }
+        let kept = match step.view {
+            View::Upper => self.options.planes.upper,
+            View::Both => self.options.planes.lower,
+            View::Full => self.options.planes.full,
+        };
+        if !kept {
+            return Err(Error::internal(format!(
+                "view {:?} of a cache that keeps {:?}",
+                step.view, self.options.planes
+            )));
+        }
+        let choices = self.choose_lists(step)?;
+        let with_lists = step.pages != Pages::All;
+        for row in rows {
+            if row.offset >= self.sampling.pitch() || row.position / G > self.slot(row.slot)?.pages.len() {
+                return Err(Error::internal(format!("row {row:?} is beyond its slot")));
+            }
+        }
+        let slots = &self.slots;
+        let chosen = |slot: usize| slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists);
+        let fresh = |slot: usize| choices.iter().any(|choice| choice.slot as usize == slot);
+        let passes = self.attend.plan(step.view, rows, chosen, fresh)?;
+
+        let half = self.config.head_dim / 2;
+        let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at: *at };
+        let sampling = &self.sampling;
+        let device_rows: Vec<DeviceRow> = rows
+            .iter()
+            .map(|row| DeviceRow {
+                slot: row.slot as i32,
+                offset: row.offset as i32,
+                position: row.position as i32,
+                token: sampling.token(row.slot, row.offset),
+            })
+            .collect();
+        let base = self.step.description.at(0);
+        let mut plan = Plan { rows: base + writer.put(&device_rows)? as u64, ..Plan::default() };
+        let (mut cos, mut sin) = (vec![0.0f32; half], vec![0.0f32; half]);
+        let mut angles = Vec::with_capacity(rows.len() * half * 2);
+        for row in rows {
+            self.rope.fill(row.position, row.position + 1, &mut cos, &mut sin);
+            angles.extend(cos.iter().zip(&sin).flat_map(|(c, s)| [*c, *s]));
+        }
+        plan.cos_sin = base + writer.put(&angles)? as u64;
+        plan.choices = base + writer.put(&choices)? as u64;
+        plan.choosing = choices.len();
+        // In steps, so that rounds stay alike while a text grows by a few pages; scores beyond a sequence's pages are not made.
+        let pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
+        plan.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
+        for pass in &passes {
+            plan.places.push(Places {
+                spans: base + writer.put(&pass.spans)? as u64,
+                parts: base + writer.put(&pass.parts)? as u64,
+                merged: base + writer.put(&pass.merged)? as u64,
+                tables: self.cache.tables.at(0),
+                table_pitch: self.cache.pitch,
+                list_pitch: self.lists.pitch,
+                partial: self.step.partial.at(0),
+                extremes: self.step.extremes.at(0),
+            });
+        }
+        *at = writer.at;
+        plan.passes = passes;
+        Ok(plan)
+    }
+
+    /// Everything that decides which kernels a step launches, with which grids and addresses.
+    pub(super) fn key(&self, step: &Step, plan: &Plan, key: &mut Vec<u64>) {
+        let (kind, n) = match step.pages {
+            Pages::All => (0, 0),
+            Pages::Window(n) => (1, n),
+            Pages::Best(n) => (2, n),
+        };
+        key.extend([
+            STEP,
+            step.weights as u64,
+            step.view as u64,
+            kind,
+            n as u64,
+            step.rows.len() as u64,
+            plan.rows,
+            plan.cos_sin,
+            plan.choices,
+            plan.choosing as u64,
+            plan.choosing_pages as u64,
+        ]);
+        for (pass, places) in plan.passes.iter().zip(&plan.places) {
+            key.extend(pass.launches());
+            key.extend([places.spans, places.parts, places.merged, places.list_pitch as u64]);
+        }
+    }
+}

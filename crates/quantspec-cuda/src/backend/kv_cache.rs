@@ -1,0 +1,232 @@
+//! Slots: their pages, rings, page tables and lists of chosen pages.
+
+use super::CudaBackend;
+use crate::args;
+use crate::attend::{Choice, Chosen, Layer as CacheLayer};
+use crate::device::{Buffer, Device};
+use crate::weights::argument;
+use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
+use quantspec_core::config::Rounding;
+use quantspec_core::config::{ModelConfig, Pages};
+use quantspec_core::layout::Layout;
+use quantspec_core::plan::{CacheBytes, pages};
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::{KvCache, Options, Step};
+use std::sync::Arc;
+
+/// One sequence.
+#[derive(Debug)]
+pub(super) struct Slot {
+    /// Physical pages, by logical page.
+    pub(super) pages: Vec<i32>,
+    /// What its draft reads, where not all pages.
+    pub(super) chosen: Option<Chosen>,
+}
+
+/// The cache: pools `[layer][page][kv head]`, rings `[layer][slot][kv head]`.
+#[derive(Debug)]
+pub(super) struct Cache {
+    pub(super) upper: Option<Buffer>,
+    pub(super) lower: Option<Buffer>,
+    pub(super) full: Option<Buffer>,
+    pub(super) ring_k: Buffer,
+    pub(super) ring_v: Buffer,
+    /// i32 `[slot][pitch]`.
+    pub(super) tables: Buffer,
+    pub(super) pitch: usize,
+    /// Pages of a layer.
+    pub(super) pages: usize,
+    pub(super) free: Vec<i32>,
+}
+
+impl Cache {
+    pub(super) fn new(device: &Arc<Device>, config: &ModelConfig, options: &Options) -> Result<Cache> {
+        let bytes = CacheBytes::of(config, options.planes, options.capacity, options.slots);
+        let pool = |kept: bool, bytes: usize| if kept { device.allocate(bytes).map(Some) } else { Ok(None) };
+        let per_slot = pages(options.capacity);
+        let pitch = table_pitch(options);
+        let count = options.slots * per_slot;
+        Ok(Cache {
+            upper: pool(options.planes.upper, bytes.upper_bytes)?,
+            lower: pool(options.planes.lower, bytes.lower_bytes)?,
+            full: pool(options.planes.full, bytes.full_bytes)?,
+            ring_k: device.allocate(bytes.buffer_bytes / 2)?,
+            ring_v: device.allocate(bytes.buffer_bytes / 2)?,
+            tables: device.zeroed(table_bytes(options))?,
+            pitch,
+            pages: count,
+            free: (0..count as i32).rev().collect(),
+        })
+    }
+
+    /// Queues clearing a slot's rings. Places without a token are multiplied by probabilities of zero, so they must hold numbers, and a sequence that ended
+    /// because its keys or values were none has left them there.
+    fn clean(&self, slot: usize, config: &ModelConfig, slots: usize) -> Result<()> {
+        let bytes = config.kv_heads * BUFFER_TOKENS * config.head_dim * size_of::<u16>();
+        [&self.ring_k, &self.ring_v]
+            .into_iter()
+            .try_for_each(|ring| ring.fill_rows(0, slot * bytes, bytes, slots * bytes, config.layers))
+    }
+}
+
+/// Page lists of drafts that do not read every page.
+#[derive(Debug)]
+pub(super) struct Lists {
+    /// u32 `[layers][slots][KV heads][pitch]`
+    pub(super) lists: Buffer,
+    /// f32 `[slots][KV heads][pages of a sequence]`
+    pub(super) scores: Buffer,
+    /// Entries of the longest list: of every page of a sequence, and of the two that are always read.
+    pub(super) pitch: usize,
+}
+
+impl Lists {
+    pub(super) fn pitch(pages: usize) -> usize {
+        pages.max(2)
+    }
+
+    /// Bytes of lists and scores for sequences of up to `pages` pages.
+    pub(super) fn bytes(config: &ModelConfig, slots: usize, pages: usize) -> [usize; 2] {
+        let heads = slots * config.kv_heads;
+        [config.layers * heads * Lists::pitch(pages) * 4, heads * pages.max(1) * 4]
+    }
+
+    pub(super) fn new(device: &Arc<Device>, config: &ModelConfig, slots: usize, pages: usize) -> Result<Lists> {
+        let [lists, scores] = Lists::bytes(config, slots, pages);
+        Ok(Lists { lists: device.allocate(lists)?, scores: device.allocate(scores)?, pitch: Lists::pitch(pages) })
+    }
+}
+
+/// Entries of a sequence's page table.
+pub(super) fn table_pitch(options: &Options) -> usize {
+    pages(options.capacity).max(1)
+}
+
+/// Bytes of the page tables.
+pub(super) fn table_bytes(options: &Options) -> usize {
+    options.slots * table_pitch(options) * 4
+}
+
+/// Shared memory of the kernels that quantise a page of heads of `d` channels, in bytes: the keys or values of a page in f16, and sums.
+pub(crate) const fn page_shared(d: usize) -> usize {
+    2 * G * d + 4096
+}
+
+impl CudaBackend {
+    pub(super) fn slot(&self, slot: usize) -> Result<&Slot> {
+        let found = self.slots.get(slot).and_then(Option::as_ref);
+        found.ok_or_else(|| Error::internal(format!("slot {slot} is not open")))
+    }
+
+    pub(super) fn cache_layer(&self, layer: usize) -> CacheLayer {
+        let heads = self.config.kv_heads;
+        let d = self.config.head_dim;
+        let pages = self.cache.pages * heads * layer;
+        let at = |pool: &Option<Buffer>, bytes: usize| pool.as_ref().map_or(0, |pool| pool.at(pages * bytes));
+        let ring = layer * self.options.slots * heads * BUFFER_TOKENS * d * 2;
+        CacheLayer {
+            upper: at(&self.cache.upper, Layout::Cuda.upper_bytes(d)),
+            lower: at(&self.cache.lower, Layout::Cuda.lower_bytes(d)),
+            full: at(&self.cache.full, 4 * G * d),
+            ring_k: self.cache.ring_k.at(ring),
+            ring_v: self.cache.ring_v.at(ring),
+            lists: self.lists.lists.at(layer * self.options.slots * heads * self.lists.pitch * 4),
+        }
+    }
+
+    /// Entries of a list that was asked for `n` pages: the first and the newest are always in, and there are no more than of a sequence.
+    pub(super) fn listed(&self, n: usize) -> usize {
+        n.clamp(2, self.lists.pitch)
+    }
+
+    /// Which lists of pages a draft step chooses anew, and for which rows; notes what each slot reads from now on.
+    pub(super) fn choose_lists(&mut self, step: &Step) -> Result<Vec<Choice>> {
+        let n = match step.pages {
+            Pages::All => return Ok(Vec::new()),
+            Pages::Window(n) | Pages::Best(n) => self.listed(n),
+        };
+        let mut choices = Vec::new();
+        for (index, row) in step.rows.iter().enumerate() {
+            let visible = visible_pages(row.position);
+            let Some(slot) = self.slots.get_mut(row.slot).and_then(Option::as_mut) else {
+                return Err(Error::internal(format!("slot {} is not open", row.slot)));
+            };
+            if step.choose_pages || slot.chosen.is_none() {
+                // Where all would be on the list there is none.
+                slot.chosen = (visible > n).then_some(Chosen { listed: n, visible });
+                if slot.chosen.is_some() {
+                    choices.push(Choice { row: index as i32, slot: row.slot as i32, pages: visible as i32 });
+                }
+            }
+        }
+        Ok(choices)
+    }
+}
+
+impl KvCache for CudaBackend {
+    fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+        self.close(slot);
+        let wanted = pages(capacity);
+        let Some(place) = self.slots.get_mut(slot) else {
+            return Err(Error::internal(format!("slot {slot} does not exist")));
+        };
+        if capacity > self.options.capacity || wanted > self.cache.free.len() {
+            return Err(Error::does_not_fit(
+                format!("{capacity} tokens where {} were planned for", self.options.capacity),
+                "open the engine with a larger context (-c)",
+            ));
+        }
+        let pages = self.cache.free.split_off(self.cache.free.len() - wanted);
+        // Also where the rest fails: closing the slot gives the pages back.
+        *place = Some(Slot { pages: pages.clone(), chosen: None });
+        let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
+            // What interrupted work has flagged, and nobody read, is not the new sequence's.
+            self.sampling.clear_flag()?;
+            self.prompting = false;
+            self.cache.tables.write(slot * self.cache.pitch * 4, &pages)
+        });
+        opened.inspect_err(|_| self.close(slot))
+    }
+
+    fn close(&mut self, slot: usize) {
+        if let Some(closed) = self.slots.get_mut(slot).and_then(Option::take) {
+            self.cache.free.extend(closed.pages.into_iter().rev());
+            // What a prompt flagged that was interrupted is not its neighbours'; an error comes again with their next step.
+            if self.prompting && self.sampling.clear_flag().is_ok() {
+                self.prompting = false;
+            }
+        }
+    }
+
+    fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        self.slot(slot)?;
+        self.drafting = None;
+        self.sampling.set_window(slot, tokens)
+    }
+
+    fn window(&mut self, slot: usize, n: usize) -> Result<Vec<u32>> {
+        self.slot(slot)?;
+        self.sampling.window(slot, n)
+    }
+
+    fn flush(&mut self, slot: usize, page: usize) -> Result<()> {
+        let (heads, d) = (self.config.kv_heads, self.config.head_dim);
+        let physical = self.slot(slot)?.pages.get(page).copied();
+        let physical = physical.ok_or_else(|| Error::internal(format!("page {page} is beyond slot {slot}")))?;
+        let arguments = args![
+            &self.cache.ring_k,
+            &self.cache.ring_v,
+            argument(&self.cache.upper),
+            argument(&self.cache.lower),
+            argument(&self.cache.full),
+            self.cache.pages,
+            self.options.slots,
+            slot,
+            page,
+            physical,
+            usize::from(self.options.rounding == Rounding::Balanced),
+            self.sampling.flag(),
+        ];
+        self.launch(self.kernels.flush, [heads, self.config.layers, 2], 256, page_shared(d), &arguments)
+    }
+}

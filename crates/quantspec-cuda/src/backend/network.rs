@@ -1,0 +1,462 @@
+//! The operations of the network on the rows of a step.
+
+use super::CudaBackend;
+use super::kv_cache::page_shared;
+use super::sampler::check_flag;
+use super::workspace::Input;
+use crate::args;
+use crate::attend::Around;
+use crate::device::{Buffer, Kernel, Launch};
+use crate::draft::{Draft, Heads, Hidden};
+use crate::linear::{Matrix, Quantised};
+use crate::weights::{self, address, argument};
+use quantspec_core::cache::BUFFER_TOKENS;
+use quantspec_core::config::{DraftWeights, Pages, Weights};
+use quantspec_core::config::{ModelConfig, Rounding};
+use quantspec_core::plan::pages;
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::{Network, Pass, Step};
+
+/// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to wait beside a product's block.
+pub(crate) const NORM_THREADS: u32 = 512;
+
+impl CudaBackend {
+    pub(super) fn layer(&self, layer: usize) -> Result<&weights::Layer> {
+        self.weights.layers.get(layer).ok_or_else(|| Error::internal(format!("layer {layer} does not exist")))
+    }
+
+    /// Where the step under way flags keys and values that are not numbers.
+    fn step_flag(&self) -> u64 {
+        if self.plan.drafts { self.sampling.draft_flag() } else { self.sampling.flag() }
+    }
+
+    /// hidden += y where a product waits, then the norm, into the input type of a product.
+    #[expect(clippy::too_many_arguments, reason = "a launch")]
+    pub(super) fn norm(
+        &self,
+        rows: usize,
+        weight: &Buffer,
+        bias: u64,
+        input: &Input,
+        kernel: Kernel,
+        quantised: bool,
+        hidden: u64,
+    ) -> Result<()> {
+        let (width, eps) = (self.config.hidden, self.config.rms_eps);
+        let y = if self.plan.pending { self.step.y.at(0) } else { 0 };
+        let bias = if self.plan.pending { bias } else { 0 };
+        if quantised {
+            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, input.pitch8()];
+            self.launch(self.kernels.norm_i8, [rows, 1, 1], NORM_THREADS, 0, &arguments)
+        } else {
+            let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch()];
+            self.launch(kernel, [rows, 1, 1], NORM_THREADS, 0, &arguments)
+        }
+    }
+
+    /// y = input · weightsᵀ by the draft's weights where it has some.
+    pub(super) fn product(
+        &self,
+        full: &Matrix,
+        draft: Option<&Quantised>,
+        input: &Input,
+        y: u64,
+        rows: usize,
+    ) -> Result<()> {
+        // SAFETY: inputs and outputs are this backend's, with room for `step_rows` rows.
+        unsafe {
+            match draft {
+                Some(draft) => self.linear.run_quantised(draft, input.x8.at(0), input.xs.at(0), y, rows),
+                None => self.linear.run(full, input.x.at(0), y, rows),
+            }
+        }
+    }
+
+    /// The kernels of a draft step that takes along what lies between its products, where it can: all weights in four bits, few rows.
+    fn together(&self, step: &Step) -> Option<&Draft> {
+        let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
+        let of_draft = step.weights == Weights::Draft && self.options.draft_weights == DraftWeights::Int4;
+        self.draft.as_ref().filter(|draft| of_draft && draft.takes(widest, step.rows.len()))
+    }
+
+    /// The hidden stream of a step ahead of a norm.
+    pub(super) fn stream(&self, weight: &Buffer) -> Hidden {
+        let (eps, width) = (self.config.rms_eps, self.config.hidden);
+        Hidden { address: self.step.hidden.at(0), weight: weight.at(0), eps, width }
+    }
+
+    /// Makes the draft weights anew where a prompt was in their place, and waits: kernels of a draft read weights before the kernel ahead has ended.
+    pub(super) fn restore_drafts(&mut self) -> Result<()> {
+        if self.overwritten {
+            self.weights.quantise(&self.linear, self.sampling.shared())?;
+            self.device.synchronize()?;
+            self.overwritten = false;
+        }
+        Ok(())
+    }
+
+    pub(super) fn step_embed(&self, step: &Step) -> Result<()> {
+        let arguments = args![
+            self.plan.rows,
+            self.sampling.windows(),
+            self.sampling.pitch(),
+            0u64,
+            &self.weights.embedding.buffer,
+            &self.step.hidden,
+            self.config.hidden,
+            self.config.vocab,
+        ];
+        // Without overlap: kernels of a step read ahead of one another what earlier steps left, so those have ended before its first kernel begins.
+        let launch = Launch { grid: [step.rows.len() as u32, 1, 1], block: 256, shared: 0, overlap: false };
+        // SAFETY: rows, windows and the hidden stream have room for the rows of a step.
+        unsafe { self.device.launch(self.kernels.embed, launch, &arguments) }
+    }
+
+    /// The norm ahead of attention, which adds what the layer before left in y, and the product.
+    fn step_norm_qkv(&self, layer: usize, draft: Option<&Quantised>, rows: usize) -> Result<()> {
+        let (weights, space) = (self.layer(layer)?, &self.step);
+        let before = layer.checked_sub(1).map(|before| self.layer(before)).transpose()?;
+        let bias = before.map_or(0, |before| address(&before.down_bias));
+        self.norm(
+            rows,
+            &weights.attention_norm,
+            bias,
+            &space.normed,
+            self.kernels.norm[0],
+            draft.is_some(),
+            space.hidden.at(0),
+        )?;
+        self.product(&weights.qkv, draft, &space.normed, space.y.at(0), rows)
+    }
+
+    fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
+        let weights = self.layer(layer)?;
+        let draft = weights.draft.qkv.as_ref().filter(|_| step.weights == Weights::Draft);
+        let (rows, config) = (step.rows.len(), &self.config);
+        let space = &self.step;
+        let scale = std::f32::consts::LOG2_E / (config.head_dim as f32).sqrt();
+        if let (Some(together), Some(draft)) = (self.together(step), draft) {
+            let hidden = self.stream(&weights.attention_norm);
+            if weights.head_norms.is_none() {
+                let heads = Heads {
+                    rows: self.plan.rows,
+                    bias: address(&weights.qkv_bias),
+                    cos_sin: self.plan.cos_sin,
+                    q: space.q.at(0),
+                    rings: [self.cache.ring_k.at(0), self.cache.ring_v.at(0)],
+                    scale,
+                    heads: [config.heads, config.kv_heads],
+                    layer,
+                    slots: self.options.slots,
+                    flag: self.step_flag(),
+                };
+                // SAFETY: rows, angles, q and rings are this backend's and have room for `step_rows` rows.
+                return unsafe { together.heads(draft, hidden, &heads, rows) };
+            }
+            // SAFETY: as above.
+            unsafe { together.rows(draft, hidden, space.y.at(0), rows)? };
+        } else {
+            self.step_norm_qkv(layer, draft, rows)?;
+        }
+        let (q_norm, k_norm) = weights.head_norms.as_ref().map_or((0, 0), |(q, k)| (q.at(0), k.at(0)));
+        let arguments = args![
+            self.plan.rows,
+            &space.y,
+            address(&weights.qkv_bias),
+            q_norm,
+            k_norm,
+            self.plan.cos_sin,
+            &space.q,
+            &self.cache.ring_k,
+            &self.cache.ring_v,
+            config.rms_eps,
+            scale,
+            config.heads,
+            config.kv_heads,
+            layer,
+            self.options.slots,
+            usize::from(draft.is_some()),
+            self.step_flag(),
+        ];
+        self.launch(
+            self.kernels.append,
+            [(config.heads + 2 * config.kv_heads).div_ceil(4), rows, 1],
+            128,
+            0,
+            &arguments,
+        )
+    }
+
+    fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
+        let weights = self.layer(layer)?;
+        let draft = weights.draft.output.is_some() && step.weights == Weights::Draft;
+        let cache = self.cache_layer(layer);
+        let space = &self.step;
+        if let (Some(places), true) = (self.plan.places.first(), self.plan.choosing > 0) {
+            let (n, scores) = match step.pages {
+                // Quantised keys are what is scored; a cache without them keeps to the window.
+                Pages::Best(n) if self.cache.upper.is_some() => (n, self.lists.scores.at(0)),
+                Pages::Best(n) | Pages::Window(n) => (n, 0),
+                Pages::All => (0, 0),
+            };
+            let plan = &self.plan;
+            // SAFETY: choices, q, scores and lists are this backend's and have room for every slot.
+            unsafe {
+                self.attend.choose(
+                    plan.choices,
+                    plan.choosing,
+                    plan.choosing_pages,
+                    self.listed(n),
+                    space.q.at(0),
+                    scores,
+                    &cache,
+                    places,
+                )?;
+            }
+        }
+        let beside = self.together(step).is_some();
+        for (index, (pass, places)) in self.plan.passes.iter().zip(&self.plan.places).enumerate() {
+            let output = &weights.output.buffer;
+            // Draft products ask for their weights themselves, and ahead of another pass there is no product.
+            let none = draft || index + 1 < self.plan.passes.len();
+            let around = Around { beside, behind: if none { (0, 0) } else { (output.at(0), output.bytes()) } };
+            // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
+            unsafe {
+                self.attend.run(step.view, pass, space.q.at(0), &cache, places, around)?;
+                let input = &space.attended;
+                if draft {
+                    self.attend.merge(pass, None, input.x8.at(0), input.xs.at(0), input.pitch8(), places)?;
+                } else {
+                    self.attend.merge(pass, Some(weights.output.dtype), input.x.at(0), 0, input.pitch(), places)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn step_gate_up(&self, layer: usize, step: &Step) -> Result<()> {
+        let weights = self.layer(layer)?;
+        let drafting = step.weights == Weights::Draft;
+        let draft = weights.draft.gate_up.as_ref().filter(|_| drafting);
+        let (rows, width) = (step.rows.len(), self.config.intermediate);
+        let space = &self.step;
+        if let (Some(together), Some(draft)) = (self.together(step), draft) {
+            let (hidden, gated) = (self.stream(&weights.mlp_norm), &space.gated);
+            // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
+            return unsafe {
+                together.gated(draft, hidden, address(&weights.gate_up_bias), gated.x.at(0), gated.pitch(), rows)
+            };
+        }
+        let bias = address(&weights.output_bias);
+        self.norm(
+            rows,
+            &weights.mlp_norm,
+            bias,
+            &space.normed,
+            self.kernels.norm[0],
+            draft.is_some(),
+            space.hidden.at(0),
+        )?;
+        self.product(&weights.gate_up, draft, &space.normed, space.y.at(0), rows)?;
+        let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
+        let grid = [width.div_ceil(1024), rows, 1];
+        if drafting && weights.draft.down.is_some() {
+            let y = crate::device::Arg::from(&space.y);
+            let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), gated.pitch8().into()];
+            self.launch(self.kernels.silu_i8, grid, 256, 0, &arguments)
+        } else {
+            let arguments = [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into()];
+            self.launch(self.kernels.silu, grid, 256, 0, &arguments)
+        }
+    }
+}
+
+impl Network for CudaBackend {
+    fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    fn embed(&mut self, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Prefill(block) => self.prompt_embed(block),
+            Pass::Step(step) => {
+                if step.weights == Weights::Draft {
+                    self.restore_drafts()?;
+                }
+                self.begin(step)?;
+                self.step_embed(step)
+            }
+        }
+    }
+
+    fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => {
+                self.step_qkv(layer, step)?;
+                self.plan.pending = false;
+                Ok(())
+            }
+            Pass::Prefill(block) => {
+                // Another sequence may have begun or ended since the last chunk.
+                self.prompting = true;
+                self.prompt_qkv(layer, block)
+            }
+        }
+    }
+
+    fn attend(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => self.step_attend(layer, step),
+            Pass::Prefill(block) => {
+                let prompt = &self.prompt;
+                // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
+                unsafe {
+                    self.prefill.attend(
+                        prompt.q.at(0),
+                        self.prompt_scratch(0),
+                        prompt.attended.at(0),
+                        block.start,
+                        block.rows,
+                    )
+                }
+            }
+        }
+    }
+
+    fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        let weights = self.layer(layer)?;
+        match pass {
+            Pass::Step(step) => {
+                let draft = weights.draft.output.as_ref().filter(|_| step.weights == Weights::Draft);
+                if let (Some(together), Some(draft)) = (self.together(step), draft) {
+                    let (x, hidden) = (&self.step.attended, self.step.hidden.at(0));
+                    let bias = address(&weights.output_bias);
+                    // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
+                    return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
+                }
+                self.product(&weights.output, draft, &self.step.attended, self.step.y.at(0), step.rows.len())?;
+                self.plan.pending = true;
+                Ok(())
+            }
+            Pass::Prefill(block) => {
+                let bias = weights.output_bias.as_ref().map(|bias| bias.at(0));
+                let hidden = self.prompt_hidden(block.start);
+                // SAFETY: as in `attend`.
+                unsafe {
+                    self.prefill.output(
+                        self.prompt.attended.at(0),
+                        weights.output.buffer.at(0),
+                        bias,
+                        hidden,
+                        block.rows,
+                    )
+                }
+            }
+        }
+    }
+
+    fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        match pass {
+            Pass::Step(step) => {
+                self.step_gate_up(layer, step)?;
+                self.plan.pending = false;
+                Ok(())
+            }
+            Pass::Prefill(block) => {
+                let weights = self.layer(layer)?;
+                self.prompt_norm(block, &weights.mlp_norm)?;
+                let bias = weights.gate_up_bias.as_ref().map(|bias| bias.at(0));
+                let (normed, gated) = (self.prompt.normed.at(0), self.prompt.gated.at(0));
+                // SAFETY: as in `attend`.
+                unsafe { self.prefill.gate_up(normed, weights.gate_up.buffer.at(0), bias, gated, block.rows) }
+            }
+        }
+    }
+
+    fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
+        let weights = self.layer(layer)?;
+        match pass {
+            Pass::Step(step) => {
+                let draft = weights.draft.down.as_ref().filter(|_| step.weights == Weights::Draft);
+                if let (Some(together), Some(draft)) = (self.together(step), draft) {
+                    let (x, hidden) = (&self.step.gated, self.step.hidden.at(0));
+                    let bias = address(&weights.down_bias);
+                    // SAFETY: as above.
+                    return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
+                }
+                self.product(&weights.down, draft, &self.step.gated, self.step.y.at(0), step.rows.len())?;
+                self.plan.pending = true;
+                Ok(())
+            }
+            Pass::Prefill(block) => {
+                let bias = weights.down_bias.as_ref().map(|bias| bias.at(0));
+                let hidden = self.prompt_hidden(block.start);
+                // SAFETY: as in `attend`.
+                unsafe {
+                    self.prefill.down(self.prompt.gated.at(0), weights.down.buffer.at(0), bias, hidden, block.rows)
+                }
+            }
+        }
+    }
+
+    fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()> {
+        let (heads, d) = (self.config.kv_heads, self.config.head_dim);
+        let complete = pages(tokens).min(self.slot(slot)?.pages.len());
+        let cache = self.cache_layer(layer);
+        if complete > 0 {
+            let arguments = args![
+                self.prompt_scratch(0),
+                cache.upper,
+                cache.lower,
+                cache.full,
+                self.cache.tables.at(slot * self.cache.pitch * 4),
+                0usize,
+                usize::from(self.options.rounding == Rounding::Balanced),
+                self.sampling.flag(),
+            ];
+            self.launch(self.kernels.store, [heads, complete, 2], 256, page_shared(d), &arguments)?;
+        }
+        let first = tokens.saturating_sub(BUFFER_TOKENS);
+        let arguments = args![
+            self.prompt_scratch(0),
+            &self.cache.ring_k,
+            &self.cache.ring_v,
+            layer,
+            self.options.slots,
+            slot,
+            heads,
+            d,
+            first,
+            self.sampling.flag(),
+        ];
+        self.launch(self.kernels.keep_recent, [tokens - first, 2, 1], 128, 0, &arguments)?;
+        self.wait()
+    }
+
+    fn end_chunk(&mut self) -> Result<()> {
+        check_flag(self.sampling.take_flag(false)?)
+    }
+
+    fn head(&mut self, pass: &Pass) -> Result<()> {
+        let (rows, hidden, bias, drafting) = match pass {
+            Pass::Step(step) => {
+                let bias = self.weights.layers.last().map_or(0, |layer| address(&layer.down_bias));
+                (step.rows.len(), self.step.hidden.at(0), bias, step.weights == Weights::Draft)
+            }
+            Pass::Prefill(block) => {
+                self.plan.pending = false;
+                (1, self.prompt_hidden(block.start + block.rows - 1), 0, false)
+            }
+        };
+        let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
+        let last = &self.step.last;
+        self.norm(rows, &self.weights.final_norm, bias, last, self.kernels.norm[1], draft.is_some(), hidden)?;
+        self.product(self.weights.head(), draft, last, self.step.logits.at(0), rows)?;
+        self.plan.pending = false;
+        Ok(())
+    }
+
+    fn poll(&mut self) -> Result<()> {
+        (self.hooks.poll)()
+    }
+}

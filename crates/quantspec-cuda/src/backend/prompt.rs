@@ -1,0 +1,125 @@
+//! The operations of the network on the rows of a prompt.
+
+use super::CudaBackend;
+use super::network::NORM_THREADS;
+use super::workspace::kept_bytes;
+use crate::args;
+use crate::device::Buffer;
+use crate::prefill::padded;
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::Block;
+use std::time::Duration;
+
+/// How long the host sleeps between looks at a busy device: short against a prompt's layer.
+const LOOK_AGAIN: Duration = Duration::from_micros(200);
+
+impl CudaBackend {
+    /// Addresses of hidden states, and of keys and values, of the prompt under way.
+    fn prompt_kept(&self) -> [u64; 2] {
+        let drafts = self.weights.drafts.as_ref().map_or(0, |drafts| drafts.at(0));
+        let [hidden, _] = kept_bytes(&self.config, self.options.prompt_capacity);
+        let prompt = &self.prompt;
+        [
+            if prompt.borrows[0] { drafts } else { prompt.hidden.at(0) },
+            if prompt.borrows[1] { drafts + hidden as u64 } else { prompt.scratch.at(0) },
+        ]
+    }
+
+    /// Address of a prompt row's hidden state.
+    pub(super) fn prompt_hidden(&self, row: usize) -> u64 {
+        self.prompt_kept()[0] + (row * self.config.hidden * 4) as u64
+    }
+
+    /// Address of a prompt row's keys and values.
+    pub(super) fn prompt_scratch(&self, row: usize) -> u64 {
+        self.prompt_kept()[1] + (row * 2 * self.config.kv_width() * 2) as u64
+    }
+
+    /// Waits for the device while the caller may interrupt.
+    pub(super) fn wait(&mut self) -> Result<()> {
+        while !self.device.idle()? {
+            (self.hooks.poll)()?;
+            std::thread::sleep(LOOK_AGAIN);
+        }
+        self.staged = 0;
+        Ok(())
+    }
+
+    pub(super) fn prompt_embed(&mut self, block: &Block) -> Result<()> {
+        let end = block.start + block.rows;
+        if block.prompt.len() > self.options.prompt_capacity || end > block.prompt.len() {
+            return Err(Error::internal(format!(
+                "a prompt of {} tokens where {} fit",
+                block.prompt.len(),
+                self.options.prompt_capacity
+            )));
+        }
+        if block.start == 0 {
+            self.prompt.borrows = self.prompt.own.map(|tokens| block.prompt.len() > tokens);
+        }
+        self.overwritten |= self.prompt.borrows.contains(&true);
+        self.prompting = true;
+        self.prompt.tokens.write(block.start * 4, &block.prompt[block.start..end])?;
+        let half = self.config.head_dim / 2;
+        let mut angles = vec![0.0f32; block.rows * half * 2];
+        let (mut cos, mut sin) = (vec![0.0f32; half], vec![0.0f32; half]);
+        for (row, out) in angles.chunks_mut(half * 2).enumerate() {
+            self.rope.fill(block.start + row, block.prompt.len(), &mut cos, &mut sin);
+            for (pair, (c, s)) in out.chunks_mut(2).zip(cos.iter().zip(&sin)) {
+                pair.copy_from_slice(&[*c, *s]);
+            }
+        }
+        self.prompt.cos_sin.write(block.start * half * 8, &angles)?;
+        let arguments = args![
+            0u64,
+            0u64,
+            0usize,
+            self.prompt.tokens.at(block.start * 4),
+            &self.weights.embedding.buffer,
+            self.prompt_hidden(block.start),
+            self.config.hidden,
+            self.config.vocab,
+        ];
+        self.launch(self.kernels.embed, [block.rows, 1, 1], 256, 0, &arguments)
+    }
+
+    /// RMSNorm of a block's hidden states into the block's product input.
+    pub(super) fn prompt_norm(&self, block: &Block, weight: &Buffer) -> Result<()> {
+        let (width, pitch) = (self.config.hidden, padded(self.config.hidden));
+        let arguments = args![
+            self.prompt_hidden(block.start),
+            0u64,
+            0u64,
+            weight,
+            &self.prompt.normed,
+            self.config.rms_eps,
+            width,
+            pitch
+        ];
+        self.launch(self.kernels.norm[0], [block.rows, 1, 1], NORM_THREADS, 0, &arguments)
+    }
+
+    pub(super) fn prompt_qkv(&self, layer: usize, block: &Block) -> Result<()> {
+        let weights = self.layer(layer)?;
+        self.prompt_norm(block, &weights.attention_norm)?;
+        let norms = weights.head_norms.as_ref().map(|(q, k)| (q.at(0), k.at(0)));
+        let bias = weights.qkv_bias.as_ref().map(|bias| bias.at(0));
+        let prompt = &self.prompt;
+        let cos_sin = prompt.cos_sin.at(block.start * self.config.head_dim / 2 * 8);
+        let kv = self.prompt_scratch(block.start);
+        // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
+        unsafe {
+            self.prefill.qkv(
+                prompt.normed.at(0),
+                weights.qkv.buffer.at(0),
+                bias,
+                norms,
+                cos_sin,
+                prompt.q.at(0),
+                kv,
+                self.sampling.flag(),
+                block.rows,
+            )
+        }
+    }
+}

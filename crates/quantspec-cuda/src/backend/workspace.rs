@@ -1,0 +1,171 @@
+//! Device memory for activations, and how much of it there is.
+
+use super::describe::DeviceRow;
+use crate::attend::{Choice, Merged, PASS_ROWS, Part as AttendPart, Span};
+use crate::device::{Buffer, Device, Pinned};
+use crate::linear::GROUP;
+use crate::prefill::{padded, readable};
+use crate::sample::TURN_BYTES;
+use crate::weights;
+use quantspec_core::Result;
+use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX};
+use quantspec_core::config::{Dtype, ModelConfig};
+use quantspec_model::backend::Options;
+use std::sync::Arc;
+
+/// A product's input for its K: in the weights' type and in int8.
+#[derive(Debug)]
+pub(super) struct Input {
+    pub(super) x: Buffer,
+    pub(super) x8: Buffer,
+    pub(super) xs: Buffer,
+    pub(super) width: usize,
+}
+
+impl Input {
+    pub(super) fn bytes(rows: usize, width: usize, dtype: Dtype) -> [usize; 3] {
+        [rows * padded(width) * dtype.bytes(), rows * width.next_multiple_of(GROUP), rows * width.div_ceil(GROUP) * 8]
+    }
+
+    pub(super) fn new(device: &Arc<Device>, rows: usize, width: usize, dtype: Dtype) -> Result<Input> {
+        let [x, x8, xs] = Input::bytes(rows, width, dtype);
+        Ok(Input { x: device.zeroed(x)?, x8: device.zeroed(x8)?, xs: device.zeroed(xs)?, width })
+    }
+
+    /// Pitch in elements.
+    pub(super) fn pitch(&self) -> usize {
+        padded(self.width)
+    }
+
+    pub(super) fn pitch8(&self) -> usize {
+        self.width.next_multiple_of(GROUP)
+    }
+}
+
+/// Activations of a step.
+#[derive(Debug)]
+pub(super) struct StepSpace {
+    pub(super) hidden: Buffer,
+    pub(super) normed: Input,
+    pub(super) attended: Input,
+    pub(super) gated: Input,
+    /// Input of the head, whose type may be another.
+    pub(super) last: Input,
+    /// f32 products.
+    pub(super) y: Buffer,
+    pub(super) q: Buffer,
+    pub(super) logits: Buffer,
+    pub(super) partial: Buffer,
+    pub(super) extremes: Buffer,
+    /// What describes a round or a single step: rows, angles, spans, turns; written by one copy.
+    pub(super) description: Buffer,
+    pub(super) staging: Vec<Pinned>,
+}
+
+/// Activations of a prompt.
+#[derive(Debug)]
+pub(super) struct PromptSpace {
+    /// f32 `[tokens][hidden]`: prefill is layer-major.
+    pub(super) hidden: Buffer,
+    /// Keys and values of the layer under way, f16 `[tokens][2 kv_width]`.
+    pub(super) scratch: Buffer,
+    /// Tokens of both. Longer prompts have theirs where the draft weights are.
+    pub(super) own: [usize; 2],
+    /// Which of both the prompt under way has there.
+    pub(super) borrows: [bool; 2],
+    pub(super) cos_sin: Buffer,
+    pub(super) tokens: Buffer,
+    pub(super) normed: Buffer,
+    pub(super) q: Buffer,
+    pub(super) attended: Buffer,
+    pub(super) gated: Buffer,
+}
+
+/// Sizes in bytes that [`plan`] predicts and `load` allocates.
+pub(super) struct Sizes {
+    pub(super) rows: usize,
+    pub(super) y: usize,
+    pub(super) logits: usize,
+    pub(super) description: usize,
+    pub(super) partial_rows: usize,
+}
+
+impl Sizes {
+    pub(super) fn new(config: &ModelConfig, options: &Options, partial_rows: usize) -> Sizes {
+        let rows = options.step_rows.max(1);
+        let widest = (config.q_width() + 2 * config.kv_width()).max(2 * config.intermediate).max(config.hidden);
+        // Spans and parts: at most one span per row; a row's group is cut into parts of eight rows at the least.
+        let per_row = size_of::<DeviceRow>()
+            + config.head_dim * 4
+            + size_of::<Merged>()
+            + size_of::<Span>()
+            + (config.group().div_ceil(8) + 1) * size_of::<AttendPart>()
+            + size_of::<Choice>();
+        Sizes {
+            rows,
+            y: rows * widest * 4,
+            logits: rows * config.vocab * 4,
+            // As many rows again are drafted as are verified; every piece begins at a multiple of 16, and a step has three, and three per pass.
+            description: 2 * rows * per_row
+                + options.slots * TURN_BYTES
+                + (GAMMA_MAX + 1) * 16 * (4 + 3 * rows.div_ceil(PASS_ROWS)),
+            partial_rows,
+        }
+    }
+
+    /// Of a step in all; `head` is the number format of the model's head.
+    pub(super) fn step_bytes(&self, config: &ModelConfig, head: Dtype) -> usize {
+        let dtype = config.dtype;
+        let inputs =
+            [(config.hidden, dtype), (config.q_width(), dtype), (config.intermediate, dtype), (config.hidden, head)];
+        let inputs: usize =
+            inputs.iter().map(|&(width, dtype)| Input::bytes(self.rows, width, dtype).iter().sum::<usize>()).sum();
+        self.rows * config.hidden * 4
+            + inputs
+            + self.y
+            + self.rows * config.q_width() * 2
+            + self.logits
+            + self.partial_rows * (config.head_dim * 4 + 8)
+            + self.description
+    }
+}
+
+/// Tokens of a prompt whose hidden states, keys and values have memory of their own. Longer ones put them where the draft weights are, which are made anew
+/// before the next draft: some hundredths of a second, against half a second and more for such a prompt.
+pub(super) const TOKENS_OWN: usize = 16_384;
+
+/// Bytes of hidden states, and of one layer's keys and values.
+pub(super) fn kept_bytes(config: &ModelConfig, tokens: usize) -> [usize; 2] {
+    [tokens * config.hidden * 4, tokens * 2 * config.kv_width() * 2]
+}
+
+/// Tokens of hidden states, and of keys and values, with memory of their own: all, unless those of prompts of more than `most` fit where the draft
+/// weights are, the hidden states first. With several slots others draft between the chunks of a prompt, and nothing is lent.
+pub(super) fn tokens_own(config: &ModelConfig, options: &Options, most: usize) -> [usize; 2] {
+    let all = options.prompt_capacity.max(1);
+    let [hidden, scratch] = kept_bytes(config, all);
+    let room = if options.slots > 1 { 0 } else { weights::draft_bytes(config, options.draft_weights) };
+    [hidden, hidden + scratch].map(|bytes| if bytes <= room { all.min(most) } else { all })
+}
+
+/// Bytes of a prompt's activations: two kept for every token, two of every token, the others for a block.
+pub(super) fn prompt_bytes(config: &ModelConfig, options: &Options, own: [usize; 2]) -> [usize; 8] {
+    let (tokens, rows, element) = (options.prompt_capacity.max(1), options.block_rows.max(1), config.dtype.bytes());
+    let read = readable(rows);
+    [
+        kept_bytes(config, own[0])[0],
+        kept_bytes(config, own[1])[1],
+        tokens * config.head_dim / 2 * 8,
+        tokens * 4,
+        read * padded(config.hidden) * element,
+        rows * config.q_width() * 2,
+        read * padded(config.q_width()) * element,
+        read * padded(config.intermediate) * element,
+    ]
+}
+
+/// Tokens of a slot's window: γ drafted ones around the emitted one, or a step's rows when nothing drafts, which are one sequence's and no more
+/// than its buffer holds beside two pages (docs/cache.md). All windows are read back every round.
+pub(super) fn window_pitch(options: &Options) -> usize {
+    options.step_rows.clamp(GAMMA_MAX + 2, BUFFER_TOKENS - 2 * G)
+}

@@ -1,0 +1,84 @@
+//! Choosing tokens from the last head's logits, and judging drafted ones.
+
+use crate::network::Step;
+use quantspec_core::Result;
+use quantspec_core::policy::Stop;
+use quantspec_core::sample::Sampler;
+use quantspec_core::verify::{DraftDistribution, Verdict};
+
+/// What one slot does in a round.
+#[derive(Clone, Debug)]
+pub struct Turn {
+    /// Sequence slot.
+    pub slot: usize,
+    /// Committed tokens.
+    pub committed: usize,
+    /// Tokens to draft, 0..=GAMMA_MAX; after the draft, tokens that were drafted.
+    pub gamma: usize,
+    /// When to draft fewer, where leads are looked at.
+    pub stop: Option<Stop>,
+    /// Leads of the drafted tokens; empty where the backend did not look.
+    pub leads: Vec<f32>,
+    /// What the drafted tokens were drawn from.
+    pub q: DraftDistribution,
+    /// How tokens are chosen and accepted.
+    pub sampler: Sampler,
+}
+
+impl Turn {
+    /// A turn of γ tokens that no lead ends, with nothing drafted.
+    pub fn new(slot: usize, committed: usize, gamma: usize, sampler: Sampler) -> Turn {
+        Turn { slot, committed, gamma, stop: None, leads: Vec::new(), q: DraftDistribution::Kept, sampler }
+    }
+
+    /// Notes that the token just drafted led its runner-up by `lead` logits. The draft ends with it where it has become unlikely enough that all of
+    /// its tokens stand.
+    pub fn drafted(&mut self, lead: f32) {
+        // A draft that computed no number leads by nothing.
+        self.leads.push(if lead.is_nan() { 0.0 } else { lead });
+        let Some(stop) = self.stop else { return };
+        let all: f64 = self.leads.iter().map(|&lead| stop.chance(lead)).product();
+        if all < stop.enough {
+            self.gamma = self.leads.len();
+        }
+    }
+}
+
+/// Chooses and judges tokens after [`crate::network::Network::head`], where the logits are.
+pub trait TokenSampler: Send {
+    /// The logits of row `row` of the last [`Backend::head`] (a prefill block has one row), `[vocab]`, unwarped.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where there is no such row. Device errors of a GPU.
+    fn logits(&mut self, row: usize) -> Result<Vec<f32>>;
+
+    /// Samples the token after a prefill block from the last head's only row, at position `prompt.len()`.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::NotFinite`] where no token can be chosen, and on a GPU where keys or values of the prompt
+    /// are beyond half precision. On a GPU [`quantspec_core::ErrorKind::Internal`] where there is no such slot, and device
+    /// errors.
+    fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32>;
+
+    /// Chooses the next token of every row of a draft step (after [`Backend::head`]) and writes it into the window at
+    /// `row.offset + 1`; keeps q where the sampler's acceptance rule needs it. `turns` holds the turn of every slot.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where a row's slot has no turn or its window no room, and on a GPU where
+    /// [`Options::rejection`] was not set. Device errors of a GPU.
+    fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()>;
+
+    /// By how much, in logits, the slot's last proposed token led its runner-up: what the provided [`Backend::draft`] tells.
+    fn lead(&self, _slot: usize) -> f32 {
+        f32::INFINITY
+    }
+
+    /// After the head of a verify step: accepts the longest valid prefix of each turn's drafted tokens and chooses the token
+    /// after it. One verdict per turn, in order.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::NotFinite`] where no token can be chosen, and on a GPU where keys or values since the
+    /// last look are beyond half precision. [`quantspec_core::ErrorKind::Internal`] where rows, drafted tokens or kept
+    /// distributions do not match the turns. Device errors of a GPU.
+    fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>>;
+}
