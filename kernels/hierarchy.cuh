@@ -1,18 +1,12 @@
-// y = x W^T for the few rows of a step, with W in planes (docs/design/weights.md): w = (U + L/16) s + z, U a nibble, L a signed nibble, s and z f16 per output
-// and 64 inputs. The target reads both planes, a draft the upper one alone.
-//
-// Upper plane: blocks of 16 outputs x 64 inputs, 576 bytes, [N/16][stride], stride even. Codes [lane] uint4, byte b of word i: row g (low nibble) and g + 8
-// (high) at k = 16 c + 4 i + b, lane = 4 g + c; then parameters [g] half {scale, zero of row g, scale, zero of row g + 8}.
-// Lower plane: 512 bytes, codes L + 8 in the same places.
+// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads both planes, a draft the upper one alone.
 //
 // The mma A operand is a whole code, C = 16 U + L + 8 (upper plane alone: 16 U), as the integer in the low bits of a 16-bit float: as f16 it is C 2^-24, as
 // bfloat16 C 2^-133, subnormal or nearly so, and exact. So unpacking is masks and byte selects. bfloat16 inputs are multiplied by 2^64 to keep products normal.
 // A group is summed by the tensor core from zero; groups are added in f32:
 //   y += s/16 sum(C x) + (z - s/2) sum(x)     (upper plane alone: z sum(x))
 #pragma once
+#include "layout.cuh"
 #include "linear.cuh"
-
-constexpr int UPPER_BLOCK = 576, LOWER_BLOCK = 512;
 
 // TIMES: what a sum of products of codes and inputs is short of by, divided by 16. OF_X: the same of a sum of inputs.
 struct CodesBf16 : MmaBf16 {

@@ -395,7 +395,7 @@ WEIGHTS(bf16, Bf16, FromAtoms)
 WEIGHTS(f16, Half, FromAtoms)
 WEIGHTS(f32, Single, FromRows)
 
-// ---- weights in planes (hierarchy.cuh) ----
+// ---- weights in planes (layout.cuh) ----
 // Codes of a group's least weight that are tried after 8: of the n-th try, n = 1 .. 7 (quantspec_core::weights::FIRST_CODES).
 DEV int first_code(int n) { return 2 * (n - 1) + (n > 4 ? 2 : 0); }
 
@@ -405,7 +405,7 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
   __shared__ __align__(16) uint8_t codes[16][64];                          // 16 U + L + 8
   const int tile = blockIdx.y, group = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const size_t block = (size_t)tile * gridDim.x + group;
-  upper += block * 576;
+  upper += block * UPPER_BLOCK;
   for (int row = warp; row < 16; row += 4) {
     const int n = tile * 16 + row;
     Weights<2> w;
@@ -443,7 +443,7 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
     const uint32_t a = *(uint32_t*)&codes[g][16 * c + 4 * w], b = *(uint32_t*)&codes[g + 8][16 * c + 4 * w];
     words[w] = warp ? select_bits(b << 4, a, 0xf0f0f0f0) : select_bits(b, a >> 4, 0xf0f0f0f0);
   }
-  uint4* const to = warp ? (uint4*)(lower + block * 512) : (uint4*)upper;
+  uint4* const to = warp ? (uint4*)(lower + block * LOWER_BLOCK) : (uint4*)upper;
   to[lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
@@ -456,33 +456,15 @@ PLANES(bf16, Bf16, FromAtoms)
 PLANES(f16, Half, FromAtoms)
 PLANES(f32, Single, FromRows)
 
-// A row's eight weights of 16 U + L + 8 in a word of each plane, as f32: (U + L/16) s + z, the sum rounded once.
-DEV float2 plane_weights(uint32_t upper, uint32_t lower, int byte, int shift, float2 params) {
-  auto value = [&](int b) {
-    const int u = upper >> (8 * b + shift) & 15, l = lower >> (8 * b + shift) & 15;
-    return __fmaf_rn((float)(16 * u + l - 8) * 0.0625f, params.x, params.y);
-  };
-  return make_float2(value(byte), value(byte + 1));
-}
-
 // atoms_{bf16,f16}(upper, lower, dst atoms, N, stride: blocks of a tile, paired): the matrix that the planes stand for, rounded to 16 bits, its rows
 // in the order before `paired`. Grid (ceil(K / 64), ceil(N / 16)), block 128: a thread has eight weights of a row.
 template <class T>
 DEV void planes_to_atoms(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
-  const int tile = blockIdx.y, group = blockIdx.x, row = threadIdx.x >> 3, piece = threadIdx.x & 7, shift = row & 8 ? 4 : 0;
-  const size_t block = (size_t)tile * stride + group, lane = (row & 7) * 4 + piece / 2;
-  const uint8_t* const u = upper + block * 576;
-  const uint2 codes = *(const uint2*)(u + lane * 16 + piece % 2 * 8);
-  const uint2 rest = *(const uint2*)(lower + block * 512 + lane * 16 + piece % 2 * 8);
-  const float2 params = unpack_half2(*(const uint32_t*)(u + 512 + (row & 7) * 8 + (row & 8 ? 4 : 0)));
-  uint32_t out[4];
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float2 w = plane_weights(i < 2 ? codes.x : codes.y, i < 2 ? rest.x : rest.y, i % 2 * 2, shift, params);
-    out[i] = T::pack(w.x, w.y);
-  }
-  const int n = tile * 16 + row;
-  dst[atom_piece(n < N ? paired_row(n, paired) : n, group * 8 + piece, gridDim.x)] = make_uint4(out[0], out[1], out[2], out[3]);
+  const int n = blockIdx.y * 16 + (threadIdx.x >> 3), k = blockIdx.x * 64 + (threadIdx.x & 7) * 8;
+  float w[8];
+  plane_weights(w, upper, lower, n, k, stride);
+  const uint4 out = make_uint4(T::pack(w[0], w[1]), T::pack(w[2], w[3]), T::pack(w[4], w[5]), T::pack(w[6], w[7]));
+  dst[atom_piece(n < N ? paired_row(n, paired) : n, k / 8, gridDim.x)] = out;
 }
 KERNEL __launch_bounds__(128) atoms_bf16(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
   planes_to_atoms<Bf16>(upper, lower, dst, N, stride, paired);

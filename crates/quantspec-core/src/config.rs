@@ -169,6 +169,18 @@ pub enum Pages {
     Best(usize),
 }
 
+/// How the target's weights are kept.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum TargetWeights {
+    /// As the checkpoint has them; drafts have weights of their own ([`DraftWeights`]).
+    #[default]
+    Checkpoint,
+    /// Every linear layer and the head in two planes of nibbles ([`crate::weights`]). The target reads both; what
+    /// [`DraftWeights`] keeps in 4 bits is the upper one, and the draft's head both. Rows of an embedding that is not the head stay as the
+    /// checkpoint has them.
+    Int8,
+}
+
 /// How the draft weights are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DraftWeights {

@@ -15,7 +15,7 @@ use crate::pool::{Pool, part};
 use crate::{CpuBackend, bandwidth, prefill, quantize, w4};
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G};
-use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_model::backend::{Hooks, KvCache, Network, Options, Pass, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
 use std::hint::black_box;
@@ -858,6 +858,7 @@ impl BestPages {
             prompt_capacity: G,
             planes: Planes { upper: true, lower: false, full: false },
             rounding: Rounding::Balanced,
+            weights: TargetWeights::Checkpoint,
             draft_weights: DraftWeights::None,
             rejection: false,
             step_rows: G,

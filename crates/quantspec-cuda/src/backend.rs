@@ -15,22 +15,23 @@ use crate::attend::{Attend, PASS_ROWS, check_head};
 use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::Draft;
+use crate::hierarchy::Hierarchies;
 use crate::linear::{Linear, name};
 use crate::prefill::{self, Prefill, Shape, Way};
 use crate::recorded::Recorded;
 use crate::sample::{self, Sampling};
-use crate::weights::{self, Weights as Stored};
+use crate::weights::{self, Expanded, Full, Weights as Stored};
 use describe::{Plan, STAGES, Writer};
 use executor::Clock;
 pub(crate) use kv_cache::page_shared;
 use kv_cache::{Cache, Lists, Slot, table_bytes};
 pub(crate) use network::NORM_THREADS;
 use quantspec_core::Result;
-use quantspec_core::config::{ModelConfig, Pages, View, Weights};
+use quantspec_core::config::{ModelConfig, Pages, TargetWeights, View, Weights};
 use quantspec_core::plan::{CacheBytes, pages};
 use quantspec_core::verify::Verdict;
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Row, Step, Turn};
-use quantspec_model::checkpoint::{Checkpoint, Part};
+use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::rope::RopeTable;
 pub(crate) use sampler::FLAG_WEIGHTS;
 use sampler::check_flag;
@@ -63,6 +64,8 @@ pub struct CudaBackend {
     linear: Linear,
     /// Products of draft steps that take along what lies between them.
     draft: Option<Draft>,
+    /// Products with weights in nibbles, and a layer of them in 16 bits for prompts.
+    nibbles: Option<(Hierarchies, Expanded)>,
     attend: Attend,
     prefill: Prefill,
     weights: Stored,
@@ -90,13 +93,13 @@ pub struct CudaBackend {
 /// Whether the kernels know a model on such a device: asked before anything is loaded.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Model`]: head widths, sizes, vocabularies and mixtures of number formats without kernels.
-pub fn check(checkpoint: &Checkpoint, device: &DeviceInfo) -> Result<()> {
+/// [`quantspec_core::ErrorKind::Model`]: head widths, sizes, vocabularies and mixtures of number formats without kernels, and int8 weights of a checkpoint in f32.
+pub fn check(checkpoint: &Checkpoint, weights: TargetWeights, device: &DeviceInfo) -> Result<()> {
     let config = checkpoint.config();
     check_head(device, config.head_dim)?;
     prefill::check(&Shape::of(config))?;
     sample::check(config.vocab)?;
-    weights::check(checkpoint)
+    weights::check(checkpoint, weights)
 }
 
 /// Bytes [`CudaBackend::load`] will hold on this device, before anything is loaded.
@@ -109,14 +112,14 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
     let sizes = Sizes::new(config, options, partial);
     let way = Way::of(architecture, config.dtype);
     Memory {
-        weights_bytes: weights::bytes(checkpoint),
-        draft_weights_bytes: weights::draft_bytes(config, options.draft_weights),
+        weights_bytes: weights::bytes(checkpoint, weights::nibbles(options)),
+        draft_weights_bytes: weights::draft_bytes(config, options.draft_weights, weights::nibbles(options)),
         cache_upper_bytes: cache.upper_bytes,
         cache_lower_bytes: cache.lower_bytes,
         cache_full_bytes: cache.full_bytes,
         buffer_bytes: cache.buffer_bytes,
         workspace_bytes: table_bytes(options)
-            + sizes.step_bytes(config, checkpoint.dtype(Part::Head))
+            + sizes.step_bytes(config, weights::head_inputs(checkpoint, options))
             + prompt_bytes(config, options, tokens_own(config, options, TOKENS_OWN)).iter().sum::<usize>()
             + Lists::bytes(config, options.slots, pages(options.capacity)).iter().sum::<usize>()
             + Sampling::bytes(
@@ -126,7 +129,8 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
                 window_pitch(options),
                 options.rejection,
             )
-            + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), way),
+            + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), way)
+            + if weights::nibbles(options) { Expanded::bytes(config) } else { 0 },
     }
 }
 
@@ -165,7 +169,7 @@ impl CudaBackend {
         mut hooks: Hooks,
         most: usize,
     ) -> Result<CudaBackend> {
-        check(checkpoint, &device.info)?;
+        check(checkpoint, options.weights, &device.info)?;
         let config = checkpoint.config().clone();
         let attend = Attend::new(device, &config, options.rounding)?;
         let linear = Linear::new(device)?;
@@ -174,15 +178,30 @@ impl CudaBackend {
         let pitch = window_pitch(options);
         let sampling =
             Sampling::new(device, config.vocab, options.slots, options.step_rows.max(1), pitch, options.rejection)?;
-        let weights = weights::load(checkpoint, device, &linear, options.draft_weights, sampling.shared(), &mut hooks)?;
+        let hierarchies = if weights::nibbles(options) { Some(Hierarchies::new(device, config.dtype)?) } else { None };
+        let weights = weights::load(
+            checkpoint,
+            device,
+            &linear,
+            hierarchies.as_ref(),
+            options.draft_weights,
+            sampling.shared(),
+            &mut hooks,
+        )?;
+        let with_room = |hierarchies| Ok((hierarchies, Expanded::new(device, &config)?));
+        let nibbles = hierarchies.map(with_room).transpose()?;
         let d = config.head_dim;
         let dtype = config.dtype;
         let page_shared = page_shared(d);
+        let head = weights::head_inputs(checkpoint, options);
         let kernels = Kernels {
-            embed: device.kernel(&format!("embed_{}", name(weights.embedding.dtype)), 0)?,
+            embed: match &weights.embedding {
+                Full::Whole(table) => device.kernel(&format!("embed_{}", name(table.dtype)), 0)?,
+                Full::Nibbles(_) => device.kernel("embed_planes", 0)?,
+            },
             norm: [
                 device.kernel(&format!("norm_{}", name(dtype)), 0)?,
-                device.kernel(&format!("norm_{}", name(weights.head().dtype)), 0)?,
+                device.kernel(&format!("norm_{}", name(head)), 0)?,
             ],
             norm_i8: device.kernel("norm_i8", 0)?,
             silu: device.kernel(&format!("silu_mul_{}", name(dtype)), 0)?,
@@ -199,7 +218,7 @@ impl CudaBackend {
             normed: Input::new(device, sizes.rows, config.hidden, dtype)?,
             attended: Input::new(device, sizes.rows, config.q_width(), dtype)?,
             gated: Input::new(device, sizes.rows, config.intermediate, dtype)?,
-            last: Input::new(device, sizes.rows, config.hidden, weights.head().dtype)?,
+            last: Input::new(device, sizes.rows, config.hidden, head)?,
             y: device.allocate(sizes.y)?,
             q: device.allocate(sizes.rows * config.q_width() * 2)?,
             logits: device.allocate(sizes.logits)?,
@@ -237,6 +256,7 @@ impl CudaBackend {
             kernels,
             linear,
             draft,
+            nibbles,
             attend,
             prefill,
             weights,
@@ -380,7 +400,8 @@ impl Backend for CudaBackend {
                 + self.lists.lists.bytes()
                 + self.lists.scores.bytes()
                 + self.sampling.held_bytes()
-                + self.prefill.held_bytes(),
+                + self.prefill.held_bytes()
+                + self.nibbles.as_ref().map_or(0, |(_, expanded)| expanded.held_bytes()),
         }
     }
 }

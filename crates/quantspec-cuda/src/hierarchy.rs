@@ -10,7 +10,7 @@ use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
 /// Bytes of a block of 16 outputs and [`GROUP`] inputs: codes and parameters of the upper plane, codes of the lower one.
-const UPPER_BLOCK: usize = TILE * GROUP / 2 + TILE * 4;
+pub(crate) const UPPER_BLOCK: usize = TILE * GROUP / 2 + TILE * 4;
 const LOWER_BLOCK: usize = TILE * GROUP / 2;
 
 // A warp of the kernels takes a group of weights where it takes an atom of 16-bit ones.
@@ -53,6 +53,16 @@ impl Hierarchy {
     /// Bytes held on the device.
     pub fn held_bytes(&self) -> usize {
         self.upper.bytes() + self.lower.bytes()
+    }
+
+    /// Outputs and inputs.
+    pub const fn shape(&self) -> (usize, usize) {
+        (self.n, self.k)
+    }
+
+    /// Blocks of a tile of outputs in memory.
+    pub fn stride(&self) -> usize {
+        stride(self.k)
     }
 
     /// The upper and the lower plane.

@@ -3,10 +3,12 @@
 use crate::args;
 use crate::backend::FLAG_WEIGHTS;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch, Pinned};
+use crate::draft::DraftMatrix;
+use crate::hierarchy::{self, Hierarchies, Hierarchy};
 use crate::linear::{Linear, Matrix, Quantised};
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, TargetWeights};
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::Hooks;
+use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use std::ops::Range;
 use std::sync::Arc;
@@ -44,27 +46,70 @@ fn read_rows(checkpoint: &Checkpoint, part: Part, rows: Range<usize>, out: &mut 
     })
 }
 
+/// A matrix of the target.
+#[derive(Debug)]
+pub(crate) enum Full {
+    /// In the checkpoint's precision.
+    Whole(Matrix),
+    /// In nibbles, of which a draft reads the upper ones.
+    Nibbles(Hierarchy),
+}
+
+impl Full {
+    fn held_bytes(&self) -> usize {
+        match self {
+            Full::Whole(matrix) => matrix.buffer.bytes(),
+            Full::Nibbles(hierarchy) => hierarchy.held_bytes(),
+        }
+    }
+
+    /// What a draft multiplies by int8: its own weights, or upper nibbles.
+    pub(crate) fn drafted<'a>(&'a self, own: &'a Option<Quantised>) -> Option<DraftMatrix<'a>> {
+        match (own, self) {
+            (Some(own), _) => Some(own.into()),
+            (None, Full::Nibbles(hierarchy)) => Some(hierarchy.into()),
+            (None, Full::Whole(_)) => None,
+        }
+    }
+
+    /// Address and bytes of what a product reads first.
+    pub(crate) fn ahead(&self) -> (u64, usize) {
+        let buffer = match self {
+            Full::Whole(matrix) => &matrix.buffer,
+            Full::Nibbles(hierarchy) => hierarchy.planes()[0],
+        };
+        (buffer.at(0), buffer.bytes())
+    }
+}
+
 /// One decoder layer.
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub(crate) attention_norm: Buffer,
-    /// `[q | k | v]`.
-    pub(crate) qkv: Matrix,
+    /// `[q | k | v]`; in nibbles the channels of a head that RoPE turns together are side by side.
+    pub(crate) qkv: Full,
     pub(crate) qkv_bias: Option<Buffer>,
     /// Per-head norms of queries and keys.
     pub(crate) head_norms: Option<(Buffer, Buffer)>,
-    pub(crate) output: Matrix,
+    pub(crate) output: Full,
     pub(crate) output_bias: Option<Buffer>,
     pub(crate) mlp_norm: Buffer,
     /// Gate and up, interleaved by eight rows.
-    pub(crate) gate_up: Matrix,
+    pub(crate) gate_up: Full,
     pub(crate) gate_up_bias: Option<Buffer>,
-    pub(crate) down: Matrix,
+    pub(crate) down: Full,
     pub(crate) down_bias: Option<Buffer>,
     pub(crate) draft: DraftLayer,
 }
 
-/// The draft's weights of a layer; what is absent is drafted with in full.
+impl Layer {
+    /// Its four matrices, in the order of [`shapes`].
+    pub(crate) fn matrices(&self) -> [&Full; 4] {
+        [&self.qkv, &self.output, &self.gate_up, &self.down]
+    }
+}
+
+/// The draft's own weights of a layer; what is absent is drafted with in full, or by the upper nibbles.
 #[derive(Debug, Default)]
 pub(crate) struct DraftLayer {
     /// Channels of a head that RoPE turns together side by side.
@@ -77,36 +122,36 @@ pub(crate) struct DraftLayer {
 /// All weights.
 #[derive(Debug)]
 pub(crate) struct Weights {
-    pub(crate) embedding: Matrix,
+    /// In nibbles only where it is the head, too.
+    pub(crate) embedding: Full,
     pub(crate) layers: Vec<Layer>,
     pub(crate) final_norm: Buffer,
     /// None where the head is the embedding.
-    pub(crate) head: Option<Matrix>,
+    pub(crate) head: Option<Full>,
     pub(crate) draft_head: Option<Quantised>,
     /// What holds all draft weights.
     pub(crate) drafts: Option<Arc<Buffer>>,
 }
 
 impl Weights {
-    pub(crate) fn head(&self) -> &Matrix {
+    pub(crate) fn head(&self) -> &Full {
         self.head.as_ref().unwrap_or(&self.embedding)
     }
 
     /// Bytes held on the device, without the draft's.
     pub(crate) fn held_bytes(&self) -> usize {
-        let matrix = |matrix: &Matrix| matrix.buffer.bytes();
         let layer = |layer: &Layer| -> usize {
-            let matrices = [&layer.qkv, &layer.output, &layer.gate_up, &layer.down].map(matrix);
+            let matrices = layer.matrices().map(Full::held_bytes);
             let norms = [&layer.attention_norm, &layer.mlp_norm];
             let biases = [&layer.qkv_bias, &layer.output_bias, &layer.gate_up_bias, &layer.down_bias];
             let heads = layer.head_norms.iter().flat_map(|(q, k)| [q, k]);
             let vectors = norms.into_iter().chain(biases.into_iter().flatten()).chain(heads).map(Buffer::bytes);
             matrices.into_iter().chain(vectors).sum()
         };
-        matrix(&self.embedding)
+        self.embedding.held_bytes()
             + self.layers.iter().map(layer).sum::<usize>()
             + self.final_norm.bytes()
-            + self.head.as_ref().map_or(0, matrix)
+            + self.head.as_ref().map_or(0, Full::held_bytes)
     }
 
     /// Bytes of the draft's weights held on the device.
@@ -117,13 +162,17 @@ impl Weights {
     /// Queues making all draft weights anew, where something else was in their memory.
     pub(crate) fn quantise(&self, linear: &Linear, flag: &Buffer) -> Result<()> {
         for layer in &self.layers {
-            let Layer { qkv, output, gate_up, down, draft, .. } = layer;
-            let pairs = [(qkv, &draft.qkv), (output, &draft.output), (gate_up, &draft.gate_up), (down, &draft.down)];
-            for (full, draft) in pairs {
-                draft.iter().try_for_each(|draft| linear.quantise_into(full, draft, flag))?;
+            let DraftLayer { qkv, output, gate_up, down } = &layer.draft;
+            for (full, draft) in layer.matrices().into_iter().zip([qkv, output, gate_up, down]) {
+                if let (Full::Whole(full), Some(draft)) = (full, draft) {
+                    linear.quantise_into(full, draft, flag)?;
+                }
             }
         }
-        self.draft_head.iter().try_for_each(|draft| linear.quantise_into(self.head(), draft, flag))
+        match (self.head(), &self.draft_head) {
+            (Full::Whole(head), Some(draft)) => linear.quantise_into(head, draft, flag),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -155,7 +204,10 @@ impl Places {
 }
 
 /// Refuses layers whose matrices have several number formats: the activations of all layers have one.
-pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
+pub(crate) fn check(checkpoint: &Checkpoint, weights: TargetWeights) -> Result<()> {
+    if weights == TargetWeights::Int8 {
+        hierarchy::check(checkpoint.config().dtype)?;
+    }
     let first = Part::Layer(0, LayerPart::Q);
     let mut parts =
         (0..checkpoint.config().layers).flat_map(|index| LayerPart::MATRICES.map(|part| Part::Layer(index, part)));
@@ -170,6 +222,16 @@ pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
             "store the checkpoint in one format, or use --device cpu",
         )),
     }
+}
+
+/// Whether the target's weights are in nibbles.
+pub(crate) fn nibbles(options: &Options) -> bool {
+    options.weights == TargetWeights::Int8
+}
+
+/// Number format of the inputs of the head.
+pub(crate) fn head_inputs(checkpoint: &Checkpoint, options: &Options) -> Dtype {
+    if nibbles(options) { checkpoint.config().dtype } else { checkpoint.dtype(Part::Head) }
 }
 
 /// Which products the draft has in four bits: attention's, the feed-forward network's; and whether its head has eight.
@@ -187,25 +249,31 @@ fn shapes(config: &ModelConfig) -> [(usize, usize); 4] {
     [(q + 2 * kv, hidden), (hidden, q), (2 * inter, hidden), (hidden, inter)]
 }
 
-/// Bytes of a checkpoint's weights on a device, without the draft's.
-pub(crate) fn bytes(checkpoint: &Checkpoint) -> usize {
+/// Bytes of a checkpoint's weights on a device, without the draft's own; in nibbles or not.
+pub(crate) fn bytes(checkpoint: &Checkpoint, nibbles: bool) -> usize {
     let config = checkpoint.config();
     let (hidden, inter, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
-    let matrices: usize = shapes(config).iter().map(|&(n, k)| Matrix::bytes(config.dtype, n, k)).sum();
+    let matrix = |dtype, n, k| match nibbles {
+        true => Hierarchy::bytes(n, k).iter().sum(),
+        false => Matrix::bytes(dtype, n, k),
+    };
+    let matrices: usize = shapes(config).iter().map(|&(n, k)| matrix(config.dtype, n, k)).sum();
     let mut vectors = 2 * hidden;
     vectors += if config.qkv_bias { q + 2 * kv } else { 0 };
     vectors += if config.output_bias { hidden } else { 0 };
     vectors += if config.mlp_bias { 2 * inter + hidden } else { 0 };
     vectors += if config.qk_norm { 2 * config.head_dim } else { 0 };
-    let table = |part| Matrix::bytes(checkpoint.dtype(part), config.vocab, hidden);
-    let head = if config.tied_embeddings { 0 } else { table(Part::Head) };
-    config.layers * (matrices + 4 * vectors) + 4 * hidden + table(Part::Embedding) + head
+    let head = matrix(checkpoint.dtype(Part::Head), config.vocab, hidden);
+    let embedding = Matrix::bytes(checkpoint.dtype(Part::Embedding), config.vocab, hidden);
+    let tables = if config.tied_embeddings { head } else { embedding + head };
+    config.layers * (matrices + 4 * vectors) + 4 * hidden + tables
 }
 
-/// Bytes of a model's draft weights on a device.
-pub(crate) fn draft_bytes(config: &ModelConfig, kind: DraftWeights) -> usize {
+/// Bytes of a model's draft weights on a device, beside those that it has in nibbles.
+pub(crate) fn draft_bytes(config: &ModelConfig, kind: DraftWeights, nibbles: bool) -> usize {
     let shapes = shapes(config);
     let (attention, mlp, head) = drafted(kind);
+    let [attention, mlp, head] = [attention, mlp, head].map(|on| on && !nibbles);
     let four = |on: bool, shapes: &[(usize, usize)]| -> usize {
         let bytes = |&(n, k): &(usize, usize)| Quantised::bytes(4, n, k).next_multiple_of(ALIGNED);
         if on { shapes.iter().map(bytes).sum() } else { 0 }
@@ -311,11 +379,65 @@ fn check_flag(flag: &Buffer, what: impl Fn() -> String) -> Result<()> {
     }
 }
 
-/// Reads a checkpoint onto the device and makes the draft weights. `flag` is the device's error flag.
+/// One layer's matrices in 16 bits, which a prompt's products read where the weights are in nibbles.
+#[derive(Debug)]
+pub(crate) struct Expanded {
+    buffer: Buffer,
+    /// Byte of each matrix, in the order of [`Layer::matrices`].
+    places: [usize; 4],
+    /// The layer that is there.
+    layer: Option<usize>,
+}
+
+impl Expanded {
+    /// Bytes of the four matrices, each from a multiple of [`ALIGNED`] on: places and what they take in all.
+    fn places(config: &ModelConfig) -> ([usize; 4], usize) {
+        let mut end = 0;
+        let places = shapes(config).map(|(n, k)| {
+            let place = end;
+            end += Matrix::bytes(config.dtype, n, k).next_multiple_of(ALIGNED);
+            place
+        });
+        (places, end)
+    }
+
+    /// Bytes held.
+    pub(crate) fn bytes(config: &ModelConfig) -> usize {
+        Expanded::places(config).1
+    }
+
+    /// Room for a layer.
+    pub(crate) fn new(device: &Arc<Device>, config: &ModelConfig) -> Result<Expanded> {
+        let (places, bytes) = Expanded::places(config);
+        Ok(Expanded { buffer: device.allocate(bytes)?, places, layer: None })
+    }
+
+    /// Bytes held.
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.buffer.bytes()
+    }
+
+    /// Addresses of a layer's matrices, queued to be written where another layer's are there.
+    pub(crate) fn layer(&mut self, hierarchies: &Hierarchies, index: usize, layer: &Layer) -> Result<[u64; 4]> {
+        if self.layer != Some(index) {
+            self.layer = None;
+            for (full, &place) in layer.matrices().into_iter().zip(&self.places) {
+                if let Full::Nibbles(hierarchy) = full {
+                    hierarchies.expand(hierarchy, &self.buffer, place)?;
+                }
+            }
+            self.layer = Some(index);
+        }
+        Ok(self.places.map(|place| self.buffer.at(place)))
+    }
+}
+
+/// Reads a checkpoint onto the device and makes the draft weights; with `hierarchies` layers are kept in nibbles. `flag` is the device's error flag.
 pub(crate) fn load(
     checkpoint: &Checkpoint,
     device: &Arc<Device>,
     linear: &Linear,
+    hierarchies: Option<&Hierarchies>,
     kind: DraftWeights,
     flag: &Buffer,
     hooks: &mut Hooks,
@@ -339,10 +461,22 @@ pub(crate) fn load(
         done: 0,
     };
     let (attention, mlp, head_in_eight) = drafted(kind);
-    let draft_bytes = draft_bytes(&config, kind);
+    let draft_bytes = draft_bytes(&config, kind, hierarchies.is_some());
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
     let mut places = Places { buffer, taken: 0 };
+    let in_nibbles = |matrix: Matrix, paired: usize| match hierarchies {
+        Some(hierarchies) => hierarchies.quantise(&matrix, paired, flag).map(Full::Nibbles),
+        None => Ok(Full::Whole(matrix)),
+    };
+    // Tables first: the largest matrix is on the device as a whole until it is in nibbles.
     let embedding = loader.plain(Part::Embedding)?;
+    let embedding = if config.tied_embeddings { in_nibbles(embedding, 0)? } else { Full::Whole(embedding) };
+    let head = if config.tied_embeddings { None } else { Some(in_nibbles(loader.plain(Part::Head)?, 0)?) };
+    let draft_head = match head.as_ref().unwrap_or(&embedding) {
+        Full::Whole(head) if head_in_eight => places.quantise(linear, head, 8, 0, flag)?,
+        _ => None,
+    };
+    check_flag(flag, || "the head".to_owned())?;
     let mut layers = Vec::with_capacity(config.layers);
     for index in 0..config.layers {
         let part = |part| Part::Layer(index, part);
@@ -359,7 +493,7 @@ pub(crate) fn load(
         ])?;
         let down = loader.plain(part(Down))?;
         let mut draft = |on: bool, matrix: &Matrix, paired: usize| {
-            if on { places.quantise(linear, matrix, 4, paired, flag) } else { Ok(None) }
+            if on && hierarchies.is_none() { places.quantise(linear, matrix, 4, paired, flag) } else { Ok(None) }
         };
         let draft = DraftLayer {
             qkv: draft(attention, &qkv, config.head_dim)?,
@@ -367,6 +501,8 @@ pub(crate) fn load(
             gate_up: draft(mlp, &gate_up, 0)?,
             down: draft(mlp, &down, 0)?,
         };
+        let (qkv, output) = (in_nibbles(qkv, config.head_dim)?, in_nibbles(output, 0)?);
+        let (gate_up, down) = (in_nibbles(gate_up, 0)?, in_nibbles(down, 0)?);
         check_flag(flag, || format!("layer {index}"))?;
         layers.push(Layer {
             attention_norm: loader.vector(&[part(AttentionNorm)])?,
@@ -392,12 +528,6 @@ pub(crate) fn load(
         });
     }
     let final_norm = loader.vector(&[Part::FinalNorm])?;
-    let head = if config.tied_embeddings { None } else { Some(loader.plain(Part::Head)?) };
-    let draft_head = match head_in_eight {
-        true => places.quantise(linear, head.as_ref().unwrap_or(&embedding), 8, 0, flag)?,
-        false => None,
-    };
-    check_flag(flag, || "the head".to_owned())?;
     Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: places.buffer })
 }
 
@@ -427,11 +557,15 @@ mod tests {
         let shape = Shape { tied: false, ..Shape::new("llama", "BF16", (2, 1, 64)) };
         let edited = |odd: &str| {
             let odd = odd.to_owned();
-            check(&shape.edited(1, &move |name, _, dtype| {
-                if name.contains(&odd) {
-                    *dtype = "F16";
-                }
-            }))
+            let checkpoint = TargetWeights::Checkpoint;
+            check(
+                &shape.edited(1, &move |name, _, dtype| {
+                    if name.contains(&odd) {
+                        *dtype = "F16";
+                    }
+                }),
+                checkpoint,
+            )
         };
         // Tables may have a format of their own; one matrix may not, nor a whole layer.
         assert!(edited("nothing").is_ok() && edited("lm_head").is_ok() && edited("embed_tokens").is_ok());

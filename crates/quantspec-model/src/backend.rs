@@ -10,7 +10,7 @@ pub use crate::sampler::{TokenSampler, Turn};
 
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
-use quantspec_core::config::{DraftWeights, Planes, Rounding, View};
+use quantspec_core::config::{DraftWeights, Planes, Rounding, TargetWeights, View};
 use quantspec_core::verify::Verdict;
 
 /// How a backend is built.
@@ -26,7 +26,9 @@ pub struct Options {
     pub planes: Planes,
     /// How keys and values are rounded to nibbles.
     pub rounding: Rounding,
-    /// Which draft weights are made.
+    /// How the target's weights are kept.
+    pub weights: TargetWeights,
+    /// Which draft weights are made; with [`TargetWeights::Int8`], which are read from the upper plane.
     pub draft_weights: DraftWeights,
     /// Keep the distributions of a round's drafted tokens: acceptance by rejection compares with those that
     /// [`Backend::propose`] drew from.

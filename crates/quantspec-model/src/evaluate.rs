@@ -10,7 +10,7 @@ use crate::draft::METHODS;
 use crate::engine::check_ids;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
-use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::sample::argmax;
 use quantspec_core::{Error, Result};
 
@@ -72,6 +72,7 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
         prompt_capacity: tokens,
         planes: Planes { upper: true, lower: true, full: true },
         rounding,
+        weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
         step_rows: WINDOW_ROWS,

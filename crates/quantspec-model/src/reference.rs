@@ -12,7 +12,7 @@ use candle_core::{D, Device, Tensor};
 use half::f16;
 use quantspec_core::attend::{page_bound, select_pages, window_pages};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages};
-use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::quantize::{
     Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations, quantize_head_row, quantize_page,
     quantize_weights_row,
@@ -92,7 +92,15 @@ impl ReferenceBackend {
             let (rows, columns) = checkpoint.shape(part);
             let mut values = vec![0.0; rows * columns];
             checkpoint.read_f32(part, 0..rows, &mut values)?;
-            if let Some(codes) = draft_values(part, options.draft_weights, &values, columns)? {
+            let codes = match options.weights {
+                TargetWeights::Checkpoint => draft_values(part, options.draft_weights, &values, columns)?,
+                TargetWeights::Int8 => {
+                    // The embedding of a tied model is read out of the head.
+                    let part = if part == Part::Embedding && config.tied_embeddings { Part::Head } else { part };
+                    hierarchy_values(part, options.draft_weights, &mut values, columns)?
+                }
+            };
+            if let Some(codes) = codes.filter(|_| part != Part::Embedding) {
                 draft.insert(part, tensor(|| Tensor::from_vec(codes, (rows, columns), &Device::Cpu))?);
             }
             full.insert(part, tensor(|| Tensor::from_vec(values, (rows, columns), &Device::Cpu))?);
@@ -261,16 +269,20 @@ impl ReferenceBackend {
     }
 }
 
-/// The values a part's draft codes stand for, or None where the draft uses the part in full.
-fn draft_values(part: Part, kind: DraftWeights, values: &[f32], columns: usize) -> Result<Option<Vec<f32>>> {
+/// The draft reads quantised weights of this part.
+fn draft_kept(part: Part, kind: DraftWeights) -> bool {
     use LayerPart::*;
-    let quantised = match (part, kind) {
+    match (part, kind) {
         (_, DraftWeights::None) => false,
         (Part::Layer(_, Gate | Up | Down), _) => true,
         (Part::Head | Part::Layer(_, Q | K | V | Output), DraftWeights::Int4) => true,
         _ => false,
-    };
-    if !quantised {
+    }
+}
+
+/// The values a part's draft codes stand for, or None where the draft uses the part in full.
+fn draft_values(part: Part, kind: DraftWeights, values: &[f32], columns: usize) -> Result<Option<Vec<f32>>> {
+    if !draft_kept(part, kind) {
         return Ok(None);
     }
     let mut out = Vec::with_capacity(values.len());
@@ -279,6 +291,22 @@ fn draft_values(part: Part, kind: DraftWeights, values: &[f32], columns: usize) 
         out.extend(row.dequantize());
     }
     Ok(Some(out))
+}
+
+/// The values of a part's both planes in place of its own, and those that the draft reads, or None where it reads the same in full.
+fn hierarchy_values(part: Part, kind: DraftWeights, values: &mut [f32], columns: usize) -> Result<Option<Vec<f32>>> {
+    use LayerPart::*;
+    if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
+        return Ok(None);
+    }
+    let upper = draft_kept(part, kind) && part != Part::Head;
+    let mut draft = Vec::with_capacity(values.len());
+    for row in values.chunks_exact_mut(columns) {
+        let codes = quantspec_core::weights::quantize_row(row)?;
+        row.copy_from_slice(&codes.both());
+        draft.extend(if upper { codes.upper() } else { codes.both() });
+    }
+    Ok(draft_kept(part, kind).then_some(draft))
 }
 
 /// Activations as int8 codes give them back, row by row.

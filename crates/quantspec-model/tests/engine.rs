@@ -8,7 +8,7 @@ mod tiny;
 use proptest::prelude::*;
 use quantspec_core::ErrorKind;
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_model::backend::{DraftPlan, Hooks, Options, Turn};
@@ -32,6 +32,7 @@ fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize)
         prompt_capacity: capacity,
         planes: Planes::of(&[View::Both]),
         rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
         step_rows: slots * (gamma + 1),

@@ -2,7 +2,7 @@
 #![cfg(feature = "reference")]
 
 use quantspec_core::cache::G;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_model::backend::{DraftPlan, Hooks, Options};
@@ -35,6 +35,7 @@ fn decode(
         prompt_capacity: capacity,
         planes: Planes::of(&[target, plan.view]),
         rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
         step_rows: slots * (gamma + 1),

@@ -5,7 +5,7 @@
 #![allow(clippy::print_stderr, reason = "a skipped test must say so")]
 
 use crate::gpu::Random;
-use quantspec_core::config::{DraftWeights, Planes, Rounding};
+use quantspec_core::config::{DraftWeights, Planes, Rounding, TargetWeights};
 use quantspec_cuda::device::Device;
 use quantspec_model::backend::Options;
 use quantspec_model::checkpoint::Checkpoint;
@@ -50,6 +50,7 @@ pub fn options(capacity: usize, slots: usize) -> Options {
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: true,
         step_rows: slots * 17,

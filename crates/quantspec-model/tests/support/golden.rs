@@ -1,7 +1,7 @@
 //! Goldens of `tests/golden` (made by Hugging Face transformers, see make.py there) against any backend. Tests of other crates
 //! include this file by path.
 
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_model::backend::{Backend, Options, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::forward;
@@ -82,6 +82,7 @@ pub(crate) fn options(golden: &Golden, slots: usize) -> Options {
         prompt_capacity: golden.ids.len() + 1,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::None,
         rejection: false,
         step_rows: STEP_ROWS,
