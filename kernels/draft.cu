@@ -19,7 +19,7 @@
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int DRAFT_TOGETHER = 4;        // tiles of a block that share what a warp reads of the inputs; two of them a chunk
-// Chunks on their way, of 17 KB; first, beside the kernel before, and later (docs/kernels.md). No more than the shortest ring has (STAGES_MIN of draft.rs).
+// Chunks on their way, of 17 KB; first, beside the kernel before, and later. No more than the shortest ring has (STAGES_MIN of draft.rs).
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;            // rows are even columns of a product, so that a lane has outputs of one row
 // Weights of 16 outputs x 128 inputs of one warp: codes of 64 inputs follow one another after CODES bytes, parameters begin at PARAMS, of the second half PARAMS

@@ -191,7 +191,7 @@ DEV void wgmma_registers(float (&d)[32], const uint32_t* a, uint64_t b, int accu
 }
 
 // d[64 x 8 NT] += A[64 x 16] (registers, f16) B[16 x 8 NT] (shared memory, `Cores`) for few columns: d(t, e) are a thread's four of columns 8 t and up, and A
-// lies as for mma.m16n8k16, 16 rows a warp. The bits are those of mma.m16n8k16 (docs/kernels.md). TRANSPOSED: B lies N-major.
+// lies as for mma.m16n8k16, 16 rows a warp. The bits are those of mma.m16n8k16. TRANSPOSED: B lies N-major.
 #define OUT_COLUMNS(t) "+f"(d(t, 0)), "+f"(d(t, 1)), "+f"(d(t, 2)), "+f"(d(t, 3))
 #define LIST12 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11"
 #define LIST16 LIST12 ",%12,%13,%14,%15"

@@ -5,7 +5,7 @@
 // grid (blocks that share the tiles, rows / (8 NT) rounded up), 256 threads, no dynamic shared memory.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // On Hopper: grid (min(tiles, multiprocessors), whole clusters; the same), 320 threads, 384 where registers are handed over, Ring::BYTES of shared memory.
-// Up to 104 registers (three warps of a scheduler have 312 of its 512) leave room for a block of a norm, whose four have 192. Numbers: docs/kernels.md.
+// Up to 104 registers (three warps of a scheduler have 312 of its 512) leave room for a block of a norm, whose four have 192. (docs/design/gemm.md)
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
 #define RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                                                            \

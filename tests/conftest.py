@@ -48,7 +48,11 @@ hypothesis.settings.load_profile("quantspec")
 
 def tool(name: str) -> ModuleType:
     """A script of tools/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "tools" / f"{name}.py")
+    folder = Path(__file__).parents[1] / "tools"
+    # As Python does for a script: it may import its neighbours.
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

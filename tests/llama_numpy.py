@@ -1,6 +1,6 @@
 """A second opinion in NumPy and float64: the network, the quantisers, the visibility law and teacher-forced drafts.
 
-Written from docs/algorithm.md and docs/cache.md alone. Slow and plain; tests compare the engine with it.
+Written from docs/algorithm.md and docs/design/cache.md alone. Slow and plain; tests compare the engine with it.
 """
 
 from __future__ import annotations

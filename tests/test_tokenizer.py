@@ -309,5 +309,7 @@ def test_a_missing_tokenizer_is_one_error(fake: Any, quantspec: Any, tmp_path: P
     model = copy_demo(tmp_path / "model")
     (model / "tokenizer.json").unlink()
     quantspec("run", "--model", str(model), "--text", "x").assert_error(1, "has no tokenizer.json")
-    (model / "tokenizer.model").touch()
-    quantspec("run", "--model", str(model), "--text", "x").assert_error(1, "tokenizer.model", "convert")
+    (model / "vocab.json").touch()
+    quantspec("run", "--model", str(model), "--text", "x").assert_error(
+        1, "has no tokenizer.json", "vocab.json; convert"
+    )

@@ -21,17 +21,16 @@ only; rows are streamed to disk.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
-import signal
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from program import Parser, Refusal, check_new, check_space, reason, run
 
 try:
     import numpy as np
@@ -41,8 +40,6 @@ except ImportError:
 BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 # Rows handled at once: bounds memory to a few hundred MB at the widest shapes.
 BLOCK_ROWS = 1024
-# Space beyond the tensors: header, config, tokenizer.
-HEADROOM_BYTES = 64 << 20
 # Largest sizes that quantspec takes (crates/quantspec-model/src/config.rs).
 LAYERS_MAX = 1024
 SIZES_MAX = {
@@ -68,14 +65,6 @@ RECOMPUTED = "rotary_emb.inv_freq"
 HEAD_DIM = {"qwen3": 128}
 # The first layer whose attention has a window, where config.json asks for one and does not say.
 MAX_WINDOW_LAYERS = 28
-
-
-class Refusal(Exception):
-    """A one-line error and its remedy."""
-
-    def __init__(self, message: str, hint: str) -> None:
-        super().__init__(message)
-        self.hint = hint
 
 
 class Source:
@@ -166,11 +155,6 @@ def head_dim(config: dict[str, Any], folder: Path) -> int:
     if hidden % heads:
         raise Refusal(f"config.json of {folder} has {heads} heads for {hidden} channels", "use a Llama-family model")
     return int(hidden // heads)
-
-
-def reason(error: OSError) -> str:
-    """Why the system refused, in its words."""
-    return (error.strerror or str(error)).lower()
 
 
 def encode(values: np.ndarray[Any, Any], dtype: str) -> bytes:
@@ -333,8 +317,7 @@ def widen(folder: Path, out: Path, times: int, layers: int) -> int:
             f"--layers is {layers} and the source has {own}",
             f"use {own} to {LAYERS_MAX}: layers can only be added",
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise Refusal(f"{out} exists and is not an empty folder", "name a new or empty folder")
+    check_new(out)
     if not (folder / "tokenizer.json").is_file():
         raise Refusal(f"{folder} has no tokenizer.json", "use the one published with these weights")
     targets = plan(source, times, layers)
@@ -348,13 +331,7 @@ def widen(folder: Path, out: Path, times: int, layers: int) -> int:
         size = int(np.prod(shape)) * BYTES[dtype]
         header[target.name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
-    parent = next(path for path in (out, *out.absolute().parents) if path.exists())
-    free = shutil.disk_usage(parent).free
-    if free < offset + HEADROOM_BYTES:
-        raise Refusal(
-            f"{out} needs {(offset + HEADROOM_BYTES) / 1e9:.2f} GB and {free / 1e9:.2f} GB are free",
-            "free some space or choose another disk",
-        )
+    check_space(out, offset)
     made = not out.exists()
     out.mkdir(parents=True, exist_ok=True)
     try:
@@ -386,18 +363,6 @@ def write(source: Source, targets: list[Target], header: dict[str, Any], out: Pa
             shutil.copyfile(source.folder / name, out / name)
 
 
-class Parser(argparse.ArgumentParser):
-    """Errors of one line and one hint, as everywhere."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}\nhint: see {self.prog} --help\n")
-
-
-def stopped(number: int, _: object) -> NoReturn:
-    """A signal that ends the program as Ctrl-C does: what was written goes."""
-    raise KeyboardInterrupt(number)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser(
         description="Tile a small Llama checkpoint into a wide one of the same function.",
@@ -410,26 +375,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--layers", type=int, required=True, help="layers of the result, at least the source's")
     options = parser.parse_args(arguments)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        # Whoever started us may have decided otherwise (nohup).
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, stopped)
-    try:
+
+    def work() -> str:
         size = widen(options.source, options.out, options.times, options.layers)
-    except Refusal as refusal:
-        print(f"error: {refusal}\nhint: {refusal.hint}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"error: cannot write {options.out}: {reason(error)}\nhint: check space and permissions", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as error:
-        with suppress(OSError):  # a terminal that has hung up
-            print("error: interrupted\nhint: run the command again", file=sys.stderr)
-        return 128 + int(*(error.args or (signal.SIGINT,)))
-    print(
-        f"{options.out}: {size / 1e9:.2f} GB, widened {options.times} times, {options.layers} layers", file=sys.stderr
-    )
-    return 0
+        return f"{options.out}: {size / 1e9:.2f} GB, widened {options.times} times, {options.layers} layers"
+
+    return run(work, options.out)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from . import sentencepiece
 from .errors import ModelError, native_errors
+from .sentencepiece import Vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,9 +22,6 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 HINT = "fetch the file again, or use another file of this model"
-
-# How llama.cpp numbers the kinds of tokens.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -80,13 +79,16 @@ def load_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
     tokens, types = fields.list("tokenizer.ggml.tokens", str), fields.list("tokenizer.ggml.token_type", int)
     if len(tokens) != len(types):
         raise fields.error(f"has {len(tokens)} tokens and {len(types)} types of tokens")
+    vocabulary = Vocabulary(fields.error, tokens, types)
     if kind == "gpt2":
-        inner, begins = _byte_level(fields, tokens, types)
+        inner, begins = _byte_level(fields, vocabulary)
     elif kind == "llama":
-        inner, begins = _sentencepiece(fields, tokens, types)
+        prefix = fields.optional("tokenizer.ggml.add_space_prefix", bool) is not False
+        inner = sentencepiece.bpe(vocabulary, fields.list("tokenizer.ggml.scores", float), add_prefix=prefix)
+        begins = True
     else:
         raise ModelError(f"{path} has a tokenizer of kind {kind}", "supported kinds are gpt2 and llama (SentencePiece)")
-    _add_tokens(inner, tokens, types)
+    vocabulary.add_to(inner)
     config: dict[str, Any] = {"chat_template": fields.optional("tokenizer.chat_template", str)}
     for field, name in {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}.items():
         id = fields.optional(f"tokenizer.ggml.{field}_token_id", int)
@@ -96,10 +98,8 @@ def load_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
             config[f"{name}_token"] = tokens[id]
     config["add_bos_token"] = _adds(fields, config, "bos", default=begins and "bos_token" in config)
     if _adds(fields, config, "eos", default=False):
-        from tokenizers.processors import TemplateProcessing
-
         eos = config["eos_token"]
-        inner.post_processor = TemplateProcessing(single=["$A", eos], special_tokens=[(eos, tokens.index(eos))])
+        sentencepiece.end_with(inner, eos, tokens.index(eos))
     return inner, config
 
 
@@ -142,16 +142,7 @@ def _adds(fields: _Fields, config: dict[str, Any], name: str, *, default: bool) 
     return default if stated is None else stated
 
 
-def _vocabulary(fields: _Fields, tokens: list[str], types: list[int]) -> dict[str, int]:
-    """Ids of all tokens; unused ones pad the embedding and have no text."""
-    vocabulary: dict[str, int] = {}
-    for id, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind != _UNUSED and vocabulary.setdefault(token, id) != id:
-            raise fields.error(f"has the token {token!r:.60} twice, as {vocabulary[token]} and {id}")
-    return vocabulary
-
-
-def _byte_level(fields: _Fields, tokens: list[str], types: list[int]) -> tuple[tokenizers.Tokenizer, bool]:
+def _byte_level(fields: _Fields, vocabulary: Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """A tokenizer like GPT-2's, and whether it begins texts with BOS."""
     from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
     from tokenizers.models import BPE
@@ -170,7 +161,7 @@ def _byte_level(fields: _Fields, tokens: list[str], types: list[int]) -> tuple[t
             raise fields.error(f"has the merge {text!r:.60} of one piece")
         merges.append((text[:cut], text[cut + 1 :]))
     whole = name in _WHOLE_WORDS
-    inner = Tokenizer(BPE(vocab=_vocabulary(fields, tokens, types), merges=merges, ignore_merges=whole))
+    inner = Tokenizer(BPE(vocab=vocabulary.ids(), merges=merges, ignore_merges=whole))
     split = _SPLITS[name]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     if split is not None:
@@ -185,57 +176,3 @@ def _byte_level(fields: _Fields, tokens: list[str], types: list[int]) -> tuple[t
         inner.normalizer = normalizers.NFC()
     inner.decoder = decoders.ByteLevel()
     return inner, whole
-
-
-def _sentencepiece(fields: _Fields, tokens: list[str], types: list[int]) -> tuple[tokenizers.Tokenizer, bool]:
-    """A tokenizer like Llama 2's, and whether it begins texts with BOS."""
-    from tokenizers import Tokenizer, decoders, normalizers
-    from tokenizers.models import BPE
-
-    scores = fields.list("tokenizer.ggml.scores", float)
-    if len(tokens) != len(scores):
-        raise fields.error(f"has {len(tokens)} tokens and {len(scores)} scores")
-    vocabulary = _vocabulary(fields, tokens, types)
-    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
-    if unknown is None and types.count(_BYTE) < 256:
-        raise fields.error(f"has no unknown token and {types.count(_BYTE)} of 256 bytes")
-    pieces = [id for id, kind in enumerate(types) if kind == _NORMAL]
-    inner = Tokenizer(
-        BPE(
-            vocab=vocabulary,
-            merges=_merges(tokens, pieces, scores),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=True,
-        )
-    )
-    prefix = fields.optional("tokenizer.ggml.add_space_prefix", bool) is not False
-    spaces = normalizers.Replace(" ", "▁")
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    inner.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
-    return inner, True
-
-
-def _merges(tokens: list[str], pieces: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, the best score first: the order in which SentencePiece joins them."""
-    known = {tokens[id] for id in pieces}
-    merges = []
-    for id in sorted(pieces, key=lambda id: -scores[id]):
-        piece = tokens[id]
-        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
-        merges += [pair for pair in halves if pair[0] in known and pair[1] in known]
-    return merges
-
-
-def _add_tokens(inner: tokenizers.Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Has tokens that stand for themselves found in a text before anything else."""
-    from tokenizers import AddedToken
-
-    def of(*kinds: int) -> list[AddedToken]:
-        special = _USER_DEFINED not in kinds
-        chosen = [token for token, kind in zip(tokens, types, strict=True) if kind in kinds and token]
-        return [AddedToken(token, special=special, normalized=False) for token in chosen]
-
-    inner.add_special_tokens(of(_UNKNOWN, _CONTROL))
-    inner.add_tokens(of(_USER_DEFINED))

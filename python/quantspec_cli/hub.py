@@ -31,6 +31,9 @@ FILES = [
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
     "tokenizer.json",
+    # SentencePiece's, where there is no tokenizer.json.
+    "tokenizer.model",
+    "added_tokens.json",
     "tokenizer_config.json",
     "chat_template.jinja",
 ]

@@ -6,7 +6,7 @@ import json
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from . import background, files, gguf, lower_bound, panics
+from . import background, files, gguf, lower_bound, panics, sentencepiece
 from .errors import ModelError, QuantspecError
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ class Tokenizer:
     """
 
     def __init__(self, model: Path, vocab: int) -> None:
-        """Reads a directory's tokenizer.json or a GGUF file; `vocab` is the number of rows of the model's embedding."""
+        """Reads a directory's tokenizer.json or tokenizer.model, or a GGUF file; `vocab` is the number of rows of the model's
+        embedding.
+        """
         if files.is_file(model):
             self._name, self._hint = str(model), gguf.HINT
             self._inner, self.config = _guarded(
@@ -37,7 +39,17 @@ class Tokenizer:
         else:
             self._name, self._hint = str(model / "tokenizer.json"), _HINT
             self.config = read_json(model / "tokenizer_config.json")
-            self._inner = _load(model)
+            pieces = model / "tokenizer.model"
+            if not files.is_file(model / "tokenizer.json") and files.is_file(pieces):
+                self._name, self._hint = str(pieces), sentencepiece.HINT
+                added = read_json(model / "added_tokens.json")
+                self._inner, self.config = panics.hidden(
+                    lambda: _guarded(
+                        lambda: sentencepiece.load(pieces, self.config, added), f"{pieces} cannot be read", self._hint
+                    )
+                )
+            else:
+                self._inner = _load(model)
         self.special = {key: text for key, value in self.config.items() if (text := _special(key, value)) is not None}
         self._vocab = vocab
         known = self._inner.get_vocab_size(with_added_tokens=True)
@@ -155,10 +167,9 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
 
     path = directory / "tokenizer.json"
     if not files.is_file(path):
-        other = next((name for name in ("tokenizer.model", "vocab.json") if files.is_file(directory / name)), None)
         hint = (
-            f"it has {other}; convert it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers"
-            if other
+            "it has vocab.json; convert it: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) of transformers"
+            if files.is_file(directory / "vocab.json")
             else "copy the tokenizer.json published with these weights into the directory"
         )
         raise ModelError(f"{directory} has no tokenizer.json", hint)

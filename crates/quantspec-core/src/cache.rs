@@ -1,6 +1,6 @@
 //! Extents of the cache: which tokens a query reads from pages, which from the buffer, and when a page is complete.
 //!
-//! Everything is a function of positions (docs/cache.md), so decoding does not depend on when pages were
+//! Everything is a function of positions (docs/design/cache.md), so decoding does not depend on when pages were
 //! quantised, on γ, or on the rows that share a call.
 
 use std::ops::Range;

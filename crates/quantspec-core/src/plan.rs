@@ -155,7 +155,7 @@ mod tests {
     fn every_part_counts() {
         let every = Planes::of(&[View::Both, View::Full]);
         let bytes = CacheBytes::of(&llama_8b(), every, 1_024, 2);
-        // Eight pages of 2 × 32 × 8 heads; bytes of a page and of a ring from docs/cache.md.
+        // Eight pages of 2 × 32 × 8 heads; bytes of a page and of a ring from docs/design/cache.md.
         let heads = 2 * 32 * 8;
         let want = [heads * 8 * 17_408, heads * 8 * 16_384, heads * 8 * 65_536, heads * 196_608];
         assert_eq!([bytes.upper_bytes, bytes.lower_bytes, bytes.full_bytes, bytes.buffer_bytes], want);

@@ -15,7 +15,7 @@ const CHUNK_MIN: usize = 2;
 /// Items that share the recent tokens of a row which sees few pages.
 const RECENT_ITEMS: usize = 4;
 /// Slots that a ring of the copy engine fills before the kernel ahead has ended: the first keys and values. With all slots the last inputs of that kernel,
-/// on other multiprocessors, would queue behind 18 MB of pages (docs/kernels.md).
+/// on other multiprocessors, would queue behind 18 MB of pages.
 const EARLY: i32 = 2;
 /// Threads of a block of `bounds_*` and of `select` (kernels/attend.cu).
 const CHOICE_THREADS: u32 = 256;
@@ -27,9 +27,9 @@ const BLOCKS_MAX: usize = 4;
 const BESIDE_RINGS: usize = 2;
 const BESIDE: [(usize, usize); 2] = [(64, 8), (128, 5)];
 /// Pages of an item up to which half a multiprocessor reads them as fast as it must: with 2, 8 and 16 pages an item rounds behind a text are 9 to 2 %
-/// faster, with 64 slower (docs/kernels.md).
+/// faster, with 64 slower.
 const BESIDE_PAGES: usize = 16;
-/// Bytes per multiprocessor of the weights behind that are asked into L2 while attention ends: 4 and 8 MB in all gain, 16 MB lose (docs/kernels.md).
+/// Bytes per multiprocessor of the weights behind that are asked into L2 while attention ends: 4 and 8 MB in all gain, 16 MB lose.
 const BEHIND: usize = 64 << 10;
 /// Rows one launch takes; more are attended in turns, so that partial results stay small.
 pub(crate) const PASS_ROWS: usize = 64;

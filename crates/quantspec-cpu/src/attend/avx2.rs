@@ -332,7 +332,7 @@ unsafe fn words<const NR: usize, const BOTH: bool>(
             let high = _mm256_set1_epi8(0xf0_u8 as i8);
             // SAFETY: as above.
             let l = unsafe { _mm256_loadu_si256(l.add(step * apart * 64).cast()) };
-            // See docs/cache.md: bytes 16·U + L + 8 of indices 4 to 7, then (rotated) of 0 to 3.
+            // See docs/design/cache.md: bytes 16·U + L + 8 of indices 4 to 7, then (rotated) of 0 to 3.
             let odd = _mm256_or_si256(_mm256_and_si256(u, high), _mm256_andnot_si256(high, l));
             let even = _mm256_or_si256(_mm256_and_si256(l, high), _mm256_andnot_si256(high, u));
             let even = _mm256_or_si256(_mm256_slli_epi32::<4>(even), _mm256_srli_epi32::<28>(even));

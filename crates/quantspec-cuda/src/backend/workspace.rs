@@ -169,7 +169,7 @@ pub(super) fn prompt_bytes(config: &ModelConfig, options: &Options, own: [usize;
 }
 
 /// Tokens of a slot's window: γ drafted ones around the emitted one, or a step's rows when nothing drafts, which are one sequence's and no more
-/// than its buffer holds beside two pages (docs/cache.md). All windows are read back every round.
+/// than its buffer holds beside two pages (docs/design/cache.md). All windows are read back every round.
 pub(super) fn window_pitch(options: &Options) -> usize {
     options.step_rows.clamp(GAMMA_MAX + 2, BUFFER_TOKENS - 2 * G)
 }

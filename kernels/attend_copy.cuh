@@ -1,0 +1,155 @@
+// Load: keys and values of a step into pipeline stages. Included by attend.cuh.
+#pragma once
+
+// Copies the keys (or values) of step n of a ring's work into a stage, by one warp with the copy engine or by the four warps of the ring. Page numbers are read
+// a step ahead: keys before values, steps in order.
+template <class C>
+struct Copier {
+  const AttendArgs& p;
+  int ring, id, next;                    // physical pages of the step whose keys were copied last, and of the one after it
+  uint64_t once;                         // pages are read once: they leave L2 before what is read again
+
+  DEV int page(const Work& w, int n) const {
+    const int logical = w.first_page + (ring + n * C::RINGS) / (C::FULL_VIEW ? C::SUB : 1);
+    const int* list = p.lists + ((size_t)w.span.list * p.kv_heads + w.head) * p.list_pitch;
+    return p.tables[(size_t)w.span.slot * p.table_pitch + (w.span.listed >= 0 ? list[logical] : logical)];
+  }
+  DEV void begin(const Work& w) {
+    if (w.pages > 0) next = page(w, 0);
+  }
+  DEV void rows(const __half* from, uint32_t to) const {
+    constexpr int COPIERS = C::ENGINE ? 32 : 128;
+    // 16-byte piece j of token t lies at piece j ^ (t & 7): ldmatrix meets no bank twice
+#pragma unroll 4
+    for (int i = threadIdx.x % COPIERS; i < C::STEP * C::D / 8; i += COPIERS) {
+      const int t = i / (C::D / 8), j = i % (C::D / 8);
+      copy16_once(to + (t * (C::D / 8) + (j ^ (t & 7))) * 16, from + i * 8, once);
+    }
+  }
+  // `full`: the stage's barrier
+  DEV void copy(const Work& w, int n, int value, uint32_t to, uint32_t full) {
+    const bool recent = n >= w.pages;
+    if (!value && !recent) {
+      id = next;
+      if (n + 1 < w.pages) next = page(w, n + 1);
+    }
+    if (recent || C::FULL_VIEW) {
+      if (recent) {
+        const int token = (w.recent + (n - w.pages) * w.span.chunks * C::RINGS) * C::STEP;
+        rows((value ? p.ring_v : p.ring_k) + (((size_t)w.span.slot * p.kv_heads + w.head) * RING + token % RING) * C::D, to);
+      } else {
+        const uint8_t* block = p.full + ((size_t)id * p.kv_heads + w.head) * full_bytes(C::D);
+        rows(reinterpret_cast<const __half*>(block) + (value * PAGE + (ring + n * C::RINGS) % C::SUB * C::STEP) * C::D, to);
+      }
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+      if (C::ENGINE) copy_arrive(full);
+#endif
+    } else {
+      const size_t at = (size_t)id * p.kv_heads + w.head;
+      const uint8_t* up = p.upper + at * upper_bytes(C::D) + (value ? v_params_at(C::D) : 0);
+      const uint8_t* low = p.lower + at * lower_bytes(C::D) + (value ? lower_v_at(C::D) : 0);
+      const int bytes = (value ? C::V_PARAMS : C::K_PARAMS) + C::CODES;
+      if constexpr (C::ENGINE) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+        if (threadIdx.x % 32 == 0) {
+          mbar_expect(full, bytes + (C::TWO ? C::CODES : 0));
+          bulk_copy(to, up, bytes, full, once);
+          if (C::TWO) bulk_copy(to + C::LOWER, low, C::CODES, full, once);
+        } else {
+          mbar_arrive(full);
+        }
+#endif
+      } else {
+        for (int i = threadIdx.x; i < bytes / 16; i += 128) copy16_once(to + i * 16, up + i * 16, once);
+        if (C::TWO)
+#pragma unroll
+          for (int i = 0; i < C::CODES / 2048; i++) copy16_once(to + C::LOWER + (i * 128 + threadIdx.x) * 16, low + (i * 128 + threadIdx.x) * 16, once);
+      }
+    }
+  }
+};
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// Barriers of the rings' stages: a stage is full when the producer's 32 lanes have arrived and their copies have landed, and left when the ring's 128 threads
+// have said so.
+template <class C>
+DEV void begin_stages(uint32_t base) {
+  constexpr int RING_BYTES = C::STAGES * C::STAGE + C::REST;
+  if (threadIdx.x < C::RINGS) {
+    const uint32_t bars = base + threadIdx.x * RING_BYTES + C::STAGES * C::STAGE + C::BARS;
+    for (int i = 0; i < C::STAGES; i++) mbar_init(bars + i * 8, 32), mbar_init(bars + (C::STAGES + i) * 8, 128);
+    mbar_init_done();
+  }
+  __syncthreads();
+}
+
+// The producer warp of a ring: walks the ring's steps as far ahead as there are stages, over the ends of work items.
+template <class C>
+DEV void produce(const AttendArgs& p, uint32_t base, int ring) {
+  constexpr int RINGS = C::RINGS, RING_BYTES = C::STAGES * C::STAGE + C::REST;
+  const uint32_t stages_at = base + ring * RING_BYTES, bars = stages_at + C::STAGES * C::STAGE + C::BARS;
+  Copier<C> copier{p, ring, 0, 0, evict_first()};
+  int stage = 0, parity = 1, early = p.stages;
+  bool waited = false;
+  auto wait = [&]() {
+    if (!waited) grid_wait(), waited = true;
+  };
+#pragma unroll 1
+  for (int i = blockIdx.x; i < p.items; i += gridDim.x) {
+    const Work w = work_at<C>(p, i, ring);
+    if (w.span.fresh) wait();
+    copier.begin(w);
+#pragma unroll 1
+    for (int n = 0; n < w.pages + w.recents; n++) {
+      if (n == w.pages) wait();
+#pragma unroll 1
+      for (int value = 0; value < 2; value++) {
+        if (early-- == 0) wait();
+        mbar_wait(bars + (C::STAGES + stage) * 8, parity);
+        copier.copy(w, n, value, stages_at + stage * C::STAGE, bars + stage * 8);
+        if (++stage == C::STAGES) stage = 0, parity ^= 1;
+      }
+    }
+  }
+  // From here to the first GEMM after `merge` the memory has little to do.
+  constexpr int PIECE = 16384;
+  if ((threadIdx.x & 31) == 0)
+#pragma unroll 1
+    for (int at = (blockIdx.x * RINGS + ring) * PIECE; at < p.behind_bytes; at += gridDim.x * RINGS * PIECE) bulk_prefetch(p.behind + at, min(PIECE, p.behind_bytes - at));
+}
+#endif
+
+// Copies by the ring's own threads, where there is no copy engine: keys of step n into stage 2n, values into 2n + 1, modulo two or four stages. With the copy
+// engine every operation is empty.
+template <class C>
+struct OwnCopies {
+  Copier<C> copier;
+  const Work& w;
+  uint32_t stages_at;
+  int stages;
+  bool early;                            // the first keys are on their way before the previous kernel has ended
+  DEV OwnCopies(const AttendArgs& p, const Work& w, int ring, uint32_t stages_at, int stages)
+      : copier{p, ring, 0, 0, evict_first()}, w(w), stages_at(stages_at), stages(stages),
+        // Every list is waited for: asking whether it is fresh would cost registers that heads of 256 channels have not.
+        early(!C::ENGINE && stages == 4 && w.span.listed < 0 && w.pages > 1) {}
+  DEV void load(int n, int value) {
+    if (!C::ENGINE && n < w.pages + w.recents) copier.copy(w, n, value, stages_at + ((2 * n + value) & (stages - 1)) * C::STAGE, 0);
+  }
+  DEV bool ahead() const { return !C::ENGINE && stages == 4; }
+  DEV void two() { load(0, 0), copy_commit(), load(0, 1), load(1, 0), copy_commit(); }
+  DEV void begin() {
+    copier.begin(w);
+    if (early) two();
+  }
+  // The first step's keys are there.
+  DEV void first() {
+    if (!early) two();
+    copy_wait<1>();
+  }
+  // Values of the next step and keys of the one after it, where four stages are.
+  DEV void next(int n) {
+    if (ahead()) load(n + 1, 1), load(n + 2, 0), copy_commit();
+  }
+  // Keys and values of one step, where two stages are.
+  DEV void both(int n) { load(n, 0), load(n, 1), copy_commit(), copy_wait<0>(); }
+};

@@ -1,0 +1,344 @@
+// Products of a step with codes (a packed page) and with halves (f16 tokens): q . k and p . v. Included by attend.cuh.
+#pragma once
+
+DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+// Of a packed page with keys at `k`: q * s as B fragments and the start of the scores, q . z (Both: less 1032 sum(q * s)), by parts of 32 channels:
+// ((0 + 4 + ..) + (1 + 5 + ..)) + (..)
+template <class C>
+DEV void prepare(const Ring<C>& ring, uint32_t k) {
+  if constexpr (!C::FULL_VIEW) {
+    constexpr int NT = C::NT, E = C::E, KP = C::KP;
+    constexpr bool TWO = C::TWO;
+    const int g = ring.g, c = ring.c, lane = ring.lane, w4 = ring.warp;
+    const uint32_t rest = ring.rest;
+    const uint32_t less1032[4] = {0xe408e408, 0xe408e408, 0xe408e408, 0xe408e408};
+    uint4 s, zz;
+    auto params = [&](int kp) {
+      s = lds128(k + (kp * 4 + c) * 32), zz = lds128(k + (kp * 4 + c) * 32 + 16);
+      if (!TWO) {
+        const uint32_t shift = pack_half2(-ring.p.centre, -ring.p.centre);
+        zz = make_uint4(hfma2(s.x, shift, zz.x), hfma2(s.y, shift, zz.y), hfma2(s.z, shift, zz.z), hfma2(s.w, shift, zz.w));
+      }
+    };
+    auto part = [&](int kp, int t, float (&sum)[2]) {
+      // Rows g of this operand hold one half of the channels, rows g + 8 the other, and each product below uses one half of its rows. Which half is what costs
+      // moves of registers: of zz where it comes from memory, of x where it was computed.
+      const uint32_t za[4] = {zz.x, TWO ? zz.y : zz.z, TWO ? zz.z : zz.y, zz.w};
+      const uint4 x = lds128(ring.tail + ((kp * NT + t) * 32 + lane) * 16);
+      const uint4 y = make_uint4(hmul2(x.x, s.x), hmul2(x.y, s.y), hmul2(x.z, s.z), hmul2(x.w, s.w));
+      if (C::WGMMA) {                                      // cores [channel / 8][row tile], K-major
+        const uint32_t words[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+        for (int j = 0; j < 4; j++) sts32(rest + ((kp * 4 + j) * NT + t) * 128 + lane * 4, words[j]);
+      } else {
+        sts128(rest + ((kp * NT + t) * 32 + lane) * 16, y);
+      }
+      float cz[4] = {0, 0, 0, 0}, cy[4] = {0, 0, 0, 0}, co[4] = {0, 0, 0, 0};
+      mma_f16(cz, za, x.x, TWO ? x.z : x.y), mma_f16(cy, za, TWO ? x.y : x.z, x.w);
+      if (TWO) mma_f16(co, less1032, y.x, y.y), mma_f16(co, less1032, y.z, y.w);
+#pragma unroll
+      for (int e = 0; e < E; e++) sum[e] = __fadd_rn(sum[e], __fmaf_rn(__fadd_rn(cz[e], cy[2 + e]), 1.f / Ring<C>::SCORE_SCALE, co[e]));
+    };
+    if constexpr (C::BY_ROWS) {
+      if (w4 >= NT) return;
+      float sum[4][2];
+#pragma unroll
+      for (int i = 0; i < 4; i++) sum[i][0] = sum[i][1] = 0;
+#pragma unroll
+      for (int kp = 0; kp < KP; kp++) params(kp), part(kp, w4, sum[kp & 3]);
+      if (g == 0)
+#pragma unroll
+        for (int e = 0; e < E; e++)
+          sts32(rest + C::C0 + ring.row_of(w4, e) * 4, __float_as_uint(__fadd_rn(__fadd_rn(sum[0][e], sum[1][e]), __fadd_rn(sum[2][e], sum[3][e]))));
+    } else {
+      float sum[NT][2];
+#pragma unroll
+      for (int t = 0; t < NT; t++) sum[t][0] = sum[t][1] = 0;
+#pragma unroll
+      for (int kp = w4; kp < KP; kp += 4) {
+        params(kp);
+#pragma unroll
+        for (int t = 0; t < NT; t++) part(kp, t, sum[t]);
+      }
+      if (g == 0)
+#pragma unroll
+        for (int t = 0; t < NT; t++)
+#pragma unroll
+          for (int e = 0; e < E; e++) sts32(rest + C::C0 + ring.row_of(t, e) * 16 + w4 * 4, __float_as_uint(sum[t][e]));
+    }
+  }
+}
+
+// Scores of a packed page, 32 tokens a warp. Returns bits of everything that was loaded from the stage; by wgmma it has left the stage.
+template <class C>
+DEV uint32_t score_codes(Ring<C>& ring, int token, int seen, float (&S)[2][C::NT][4]) {
+  constexpr int D = C::D, NT = C::NT, E = C::E, TILES = 2;
+  constexpr bool TWO = C::TWO;
+  const int lane = ring.lane, w4 = ring.warp;
+  const uint32_t rest = ring.rest, k = ring.stages_at + ring.stage * C::STAGE;
+  uint32_t loaded = 0;
+  float start[NT][2];
+#pragma unroll
+  for (int t = 0; t < NT; t++) {
+    const uint2 whole = C::BY_ROWS ? lds64(rest + C::C0 + (t * 8 + 2 * ring.c) * 4) : make_uint2(0, 0);
+#pragma unroll
+    for (int e = 0; e < E; e++) {
+      start[t][e] = C::BY_ROWS ? __uint_as_float(e ? whole.y : whole.x) : sum4(lds128(rest + C::C0 + ring.row_of(t, e) * 16));
+#pragma unroll
+      for (int i = 0; i < TILES; i++) S[i][t][e] = start[t][e], S[i][t][e + 2] = TWO ? start[t][e] : 0.f;
+    }
+  }
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (C::WGMMA) {
+    uint32_t a[2][TILES][4];                               // of a step of 16 channels; two steps are under way
+    wgmma_fence();
+#pragma unroll
+    for (int h = 0; h < D / 64; h++) {
+      uint4 up[TILES], low[TILES];
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+        const uint32_t at = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
+        up[i] = lds128(at + C::K_PARAMS), low[i] = lds128(at + C::LOWER);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        if (h * 4 + j >= 2) wgmma_wait<1>();
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+          const uint32_t u[4] = {up[i].x, up[i].y, up[i].z, up[i].w}, l[4] = {low[i].x, low[i].y, low[i].z, low[i].w};
+          unpack<true>(ring.magic, u[j], l[j], a[j & 1][i]);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < TILES; i++)
+          wgmma_columns<NT, 0>([&](int t, int e) -> float& { return S[i][t][e]; }, a[j & 1][i], ring.q_cores + (h * 4 + j) * NT * 256);
+        wgmma_commit();
+      }
+    }
+    ring.leave(0);
+    wgmma_wait<0>();
+  } else
+#endif
+#pragma unroll
+  for (int h = 0; h < D / 64; h++) {
+    uint4 up[TILES], low[TILES];
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+      const uint32_t at = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
+      up[i] = lds128(at + C::K_PARAMS), low[i] = make_uint4(0, 0, 0, 0);
+      if (TWO) low[i] = lds128(at + C::LOWER);
+      loaded |= up[i].x | low[i].x;
+    }
+#pragma unroll
+    for (int kp = 0; kp < 2; kp++) {
+      uint4 b[NT];
+#pragma unroll
+      for (int t = 0; t < NT; t++) b[t] = lds128(rest + (((h * 2 + kp) * NT + t) * 32 + lane) * 16);
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+        uint32_t a[4];
+        unpack<TWO>(ring.magic, kp ? up[i].z : up[i].x, kp ? low[i].z : low[i].x, a);
+#pragma unroll
+        for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].x, b[t].y);
+        unpack<TWO>(ring.magic, kp ? up[i].w : up[i].y, kp ? low[i].w : low[i].y, a);
+#pragma unroll
+        for (int t = 0; t < NT; t++) mma_f16(S[i][t], a, b[t].z, b[t].w);
+      }
+    }
+  }
+  if (!TWO)
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int i = 0; i < TILES; i++)
+#pragma unroll
+        for (int e = 0; e < E; e++) S[i][t][e] = __fadd_rn(S[i][t][e], -S[i][t][e + 2]), S[i][t][e + 2] = __fmaf_rn(S[i][t][e + 2], 0.0625f, start[t][e]);
+  if (token + PAGE > seen)                                 // a page that only some rows see
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int e = 0; e < E; e++)
+        if (token + PAGE > (int)lds32(ring.tail + C::LIMITS + ring.row_of(t, e) * 8))
+#pragma unroll
+          for (int i = 0; i < TILES; i++) S[i][t][e] = S[i][t][e + 2] = MASKED;
+  return loaded;
+}
+
+// Scores of f16 tokens, 16 a warp where it has some (`owner`), of the buffer (`recent`) or of a full page.
+template <class C>
+DEV uint32_t score_halves(const Ring<C>& ring, bool recent, bool owner, int token, int seen, float (&S)[1][C::NT][4]) {
+  constexpr int D = C::D, NT = C::NT, E = C::E;
+  const int lane = ring.lane, w4 = ring.warp;
+  const uint32_t k = ring.stages_at + ring.stage * C::STAGE;
+  uint32_t loaded = 0;
+#pragma unroll
+  for (int t = 0; t < NT; t++)
+#pragma unroll
+    for (int e = 0; e < 4; e++) S[0][t][e] = owner ? 0.f : MASKED;
+  if (owner) {
+    const int row = w4 * 16 + (lane & 15);
+#pragma unroll
+    for (int kp = 0; kp < C::KP; kp++) {
+      uint32_t a0[4], a1[4];
+      ldmatrix4(a0, k + (row * (D / 8) + ((kp * 4 + (lane >> 4)) ^ (row & 7))) * 16);
+      ldmatrix4(a1, k + (row * (D / 8) + ((kp * 4 + 2 + (lane >> 4)) ^ (row & 7))) * 16);
+      loaded |= a0[0] | a1[0];
+#pragma unroll
+      for (int t = 0; t < NT; t++) {
+        const uint4 x = lds128(ring.tail + ((kp * NT + t) * 32 + lane) * 16);
+        mma_f16(S[0][t], a0, x.x, x.y), mma_f16(S[0][t], a1, x.z, x.w);
+      }
+    }
+    const int a = token + w4 * 16 + ring.g;
+    if (recent || token + C::STEP > seen)
+#pragma unroll
+      for (int t = 0; t < NT; t++)
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+          const uint2 limit = lds64(ring.tail + C::LIMITS + ring.row_of(t, e) * 8);
+          // pages serve [0, limit.x), the buffer [limit.x, limit.y]
+          const int from = recent ? (int)limit.x : 0, to = recent ? (int)limit.y : (int)limit.x - 1;
+          if (a < from || a > to) S[0][t][e] = MASKED;
+          if (a + 8 < from || a + 8 > to) S[0][t][e + 2] = MASKED;
+        }
+  }
+  return loaded;
+}
+
+// P of 16 tokens as a B operand.
+template <class C>
+DEV void load_p(const Ring<C>& ring, int tile, uint32_t (&b)[C::NT][2]) {
+  constexpr int NT = C::NT;
+  const uint32_t at = ring.rest + C::P + (tile * 16 + (ring.lane & 15)) * C::PITCH;
+#pragma unroll
+  for (int t = 0; t < NT; t += 2)
+    if (t + 1 < NT) {
+      uint32_t r[4];
+      ldmatrix4_trans(r, at + (t + (ring.lane >> 4)) * 16);
+      b[t][0] = r[0], b[t][1] = r[1], b[t + 1 < NT ? t + 1 : t][0] = r[2], b[t + 1 < NT ? t + 1 : t][1] = r[3];
+    } else {
+      ldmatrix2_trans(b[t], at + t * 16);
+    }
+}
+
+// O += p . v of a packed page with values at `v`, a quarter of the channels a warp. Returns what `score_codes` returns.
+//
+// The tensor core truncates its accumulator: over many pages of codes of one sign that bias would reach 3e-2 of the output of diffuse attention at 256k
+// tokens. Both: codes enter centred (16 U + L - 120) and the centre moves into the zero point, which also leaves a rounded probability to err by a value's
+// distance from the middle instead of by all of it. Upper: a page's sums begin at zero and are added to O rounded; drafts can bear the rest.
+template <class C>
+DEV uint32_t accumulate_codes(Ring<C>& ring, State<C>& state, uint32_t v) {
+  constexpr int D = C::D, NT = C::NT, E = C::E, TILES_W = C::TILES_W;
+  constexpr bool TWO = C::TWO;
+  const int lane = ring.lane, w4 = ring.warp;
+  auto& O = state.O;
+  uint32_t loaded = 0;
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (C::WGMMA) {
+    uint32_t a[2][2][4];                                   // of 16 tokens and two tiles of channels; two of these are under way
+    constexpr int PAIRS = (TILES_W + 1) / 2, ACROSS = TILES_W == 1 ? 1 : 2;
+    wgmma_fence();
+#pragma unroll
+    for (int tp = 0; tp < 4; tp++)
+#pragma unroll
+      for (int cp = 0; cp < PAIRS; cp++) {
+        const int pair = TILES_W == 1 ? w4 / 2 : w4 * (TILES_W / 2) + cp;        // two channel tiles share a uint4; at D = 64 two warps share it
+        const uint32_t at = v + v_word(tp * 2, pair * 2, lane, D) * 4;
+        const uint4 up = lds128(at + C::V_PARAMS), low = lds128(at + C::LOWER);
+        if (tp == 3 && cp == PAIRS - 1) ring.leave(0);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          if ((tp * PAIRS + cp) * 2 + h >= 2) wgmma_wait<1>();
+#pragma unroll
+          for (int j = 0; j < ACROSS; j++) {
+            const bool odd = TILES_W == 1 ? w4 & 1 : j;
+            unpack<true>(ring.magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a[h][j]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[h][j][i] = hsub2(a[h][j][i], 0x64806480);  // 1152
+          }
+          wgmma_fence();
+#pragma unroll
+          for (int j = 0; j < ACROSS; j++)
+            wgmma_columns<NT, 1>([&](int t, int e) -> float& { return O[t][TILES_W == 1 ? 0 : cp * 2 + j][e]; }, a[h][j], ring.p_cores + (tp * 2 + h) * NT * 256);
+          wgmma_commit();
+        }
+      }
+    wgmma_wait<0>();
+    return loaded;
+  }
+#endif
+  float sum[NT][TILES_W][4];
+#pragma unroll
+  for (int t = 0; t < NT; t++)
+#pragma unroll
+    for (int j = 0; j < TILES_W; j++) sum[t][j][0] = sum[t][j][1] = sum[t][j][2] = sum[t][j][3] = 0;
+#pragma unroll
+  for (int tp = 0; tp < 4; tp++)
+#pragma unroll
+    for (int cp = 0; cp < (TILES_W + 1) / 2; cp++) {
+      const int pair = TILES_W == 1 ? w4 / 2 : w4 * (TILES_W / 2) + cp;          // two channel tiles share a uint4; at D = 64 two warps share it
+      const uint32_t at = v + v_word(tp * 2, pair * 2, lane, D) * 4;
+      const uint4 up = lds128(at + C::V_PARAMS);
+      uint4 low = make_uint4(0, 0, 0, 0);
+      if (TWO) low = lds128(at + C::LOWER);
+      loaded |= up.x | low.x;
+      uint32_t two[4];                                     // P of two token tiles, where one row tile is all
+      if (NT == 1) ldmatrix4_trans(two, ring.rest + C::P + (tp * 32 + lane) * C::PITCH);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        uint32_t b[NT][2];
+        if (NT == 1) b[0][0] = two[h * 2], b[0][1] = two[h * 2 + 1];
+        else load_p(ring, tp * 2 + h, b);
+#pragma unroll
+        for (int j = 0; j < (TILES_W == 1 ? 1 : 2); j++) {
+          const bool odd = TILES_W == 1 ? w4 & 1 : j;
+          const int tile = TILES_W == 1 ? 0 : cp * 2 + j;
+          uint32_t a[4];
+          unpack<TWO>(ring.magic, h ? (odd ? up.w : up.z) : (odd ? up.y : up.x), h ? (odd ? low.w : low.z) : (odd ? low.y : low.x), a);
+          if (TWO)
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[i] = hsub2(a[i], 0x64806480);            // 1152
+#pragma unroll
+          for (int t = 0; t < NT; t++) mma_f16(TWO ? O[t][tile] : sum[t][tile], a, b[t][0], b[t][1]);
+        }
+      }
+    }
+  if (!TWO)
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int j = 0; j < TILES_W; j++)
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+          const float x = sum[t][j][e], y = sum[t][j][e + 2];
+          O[t][j][e] = __fmaf_rn(__fadd_rn(x, -y), 0x1p24f, O[t][j][e]), O[t][j][e + 2] = __fmaf_rn(y, 0x1p20f, O[t][j][e + 2]);
+        }
+  return loaded;
+}
+
+// O += p . v of f16 tokens.
+template <class C>
+DEV uint32_t accumulate_halves(const Ring<C>& ring, State<C>& state, uint32_t v) {
+  constexpr int D = C::D, NT = C::NT, TILES_W = C::TILES_W;
+  const int lane = ring.lane;
+  uint32_t loaded = 0;
+#pragma unroll
+  for (int tile = 0; tile < C::STEP / 16; tile++) {
+    uint32_t b[NT][2];
+    load_p(ring, tile, b);
+    const int row = tile * 16 + (lane & 7) + (lane >> 4) * 8;
+#pragma unroll
+    for (int j = 0; j < TILES_W; j++) {
+      uint32_t a[4];
+      ldmatrix4_trans(a, v + (row * (D / 8) + (((ring.warp * TILES_W + j) * 2 + (lane >> 3 & 1)) ^ (row & 7))) * 16);
+      loaded |= a[0];
+#pragma unroll
+      for (int t = 0; t < NT; t++) mma_f16(state.O[t][j], a, b[t][0], b[t][1]);
+    }
+  }
+  return loaded;
+}

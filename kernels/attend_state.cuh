@@ -1,0 +1,199 @@
+// The running softmax of a work item's rows: reference maxima, sums, outputs. Included by attend.cuh.
+#pragma once
+
+// A row's reference maximum moves only when a score exceeds it by more than this (scores are base-2 logarithms), so most pages need a vote and no exchange.
+// p <= 2^REACH, so that p times a value scale stays inside f16 for value ranges up to some thousands.
+constexpr float REACH = 4;
+#define MASKED __uint_as_float(0xff800000u)      // score of a token that a row does not see: -infinity
+constexpr float NOTHING = -1e30f;        // maximum of a row that has seen no token; finite, so that differences are not NaN
+
+DEV float max4(uint4 v) { return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w))); }
+DEV float sum4(uint4 v) { return __fadd_rn(__fadd_rn(__uint_as_float(v.x), __uint_as_float(v.y)), __fadd_rn(__uint_as_float(v.z), __uint_as_float(v.w))); }
+
+// Sum or maximum over the eight lanes of a column pair, N values at a time: afterwards lane g holds value g / (8 / N). The same tree for every N.
+template <int N, class F>
+DEV float reduce_scatter(float (&x)[N], F f) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int o = 16, n = N / 2; o >= 4; o >>= 1, n >>= 1) {
+    if (n >= 1) {
+#pragma unroll
+      for (int i = 0; i < n; i++) {
+        const bool up = lane & o;
+        const float keep = up ? x[i + n] : x[i], send = up ? x[i] : x[i + n];
+        x[i] = f(keep, __shfl_xor_sync(~0u, send, o));
+      }
+    } else {
+      x[0] = f(x[0], __shfl_xor_sync(~0u, x[0], o));
+    }
+  }
+  return x[0];
+}
+
+// The largest score of a lane's tokens for one of its rows.
+template <int TILES, int NT>
+DEV float row_maximum(const float (&S)[TILES][NT][4], int t, int e) {
+  const float y = fmaxf(S[0][t][e], S[0][t][e + 2]);
+  return TILES == 2 ? fmaxf(y, fmaxf(S[TILES - 1][t][e], S[TILES - 1][t][e + 2])) : y;
+}
+
+// Of a lane's columns; tokens of all warps meet in `rescale` (M) and `merge` (l, z), channels are the warp's own.
+template <class C>
+struct State {
+  static constexpr int NT = C::NT, E = C::E, TILES_W = C::TILES_W, NV = Ring<C>::NV;
+  float O[NT][TILES_W][4];               // outputs times O_SCALE, less what zero points add
+  float M[NT][2], l[NT][2], z[NT][2];    // reference maxima; sums of p, and of p times the values' zero points, over this warp's tokens
+
+  DEV void reset() {
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+#pragma unroll
+      for (int j = 0; j < TILES_W; j++) O[t][j][0] = O[t][j][1] = O[t][j][2] = O[t][j][3] = 0;
+      M[t][0] = M[t][1] = NOTHING, l[t][0] = l[t][1] = z[t][0] = z[t][1] = 0;
+    }
+  }
+  DEV void scale_outputs(int t, int e, float a) {
+#pragma unroll
+    for (int j = 0; j < TILES_W; j++) O[t][j][e] = __fmul_rn(O[t][j][e], a), O[t][j][e + 2] = __fmul_rn(O[t][j][e + 2], a);
+  }
+
+  // References of rows whose score exceeds them become the step's maximum over the ring.
+  template <int TILES>
+  DEV void rescale(const Ring<C>& ring, const float (&S)[TILES][NT][4], float scale) {
+    float x[NV];
+#pragma unroll
+    for (int i = 0; i < NV; i++) x[i] = i < NT * E ? row_maximum(S, ring.tile_of(i), i % E) : MASKED;
+    ring.scatter(C::RED, reduce_scatter(x, [](float a, float b) { return fmaxf(a, b); }));
+    ring.sync();
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int e = 0; e < E; e++) {
+        const float y = max4(lds128(ring.rest + C::RED + ring.row_of(t, e) * 16));
+        const float now = __fmaf_rn(y, scale, -M[t][e]) > REACH ? __fmul_rn(y, scale) : M[t][e], a = exp2_fast(__fadd_rn(M[t][e], -now));
+        M[t][e] = now, l[t][e] = __fmul_rn(l[t][e], a), z[t][e] = __fmul_rn(z[t][e], a);
+        scale_outputs(t, e, a);
+      }
+  }
+
+  // Probabilities times value scale, [token][row] in shared memory; sums stay with the token's warp. `v`: the step's values.
+  template <bool PLAIN, int TILES>
+  DEV void weigh(const Ring<C>& ring, const float (&S)[TILES][NT][4], uint32_t v, float scale) {
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+      const int tile = PLAIN ? ring.warp : ring.warp * 2 + i;
+      float2 vs = make_float2(Ring<C>::O_SCALE, Ring<C>::O_SCALE), vz = make_float2(0.f, 0.f);
+      if (!PLAIN) {
+        const uint2 sz = lds64(v + (tile * 8 + ring.g) * 8);
+        const float2 f0 = unpack_half2(sz.x), f1 = unpack_half2(sz.y);
+        vs = make_float2(f0.x * Ring<C>::V_SCALE, f1.x * Ring<C>::V_SCALE);
+        vz = make_float2(__fmaf_rn(f0.x, ring.v_centre, f0.y), __fmaf_rn(f1.x, ring.v_centre, f1.y));
+      }
+      constexpr bool CORES = !PLAIN && C::WGMMA;           // [token / 8][row tile], N-major
+      const uint32_t at = ring.rest + C::P + (CORES ? tile * NT * 256 + ring.lane * 4 : (tile * 16 + ring.g) * C::PITCH + ring.c * 4);
+      constexpr int BELOW = CORES ? NT * 128 : 8 * C::PITCH, BESIDE = CORES ? 128 : 16;
+#pragma unroll
+      for (int t = 0; t < NT; t++) {
+        float a[2] = {0, 0}, b[2] = {0, 0};                // tokens g and g + 8
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+          const float x = exp2_fast(__fmaf_rn(S[i][t][e], scale, -M[t][e])), y = exp2_fast(__fmaf_rn(S[i][t][e + 2], scale, -M[t][e]));
+          l[t][e] = __fadd_rn(l[t][e], __fadd_rn(x, y));
+          if (!PLAIN) z[t][e] = __fmaf_rn(x, vz.x, __fmaf_rn(y, vz.y, z[t][e]));
+          a[e] = __fmul_rn(x, vs.x), b[e] = __fmul_rn(y, vs.y);
+        }
+        sts32(at + t * BESIDE, pack_half2(a[0], a[1])), sts32(at + BELOW + t * BESIDE, pack_half2(b[0], b[1]));
+      }
+    }
+  }
+
+  // The end of a work item: sums over the ring's warps, then maxima, sums and outputs over the rings, which ring 0 has afterwards.
+  DEV void merge(const Ring<C>& ring) {
+    constexpr int RINGS = C::RINGS, ROWS = C::ROWS;
+    const uint32_t rest = ring.rest, tail = ring.tail;
+    {
+      float x[NV], y[NV];
+#pragma unroll
+      for (int i = 0; i < NV; i++) x[i] = i < NT * E ? l[ring.tile_of(i)][i % E] : 0.f, y[i] = i < NT * E ? z[ring.tile_of(i)][i % E] : 0.f;
+      auto add = [](float a, float b) { return __fadd_rn(a, b); };
+      ring.scatter(C::RED, reduce_scatter(x, add)), ring.scatter(C::C0, reduce_scatter(y, add));
+    }
+    ring.sync();
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int e = 0; e < E; e++) {
+        const int r = ring.row_of(t, e);
+        l[t][e] = sum4(lds128(rest + C::RED + r * 16)), z[t][e] = sum4(lds128(rest + C::C0 + r * 16));
+        if (RINGS > 1 && ring.warp == 0 && ring.g == 0) {
+          const uint32_t at = tail + C::EXTREMES + (ring.ring * ROWS + r) * 8;
+          sts32(at, __float_as_uint(M[t][e])), sts32(at + 4, __float_as_uint(l[t][e]));
+        }
+#pragma unroll
+        for (int j = 0; j < TILES_W; j++)
+          O[t][j][e] = __fmaf_rn(O[t][j][e], 1.f / Ring<C>::O_SCALE, z[t][e]), O[t][j][e + 2] = __fmaf_rn(O[t][j][e + 2], 1.f / Ring<C>::O_SCALE, z[t][e]);
+      }
+    if constexpr (RINGS > 1) {
+      __syncwarp();
+      ring.block_sync();
+#pragma unroll
+      for (int t = 0; t < NT; t++)
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+          const uint32_t at = tail + C::EXTREMES + ring.row_of(t, e) * 8;
+          float most = NOTHING, sum = 0;
+#pragma unroll
+          for (int i = 0; i < RINGS; i++) most = fmaxf(most, __uint_as_float(lds32(at + i * ROWS * 8)));
+#pragma unroll
+          for (int i = 0; i < RINGS; i++) {
+            const uint2 x = lds64(at + i * ROWS * 8);
+            sum = __fmaf_rn(exp2_fast(__fadd_rn(__uint_as_float(x.x), -most)), __uint_as_float(x.y), sum);
+          }
+          const float a = exp2_fast(__fadd_rn(M[t][e], -most));
+          scale_outputs(t, e, a);
+          M[t][e] = most, l[t][e] = sum;
+        }
+      if (ring.ring)
+#pragma unroll
+        for (int t = 0; t < NT; t++)
+#pragma unroll
+          for (int j = 0; j < TILES_W; j++)
+            sts128(rest + (((t * TILES_W + j) * 4 + ring.warp) * 32 + ring.lane) * 16,
+                   make_uint4(__float_as_uint(O[t][j][0]), __float_as_uint(O[t][j][1]), __float_as_uint(O[t][j][2]), __float_as_uint(O[t][j][3])));
+      ring.block_sync();
+    }
+  }
+
+  // Ring 0 adds the other rings' outputs in order, and writes the work item's partial results.
+  DEV void store(const Ring<C>& ring, const Work& w) {
+    if (ring.ring) return;
+    const AttendArgs& p = ring.p;
+    const int total = w.span.queries * p.group;            // query rows of the span
+    const size_t at = (size_t)w.span.partial + ((size_t)w.head * w.span.chunks + w.chunk) * total + w.part.row;
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int j = 0; j < TILES_W; j++) {
+#pragma unroll
+        for (int i = 1; i < C::RINGS; i++) {
+          const uint4 x = lds128(ring.rest + i * ring.bytes + (((t * TILES_W + j) * 4 + ring.warp) * 32 + ring.lane) * 16);
+          O[t][j][0] = __fadd_rn(O[t][j][0], __uint_as_float(x.x)), O[t][j][1] = __fadd_rn(O[t][j][1], __uint_as_float(x.y));
+          O[t][j][2] = __fadd_rn(O[t][j][2], __uint_as_float(x.z)), O[t][j][3] = __fadd_rn(O[t][j][3], __uint_as_float(x.w));
+        }
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+          const int r = ring.row_of(t, e);
+          float* out = p.partial + (at + r) * C::D + (ring.warp * TILES_W + j) * 16 + ring.g;
+          if (r < w.part.rows) out[0] = O[t][j][e], out[8] = O[t][j][e + 2];
+        }
+      }
+    if (ring.warp == 0 && ring.g == 0)
+#pragma unroll
+      for (int t = 0; t < NT; t++)
+#pragma unroll
+        for (int e = 0; e < E; e++) {
+          const int r = ring.row_of(t, e);
+          if (r < w.part.rows) p.extremes[at + r] = make_float2(M[t][e], l[t][e]);
+        }
+  }
+};

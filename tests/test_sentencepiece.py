@@ -1,0 +1,177 @@
+"""tokenizer.model: the ids of SentencePiece itself, and files that cannot be used."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from conftest import Outcome, copy_demo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantspec_cli.errors import ModelError
+from quantspec_cli.tokenizer import Tokenizer
+
+EXAMPLE = (Path(__file__).parent.parent / "examples" / "dracula.txt").read_text()
+VOCAB = 600
+
+
+def train(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
+    """A BPE tokenizer as Llama 2's was made, in a folder of its own."""
+    folder.mkdir()
+    model = io.BytesIO()
+    settings = {
+        "model_type": "bpe",
+        "vocab_size": VOCAB,
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "split_digits": True,
+        "num_threads": 1,
+        "minloglevel": 2,
+    }
+    text = iter(EXAMPLE.splitlines())
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=text, model_writer=model, **(settings | options))
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[sentencepiece.SentencePieceProcessor, Path]:
+    folder = tmp_path_factory.mktemp("sentencepiece") / "llama"
+    return train(folder, user_defined_symbols=["<|turn|>"]), folder
+
+
+TEXTS = [
+    "",
+    " ",
+    "3 May. Bistritz.--Left Munich at 8:35 P.M.",
+    "  two  spaces and\ttabs\n\nlines  ",
+    "naïve 世界 🎉 \u0301",
+    "before<|turn|>after",
+    EXAMPLE[:2000],
+]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_are_those_of_sentencepiece(llama: tuple[Any, Path], text: str) -> None:
+    theirs, folder = llama
+    ours = Tokenizer(folder, VOCAB)
+    # A user-defined symbol cuts the text, and the library here puts a space before each part.
+    if "<|turn|>" not in text:
+        assert ours.encode(text, special=False) == theirs.encode(text)
+    assert ours.encode(text) == [theirs.bos_id(), *ours.encode(text, special=False)]
+    assert (theirs.piece_to_id("<|turn|>") in ours.encode(text)) == ("<|turn|>" in text)
+
+
+@given(text=st.text(st.sampled_from("ab ctheinr.,1\n▁é世")))
+@settings(max_examples=300, deadline=None)
+def test_ids_of_any_text(llama: tuple[Any, Path], text: str) -> None:
+    theirs, folder = llama
+    assert Tokenizer(folder, VOCAB).encode(text, special=False) == theirs.encode(text)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"remove_extra_whitespaces": True},
+        {"add_dummy_prefix": False},
+        {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True},
+        {"byte_fallback": False},
+    ],
+    ids=",".join,
+)
+def test_settings_of_a_model(tmp_path: Path, options: dict[str, Any]) -> None:
+    theirs = train(tmp_path / "model", **options)
+    ours = Tokenizer(tmp_path / "model", VOCAB)
+    for text in ["It was  a dark night. ", "ﬁne Ⅳ", "x世界"]:
+        assert ours.encode(text, special=False) == theirs.encode(text), text
+
+
+def test_begin_and_end(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes((llama[1] / "tokenizer.model").read_bytes())
+    config = {"add_bos_token": False, "add_eos_token": True, "eos_token": {"content": "</s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ids = Tokenizer(tmp_path, VOCAB).encode("the night")
+    assert ids == [*llama[0].encode("the night"), 2]
+    assert Tokenizer(tmp_path, VOCAB).encode("the night", special=False) == ids[:-1]
+
+
+@pytest.mark.parametrize("place", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_beyond_the_model(llama: tuple[Any, Path], tmp_path: Path, place: str) -> None:
+    (tmp_path / "tokenizer.model").write_bytes((llama[1] / "tokenizer.model").read_bytes())
+
+    def add(id: int) -> None:
+        added: Any = {"<pad>": id, "<|im_end|>": id + 1}
+        if place == "tokenizer_config.json":
+            added = {
+                "added_tokens_decoder": {str(id): {"content": text, "special": True} for text, id in added.items()}
+            }
+        (tmp_path / place).write_text(json.dumps(added))
+
+    add(VOCAB)
+    tokenizer = Tokenizer(tmp_path, VOCAB + 2)
+    assert tokenizer.encode("a<|im_end|>", special=False)[-1] == VOCAB + 1
+    assert tokenizer.token_bytes(VOCAB + 1) == b""
+    add(VOCAB + 7)
+    with pytest.raises(
+        ModelError, match=f"has {VOCAB + 1} tokens, and the added token '<pad>' asks for the id {VOCAB + 7}"
+    ):
+        Tokenizer(tmp_path, VOCAB + 9)
+
+
+def test_a_model_runs_with_it(quantspec: Any, tmp_path: Path) -> None:
+    model = copy_demo(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    # A model refuses a tokenizer of less than half its vocabulary, and so much the example does not yield.
+    turns = [f"<|{number}|>" for number in range(4_000)]
+    train(tmp_path / "trained", vocab_size=5_000, user_defined_symbols=turns)
+    (model / "tokenizer.model").write_bytes((tmp_path / "trained" / "tokenizer.model").read_bytes())
+    outcome: Outcome = quantspec("run", "--model", str(model), "--text", "the night", "-n", "4", "--json")
+    assert outcome.json["results"][0]["new_tokens"] == 4
+
+
+def test_damaged_files_end_in_one_error(llama: tuple[Any, Path], tmp_path: Path) -> None:
+    whole = (llama[1] / "tokenizer.model").read_bytes()
+    path = tmp_path / "tokenizer.model"
+    dice = random.Random(5)
+    errors = []
+    for round in range(300):
+        data = bytearray(whole)
+        if round % 3 == 0:
+            del data[dice.randrange(len(data)) :]
+        for _ in range(1 + round % 20):
+            if data:
+                data[dice.randrange(len(data))] = dice.randrange(256)
+        path.write_bytes(data)
+        try:
+            Tokenizer(tmp_path, VOCAB).encode("the night")
+        except ModelError as error:
+            errors.append(error.message)
+    assert len(errors) > 100
+    assert all(str(path) in error and "\n" not in error for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"", "holds no tokens"),
+        (b"\x0a\xff", "ends within a number"),
+        (b"\x0a" + b"\xff" * 12, "more than ten bytes"),
+        (b"\x0a\x05ab", "5 bytes where 2 are left"),
+        (b"\x0b", "wire type 3"),
+        (b"\x08\x01", "a number where bytes belong"),
+        (b"\x0a\x02\x0a\xff", "ends within a number"),
+        (b"\x0a\x03\x0a\x01\xff", "utf-8"),
+        (b"\x0a\x03\x0a\x01a", "type 1"),
+    ],
+)
+def test_what_is_wrong_is_said(tmp_path: Path, data: bytes, what: str) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    with pytest.raises(ModelError, match=what):
+        Tokenizer(tmp_path, VOCAB)
