@@ -27,7 +27,7 @@ pub(crate) use kv_cache::page_shared;
 use kv_cache::{Cache, Lists, Slot, table_bytes};
 pub(crate) use network::NORM_THREADS;
 use quantspec_core::Result;
-use quantspec_core::config::{ModelConfig, Pages, TargetWeights, View, Weights};
+use quantspec_core::config::{ModelConfig, Pages, View, Weights};
 use quantspec_core::plan::{CacheBytes, pages};
 use quantspec_core::verify::Verdict;
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Row, Step, Turn};
@@ -93,13 +93,13 @@ pub struct CudaBackend {
 /// Whether the kernels know a model on such a device: asked before anything is loaded.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Model`]: head widths, sizes, vocabularies and mixtures of number formats without kernels, and int8 weights of a checkpoint in f32.
-pub fn check(checkpoint: &Checkpoint, weights: TargetWeights, device: &DeviceInfo) -> Result<()> {
+/// [`quantspec_core::ErrorKind::Model`]: head widths, sizes, vocabularies and mixtures of number formats without kernels.
+pub fn check(checkpoint: &Checkpoint, device: &DeviceInfo) -> Result<()> {
     let config = checkpoint.config();
     check_head(device, config.head_dim)?;
     prefill::check(&Shape::of(config))?;
     sample::check(config.vocab)?;
-    weights::check(checkpoint, weights)
+    weights::check(checkpoint)
 }
 
 /// Bytes [`CudaBackend::load`] will hold on this device, before anything is loaded.
@@ -169,7 +169,8 @@ impl CudaBackend {
         mut hooks: Hooks,
         most: usize,
     ) -> Result<CudaBackend> {
-        check(checkpoint, options.weights, &device.info)?;
+        check(checkpoint, &device.info)?;
+        weights::check_weights(checkpoint, options.weights)?;
         let config = checkpoint.config().clone();
         let attend = Attend::new(device, &config, options.rounding)?;
         let linear = Linear::new(device)?;

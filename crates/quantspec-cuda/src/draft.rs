@@ -273,6 +273,7 @@ impl Draft {
         pitch: usize,
         rows: usize,
     ) -> Result<()> {
+        let weights = weights.into();
         let rest =
             args![hidden.address, hidden.weight, hidden.eps, hidden.width, bias, x, weights.place().1 / 2, pitch];
         // SAFETY: the caller's.

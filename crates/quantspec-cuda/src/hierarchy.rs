@@ -198,10 +198,7 @@ impl Hierarchies {
     }
 }
 
-/// Refuses inputs that no product takes.
-///
-/// # Errors
-/// [`quantspec_core::ErrorKind::Model`] for f32.
+/// Refuses inputs in f32, for which there are no kernels.
 pub(crate) fn check(dtype: Dtype) -> Result<()> {
     match dtype {
         Dtype::Bf16 | Dtype::F16 => Ok(()),

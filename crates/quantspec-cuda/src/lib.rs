@@ -20,3 +20,4 @@ mod weights;
 pub use backend::{CudaBackend, check, plan};
 pub use detect::{Detection, DeviceInfo, detect};
 pub use images::kernels;
+pub use weights::check_weights;

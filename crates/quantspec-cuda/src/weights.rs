@@ -204,10 +204,7 @@ impl Places {
 }
 
 /// Refuses layers whose matrices have several number formats: the activations of all layers have one.
-pub(crate) fn check(checkpoint: &Checkpoint, weights: TargetWeights) -> Result<()> {
-    if weights == TargetWeights::Int8 {
-        hierarchy::check(checkpoint.config().dtype)?;
-    }
+pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
     let first = Part::Layer(0, LayerPart::Q);
     let mut parts =
         (0..checkpoint.config().layers).flat_map(|index| LayerPart::MATRICES.map(|part| Part::Layer(index, part)));
@@ -221,6 +218,17 @@ pub(crate) fn check(checkpoint: &Checkpoint, weights: TargetWeights) -> Result<(
             ),
             "store the checkpoint in one format, or use --device cpu",
         )),
+    }
+}
+
+/// Whether the GPU has kernels for such weights of the target.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Model`] for int8 weights of a checkpoint in F32.
+pub fn check_weights(checkpoint: &Checkpoint, weights: TargetWeights) -> Result<()> {
+    match weights {
+        TargetWeights::Checkpoint => Ok(()),
+        TargetWeights::Int8 => hierarchy::check(checkpoint.config().dtype),
     }
 }
 
@@ -553,19 +561,25 @@ mod tests {
     use quantspec_core::ErrorKind;
 
     #[test]
+    fn int8_weights_of_f32_checkpoints_are_refused() {
+        for (dtype, taken) in [("BF16", true), ("F16", true), ("F32", false)] {
+            let checkpoint = Shape::new("llama", dtype, (2, 1, 64)).checkpoint(1);
+            assert!(check_weights(&checkpoint, TargetWeights::Checkpoint).is_ok());
+            let checked = check_weights(&checkpoint, TargetWeights::Int8).map_err(|error| error.kind);
+            assert_eq!(checked, if taken { Ok(()) } else { Err(ErrorKind::Model) }, "{dtype}");
+        }
+    }
+
+    #[test]
     fn layers_of_several_formats_are_refused() {
         let shape = Shape { tied: false, ..Shape::new("llama", "BF16", (2, 1, 64)) };
         let edited = |odd: &str| {
             let odd = odd.to_owned();
-            let checkpoint = TargetWeights::Checkpoint;
-            check(
-                &shape.edited(1, &move |name, _, dtype| {
-                    if name.contains(&odd) {
-                        *dtype = "F16";
-                    }
-                }),
-                checkpoint,
-            )
+            check(&shape.edited(1, &move |name, _, dtype| {
+                if name.contains(&odd) {
+                    *dtype = "F16";
+                }
+            }))
         };
         // Tables may have a format of their own; one matrix may not, nor a whole layer.
         assert!(edited("nothing").is_ok() && edited("lm_head").is_ok() && edited("embed_tokens").is_ok());

@@ -157,7 +157,7 @@ fn invariant(what: &str, draft: &Draft, k: usize, work: impl Fn(usize) -> Vec<f3
 
 #[test]
 fn plain_rows() {
-    KINDS.map(rows_of);
+    KINDS.into_iter().for_each(rows_of);
 }
 
 fn rows_of(kind: Kind) {
@@ -184,7 +184,7 @@ fn rows_of(kind: Kind) {
 
 #[test]
 fn a_row_of_zeros() {
-    KINDS.map(zeros);
+    KINDS.into_iter().for_each(zeros);
 }
 
 fn zeros(kind: Kind) {
@@ -202,7 +202,7 @@ fn zeros(kind: Kind) {
 
 #[test]
 fn gate_and_up() {
-    KINDS.map(gated);
+    KINDS.into_iter().for_each(gated);
 }
 
 fn gated(kind: Kind) {
@@ -243,7 +243,7 @@ fn gated(kind: Kind) {
 
 #[test]
 fn added_to_the_stream() {
-    KINDS.map(added);
+    KINDS.into_iter().for_each(added);
 }
 
 fn added(kind: Kind) {
@@ -302,7 +302,7 @@ fn added(kind: Kind) {
 
 #[test]
 fn heads_are_turned_and_appended() {
-    KINDS.map(heads_of);
+    KINDS.into_iter().for_each(heads_of);
 }
 
 fn heads_of(kind: Kind) {
@@ -394,7 +394,7 @@ fn heads_of(kind: Kind) {
 /// As `append` does it: rows before multiply what lies behind them by zero, which infinity does not bear.
 #[test]
 fn heads_beyond_half_precision_are_flagged_and_stored_as_zero() {
-    KINDS.map(heads_beyond);
+    KINDS.into_iter().for_each(heads_beyond);
 }
 
 fn heads_beyond(kind: Kind) {
@@ -437,7 +437,7 @@ fn heads_beyond(kind: Kind) {
 
 #[test]
 fn other_work_changes_no_bit() {
-    KINDS.map(under_load);
+    KINDS.into_iter().for_each(under_load);
 }
 
 fn under_load(kind: Kind) {

@@ -3,7 +3,6 @@
 use crate::machine;
 use crate::options::Resolved;
 use quantspec_core::cache::G;
-use quantspec_core::config::TargetWeights;
 use quantspec_core::plan::longest_context;
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
@@ -67,7 +66,7 @@ impl Place {
                 let gpus = quantspec_cuda::detect().devices;
                 let mut failed = None;
                 for (index, gpu) in gpus.iter().enumerate() {
-                    if quantspec_cuda::check(checkpoint, TargetWeights::Checkpoint, gpu).is_ok() {
+                    if quantspec_cuda::check(checkpoint, gpu).is_ok() {
                         match Place::open(index) {
                             Ok(place) => return Ok(place),
                             Err(error) => failed = failed.or(Some(error)),
@@ -141,7 +140,7 @@ impl Place {
     /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not know.
     pub(crate) fn weigh(&self, checkpoint: &Checkpoint, options: &Options, beside: usize) -> Result<Weighed> {
         if let Some(gpu) = self.gpu() {
-            quantspec_cuda::check(checkpoint, options.weights, &gpu.info)?;
+            quantspec_cuda::check(checkpoint, &gpu.info)?;
         }
         let config = checkpoint.config();
         let (used, available) = match self {
