@@ -114,9 +114,9 @@ fn operations(backend: &mut CpuBackend, pass: &Pass) -> Result<[f64; 7]> {
     for layer in 0..backend.config().layers {
         timed(1, &mut || backend.qkv(layer, pass))?;
         timed(2, &mut || backend.attend(layer, pass))?;
-        timed(3, &mut || backend.output(layer, pass))?;
+        timed(3, &mut || backend.output(layer, pass).and_then(|()| backend.reduce_residual(pass)))?;
         timed(4, &mut || backend.gate_up(layer, pass))?;
-        timed(5, &mut || backend.down(layer, pass))?;
+        timed(5, &mut || backend.down(layer, pass).and_then(|()| backend.reduce_residual(pass)))?;
     }
     timed(6, &mut || backend.head(pass))?;
     Ok(times)

@@ -16,7 +16,7 @@ use activations::{Lengths, Rows};
 use quantspec_core::config::ModelConfig;
 use quantspec_core::verify::Judge;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::{Backend, Hooks, Memory, Options};
+use quantspec_model::backend::{Backend, Executor, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::rope::RopeTable;
 
@@ -138,9 +138,10 @@ impl CpuBackend {
     }
 }
 
-impl Backend for CpuBackend {
-    const LEADS: bool = true;
+/// Step after step.
+impl Executor for CpuBackend {}
 
+impl Backend for CpuBackend {
     fn memory(&self) -> Memory {
         let (weights_bytes, draft_weights_bytes) = self.model.bytes(&self.config);
         let cache = &self.cache;

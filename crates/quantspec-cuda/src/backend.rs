@@ -1,8 +1,8 @@
 //! [`CudaBackend`]: the operations of a pass as launches on one stream.
 //!
 //! A round is one copy to the device (rows, angles, spans and turns of every draft step and of the verification), one graph of all their
-//! launches, and one copy back. Positions are known before a round starts; drafted tokens never leave the device before its end. Where a draft may end
-//! early each of its steps is a copy, a graph, and the lead of its token on its way back.
+//! launches, and one copy back. Positions are known before a round starts; drafted tokens never leave the device before its end. A step of a draft that
+//! is watched is a round of its own: a copy, a graph, and the logit margin of its token back.
 
 mod describe;
 mod executor;
@@ -15,26 +15,24 @@ use crate::attend::{Attend, PASS_ROWS, check_head};
 use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::Draft;
+use crate::flags::check_flag;
 use crate::hierarchy::Hierarchies;
 use crate::linear::{Linear, name};
 use crate::prefill::{self, Prefill, Shape, Way};
 use crate::recorded::Recorded;
 use crate::sample::{self, Sampling};
 use crate::weights::{self, Expanded, Full, Weights as Stored};
-use describe::{Plan, STAGES, Writer};
+use describe::{STAGES, StepLayout};
 use executor::Clock;
 pub(crate) use kv_cache::page_shared;
 use kv_cache::{Cache, Lists, Slot, table_bytes};
 pub(crate) use network::NORM_THREADS;
 use quantspec_core::Result;
-use quantspec_core::config::{ModelConfig, Pages, View, Weights};
+use quantspec_core::config::ModelConfig;
 use quantspec_core::plan::{CacheBytes, pages};
-use quantspec_core::verify::Verdict;
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options, Row, Step, Turn};
+use quantspec_model::backend::{Backend, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::rope::RopeTable;
-pub(crate) use sampler::FLAG_WEIGHTS;
-use sampler::check_flag;
 use std::sync::Arc;
 use workspace::{Input, PromptSpace, Sizes, StepSpace, TOKENS_OWN, prompt_bytes, tokens_own, window_pitch};
 
@@ -76,13 +74,17 @@ pub struct CudaBackend {
     prompt: PromptSpace,
     /// Lists of chosen pages, and the scores they are chosen by.
     lists: Lists,
-    /// Rounds, and steps of drafts that are looked at.
+    /// Rounds, and single steps of drafts that are watched.
     recorded: Recorded<Graph>,
     /// The step under way.
-    plan: Plan,
+    layout: StepLayout,
+    /// Layouts of the round's steps that are not queued yet; `None` outside a round.
+    ahead: Option<std::vec::IntoIter<StepLayout>>,
+    /// The bias of a projection in y that `reduce_residual` has yet to take; 0 where it has none.
+    unreduced: Option<u64>,
+    /// The same, once the next norm is to add y and it to the hidden states.
+    residual: Option<u64>,
     staged: usize,
-    /// What the next verification's draft reads, where the round is queued as a whole.
-    drafting: Option<DraftPlan>,
     /// A prompt is under way, and nobody has looked at what it flags.
     prompting: bool,
     /// A prompt was where the draft weights belong.
@@ -245,7 +247,9 @@ impl CudaBackend {
         let clock = Clock { start: device.mark()?, drafted: device.mark()?, ran: false };
         let mut backend = CudaBackend {
             clock,
-            drafting: None,
+            ahead: None,
+            unreduced: None,
+            residual: None,
             prompting: false,
             overwritten: false,
             cache: Cache::new(device, &config, options)?,
@@ -265,7 +269,7 @@ impl CudaBackend {
             prompt,
             lists: Lists::new(device, &config, options.slots, pages(options.capacity))?,
             recorded: Recorded::new(),
-            plan: Plan::default(),
+            layout: StepLayout::default(),
             staged: 0,
             config,
             hooks,
@@ -300,72 +304,6 @@ impl CudaBackend {
 }
 
 impl Backend for CudaBackend {
-    const LEADS: bool = true;
-
-    fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
-        self.drafting = None;
-        if plan.weights == Weights::Draft {
-            // Here, where nobody takes it for the time of a verification.
-            self.restore_drafts()?;
-        }
-        match turns {
-            [turn] if turn.stop.is_some() => self.draft_watched(plan, turn),
-            _ => {
-                self.drafting = Some(*plan);
-                Ok(())
-            }
-        }
-    }
-
-    fn verify(&mut self, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
-        // Also where the poll ends the round: the next one is not to draft by this plan.
-        let drafting = self.drafting.take();
-        (self.hooks.poll)()?;
-        if drafting.is_some_and(|plan| plan.weights == Weights::Draft) {
-            // A long prompt since `draft` may have taken their place.
-            self.restore_drafts()?;
-        }
-        let longest = drafting.map_or(0, |_| turns.iter().map(|turn| turn.gamma).max().unwrap_or(0));
-        let manner = self.sampling.learn(turns)?;
-        let at_offset = |turn: &Turn, offset| Row { slot: turn.slot, offset, position: turn.committed + offset };
-        let mut rows: Vec<Vec<Row>> = (0..longest)
-            .map(|offset| turns.iter().filter(|turn| turn.gamma > offset).map(|turn| at_offset(turn, offset)).collect())
-            .collect();
-        rows.push(turns.iter().flat_map(|turn| (0..=turn.gamma).map(|offset| at_offset(turn, offset))).collect());
-
-        self.stage()?;
-        let mut at = 0;
-        let mut round = Vec::with_capacity(rows.len());
-        for (offset, rows) in rows.iter().enumerate() {
-            let step = match drafting.filter(|_| offset < longest) {
-                Some(DraftPlan { weights, view, pages }) => {
-                    Step { weights, view, pages, choose_pages: offset == 0, rows }
-                }
-                None => Step { weights: Weights::Full, view, pages: Pages::All, choose_pages: false, rows },
-            };
-            let mut plan = self.describe(&step, &mut at)?;
-            plan.drafts = offset < longest;
-            if plan.drafts {
-                for row in rows {
-                    self.sampling.drafts(row.slot, row.offset);
-                }
-            }
-            round.push((step, plan));
-        }
-        let described = self.sampling.describe(rows.last().map_or(&[], Vec::as_slice), turns)?;
-        let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at };
-        let turns_at = self.step.description.at(writer.put(&described)?);
-        at = writer.at;
-        self.send(at)?;
-        self.run(&round, Some((turns_at, turns.len())), manner)?;
-        self.clock.ran = longest > 0;
-        self.conclude(turns)
-    }
-
-    fn draft_seconds(&mut self) -> Result<Option<f64>> {
-        self.clock.ran.then(|| self.clock.start.seconds_to(&self.clock.drafted)).transpose()
-    }
-
     fn memory(&self) -> Memory {
         let step = &self.step;
         let inputs = [&step.normed, &step.attended, &step.gated, &step.last];

@@ -9,6 +9,7 @@ pub mod bench;
 mod detect;
 pub mod device;
 pub mod draft;
+mod flags;
 pub mod hierarchy;
 mod images;
 pub mod linear;

@@ -1,9 +1,9 @@
 //! A checkpoint's weights on the device, and the draft's copies of them.
 
 use crate::args;
-use crate::backend::FLAG_WEIGHTS;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch, Pinned};
 use crate::draft::DraftMatrix;
+use crate::flags::FLAG_WEIGHTS;
 use crate::hierarchy::{self, Hierarchies, Hierarchy};
 use crate::linear::{Linear, Matrix, Quantised};
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, TargetWeights};

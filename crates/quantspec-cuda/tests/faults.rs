@@ -276,7 +276,7 @@ fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
     assert!((5..55).contains(&finished), "{finished} of 60 texts do without the token");
 }
 
-/// The backend's own draft and verification, queued whole and recorded, against the loop that every backend has.
+/// Rounds that are queued whole and recorded, against their steps one after another.
 #[test]
 fn rounds_are_their_steps() {
     let Some(device) = device() else { return };
@@ -298,12 +298,13 @@ fn rounds_are_their_steps() {
                 backend.set_window(0, &[last]).unwrap();
                 let sampler = sampler.clone();
                 let mut turns = [Turn::new(0, committed, gamma, sampler)];
+                forward::draft(&mut backend, &QUANTSPEC, &mut turns).unwrap();
                 let verdict = if whole {
-                    backend.draft(&QUANTSPEC, &mut turns).unwrap();
-                    backend.verify(View::Both, &turns).unwrap()[0]
-                } else {
-                    forward::draft(&mut backend, &QUANTSPEC, &mut turns).unwrap();
                     forward::verify(&mut backend, View::Both, &turns).unwrap()[0]
+                } else {
+                    let round = forward::Round::of_verification(View::Both, &turns);
+                    assert_eq!(round.drafts().count(), gamma);
+                    forward::run_steps(&mut backend, &round).unwrap()[0]
                 };
                 out.extend(
                     backend.window(0, verdict.accepted + 1).unwrap().into_iter().map(|id| (verdict.accepted, id)),

@@ -242,19 +242,24 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             let first = backend.first(0, committed, &sampler).unwrap();
             backend.set_window(0, &[first]).unwrap();
             let turn = |stop| Turn { stop, ..Turn::new(0, committed, 12, sampler.clone()) };
-            let mut never = [turn(None)];
-            forward::draft(&mut backend, &QUANTSPEC, &mut never).unwrap();
+            let never = [turn(None)];
+            for offset in 0..12 {
+                // By steps that are not watched.
+                let step = forward::Round::of_draft(&QUANTSPEC, &never, offset).unwrap();
+                forward::run_steps(&mut backend, &step).unwrap();
+            }
             let want = backend.window(0, 13).unwrap();
             for enough in [0.999, 0.7, 1e-9] {
                 let stop = Stop { enough, doubt: 0.45 };
                 let mut turns = [turn(Some(stop))];
                 backend.set_window(0, &[first]).unwrap();
-                backend.draft(&QUANTSPEC, &mut turns).unwrap();
+                forward::draft(&mut backend, &QUANTSPEC, &mut turns).unwrap();
                 let [turn] = turns;
-                assert_eq!(turn.leads.len(), turn.gamma);
-                assert!(turn.leads.iter().all(|&lead| lead >= 0.0), "{:?}", turn.leads);
+                assert_eq!(turn.margins.len(), turn.gamma);
+                assert!(turn.margins.iter().all(|&margin| margin >= 0.0), "{:?}", turn.margins);
                 assert!(backend.window(0, turn.gamma + 1).unwrap() == want[..=turn.gamma], "{accept:?} {enough}");
-                let chance = |n: usize| -> f64 { turn.leads[..n].iter().map(|&lead| stop.chance(lead)).product() };
+                let chance =
+                    |n: usize| -> f64 { turn.margins[..n].iter().map(|&margin| stop.chance(margin)).product() };
                 assert!(turn.gamma == 12 || chance(turn.gamma) < enough);
                 assert!(chance(turn.gamma - 1) >= enough);
                 (ended, tried) = (ended + usize::from(turn.gamma < 12), tried + 1);
@@ -285,10 +290,10 @@ fn rounds<B: Backend>(
         let committed = extent.committed();
         let mut turns = [Turn { stop, ..Turn::new(0, committed, gamma, sampler.clone()) }];
         if gamma > 0 {
-            backend.draft(&DraftPlan { pages, ..QUANTSPEC }, &mut turns).unwrap();
+            forward::draft(backend, &DraftPlan { pages, ..QUANTSPEC }, &mut turns).unwrap();
             ended += usize::from(turns[0].gamma < gamma);
         }
-        let verdict = backend.verify(View::Both, &turns).unwrap().remove(0);
+        let verdict = forward::verify(backend, View::Both, &turns).unwrap().remove(0);
         text.extend(&backend.window(0, verdict.accepted + 1).unwrap()[1..]);
         text.push(verdict.token);
         for page in extent.commit(verdict.accepted + 1) {
@@ -459,7 +464,7 @@ fn rejection(device: &Arc<Device>, checkpoint: &Checkpoint) {
 }
 
 #[test]
-fn known_tokens_replace_a_draft_that_was_left_to_verification() {
+fn known_tokens_are_verified_as_they_are() {
     let Some(device) = device() else { return };
     for checkpoint in checkpoints(&device, 900) {
         let mut backend = load(&device, &checkpoint, &options(900, 1));
@@ -468,11 +473,14 @@ fn known_tokens_replace_a_draft_that_was_left_to_verification() {
         forward::prefill(&mut backend, 0, &prompt, 256, &mut |_, _| {}).unwrap();
         let first = backend.first(0, 300, &Sampler::greedy()).unwrap();
         backend.set_window(0, &[first]).unwrap();
-        let mut turns = [Turn::new(0, 300, 2, Sampler::greedy())];
-        backend.draft(&QUANTSPEC, &mut turns).unwrap();
+        let turn = Turn::new(0, 300, 2, Sampler::greedy());
+        // A round that ends before its verification, to which its draft was left.
+        let mut left = [turn.clone()];
+        forward::draft(&mut backend, &QUANTSPEC, &mut left).unwrap();
+        assert_eq!(left[0].to_draft, Some(QUANTSPEC));
         let known = [first, 5, 6];
         backend.set_window(0, &known).unwrap();
-        backend.verify(View::Both, &turns).unwrap();
+        forward::verify(&mut backend, View::Both, &[turn]).unwrap();
         assert_eq!(backend.window(0, 3).unwrap(), known);
     }
 }

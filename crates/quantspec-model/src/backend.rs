@@ -4,14 +4,14 @@
 //! reference, CPU and CUDA backends implement them. A backend owns the weights, the cache of every slot and the activations
 //! of the pass under way; the engine owns extents, γ and statistics.
 
+pub use crate::forward::{Executor, Round};
 pub use crate::kv_cache::KvCache;
 pub use crate::network::{Block, DraftPlan, Network, Pass, Row, Step};
 pub use crate::sampler::{TokenSampler, Turn};
 
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
-use quantspec_core::config::{DraftWeights, Planes, Rounding, TargetWeights, View};
-use quantspec_core::verify::Verdict;
+use quantspec_core::config::{DraftWeights, Planes, Rounding, TargetWeights};
 
 /// How a backend is built.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,7 +31,7 @@ pub struct Options {
     /// Which draft weights are made; with [`TargetWeights::Int8`], which are read from the upper plane.
     pub draft_weights: DraftWeights,
     /// Keep the distributions of a round's drafted tokens: acceptance by rejection compares with those that
-    /// [`Backend::propose`] drew from.
+    /// [`TokenSampler::propose`] drew from.
     pub rejection: bool,
     /// Rows of the largest step: slots · (γ_max + 1), or more for scoring.
     pub step_rows: usize,
@@ -61,43 +61,7 @@ impl Default for Hooks {
 /// A device that runs the network. All calls are made from one thread. A failed call leaves the sequences in its slots in an
 /// undefined state (close them), never memory, and nothing that a sequence opened there later could meet. A draft step that is not
 /// finite leaves only what verification computes anew, the rows of its window: [`crate::forward::draft`] goes on with them.
-pub trait Backend: Network + KvCache + TokenSampler {
-    /// Whether [`Backend::draft`] tells the leads of one sequence's tokens, and ends its draft by them.
-    const LEADS: bool = false;
-
-    /// Drafts for every turn, and sets leads where they are looked at, and γ of one that ends early. The provided method runs one step per
-    /// drafted token; a backend may also leave that to the verification that follows, and say there what it took
-    /// ([`Backend::draft_seconds`]).
-    ///
-    /// # Errors
-    /// Those of [`crate::forward::draft`] and of [`Hooks::poll`]. A backend that leaves the draft to [`Backend::verify`]
-    /// returns them there.
-    fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()>
-    where
-        Self: Sized,
-    {
-        crate::forward::draft(self, plan, turns)
-    }
-
-    /// Verifies every turn's window in one pass and judges it.
-    ///
-    /// # Errors
-    /// Those of [`crate::forward::verify`] and of [`Hooks::poll`], and those of a draft that was left to it.
-    fn verify(&mut self, view: View, turns: &[Turn]) -> Result<Vec<Verdict>>
-    where
-        Self: Sized,
-    {
-        crate::forward::verify(self, view, turns)
-    }
-
-    /// Seconds that the last verification spent drafting, where [`Backend::draft`] only notes what is to be drafted.
-    ///
-    /// # Errors
-    /// Device errors of a GPU whose clock is read. The provided method has none.
-    fn draft_seconds(&mut self) -> Result<Option<f64>> {
-        Ok(None)
-    }
-
+pub trait Backend: Executor + KvCache {
     /// Bytes the device holds now: weights, draft weights, planes, buffers, workspace.
     fn memory(&self) -> Memory;
 }

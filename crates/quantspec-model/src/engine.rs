@@ -97,7 +97,7 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] for an empty prompt, for 0 new tokens and where no slot is free,
     /// [`quantspec_core::ErrorKind::Model`] for an id outside the vocabulary, [`quantspec_core::ErrorKind::DoesNotFit`]
-    /// beyond the capacity, and those of [`Backend::open`].
+    /// beyond the capacity, and those of [`crate::backend::KvCache::open`].
     pub fn add(&mut self, prompt: &[u32], sampler: Sampler, max_new_tokens: usize) -> Result<usize> {
         let vocab = self.backend.config().vocab;
         if prompt.is_empty() {
@@ -206,7 +206,7 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is already prefilled, and those of
-    /// [`forward::prefill_chunk`], [`Backend::first`], [`Backend::set_window`] and [`Drafter::prefill`].
+    /// [`forward::prefill_chunk`], [`crate::backend::TokenSampler::first`], [`crate::backend::KvCache::set_window`] and [`Drafter::prefill`].
     pub fn prefill_timed(
         &mut self,
         slot: usize,
@@ -254,7 +254,7 @@ impl<B: Backend> Engine<B> {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence or is not prefilled,
-    /// [`quantspec_core::ErrorKind::Model`] where `token` is outside the vocabulary, and those of [`Backend::set_window`] and
+    /// [`quantspec_core::ErrorKind::Model`] where `token` is outside the vocabulary, and those of [`crate::backend::KvCache::set_window`] and
     /// [`Drafter::prefill`].
     pub fn restart(&mut self, slot: usize, token: u32, sampler: Sampler) -> Result<bool> {
         let (backend, drafter, sequence) = self.parts(slot)?;
@@ -285,18 +285,17 @@ impl<B: Backend> Engine<B> {
         let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
         let policy = &self.method.policy;
         let wanted = match self.method.drafter {
-            Some(_) if self.leads(slot) => policy.reach(),
+            Some(_) if self.watches(slot) => policy.reach(),
             Some(_) => policy.gamma(),
             None => 0,
         };
         wanted.min(GAMMA_MAX).min(remaining.saturating_sub(1))
     }
 
-    /// Whether a draft of this slot can end early: its leads say how likely its tokens stand, and no other sequence shares its steps.
-    fn leads(&self, slot: usize) -> bool {
+    /// Whether a draft of this slot can end early: logit margins say how likely its tokens stand, and no other sequence shares its steps.
+    fn watches(&self, slot: usize) -> bool {
         let sampled = |sequence: &Sequence| sequence.sampler.accept != Accept::Rejection;
-        B::LEADS
-            && self.method.drafter.as_ref().is_some_and(|drafter| drafter.leads())
+        self.method.drafter.as_ref().is_some_and(|drafter| drafter.margins())
             && self.sequences.get(slot).and_then(Option::as_ref).is_some_and(sampled)
             && self.sequences.iter().flatten().filter(|sequence| sequence.running && sequence.remaining > 0).count()
                 == 1
@@ -320,7 +319,7 @@ impl<B: Backend> Engine<B> {
         self.turns.clear();
         self.drafted = None;
         for &(slot, gamma) in gammas {
-            let stop = self.method.policy.stop().filter(|_| self.leads(slot));
+            let stop = self.method.policy.stop().filter(|_| self.watches(slot));
             let (_, _, sequence) = self.parts(slot)?;
             if !sequence.running || sequence.remaining == 0 {
                 return Err(Error::usage(
@@ -368,8 +367,8 @@ impl<B: Backend> Engine<B> {
     /// the order of that call. Where that is not finite, it takes a plain step instead, in which nothing drafted is computed.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] without a draft before it, and those of [`Backend::verify`],
-    /// [`Backend::draft_seconds`], [`Backend::window`], [`Backend::flush`], [`Backend::set_window`] and [`Drafter::commit`].
+    /// [`quantspec_core::ErrorKind::Usage`] without a draft before it, and those of [`forward::verify`],
+    /// [`forward::Executor::draft_seconds`], [`crate::backend::KvCache::window`], [`crate::backend::KvCache::flush`], [`crate::backend::KvCache::set_window`] and [`Drafter::commit`].
     pub fn verify(&mut self) -> Result<Vec<Emitted>> {
         let mut turns = std::mem::take(&mut self.turns);
         if turns.is_empty() {
@@ -377,7 +376,7 @@ impl<B: Backend> Engine<B> {
         }
         let mut started = Instant::now();
         let drafted: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
-        let verdicts = match self.backend.verify(self.method.target, &turns) {
+        let verdicts = match forward::verify(&mut self.backend, self.method.target, &turns) {
             // Rows of drafted tokens that plain decoding may never feed: what they alone cannot compute is no fault of the text.
             Err(error) if error.kind == ErrorKind::NotFinite && turns.iter().any(|turn| turn.gamma > 0) => {
                 let (steps, seconds) = self.drafted.take().unwrap_or((1, 0.0));
@@ -389,13 +388,13 @@ impl<B: Backend> Engine<B> {
                     self.method.policy.observe_failure();
                 }
                 started = Instant::now();
-                self.backend.verify(self.method.target, &turns)?
+                forward::verify(&mut self.backend, self.method.target, &turns)?
             }
             verdicts => verdicts?,
         };
         let mut draft_s = 0.0;
         if let Some((steps, seconds)) = self.drafted.take() {
-            // A backend that queued the draft with the verification knows what it took of that time.
+            // A backend that ran the draft with the verification knows what it took of that time.
             draft_s = self.backend.draft_seconds()?.unwrap_or(0.0);
             self.method.policy.observe_draft(seconds + draft_s, steps);
             self.stats.draft(seconds + draft_s);
@@ -424,8 +423,8 @@ impl<B: Backend> Engine<B> {
             };
             self.stats.pages(drafted * read);
             if turn.gamma > 0 {
-                if turn.sampler.accept != Accept::Rejection && !turn.leads.is_empty() {
-                    self.method.policy.observe_leads(&turn.leads, verdict.accepted);
+                if !turn.margins.is_empty() {
+                    self.method.policy.observe_leads(&turn.margins, verdict.accepted);
                 }
                 self.method.policy.observe_round(turn.gamma, verdict.accepted);
             }

@@ -1,29 +1,35 @@
-//! The network, once: every backend runs these lines.
+//! The network and its rounds, once: every backend runs these lines.
+//!
+//! A backend brings the operations ([`Network`], [`TokenSampler`]) and may run a [`Round`] in a way of its own ([`Executor`]): as the steps here one
+//! after another, or as a graph that it recorded of them.
 
-use crate::backend::{Backend, Block, DraftPlan, Pass, Row, Step, Turn};
+use crate::network::{Block, DraftPlan, Network, Pass, Row, Step};
+use crate::sampler::{TokenSampler, Turn};
 use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
 
-/// One decoder layer.
-fn layer<B: Backend>(backend: &mut B, layer: usize, pass: &Pass) -> Result<()> {
+/// One decoder layer. Where a model is split over devices, each holds a part of the sum that [`Network::reduce_residual`] adds, and an all-reduce belongs there.
+fn layer<B: Network>(backend: &mut B, layer: usize, pass: &Pass) -> Result<()> {
     backend.qkv(layer, pass)?;
     backend.poll()?;
     backend.attend(layer, pass)?;
     backend.poll()?;
     backend.output(layer, pass)?;
+    backend.reduce_residual(pass)?;
     backend.poll()?;
     backend.gate_up(layer, pass)?;
     backend.poll()?;
     backend.down(layer, pass)?;
+    backend.reduce_residual(pass)?;
     backend.poll()
 }
 
 /// Runs a step up to its logits.
 ///
 /// # Errors
-/// Those of the backend's operations from [`Backend::embed`] to [`Backend::head`], and of [`Backend::poll`].
-pub fn step<B: Backend>(backend: &mut B, step: &Step) -> Result<()> {
+/// Those of the backend's operations from [`Network::embed`] to [`Network::head`], and of [`Network::poll`].
+pub fn step<B: Network>(backend: &mut B, step: &Step) -> Result<()> {
     let pass = Pass::Step(step);
     backend.embed(&pass)?;
     for index in 0..backend.config().layers {
@@ -44,7 +50,7 @@ pub struct PrefillCursor {
 ///
 /// # Errors
 /// As there.
-pub fn prefill<B: Backend>(
+pub fn prefill<B: Network>(
     backend: &mut B,
     slot: usize,
     prompt: &[u32],
@@ -60,8 +66,8 @@ pub fn prefill<B: Backend>(
 /// `progress` is told the rows done, counted over all layers, after each block and again after each layer.
 ///
 /// # Errors
-/// Those of the operations of [`step`], of [`Backend::store`], and of [`Backend::end_chunk`].
-pub fn prefill_chunk<B: Backend>(
+/// Those of the operations of [`step`], of [`Network::store`], and of [`Network::end_chunk`].
+pub fn prefill_chunk<B: Network>(
     backend: &mut B,
     slot: usize,
     prompt: &[u32],
@@ -103,32 +109,147 @@ pub fn prefill_chunk<B: Backend>(
     Ok(true)
 }
 
-/// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i. A turn ends where it is unlikely enough that all its tokens stand.
+/// The steps of a round: draft steps, then the verification. Every step of a watched draft is a round of its own.
+#[derive(Clone, Debug)]
+pub struct Round<'a> {
+    /// What each sequence does.
+    pub turns: &'a [Turn],
+    /// Draft steps: what they read, and their rows.
+    drafts: Vec<(DraftPlan, Vec<Row>)>,
+    /// The verification: the target view, and its rows.
+    verification: Option<(View, Vec<Row>)>,
+}
+
+impl<'a> Round<'a> {
+    /// One draft step: offset `offset` of every turn with γ > `offset`. `None` where there is no such turn.
+    pub fn of_draft(plan: &DraftPlan, turns: &'a [Turn], offset: usize) -> Option<Round<'a>> {
+        let rows = draft_rows(turns.iter(), offset);
+        (!rows.is_empty()).then(|| Round { turns, drafts: vec![(*plan, rows)], verification: None })
+    }
+
+    /// The verification of every turn's window over the target view, after the draft steps of turns that [`draft`] left to it.
+    pub fn of_verification(view: View, turns: &'a [Turn]) -> Round<'a> {
+        let plan = turns.iter().find_map(|turn| turn.to_draft);
+        let left = |offset: usize| draft_rows(turns.iter().filter(|turn| turn.to_draft.is_some()), offset);
+        let steps = (0..).map(left).take_while(|rows| !rows.is_empty());
+        let drafts = plan.map_or_else(Vec::new, |plan| steps.map(|rows| (plan, rows)).collect());
+        Round { turns, drafts, verification: Some((view, verify_rows(turns))) }
+    }
+
+    /// The draft steps, in order. The first token of a window chooses the pages.
+    pub fn drafts(&self) -> impl Iterator<Item = Step<'_>> {
+        self.drafts.iter().map(|(DraftPlan { weights, view, pages }, rows)| Step {
+            weights: *weights,
+            view: *view,
+            pages: *pages,
+            choose_pages: rows.first().is_some_and(|row| row.offset == 0),
+            rows,
+        })
+    }
+
+    /// The verification: full weights over the target view.
+    pub fn verification(&self) -> Option<Step<'_>> {
+        let (view, rows) = self.verification.as_ref()?;
+        Some(Step { weights: Weights::Full, view: *view, pages: Pages::All, choose_pages: false, rows })
+    }
+}
+
+fn row(turn: &Turn, offset: usize) -> Row {
+    Row { slot: turn.slot, offset, position: turn.committed + offset }
+}
+
+/// Rows of a draft step: offset `offset` of every turn with γ > `offset`.
+fn draft_rows<'a>(turns: impl Iterator<Item = &'a Turn>, offset: usize) -> Vec<Row> {
+    turns.filter(|turn| turn.gamma > offset).map(|turn| row(turn, offset)).collect()
+}
+
+/// Rows of a verification: `[last, g_0 … g_{γ−1}]` of every turn.
+fn verify_rows(turns: &[Turn]) -> Vec<Row> {
+    turns.iter().flat_map(|turn| (0..=turn.gamma).map(|offset| row(turn, offset))).collect()
+}
+
+/// Runs rounds. The provided methods run their steps one after another.
+pub trait Executor: Network + TokenSampler {
+    /// Whether a round as a whole takes less time than its steps by themselves. [`draft`] then leaves drafts that are not watched to [`verify`].
+    fn runs_rounds_whole(&self) -> bool {
+        false
+    }
+
+    /// Prepares what draft steps read. [`draft`] calls it, so that its time is not measured as the verification's.
+    ///
+    /// # Errors
+    /// Device errors of a GPU. The provided method has none.
+    fn prepare_draft(&mut self, _plan: &DraftPlan) -> Result<()> {
+        Ok(())
+    }
+
+    /// Runs a round: one verdict per turn where it verifies, in order.
+    ///
+    /// # Errors
+    /// Those of [`run_steps`].
+    fn run(&mut self, round: &Round) -> Result<Vec<Verdict>>
+    where
+        Self: Sized,
+    {
+        run_steps(self, round)
+    }
+
+    /// Seconds that draft steps took in the round of the last verification; `None` where it had none.
+    ///
+    /// # Errors
+    /// Device errors of a GPU whose clock is read. The provided method has none.
+    fn draft_seconds(&mut self) -> Result<Option<f64>> {
+        Ok(None)
+    }
+}
+
+/// Runs the steps of a round one after another.
 ///
 /// # Errors
-/// Those of [`step`] and of [`Backend::propose`], but for [`ErrorKind::NotFinite`]: there the draft ends.
-pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
+/// Those of [`step`], [`TokenSampler::propose`] and [`TokenSampler::judge`].
+pub fn run_steps<B: Network + TokenSampler>(backend: &mut B, round: &Round) -> Result<Vec<Verdict>> {
+    for next in round.drafts() {
+        draft_step(backend, &next, round.turns)?;
+    }
+    let Some(window) = round.verification() else { return Ok(Vec::new()) };
+    step(backend, &window)?;
+    backend.judge(&window, round.turns)
+}
+
+/// A draft step, and the choice of its tokens.
+///
+/// # Errors
+/// Those of [`step`] and [`TokenSampler::propose`].
+pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns: &[Turn]) -> Result<()> {
+    step(backend, next)?;
+    backend.propose(next, turns)
+}
+
+/// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i. The draft of a single turn that has a [`Turn::stop`] is watched: it ends
+/// where it is unlikely enough that all its tokens stand. Other drafts may be left to [`verify`], which [`Turn::to_draft`] says.
+///
+/// # Errors
+/// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`], but for [`ErrorKind::NotFinite`]: there the draft ends.
+pub fn draft<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
+    backend.prepare_draft(plan)?;
+    let watched = matches!(turns, [turn] if turn.stop.is_some());
+    if backend.runs_rounds_whole() && !watched {
+        turns.iter_mut().for_each(|turn| turn.to_draft = Some(*plan));
+        return Ok(());
+    }
+    backend.poll()?;
     for offset in 0.. {
-        let rows: Vec<Row> = turns
-            .iter()
-            .filter(|turn| turn.gamma > offset)
-            .map(|turn| Row { slot: turn.slot, offset, position: turn.committed + offset })
-            .collect();
-        if rows.is_empty() {
-            break;
-        }
-        let next =
-            Step { weights: plan.weights, view: plan.view, pages: plan.pages, choose_pages: offset == 0, rows: &rows };
-        match step(backend, &next).and_then(|()| backend.propose(&next, turns)) {
+        let Some(round) = Round::of_draft(plan, turns, offset) else { break };
+        match backend.run(&round) {
             // What the draft alone cannot compute is no fault of the text. What was drafted before is verified, and its rows take the place of these.
             Err(error) if error.kind == ErrorKind::NotFinite => {
                 turns.iter_mut().for_each(|turn| turn.gamma = turn.gamma.min(offset));
                 break;
             }
             result => result?,
-        }
-        for turn in turns.iter_mut().filter(|turn| turn.gamma > offset) {
-            turn.drafted(backend.lead(turn.slot));
+        };
+        if let ([turn], true) = (&mut *turns, watched) {
+            turn.drafted(backend.margin(turn.slot)?);
         }
     }
     Ok(())
@@ -137,15 +258,55 @@ pub fn draft<B: Backend>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) 
 /// Verifies `[last, g_0 … g_{γ−1}]` of every turn in one pass of full weights over the target view.
 ///
 /// # Errors
-/// Those of [`step`] and of [`Backend::judge`].
-pub fn verify<B: Backend>(backend: &mut B, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
-    let rows: Vec<Row> = turns
-        .iter()
-        .flat_map(|turn| {
-            (0..=turn.gamma).map(|offset| Row { slot: turn.slot, offset, position: turn.committed + offset })
-        })
-        .collect();
-    let window = Step { weights: Weights::Full, view, pages: Pages::All, choose_pages: false, rows: &rows };
-    step(backend, &window)?;
-    backend.judge(&window, turns)
+/// Those of [`Network::poll`] and of [`Executor::run`].
+pub fn verify<B: Executor>(backend: &mut B, view: View, turns: &[Turn]) -> Result<Vec<Verdict>> {
+    backend.poll()?;
+    backend.run(&Round::of_verification(view, turns))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use quantspec_core::sample::Sampler;
+
+    const PLAN: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::Best(4) };
+
+    fn rows(step: &Step) -> Vec<(usize, usize, usize)> {
+        step.rows.iter().map(|row| (row.slot, row.offset, row.position)).collect()
+    }
+
+    #[test]
+    fn a_round_has_the_rows_of_its_turns() {
+        let turn = |slot, committed, gamma| Turn::new(slot, committed, gamma, Sampler::greedy());
+        let mut turns = [turn(4, 100, 2), turn(1, 7, 0), turn(2, 300, 1)];
+        let window = [(4, 0, 100), (4, 1, 101), (4, 2, 102), (1, 0, 7), (2, 0, 300), (2, 1, 301)];
+        let drafted = [vec![(4, 0, 100), (2, 0, 300)], vec![(4, 1, 101)]];
+
+        for (offset, rows_of) in drafted.iter().enumerate() {
+            let round = Round::of_draft(&PLAN, &turns, offset).unwrap();
+            let steps: Vec<Step> = round.drafts().collect();
+            assert_eq!((steps.len(), rows(&steps[0]), steps[0].choose_pages), (1, rows_of.clone(), offset == 0));
+            assert!(round.verification().is_none());
+        }
+        assert!(Round::of_draft(&PLAN, &turns, 2).is_none());
+
+        // What stands in the windows is verified alone.
+        let round = Round::of_verification(View::Both, &turns);
+        assert_eq!((round.drafts().count(), rows(&round.verification().unwrap())), (0, window.to_vec()));
+        // What was left to the verification is drafted ahead of it.
+        turns.iter_mut().for_each(|turn| turn.to_draft = Some(PLAN));
+        let round = Round::of_verification(View::Both, &turns);
+        assert_eq!(round.drafts().map(|step| rows(&step)).collect::<Vec<_>>(), drafted);
+        assert_eq!(round.drafts().map(|step| step.choose_pages).collect::<Vec<_>>(), [true, false]);
+        for Step { weights, view, pages, .. } in round.drafts() {
+            assert_eq!(DraftPlan { weights, view, pages }, PLAN);
+        }
+        let verification = round.verification().unwrap();
+        assert_eq!(rows(&verification), window);
+        let Step { weights, view, pages, choose_pages, .. } = verification;
+        assert_eq!((weights, view, pages, choose_pages), (Weights::Full, View::Both, Pages::All, false));
+        // A round that is taken again without its drafts has none.
+        turns.iter_mut().for_each(|turn| turn.gamma = 0);
+        assert_eq!(Round::of_verification(View::Both, &turns).drafts().count(), 0);
+    }
 }

@@ -7,16 +7,16 @@ pub trait KvCache: Send {
     /// Reserves pages and a buffer for a sequence of up to `capacity` tokens.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] where `capacity` is beyond [`Options::capacity`],
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] where `capacity` is beyond [`crate::backend::Options::capacity`],
     /// [`quantspec_core::ErrorKind::Internal`] where there is no such slot. The reference returns the latter for both, and
     /// for a slot that is open. Device errors of a GPU.
     fn open(&mut self, slot: usize, capacity: usize) -> Result<()>;
 
-    /// Frees what [`Backend::open`] reserved.
+    /// Frees what [`KvCache::open`] reserved.
     fn close(&mut self, slot: usize);
 
     /// Puts known tokens into the slot's window from offset 0 on: the last emitted token, and tokens to be verified that
-    /// this backend did not draft, or scored. A draft that was left to [`Backend::verify`] is forgotten.
+    /// this backend did not draft, or scored.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where the slot is not open or its window holds fewer tokens.
@@ -34,6 +34,6 @@ pub trait KvCache: Send {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where the slot is not open or the page is beyond it, and where threads
     /// panicked. [`quantspec_core::ErrorKind::NotFinite`] where the page cannot be quantised, which a GPU says in
-    /// [`Backend::judge`]. Device errors of a GPU, and those of [`Hooks::poll`].
+    /// [`crate::sampler::TokenSampler::judge`]. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
     fn flush(&mut self, slot: usize, page: usize) -> Result<()>;
 }

@@ -85,8 +85,8 @@ pub trait Network: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] where keys or values are beyond half precision, which a GPU says in
-    /// [`Backend::first`] or [`Backend::judge`]. [`quantspec_core::ErrorKind::Internal`] for a block that was not prepared
-    /// for, and where threads panicked. Device errors of a GPU, and those of [`Hooks::poll`].
+    /// [`crate::sampler::TokenSampler::first`] or [`crate::sampler::TokenSampler::judge`]. [`quantspec_core::ErrorKind::Internal`] for a block that was not prepared
+    /// for, and where threads panicked. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
     fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
     /// Attention of every row. A step reads pages by `step.view` and `step.pages` and the buffer by the visibility law; a
@@ -94,35 +94,42 @@ pub trait Network: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where planes or pages of the view are not kept, for a block that was not
-    /// prepared for, and where threads panicked. Device errors of a GPU, and those of [`Hooks::poll`].
+    /// prepared for, and where threads panicked. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
     fn attend(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Output projection, added to the hidden state.
+    /// Output projection, which [`Network::reduce_residual`] adds to the hidden state.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] for a block that was not prepared for, and where threads panicked. Device
-    /// errors of a GPU, those of [`Hooks::poll`], and in the reference [`quantspec_core::ErrorKind::NotFinite`] where inputs
+    /// errors of a GPU, those of [`crate::backend::Hooks::poll`], and in the reference [`quantspec_core::ErrorKind::NotFinite`] where inputs
     /// of draft weights are NaN or infinite.
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()>;
+
+    /// Hidden state of each row += the projection just computed. A backend may fuse the addition into the projection, and do nothing here,
+    /// or into the norm that follows.
+    ///
+    /// # Errors
+    /// None but those of defects.
+    fn reduce_residual(&mut self, pass: &Pass) -> Result<()>;
 
     /// RMSNorm, gate and up projections, SiLU(gate) · up.
     ///
     /// # Errors
-    /// As [`Backend::output`].
+    /// As [`Network::output`].
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Down projection, added to the hidden state.
+    /// Down projection, which [`Network::reduce_residual`] adds to the hidden state.
     ///
     /// # Errors
-    /// As [`Backend::output`].
+    /// As [`Network::output`].
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
     /// Ends a prefill layer: quantises the prompt's complete pages and copies the last (up to 3G) tokens to the buffer.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] where keys or values cannot be quantised, which a GPU says in
-    /// [`Backend::first`]. [`quantspec_core::ErrorKind::Internal`] where the slot is not open or holds fewer tokens, and
-    /// where threads panicked. Device errors of a GPU, and those of [`Hooks::poll`].
+    /// [`crate::sampler::TokenSampler::first`]. [`quantspec_core::ErrorKind::Internal`] where the slot is not open or holds fewer tokens, and
+    /// where threads panicked. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
     fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()>;
 
     /// Ends a chunk of a prefill that goes on later: waits for it, and says what it found. Steps of other slots may follow, so
@@ -139,12 +146,12 @@ pub trait Network: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] where [`quantspec_core::sample::check_finite`] refuses a row, which a GPU says in
-    /// [`Backend::first`] or [`Backend::judge`]: −∞ masks a token and is allowed. [`quantspec_core::ErrorKind::Internal`] where threads panicked. Device errors of a GPU.
+    /// [`crate::sampler::TokenSampler::first`] or [`crate::sampler::TokenSampler::judge`]: −∞ masks a token and is allowed. [`quantspec_core::ErrorKind::Internal`] where threads panicked. Device errors of a GPU.
     fn head(&mut self, pass: &Pass) -> Result<()>;
 
     /// Called between operations: an [`quantspec_core::ErrorKind::Interrupted`] error ends the pass. Long operations poll it too.
     ///
     /// # Errors
-    /// Those of [`Hooks::poll`].
+    /// Those of [`crate::backend::Hooks::poll`].
     fn poll(&mut self) -> Result<()>;
 }

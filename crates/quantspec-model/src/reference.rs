@@ -5,7 +5,9 @@
 //! construction. The cache holds canonical pages ([`quantspec_core::quantize::Page`]) and f16 buffers, as the method defines
 //! them; weights are the checkpoint's values in f32, draft weights the values their codes stand for.
 
-use crate::backend::{Backend, Block, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn};
+use crate::backend::{
+    Backend, Block, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
+};
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
@@ -38,7 +40,7 @@ pub struct ReferenceBackend {
     rows: Vec<Tensor>,
     /// Hidden states of the prompt under way, [rows][hidden] by the block's first row.
     blocks: HashMap<usize, Tensor>,
-    /// What the last operation left for the next: queries, attention output or gated activations, [rows][n] each.
+    /// What the last operation left for the next: queries, attention output, gated activations or a projection, [rows][n] each.
     between: Vec<Tensor>,
     /// Keys and values of the prompt in the layer under way, [tokens][kv_width] each.
     scratch: Option<(Tensor, Tensor)>,
@@ -535,7 +537,14 @@ impl Network for ReferenceBackend {
     }
 
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        self.add_linear(layer, pass, LayerPart::Output, LayerPart::OutputBias)
+        self.linear_between(layer, pass, LayerPart::Output, LayerPart::OutputBias)
+    }
+
+    fn reduce_residual(&mut self, pass: &Pass) -> Result<()> {
+        let hidden = self.hidden(pass)?;
+        let sums = hidden.iter().zip(&self.between).map(|(hidden, y)| tensor(|| hidden + y)).collect::<Result<_>>()?;
+        self.set_hidden(pass, sums);
+        Ok(())
     }
 
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
@@ -553,7 +562,7 @@ impl Network for ReferenceBackend {
     }
 
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        self.add_linear(layer, pass, LayerPart::Down, LayerPart::DownBias)
+        self.linear_between(layer, pass, LayerPart::Down, LayerPart::DownBias)
     }
 
     fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()> {
@@ -667,8 +676,8 @@ impl TokenSampler for ReferenceBackend {
         Ok(())
     }
 
-    fn lead(&self, slot: usize) -> f32 {
-        self.judge.lead(slot)
+    fn margin(&mut self, slot: usize) -> Result<f32> {
+        Ok(self.judge.lead(slot))
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
@@ -683,9 +692,9 @@ impl TokenSampler for ReferenceBackend {
     }
 }
 
-impl Backend for ReferenceBackend {
-    const LEADS: bool = true;
+impl Executor for ReferenceBackend {}
 
+impl Backend for ReferenceBackend {
     fn memory(&self) -> Memory {
         let bytes = |tensors: &HashMap<Part, Tensor>| tensors.values().map(|tensor| tensor.elem_count() * 4).sum();
         let heads = || self.slots.iter().flatten().flat_map(|slot| slot.heads.iter().flatten());
@@ -707,15 +716,11 @@ impl Backend for ReferenceBackend {
 }
 
 impl ReferenceBackend {
-    /// Adds the projection of what the last operation left to the hidden states.
-    fn add_linear(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
+    /// Projects what the last operation left.
+    fn linear_between(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
         let (part, bias) = (Part::Layer(layer, part), Part::Layer(layer, bias));
-        let mut sums = Vec::new();
-        for (hidden, x) in self.hidden(pass)?.iter().zip(&self.between) {
-            let y = self.linear(x, part, Some(bias), weights_of(pass))?;
-            sums.push(tensor(|| hidden + y)?);
-        }
-        self.set_hidden(pass, sums);
+        let project = |x| self.linear(x, part, Some(bias), weights_of(pass));
+        self.between = self.between.iter().map(project).collect::<Result<_>>()?;
         Ok(())
     }
 }

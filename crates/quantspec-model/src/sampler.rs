@@ -1,6 +1,6 @@
 //! Choosing tokens from the last head's logits, and judging drafted ones.
 
-use crate::network::Step;
+use crate::network::{DraftPlan, Step};
 use quantspec_core::Result;
 use quantspec_core::policy::Stop;
 use quantspec_core::sample::Sampler;
@@ -15,10 +15,12 @@ pub struct Turn {
     pub committed: usize,
     /// Tokens to draft, 0..=GAMMA_MAX; after the draft, tokens that were drafted.
     pub gamma: usize,
-    /// When to draft fewer, where leads are looked at.
+    /// How its tokens are drafted with the verification, where they do not stand in the window yet.
+    pub to_draft: Option<DraftPlan>,
+    /// When to draft fewer: the draft of a turn that is alone in its round then looks at the logit margin of every token.
     pub stop: Option<Stop>,
-    /// Leads of the drafted tokens; empty where the backend did not look.
-    pub leads: Vec<f32>,
+    /// Logit margins of the drafted tokens; empty where they were not looked at.
+    pub margins: Vec<f32>,
     /// What the drafted tokens were drawn from.
     pub q: DraftDistribution,
     /// How tokens are chosen and accepted.
@@ -26,27 +28,35 @@ pub struct Turn {
 }
 
 impl Turn {
-    /// A turn of γ tokens that no lead ends, with nothing drafted.
+    /// A turn of γ tokens that no margin ends, with nothing drafted.
     pub fn new(slot: usize, committed: usize, gamma: usize, sampler: Sampler) -> Turn {
-        Turn { slot, committed, gamma, stop: None, leads: Vec::new(), q: DraftDistribution::Kept, sampler }
+        Turn {
+            slot,
+            committed,
+            gamma,
+            to_draft: None,
+            stop: None,
+            margins: Vec::new(),
+            q: DraftDistribution::Kept,
+            sampler,
+        }
     }
 
-    /// Notes that the token just drafted led its runner-up by `lead` logits. The draft ends with it where it has become unlikely enough that all of
-    /// its tokens stand.
-    pub fn drafted(&mut self, lead: f32) {
-        // A draft that computed no number leads by nothing.
-        self.leads.push(if lead.is_nan() { 0.0 } else { lead });
+    /// Notes the logit margin of the token just drafted. The draft ends with it where it has become unlikely enough that all of its tokens stand.
+    pub fn drafted(&mut self, margin: f32) {
+        // A draft that computed no number is in doubt.
+        self.margins.push(if margin.is_nan() { 0.0 } else { margin });
         let Some(stop) = self.stop else { return };
-        let all: f64 = self.leads.iter().map(|&lead| stop.chance(lead)).product();
+        let all: f64 = self.margins.iter().map(|&margin| stop.chance(margin)).product();
         if all < stop.enough {
-            self.gamma = self.leads.len();
+            self.gamma = self.margins.len();
         }
     }
 }
 
 /// Chooses and judges tokens after [`crate::network::Network::head`], where the logits are.
 pub trait TokenSampler: Send {
-    /// The logits of row `row` of the last [`Backend::head`] (a prefill block has one row), `[vocab]`, unwarped.
+    /// The logits of row `row` of the last [`crate::network::Network::head`] (a prefill block has one row), `[vocab]`, unwarped.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where there is no such row. Device errors of a GPU.
@@ -60,18 +70,19 @@ pub trait TokenSampler: Send {
     /// errors.
     fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32>;
 
-    /// Chooses the next token of every row of a draft step (after [`Backend::head`]) and writes it into the window at
+    /// Chooses the next token of every row of a draft step (after [`crate::network::Network::head`]) and writes it into the window at
     /// `row.offset + 1`; keeps q where the sampler's acceptance rule needs it. `turns` holds the turn of every slot.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where a row's slot has no turn or its window no room, and on a GPU where
-    /// [`Options::rejection`] was not set. Device errors of a GPU.
+    /// [`crate::backend::Options::rejection`] was not set. Device errors of a GPU.
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()>;
 
-    /// By how much, in logits, the slot's last proposed token led its runner-up: what the provided [`Backend::draft`] tells.
-    fn lead(&self, _slot: usize) -> f32 {
-        f32::INFINITY
-    }
+    /// The logit margin of the slot's last proposed token, whose step had this row alone; infinite where it was drawn for rejection.
+    ///
+    /// # Errors
+    /// Device errors of a GPU, which waits for the token here.
+    fn margin(&mut self, slot: usize) -> Result<f32>;
 
     /// After the head of a verify step: accepts the longest valid prefix of each turn's drafted tokens and chooses the token
     /// after it. One verdict per turn, in order.

@@ -11,7 +11,7 @@ use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
-use quantspec_model::backend::{DraftPlan, Hooks, Options, Turn};
+use quantspec_model::backend::{DraftPlan, Hooks, KvCache, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
@@ -136,14 +136,36 @@ fn a_draft_ends_where_its_tokens_are_in_doubt() {
     let slot = add(&mut engine, &[1, 2, 3], 9).expect("add");
     prefill(&mut engine, slot).expect("prefill");
     let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
-    // No lead counts beside such an error: each token halves the chance.
+    // No margin counts beside such an error: each token halves the chance.
     for (enough, drafted) in [(0.0, 4), (0.2, 3), (0.4, 2), (0.9, 1)] {
         let stop = Stop { enough, doubt: 1e9 };
         let mut turns = [Turn { stop: Some(stop), ..Turn::new(slot, 3, 4, Sampler::greedy()) }];
         forward::draft(engine.backend(), &plan, &mut turns).expect("draft");
-        assert_eq!((turns[0].gamma, turns[0].leads.len()), (drafted, drafted));
-        assert!(turns[0].leads.iter().all(|lead| *lead >= 0.0));
+        assert_eq!((turns[0].gamma, turns[0].margins.len()), (drafted, drafted));
+        assert!(turns[0].margins.iter().all(|margin| *margin >= 0.0));
     }
+}
+
+/// A draft that is left to the verification, as on a GPU, has the tokens and the verdict of one that is not.
+#[test]
+fn a_draft_may_be_left_to_the_verification() {
+    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let run = |left: bool| {
+        let mut engine = varied(4, 1, 40);
+        let slot = add(&mut engine, &[1, 2, 3], 9).expect("add");
+        prefill(&mut engine, slot).expect("prefill");
+        let mut turns = [Turn::new(slot, 3, 4, Sampler::greedy())];
+        match left {
+            true => turns[0].to_draft = Some(plan),
+            false => forward::draft(engine.backend(), &plan, &mut turns).expect("draft"),
+        }
+        let verdicts = forward::verify(engine.backend(), View::Both, &turns).expect("verify");
+        let window = engine.backend().window(slot, 5).expect("window");
+        assert!(turns[0].margins.is_empty(), "nobody asked");
+        (verdicts, window)
+    };
+    assert_eq!(run(true), run(false));
+    assert!(run(true).1[1..].iter().any(|&token| token != 0), "nothing was drafted");
 }
 
 fn lookup(gamma: usize) -> Method {

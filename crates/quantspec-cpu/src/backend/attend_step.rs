@@ -120,28 +120,6 @@ fn best_pages(bounds: &[f32], n: usize) -> Vec<usize> {
     order
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::testing::Noise;
-
-    #[test]
-    fn pages_are_chosen_as_core_chooses_them() {
-        let mut noise = Noise::new(31);
-        for count in [0, 1, 2, 3, 4, 17, 200] {
-            for n in [0, 1, 2, 3, 5, 16, 199, 200, 300] {
-                // Whole numbers, so that bounds tie.
-                let bounds: Vec<f32> = (0..count).map(|_| (noise.normal() * 3.0).round()).collect();
-                assert_eq!(
-                    best_pages(&bounds, n),
-                    quantspec_core::attend::select_pages(&bounds, n),
-                    "{n} of {bounds:?}"
-                );
-            }
-        }
-    }
-}
-
 impl CpuBackend {
     /// Runs of rows of one slot: (first row, rows). A slot has one: what is kept for it belongs to one item.
     fn runs(step: &Step) -> Result<Vec<(usize, usize)>> {
@@ -283,5 +261,27 @@ impl CpuBackend {
                 attend::merge(simd, gathered, length, out);
             }
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::Noise;
+
+    #[test]
+    fn pages_are_chosen_as_core_chooses_them() {
+        let mut noise = Noise::new(31);
+        for count in [0, 1, 2, 3, 4, 17, 200] {
+            for n in [0, 1, 2, 3, 5, 16, 199, 200, 300] {
+                // Whole numbers, so that bounds tie.
+                let bounds: Vec<f32> = (0..count).map(|_| (noise.normal() * 3.0).round()).collect();
+                assert_eq!(
+                    best_pages(&bounds, n),
+                    quantspec_core::attend::select_pages(&bounds, n),
+                    "{n} of {bounds:?}"
+                );
+            }
+        }
     }
 }

@@ -14,7 +14,7 @@ use quantspec_model::backend::KvCache;
 const FLUSH_PAGES: usize = 32;
 
 /// Where a page goes, and where it is in the ring.
-pub(super) struct Place {
+pub(super) struct PageMove {
     pub(super) kv_head: usize,
     /// Index of slot, layer and KV head.
     pub(super) head: usize,
@@ -31,7 +31,7 @@ impl CpuBackend {
     pub(super) fn store_pages(
         &mut self,
         items: usize,
-        place: impl Fn(usize) -> Place + Sync,
+        place: impl Fn(usize) -> PageMove + Sync,
         from_prompt: bool,
     ) -> Result<()> {
         let (simd, threads, rounding) = (self.choice.simd, self.pool.threads(), self.options.rounding);
@@ -149,7 +149,7 @@ impl KvCache for CpuBackend {
         let first = self.cache.head(slot, 0, 0);
         let ring: Vec<usize> =
             (0..self.config.layers * kv_heads).map(|head| self.cache.ring_at(first + head, page)).collect();
-        let place = |item: usize| Place { kv_head: item % kv_heads, head: first + item, page, ring: ring[item] };
+        let place = |item: usize| PageMove { kv_head: item % kv_heads, head: first + item, page, ring: ring[item] };
         self.store_pages(ring.len(), place, false)
     }
 }

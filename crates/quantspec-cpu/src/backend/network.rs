@@ -2,7 +2,7 @@
 
 use super::CpuBackend;
 use super::activations::Source;
-use super::kv_cache::Place;
+use super::kv_cache::PageMove;
 use crate::attend;
 use crate::elementwise::{rms_norm, rope, silu_mul};
 use crate::lanes::{f16_bits, f16_is_finite};
@@ -294,6 +294,11 @@ impl Network for CpuBackend {
         }
     }
 
+    /// The projections add their outputs as they leave.
+    fn reduce_residual(&mut self, _pass: &Pass) -> Result<()> {
+        Ok(())
+    }
+
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
         match pass {
             Pass::Step(step) => self.gate_up_step(layer, step),
@@ -329,7 +334,7 @@ impl Network for CpuBackend {
         }
         let place = |item: usize| {
             let (kv_head, page) = (item / pages, item % pages);
-            Place { kv_head, head: first + kv_head, page, ring: 0 }
+            PageMove { kv_head, head: first + kv_head, page, ring: 0 }
         };
         self.store_pages(kv_heads * pages, place, true)
     }

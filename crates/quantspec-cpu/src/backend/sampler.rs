@@ -38,8 +38,8 @@ impl TokenSampler for CpuBackend {
         Ok(())
     }
 
-    fn lead(&self, slot: usize) -> f32 {
-        self.judge.lead(slot)
+    fn margin(&mut self, slot: usize) -> Result<f32> {
+        Ok(self.judge.lead(slot))
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {

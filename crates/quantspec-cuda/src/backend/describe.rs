@@ -29,7 +29,7 @@ unsafe impl Plain for DeviceRow {}
 
 /// How the step under way is laid out in the description.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Plan {
+pub(super) struct StepLayout {
     pub(super) passes: Vec<AttendPass>,
     pub(super) places: Vec<Places>,
     pub(super) rows: u64,
@@ -38,8 +38,6 @@ pub(super) struct Plan {
     pub(super) choices: u64,
     pub(super) choosing: usize,
     pub(super) choosing_pages: usize,
-    /// The last product waits in y to be added by the next norm.
-    pub(super) pending: bool,
     /// The step drafts: nobody looks at what it flags.
     pub(super) drafts: bool,
 }
@@ -64,8 +62,8 @@ impl CudaBackend {
     pub(super) fn begin(&mut self, step: &Step) -> Result<()> {
         self.stage()?;
         let mut at = 0;
-        self.plan = self.describe(step, &mut at)?;
-        self.plan.drafts = step.weights == Weights::Draft;
+        self.layout = self.describe(step, &mut at)?;
+        self.layout.drafts = step.weights == Weights::Draft;
         self.send(at)
     }
 
@@ -87,7 +85,7 @@ impl CudaBackend {
     }
 
     /// Writes what describes a step into the staging buffer from `at` on.
-    pub(super) fn describe(&mut self, step: &Step, at: &mut usize) -> Result<Plan> {
+    pub(super) fn describe(&mut self, step: &Step, at: &mut usize) -> Result<StepLayout> {
         let rows = step.rows;
         if rows.is_empty() || rows.len() > self.options.step_rows {
             return Err(Error::internal(format!(
@@ -132,21 +130,21 @@ impl CudaBackend {
             })
             .collect();
         let base = self.step.description.at(0);
-        let mut plan = Plan { rows: base + writer.put(&device_rows)? as u64, ..Plan::default() };
+        let mut layout = StepLayout { rows: base + writer.put(&device_rows)? as u64, ..StepLayout::default() };
         let (mut cos, mut sin) = (vec![0.0f32; half], vec![0.0f32; half]);
         let mut angles = Vec::with_capacity(rows.len() * half * 2);
         for row in rows {
             self.rope.fill(row.position, row.position + 1, &mut cos, &mut sin);
             angles.extend(cos.iter().zip(&sin).flat_map(|(c, s)| [*c, *s]));
         }
-        plan.cos_sin = base + writer.put(&angles)? as u64;
-        plan.choices = base + writer.put(&choices)? as u64;
-        plan.choosing = choices.len();
+        layout.cos_sin = base + writer.put(&angles)? as u64;
+        layout.choices = base + writer.put(&choices)? as u64;
+        layout.choosing = choices.len();
         // In steps, so that rounds stay alike while a text grows by a few pages; scores beyond a sequence's pages are not made.
         let pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
-        plan.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
+        layout.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
         for pass in &passes {
-            plan.places.push(Places {
+            layout.places.push(Places {
                 spans: base + writer.put(&pass.spans)? as u64,
                 parts: base + writer.put(&pass.parts)? as u64,
                 merged: base + writer.put(&pass.merged)? as u64,
@@ -158,12 +156,12 @@ impl CudaBackend {
             });
         }
         *at = writer.at;
-        plan.passes = passes;
-        Ok(plan)
+        layout.passes = passes;
+        Ok(layout)
     }
 
     /// Everything that decides which kernels a step launches, with which grids and addresses.
-    pub(super) fn key(&self, step: &Step, plan: &Plan, key: &mut Vec<u64>) {
+    pub(super) fn step_key(&self, step: &Step, layout: &StepLayout, key: &mut Vec<u64>) {
         let (kind, n) = match step.pages {
             Pages::All => (0, 0),
             Pages::Window(n) => (1, n),
@@ -176,13 +174,13 @@ impl CudaBackend {
             kind,
             n as u64,
             step.rows.len() as u64,
-            plan.rows,
-            plan.cos_sin,
-            plan.choices,
-            plan.choosing as u64,
-            plan.choosing_pages as u64,
+            layout.rows,
+            layout.cos_sin,
+            layout.choices,
+            layout.choosing as u64,
+            layout.choosing_pages as u64,
         ]);
-        for (pass, places) in plan.passes.iter().zip(&plan.places) {
+        for (pass, places) in layout.passes.iter().zip(&layout.places) {
             key.extend(pass.launches());
             key.extend([places.spans, places.parts, places.merged, places.list_pitch as u64]);
         }

@@ -1,12 +1,15 @@
-//! Rounds: launched kernel by kernel, recorded as graphs, and found again.
+//! Rounds: described in one copy, launched kernel by kernel or recorded as graphs, and found again.
 
 use super::CudaBackend;
-use super::describe::Plan;
+use super::describe::{StepLayout, Writer};
 use crate::device::Mark;
 use crate::recorded::Kind;
 use crate::sample::Manner;
+use quantspec_core::config::Weights;
+use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
-use quantspec_model::backend::{DraftPlan, Network, Pass, Row, Step, Turn};
+use quantspec_model::backend::{DraftPlan, Executor, Round};
+use quantspec_model::forward;
 
 /// Points of a round in the device's time.
 pub(super) struct Clock {
@@ -16,108 +19,139 @@ pub(super) struct Clock {
     pub(super) ran: bool,
 }
 
-impl CudaBackend {
-    /// Queues a whole step that was described, up to its logits.
-    pub(super) fn queue(&mut self, step: &Step, plan: &Plan) -> Result<()> {
-        self.plan = plan.clone();
-        let pass = Pass::Step(step);
-        self.step_embed(step)?;
-        for layer in 0..self.config.layers {
-            self.qkv(layer, &pass)?;
-            self.attend(layer, &pass)?;
-            self.output(layer, &pass)?;
-            self.gate_up(layer, &pass)?;
-            self.down(layer, &pass)?;
-        }
-        self.head(&pass)
+/// A round that was described to the device.
+struct Described<'a> {
+    round: &'a Round<'a>,
+    /// Of its steps, in order.
+    layouts: Vec<StepLayout>,
+    /// Where its turns lie, if they are judged.
+    turns: u64,
+    manner: Manner,
+}
+
+impl Executor for CudaBackend {
+    fn runs_rounds_whole(&self) -> bool {
+        true
     }
 
-    /// Queues a round: draft steps with their choices, the verification and its judgement of `turns`; without turns draft steps alone. `recording`: into
-    /// a graph.
-    fn queue_round(
-        &mut self,
-        round: &[(Step, Plan)],
-        turns: Option<(u64, usize)>,
-        manner: Manner,
-        recording: bool,
-    ) -> Result<()> {
-        let logits = self.step.logits.at(0);
-        let (drafts, verify) = round.split_at(round.len() - usize::from(turns.is_some()));
-        // What is drafted by itself the host times.
-        let timed = !drafts.is_empty() && turns.is_some();
+    fn prepare_draft(&mut self, plan: &DraftPlan) -> Result<()> {
+        if plan.weights == Weights::Draft { self.restore_drafts() } else { Ok(()) }
+    }
+
+    fn run(&mut self, round: &Round) -> Result<Vec<Verdict>> {
+        if round.drafts().any(|step| step.weights == Weights::Draft) {
+            // A long prompt since `prepare_draft` may have taken their place.
+            self.restore_drafts()?;
+        }
+        let described = self.describe_round(round)?;
+        self.launch_round(&described)?;
+        self.clock.ran = timed(round);
+        match round.verification() {
+            Some(_) => self.conclude(round.turns),
+            None => Ok(Vec::new()),
+        }
+    }
+
+    fn draft_seconds(&mut self) -> Result<Option<f64>> {
+        self.clock.ran.then(|| self.clock.start.seconds_to(&self.clock.drafted)).transpose()
+    }
+}
+
+/// Whether the device tells how long a round drafts. What is drafted by itself the host times.
+fn timed(round: &Round) -> bool {
+    round.drafts().next().is_some() && round.verification().is_some()
+}
+
+impl CudaBackend {
+    /// Describes a round to the device: one copy. Draft steps by themselves are described at one fixed place, so that all of them are one graph.
+    fn describe_round<'a>(&mut self, round: &'a Round) -> Result<Described<'a>> {
+        let manner = self.sampling.learn(round.turns)?;
+        self.stage()?;
+        let (mut at, mut layouts, mut turns) = (0, Vec::new(), 0);
+        for step in round.drafts() {
+            layouts.push(StepLayout { drafts: true, ..self.describe(&step, &mut at)? });
+            for row in step.rows {
+                self.sampling.drafts(row.slot, row.offset);
+            }
+        }
+        if let Some(step) = round.verification() {
+            layouts.push(self.describe(&step, &mut at)?);
+            let described = self.sampling.describe(step.rows, round.turns)?;
+            let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at };
+            turns = self.step.description.at(writer.put(&described)?);
+            at = writer.at;
+        }
+        self.send(at)?;
+        Ok(Described { round, layouts, turns, manner })
+    }
+
+    /// Queues the steps of a described round. `recording`: into a graph.
+    fn queue(&mut self, described: &Described, recording: bool) -> Result<()> {
+        self.ahead = Some(described.layouts.clone().into_iter());
+        let queued = self.queue_steps(described, recording);
+        self.ahead = None;
+        queued
+    }
+
+    fn queue_steps(&mut self, described: &Described, recording: bool) -> Result<()> {
+        let Described { round, turns, manner, .. } = described;
+        let timed = timed(round);
         if timed {
             self.clock.start.set(recording)?;
         }
-        for (step, plan) in drafts {
-            self.queue(step, plan)?;
-            self.sampling.propose(step.rows.len(), plan.rows, logits, manner)?;
+        for step in round.drafts() {
+            forward::draft_step(self, &step, round.turns)?;
         }
         if timed {
             self.clock.drafted.set(recording)?;
         }
-        for ((step, plan), turns) in verify.iter().zip(turns) {
-            self.queue(step, plan)?;
-            self.sampling.judge(turns.0, turns.1, step.rows.len(), plan.rows, logits, manner)?;
+        if let Some(step) = round.verification() {
+            forward::step(self, &step)?;
+            let (count, logits) = (step.rows.len(), self.step.logits.at(0));
+            self.sampling.judge(*turns, round.turns.len(), count, self.layout.rows, logits, *manner)?;
         }
         Ok(())
     }
 
-    /// Runs what [`CudaBackend::queue_round`] queues, as a graph where two like it ran before: some hundred launches per step become one.
-    pub(super) fn run(&mut self, round: &[(Step, Plan)], turns: Option<(u64, usize)>, manner: Manner) -> Result<()> {
-        let (turns_at, count) = turns.unwrap_or_default();
-        let how = u64::from(manner.warm) | u64::from(manner.rejects) << 1;
-        let mut key = vec![turns_at, count as u64, how, self.sampling.draft_address()];
-        for (step, plan) in round {
-            self.key(step, plan, &mut key);
-        }
+    /// Runs what [`CudaBackend::queue`] queues, as a graph where two like it ran before: some hundred launches per step become one.
+    fn launch_round(&mut self, described: &Described) -> Result<()> {
+        let key = self.round_key(described);
+        let steps = described.layouts.len();
         match self.recorded.find(&key) {
             // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
             Some(Kind::Graph(graph)) => unsafe { graph.launch() },
-            Some(Kind::Refused) => self.queue_round(round, turns, manner, false),
-            None if self.device.one_by_one => self.queue_round(round, turns, manner, false),
+            Some(Kind::Refused) => self.queue(described, false),
+            None if self.device.one_by_one => self.queue(described, false),
             None => {
-                self.recorded.note(key, Kind::Seen, round.len());
-                self.queue_round(round, turns, manner, false)
+                self.recorded.note(key, Kind::Seen, steps);
+                self.queue(described, false)
             }
             Some(Kind::Seen) => {
                 // Launched one by one once more, and recorded while the GPU works on it: building a graph of thousands of launches
                 // takes milliseconds.
-                self.queue_round(round, turns, manner, false)?;
+                self.queue(described, false)?;
                 let device = self.device.clone();
                 // The plan counts no graphs. Where memory for one is lacking, or the driver refuses, the round is slower and nothing else.
-                let kind = match device.record(|| self.queue_round(round, turns, manner, true)) {
+                let kind = match device.record(|| self.queue(described, true)) {
                     Ok(graph) => Kind::Graph(graph),
                     Err(error) if matches!(error.kind, ErrorKind::DoesNotFit | ErrorKind::Device) => Kind::Refused,
                     Err(error) => return Err(error),
                 };
-                self.recorded.note(key, kind, round.len());
+                self.recorded.note(key, kind, steps);
                 Ok(())
             }
         }
     }
 
-    /// Drafts one sequence's tokens where the host looks at each: a step begins when it has seen the lead of the one before. The GPU waits for that a
-    /// hundredth of a millisecond, and what is not drafted in vain is worth more.
-    pub(super) fn draft_watched(&mut self, plan: &DraftPlan, turn: &mut Turn) -> Result<()> {
-        (self.hooks.poll)()?;
-        let DraftPlan { weights, view, pages } = *plan;
-        let manner = self.sampling.learn(std::slice::from_ref(turn))?;
-        while turn.leads.len() < turn.gamma {
-            let offset = turn.leads.len();
-            let rows = [Row { slot: turn.slot, offset, position: turn.committed + offset }];
-            let step = Step { weights, view, pages, choose_pages: offset == 0, rows: &rows };
-            // Every step is described at the same place, so that all of them are one graph.
-            self.stage()?;
-            let mut at = 0;
-            let mut plan = self.describe(&step, &mut at)?;
-            plan.drafts = true;
-            self.sampling.drafts(turn.slot, offset);
-            self.send(at)?;
-            self.run(&[(step, plan)], None, manner)?;
-            turn.drafted(self.sampling.lead()?);
-            // The host has waited for everything it sent.
-            self.staged = 0;
+    /// Everything that decides which kernels a round launches, with which grids and addresses.
+    fn round_key(&self, described: &Described) -> Vec<u64> {
+        let Described { round, layouts, turns, manner } = described;
+        let judged = if round.verification().is_some() { round.turns.len() } else { 0 };
+        let how = u64::from(manner.warm) | u64::from(manner.rejects) << 1;
+        let mut key = vec![*turns, judged as u64, how, self.sampling.draft_address()];
+        for (step, layout) in round.drafts().chain(round.verification()).zip(layouts) {
+            self.step_key(&step, layout, &mut key);
         }
-        Ok(())
+        key
     }
 }

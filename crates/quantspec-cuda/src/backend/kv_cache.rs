@@ -200,7 +200,6 @@ impl KvCache for CudaBackend {
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
         self.slot(slot)?;
-        self.drafting = None;
         self.sampling.set_window(slot, tokens)
     }
 

@@ -2,12 +2,12 @@
 
 use super::CudaBackend;
 use super::kv_cache::page_shared;
-use super::sampler::check_flag;
 use super::workspace::Input;
 use crate::args;
 use crate::attend::Around;
 use crate::device::{Buffer, Kernel, Launch};
 use crate::draft::{Draft, Heads, Hidden};
+use crate::flags::check_flag;
 use crate::hierarchy::Reads;
 use crate::linear::Quantised;
 use crate::weights::{self, Full, address, argument};
@@ -28,24 +28,21 @@ impl CudaBackend {
 
     /// Where the step under way flags keys and values that are not numbers.
     fn step_flag(&self) -> u64 {
-        if self.plan.drafts { self.sampling.draft_flag() } else { self.sampling.flag() }
+        if self.layout.drafts { self.sampling.draft_flag() } else { self.sampling.flag() }
     }
 
-    /// hidden += y where a product waits, then the norm, into the input type of a product.
-    #[expect(clippy::too_many_arguments, reason = "a launch")]
+    /// The addition that [`Network::reduce_residual`] left, then the norm, into the input type of a product.
     pub(super) fn norm(
         &self,
         rows: usize,
         weight: &Buffer,
-        bias: u64,
         input: &Input,
         kernel: Kernel,
         quantised: bool,
         hidden: u64,
     ) -> Result<()> {
         let (width, eps) = (self.config.hidden, self.config.rms_eps);
-        let y = if self.plan.pending { self.step.y.at(0) } else { 0 };
-        let bias = if self.plan.pending { bias } else { 0 };
+        let (y, bias) = self.residual.map_or((0, 0), |bias| (self.step.y.at(0), bias));
         if quantised {
             let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, input.pitch8()];
             self.launch(self.kernels.norm_i8, [rows, 1, 1], NORM_THREADS, 0, &arguments)
@@ -127,7 +124,7 @@ impl CudaBackend {
         // Without overlap: kernels of a step read ahead of one another what earlier steps left, so those have ended before its first kernel begins.
         let launch = Launch { grid: [step.rows.len() as u32, 1, 1], block: 256, shared: 0, overlap: false };
         // SAFETY: rows, windows and the hidden stream have room for the rows of a step.
-        unsafe { self.launch_embed(launch, [self.plan.rows, windows, pitch as u64, 0], self.step.hidden.at(0)) }
+        unsafe { self.launch_embed(launch, [self.layout.rows, windows, pitch as u64, 0], self.step.hidden.at(0)) }
     }
 
     /// Embeds rows: of `from`, the rows of a step, windows and their pitch, or the tokens of a prompt.
@@ -149,15 +146,12 @@ impl CudaBackend {
         unsafe { self.device.launch(self.kernels.embed, launch, &arguments) }
     }
 
-    /// The norm ahead of attention, which adds what the layer before left in y, and the product.
+    /// The norm ahead of attention, and the product.
     fn step_norm_qkv(&self, layer: usize, draft: Option<&Quantised>, reads: Reads, rows: usize) -> Result<()> {
         let (weights, space) = (self.layer(layer)?, &self.step);
-        let before = layer.checked_sub(1).map(|before| self.layer(before)).transpose()?;
-        let bias = before.map_or(0, |before| address(&before.down_bias));
         self.norm(
             rows,
             &weights.attention_norm,
-            bias,
             &space.normed,
             self.kernels.norm[0],
             draft.is_some(),
@@ -177,9 +171,9 @@ impl CudaBackend {
             let hidden = self.stream(&weights.attention_norm);
             if weights.head_norms.is_none() {
                 let heads = Heads {
-                    rows: self.plan.rows,
+                    rows: self.layout.rows,
                     bias: address(&weights.qkv_bias),
-                    cos_sin: self.plan.cos_sin,
+                    cos_sin: self.layout.cos_sin,
                     q: space.q.at(0),
                     rings: [self.cache.ring_k.at(0), self.cache.ring_v.at(0)],
                     scale,
@@ -198,12 +192,12 @@ impl CudaBackend {
         }
         let (q_norm, k_norm) = weights.head_norms.as_ref().map_or((0, 0), |(q, k)| (q.at(0), k.at(0)));
         let arguments = args![
-            self.plan.rows,
+            self.layout.rows,
             &space.y,
             address(&weights.qkv_bias),
             q_norm,
             k_norm,
-            self.plan.cos_sin,
+            self.layout.cos_sin,
             &space.q,
             &self.cache.ring_k,
             &self.cache.ring_v,
@@ -232,20 +226,20 @@ impl CudaBackend {
         let draft = beside || weights.draft.output.is_some() && step.weights == Weights::Draft;
         let cache = self.cache_layer(layer);
         let space = &self.step;
-        if let (Some(places), true) = (self.plan.places.first(), self.plan.choosing > 0) {
+        if let (Some(places), true) = (self.layout.places.first(), self.layout.choosing > 0) {
             let (n, scores) = match step.pages {
                 // Quantised keys are what is scored; a cache without them keeps to the window.
                 Pages::Best(n) if self.cache.upper.is_some() => (n, self.lists.scores.at(0)),
                 Pages::Best(n) | Pages::Window(n) => (n, 0),
                 Pages::All => (0, 0),
             };
-            let plan = &self.plan;
+            let layout = &self.layout;
             // SAFETY: choices, q, scores and lists are this backend's and have room for every slot.
             unsafe {
                 self.attend.choose(
-                    plan.choices,
-                    plan.choosing,
-                    plan.choosing_pages,
+                    layout.choices,
+                    layout.choosing,
+                    layout.choosing_pages,
                     self.listed(n),
                     space.q.at(0),
                     scores,
@@ -254,9 +248,9 @@ impl CudaBackend {
                 )?;
             }
         }
-        for (index, (pass, places)) in self.plan.passes.iter().zip(&self.plan.places).enumerate() {
+        for (index, (pass, places)) in self.layout.passes.iter().zip(&self.layout.places).enumerate() {
             // Draft products ask for their weights themselves, and ahead of another pass there is no product.
-            let none = draft || index + 1 < self.plan.passes.len();
+            let none = draft || index + 1 < self.layout.passes.len();
             let around = Around { beside, behind: if none { (0, 0) } else { weights.output.ahead() } };
             // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
             unsafe {
@@ -285,16 +279,7 @@ impl CudaBackend {
                 together.gated(draft, hidden, address(&weights.gate_up_bias), gated.x.at(0), gated.pitch(), rows)
             };
         }
-        let bias = address(&weights.output_bias);
-        self.norm(
-            rows,
-            &weights.mlp_norm,
-            bias,
-            &space.normed,
-            self.kernels.norm[0],
-            draft.is_some(),
-            space.hidden.at(0),
-        )?;
+        self.norm(rows, &weights.mlp_norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
         self.product(&weights.gate_up, draft, self.reads(step)[1], &space.normed, space.y.at(0), rows)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
@@ -318,10 +303,20 @@ impl Network for CudaBackend {
         match pass {
             Pass::Prefill(block) => self.prompt_embed(block),
             Pass::Step(step) => {
-                if step.weights == Weights::Draft {
-                    self.restore_drafts()?;
+                // A step that failed may have left them.
+                (self.unreduced, self.residual) = (None, None);
+                match &mut self.ahead {
+                    Some(layouts) => {
+                        let next = layouts.next().ok_or_else(|| Error::internal("a step that was not described"));
+                        self.layout = next?;
+                    }
+                    None => {
+                        if step.weights == Weights::Draft {
+                            self.restore_drafts()?;
+                        }
+                        self.begin(step)?;
+                    }
                 }
-                self.begin(step)?;
                 self.step_embed(step)
             }
         }
@@ -331,7 +326,7 @@ impl Network for CudaBackend {
         match pass {
             Pass::Step(step) => {
                 self.step_qkv(layer, step)?;
-                self.plan.pending = false;
+                self.residual = None;
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -375,7 +370,7 @@ impl Network for CudaBackend {
                 }
                 let (input, y) = (&self.step.attended, self.step.y.at(0));
                 self.product(&weights.output, draft, self.reads(step)[0], input, y, step.rows.len())?;
-                self.plan.pending = true;
+                self.unreduced = Some(address(&weights.output_bias));
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -388,11 +383,18 @@ impl Network for CudaBackend {
         }
     }
 
+    /// The next norm adds y. The projections of prompts, and of draft steps that fuse, added theirs.
+    fn reduce_residual(&mut self, pass: &Pass) -> Result<()> {
+        let unreduced = self.unreduced.take();
+        self.residual = unreduced.filter(|_| matches!(pass, Pass::Step(_)));
+        Ok(())
+    }
+
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()> {
         match pass {
             Pass::Step(step) => {
                 self.step_gate_up(layer, step)?;
-                self.plan.pending = false;
+                self.residual = None;
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -421,7 +423,7 @@ impl Network for CudaBackend {
                 }
                 let (input, y) = (&self.step.gated, self.step.y.at(0));
                 self.product(&weights.down, draft, self.reads(step)[1], input, y, step.rows.len())?;
-                self.plan.pending = true;
+                self.unreduced = Some(address(&weights.down_bias));
                 Ok(())
             }
             Pass::Prefill(block) => {
@@ -473,25 +475,20 @@ impl Network for CudaBackend {
     }
 
     fn head(&mut self, pass: &Pass) -> Result<()> {
-        let (rows, hidden, bias, drafting) = match pass {
-            Pass::Step(step) => {
-                let bias = self.weights.layers.last().map_or(0, |layer| address(&layer.down_bias));
-                (step.rows.len(), self.step.hidden.at(0), bias, step.weights == Weights::Draft)
-            }
-            Pass::Prefill(block) => {
-                self.plan.pending = false;
-                (1, self.prompt_hidden(block.start + block.rows - 1), 0, false)
-            }
+        let (rows, hidden, drafting) = match pass {
+            Pass::Step(step) => (step.rows.len(), self.step.hidden.at(0), step.weights == Weights::Draft),
+            Pass::Prefill(block) => (1, self.prompt_hidden(block.start + block.rows - 1), false),
         };
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
-        self.norm(rows, &self.weights.final_norm, bias, last, self.kernels.norm[1], draft.is_some(), hidden)?;
+        self.norm(rows, &self.weights.final_norm, last, self.kernels.norm[1], draft.is_some(), hidden)?;
         self.product(self.weights.head(), draft, Reads::Both, last, self.step.logits.at(0), rows)?;
-        self.plan.pending = false;
+        self.residual = None;
         Ok(())
     }
 
     fn poll(&mut self) -> Result<()> {
-        (self.hooks.poll)()
+        // A round is queued without polling: an interrupt would leave half a recorded graph.
+        if self.ahead.is_some() { Ok(()) } else { (self.hooks.poll)() }
     }
 }

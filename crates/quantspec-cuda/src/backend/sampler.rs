@@ -1,34 +1,18 @@
-//! Choosing and judging tokens, and what the device flags.
+//! Choosing and judging tokens on the device.
 
 use super::CudaBackend;
 use super::describe::DeviceRow;
+use crate::flags::check_flag;
+use quantspec_core::Result;
 use quantspec_core::sample::Sampler;
 use quantspec_core::verify::Verdict;
-use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Step, TokenSampler, Turn};
-
-/// Bits of the device's error flag (`FLAG_*` in kernels/numbers.cuh and quantize.cu).
-const FLAG_CACHE: u32 = 1;
-const FLAG_LOGITS: u32 = 2;
-pub(crate) const FLAG_WEIGHTS: u32 = 4;
-
-/// Turns what kernels flagged since the last look into an error.
-pub(super) fn check_flag(flag: u32) -> Result<()> {
-    Err(Error::not_finite(match flag {
-        0 => return Ok(()),
-        flag if flag & FLAG_WEIGHTS != 0 => "a weight is NaN or infinite, or its group does not fit half precision",
-        flag if flag & FLAG_CACHE != 0 => "keys or values are NaN, infinite or beyond half precision",
-        flag if flag & FLAG_LOGITS != 0 => "logits are NaN or infinite",
-        _ => "a kernel found values that are not finite",
-    }))
-}
 
 impl CudaBackend {
     /// Waits for the verdicts of a round.
     pub(super) fn conclude(&mut self, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let (verdicts, flag) = self.sampling.verdicts(turns)?;
         self.staged = 0;
-        self.plan.pending = false;
         check_flag(flag)?;
         Ok(verdicts)
     }
@@ -40,7 +24,7 @@ impl TokenSampler for CudaBackend {
         let logits = self.step.logits.read(row * vocab * 4, vocab)?;
         self.staged = 0;
         // Overflowing keys and values were stored as 0, so logits do not show them.
-        check_flag(self.sampling.take_flag(self.plan.drafts)?)?;
+        check_flag(self.sampling.take_flag(self.layout.drafts)?)?;
         Ok(logits)
     }
 
@@ -60,7 +44,14 @@ impl TokenSampler for CudaBackend {
         for row in step.rows {
             self.sampling.drafts(row.slot, row.offset);
         }
-        self.sampling.propose(step.rows.len(), self.plan.rows, self.step.logits.at(0), manner)
+        self.sampling.propose(step.rows.len(), self.layout.rows, self.step.logits.at(0), manner)
+    }
+
+    fn margin(&mut self, _slot: usize) -> Result<f32> {
+        let margin = self.sampling.lead()?;
+        // The host has waited for everything it sent.
+        self.staged = 0;
+        Ok(margin)
     }
 
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
@@ -68,7 +59,7 @@ impl TokenSampler for CudaBackend {
         let described = self.sampling.describe(step.rows, turns)?;
         self.sampling.turns().write(0, &described)?;
         let (at, logits) = (self.sampling.turns().at(0), self.step.logits.at(0));
-        self.sampling.judge(at, turns.len(), step.rows.len(), self.plan.rows, logits, manner)?;
+        self.sampling.judge(at, turns.len(), step.rows.len(), self.layout.rows, logits, manner)?;
         self.conclude(turns)
     }
 }

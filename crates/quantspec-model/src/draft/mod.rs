@@ -11,6 +11,7 @@ pub use ngram::Ngram;
 pub use self_quantised::SelfQuantised;
 
 use crate::backend::{Backend, DraftPlan, KvCache, Turn};
+use crate::forward;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
 use std::fmt::Debug;
@@ -25,7 +26,7 @@ pub trait Drafter: Debug + Send {
     fn needs(&self) -> Needs;
 
     /// Whether proposed tokens come with logit margins, by which the policy may end the draft of a single sequence early.
-    fn leads(&self) -> bool {
+    fn margins(&self) -> bool {
         false
     }
 
@@ -77,7 +78,7 @@ pub struct Proposed {
 
 /// What a drafter can ask of the target's backend.
 pub trait Target {
-    /// [`Backend::draft`].
+    /// [`forward::draft`].
     ///
     /// # Errors
     /// As there.
@@ -92,7 +93,7 @@ pub trait Target {
 
 impl<B: Backend> Target for B {
     fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
-        Backend::draft(self, plan, turns)
+        forward::draft(self, plan, turns)
     }
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {

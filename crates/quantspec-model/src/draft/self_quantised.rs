@@ -5,8 +5,8 @@ use crate::backend::{DraftPlan, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::{Pages, Weights};
 
-/// Drafts by the target's own backend, which holds the sequences: this keeps the plan only. A GPU notes the plan and runs
-/// draft and verification as one graph.
+/// Drafts by the target's own backend, which holds the sequences: this keeps the plan only. On a GPU the turns take the plan
+/// along to the verification, and both run as one graph.
 #[derive(Clone, Copy, Debug)]
 pub struct SelfQuantised(pub DraftPlan);
 
@@ -23,7 +23,7 @@ impl Drafter for SelfQuantised {
         Needs { view: Some(self.0.view), draft_weights, distributions: true }
     }
 
-    fn leads(&self) -> bool {
+    fn margins(&self) -> bool {
         true
     }
 

@@ -1,0 +1,19 @@
+//! The device's error flag: what kernels found that is not finite.
+
+use quantspec_core::{Error, Result};
+
+/// Bits of the device's error flag (`FLAG_*` in kernels/numbers.cuh and quantize.cu).
+const FLAG_CACHE: u32 = 1;
+const FLAG_LOGITS: u32 = 2;
+pub(crate) const FLAG_WEIGHTS: u32 = 4;
+
+/// Turns what kernels flagged since the last look into an error.
+pub(crate) fn check_flag(flag: u32) -> Result<()> {
+    Err(Error::not_finite(match flag {
+        0 => return Ok(()),
+        flag if flag & FLAG_WEIGHTS != 0 => "a weight is NaN or infinite, or its group does not fit half precision",
+        flag if flag & FLAG_CACHE != 0 => "keys or values are NaN, infinite or beyond half precision",
+        flag if flag & FLAG_LOGITS != 0 => "logits are NaN or infinite",
+        _ => "a kernel found values that are not finite",
+    }))
+}
