@@ -1,4 +1,4 @@
-// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads both planes, a draft the upper one alone.
+// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads both planes, a draft (and a target of four bits) the upper one alone.
 //
 // The mma A operand is a whole code, C = 16 U + L + 8 (upper plane alone: 16 U), as the integer in the low bits of a 16-bit float: as f16 it is C 2^-24, as
 // bfloat16 C 2^-133, subnormal or nearly so, and exact. So unpacking is masks and byte selects. bfloat16 inputs are multiplied by 2^64 to keep products normal.

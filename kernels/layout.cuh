@@ -44,12 +44,13 @@ DEV size_t ring_at(int layer, int slot, int head, int position, int slots, int h
 // k = 16 c + 4 i + b, lane = 4 g + c; then parameters [g] half {scale, zero of row g, scale, zero of row g + 8}.
 // Lower plane: blocks of codes L + 8 in the same places.
 constexpr int UPPER_BLOCK = 576, LOWER_BLOCK = 512;
-// Weights k .. k + 7 of output n, k a multiple of 8; the sum is rounded once.
+// Weights k .. k + 7 of output n, k a multiple of 8; the sum is rounded once. `lower` null: every L is 0.
 DEV void plane_weights(float (&w)[8], const uint8_t* upper, const uint8_t* lower, int n, int k, int stride) {
   const size_t block = (size_t)(n / 16) * stride + k / 64;
   const int at = ((n & 7) * 4 + k % 64 / 16) * 16 + k % 16, shift = n & 8 ? 4 : 0;
   const uint8_t* const of = upper + block * UPPER_BLOCK;
-  const uint2 u = __ldg(reinterpret_cast<const uint2*>(of + at)), l = __ldg(reinterpret_cast<const uint2*>(lower + block * LOWER_BLOCK + at));
+  const uint2 u = __ldg(reinterpret_cast<const uint2*>(of + at));
+  const uint2 l = lower ? __ldg(reinterpret_cast<const uint2*>(lower + block * LOWER_BLOCK + at)) : make_uint2(0x88888888, 0x88888888);
   const float2 params = unpack_half2(__ldg(reinterpret_cast<const uint32_t*>(of + 512 + (n & 7) * 8 + shift)));
 #pragma unroll
   for (int i = 0; i < 8; i++) {

@@ -399,7 +399,7 @@ WEIGHTS(f32, Single, FromRows)
 // Codes of a group's least weight that are tried after 8: of the n-th try, n = 1 .. 7 (quantspec_core::weights::FIRST_CODES).
 DEV int first_code(int n) { return 2 * (n - 1) + (n > 4 ? 2 : 0); }
 
-// One block of 16 rows x 64 k, 128 threads.
+// One block of 16 rows x 64 k, 128 threads; `lower` null: the upper plane alone, every L 0.
 template <class T, class From>
 DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N, int K, int paired, uint32_t* flag) {
   __shared__ __align__(16) uint8_t codes[16][64];                          // 16 U + L + 8
@@ -412,30 +412,35 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
     w.read<T, From>(src, n, group * 64, N, K, paired);
     Group p = {0, 0, 0.f, 0.f, true};
     if (n < N && w.count > 0) {
-      const float step = __fdiv_rn(__fsub_rn(w.high, w.low), 240.f);
+      const float range = __fsub_rn(w.high, w.low), step = __fdiv_rn(range, 240.f);
       auto from = [&](int first) { return weights_group(__fmul_rn(16.f, step), __fadd_rn(w.low, __fmul_rn((float)(8 - first), step))); };
-      p = w.low == w.high ? rounded(0.f, w.low) : from(8);
+      p = w.low == w.high ? rounded(0.f, w.low) : lower ? from(8) : weights_group(__fdiv_rn(range, 15.f), w.low);
       if (!w.finite || !p.ok) atomicOr(flag, FLAG_WEIGHTS);
       if (p.ok && p.scale != 0.f) {
-        Best<2> found(w, p);
+        if (lower) {
+          Best<2> found(w, p);
 #pragma unroll 1
-        for (int at = 1; at < 8; at++) found.consider(from(first_code(at)));
-        p = found.best;
+          for (int at = 1; at < 8; at++) found.consider(from(first_code(at)));
+          p = found.best;
+        } else {
+          p = search(w, p);
+        }
       }
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       uint32_t code = 8;
       if (w.there[i] && p.scale != 0.f) {
-        const float steps = __fdiv_rn(__fsub_rn(w.x[i], p.zero), __fmul_rn(p.scale, 0.0625f));
-        code = (uint32_t)((int)rintf(fminf(fmaxf(steps, -8.f), 247.f)) + 8);
+        const float offset = __fsub_rn(w.x[i], p.zero);
+        code = lower ? (uint32_t)((int)rintf(fminf(fmaxf(__fdiv_rn(offset, __fmul_rn(p.scale, 0.0625f)), -8.f), 247.f)) + 8)
+                     : 16 * (uint32_t)rintf(fminf(fmaxf(__fdiv_rn(offset, p.scale), 0.f), 15.f)) + 8;
       }
       codes[row][i * 32 + lane] = (uint8_t)code;
     }
     if (lane == 0) ((uint32_t*)(upper + 512))[(row % 8) * 2 + row / 8] = p.scale_bits | (uint32_t)p.zero_bits << 16;
   }
   __syncthreads();
-  if (warp >= 2) return;
+  if (warp > (lower ? 1 : 0)) return;
   const int g = lane >> 2, c = lane & 3;
   uint32_t words[4];
 #pragma unroll
@@ -447,7 +452,7 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
   to[lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// planes_{bf16,f16,f32}(src, upper, lower, N, K, paired, flag): src and `paired` as of weights_w4_*. Grid (blocks of a tile, ceil(N / 16)), block 128.
+// planes_{bf16,f16,f32}(src, upper, lower or null, N, K, paired, flag): src and `paired` as of weights_w4_*. Grid (blocks of a tile, ceil(N / 16)), block 128.
 #define PLANES(NAME, T, FROM)                                                                                                                                   \
   KERNEL __launch_bounds__(128) planes_##NAME(const void* src, uint8_t* upper, uint8_t* lower, int N, int K, int paired, uint32_t* flag) {                     \
     quantize_planes<T, FROM>(src, upper, lower, N, K, paired, flag);                                                                                            \
@@ -456,7 +461,7 @@ PLANES(bf16, Bf16, FromAtoms)
 PLANES(f16, Half, FromAtoms)
 PLANES(f32, Single, FromRows)
 
-// atoms_{bf16,f16}(upper, lower, dst atoms, N, stride: blocks of a tile, paired): the matrix that the planes stand for, rounded to 16 bits, its rows
+// atoms_{bf16,f16}(upper, lower or null, dst atoms, N, stride: blocks of a tile, paired): the matrix that the planes stand for, rounded to 16 bits, its rows
 // in the order before `paired`. Grid (ceil(K / 64), ceil(N / 16)), block 128: a thread has eight weights of a row.
 template <class T>
 DEV void planes_to_atoms(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {

@@ -87,6 +87,7 @@ class Engine:
             "device_name": "toy",
             "simd": "none",
             "threads": options["threads"] or 1,
+            "weights": "int8" if options["weights"] == "int8" else "checkpoint",
             "planned_bytes": 1000 * capacity * slots,
             "load_s": Script.load_s,
         }
@@ -263,6 +264,7 @@ def plan(model: str, *, capacity: int, slots: int = 1, **_options: Any) -> dict[
     parts = ("weights", "draft_weights", "cache_upper", "cache_lower", "cache_full", "buffer", "workspace")
     return {
         "device": "cpu",
+        "weights": "checkpoint",
         "fits": capacity <= config["max_positions"] and needed <= available,
         "planned_bytes": needed,
         "available_bytes": available,

@@ -121,6 +121,14 @@ def test_every_supported_gpu_is_served(driver: Driver, capability: str) -> None:
         assert driver.report()["held"] == 0
 
 
+def test_weights_without_kernels_are_refused(driver: Driver) -> None:
+    driver(*DECODE, "--weights", "int8").assert_error(
+        2, "weights is int8, which has no kernels on a GPU", "--device cpu"
+    )
+    # What the memory of a GPU does not hold is said with its numbers, whichever weights may be tried.
+    assert driver(*DECODE, "--weights", "auto", "--json").json["weights"] == "checkpoint"
+
+
 def test_the_first_gpu_that_can_be_used_is_found(driver: Driver) -> None:
     says = "devices=3 major=6 others=9"
     report = driver("doctor", says=says).stdout

@@ -57,6 +57,7 @@ class Engine:
         prompt_capacity: int | None = None,
         device: str = "auto",
         threads: int | None = None,
+        weights: str = "checkpoint",
         kv_target: str = "int8",
         method: str = "quantspec",
         kv_rounding: str = "balanced",
@@ -72,7 +73,7 @@ class Engine:
     ) -> Engine: ...
     @property
     def info(self) -> dict[str, Any]:
-        """What was loaded: device, device_name, simd, threads, family, vocab, layers, max_positions, eos.
+        """What was loaded: device, device_name, simd, threads, weights, family, vocab, layers, max_positions, eos.
 
         Also block_rows (of a prefill), planned_bytes and load_s; cached_drafts, the share of the draft weights that was
         read from `draft_cache` (its folder and the least bytes kept there; None without one), and note, one line about
@@ -175,6 +176,7 @@ def evaluate(
     context: int = 0,
     device: str = "auto",
     threads: int | None = None,
+    weights: str = "checkpoint",
     kv_rounding: str = "balanced",
     draft_cache: tuple[str, int] | None = None,
     on_loading: Callable[[int, int], object] | None = None,
@@ -193,6 +195,7 @@ def planned(
     capacity: int,
     device: str,
     threads: int | None,
+    weights: str,
     kv_rounding: str,
     page_choice: str,
     accept: str,
@@ -206,6 +209,7 @@ def plan(
     prompt_capacity: int | None = None,
     device: str = "auto",
     threads: int | None = None,
+    weights: str = "checkpoint",
     kv_target: str = "int8",
     method: str = "quantspec",
     kv_rounding: str = "balanced",
@@ -218,16 +222,16 @@ def plan(
 ) -> dict[str, Any]:
     """What an `Engine` with these arguments would hold, before any weight is read.
 
-    device, fits, planned_bytes (at the peak), available_bytes, longest_context (tokens of each of `slots` sequences that
-    fit), and the bytes of each part, named as in `Engine.stats`.
+    device, weights (which, for "auto"), fits, planned_bytes (at the peak), available_bytes, longest_context (tokens of
+    each of `slots` sequences that fit), and the bytes of each part, named as in `Engine.stats`.
     """
 
-def traffic(model: str, start: int, tokens: int) -> dict[str, Any]:
+def traffic(model: str, start: int, tokens: int, weights: str) -> dict[str, Any]:
     """What steps at positions start .. start + tokens read on average, over all layers and KV heads.
 
-    weights_bytes (target, one pass; head_bytes of them its head), pages and buffer_tokens (visible on average),
-    upper_page_bytes, lower_page_bytes, full_page_bytes and page_bound_bytes (of one page), token_bytes (keys and values of
-    one token in f16).
+    weights_bytes (target, one pass; head_bytes of them its head), draft_weights_bytes (what a draft reads of int8 weights;
+    None of a checkpoint's), pages and buffer_tokens (visible on average), upper_page_bytes, lower_page_bytes,
+    full_page_bytes and page_bound_bytes (of one page), token_bytes (keys and values of one token in f16).
     """
 
 def kernels(

@@ -91,6 +91,12 @@ class Outcome:
 def batch(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
     """Runs; with `--json` the report is left to be printed."""
     _check(request, options)
+    if engine_options.weights == "auto":
+        raise UsageError(
+            "weights is 'auto', and answers of a resumed run would depend on the memory that is free then",
+            "use --weights checkpoint or --weights int8",
+            option="weights",
+        )
     if request.as_json or request.dry_run:
         output.Stdout()
     out = Path(request.out)

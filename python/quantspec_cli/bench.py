@@ -484,7 +484,7 @@ def _check_fits(model: Model, plan: Plan, options: EngineOptions) -> None:
 def _engine_options(options: EngineOptions) -> dict[str, Any]:
     """Those of an engine's options that hold for every method."""
     native = options.native()
-    return {name: native[name] for name in ("device", "threads", "kv_rounding", "page_choice", "accept")}
+    return {name: native[name] for name in ("device", "threads", "weights", "kv_rounding", "page_choice", "accept")}
 
 
 class Bench:
@@ -507,6 +507,7 @@ class Bench:
                 on_loading=on_loading,
             )
             self._draft_bytes = int(self._engine.stats()["draft_weights_bytes"])
+            self._weights = self._engine.info["weights"]
         self._page_choice = options.page_choice
         self._accept = options.accept
         self._info = self._engine.info
@@ -595,7 +596,7 @@ class Bench:
     def _traffic(self, start: int, tokens: int) -> dict[str, Any]:
         """What steps at these positions read; looks at the checkpoint, so not to be asked between measurements."""
         with native_errors():
-            return self._native.traffic(str(self._model.directory), start, tokens)
+            return self._native.traffic(str(self._model.directory), start, tokens, self._weights)
 
     def _prefill_bytes(self, depth: int, tokens: int) -> float:
         """Least a prefill of `tokens` behind `depth` reads: a layer's weights and the past once a block, the head once."""
@@ -616,7 +617,8 @@ class Bench:
         read: float = stats["passes"] * seen["weights_bytes"] + stats["rounds"] * cache
         drafts = METHODS[method.name]
         if drafts.draft_view is not None:
-            weights = self._draft_bytes if drafts.draft_weights else seen["weights_bytes"]
+            drafted = seen["draft_weights_bytes"] or self._draft_bytes
+            weights = drafted if drafts.draft_weights else seen["weights_bytes"]
             view = page[method.kv_target if drafts.draft_view == "target" else drafts.draft_view]
             pages = seen["pages"]
             if isinstance(method.draft_pages, int):
@@ -644,6 +646,7 @@ class Bench:
             "simd": self._info.get("simd"),
             "threads": self._info["threads"],
             "method": None,
+            "weights": self._weights,
             "kv_target": None,
             "gamma": None,
             "draft_pages": None,

@@ -16,6 +16,7 @@ from .options import (
     ACCEPTANCE,
     KV_ROUNDINGS,
     PAGE_CHOICES,
+    WEIGHTS,
     EngineOptions,
     GenerateOptions,
     Lists,
@@ -292,13 +293,14 @@ def cache(*, clear: bool, as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT)
 @model_flags
+@_choice_flag("--weights", WEIGHTS[:3], text="The target's weights.")
 @device_flags
 @json_flag
-def selftest(*, device: str, threads: int | None, **flags: Any) -> Done:
+def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) -> Done:
     """Prove on this machine that speculation changes no token. Exit code 1 at the first difference."""
     from .selftest import selftest as execute
 
-    options = EngineOptions(device=device, threads=threads)
+    options = EngineOptions(device=device, threads=threads, weights=weights)
     return execute(options=options, **flags)
 
 
@@ -357,6 +359,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag(
     "--methods", "--method", "methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV."
 )
+@_choice_flag("--weights", WEIGHTS, text="The target's weights.")
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
 @_list_flag("--rows", default="1,5,8", text="With kernels: rows of a step.")
 @click.option("-r", "--repetitions", type=int, default=5, show_default=True, metavar="N", help="Runs of each test.")
@@ -383,6 +386,7 @@ def bench(
     page_choice: str,
     accept: str,
     kv_rounding: str,
+    weights: str,
     **flags: Any,
 ) -> Done:
     """Measure prefill and decoding at depth, and the memory bandwidth that bounds them.
@@ -396,7 +400,12 @@ def bench(
     from . import bench as measure
 
     options = EngineOptions(
-        device=device, threads=threads, page_choice=page_choice, accept=accept, kv_rounding=kv_rounding
+        device=device,
+        threads=threads,
+        weights=weights,
+        page_choice=page_choice,
+        accept=accept,
+        kv_rounding=kv_rounding,
     )
     _refuse_unused(ctx, what)
     if flags["as_json"]:
@@ -419,14 +428,15 @@ def bench(
     metavar="N",
     help="Of these, the first N are a prompt, and the next one is only fed: N + 1 are not scored.",
 )
+@_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are compared with the checkpoint's too.")
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
 @_output_flag("-o", "--output", "output", text="Write the report there instead of stdout.")
 @device_flags
 @json_flag
-def evaluate(*, device: str, threads: int | None, kv_rounding: str, **flags: Any) -> Done:
+def evaluate(*, device: str, threads: int | None, weights: str, kv_rounding: str, **flags: Any) -> Done:
     """Score a text: perplexity and divergence of each view of the cache, acceptance of each draft."""
     from .eval import Request
     from .eval import evaluate as execute
 
-    options = EngineOptions(device=device, threads=threads, kv_rounding=kv_rounding)
+    options = EngineOptions(device=device, threads=threads, weights=weights, kv_rounding=kv_rounding)
     return execute(Request(**flags), options)

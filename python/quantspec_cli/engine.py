@@ -516,6 +516,7 @@ class Engine:
         threads: int | None = None,
         method: str = "quantspec",
         gamma: int | Literal["auto"] = "auto",
+        weights: str = "checkpoint",
         kv_target: str = "int8",
         kv_rounding: str = "balanced",
         draft_weights: str = "int4",
@@ -538,6 +539,9 @@ class Engine:
             method: what drafts: "quantspec" (4-bit cache and weights), "kv4", "w4", "ngram" (what followed the last tokens
                 earlier in the text), or "ar" (nothing). Settings that a method does not know are refused.
             gamma: drafted tokens per round, 0 to 16, or "auto".
+            weights: the target's weights, which define the output together with `kv_target`: "checkpoint", "int8" (half the
+                memory; its upper nibbles draft), "int4" (those alone), or "auto" (int8 where the checkpoint's do not fit;
+                `info` says which).
             kv_target: view of the cache that defines the output: "int8", "fp16" or "int4".
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".
@@ -554,6 +558,7 @@ class Engine:
             threads=settings.threads() if threads is None else threads,
             method=method,
             gamma=gamma,
+            weights=weights,
             kv_target=kv_target,
             kv_rounding=kv_rounding,
             draft_weights=draft_weights,

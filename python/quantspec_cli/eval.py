@@ -117,6 +117,7 @@ def _scores(model: Model, ids: Sequence[int], request: Request, options: EngineO
             context=request.context,
             device=options.device,
             threads=options.threads,
+            weights=options.weights,
             kv_rounding=options.kv_rounding,
             draft_cache=settings.native_draft_cache(),
             on_loading=on_loading,
@@ -137,6 +138,9 @@ def lines(found: dict[str, Any]) -> list[str]:
     for name, score in found["targets"].items():
         divergence = f"{score['kld']:12.2e} {score['top1']:8.2%}" if "kld" in score else f"{'-':>12} {'-':>8}"
         report.append(f"{name:<10} {score['nll']:9.5f} {score['perplexity']:11.4f} {divergence}")
+    for name, score in found.get("weights", {}).items():
+        report += ["", f"{'weights':<10} {'KLD to the checkpoint':>24} {'top-1':>8}"]
+        report.append(f"{name:<10} {score['kld']:24.2e} {score['top1']:8.2%}")
     report += ["", f"{'draft':<10} {'acceptance':>10} {'top-1':>8}"]
     report += [
         f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in found["drafts"].items()

@@ -42,6 +42,7 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
     told: dict[str, Any] = {
         "quantspec": __version__,
         "model": model,
+        "weights": engine.weights,
         "kv_target": engine.kv_target,
         "kv_rounding": engine.kv_rounding,
         **vars(options),

@@ -43,6 +43,7 @@ METHODS = {
     "ngram": Method("earlier text"),
     "ar": Method("nothing", drafts=False),
 }
+WEIGHTS = ("checkpoint", "int8", "int4", "auto")
 KV_TARGETS = ("int8", "fp16", "int4")
 KV_ROUNDINGS = ("balanced", "paper")
 DRAFT_WEIGHTS = ("int4", "int4-mlp", "none")
@@ -71,6 +72,7 @@ class EngineOptions:
     device: str = "auto"
     threads: int | None = None
     method: str = "quantspec"
+    weights: str = "checkpoint"
     kv_target: str = "int8"
     kv_rounding: str = "balanced"
     draft_weights: str = "int4"
@@ -81,6 +83,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, tuple(METHODS))
+        _one_of("weights", self.weights, WEIGHTS)
         _one_of("kv_target", self.kv_target, KV_TARGETS)
         _one_of("kv_rounding", self.kv_rounding, KV_ROUNDINGS)
         _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
@@ -128,6 +131,7 @@ class EngineOptions:
             "device": self.device,
             "threads": self.threads,
             "method": self.method,
+            "weights": self.weights,
             "kv_target": self.kv_target,
             "kv_rounding": self.kv_rounding,
             "draft_weights": self.draft_weights,
@@ -330,6 +334,12 @@ def engine_flags(command: Command) -> Command:
             default="auto",
             show_default=True,
             help=f"Drafted tokens per round, 0 to {GAMMA_MAX}; auto follows measured cost and acceptance.",
+        ),
+        choice(
+            "--weights",
+            WEIGHTS,
+            "The target's weights, which define the output: the checkpoint's; int8, half the memory, whose upper "
+            "nibbles draft; int4, those alone (both CPU only); auto takes int8 where the checkpoint's do not fit.",
         ),
         choice("--kv-target", KV_TARGETS, "View of the cache that defines the output."),
         choice("--kv-rounding", KV_ROUNDINGS, "How keys and values are rounded."),

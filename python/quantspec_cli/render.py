@@ -63,6 +63,14 @@ def note_of_drafts(info: dict[str, Any]) -> None:
         note(f"warning: {one_line(info['note'])}")
 
 
+def note_of_weights(asked: str, info: dict[str, Any]) -> None:
+    """Says which weights `auto` is where they are not the checkpoint's."""
+    if asked == "auto" and info["weights"] != "checkpoint":
+        note(
+            f"weights: {info['weights']}, for the checkpoint's do not fit into memory; the text is that of these weights"
+        )
+
+
 def statistics(engine: Engine, names: Sequence[str], answers: Sequence[Generation]) -> None:
     """What a run did: prompts, speed, speculation, memory."""
     for line in statistics_lines(engine.info, engine.statistics(), names, answers):

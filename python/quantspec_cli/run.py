@@ -100,6 +100,7 @@ def _run(
         engines.enter_context(engine)
         if not request.quiet:
             render.note_of_drafts(engine.info)
+            render.note_of_weights(engine_options.weights, engine.info)
 
         sink: output.Sink = file or (stdout if stdout is not None and not request.as_json else output.Nowhere())
         shown = [one_line(document.name) for document in documents]
@@ -130,6 +131,7 @@ def report(
         "model": engine.model.name,
         "device": engine.info["device"],
         "method": chosen.method,
+        "weights": engine.info["weights"],
         "kv_target": chosen.kv_target,
         "kv_rounding": chosen.kv_rounding,
         "draft_weights": chosen.weights_of_draft,

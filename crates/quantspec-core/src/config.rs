@@ -179,6 +179,8 @@ pub enum TargetWeights {
     /// [`DraftWeights`] keeps in 4 bits is the upper one, and the draft's head both. Rows of an embedding that is not the head stay as the
     /// checkpoint has them.
     Int8,
+    /// Linear layers in the upper plane alone, which target and drafts read; the head in both planes.
+    Int4,
 }
 
 /// How the draft weights are made.

@@ -331,7 +331,7 @@ pub(crate) fn better(w: &[f32], best: (f32, Params), params: Params) -> (f32, Pa
 }
 
 /// Of the ranges of [`SHRINK`] the one whose 4-bit codes have the least squared error, then what is better still of [`FITS`] fits.
-fn search(w: &[f32], low: f32, high: f32, whole: Params) -> Params {
+pub(crate) fn search(w: &[f32], low: f32, high: f32, whole: Params) -> Params {
     let range = high - low;
     let mut best = (squared_error(w, whole), whole);
     for below in SHRINK {

@@ -13,6 +13,9 @@
 //! s = range/15, so the range takes 240 of the 255 fine steps that the codes have. Where in them it begins is free:
 //! [`FIRST_CODES`] lists what is tried, and the zero whose upper codes have the least squared error is kept. A smaller s would
 //! clip the ends of a group in view Both, which costs the target more than the draft gains.
+//!
+//! With 4 bits alone (`--weights int4`) the target reads view Upper too. L is 0, so both views are the same, and the range is
+//! searched freely: clipped ends cost the target nothing that 4 bits do not cost it anyway.
 
 use crate::error::{Error, Result};
 use crate::quantize::{self, Params};
@@ -25,7 +28,7 @@ pub const GROUP: usize = 64;
 pub const FIRST_CODES: [u8; 8] = [8, 0, 2, 4, 6, 10, 12, 14];
 
 /// The code whose nibbles are both 0.
-const ZERO: u8 = 8;
+pub const ZERO: u8 = 8;
 
 /// Upper nibble of a code, 0..=15.
 pub const fn upper(code: u8) -> u8 {
@@ -67,21 +70,53 @@ impl Row {
     }
 }
 
-/// Quantises a row of f32 weights.
+/// Quantises a row of f32 weights to both planes.
 ///
 /// # Errors
 /// [`crate::ErrorKind::NotFinite`] for NaN, infinities and ranges f16 cannot hold, naming the group.
 pub fn quantize_row(w: &[f32]) -> Result<Row> {
+    let code = |value: f32, scale: f32, zero: f32| {
+        quantize::nearest(((value - zero) / (scale / 16.0)).clamp(-8.0, 247.0)) as i32 + 8
+    };
+    quantize_groups(w, search, code)
+}
+
+/// Quantises a row of f32 weights to the upper plane alone: every L is 0.
+///
+/// # Errors
+/// As [`quantize_row`].
+pub fn quantize_row_upper(w: &[f32]) -> Result<Row> {
+    let code = |value: f32, scale: f32, zero: f32| {
+        16 * quantize::nearest(((value - zero) / scale).clamp(0.0, 15.0)) as i32 + i32::from(ZERO)
+    };
+    let search = |w: &[f32], low: f32, high: f32| {
+        let whole = Params::rounded((high - low) / 15.0, low).finite()?;
+        Ok(quantize::search(w, low, high, whole))
+    };
+    quantize_groups(w, search, code)
+}
+
+/// Groups of a row: `search` finds the parameters from weights, minimum and maximum, `code` rounds against what is stored.
+fn quantize_groups(
+    w: &[f32],
+    search: impl Fn(&[f32], f32, f32) -> Result<Params>,
+    code: impl Fn(f32, f32, f32) -> i32,
+) -> Result<Row> {
     let mut row = Row { codes: Vec::with_capacity(w.len()), params: Vec::with_capacity(w.len().div_ceil(GROUP)) };
     for (index, group) in w.chunks(GROUP).enumerate() {
         let named = |error: Error| Error { message: format!("weights of group {index}: {}", error.message), ..error };
-        row.params.push(quantize_group(group, &mut row.codes).map_err(named)?);
+        row.params.push(quantize_group(group, &search, &code, &mut row.codes).map_err(named)?);
     }
     Ok(row)
 }
 
 /// Appends the codes of one group, which is not empty.
-fn quantize_group(w: &[f32], codes: &mut Vec<u8>) -> Result<Params> {
+fn quantize_group(
+    w: &[f32],
+    search: impl Fn(&[f32], f32, f32) -> Result<Params>,
+    code: impl Fn(f32, f32, f32) -> i32,
+    codes: &mut Vec<u8>,
+) -> Result<Params> {
     let (low, high) = quantize::range(w)?;
     if low == high {
         // Nibbles of 0, so that both views are the zero itself.
@@ -90,8 +125,7 @@ fn quantize_group(w: &[f32], codes: &mut Vec<u8>) -> Result<Params> {
     }
     let params = search(w, low, high)?;
     let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
-    let code = |&value: &f32| quantize::nearest(((value - zero) / (scale / 16.0)).clamp(-8.0, 247.0)) as i32 + 8;
-    codes.extend(w.iter().map(|value| code(value) as u8));
+    codes.extend(w.iter().map(|&value| code(value, scale, zero) as u8));
     Ok(params)
 }
 
@@ -214,6 +248,26 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn four_bits_are_those_of_draft_weights_in_groups_of_64() {
+        let uniform = |i: usize| crate::sample::uniform(5, 0, i, crate::sample::Stream::Sample, 0);
+        let mut w: Vec<f32> = (0..300).map(|i| uniform(i) - 0.4).collect();
+        w[64..128].fill(0.25);
+        let row = quantize_row_upper(&w).unwrap();
+        for (i, group) in w.chunks(GROUP).enumerate() {
+            let want = quantize::quantize_weights_row(group).unwrap();
+            assert_eq!(row.params[i], want.params[0]);
+            let codes: Vec<u8> = row.codes[i * GROUP..][..group.len()].iter().map(|&code| upper(code)).collect();
+            assert_eq!(codes, want.codes);
+        }
+        assert!(row.codes.iter().all(|&code| lower(code) == 0));
+        assert_eq!(row.both(), row.upper());
+        w[70] = f32::NAN;
+        assert!(quantize_row_upper(&w).unwrap_err().message.contains("group 1"));
+        w[70] = 2e6;
+        assert_eq!(quantize_row_upper(&w).unwrap_err().kind, ErrorKind::NotFinite);
     }
 
     #[test]

@@ -32,6 +32,16 @@ fn f16(bencher: Bencher, rows: usize) {
     product(bencher, Stored::F16, rows);
 }
 
+#[divan::bench(args = [1, 2, 5, 8, 16])]
+fn planes_both(bencher: Bencher, rows: usize) {
+    product(bencher, Stored::Both, rows);
+}
+
+#[divan::bench(args = [1, 4])]
+fn planes_upper(bencher: Bencher, rows: usize) {
+    product(bencher, Stored::Upper, rows);
+}
+
 #[divan::bench(args = [1, 4])]
 fn int4(bencher: Bencher, rows: usize) {
     product(bencher, Stored::Int4, rows);

@@ -12,7 +12,7 @@ use crate::lanes::{bf16_bits, f16_bits, widen};
 use crate::linear::{self, Input, Matrix, PANEL, Store, Weight, row_stride};
 use crate::memory::{Array, Parts};
 use crate::pool::{Pool, part};
-use crate::{CpuBackend, bandwidth, prefill, quantize, w4};
+use crate::{CpuBackend, bandwidth, hierarchy, prefill, quantize, w4};
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G};
 use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, TargetWeights, View, Weights};
@@ -154,6 +154,10 @@ pub enum Stored {
     Int4,
     /// The draft's head.
     Int8,
+    /// Both planes of int8 weights, as the target reads them.
+    Both,
+    /// Their upper plane, as the draft reads it.
+    Upper,
 }
 
 /// A linear layer of `n` outputs and `k` inputs for a few rows of a step.
@@ -164,6 +168,9 @@ pub struct Product {
     full: Vec<Matrix>,
     draft: Vec<w4::Tiles>,
     acts: w4::Acts,
+    /// What is read of planes.
+    read: hierarchy::Read,
+    limbs: hierarchy::Acts,
     x: Array<f32>,
     x16: Array<u16>,
     stride: usize,
@@ -203,7 +210,21 @@ impl Product {
             }
             Ok(())
         };
+        let read = if stored == Stored::Upper { hierarchy::Read::Upper } else { hierarchy::Read::Target };
         match stored {
+            Stored::Both | Stored::Upper => {
+                let (upper, lower) = hierarchy::Planes::panel_bytes(k, true);
+                let (mut high, mut low) = (vec![0; upper], vec![0; lower]);
+                hierarchy::encode(simd, &weights, k, &mut high, &mut low)?;
+                // Of what is read there are as many bytes as of every other kind.
+                let read = if stored == Stored::Upper { upper } else { upper + lower };
+                for _ in 0..layers(panels * read) {
+                    let mut planes = hierarchy::Planes::zeros(panels, k, true)?;
+                    planes.upper.chunks_exact_mut(upper).for_each(|to| to.copy_from_slice(&high));
+                    planes.lower.chunks_exact_mut(lower).for_each(|to| to.copy_from_slice(&low));
+                    full.push(Matrix { panels, k, store: Store::Planes(planes) });
+                }
+            }
             Stored::Bf16 => halves(Dtype::Bf16, crate::lanes::bf16_bits, 0x7f80)?,
             Stored::F16 => halves(Dtype::F16, crate::lanes::f16_bits, 0x7c00)?,
             Stored::Int4 => codes(w4::Bits::Four)?,
@@ -213,13 +234,19 @@ impl Product {
         x.chunks_exact_mut(stride).for_each(|row| row[..k].fill_with(|| noise.next()));
         let (mut acts, mut x16) = (w4::Acts::zeros(rows, k)?, Array::zeros(rows * stride)?);
         acts.quantize(simd, &x, stride, rows, k);
+        let mut limbs = hierarchy::Acts::zeros(rows, k)?;
+        limbs.quantize(simd, read, &x, stride, rows, k);
         linear::to_bf16(simd, &x, &mut x16);
-        Ok(Product { simd, pool: Pool::new(threads)?, rows, full, draft, acts, x, x16, stride, layer: 0 })
+        Ok(Product { simd, pool: Pool::new(threads)?, rows, full, draft, acts, read, limbs, x, x16, stride, layer: 0 })
     }
 
     /// Bytes of weights that a call reads.
     pub fn bytes(&self) -> usize {
-        self.full.first().map_or_else(|| self.draft[0].data.bytes(), Matrix::bytes)
+        match self.full.first().map(|matrix| (&matrix.store, matrix)) {
+            Some((Store::Planes(planes), _)) if self.read == hierarchy::Read::Upper => planes.upper.bytes(),
+            Some((_, matrix)) => matrix.bytes(),
+            None => self.draft[0].data.bytes(),
+        }
     }
 
     /// One matrix.
@@ -228,6 +255,11 @@ impl Product {
     /// Where a kernel panicked.
     pub fn call(&mut self) -> Result<()> {
         let (weight, input) = match self.full.get(self.layer) {
+            Some(Matrix { store: Store::Planes(planes), .. }) => {
+                let f32 = self.read.takes_f32(self.simd);
+                let input = if f32 { Input::F32(&self.x, self.stride) } else { Input::Limbs(&self.limbs) };
+                (Weight::Planes(planes, self.read), input)
+            }
             Some(matrix) if prefill::takes_pairs(self.simd, matrix) => {
                 (Weight::Full(matrix), Input::Bf16(&self.x16, self.stride))
             }

@@ -17,6 +17,7 @@ mod cache;
 mod causal;
 pub mod dispatch;
 mod elementwise;
+mod hierarchy;
 mod lanes;
 mod linear;
 mod memory;

@@ -10,6 +10,7 @@
 //! upwards; how many rows share a pass changes which registers are used, never an operand or its place in the order.
 
 use crate::dispatch::{Simd, portable};
+use crate::hierarchy::{self, Planes, Read};
 use crate::lanes::{bf16_bits, f16_value, madd};
 use crate::memory::Array;
 use crate::pool::{Deal, Pool, part};
@@ -42,7 +43,7 @@ pub(crate) const fn row_stride(k: usize) -> usize {
     k.div_ceil(32) * 32
 }
 
-/// Weights as the checkpoint stores them, in panels.
+/// Weights of the target: as the checkpoint stores them, in panels, or in planes.
 pub(crate) enum Store {
     /// `[panel][k/2][32][2]`
     Bf16(Array<u16>),
@@ -50,6 +51,8 @@ pub(crate) enum Store {
     F16(Array<u16>),
     /// `[panel][k][32]`
     F32(Array<f32>),
+    /// Two planes of nibbles.
+    Planes(Planes),
 }
 
 /// A repacked weight matrix.
@@ -83,25 +86,25 @@ impl Matrix {
 
     /// Bytes held.
     pub(crate) fn bytes(&self) -> usize {
-        Matrix::bytes_of(self.panels, self.k, self.dtype())
-    }
-
-    pub(crate) fn dtype(&self) -> Dtype {
-        match self.store {
-            Store::Bf16(_) => Dtype::Bf16,
-            Store::F16(_) => Dtype::F16,
-            Store::F32(_) => Dtype::F32,
+        match &self.store {
+            Store::Bf16(w) | Store::F16(w) => w.bytes(),
+            Store::F32(w) => w.bytes(),
+            Store::Planes(planes) => planes.bytes(),
         }
     }
 
     /// Row `row` as f32, [k]: the embedding of a tied model is read out of its head.
     pub(crate) fn row(&self, row: usize, out: &mut [f32]) {
         let (at, lane) = (row / PANEL * Matrix::panel_len(self.k), row % PANEL);
+        if let Store::Planes(planes) = &self.store {
+            return planes.row(row, out);
+        }
         for (c, out) in out[..self.k].iter_mut().enumerate() {
             *out = match &self.store {
                 Store::Bf16(w) => crate::lanes::bf16_value(w[at + c / 2 * 2 * PANEL + lane * 2 + c % 2]),
                 Store::F16(w) => f16_value(w[at + c * PANEL + lane]),
                 Store::F32(w) => w[at + c * PANEL + lane],
+                Store::Planes(_) => unreachable!("planes have rows of their own"),
             };
         }
     }
@@ -155,6 +158,8 @@ pub(crate) enum Input<'a> {
     Bf16(&'a [u16], usize),
     /// int8 with a scale per 128, for draft weights.
     Int8(&'a w4::Acts),
+    /// Limbs of int8 with a scale per 64, for planes.
+    Limbs(&'a hierarchy::Acts),
 }
 
 /// Weights of a pass.
@@ -164,6 +169,8 @@ pub(crate) enum Weight<'a> {
     Full(&'a Matrix),
     /// Draft tiles.
     Draft(&'a w4::Tiles),
+    /// Planes, and what of them.
+    Planes(&'a Planes, Read),
 }
 
 impl<'a> Weight<'a> {
@@ -171,20 +178,23 @@ impl<'a> Weight<'a> {
         match self {
             Weight::Full(matrix) => matrix.panels,
             Weight::Draft(tiles) => tiles.panels,
+            Weight::Planes(planes, _) => planes.panels,
         }
     }
 
-    /// What `thread` reads in [`run`] in units of `per` panels, others' work apart.
+    /// What `thread` reads in [`run`] in units of `per` panels, others' work apart; of planes the upper one.
     pub(crate) fn bytes_of_thread(&self, per: usize, thread: usize, threads: usize) -> &'a [u8] {
         let (panels, bytes) = match self {
             Weight::Full(Matrix { panels, store, .. }) => {
                 let bytes = match store {
                     Store::Bf16(w) | Store::F16(w) => w.as_bytes(),
                     Store::F32(w) => w.as_bytes(),
+                    Store::Planes(planes) => planes.upper.as_bytes(),
                 };
                 (*panels, bytes)
             }
             Weight::Draft(tiles) => (tiles.panels, tiles.data.as_bytes()),
+            Weight::Planes(planes, _) => (planes.panels, planes.upper.as_bytes()),
         };
         let (unit, mine) = (bytes.len() / (panels / per), part(panels / per, thread, threads));
         &bytes[mine.start * unit..mine.end * unit]
@@ -215,11 +225,16 @@ pub(crate) fn run(
 ) -> Result<()> {
     let (units, threads) = (weight.panels() / per, pool.threads());
     let fits = match (weight, input) {
+        (Weight::Full(Matrix { store: Store::Planes(_), .. }), _) => false,
         (Weight::Full(w), Input::F32(x, stride)) => stride >= 2 * pairs_of(w.k) && x.len() >= m * stride,
         (Weight::Full(w), Input::Bf16(x, stride)) => {
-            w.dtype() == Dtype::Bf16 && simd.has_avx512() && stride >= row_stride(w.k) && x.len() >= m * stride
+            matches!(w.store, Store::Bf16(_)) && simd.has_avx512() && stride >= row_stride(w.k) && x.len() >= m * stride
         }
         (Weight::Draft(w), Input::Int8(x)) => x.fits(w, m),
+        (Weight::Planes(w, read), Input::F32(x, stride)) => {
+            read.takes_f32(simd) && stride >= w.k && x.len() >= m * stride
+        }
+        (Weight::Planes(w, read), Input::Limbs(x)) => !read.takes_f32(simd) && x.fits(w, m),
         _ => false,
     };
     if !fits {
@@ -267,6 +282,8 @@ impl Scratch {
 fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, scratch: &mut Scratch, out: &mut [f32]) {
     match (weight, input) {
         (Weight::Draft(tiles), Input::Int8(acts)) => tiles.panel(simd, index, acts, m, out),
+        (Weight::Planes(planes, read), Input::Limbs(acts)) => planes.panel(simd, read, index, acts, m, out),
+        (Weight::Planes(planes, _), Input::F32(x, stride)) => planes.panel_f32(simd, index, x, stride, m, out),
         (Weight::Full(matrix), input) => {
             let len = Matrix::panel_len(matrix.k);
             let at: Range<usize> = index * len..(index + 1) * len;
@@ -304,6 +321,7 @@ fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, scrat
                     Store::Bf16(w) => bf16(simd, &w[at.clone()], x, stride, rows, out),
                     Store::F16(w) => f16(simd, &w[at.clone()], x, stride, rows, out),
                     Store::F32(w) => f32(simd, &w[at.clone()], x, stride, rows, out),
+                    Store::Planes(_) => unreachable!("a pass names what it reads of planes"),
                 }
             }
         }
@@ -763,6 +781,7 @@ mod tests {
                     rows.iter_mut().for_each(|x| *x = f16_value(crate::lanes::f16_bits(*x)));
                 }
                 Store::F32(w) => repack32(rows, k, &mut w[panel]),
+                Store::Planes(_) => unreachable!("made of a number format"),
             }
         }
         (matrix, weights)

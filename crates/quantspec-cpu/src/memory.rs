@@ -40,6 +40,8 @@ unsafe impl Plain for u16 {}
 // SAFETY: as above.
 unsafe impl Plain for u32 {}
 // SAFETY: as above.
+unsafe impl Plain for i32 {}
+// SAFETY: as above.
 unsafe impl Plain for f32 {}
 
 /// A fixed array of numbers at a 64-byte boundary, zero at first. Pages of large arrays cost memory once they are written.

@@ -11,11 +11,12 @@
 use crate::amx;
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS};
+#[cfg(target_arch = "x86_64")]
+use crate::hierarchy::Planes;
 use crate::lanes::{bf16_bits, madd, widen};
 use crate::linear::{Matrix, PANEL, Store, pairs_of};
 use crate::memory::Parts;
 use crate::pool::{Pool, part};
-use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
 
 /// k of one block of f32: 64 tokens × 256 are 64 KiB and 32 outputs × 256 another 32 (from L2).
@@ -46,7 +47,7 @@ pub(crate) const fn slice_flops(simd: Simd) -> usize {
 
 /// The input of `matrix` is BF16 pairs on this path.
 pub(crate) fn takes_pairs(simd: Simd, matrix: &Matrix) -> bool {
-    simd.has_avx512() && matrix.dtype() == Dtype::Bf16
+    simd.has_avx512() && matches!(matrix.store, Store::Bf16(_) | Store::Planes(_))
 }
 
 /// Values of a panel, `[k][64]` f32 or `[k/2][64]` words of BF16 pairs: floats it takes, whole tiles of 16 pairs at least.
@@ -122,7 +123,7 @@ pub(crate) fn gemm(
             let mine = part(outputs, thread, threads);
             let mine = first + mine.start..first + mine.end;
             #[cfg(target_arch = "x86_64")]
-            if let (Simd::Amx | Simd::Avx512, Store::Bf16(w)) = (simd, &matrix.store) {
+            if let (Simd::Amx | Simd::Avx512, Some(w)) = (simd, Pairs::of(simd, matrix)) {
                 let gemm = if simd == Simd::Amx { gemm_tiles } else { gemm_pairs };
                 // SAFETY: as below; the path was chosen because the machine has its instructions.
                 unsafe { gemm(w, k, n, x, &y, panels, mine) };
@@ -162,6 +163,7 @@ unsafe fn gemm_part(
                 }
                 Store::F16(w) => widen(simd, &w[range], block),
                 Store::F32(w) => block.copy_from_slice(&w[range]),
+                Store::Planes(planes) => planes.values(simd, output, first, kc, block),
             }
             for panel in 0..panels {
                 let x = &x[panel * panel_len(matrix.k) + first * PANEL_TOKENS..][..kc * PANEL_TOKENS];
@@ -173,14 +175,63 @@ unsafe fn gemm_part(
     }
 }
 
-/// [`gemm_part`] of BF16 pairs: `w` is a matrix of k inputs and n outputs. An output panel is done for all tokens before the next: its outputs stay in
+/// Weights that are multiplied as BF16 pairs: where they lie, or planes, whose values are rounded to BF16 block by block.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy)]
+enum Pairs<'a> {
+    Stored(&'a [u16]),
+    Planes(Simd, &'a Planes),
+}
+
+#[cfg(target_arch = "x86_64")]
+impl<'a> Pairs<'a> {
+    fn of(simd: Simd, matrix: &'a Matrix) -> Option<Pairs<'a>> {
+        match &matrix.store {
+            Store::Bf16(w) => Some(Pairs::Stored(w)),
+            Store::Planes(planes) => Some(Pairs::Planes(simd, planes)),
+            _ => None,
+        }
+    }
+
+    /// Room for a block of kc inputs of one panel.
+    fn block(self, kc: usize) -> Vec<u16> {
+        match self {
+            Pairs::Stored(_) => Vec::new(),
+            Pairs::Planes(..) => vec![0; kc * PANEL],
+        }
+    }
+
+    /// Inputs `first .. first + kc` of a panel of k2 inputs, `[kc/2][32][2]`.
+    fn take<'b>(self, output: usize, first: usize, kc: usize, k2: usize, block: &'b mut [u16]) -> &'b [u16]
+    where
+        'a: 'b,
+    {
+        match self {
+            Pairs::Stored(w) => &w[(output * k2 + first) * PANEL..][..kc * PANEL],
+            Pairs::Planes(simd, planes) => {
+                planes.pairs(simd, output, first, kc, block);
+                &block[..kc * PANEL]
+            }
+        }
+    }
+
+    /// Where stored weights from input `first` of a panel on lie, which may be behind the last.
+    fn after(self, output: usize, first: usize, k2: usize) -> Option<*const u16> {
+        match self {
+            Pairs::Stored(w) => Some(w.as_ptr().wrapping_add((output * k2 + first) * PANEL)),
+            Pairs::Planes(..) => None,
+        }
+    }
+}
+
+/// [`gemm_part`] of BF16 pairs: `weights` are a matrix of k inputs and n outputs. An output panel is done for all tokens before the next: its outputs stay in
 /// L2 meanwhile, and the tokens are read from there (or from L3) once for 32 outputs.
 ///
 /// # Safety
 /// As `gemm_part`.
 #[cfg(target_arch = "x86_64")]
 unsafe fn gemm_pairs(
-    w: &[u16],
+    weights: Pairs,
     k: usize,
     n: usize,
     x: &[f32],
@@ -189,29 +240,30 @@ unsafe fn gemm_pairs(
     mine: std::ops::Range<usize>,
 ) {
     let k2 = 2 * pairs_of(k);
+    let mut block = weights.block(PAIRS_KC.min(k2));
     for output in mine {
         for first in (0..k2).step_by(PAIRS_KC) {
             let kc = PAIRS_KC.min(k2 - first);
-            let w = &w[(output * k2 + first) * PANEL..][..kc * PANEL];
+            let w = weights.take(output, first, kc, k2, &mut block);
             // The next block of weights is on its way while this one is used by all panels.
-            let ahead = w.as_ptr().wrapping_add(kc * PANEL);
+            let ahead = weights.after(output, first + kc, k2);
             for panel in 0..panels {
                 let x = &x[panel * panel_len(k) + first / 2 * PANEL_TOKENS..][..kc / 2 * PANEL_TOKENS];
                 // SAFETY: the caller's promise.
                 let c = unsafe { y.slice((panel * n + output * PANEL) * PANEL_TOKENS, PANEL * PANEL_TOKENS) };
-                avx512::panel(w, x, c, first > 0, (panel == 0).then_some(ahead));
+                avx512::panel(w, x, c, first > 0, ahead.filter(|_| panel == 0));
             }
         }
     }
 }
 
-/// [`gemm_part`] on tiles: `w` is a matrix of k inputs and n outputs.
+/// [`gemm_part`] on tiles: `weights` are a matrix of k inputs and n outputs.
 ///
 /// # Safety
 /// As `gemm_part`; the machine has tiles, and this thread holds none.
 #[cfg(target_arch = "x86_64")]
 unsafe fn gemm_tiles(
-    w: &[u16],
+    weights: Pairs,
     k: usize,
     n: usize,
     x: &[f32],
@@ -221,16 +273,16 @@ unsafe fn gemm_tiles(
 ) {
     let k2 = 2 * pairs_of(k);
     let mut packed = vec![amx::Line([0; 32]); TILE_KC.min(k2.next_multiple_of(32))];
+    let mut block = weights.block(TILE_KC.min(k2));
     // SAFETY: the caller's promise.
     let tiles = unsafe { amx::prompt_tiles() };
     for first in (0..k2).step_by(TILE_KC) {
         let kc = TILE_KC.min(k2 - first);
         let packed = &mut packed[..kc.next_multiple_of(32)];
         for output in mine.clone() {
-            let w = &w[(output * k2 + first) * PANEL..][..kc * PANEL];
-            amx::pack(w, packed);
+            amx::pack(weights.take(output, first, kc, k2, &mut block), packed);
             // The next block of weights is on its way while this one is used: all of it within four panels.
-            let ahead = w.as_ptr().wrapping_add(k2 * PANEL).cast::<u8>();
+            let ahead = weights.after(output + 1, first, k2).map_or(packed.as_ptr().cast(), <*const u16>::cast::<u8>);
             for panel in 0..panels {
                 let x = &x[panel * panel_len(k) + first / 2 * PANEL_TOKENS..][..packed.len() / 2 * PANEL_TOKENS];
                 let ahead = ahead.wrapping_add(panel.min(3) * packed.len() / 32 * 512);
@@ -468,6 +520,7 @@ mod tests {
     use super::*;
     use crate::linear::repack32;
     use crate::testing::{Noise, bits, distance, paths};
+    use quantspec_core::config::Dtype;
 
     /// Random weights `[n][k]` of a type, rounded to it, as a matrix.
     fn matrix(noise: &mut Noise, n: usize, k: usize, dtype: Dtype) -> (Matrix, Vec<f32>) {
@@ -482,7 +535,7 @@ mod tests {
                     assert!(crate::linear::repack16(&raw, k, true, 0x7f80, &mut w[i * len..(i + 1) * len]));
                 }
                 Store::F32(w) => repack32(rows, k, &mut w[i * len..(i + 1) * len]),
-                Store::F16(_) => unreachable!("not asked for"),
+                Store::F16(_) | Store::Planes(_) => unreachable!("not asked for"),
             }
         }
         (matrix, weights)

@@ -149,8 +149,7 @@ fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -
     let top = f32::from(bits.top());
     let mut padded = [x[0]; GROUP];
     padded[..x.len()].copy_from_slice(x);
-    let low = fold_group(&padded, f32::INFINITY, |a, b| if b < a { b } else { a });
-    let high = fold_group(&padded, f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
+    let (low, high) = (Group { x: &padded }.least(), Group { x: &padded }.greatest());
     codes.fill(0);
     if low == high {
         return (0, f16_bits(low));
@@ -168,21 +167,9 @@ fn group_body<const FMA: bool>(x: &[f32], bits: Bits, codes: &mut [u8; GROUP]) -
     params
 }
 
-/// The least of a group, or the greatest, by what `fold` keeps of two.
-#[inline(always)]
-fn fold_group(x: &[f32; GROUP], start: f32, fold: impl Fn(f32, f32) -> f32) -> f32 {
-    let mut lanes = [start; 16];
-    for x in x.as_chunks::<16>().0 {
-        for l in 0..16 {
-            lanes[l] = fold(lanes[l], x[l]);
-        }
-    }
-    fold16(lanes, fold)
-}
-
 /// Stored parameters, bits of f16: the scale of a group that is not constant, and its zero.
 #[inline(always)]
-fn halves(scale: f32, zero: f32) -> (u16, u16) {
+pub(crate) fn halves(scale: f32, zero: f32) -> (u16, u16) {
     (f16_bits(scale.max(SCALE_MIN)), f16_bits(zero))
 }
 
@@ -197,12 +184,35 @@ fn trial_code(x: f32, zero: f32, inverse: f32) -> f32 {
     rint(if steps < 15.0 { steps } else { 15.0 })
 }
 
-/// A group whose parameters are searched.
-struct Group<'a> {
-    x: &'a [f32],
+/// A group of weights: its range, and the search for its parameters.
+pub(crate) struct Group<'a> {
+    pub(crate) x: &'a [f32],
 }
 
 impl Group<'_> {
+    /// The least weight, of a multiple of sixteen.
+    #[inline(always)]
+    pub(crate) fn least(&self) -> f32 {
+        self.fold(f32::INFINITY, |a, b| if b < a { b } else { a })
+    }
+
+    /// The greatest weight, of a multiple of sixteen.
+    #[inline(always)]
+    pub(crate) fn greatest(&self) -> f32 {
+        self.fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a })
+    }
+
+    #[inline(always)]
+    fn fold(&self, start: f32, fold: impl Fn(f32, f32) -> f32) -> f32 {
+        let mut lanes = [start; 16];
+        for x in self.x.as_chunks::<16>().0 {
+            for l in 0..16 {
+                lanes[l] = fold(lanes[l], x[l]);
+            }
+        }
+        fold16(lanes, fold)
+    }
+
     /// Σ `term(weight)` over the group.
     #[inline(always)]
     fn sum(&self, term: impl Fn(f32) -> f32) -> f32 {
@@ -228,7 +238,7 @@ impl Group<'_> {
 
     /// Σ (w − (code·scale + zero))².
     #[inline(always)]
-    fn squared_error(&self, params: (u16, u16)) -> f32 {
+    pub(crate) fn squared_error(&self, params: (u16, u16)) -> f32 {
         let (scale, zero) = (f16_value(params.0), f16_value(params.1));
         let inverse = 1.0 / scale;
         self.sum(|x| {
@@ -253,7 +263,7 @@ impl Group<'_> {
 
     /// The better of two, by error.
     #[inline(always)]
-    fn better(&self, best: (f32, (u16, u16)), params: (u16, u16)) -> (f32, (u16, u16)) {
+    pub(crate) fn better(&self, best: (f32, (u16, u16)), params: (u16, u16)) -> (f32, (u16, u16)) {
         if !f16_is_finite(params.0) || !f16_is_finite(params.1) {
             return best;
         }

@@ -2,12 +2,13 @@
 //! quantised in one pass over the checkpoint, so that no weight is ever held twice.
 
 use crate::dispatch::Simd;
+use crate::hierarchy::{self, Planes, Read};
 use crate::lanes::{bf16_value, f16_value};
 use crate::linear::{Matrix, PANEL, Store, Weight, repack16, repack32};
 use crate::memory::{Array, Parts};
 use crate::pool::{Pool, part};
 use crate::w4::{self, Bits, Tiles};
-use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, TargetWeights, Weights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Hooks;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -22,10 +23,10 @@ pub(crate) const fn panels(n: usize) -> usize {
     n.div_ceil(PANEL)
 }
 
-/// A linear layer: the checkpoint's weights, draft weights where they are made, and biases in the order of its outputs.
+/// A linear layer: the target's weights, what drafts read where that is something else, and biases in the order of its outputs.
 pub(crate) struct Linear {
     pub(crate) full: Matrix,
-    pub(crate) draft: Option<Tiles>,
+    pub(crate) draft: Option<Draft>,
     /// Empty where the model has none.
     pub(crate) bias: Vec<f32>,
 }
@@ -33,11 +34,29 @@ pub(crate) struct Linear {
 impl Linear {
     /// What a pass multiplies by.
     pub(crate) fn weight(&self, weights: Weights) -> Weight<'_> {
-        match (weights, &self.draft) {
-            (Weights::Draft, Some(tiles)) => Weight::Draft(tiles),
+        match (weights, &self.draft, &self.full.store) {
+            (Weights::Draft, Some(Draft::Tiles(tiles)), _) => Weight::Draft(tiles),
+            (Weights::Draft, Some(Draft::Planes(read)), Store::Planes(planes)) => Weight::Planes(planes, *read),
+            (_, _, Store::Planes(planes)) => Weight::Planes(planes, Read::Target),
             _ => Weight::Full(&self.full),
         }
     }
+
+    /// Draft weights of its own.
+    fn tiles(&self) -> Option<&Tiles> {
+        match &self.draft {
+            Some(Draft::Tiles(tiles)) => Some(tiles),
+            _ => None,
+        }
+    }
+}
+
+/// What drafts read of a linear layer.
+pub(crate) enum Draft {
+    /// Weights of their own.
+    Tiles(Tiles),
+    /// The target's planes.
+    Planes(Read),
 }
 
 /// One decoder layer.
@@ -116,8 +135,20 @@ impl Sizes {
     }
 }
 
+/// Whether a matrix has both planes; None where it keeps the checkpoint's format. The head always has both: it is the most sensitive.
+fn both_planes(weights: TargetWeights, head: bool) -> Option<bool> {
+    match weights {
+        TargetWeights::Checkpoint => None,
+        TargetWeights::Int8 => Some(true),
+        TargetWeights::Int4 => Some(head),
+    }
+}
+
 /// The drafts of a checkpoint on disk, where it keeps them: a block is a panel, in the order of [`Loader::linear`].
-fn drafts(checkpoint: &Checkpoint, draft: DraftWeights, sizes: &Sizes) -> Option<Drafts> {
+fn drafts(checkpoint: &Checkpoint, weights: TargetWeights, draft: DraftWeights, sizes: &Sizes) -> Option<Drafts> {
+    if weights != TargetWeights::Checkpoint {
+        return None;
+    }
     let kind = match draft {
         DraftWeights::None => return None,
         DraftWeights::Int4 => "int4",
@@ -132,7 +163,7 @@ fn drafts(checkpoint: &Checkpoint, draft: DraftWeights, sizes: &Sizes) -> Option
 }
 
 /// Bytes of the weights and of the draft weights.
-pub(crate) fn plan(checkpoint: &Checkpoint, draft: DraftWeights) -> (usize, usize) {
+pub(crate) fn plan(checkpoint: &Checkpoint, weights: TargetWeights, draft: DraftWeights) -> (usize, usize) {
     let config = checkpoint.config();
     let sizes = Sizes::new(config, draft);
     let layers =
@@ -141,8 +172,12 @@ pub(crate) fn plan(checkpoint: &Checkpoint, draft: DraftWeights) -> (usize, usiz
                 (*size, dtype_of(checkpoint, parts.iter().map(|&part| Part::Layer(index, part))))
             })
         });
-    let all = layers.chain([(sizes.head, checkpoint.dtype(Part::Head))]);
-    let (full, tiles) = all.fold((0, 0), |(full, tiles), ((panels, k, bits), dtype)| {
+    let layers = layers.map(|(size, dtype)| (size, dtype, both_planes(weights, false)));
+    let all = layers.chain([(sizes.head, checkpoint.dtype(Part::Head), both_planes(weights, true))]);
+    let (full, tiles) = all.fold((0, 0), |(full, tiles), ((panels, k, bits), dtype, both)| {
+        if let Some(both) = both {
+            return (full + Planes::bytes_of(panels, k, both), tiles);
+        }
         let draft = bits.map_or(0, |bits| panels * Tiles::panel_bytes(k, bits));
         (full + Matrix::bytes_of(panels, k, dtype), tiles + draft)
     });
@@ -175,6 +210,7 @@ impl Model {
     /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
     pub(crate) fn load(
         checkpoint: &Checkpoint,
+        weights: TargetWeights,
         draft: DraftWeights,
         simd: Simd,
         pool: &Pool,
@@ -182,11 +218,12 @@ impl Model {
     ) -> Result<Model> {
         let config = checkpoint.config();
         let sizes = Sizes::new(config, draft);
-        let drafts = drafts(checkpoint, draft, &sizes);
+        let drafts = drafts(checkpoint, weights, draft, &sizes);
         let total: usize = matrices(config).map(|part| checkpoint.bytes(part)).sum();
         let total = total + drafts.as_ref().map_or(0, Drafts::unsaved_bytes);
         let drafts_of = drafts.as_ref();
-        let mut loader = Loader { checkpoint, simd, pool, hooks, drafts: drafts_of, blocks: 0, done: 0, total };
+        let mut loader =
+            Loader { checkpoint, weights, simd, pool, hooks, drafts: drafts_of, blocks: 0, done: 0, total };
         let mut layers = Vec::with_capacity(config.layers);
         for index in 0..config.layers {
             layers.push(loader.layer(index, &sizes)?);
@@ -214,7 +251,7 @@ impl Model {
 
     /// Every panel of draft weights, in the order of loading.
     fn draft_panels(&self) -> impl Iterator<Item = &[u8]> {
-        let tiles = self.linears().filter_map(|linear| linear.draft.as_ref());
+        let tiles = self.linears().filter_map(Linear::tiles);
         tiles.flat_map(|tiles| tiles.data.chunks_exact(Tiles::panel_bytes(tiles.k, tiles.bits)))
     }
 
@@ -230,7 +267,7 @@ impl Model {
     pub(crate) fn bytes(&self, config: &ModelConfig) -> (usize, usize) {
         let embedding = self.embedding.as_ref().map_or(0, |embedding| embedding.bytes.bytes());
         let full: usize = self.linears().map(|linear| linear.full.bytes()).sum();
-        let draft = self.linears().map(|linear| linear.draft.as_ref().map_or(0, |tiles| tiles.data.bytes())).sum();
+        let draft = self.linears().filter_map(Linear::tiles).map(|tiles| tiles.data.bytes()).sum();
         (full + embedding + vectors(config), draft)
     }
 }
@@ -283,6 +320,7 @@ struct Source {
 
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
+    weights: TargetWeights,
     simd: Simd,
     pool: &'a Pool,
     hooks: &'a mut Hooks,
@@ -346,11 +384,16 @@ impl Loader<'_> {
 
     fn linear(&mut self, count: usize, k: usize, bits: Option<Bits>, sources: &[Source]) -> Result<Linear> {
         let dtype = dtype_of(self.checkpoint, sources.iter().map(|source| source.part));
-        let mut full = Matrix::zeros(count, k, dtype)?;
-        let mut draft = bits.map(|bits| Tiles::zeros(count, k, bits)).transpose()?;
+        let head = sources.iter().any(|source| source.part == Part::Head);
+        let planes = both_planes(self.weights, head);
+        let mut full = match planes {
+            Some(both) => Matrix { panels: count, k, store: Store::Planes(Planes::zeros(count, k, both)?) },
+            None => Matrix::zeros(count, k, dtype)?,
+        };
+        let mut draft = bits.filter(|_| planes.is_none()).map(|bits| Tiles::zeros(count, k, bits)).transpose()?;
         let mut bias = Vec::new();
         for source in sources {
-            self.fill(&mut full, draft.as_mut(), k, source)?;
+            self.fill(&mut full, dtype, draft.as_mut(), source)?;
             if let Some(part) = source.bias {
                 bias.resize(count * PANEL, 0.0);
                 for (i, values) in self.vector(part)?.chunks(PANEL).enumerate() {
@@ -359,25 +402,39 @@ impl Loader<'_> {
             }
         }
         self.blocks += draft.as_ref().map_or(0, |tiles| tiles.panels);
+        let read = |bits| if bits == Bits::Eight { Read::Both } else { Read::Upper };
+        let draft = match planes {
+            Some(_) => bits.map(|bits| Draft::Planes(read(bits))),
+            None => draft.map(Draft::Tiles),
+        };
         Ok(Linear { full, draft, bias })
     }
 
-    /// Reads one tensor into its panels.
-    fn fill(&mut self, full: &mut Matrix, draft: Option<&mut Tiles>, k: usize, source: &Source) -> Result<()> {
+    /// Reads one tensor into its panels; `dtype` holds all tensors of the matrix exactly.
+    fn fill(&mut self, full: &mut Matrix, dtype: Dtype, draft: Option<&mut Tiles>, source: &Source) -> Result<()> {
+        let k = full.k;
         let (checkpoint, simd, drafts, first_block) = (self.checkpoint, self.simd, self.drafts, self.blocks);
         let (rows, _) = checkpoint.shape(source.part);
-        let dtype = full.dtype();
         let (len, count) = (Matrix::panel_len(k), panels(rows));
         let per_thread = (SLICE_BYTES / (PANEL * k * dtype.bytes()).max(1)).max(1);
         enum Out<'a> {
             Bits16(Parts<'a, u16>),
             Bits32(Parts<'a, f32>),
+            Planes(Parts<'a, u8>, Parts<'a, u8>, (usize, usize)),
         }
         let out = match &mut full.store {
             Store::Bf16(array) | Store::F16(array) => Out::Bits16(Parts::new(array)),
             Store::F32(array) => Out::Bits32(Parts::new(array)),
+            Store::Planes(Planes { upper, lower, .. }) => {
+                let bytes = Planes::panel_bytes(k, !lower.is_empty());
+                Out::Planes(Parts::new(upper), Parts::new(lower), bytes)
+            }
         };
         let tiles = draft.map(|tiles| (tiles.bits, Tiles::panel_bytes(k, tiles.bits), Parts::new(&mut tiles.data)));
+        let named = |error: Error| Error {
+            message: format!("{}: {}", checkpoint.tensor_name(source.part), error.message),
+            ..error
+        };
         let one = |panel: usize, raw: &mut Vec<u8>, values: &mut Vec<f32>| -> Result<()> {
             let range = panel * PANEL..rows.min((panel + 1) * PANEL);
             let n = range.len();
@@ -399,6 +456,13 @@ impl Loader<'_> {
                     // SAFETY: as above.
                     repack32(values, k, unsafe { parts.slice(place * len, len) });
                 }
+                Out::Planes(upper, lower, (u, l)) => {
+                    values.resize(n * k, 0.0);
+                    checkpoint.read_f32(source.part, range, values)?;
+                    // SAFETY: as above.
+                    let (upper, lower) = unsafe { (upper.slice(place * u, *u), lower.slice(place * l, *l)) };
+                    hierarchy::encode(simd, values, k, upper, lower).map_err(named)?;
+                }
             }
             let Some((bits, len, parts)) = &tiles else { return Ok(()) };
             // SAFETY: as above.
@@ -409,10 +473,7 @@ impl Loader<'_> {
                     values.resize(n * k, 0.0);
                     to_f32(dtype, raw, values);
                 }
-                w4::encode(simd, *bits, values, k, panel).map_err(|error| Error {
-                    message: format!("{}: {}", checkpoint.tensor_name(source.part), error.message),
-                    ..error
-                })
+                w4::encode(simd, *bits, values, k, panel).map_err(named)
             };
             let Some(drafts) = drafts else { return make(values, panel) };
             let bytes = if whole { bytes_of_f32(values) } else { raw };

@@ -7,7 +7,7 @@ mod paths;
 mod random;
 
 use quantspec_core::cache::{G, GAMMA_MAX};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind};
@@ -30,6 +30,7 @@ fn options(slots: usize, capacity: usize) -> Options {
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
         // Automatic γ chooses by what was timed: room for all that any choice takes.
@@ -69,6 +70,14 @@ fn memory_is_what_was_planned() {
             let options = Options { planes, draft_weights: draft, rejection, ..options(3, 1000) };
             let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
             assert_eq!(backend.memory(), plan(&checkpoint, &options), "{shape:?} {planes:?}");
+            let mut larger = backend.memory().weights_bytes;
+            for weights in [TargetWeights::Int8, TargetWeights::Int4] {
+                let options = Options { weights, ..options.clone() };
+                let one_copy = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load").memory();
+                assert_eq!(one_copy, plan(&checkpoint, &options), "{shape:?} {planes:?} {weights:?}");
+                assert!(one_copy.weights_bytes < larger && one_copy.draft_weights_bytes == 0);
+                larger = one_copy.weights_bytes;
+            }
             let weights: usize = backend.memory().weights_bytes;
             assert!(weights > 0 && (backend.memory().draft_weights_bytes > 0) == (draft != DraftWeights::None));
         }
@@ -126,10 +135,13 @@ fn prefill_asks_inside_its_operations() {
 fn weights_that_are_no_numbers_are_named() {
     for name in ["model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"] {
         for bits in [0x7f80, 0xff80, 0x7fc0] {
-            let checkpoint = LLAMA.damaged(5, name, bits);
-            let error = CpuBackend::load(&checkpoint, &options(1, 256), Hooks::default()).err().expect("an error");
-            assert_eq!(error.kind, ErrorKind::NotFinite);
-            assert!(error.message.contains(name), "{}", error.message);
+            for weights in [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4] {
+                let checkpoint = LLAMA.damaged(5, name, bits);
+                let options = Options { weights, ..options(1, 256) };
+                let error = CpuBackend::load(&checkpoint, &options, Hooks::default()).err().expect("an error");
+                assert_eq!(error.kind, ErrorKind::NotFinite);
+                assert!(error.message.contains(name), "{}", error.message);
+            }
         }
     }
 }

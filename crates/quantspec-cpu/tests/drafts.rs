@@ -4,7 +4,7 @@
 #[allow(dead_code, reason = "one token is enough here")]
 mod random;
 
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_cpu::CpuBackend;
 use quantspec_model::backend::{Hooks, KvCache, Options, Row, Step, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
@@ -48,6 +48,7 @@ fn load(
         prompt_capacity: 256,
         planes: Planes::of(&[View::Both]),
         rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
         draft_weights: draft,
         rejection: false,
         step_rows: 1,

@@ -10,7 +10,7 @@
 #![allow(clippy::print_stderr, reason = "tools/test.sh gathers what ran and what did not")]
 
 use quantspec_core::cache::G;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cpu::CpuBackend;
@@ -73,6 +73,7 @@ fn book(skip: usize, n: usize) -> Vec<u32> {
 #[derive(Clone, Debug)]
 struct Run {
     target: View,
+    weights: TargetWeights,
     method: &'static str,
     pages: Pages,
     gamma: usize,
@@ -88,6 +89,7 @@ impl Run {
     fn ar() -> Run {
         Run {
             target: View::Both,
+            weights: TargetWeights::Checkpoint,
             method: "ar",
             pages: Pages::All,
             gamma: 0,
@@ -123,6 +125,7 @@ impl Run {
             prompt_capacity: capacity,
             planes: Planes::of(&views),
             rounding: self.rounding,
+            weights: self.weights,
             draft_weights: if needs.draft_weights { DraftWeights::Int4 } else { DraftWeights::None },
             rejection: sampler.accept == Accept::Rejection && needs.distributions,
             step_rows: prompts.len() * (self.gamma + 1),
@@ -197,13 +200,14 @@ fn chosen(runs: &[(Run, usize)], prompts: usize) -> Vec<Vec<usize>> {
     (0..runs.len()).map(|at| (0..runs[at].1).map(|i| (begins(at) + i) % prompts).collect()).collect()
 }
 
-/// Runs every combination against decoding each prompt alone.
+/// Runs every combination against decoding each prompt alone, with the weights of the first.
 fn law(model: &Path, prompts: &[Vec<u32>], new_tokens: usize, runs: &[(Run, usize)]) {
     eprintln!("TESTED: whole engines on {}", quantspec_cpu::simd().expect("path").name);
+    let plain = Run { weights: runs[0].0.weights, ..Run::ar() };
     for sampler in [greedy(), replay()] {
         let alone: Vec<Vec<u32>> = prompts
             .iter()
-            .map(|prompt| Run::ar().decode(model, std::slice::from_ref(prompt), &sampler, new_tokens).remove(0))
+            .map(|prompt| plain.decode(model, std::slice::from_ref(prompt), &sampler, new_tokens).remove(0))
             .collect();
         for ((run, batch), chosen) in runs.iter().zip(chosen(runs, prompts.len())) {
             let texts = run.decode(
@@ -319,6 +323,26 @@ fn new_tokens() -> usize {
 #[test]
 fn speculation_changes_no_token_of_the_demo_model() {
     law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &combinations());
+}
+
+#[test]
+fn speculation_changes_no_token_of_weights_in_planes() {
+    let int8 = |(run, batch)| (Run { weights: TargetWeights::Int8, ..run }, batch);
+    let runs: Vec<_> = combinations().into_iter().map(int8).step_by(if long() { 1 } else { 2 }).collect();
+    for method in METHODS.into_iter().chain(["ngram"]) {
+        assert!(runs.iter().any(|(run, _)| run.method == method), "no run of method {method}");
+    }
+    law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
+    let int4 = |(run, batch)| (Run { weights: TargetWeights::Int4, ..run }, batch);
+    let runs: Vec<_> = combinations().into_iter().map(int4).step_by(if long() { 1 } else { 6 }).collect();
+    law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
+    // Another target view is another text, or the comparison above would show nothing of these weights.
+    let prompt = [book(40, 2 * G + 5)];
+    let views = [TargetWeights::Int8, TargetWeights::Int4, TargetWeights::Checkpoint];
+    let [int8, int4, full] = views.map(|weights| {
+        Run { weights, ..Run::ar() }.decode(&root().join("python/quantspec_cli/demo"), &prompt, &replay(), new_tokens())
+    });
+    assert!(int8 != full && int4 != full && int8 != int4);
 }
 
 #[test]

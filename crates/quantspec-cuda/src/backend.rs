@@ -114,7 +114,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
     let sizes = Sizes::new(config, options, partial);
     let way = Way::of(architecture, config.dtype);
     Memory {
-        weights_bytes: weights::bytes(checkpoint, weights::nibbles(options)),
+        weights_bytes: weights::bytes(checkpoint, options.weights),
         draft_weights_bytes: weights::draft_bytes(config, options.draft_weights, weights::nibbles(options)),
         cache_upper_bytes: cache.upper_bytes,
         cache_lower_bytes: cache.lower_bytes,
@@ -187,6 +187,7 @@ impl CudaBackend {
             device,
             &linear,
             hierarchies.as_ref(),
+            options.weights,
             options.draft_weights,
             sampling.shared(),
             &mut hooks,

@@ -20,7 +20,8 @@ const _: () = assert!(GROUP == ATOM);
 #[derive(Debug)]
 pub struct Hierarchy {
     upper: Buffer,
-    lower: Buffer,
+    /// None where the weights have four bits.
+    lower: Option<Buffer>,
     n: usize,
     k: usize,
     /// As of [`crate::linear::Quantised`].
@@ -32,8 +33,8 @@ pub struct Hierarchy {
 /// Which planes a product reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reads {
-    /// Both: the target.
-    Both,
+    /// All there are: the target.
+    All,
     /// The upper one: a draft.
     Upper,
 }
@@ -52,7 +53,7 @@ impl Hierarchy {
 
     /// Bytes held on the device.
     pub fn held_bytes(&self) -> usize {
-        self.upper.bytes() + self.lower.bytes()
+        self.upper.bytes() + self.lower.as_ref().map_or(0, Buffer::bytes)
     }
 
     /// Outputs and inputs.
@@ -65,9 +66,18 @@ impl Hierarchy {
         stride(self.k)
     }
 
-    /// The upper and the lower plane.
-    pub fn planes(&self) -> [&Buffer; 2] {
-        [&self.upper, &self.lower]
+    /// The upper plane.
+    pub fn upper(&self) -> &Buffer {
+        &self.upper
+    }
+
+    /// The lower plane; none where the weights have four bits.
+    pub fn lower(&self) -> Option<&Buffer> {
+        self.lower.as_ref()
+    }
+
+    fn lower_address(&self) -> u64 {
+        self.lower.as_ref().map_or(0, |lower| lower.at(0))
     }
 }
 
@@ -118,12 +128,13 @@ impl Hierarchies {
         })
     }
 
-    /// Queues quantising a matrix; `paired` as of [`crate::linear::Quantised`]. `flag` begins with the device's error flag, a u32.
+    /// Queues quantising a matrix to both planes, or to the upper one alone; `paired` as of [`crate::linear::Quantised`]. `flag` begins with the device's
+    /// error flag, a u32.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where the matrix or the flag is shorter than its shape, and where rows do not make whole heads. Those of
     /// [`Device::allocate`] and of the launch.
-    pub fn quantise(&self, weights: &Matrix, paired: usize, flag: &Buffer) -> Result<Hierarchy> {
+    pub fn quantise(&self, weights: &Matrix, both: bool, paired: usize, flag: &Buffer) -> Result<Hierarchy> {
         let (n, k) = (weights.n, weights.k);
         let full = Matrix::bytes(weights.dtype, n, k);
         if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
@@ -134,7 +145,8 @@ impl Hierarchies {
             return Err(Error::internal(format!("{n} rows in heads of {paired} channels")));
         }
         let [upper, lower] = Hierarchy::bytes(n, k);
-        let (upper, lower) = (self.device.allocate(upper)?, self.device.allocate(lower)?);
+        let upper = self.device.allocate(upper)?;
+        let lower = if both { Some(self.device.allocate(lower)?) } else { None };
         let to = Hierarchy { upper, lower, n, k, paired, dtype: self.dtype };
         let [bf16, f16, f32] = self.quantise;
         let kernel = match weights.dtype {
@@ -143,7 +155,7 @@ impl Hierarchies {
             Dtype::F32 => f32,
         };
         let grid = [stride(k) as u32, n.div_ceil(TILE) as u32, 1];
-        let arguments = args![&weights.buffer, &to.upper, &to.lower, n, k, paired, flag];
+        let arguments = args![&weights.buffer, &to.upper, to.lower_address(), n, k, paired, flag];
         // SAFETY: the argument list is the kernel's, and the buffers have room for what it reads and writes: see above.
         unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)? };
         Ok(to)
@@ -159,16 +171,26 @@ impl Hierarchies {
     pub unsafe fn run(&self, weights: &Hierarchy, reads: Reads, x: u64, y: u64, rows: usize) -> Result<()> {
         self.check(weights)?;
         let tiles = weights.n.div_ceil(TILE);
-        let family = if reads == Reads::Both { &self.both } else { &self.upper };
+        let family = if reads == Reads::All && weights.lower.is_some() { &self.both } else { &self.upper };
         let (kernel, launch) = family.launch(&self.device, rows, tiles)?;
         let (groups, pitch) = (weights.k.div_ceil(GROUP), weights.k.next_multiple_of(ATOM));
-        let arguments =
-            args![&weights.upper, &weights.lower, x, y, groups, stride(weights.k), tiles, weights.n, rows, pitch];
+        let arguments = args![
+            &weights.upper,
+            weights.lower_address(),
+            x,
+            y,
+            groups,
+            stride(weights.k),
+            tiles,
+            weights.n,
+            rows,
+            pitch
+        ];
         // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
-    /// Queues writing the matrix that both planes stand for, in 16 bits and atoms, rows in the checkpoint's order, to byte `at` of `to`.
+    /// Queues writing the matrix that all planes stand for, in 16 bits and atoms, rows in the checkpoint's order, to byte `at` of `to`.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where it does not fit there, and as [`Hierarchies::run`].
@@ -180,7 +202,7 @@ impl Hierarchies {
             return Err(Error::internal(format!("{bytes} bytes of a matrix at {at} of {}", to.bytes())));
         }
         let grid = [k.div_ceil(ATOM) as u32, n.div_ceil(TILE) as u32, 1];
-        let arguments = args![&weights.upper, &weights.lower, to.at(at), n, stride(k), weights.paired];
+        let arguments = args![&weights.upper, weights.lower_address(), to.at(at), n, stride(k), weights.paired];
         // SAFETY: the argument list is the kernel's, and the buffer has room for the matrix.
         unsafe { self.device.launch(self.atoms, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments) }
     }
@@ -203,7 +225,7 @@ pub(crate) fn check(dtype: Dtype) -> Result<()> {
     match dtype {
         Dtype::Bf16 | Dtype::F16 => Ok(()),
         Dtype::F32 => Err(Error::model(
-            "a GPU multiplies int8 weights by 16-bit activations, and this checkpoint is stored in F32",
+            "a GPU multiplies int8 and int4 weights by 16-bit activations, and this checkpoint is stored in F32",
             "store the checkpoint in BF16 or F16, use --weights checkpoint, or --device cpu",
         )),
     }

@@ -76,7 +76,7 @@ impl Full {
     pub(crate) fn ahead(&self) -> (u64, usize) {
         let buffer = match self {
             Full::Whole(matrix) => &matrix.buffer,
-            Full::Nibbles(hierarchy) => hierarchy.planes()[0],
+            Full::Nibbles(hierarchy) => hierarchy.upper(),
         };
         (buffer.at(0), buffer.bytes())
     }
@@ -224,17 +224,17 @@ pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
 /// Whether the GPU has kernels for such weights of the target.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Model`] for int8 weights of a checkpoint in F32.
+/// [`quantspec_core::ErrorKind::Model`] for int8 and int4 weights of a checkpoint in F32.
 pub fn check_weights(checkpoint: &Checkpoint, weights: TargetWeights) -> Result<()> {
     match weights {
         TargetWeights::Checkpoint => Ok(()),
-        TargetWeights::Int8 => hierarchy::check(checkpoint.config().dtype),
+        TargetWeights::Int8 | TargetWeights::Int4 => hierarchy::check(checkpoint.config().dtype),
     }
 }
 
 /// Whether the target's weights are in nibbles.
 pub(crate) fn nibbles(options: &Options) -> bool {
-    options.weights == TargetWeights::Int8
+    options.weights != TargetWeights::Checkpoint
 }
 
 /// Number format of the inputs of the head.
@@ -257,21 +257,24 @@ fn shapes(config: &ModelConfig) -> [(usize, usize); 4] {
     [(q + 2 * kv, hidden), (hidden, q), (2 * inter, hidden), (hidden, inter)]
 }
 
-/// Bytes of a checkpoint's weights on a device, without the draft's own; in nibbles or not.
-pub(crate) fn bytes(checkpoint: &Checkpoint, nibbles: bool) -> usize {
+/// Bytes of a checkpoint's weights on a device, without the draft's own.
+pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
     let config = checkpoint.config();
     let (hidden, inter, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
-    let matrix = |dtype, n, k| match nibbles {
-        true => Hierarchy::bytes(n, k).iter().sum(),
-        false => Matrix::bytes(dtype, n, k),
+    let matrix = |weights, dtype, n, k| match (weights, Hierarchy::bytes(n, k)) {
+        (TargetWeights::Checkpoint, _) => Matrix::bytes(dtype, n, k),
+        (TargetWeights::Int8, [upper, lower]) => upper + lower,
+        (TargetWeights::Int4, [upper, _]) => upper,
     };
-    let matrices: usize = shapes(config).iter().map(|&(n, k)| matrix(config.dtype, n, k)).sum();
+    let matrices: usize = shapes(config).iter().map(|&(n, k)| matrix(weights, config.dtype, n, k)).sum();
     let mut vectors = 2 * hidden;
     vectors += if config.qkv_bias { q + 2 * kv } else { 0 };
     vectors += if config.output_bias { hidden } else { 0 };
     vectors += if config.mlp_bias { 2 * inter + hidden } else { 0 };
     vectors += if config.qk_norm { 2 * config.head_dim } else { 0 };
-    let head = matrix(checkpoint.dtype(Part::Head), config.vocab, hidden);
+    // The head is in both planes.
+    let of_head = if weights == TargetWeights::Int4 { TargetWeights::Int8 } else { weights };
+    let head = matrix(of_head, checkpoint.dtype(Part::Head), config.vocab, hidden);
     let embedding = Matrix::bytes(checkpoint.dtype(Part::Embedding), config.vocab, hidden);
     let tables = if config.tied_embeddings { head } else { embedding + head };
     config.layers * (matrices + 4 * vectors) + 4 * hidden + tables
@@ -440,12 +443,13 @@ impl Expanded {
     }
 }
 
-/// Reads a checkpoint onto the device and makes the draft weights; with `hierarchies` layers are kept in nibbles. `flag` is the device's error flag.
+/// Reads a checkpoint onto the device and makes the draft weights; with `hierarchies` in nibbles, as `weights` says. `flag` is the device's error flag.
 pub(crate) fn load(
     checkpoint: &Checkpoint,
     device: &Arc<Device>,
     linear: &Linear,
     hierarchies: Option<&Hierarchies>,
+    weights: TargetWeights,
     kind: DraftWeights,
     flag: &Buffer,
     hooks: &mut Hooks,
@@ -472,14 +476,14 @@ pub(crate) fn load(
     let draft_bytes = draft_bytes(&config, kind, hierarchies.is_some());
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
     let mut places = Places { buffer, taken: 0 };
-    let in_nibbles = |matrix: Matrix, paired: usize| match hierarchies {
-        Some(hierarchies) => hierarchies.quantise(&matrix, paired, flag).map(Full::Nibbles),
+    let in_nibbles = |matrix: Matrix, both: bool, paired: usize| match hierarchies {
+        Some(hierarchies) => hierarchies.quantise(&matrix, both, paired, flag).map(Full::Nibbles),
         None => Ok(Full::Whole(matrix)),
     };
     // Tables first: the largest matrix is on the device as a whole until it is in nibbles.
     let embedding = loader.plain(Part::Embedding)?;
-    let embedding = if config.tied_embeddings { in_nibbles(embedding, 0)? } else { Full::Whole(embedding) };
-    let head = if config.tied_embeddings { None } else { Some(in_nibbles(loader.plain(Part::Head)?, 0)?) };
+    let embedding = if config.tied_embeddings { in_nibbles(embedding, true, 0)? } else { Full::Whole(embedding) };
+    let head = if config.tied_embeddings { None } else { Some(in_nibbles(loader.plain(Part::Head)?, true, 0)?) };
     let draft_head = match head.as_ref().unwrap_or(&embedding) {
         Full::Whole(head) if head_in_eight => places.quantise(linear, head, 8, 0, flag)?,
         _ => None,
@@ -509,8 +513,9 @@ pub(crate) fn load(
             gate_up: draft(mlp, &gate_up, 0)?,
             down: draft(mlp, &down, 0)?,
         };
-        let (qkv, output) = (in_nibbles(qkv, config.head_dim)?, in_nibbles(output, 0)?);
-        let (gate_up, down) = (in_nibbles(gate_up, 0)?, in_nibbles(down, 0)?);
+        let both = weights == TargetWeights::Int8;
+        let (qkv, output) = (in_nibbles(qkv, both, config.head_dim)?, in_nibbles(output, both, 0)?);
+        let (gate_up, down) = (in_nibbles(gate_up, both, 0)?, in_nibbles(down, both, 0)?);
         check_flag(flag, || format!("layer {index}"))?;
         layers.push(Layer {
             attention_norm: loader.vector(&[part(AttentionNorm)])?,
@@ -561,12 +566,14 @@ mod tests {
     use quantspec_core::ErrorKind;
 
     #[test]
-    fn int8_weights_of_f32_checkpoints_are_refused() {
+    fn nibbles_of_f32_checkpoints_are_refused() {
         for (dtype, taken) in [("BF16", true), ("F16", true), ("F32", false)] {
             let checkpoint = Shape::new("llama", dtype, (2, 1, 64)).checkpoint(1);
             assert!(check_weights(&checkpoint, TargetWeights::Checkpoint).is_ok());
-            let checked = check_weights(&checkpoint, TargetWeights::Int8).map_err(|error| error.kind);
-            assert_eq!(checked, if taken { Ok(()) } else { Err(ErrorKind::Model) }, "{dtype}");
+            for weights in [TargetWeights::Int8, TargetWeights::Int4] {
+                let checked = check_weights(&checkpoint, weights).map_err(|error| error.kind);
+                assert_eq!(checked, if taken { Ok(()) } else { Err(ErrorKind::Model) }, "{dtype} {weights:?}");
+            }
         }
     }
 

@@ -6,7 +6,7 @@ mod gpu;
 use gpu::{Random, bits, device, distance, download, matrix, poisoned, round, upload, while_busy};
 use quantspec_core::ErrorKind;
 use quantspec_core::config::Dtype;
-use quantspec_core::weights::{Row, quantize_row};
+use quantspec_core::weights::{Row, quantize_row, quantize_row_upper};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
 use quantspec_cuda::linear::Matrix;
@@ -43,8 +43,8 @@ fn source_row(place: usize, paired: usize) -> usize {
     head * paired + if at % 16 < 8 { channel } else { paired / 2 + channel }
 }
 
-fn quantised(w: &[f32], k: usize) -> Vec<Row> {
-    w.chunks(k).map(|row| quantize_row(row).unwrap()).collect()
+fn quantised(w: &[f32], k: usize, both: bool) -> Vec<Row> {
+    w.chunks(k).map(|row| if both { quantize_row(row) } else { quantize_row_upper(row) }.unwrap()).collect()
 }
 
 /// Core's rows in the layout of kernels/hierarchy.cuh.
@@ -99,13 +99,18 @@ fn planes_have_cores_bytes() {
             let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
             let w = weights(&mut random, n, k, dtype);
             let full = on_device(&device, &w, n, k, dtype);
-            let got = hierarchies.quantise(&full, paired, &flag).unwrap();
-            let want = packed(&quantised(&w, k), n, k, paired);
-            for ((plane, want), name) in got.planes().iter().zip(&want).zip(["upper", "lower"]) {
-                let what = format!("{dtype:?} {n} x {k}, paired {paired}, {name}");
-                equal(&plane.read::<u8>(0, plane.bytes()).unwrap(), want, &what);
+            for both in [true, false] {
+                let got = hierarchies.quantise(&full, both, paired, &flag).unwrap();
+                let want = packed(&quantised(&w, k, both), n, k, paired);
+                let planes = [Some(got.upper()), got.lower()];
+                assert_eq!(got.lower().is_some(), both);
+                for ((plane, want), name) in planes.into_iter().flatten().zip(&want).zip(["upper", "lower"]) {
+                    let what = format!("{dtype:?} {n} x {k}, paired {paired}, both {both}, {name}");
+                    equal(&plane.read::<u8>(0, plane.bytes()).unwrap(), want, &what);
+                }
+                let [upper, lower] = Hierarchy::bytes(n, k);
+                assert_eq!(got.held_bytes(), upper + if both { lower } else { 0 });
             }
-            assert_eq!(got.held_bytes(), Hierarchy::bytes(n, k).iter().sum::<usize>());
         }
     }
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
@@ -116,11 +121,11 @@ fn weights_that_are_no_numbers_are_flagged() {
     let Some(device) = device() else { return };
     let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
     let mut random = Random(8);
-    for bad in [f32::NAN, f32::INFINITY, 1e30] {
+    for (bad, both) in [(f32::NAN, true), (f32::INFINITY, false), (1e30, true), (1e30, false)] {
         let flag = device.zeroed(4).unwrap();
         let mut w = weights(&mut random, 32, 128, Dtype::Bf16);
         w[17 * 128 + 100] = bad;
-        hierarchies.quantise(&on_device(&device, &w, 32, 128, Dtype::Bf16), 0, &flag).unwrap();
+        hierarchies.quantise(&on_device(&device, &w, 32, 128, Dtype::Bf16), both, 0, &flag).unwrap();
         assert_eq!(flag.read::<u32>(0, 1).unwrap(), [4], "{bad}");
     }
     let error = Hierarchies::new(&device, Dtype::F32).unwrap_err();
@@ -137,19 +142,21 @@ fn the_matrix_of_both_planes() {
         for (n, k, paired) in [(40, 200, 0), (129, 1376, 0), (256, 512, 128)] {
             let w = weights(&mut random, n, k, dtype);
             let full = on_device(&device, &w, n, k, dtype);
-            let planes = hierarchies.quantise(&full, paired, &flag).unwrap();
-            let to = poisoned(&device, full.buffer.bytes());
-            hierarchies.expand(&planes, &to, 0).unwrap();
-            let got = to.read::<u16>(0, to.bytes() / 2).unwrap();
-            let rows = quantised(&w, k);
-            let values: Vec<f32> = rows.iter().flat_map(Row::both).collect();
-            let want = gpu::atoms(&bits(&values, dtype), n, k);
-            let inside = gpu::atoms(&vec![1; n * k], n, k);
-            for (at, (got, want)) in got.iter().zip(&want).enumerate().filter(|(at, _)| inside[*at] == 1) {
-                assert!(got == want || (got | want) == 0x8000, "{dtype:?} {n} x {k}: {at}: {got:#x} {want:#x}");
+            for both in [true, false] {
+                let planes = hierarchies.quantise(&full, both, paired, &flag).unwrap();
+                let to = poisoned(&device, full.buffer.bytes());
+                hierarchies.expand(&planes, &to, 0).unwrap();
+                let got = to.read::<u16>(0, to.bytes() / 2).unwrap();
+                let rows = quantised(&w, k, both);
+                let values: Vec<f32> = rows.iter().flat_map(Row::both).collect();
+                let want = gpu::atoms(&bits(&values, dtype), n, k);
+                let inside = gpu::atoms(&vec![1; n * k], n, k);
+                for (at, (got, want)) in got.iter().zip(&want).enumerate().filter(|(at, _)| inside[*at] == 1) {
+                    assert!(got == want || (got | want) == 0x8000, "{dtype:?} {n} x {k}: {at}: {got:#x} {want:#x}");
+                }
+                // Beyond the matrix numbers are finite: inputs there are zeros.
+                assert!(download(&to, to.bytes() / 2, dtype).iter().all(|v| v.is_finite()));
             }
-            // Beyond the matrix numbers are finite: inputs there are zeros.
-            assert!(download(&to, to.bytes() / 2, dtype).iter().all(|v| v.is_finite()));
         }
     }
 }
@@ -186,8 +193,8 @@ fn check_products(shapes: &[(usize, usize)]) {
             }
             let x_device = upload(&device, &pitched, dtype);
             let full = on_device(&device, &w, n, k, dtype);
-            let planes = hierarchies.quantise(&full, 0, &flag).unwrap();
-            for reads in [Reads::Both, Reads::Upper] {
+            for (both, reads) in [(true, Reads::All), (true, Reads::Upper), (false, Reads::All)] {
+                let planes = hierarchies.quantise(&full, both, 0, &flag).unwrap();
                 let y = poisoned(&device, most * n * 4);
                 let run = |rows: usize| {
                     y.fill(0xff).unwrap();
@@ -202,8 +209,8 @@ fn check_products(shapes: &[(usize, usize)]) {
                     assert_eq!(differs, None, "{rows} of {most} rows change bits: {dtype:?} {n} x {k}, {reads:?}");
                 }
                 let (mut got, mut want) = (Vec::new(), Vec::new());
-                for (out, row) in quantised(&w, k).iter().enumerate() {
-                    let values = if reads == Reads::Both { row.both() } else { row.upper() };
+                for (out, row) in quantised(&w, k, both).iter().enumerate() {
+                    let values = if reads == Reads::All { row.both() } else { row.upper() };
                     for row in [0, 6, 30, most - 1] {
                         got.push(all[row * n + out]);
                         let x = &x[row * k..(row + 1) * k];
@@ -231,8 +238,8 @@ fn other_work_changes_no_bit() {
         let full = on_device(&device, &w, n, k, Dtype::Bf16);
         let most = 64;
         let x = upload(&device, &random.normals(most * k), Dtype::Bf16);
-        let planes = hierarchies.quantise(&full, 0, &flag).unwrap();
-        for reads in [Reads::Both, Reads::Upper] {
+        let planes = hierarchies.quantise(&full, true, 0, &flag).unwrap();
+        for reads in [Reads::All, Reads::Upper] {
             for rows in [1, 5, 8, 16, 17, most] {
                 let y = device.zeroed(rows * n * 4).unwrap();
                 let run = || {

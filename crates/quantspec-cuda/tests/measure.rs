@@ -456,8 +456,9 @@ fn nibbles_in_sequence() {
             let buffer = random_numbers(&device, Matrix::bytes(Dtype::Bf16, n, k));
             Matrix { buffer, dtype: Dtype::Bf16, n, k }
         });
-        let layers: Vec<Vec<Hierarchy>> =
-            (0..8).map(|_| whole.iter().map(|full| hierarchies.quantise(full, 0, &flag).unwrap()).collect()).collect();
+        let layers: Vec<Vec<Hierarchy>> = (0..8)
+            .map(|_| whole.iter().map(|full| hierarchies.quantise(full, true, 0, &flag).unwrap()).collect())
+            .collect();
         let to = device.allocate(Matrix::bytes(Dtype::Bf16, 28_672, 4096)).unwrap();
         let expand = graph_seconds(&device, 15, || {
             layers.iter().flatten().for_each(|hierarchy| hierarchies.expand(hierarchy, &to, 0).unwrap());
@@ -488,7 +489,7 @@ fn nibbles_in_sequence() {
                     }
                 }
             });
-            let bytes: usize = layers.iter().flatten().map(|hierarchy| hierarchy.planes()[0].bytes()).sum();
+            let bytes: usize = layers.iter().flatten().map(|hierarchy| hierarchy.upper().bytes()).sum();
             let share = bytes as f64 / seconds / bandwidth;
             eprintln!("{name} rows {rows}: draft, all taken along: {:.1} us a layer, {share:.3}", seconds / 8.0 * 1e6);
         }
@@ -511,12 +512,12 @@ fn nibbles_in_sequence() {
                     seconds / layers as f64
                 };
                 let mut line = String::new();
-                for reads in [Reads::Both, Reads::Upper] {
-                    let planes = layers[0].iter().flat_map(|hierarchy| match reads {
-                        Reads::Both => hierarchy.planes().to_vec(),
-                        Reads::Upper => vec![hierarchy.planes()[0]],
+                for reads in [Reads::All, Reads::Upper] {
+                    let read = layers[0].iter().map(|hierarchy| match reads {
+                        Reads::All => hierarchy.held_bytes(),
+                        Reads::Upper => hierarchy.upper().bytes(),
                     });
-                    let bytes: usize = planes.map(Buffer::bytes).sum();
+                    let bytes: usize = read.sum();
                     let seconds = time(8, &|layer, matrix| {
                         // SAFETY: every buffer outlives the graph.
                         unsafe { hierarchies.run(&layers[layer][matrix], reads, x.at(0), y.at(0), rows) }.unwrap();

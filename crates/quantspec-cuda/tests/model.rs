@@ -114,11 +114,13 @@ fn speculation_and_neighbours_change_no_token() {
 
 /// The same with weights in nibbles, of which drafts read the upper ones.
 #[test]
-fn speculation_with_int8_weights_changes_no_token() {
+fn speculation_with_weights_in_nibbles_changes_no_token() {
     let Some(device) = device() else { return };
     for checkpoint in in_nibbles(checkpoints(&device, 3200)) {
-        let options = Options { weights: TargetWeights::Int8, ..options(3200, 3) };
-        speculation(&device, &checkpoint, &options, &[View::Both]);
+        for weights in [TargetWeights::Int8, TargetWeights::Int4] {
+            let options = Options { weights, ..options(3200, 3) };
+            speculation(&device, &checkpoint, &options, &[View::Both]);
+        }
     }
 }
 
@@ -495,7 +497,12 @@ fn memory_is_what_the_plan_says() {
 
 fn memory(device: &Arc<Device>, checkpoint: &Checkpoint) {
     let nibbles = checkpoint.config().dtype != Dtype::F32;
-    let kinds = [(1, TargetWeights::Checkpoint), (3, TargetWeights::Checkpoint), (1, TargetWeights::Int8)];
+    let kinds = [
+        (1, TargetWeights::Checkpoint),
+        (3, TargetWeights::Checkpoint),
+        (1, TargetWeights::Int8),
+        (1, TargetWeights::Int4),
+    ];
     for (slots, weights) in kinds.into_iter().filter(|&(_, weights)| nibbles || weights == TargetWeights::Checkpoint) {
         let options = Options { weights, ..options(4000, slots) };
         let planned = plan(checkpoint, &options, &device.info);

@@ -28,7 +28,7 @@ pub struct Options {
     pub rounding: Rounding,
     /// How the target's weights are kept.
     pub weights: TargetWeights,
-    /// Which draft weights are made; with [`TargetWeights::Int8`], which are read from the upper plane.
+    /// Which draft weights are made; of weights in planes, which are read from the upper one.
     pub draft_weights: DraftWeights,
     /// Keep the distributions of a round's drafted tokens: acceptance by rejection compares with those that
     /// [`TokenSampler::propose`] drew from.

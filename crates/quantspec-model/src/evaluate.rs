@@ -53,6 +53,15 @@ pub struct DraftScore {
     pub top1: f64,
 }
 
+/// How far weights of the target are from the checkpoint's, both over the FP16 cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct WeightsScore {
+    /// Mean Kullback–Leibler divergence from the checkpoint's weights, nats.
+    pub kld: f64,
+    /// Share of positions with the argmax of the checkpoint's weights.
+    pub top1: f64,
+}
+
 /// Scores of a text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluation {
@@ -62,6 +71,8 @@ pub struct Evaluation {
     pub targets: Vec<(&'static str, TargetScore)>,
     /// (name, score) per draft.
     pub drafts: Vec<(&'static str, DraftScore)>,
+    /// None where the target's weights are the checkpoint's.
+    pub weights: Option<WeightsScore>,
 }
 
 /// The options an evaluation needs: three slots, every plane, draft weights.
@@ -81,12 +92,25 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
     }
 }
 
-/// Bytes of the process that [`evaluate`] takes beside the backend: a window's logits of two targets, and a row of what is compared with them.
-pub fn bytes(config: &ModelConfig) -> usize {
-    (2 * WINDOW_ROWS + 1) * config.vocab * size_of::<f32>()
+/// The options of the backend that holds the checkpoint's weights, where those of the target are compared with them: one slot over the
+/// FP16 cache, no draft weights.
+pub fn checkpoint_options(options: &crate::backend::Options) -> crate::backend::Options {
+    crate::backend::Options {
+        slots: 1,
+        planes: Planes::of(&[View::Full]),
+        weights: TargetWeights::Checkpoint,
+        draft_weights: DraftWeights::None,
+        ..options.clone()
+    }
 }
 
-/// Scores `tokens` on a backend loaded with [`options`]. The first `context` tokens are a prompt, taken in blocks of `block_rows`, those
+/// Bytes of the process that [`evaluate`] takes beside the backend: a window's logits of two targets, a row of what is compared with them, and one of the checkpoint's weights.
+pub fn bytes(config: &ModelConfig) -> usize {
+    (2 * WINDOW_ROWS + 2) * config.vocab * size_of::<f32>()
+}
+
+/// Scores `tokens` on a backend loaded with [`options`]; where its weights are not the checkpoint's, `checkpoint` is one loaded with
+/// [`checkpoint_options`], and they are compared. The first `context` tokens are a prompt, taken in blocks of `block_rows`, those
 /// the backend was loaded with; of the others, at least two, the first is fed and every later one is predicted. `progress` is
 /// told tokens done and in all: those of the context, once for every target, and the positions that are scored.
 ///
@@ -96,6 +120,7 @@ pub fn bytes(config: &ModelConfig) -> usize {
 /// backend's operations.
 pub fn evaluate<B: Backend>(
     backend: &mut B,
+    mut checkpoint: Option<&mut B>,
     tokens: &[u32],
     context: usize,
     block_rows: usize,
@@ -123,6 +148,14 @@ pub fn evaluate<B: Backend>(
             extent.commit(context);
         }
     }
+    let (mut weights, mut checkpoint_extent) = (WeightsScore::default(), Extent::default());
+    if let Some(checkpoint) = checkpoint.as_deref_mut() {
+        checkpoint.open(0, tokens.len())?;
+        if context > 0 {
+            forward::prefill(checkpoint, 0, &tokens[..context], block_rows, &mut |_, _| ())?;
+            checkpoint_extent.commit(context);
+        }
+    }
     for start in (context..positions).step_by(WINDOW_ROWS) {
         let rows = WINDOW_ROWS.min(positions - start);
         let (window, next) = (&tokens[start..start + rows], &tokens[start + 1..start + rows + 1]);
@@ -142,6 +175,18 @@ pub fn evaluate<B: Backend>(
                     View::Upper => (),
                 }
             }
+        }
+        if let Some(checkpoint) = checkpoint.as_deref_mut() {
+            feed(checkpoint, 0, start, window, View::Full)?;
+            for (row, found) in full.iter().enumerate() {
+                let stored = Scored::new(checkpoint.logits(row)?);
+                weights.kld += divergence(&stored, found);
+                weights.top1 += f64::from(u8::from(stored.best() == found.best()));
+            }
+            for page in checkpoint_extent.commit(rows) {
+                checkpoint.flush(0, page)?;
+            }
+            checkpoint.poll()?;
         }
         // Backwards: a draft's own keys and values overwrite only its position, and those before it are the target's.
         for offset in (0..rows).rev() {
@@ -170,13 +215,19 @@ pub fn evaluate<B: Backend>(
     for (_, _, slot) in TARGETS {
         backend.close(slot);
     }
+    let compared = checkpoint.is_some();
+    if let Some(checkpoint) = checkpoint {
+        checkpoint.close(0);
+    }
     let scored = (positions - context) as f64;
     let mean = |sum: f64| sum / scored;
     let targets = targets.map(|sum| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) });
     let score = |sum: DraftScore| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) };
     let drafts: Vec<_> = drafts.into_iter().map(|((name, _), sum)| (name, score(sum))).collect();
+    let weights = WeightsScore { kld: mean(weights.kld), top1: mean(weights.top1) };
     let sums =
         targets.iter().flat_map(|score| [score.nll, score.kld]).chain(drafts.iter().map(|(_, score)| score.acceptance));
+    let sums = sums.chain([weights.kld]);
     if !sums.into_iter().all(f64::is_finite) {
         // A GPU flags keys and values for `first` and `judge`, which nobody calls here.
         return Err(Error::not_finite("logits are NaN or infinite"));
@@ -185,6 +236,7 @@ pub fn evaluate<B: Backend>(
         positions: positions - context,
         targets: TARGETS.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
         drafts,
+        weights: compared.then_some(weights),
     })
 }
 

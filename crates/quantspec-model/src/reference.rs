@@ -21,6 +21,7 @@ use quantspec_core::quantize::{
 };
 use quantspec_core::sample::{Sampler, Stream, check_finite, choose};
 use quantspec_core::verify::{Judge, Verdict};
+use quantspec_core::weights::{quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
 
@@ -96,10 +97,10 @@ impl ReferenceBackend {
             checkpoint.read_f32(part, 0..rows, &mut values)?;
             let codes = match options.weights {
                 TargetWeights::Checkpoint => draft_values(part, options.draft_weights, &values, columns)?,
-                TargetWeights::Int8 => {
+                weights => {
                     // The embedding of a tied model is read out of the head.
                     let part = if part == Part::Embedding && config.tied_embeddings { Part::Head } else { part };
-                    hierarchy_values(part, options.draft_weights, &mut values, columns)?
+                    hierarchy_values(part, weights, options.draft_weights, &mut values, columns)?
                 }
             };
             if let Some(codes) = codes.filter(|_| part != Part::Embedding) {
@@ -295,8 +296,14 @@ fn draft_values(part: Part, kind: DraftWeights, values: &[f32], columns: usize) 
     Ok(Some(out))
 }
 
-/// The values of a part's both planes in place of its own, and those that the draft reads, or None where it reads the same in full.
-fn hierarchy_values(part: Part, kind: DraftWeights, values: &mut [f32], columns: usize) -> Result<Option<Vec<f32>>> {
+/// The values of a part's planes in place of its own, and those that the draft reads, or None where it reads the same in full.
+fn hierarchy_values(
+    part: Part,
+    weights: TargetWeights,
+    kind: DraftWeights,
+    values: &mut [f32],
+    columns: usize,
+) -> Result<Option<Vec<f32>>> {
     use LayerPart::*;
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
@@ -304,7 +311,8 @@ fn hierarchy_values(part: Part, kind: DraftWeights, values: &mut [f32], columns:
     let upper = draft_kept(part, kind) && part != Part::Head;
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
-        let codes = quantspec_core::weights::quantize_row(row)?;
+        let both = weights == TargetWeights::Int8 || part == Part::Head;
+        let codes = if both { quantize_row(row)? } else { quantize_row_upper(row)? };
         row.copy_from_slice(&codes.both());
         draft.extend(if upper { codes.upper() } else { codes.both() });
     }

@@ -3,12 +3,14 @@
 use crate::device::Place;
 use crate::engine::{Raised, default_threads, poll};
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::Request;
+use crate::options::{Request, target_weights};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
 use quantspec_core::cache::{visible_buffer, visible_pages};
+use quantspec_core::config::TargetWeights;
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
+use quantspec_core::weights::GROUP;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use std::path::Path;
 
@@ -20,27 +22,51 @@ const HALF: usize = 2;
 
 /// Bytes of the weights that one pass streams: every projection of every layer, and the head. Norms and biases are less
 /// than a thousandth; of the embedding, a step reads one row.
-fn streamed_weights(checkpoint: &Checkpoint) -> usize {
+fn streamed_weights(checkpoint: &Checkpoint, bytes: impl Fn(Part) -> usize) -> usize {
     let layers = 0..checkpoint.config().layers;
     layers
         .flat_map(|index| LayerPart::MATRICES.map(|part| Part::Layer(index, part)))
         .chain([Part::Head])
-        .map(|part| checkpoint.bytes(part))
+        .map(bytes)
         .sum()
 }
 
-/// `traffic(model, start, tokens)`: what steps at positions `start .. start + tokens` read, on average, from the cache (of all
-/// layers and KV heads) and from the target's weights.
+/// Bytes of a matrix in nibbles: of both planes, and of the upper one.
+fn nibble_bytes(checkpoint: &Checkpoint, part: Part) -> (usize, usize) {
+    let (rows, columns) = checkpoint.shape(part);
+    let groups = rows * columns.div_ceil(GROUP);
+    (groups * (GROUP + PARAMS), groups * (GROUP / 2 + PARAMS))
+}
+
+/// `traffic(model, start, tokens, weights)`: what steps at positions `start .. start + tokens` read, on average, from the cache (of
+/// all layers and KV heads) and from the target's weights; and what drafts read of weights in nibbles.
 #[pyfunction]
-pub(crate) fn traffic<'py>(py: Python<'py>, model: &str, start: usize, tokens: usize) -> PyResult<Bound<'py, PyDict>> {
+pub(crate) fn traffic<'py>(
+    py: Python<'py>,
+    model: &str,
+    start: usize,
+    tokens: usize,
+    weights: &str,
+) -> PyResult<Bound<'py, PyDict>> {
+    let weights = target_weights(weights).map_err(to_python)?.unwrap_or_default();
     let checkpoint = detached(py, || Checkpoint::open(Path::new(model)))?;
     let config = checkpoint.config();
     let heads = config.layers * config.kv_heads;
     let positions = start..start + tokens.max(1);
     let mean = |of: fn(usize) -> usize| positions.clone().map(of).sum::<usize>() as f64 / positions.len() as f64;
     let out = PyDict::new(py);
-    out.set_item("weights_bytes", streamed_weights(&checkpoint))?;
-    out.set_item("head_bytes", checkpoint.bytes(Part::Head))?;
+    let upper = |part: Part| nibble_bytes(&checkpoint, part).1;
+    let target = |part: Part| match weights {
+        TargetWeights::Checkpoint => checkpoint.bytes(part),
+        TargetWeights::Int4 if part != Part::Head => upper(part),
+        TargetWeights::Int8 | TargetWeights::Int4 => nibble_bytes(&checkpoint, part).0,
+    };
+    // The draft's head is the target's.
+    let draft = |part: Part| if part == Part::Head { target(part) } else { upper(part) };
+    out.set_item("weights_bytes", streamed_weights(&checkpoint, target))?;
+    out.set_item("head_bytes", target(Part::Head))?;
+    let drafted = (weights != TargetWeights::Checkpoint).then(|| streamed_weights(&checkpoint, draft));
+    out.set_item("draft_weights_bytes", drafted)?;
     out.set_item("pages", mean(visible_pages))?;
     out.set_item("upper_page_bytes", heads * upper_page_bytes(config.head_dim))?;
     out.set_item("lower_page_bytes", heads * lower_page_bytes(config.head_dim))?;
@@ -54,7 +80,7 @@ pub(crate) fn traffic<'py>(py: Python<'py>, model: &str, start: usize, tokens: u
 /// `planned(model, …)`: bytes that an engine of every view and of this capacity will hold at its peak, or the refusal of a model that the device does not know, of
 /// its context or of its memory. No weights are read.
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, device, threads, kv_rounding, page_choice, accept))]
+#[pyo3(signature = (model, *, capacity, device, threads, weights, kv_rounding, page_choice, accept))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn planned(
     py: Python<'_>,
@@ -62,11 +88,13 @@ pub(crate) fn planned(
     capacity: usize,
     device: &str,
     threads: Option<usize>,
+    weights: &str,
     kv_rounding: &str,
     page_choice: &str,
     accept: &str,
 ) -> PyResult<usize> {
     let request = Request {
+        weights,
         kv_target: "int8",
         method: "quantspec",
         kv_rounding,
@@ -81,10 +109,12 @@ pub(crate) fn planned(
         threads: threads.unwrap_or_else(default_threads),
         every_view: true,
     };
-    let resolved = request.resolve().map_err(to_python)?;
+    let mut resolved = request.resolve().map_err(to_python)?;
     detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
-        Place::choose(device, &checkpoint)?.plan(&checkpoint, &resolved.options, 0)
+        let place = Place::choose(device, &checkpoint)?;
+        place.settle(&checkpoint, &mut resolved)?;
+        place.plan(&checkpoint, &resolved.options, 0)
     })
 }
 

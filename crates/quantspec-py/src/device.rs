@@ -3,6 +3,7 @@
 use crate::machine;
 use crate::options::Resolved;
 use quantspec_core::cache::G;
+use quantspec_core::config::TargetWeights;
 use quantspec_core::plan::longest_context;
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
@@ -141,6 +142,7 @@ impl Place {
     pub(crate) fn weigh(&self, checkpoint: &Checkpoint, options: &Options, beside: usize) -> Result<Weighed> {
         if let Some(gpu) = self.gpu() {
             quantspec_cuda::check(checkpoint, &gpu.info)?;
+            quantspec_cuda::check_weights(checkpoint, options.weights)?;
         }
         let config = checkpoint.config();
         let (used, available) = match self {
@@ -165,6 +167,21 @@ impl Place {
             available_bytes: available,
             longest_context: longest_context(config.max_positions, available, needed),
         })
+    }
+
+    /// Settles which weights `auto` is: the checkpoint's where an engine with them fits, else int8.
+    ///
+    /// # Errors
+    /// As [`Place::weigh`].
+    pub(crate) fn settle(&self, checkpoint: &Checkpoint, resolved: &mut Resolved) -> Result<()> {
+        if resolved.auto_weights {
+            let weighed = self.weigh(checkpoint, &resolved.options, 0)?;
+            let taken = self.gpu().is_none() || quantspec_cuda::check_weights(checkpoint, TargetWeights::Int8).is_ok();
+            if weighed.needed_bytes > weighed.available_bytes && taken {
+                resolved.options.weights = TargetWeights::Int8;
+            }
+        }
+        Ok(())
     }
 
     /// Bytes at the peak of an engine: of the process (resident now plus what the engine will hold, and what its user takes beside it), or of

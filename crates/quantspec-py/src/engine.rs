@@ -2,7 +2,7 @@
 
 use crate::device::{Device, Place, on_device};
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{DraftPages, Request};
+use crate::options::{DraftPages, Request, weights_name};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -276,8 +276,8 @@ impl PyEngine {
 #[pymethods]
 impl PyEngine {
     #[new]
-    #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, kv_target="int8", method="quantspec",
-        kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
+    #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
+        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
         slots=1, every_view=false, draft_cache=None, on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
@@ -287,6 +287,7 @@ impl PyEngine {
         prompt_capacity: Option<usize>,
         device: &str,
         threads: Option<usize>,
+        weights: &str,
         kv_target: &str,
         method: &str,
         kv_rounding: &str,
@@ -303,6 +304,7 @@ impl PyEngine {
         let threads = threads.unwrap_or_else(default_threads);
         let prompt_capacity = prompt_capacity.map_or(capacity, |tokens| tokens.clamp(1, capacity.max(1)));
         let request = Request {
+            weights,
             kv_target,
             method,
             kv_rounding,
@@ -317,7 +319,7 @@ impl PyEngine {
             threads,
             every_view,
         };
-        let resolved = request.resolve().map_err(to_python)?;
+        let mut resolved = request.resolve().map_err(to_python)?;
         let raised = Raised::default();
         let loading = Arc::new(Mutex::new(Some(progress(on_loading, raised.clone()))));
         let shown = loading.clone();
@@ -331,13 +333,15 @@ impl PyEngine {
         let accept = resolved.accept;
         let origin = OriginSlot::default();
         let drafts = origin.hook();
-        let (device, place, config, planned_bytes) = interruptible(py, &raised, || {
+        let (device, place, config, kept, planned_bytes) = interruptible(py, &raised, || {
             let checkpoint = open(model, draft_cache)?;
             let place = Place::choose(device, &checkpoint)?;
+            place.settle(&checkpoint, &mut resolved)?;
+            let kept = resolved.options.weights;
             let planned_bytes = place.plan(&checkpoint, &resolved.options, 0)?;
             let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
             let engine = PyEngine::unless_raised(&raised, place.engine(&checkpoint, resolved, hooks))?;
-            Ok((engine, place, checkpoint.config().clone(), planned_bytes))
+            Ok((engine, place, checkpoint.config().clone(), kept, planned_bytes))
         })?;
         let load_s = started.elapsed().as_secs_f64();
         // A backend keeps its hooks as long as it lives. Python's collector does not look into it: a callback that leads back
@@ -352,6 +356,7 @@ impl PyEngine {
         };
         info.set_item("simd", simd)?;
         info.set_item("threads", threads)?;
+        info.set_item("weights", weights_name(kept))?;
         info.set_item("family", &config.family)?;
         info.set_item("vocab", config.vocab)?;
         info.set_item("layers", config.layers)?;
@@ -468,6 +473,7 @@ impl PyEngine {
             page_choice,
             gamma,
             // Neither these nor the sizes change with the method.
+            weights: "checkpoint",
             kv_rounding: "balanced",
             draft_weights: "int4",
             accept: "replay",

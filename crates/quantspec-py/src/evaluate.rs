@@ -3,19 +3,20 @@
 use crate::device::Place;
 use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
 use crate::errors::{interruptible, to_python};
-use crate::options::rounding;
+use crate::options::{rounding, target_weights, weights_name};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
+use quantspec_core::config::TargetWeights;
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
-use quantspec_model::backend::Hooks;
+use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::evaluate;
 use std::path::PathBuf;
 
 /// `evaluate(model, tokens, …)`: loads the model with every view and scores the tokens.
 #[pyfunction(name = "evaluate")]
-#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, kv_rounding="balanced",
+#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced",
     draft_cache=None, on_loading=None, on_progress=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
 pub(crate) fn scores<'py>(
@@ -25,13 +26,19 @@ pub(crate) fn scores<'py>(
     context: usize,
     device: &str,
     threads: Option<usize>,
+    weights: &str,
     kv_rounding: &str,
     draft_cache: Option<(PathBuf, usize)>,
     on_loading: Option<Py<PyAny>>,
     on_progress: Option<Py<PyAny>>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let threads = threads.unwrap_or_else(default_threads);
+    let weights = match target_weights(weights).map_err(to_python)? {
+        Some(weights) => weights,
+        None => return Err(to_python(Error::usage("weights is \"auto\"", "name the weights to score"))),
+    };
     let options = evaluate::options(tokens.len(), rounding(kv_rounding).map_err(to_python)?, threads);
+    let options = Options { weights, ..options };
     let raised = Raised::default();
     let loading = progress(on_loading, raised.clone());
     let mut show = progress(on_progress, raised.clone());
@@ -41,17 +48,23 @@ pub(crate) fn scores<'py>(
     let (place, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
         let place = Place::choose(device, &checkpoint)?;
-        place.plan(&checkpoint, &options, evaluate::bytes(checkpoint.config()))?;
-        let options = place.adapt(&options);
+        let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
+        let beside = stored.as_ref().map_or(Ok(0), |stored| Ok(place.weigh(&checkpoint, stored, 0)?.needed_bytes))?;
+        place.plan(&checkpoint, &options, evaluate::bytes(checkpoint.config()).saturating_add(beside))?;
+        let (options, stored) = (place.adapt(&options), stored.map(|stored| place.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let scored = match &place {
             Place::Cpu => {
                 let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
-                evaluate::evaluate(&mut backend, &tokens, context, options.block_rows, &mut show)
+                let load = |stored| CpuBackend::load(&checkpoint, stored, Hooks::default());
+                let mut stored = stored.as_ref().map(load).transpose()?;
+                evaluate::evaluate(&mut backend, stored.as_mut(), &tokens, context, options.block_rows, &mut show)
             }
             Place::Cuda { gpu, .. } => {
                 let mut backend = CudaBackend::load_on(gpu, &checkpoint, &options, hooks)?;
-                evaluate::evaluate(&mut backend, &tokens, context, options.block_rows, &mut show)
+                let load = |stored| CudaBackend::load_on(gpu, &checkpoint, stored, Hooks::default());
+                let mut stored = stored.as_ref().map(load).transpose()?;
+                evaluate::evaluate(&mut backend, stored.as_mut(), &tokens, context, options.block_rows, &mut show)
             }
         };
         Ok((place.name(), scored?))
@@ -86,6 +99,14 @@ pub(crate) fn scores<'py>(
     out.set_item("positions", scored.positions)?;
     out.set_item("targets", targets)?;
     out.set_item("drafts", drafts)?;
+    if let Some(score) = &scored.weights {
+        let entry = PyDict::new(py);
+        entry.set_item("kld", score.kld)?;
+        entry.set_item("top1", score.top1)?;
+        let weights_scores = PyDict::new(py);
+        weights_scores.set_item(weights_name(weights), entry)?;
+        out.set_item("weights", weights_scores)?;
+    }
     origin.describe(&out)?;
     Ok(out)
 }

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use quantspec_core::cache::GAMMA_MAX;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Accept;
 use quantspec_core::{Error, Result};
@@ -34,6 +34,7 @@ pub(crate) enum DraftPages {
 
 /// The arguments that shape an engine, as Python passes them.
 pub(crate) struct Request<'a> {
+    pub(crate) weights: &'a str,
     pub(crate) kv_target: &'a str,
     pub(crate) method: &'a str,
     pub(crate) kv_rounding: &'a str,
@@ -54,7 +55,24 @@ pub(crate) struct Request<'a> {
 pub(crate) struct Resolved {
     pub(crate) method: Method,
     pub(crate) options: Options,
+    /// The target's weights are those that fit ([`crate::device::Place::settle`]); `options` has the checkpoint's.
+    pub(crate) auto_weights: bool,
     pub(crate) accept: Accept,
+}
+
+/// Kinds of the target's weights as `weights` names them.
+const WEIGHTS: [(&str, TargetWeights); 3] =
+    [("checkpoint", TargetWeights::Checkpoint), ("int8", TargetWeights::Int8), ("int4", TargetWeights::Int4)];
+
+/// What `weights` calls a kind.
+pub(crate) fn weights_name(weights: TargetWeights) -> &'static str {
+    WEIGHTS.iter().find(|(_, known)| *known == weights).map_or("", |(name, _)| name)
+}
+
+/// The target's weights that `weights` names; None for "auto".
+pub(crate) fn target_weights(name: &str) -> Result<Option<TargetWeights>> {
+    let [checkpoint, int8, int4] = WEIGHTS.map(|(name, weights)| (name, Some(weights)));
+    one_of("weights", name, &[checkpoint, int8, int4, ("auto", None)])
 }
 
 /// Views of the cache as `kv_target` names them.
@@ -80,6 +98,7 @@ pub(crate) fn rounding(name: &str) -> Result<Rounding> {
 impl Request<'_> {
     /// Checks every value and derives the planes, the draft and the policy.
     pub(crate) fn resolve(&self) -> Result<Resolved> {
+        let weights = target_weights(self.weights)?;
         let target = one_of("kv_target", self.kv_target, &KV_TARGETS)?;
         let rounding = rounding(self.kv_rounding)?;
         let wanted = one_of(
@@ -153,12 +172,14 @@ impl Request<'_> {
                 prompt_capacity: self.prompt_capacity,
                 planes: Planes::of(&views),
                 rounding,
+                weights: weights.unwrap_or_default(),
                 draft_weights: if self.every_view || needs.draft_weights { wanted } else { DraftWeights::None },
                 rejection: accept == Accept::Rejection && (self.every_view || needs.distributions),
                 step_rows,
                 block_rows: BLOCK_ROWS,
                 threads: self.threads,
             },
+            auto_weights: weights.is_none(),
             accept,
         })
     }

@@ -3,17 +3,17 @@
 use crate::device::Place;
 use crate::engine::{default_threads, memory_dict};
 use crate::errors::{detached, to_python};
-use crate::options::{DraftPages, Request};
+use crate::options::{DraftPages, Request, weights_name};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_model::checkpoint::Checkpoint;
 use std::path::Path;
 
-/// Memory of an engine with these arguments, on the device that it would run on: `device`, `fits`, `planned_bytes`,
+/// Memory of an engine with these arguments, on the device that it would run on: `device`, `weights` (which, where "auto" asks), `fits`, `planned_bytes`,
 /// `available_bytes`, `longest_context` (of as many sequences) and the bytes of each part.
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, kv_target="int8", method="quantspec",
-    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1))]
+#[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint",
+    kv_target="int8", method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn plan<'py>(
     py: Python<'py>,
@@ -22,6 +22,7 @@ pub(crate) fn plan<'py>(
     prompt_capacity: Option<usize>,
     device: &str,
     threads: Option<usize>,
+    weights: &str,
     kv_target: &str,
     method: &str,
     kv_rounding: &str,
@@ -33,6 +34,7 @@ pub(crate) fn plan<'py>(
     slots: usize,
 ) -> PyResult<Bound<'py, PyDict>> {
     let request = Request {
+        weights,
         kv_target,
         method,
         kv_rounding,
@@ -47,15 +49,17 @@ pub(crate) fn plan<'py>(
         threads: threads.unwrap_or_else(default_threads),
         every_view: false,
     };
-    let resolved = request.resolve().map_err(to_python)?;
-    let (name, weighed, limit) = detached(py, || {
+    let mut resolved = request.resolve().map_err(to_python)?;
+    let (name, kept, weighed, limit) = detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let place = Place::choose(device, &checkpoint)?;
+        place.settle(&checkpoint, &mut resolved)?;
         let weighed = place.weigh(&checkpoint, &resolved.options, 0)?;
-        Ok((place.name(), weighed, checkpoint.config().max_positions))
+        Ok((place.name(), resolved.options.weights, weighed, checkpoint.config().max_positions))
     })?;
     let out = PyDict::new(py);
     out.set_item("device", name)?;
+    out.set_item("weights", weights_name(kept))?;
     out.set_item("fits", capacity <= limit && weighed.needed_bytes <= weighed.available_bytes)?;
     out.set_item("planned_bytes", weighed.used_bytes + weighed.needed_bytes)?;
     out.set_item("available_bytes", weighed.used_bytes + weighed.available_bytes)?;

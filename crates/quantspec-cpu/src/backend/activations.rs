@@ -3,13 +3,14 @@
 use crate::attend::CHUNK;
 use crate::dispatch::Simd;
 use crate::elementwise::rms_norm;
+use crate::hierarchy;
 use crate::linear::{self, Input, Weight, row_stride};
 use crate::memory::Array;
 use crate::w4::Acts;
 use crate::weights::{Linear, QkvPlaces};
 use quantspec_core::Result;
 use quantspec_core::cache::visible_pages;
-use quantspec_core::config::{ModelConfig, Weights};
+use quantspec_core::config::{ModelConfig, TargetWeights, Weights};
 use quantspec_model::backend::Options;
 
 /// Activations of a step.
@@ -17,10 +18,11 @@ pub(super) struct Rows {
     pub(super) places: QkvPlaces,
     /// `[row][row_stride(hidden)]`
     pub(super) hidden: Array<f32>,
-    /// Input of a matrix, normalised or not, `[row][row_stride(k)]`: f32, BF16 and int8.
+    /// Input of a matrix, normalised or not, `[row][row_stride(k)]`: f32, BF16, int8 for draft tiles and limbs for planes.
     pub(super) x: Array<f32>,
     pub(super) x16: Array<u16>,
     pub(super) x8: Acts,
+    pub(super) limbs: hierarchy::Acts,
     /// `[row][places.width]`
     pub(super) qkv: Array<f32>,
     /// `[row][row_stride(q_width)]`
@@ -50,6 +52,8 @@ pub(super) struct Lengths {
     pub(super) angles: usize,
     pub(super) partials: usize,
     pub(super) pages: usize,
+    /// Rows and inputs of the activations in limbs: none without planes.
+    pub(super) limbs: (usize, usize),
 }
 
 impl Lengths {
@@ -68,13 +72,17 @@ impl Lengths {
             angles: rows * config.head_dim / 2,
             partials: rows * config.heads * (pages.div_ceil(CHUNK) + 1) * (2 + config.head_dim),
             pages,
+            limbs: if options.weights == TargetWeights::Checkpoint { (0, 0) } else { (rows, widest) },
         }
     }
 
     pub(super) fn bytes(&self, rows: usize) -> usize {
         let floats =
             self.hidden + self.x + self.qkv + self.attended + self.ffn + self.logits + 2 * self.angles + self.partials;
-        4 * (floats + self.pages) + 2 * self.x + Acts::bytes_of(rows, self.widest)
+        4 * (floats + self.pages)
+            + 2 * self.x
+            + Acts::bytes_of(rows, self.widest)
+            + hierarchy::Acts::bytes_of(self.limbs.0, self.limbs.1)
     }
 }
 
@@ -95,6 +103,7 @@ impl Rows {
         floats.iter().map(|array| array.bytes()).sum::<usize>()
             + self.x16.bytes()
             + self.x8.bytes()
+            + self.limbs.bytes()
             + size_of_val(&self.all[..])
     }
 }
@@ -108,6 +117,7 @@ impl Rows {
             x: Array::zeros(len.x)?,
             x16: Array::zeros(len.x)?,
             x8: Acts::zeros(options.step_rows.max(1), len.widest)?,
+            limbs: hierarchy::Acts::zeros(len.limbs.0, len.limbs.1)?,
             qkv: Array::zeros(len.qkv)?,
             attended: Array::zeros(len.attended)?,
             ffn: Array::zeros(len.ffn)?,
@@ -140,7 +150,7 @@ impl Rows {
         m: usize,
     ) -> (Weight<'a>, Input<'a>, Outputs<'a>) {
         let stride = row_stride(k);
-        let Rows { hidden, x, x16, x8, qkv, attended, ffn, logits, .. } = self;
+        let Rows { hidden, x, x16, x8, limbs, qkv, attended, ffn, logits, .. } = self;
         let (ffn_out, ffn_in): (&mut [f32], &[f32]) = match from {
             Source::Ffn => (&mut [], &ffn[..m * stride]),
             _ => (&mut ffn[..], &[]),
@@ -156,11 +166,15 @@ impl Rows {
                 x8.quantize(simd, x, stride, m, k);
                 Input::Int8(x8)
             }
+            Weight::Planes(_, read) if !read.takes_f32(simd) => {
+                limbs.quantize(simd, read, x, stride, m, k);
+                Input::Limbs(limbs)
+            }
             Weight::Full(matrix) if crate::prefill::takes_pairs(simd, matrix) => {
                 linear::to_bf16(simd, x, &mut x16[..m * stride]);
                 Input::Bf16(&x16[..m * stride], stride)
             }
-            Weight::Full(_) => Input::F32(x, stride),
+            Weight::Full(_) | Weight::Planes(..) => Input::F32(x, stride),
         };
         (weight, input, Outputs { hidden, qkv, ffn: ffn_out, logits })
     }

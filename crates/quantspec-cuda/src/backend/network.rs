@@ -78,7 +78,7 @@ impl CudaBackend {
     /// Which nibbles a step reads of attention's matrices, and of the feed-forward network's.
     fn reads(&self, step: &Step) -> [Reads; 2] {
         let (attention, mlp, _) = weights::drafted(self.options.draft_weights);
-        [attention, mlp].map(|on| if on && step.weights == Weights::Draft { Reads::Upper } else { Reads::Both })
+        [attention, mlp].map(|on| if on && step.weights == Weights::Draft { Reads::Upper } else { Reads::All })
     }
 
     /// Addresses of a layer's matrices in 16 bits, as a prompt's products read them: queries, keys and values; output; gate and up; down.
@@ -137,8 +137,8 @@ impl CudaBackend {
         match &self.weights.embedding {
             Full::Whole(table) => arguments.extend(args![&table.buffer]),
             Full::Nibbles(table) => {
-                let [upper, lower] = table.planes();
-                arguments.extend(args![upper, lower, table.stride()]);
+                let lower = table.lower().map_or(0, |lower| lower.at(0));
+                arguments.extend(args![table.upper(), lower, table.stride()]);
             }
         }
         arguments.extend(args![hidden, self.config.hidden, self.config.vocab]);
@@ -482,7 +482,7 @@ impl Network for CudaBackend {
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
         self.norm(rows, &self.weights.final_norm, last, self.kernels.norm[1], draft.is_some(), hidden)?;
-        self.product(self.weights.head(), draft, Reads::Both, last, self.step.logits.at(0), rows)?;
+        self.product(self.weights.head(), draft, Reads::All, last, self.step.logits.at(0), rows)?;
         self.residual = None;
         Ok(())
     }

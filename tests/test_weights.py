@@ -1,0 +1,170 @@
+"""`--weights int8`: one copy of the weights, of which the target reads both planes of nibbles and the draft the upper one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import llama_numpy
+import numpy as np
+import pytest
+from conftest import Outcome, copy_demo
+
+from quantspec_cli import Engine, fingerprint, hub
+from quantspec_cli import eval as evaluation
+from quantspec_cli.engine import Model
+from quantspec_cli.options import METHODS, EngineOptions, GenerateOptions
+
+Run = Callable[..., Outcome]
+
+TOKENS = 300
+
+
+def views(w: llama_numpy.Array) -> tuple[llama_numpy.Array, llama_numpy.Array]:
+    """(Both, Upper) of a matrix, as docs/design/weights.md has it: groups of 64, s range/15, the best of eight zeros."""
+    both, upper = np.empty_like(w), np.empty_like(w)
+    for start in range(0, w.shape[1], 64):
+        group = w[:, start : start + 64]
+        least, most = group.min(1, keepdims=True), group.max(1, keepdims=True)
+        fine = (most - least) / 240
+        scale = llama_numpy.half(np.maximum(16 * fine, 2.0**-14))
+        best = np.full_like(least, np.inf)
+        zero = llama_numpy.half(least)
+        for first in (8, 0, 2, 4, 6, 10, 12, 14):
+            tried = llama_numpy.half(least + (8 - first) * fine)
+            error = ((np.clip(np.rint((group - tried) / scale), 0, 15) * scale + tried - group) ** 2).sum(
+                1, keepdims=True
+            )
+            zero, best = np.where(error < best, tried, zero), np.minimum(error, best)
+        code = np.clip(np.rint((group - zero) / (scale / 16)), -8, 247)
+        both[:, start : start + 64] = code * scale / 16 + zero
+        upper[:, start : start + 64] = (code + 8) // 16 * scale + zero
+    return both, upper
+
+
+def test_scores_agree_with_numpy() -> None:
+    from quantspec_cli import _native
+
+    ids = Model.open(None).tokenizer.encode(evaluation.SAMPLE.read_text(encoding="utf-8"))[:TOKENS]
+    scores = _native.evaluate(str(hub.demo()), ids, weights="int8")
+    config, tensors = llama_numpy.load(hub.demo())
+    coded = {name: views(w) for name, w in tensors.items() if w.ndim == 2}
+    # The head is the embedding, and the draft reads both of its planes.
+    upper = {name: w[1] for name, w in coded.items() if name.endswith("_proj.weight")}
+    target = tensors | {name: w[0] for name, w in coded.items()}
+    stored, int8 = llama_numpy.Llama(config, tensors), llama_numpy.Llama(config, target)
+    draft = llama_numpy.Llama(config, target | upper)
+    numbers = np.array(ids)
+    expected = llama_numpy.evaluate(stored, numbers, "fp16", {})["target"][:-1]
+    over_fp16 = llama_numpy.evaluate(int8, numbers, "fp16", {})["target"][:-1]
+    found = llama_numpy.evaluate(int8, numbers, "int8", {"quantspec": (draft, "int4")})
+    nll = -over_fp16[np.arange(TOKENS - 1), numbers[1:]].mean()
+    kld = (np.exp(expected) * (expected - over_fp16)).sum(-1).mean()
+    acceptance = np.exp(np.minimum(found["quantspec"], found["target"])[:-1]).sum(-1).mean()
+    assert scores["targets"]["fp16"]["nll"] == pytest.approx(nll, abs=0.003)
+    # The engine's checkpoint side rounds activations to BF16, NumPy nothing.
+    assert kld / 2 < scores["weights"]["int8"]["kld"] < kld + 1e-4
+    assert scores["weights"]["int8"]["top1"] > 0.97
+    assert scores["drafts"]["quantspec"]["acceptance"] == pytest.approx(acceptance, abs=0.006)
+
+
+# 8.5 bits of 6.9 million weights; 4.5 bits of 4.8 million and 8.5 of the head's 2.1.
+@pytest.mark.parametrize(("weights", "megabytes"), [("int8", 7.35), ("int4", 4.94)])
+def test_every_method_emits_the_text_of_plain_decoding_from_one_copy(weights: str, megabytes: float) -> None:
+    texts = set()
+    for method in METHODS:
+        with Engine.load(context=500, method=method, weights=weights) as engine:
+            assert engine.info["weights"] == weights
+            texts.add(tuple(engine.generate("The scene lay in London " * 40, max_new_tokens=60).tokens))
+            stats = engine.statistics()
+        assert stats["weights_bytes"] == pytest.approx(megabytes * 1e6, rel=0.01)
+        assert stats["draft_weights_bytes"] == 0
+    assert len(texts) == 1
+
+
+def test_the_document_and_the_table(quantspec: Run) -> None:
+    outcome = quantspec("eval", "--tokens", "80", "--weights", "int8", "--json", "--device", "cpu")
+    assert outcome.code == 0, outcome
+    score = outcome.json["weights"]["int8"]
+    assert set(score) == {"kld", "top1"}
+    assert 0 < score["kld"] < 1e-3
+    int4 = quantspec("eval", "--tokens", "80", "--weights", "int4", "--json", "--device", "cpu").json["weights"]["int4"]
+    assert 5 * score["kld"] < int4["kld"] < 0.2
+    assert "weights" not in quantspec("eval", "--tokens", "80", "--json", "--device", "cpu").json
+    table = quantspec("eval", "--tokens", "80", "--weights", "int8", "--device", "cpu").stdout
+    assert "KLD to the checkpoint" in table
+
+
+def test_reports_name_the_weights(fake: Any, quantspec: Run) -> None:
+    for asked, named in (("checkpoint", "checkpoint"), ("int8", "int8"), ("auto", "checkpoint")):
+        outcome = quantspec("run", "--text", "x", "-n", "5", "--weights", asked, "--json")
+        assert (outcome.code, outcome.json["weights"]) == (0, named)
+    assert quantspec("run", "--text", "x", "--weights", "int2").code == 2
+
+
+def test_answers_of_other_weights_are_other_answers() -> None:
+    prints = {
+        fingerprint.of_answer("m", EngineOptions(weights=weights), GenerateOptions())
+        for weights in ("checkpoint", "int8")
+    }
+    assert len(prints) == 2
+
+
+def test_a_batch_does_not_depend_on_free_memory(fake: Any, quantspec: Run, document: Path, tmp_path: Path) -> None:
+    outcome = quantspec("batch", str(document), "--out", str(tmp_path / "out"), "--weights", "auto")
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert "--weights int8" in outcome.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def sparse_model(folder: Path, layers: int) -> Path:
+    """A checkpoint of so many layers whose weights are a hole in a file: no memory, no disk, every size."""
+    h, f = 2048, 8192
+    copy_demo(
+        folder,
+        hidden_size=h,
+        intermediate_size=f,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=128,
+        torch_dtype="bfloat16",
+    )
+    shapes = {"model.embed_tokens.weight": [8192, h], "model.norm.weight": [h]}
+    for layer in range(layers):
+        of = {"q_proj": [h, h], "k_proj": [256, h], "v_proj": [256, h], "o_proj": [h, h]}
+        shapes |= {f"model.layers.{layer}.self_attn.{name}.weight": shape for name, shape in of.items()}
+        of = {"gate_proj": [f, h], "up_proj": [f, h], "down_proj": [h, f]}
+        shapes |= {f"model.layers.{layer}.mlp.{name}.weight": shape for name, shape in of.items()}
+        of = {"input_layernorm": [h], "post_attention_layernorm": [h]}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of.items()}
+    header, place = {}, 0
+    for name, shape in shapes.items():
+        size = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [place, place + size]}
+        place += size
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    (folder / "model.safetensors").unlink()  # the link to the demo's
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        file.truncate(8 + len(raw) + place)
+    return folder
+
+
+def test_auto_takes_int8_where_the_checkpoint_does_not_fit(tmp_path: Path) -> None:
+    from quantspec_cli import _native
+
+    small = _native.plan(str(hub.demo()), capacity=500, weights="auto", device="cpu")
+    assert (small["weights"], small["fits"]) == ("checkpoint", True)
+    # BF16 takes 1.4 times the memory there is, and 8.5 bits a weight three quarters of it.
+    layers = int(1.4 * small["available_bytes"] / (2 * 59_768_832))
+    model = str(sparse_model(tmp_path / "large", layers))
+    plans = {
+        name: _native.plan(model, capacity=500, weights=name, device="cpu") for name in ("checkpoint", "int8", "auto")
+    }
+    assert {name: plan["fits"] for name, plan in plans.items()} == {"checkpoint": False, "int8": True, "auto": True}
+    assert plans["auto"]["weights"] == "int8"
+    assert plans["auto"]["weights_bytes"] == plans["int8"]["weights_bytes"]
