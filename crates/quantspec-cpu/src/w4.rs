@@ -273,7 +273,7 @@ impl Group<'_> {
 
     /// Core's search, from the whole range.
     #[inline(always)]
-    fn search(&self, low: f32, high: f32, whole: (u16, u16)) -> (u16, u16) {
+    pub(crate) fn search(&self, low: f32, high: f32, whole: (u16, u16)) -> (u16, u16) {
         let range = high - low;
         let mut best = (self.squared_error(whole), whole);
         for below in SHRINK {
