@@ -293,7 +293,7 @@ def cache(*, clear: bool, as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT)
 @model_flags
-@_choice_flag("--weights", WEIGHTS[:3], text="The target's weights.")
+@_choice_flag("--weights", WEIGHTS, text="The target's weights.")
 @device_flags
 @json_flag
 def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) -> Done:

@@ -72,7 +72,8 @@ def selftest(*, model: str | None, revision: str | None, offline: bool, options:
     render.warn_of_threads(options.threads)
     opened = Model.open(model, revision=revision, offline=offline, progress=render.on_terminal())
     prompts = cut_prompts(opened)
-    device, references = _references(opened, options, prompts)
+    device, weights, references = _references(opened, options, prompts)
+    options = replace(options, weights=weights)
     if not as_json:
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
         out.write(f"{one_line(opened.name)} on {device}: prompts of {lengths} tokens, {NEW_TOKENS} new tokens each\n")
@@ -119,14 +120,14 @@ def cut_prompts(model: Model) -> list[list[int]]:
 
 def _references(
     model: Model, options: EngineOptions, prompts: Sequence[list[int]]
-) -> tuple[str, dict[str, list[list[int]]]]:
-    """Device, and plain decoding of every prompt alone, per acceptance rule."""
+) -> tuple[str, str, dict[str, list[list[int]]]]:
+    """Device, the weights that `auto` is, and plain decoding of every prompt alone, per acceptance rule."""
     engine = _engine(model, replace(options, method="ar", gamma=0), prompts, batch=1)
     decoded = {
         accept: [_decode(engine, [prompt], sampling, 0)[0] for prompt in prompts]
         for accept, sampling in _SAMPLING.items()
     }
-    return engine.info["device"], decoded
+    return engine.info["device"], engine.info["weights"], decoded
 
 
 def _cases(

@@ -848,8 +848,8 @@ mod tests {
         let mut noise = Noise::new(32);
         // What is read, of which planes, and how far the activations' rounding may move a product.
         let reads = [
-            (Read::Target, true, 5e-5),
-            (Read::Target, false, 5e-5),
+            (Read::Target, true, 1e-4),
+            (Read::Target, false, 1e-4),
             (Read::Both, true, 1e-2),
             (Read::Upper, true, 1e-2),
             (Read::Upper, false, 1e-2),

@@ -142,6 +142,7 @@ fn matches(seed: usize, shape: &Shape, weights: TargetWeights) {
             // codes at a tie, which weigh sixteen times as much in view Upper. Drafts round queries to 8 bits on the integer path.
             let rounded = simd.has_avx512() && (shape.dtype == "BF16" || weights != TargetWeights::Checkpoint);
             let bound = match plan {
+                (Weights::Draft, ..) if rounded && weights != TargetWeights::Checkpoint => 0.2,
                 (Weights::Draft, ..) => 0.15,
                 (_, View::Upper, _) if rounded => 0.2,
                 _ if rounded => 0.05,
