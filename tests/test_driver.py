@@ -128,7 +128,6 @@ def test_weights_in_nibbles_have_no_copy_for_drafts(driver: Driver) -> None:
     def needs(weights: str) -> int:
         return int(driver(*DECODE, "--weights", weights, "--json").json["stats"]["planned_bytes"])
 
-    # Tables of the demo model are most of it.
     assert needs("int4") < needs("int8") < needs("checkpoint")
     assert driver(*DECODE, "--weights", "auto", "--json").json["weights"] == "checkpoint"
 
