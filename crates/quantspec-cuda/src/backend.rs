@@ -182,16 +182,8 @@ impl CudaBackend {
         let sampling =
             Sampling::new(device, config.vocab, options.slots, options.step_rows.max(1), pitch, options.rejection)?;
         let hierarchies = if weights::nibbles(options) { Some(Hierarchies::new(device, config.dtype)?) } else { None };
-        let weights = weights::load(
-            checkpoint,
-            device,
-            &linear,
-            hierarchies.as_ref(),
-            options.weights,
-            options.draft_weights,
-            sampling.shared(),
-            &mut hooks,
-        )?;
+        let weights =
+            weights::load(checkpoint, device, &linear, hierarchies.as_ref(), options, sampling.shared(), &mut hooks)?;
         let with_room = |hierarchies| Ok((hierarchies, Expanded::new(device, &config)?));
         let nibbles = hierarchies.map(with_room).transpose()?;
         let d = config.head_dim;

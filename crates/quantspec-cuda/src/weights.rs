@@ -443,14 +443,13 @@ impl Expanded {
     }
 }
 
-/// Reads a checkpoint onto the device and makes the draft weights; with `hierarchies` in nibbles, as `weights` says. `flag` is the device's error flag.
+/// Reads a checkpoint onto the device and makes the draft weights; with `hierarchies` in nibbles, as `options` say. `flag` is the device's error flag.
 pub(crate) fn load(
     checkpoint: &Checkpoint,
     device: &Arc<Device>,
     linear: &Linear,
     hierarchies: Option<&Hierarchies>,
-    weights: TargetWeights,
-    kind: DraftWeights,
+    options: &Options,
     flag: &Buffer,
     hooks: &mut Hooks,
 ) -> Result<Weights> {
@@ -472,6 +471,7 @@ pub(crate) fn load(
         rows: device.kernel("weights_rows", 0)?,
         done: 0,
     };
+    let kind = options.draft_weights;
     let (attention, mlp, head_in_eight) = drafted(kind);
     let draft_bytes = draft_bytes(&config, kind, hierarchies.is_some());
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
@@ -513,7 +513,7 @@ pub(crate) fn load(
             gate_up: draft(mlp, &gate_up, 0)?,
             down: draft(mlp, &down, 0)?,
         };
-        let both = weights == TargetWeights::Int8;
+        let both = options.weights == TargetWeights::Int8;
         let (qkv, output) = (in_nibbles(qkv, both, config.head_dim)?, in_nibbles(output, both, 0)?);
         let (gate_up, down) = (in_nibbles(gate_up, both, 0)?, in_nibbles(down, both, 0)?);
         check_flag(flag, || format!("layer {index}"))?;
