@@ -271,8 +271,10 @@ def test_what_a_checkpoint_recommends(tmp_path: Path) -> None:
     assert read(temperature=0.7, top_p=0.8) == read(do_sample=False, temperature=0.7) == Recommended()
     assert read(do_sample=True) == Recommended({"temperature": 1.0})
     assert read(do_sample=True, temperature=None, top_k=50, repetition_penalty=1.1) == Recommended(
-        {"temperature": 1.0, "top_k": 50}, 1.1
+        {"temperature": 1.0, "top_k": 50}, {"repetition_penalty": 1.1}
     )
+    # Penalties are of every text; those that change nothing are none.
+    assert read(repetition_penalty=1.0, no_repeat_ngram_size=3) == Recommended({}, {"no_repeat_ngram": 3})
 
 
 @pytest.mark.parametrize(
@@ -291,6 +293,8 @@ def test_what_a_checkpoint_recommends(tmp_path: Path) -> None:
         ({"repetition_penalty": 0}, "repetition_penalty is 0"),
         ({"repetition_penalty": "1.1"}, "repetition_penalty is '1.1'"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
+        ({"no_repeat_ngram_size": 1}, "no_repeat_ngram_size is 1"),
+        ({"no_repeat_ngram_size": 2.5}, "no_repeat_ngram_size is 2.5"),
         ([], "is not a JSON object"),
     ],
 )
@@ -305,10 +309,21 @@ def test_a_malformed_recommendation_names_file_and_value(
     assert quantspec("run", "-m", model, "--text", "D", "-n", "2").code == 0
 
 
-def test_a_repetition_penalty_that_is_not_applied_is_said(fake: Any, quantspec: Run, tmp_path: Path) -> None:
-    model = chat_model(tmp_path / "m", TURNS, {"repetition_penalty": 1.05})
-    assert "repetition penalty of 1.05, which is not applied" in quantspec("run", "-m", model, *ASK, "-n", "2").stderr
-    assert "penalty" not in quantspec("run", "-m", model, "--text", "D", "-n", "2").stderr
+def test_penalties_are_as_the_checkpoint_says(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    model = chat_model(tmp_path / "m", TURNS, {"repetition_penalty": 1.05, "no_repeat_ngram_size": 4})
+    command = ["run", "-m", model, *ASK, "-n", "2"]
+    said = "says: repetition-penalty 1.05, no-repeat-ngram 4; --repetition-penalty 1 --no-repeat-ngram 0 is none\n"
+    assert said in quantspec(*command).stderr
+    report = quantspec(*command, "--json").json
+    assert (report["repetition_penalty"], report["no_repeat_ngram"], report["temperature"]) == (1.05, 4, 0)
+    # Greedy or not, and one flag leaves the other.
+    report = quantspec(*command, "--temperature", "0", "--no-repeat-ngram", "0", "--json").json
+    assert (report["repetition_penalty"], report["no_repeat_ngram"]) == (1.05, 0)
+    assert "penalties" not in quantspec(*command, "--repetition-penalty", "1", "--no-repeat-ngram", "0").stderr
+    report = quantspec("run", "-m", model, "--text", "D", "-n", "2", "--json").json
+    assert (report["repetition_penalty"], report["no_repeat_ngram"]) == (1, 0)
+    engine = Engine.load(model, context=100)
+    assert engine.model.sampling_defaults == {"repetition_penalty": 1.05, "no_repeat_ngram": 4}
 
 
 def test_room_for_an_answer(fake: Any, thinker: str, quantspec: Run) -> None:

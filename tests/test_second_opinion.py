@@ -86,6 +86,22 @@ def scores(logits: Array, position: int, options: dict[str, Any], slack: float) 
     return np.where(keep, z + gumbel(options["seed"], position, len(z)), -np.inf)
 
 
+def penalised(logits: Array, options: dict[str, Any], prompt: list[int], answer: list[int]) -> Array:
+    """Hugging Face's RepetitionPenaltyLogitsProcessor and NoRepeatNGramLogitsProcessor, and OpenAI's two penalties."""
+    out, text = logits.copy(), prompt + answer
+    seen = np.unique(text)
+    factor = options.get("repetition_penalty", 1)
+    out[seen] = np.where(out[seen] < 0, out[seen] * factor, out[seen] / factor)
+    counts = np.bincount(np.array(answer, int), minlength=len(out))
+    out -= options.get("frequency_penalty", 0) * counts + options.get("presence_penalty", 0) * (counts > 0)
+    if n := options.get("no_repeat_ngram", 0):
+        after: dict[tuple[int, ...], list[int]] = {}
+        for gram in zip(*(text[i:] for i in range(n)), strict=False):
+            after.setdefault(gram[:-1], []).append(gram[-1])
+        out[after.get(tuple(text[len(text) + 1 - n :]), [])] = -np.inf
+    return out
+
+
 class Decoder:
     """Decodes one token after another over the cache as the engine defines it."""
 
@@ -142,6 +158,11 @@ def model() -> Llama:
         ("int4", "balanced", "w4", {"temperature": 1.3, "seed": 2, "top_k": 40}),
         ("int4", "paper", "ar", {"temperature": 1.0, "seed": 3, "min_p": 0.05}),
         ("fp16", "balanced", "quantspec", {"temperature": 0.8, "seed": 4, "top_k": 200, "top_p": 0.95, "min_p": 0.01}),
+        ("int8", "balanced", "quantspec", {"repetition_penalty": 1.3, "no_repeat_ngram": 3}),
+        (
+            *("int8", "balanced", "kv4"),
+            {"temperature": 0.8, "seed": 5, "top_k": 50, "frequency_penalty": 0.4, "presence_penalty": 0.5},
+        ),
     ],
 )
 def test_every_token_is_the_one_the_equations_choose(
@@ -156,8 +177,9 @@ def test_every_token_is_the_one_the_equations_choose(
         answer = engine.generate(Prompt(prompt), max_new_tokens=NEW, ignore_eos=True, **options)
         assert len(answer.tokens) == NEW
         decoder = Decoder(model, prompt, kv_target, rounding)
-        for token in answer.tokens:
-            surely, perhaps = (scores(decoder.logits, decoder.position, options, slack) for slack in (-0.1, 0.1))
+        for at, token in enumerate(answer.tokens):
+            logits = penalised(decoder.logits, options, prompt, answer.tokens[:at])
+            surely, perhaps = (scores(logits, decoder.position, options, slack) for slack in (-0.1, 0.1))
             behind = surely.max() - perhaps
             assert behind[token] < LEAD, (length, decoder.position, token, behind[token])
             clear += np.sum(behind < LEAD) == 1

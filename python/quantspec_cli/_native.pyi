@@ -68,6 +68,7 @@ class Engine:
         gamma: int | None = None,
         slots: int = 1,
         every_view: bool = False,
+        draft_model: str | None = None,
         draft_cache: tuple[str, int] | None = None,
         on_loading: Callable[[int, int], object] | None = None,
     ) -> Engine: ...
@@ -90,8 +91,19 @@ class Engine:
         min_p: float,
         seed: int,
         max_new_tokens: int,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        no_repeat_ngram: int = 0,
+        logprobs: int | None = None,
     ) -> int:
-        """Takes a prompt into a free slot and returns the slot."""
+        """Takes a prompt into a free slot and returns the slot. With `logprobs` its tokens come with log-probabilities."""
+
+    def take_logprobs(self, slot: int) -> list[tuple[float, list[tuple[int, float]]]]:
+        """Log-probabilities of the slot's tokens since the last call, each with those of the likeliest of its place."""
+
+    def score(self, tokens: Sequence[int]) -> list[float]:
+        """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot."""
 
     def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None) -> int:
         """Processes the slot's prompt and returns the first new token."""
@@ -199,6 +211,7 @@ def planned(
     kv_rounding: str,
     page_choice: str,
     accept: str,
+    draft_model: str | None = None,
 ) -> int:
     """Bytes that an `Engine` with `every_view` will hold at its peak, or what refuses it before weights are read."""
 
@@ -219,6 +232,7 @@ def plan(
     accept: str = "replay",
     gamma: int | None = None,
     slots: int = 1,
+    draft_model: str | None = None,
 ) -> dict[str, Any]:
     """What an `Engine` with these arguments would hold, before any weight is read.
 

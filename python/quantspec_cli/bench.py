@@ -110,6 +110,7 @@ class Request:
     batch: str
     gamma: str
     draft_pages: str
+    draft_model: str | None
     methods: str
     repetitions: int
     seed: int
@@ -185,7 +186,7 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
         if len(opened) > 1:
             # A model alone is refused before its rows in any case.
             for model in opened:
-                _check_fits(model, plan, options)
+                _check_fits(model, plan, request, options)
         measured = (
             row
             for model, ids in zip(opened, tokens, strict=True)
@@ -312,6 +313,15 @@ def read_plan(request: Request) -> Plan:
             numbers_or("--draft-pages", request.draft_pages, ("all", "auto"), PAGES_MIN, PAGES_MAX),
         ),
     )
+    drafting = [method.name for method in plan.methods if METHODS[method.name].draft_model]
+    if bool(drafting) != (request.draft_model is not None):
+        raise UsageError(
+            f"--methods has {drafting[0]}, and there is no draft model"
+            if drafting
+            else f"--draft-model is {request.draft_model}, and no method of --methods reads it",
+            "give both --draft-model and --methods ...,draft-model, or neither",
+            option="draft_model",
+        )
     if not plan.n_prompt and not plan.n_gen:
         raise UsageError("nothing to measure: -p and -n are 0", "give -p N for prefill, -n N for decoding, or both")
     return plan
@@ -404,8 +414,9 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
     """The methods of a list of `METHOD` or `METHOD-KV`, with every γ and page count where they draft."""
     found: dict[Method, None] = {}
     for item in items("--methods", given):
-        name, dash, target = item.partition("-")
-        target = target if dash else KV_TARGETS[0]
+        name, target = item, KV_TARGETS[0]
+        if item not in METHODS:
+            name, _, target = item.rpartition("-")
         if name not in METHODS or target not in KV_TARGETS:
             raise UsageError(
                 f"--methods has {item!r}",
@@ -415,6 +426,8 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
         method = METHODS[name]
         of_gamma: Sequence[Gamma] = gammas if method.drafts else [0]
         of_pages: Sequence[Pages] = pages if method.draft_view else ["all"]
+        if method.window is not None:
+            of_pages = [count for count in pages if count != "all"] or [method.window]
         found.update((Method(name, target, gamma, count), None) for gamma in of_gamma for count in of_pages)
     return list(found)
 
@@ -470,13 +483,16 @@ def _room(plan: Plan, context: int) -> str:
 # Measuring -----------------------------------------------------------------------------------------------------------
 
 
-def _check_fits(model: Model, plan: Plan, options: EngineOptions) -> None:
+def _check_fits(model: Model, plan: Plan, request: Request, options: EngineOptions) -> None:
     """Refuses what the device or its memory refuses, before anything is read."""
     from . import _native
 
     try:
+        draft_model = model.draft_model(request.draft_model)
         with native_errors():
-            _native.planned(str(model.directory), capacity=plan.capacity, **_engine_options(options))
+            _native.planned(
+                str(model.directory), capacity=plan.capacity, draft_model=draft_model, **_engine_options(options)
+            )
     except (DoesNotFitError, ModelError) as error:
         raise type(error)(f"{model.name}: {error.message}", error.hint) from error
 
@@ -496,6 +512,7 @@ class Bench:
 
         self._native = _native
         self._model, self._ids, self._plan, self._request = model, ids, plan, request
+        self._draft_model = model.draft_model(request.draft_model, progress=render.on_terminal())
         with render.progress("loading weights", shown=True) as on_loading, native_errors():
             self._engine = _native.Engine(
                 str(model.directory),
@@ -503,12 +520,13 @@ class Bench:
                 slots=max(plan.batches) if plan.n_gen else 1,
                 **_engine_options(options),
                 every_view=True,
+                draft_model=self._draft_model,
                 draft_cache=settings.native_draft_cache(),
                 on_loading=on_loading,
             )
             self._draft_bytes = int(self._engine.stats()["draft_weights_bytes"])
             self._weights = self._engine.info["weights"]
-        self._page_choice = options.page_choice
+        self._page_choice = options.choice_of_pages
         self._accept = options.accept
         self._info = self._engine.info
         render.note_of_drafts(self._info)
@@ -552,6 +570,8 @@ class Bench:
         with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
             answers = Answers(self._engine, self._model, self._ids, depth, tokens, batch=batch, on_prefill=on_prefill)
         seen = self._traffic(answers.depth, answers.tokens)
+        if self._draft_model is not None:
+            seen["draft_model"] = self._traffic(answers.depth, answers.tokens, self._draft_model)
         samples: dict[Method, list[Sample]] = {method: [] for method in plan.methods}
         with render.progress(f"decoding at {depth}", shown=True) as tick, native_errors():
             for method in plan.methods:
@@ -582,7 +602,7 @@ class Bench:
         seconds, tokens = answers.run(self._request.seed + repetition)
         stats = self._engine.stats()
         # The draft of one sequence may end early; those of a batch are as long as its longest.
-        steps = stats["drafted_tokens"] if len(tokens) == 1 else answers.draft_steps
+        steps = stats["drafted_tokens"] - stats["copied_tokens"] if len(tokens) == 1 else answers.draft_steps
         stats |= {"passes": answers.passes, "draft_steps": steps}
         # What is read after a run is read before the next.
         after = self._bandwidth_now = self._bandwidth()
@@ -593,10 +613,10 @@ class Bench:
             self._ids[:prompt_tokens], seed=self._request.seed, max_new_tokens=new_tokens, **SAMPLING
         )
 
-    def _traffic(self, start: int, tokens: int) -> dict[str, Any]:
+    def _traffic(self, start: int, tokens: int, model: str | None = None) -> dict[str, Any]:
         """What steps at these positions read; looks at the checkpoint, so not to be asked between measurements."""
         with native_errors():
-            return self._native.traffic(str(self._model.directory), start, tokens, self._weights)
+            return self._native.traffic(model or str(self._model.directory), start, tokens, self._weights)
 
     def _prefill_bytes(self, depth: int, tokens: int) -> float:
         """Least a prefill of `tokens` behind `depth` reads: a layer's weights and the past once a block, the head once."""
@@ -610,13 +630,14 @@ class Bench:
         """What a run's verifications and drafts had to read: weights once for all sequences of a pass, and of each sequence
         the visible pages of the view and the recent tokens.
         """
-        recent = seen["buffer_tokens"] * seen["token_bytes"]
-        page = {"int4": seen["upper_page_bytes"], "fp16": seen["full_page_bytes"]}
-        page["int8"] = seen["upper_page_bytes"] + seen["lower_page_bytes"]
+        page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
         cache = seen["pages"] * page[method.kv_target] + recent
         read: float = stats["passes"] * seen["weights_bytes"] + stats["rounds"] * cache
         drafts = METHODS[method.name]
         if drafts.draft_view is not None:
+            if drafts.draft_model:
+                seen = seen["draft_model"]
+                page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
             drafted = seen["draft_weights_bytes"] or self._draft_bytes
             weights = drafted if drafts.draft_weights else seen["weights_bytes"]
             view = page[method.kv_target if drafts.draft_view == "target" else drafts.draft_view]
@@ -625,8 +646,9 @@ class Bench:
                 pages = min(pages, method.draft_pages)
             elif method.draft_pages == "auto":
                 pages = stats.get("draft_pages_mean") or 0.0
-            read += stats["draft_steps"] * weights + stats["drafted_tokens"] * (pages * view + recent)
-            if pages < seen["pages"] and self._page_choice == "best":
+            drafted = stats["drafted_tokens"] - stats["copied_tokens"]
+            read += stats["draft_steps"] * weights + drafted * (pages * view + recent)
+            if pages < seen["pages"] and self._page_choice == "best" and drafts.window is None:
                 read += stats["rounds"] * seen["pages"] * seen["page_bound_bytes"]
         return read
 
@@ -755,6 +777,12 @@ class Answers:
         slot = self._engine.add(text[:-1], seed=0, max_new_tokens=self.tokens + 1, **SAMPLING)
         self._engine.prefill(slot, self._on_prefill)
         return slot
+
+
+def _page_bytes(seen: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of a page by view."""
+    upper, lower = seen["upper_page_bytes"], seen["lower_page_bytes"]
+    return {"int4": upper, "int8": upper + lower, "fp16": seen["full_page_bytes"]}
 
 
 def _same(one: float, other: float) -> bool:

@@ -15,7 +15,7 @@ from .errors import QuantspecError, UsageError
 from .options import (
     ACCEPTANCE,
     KV_ROUNDINGS,
-    PAGE_CHOICES,
+    LOGPROBS_MAX,
     WEIGHTS,
     EngineOptions,
     GenerateOptions,
@@ -24,9 +24,11 @@ from .options import (
     Verbatim,
     chat_flags,
     device_flags,
+    draft_model_flag,
     engine_flags,
     json_flag,
     model_flags,
+    page_choice_flag,
     sampling_flags,
 )
 
@@ -151,6 +153,12 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
 @_stop_flag
+@click.option(
+    "--logprobs",
+    type=int,
+    metavar="K",
+    help=f"With --json: log-probabilities of each token and of the K likeliest, 0 to {LOGPROBS_MAX}.",
+)
 @engine_flags
 @device_flags
 @json_flag
@@ -174,6 +182,10 @@ def run(
 
     FILE is a text file, or - for standard input.
     """
+    if not flags["as_json"]:
+        if ctx.get_parameter_source("logprobs") is ParameterSource.COMMANDLINE:
+            raise UsageError("--logprobs without --json", "add --json, in whose document they are")
+        flags["logprobs"] = None
     generate_options, engine_options = _options(flags, max_tokens, stop)
 
     template_args = _template_args(ctx, thinking, template_arg)
@@ -243,7 +255,8 @@ def batch(
 
 def _options(flags: dict[str, Any], max_tokens: int, stop: tuple[str, ...]) -> tuple[GenerateOptions, EngineOptions]:
     """Takes the flags of decoding out of a command's flags."""
-    sampling = {name: flags.pop(name) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos")}
+    named = {field for field in GenerateOptions.__dataclass_fields__ if field in flags}
+    sampling = {name: flags.pop(name) for name in named}
     generate_options = GenerateOptions(max_new_tokens=max_tokens, stop=stop, **sampling)
     return generate_options, EngineOptions(**{name: flags.pop(name) for name in EngineOptions.__dataclass_fields__})
 
@@ -294,6 +307,7 @@ def cache(*, clear: bool, as_json: bool) -> Done:
 @cli.command(context_settings=_CONTEXT)
 @model_flags
 @_choice_flag("--weights", WEIGHTS, text="The target's weights.")
+@draft_model_flag
 @device_flags
 @json_flag
 def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) -> Done:
@@ -352,9 +366,8 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
 @_list_flag("--batch", default="1", text="Sequences that decode together, each after that much text.")
 @_list_flag("-g", "--gamma", "gamma", default="auto", text="Drafted tokens per round, or auto.")
 @_list_flag("--draft-pages", default="all", text="Pages a draft reads per KV head, all or auto.")
-@_choice_flag(
-    "--page-choice", PAGE_CHOICES, text="With --draft-pages N or auto: the best-scoring pages or the recent ones."
-)
+@page_choice_flag
+@draft_model_flag
 @_choice_flag("--accept", ACCEPTANCE, text="Acceptance rule: same text as ar, or same distribution.")
 @_list_flag(
     "--methods", "--method", "methods", default="ar-fp16,ar-int8,ar-int4,quantspec", text="METHOD or METHOD-KV."
@@ -383,7 +396,7 @@ def bench(
     rows: str,
     device: str,
     threads: int | None,
-    page_choice: str,
+    page_choice: str | None,
     accept: str,
     kv_rounding: str,
     weights: str,

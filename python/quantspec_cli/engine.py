@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Unpack
 
     OnProgress = Callable[[int, int], object]
@@ -53,6 +55,7 @@ class Statistics(TypedDict):
     gamma_mean: float | None
     draft_pages_mean: float | None
     drafted_tokens: int
+    copied_tokens: int
     accepted_tokens: int
     acceptance_rate: float | None
     mean_acceptance_length: float | None
@@ -70,6 +73,20 @@ class Statistics(TypedDict):
     batch_peak: int
 
 
+class TokenLogprob(NamedTuple):
+    """What the model thought of an emitted token, before penalties, temperature and the warpers; natural logarithms.
+
+    Attributes:
+        id: the token.
+        logprob: its log-probability.
+        top: the likeliest tokens of its place, (id, log-probability), the likeliest first.
+    """
+
+    id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 class Arguments(TypedDict, total=False):
     """Keyword arguments of `Engine.stream` and its kin."""
 
@@ -78,9 +95,14 @@ class Arguments(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    no_repeat_ngram: int
     seed: int
     stop: Iterable[str]
     ignore_eos: bool
+    logprobs: int | None
 
 
 @dataclass(frozen=True)
@@ -122,6 +144,7 @@ class Generation:
         text: the emitted text, without a thinking block.
         stop_reason: "length", "eos", "stop" or "interrupted".
         thinking: what the model thought before it answered; None where the answer has no thinking block.
+        logprobs: one for every token; None where nobody asked for them.
     """
 
     prompt_tokens: int
@@ -129,6 +152,7 @@ class Generation:
     text: str
     stop_reason: str
     thinking: str | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True)
@@ -138,12 +162,15 @@ class Model:
     Attributes:
         name: what it was asked for by.
         directory: its files, or the one GGUF file (the first of a split one).
+        offline: whether a draft model is looked for in the download cache only, as it was.
     """
 
     name: str
     directory: Path
     info: dict[str, Any] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
+    offline: bool = False
+    _draft_models: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(
@@ -160,7 +187,21 @@ class Model:
             )
         with native_errors():
             info = _native.model_info(str(directory))
-        return cls(model or hub.DEMO, directory, info, Tokenizer(directory, info["vocab"]))
+        return cls(model or hub.DEMO, directory, info, Tokenizer(directory, info["vocab"]), offline)
+
+    def draft_model(self, name: str | None, *, progress: bool = False) -> str | None:
+        """Path of the checkpoint that drafts for this one; refuses one of another tokenizer. None where nothing is named."""
+        if name is None or name in self._draft_models:
+            return name and self._draft_models[name]
+        draft = Model.open(name, offline=self.offline, progress=progress)
+        difference = self.tokenizer.difference(draft.tokenizer)
+        if difference is not None:
+            raise ModelError(
+                f"the draft model {draft.name} has another tokenizer than {self.name}: {difference}",
+                "use a smaller model of the same family; its tokens must mean what the model's mean",
+            )
+        self._draft_models[name] = str(draft.directory)
+        return self._draft_models[name]
 
     @property
     def context(self) -> int:
@@ -186,8 +227,10 @@ class Model:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """Options of `Engine.generate` by which the checkpoint's generation_config.json samples; empty where it does not."""
-        return dict(self.recommended.sampling)
+        """Options of `Engine.generate` by which the checkpoint's generation_config.json samples and penalises; empty where it
+        does neither.
+        """
+        return {**self.recommended.sampling, **self.recommended.penalties}
 
     def prompt(
         self,
@@ -378,9 +421,21 @@ class Batch:
     def generations(self) -> list[Generation]:
         """The answers, in the order of the prompts."""
         return [
-            Generation(len(prompt.ids), text.tokens, text.text, text.stop_reason or "interrupted", text.thinking)
-            for prompt, text in zip(self._prompts, self.texts, strict=True)
+            Generation(
+                len(prompt.ids),
+                text.tokens,
+                text.text,
+                text.stop_reason or "interrupted",
+                text.thinking,
+                None if request.sampling["logprobs"] is None else _logprobs(text.tokens, request.logprobs),
+            )
+            for prompt, text, request in zip(self._prompts, self.texts, self._requests, strict=True)
         ]
+
+
+def _logprobs(tokens: Sequence[int], found: Sequence[tuple[float, list[tuple[int, float]]]]) -> list[TokenLogprob]:
+    # A round may emit more than the answer takes.
+    return [TokenLogprob(id, *told) for id, told in zip(tokens, found, strict=False)]
 
 
 def _put(items: SimpleQueue[Any], index: int, item: str | BaseException, last: bool) -> None:
@@ -401,7 +456,13 @@ def planned(model: Model, options: EngineOptions, *, context: int, batch: int = 
     from . import _native
 
     with native_errors():
-        return _native.plan(str(model.directory), capacity=context, slots=batch, **options.native())
+        return _native.plan(
+            str(model.directory),
+            capacity=context,
+            slots=batch,
+            draft_model=model.draft_model(options.draft_model),
+            **options.native(),
+        )
 
 
 def _check_text(name: str, text: object) -> None:
@@ -490,12 +551,14 @@ class Engine:
         self.model = model
         self.options = options
         self.context = context
+        draft_model = model.draft_model(options.draft_model, progress=on_loading is not None)
         with native_errors():
             self.native = _native.Engine(
                 str(model.directory),
                 capacity=context,
                 prompt_capacity=longest_prompt,
                 slots=batch,
+                draft_model=draft_model,
                 draft_cache=settings.native_draft_cache(),
                 on_loading=on_loading,
                 **options.native(),
@@ -520,8 +583,9 @@ class Engine:
         kv_target: str = "int8",
         kv_rounding: str = "balanced",
         draft_weights: str = "int4",
-        draft_pages: int | Literal["all", "auto"] = "all",
-        page_choice: str = "best",
+        draft_pages: int | Literal["all", "auto"] | None = None,
+        page_choice: str | None = None,
+        draft_model: str | os.PathLike[str] | None = None,
         accept: str = "replay",
         on_loading: OnProgress | None = None,
     ) -> Engine:
@@ -546,7 +610,9 @@ class Engine:
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".
             draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto": as measured cost and acceptance say.
-            page_choice: with a number of pages, the "best" ones or the recent ones ("window").
+                None is the method's default.
+            page_choice: with a number of pages, the "best" ones (None, too) or the recent ones ("window").
+            draft_model: with method "draft-model", a directory, a GGUF file or a hub id of the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
             on_loading: called with (bytes done, bytes in all).
 
@@ -564,6 +630,7 @@ class Engine:
             draft_weights=draft_weights,
             draft_pages=draft_pages,
             page_choice=page_choice,
+            draft_model=None if draft_model is None else os.fspath(draft_model),
             accept=accept,
         )
         # More sequences than any memory holds; the number reaches the engine as it is.
@@ -625,9 +692,14 @@ class Engine:
         top_k: int = 0,
         top_p: float = 1.0,
         min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        frequency_penalty: float = 0.0,
+        presence_penalty: float = 0.0,
+        no_repeat_ngram: int = 0,
         seed: int = 0,
         stop: Iterable[str] = (),
         ignore_eos: bool = False,
+        logprobs: int | None = None,
         on_prefill: OnProgress | None = None,
     ) -> Stream:
         """Decodes one prompt and hands on its text piece by piece: whole characters, nothing after a stop string.
@@ -639,9 +711,15 @@ class Engine:
             top_k: keep the k likeliest tokens; 0 is off.
             top_p: keep the likeliest tokens of this mass; 1 is off.
             min_p: drop tokens below this share of the likeliest; 0 is off.
+            repetition_penalty: divides positive logits of tokens of prompt and answer, multiplies negative ones; 1 is off.
+            frequency_penalty: subtracted from a token's logit for every time the answer has it; 0 is off.
+            presence_penalty: subtracted from the logits of the answer's tokens; 0 is off.
+            no_repeat_ngram: no so many tokens in a row come twice in prompt and answer; 0 is off.
             seed: same seed, same text, whatever the method.
             stop: strings that end the text; they are not emitted.
             ignore_eos: go on after an end-of-text token.
+            logprobs: so many of the likeliest tokens of each place, 0 to 20, with log-probabilities, and that of each token;
+                None is nothing.
             on_prefill: called with (rows done, rows in all) while the prompt is read.
         """
         options = GenerateOptions(
@@ -650,9 +728,14 @@ class Engine:
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            no_repeat_ngram=no_repeat_ngram,
             seed=seed,
             stop=stop,
             ignore_eos=ignore_eos,
+            logprobs=logprobs,
         )
         return Stream(self.start([prompt], options, on_prefill=on_prefill))
 
@@ -670,6 +753,25 @@ class Engine:
         for _ in batch:
             pass
         return batch.generations()
+
+    def score(self, text: str | Prompt) -> NDArray[np.float64]:
+        """Log-probabilities of a text's tokens from the second on, each given those before it: float64 [tokens - 1], in nats.
+
+        The text is teacher-forced through the cache as in `quantspec eval`, under the target's view (`kv_target`), whatever
+        the method. It takes a free slot, and other sequences wait until it is done.
+        """
+        import numpy as np
+
+        if not isinstance(text, str | Prompt):
+            raise UsageError(f"the text is {shown(text):.60}", "give a text, or what engine.model.prompt returns")
+        prompt = self.model.prompt(text, name="the text", context=self.context) if isinstance(text, str) else text
+        _check_ids(prompt, self.model.info["vocab"])
+
+        def scored() -> list[float]:
+            with native_errors():
+                return self.native.score(prompt.ids)
+
+        return np.array(self._lease.scheduler.call(scored))
 
     def statistics(self) -> Statistics:
         """Counters and times since loading, over all sequences."""

@@ -17,17 +17,22 @@ if TYPE_CHECKING:
     from .engine import Generation, Model, Prompt
 
 
+# Keys of generation_config.json that are options of ours: those of sampling, and penalties by their names here.
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+_PENALTIES = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram"}
+
+
 @dataclass(frozen=True)
 class Recommended:
     """What generation_config.json recommends.
 
     Attributes:
         sampling: options of `GenerateOptions`; empty where the file wants no sampling, or is missing.
-        repetition_penalty: 1 is none.
+        penalties: others of them, of texts that are sampled and that are not; empty where the file wants none.
     """
 
     sampling: dict[str, Any] = field(default_factory=dict)
-    repetition_penalty: float = 1.0
+    penalties: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, directory: Path) -> Recommended:
@@ -35,21 +40,27 @@ class Recommended:
         path = directory / "generation_config.json"
         found = {name: value for name, value in read_json(path).items() if value is not None}
         hint = f"correct {path}, or remove it"
-        samples, penalty = found.get("do_sample", False), found.get("repetition_penalty", 1.0)
+        samples = found.get("do_sample", False)
         if not isinstance(samples, bool):
             raise ModelError(f"{path}: do_sample is {shown(samples):.60}", hint)
-        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 < penalty <= 100:
-            raise ModelError(f"{path}: repetition_penalty is {shown(penalty):.60}", hint)
-        sampling: dict[str, Any] = {}
-        if samples:
-            # Without a temperature, sampling is at 1.
-            for name, value in {"temperature": 1.0, **found}.items():
-                if name in ("temperature", "top_k", "top_p", "min_p"):
+
+        def checked(names: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+            options: dict[str, Any] = {}
+            for key, name in names.items():
+                if key in values:
                     try:
-                        sampling[name] = getattr(GenerateOptions(**{name: value}), name)
+                        options[name] = getattr(GenerateOptions(**{name: values[key]}), name)
                     except UsageError as error:
-                        raise ModelError(f"{path}: {error.message}", f"{error.hint}; or remove the file") from error
-        return cls(sampling, float(penalty))
+                        message = error.message.replace(name, key, 1)
+                        raise ModelError(f"{path}: {message}", f"{error.hint}; or remove the file") from error
+            return options
+
+        # Without a temperature, sampling is at 1.
+        sampling = checked({name: name for name in _SAMPLING}, {"temperature": 1.0, **found}) if samples else {}
+        penalties = checked(_PENALTIES, found)
+        return cls(
+            sampling, {name: value for name, value in penalties.items() if value != getattr(GenerateOptions, name)}
+        )
 
 
 def settle(
@@ -81,11 +92,12 @@ def settle(
         ]
         if told:
             notes.append(f"sampling as generation_config.json says: {', '.join(told)}; --temperature 0 is greedy")
-        if model.recommended.repetition_penalty != 1:
-            notes.append(
-                f"generation_config.json asks for a repetition penalty of {model.recommended.repetition_penalty:g}, "
-                "which is not applied"
-            )
+        penalties = {name: value for name, value in model.recommended.penalties.items() if name in unset}
+        if penalties:
+            listed = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in penalties.items())
+            off = " ".join(f"--{name.replace('_', '-')} {getattr(GenerateOptions, name):g}" for name in penalties)
+            notes.append(f"penalties as generation_config.json says: {listed}; {off} is none")
+            chosen |= penalties
     if "max_tokens" in unset:
         usual = MAX_THOUGHTFUL_TOKENS if True in thinks else MAX_REPLY_TOKENS if replies else MAX_NEW_TOKENS
         # The default never makes a prompt too long; with nothing left one token is asked for, and refused with numbers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,7 @@ def _run(
     # The file is in its place: nothing that happens to the rest of the output can take the answer away.
     generations = batch.generations()
     if failure is not None:
-        failure.kept = {"results": results(documents, generations)}
+        failure.kept = {"results": results(model, documents, generations)}
         raise failure
     code = EXIT_INTERRUPTED if interrupted else EXIT_DONE
     if request.as_json:
@@ -135,22 +136,44 @@ def report(
         "kv_target": chosen.kv_target,
         "kv_rounding": chosen.kv_rounding,
         "draft_weights": chosen.weights_of_draft,
-        "draft_pages": chosen.draft_pages,
-        "page_choice": chosen.page_choice,
+        "draft_pages": chosen.pages_of_draft,
+        "page_choice": chosen.choice_of_pages,
+        **({} if chosen.draft_model is None else {"draft_model": chosen.draft_model}),
         "accept": "greedy" if options.temperature == 0 else chosen.accept,
         "gamma": chosen.gamma if METHODS[chosen.method].drafts else 0,
         "temperature": options.temperature,
         "top_k": options.top_k,
         "top_p": options.top_p,
         "min_p": options.min_p,
+        "repetition_penalty": options.repetition_penalty,
+        "frequency_penalty": options.frequency_penalty,
+        "presence_penalty": options.presence_penalty,
+        "no_repeat_ngram": options.no_repeat_ngram,
         "seed": options.seed,
-        "results": results(documents, generations),
+        "results": results(engine.model, documents, generations),
         "stats": engine.statistics(),
     }
 
 
-def results(documents: Sequence[Document], generations: Sequence[Generation]) -> list[dict[str, Any]]:
+def results(model: Model, documents: Sequence[Document], generations: Sequence[Generation]) -> list[dict[str, Any]]:
     """The answers as `--json` prints them."""
+
+    def named(id: int, logprob: float) -> dict[str, Any]:
+        return {"id": id, "token": model.tokenizer.token_bytes(id).decode(errors="replace"), "logprob": logprob}
+
+    def told(generation: Generation) -> dict[str, Any]:
+        if generation.logprobs is None:
+            return {}
+        # JSON knows no infinity: what is masked is no alternative.
+        content = [
+            {
+                **named(one.id, one.logprob),
+                "top_logprobs": [named(*other) for other in one.top if math.isfinite(other[1])],
+            }
+            for one in generation.logprobs
+        ]
+        return {"logprobs": {"content": content}}
+
     return [
         {
             "prompt": document.name,
@@ -161,6 +184,7 @@ def results(documents: Sequence[Document], generations: Sequence[Generation]) ->
             "stop_reason": generation.stop_reason,
             "thinking": generation.thinking,
             **({"warnings": list(document.warnings)} if document.warnings else {}),
+            **told(generation),
         }
         for document, generation in zip(documents, generations, strict=True)
     ]

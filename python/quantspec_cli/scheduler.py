@@ -51,6 +51,7 @@ class Request:
             scheduler's thread.
         on_prefill: told rows done and rows in all while the prompt is read; called there, too.
         cancelled: set by `Scheduler.cancel`.
+        logprobs: where `sampling` asks for them, (log-probability, likeliest tokens with theirs) of every emitted token.
     """
 
     ids: Sequence[int]
@@ -59,6 +60,7 @@ class Request:
     deliver: Callable[[str | BaseException, bool], object]
     on_prefill: OnProgress | None = None
     cancelled: bool = field(default=False, init=False)
+    logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list, init=False)
 
 
 @dataclass(eq=False)
@@ -289,6 +291,8 @@ class Scheduler:
     def _hand_on(self, slot: int, tokens: Sequence[int]) -> None:
         """Gives tokens to the slot's text; a text that ends leaves the batch."""
         request = self._running[slot]
+        if request.sampling.get("logprobs") is not None:
+            request.logprobs += self.native.take_logprobs(slot)
         before = len(request.text.tokens)
         piece = request.text.push(tokens)
         if before:

@@ -11,6 +11,8 @@ pub mod cache;
 pub mod config;
 pub mod error;
 pub mod layout;
+pub mod logprob;
+pub mod penalty;
 pub mod plan;
 pub mod policy;
 pub mod quantize;

@@ -11,6 +11,8 @@ pub struct Stats {
     drafted_tokens: usize,
     /// Pages those tokens' steps read per KV head.
     drafted_pages: usize,
+    /// Drafted tokens that were copied from the text in place of a draft.
+    copied_tokens: usize,
     accepted_tokens: usize,
     /// `accepted_at[i]`: rounds whose (i+1)-th drafted token was accepted; as long as the longest draft.
     accepted_at: Vec<usize>,
@@ -43,6 +45,11 @@ impl Stats {
             self.accepted_at.resize(gamma, 0);
         }
         self.accepted_at.iter_mut().take(accepted).for_each(|count| *count += 1);
+    }
+
+    /// Of a round's drafted tokens, `tokens` were copied from the text in place of a draft by a network.
+    pub fn copied(&mut self, tokens: usize) {
+        self.copied_tokens += tokens;
     }
 
     /// Adds what the drafts of a sequence's round read: `pages` per KV head, summed over its drafted tokens.
@@ -105,9 +112,15 @@ impl Stats {
         self.drafted_tokens
     }
 
-    /// Pages a draft step read per KV head, on average; `None` where nothing was drafted.
+    /// Drafted tokens that were copied from the text in place of a draft by a network.
+    pub fn copied_tokens(&self) -> usize {
+        self.copied_tokens
+    }
+
+    /// Pages a draft step read per KV head, on average; `None` where nothing was drafted, or all of it copied.
     pub fn draft_pages_mean(&self) -> Option<f64> {
-        (self.drafted_tokens > 0).then(|| self.drafted_pages as f64 / self.drafted_tokens as f64)
+        let steps = self.drafted_tokens - self.copied_tokens;
+        (steps > 0).then(|| self.drafted_pages as f64 / steps as f64)
     }
 
     /// Drafted tokens that were accepted.

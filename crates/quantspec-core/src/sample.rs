@@ -5,10 +5,11 @@
 //! `logit/T + gumbel` wins, which draws exactly from `softmax(logit/T)`. Draft and target that share the noise therefore
 //! agree whenever their distributions nearly do.
 //!
-//! Warpers follow Hugging Face's order: temperature, top-k, top-p, min-p. Logits are taken relative to their maximum before
+//! Warpers follow Hugging Face's order: temperature, top-k, top-p, min-p, after the penalties of [`crate::penalty`]. Logits are taken relative to their maximum before
 //! the division, so that no temperature overflows.
 
 use crate::error::{Error, Result};
+use crate::penalty::Penalties;
 
 /// How drafted tokens are accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -39,10 +40,12 @@ pub struct Sampler {
     pub sequence: u64,
     /// How drafted tokens are accepted.
     pub accept: Accept,
+    /// Applied to logits before all of these.
+    pub penalties: Penalties,
 }
 
 impl Sampler {
-    /// A checked sampler.
+    /// A checked sampler without penalties.
     ///
     /// # Errors
     /// [`crate::ErrorKind::Usage`] where a value is outside its range, or where `accept` is [`Accept::Greedy`] and the
@@ -74,12 +77,26 @@ impl Sampler {
                 "use the greedy rule with temperature 0, replay or rejection with any other",
             ));
         }
-        Ok(Sampler { temperature, top_k, top_p, min_p, seed, sequence, accept })
+        Ok(Sampler { temperature, top_k, top_p, min_p, seed, sequence, accept, penalties: Penalties::default() })
     }
 
-    /// Temperature 0.
+    /// Temperature 0, without penalties.
     pub fn greedy() -> Sampler {
-        Sampler { temperature: 0.0, top_k: 0, top_p: 1.0, min_p: 0.0, seed: 0, sequence: 0, accept: Accept::Greedy }
+        Sampler {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            seed: 0,
+            sequence: 0,
+            accept: Accept::Greedy,
+            penalties: Penalties::default(),
+        }
+    }
+
+    /// The same sampler with these penalties.
+    pub fn penalised(self, penalties: Penalties) -> Sampler {
+        Sampler { penalties, ..self }
     }
 
     /// The noise a draft chooses with: the target's own for replay, its own for rejection.

@@ -1,6 +1,7 @@
 //! Rejection over consecutive rounds: a refused token's followers are drafted again, with the same noise of their positions, and the
 //! text is distributed as the target's all the same.
 
+use quantspec_core::penalty::{History, Penalties, history, penalised};
 use quantspec_core::sample::{Accept, Sampler, warp};
 use quantspec_core::verify::{DraftDistribution, Judge};
 
@@ -24,13 +25,19 @@ fn sampler(seed: u64) -> Sampler {
     Sampler::new(1.0, 0, 1.0, 0.0, seed, 0, Accept::Rejection).expect("sampler")
 }
 
+/// Every kind of penalty.
+fn penalties() -> Penalties {
+    Penalties::new(1.5, 0.4, -0.3, 3).expect("penalties")
+}
+
 /// The law of the chain's texts, by number: the digits of a text to the base of the vocabulary.
-fn law(chain: &Chain) -> Vec<f64> {
-    let after = chain.map(|logits| warp(&logits, &sampler(0)));
+fn law(chain: &Chain, penalties: Penalties) -> Vec<f64> {
     let probability = |text: usize| {
-        let (mut last, mut product) = (0, 1.0);
+        let (mut last, mut product, mut before) = (0, 1.0, History::new(&[0], penalties, 0));
         for token in digits(text) {
-            product *= f64::from(after[last][token]);
+            let logits = penalised(&chain[last], Some(&before), &[]);
+            product *= f64::from(warp(&logits, &sampler(0))[token]);
+            before.extend(&[token as u32]);
             last = token;
         }
         product
@@ -45,34 +52,45 @@ fn digits(text: usize) -> impl Iterator<Item = usize> {
 /// Pearson's statistic over the degrees of freedom's 1 in 10⁵ quantile (Wilson and Hilferty): above 1 the counts are not of that
 /// law.
 fn misfit(counts: &[f64], law: &[f64]) -> f64 {
-    let (total, freedom) = (counts.iter().sum::<f64>(), counts.len() as f64 - 1.0);
-    let chi: f64 = counts.iter().zip(law).map(|(n, p)| (n - p * total).powi(2) / (p * total)).sum();
+    let possible: Vec<(f64, f64)> = counts.iter().copied().zip(law.iter().copied()).filter(|(_, p)| *p > 0.0).collect();
+    let (total, freedom) = (counts.iter().sum::<f64>(), possible.len() as f64 - 1.0);
+    if possible.iter().map(|(n, _)| n).sum::<f64>() < total {
+        // A text that the law forbids.
+        return f64::INFINITY;
+    }
+    let chi: f64 = possible.iter().map(|(n, p)| (n - p * total).powi(2) / (p * total)).sum();
     let spread = 2.0 / (9.0 * freedom);
     chi / (freedom * (1.0 - spread + 4.265 * spread.sqrt()).powi(3))
 }
 
 /// How often each text came of so many seeds, in rounds of γ as an engine takes them, and positions that were drafted twice.
-fn texts(gamma: usize, seeds: u64) -> (Vec<f64>, usize) {
+fn texts(gamma: usize, seeds: u64, penalties: Penalties) -> (Vec<f64>, usize) {
     let (mut counts, mut again) = (vec![0.0; TEXTS], 0);
     let mut judge = Judge::new();
     for seed in 0..seeds {
-        let sampler = sampler(seed);
+        let sampler = sampler(seed).penalised(penalties);
+        let mut committed = history(&[0], &sampler, 0);
         let (mut text, mut reached) = (vec![0u32], 0usize);
         while text.len() <= LENGTH {
             // A token's position is its place in the text.
             let first = text.len();
             let mut window = vec![text[first - 1]];
             for offset in 0..gamma {
-                let logits = &DRAFT[window[offset] as usize];
-                window.push(judge.propose(0, offset, first + offset, logits, &sampler));
+                let logits = penalised(&DRAFT[window[offset] as usize], committed.as_ref(), &window[1..]);
+                let token = judge.propose(0, offset, first + offset, &logits, &sampler);
+                window.push(token);
             }
             again += (reached + 1).saturating_sub(first);
             reached = reached.max(first + gamma - 1);
-            let rows: Vec<&[f32]> = window.iter().map(|token| &TARGET[*token as usize][..]).collect();
+            let row =
+                |i: usize| penalised(&TARGET[window[i] as usize], committed.as_ref(), &window[1..=i]).into_owned();
+            let rows: Vec<Vec<f32>> = (0..window.len()).map(row).collect();
+            let rows: Vec<&[f32]> = rows.iter().map(Vec::as_slice).collect();
             let verdict =
                 judge.judge(0, &window[1..], DraftDistribution::Kept, &rows, &sampler, first).expect("verdict");
             text.extend(&window[1..=verdict.accepted]);
             text.push(verdict.token);
+            committed.iter_mut().for_each(|committed| committed.extend(&text[first..]));
         }
         counts[text[1..=LENGTH].iter().fold(0, |number, token| VOCAB * number + *token as usize)] += 1.0;
     }
@@ -81,9 +99,11 @@ fn texts(gamma: usize, seeds: u64) -> (Vec<f64>, usize) {
 
 #[test]
 fn rounds_that_draft_again_keep_the_distribution_of_the_text() {
-    let (target, draft) = (law(&TARGET), law(&DRAFT));
-    for gamma in [1, 2, 4] {
-        let (counts, again) = texts(gamma, 60_000);
+    for (gamma, penalties) in
+        [1, 2, 4].into_iter().flat_map(|gamma| [(gamma, Penalties::default()), (gamma, penalties())])
+    {
+        let (target, draft) = (law(&TARGET, penalties), law(&DRAFT, penalties));
+        let (counts, again) = texts(gamma, 60_000, penalties);
         assert!((again > 10_000) == (gamma > 1), "{again} positions were drafted again with gamma {gamma}");
         let found = misfit(&counts, &target);
         assert!(found < 1.0, "gamma {gamma}: {found}");

@@ -13,7 +13,7 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_cpu::{CpuBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Network, Options, Row, Step, TokenSampler};
+use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Network, Options, Row, Step, TokenSampler, Turn};
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
@@ -213,7 +213,7 @@ fn a_logit_may_mask_its_token_and_no_more() {
             // A prompt's last row is no different.
             forward::prefill(&mut backend, 0, &[9, below as u32], 64, &mut |_, _| ()).expect("a masked token");
             assert_eq!(infinite(&mut backend, 0), [(masked, f32::NEG_INFINITY)], "{name}");
-            assert_ne!(backend.first(0, 2, &Sampler::greedy()).expect("a token"), masked as u32);
+            assert_ne!(backend.first(&Turn::new(0, 2, 0, Sampler::greedy())).expect("a token"), masked as u32);
             forward::prefill(&mut backend, 0, &[9, above as u32], 64, &mut |_, _| ()).expect_err("infinite");
         }
     }

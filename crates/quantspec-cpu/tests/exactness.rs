@@ -11,12 +11,14 @@
 
 use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View};
+use quantspec_core::logprob::Logprob;
+use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cpu::CpuBackend;
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft::{self, Drafter};
+use quantspec_model::draft::{self, DraftModel, Drafter};
 use quantspec_model::engine::{Engine, Method};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -104,33 +106,63 @@ impl Run {
         Run { method, pages, gamma, threads, ..Run::ar() }
     }
 
-    fn drafter(&self) -> Option<Box<dyn Drafter>> {
+    /// The method's drafter. As a second checkpoint the demo model drafts for every model of its tokenizer, others for themselves. Where the
+    /// target reads both nibbles and γ is even it reads the upper ones, so that it errs as its own target, too.
+    fn drafter(&self, model: &Path, target: &Options) -> Option<Box<dyn Drafter>> {
         let method = draft::Entry::named(self.method).expect("a method");
-        method.drafter(self.target, DraftWeights::Int4, self.pages)
+        if !matches!(method.source, draft::Source::Checkpoint) {
+            return method.drafter(self.target, DraftWeights::Int4, &[self.pages]);
+        }
+        let options = Options { step_rows: target.slots.max(draft::CATCH_UP_ROWS), ..target.clone() };
+        let [own, demo] = [model, &root().join("python/quantspec_cli/demo")]
+            .map(|model| Checkpoint::open(model).expect("second checkpoint"));
+        let second = if own.config().vocab == demo.config().vocab { demo } else { own };
+        let backend = CpuBackend::load(&second, &options, Hooks::default()).expect("second backend");
+        let view = if self.target == View::Both && self.gamma.is_multiple_of(2) { View::Upper } else { self.target };
+        let model = DraftModel::new(backend, view, &[self.pages], target.capacity, BLOCK_ROWS);
+        Some(method.with(Box::new(model)))
     }
 
     /// Emitted tokens of every prompt, decoded as one batch.
     fn decode(&self, model: &Path, prompts: &[Vec<u32>], sampler: &Sampler, new_tokens: usize) -> Vec<Vec<u32>> {
+        self.decode_and_tell(model, prompts, sampler, new_tokens, None).into_iter().map(|(text, _)| text).collect()
+    }
+
+    /// The same, and log-probabilities of every token with so many of the likeliest, where wanted.
+    fn decode_and_tell(
+        &self,
+        model: &Path,
+        prompts: &[Vec<u32>],
+        sampler: &Sampler,
+        new_tokens: usize,
+        top: Option<usize>,
+    ) -> Vec<(Vec<u32>, Vec<Logprob>)> {
         // Tests run in parallel, and pools that share cores spend their time waiting for each other.
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
         let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let checkpoint = Checkpoint::open(model).expect("checkpoint");
         let capacity = prompts.iter().map(Vec::len).max().unwrap_or(0) + new_tokens;
-        let drafter = self.drafter();
-        let needs = drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
-        let views: Vec<View> = std::iter::once(self.target).chain(needs.view).collect();
         let options = Options {
             slots: prompts.len(),
             capacity,
             prompt_capacity: capacity,
-            planes: Planes::of(&views),
+            planes: Planes::of(&[self.target]),
             rounding: self.rounding,
             weights: self.weights,
-            draft_weights: if needs.draft_weights { DraftWeights::Int4 } else { DraftWeights::None },
-            rejection: sampler.accept == Accept::Rejection && needs.distributions,
+            draft_weights: DraftWeights::None,
+            rejection: sampler.accept == Accept::Rejection,
             step_rows: prompts.len() * (self.gamma + 1),
             block_rows: BLOCK_ROWS,
             threads: self.threads,
+        };
+        let drafter = self.drafter(model, &options);
+        let needs = drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
+        let views: Vec<View> = std::iter::once(self.target).chain(needs.view).collect();
+        let options = Options {
+            planes: Planes::of(&views),
+            draft_weights: if needs.draft_weights { DraftWeights::Int4 } else { DraftWeights::None },
+            rejection: options.rejection && needs.distributions,
+            ..options
         };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
         let policy = if self.auto { Policy::auto(self.gamma) } else { Policy::fixed(self.gamma) };
@@ -140,6 +172,9 @@ impl Run {
         for (index, prompt) in prompts.iter().enumerate() {
             let slot = engine.add(prompt, sampler.clone(), new_tokens).expect("add");
             assert_eq!(slot, index);
+            if let Some(top) = top {
+                engine.want_logprobs(slot, top).expect("a slot before its prompt");
+            }
             let mut chunks = 1;
             let first = loop {
                 match engine.prefill_chunk(slot, self.chunk_rows, &mut |_, _| ()).expect("prefill") {
@@ -157,7 +192,7 @@ impl Run {
             let stats = engine.stats();
             assert!(stats.drafted_tokens() > 0, "nothing was drafted: the comparison would be empty");
         }
-        texts
+        texts.into_iter().enumerate().map(|(slot, text)| (text, engine.take_logprobs(slot).expect("told"))).collect()
     }
 }
 
@@ -202,27 +237,37 @@ fn chosen(runs: &[(Run, usize)], prompts: usize) -> Vec<Vec<usize>> {
 
 /// Runs every combination against decoding each prompt alone, with the weights of the first.
 fn law(model: &Path, prompts: &[Vec<u32>], new_tokens: usize, runs: &[(Run, usize)]) {
+    law_of(model, prompts, new_tokens, runs, &[greedy(), replay()]);
+}
+
+/// The same for some samplers. Returns the texts of the last one.
+fn law_of(
+    model: &Path,
+    prompts: &[Vec<u32>],
+    new_tokens: usize,
+    runs: &[(Run, usize)],
+    samplers: &[Sampler],
+) -> Vec<Vec<u32>> {
     eprintln!("TESTED: whole engines on {}", quantspec_cpu::simd().expect("path").name);
     let plain = Run { weights: runs[0].0.weights, ..Run::ar() };
-    for sampler in [greedy(), replay()] {
+    let mut last = Vec::new();
+    for sampler in samplers {
         let alone: Vec<Vec<u32>> = prompts
             .iter()
-            .map(|prompt| plain.decode(model, std::slice::from_ref(prompt), &sampler, new_tokens).remove(0))
+            .map(|prompt| plain.decode(model, std::slice::from_ref(prompt), sampler, new_tokens).remove(0))
             .collect();
         for ((run, batch), chosen) in runs.iter().zip(chosen(runs, prompts.len())) {
-            let texts = run.decode(
-                model,
-                &chosen.iter().map(|&i| prompts[i].clone()).collect::<Vec<_>>(),
-                &sampler,
-                new_tokens,
-            );
+            let texts =
+                run.decode(model, &chosen.iter().map(|&i| prompts[i].clone()).collect::<Vec<_>>(), sampler, new_tokens);
             for (&i, text) in chosen.iter().zip(&texts) {
                 let what =
                     format!("{run:?}, batch {batch}, prompt of {} tokens, {:?}", prompts[i].len(), sampler.accept);
                 assert_same(&what, &alone[i], text);
             }
         }
+        last = alone;
     }
+    last
 }
 
 /// The methods whose drafts read pages.
@@ -274,18 +319,35 @@ fn selection() -> Vec<[usize; 5]> {
     all
 }
 
-/// The selection, then plain decoding, γ auto, and prompt lookup, which reads no pages.
+/// The selection, then plain decoding, γ auto, windows, and prompt lookup, alone and in place of every network's drafts.
 fn combinations() -> Vec<(Run, usize)> {
     let run = |[m, p, g, b, t]: [usize; 5]| (Run::new(METHODS[m], PAGES[p], GAMMAS[g], THREADS[t]), BATCHES[b]);
     let mut all: Vec<(Run, usize)> = selection().into_iter().map(run).collect();
     all.push((Run::new("ar", Pages::All, 0, 2), 8));
     for (method, batch, threads) in
         [("quantspec", 1, 1), ("quantspec", 1, 2), ("quantspec", 3, 2), ("ngram", 1, 2), ("ngram", 3, 1)]
+            .into_iter()
+            .chain([("window", 1, 2), ("quantspec+ngram", 1, 2), ("quantspec+ngram", 3, 2), ("draft-model", 1, 2)])
     {
         all.push((Run { auto: true, ..Run::new(method, Pages::All, 12, threads) }, batch));
     }
     for (gamma, batch) in GAMMAS.into_iter().zip(BATCHES.into_iter().cycle()) {
         all.push((Run::new("ngram", Pages::All, gamma, 2), batch));
+        all.push((Run::new("quantspec+ngram", Pages::All, gamma, 2), batch));
+    }
+    for (name, pages, gamma, batch) in [
+        ("draft-model", Pages::All, 1, 3),
+        ("draft-model", Pages::All, 5, 8),
+        ("draft-model", Pages::Window(2), 16, 1),
+        ("draft-model", Pages::Best(3), 4, 3),
+        ("draft-model+ngram", Pages::All, 7, 3),
+    ] {
+        all.push((Run::new(name, pages, gamma, 2), batch));
+    }
+    let windows = [(2, 1, 1), (3, 12, 3), (4, 7, 8), (16, 4, 1)];
+    for ((n, gamma, batch), name) in windows.into_iter().zip(["kv4+ngram", "w4+ngram", "window+ngram", "kv4+ngram"]) {
+        all.push((Run::new("window", Pages::Window(n), gamma, 2), batch));
+        all.push((Run::new(name, Pages::Window(n), gamma, 1), batch));
     }
     all
 }
@@ -379,7 +441,7 @@ fn every_target_view_and_rounding_is_exact() {
     for target in [View::Full, View::Both, View::Upper] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
-            for method in ["quantspec", "kv4", "w4", "ngram"] {
+            for method in ["quantspec", "kv4", "w4", "window", "ngram", "w4+ngram"] {
                 let run = Run { target, rounding, ..Run::new(method, Pages::All, 5, 2) };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
@@ -399,6 +461,9 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
         ("quantspec", 5, Pages::Best(3)),
         ("quantspec", 12, Pages::Window(3)),
         ("ngram", 4, Pages::All),
+        ("window", 4, Pages::Window(2)),
+        ("quantspec+ngram", 4, Pages::All),
+        ("draft-model", 3, Pages::All),
     ] {
         let decode =
             |threads, seed| Run::new(method, pages, gamma, threads).decode(&model, &prompts, &sampler(seed), 100);
@@ -409,6 +474,64 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
             }
         }
         assert_ne!(once, decode(1, 8), "another seed has another text");
+    }
+}
+
+#[test]
+fn penalties_look_at_the_text_alone() {
+    let model = root().join("python/quantspec_cli/demo");
+    let prompts: Vec<Vec<u32>> = [1, G, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
+    // Texts that may not repeat leave prompt lookup nothing to propose.
+    let mut runs: Vec<(Run, usize)> = combinations()
+        .into_iter()
+        .filter(|(run, _)| run.method != "ngram")
+        .step_by(if full() { 1 } else { 4 })
+        .collect();
+    runs.push((Run { chunk_rows: 700, ..Run::new("quantspec", Pages::All, 5, 2) }, prompts.len()));
+    let plain = law_of(&model, &prompts, 160, &[], &[greedy()]);
+    for (repetition, frequency, presence, ngram) in
+        [(1.2, 0.0, 0.0, 0), (1.0, 0.3, 0.2, 0), (1.0, 0.0, 0.0, 3), (1.1, 0.1, -0.2, 4)]
+    {
+        let penalties = Penalties::new(repetition, frequency, presence, ngram).expect("penalties");
+        let samplers = [replay(), greedy()].map(|sampler| sampler.penalised(penalties));
+        let texts = law_of(&model, &prompts, 160, &runs, &samplers);
+        assert_ne!(texts, plain, "{penalties:?} changed nothing");
+        for (prompt, text) in prompts.iter().zip(&texts).filter(|_| ngram > 0) {
+            let whole: Vec<u32> = prompt.iter().chain(text).copied().collect();
+            for end in prompt.len() + 1..=whole.len() {
+                let gram = &whole[end.saturating_sub(ngram)..end];
+                assert!(whole[..end - 1].windows(ngram).all(|earlier| earlier != gram), "{gram:?} comes twice");
+            }
+        }
+    }
+}
+
+#[test]
+fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
+    let model = root().join("python/quantspec_cli/demo");
+    let prompts: Vec<Vec<u32>> = [1, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
+    let penalties = Penalties::new(1.2, 0.0, 0.1, 4).expect("penalties");
+    for sampler in [greedy(), replay().penalised(penalties)] {
+        let alone: Vec<(Vec<u32>, Vec<Logprob>)> = prompts
+            .iter()
+            .map(|prompt| {
+                let prompt = std::slice::from_ref(prompt);
+                Run::ar().decode_and_tell(&model, prompt, &sampler, 140, Some(5)).remove(0)
+            })
+            .collect();
+        for (tokens, told) in &alone {
+            assert_eq!(tokens.len(), told.len());
+            for (token, told) in tokens.iter().zip(told) {
+                assert_eq!(told.top.len(), 5);
+                assert!(told.top.is_sorted_by(|a, b| a.1 >= b.1));
+                // Greedy without penalties takes the likeliest.
+                assert!(sampler.accept != Accept::Greedy || told.top[0] == (*token, told.logprob));
+            }
+        }
+        for (method, gamma) in [("quantspec", 5), ("ngram", 4), ("w4", 12)] {
+            let run = Run::new(method, Pages::All, gamma, 2);
+            assert!(run.decode_and_tell(&model, &prompts, &sampler, 140, Some(5)) == alone, "{run:?}");
+        }
     }
 }
 

@@ -78,6 +78,8 @@ pub struct CudaBackend {
     recorded: Recorded<Graph>,
     /// The step under way.
     layout: StepLayout,
+    /// Logits of the last verification, where penalties have replaced those on the device and the caller reads them.
+    unpenalised: Vec<Vec<f32>>,
     /// Layouts of the round's steps that are not queued yet; `None` outside a round.
     ahead: Option<std::vec::IntoIter<StepLayout>>,
     /// The bias of a projection in y that `reduce_residual` has yet to take; 0 where it has none.
@@ -129,6 +131,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
                 options.slots,
                 options.step_rows.max(1),
                 window_pitch(options),
+                options.capacity,
                 options.rejection,
             )
             + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), way)
@@ -179,8 +182,15 @@ impl CudaBackend {
         let draft = Draft::new(device, config.head_dim)?;
         let prefill = Prefill::new(device, Shape::of(&config), options.block_rows.max(1))?;
         let pitch = window_pitch(options);
-        let sampling =
-            Sampling::new(device, config.vocab, options.slots, options.step_rows.max(1), pitch, options.rejection)?;
+        let sampling = Sampling::new(
+            device,
+            config.vocab,
+            options.slots,
+            options.step_rows.max(1),
+            pitch,
+            options.capacity,
+            options.rejection,
+        )?;
         let hierarchies = if weights::nibbles(options) { Some(Hierarchies::new(device, config.dtype)?) } else { None };
         let weights =
             weights::load(checkpoint, device, &linear, hierarchies.as_ref(), options, sampling.shared(), &mut hooks)?;
@@ -263,6 +273,7 @@ impl CudaBackend {
             lists: Lists::new(device, &config, options.slots, pages(options.capacity))?,
             recorded: Recorded::new(),
             layout: StepLayout::default(),
+            unpenalised: Vec::new(),
             staged: 0,
             config,
             hooks,

@@ -513,7 +513,7 @@ impl Bench {
         let logits = repeated(device, &device.copied(&pattern)?, most * vocab * 4)?;
         let stream = device.zeroed(most * hidden * 4)?;
         let described = device.zeroed(most * 16)?;
-        let mut sampling = Sampling::new(device, vocab, 1, most, most.max(2), false)?;
+        let mut sampling = Sampling::new(device, vocab, 1, most, most.max(2), 1, false)?;
         for &rows in rows {
             let told = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let (windows, pitch) = (sampling.windows(), sampling.pitch());

@@ -13,6 +13,7 @@ mod flags;
 pub mod hierarchy;
 mod images;
 pub mod linear;
+mod penalty;
 pub mod prefill;
 mod recorded;
 mod sample;

@@ -4,6 +4,7 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Pinned, Plain};
+use crate::penalty::Penalising;
 use quantspec_core::cache::GAMMA_MAX;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::verify::{DraftDistribution, Verdict};
@@ -71,6 +72,8 @@ pub(crate) struct Manner {
     pub(crate) warm: bool,
     /// One of them accepts by rejection.
     pub(crate) rejects: bool,
+    /// One of them has penalties.
+    pub(crate) penalises: bool,
 }
 
 impl DeviceSampler {
@@ -114,6 +117,7 @@ pub(crate) struct Sampling {
     /// What the blocks that search a row found, `[rows][blocks]`.
     races: Buffer,
     arrived: Buffer,
+    penalties: Penalising,
     /// Draft logits `[slot][GAMMA_MAX][vocab]` and their cuts, of a backend that was loaded for rejection.
     draft: Option<(Buffer, Buffer)>,
     /// What the device holds.
@@ -139,11 +143,19 @@ pub(crate) fn check(vocab: usize) -> Result<()> {
 
 impl Sampling {
     /// Bytes taken on the device, those of rejection's draft logits included.
-    pub(crate) fn bytes(vocab: usize, slots: usize, rows: usize, pitch: usize, rejection: bool) -> usize {
+    pub(crate) fn bytes(
+        vocab: usize,
+        slots: usize,
+        rows: usize,
+        pitch: usize,
+        capacity: usize,
+        rejection: bool,
+    ) -> usize {
         let drafted = if rejection { slots * GAMMA_MAX * (vocab * 4 + CUT_BYTES) } else { 0 };
         Sampling::shared_bytes(slots, pitch)
             + slots * (48 + TURN_BYTES)
             + rows * (CUT_BYTES + 4 + race_bytes(vocab) + 4)
+            + Penalising::bytes(vocab, slots, capacity)
             + drafted
     }
 
@@ -157,6 +169,7 @@ impl Sampling {
         slots: usize,
         rows: usize,
         pitch: usize,
+        capacity: usize,
         rejection: bool,
     ) -> Result<Sampling> {
         check(vocab)?;
@@ -174,6 +187,7 @@ impl Sampling {
             choices: device.zeroed(rows * 4)?,
             races: device.allocate(rows * race_bytes(vocab))?,
             arrived: device.zeroed(rows * 4)?,
+            penalties: Penalising::new(device, vocab, slots, capacity)?,
             draft: match rejection {
                 true => Some((device.allocate(drafted * vocab * 4)?, device.allocate(drafted * CUT_BYTES)?)),
                 false => None,
@@ -194,7 +208,7 @@ impl Sampling {
         let buffers =
             [&self.shared, &self.samplers, &self.turns, &self.cuts, &self.choices, &self.races, &self.arrived];
         let drafted = self.draft.iter().flat_map(|(logits, cuts)| [logits, cuts]);
-        buffers.into_iter().chain(drafted).map(Buffer::bytes).sum()
+        buffers.into_iter().chain(drafted).map(Buffer::bytes).sum::<usize>() + self.penalties.held_bytes()
     }
 
     /// What the host reads after a round; begins with the device's error flag.
@@ -304,15 +318,21 @@ impl Sampling {
         if set { self.windows[slot * self.pitch + offset] as i32 } else { -1 }
     }
 
-    /// Tells the device how the slots choose, where that has changed. Returns what that takes.
+    /// The slot has another sequence from here on.
+    pub(crate) fn forget(&mut self, slot: usize) {
+        self.penalties.forget(slot);
+    }
+
+    /// Tells the device how the slots choose and what their texts grew by, where that has changed. Returns what that takes.
     pub(crate) fn learn(&mut self, turns: &[Turn]) -> Result<Manner> {
-        let mut manner = Manner::default();
+        let mut manner = Manner { penalises: self.penalties.learn(turns)?, ..Manner::default() };
         for turn in turns {
             let one = self.learn_one(turn.slot, &turn.sampler)?;
             if one.rejects && self.draft.is_none() && turn.gamma > 0 && turn.q == DraftDistribution::Kept {
                 return Err(Error::internal("rejection on a backend that was loaded without it"));
             }
-            manner = Manner { warm: manner.warm || one.warm, rejects: manner.rejects || one.rejects };
+            manner.warm |= one.warm;
+            manner.rejects |= one.rejects;
         }
         Ok(manner)
     }
@@ -327,12 +347,43 @@ impl Sampling {
             }
             None => return Err(Error::internal(format!("slot {slot} does not exist"))),
         }
-        Ok(Manner { warm: wanted.temperature != 0.0, rejects: sampler.accept == Accept::Rejection })
+        let (warm, rejects) = (wanted.temperature != 0.0, sampler.accept == Accept::Rejection);
+        Ok(Manner { warm, rejects, penalises: false })
     }
 
     /// Where the draft logits of rejection lie; 0 where they are not kept.
     pub(crate) fn draft_address(&self) -> u64 {
         self.draft.as_ref().map_or(0, |(logits, _)| logits.at(0))
+    }
+
+    /// What is kept of a slot's drafted token at `offset`: its logits, and the words that say where they are cut off.
+    pub(crate) fn distribution(&self, slot: usize, offset: usize) -> Result<Vec<f32>> {
+        let (logits, cuts, index) = self.kept(slot, offset)?;
+        let mut q = logits.read::<f32>(index * self.vocab * 4, self.vocab)?;
+        if q.iter().any(|logit| logit.is_nan()) {
+            return Err(Error::not_finite("a draft's logits are NaN"));
+        }
+        q.extend(cuts.read::<f32>(index * CUT_BYTES, CUT_BYTES / 4)?);
+        Ok(q)
+    }
+
+    /// Keeps what [`Sampling::distribution`] of another backend returned.
+    pub(crate) fn set_distribution(&self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
+        let (logits, cuts, index) = self.kept(slot, offset)?;
+        if q.len() != self.vocab + CUT_BYTES / 4 {
+            return Err(Error::internal(format!("a distribution of {} words for {} tokens", q.len(), self.vocab)));
+        }
+        logits.write(index * self.vocab * 4, &q[..self.vocab])?;
+        cuts.write(index * CUT_BYTES, &q[self.vocab..])
+    }
+
+    fn kept(&self, slot: usize, offset: usize) -> Result<(&Buffer, &Buffer, usize)> {
+        match &self.draft {
+            Some((logits, cuts)) if slot < self.slots && offset < GAMMA_MAX => {
+                Ok((logits, cuts, slot * GAMMA_MAX + offset))
+            }
+            _ => Err(Error::internal(format!("no room for draft distribution {offset} of slot {slot}"))),
+        }
     }
 
     /// A draft step writes the token after `offset` of the slot's window.
@@ -355,6 +406,9 @@ impl Sampling {
             overlap: true,
         };
         let (q_logits, q_cuts) = self.draft.as_ref().map_or((0, 0), |(logits, cuts)| (logits.at(0), cuts.at(0)));
+        if manner.penalises {
+            self.penalties.apply(rows, count, self.windows(), self.pitch, logits)?;
+        }
         // SAFETY: the argument lists are the kernels'; rows and logits are the backend's and hold `count` rows, as do the buffers here.
         unsafe {
             if manner.warm {
@@ -398,8 +452,8 @@ impl Sampling {
     }
 
     /// The token after a prompt's last row. `rows` describes that row.
-    pub(crate) fn first(&mut self, slot: usize, sampler: &Sampler, rows: u64, logits: u64) -> Result<u32> {
-        let manner = self.learn_one(slot, sampler)?;
+    pub(crate) fn first(&mut self, turn: &Turn, rows: u64, logits: u64) -> Result<u32> {
+        let manner = self.learn(std::slice::from_ref(turn))?;
         self.choose(false, rows, 1, logits, manner)?;
         let token = self.choices.read::<u32>(0, 1)?;
         token.first().copied().ok_or_else(|| Error::internal("no choice"))

@@ -127,7 +127,7 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
     let decode = |backend: &mut CudaBackend| -> Vec<Vec<u32>> {
         backend.open(0, 256).unwrap();
         forward::prefill(backend, 0, &clean, 64, &mut |_, _| ()).unwrap();
-        assert!(backend.first(0, 70, &Sampler::greedy()).is_ok());
+        assert!(backend.first(&Turn::new(0, 70, 0, Sampler::greedy())).is_ok());
         (70..110).map(|position| step(backend, Weights::Full, clean[position % 70], position).unwrap()).collect()
     };
     let expected = decode(&mut load(&device, &checkpoint, &options));
@@ -137,7 +137,7 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
     let mut long = [&clean[..], &clean[..30]].concat();
     long[80] = bad as u32;
     forward::prefill(&mut backend, 0, &long, 64, &mut |_, _| ()).unwrap();
-    assert_eq!(backend.first(0, 100, &Sampler::greedy()).unwrap_err().kind, ErrorKind::NotFinite);
+    assert_eq!(backend.first(&Turn::new(0, 100, 0, Sampler::greedy())).unwrap_err().kind, ErrorKind::NotFinite);
     assert_eq!(decode(&mut backend), expected, "behind a prompt that failed");
     // Nobody reads what this prompt and this step flag.
     backend.open(0, 256).unwrap();
@@ -158,7 +158,7 @@ fn an_interrupted_prompt_fails_no_neighbour() {
     backend.open(0, 256).unwrap();
     let clean: Vec<u32> = (20..60).collect();
     forward::prefill(&mut backend, 0, &clean, 64, &mut |_, _| ()).unwrap();
-    backend.first(0, clean.len(), &Sampler::greedy()).unwrap();
+    backend.first(&Turn::new(0, clean.len(), 0, Sampler::greedy())).unwrap();
     backend.open(1, 256).unwrap();
     forward::prefill(&mut backend, 1, &[&clean[..], &[7]].concat(), 64, &mut |_, _| ()).unwrap();
     backend.close(1);
@@ -291,7 +291,7 @@ fn rounds_are_their_steps() {
             let mut backend = load(&device, checkpoint, &options(1200, 1));
             backend.open(0, 1200).unwrap();
             forward::prefill(&mut backend, 0, &text, 256, &mut |_, _| ()).unwrap();
-            let mut last = backend.first(0, text.len(), &sampler).unwrap();
+            let mut last = backend.first(&Turn::new(0, text.len(), 0, sampler.clone())).unwrap();
             let (mut committed, mut out) = (text.len(), vec![(0, last)]);
             for gamma in [3, 3, 3, 3, 5, 0, 3, 1] {
                 // No page is completed on the way.

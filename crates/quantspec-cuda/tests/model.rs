@@ -11,13 +11,15 @@ mod small;
 use gpu::device;
 use quantspec_core::cache::Extent;
 use quantspec_core::config::{Dtype, Pages, Planes, TargetWeights, View, Weights};
+use quantspec_core::logprob::Logprob;
+use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Memory, Options, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft::{Ngram, SelfQuantised};
+use quantspec_model::draft::{Copying, DraftModel, Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use small::{checkpoints, options, prompt};
@@ -93,6 +95,11 @@ fn lookup(target: View) -> Method {
     Method { target, drafter: Some(Box::<Ngram>::default()), policy: Policy::fixed(4) }
 }
 
+/// Earlier text where that has proved reliable, a plan elsewhere: rounds hold copied windows and drafted ones.
+fn copying(target: View, plan: DraftPlan) -> Method {
+    Method { target, drafter: Some(Copying::boxed(SelfQuantised::boxed(plan))), policy: Policy::fixed(4) }
+}
+
 fn sampler(accept: Accept, seed: u64, sequence: u64) -> Sampler {
     match accept {
         Accept::Greedy => Sampler { sequence, ..Sampler::greedy() },
@@ -134,6 +141,12 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
     let mut engine = Engine::new(load(device, checkpoint, options), method(View::Both, None), 3, 3200, 256);
     let prompts: Vec<Vec<u32>> = [2330, 120, 1015].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
     let tokens = [600; 3];
+    // The model drafts for itself, on a backend of its own.
+    let model = DraftModel::new(load(device, checkpoint, options), View::Both, &[Pages::All], 3200, 256);
+    let second = |target: View, pages: Pages| {
+        let drafter = Box::new(model.reading(target, &[pages]));
+        Method { target, drafter: Some(drafter), policy: Policy::fixed(4) }
+    };
     for &target in targets {
         for accept in [Accept::Greedy, Accept::Replay] {
             let samplers: Vec<Sampler> = (0..3).map(|sequence| sampler(accept, 11, sequence)).collect();
@@ -158,6 +171,9 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
                 (itself(DraftPlan { pages: Pages::Best(4), ..QUANTSPEC }), vec![5]),
                 (itself(DraftPlan { pages: Pages::Window(3), view: target, weights: Weights::Draft }), vec![5]),
                 (("prompt lookup".to_string(), lookup(target)), vec![1, 16, 0, 7, 3]),
+                (("copies".to_string(), copying(target, QUANTSPEC)), vec![4, 0, 9]),
+                (("a second model".to_string(), second(target, Pages::All)), vec![1, 16, 0, 7, 3]),
+                (("a second model, 2 pages".to_string(), second(target, Pages::Window(2))), vec![5]),
             ];
             for ((draft, method), gammas) in drafts {
                 let together = decode(&mut engine, method, &prompts, &tokens, &samplers, &gammas);
@@ -171,6 +187,89 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
     }
     let stats = engine.stats();
     eprintln!("acceptance over all drafts {:?}", stats.acceptance_rate());
+}
+
+/// Penalties of some sequences of a batch, over drafted tokens and over those of prompt lookup, which the host sets.
+#[test]
+fn penalties_look_at_the_text_alone() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 1600) {
+        let vocab = checkpoint.config().vocab;
+        let backend = load(&device, &checkpoint, &options(1600, 3));
+        let mut engine = Engine::new(backend, method(View::Both, None), 3, 1600, 256);
+        let prompts: Vec<Vec<u32>> = [1100, 120, 515].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
+        let tokens = [300; 3];
+        for accept in [Accept::Greedy, Accept::Replay] {
+            let of = |sequence, (repetition, frequency, presence, ngram)| {
+                let penalties = Penalties::new(repetition, frequency, presence, ngram).unwrap();
+                sampler(accept, 11, sequence).penalised(penalties)
+            };
+            let samplers = [of(0, (1.2, 0.0, 0.0, 0)), sampler(accept, 11, 1), of(2, (1.0, 0.2, 0.3, 3))];
+            let alone = |engine: &mut Engine<CudaBackend>, index: usize, sampler: &Sampler| {
+                let (prompt, sampler) = (&prompts[index..=index], std::slice::from_ref(sampler));
+                decode(engine, method(View::Both, None), prompt, &tokens[..1], sampler, &[0]).remove(0)
+            };
+            let plain: Vec<Vec<u32>> = (0..3).map(|i| alone(&mut engine, i, &samplers[i])).collect();
+            assert!(plain[2].windows(3).enumerate().all(|(at, gram)| plain[2][..at + 2].windows(3).all(|g| g != gram)));
+            assert_ne!(plain[0], alone(&mut engine, 0, &sampler(accept, 11, 0)), "a penalty changed nothing");
+            let itself = |plan: DraftPlan| method(View::Both, Some(plan));
+            let drafts = [
+                (itself(QUANTSPEC), vec![4]),
+                (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
+                (itself(W4), vec![7]),
+                (lookup(View::Both), vec![1, 16, 0, 7, 3]),
+            ];
+            for (index, (method, gammas)) in drafts.into_iter().enumerate() {
+                let together = decode(&mut engine, method, &prompts, &tokens, &samplers, &gammas);
+                assert!(together == plain, "{accept:?}, draft {index}, gamma {gammas:?}");
+            }
+        }
+    }
+}
+
+/// A text with its log-probabilities, by a policy that looks at every drafted token where it is automatic.
+fn told(
+    engine: &mut Engine<CudaBackend>,
+    method: Method,
+    prompt: &[u32],
+    sampler: &Sampler,
+    new: usize,
+) -> (Vec<u32>, Vec<Logprob>) {
+    engine.set_method(method).unwrap();
+    let slot = engine.add(prompt, sampler.clone(), new).unwrap();
+    engine.want_logprobs(slot, 4).unwrap();
+    let mut text = vec![engine.prefill(slot, &mut |_, _| {}).unwrap()];
+    while text.len() < new {
+        let gamma = engine.choose_gamma(slot);
+        engine.draft(&[(slot, gamma)]).unwrap();
+        text.extend(engine.verify().unwrap().remove(0).tokens);
+    }
+    let told = engine.take_logprobs(slot).unwrap();
+    engine.finish(slot);
+    (text, told)
+}
+
+#[test]
+fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 800) {
+        let prompt = prompt(checkpoint.config().vocab, 500, 3);
+        let backend = load(&device, &checkpoint, &options(800, 1));
+        let mut engine = Engine::new(backend, method(View::Both, None), 1, 800, 256);
+        let penalties = Penalties::new(1.2, 0.1, 0.0, 4).unwrap();
+        let penalised = [Accept::Greedy, Accept::Replay].map(|accept| sampler(accept, 5, 0).penalised(penalties));
+        for sampler in [sampler(Accept::Greedy, 0, 0), penalised[0].clone(), penalised[1].clone()] {
+            let plain = told(&mut engine, method(View::Both, None), &prompt, &sampler, 200);
+            assert_eq!(plain.0.len(), plain.1.len());
+            if sampler.penalties.is_none() {
+                assert!(plain.0.iter().zip(&plain.1).all(|(token, told)| told.top[0] == (*token, told.logprob)));
+            }
+            let auto = Method { policy: Policy::auto(12), ..method(View::Both, Some(QUANTSPEC)) };
+            for method in [method(View::Both, Some(QUANTSPEC)), auto, lookup(View::Both)] {
+                assert!(told(&mut engine, method, &prompt, &sampler, 200) == plain, "{sampler:?}");
+            }
+        }
+    }
 }
 
 /// A cache of full precision alone has no quantised keys to choose pages by: a draft that wants the best keeps to the window.
@@ -241,7 +340,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             let sampler = sampler(accept, 3, index as u64);
             backend.open(0, committed + 40).unwrap();
             forward::prefill(&mut backend, 0, &prompt(vocab, committed, index as u64), 256, &mut |_, _| {}).unwrap();
-            let first = backend.first(0, committed, &sampler).unwrap();
+            let first = backend.first(&Turn::new(0, committed, 0, sampler.clone())).unwrap();
             backend.set_window(0, &[first]).unwrap();
             let turn = |stop| Turn { stop, ..Turn::new(0, committed, 12, sampler.clone()) };
             let never = [turn(None)];
@@ -252,7 +351,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             }
             let want = backend.window(0, 13).unwrap();
             for enough in [0.999, 0.7, 1e-9] {
-                let stop = Stop { enough, doubt: 0.45 };
+                let stop = Stop { min_acceptance: enough, margin_scale: 0.45 };
                 let mut turns = [turn(Some(stop))];
                 backend.set_window(0, &[first]).unwrap();
                 forward::draft(&mut backend, &QUANTSPEC, &mut turns).unwrap();
@@ -261,7 +360,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
                 assert!(turn.margins.iter().all(|&margin| margin >= 0.0), "{:?}", turn.margins);
                 assert!(backend.window(0, turn.gamma + 1).unwrap() == want[..=turn.gamma], "{accept:?} {enough}");
                 let chance =
-                    |n: usize| -> f64 { turn.margins[..n].iter().map(|&margin| stop.chance(margin)).product() };
+                    |n: usize| -> f64 { turn.margins[..n].iter().map(|&margin| stop.acceptance(margin)).product() };
                 assert!(turn.gamma == 12 || chance(turn.gamma) < enough);
                 assert!(chance(turn.gamma - 1) >= enough);
                 (ended, tried) = (ended + usize::from(turn.gamma < 12), tried + 1);
@@ -283,7 +382,7 @@ fn rounds<B: Backend>(
 ) -> (Vec<u32>, usize) {
     backend.open(0, prompt.len() + new + 16).unwrap();
     forward::prefill(backend, 0, prompt, 256, &mut |_, _| {}).unwrap();
-    let mut text = vec![backend.first(0, prompt.len(), sampler).unwrap()];
+    let mut text = vec![backend.first(&Turn::new(0, prompt.len(), 0, sampler.clone())).unwrap()];
     backend.set_window(0, &text).unwrap();
     let (mut extent, mut ended) = (Extent::default(), 0);
     extent.commit(prompt.len());
@@ -319,7 +418,7 @@ fn rounds_of_drafts_that_end_early_change_no_token() {
             let (prompt, sampler) = (prompt(vocab, length, 9), sampler(accept, 17, 0));
             let (want, _) = rounds(&mut backend, &prompt, &sampler, Pages::All, None, 400);
             for pages in [Pages::All, Pages::Best(3), Pages::Window(4)] {
-                let stop = Some(Stop { enough: 0.9, doubt: 1.0 });
+                let stop = Some(Stop { min_acceptance: 0.9, margin_scale: 1.0 });
                 let (got, ended) = rounds(&mut backend, &prompt, &sampler, pages, stop, 400);
                 assert!(got == want, "{accept:?} {pages:?}");
                 // A greedy text repeats itself, and little of it is in doubt.
@@ -458,6 +557,15 @@ fn rejection(device: &Arc<Device>, checkpoint: &Checkpoint) {
         let mut run = || decode(&mut engine, method(), &prompts, &[200; 2], &samplers, &[4]);
         assert_eq!(run(), run());
     }
+    // The model drafts for itself on a backend of its own: p and q differ by rounding, unless q were of another token.
+    let second = DraftModel::new(load(device, checkpoint, &options), View::Both, &[Pages::All], 900, 256);
+    let second =
+        || Method { drafter: Some(Box::new(second.reading(View::Both, &[Pages::All]))), ..method(View::Both, None) };
+    engine.reset_stats();
+    let mut run = || decode(&mut engine, second(), &prompts, &[200; 2], &samplers, &[4]);
+    assert_eq!(run(), run());
+    let rate = engine.stats().acceptance_rate().unwrap();
+    assert!(rate > 0.95, "{rate} of what a model drafts for itself");
     // Prompt lookup keeps no distributions.
     let options = Options { rejection: false, ..options };
     let mut without = Engine::new(load(device, checkpoint, &options), method(View::Both, None), 2, 900, 256);
@@ -473,7 +581,7 @@ fn known_tokens_are_verified_as_they_are() {
         let prompt = prompt(checkpoint.config().vocab, 300, 4);
         backend.open(0, 900).unwrap();
         forward::prefill(&mut backend, 0, &prompt, 256, &mut |_, _| {}).unwrap();
-        let first = backend.first(0, 300, &Sampler::greedy()).unwrap();
+        let first = backend.first(&Turn::new(0, 300, 0, Sampler::greedy())).unwrap();
         backend.set_window(0, &[first]).unwrap();
         let turn = Turn::new(0, 300, 2, Sampler::greedy());
         // A round that ends before its verification, to which its draft was left.

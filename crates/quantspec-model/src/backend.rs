@@ -84,3 +84,26 @@ pub struct Memory {
     /// Activations, logits, prefill scratch.
     pub workspace_bytes: usize,
 }
+
+impl Memory {
+    /// The same of a backend that only drafts: its weights are draft weights.
+    #[must_use]
+    pub fn of_draft(self) -> Memory {
+        let draft_weights_bytes = self.weights_bytes.saturating_add(self.draft_weights_bytes);
+        Memory { weights_bytes: 0, draft_weights_bytes, ..self }
+    }
+
+    /// Of two backends together. Saturating, as a plan of any size is asked for.
+    #[must_use]
+    pub fn and(self, other: Memory) -> Memory {
+        Memory {
+            weights_bytes: self.weights_bytes.saturating_add(other.weights_bytes),
+            draft_weights_bytes: self.draft_weights_bytes.saturating_add(other.draft_weights_bytes),
+            cache_upper_bytes: self.cache_upper_bytes.saturating_add(other.cache_upper_bytes),
+            cache_lower_bytes: self.cache_lower_bytes.saturating_add(other.cache_lower_bytes),
+            cache_full_bytes: self.cache_full_bytes.saturating_add(other.cache_full_bytes),
+            buffer_bytes: self.buffer_bytes.saturating_add(other.buffer_bytes),
+            workspace_bytes: self.workspace_bytes.saturating_add(other.workspace_bytes),
+        }
+    }
+}

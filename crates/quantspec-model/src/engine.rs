@@ -6,13 +6,17 @@
 
 use crate::backend::{Backend, Memory, Turn};
 use crate::draft::Drafter;
+use crate::evaluate;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
 use quantspec_core::config::{Pages, View};
+use quantspec_core::logprob::{self, Logprob};
+use quantspec_core::penalty::{self, History};
 use quantspec_core::policy::Policy;
 use quantspec_core::report::Stats;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind, Result};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// How an engine decodes, whatever the device.
@@ -33,6 +37,14 @@ struct Sequence {
     text: Vec<u32>,
     prompt_tokens: usize,
     sampler: Sampler,
+    /// The text as penalties look at it, where there are any.
+    history: Option<Arc<History>>,
+    /// Answers over the prompt before this one.
+    answers: usize,
+    /// Likeliest tokens that come with the log-probability of every token; `None` where nobody wants these.
+    logprobs: Option<usize>,
+    /// Log-probabilities that nobody has taken.
+    told: Vec<Logprob>,
     /// Tokens it may emit in all.
     max_new_tokens: usize,
     /// Tokens it may still emit.
@@ -45,6 +57,16 @@ struct Sequence {
     cursor: forward::PrefillCursor,
     /// Seconds that its prefill has taken.
     prefill_s: f64,
+}
+
+impl Sequence {
+    /// Appends committed tokens to the text.
+    fn emit(&mut self, tokens: &[u32]) {
+        self.text.extend(tokens);
+        if let Some(history) = &mut self.history {
+            Arc::make_mut(history).extend(tokens);
+        }
+    }
 }
 
 /// Tokens one sequence emitted in a round: the accepted drafted ones, then one chosen by the target.
@@ -128,16 +150,15 @@ impl<B: Backend> Engine<B> {
                 },
             ));
         }
-        let slot = self.sequences.iter().position(Option::is_none).ok_or_else(|| {
-            Error::usage(
-                format!("all {} slots of the engine are in use", self.sequences.len()),
-                "finish a sequence first, or open the engine with more slots",
-            )
-        })?;
+        let slot = self.free_slot()?;
         self.backend.open(slot, wanted)?;
         self.sequences[slot] = Some(Sequence {
             text: prompt.to_vec(),
             prompt_tokens: prompt.len(),
+            history: penalty::history(prompt, &sampler, 0).map(Arc::new),
+            answers: 0,
+            logprobs: None,
+            told: Vec::new(),
             sampler,
             max_new_tokens,
             remaining: max_new_tokens,
@@ -148,6 +169,32 @@ impl<B: Backend> Engine<B> {
             prefill_s: 0.0,
         });
         Ok(slot)
+    }
+
+    /// Has the slot's tokens come with log-probabilities and the `top` likeliest tokens of their places; call it before the prompt is
+    /// processed. [`Engine::take_logprobs`] has them.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence, or a token was emitted.
+    pub fn want_logprobs(&mut self, slot: usize, top: usize) -> Result<()> {
+        let (_, _, sequence) = self.parts(slot)?;
+        if sequence.running {
+            return Err(Error::usage(
+                format!("slot {slot} has emitted a token"),
+                "ask for log-probabilities before the prompt is processed",
+            ));
+        }
+        sequence.logprobs = Some(top);
+        Ok(())
+    }
+
+    /// Log-probabilities of the slot's tokens since the last call, under the target's distribution before penalties and warpers.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence.
+    pub fn take_logprobs(&mut self, slot: usize) -> Result<Vec<Logprob>> {
+        let (_, _, sequence) = self.parts(slot)?;
+        Ok(std::mem::take(&mut sequence.told))
     }
 
     /// Processes the slot's prompt exactly and returns the first emitted token. `progress` is told rows done and rows in all.
@@ -182,12 +229,19 @@ impl<B: Backend> Engine<B> {
             forward::prefill_chunk(backend, slot, &sequence.text, block_rows, cursor, most_rows.max(1), progress)?;
         let mut first = None;
         if ended {
-            let token = backend.first(slot, tokens, &sequence.sampler)?;
+            let logits = sequence.logprobs.map(|_| backend.logits(0)).transpose()?;
+            let turn =
+                Turn { history: sequence.history.clone(), ..Turn::new(slot, tokens, 0, sequence.sampler.clone()) };
+            let token = backend.first(&turn)?;
+            drop(turn);
+            if let (Some(logits), Some(top)) = (logits, sequence.logprobs) {
+                sequence.told.push(logprob::of(&logits, token, top));
+            }
             backend.set_window(slot, &[token])?;
             if let Some(drafter) = drafter {
                 drafter.prefill(slot, &sequence.text, token)?;
             }
-            sequence.text.push(token);
+            sequence.emit(&[token]);
             sequence.extent.commit(tokens);
             sequence.running = true;
             sequence.remaining -= 1;
@@ -247,7 +301,7 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Begins the slot's answer anew over its prompt's cache: after the prompt comes `token`, and then `max_new_tokens − 1`
+    /// Begins the slot's answer anew over its prompt's cache, without log-probabilities: after the prompt comes `token`, and then `max_new_tokens − 1`
     /// of `add`, chosen by `sampler`. Quantised pages of the prompt are as prefill left them, and the buffer still is where no
     /// more than `BUFFER_TOKENS` positions were written since the oldest one that the first row reads. Where more were, the
     /// answer is `false`, nothing changed, and the prompt must be prefilled again.
@@ -271,7 +325,10 @@ impl<B: Backend> Engine<B> {
         if let Some(drafter) = drafter {
             drafter.prefill(slot, &sequence.text, token)?;
         }
-        sequence.text.push(token);
+        sequence.answers += 1;
+        sequence.history = penalty::history(&sequence.text, &sampler, sequence.answers).map(Arc::new);
+        (sequence.logprobs, sequence.told) = (None, Vec::new());
+        sequence.emit(&[token]);
         sequence.sampler = sampler;
         sequence.remaining = sequence.max_new_tokens - 1;
         sequence.extent = Extent::default();
@@ -283,13 +340,30 @@ impl<B: Backend> Engine<B> {
     /// γ for the slot's next round: the policy's, clipped so that a round never emits more than what remains.
     pub fn choose_gamma(&self, slot: usize) -> usize {
         let remaining = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.remaining);
+        let most = GAMMA_MAX.min(remaining.saturating_sub(1));
         let policy = &self.method.policy;
-        let wanted = match self.method.drafter {
-            Some(_) if self.watches(slot) => policy.reach(),
-            Some(_) => policy.gamma(),
-            None => 0,
+        let copied = if self.is_alone() { policy.longest() } else { policy.gamma() };
+        let wanted = match (self.copies(slot, copied.min(most)), &self.method.drafter) {
+            (_, None) => 0,
+            (0, Some(_)) if self.watches(slot) => policy.reach(),
+            (0, Some(_)) => policy.gamma(),
+            (copied, Some(_)) => copied,
         };
-        wanted.min(GAMMA_MAX).min(remaining.saturating_sub(1))
+        wanted.min(most)
+    }
+
+    /// Tokens, at most `most`, that the drafter would rather copy from this slot's text than draft. Costs are those of one sequence: in
+    /// a batch the draft of others goes on all the same.
+    fn copies(&self, slot: usize, most: usize) -> usize {
+        let Method { drafter, policy, .. } = &self.method;
+        let alone = self.is_alone();
+        let par = |gamma| policy.par(gamma).filter(|_| alone);
+        drafter.as_ref().map_or(0, |drafter| drafter.copies(slot, most, &par))
+    }
+
+    /// Whether one sequence is being decoded.
+    fn is_alone(&self) -> bool {
+        self.sequences.iter().flatten().filter(|sequence| sequence.running && sequence.remaining > 0).count() == 1
     }
 
     /// Whether a draft of this slot can end early: logit margins say how likely its tokens stand, and no other sequence shares its steps.
@@ -297,8 +371,7 @@ impl<B: Backend> Engine<B> {
         let sampled = |sequence: &Sequence| sequence.sampler.accept != Accept::Rejection;
         self.method.drafter.as_ref().is_some_and(|drafter| drafter.margins())
             && self.sequences.get(slot).and_then(Option::as_ref).is_some_and(sampled)
-            && self.sequences.iter().flatten().filter(|sequence| sequence.running && sequence.remaining > 0).count()
-                == 1
+            && self.is_alone()
     }
 
     /// Drafts γ tokens for every (slot, γ), or fewer where the policy says when a draft is to end or the drafter proposes fewer. The slots named
@@ -319,7 +392,8 @@ impl<B: Backend> Engine<B> {
         self.turns.clear();
         self.drafted = None;
         for &(slot, gamma) in gammas {
-            let stop = self.method.policy.stop().filter(|_| self.watches(slot));
+            let copied = self.copies(slot, gamma);
+            let stop = self.method.policy.stop().filter(|_| copied == 0 && self.watches(slot));
             let (_, _, sequence) = self.parts(slot)?;
             if !sequence.running || sequence.remaining == 0 {
                 return Err(Error::usage(
@@ -337,24 +411,34 @@ impl<B: Backend> Engine<B> {
                 ));
             }
             let (committed, sampler) = (sequence.extent.committed(), sequence.sampler.clone());
+            let (history, reads_logits) = (sequence.history.clone(), sequence.logprobs.is_some());
             sequence.written = sequence.written.max(committed + gamma + 1);
             if self.turns.iter().any(|turn| turn.slot == slot) {
                 return Err(Error::usage(format!("slot {slot} is named twice in a round"), "name every slot once"));
             }
-            self.turns.push(Turn { stop, ..Turn::new(slot, committed, gamma, sampler) });
+            let gamma = if copied > 0 { copied } else { gamma };
+            self.turns.push(Turn {
+                stop,
+                history,
+                reads_logits,
+                copied: copied > 0,
+                ..Turn::new(slot, committed, gamma, sampler)
+            });
         }
         let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
         let visible = self.turns.iter().map(|turn| visible_pages(turn.committed)).max().unwrap_or(0);
-        self.method.policy.observe_context(visible);
+        let Method { drafter, policy, .. } = &mut self.method;
+        if let Some(drafter) = drafter {
+            policy.observe_usable(|candidate| drafter.is_usable(candidate, visible));
+        }
         if steps == 0 {
             return Ok(());
         }
-        let Method { drafter, policy, .. } = &mut self.method;
         let Some(drafter) = drafter else {
             return Err(Error::usage(format!("gamma {steps} with method ar"), "method ar drafts nothing; use gamma 0"));
         };
         let started = Instant::now();
-        let proposed = drafter.propose(&mut self.backend, &mut self.turns, policy.pages())?;
+        let proposed = drafter.propose(&mut self.backend, &mut self.turns, policy.candidate())?;
         (0..proposed.in_vain).for_each(|_| policy.observe_failure());
         if proposed.steps > 0 {
             self.drafted = Some((proposed.steps, started.elapsed().as_secs_f64()));
@@ -385,7 +469,9 @@ impl<B: Backend> Engine<B> {
                 self.stats.draft(in_vain);
                 for turn in turns.iter_mut().filter(|turn| turn.gamma > 0) {
                     turn.gamma = 0;
-                    self.method.policy.observe_failure();
+                    if !turn.copied {
+                        self.method.policy.observe_failure();
+                    }
                 }
                 started = Instant::now();
                 forward::verify(&mut self.backend, self.method.target, &turns)?
@@ -399,11 +485,21 @@ impl<B: Backend> Engine<B> {
             self.method.policy.observe_draft(seconds + draft_s, steps);
             self.stats.draft(seconds + draft_s);
         }
-        let mut round = Vec::with_capacity(turns.len());
+        // The text grows where it is: nobody else may hold it.
+        turns.iter_mut().for_each(|turn| turn.history = None);
+        let (mut round, mut row, mut telling_s) = (Vec::with_capacity(turns.len()), 0, 0.0);
         for ((turn, verdict), drafted) in turns.iter().zip(verdicts).zip(drafted) {
             let (backend, drafter, sequence) = self.parts(turn.slot)?;
             let mut tokens = backend.window(turn.slot, verdict.accepted + 1)?.split_off(1);
             tokens.push(verdict.token);
+            if let Some(top) = sequence.logprobs {
+                let told = Instant::now();
+                for (i, &token) in tokens.iter().enumerate() {
+                    sequence.told.push(logprob::of(&backend.logits(row + i)?, token, top));
+                }
+                telling_s += told.elapsed().as_secs_f64();
+            }
+            row += turn.gamma + 1;
             for page in sequence.extent.commit(verdict.accepted + 1) {
                 backend.flush(turn.slot, page)?;
             }
@@ -411,12 +507,15 @@ impl<B: Backend> Engine<B> {
             if let Some(drafter) = drafter {
                 drafter.commit(turn.slot, &tokens)?;
             }
-            sequence.text.extend(&tokens);
+            sequence.emit(&tokens);
             sequence.remaining -= tokens.len();
             // A round that was taken again drafted in vain: none of it was accepted.
             self.stats.round(drafted, verdict.accepted);
+            if turn.copied {
+                self.stats.copied(drafted);
+            }
             let visible = visible_pages(turn.committed);
-            let read = match self.pages {
+            let read = match self.pages.filter(|_| !turn.copied) {
                 None => 0,
                 Some(Pages::All) => visible,
                 Some(Pages::Window(n) | Pages::Best(n)) => n.min(visible),
@@ -424,17 +523,45 @@ impl<B: Backend> Engine<B> {
             self.stats.pages(drafted * read);
             if turn.gamma > 0 {
                 if !turn.margins.is_empty() {
-                    self.method.policy.observe_leads(&turn.margins, verdict.accepted);
+                    self.method.policy.observe_margins(&turn.margins, verdict.accepted);
                 }
-                self.method.policy.observe_round(turn.gamma, verdict.accepted);
+                match turn.copied {
+                    true => self.method.policy.observe_copied(turn.gamma, verdict.accepted),
+                    false => self.method.policy.observe_round(turn.gamma, verdict.accepted),
+                }
             }
             round.push(Emitted { slot: turn.slot, tokens });
         }
-        let seconds = started.elapsed().as_secs_f64() - draft_s;
+        let seconds = started.elapsed().as_secs_f64() - draft_s - telling_s;
         let rows = turns.iter().map(|turn| turn.gamma + 1).sum();
         self.method.policy.observe_verify(rows, seconds);
         self.stats.verify(seconds);
         Ok(round)
+    }
+
+    /// [`evaluate::score`] of a text under the target's view, in a free slot, between two rounds.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Usage`] where no slot is free, [`quantspec_core::ErrorKind::DoesNotFit`] beyond the capacity, and those
+    /// of [`evaluate::score`].
+    pub fn score(&mut self, tokens: &[u32], step_rows: usize) -> Result<Vec<f64>> {
+        if tokens.len() > self.capacity {
+            return Err(Error::does_not_fit(
+                format!("a text of {} tokens exceeds the capacity of {}", tokens.len(), self.capacity),
+                "shorten the text, or open the engine for longer sequences",
+            ));
+        }
+        let slot = self.free_slot()?;
+        evaluate::score(&mut self.backend, self.method.target, slot, tokens, step_rows)
+    }
+
+    fn free_slot(&self) -> Result<usize> {
+        self.sequences.iter().position(Option::is_none).ok_or_else(|| {
+            Error::usage(
+                format!("all {} slots of the engine are in use", self.sequences.len()),
+                "finish a sequence first, or open the engine with more slots",
+            )
+        })
     }
 
     /// Ends a sequence and frees its slot; its tokens so far stay valid.
@@ -463,9 +590,10 @@ impl<B: Backend> Engine<B> {
         self.block_rows
     }
 
-    /// Bytes the backend holds.
+    /// Bytes that the backend holds, and a network of the drafter's own.
     pub fn memory(&self) -> Memory {
-        self.backend.memory()
+        let drafter = self.method.drafter.as_ref().map(|drafter| drafter.memory());
+        self.backend.memory().and(drafter.unwrap_or_default())
     }
 
     /// The device under the engine.

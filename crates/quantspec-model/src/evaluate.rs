@@ -11,6 +11,7 @@ use crate::engine::check_ids;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::logprob;
 use quantspec_core::sample::argmax;
 use quantspec_core::{Error, Result};
 
@@ -30,7 +31,8 @@ const INT8: usize = 1;
 
 /// The drafts of the model itself, in report order: name, and what they read where the target reads INT8.
 fn drafts() -> Vec<(&'static str, DraftPlan)> {
-    METHODS.iter().filter_map(|method| Some((method.name, method.plan(View::Both)?))).collect()
+    let networks = METHODS.iter().filter(|method| !method.copies);
+    networks.filter_map(|method| Some((method.name, method.plan(View::Both)?))).collect()
 }
 
 /// Score of one target view over all positions.
@@ -192,7 +194,7 @@ pub fn evaluate<B: Backend>(
         for offset in (0..rows).rev() {
             for ((_, DraftPlan { weights, view, pages }), score) in &mut drafts {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
-                let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: false, rows: &row };
+                let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &row };
                 forward::step(backend, &step)?;
                 let (p, q) = (&int8[offset], Scored::new(backend.logits(0)?));
                 let shared: f64 = q.logs().zip(p.logs()).map(|(q, p)| q.min(p).exp()).sum();
@@ -240,6 +242,61 @@ pub fn evaluate<B: Backend>(
     })
 }
 
+/// Log-probabilities of `tokens` from the second on, each given those before it, under one view of the target: `[tokens − 1]`, in nats.
+/// `slot` is free before and after. A step has `step_rows` rows.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens, [`quantspec_core::ErrorKind::Model`] for ids outside the vocabulary,
+/// [`quantspec_core::ErrorKind::NotFinite`] where a logit is NaN or infinite, and those of the backend's operations.
+pub fn score<B: Backend>(
+    backend: &mut B,
+    view: View,
+    slot: usize,
+    tokens: &[u32],
+    step_rows: usize,
+) -> Result<Vec<f64>> {
+    if tokens.len() < 2 {
+        return Err(Error::usage(
+            format!("a text of {} tokens has nothing to score", tokens.len()),
+            "give at least 2 tokens: the first is only fed",
+        ));
+    }
+    check_ids(tokens, backend.config().vocab)?;
+    backend.open(slot, tokens.len())?;
+    let scored = feed_all(backend, view, slot, tokens, step_rows.clamp(1, WINDOW_ROWS));
+    backend.close(slot);
+    scored
+}
+
+/// The windows of [`score`], one after another.
+fn feed_all<B: Backend>(
+    backend: &mut B,
+    view: View,
+    slot: usize,
+    tokens: &[u32],
+    step_rows: usize,
+) -> Result<Vec<f64>> {
+    let mut extent = Extent::default();
+    let mut scored = Vec::with_capacity(tokens.len() - 1);
+    let fed = tokens.split_last().map_or(&[][..], |(_, fed)| fed);
+    for window in fed.chunks(step_rows) {
+        let start = scored.len();
+        feed(backend, slot, start, window, view)?;
+        for row in 0..window.len() {
+            let found = logprob::of(&backend.logits(row)?, tokens[start + row + 1], 0).logprob;
+            if found.is_nan() {
+                return Err(Error::not_finite("logits are NaN or infinite"));
+            }
+            scored.push(found);
+        }
+        for page in extent.commit(window.len()) {
+            backend.flush(slot, page)?;
+        }
+        backend.poll()?;
+    }
+    Ok(scored)
+}
+
 /// Runs a window of known tokens through a view of the target: logits of every row, keys and values in the buffer.
 fn feed<B: Backend>(backend: &mut B, slot: usize, start: usize, window: &[u32], view: View) -> Result<()> {
     backend.set_window(slot, window)?;
@@ -257,9 +314,7 @@ struct Scored {
 
 impl Scored {
     fn new(logits: Vec<f32>) -> Scored {
-        let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let sum: f64 = logits.iter().map(|&logit| f64::from(logit - most).exp()).sum();
-        Scored { shift: f64::from(most) + sum.ln(), logits }
+        Scored { shift: logprob::shift(&logits), logits }
     }
 
     /// Natural logarithm of a token's probability.

@@ -158,9 +158,9 @@ fn row(turn: &Turn, offset: usize) -> Row {
     Row { slot: turn.slot, offset, position: turn.committed + offset }
 }
 
-/// Rows of a draft step: offset `offset` of every turn with γ > `offset`.
+/// Rows of a draft step: offset `offset` of every turn that drafts there.
 fn draft_rows<'a>(turns: impl Iterator<Item = &'a Turn>, offset: usize) -> Vec<Row> {
-    turns.filter(|turn| turn.gamma > offset).map(|turn| row(turn, offset)).collect()
+    turns.filter(|turn| turn.drafts(offset)).map(|turn| row(turn, offset)).collect()
 }
 
 /// Rows of a verification: `[last, g_0 … g_{γ−1}]` of every turn.
@@ -231,19 +231,33 @@ pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns
 /// # Errors
 /// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`], but for [`ErrorKind::NotFinite`]: there the draft ends.
 pub fn draft<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
-    backend.prepare_draft(plan)?;
-    let watched = matches!(turns, [turn] if turn.stop.is_some());
-    if backend.runs_rounds_whole() && !watched {
-        turns.iter_mut().for_each(|turn| turn.to_draft = Some(*plan));
+    if backend.runs_rounds_whole() && !is_watched(turns) {
+        backend.prepare_draft(plan)?;
+        turns.iter_mut().filter(|turn| !turn.copied).for_each(|turn| turn.to_draft = Some(*plan));
         return Ok(());
     }
+    draft_now(backend, plan, turns)
+}
+
+/// Whether somebody looks at every token of a draft.
+fn is_watched(turns: &[Turn]) -> bool {
+    matches!(turns, [turn] if turn.stop.is_some())
+}
+
+/// [`draft`], with all tokens in the windows when it returns.
+///
+/// # Errors
+/// As there.
+pub fn draft_now<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
+    backend.prepare_draft(plan)?;
     backend.poll()?;
+    let watched = is_watched(turns);
     for offset in 0.. {
         let Some(round) = Round::of_draft(plan, turns, offset) else { break };
         match backend.run(&round) {
             // What the draft alone cannot compute is no fault of the text. What was drafted before is verified, and its rows take the place of these.
             Err(error) if error.kind == ErrorKind::NotFinite => {
-                turns.iter_mut().for_each(|turn| turn.gamma = turn.gamma.min(offset));
+                turns.iter_mut().filter(|turn| turn.drafts(offset)).for_each(|turn| turn.gamma = offset);
                 break;
             }
             result => result?,

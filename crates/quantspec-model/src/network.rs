@@ -66,6 +66,16 @@ pub struct DraftPlan {
     pub pages: Pages,
 }
 
+impl DraftPlan {
+    /// Whether it is worth trying as a candidate: pages that leave out less than half of the `visible` ones save too little. The first candidate always is.
+    pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {
+        match self.pages {
+            Pages::Best(n) | Pages::Window(n) => candidate == 0 || 2 * n <= visible,
+            Pages::All => true,
+        }
+    }
+}
+
 /// Runs the network operation by operation, in the order of [`crate::forward::step`] and [`crate::forward::prefill`].
 pub trait Network: Send {
     /// The model's shape.

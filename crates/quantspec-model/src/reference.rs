@@ -15,14 +15,16 @@ use half::f16;
 use quantspec_core::attend::{page_bound, select_pages, window_pages};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::penalty::penalised;
 use quantspec_core::quantize::{
     Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations, quantize_head_row, quantize_page,
     quantize_weights_row,
 };
-use quantspec_core::sample::{Sampler, Stream, check_finite, choose};
+use quantspec_core::sample::{Stream, check_finite, choose};
 use quantspec_core::verify::{Judge, Verdict};
 use quantspec_core::weights::{quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
+use std::borrow::Cow;
 use std::collections::HashMap;
 
 /// A model in plain tensors.
@@ -666,8 +668,10 @@ impl TokenSampler for ReferenceBackend {
         self.logits.get(row).cloned().ok_or_else(|| Error::internal(format!("no logits of row {row}")))
     }
 
-    fn first(&mut self, _slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
-        Ok(choose(&self.logits(0)?, sampler, position, Stream::Sample))
+    fn first(&mut self, turn: &Turn) -> Result<u32> {
+        let logits = self.logits(0)?;
+        let logits = penalised(&logits, turn.history.as_deref(), &[]);
+        Ok(choose(&logits, &turn.sampler, turn.committed, Stream::Sample))
     }
 
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
@@ -675,6 +679,8 @@ impl TokenSampler for ReferenceBackend {
             let turn = turns.iter().find(|turn| turn.slot == row.slot);
             let turn = turn.ok_or_else(|| Error::internal(format!("slot {} has no turn", row.slot)))?;
             let logits = self.logits(index)?;
+            let drafted = self.window(row.slot, row.offset + 1)?;
+            let logits = penalised(&logits, turn.history.as_deref(), &drafted[1..]);
             let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
             match self.slot(row.slot)?.window.get_mut(row.offset + 1) {
                 Some(place) => *place = token,
@@ -688,12 +694,27 @@ impl TokenSampler for ReferenceBackend {
         Ok(self.judge.lead(slot))
     }
 
+    fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
+        self.judge.distribution(slot, offset).map(<[f32]>::to_vec)
+    }
+
+    fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
+        if q.len() != self.config.vocab {
+            return Err(Error::internal(format!("a distribution of {} tokens of {}", q.len(), self.config.vocab)));
+        }
+        self.judge.keep(slot, offset, q.to_vec());
+        Ok(())
+    }
+
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let mut verdicts = Vec::new();
         for turn in turns {
             let drafted = self.window(turn.slot, turn.gamma + 1)?.split_off(1);
             let of_turn = step.rows.iter().zip(&self.logits).filter(|(row, _)| row.slot == turn.slot);
-            let logits: Vec<&[f32]> = of_turn.map(|(_, logits)| logits.as_slice()).collect();
+            let history = turn.history.as_deref();
+            let logits: Vec<Cow<[f32]>> =
+                of_turn.map(|(row, logits)| penalised(logits, history, &drafted[..row.offset])).collect();
+            let logits: Vec<&[f32]> = logits.iter().map(|row| &row[..]).collect();
             verdicts.push(self.judge.judge(turn.slot, &drafted, turn.q, &logits, &turn.sampler, turn.committed + 1)?);
         }
         Ok(verdicts)

@@ -1,6 +1,6 @@
 //! What `quantspec bench` relates its times to: bytes a step must read, and how fast this machine reads.
 
-use crate::device::Place;
+use crate::device::{Models, Place};
 use crate::engine::{Raised, default_threads, poll};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{Request, target_weights};
@@ -80,7 +80,7 @@ pub(crate) fn traffic<'py>(
 /// `planned(model, …)`: bytes that an engine of every view and of this capacity will hold at its peak, or the refusal of a model that the device does not know, of
 /// its context or of its memory. No weights are read.
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, device, threads, weights, kv_rounding, page_choice, accept))]
+#[pyo3(signature = (model, *, capacity, device, threads, weights, kv_rounding, page_choice, accept, draft_model=None))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn planned(
     py: Python<'_>,
@@ -92,6 +92,7 @@ pub(crate) fn planned(
     kv_rounding: &str,
     page_choice: &str,
     accept: &str,
+    draft_model: Option<&str>,
 ) -> PyResult<usize> {
     let request = Request {
         weights,
@@ -112,9 +113,11 @@ pub(crate) fn planned(
     let mut resolved = request.resolve().map_err(to_python)?;
     detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
+        let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
+        let models = Models { target: &checkpoint, draft: draft.as_ref() };
         let place = Place::choose(device, &checkpoint)?;
-        place.settle(&checkpoint, &mut resolved)?;
-        place.plan(&checkpoint, &resolved.options, 0)
+        place.settle(models, &mut resolved)?;
+        place.plan(models, &resolved.options, 0)
     })
 }
 

@@ -1,11 +1,12 @@
 //! `_native.Engine`: one engine on one device, driven round by round from Python.
 
-use crate::device::{Device, Place, on_device};
+use crate::device::{Device, Drafts, Models, Place, drafter, on_device};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request, weights_name};
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use quantspec_core::penalty::Penalties;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Memory};
@@ -181,6 +182,9 @@ pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bou
     Ok(parts)
 }
 
+/// A token's log-probability, and the likeliest tokens of its place with theirs.
+type Told = (f64, Vec<(u32, f64)>);
+
 /// Notes that no thread is in the engine; dropped before its lock.
 struct Leaving<'a>(&'a PyEngine);
 
@@ -206,7 +210,10 @@ pub(crate) struct PyEngine {
     planned_bytes: usize,
     load_s: f64,
     prompt_capacity: usize,
+    step_rows: usize,
     every_view: bool,
+    /// Drafts with another checkpoint, where one was loaded.
+    second: Option<Drafts>,
 }
 
 impl PyEngine {
@@ -278,7 +285,7 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
         method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
-        slots=1, every_view=false, draft_cache=None, on_loading=None))]
+        slots=1, every_view=false, draft_model=None, draft_cache=None, on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
         py: Python<'_>,
@@ -298,6 +305,7 @@ impl PyEngine {
         gamma: Option<usize>,
         slots: usize,
         every_view: bool,
+        draft_model: Option<&str>,
         draft_cache: Option<(PathBuf, usize)>,
         on_loading: Option<Py<PyAny>>,
     ) -> PyResult<PyEngine> {
@@ -328,20 +336,24 @@ impl PyEngine {
                 show(done, total);
             }
         };
-        let polled = poll(raised.clone());
+        let (polled, polled_by_second) = (poll(raised.clone()), poll(raised.clone()));
         let started = Instant::now();
-        let accept = resolved.accept;
+        let (accept, step_rows) = (resolved.accept, resolved.options.step_rows);
         let origin = OriginSlot::default();
         let drafts = origin.hook();
-        let (device, place, config, kept, planned_bytes) = interruptible(py, &raised, || {
+        let (device, second, place, config, kept, planned_bytes) = interruptible(py, &raised, || {
             let checkpoint = open(model, draft_cache)?;
+            let draft = draft_model.map(|model| open(model, None)).transpose()?;
+            let models = Models { target: &checkpoint, draft: draft.as_ref() };
             let place = Place::choose(device, &checkpoint)?;
-            place.settle(&checkpoint, &mut resolved)?;
+            place.settle(models, &mut resolved)?;
             let kept = resolved.options.weights;
-            let planned_bytes = place.plan(&checkpoint, &resolved.options, 0)?;
+            let planned_bytes = place.plan(models, &resolved.options, 0)?;
             let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
-            let engine = PyEngine::unless_raised(&raised, place.engine(&checkpoint, resolved, hooks))?;
-            Ok((engine, place, checkpoint.config().clone(), kept, planned_bytes))
+            let of_second = Hooks { poll: Box::new(polled_by_second), ..Hooks::default() };
+            let (engine, second) =
+                PyEngine::unless_raised(&raised, place.engine(models, resolved, [hooks, of_second]))?;
+            Ok((engine, second, place, checkpoint.config().clone(), kept, planned_bytes))
         })?;
         let load_s = started.elapsed().as_secs_f64();
         // A backend keeps its hooks as long as it lives. Python's collector does not look into it: a callback that leads back
@@ -378,7 +390,9 @@ impl PyEngine {
             planned_bytes,
             load_s,
             prompt_capacity,
+            step_rows,
             every_view,
+            second,
         })
     }
 
@@ -387,7 +401,8 @@ impl PyEngine {
         self.info.clone_ref(py)
     }
 
-    #[pyo3(signature = (prompt, *, temperature, top_k, top_p, min_p, seed, max_new_tokens))]
+    #[pyo3(signature = (prompt, *, temperature, top_k, top_p, min_p, seed, max_new_tokens, repetition_penalty=1.0, frequency_penalty=0.0,
+        presence_penalty=0.0, no_repeat_ngram=0, logprobs=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn add(
         &self,
@@ -399,6 +414,11 @@ impl PyEngine {
         min_p: f32,
         seed: u64,
         max_new_tokens: usize,
+        repetition_penalty: f32,
+        frequency_penalty: f32,
+        presence_penalty: f32,
+        no_repeat_ngram: usize,
+        logprobs: Option<usize>,
     ) -> PyResult<usize> {
         if prompt.len() > self.prompt_capacity {
             return Err(to_python(Error::does_not_fit(
@@ -406,8 +426,30 @@ impl PyEngine {
                 "shorten the prompt, or open the engine for longer ones",
             )));
         }
-        let sampler = self.sampler(temperature, top_k, top_p, min_p, seed)?;
-        self.run(py, |device| on_device!(device, engine => engine.add(&prompt, sampler, max_new_tokens)))
+        let penalties = Penalties::new(repetition_penalty, frequency_penalty, presence_penalty, no_repeat_ngram);
+        let penalties = penalties.map_err(to_python)?;
+        let sampler = self.sampler(temperature, top_k, top_p, min_p, seed)?.penalised(penalties);
+        self.run(py, |device| {
+            on_device!(device, engine => {
+                let slot = engine.add(&prompt, sampler, max_new_tokens)?;
+                if let Some(top) = logprobs {
+                    engine.want_logprobs(slot, top)?;
+                }
+                Ok(slot)
+            })
+        })
+    }
+
+    /// Log-probabilities of the slot's tokens since the last call, each with the likeliest tokens of its place and theirs.
+    fn take_logprobs(&self, py: Python<'_>, slot: usize) -> PyResult<Vec<Told>> {
+        let told = self.run(py, |device| on_device!(device, engine => engine.take_logprobs(slot)))?;
+        Ok(told.into_iter().map(|told| (told.logprob, told.top)).collect())
+    }
+
+    /// Log-probabilities of `tokens` from the second on under the target's view, teacher-forced, in a free slot.
+    fn score(&self, py: Python<'_>, tokens: Vec<u32>) -> PyResult<Vec<f64>> {
+        let rows = self.step_rows;
+        self.run(py, |device| on_device!(device, engine => engine.score(&tokens, rows)))
     }
 
     #[pyo3(signature = (slot, on_progress=None))]
@@ -484,9 +526,11 @@ impl PyEngine {
             every_view: true,
         };
         let resolved = request.resolve().map_err(to_python)?;
+        let mut method = resolved.method;
+        method.drafter = drafter(method.drafter, resolved.second.as_ref(), self.second.as_ref()).map_err(to_python)?;
         self.run(py, |device| {
             on_device!(device, engine => {
-                engine.set_method(resolved.method)?;
+                engine.set_method(method)?;
                 engine.reset_stats();
             });
             Ok(())
@@ -560,6 +604,7 @@ impl PyEngine {
         out.set_item("gamma_mean", stats.gamma_mean())?;
         out.set_item("draft_pages_mean", stats.draft_pages_mean())?;
         out.set_item("drafted_tokens", stats.drafted_tokens())?;
+        out.set_item("copied_tokens", stats.copied_tokens())?;
         out.set_item("accepted_tokens", stats.accepted_tokens())?;
         out.set_item("acceptance_rate", stats.acceptance_rate())?;
         out.set_item("mean_acceptance_length", stats.mean_acceptance_length())?;

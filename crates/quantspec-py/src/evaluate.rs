@@ -1,6 +1,6 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
-use crate::device::Place;
+use crate::device::{Models, Place};
 use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
 use crate::errors::{interruptible, to_python};
 use crate::options::{rounding, target_weights, weights_name};
@@ -49,8 +49,9 @@ pub(crate) fn scores<'py>(
         let checkpoint = open(model, draft_cache)?;
         let place = Place::choose(device, &checkpoint)?;
         let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
-        let beside = stored.as_ref().map_or(Ok(0), |stored| Ok(place.weigh(&checkpoint, stored, 0)?.needed_bytes))?;
-        place.plan(&checkpoint, &options, evaluate::bytes(checkpoint.config()).saturating_add(beside))?;
+        let models = Models::alone(&checkpoint);
+        let beside = stored.as_ref().map_or(Ok(0), |stored| Ok(place.weigh(models, stored, 0)?.needed_bytes))?;
+        place.plan(models, &options, evaluate::bytes(checkpoint.config()).saturating_add(beside))?;
         let (options, stored) = (place.adapt(&options), stored.map(|stored| place.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let scored = match &place {

@@ -104,10 +104,12 @@ mod _native {
                 "draft_view",
                 match method.source {
                     Source::Model { view: Some(view), .. } => options::target_name(view),
-                    Source::Model { view: None, .. } => Some("target"),
+                    Source::Model { view: None, .. } | Source::Checkpoint => Some("target"),
                     Source::Nothing | Source::Other(_) => None,
                 },
             )?;
+            out.set_item("window", method.window())?;
+            out.set_item("draft_model", matches!(method.source, Source::Checkpoint))?;
             Ok(out)
         };
         METHODS.iter().map(describe).collect()

@@ -7,7 +7,7 @@ use quantspec_core::policy::Policy;
 use quantspec_core::sample::Accept;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Options;
-use quantspec_model::draft::METHODS;
+use quantspec_model::draft::{CATCH_UP_ROWS, Entry, METHODS, Needs, Source};
 use quantspec_model::engine::Method;
 
 /// Rows of a prefill block: enough to amortise reading the weights once per block, few enough that one operation of a
@@ -58,6 +58,21 @@ pub(crate) struct Resolved {
     /// The target's weights are those that fit ([`crate::device::Place::settle`]); `options` has the checkpoint's.
     pub(crate) auto_weights: bool,
     pub(crate) accept: Accept,
+    /// How another checkpoint drafts, where one does: the method's drafter is then made of its network.
+    pub(crate) second: Option<Second>,
+}
+
+/// How the network of another checkpoint drafts.
+pub(crate) struct Second {
+    pub(crate) entry: &'static Entry,
+    pub(crate) view: View,
+    /// One choice for each candidate.
+    pub(crate) pages: Vec<Pages>,
+}
+
+/// Options of a backend that only drafts, beside the target's.
+pub(crate) fn of_draft(target: &Options) -> Options {
+    Options { draft_weights: DraftWeights::None, step_rows: target.slots.max(CATCH_UP_ROWS), ..target.clone() }
 }
 
 /// Kinds of the target's weights as `weights` names them.
@@ -109,10 +124,12 @@ impl Request<'_> {
         let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
         let windowed = one_of("page_choice", self.page_choice, &[("best", false), ("window", true)])?;
         let chosen = |count| if windowed { Pages::Window(count) } else { Pages::Best(count) };
-        let (pages, choices) = match self.draft_pages {
-            None => (Pages::All, None),
+        let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
+        let pages = match self.draft_pages {
+            None => vec![Pages::All],
             Some(DraftPages::Word(ref word)) if word == "auto" => {
-                (Pages::All, Some(std::iter::once(Pages::All).chain(PAGES_AUTO.map(chosen)).collect::<Vec<_>>()))
+                let all = method.window().is_none().then_some(Pages::All);
+                all.into_iter().chain(PAGES_AUTO.map(chosen)).collect()
             }
             Some(DraftPages::Word(ref word)) => {
                 return Err(Error::usage(format!("draft_pages is {word:?}"), "use a number, or auto, or None for all"));
@@ -123,11 +140,16 @@ impl Request<'_> {
                     "use at least 2 (the first and the newest page are always read), or all",
                 ));
             }
-            Some(DraftPages::Count(count)) => (chosen(count), None),
+            Some(DraftPages::Count(count)) => vec![chosen(count)],
         };
-        let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
-        let drafter = method.drafter(target, wanted, pages);
-        let needs = drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
+        let drafter = method.drafter(target, wanted, &pages);
+        let candidates = drafter.as_ref().map_or(pages.len(), |drafter| drafter.candidates());
+        let second =
+            matches!(method.source, Source::Checkpoint).then_some(Second { entry: method, view: target, pages });
+        let needs = match &drafter {
+            Some(drafter) => drafter.needs(),
+            None => Needs { distributions: second.is_some(), ..Needs::default() },
+        };
         let policy = match self.gamma {
             Some(gamma) if gamma > GAMMA_MAX => {
                 return Err(Error::usage(
@@ -138,14 +160,11 @@ impl Request<'_> {
             Some(gamma) => Policy::fixed(gamma),
             None => Policy::auto(GAMMA_AUTO),
         };
-        let policy = match choices {
-            Some(choices) => policy.with_pages(&choices),
-            None => policy,
-        };
-        let longest = match (self.every_view, &drafter) {
-            (true, _) => GAMMA_MAX,
-            (false, Some(_)) => self.gamma.unwrap_or(GAMMA_AUTO),
-            (false, None) => 0,
+        let policy = policy.with_candidates(candidates);
+        let longest = match self.every_view {
+            true => GAMMA_MAX,
+            false if drafter.is_some() || second.is_some() => self.gamma.unwrap_or(GAMMA_AUTO),
+            false => 0,
         };
         let step_rows = self.slots.saturating_mul(longest + 1);
         if step_rows > STEP_ROWS_MAX {
@@ -181,6 +200,7 @@ impl Request<'_> {
             },
             auto_weights: weights.is_none(),
             accept,
+            second,
         })
     }
 }

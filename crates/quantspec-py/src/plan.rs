@@ -1,6 +1,6 @@
 //! `plan(model, …)`: what an engine would hold, before any weight is read.
 
-use crate::device::Place;
+use crate::device::{Models, Place};
 use crate::engine::{default_threads, memory_dict};
 use crate::errors::{detached, to_python};
 use crate::options::{DraftPages, Request, weights_name};
@@ -13,7 +13,7 @@ use std::path::Path;
 /// `available_bytes`, `longest_context` (of as many sequences) and the bytes of each part.
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint",
-    kv_target="int8", method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1))]
+    kv_target="int8", method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1, draft_model=None))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn plan<'py>(
     py: Python<'py>,
@@ -32,6 +32,7 @@ pub(crate) fn plan<'py>(
     accept: &str,
     gamma: Option<usize>,
     slots: usize,
+    draft_model: Option<&str>,
 ) -> PyResult<Bound<'py, PyDict>> {
     let request = Request {
         weights,
@@ -52,10 +53,13 @@ pub(crate) fn plan<'py>(
     let mut resolved = request.resolve().map_err(to_python)?;
     let (name, kept, weighed, limit) = detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
+        let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
         let place = Place::choose(device, &checkpoint)?;
-        place.settle(&checkpoint, &mut resolved)?;
-        let weighed = place.weigh(&checkpoint, &resolved.options, 0)?;
-        Ok((place.name(), resolved.options.weights, weighed, checkpoint.config().max_positions))
+        let models = Models { target: &checkpoint, draft: draft.as_ref() };
+        place.settle(models, &mut resolved)?;
+        let weighed = place.weigh(models, &resolved.options, 0)?;
+        let draft_limit = draft.as_ref().map_or(usize::MAX, |draft| draft.config().max_positions);
+        Ok((place.name(), resolved.options.weights, weighed, checkpoint.config().max_positions.min(draft_limit)))
     })?;
     let out = PyDict::new(py);
     out.set_item("device", name)?;

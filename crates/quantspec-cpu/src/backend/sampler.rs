@@ -1,10 +1,12 @@
 //! Choosing and judging tokens on the host.
 
 use super::CpuBackend;
-use quantspec_core::sample::{Sampler, Stream, check_finite, choose};
+use quantspec_core::penalty::penalised;
+use quantspec_core::sample::{Stream, check_finite, choose};
 use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Step, TokenSampler, Turn};
+use std::borrow::Cow;
 
 impl TokenSampler for CpuBackend {
     fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
@@ -16,10 +18,10 @@ impl TokenSampler for CpuBackend {
             .ok_or_else(|| Error::internal(format!("logits of row {row}")))
     }
 
-    fn first(&mut self, _slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
-        let logits = &self.rows.logits[..self.config.vocab];
-        check_finite(logits)?;
-        Ok(choose(logits, sampler, position, Stream::Sample))
+    fn first(&mut self, turn: &Turn) -> Result<u32> {
+        let logits = penalised(&self.rows.logits[..self.config.vocab], turn.history.as_deref(), &[]);
+        check_finite(&logits)?;
+        Ok(choose(&logits, &turn.sampler, turn.committed, Stream::Sample))
     }
 
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()> {
@@ -30,8 +32,10 @@ impl TokenSampler for CpuBackend {
                 .find(|turn| turn.slot == row.slot)
                 .ok_or_else(|| Error::internal(format!("no turn for slot {}", row.slot)))?;
             let logits = &self.rows.logits[j * vocab..(j + 1) * vocab];
-            let token = self.judge.propose(row.slot, row.offset, row.position + 1, logits, &turn.sampler);
             let window = &mut self.windows[row.slot];
+            let drafted = window.get(1..row.offset + 1).unwrap_or_default();
+            let logits = penalised(logits, turn.history.as_deref(), drafted);
+            let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
             window.resize(window.len().max(row.offset + 2), 0);
             window[row.offset + 1] = token;
         }
@@ -42,20 +46,33 @@ impl TokenSampler for CpuBackend {
         Ok(self.judge.lead(slot))
     }
 
+    fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
+        self.judge.distribution(slot, offset).map(<[f32]>::to_vec)
+    }
+
+    fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
+        if q.len() != self.config.vocab {
+            return Err(Error::internal(format!("a distribution of {} tokens of {}", q.len(), self.config.vocab)));
+        }
+        self.judge.keep(slot, offset, q.to_vec());
+        Ok(())
+    }
+
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let vocab = self.config.vocab;
         let mut verdicts = Vec::with_capacity(turns.len());
         for turn in turns {
-            let rows: Vec<&[f32]> = step
-                .rows
-                .iter()
-                .enumerate()
-                .filter(|(_, row)| row.slot == turn.slot)
-                .map(|(j, _)| &self.rows.logits[j * vocab..(j + 1) * vocab])
-                .collect();
             let drafted = self.windows[turn.slot].get(1..turn.gamma + 1).ok_or_else(|| {
                 Error::internal(format!("slot {} has drafted fewer than {} tokens", turn.slot, turn.gamma))
             })?;
+            let rows = step.rows.iter().enumerate().filter(|(_, row)| row.slot == turn.slot);
+            let rows: Vec<Cow<[f32]>> = rows
+                .map(|(j, row)| {
+                    let before = drafted.get(..row.offset).unwrap_or(drafted);
+                    penalised(&self.rows.logits[j * vocab..(j + 1) * vocab], turn.history.as_deref(), before)
+                })
+                .collect();
+            let rows: Vec<&[f32]> = rows.iter().map(|row| &row[..]).collect();
             verdicts.push(self.judge.judge(turn.slot, drafted, turn.q, &rows, &turn.sampler, turn.committed + 1)?);
         }
         Ok(verdicts)

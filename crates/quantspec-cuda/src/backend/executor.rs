@@ -2,6 +2,7 @@
 
 use super::CudaBackend;
 use super::describe::{StepLayout, Writer};
+use super::sampler::keeps_logits;
 use crate::device::Mark;
 use crate::recorded::Kind;
 use crate::sample::Manner;
@@ -108,13 +109,19 @@ impl CudaBackend {
         if let Some(step) = round.verification() {
             forward::step(self, &step)?;
             let (count, logits) = (step.rows.len(), self.step.logits.at(0));
+            self.keep_logits(count, round.turns)?;
             self.sampling.judge(*turns, round.turns.len(), count, self.layout.rows, logits, *manner)?;
         }
         Ok(())
     }
 
     /// Runs what [`CudaBackend::queue`] queues, as a graph where two like it ran before: some hundred launches per step become one.
+    /// A round whose logits the host reads before they are penalised is no graph.
     fn launch_round(&mut self, described: &Described) -> Result<()> {
+        self.unpenalised.clear();
+        if keeps_logits(described.round.turns) {
+            return self.queue(described, false);
+        }
         let key = self.round_key(described);
         let steps = described.layouts.len();
         match self.recorded.find(&key) {
@@ -147,7 +154,7 @@ impl CudaBackend {
     fn round_key(&self, described: &Described) -> Vec<u64> {
         let Described { round, layouts, turns, manner } = described;
         let judged = if round.verification().is_some() { round.turns.len() } else { 0 };
-        let how = u64::from(manner.warm) | u64::from(manner.rejects) << 1;
+        let how = u64::from(manner.warm) | u64::from(manner.rejects) << 1 | u64::from(manner.penalises) << 2;
         let mut key = vec![*turns, judged as u64, how, self.sampling.draft_address()];
         for (step, layout) in round.drafts().chain(round.verification()).zip(layouts) {
             self.step_key(&step, layout, &mut key);

@@ -182,6 +182,7 @@ impl KvCache for CudaBackend {
         let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
             // What interrupted work has flagged, and nobody read, is not the new sequence's.
             self.sampling.clear_flag()?;
+            self.sampling.forget(slot);
             self.prompting = false;
             self.cache.tables.write(slot * self.cache.pitch * 4, &pages)
         });

@@ -475,9 +475,13 @@ impl Network for CudaBackend {
     }
 
     fn head(&mut self, pass: &Pass) -> Result<()> {
+        self.unpenalised.clear();
         let (rows, hidden, drafting) = match pass {
             Pass::Step(step) => (step.rows.len(), self.step.hidden.at(0), step.weights == Weights::Draft),
-            Pass::Prefill(block) => (1, self.prompt_hidden(block.start + block.rows - 1), false),
+            Pass::Prefill(block) => {
+                self.layout.drafts = false;
+                (1, self.prompt_hidden(block.start + block.rows - 1), false)
+            }
         };
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;

@@ -4,15 +4,31 @@ use super::CudaBackend;
 use super::describe::DeviceRow;
 use crate::flags::check_flag;
 use quantspec_core::Result;
-use quantspec_core::sample::Sampler;
 use quantspec_core::verify::Verdict;
 use quantspec_model::backend::{Step, TokenSampler, Turn};
 
+/// Whether penalties would take logits away that the caller reads.
+pub(super) fn keeps_logits(turns: &[Turn]) -> bool {
+    turns.iter().any(|turn| turn.reads_logits) && turns.iter().any(|turn| turn.history.is_some())
+}
+
 impl CudaBackend {
+    /// Reads the logits of `rows` rows to the host, where their penalties will replace them on the device and the caller reads them.
+    pub(super) fn keep_logits(&mut self, rows: usize, turns: &[Turn]) -> Result<()> {
+        if keeps_logits(turns) {
+            let vocab = self.config.vocab;
+            for row in 0..rows {
+                self.unpenalised.push(self.step.logits.read(row * vocab * 4, vocab)?);
+            }
+        }
+        Ok(())
+    }
+
     /// Waits for the verdicts of a round.
     pub(super) fn conclude(&mut self, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let (verdicts, flag) = self.sampling.verdicts(turns)?;
         self.staged = 0;
+        self.layout.drafts = false;
         check_flag(flag)?;
         Ok(verdicts)
     }
@@ -21,6 +37,9 @@ impl CudaBackend {
 impl TokenSampler for CudaBackend {
     fn logits(&mut self, row: usize) -> Result<Vec<f32>> {
         let vocab = self.config.vocab;
+        if let Some(logits) = self.unpenalised.get(row) {
+            return Ok(logits.clone());
+        }
         let logits = self.step.logits.read(row * vocab * 4, vocab)?;
         self.staged = 0;
         // Overflowing keys and values were stored as 0, so logits do not show them.
@@ -28,12 +47,12 @@ impl TokenSampler for CudaBackend {
         Ok(logits)
     }
 
-    fn first(&mut self, slot: usize, position: usize, sampler: &Sampler) -> Result<u32> {
-        let row = DeviceRow { slot: slot as i32, offset: 0, position: position as i32 - 1, token: -1 };
+    fn first(&mut self, turn: &Turn) -> Result<u32> {
+        let row = DeviceRow { slot: turn.slot as i32, offset: 0, position: turn.committed as i32 - 1, token: -1 };
         self.step.description.write(0, &[row])?;
         self.staged = 0;
         let rows = self.step.description.at(0);
-        let token = self.sampling.first(slot, sampler, rows, self.step.logits.at(0))?;
+        let token = self.sampling.first(turn, rows, self.step.logits.at(0))?;
         self.prompting = false;
         check_flag(self.sampling.read()?)?;
         Ok(token)
@@ -54,8 +73,17 @@ impl TokenSampler for CudaBackend {
         Ok(margin)
     }
 
+    fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
+        self.sampling.distribution(slot, offset)
+    }
+
+    fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
+        self.sampling.set_distribution(slot, offset, q)
+    }
+
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let manner = self.sampling.learn(turns)?;
+        self.keep_logits(step.rows.len(), turns)?;
         let described = self.sampling.describe(step.rows, turns)?;
         self.sampling.turns().write(0, &described)?;
         let (at, logits) = (self.sampling.turns().at(0), self.step.logits.at(0));

@@ -1,0 +1,187 @@
+//! Penalties on the device (kernels/penalty.cu): the committed text of every slot, mirrored from [`History`] as it grows.
+
+use crate::args;
+use crate::device::{Buffer, Device, Kernel, Launch, Plain};
+use quantspec_core::penalty::History;
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::Turn;
+use std::sync::Arc;
+
+/// Tokens of a block of `penalty_apply` (`PENALTY_TOKENS` in kernels/penalty.cu).
+const TOKENS: usize = 1024;
+/// Threads of the blocks there.
+const THREADS: u32 = 256;
+/// Blocks that search a text for n-grams: enough for the bandwidth of a text of 100,000 tokens.
+const SEARCHERS: u32 = 32;
+/// Tokens that travel with a commit; a longer text is written by itself.
+const MORE: usize = 30;
+
+/// How a slot penalises; `History` in kernels/penalty.cu.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct DeviceHistory {
+    on: i32,
+    ngram: i32,
+    repetition: f32,
+    frequency: f32,
+    presence: f32,
+    length: i32,
+    prompt: i32,
+    unused: i32,
+}
+
+/// Committed tokens of a slot; `Commit` there.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+struct DeviceCommit {
+    slot: i32,
+    more: i32,
+    history: DeviceHistory,
+    tokens: [u32; MORE],
+}
+
+/// Bytes of both.
+const HISTORY_BYTES: usize = size_of::<DeviceHistory>();
+const COMMIT_BYTES: usize = size_of::<DeviceCommit>();
+
+const _: () = assert!(HISTORY_BYTES == 32 && COMMIT_BYTES == 160);
+// SAFETY: numbers only, without padding.
+unsafe impl Plain for DeviceCommit {}
+
+/// What the device has of a slot's text.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Known {
+    /// It penalises.
+    on: bool,
+    /// [`History::answer`] of the text, and its tokens; `None` where the slot has another sequence.
+    text: Option<(usize, usize)>,
+}
+
+/// Texts and penalties of all slots.
+#[derive(Debug)]
+pub(crate) struct Penalising {
+    device: Arc<Device>,
+    commit: Kernel,
+    apply: Kernel,
+    forbid: Kernel,
+    vocab: usize,
+    /// Tokens of the longest sequence.
+    pitch: usize,
+    /// `[slots]`
+    histories: Buffer,
+    commits: Buffer,
+    /// `[slots][pitch]`
+    texts: Buffer,
+    /// `[slots][vocab]`
+    counts: Buffer,
+    known: Vec<Known>,
+}
+
+impl Penalising {
+    /// Bytes taken on the device.
+    pub(crate) fn bytes(vocab: usize, slots: usize, capacity: usize) -> usize {
+        slots * (HISTORY_BYTES + COMMIT_BYTES + 4 * (capacity.max(1) + vocab))
+    }
+
+    pub(crate) fn new(device: &Arc<Device>, vocab: usize, slots: usize, capacity: usize) -> Result<Penalising> {
+        let pitch = capacity.max(1);
+        Ok(Penalising {
+            commit: device.kernel("penalty_commit", 0)?,
+            apply: device.kernel("penalty_apply", 0)?,
+            forbid: device.kernel("penalty_forbid", 0)?,
+            histories: device.zeroed(slots * HISTORY_BYTES)?,
+            commits: device.allocate(slots * COMMIT_BYTES)?,
+            texts: device.allocate(slots * pitch * 4)?,
+            counts: device.allocate(slots * vocab * 4)?,
+            known: vec![Known::default(); slots],
+            device: device.clone(),
+            vocab,
+            pitch,
+        })
+    }
+
+    /// Bytes held on the device.
+    pub(crate) fn held_bytes(&self) -> usize {
+        [&self.histories, &self.commits, &self.texts, &self.counts].into_iter().map(Buffer::bytes).sum()
+    }
+
+    /// The slot has another sequence from here on.
+    pub(crate) fn forget(&mut self, slot: usize) {
+        if let Some(known) = self.known.get_mut(slot) {
+            known.text = None;
+        }
+    }
+
+    /// Tells the device what the texts of `turns` grew by. Whether one of them penalises.
+    pub(crate) fn learn(&mut self, turns: &[Turn]) -> Result<bool> {
+        let mut commits = Vec::new();
+        for turn in turns {
+            commits.extend(self.learn_one(turn.slot, turn.history.as_deref())?);
+        }
+        if !commits.is_empty() {
+            self.commits.write(0, &commits)?;
+            let arguments = args![&self.commits, &self.histories, &self.texts, self.pitch, &self.counts, self.vocab];
+            let launch = Launch { grid: [commits.len() as u32, 1, 1], block: THREADS, shared: 0, overlap: false };
+            // SAFETY: the argument list is the kernel's; slots, lengths and tokens were checked.
+            unsafe { self.device.launch(self.commit, launch, &arguments)? };
+        }
+        Ok(turns.iter().any(|turn| turn.history.is_some()))
+    }
+
+    fn learn_one(&mut self, slot: usize, history: Option<&History>) -> Result<Option<DeviceCommit>> {
+        let known = self.known.get_mut(slot).ok_or_else(|| Error::internal(format!("slot {slot} does not exist")))?;
+        let Some(history) = history else {
+            let was_on = std::mem::take(known).on;
+            return Ok(was_on.then(|| DeviceCommit { slot: slot as i32, ..DeviceCommit::default() }));
+        };
+        let (text, penalties) = (history.text(), history.penalties());
+        let from = match known.text {
+            Some((answer, length)) if answer == history.answer() && length <= text.len() => length,
+            _ => {
+                let bytes = self.vocab * 4;
+                self.counts.fill_rows(0, slot * bytes, bytes, bytes, 1)?;
+                0
+            }
+        };
+        if known.on && known.text == Some((history.answer(), text.len())) {
+            return Ok(None);
+        }
+        let more = &text[from..];
+        if text.len() > self.pitch || more.iter().any(|&token| token as usize >= self.vocab) {
+            return Err(Error::internal(format!("a text of {} tokens in a slot of {}", text.len(), self.pitch)));
+        }
+        let mut commit = DeviceCommit {
+            slot: slot as i32,
+            more: more.len() as i32,
+            history: DeviceHistory {
+                on: 1,
+                ngram: penalties.no_repeat_ngram as i32,
+                repetition: penalties.repetition,
+                frequency: penalties.frequency,
+                presence: penalties.presence,
+                length: text.len() as i32,
+                prompt: history.prompt_tokens() as i32,
+                unused: 0,
+            },
+            tokens: [0; MORE],
+        };
+        match commit.tokens.get_mut(..more.len()) {
+            Some(place) => place.copy_from_slice(more),
+            None => self.texts.write((slot * self.pitch + from) * 4, more)?,
+        }
+        *known = Known { on: true, text: Some((history.answer(), text.len())) };
+        Ok(Some(commit))
+    }
+
+    /// Queues the penalties of `count` rows of logits, in place. `windows` have `pitch` tokens.
+    pub(crate) fn apply(&self, rows: u64, count: usize, windows: u64, pitch: usize, logits: u64) -> Result<()> {
+        let launch = |blocks: u32| Launch { grid: [blocks, count as u32, 1], block: THREADS, shared: 0, overlap: true };
+        let arguments = args![rows, &self.histories, &self.counts, windows, pitch, logits, self.vocab];
+        let search = args![rows, &self.histories, &self.texts, self.pitch, windows, pitch, logits, self.vocab];
+        // SAFETY: the argument lists are the kernels'; rows, windows and logits are the backend's and hold `count` rows.
+        unsafe {
+            self.device.launch(self.apply, launch(self.vocab.div_ceil(TOKENS) as u32), &arguments)?;
+            self.device.launch(self.forbid, launch(SEARCHERS), &search)
+        }
+    }
+}

@@ -1,0 +1,91 @@
+// Penalties of tokens that the text has, applied to logits in place before a token is chosen: the meaning is quantspec_core::penalty.
+//
+// Committed text lives on the device: histories [slot], texts int32 [slot][text_pitch], counts uint32 [slot][vocab] (the upper bit: the token
+// occurred; the other bits: how often in the answer). Drafted tokens are those of the slot's window before the row.
+#include "layout.cuh"
+#include "numbers.cuh"
+
+// How a slot penalises, and its committed tokens. 32 bytes.
+struct History {
+  int on, ngram;
+  float repetition, frequency, presence;
+  int length, prompt, unused;
+};
+// What the host tells of a slot. 160 bytes.
+constexpr int MORE_MAX = 32;
+struct Commit {
+  int slot, more;     // tokens after the first `history.length - more`
+  History history;    // after them
+  int tokens[MORE_MAX - 2];
+};
+static_assert(sizeof(History) == 32 && sizeof(Commit) == 160, "written by the host");
+
+constexpr uint32_t OCCURRED = 1u << 31;
+constexpr int PENALTY_THREADS = 256, PENALTY_TOKENS = 1024, NGRAM_MAX = 100, WINDOW_MAX = 32;
+
+// penalty_commit: appends committed tokens. Those of a commit go to `texts` first if they fit into it; otherwise the host has written them there.
+//   Grid (commits), block 256.
+KERNEL __launch_bounds__(PENALTY_THREADS) penalty_commit(const Commit* commits, History* histories, int* texts, int text_pitch, uint32_t* counts, int vocab) {
+  const Commit& commit = commits[blockIdx.x];
+  const History h = commit.history;
+  const int slot = commit.slot, more = commit.more, first = h.length - more;
+  int* text = texts + (size_t)slot * text_pitch;
+  for (int i = threadIdx.x; i < more; i += PENALTY_THREADS) {
+    if (more <= MORE_MAX - 2) text[first + i] = commit.tokens[i];
+    uint32_t* count = counts + (size_t)slot * vocab + text[first + i];
+    atomicOr(count, OCCURRED);
+    if (first + i >= h.prompt) atomicAdd(count, 1u);
+  }
+  if (threadIdx.x == 0) histories[slot] = h;
+}
+
+// penalty_apply: repetition, frequency and presence.
+//   logits f32 [row][vocab] in place; windows int32 [slot][window_pitch]: drafted token i at place i + 1. Grid (ceil(vocab / 1024), rows), block 256.
+KERNEL __launch_bounds__(PENALTY_THREADS) penalty_apply(const Row* rows, const History* histories, const uint32_t* counts, const int* windows, int window_pitch,
+                                                        float* logits, int vocab) {
+  __shared__ int drafted[WINDOW_MAX];
+  grid_trigger();
+  grid_wait();
+  const Row r = rows[blockIdx.y];
+  const History h = histories[r.slot];
+  if (!h.on) return;
+  const int before = min(r.offset, WINDOW_MAX);
+  if (threadIdx.x < before) drafted[threadIdx.x] = windows[(size_t)r.slot * window_pitch + 1 + threadIdx.x];
+  __syncthreads();
+  float* row = logits + (size_t)blockIdx.y * vocab;
+#pragma unroll
+  for (int i = 0; i < PENALTY_TOKENS / PENALTY_THREADS; i++) {
+    const int id = blockIdx.x * PENALTY_TOKENS + i * PENALTY_THREADS + threadIdx.x;
+    if (id >= vocab) return;
+    uint32_t count = counts[(size_t)r.slot * vocab + id];
+    for (int j = 0; j < before; j++)
+      if (drafted[j] == id) count = (count | OCCURRED) + 1;
+    if (!count) continue;
+    const float logit = row[id];
+    float x = logit < 0.f ? __fmul_rn(logit, h.repetition) : __fdiv_rn(logit, h.repetition);
+    if (count & ~OCCURRED) x = __fsub_rn(__fsub_rn(x, __fmul_rn(h.frequency, (float)(count & ~OCCURRED))), h.presence);
+    row[id] = x;
+  }
+}
+
+// penalty_forbid: no-repeat-n-gram, after penalty_apply. Every end of an earlier n-gram is compared with the row's last n - 1 tokens.
+//   Grid (any, rows), block 256.
+KERNEL __launch_bounds__(PENALTY_THREADS) penalty_forbid(const Row* rows, const History* histories, const int* texts, int text_pitch, const int* windows,
+                                                         int window_pitch, float* logits, int vocab) {
+  __shared__ int last[NGRAM_MAX];
+  grid_trigger();
+  grid_wait();
+  const Row r = rows[blockIdx.y];
+  const History h = histories[r.slot];
+  const int length = h.length + r.offset, n = h.ngram;
+  if (!h.on || !n || length < n) return;
+  const int *text = texts + (size_t)r.slot * text_pitch, *window = windows + (size_t)r.slot * window_pitch + 1;
+  auto at = [&](int i) { return i < h.length ? text[i] : window[i - h.length]; };
+  if (threadIdx.x < n - 1) last[threadIdx.x] = at(length - (n - 1) + threadIdx.x);
+  __syncthreads();
+  for (int end = n - 1 + blockIdx.x * PENALTY_THREADS + threadIdx.x; end < length; end += gridDim.x * PENALTY_THREADS) {
+    int i = 1;
+    while (i < n && at(end - i) == last[n - 1 - i]) i++;
+    if (i == n) logits[(size_t)blockIdx.y * vocab + at(end)] = __int_as_float(0xff800000);
+  }
+}

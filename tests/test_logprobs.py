@@ -1,0 +1,128 @@
+"""Log-probabilities of answers and scores of texts, and the ranges of penalties."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from conftest import Outcome
+
+from quantspec_cli import Engine
+from quantspec_cli.engine import Prompt
+from quantspec_cli.errors import DoesNotFitError, UsageError
+from quantspec_cli.eval import SAMPLE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Run = Callable[..., Outcome] if TYPE_CHECKING else Any
+
+TEXT = SAMPLE.read_text(encoding="utf-8")[:1500]
+
+
+def test_logprobs_are_those_of_the_text_whatever_drafts() -> None:
+    found = []
+    for method in ("quantspec", "ngram", "ar"):
+        with Engine.load(context=700, method=method) as engine:
+            # A stop string ends the answer inside a round, whose other tokens are not told.
+            answers = [
+                engine.generate(TEXT, max_new_tokens=60, logprobs=3, no_repeat_ngram=5, stop=stop)
+                for stop in ((), (" the",))
+            ]
+            assert engine.generate(TEXT, max_new_tokens=2).logprobs is None
+            assert engine.generate(TEXT, max_new_tokens=2, logprobs=0).logprobs[1].top == []  # type: ignore[index]
+        for answer in answers:
+            assert answer.logprobs is not None
+            assert [one.id for one in answer.logprobs] == answer.tokens
+            for one in answer.logprobs:
+                assert len(one.top) == 3
+                assert [logprob for _, logprob in one.top] == sorted((logprob for _, logprob in one.top), reverse=True)
+                assert one.logprob <= one.top[0][1] <= 0
+        found.append(answers)
+    assert found[0] == found[1] == found[2]
+
+
+def test_logprobs_and_scores_are_one_distribution() -> None:
+    with Engine.load(context=900, method="quantspec") as engine:
+        prompt = engine.model.prompt("Once upon a time").ids
+        answer = engine.generate(Prompt(prompt), max_new_tokens=300, logprobs=0, ignore_eos=True)
+        scores = engine.score(Prompt(prompt + answer.tokens))
+        assert scores.dtype == np.float64
+        assert scores.shape == (len(prompt) + 299,)
+        assert answer.logprobs is not None
+        # Every token but the first comes of the cache's own steps; the prompt is read exactly.
+        told = [one.logprob for one in answer.logprobs]
+        assert np.abs(scores[len(prompt) - 1 :] - told).max() < 0.2
+        assert np.exp(scores).max() <= 1 + 1e-12
+        # A score does not depend on what else was decoded, nor on the rows of a step.
+    with Engine.load(context=900, method="ar") as plain:
+        assert (plain.score(Prompt(prompt + answer.tokens)) == scores).all()
+
+
+def test_a_score_is_what_eval_says(quantspec: Run, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    report = quantspec("eval", "-p", str(text), "--json").json
+    for target in ("int8", "fp16"):
+        with Engine.load(context=700, kv_target=target) as engine:
+            assert -engine.score(TEXT).mean() == pytest.approx(report["targets"][target]["nll"], rel=1e-12)
+
+
+def test_what_cannot_be_scored_is_refused() -> None:
+    with Engine.load(context=50) as engine:
+        with pytest.raises(UsageError, match="1 tokens"):
+            engine.score(Prompt([1]))
+        with pytest.raises(UsageError, match="0 tokens"):
+            engine.score(Prompt([]))
+        with pytest.raises(UsageError, match="the text is 7"):
+            engine.score(7)  # type: ignore[arg-type]
+        with pytest.raises(DoesNotFitError, match="51 tokens"):
+            engine.score(Prompt([1] * 51))
+        # The slot is free again.
+        assert engine.score(Prompt([1] * 50)).shape == (49,)
+        with engine.stream("Once", max_new_tokens=40, ignore_eos=True) as stream:
+            next(stream)
+            with pytest.raises(UsageError, match="all 1 slots"):
+                engine.score(Prompt([1, 2]))
+
+
+def test_logprobs_in_json(quantspec: Run) -> None:
+    command = ["run", "--text", "Once upon a time", "-n", "5", "--logprobs", "2"]
+    (result,) = quantspec(*command, "--json").json["results"]
+    content = result["logprobs"]["content"]
+    assert [one["id"] for one in content] == result["tokens"]
+    assert "".join(one["token"] for one in content) == result["text"]
+    for one in content:
+        assert one["top_logprobs"][0] == {name: one[name] for name in ("id", "token", "logprob")}
+        assert len(one["top_logprobs"]) == 2
+        assert math.exp(one["top_logprobs"][1]["logprob"]) < math.exp(one["logprob"]) < 1
+    assert "logprobs" not in quantspec(*command[:-2], "--json").json["results"][0]
+    quantspec(*command).assert_error(2, "--logprobs without --json", "add --json")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--repetition-penalty", "0", ("--repetition-penalty is 0.0", "0.01 to 100")),
+        ("--repetition-penalty", "inf", ("--repetition-penalty is inf",)),
+        ("--repeat-penalty", "nan", ("--repetition-penalty is nan",)),
+        ("--frequency-penalty", "2.5", ("--frequency-penalty is 2.5", "-2 to 2")),
+        ("--presence-penalty", "-3", ("--presence-penalty is -3.0", "-2 to 2")),
+        ("--no-repeat-ngram", "1", ("--no-repeat-ngram is 1", "2 to 100")),
+        ("--no-repeat-ngram", "101", ("--no-repeat-ngram is 101",)),
+        ("--no-repeat-ngram-size", "-1", ("--no-repeat-ngram is -1",)),
+        ("--logprobs", "21", ("--logprobs is 21", "0 to 20")),
+        ("--logprobs", "-1", ("--logprobs is -1",)),
+    ],
+)
+def test_values_out_of_range_are_usage_errors(
+    fake: Any, quantspec: Run, flag: str, value: str, words: tuple[str, ...]
+) -> None:
+    outcome = quantspec("run", "--text", "Once", flag, value, "--json")
+    assert outcome.code == 2
+    message = outcome.stdout + outcome.stderr
+    for word in words:
+        assert word in message, message
