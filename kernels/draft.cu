@@ -11,6 +11,9 @@
 // before: a producer warp fills a ring of half a multiprocessor's shared memory while that kernel is still at work in the other half.
 //
 // An input's norm is a factor of a row, known when all warps have met, so it multiplies the outputs.
+//
+// Weights are draft weights of their own (blocks of `linear.cuh`), or the upper plane of a matrix in nibbles (layout.cuh; kernels named _planes): two blocks of
+// 64 inputs then take the place of one of 128, and what meets their zeros are sums of 64 codes.
 #include "layout.cuh"
 #include "linear.cuh"
 
@@ -19,16 +22,24 @@ constexpr int DRAFT_TOGETHER = 4;        // tiles of a block that share what a w
 // Chunks on their way, of 17 KB; first, beside the kernel before, and later. No more than the shortest ring has (STAGES_MIN of draft.rs).
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
 constexpr int DRAFT_ROWS = 2;            // rows are even columns of a product, so that a lane has outputs of one row
-constexpr int DRAFT_BLOCK = QUANT_BLOCK<4>, DRAFT_HALF = LINEAR_WARPS * DRAFT_BLOCK, DRAFT_CHUNK = 2 * DRAFT_HALF;
+// Weights of 16 outputs x 128 inputs of one warp: codes of 64 inputs follow one another after CODES bytes, parameters begin at PARAMS, of the second half PARAMS
+// and NEXT_PARAMS.
+template <bool PLANES>
+struct DraftWeights {
+  static constexpr int BLOCK = PLANES ? 2 * UPPER_BLOCK : QUANT_BLOCK<4>, HALF = LINEAR_WARPS * BLOCK, CHUNK = 2 * HALF;
+  static constexpr int CODES = PLANES ? UPPER_BLOCK : 512, PARAMS = PLANES ? 512 : 1024, NEXT_PARAMS = UPPER_BLOCK, GROUPS = PLANES ? 2 : 1;
+};
 
-// Shared memory: [stages][DRAFT_CHUNK] weights, f32 [tile][warp][row][16] sums, f32 [warp][2] squares, barriers [2][stages], int8 inputs [row][pitch],
-// float2 [row][groups] {scale, sum} of their groups.
+// Shared memory: [stages][CHUNK] weights, f32 [tile][warp][row][16] sums, f32 [warp][2] squares, barriers [2][stages], int8 inputs [row][pitch],
+// [row][groups] {f32 scale, f32 sum} of their groups, or {f32 scale, sums of the codes of both halves}.
+template <bool PLANES>
 struct DraftShared {
+  static constexpr int CHUNK = DraftWeights<PLANES>::CHUNK;
   float *sums, *squares;
   uint32_t slots, full, empty, x, xs;
   int groups, pitch;
   DEV DraftShared(uint8_t* shared, int stages, int groups, int rows) : groups(groups), pitch(groups * 128 + 64) {  // 64: neighbouring rows in other banks
-    sums = reinterpret_cast<float*>(shared + stages * DRAFT_CHUNK), squares = sums + DRAFT_TOGETHER * LINEAR_WARPS * 16 * rows;
+    sums = reinterpret_cast<float*>(shared + stages * CHUNK), squares = sums + DRAFT_TOGETHER * LINEAR_WARPS * 16 * rows;
     slots = shared_address(shared), full = shared_address(squares + LINEAR_WARPS * DRAFT_ROWS), empty = full + stages * 8;
     x = (empty + stages * 8 + 15) & ~15, xs = x + rows * pitch;
   }
@@ -36,7 +47,7 @@ struct DraftShared {
   DEV void put(int row, int group, const Int8Group& of) const {
     const int lane = threadIdx.x & 31;
     sts32(x + row * pitch + group * 128 + lane * 4, of.codes);
-    if (lane == 0) sts64(xs + (row * groups + group) * 8, make_uint2(__float_as_uint(of.scale), __float_as_uint(of.sum)));
+    if (lane == 0) sts64(xs + (row * groups + group) * 8, make_uint2(__float_as_uint(of.scale), PLANES ? of.halves : __float_as_uint(of.sum)));
   }
 };
 
@@ -57,7 +68,8 @@ struct FromHidden {
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) kept[i] = factor(first + i * LINEAR_WARPS);
   }
-  DEV void stage(const DraftShared& to, int rows) {
+  template <bool PLANES>
+  DEV void stage(const DraftShared<PLANES>& to, int rows) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
@@ -94,7 +106,8 @@ struct FromBf16 {
   const uint16_t* x;
   int width, pitch;
   DEV void before(int) {}
-  DEV void stage(const DraftShared& to, int rows) const {
+  template <bool PLANES>
+  DEV void stage(const DraftShared<PLANES>& to, int rows) const {
     constexpr int AT_ONCE = 7;                                             // twice that, 14,336 inputs, are on their way
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
@@ -130,18 +143,29 @@ struct FromInt8 {
   const int8_t* x;
   const float2* xs;
   DEV void before(int) {}
-  DEV void stage(const DraftShared& to, int rows) const {
+  template <bool PLANES>
+  DEV void stage(const DraftShared<PLANES>& to, int rows) const {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int row = 0; row < rows; row++)
 #pragma unroll 1
       for (int first = warp; first < to.groups; first += 4 * LINEAR_WARPS) {
         const int group = first + lane / 8 * LINEAR_WARPS;                 // eight lanes a group
-        if (group >= to.groups) continue;
-        const uint4 v = ldg_plain(x + ((size_t)row * to.groups + group) * 128 + lane % 8 * 16);
+        if (group >= to.groups && !PLANES) continue;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (group < to.groups) v = ldg_plain(x + ((size_t)row * to.groups + group) * 128 + lane % 8 * 16);
+        uint32_t halves = 0;
+        if constexpr (PLANES) {
+          // A lane has 16 codes, four lanes a half.
+          int sum = __dp4a((int)v.x, 0x01010101, __dp4a((int)v.y, 0x01010101, __dp4a((int)v.z, 0x01010101, __dp4a((int)v.w, 0x01010101, 0))));
+          halves = (uint32_t)sum << (lane & 4) * 4;
+#pragma unroll
+          for (int step = 4; step; step >>= 1) halves += __shfl_xor_sync(~0u, halves, step);
+          if (group >= to.groups) continue;
+        }
         if (lane % 8 == 0) {
           const float2 s = __ldcg(xs + (size_t)row * to.groups + group);
-          sts64(to.xs + (row * to.groups + group) * 8, make_uint2(__float_as_uint(s.x), __float_as_uint(s.y)));
+          sts64(to.xs + (row * to.groups + group) * 8, make_uint2(__float_as_uint(s.x), PLANES ? halves : __float_as_uint(s.y)));
         }
         sts128(to.x + row * to.pitch + group * 128 + lane % 8 * 16, v);
       }
@@ -235,53 +259,74 @@ struct ToHeads {
 
 // What a warp reads of a chunk: of each of two tiles codes and parameters of 16 outputs x 128 k. Without a second tile it is what lay there before, and nobody
 // reads what it sums up to.
+template <bool PLANES>
 struct DraftPiece {
+  static constexpr int GROUPS = DraftWeights<PLANES>::GROUPS;
   uint4 v[2][2];
-  uint2 params[2];
-  DEV uint32_t seen() const { return v[0][0].x | v[0][1].x | v[1][0].x | v[1][1].x | params[0].x | params[1].x; }
+  uint2 params[2][GROUPS];
+  DEV uint32_t seen() const {
+    uint32_t all = v[0][0].x | v[0][1].x | v[1][0].x | v[1][1].x;
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) all |= params[0][i].x | params[1][i].x;
+    return all;
+  }
 };
 // A warp's place in the ring.
+template <bool PLANES>
 struct DraftReader {
+  typedef DraftWeights<PLANES> Of;
   uint32_t codes, bar, first, end;                                         // codes of this lane; barrier of the slot; first, end: of the barriers
   int phase;
-  DEV DraftReader(const DraftShared& s, int warp, int lane) {
-    codes = s.slots + warp * DRAFT_BLOCK + lane * 16, bar = first = s.full, end = s.empty, phase = 0;
+  DEV DraftReader(const DraftShared<PLANES>& s, int warp, int lane) {
+    codes = s.slots + warp * Of::BLOCK + lane * 16, bar = first = s.full, end = s.empty, phase = 0;
   }
-  DEV void fetch(DraftPiece& to, int lane) {
+  DEV void fetch(DraftPiece<PLANES>& to, int lane) {
     mbar_wait(bar, phase);
-    const uint32_t params = codes + 1024 - lane * 16 + lane / 4 * 8;
+    const uint32_t params = codes + Of::PARAMS - lane * 16 + lane / 4 * 8;
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-      to.v[i][0] = lds128(codes + i * DRAFT_HALF), to.v[i][1] = lds128(codes + i * DRAFT_HALF + 512), to.params[i] = lds64(params + i * DRAFT_HALF);
-    codes += DRAFT_CHUNK, bar += 8;
-    if (bar == end) codes -= (end - first) / 8 * DRAFT_CHUNK, bar = first, phase ^= 1;
+    for (int i = 0; i < 2; i++) {
+      to.v[i][0] = lds128(codes + i * Of::HALF), to.v[i][1] = lds128(codes + i * Of::HALF + Of::CODES);
+#pragma unroll
+      for (int h = 0; h < Of::GROUPS; h++) to.params[i][h] = lds64(params + i * Of::HALF + h * Of::NEXT_PARAMS);
+    }
+    codes += Of::CHUNK, bar += 8;
+    if (bar == end) codes -= (end - first) / 8 * Of::CHUNK, bar = first, phase ^= 1;
   }
   // The warp has what it fetched `ago` fetches ago. Barriers of slots that were left follow those of full ones.
-  DEV void leave(int ago, const DraftPiece& piece) const {
+  DEV void leave(int ago, const DraftPiece<PLANES>& piece) const {
     const uint32_t of = bar - ago * 8, all = end - first;
     slot_left(of + (of < first ? 2 * all : all), piece.seen());
   }
 };
-// A warp's input of a group: codes of row g / 2 where g is even, scale of row c and its sixteenth, sum.
+// A warp's input of a group: codes of row g / 2 where g is even, scale of row c and its sixteenth, sums.
+template <bool PLANES>
 struct DraftInput {
   uint4 b[2];
-  float scale, part, sum;
-  DEV DraftInput(const DraftShared& s, int group, int rows, int lane) {
+  float scale, part, sum[2];
+  DEV DraftInput(const DraftShared<PLANES>& s, int group, int rows, int lane) {
     const int row = lane >> 3, c = lane & 3;
     const uint32_t x = s.x + row * s.pitch + c * 16 + group * 128;
     b[0] = b[1] = make_uint4(0, 0, 0, 0);
     if (!(lane & 4) && row < rows) b[0] = lds128(x), b[1] = lds128(x + 64);
     uint2 v = make_uint2(0, 0);
     if (c < rows) v = lds64(s.xs + (c * s.groups + group) * 8);
-    scale = __uint_as_float(v.x), part = scale * 0.0625f, sum = __uint_as_float(v.y);
+    scale = __uint_as_float(v.x), part = scale * 0.0625f, sum[0] = sum[1] = __uint_as_float(v.y);
+    if (PLANES) {
+      const int2 sums = half_sums(v.y);
+      sum[0] = scale * (float)sums.x, sum[1] = scale * (float)sums.y;
+    }
   }
 };
 // Outputs g and g + 8 of two tiles. Row g has the low nibbles, row g + 8 the whole bytes: 16 times the high nibbles and the low ones, which are known.
-DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece& piece, const DraftInput& in) {
+template <bool PLANES>
+DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece<PLANES>& piece, const DraftInput<PLANES>& in) {
   constexpr uint32_t L = 0x0f0f0f0f;
-  int d[2][4];
+  constexpr int GROUPS = DraftWeights<PLANES>::GROUPS;
+  int d[2][GROUPS][4];
 #pragma unroll
-  for (int t = 0; t < 2; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0x4b400000;             // 1.5 * 2^23: read as a float the sum is exact
+  for (int t = 0; t < 2; t++)
+#pragma unroll
+    for (int h = 0; h < GROUPS; h++) d[t][h][0] = d[t][h][1] = d[t][h][2] = d[t][h][3] = 0x4b400000;  // 1.5 * 2^23: read as a float the sum is exact
 #pragma unroll
   for (int h = 0; h < 2; h++)
 #pragma unroll
@@ -290,48 +335,50 @@ DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece&
       for (int t = 0; t < 2; t++) {
         const uint4 v = piece.v[t][h];
         const uint32_t p = half ? v.z : v.x, q = half ? v.w : v.y;
-        mma_u8s8(d[t], p & L, p, q & L, q, half ? in.b[h].z : in.b[h].x, half ? in.b[h].w : in.b[h].y);
+        mma_u8s8(d[t][h % GROUPS], p & L, p, q & L, q, half ? in.b[h].z : in.b[h].x, half ? in.b[h].w : in.b[h].y);
       }
 #pragma unroll
-  for (int t = 0; t < 2; t++) {
-    const float2 low = unpack_half2(piece.params[t].x), high = unpack_half2(piece.params[t].y);
-    const float a = __int_as_float(d[t][0]), b = __int_as_float(d[t][2]);
-    float(&acc)[2] = t ? second : first;
-    acc[0] = __fmaf_rn(__fadd_rn(a, -12582912.f), low.x * in.scale, __fmaf_rn(low.y, in.sum, acc[0]));
-    acc[1] = __fmaf_rn(__fadd_rn(b, -a), high.x * in.part, __fmaf_rn(high.y, in.sum, acc[1]));
-  }
+  for (int t = 0; t < 2; t++)
+#pragma unroll
+    for (int h = 0; h < GROUPS; h++) {
+      const float2 low = unpack_half2(piece.params[t][h].x), high = unpack_half2(piece.params[t][h].y);
+      const float a = __int_as_float(d[t][h][0]), b = __int_as_float(d[t][h][2]);
+      float(&acc)[2] = t ? second : first;
+      acc[0] = __fmaf_rn(__fadd_rn(a, -12582912.f), low.x * in.scale, __fmaf_rn(low.y, in.sum[h], acc[0]));
+      acc[1] = __fmaf_rn(__fadd_rn(b, -a), high.x * in.part, __fmaf_rn(high.y, in.sum[h], acc[1]));
+    }
 }
 // A warp's groups of TILES tiles.
-template <int TILES>
-DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader& reader, const DraftShared& s, int warp, int rows, int lane) {
+template <int TILES, bool PLANES>
+DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader<PLANES>& reader, const DraftShared<PLANES>& s, int warp, int rows, int lane) {
 #pragma unroll 1
   for (int group = warp; group - warp < s.groups; group += LINEAR_WARPS) {
-    DraftPiece pieces[TILES / 2];
+    DraftPiece<PLANES> pieces[TILES / 2];
 #pragma unroll
     for (int i = 0; i < TILES / 2; i++) reader.fetch(pieces[i], lane);
 #pragma unroll
     for (int i = 0; i < TILES / 2; i++) reader.leave(TILES / 2 - i, pieces[i]);
     if (group >= s.groups) break;
-    const DraftInput input(s, group, rows, lane);
+    const DraftInput<PLANES> input(s, group, rows, lane);
 #pragma unroll
     for (int i = 0; i < TILES / 2; i++) draft_multiply(acc[2 * i], acc[2 * i + 1], pieces[i], input);
   }
 }
 
 // w: blocks [tiles][groups] of `linear.cuh`. The blocks share the tiles in turn; of a tile warp w has groups w, w + 8, ...
-template <class In, class Out>
+template <bool PLANES, class In, class Out>
 DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int rows, int stages, In in, const Out& out) {
   constexpr int W = LINEAR_WARPS, T = DRAFT_TOGETHER;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;    // shuffled: the compiler sees that a warp agrees
-  const DraftShared s(shared, stages, groups, rows);
+  const DraftShared<PLANES> s(shared, stages, groups, rows);
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
   grid_trigger();
   if (threadIdx.x == 0) mbar_init_ring(s.full, s.empty, stages, W * 32), mbar_init_done();
   __syncthreads();
   if (warp >= W) {
     registers_give<24>();
-    if (threadIdx.x == W * 32) ring_fill<DRAFT_BLOCK, 2, T>(w, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
+    if (threadIdx.x == W * 32) ring_fill<2, T>(Pieces<DraftWeights<PLANES>::BLOCK>{w, groups}, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
     return;
   }
   registers_take<104>();
@@ -341,7 +388,7 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
   __syncwarp();
   // This thread's outputs of a batch of tiles.
   const int j = threadIdx.x & 7, row = (threadIdx.x >> 3) % rows, of = (threadIdx.x >> 3) / rows;
-  DraftReader reader(s, warp, lane);
+  DraftReader<PLANES> reader(s, warp, lane);
 #pragma unroll 1
   for (int first = 0; first < mine; first += T) {
     const int count = min(T, mine - first), tile = blockIdx.x + (first + of) * gridDim.x;
@@ -382,25 +429,29 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
 #define DRAFT_WEIGHTS const uint8_t *w, int groups, int tiles, int rows, int stages
 #define DRAFT_HIDDEN const float *hidden, const float *weight, float eps, int width
 
-#define DRAFT_HEADS(D)                                                                                                                                     \
-  DRAFT draft_heads_##D(DRAFT_WEIGHTS, DRAFT_HIDDEN, const Row* of, const float* bias, const float2* cos_sin, uint16_t* q, uint16_t* ring_k,               \
-                        uint16_t* ring_v, float scale, int heads, int kv_heads, int layer, int slots, uint32_t* flag) {                                    \
-    draft_product(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                                                                  \
-                  ToHeads<D>{of, bias, cos_sin, q, ring_k, ring_v, scale, heads, kv_heads, layer, slots, flag});                                           \
+// Names end in _planes where the weights are the upper plane of a matrix in nibbles.
+#define DRAFT_HEADS(D, NAME, PLANES)                                                                                                                       \
+  DRAFT draft_heads_##D##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const Row* of, const float* bias, const float2* cos_sin, uint16_t* q, uint16_t* ring_k,         \
+                              uint16_t* ring_v, float scale, int heads, int kv_heads, int layer, int slots, uint32_t* flag) {                              \
+    draft_product<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                                                          \
+                          ToHeads<D>{of, bias, cos_sin, q, ring_k, ring_v, scale, heads, kv_heads, layer, slots, flag});                                   \
   }
-DRAFT_HEADS(64)
-DRAFT_HEADS(128)
-DRAFT_HEADS(256)
-DRAFT draft_rows(DRAFT_WEIGHTS, DRAFT_HIDDEN, float* y, int n) {
-  draft_product(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToRows{y, n});
-}
-DRAFT draft_gated(DRAFT_WEIGHTS, DRAFT_HIDDEN, const float* bias, uint16_t* x, int inner, int pitch) {
-  draft_product(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToGated{x, bias, inner, pitch});
-}
-DRAFT draft_add_i8(DRAFT_WEIGHTS, const int8_t* x, const float2* xs, float* hidden, const float* bias, int n) {
-  draft_product(w, groups, tiles, rows, stages, FromInt8{x, xs}, ToHidden{hidden, bias, n});
-}
-DRAFT draft_add_bf16(DRAFT_WEIGHTS, const uint16_t* x, int width, int pitch, float* hidden, const float* bias, int n) {
-  draft_product(w, groups, tiles, rows, stages, FromBf16{x, width, pitch}, ToHidden{hidden, bias, n});
-}
+#define DRAFTS(NAME, PLANES)                                                                                                                               \
+  DRAFT_HEADS(64, NAME, PLANES)                                                                                                                            \
+  DRAFT_HEADS(128, NAME, PLANES)                                                                                                                           \
+  DRAFT_HEADS(256, NAME, PLANES)                                                                                                                           \
+  DRAFT draft_rows##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, float* y, int n) {                                                                                   \
+    draft_product<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToRows{y, n});                                           \
+  }                                                                                                                                                        \
+  DRAFT draft_gated##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const float* bias, uint16_t* x, int inner, int pitch) {                                             \
+    draft_product<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToGated{x, bias, inner, pitch});                         \
+  }                                                                                                                                                        \
+  DRAFT draft_add_i8##NAME(DRAFT_WEIGHTS, const int8_t* x, const float2* xs, float* hidden, const float* bias, int n) {                                    \
+    draft_product<PLANES>(w, groups, tiles, rows, stages, FromInt8{x, xs}, ToHidden{hidden, bias, n});                                                     \
+  }                                                                                                                                                        \
+  DRAFT draft_add_bf16##NAME(DRAFT_WEIGHTS, const uint16_t* x, int width, int pitch, float* hidden, const float* bias, int n) {                            \
+    draft_product<PLANES>(w, groups, tiles, rows, stages, FromBf16{x, width, pitch}, ToHidden{hidden, bias, n});                                           \
+  }
+DRAFTS(, false)
+DRAFTS(_planes, true)
 #endif

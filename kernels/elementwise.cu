@@ -97,6 +97,16 @@ KERNEL __launch_bounds__(256) embed_f32(const Row* rows, int* windows, int windo
   });
 }
 
+// embed_planes: the same of a table in planes.
+KERNEL __launch_bounds__(256) embed_planes(const Row* rows, int* windows, int window_pitch, const int* tokens, const uint8_t* upper, const uint8_t* lower,
+                                           int stride, float* hidden, int width, int vocab) {
+  embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) {
+    float w[8];
+    plane_weights(w, upper, lower, token, k, stride);
+    return Eight{make_float4(w[0], w[1], w[2], w[3]), make_float4(w[4], w[5], w[6], w[7])};
+  });
+}
+
 // ---- RMSNorm ----
 // norm_*: hidden += y + bias (y, bias may be null), then x = hidden / rms(hidden) * weight.
 //   hidden f32 [row][width]; y f32 [row][width]; bias, weight f32 [width]. Grid (rows), block 512.

@@ -38,3 +38,23 @@ DEV int v_param(int token) { return (token / 16 * 8 + token % 8) * 4 + (token / 
 DEV size_t ring_at(int layer, int slot, int head, int position, int slots, int heads, int d) {
   return ((((size_t)layer * slots + slot) * heads + head) * RING + position % RING) * d;
 }
+
+// ---- weights in planes of nibbles (docs/design/weights.md): w = (U + L/16) s + z, s and z f16 per output and 64 inputs ----
+// Upper plane: blocks of 16 outputs x 64 inputs, [N/16][stride], stride even. Codes [lane] uint4, byte b of word i: row g (low nibble) and g + 8 (high) at
+// k = 16 c + 4 i + b, lane = 4 g + c; then parameters [g] half {scale, zero of row g, scale, zero of row g + 8}.
+// Lower plane: blocks of codes L + 8 in the same places.
+constexpr int UPPER_BLOCK = 576, LOWER_BLOCK = 512;
+// Weights k .. k + 7 of output n, k a multiple of 8; the sum is rounded once. `lower` null: every L is 0.
+DEV void plane_weights(float (&w)[8], const uint8_t* upper, const uint8_t* lower, int n, int k, int stride) {
+  const size_t block = (size_t)(n / 16) * stride + k / 64;
+  const int at = ((n & 7) * 4 + k % 64 / 16) * 16 + k % 16, shift = n & 8 ? 4 : 0;
+  const uint8_t* const of = upper + block * UPPER_BLOCK;
+  const uint2 u = __ldg(reinterpret_cast<const uint2*>(of + at));
+  const uint2 l = lower ? __ldg(reinterpret_cast<const uint2*>(lower + block * LOWER_BLOCK + at)) : make_uint2(0x88888888, 0x88888888);
+  const float2 params = unpack_half2(__ldg(reinterpret_cast<const uint32_t*>(of + 512 + (n & 7) * 8 + shift)));
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int bits = i % 4 * 8 + shift, code = (int)((i < 4 ? u.x : u.y) >> bits & 15) * 16 + (int)((i < 4 ? l.x : l.y) >> bits & 15) - 8;
+    w[i] = __fmaf_rn((float)code * 0.0625f, params.x, params.y);
+  }
+}

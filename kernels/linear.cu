@@ -14,7 +14,7 @@
   RING_OF(linear_f16_##NT, MmaHalf, CLUSTER, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
 #define RING_OF(name, E, CLUSTER, REGISTERS, ...)                                                                                                              \
   KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) name(const uint8_t* w, const uint8_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {        \
-    ring_product<__VA_ARGS__, MultiplyFull<E, __VA_ARGS__>>(w, x, nullptr, y, atoms, tiles, n, rows, (size_t)pitch * 2);                                       \
+    ring_product<__VA_ARGS__, MultiplyFull<E, __VA_ARGS__>>(Pieces<2048>{w, atoms}, x, nullptr, y, atoms, tiles, n, rows, (size_t)pitch * 2);                                       \
   }
 RING(1, 4, 12, 2, 1, false, 96, 222448)
 RING(2, 3, 10, 3, 2, false, 104, 224488)
@@ -60,7 +60,7 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
 #define DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, ...)                                                                                                       \
   KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS)                                                                                                               \
   linear_w##BITS##_ring_##NT(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {                        \
-    ring_product<__VA_ARGS__, MultiplyDraft<BITS, __VA_ARGS__>>(w, x, xs, y, groups, tiles, n, rows, (size_t)groups * 128);                                    \
+    ring_product<__VA_ARGS__, MultiplyDraft<BITS, __VA_ARGS__>>(Pieces<QUANT_BLOCK<BITS>>{w, groups}, x, xs, y, groups, tiles, n, rows, (size_t)groups * 128);                                    \
   }
 #define DRAFT_RINGS(BITS)                                                                                                                                      \
   DRAFT_RING(BITS, 1, 4, 9, 5, 1, false, 96, 211848, 207240)                                                                                                   \

@@ -239,15 +239,15 @@ static_assert(4 * RING_KEPT + LINEAR_WARPS * RING_TAKEN <= (4 + LINEAR_WARPS) * 
 constexpr int RING_UNITS = 2;
 
 // NT row tiles: bytes of a piece, tiles of a chunk, bytes of scales that belong to 128 bytes of a row; tiles that are summed up together, chunks of weights and of
-// x in their rings, blocks of a cluster, and whether the warps that copy hand registers to those that multiply.
-template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_, bool HAND_OVER_>
+// x in their rings, blocks of a cluster, whether the warps that copy hand registers to those that multiply, and bytes between the rows of a chunk of x.
+template <int NT_, int PIECE_, int TILES_, int SCALES_, int TOGETHER_, int STAGES_, int X_STAGES_, int CLUSTER_, bool HAND_OVER_, int PAD_ = 64>
 struct Ring {
   static constexpr int NT = NT_, ROWS = 8 * NT, PIECE = PIECE_, TILES = TILES_, SCALES = SCALES_;
   static constexpr int TOGETHER = TOGETHER_, STAGES = STAGES_, X_STAGES = X_STAGES_, CLUSTER = CLUSTER_;
   static constexpr bool HAND_OVER = HAND_OVER_;
   static constexpr int HALF = LINEAR_WARPS * PIECE, CHUNK = TILES * HALF;
   // Of a row in a chunk of x, and of its scales: neighbours in other banks.
-  static constexpr int PITCH = LINEAR_WARPS * 128 + 64, SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0, X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
+  static constexpr int PITCH = LINEAR_WARPS * 128 + PAD_, SCALES_PITCH = SCALES ? LINEAR_WARPS * SCALES + 16 : 0, X_CHUNK = ROWS * (PITCH + SCALES_PITCH);
   // Shared memory: weights [STAGES][CHUNK], x [X_STAGES][X_CHUNK], f32 sums [RING_UNITS][warp][8 rows][16], barriers.
   static constexpr int X = STAGES * CHUNK, SUMS = X + X_STAGES * X_CHUNK, BARRIERS = SUMS + RING_UNITS * LINEAR_WARPS * 512;
   static constexpr int BYTES = BARRIERS + (2 * STAGES + 3 * X_STAGES) * 8;
@@ -255,10 +255,22 @@ struct Ring {
   static_assert(STAGES >= RING_AHEAD && RING_AHEAD >= RING_AHEAD_FIRST, "who waits for a chunk must not have asked for another in its slot");
 };
 
+// Weights that lie as [tile][piece].
+template <int PIECE_>
+struct Pieces {
+  static constexpr int PIECE = PIECE_;
+  const uint8_t* w;
+  int pieces;
+  // `count` pieces of a tile, from piece k on.
+  DEV void copy(uint32_t to, size_t tile, int k, int count, uint32_t bar, uint64_t policy) const {
+    bulk_copy(to, w + (tile * pieces + k) * PIECE, count * PIECE, bar, policy);
+  }
+};
+
 // Keeps a ring of weights full: by one thread, of a block that has `mine` tiles. No more than `stages` chunks can be ahead.
-template <int PIECE, int TILES, int TOGETHER>
-DEV void ring_fill(const uint8_t* w, uint32_t slots, uint32_t full, uint32_t empty, int stages, int pieces, int mine, int ahead_first, int ahead_later) {
-  constexpr int W = LINEAR_WARPS, HALF = W * PIECE;
+template <int TILES, int TOGETHER, class Weights>
+DEV void ring_fill(const Weights& w, uint32_t slots, uint32_t full, uint32_t empty, int stages, int pieces, int mine, int ahead_first, int ahead_later) {
+  constexpr int W = LINEAR_WARPS, HALF = W * Weights::PIECE;
   const uint64_t once = evict_first();
   int slot = 0, phase = 1, behind = 0, behind_phase = 0, ahead = 0, most = ahead_first;
 #pragma unroll 1
@@ -267,7 +279,7 @@ DEV void ring_fill(const uint8_t* w, uint32_t slots, uint32_t full, uint32_t emp
     for (int k = 0; k < pieces; k += W)
 #pragma unroll 1
       for (int t = first; t < min(first + TOGETHER, mine); t += TILES) {
-        const int tiles = min(TILES, mine - t), bytes = min(W, pieces - k) * PIECE;
+        const int tiles = min(TILES, mine - t), count = min(W, pieces - k);
         mbar_wait(empty + slot * 8, phase);
         if (ahead < most) {
           ahead++;
@@ -275,10 +287,9 @@ DEV void ring_fill(const uint8_t* w, uint32_t slots, uint32_t full, uint32_t emp
           mbar_wait(full + behind * 8, behind_phase);
           if (++behind == stages) behind = 0, behind_phase ^= 1;
         }
-        mbar_expect(full + slot * 8, tiles * bytes);
+        mbar_expect(full + slot * 8, tiles * count * Weights::PIECE);
 #pragma unroll 1
-        for (int i = 0; i < tiles; i++)
-          bulk_copy(slots + slot * TILES * HALF + i * HALF, w + ((size_t)(blockIdx.x + (t + i) * gridDim.x) * pieces + k) * PIECE, bytes, full + slot * 8, once);
+        for (int i = 0; i < tiles; i++) w.copy(slots + slot * TILES * HALF + i * HALF, blockIdx.x + (t + i) * gridDim.x, k, count, full + slot * 8, once);
         if (++slot == stages) slot = 0, phase ^= 1, most = ahead_later;
       }
 }
@@ -318,8 +329,8 @@ DEV void ring_fill_x(const uint8_t* x, const uint8_t* scales, uint32_t slots, ui
 }
 
 // y[row][n] by a Multiply<NT> of a chunk. x: bytes [row][pitch]; scales [row][pieces].
-template <class R, class Multiply>
-DEV void ring_product(const uint8_t* __restrict__ w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles, int n, int rows, size_t pitch) {
+template <class R, class Multiply, class Weights>
+DEV void ring_product(const Weights& w, const uint8_t* x, const uint8_t* scales, float* y, int pieces, int tiles, int n, int rows, size_t pitch) {
   constexpr int W = LINEAR_WARPS, T = R::TOGETHER, NT = R::NT;
   extern __shared__ __align__(128) uint8_t shared[];
   float* const sums = reinterpret_cast<float*>(shared + R::SUMS);
@@ -345,7 +356,7 @@ DEV void ring_product(const uint8_t* __restrict__ w, const uint8_t* x, const uin
   if (R::SCALES) scales += (size_t)above * pieces * R::SCALES;
   if (warp >= W) {
     if (R::HAND_OVER) registers_give<RING_KEPT>();
-    if (threadIdx.x == W * 32) ring_fill<R::PIECE, R::TILES, T>(w, slots, full, empty, R::STAGES, pieces, mine, RING_AHEAD_FIRST, RING_AHEAD);
+    if (threadIdx.x == W * 32) ring_fill<R::TILES, T>(w, slots, full, empty, R::STAGES, pieces, mine, RING_AHEAD_FIRST, RING_AHEAD);
     __syncwarp();
     if (R::CLUSTER > 1) cluster_wait();                                    // the other block's barriers are there
     if (warp == W + 1) {
@@ -378,7 +389,7 @@ DEV void ring_product(const uint8_t* __restrict__ w, const uint8_t* x, const uin
         for (int i = 0; i < T; i += R::TILES)
           if (i < count) {
             mbar_wait(full + slot * 8, phase);
-            slot_left(empty + slot * 8, multiply.load(slots + slot * R::CHUNK + warp * R::PIECE, lane));
+            slot_left(empty + slot * 8, multiply.load(slots + slot * R::CHUNK, warp, lane));
             if (++slot == R::STAGES) slot = 0, phase ^= 1;
             if (there) seen |= multiply.add(acc, i, x_at, warp, lane);
           }
@@ -425,9 +436,9 @@ struct MultiplyFull {
       for (int h = 0; h < 2; h++) in[t][h] = lds128(x + (t * 8 + (lane >> 2)) * R::PITCH + warp * 128 + h * 64 + (lane & 3) * 16), seen |= in[t][h].w;
     return seen;
   }
-  DEV uint32_t load(uint32_t atom, int lane) {
+  DEV uint32_t load(uint32_t chunk, int warp, int lane) {
     const int g = lane >> 2, c = lane & 3;
-    const uint32_t low = atom + (g * 8 + (c ^ g)) * 16, high = atom + (g * 8 + ((c + 4) ^ g)) * 16;
+    const uint32_t atom = chunk + warp * R::PIECE, low = atom + (g * 8 + (c ^ g)) * 16, high = atom + (g * 8 + ((c + 4) ^ g)) * 16;
     a[0] = lds128(low), a[1] = lds128(low + 1024), a[2] = lds128(high), a[3] = lds128(high + 1024);
     return a[0].w | a[1].w | a[2].w | a[3].w;
   }
@@ -454,7 +465,8 @@ struct MultiplyDraft {
   uint4 v[R::TILES][WORDS];
   uint2 params[R::TILES];
   DEV uint32_t take(uint32_t, int, int) { return 0; }
-  DEV uint32_t load(uint32_t block, int lane) {
+  DEV uint32_t load(uint32_t chunk, int warp, int lane) {
+    const uint32_t block = chunk + warp * R::PIECE;
     uint32_t seen = 0;
 #pragma unroll
     for (int i = 0; i < R::TILES; i++) {

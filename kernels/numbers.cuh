@@ -96,14 +96,24 @@ DEV float warp_max(float x) {
 struct Int8Group {
   uint32_t codes;                        // of this lane
   float scale, sum;                      // of the group
+  uint32_t halves;                       // sums of the codes of its two halves of 64, each 16 bits (`half_sums`)
 };
+// Two sums of up to 64 codes: of the lower sixteen lanes, and of the upper ones.
+DEV int2 half_sums(uint32_t halves) {
+  const int low = (int)(halves << 16) >> 16;
+  return make_int2(low, ((int)halves - low) >> 16);
+}
 DEV Int8Group int8_group(float4 v) {
   const float most = warp_max(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
   const float to_code = most > 0.f ? __fdividef(127.f, most) : 0.f, scale = most * (1.f / 127.f);
   // 1.5 * 2^23 more, the last byte of a float is the code.
   auto code = [&](float value) { return __float_as_uint(__fmaf_rn(value, to_code, 12582912.f)); };
   const uint32_t codes = __byte_perm(__byte_perm(code(v.x), code(v.y), 0x0040), __byte_perm(code(v.z), code(v.w), 0x0040), 0x5410);
-  return {codes, scale, scale * (float)warp_sum(__dp4a((int)codes, 0x01010101, 0))};
+  // Both sums in one: the upper sum has 16 more bits, the lower one may borrow from it.
+  const int of_lane = __dp4a((int)codes, 0x01010101, 0);
+  const uint32_t halves = (uint32_t)warp_sum((int)((uint32_t)of_lane << (threadIdx.x & 16)));
+  const int2 sums = half_sums(halves);
+  return {codes, scale, scale * (float)(sums.x + sums.y), halves};
 }
 
 // Sum over a block of WARPS (up to 32) warps: warp sums, then a tree over those. `scratch`: WARPS floats of shared memory. Contains two barriers.

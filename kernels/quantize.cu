@@ -246,11 +246,28 @@ DEV int paired_row(int n, int paired) {
 constexpr float SHRINK_STEP = 0.03125f;
 constexpr int SHRINKS = 3, FITS = 2;
 
-// A row's group of 128 weights in a warp, element i * 32 + lane in x[i]; 0 where the row ends before. Sums are core's: each lane its own, then halves of lanes.
+// A row's group of 32 EACH weights in a warp, element i * 32 + lane in x[i]; 0 where the row ends before. Sums are core's: each lane its own, then halves of lanes.
+template <int EACH_>
 struct Weights {
-  float x[4];
-  bool there[4];
+  static constexpr int EACH = EACH_;
+  float x[EACH], low, high;              // of the elements that are there
+  bool there[EACH], finite;
   int count;
+  // Of row n, from k0 on. `finite` is each lane's own.
+  template <class T, class From>
+  DEV void read(const void* src, int n, int k0, int N, int K, int paired) {
+    const int lane = threadIdx.x & 31;
+    count = min(K - k0, 32 * EACH), low = __int_as_float(0x7f800000), high = -low, finite = true;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int k = k0 + i * 32 + lane;
+      there[i] = n < N && k < K;
+      x[i] = there[i] ? From::template at<T>(src, paired_row(n, paired), k, K) : 0.f;
+      if (there[i]) finite &= is_finite(x[i]), low = fminf(low, x[i]), high = fmaxf(high, x[i]);
+    }
+#pragma unroll
+    for (int step = 16; step; step >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, step)), high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+  }
 };
 DEV float sum_of_lanes(float v) {
 #pragma unroll
@@ -261,11 +278,12 @@ DEV Group weights_group(float scale, float zero) { return rounded(fmaxf(scale, S
 DEV float trial_code(float rest, float inverse) { return rintf(fminf(fmaxf(__fmul_rn(rest, inverse), 0.f), 15.f)); }
 
 // Sum of (w - (code * scale + zero))^2.
-DEV float squared_error(const Weights& w, const Group& p) {
+template <int EACH>
+DEV float squared_error(const Weights<EACH>& w, const Group& p) {
   const float inverse = __fdiv_rn(1.f, p.scale);
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
+  for (int i = 0; i < EACH; i++) {
     const float code = trial_code(__fsub_rn(w.x[i], p.zero), inverse);
     const float error = __fsub_rn(w.x[i], __fadd_rn(__fmul_rn(code, p.scale), p.zero));
     sum = __fadd_rn(sum, w.there[i] ? __fmul_rn(error, error) : 0.f);
@@ -274,11 +292,12 @@ DEV float squared_error(const Weights& w, const Group& p) {
 }
 
 // Least squares for the codes that p gives; false where they are all equal.
-DEV bool fit(const Weights& w, const Group& p, Group& found) {
+template <int EACH>
+DEV bool fit(const Weights<EACH>& w, const Group& p, Group& found) {
   const float inverse = __fdiv_rn(1.f, p.scale);
   float codes = 0.f, squares = 0.f, values = 0.f, products = 0.f;
 #pragma unroll
-  for (int i = 0; i < 4; i++)
+  for (int i = 0; i < EACH; i++)
     if (w.there[i]) {
       const float rest = __fsub_rn(w.x[i], p.zero), code = trial_code(rest, inverse);
       codes = __fadd_rn(codes, code), squares = __fadd_rn(squares, __fmul_rn(code, code));
@@ -292,27 +311,36 @@ DEV bool fit(const Weights& w, const Group& p, Group& found) {
   return true;
 }
 
-// Of the ranges whose ends have moved inwards the one of least error, then what is better still of two fits.
-DEV Group search(const Weights& w, float low, float high, const Group& whole) {
-  Group best = whole;
-  float least = squared_error(w, whole);
-  auto consider = [&](const Group& p) {
+// The parameters of least error among those considered; the first of equals.
+template <int EACH>
+struct Best {
+  const Weights<EACH>& w;
+  Group best;
+  float least;
+  DEV Best(const Weights<EACH>& w, const Group& first) : w(w), best(first), least(squared_error(w, first)) {}
+  DEV void consider(const Group& p) {
     const float error = squared_error(w, p);
     if (p.ok && error < least) least = error, best = p;
-  };
-  const float range = __fsub_rn(high, low);
+  }
+};
+
+// Of the ranges whose ends have moved inwards the one of least error, then what is better still of two fits.
+template <int EACH>
+DEV Group search(const Weights<EACH>& w, const Group& whole) {
+  Best<EACH> found(w, whole);
+  const float low = w.low, high = w.high, range = __fsub_rn(high, low);
 #pragma unroll 1
   for (int at = 1; at < SHRINKS * SHRINKS; at++) {
     const float zero = __fadd_rn(low, __fmul_rn(at / SHRINKS * SHRINK_STEP, range)), last = __fsub_rn(high, __fmul_rn(at % SHRINKS * SHRINK_STEP, range));
-    consider(weights_group(__fdiv_rn(__fsub_rn(last, zero), 15.f), zero));
+    found.consider(weights_group(__fdiv_rn(__fsub_rn(last, zero), 15.f), zero));
   }
 #pragma unroll 1
   for (int i = 0; i < FITS; i++) {
-    Group found;
-    if (!fit(w, best, found)) break;
-    consider(found);
+    Group fitted;
+    if (!fit(w, found.best, fitted)) break;
+    found.consider(fitted);
   }
-  return best;
+  return found.best;
 }
 
 template <class T, class From, int TOP>
@@ -322,24 +350,13 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
   constexpr int CODES = TOP == 15 ? 1024 : 2048, BLOCK = CODES + 64;
   uint8_t* block = dst + ((size_t)tile * groups + group) * BLOCK;
   for (int row = warp; row < 16; row += 4) {
-    const int n = tile * 16 + row, k0 = group * 128;
-    Weights w;
-    w.count = min(K - k0, 128);
-    float low = __int_as_float(0x7f800000), high = -low;
-    bool bad = false;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int k = k0 + i * 32 + lane;
-      w.there[i] = n < N && k < K;
-      w.x[i] = w.there[i] ? From::template at<T>(src, paired_row(n, paired), k, K) : 0.f;
-      if (w.there[i]) bad |= !is_finite(w.x[i]), low = fminf(low, w.x[i]), high = fmaxf(high, w.x[i]);
-    }
-#pragma unroll
-    for (int step = 16; step; step >>= 1) low = fminf(low, __shfl_xor_sync(~0u, low, step)), high = fmaxf(high, __shfl_xor_sync(~0u, high, step));
+    const int n = tile * 16 + row;
+    Weights<4> w;
+    w.read<T, From>(src, n, group * 128, N, K, paired);
     Group p = {0, 0, 0.f, 0.f, true};
-    if (n < N) p = low == high ? rounded(0.f, low) : weights_group(__fdiv_rn(__fsub_rn(high, low), (float)TOP), low);
-    if (bad || !p.ok) atomicOr(flag, FLAG_WEIGHTS);
-    if (TOP == 15 && p.ok && p.scale != 0.f) p = search(w, low, high, p);
+    if (n < N) p = w.low == w.high ? rounded(0.f, w.low) : weights_group(__fdiv_rn(__fsub_rn(w.high, w.low), (float)TOP), w.low);
+    if (!w.finite || !p.ok) atomicOr(flag, FLAG_WEIGHTS);
+    if (TOP == 15 && p.ok && p.scale != 0.f) p = search(w, p);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const bool coded = w.there[i] && p.scale != 0.f;
@@ -377,3 +394,86 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
 WEIGHTS(bf16, Bf16, FromAtoms)
 WEIGHTS(f16, Half, FromAtoms)
 WEIGHTS(f32, Single, FromRows)
+
+// ---- weights in planes (layout.cuh) ----
+// Codes of a group's least weight that are tried after 8: of the n-th try, n = 1 .. 7 (quantspec_core::weights::FIRST_CODES).
+DEV int first_code(int n) { return 2 * (n - 1) + (n > 4 ? 2 : 0); }
+
+// One block of 16 rows x 64 k, 128 threads; `lower` null: the upper plane alone, every L 0.
+template <class T, class From>
+DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N, int K, int paired, uint32_t* flag) {
+  __shared__ __align__(16) uint8_t codes[16][64];                          // 16 U + L + 8
+  const int tile = blockIdx.y, group = blockIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const size_t block = (size_t)tile * gridDim.x + group;
+  upper += block * UPPER_BLOCK;
+  for (int row = warp; row < 16; row += 4) {
+    const int n = tile * 16 + row;
+    Weights<2> w;
+    w.read<T, From>(src, n, group * 64, N, K, paired);
+    Group p = {0, 0, 0.f, 0.f, true};
+    if (n < N && w.count > 0) {
+      const float range = __fsub_rn(w.high, w.low), step = __fdiv_rn(range, 240.f);
+      auto from = [&](int first) { return weights_group(__fmul_rn(16.f, step), __fadd_rn(w.low, __fmul_rn((float)(8 - first), step))); };
+      p = w.low == w.high ? rounded(0.f, w.low) : lower ? from(8) : weights_group(__fdiv_rn(range, 15.f), w.low);
+      if (!w.finite || !p.ok) atomicOr(flag, FLAG_WEIGHTS);
+      if (p.ok && p.scale != 0.f) {
+        if (lower) {
+          Best<2> found(w, p);
+#pragma unroll 1
+          for (int at = 1; at < 8; at++) found.consider(from(first_code(at)));
+          p = found.best;
+        } else {
+          p = search(w, p);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      uint32_t code = 8;
+      if (w.there[i] && p.scale != 0.f) {
+        const float offset = __fsub_rn(w.x[i], p.zero);
+        code = lower ? (uint32_t)((int)rintf(fminf(fmaxf(__fdiv_rn(offset, __fmul_rn(p.scale, 0.0625f)), -8.f), 247.f)) + 8)
+                     : 16 * (uint32_t)rintf(fminf(fmaxf(__fdiv_rn(offset, p.scale), 0.f), 15.f)) + 8;
+      }
+      codes[row][i * 32 + lane] = (uint8_t)code;
+    }
+    if (lane == 0) ((uint32_t*)(upper + 512))[(row % 8) * 2 + row / 8] = p.scale_bits | (uint32_t)p.zero_bits << 16;
+  }
+  __syncthreads();
+  if (warp > (lower ? 1 : 0)) return;
+  const int g = lane >> 2, c = lane & 3;
+  uint32_t words[4];
+#pragma unroll
+  for (int w = 0; w < 4; w++) {
+    const uint32_t a = *(uint32_t*)&codes[g][16 * c + 4 * w], b = *(uint32_t*)&codes[g + 8][16 * c + 4 * w];
+    words[w] = warp ? select_bits(b << 4, a, 0xf0f0f0f0) : select_bits(b, a >> 4, 0xf0f0f0f0);
+  }
+  uint4* const to = warp ? (uint4*)(lower + block * LOWER_BLOCK) : (uint4*)upper;
+  to[lane] = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
+// planes_{bf16,f16,f32}(src, upper, lower or null, N, K, paired, flag): src and `paired` as of weights_w4_*. Grid (blocks of a tile, ceil(N / 16)), block 128.
+#define PLANES(NAME, T, FROM)                                                                                                                                   \
+  KERNEL __launch_bounds__(128) planes_##NAME(const void* src, uint8_t* upper, uint8_t* lower, int N, int K, int paired, uint32_t* flag) {                     \
+    quantize_planes<T, FROM>(src, upper, lower, N, K, paired, flag);                                                                                            \
+  }
+PLANES(bf16, Bf16, FromAtoms)
+PLANES(f16, Half, FromAtoms)
+PLANES(f32, Single, FromRows)
+
+// atoms_{bf16,f16}(upper, lower or null, dst atoms, N, stride: blocks of a tile, paired): the matrix that the planes stand for, rounded to 16 bits, its rows
+// in the order before `paired`. Grid (ceil(K / 64), ceil(N / 16)), block 128: a thread has eight weights of a row.
+template <class T>
+DEV void planes_to_atoms(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
+  const int n = blockIdx.y * 16 + (threadIdx.x >> 3), k = blockIdx.x * 64 + (threadIdx.x & 7) * 8;
+  float w[8];
+  plane_weights(w, upper, lower, n, k, stride);
+  const uint4 out = make_uint4(T::pack(w[0], w[1]), T::pack(w[2], w[3]), T::pack(w[4], w[5]), T::pack(w[6], w[7]));
+  dst[atom_piece(n < N ? paired_row(n, paired) : n, k / 8, gridDim.x)] = out;
+}
+KERNEL __launch_bounds__(128) atoms_bf16(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
+  planes_to_atoms<Bf16>(upper, lower, dst, N, stride, paired);
+}
+KERNEL __launch_bounds__(128) atoms_f16(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
+  planes_to_atoms<Half>(upper, lower, dst, N, stride, paired);
+}

@@ -97,6 +97,9 @@ def test_a_driver_that_works_is_used(driver: Driver) -> None:
         ("--method", "ar"),
         ("--kv-target", "fp16"),
         ("--draft-weights", "int4-mlp"),
+        ("--weights", "int8"),
+        ("--weights", "int8", "--draft-weights", "int4-mlp"),
+        ("--weights", "int4"),
         ("--gamma", "16"),
         ("--method", "ngram"),
         ("--method", "ngram", "--accept", "rejection", "--temperature", "1", "--gamma", "4"),
@@ -130,11 +133,11 @@ def test_every_supported_gpu_is_served(driver: Driver, capability: str) -> None:
         assert driver.report()["held"] == 0
 
 
-def test_weights_without_kernels_are_refused(driver: Driver) -> None:
-    driver(*DECODE, "--weights", "int8").assert_error(
-        2, "weights is int8, which has no kernels on a GPU", "--device cpu"
-    )
-    # What the memory of a GPU does not hold is said with its numbers, whichever weights may be tried.
+def test_weights_in_nibbles_have_no_copy_for_drafts(driver: Driver) -> None:
+    def needs(weights: str) -> int:
+        return int(driver(*DECODE, "--weights", weights, "--json").json["stats"]["planned_bytes"])
+
+    assert needs("int4") < needs("int8") < needs("checkpoint")
     assert driver(*DECODE, "--weights", "auto", "--json").json["weights"] == "checkpoint"
 
 

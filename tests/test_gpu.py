@@ -42,7 +42,7 @@ def test_every_kernel_stands_beside_the_bandwidth(quantspec: Run, gpu: dict[str,
         *("prefill_qkv", "prefill_output", "prefill_gate_up", "prefill_down", "prefill_attend"),
     }
     assert {row["form"] for row in rows if row["kernel"] == "attend"} == {"upper", "both", "full"}
-    assert {row["form"] for row in rows if row["kernel"] == "linear"} == {"bf16", "w4", "w8"}
+    assert {row["form"] for row in rows if row["kernel"] == "linear"} == {"bf16", "w4", "w8", "int8", "int4"}
     assert {row["form"] for row in rows if row["kernel"] == "judge"} == {"greedy", "replay"}
     for row in rows:
         assert row["us"] > 0

@@ -17,11 +17,12 @@ use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch};
 use crate::draft::Draft;
 use crate::flags::check_flag;
+use crate::hierarchy::Hierarchies;
 use crate::linear::{Linear, name};
 use crate::prefill::{self, Prefill, Shape, Way};
 use crate::recorded::Recorded;
 use crate::sample::{self, Sampling};
-use crate::weights::{self, Weights as Stored};
+use crate::weights::{self, Expanded, Full, Weights as Stored};
 use describe::{STAGES, StepLayout};
 use executor::Clock;
 pub(crate) use kv_cache::page_shared;
@@ -31,7 +32,7 @@ use quantspec_core::Result;
 use quantspec_core::config::ModelConfig;
 use quantspec_core::plan::{CacheBytes, pages};
 use quantspec_model::backend::{Backend, Hooks, Memory, Options};
-use quantspec_model::checkpoint::{Checkpoint, Part};
+use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::rope::RopeTable;
 use std::sync::Arc;
 use workspace::{Input, PromptSpace, Sizes, StepSpace, TOKENS_OWN, prompt_bytes, tokens_own, window_pitch};
@@ -62,6 +63,8 @@ pub struct CudaBackend {
     linear: Linear,
     /// Products of draft steps that take along what lies between them.
     draft: Option<Draft>,
+    /// Products with weights in nibbles, and a layer of them in 16 bits for prompts.
+    nibbles: Option<(Hierarchies, Expanded)>,
     attend: Attend,
     prefill: Prefill,
     weights: Stored,
@@ -114,14 +117,14 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
     let sizes = Sizes::new(config, options, partial);
     let way = Way::of(architecture, config.dtype);
     Memory {
-        weights_bytes: weights::bytes(checkpoint),
-        draft_weights_bytes: weights::draft_bytes(config, options.draft_weights),
+        weights_bytes: weights::bytes(checkpoint, options.weights),
+        draft_weights_bytes: weights::draft_bytes(config, options.draft_weights, weights::nibbles(options)),
         cache_upper_bytes: cache.upper_bytes,
         cache_lower_bytes: cache.lower_bytes,
         cache_full_bytes: cache.full_bytes,
         buffer_bytes: cache.buffer_bytes,
         workspace_bytes: table_bytes(options)
-            + sizes.step_bytes(config, checkpoint.dtype(Part::Head))
+            + sizes.step_bytes(config, weights::head_inputs(checkpoint, options))
             + prompt_bytes(config, options, tokens_own(config, options, TOKENS_OWN)).iter().sum::<usize>()
             + Lists::bytes(config, options.slots, pages(options.capacity)).iter().sum::<usize>()
             + Sampling::bytes(
@@ -132,7 +135,8 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
                 options.capacity,
                 options.rejection,
             )
-            + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), way),
+            + Prefill::scratch_bytes(&Shape::of(config), options.block_rows.max(1), way)
+            + if weights::nibbles(options) { Expanded::bytes(config) } else { 0 },
     }
 }
 
@@ -172,7 +176,7 @@ impl CudaBackend {
         most: usize,
     ) -> Result<CudaBackend> {
         check(checkpoint, &device.info)?;
-        weights::check_weights(options.weights)?;
+        weights::check_weights(checkpoint, options.weights)?;
         let config = checkpoint.config().clone();
         let attend = Attend::new(device, &config, options.rounding)?;
         let linear = Linear::new(device)?;
@@ -188,15 +192,23 @@ impl CudaBackend {
             options.capacity,
             options.rejection,
         )?;
-        let weights = weights::load(checkpoint, device, &linear, options.draft_weights, sampling.shared(), &mut hooks)?;
+        let hierarchies = if weights::nibbles(options) { Some(Hierarchies::new(device, config.dtype)?) } else { None };
+        let weights =
+            weights::load(checkpoint, device, &linear, hierarchies.as_ref(), options, sampling.shared(), &mut hooks)?;
+        let with_room = |hierarchies| Ok((hierarchies, Expanded::new(device, &config)?));
+        let nibbles = hierarchies.map(with_room).transpose()?;
         let d = config.head_dim;
         let dtype = config.dtype;
         let page_shared = page_shared(d);
+        let head = weights::head_inputs(checkpoint, options);
         let kernels = Kernels {
-            embed: device.kernel(&format!("embed_{}", name(weights.embedding.dtype)), 0)?,
+            embed: match &weights.embedding {
+                Full::Whole(table) => device.kernel(&format!("embed_{}", name(table.dtype)), 0)?,
+                Full::Nibbles(_) => device.kernel("embed_planes", 0)?,
+            },
             norm: [
                 device.kernel(&format!("norm_{}", name(dtype)), 0)?,
-                device.kernel(&format!("norm_{}", name(weights.head().dtype)), 0)?,
+                device.kernel(&format!("norm_{}", name(head)), 0)?,
             ],
             norm_i8: device.kernel("norm_i8", 0)?,
             silu: device.kernel(&format!("silu_mul_{}", name(dtype)), 0)?,
@@ -213,7 +225,7 @@ impl CudaBackend {
             normed: Input::new(device, sizes.rows, config.hidden, dtype)?,
             attended: Input::new(device, sizes.rows, config.q_width(), dtype)?,
             gated: Input::new(device, sizes.rows, config.intermediate, dtype)?,
-            last: Input::new(device, sizes.rows, config.hidden, weights.head().dtype)?,
+            last: Input::new(device, sizes.rows, config.hidden, head)?,
             y: device.allocate(sizes.y)?,
             q: device.allocate(sizes.rows * config.q_width() * 2)?,
             logits: device.allocate(sizes.logits)?,
@@ -253,6 +265,7 @@ impl CudaBackend {
             kernels,
             linear,
             draft,
+            nibbles,
             attend,
             prefill,
             weights,
@@ -331,7 +344,8 @@ impl Backend for CudaBackend {
                 + self.lists.lists.bytes()
                 + self.lists.scores.bytes()
                 + self.sampling.held_bytes()
-                + self.prefill.held_bytes(),
+                + self.prefill.held_bytes()
+                + self.nibbles.as_ref().map_or(0, |(_, expanded)| expanded.held_bytes()),
         }
     }
 }

@@ -8,6 +8,7 @@ use crate::attend::{Around, Attend, Choice, Layer, Pass, Places};
 use crate::backend::{NORM_THREADS, page_shared};
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
 use crate::draft::{Draft, Heads, Hidden};
+use crate::hierarchy::{Hierarchies, Hierarchy, Reads};
 use crate::linear::{Linear, Matrix, Quantised, name};
 use crate::prefill::{Prefill, Shape, padded, readable};
 use crate::sample::Sampling;
@@ -288,6 +289,10 @@ impl Bench {
     fn products(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
         let (device, config) = (&self.device, &self.config);
         let linear = Linear::new(device)?;
+        let hierarchies = match config.dtype {
+            Dtype::F32 => None,
+            dtype => Some(Hierarchies::new(device, dtype)?),
+        };
         let flag = device.zeroed(4)?;
         let most = rows.iter().copied().max().unwrap_or(1);
         let shapes = [
@@ -333,6 +338,31 @@ impl Bench {
                     bytes: Quantised::bytes(bits, n, k),
                     ..Measured::default()
                 });
+            }
+            let Some(hierarchies) = &hierarchies else { continue };
+            let [upper, lower] = Hierarchy::bytes(n, k);
+            let nibbles: Vec<Hierarchy> = (0..self.copies(upper + lower))
+                .map(|i| hierarchies.quantise(&matrices[i % matrices.len()], true, 0, &flag))
+                .collect::<Result<_>>()?;
+            for (reads, form, bytes) in [(Reads::All, "int8", upper + lower), (Reads::Upper, "int4", upper)] {
+                for &rows in rows {
+                    let seconds = seconds(device, || {
+                        // SAFETY: as above.
+                        nibbles
+                            .iter()
+                            .try_for_each(|matrix| unsafe { hierarchies.run(matrix, reads, x.at(0), y.at(0), rows) })
+                    })? / nibbles.len() as f64;
+                    let shape = Some((n, k));
+                    measured.push(Measured {
+                        kernel: "linear",
+                        form,
+                        rows,
+                        shape,
+                        seconds,
+                        bytes,
+                        ..Measured::default()
+                    });
+                }
             }
         }
         measured.into_iter().try_for_each(report)

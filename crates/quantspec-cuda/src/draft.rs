@@ -2,6 +2,7 @@
 
 use crate::args;
 use crate::device::{Arg, Device, Kernel, Launch};
+use crate::hierarchy::Hierarchy;
 use crate::linear::{GROUP, Quantised, TILE, WARPS, block_bytes};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
@@ -16,6 +17,8 @@ const THREADS: u32 = 384;
 const STAGES_MIN: usize = 3;
 /// Shared memory that the driver keeps of every block.
 const KEPT: usize = 1024;
+/// Bytes of an upper plane of 16 outputs and 128 inputs.
+const UPPER_BLOCKS: usize = 2 * crate::hierarchy::UPPER_BLOCK;
 /// What a block of `merge` takes (kernels/attend.cu), with what is kept of it: where it comes up beside two blocks, the product behind it can, too.
 const SMALL: usize = 3072 + KEPT;
 
@@ -57,26 +60,68 @@ pub struct Heads {
     pub flag: u64,
 }
 
-/// Launches the products of draft steps.
-#[derive(Debug)]
-pub struct Draft {
-    device: Arc<Device>,
+/// Weights that a draft multiplies by int8.
+#[derive(Clone, Copy, Debug)]
+pub enum DraftMatrix<'a> {
+    /// The draft's own, of four bits.
+    Own(&'a Quantised),
+    /// The upper nibbles of the target's.
+    Upper(&'a Hierarchy),
+}
+
+impl<'a> From<&'a Quantised> for DraftMatrix<'a> {
+    fn from(weights: &'a Quantised) -> Self {
+        DraftMatrix::Own(weights)
+    }
+}
+
+impl<'a> From<&'a Hierarchy> for DraftMatrix<'a> {
+    fn from(weights: &'a Hierarchy) -> Self {
+        DraftMatrix::Upper(weights)
+    }
+}
+
+impl DraftMatrix<'_> {
+    /// Address, outputs, inputs.
+    fn place(self) -> (u64, usize, usize) {
+        match self {
+            DraftMatrix::Own(weights) => (weights.address(), weights.n, weights.k),
+            DraftMatrix::Upper(weights) => {
+                let (n, k) = weights.shape();
+                (weights.upper().at(0), n, k)
+            }
+        }
+    }
+}
+
+/// The kernels for one kind of weights.
+#[derive(Clone, Copy, Debug)]
+struct Kernels {
     heads: Kernel,
     rows: Kernel,
     gated: Kernel,
     add_i8: Kernel,
     add_bf16: Kernel,
+    /// Bytes of weights of 16 outputs and 128 inputs.
+    block: usize,
+}
+
+/// Launches the products of draft steps.
+#[derive(Debug)]
+pub struct Draft {
+    device: Arc<Device>,
+    own: Kernels,
+    upper: Kernels,
     /// Most dynamic shared memory of a block, so that two share a multiprocessor.
     shared: usize,
 }
 
-/// Chunks of weights that fit beside the inputs of `rows` rows into at most `most` bytes of shared memory, and the bytes a block is given: less, for a small
-/// block beside two, where that costs no chunk (kernels/draft.cu, `DraftShared`).
-fn ring(most: usize, groups: usize, rows: usize) -> (usize, usize) {
+/// Chunks of weights, in blocks of `block` bytes, that fit beside the inputs of `rows` rows into at most `most` bytes of shared memory, and the bytes a block is
+/// given: less, for a small block beside two, where that costs no chunk (kernels/draft.cu, `DraftShared`).
+fn ring(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize) {
     let inputs = rows * (groups * (GROUP + 8) + 64);
     let sums = TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
-    let stages =
-        |shared: usize| shared.saturating_sub(inputs + sums + 16) / (CHUNK_TILES * WARPS * block_bytes(4) + 16);
+    let stages = |shared: usize| shared.saturating_sub(inputs + sums + 16) / (CHUNK_TILES * WARPS * block + 16);
     let less = most - SMALL / 2;
     (stages(most), if stages(less) == stages(most) { less } else { most })
 }
@@ -96,29 +141,57 @@ impl Draft {
             device.prefer_shared(kernel, 100)?;
             Ok(kernel)
         };
+        let kernels = |of: &str, block: usize| {
+            Ok::<_, Error>(Kernels {
+                heads: kernel(&format!("draft_heads_{head_dim}{of}"))?,
+                rows: kernel(&format!("draft_rows{of}"))?,
+                gated: kernel(&format!("draft_gated{of}"))?,
+                add_i8: kernel(&format!("draft_add_i8{of}"))?,
+                add_bf16: kernel(&format!("draft_add_bf16{of}"))?,
+                block,
+            })
+        };
         Ok(Some(Draft {
-            heads: kernel(&format!("draft_heads_{head_dim}"))?,
-            rows: kernel("draft_rows")?,
-            gated: kernel("draft_gated")?,
-            add_i8: kernel("draft_add_i8")?,
-            add_bf16: kernel("draft_add_bf16")?,
+            own: kernels("", block_bytes(4))?,
+            upper: kernels("_planes", UPPER_BLOCKS)?,
             shared,
             device: device.clone(),
         }))
     }
 
-    /// Whether products of `k` inputs take `rows` rows.
+    /// Whether products of `k` inputs with a draft's own weights take `rows` rows.
     pub fn takes(&self, k: usize, rows: usize) -> bool {
-        (1..=ROWS_MAX).contains(&rows) && ring(self.shared, k.div_ceil(GROUP), rows).0 >= STAGES_MIN
+        self.has_room(&self.own, k, rows)
     }
 
-    unsafe fn launch(&self, kernel: Kernel, weights: &Quantised, rows: usize, rest: &[Arg]) -> Result<()> {
-        let (groups, tiles) = (weights.k.div_ceil(GROUP), weights.n.div_ceil(TILE));
-        if weights.bits != 4 || !self.takes(weights.k, rows) {
-            return Err(Error::internal(format!("a draft product of {rows} rows and {} inputs", weights.k)));
+    /// The same with upper nibbles.
+    pub fn takes_upper(&self, k: usize, rows: usize) -> bool {
+        self.has_room(&self.upper, k, rows)
+    }
+
+    fn has_room(&self, kernels: &Kernels, k: usize, rows: usize) -> bool {
+        let block = kernels.block;
+        (1..=ROWS_MAX).contains(&rows) && ring(self.shared, block, k.div_ceil(GROUP), rows).0 >= STAGES_MIN
+    }
+
+    unsafe fn launch(
+        &self,
+        kernel: impl Fn(&Kernels) -> Kernel,
+        weights: DraftMatrix,
+        rows: usize,
+        rest: &[Arg],
+    ) -> Result<()> {
+        let (address, n, k) = weights.place();
+        let (kernels, bits) = match weights {
+            DraftMatrix::Own(weights) => (&self.own, weights.bits),
+            DraftMatrix::Upper(_) => (&self.upper, 4),
+        };
+        let (kernel, groups, tiles) = (kernel(kernels), k.div_ceil(GROUP), n.div_ceil(TILE));
+        if bits != 4 || !self.has_room(kernels, k, rows) {
+            return Err(Error::internal(format!("a draft product of {rows} rows and {k} inputs")));
         }
-        let (stages, shared) = ring(self.shared, groups, rows);
-        let mut arguments = args![weights.address(), groups, tiles, rows, stages].to_vec();
+        let (stages, shared) = ring(self.shared, kernels.block, groups, rows);
+        let mut arguments = args![address, groups, tiles, rows, stages].to_vec();
         arguments.extend_from_slice(rest);
         let grid = [tiles.min(self.device.multiprocessors) as u32, 1, 1];
         let launch = Launch { grid, block: THREADS, shared: shared as u32, overlap: true };
@@ -129,12 +202,19 @@ impl Draft {
     /// Queries, keys and values of the normed stream; `weights` with paired rows ([`crate::linear::Linear::quantise`]).
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for weights that have not four bits, and where [`Draft::takes`] says no. Device errors of the launch, named by
+    /// [`quantspec_core::ErrorKind::Internal`] for weights of the draft's own that have not four bits, and where [`Draft::takes`] says no. Device errors of the launch, named by
     /// the kernel.
     ///
     /// # Safety
     /// Every address must be good for `rows` rows until the stream has passed this call.
-    pub unsafe fn heads(&self, weights: &Quantised, hidden: Hidden, to: &Heads, rows: usize) -> Result<()> {
+    pub unsafe fn heads<'a>(
+        &self,
+        weights: impl Into<DraftMatrix<'a>>,
+        hidden: Hidden,
+        to: &Heads,
+        rows: usize,
+    ) -> Result<()> {
+        let weights = weights.into();
         let rest = args![
             hidden.address,
             hidden.weight,
@@ -154,7 +234,7 @@ impl Draft {
             to.flag,
         ];
         // SAFETY: the caller's.
-        unsafe { self.launch(self.heads, weights, rows, &rest) }
+        unsafe { self.launch(|kernels| kernels.heads, weights, rows, &rest) }
     }
 
     /// y f32 `[rows][n]` = the normed stream · weightsᵀ.
@@ -164,10 +244,17 @@ impl Draft {
     ///
     /// # Safety
     /// As [`Draft::heads`].
-    pub unsafe fn rows(&self, weights: &Quantised, hidden: Hidden, y: u64, rows: usize) -> Result<()> {
-        let rest = args![hidden.address, hidden.weight, hidden.eps, hidden.width, y, weights.n];
+    pub unsafe fn rows<'a>(
+        &self,
+        weights: impl Into<DraftMatrix<'a>>,
+        hidden: Hidden,
+        y: u64,
+        rows: usize,
+    ) -> Result<()> {
+        let weights = weights.into();
+        let rest = args![hidden.address, hidden.weight, hidden.eps, hidden.width, y, weights.place().1];
         // SAFETY: the caller's.
-        unsafe { self.launch(self.rows, weights, rows, &rest) }
+        unsafe { self.launch(|kernels| kernels.rows, weights, rows, &rest) }
     }
 
     /// x bf16 `[rows][pitch]` = SiLU(gate) · up of the normed stream; gate, up and `bias` (or 0) interleaved by eight.
@@ -177,18 +264,20 @@ impl Draft {
     ///
     /// # Safety
     /// As [`Draft::heads`].
-    pub unsafe fn gated(
+    pub unsafe fn gated<'a>(
         &self,
-        weights: &Quantised,
+        weights: impl Into<DraftMatrix<'a>>,
         hidden: Hidden,
         bias: u64,
         x: u64,
         pitch: usize,
         rows: usize,
     ) -> Result<()> {
-        let rest = args![hidden.address, hidden.weight, hidden.eps, hidden.width, bias, x, weights.n / 2, pitch];
+        let weights = weights.into();
+        let rest =
+            args![hidden.address, hidden.weight, hidden.eps, hidden.width, bias, x, weights.place().1 / 2, pitch];
         // SAFETY: the caller's.
-        unsafe { self.launch(self.gated, weights, rows, &rest) }
+        unsafe { self.launch(|kernels| kernels.gated, weights, rows, &rest) }
     }
 
     /// hidden f32 `[rows][n]` += x · weightsᵀ + bias; x and xs as of [`crate::linear::Linear::run_quantised`].
@@ -198,18 +287,19 @@ impl Draft {
     ///
     /// # Safety
     /// As [`Draft::heads`].
-    pub unsafe fn add_i8(
+    pub unsafe fn add_i8<'a>(
         &self,
-        weights: &Quantised,
+        weights: impl Into<DraftMatrix<'a>>,
         x: u64,
         xs: u64,
         hidden: u64,
         bias: u64,
         rows: usize,
     ) -> Result<()> {
-        let rest = args![x, xs, hidden, bias, weights.n];
+        let weights = weights.into();
+        let rest = args![x, xs, hidden, bias, weights.place().1];
         // SAFETY: the caller's.
-        unsafe { self.launch(self.add_i8, weights, rows, &rest) }
+        unsafe { self.launch(|kernels| kernels.add_i8, weights, rows, &rest) }
     }
 
     /// hidden f32 `[rows][n]` += x · weightsᵀ + bias; x bf16 `[rows][pitch]`.
@@ -219,18 +309,19 @@ impl Draft {
     ///
     /// # Safety
     /// As [`Draft::heads`].
-    pub unsafe fn add_bf16(
+    pub unsafe fn add_bf16<'a>(
         &self,
-        weights: &Quantised,
+        weights: impl Into<DraftMatrix<'a>>,
         x: u64,
         pitch: usize,
         hidden: u64,
         bias: u64,
         rows: usize,
     ) -> Result<()> {
-        let rest = args![x, weights.k, pitch, hidden, bias, weights.n];
+        let weights = weights.into();
+        let rest = args![x, weights.place().2, pitch, hidden, bias, weights.place().1];
         // SAFETY: the caller's.
-        unsafe { self.launch(self.add_bf16, weights, rows, &rest) }
+        unsafe { self.launch(|kernels| kernels.add_bf16, weights, rows, &rest) }
     }
 }
 
@@ -249,10 +340,18 @@ mod tests {
             (11_008, 2, 5, false),
             (27_648, 2, 3, false),
         ] {
-            let (stages, shared) = ring(HOPPER / 2 - KEPT, inputs / GROUP, rows);
+            let (stages, shared) = ring(HOPPER / 2 - KEPT, block_bytes(4), inputs / GROUP, rows);
             assert_eq!(stages, chunks, "{inputs} inputs, {rows} rows");
             let taken = 2 * (shared + KEPT) + if small { SMALL } else { 0 };
             assert!(taken <= HOPPER, "{inputs} inputs, {rows} rows: {taken} bytes");
+        }
+        // Blocks of an upper plane are a seventeenth larger.
+        for (inputs, rows, chunks) in [(4096, 1, 5), (14_336, 1, 5), (14_336, 2, 4)] {
+            assert_eq!(
+                ring(HOPPER / 2 - KEPT, UPPER_BLOCKS, inputs / GROUP, rows).0,
+                chunks,
+                "{inputs} inputs, {rows} rows"
+            );
         }
     }
 }

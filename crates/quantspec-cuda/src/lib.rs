@@ -10,6 +10,7 @@ mod detect;
 pub mod device;
 pub mod draft;
 mod flags;
+pub mod hierarchy;
 mod images;
 pub mod linear;
 mod penalty;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 /// Rows of a tile of atoms.
 pub(crate) const TILE: usize = 16;
 /// Inputs of an atom.
-const ATOM: usize = 64;
+pub(crate) const ATOM: usize = 64;
 /// Inputs that share the parameters of a draft weight (and of an int8 activation).
 pub(crate) const GROUP: usize = 128;
 /// Warps of a block.
@@ -20,13 +20,13 @@ const RESIDENT: usize = 2;
 /// How a product runs on Hopper, where weights and inputs go through rings (`Ring` of kernels/linear.cuh; a test below holds this to kernels/linear.cu, which
 /// asserts its bytes).
 #[derive(Clone, Copy, Debug)]
-struct Ringed {
+pub(crate) struct Ringed {
     /// Bytes of shared memory.
-    shared: usize,
+    pub(crate) shared: usize,
     /// Warps that copy: two, or four where they hand registers over to those that multiply.
-    copying: usize,
+    pub(crate) copying: usize,
     /// Blocks that share what they copy of the inputs.
-    cluster: usize,
+    pub(crate) cluster: usize,
 }
 
 impl Ringed {
@@ -119,7 +119,7 @@ impl Quantised {
 
 /// Kernels of one weight type by row tiles (of 8 rows).
 #[derive(Debug)]
-struct Family {
+pub(crate) struct Family {
     kernels: Vec<Product>,
 }
 
@@ -132,10 +132,10 @@ struct Product {
 }
 
 impl Family {
-    /// `stem_1` to `stem_8`, for weights of so many bits.
-    fn new(device: &Device, stem: &str, bits: usize) -> Result<Family> {
+    /// `stem_1` to `stem_8`; `ringed` says how each runs on Hopper.
+    pub(crate) fn new(device: &Device, stem: &str, ringed: impl Fn(usize) -> Option<Ringed>) -> Result<Family> {
         let kernels = [1, 2, 4, 8].map(|tiles| {
-            let ringed = Ringed::of(bits, tiles).filter(|_| device.has_engine());
+            let ringed = ringed(tiles).filter(|_| device.has_engine());
             let kernel = device.kernel(&format!("{stem}_{tiles}"), ringed.map_or(0, |ringed| ringed.shared))?;
             device.prefer_shared(kernel, if ringed.is_some() { 100 } else { LOADS_PERCENT })?;
             Ok(Product { tiles, ringed, kernel })
@@ -150,7 +150,7 @@ impl Family {
     }
 
     /// The kernel for so many rows, and its launch for so many tiles of outputs.
-    fn launch(&self, device: &Device, rows: usize, tiles: usize) -> Result<(Kernel, Launch)> {
+    pub(crate) fn launch(&self, device: &Device, rows: usize, tiles: usize) -> Result<(Kernel, Launch)> {
         let product = self.choose(rows)?;
         let (blocks, warps, shared) = match product.ringed {
             Some(Ringed { shared, copying, cluster }) => {
@@ -242,11 +242,12 @@ impl Linear {
             let kernel = |dtype| device.kernel(&format!("weights_w{bits}_{}", name(dtype)), 0);
             Ok([kernel(Dtype::Bf16)?, kernel(Dtype::F16)?, kernel(Dtype::F32)?])
         };
+        let family = |stem, bits| Family::new(device, stem, |tiles| Ringed::of(bits, tiles));
         Ok(Linear {
-            bf16: Family::new(device, "linear_bf16", 16)?,
-            f16: Family::new(device, "linear_f16", 16)?,
+            bf16: family("linear_bf16", 16)?,
+            f16: family("linear_f16", 16)?,
             ringed: if device.has_engine() {
-                Some([Family::new(device, "linear_w4_ring", 4)?, Family::new(device, "linear_w8_ring", 8)?])
+                Some([family("linear_w4_ring", 4)?, family("linear_w8_ring", 8)?])
             } else {
                 None
             },

@@ -2,11 +2,13 @@
 
 use crate::args;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch, Pinned};
+use crate::draft::DraftMatrix;
 use crate::flags::FLAG_WEIGHTS;
+use crate::hierarchy::{self, Hierarchies, Hierarchy};
 use crate::linear::{Linear, Matrix, Quantised};
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, TargetWeights};
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::Hooks;
+use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use std::ops::Range;
 use std::sync::Arc;
@@ -44,27 +46,70 @@ fn read_rows(checkpoint: &Checkpoint, part: Part, rows: Range<usize>, out: &mut 
     })
 }
 
+/// A matrix of the target.
+#[derive(Debug)]
+pub(crate) enum Full {
+    /// In the checkpoint's precision.
+    Whole(Matrix),
+    /// In nibbles, of which a draft reads the upper ones.
+    Nibbles(Hierarchy),
+}
+
+impl Full {
+    fn held_bytes(&self) -> usize {
+        match self {
+            Full::Whole(matrix) => matrix.buffer.bytes(),
+            Full::Nibbles(hierarchy) => hierarchy.held_bytes(),
+        }
+    }
+
+    /// What a draft multiplies by int8: its own weights, or upper nibbles.
+    pub(crate) fn drafted<'a>(&'a self, own: &'a Option<Quantised>) -> Option<DraftMatrix<'a>> {
+        match (own, self) {
+            (Some(own), _) => Some(own.into()),
+            (None, Full::Nibbles(hierarchy)) => Some(hierarchy.into()),
+            (None, Full::Whole(_)) => None,
+        }
+    }
+
+    /// Address and bytes of what a product reads first.
+    pub(crate) fn ahead(&self) -> (u64, usize) {
+        let buffer = match self {
+            Full::Whole(matrix) => &matrix.buffer,
+            Full::Nibbles(hierarchy) => hierarchy.upper(),
+        };
+        (buffer.at(0), buffer.bytes())
+    }
+}
+
 /// One decoder layer.
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub(crate) attention_norm: Buffer,
-    /// `[q | k | v]`.
-    pub(crate) qkv: Matrix,
+    /// `[q | k | v]`; in nibbles the channels of a head that RoPE turns together are side by side.
+    pub(crate) qkv: Full,
     pub(crate) qkv_bias: Option<Buffer>,
     /// Per-head norms of queries and keys.
     pub(crate) head_norms: Option<(Buffer, Buffer)>,
-    pub(crate) output: Matrix,
+    pub(crate) output: Full,
     pub(crate) output_bias: Option<Buffer>,
     pub(crate) mlp_norm: Buffer,
     /// Gate and up, interleaved by eight rows.
-    pub(crate) gate_up: Matrix,
+    pub(crate) gate_up: Full,
     pub(crate) gate_up_bias: Option<Buffer>,
-    pub(crate) down: Matrix,
+    pub(crate) down: Full,
     pub(crate) down_bias: Option<Buffer>,
     pub(crate) draft: DraftLayer,
 }
 
-/// The draft's weights of a layer; what is absent is drafted with in full.
+impl Layer {
+    /// Its four matrices, in the order of [`shapes`].
+    pub(crate) fn matrices(&self) -> [&Full; 4] {
+        [&self.qkv, &self.output, &self.gate_up, &self.down]
+    }
+}
+
+/// The draft's own weights of a layer; what is absent is drafted with in full, or by the upper nibbles.
 #[derive(Debug, Default)]
 pub(crate) struct DraftLayer {
     /// Channels of a head that RoPE turns together side by side.
@@ -77,36 +122,36 @@ pub(crate) struct DraftLayer {
 /// All weights.
 #[derive(Debug)]
 pub(crate) struct Weights {
-    pub(crate) embedding: Matrix,
+    /// In nibbles only where it is the head, too.
+    pub(crate) embedding: Full,
     pub(crate) layers: Vec<Layer>,
     pub(crate) final_norm: Buffer,
     /// None where the head is the embedding.
-    pub(crate) head: Option<Matrix>,
+    pub(crate) head: Option<Full>,
     pub(crate) draft_head: Option<Quantised>,
     /// What holds all draft weights.
     pub(crate) drafts: Option<Arc<Buffer>>,
 }
 
 impl Weights {
-    pub(crate) fn head(&self) -> &Matrix {
+    pub(crate) fn head(&self) -> &Full {
         self.head.as_ref().unwrap_or(&self.embedding)
     }
 
     /// Bytes held on the device, without the draft's.
     pub(crate) fn held_bytes(&self) -> usize {
-        let matrix = |matrix: &Matrix| matrix.buffer.bytes();
         let layer = |layer: &Layer| -> usize {
-            let matrices = [&layer.qkv, &layer.output, &layer.gate_up, &layer.down].map(matrix);
+            let matrices = layer.matrices().map(Full::held_bytes);
             let norms = [&layer.attention_norm, &layer.mlp_norm];
             let biases = [&layer.qkv_bias, &layer.output_bias, &layer.gate_up_bias, &layer.down_bias];
             let heads = layer.head_norms.iter().flat_map(|(q, k)| [q, k]);
             let vectors = norms.into_iter().chain(biases.into_iter().flatten()).chain(heads).map(Buffer::bytes);
             matrices.into_iter().chain(vectors).sum()
         };
-        matrix(&self.embedding)
+        self.embedding.held_bytes()
             + self.layers.iter().map(layer).sum::<usize>()
             + self.final_norm.bytes()
-            + self.head.as_ref().map_or(0, matrix)
+            + self.head.as_ref().map_or(0, Full::held_bytes)
     }
 
     /// Bytes of the draft's weights held on the device.
@@ -117,13 +162,17 @@ impl Weights {
     /// Queues making all draft weights anew, where something else was in their memory.
     pub(crate) fn quantise(&self, linear: &Linear, flag: &Buffer) -> Result<()> {
         for layer in &self.layers {
-            let Layer { qkv, output, gate_up, down, draft, .. } = layer;
-            let pairs = [(qkv, &draft.qkv), (output, &draft.output), (gate_up, &draft.gate_up), (down, &draft.down)];
-            for (full, draft) in pairs {
-                draft.iter().try_for_each(|draft| linear.quantise_into(full, draft, flag))?;
+            let DraftLayer { qkv, output, gate_up, down } = &layer.draft;
+            for (full, draft) in layer.matrices().into_iter().zip([qkv, output, gate_up, down]) {
+                if let (Full::Whole(full), Some(draft)) = (full, draft) {
+                    linear.quantise_into(full, draft, flag)?;
+                }
             }
         }
-        self.draft_head.iter().try_for_each(|draft| linear.quantise_into(self.head(), draft, flag))
+        match (self.head(), &self.draft_head) {
+            (Full::Whole(head), Some(draft)) => linear.quantise_into(head, draft, flag),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -175,17 +224,22 @@ pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
 /// Whether the GPU has kernels for such weights of the target.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Usage`] where it has none.
-pub fn check_weights(weights: TargetWeights) -> Result<()> {
-    let name = match weights {
-        TargetWeights::Checkpoint => return Ok(()),
-        TargetWeights::Int8 => "int8",
-        TargetWeights::Int4 => "int4",
-    };
-    Err(Error::usage(
-        format!("weights is {name}, which has no kernels on a GPU"),
-        "use --device cpu, or --weights checkpoint",
-    ))
+/// [`quantspec_core::ErrorKind::Model`] for int8 and int4 weights of a checkpoint in F32.
+pub fn check_weights(checkpoint: &Checkpoint, weights: TargetWeights) -> Result<()> {
+    match weights {
+        TargetWeights::Checkpoint => Ok(()),
+        TargetWeights::Int8 | TargetWeights::Int4 => hierarchy::check(checkpoint.config().dtype),
+    }
+}
+
+/// Whether the target's weights are in nibbles.
+pub(crate) fn nibbles(options: &Options) -> bool {
+    options.weights != TargetWeights::Checkpoint
+}
+
+/// Number format of the inputs of the head.
+pub(crate) fn head_inputs(checkpoint: &Checkpoint, options: &Options) -> Dtype {
+    if nibbles(options) { checkpoint.config().dtype } else { checkpoint.dtype(Part::Head) }
 }
 
 /// Which products the draft has in four bits: attention's, the feed-forward network's; and whether its head has eight.
@@ -203,25 +257,34 @@ fn shapes(config: &ModelConfig) -> [(usize, usize); 4] {
     [(q + 2 * kv, hidden), (hidden, q), (2 * inter, hidden), (hidden, inter)]
 }
 
-/// Bytes of a checkpoint's weights on a device, without the draft's.
-pub(crate) fn bytes(checkpoint: &Checkpoint) -> usize {
+/// Bytes of a checkpoint's weights on a device, without the draft's own.
+pub(crate) fn bytes(checkpoint: &Checkpoint, weights: TargetWeights) -> usize {
     let config = checkpoint.config();
     let (hidden, inter, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
-    let matrices: usize = shapes(config).iter().map(|&(n, k)| Matrix::bytes(config.dtype, n, k)).sum();
+    let matrix = |weights, dtype, n, k| match (weights, Hierarchy::bytes(n, k)) {
+        (TargetWeights::Checkpoint, _) => Matrix::bytes(dtype, n, k),
+        (TargetWeights::Int8, [upper, lower]) => upper + lower,
+        (TargetWeights::Int4, [upper, _]) => upper,
+    };
+    let matrices: usize = shapes(config).iter().map(|&(n, k)| matrix(weights, config.dtype, n, k)).sum();
     let mut vectors = 2 * hidden;
     vectors += if config.qkv_bias { q + 2 * kv } else { 0 };
     vectors += if config.output_bias { hidden } else { 0 };
     vectors += if config.mlp_bias { 2 * inter + hidden } else { 0 };
     vectors += if config.qk_norm { 2 * config.head_dim } else { 0 };
-    let table = |part| Matrix::bytes(checkpoint.dtype(part), config.vocab, hidden);
-    let head = if config.tied_embeddings { 0 } else { table(Part::Head) };
-    config.layers * (matrices + 4 * vectors) + 4 * hidden + table(Part::Embedding) + head
+    // The head is in both planes.
+    let of_head = if weights == TargetWeights::Int4 { TargetWeights::Int8 } else { weights };
+    let head = matrix(of_head, checkpoint.dtype(Part::Head), config.vocab, hidden);
+    let embedding = Matrix::bytes(checkpoint.dtype(Part::Embedding), config.vocab, hidden);
+    let tables = if config.tied_embeddings { head } else { embedding + head };
+    config.layers * (matrices + 4 * vectors) + 4 * hidden + tables
 }
 
-/// Bytes of a model's draft weights on a device.
-pub(crate) fn draft_bytes(config: &ModelConfig, kind: DraftWeights) -> usize {
+/// Bytes of a model's draft weights on a device, beside those that it has in nibbles.
+pub(crate) fn draft_bytes(config: &ModelConfig, kind: DraftWeights, nibbles: bool) -> usize {
     let shapes = shapes(config);
     let (attention, mlp, head) = drafted(kind);
+    let [attention, mlp, head] = [attention, mlp, head].map(|on| on && !nibbles);
     let four = |on: bool, shapes: &[(usize, usize)]| -> usize {
         let bytes = |&(n, k): &(usize, usize)| Quantised::bytes(4, n, k).next_multiple_of(ALIGNED);
         if on { shapes.iter().map(bytes).sum() } else { 0 }
@@ -327,12 +390,66 @@ fn check_flag(flag: &Buffer, what: impl Fn() -> String) -> Result<()> {
     }
 }
 
-/// Reads a checkpoint onto the device and makes the draft weights. `flag` is the device's error flag.
+/// One layer's matrices in 16 bits, which a prompt's products read where the weights are in nibbles.
+#[derive(Debug)]
+pub(crate) struct Expanded {
+    buffer: Buffer,
+    /// Byte of each matrix, in the order of [`Layer::matrices`].
+    places: [usize; 4],
+    /// The layer that is there.
+    layer: Option<usize>,
+}
+
+impl Expanded {
+    /// Bytes of the four matrices, each from a multiple of [`ALIGNED`] on: places and what they take in all.
+    fn places(config: &ModelConfig) -> ([usize; 4], usize) {
+        let mut end = 0;
+        let places = shapes(config).map(|(n, k)| {
+            let place = end;
+            end += Matrix::bytes(config.dtype, n, k).next_multiple_of(ALIGNED);
+            place
+        });
+        (places, end)
+    }
+
+    /// Bytes held.
+    pub(crate) fn bytes(config: &ModelConfig) -> usize {
+        Expanded::places(config).1
+    }
+
+    /// Room for a layer.
+    pub(crate) fn new(device: &Arc<Device>, config: &ModelConfig) -> Result<Expanded> {
+        let (places, bytes) = Expanded::places(config);
+        Ok(Expanded { buffer: device.allocate(bytes)?, places, layer: None })
+    }
+
+    /// Bytes held.
+    pub(crate) fn held_bytes(&self) -> usize {
+        self.buffer.bytes()
+    }
+
+    /// Addresses of a layer's matrices, queued to be written where another layer's are there.
+    pub(crate) fn layer(&mut self, hierarchies: &Hierarchies, index: usize, layer: &Layer) -> Result<[u64; 4]> {
+        if self.layer != Some(index) {
+            self.layer = None;
+            for (full, &place) in layer.matrices().into_iter().zip(&self.places) {
+                if let Full::Nibbles(hierarchy) = full {
+                    hierarchies.expand(hierarchy, &self.buffer, place)?;
+                }
+            }
+            self.layer = Some(index);
+        }
+        Ok(self.places.map(|place| self.buffer.at(place)))
+    }
+}
+
+/// Reads a checkpoint onto the device and makes the draft weights; with `hierarchies` in nibbles, as `options` say. `flag` is the device's error flag.
 pub(crate) fn load(
     checkpoint: &Checkpoint,
     device: &Arc<Device>,
     linear: &Linear,
-    kind: DraftWeights,
+    hierarchies: Option<&Hierarchies>,
+    options: &Options,
     flag: &Buffer,
     hooks: &mut Hooks,
 ) -> Result<Weights> {
@@ -354,11 +471,24 @@ pub(crate) fn load(
         rows: device.kernel("weights_rows", 0)?,
         done: 0,
     };
+    let kind = options.draft_weights;
     let (attention, mlp, head_in_eight) = drafted(kind);
-    let draft_bytes = draft_bytes(&config, kind);
+    let draft_bytes = draft_bytes(&config, kind, hierarchies.is_some());
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
     let mut places = Places { buffer, taken: 0 };
+    let in_nibbles = |matrix: Matrix, both: bool, paired: usize| match hierarchies {
+        Some(hierarchies) => hierarchies.quantise(&matrix, both, paired, flag).map(Full::Nibbles),
+        None => Ok(Full::Whole(matrix)),
+    };
+    // Tables first: the largest matrix is on the device as a whole until it is in nibbles.
     let embedding = loader.plain(Part::Embedding)?;
+    let embedding = if config.tied_embeddings { in_nibbles(embedding, true, 0)? } else { Full::Whole(embedding) };
+    let head = if config.tied_embeddings { None } else { Some(in_nibbles(loader.plain(Part::Head)?, true, 0)?) };
+    let draft_head = match head.as_ref().unwrap_or(&embedding) {
+        Full::Whole(head) if head_in_eight => places.quantise(linear, head, 8, 0, flag)?,
+        _ => None,
+    };
+    check_flag(flag, || "the head".to_owned())?;
     let mut layers = Vec::with_capacity(config.layers);
     for index in 0..config.layers {
         let part = |part| Part::Layer(index, part);
@@ -375,7 +505,7 @@ pub(crate) fn load(
         ])?;
         let down = loader.plain(part(Down))?;
         let mut draft = |on: bool, matrix: &Matrix, paired: usize| {
-            if on { places.quantise(linear, matrix, 4, paired, flag) } else { Ok(None) }
+            if on && hierarchies.is_none() { places.quantise(linear, matrix, 4, paired, flag) } else { Ok(None) }
         };
         let draft = DraftLayer {
             qkv: draft(attention, &qkv, config.head_dim)?,
@@ -383,6 +513,9 @@ pub(crate) fn load(
             gate_up: draft(mlp, &gate_up, 0)?,
             down: draft(mlp, &down, 0)?,
         };
+        let both = options.weights == TargetWeights::Int8;
+        let (qkv, output) = (in_nibbles(qkv, both, config.head_dim)?, in_nibbles(output, both, 0)?);
+        let (gate_up, down) = (in_nibbles(gate_up, both, 0)?, in_nibbles(down, both, 0)?);
         check_flag(flag, || format!("layer {index}"))?;
         layers.push(Layer {
             attention_norm: loader.vector(&[part(AttentionNorm)])?,
@@ -408,12 +541,6 @@ pub(crate) fn load(
         });
     }
     let final_norm = loader.vector(&[Part::FinalNorm])?;
-    let head = if config.tied_embeddings { None } else { Some(loader.plain(Part::Head)?) };
-    let draft_head = match head_in_eight {
-        true => places.quantise(linear, head.as_ref().unwrap_or(&embedding), 8, 0, flag)?,
-        false => None,
-    };
-    check_flag(flag, || "the head".to_owned())?;
     Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: places.buffer })
 }
 
@@ -439,11 +566,15 @@ mod tests {
     use quantspec_core::ErrorKind;
 
     #[test]
-    fn weights_without_kernels_are_refused() {
-        assert!(check_weights(TargetWeights::Checkpoint).is_ok());
-        let error = check_weights(TargetWeights::Int8).unwrap_err();
-        assert_eq!(error.kind, ErrorKind::Usage);
-        assert!(error.message.contains("int8") && error.hint.contains("--device cpu"));
+    fn nibbles_of_f32_checkpoints_are_refused() {
+        for (dtype, taken) in [("BF16", true), ("F16", true), ("F32", false)] {
+            let checkpoint = Shape::new("llama", dtype, (2, 1, 64)).checkpoint(1);
+            assert!(check_weights(&checkpoint, TargetWeights::Checkpoint).is_ok());
+            for weights in [TargetWeights::Int8, TargetWeights::Int4] {
+                let checked = check_weights(&checkpoint, weights).map_err(|error| error.kind);
+                assert_eq!(checked, if taken { Ok(()) } else { Err(ErrorKind::Model) }, "{dtype} {weights:?}");
+            }
+        }
     }
 
     #[test]

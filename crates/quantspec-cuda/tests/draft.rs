@@ -8,8 +8,10 @@ use gpu::{Random, device, distance, download, matrix, poisoned, round, while_bus
 use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::Dtype;
 use quantspec_core::quantize::{quantize_activations, quantize_weights_row};
+use quantspec_core::weights::quantize_row;
 use quantspec_cuda::device::{Buffer, Device};
-use quantspec_cuda::draft::{Draft, Heads, Hidden};
+use quantspec_cuda::draft::{Draft, DraftMatrix, Heads, Hidden};
+use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy};
 use quantspec_cuda::linear::{Linear, Matrix, Quantised};
 use std::sync::Arc;
 
@@ -30,28 +32,65 @@ fn kernels(device: &Arc<Device>, head_dim: usize) -> Option<Draft> {
     draft
 }
 
-/// Draft weights `[n][k]` of bfloat16 values, and those values.
-fn weights(device: &Arc<Device>, random: &mut Random, n: usize, k: usize, paired: usize) -> (Quantised, Vec<f32>) {
-    let linear = Linear::new(device).unwrap();
+/// Whose weights a draft reads: its own, or the upper nibbles of the target's.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Own,
+    Upper,
+}
+
+const KINDS: [Kind; 2] = [Kind::Own, Kind::Upper];
+
+enum Weights {
+    Own(Quantised),
+    Upper(Hierarchy),
+}
+
+impl<'a> From<&'a Weights> for DraftMatrix<'a> {
+    fn from(weights: &'a Weights) -> Self {
+        match weights {
+            Weights::Own(own) => own.into(),
+            Weights::Upper(hierarchy) => hierarchy.into(),
+        }
+    }
+}
+
+/// Draft weights `[n][k]` of bfloat16 values, and the values that they stand for.
+fn weights(
+    device: &Arc<Device>,
+    random: &mut Random,
+    kind: Kind,
+    n: usize,
+    k: usize,
+    paired: usize,
+) -> (Weights, Vec<f32>) {
     let flag = device.zeroed(4).unwrap();
     let size = 1.0 / (k as f32).sqrt();
     let w: Vec<f32> = random.normals(n * k).iter().map(|&v| round(v * size, Dtype::Bf16)).collect();
     let full = Matrix { buffer: matrix(device, &w, n, k, Dtype::Bf16), dtype: Dtype::Bf16, n, k };
-    let draft = linear.quantise(&full, 4, paired, &flag).unwrap();
+    let made = match kind {
+        Kind::Own => Weights::Own(Linear::new(device).unwrap().quantise(&full, 4, paired, &flag).unwrap()),
+        Kind::Upper => {
+            Weights::Upper(Hierarchies::new(device, Dtype::Bf16).unwrap().quantise(&full, true, paired, &flag).unwrap())
+        }
+    };
     device.synchronize().unwrap();
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
-    (draft, w)
+    let values = w.chunks(k).flat_map(|row| match kind {
+        Kind::Own => quantize_weights_row(row).unwrap().dequantize(),
+        Kind::Upper => quantize_row(row).unwrap().upper(),
+    });
+    (made, values.collect())
 }
 
-/// x `[rows][k]`, in int8 by groups, times the draft weights of `w` `[n][k]`: f64 `[rows][n]`.
+/// x `[rows][k]`, in int8 by groups, times w `[n][k]`: f64 `[rows][n]`.
 fn product(x: &[f32], w: &[f32], k: usize) -> Vec<f64> {
-    let values: Vec<Vec<f32>> = w.chunks(k).map(|row| quantize_weights_row(row).unwrap().dequantize()).collect();
     let mut out = Vec::new();
     for x in x.chunks(k) {
         let codes = quantize_activations(x).unwrap();
         let rounded: Vec<f64> =
             codes.codes.iter().enumerate().map(|(i, &c)| f64::from(c) * f64::from(codes.scales[i / 128])).collect();
-        out.extend(values.iter().map(|row| row.iter().zip(&rounded).map(|(&w, x)| f64::from(w) * x).sum::<f64>()));
+        out.extend(w.chunks(k).map(|row| row.iter().zip(&rounded).map(|(&w, x)| f64::from(w) * x).sum::<f64>()));
     }
     out
 }
@@ -118,12 +157,16 @@ fn invariant(what: &str, draft: &Draft, k: usize, work: impl Fn(usize) -> Vec<f3
 
 #[test]
 fn plain_rows() {
+    KINDS.into_iter().for_each(rows_of);
+}
+
+fn rows_of(kind: Kind) {
     let Some(device) = device() else { return };
     let Some(draft) = kernels(&device, 64) else { return };
     let mut random = Random(21);
     // A whole number of tiles and not, fewer groups than warps, more than a warp keeps, several batches of tiles.
     for (n, k) in [(256, 512), (40, 200), (9000, 256), (17, 64), (129, 9216), (4800, 4096)] {
-        let (weights, w) = weights(&device, &mut random, n, k, 0);
+        let (weights, w) = weights(&device, &mut random, kind, n, k, 0);
         let stream = Stream::new(&device, &mut random, k);
         let y = invariant("rows", &draft, k, |rows| {
             let y = poisoned(&device, rows * n * 4);
@@ -134,17 +177,21 @@ fn plain_rows() {
         let want = stream.times(&w);
         for (row, (y, want)) in y.chunks(n).zip(want.chunks(n)).enumerate() {
             let error = distance(y, want);
-            assert!(error < BOUND, "{n} x {k}, row {row}: {error}");
+            assert!(error < BOUND, "{kind:?} {n} x {k}, row {row}: {error}");
         }
     }
 }
 
 #[test]
 fn a_row_of_zeros() {
+    KINDS.into_iter().for_each(zeros);
+}
+
+fn zeros(kind: Kind) {
     let Some(device) = device() else { return };
     let Some(draft) = kernels(&device, 64) else { return };
     let (mut random, n, k) = (Random(27), 64, 640);
-    let (weights, _) = weights(&device, &mut random, n, k, 0);
+    let (weights, _) = weights(&device, &mut random, kind, n, k, 0);
     let stream = Stream::of(&device, &mut random, k, vec![0.0; k]);
     let y = poisoned(&device, n * 4);
     // SAFETY: the stream and y have one row.
@@ -155,11 +202,15 @@ fn a_row_of_zeros() {
 
 #[test]
 fn gate_and_up() {
+    KINDS.into_iter().for_each(gated);
+}
+
+fn gated(kind: Kind) {
     let Some(device) = device() else { return };
     let Some(draft) = kernels(&device, 64) else { return };
     let mut random = Random(22);
     for (inner, k) in [(72, 200), (2752, 1024)] {
-        let (weights, w) = weights(&device, &mut random, 2 * inner, k, 0);
+        let (weights, w) = weights(&device, &mut random, kind, 2 * inner, k, 0);
         let stream = Stream::new(&device, &mut random, k);
         let bias = random.normals(2 * inner);
         let bias_on = device.copied(&bias).unwrap();
@@ -184,7 +235,7 @@ fn gate_and_up() {
                 .collect();
             for (row, (x, want)) in x.chunks(inner).zip(want.chunks(inner)).enumerate() {
                 let error = distance(x, want);
-                assert!(error < BOUND_BF16, "{inner} x {k}, row {row}: {error}");
+                assert!(error < BOUND_BF16, "{kind:?} {inner} x {k}, row {row}: {error}");
             }
         }
     }
@@ -192,11 +243,15 @@ fn gate_and_up() {
 
 #[test]
 fn added_to_the_stream() {
+    KINDS.into_iter().for_each(added);
+}
+
+fn added(kind: Kind) {
     let Some(device) = device() else { return };
     let Some(draft) = kernels(&device, 64) else { return };
     let mut random = Random(23);
     for (n, k) in [(256, 512), (40, 200), (2048, 14_336), (4096, 1376)] {
-        let (weights, w) = weights(&device, &mut random, n, k, 0);
+        let (weights, w) = weights(&device, &mut random, kind, n, k, 0);
         let stream = Stream::new(&device, &mut random, n);
         let bias = random.normals(n);
         let bias_on = device.copied(&bias).unwrap();
@@ -238,7 +293,7 @@ fn added_to_the_stream() {
                     .collect();
                 for (row, (got, want)) in got.chunks(n).zip(want.chunks(n)).enumerate() {
                     let error = distance(got, want);
-                    assert!(error < BOUND, "{n} x {k}, int8 {int8}, row {row}: {error}");
+                    assert!(error < BOUND, "{kind:?} {n} x {k}, int8 {int8}, row {row}: {error}");
                 }
             }
         }
@@ -247,6 +302,10 @@ fn added_to_the_stream() {
 
 #[test]
 fn heads_are_turned_and_appended() {
+    KINDS.into_iter().for_each(heads_of);
+}
+
+fn heads_of(kind: Kind) {
     let Some(device) = device() else { return };
     let mut random = Random(24);
     let (slots, layers, layer) = (3, 2, 1);
@@ -255,7 +314,7 @@ fn heads_are_turned_and_appended() {
     for (d, heads, kv_heads, k) in [(64, 6, 2, 200), (128, 32, 8, 1024), (256, 4, 4, 640)] {
         let Some(draft) = kernels(&device, d) else { return };
         let all = heads + 2 * kv_heads;
-        let (weights, w) = weights(&device, &mut random, all * d, k, d);
+        let (weights, w) = weights(&device, &mut random, kind, all * d, k, d);
         let stream = Stream::new(&device, &mut random, k);
         let bias = random.normals(all * d);
         let bias_on = device.copied(&bias).unwrap();
@@ -326,7 +385,7 @@ fn heads_are_turned_and_appended() {
                 .collect();
             for (row, (got, want)) in got.chunks(all * d).zip(want.chunks(all * d)).enumerate() {
                 let error = distance(got, want);
-                assert!(error < BOUND_F16, "heads of {d}, row {row}: {error}");
+                assert!(error < BOUND_F16, "{kind:?} heads of {d}, row {row}: {error}");
             }
         }
     }
@@ -335,12 +394,16 @@ fn heads_are_turned_and_appended() {
 /// As `append` does it: rows before multiply what lies behind them by zero, which infinity does not bear.
 #[test]
 fn heads_beyond_half_precision_are_flagged_and_stored_as_zero() {
+    KINDS.into_iter().for_each(heads_beyond);
+}
+
+fn heads_beyond(kind: Kind) {
     let Some(device) = device() else { return };
     let (d, heads, kv_heads, k) = (64, 2, 1, 256);
     let Some(draft) = kernels(&device, d) else { return };
     let mut random = Random(28);
     let all = heads + 2 * kv_heads;
-    let (weights, _) = weights(&device, &mut random, all * d, k, d);
+    let (weights, _) = weights(&device, &mut random, kind, all * d, k, d);
     let stream = Stream::new(&device, &mut random, k);
     let rows_on = device.copied(&[0, 0, 5, 0]).unwrap();
     let angles_on = device.copied(&[1.0f32, 0.0].repeat(d / 2)).unwrap();
@@ -374,11 +437,15 @@ fn heads_beyond_half_precision_are_flagged_and_stored_as_zero() {
 
 #[test]
 fn other_work_changes_no_bit() {
+    KINDS.into_iter().for_each(under_load);
+}
+
+fn under_load(kind: Kind) {
     let Some(device) = device() else { return };
     let Some(draft) = kernels(&device, 64) else { return };
     let (n, k) = (12_288, 4096);
     let mut random = Random(26);
-    let (weights, _) = weights(&device, &mut random, n, k, 0);
+    let (weights, _) = weights(&device, &mut random, kind, n, k, 0);
     let stream = Stream::new(&device, &mut random, k);
     for rows in 1..=MOST {
         let y = device.zeroed(rows * n * 4).unwrap();
@@ -389,6 +456,6 @@ fn other_work_changes_no_bit() {
         };
         let alone = run();
         let differ = while_busy(&device, || (0..200).filter(|_| run() != alone).count());
-        assert_eq!(differ, 0, "of 200 products of {rows} rows");
+        assert_eq!(differ, 0, "{kind:?}: of 200 products of {rows} rows");
     }
 }

@@ -20,6 +20,7 @@ use quantspec_cuda::CudaBackend;
 use quantspec_cuda::attend::{Around, Attend, Layer, Pass, Places};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch, Plain};
 use quantspec_cuda::draft::{Draft, Heads, Hidden};
+use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
 use quantspec_cuda::linear::{Linear, Matrix};
 use quantspec_cuda::prefill::{Prefill, Shape, readable};
 use quantspec_model::backend::{DraftPlan, Hooks, Options, Row};
@@ -431,6 +432,113 @@ fn sequence() {
             }
         }
     }
+}
+
+/// The same of weights in nibbles, and what it takes to write a layer of them in 16 bits for a prompt.
+#[test]
+#[ignore = "a measurement"]
+fn nibbles_in_sequence() {
+    let Some(device) = device() else { return };
+    let (linear, hierarchies) = (Linear::new(&device).unwrap(), Hierarchies::new(&device, Dtype::Bf16).unwrap());
+    let bandwidth = read_bandwidth(&device);
+    eprintln!("read {:.0} GB/s", bandwidth / 1e9);
+    let flag = device.zeroed(4).unwrap();
+    let norm = device.kernel("norm_bf16", 0).unwrap();
+    let draft = Draft::new(&device, 128).unwrap().expect("kernels for Hopper");
+    let (x8, xs) = (device.zeroed(2 * 14_336).unwrap(), device.zeroed(2 * 112 * 8).unwrap());
+    let (rows_on, angles) = (device.zeroed(16 * 16).unwrap(), device.zeroed(16 * 64 * 8).unwrap());
+    let ring = device.zeroed(32 * BUFFER_TOKENS * 128 * 2).unwrap();
+    for (name, kv_heads, shapes) in SHAPES {
+        let x = random_numbers(&device, 64 * 14_336 * 2);
+        let y = device.allocate(64 * 28_672 * 4).unwrap();
+        let (hidden, weight) = (random_singles(&device, 64 * 4096), random_singles(&device, 4096));
+        let whole = shapes.map(|(n, k)| {
+            let buffer = random_numbers(&device, Matrix::bytes(Dtype::Bf16, n, k));
+            Matrix { buffer, dtype: Dtype::Bf16, n, k }
+        });
+        let layers: Vec<Vec<Hierarchy>> = (0..8)
+            .map(|_| whole.iter().map(|full| hierarchies.quantise(full, true, 0, &flag).unwrap()).collect())
+            .collect();
+        let to = device.allocate(Matrix::bytes(Dtype::Bf16, 28_672, 4096)).unwrap();
+        let expand = graph_seconds(&device, 15, || {
+            layers.iter().flatten().for_each(|hierarchy| hierarchies.expand(hierarchy, &to, 0).unwrap());
+        });
+        eprintln!("{name}: written in 16 bits in {:.1} us a layer", expand / 8.0 * 1e6);
+        let heads = Heads {
+            rows: rows_on.at(0),
+            bias: 0,
+            cos_sin: angles.at(0),
+            q: y.at(0),
+            rings: [ring.at(0), ring.at(0)],
+            scale: 1.0,
+            heads: [32, kv_heads],
+            layer: 0,
+            slots: 1,
+            flag: flag.at(0),
+        };
+        let stream = Hidden { address: hidden.at(0), weight: weight.at(0), eps: 1e-5, width: 4096 };
+        for rows in [1, 2] {
+            let seconds = graph_seconds(&device, 15, || {
+                for layer in &layers {
+                    // SAFETY: every buffer outlives the graph.
+                    unsafe {
+                        draft.heads(&layer[0], stream, &heads, rows).unwrap();
+                        draft.add_i8(&layer[1], x8.at(0), xs.at(0), hidden.at(0), 0, rows).unwrap();
+                        draft.gated(&layer[2], stream, 0, x.at(0), 14_336, rows).unwrap();
+                        draft.add_bf16(&layer[3], x.at(0), 14_336, hidden.at(0), 0, rows).unwrap();
+                    }
+                }
+            });
+            let bytes: usize = layers.iter().flatten().map(|hierarchy| hierarchy.upper().bytes()).sum();
+            let share = bytes as f64 / seconds / bandwidth;
+            eprintln!("{name} rows {rows}: draft, all taken along: {:.1} us a layer, {share:.3}", seconds / 8.0 * 1e6);
+        }
+        for rows in [1, 2, 5, 8, 9, 16, 32, 64] {
+            for between in [false, true] {
+                let time = |layers: usize, product: &dyn Fn(usize, usize)| {
+                    let seconds = graph_seconds(&device, 15, || {
+                        for (layer, matrix) in (0..layers).flat_map(|layer| (0..4).map(move |matrix| (layer, matrix))) {
+                            product(layer, matrix);
+                            if between {
+                                let (width, eps) = (4096usize, 1e-5f32);
+                                let arguments =
+                                    quantspec_cuda::args![&hidden, 0u64, 0u64, &weight, &x, eps, width, width];
+                                let launch = Launch { grid: [rows as u32, 1, 1], block: 512, shared: 0, overlap: true };
+                                // SAFETY: 64 rows of 4,096 fit everywhere.
+                                unsafe { device.launch(norm, launch, &arguments) }.unwrap();
+                            }
+                        }
+                    });
+                    seconds / layers as f64
+                };
+                let mut line = String::new();
+                for reads in [Reads::All, Reads::Upper] {
+                    let read = layers[0].iter().map(|hierarchy| match reads {
+                        Reads::All => hierarchy.held_bytes(),
+                        Reads::Upper => hierarchy.upper().bytes(),
+                    });
+                    let bytes: usize = read.sum();
+                    let seconds = time(8, &|layer, matrix| {
+                        // SAFETY: every buffer outlives the graph.
+                        unsafe { hierarchies.run(&layers[layer][matrix], reads, x.at(0), y.at(0), rows) }.unwrap();
+                    });
+                    let share = bytes as f64 / seconds / bandwidth;
+                    line += &format!(" {reads:?} {:.1} us a layer, {share:.3};", seconds * 1e6);
+                }
+                let bytes: usize = whole.iter().map(|matrix| matrix.buffer.bytes()).sum();
+                let seconds = time(1, &|_, matrix| {
+                    // SAFETY: as above.
+                    unsafe { linear.run(&whole[matrix], x.at(0), y.at(0), rows) }.unwrap();
+                });
+                let share = bytes as f64 / seconds / bandwidth;
+                eprintln!(
+                    "{name} rows {rows}, norms between {between}:{line} bf16 {:.1} us, {share:.3}",
+                    seconds * 1e6
+                );
+            }
+        }
+    }
+    assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
 }
 
 /// Whole layers of a draft step of one row.

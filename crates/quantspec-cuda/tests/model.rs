@@ -10,7 +10,7 @@ mod small;
 
 use gpu::device;
 use quantspec_core::cache::Extent;
-use quantspec_core::config::{Pages, Planes, View, Weights};
+use quantspec_core::config::{Dtype, Pages, Planes, TargetWeights, View, Weights};
 use quantspec_core::logprob::Logprob;
 use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::{Policy, Stop};
@@ -115,23 +115,39 @@ fn load(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options) -> Cud
 fn speculation_and_neighbours_change_no_token() {
     let Some(device) = device() else { return };
     for checkpoint in checkpoints(&device, 3200) {
-        speculation(&device, &checkpoint);
+        speculation(&device, &checkpoint, &options(3200, 3), &[View::Both, View::Full, View::Upper]);
     }
 }
 
-fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint) {
-    let options = options(3200, 3);
+/// The same with weights in nibbles, of which drafts read the upper ones.
+#[test]
+fn speculation_with_weights_in_nibbles_changes_no_token() {
+    let Some(device) = device() else { return };
+    for checkpoint in in_nibbles(checkpoints(&device, 3200)) {
+        for weights in [TargetWeights::Int8, TargetWeights::Int4] {
+            let options = Options { weights, ..options(3200, 3) };
+            speculation(&device, &checkpoint, &options, &[View::Both]);
+        }
+    }
+}
+
+/// Those that a GPU keeps in nibbles.
+fn in_nibbles(checkpoints: Vec<Checkpoint>) -> impl Iterator<Item = Checkpoint> {
+    checkpoints.into_iter().filter(|checkpoint| checkpoint.config().dtype != Dtype::F32)
+}
+
+fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options, targets: &[View]) {
     let vocab = checkpoint.config().vocab;
-    let mut engine = Engine::new(load(device, checkpoint, &options), method(View::Both, None), 3, 3200, 256);
+    let mut engine = Engine::new(load(device, checkpoint, options), method(View::Both, None), 3, 3200, 256);
     let prompts: Vec<Vec<u32>> = [2330, 120, 1015].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
     let tokens = [600; 3];
     // The model drafts for itself, on a backend of its own.
-    let model = DraftModel::new(load(device, checkpoint, &options), View::Both, &[Pages::All], 3200, 256);
+    let model = DraftModel::new(load(device, checkpoint, options), View::Both, &[Pages::All], 3200, 256);
     let second = |target: View, pages: Pages| {
         let drafter = Box::new(model.reading(target, &[pages]));
         Method { target, drafter: Some(drafter), policy: Policy::fixed(4) }
     };
-    for target in [View::Both, View::Full, View::Upper] {
+    for &target in targets {
         for accept in [Accept::Greedy, Accept::Replay] {
             let samplers: Vec<Sampler> = (0..3).map(|sequence| sampler(accept, 11, sequence)).collect();
             let mut plain = Vec::new();
@@ -588,8 +604,15 @@ fn memory_is_what_the_plan_says() {
 }
 
 fn memory(device: &Arc<Device>, checkpoint: &Checkpoint) {
-    for slots in [1, 3] {
-        let options = options(4000, slots);
+    let nibbles = checkpoint.config().dtype != Dtype::F32;
+    let kinds = [
+        (1, TargetWeights::Checkpoint),
+        (3, TargetWeights::Checkpoint),
+        (1, TargetWeights::Int8),
+        (1, TargetWeights::Int4),
+    ];
+    for (slots, weights) in kinds.into_iter().filter(|&(_, weights)| nibbles || weights == TargetWeights::Checkpoint) {
+        let options = Options { weights, ..options(4000, slots) };
         let planned = plan(checkpoint, &options, &device.info);
         let held = load(device, checkpoint, &options).memory();
         let sum = |m: &Memory| {

@@ -13,9 +13,10 @@ mod gpu;
 #[allow(dead_code, reason = "shared with tests that use more of it")]
 mod random;
 
-use gpu::device;
+use gpu::{device, round};
 use quantspec_core::cache::{Extent, G, visible_pages};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::weights::{quantize_row, quantize_row_upper};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_cuda::CudaBackend;
@@ -100,6 +101,29 @@ impl Model {
             }
             edit(name, values);
         })
+    }
+
+    /// Makes of a tensor what its nibbles stand for, where `weights` keep it in nibbles.
+    fn quantise(&self, weights: TargetWeights, name: &str, values: &mut [f32]) {
+        let Shape { dtype, hidden, intermediate, heads, head_dim, tied, .. } = self.shape;
+        let (k, format) = match name {
+            "lm_head.weight" => (hidden, self.tables.unwrap_or(dtype)),
+            "model.embed_tokens.weight" if tied => (hidden, self.tables.unwrap_or(dtype)),
+            name if !name.ends_with("_proj.weight") => return,
+            name if name.contains("o_proj") => (heads * head_dim, dtype),
+            name if name.contains("down_proj") => (intermediate, dtype),
+            _ => (hidden, dtype),
+        };
+        let stored = match format {
+            "BF16" => Dtype::Bf16,
+            "F16" => Dtype::F16,
+            _ => Dtype::F32,
+        };
+        for row in values.chunks_mut(k) {
+            row.iter_mut().for_each(|value| *value = round(*value, stored));
+            let upper = weights == TargetWeights::Int4 && name.ends_with("_proj.weight");
+            row.copy_from_slice(&if upper { quantize_row_upper(row) } else { quantize_row(row) }.unwrap().both());
+        }
     }
 
     fn options(&self) -> Options {
@@ -392,6 +416,29 @@ fn models_with_heads_of_128() {
 #[test]
 fn models_with_heads_of_256() {
     compare(&HEADS_OF_256);
+}
+
+/// Weights in nibbles against the CPU backend on a checkpoint that has what core's nibbles stand for. Drafts, which read the cache of another target there, have
+/// their products compared in the tests of `hierarchy`.
+#[test]
+fn weights_in_nibbles() {
+    let Some(device) = device() else { return };
+    let models = [HEADS_OF_64[0], HEADS_OF_64[4], HEADS_OF_128[0], HEADS_OF_128[1], HEADS_OF_128[4], HEADS_OF_256[0]];
+    let plans: Vec<Plan> = PLANS.into_iter().filter(|&(weights, ..)| weights == Weights::Full).collect();
+    let mut failures = Vec::new();
+    for (model, seed) in models.iter().zip(1..).filter(|(model, _)| device.info.takes_heads_of(model.shape.head_dim)) {
+        let (options, texts) = (model.options(), model.texts(99 + seed));
+        for weights in [TargetWeights::Int8, TargetWeights::Int4] {
+            let in_nibbles = Options { weights, ..options.clone() };
+            let checkpoint = model.checkpoint(seed, &|_, _| ());
+            let mut gpu = CudaBackend::load_on(&device, &checkpoint, &in_nibbles, Hooks::default()).unwrap();
+            let found = decode(&mut gpu, &texts, model.beside, &plans);
+            let quantised = model.checkpoint(seed, &|name, values| model.quantise(weights, name, values));
+            let expected = decode(&mut slow(&quantised, &options), &texts, model.beside, &plans);
+            failures.extend(report(model, &found, &expected));
+        }
+    }
+    assert!(failures.is_empty(), "{} of all are too far apart:\n{}", failures.len(), failures.join("\n"));
 }
 
 /// What may be wrong with the second layer or the final norm.

@@ -195,7 +195,7 @@ impl Place {
             match self.gpu() {
                 Some(gpu) => {
                     quantspec_cuda::check(checkpoint, &gpu.info)?;
-                    quantspec_cuda::check_weights(options.weights)?;
+                    quantspec_cuda::check_weights(checkpoint, options.weights)?;
                 }
                 None => quantspec_cpu::check(checkpoint.config())?,
             }
@@ -241,7 +241,9 @@ impl Place {
     pub(crate) fn settle(&self, models: Models, resolved: &mut Resolved) -> Result<()> {
         if resolved.auto_weights {
             let weighed = self.weigh(models, &resolved.options, 0)?;
-            if weighed.needed_bytes > weighed.available_bytes && self.gpu().is_none() {
+            let int8 = |checkpoint| quantspec_cuda::check_weights(checkpoint, TargetWeights::Int8).is_ok();
+            let taken = self.gpu().is_none() || std::iter::once(models.target).chain(models.draft).all(int8);
+            if weighed.needed_bytes > weighed.available_bytes && taken {
                 resolved.options.weights = TargetWeights::Int8;
             }
         }

@@ -8,8 +8,9 @@ use crate::attend::Around;
 use crate::device::{Buffer, Kernel, Launch};
 use crate::draft::{Draft, Heads, Hidden};
 use crate::flags::check_flag;
-use crate::linear::{Matrix, Quantised};
-use crate::weights::{self, address, argument};
+use crate::hierarchy::Reads;
+use crate::linear::Quantised;
+use crate::weights::{self, Full, address, argument};
 use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::{DraftWeights, Pages, Weights};
 use quantspec_core::config::{ModelConfig, Rounding};
@@ -51,21 +52,43 @@ impl CudaBackend {
         }
     }
 
-    /// y = input · weightsᵀ by the draft's weights where it has some.
+    /// y = input · weightsᵀ by the draft's own weights where it has some; of nibbles those that `reads` says.
     pub(super) fn product(
         &self,
-        full: &Matrix,
+        full: &Full,
         draft: Option<&Quantised>,
+        reads: Reads,
         input: &Input,
         y: u64,
         rows: usize,
     ) -> Result<()> {
         // SAFETY: inputs and outputs are this backend's, with room for `step_rows` rows.
         unsafe {
-            match draft {
-                Some(draft) => self.linear.run_quantised(draft, input.x8.at(0), input.xs.at(0), y, rows),
-                None => self.linear.run(full, input.x.at(0), y, rows),
+            match (draft, full, &self.nibbles) {
+                (Some(draft), ..) => self.linear.run_quantised(draft, input.x8.at(0), input.xs.at(0), y, rows),
+                (None, Full::Whole(full), _) => self.linear.run(full, input.x.at(0), y, rows),
+                (None, Full::Nibbles(full), Some((hierarchies, _))) => {
+                    hierarchies.run(full, reads, input.x.at(0), y, rows)
+                }
+                (None, Full::Nibbles(_), None) => Err(Error::internal("weights in nibbles without their kernels")),
             }
+        }
+    }
+
+    /// Which nibbles a step reads of attention's matrices, and of the feed-forward network's.
+    fn reads(&self, step: &Step) -> [Reads; 2] {
+        let (attention, mlp, _) = weights::drafted(self.options.draft_weights);
+        [attention, mlp].map(|on| if on && step.weights == Weights::Draft { Reads::Upper } else { Reads::All })
+    }
+
+    /// Addresses of a layer's matrices in 16 bits, as a prompt's products read them: queries, keys and values; output; gate and up; down.
+    pub(super) fn prompt_matrices(&mut self, layer: usize) -> Result<[u64; 4]> {
+        let index = layer;
+        let layer = self.weights.layers.get(index);
+        let layer = layer.ok_or_else(|| Error::internal(format!("layer {index} does not exist")))?;
+        match &mut self.nibbles {
+            Some((hierarchies, expanded)) => expanded.layer(hierarchies, index, layer),
+            None => Ok(layer.matrices().map(|full| full.ahead().0)),
         }
     }
 
@@ -73,7 +96,11 @@ impl CudaBackend {
     fn together(&self, step: &Step) -> Option<&Draft> {
         let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
         let of_draft = step.weights == Weights::Draft && self.options.draft_weights == DraftWeights::Int4;
-        self.draft.as_ref().filter(|draft| of_draft && draft.takes(widest, step.rows.len()))
+        let takes = |draft: &&Draft| match self.nibbles {
+            Some(_) => draft.takes_upper(widest, step.rows.len()),
+            None => draft.takes(widest, step.rows.len()),
+        };
+        self.draft.as_ref().filter(|draft| of_draft && takes(draft))
     }
 
     /// The hidden stream of a step ahead of a norm.
@@ -93,24 +120,34 @@ impl CudaBackend {
     }
 
     pub(super) fn step_embed(&self, step: &Step) -> Result<()> {
-        let arguments = args![
-            self.layout.rows,
-            self.sampling.windows(),
-            self.sampling.pitch(),
-            0u64,
-            &self.weights.embedding.buffer,
-            &self.step.hidden,
-            self.config.hidden,
-            self.config.vocab,
-        ];
+        let (windows, pitch) = (self.sampling.windows(), self.sampling.pitch());
         // Without overlap: kernels of a step read ahead of one another what earlier steps left, so those have ended before its first kernel begins.
         let launch = Launch { grid: [step.rows.len() as u32, 1, 1], block: 256, shared: 0, overlap: false };
         // SAFETY: rows, windows and the hidden stream have room for the rows of a step.
+        unsafe { self.launch_embed(launch, [self.layout.rows, windows, pitch as u64, 0], self.step.hidden.at(0)) }
+    }
+
+    /// Embeds rows: of `from`, the rows of a step, windows and their pitch, or the tokens of a prompt.
+    ///
+    /// # Safety
+    /// All addresses must be good for the rows of the launch until the stream has passed this call.
+    pub(super) unsafe fn launch_embed(&self, launch: Launch, from: [u64; 4], hidden: u64) -> Result<()> {
+        let [rows, windows, pitch, tokens] = from;
+        let mut arguments = args![rows, windows, pitch as usize, tokens].to_vec();
+        match &self.weights.embedding {
+            Full::Whole(table) => arguments.extend(args![&table.buffer]),
+            Full::Nibbles(table) => {
+                let lower = table.lower().map_or(0, |lower| lower.at(0));
+                arguments.extend(args![table.upper(), lower, table.stride()]);
+            }
+        }
+        arguments.extend(args![hidden, self.config.hidden, self.config.vocab]);
+        // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
         unsafe { self.device.launch(self.kernels.embed, launch, &arguments) }
     }
 
     /// The norm ahead of attention, and the product.
-    fn step_norm_qkv(&self, layer: usize, draft: Option<&Quantised>, rows: usize) -> Result<()> {
+    fn step_norm_qkv(&self, layer: usize, draft: Option<&Quantised>, reads: Reads, rows: usize) -> Result<()> {
         let (weights, space) = (self.layer(layer)?, &self.step);
         self.norm(
             rows,
@@ -120,16 +157,17 @@ impl CudaBackend {
             draft.is_some(),
             space.hidden.at(0),
         )?;
-        self.product(&weights.qkv, draft, &space.normed, space.y.at(0), rows)
+        self.product(&weights.qkv, draft, reads, &space.normed, space.y.at(0), rows)
     }
 
     fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
         let draft = weights.draft.qkv.as_ref().filter(|_| step.weights == Weights::Draft);
+        let paired = draft.is_some() || self.nibbles.is_some();
         let (rows, config) = (step.rows.len(), &self.config);
         let space = &self.step;
         let scale = std::f32::consts::LOG2_E / (config.head_dim as f32).sqrt();
-        if let (Some(together), Some(draft)) = (self.together(step), draft) {
+        if let (Some(together), Some(draft)) = (self.together(step), weights.qkv.drafted(&weights.draft.qkv)) {
             let hidden = self.stream(&weights.attention_norm);
             if weights.head_norms.is_none() {
                 let heads = Heads {
@@ -150,7 +188,7 @@ impl CudaBackend {
             // SAFETY: as above.
             unsafe { together.rows(draft, hidden, space.y.at(0), rows)? };
         } else {
-            self.step_norm_qkv(layer, draft, rows)?;
+            self.step_norm_qkv(layer, draft, self.reads(step)[0], rows)?;
         }
         let (q_norm, k_norm) = weights.head_norms.as_ref().map_or((0, 0), |(q, k)| (q.at(0), k.at(0)));
         let arguments = args![
@@ -169,7 +207,7 @@ impl CudaBackend {
             config.kv_heads,
             layer,
             self.options.slots,
-            usize::from(draft.is_some()),
+            usize::from(paired),
             self.step_flag(),
         ];
         self.launch(
@@ -183,7 +221,9 @@ impl CudaBackend {
 
     fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
-        let draft = weights.draft.output.is_some() && step.weights == Weights::Draft;
+        let beside = self.together(step).is_some();
+        // What its product takes is int8.
+        let draft = beside || weights.draft.output.is_some() && step.weights == Weights::Draft;
         let cache = self.cache_layer(layer);
         let space = &self.step;
         if let (Some(places), true) = (self.layout.places.first(), self.layout.choosing > 0) {
@@ -208,12 +248,10 @@ impl CudaBackend {
                 )?;
             }
         }
-        let beside = self.together(step).is_some();
         for (index, (pass, places)) in self.layout.passes.iter().zip(&self.layout.places).enumerate() {
-            let output = &weights.output.buffer;
             // Draft products ask for their weights themselves, and ahead of another pass there is no product.
             let none = draft || index + 1 < self.layout.passes.len();
-            let around = Around { beside, behind: if none { (0, 0) } else { (output.at(0), output.bytes()) } };
+            let around = Around { beside, behind: if none { (0, 0) } else { weights.output.ahead() } };
             // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
             unsafe {
                 self.attend.run(step.view, pass, space.q.at(0), &cache, places, around)?;
@@ -221,7 +259,7 @@ impl CudaBackend {
                 if draft {
                     self.attend.merge(pass, None, input.x8.at(0), input.xs.at(0), input.pitch8(), places)?;
                 } else {
-                    self.attend.merge(pass, Some(weights.output.dtype), input.x.at(0), 0, input.pitch(), places)?;
+                    self.attend.merge(pass, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), places)?;
                 }
             }
         }
@@ -234,7 +272,7 @@ impl CudaBackend {
         let draft = weights.draft.gate_up.as_ref().filter(|_| drafting);
         let (rows, width) = (step.rows.len(), self.config.intermediate);
         let space = &self.step;
-        if let (Some(together), Some(draft)) = (self.together(step), draft) {
+        if let (Some(together), Some(draft)) = (self.together(step), weights.gate_up.drafted(&weights.draft.gate_up)) {
             let (hidden, gated) = (self.stream(&weights.mlp_norm), &space.gated);
             // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
             return unsafe {
@@ -242,7 +280,7 @@ impl CudaBackend {
             };
         }
         self.norm(rows, &weights.mlp_norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
-        self.product(&weights.gate_up, draft, &space.normed, space.y.at(0), rows)?;
+        self.product(&weights.gate_up, draft, self.reads(step)[1], &space.normed, space.y.at(0), rows)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
         if drafting && weights.draft.down.is_some() {
@@ -319,33 +357,28 @@ impl Network for CudaBackend {
     }
 
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        let weights = self.layer(layer)?;
         match pass {
             Pass::Step(step) => {
+                let weights = self.layer(layer)?;
                 let draft = weights.draft.output.as_ref().filter(|_| step.weights == Weights::Draft);
-                if let (Some(together), Some(draft)) = (self.together(step), draft) {
+                let own = &weights.draft.output;
+                if let (Some(together), Some(draft)) = (self.together(step), weights.output.drafted(own)) {
                     let (x, hidden) = (&self.step.attended, self.step.hidden.at(0));
                     let bias = address(&weights.output_bias);
                     // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
                     return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
                 }
-                self.product(&weights.output, draft, &self.step.attended, self.step.y.at(0), step.rows.len())?;
+                let (input, y) = (&self.step.attended, self.step.y.at(0));
+                self.product(&weights.output, draft, self.reads(step)[0], input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.output_bias));
                 Ok(())
             }
             Pass::Prefill(block) => {
-                let bias = weights.output_bias.as_ref().map(|bias| bias.at(0));
+                let [_, matrix, ..] = self.prompt_matrices(layer)?;
+                let bias = self.layer(layer)?.output_bias.as_ref().map(|bias| bias.at(0));
                 let hidden = self.prompt_hidden(block.start);
                 // SAFETY: as in `attend`.
-                unsafe {
-                    self.prefill.output(
-                        self.prompt.attended.at(0),
-                        weights.output.buffer.at(0),
-                        bias,
-                        hidden,
-                        block.rows,
-                    )
-                }
+                unsafe { self.prefill.output(self.prompt.attended.at(0), matrix, bias, hidden, block.rows) }
             }
         }
     }
@@ -365,38 +398,40 @@ impl Network for CudaBackend {
                 Ok(())
             }
             Pass::Prefill(block) => {
+                let [_, _, matrix, _] = self.prompt_matrices(layer)?;
                 let weights = self.layer(layer)?;
                 self.prompt_norm(block, &weights.mlp_norm)?;
                 let bias = weights.gate_up_bias.as_ref().map(|bias| bias.at(0));
                 let (normed, gated) = (self.prompt.normed.at(0), self.prompt.gated.at(0));
                 // SAFETY: as in `attend`.
-                unsafe { self.prefill.gate_up(normed, weights.gate_up.buffer.at(0), bias, gated, block.rows) }
+                unsafe { self.prefill.gate_up(normed, matrix, bias, gated, block.rows) }
             }
         }
     }
 
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()> {
-        let weights = self.layer(layer)?;
         match pass {
             Pass::Step(step) => {
+                let weights = self.layer(layer)?;
                 let draft = weights.draft.down.as_ref().filter(|_| step.weights == Weights::Draft);
-                if let (Some(together), Some(draft)) = (self.together(step), draft) {
+                let own = &weights.draft.down;
+                if let (Some(together), Some(draft)) = (self.together(step), weights.down.drafted(own)) {
                     let (x, hidden) = (&self.step.gated, self.step.hidden.at(0));
                     let bias = address(&weights.down_bias);
                     // SAFETY: as above.
                     return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
                 }
-                self.product(&weights.down, draft, &self.step.gated, self.step.y.at(0), step.rows.len())?;
+                let (input, y) = (&self.step.gated, self.step.y.at(0));
+                self.product(&weights.down, draft, self.reads(step)[1], input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.down_bias));
                 Ok(())
             }
             Pass::Prefill(block) => {
-                let bias = weights.down_bias.as_ref().map(|bias| bias.at(0));
+                let [.., matrix] = self.prompt_matrices(layer)?;
+                let bias = self.layer(layer)?.down_bias.as_ref().map(|bias| bias.at(0));
                 let hidden = self.prompt_hidden(block.start);
                 // SAFETY: as in `attend`.
-                unsafe {
-                    self.prefill.down(self.prompt.gated.at(0), weights.down.buffer.at(0), bias, hidden, block.rows)
-                }
+                unsafe { self.prefill.down(self.prompt.gated.at(0), matrix, bias, hidden, block.rows) }
             }
         }
     }
@@ -451,7 +486,7 @@ impl Network for CudaBackend {
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
         self.norm(rows, &self.weights.final_norm, last, self.kernels.norm[1], draft.is_some(), hidden)?;
-        self.product(self.weights.head(), draft, last, self.step.logits.at(0), rows)?;
+        self.product(self.weights.head(), draft, Reads::All, last, self.step.logits.at(0), rows)?;
         self.residual = None;
         Ok(())
     }

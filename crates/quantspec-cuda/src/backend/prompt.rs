@@ -4,7 +4,7 @@ use super::CudaBackend;
 use super::network::NORM_THREADS;
 use super::workspace::kept_bytes;
 use crate::args;
-use crate::device::Buffer;
+use crate::device::{Buffer, Launch};
 use crate::prefill::padded;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Block;
@@ -68,17 +68,10 @@ impl CudaBackend {
             }
         }
         self.prompt.cos_sin.write(block.start * half * 8, &angles)?;
-        let arguments = args![
-            0u64,
-            0u64,
-            0usize,
-            self.prompt.tokens.at(block.start * 4),
-            &self.weights.embedding.buffer,
-            self.prompt_hidden(block.start),
-            self.config.hidden,
-            self.config.vocab,
-        ];
-        self.launch(self.kernels.embed, [block.rows, 1, 1], 256, 0, &arguments)
+        let tokens = self.prompt.tokens.at(block.start * 4);
+        let launch = Launch { grid: [block.rows as u32, 1, 1], block: 256, shared: 0, overlap: true };
+        // SAFETY: tokens and hidden states have room for the prompt.
+        unsafe { self.launch_embed(launch, [0, 0, 0, tokens], self.prompt_hidden(block.start)) }
     }
 
     /// RMSNorm of a block's hidden states into the block's product input.
@@ -97,7 +90,8 @@ impl CudaBackend {
         self.launch(self.kernels.norm[0], [block.rows, 1, 1], NORM_THREADS, 0, &arguments)
     }
 
-    pub(super) fn prompt_qkv(&self, layer: usize, block: &Block) -> Result<()> {
+    pub(super) fn prompt_qkv(&mut self, layer: usize, block: &Block) -> Result<()> {
+        let [matrix, ..] = self.prompt_matrices(layer)?;
         let weights = self.layer(layer)?;
         self.prompt_norm(block, &weights.attention_norm)?;
         let norms = weights.head_norms.as_ref().map(|(q, k)| (q.at(0), k.at(0)));
@@ -109,7 +103,7 @@ impl CudaBackend {
         unsafe {
             self.prefill.qkv(
                 prompt.normed.at(0),
-                weights.qkv.buffer.at(0),
+                matrix,
                 bias,
                 norms,
                 cos_sin,

@@ -1,0 +1,265 @@
+//! Matrices of the weight hierarchy on the device (`quantspec_core::weights`, docs/design/weights.md): their quantiser, their products with the few rows of a
+//! step (kernels/hierarchy.cu), and the 16-bit matrix they stand for, which a prompt's products read.
+
+use crate::args;
+use crate::device::{Buffer, Device, Kernel, Launch};
+use crate::linear::{ATOM, Family, Matrix, Ringed, TILE, name};
+use quantspec_core::config::Dtype;
+use quantspec_core::weights::GROUP;
+use quantspec_core::{Error, Result};
+use std::sync::Arc;
+
+/// Bytes of a block of 16 outputs and [`GROUP`] inputs: codes and parameters of the upper plane, codes of the lower one.
+pub(crate) const UPPER_BLOCK: usize = TILE * GROUP / 2 + TILE * 4;
+const LOWER_BLOCK: usize = TILE * GROUP / 2;
+
+// A warp of the kernels takes a group of weights where it takes an atom of 16-bit ones.
+const _: () = assert!(GROUP == ATOM);
+
+/// A weight matrix `[n][k]` in nibbles.
+#[derive(Debug)]
+pub struct Hierarchy {
+    upper: Buffer,
+    /// None where the weights have four bits.
+    lower: Option<Buffer>,
+    n: usize,
+    k: usize,
+    /// As of [`crate::linear::Quantised`].
+    paired: usize,
+    /// Number format of a product's inputs.
+    dtype: Dtype,
+}
+
+/// Which planes a product reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reads {
+    /// All there are: the target.
+    All,
+    /// The upper one: a draft.
+    Upper,
+}
+
+/// Blocks of a tile in memory: an even number, so that draft kernels read 128 inputs at a time.
+const fn stride(k: usize) -> usize {
+    2 * k.div_ceil(2 * GROUP)
+}
+
+impl Hierarchy {
+    /// Bytes of the upper and of the lower plane of a matrix of that shape.
+    pub const fn bytes(n: usize, k: usize) -> [usize; 2] {
+        let blocks = n.div_ceil(TILE) * stride(k);
+        [blocks * UPPER_BLOCK, blocks * LOWER_BLOCK]
+    }
+
+    /// Bytes held on the device.
+    pub fn held_bytes(&self) -> usize {
+        self.upper.bytes() + self.lower.as_ref().map_or(0, Buffer::bytes)
+    }
+
+    /// Outputs and inputs.
+    pub const fn shape(&self) -> (usize, usize) {
+        (self.n, self.k)
+    }
+
+    /// Blocks of a tile of outputs in memory.
+    pub fn stride(&self) -> usize {
+        stride(self.k)
+    }
+
+    /// The upper plane.
+    pub fn upper(&self) -> &Buffer {
+        &self.upper
+    }
+
+    /// The lower plane; none where the weights have four bits.
+    pub fn lower(&self) -> Option<&Buffer> {
+        self.lower.as_ref()
+    }
+
+    fn lower_address(&self) -> u64 {
+        self.lower.as_ref().map_or(0, |lower| lower.at(0))
+    }
+}
+
+/// How a product of so many row tiles runs on Hopper (kernels/hierarchy.cu asserts the bytes).
+const fn ringed(planes: usize, tiles: usize) -> Option<Ringed> {
+    let (shared, copying, cluster) = match (planes, tiles) {
+        (2, 1) => (206_728, 2, 1),
+        (2, 2) => (196_816, 2, 2),
+        (2, 4) => (212_648, 4, 2),
+        (2, 8) => (211_120, 4, 2),
+        (1, 1) => (207_600, 2, 1),
+        (1, 2) => (203_984, 4, 2),
+        (1, 4) => (200_344, 4, 2),
+        (1, 8) => (196_848, 4, 2),
+        _ => return None,
+    };
+    Some(Ringed { shared, copying, cluster })
+}
+
+/// Launches what concerns matrices in nibbles.
+#[derive(Debug)]
+pub struct Hierarchies {
+    device: Arc<Device>,
+    dtype: Dtype,
+    both: Family,
+    upper: Family,
+    /// From bf16, f16, f32.
+    quantise: [Kernel; 3],
+    atoms: Kernel,
+}
+
+impl Hierarchies {
+    /// Finds the kernels for products whose inputs are `dtype`.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Model`] for inputs in f32. Those of [`Device::kernel`].
+    pub fn new(device: &Arc<Device>, dtype: Dtype) -> Result<Hierarchies> {
+        check(dtype)?;
+        let of = name(dtype);
+        let quantise = |dtype| device.kernel(&format!("planes_{}", name(dtype)), 0);
+        Ok(Hierarchies {
+            both: Family::new(device, &format!("linear_both_{of}"), |tiles| ringed(2, tiles))?,
+            upper: Family::new(device, &format!("linear_upper_{of}"), |tiles| ringed(1, tiles))?,
+            quantise: [quantise(Dtype::Bf16)?, quantise(Dtype::F16)?, quantise(Dtype::F32)?],
+            atoms: device.kernel(&format!("atoms_{of}"), 0)?,
+            device: device.clone(),
+            dtype,
+        })
+    }
+
+    /// Queues quantising a matrix to both planes, or to the upper one alone; `paired` as of [`crate::linear::Quantised`]. `flag` begins with the device's
+    /// error flag, a u32.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where the matrix or the flag is shorter than its shape, and where rows do not make whole heads. Those of
+    /// [`Device::allocate`] and of the launch.
+    pub fn quantise(&self, weights: &Matrix, both: bool, paired: usize, flag: &Buffer) -> Result<Hierarchy> {
+        let (n, k) = (weights.n, weights.k);
+        let full = Matrix::bytes(weights.dtype, n, k);
+        if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
+            let (held, flag) = (weights.buffer.bytes(), flag.bytes());
+            return Err(Error::internal(format!("{held} bytes of weights where {full} are read, {flag} of a flag")));
+        }
+        if paired > 0 && !(paired.is_multiple_of(TILE) && n.is_multiple_of(paired)) {
+            return Err(Error::internal(format!("{n} rows in heads of {paired} channels")));
+        }
+        let [upper, lower] = Hierarchy::bytes(n, k);
+        let upper = self.device.allocate(upper)?;
+        let lower = if both { Some(self.device.allocate(lower)?) } else { None };
+        let to = Hierarchy { upper, lower, n, k, paired, dtype: self.dtype };
+        let [bf16, f16, f32] = self.quantise;
+        let kernel = match weights.dtype {
+            Dtype::Bf16 => bf16,
+            Dtype::F16 => f16,
+            Dtype::F32 => f32,
+        };
+        let grid = [stride(k) as u32, n.div_ceil(TILE) as u32, 1];
+        let arguments = args![&weights.buffer, &to.upper, to.lower_address(), n, k, paired, flag];
+        // SAFETY: the argument list is the kernel's, and the buffers have room for what it reads and writes: see above.
+        unsafe { self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments)? };
+        Ok(to)
+    }
+
+    /// y f32 `[rows][n]` = x · weightsᵀ; x `[rows][k padded to 64]` in 16 bits, padding zero. Rows of `weights` that are paired are so in y.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] for weights of inputs of another number format. Device errors of the launch, named by the kernel.
+    ///
+    /// # Safety
+    /// Both addresses must be good for their shapes until the stream has passed this call.
+    pub unsafe fn run(&self, weights: &Hierarchy, reads: Reads, x: u64, y: u64, rows: usize) -> Result<()> {
+        self.check(weights)?;
+        let tiles = weights.n.div_ceil(TILE);
+        let family = if reads == Reads::All && weights.lower.is_some() { &self.both } else { &self.upper };
+        let (kernel, launch) = family.launch(&self.device, rows, tiles)?;
+        let (groups, pitch) = (weights.k.div_ceil(GROUP), weights.k.next_multiple_of(ATOM));
+        let arguments = args![
+            &weights.upper,
+            weights.lower_address(),
+            x,
+            y,
+            groups,
+            stride(weights.k),
+            tiles,
+            weights.n,
+            rows,
+            pitch
+        ];
+        // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
+        unsafe { self.device.launch(kernel, launch, &arguments) }
+    }
+
+    /// Queues writing the matrix that all planes stand for, in 16 bits and atoms, rows in the checkpoint's order, to byte `at` of `to`.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where it does not fit there, and as [`Hierarchies::run`].
+    pub fn expand(&self, weights: &Hierarchy, to: &Buffer, at: usize) -> Result<()> {
+        self.check(weights)?;
+        let (n, k) = (weights.n, weights.k);
+        let bytes = Matrix::bytes(self.dtype, n, k);
+        if at + bytes > to.bytes() {
+            return Err(Error::internal(format!("{bytes} bytes of a matrix at {at} of {}", to.bytes())));
+        }
+        let grid = [k.div_ceil(ATOM) as u32, n.div_ceil(TILE) as u32, 1];
+        let arguments = args![&weights.upper, weights.lower_address(), to.at(at), n, stride(k), weights.paired];
+        // SAFETY: the argument list is the kernel's, and the buffer has room for the matrix.
+        unsafe { self.device.launch(self.atoms, Launch { grid, block: 128, shared: 0, overlap: false }, &arguments) }
+    }
+
+    fn check(&self, weights: &Hierarchy) -> Result<()> {
+        if weights.dtype == self.dtype {
+            Ok(())
+        } else {
+            Err(Error::internal(format!(
+                "weights for inputs in {}, kernels for {}",
+                name(weights.dtype),
+                name(self.dtype)
+            )))
+        }
+    }
+}
+
+/// Refuses inputs in f32, for which there are no kernels.
+pub(crate) fn check(dtype: Dtype) -> Result<()> {
+    match dtype {
+        Dtype::Bf16 | Dtype::F16 => Ok(()),
+        Dtype::F32 => Err(Error::model(
+            "a GPU multiplies int8 and int4 weights by 16-bit activations, and this checkpoint is stored in F32",
+            "store the checkpoint in BF16 or F16, use --weights checkpoint, or --device cpu",
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of an 8-bit matrix 8.5 bits a weight, 4.5 of them in the upper plane.
+    #[test]
+    fn planes_take_eight_and_a_half_bits() {
+        let [upper, lower] = Hierarchy::bytes(4096, 14_336);
+        assert_eq!([upper * 16, lower * 16], [4096 * 14_336 * 9, 4096 * 14_336 * 8]);
+        // A tile begins where 128 inputs begin.
+        assert_eq!(Hierarchy::bytes(17, 64), [2 * 2 * 576, 2 * 2 * 512]);
+    }
+
+    /// The numbers of kernels/hierarchy.cu: shared memory, warps that copy, blocks of a cluster.
+    #[test]
+    #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    fn rings_are_launched_as_they_are_compiled() {
+        let source = include_str!("../../../kernels/hierarchy.cu");
+        let mut found = 0;
+        for line in source.lines() {
+            let Some(rest) = line.strip_prefix("PLANE_RING(") else { continue };
+            let fields: Vec<&str> = rest.trim_end_matches(')').split(", ").collect();
+            let number = |i: usize| fields[i].parse::<usize>().unwrap();
+            // VIEW, PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED
+            let ringed = ringed(number(1), number(2)).unwrap();
+            let copying = if fields[8] == "true" { 4 } else { 2 };
+            assert_eq!((ringed.shared, ringed.copying, ringed.cluster), (number(10), copying, number(7)), "{line}");
+            found += 1;
+        }
+        assert_eq!(found, 8);
+    }
+}

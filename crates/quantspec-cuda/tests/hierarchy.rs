@@ -1,0 +1,256 @@
+//! Matrices in nibbles: their bytes against core's quantiser, products against sums in f64 and row by row in bits, and the matrix they stand for.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod gpu;
+
+use gpu::{Random, bits, device, distance, download, matrix, poisoned, round, upload, while_busy};
+use quantspec_core::ErrorKind;
+use quantspec_core::config::Dtype;
+use quantspec_core::weights::{Row, quantize_row, quantize_row_upper};
+use quantspec_cuda::device::Device;
+use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
+use quantspec_cuda::linear::Matrix;
+use std::sync::Arc;
+
+/// Weights as trained ones are: most are small, some rows have outliers, some groups are constant or all zero.
+fn weights(random: &mut Random, n: usize, k: usize, dtype: Dtype) -> Vec<f32> {
+    let mut w = random.normals(n * k);
+    for (row, w) in w.chunks_mut(k).enumerate() {
+        let size = 0.02 * (1.0 + random.uniform());
+        w.iter_mut().for_each(|v| *v *= size);
+        match row % 5 {
+            1 => w[random.below(k)] *= 40.0,
+            2 => w.iter_mut().take(64).for_each(|v| *v = 0.25),
+            3 => w.iter_mut().skip(64).take(64).for_each(|v| *v = 0.0),
+            _ => (),
+        }
+    }
+    w.iter_mut().for_each(|v| *v = round(*v, dtype));
+    w
+}
+
+fn on_device(device: &Arc<Device>, w: &[f32], n: usize, k: usize, dtype: Dtype) -> Matrix {
+    Matrix { buffer: matrix(device, w, n, k, dtype), dtype, n, k }
+}
+
+/// Place of a row among rows in heads of `paired` channels: a tile of 16 holds channels c … c + 7 and paired / 2 + c ….
+fn source_row(place: usize, paired: usize) -> usize {
+    if paired == 0 {
+        return place;
+    }
+    let (head, at) = (place / paired, place % paired);
+    let channel = at / 16 * 8 + at % 8;
+    head * paired + if at % 16 < 8 { channel } else { paired / 2 + channel }
+}
+
+fn quantised(w: &[f32], k: usize, both: bool) -> Vec<Row> {
+    w.chunks(k).map(|row| if both { quantize_row(row) } else { quantize_row_upper(row) }.unwrap()).collect()
+}
+
+/// Core's rows in the layout of kernels/hierarchy.cuh.
+fn packed(rows: &[Row], n: usize, k: usize, paired: usize) -> [Vec<u8>; 2] {
+    let (tiles, blocks) = (n.div_ceil(16), 2 * k.div_ceil(128));
+    let (mut upper, mut lower) = (Vec::new(), Vec::new());
+    for tile in 0..tiles {
+        for block in 0..blocks {
+            let row = |r: usize| (tile * 16 + r < n).then(|| &rows[source_row(tile * 16 + r, paired)]);
+            // Where there is no weight, U and L are 0.
+            let code =
+                |r: usize, at: usize| row(r).and_then(|row| row.codes.get(block * 64 + at)).copied().unwrap_or(8);
+            for lane in 0..32 {
+                for at in 0..16 {
+                    let (g, k) = (lane / 4, lane % 4 * 16 + at);
+                    let (a, b) = (code(g, k), code(g + 8, k));
+                    upper.push((a >> 4) | (b & 0xf0));
+                    lower.push((a & 15) | (b << 4));
+                }
+            }
+            for r in (0..8).flat_map(|g| [g, g + 8]) {
+                let params = row(r).and_then(|row| row.params.get(block)).copied().unwrap_or_default();
+                upper.extend(params.scale.to_le_bytes());
+                upper.extend(params.zero.to_le_bytes());
+            }
+        }
+    }
+    [upper, lower]
+}
+
+/// The largest difference between bytes is none, but for the sign of a zero parameter.
+fn equal(got: &[u8], want: &[u8], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let differs = got.iter().zip(want).enumerate().filter(|(_, (a, b))| a != b);
+    for (at, (a, b)) in differs {
+        let even = at / 2 * 2;
+        let zero = at % 576 >= 512 && got[even] == 0 && want[even] == 0 && (a | b) == 0x80;
+        assert!(zero, "{what}: byte {at} is {a:#x}, core has {b:#x}");
+    }
+}
+
+const SHAPES: [(usize, usize); 6] = [(256, 512), (40, 200), (17, 64), (129, 1376), (129, 1280), (48, 328)];
+
+#[test]
+fn planes_have_cores_bytes() {
+    let Some(device) = device() else { return };
+    let flag = device.zeroed(4).unwrap();
+    let mut random = Random(7);
+    let shapes = SHAPES.map(|(n, k)| (n, k, 0)).into_iter().chain([(256, 512, 64), (256, 320, 128)]);
+    for (n, k, paired) in shapes {
+        for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
+            let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
+            let w = weights(&mut random, n, k, dtype);
+            let full = on_device(&device, &w, n, k, dtype);
+            for both in [true, false] {
+                let got = hierarchies.quantise(&full, both, paired, &flag).unwrap();
+                let want = packed(&quantised(&w, k, both), n, k, paired);
+                let planes = [Some(got.upper()), got.lower()];
+                assert_eq!(got.lower().is_some(), both);
+                for ((plane, want), name) in planes.into_iter().flatten().zip(&want).zip(["upper", "lower"]) {
+                    let what = format!("{dtype:?} {n} x {k}, paired {paired}, both {both}, {name}");
+                    equal(&plane.read::<u8>(0, plane.bytes()).unwrap(), want, &what);
+                }
+                let [upper, lower] = Hierarchy::bytes(n, k);
+                assert_eq!(got.held_bytes(), upper + if both { lower } else { 0 });
+            }
+        }
+    }
+    assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
+}
+
+#[test]
+fn weights_that_are_no_numbers_are_flagged() {
+    let Some(device) = device() else { return };
+    let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
+    let mut random = Random(8);
+    for (bad, both) in [(f32::NAN, true), (f32::INFINITY, false), (1e30, true), (1e30, false)] {
+        let flag = device.zeroed(4).unwrap();
+        let mut w = weights(&mut random, 32, 128, Dtype::Bf16);
+        w[17 * 128 + 100] = bad;
+        hierarchies.quantise(&on_device(&device, &w, 32, 128, Dtype::Bf16), both, 0, &flag).unwrap();
+        assert_eq!(flag.read::<u32>(0, 1).unwrap(), [4], "{bad}");
+    }
+    let error = Hierarchies::new(&device, Dtype::F32).unwrap_err();
+    assert_eq!(error.kind, ErrorKind::Model);
+}
+
+#[test]
+fn the_matrix_of_both_planes() {
+    let Some(device) = device() else { return };
+    let flag = device.zeroed(4).unwrap();
+    let mut random = Random(9);
+    for dtype in [Dtype::Bf16, Dtype::F16] {
+        let hierarchies = Hierarchies::new(&device, dtype).unwrap();
+        for (n, k, paired) in [(40, 200, 0), (129, 1376, 0), (256, 512, 128)] {
+            let w = weights(&mut random, n, k, dtype);
+            let full = on_device(&device, &w, n, k, dtype);
+            for both in [true, false] {
+                let planes = hierarchies.quantise(&full, both, paired, &flag).unwrap();
+                let to = poisoned(&device, full.buffer.bytes());
+                hierarchies.expand(&planes, &to, 0).unwrap();
+                let got = to.read::<u16>(0, to.bytes() / 2).unwrap();
+                let rows = quantised(&w, k, both);
+                let values: Vec<f32> = rows.iter().flat_map(Row::both).collect();
+                let want = gpu::atoms(&bits(&values, dtype), n, k);
+                let inside = gpu::atoms(&vec![1; n * k], n, k);
+                for (at, (got, want)) in got.iter().zip(&want).enumerate().filter(|(at, _)| inside[*at] == 1) {
+                    assert!(got == want || (got | want) == 0x8000, "{dtype:?} {n} x {k}: {at}: {got:#x} {want:#x}");
+                }
+                // Beyond the matrix numbers are finite: inputs there are zeros.
+                assert!(download(&to, to.bytes() / 2, dtype).iter().all(|v| v.is_finite()));
+            }
+        }
+    }
+}
+
+/// As the tests of `linear`: every count that a verification of one sequence may have, and the edges of larger kernels.
+const COUNTS: [usize; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 32, 33, 63, 64, 71];
+/// Many tiles per block, and passes over the inputs.
+const LARGE: [(usize, usize); 3] = [(8192, 256), (4800, 4096), (16 * (12 * 132 + 1) - 5, 256)];
+
+#[test]
+fn products() {
+    check_products(&SHAPES);
+}
+
+#[test]
+fn products_of_many_tiles() {
+    check_products(&LARGE);
+}
+
+fn check_products(shapes: &[(usize, usize)]) {
+    let Some(device) = device() else { return };
+    let flag = device.zeroed(4).unwrap();
+    let mut random = Random(10);
+    for dtype in [Dtype::Bf16, Dtype::F16] {
+        let hierarchies = Hierarchies::new(&device, dtype).unwrap();
+        for &(n, k) in shapes {
+            let most = *COUNTS.last().unwrap();
+            let w = weights(&mut random, n, k, dtype);
+            let pitch = k.next_multiple_of(64);
+            let x: Vec<f32> = random.normals(most * k).iter().map(|&v| round(v, dtype)).collect();
+            let mut pitched = vec![0.0; most * pitch];
+            for (to, from) in pitched.chunks_mut(pitch).zip(x.chunks(k)) {
+                to[..k].copy_from_slice(from);
+            }
+            let x_device = upload(&device, &pitched, dtype);
+            let full = on_device(&device, &w, n, k, dtype);
+            for (both, reads) in [(true, Reads::All), (true, Reads::Upper), (false, Reads::All)] {
+                let planes = hierarchies.quantise(&full, both, 0, &flag).unwrap();
+                let y = poisoned(&device, most * n * 4);
+                let run = |rows: usize| {
+                    y.fill(0xff).unwrap();
+                    // SAFETY: x has `most` rows and y room for as many.
+                    unsafe { hierarchies.run(&planes, reads, x_device.at(0), y.at(0), rows) }.unwrap();
+                    y.read::<f32>(0, rows * n).unwrap()
+                };
+                let all = run(most);
+                assert!(all.iter().all(|v| v.is_finite()), "an output was not written");
+                for &rows in &COUNTS {
+                    let differs = run(rows).iter().zip(&all).position(|(a, b)| a.to_bits() != b.to_bits());
+                    assert_eq!(differs, None, "{rows} of {most} rows change bits: {dtype:?} {n} x {k}, {reads:?}");
+                }
+                let (mut got, mut want) = (Vec::new(), Vec::new());
+                for (out, row) in quantised(&w, k, both).iter().enumerate() {
+                    let values = if reads == Reads::All { row.both() } else { row.upper() };
+                    for row in [0, 6, 30, most - 1] {
+                        got.push(all[row * n + out]);
+                        let x = &x[row * k..(row + 1) * k];
+                        want.push(values.iter().zip(x).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum::<f64>());
+                    }
+                }
+                let error = distance(&got, &want);
+                assert!(error < 3e-6, "{dtype:?} {n} x {k}, {reads:?}: {error}");
+            }
+        }
+    }
+    assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
+}
+
+#[test]
+fn other_work_changes_no_bit() {
+    let Some(device) = device() else { return };
+    let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
+    let flag = device.zeroed(4).unwrap();
+    let mut random = Random(11);
+    // Several tiles a multiprocessor, and a last chunk that only some warps have a part of.
+    for (n, k) in [(12_288, 4096), (4096, 5504)] {
+        let some = weights(&mut random, 64, k, Dtype::Bf16);
+        let w: Vec<f32> = some.iter().cycle().take(n * k).copied().collect();
+        let full = on_device(&device, &w, n, k, Dtype::Bf16);
+        let most = 64;
+        let x = upload(&device, &random.normals(most * k), Dtype::Bf16);
+        let planes = hierarchies.quantise(&full, true, 0, &flag).unwrap();
+        for reads in [Reads::All, Reads::Upper] {
+            for rows in [1, 5, 8, 16, 17, most] {
+                let y = device.zeroed(rows * n * 4).unwrap();
+                let run = || {
+                    // SAFETY: x has `most` rows and y room for `rows`.
+                    unsafe { hierarchies.run(&planes, reads, x.at(0), y.at(0), rows) }.unwrap();
+                    y.read::<u32>(0, rows * n).unwrap()
+                };
+                let alone = run();
+                let differ = while_busy(&device, || (0..60).filter(|_| run() != alone).count());
+                assert_eq!(differ, 0, "of 60 products of {rows} rows, {n} x {k}, {reads:?}");
+            }
+        }
+    }
+}

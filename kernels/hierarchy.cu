@@ -1,0 +1,44 @@
+// Products of a step's few rows with weights in planes. Entries exist on every architecture.
+#include "hierarchy.cuh"
+
+// linear_{both,upper}_{bf16,f16}_{NT}(upper plane, lower plane, x [rows][pitch], y f32 [rows][n], groups of 64 inputs, stride: blocks of a tile in memory,
+// tiles of 16 outputs, n, rows, pitch of x in elements): grid and threads as linear_bf16_{NT} of linear.cu.
+#define PLANES_ARGUMENTS \
+  const uint8_t *upper, const uint8_t *lower, const uint8_t *x, float *y, int groups, int stride, int tiles, int n, int rows, int pitch
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define BLOCKS_1
+#define BLOCKS_2 __cluster_dims__(2, 1, 1)
+#define PLANE_RING(VIEW, PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                       \
+  static_assert(PlaneRing<PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED, "as hierarchy.rs asks for"); \
+  PLANE_RING_OF(VIEW, PLANES, bf16, CodesBf16, NT, CLUSTER, REGISTERS, PlaneRing<PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>) \
+  PLANE_RING_OF(VIEW, PLANES, f16, CodesHalf, NT, CLUSTER, REGISTERS, PlaneRing<PLANES, NT, TILES, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
+#define PLANE_RING_OF(VIEW, PLANES, TYPE, E, NT, CLUSTER, REGISTERS, ...)                                                                            \
+  KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS) linear_##VIEW##_##TYPE##_##NT(PLANES_ARGUMENTS) {                                        \
+    ring_product<__VA_ARGS__, MultiplyPlanes<E, PLANES, __VA_ARGS__>>(PlanePieces<PLANES>{upper, lower, stride}, x, nullptr, y, groups,  \
+                                                                        tiles, n, rows, (size_t)pitch * 2);                                  \
+  }
+PLANE_RING(both, 2, 1, 2, 4, 9, 5, 1, false, 96, 206728)
+PLANE_RING(both, 2, 2, 2, 4, 7, 4, 2, false, 104, 196816)
+PLANE_RING(both, 2, 4, 2, 4, 6, 3, 2, true, RING_ENTRY, 212648)
+PLANE_RING(both, 2, 8, 1, 2, 8, 2, 2, true, RING_ENTRY, 211120)
+PLANE_RING(upper, 1, 1, 4, 4, 9, 4, 1, false, 104, 207600)
+PLANE_RING(upper, 1, 2, 4, 8, 7, 4, 2, true, RING_ENTRY, 203984)
+PLANE_RING(upper, 1, 4, 4, 4, 5, 3, 2, true, RING_ENTRY, 200344)
+PLANE_RING(upper, 1, 8, 1, 2, 12, 2, 2, true, RING_ENTRY, 196848)
+#else
+#define PLANES_OF(VIEW, PLANES, TYPE, E, NT, DEPTH, PER_SM)                                                                                       \
+  KERNEL __launch_bounds__(256, PER_SM) linear_##VIEW##_##TYPE##_##NT(PLANES_ARGUMENTS) {                                              \
+    linear_planes<E, PLANES, NT, DEPTH>(upper, lower, reinterpret_cast<const uint16_t*>(x), y, groups, stride, tiles, n, rows, pitch); \
+  }
+#define VIEW_OF(VIEW, PLANES, NT, DEPTH, PER_SM)                \
+  PLANES_OF(VIEW, PLANES, bf16, CodesBf16, NT, DEPTH, PER_SM) \
+  PLANES_OF(VIEW, PLANES, f16, CodesHalf, NT, DEPTH, PER_SM)
+VIEW_OF(both, 2, 1, 4, 2)
+VIEW_OF(both, 2, 2, 4, 2)
+VIEW_OF(both, 2, 4, 2, 1)
+VIEW_OF(both, 2, 8, 2, 1)
+VIEW_OF(upper, 1, 1, 4, 2)
+VIEW_OF(upper, 1, 2, 4, 2)
+VIEW_OF(upper, 1, 4, 2, 1)
+VIEW_OF(upper, 1, 8, 2, 1)
+#endif

@@ -1,0 +1,191 @@
+// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads both planes, a draft (and a target of four bits) the upper one alone.
+//
+// The mma A operand is a whole code, C = 16 U + L + 8 (upper plane alone: 16 U), as the integer in the low bits of a 16-bit float: as f16 it is C 2^-24, as
+// bfloat16 C 2^-133, subnormal or nearly so, and exact. So unpacking is masks and byte selects. bfloat16 inputs are multiplied by 2^64 to keep products normal.
+// A group is summed by the tensor core from zero; groups are added in f32:
+//   y += s/16 sum(C x) + (z - s/2) sum(x)     (upper plane alone: z sum(x))
+#pragma once
+#include "layout.cuh"
+#include "linear.cuh"
+
+// TIMES: what a sum of products of codes and inputs is short of by, divided by 16. OF_X: the same of a sum of inputs.
+struct CodesBf16 : MmaBf16 {
+  static constexpr uint32_t ONES = 0x3f803f80;
+  static constexpr float TIMES = 36893488147419103232.f, OF_X = 5.421010862427522e-20f;       // 2^(133 - 64 - 4), 2^-64
+  static DEV uint32_t input(uint32_t pair) {
+    const __nv_bfloat162 x = *reinterpret_cast<const __nv_bfloat162*>(&pair), y = __hmul2(x, __floats2bfloat162_rn(18446744073709551616.f, 18446744073709551616.f));
+    return *reinterpret_cast<const uint32_t*>(&y);
+  }
+};
+struct CodesHalf : MmaHalf {
+  static constexpr uint32_t ONES = 0x3c003c00;
+  static constexpr float TIMES = 1048576.f, OF_X = 1.f;                                      // 2^(24 - 4)
+  static DEV uint32_t input(uint32_t pair) { return pair; }
+};
+
+// A lane's 16 inputs of a group and row tile, and the sums of all 64 of rows 2c and 2c + 1.
+template <class E>
+struct GroupInput {
+  uint32_t pairs[8];
+  float sum[2];
+  DEV void set(uint4 low, uint4 high) {
+    const uint32_t from[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}, ones[4] = {E::ONES, E::ONES, E::ONES, E::ONES};
+    float d[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 8; i++) pairs[i] = E::input(from[i]);
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) E::mma(d, ones, pairs[i], pairs[i + 1]);
+    sum[0] = d[0] * E::OF_X, sum[1] = d[1] * E::OF_X;
+  }
+};
+
+// A lane's codes of a group and tile of outputs.
+template <int PLANES>
+struct GroupCodes {
+  uint4 upper, lower;
+  uint2 params;
+  // A operand of word i.
+  DEV void fragment(uint32_t (&f)[4], int i) const {
+    auto word = [i](const uint4& v) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; };
+    constexpr uint32_t L = 0x0f0f0f0f, H = 0xf0f0f0f0;
+    const uint32_t u = word(upper);
+    uint32_t row = u << 4 & H, row8 = u & H;
+    if constexpr (PLANES == 2) {
+      const uint32_t l = word(lower);
+      row = select_bits(u << 4, l, H), row8 = select_bits(u, l >> 4, H);
+      (void)L;
+    }
+    f[0] = __byte_perm(row, 0, 0x4140), f[1] = __byte_perm(row8, 0, 0x4140), f[2] = __byte_perm(row, 0, 0x4342), f[3] = __byte_perm(row8, 0, 0x4342);
+  }
+};
+
+// acc[t] += the group.
+template <class E, int PLANES, int NT>
+DEV void group_add(float (&acc)[NT][4], const GroupCodes<PLANES>& codes, const GroupInput<E> (&in)[NT]) {
+  float d[NT][4];
+#pragma unroll
+  for (int t = 0; t < NT; t++) d[t][0] = d[t][1] = d[t][2] = d[t][3] = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    uint32_t f[4];
+    codes.fragment(f, i);
+#pragma unroll
+    for (int t = 0; t < NT; t++) E::mma(d[t], f, in[t].pairs[2 * i], in[t].pairs[2 * i + 1]);
+  }
+  const float2 p[2] = {unpack_half2(codes.params.x), unpack_half2(codes.params.y)};
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const float scale = __fmul_rn(p[h].x, E::TIMES), zero = PLANES == 2 ? __fmaf_rn(p[h].x, -0.5f, p[h].y) : p[h].y;
+#pragma unroll
+    for (int t = 0; t < NT; t++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) acc[t][2 * h + e] = __fmaf_rn(d[t][2 * h + e], scale, __fmaf_rn(zero, in[t].sum[e], acc[t][2 * h + e]));
+  }
+}
+
+// As `linear_16`: the warps share the groups of a tile in turn (warp w has groups w, w + 8, ...) and the blocks the tiles; DEPTH groups per warp are under way.
+template <class E, int PLANES, int NT, int DEPTH>
+DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restrict__ lower, const uint16_t* x, float* y, int groups, int stride, int tiles, int n,
+                       int rows, int pitch) {
+  __shared__ float sums[LINEAR_WARPS][NT][128];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  const int mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;
+  grid_trigger();
+  GroupCodes<PLANES> codes[DEPTH];
+  auto load = [&](int i, int tile, int group) {
+    const size_t at = (size_t)tile * stride + group * LINEAR_WARPS + warp;
+    codes[i].upper = ldg_stream(upper + at * UPPER_BLOCK + lane * 16);
+    codes[i].params = __ldg(reinterpret_cast<const uint2*>(upper + at * UPPER_BLOCK + 512 + g * 8));
+    if (PLANES == 2) codes[i].lower = ldg_stream(lower + at * LOWER_BLOCK + lane * 16);
+  };
+  int tile = blockIdx.x;
+#pragma unroll
+  for (int i = 0; i < DEPTH; i++)
+    if (tile < tiles && i < mine) load(i, tile, i);
+  grid_wait();                                                             // weights do not depend on the kernel before, x does
+  x += (size_t)blockIdx.y * NT * 8 * pitch, y += (size_t)blockIdx.y * NT * 8 * n, rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
+  for (; tile < tiles; tile += gridDim.x) {
+    float acc[NT][4];
+#pragma unroll
+    for (int t = 0; t < NT; t++) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0;
+    const int next = tile + gridDim.x;
+#pragma unroll 1
+    for (int i0 = 0; i0 < mine; i0 += DEPTH) {
+      const bool last = i0 + DEPTH >= mine;                                // from here on the next tile's groups are fetched
+#pragma unroll
+      for (int i = 0; i < DEPTH; i++) {
+        if (i0 + i < mine) {
+          const uint16_t* from = x + ((i0 + i) * LINEAR_WARPS + warp) * 64 + c * 16;
+          GroupInput<E> in[NT];
+#pragma unroll
+          for (int t = 0; t < NT; t++) {
+            uint4 low = make_uint4(0, 0, 0, 0), high = low;
+            if (t * 8 + g < rows) low = ldg_plain(from + (size_t)(t * 8 + g) * pitch), high = ldg_plain(from + (size_t)(t * 8 + g) * pitch + 8);
+            in[t].set(low, high);
+          }
+          group_add<E, PLANES, NT>(acc, codes[i], in);
+        }
+        if (last) {
+          if (next < tiles && i < mine) load(i, next, i);
+        } else if (i0 + DEPTH + i < mine) {
+          load(i, tile, i0 + DEPTH + i);
+        }
+      }
+    }
+    reduce_store<NT>(sums, acc, y, tile, n, rows);
+  }
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// A tile's part of a chunk: eight blocks of the upper plane, then eight of the lower one.
+template <int PLANES>
+struct PlanePieces {
+  static constexpr int PIECE = UPPER_BLOCK + (PLANES == 2 ? LOWER_BLOCK : 0);
+  const uint8_t *upper, *lower;
+  int stride;
+  DEV void copy(uint32_t to, size_t tile, int k, int count, uint32_t bar, uint64_t policy) const {
+    const size_t at = tile * stride + k;
+    bulk_copy(to, upper + at * UPPER_BLOCK, count * UPPER_BLOCK, bar, policy);
+    if (PLANES == 2) bulk_copy(to + LINEAR_WARPS * UPPER_BLOCK, lower + at * LOWER_BLOCK, count * LOWER_BLOCK, bar, policy);
+  }
+};
+
+// A warp has its 64 inputs of all rows in registers.
+template <class E, int PLANES, class R>
+struct MultiplyPlanes {
+  static constexpr bool READS_AGAIN = false;
+  GroupInput<E> in[R::NT];
+  GroupCodes<PLANES> codes[R::TILES];
+  DEV uint32_t take(uint32_t x, int warp, int lane) {
+    uint32_t seen = 0;
+#pragma unroll
+    for (int t = 0; t < R::NT; t++) {
+      const uint32_t from = x + (t * 8 + (lane >> 2)) * R::PITCH + warp * 128 + (lane & 3) * 32;
+      const uint4 low = lds128(from), high = lds128(from + 16);
+      seen |= low.w | high.w;
+      in[t].set(low, high);
+    }
+    return seen;
+  }
+  DEV uint32_t load(uint32_t chunk, int warp, int lane) {
+    uint32_t seen = 0;
+#pragma unroll
+    for (int i = 0; i < R::TILES; i++) {
+      const uint32_t at = chunk + i * R::HALF, block = at + warp * UPPER_BLOCK;
+      codes[i].upper = lds128(block + lane * 16), codes[i].params = lds64(block + 512 + (lane >> 2) * 8);
+      seen |= codes[i].upper.w | codes[i].params.x;
+      if (PLANES == 2) codes[i].lower = lds128(at + LINEAR_WARPS * UPPER_BLOCK + warp * LOWER_BLOCK + lane * 16), seen |= codes[i].lower.w;
+    }
+    return seen;
+  }
+  DEV uint32_t add(float (&acc)[R::TOGETHER][R::NT][4], int first, uint32_t, int, int) const {
+#pragma unroll
+    for (int i = 0; i < R::TILES; i++) group_add<E, PLANES, R::NT>(acc[first + i], codes[i], in);
+    return 0;
+  }
+};
+
+// Rows of x lie 16 bytes apart modulo 128, so that 32 bytes of each of four lanes and two rows fall into different banks.
+template <int PLANES, int NT, int TILES, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
+using PlaneRing = Ring<NT, PlanePieces<PLANES>::PIECE, TILES, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, 16>;
+#endif
