@@ -913,6 +913,7 @@ fn rounds() {
     let options = Options {
         slots: 1,
         capacity,
+        pool_pages: usize::MAX,
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
@@ -1011,6 +1012,7 @@ fn steps() {
     let options = Options {
         slots: 1,
         capacity,
+        pool_pages: usize::MAX,
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
