@@ -424,7 +424,7 @@ def engine_flags(command: Command) -> Command:
             "--weights",
             WEIGHTS,
             "The target's weights, which define the output: the checkpoint's; int8, half the memory, whose upper "
-            "nibbles draft; int4, those alone (both CPU only); auto takes int8 where the checkpoint's do not fit.",
+            "nibbles draft; int4, those alone; auto takes int8 where the checkpoint's do not fit.",
         ),
         choice("--kv-target", KV_TARGETS, "View of the cache that defines the output."),
         choice("--kv-rounding", KV_ROUNDINGS, "How keys and values are rounded."),
