@@ -106,7 +106,7 @@ impl Run {
 
     fn drafter(&self) -> Option<Box<dyn Drafter>> {
         let method = draft::Entry::named(self.method).expect("a method");
-        method.drafter(self.target, DraftWeights::Int4, self.pages)
+        method.drafter(self.target, DraftWeights::Int4, &[self.pages])
     }
 
     /// Emitted tokens of every prompt, decoded as one batch.

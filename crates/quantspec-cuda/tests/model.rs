@@ -321,7 +321,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
             }
             let want = backend.window(0, 13).unwrap();
             for enough in [0.999, 0.7, 1e-9] {
-                let stop = Stop { enough, doubt: 0.45 };
+                let stop = Stop { min_acceptance: enough, margin_scale: 0.45 };
                 let mut turns = [turn(Some(stop))];
                 backend.set_window(0, &[first]).unwrap();
                 forward::draft(&mut backend, &QUANTSPEC, &mut turns).unwrap();
@@ -330,7 +330,7 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
                 assert!(turn.margins.iter().all(|&margin| margin >= 0.0), "{:?}", turn.margins);
                 assert!(backend.window(0, turn.gamma + 1).unwrap() == want[..=turn.gamma], "{accept:?} {enough}");
                 let chance =
-                    |n: usize| -> f64 { turn.margins[..n].iter().map(|&margin| stop.chance(margin)).product() };
+                    |n: usize| -> f64 { turn.margins[..n].iter().map(|&margin| stop.acceptance(margin)).product() };
                 assert!(turn.gamma == 12 || chance(turn.gamma) < enough);
                 assert!(chance(turn.gamma - 1) >= enough);
                 (ended, tried) = (ended + usize::from(turn.gamma < 12), tried + 1);
@@ -388,7 +388,7 @@ fn rounds_of_drafts_that_end_early_change_no_token() {
             let (prompt, sampler) = (prompt(vocab, length, 9), sampler(accept, 17, 0));
             let (want, _) = rounds(&mut backend, &prompt, &sampler, Pages::All, None, 400);
             for pages in [Pages::All, Pages::Best(3), Pages::Window(4)] {
-                let stop = Some(Stop { enough: 0.9, doubt: 1.0 });
+                let stop = Some(Stop { min_acceptance: 0.9, margin_scale: 1.0 });
                 let (got, ended) = rounds(&mut backend, &prompt, &sampler, pages, stop, 400);
                 assert!(got == want, "{accept:?} {pages:?}");
                 // A greedy text repeats itself, and little of it is in doubt.

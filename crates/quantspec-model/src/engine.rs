@@ -403,16 +403,18 @@ impl<B: Backend> Engine<B> {
         }
         let steps = self.turns.iter().map(|turn| turn.gamma).max().unwrap_or(0);
         let visible = self.turns.iter().map(|turn| visible_pages(turn.committed)).max().unwrap_or(0);
-        self.method.policy.observe_context(visible);
+        let Method { drafter, policy, .. } = &mut self.method;
+        if let Some(drafter) = drafter {
+            policy.observe_usable(|candidate| drafter.is_usable(candidate, visible));
+        }
         if steps == 0 {
             return Ok(());
         }
-        let Method { drafter, policy, .. } = &mut self.method;
         let Some(drafter) = drafter else {
             return Err(Error::usage(format!("gamma {steps} with method ar"), "method ar drafts nothing; use gamma 0"));
         };
         let started = Instant::now();
-        let proposed = drafter.propose(&mut self.backend, &mut self.turns, policy.pages())?;
+        let proposed = drafter.propose(&mut self.backend, &mut self.turns, policy.candidate())?;
         (0..proposed.in_vain).for_each(|_| policy.observe_failure());
         if proposed.steps > 0 {
             self.drafted = Some((proposed.steps, started.elapsed().as_secs_f64()));
@@ -492,7 +494,7 @@ impl<B: Backend> Engine<B> {
             self.stats.pages(drafted * read);
             if turn.gamma > 0 {
                 if !turn.margins.is_empty() {
-                    self.method.policy.observe_leads(&turn.margins, verdict.accepted);
+                    self.method.policy.observe_margins(&turn.margins, verdict.accepted);
                 }
                 self.method.policy.observe_round(turn.gamma, verdict.accepted);
             }

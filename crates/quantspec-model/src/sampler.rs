@@ -55,8 +55,8 @@ impl Turn {
         // A draft that computed no number is in doubt.
         self.margins.push(if margin.is_nan() { 0.0 } else { margin });
         let Some(stop) = self.stop else { return };
-        let all: f64 = self.margins.iter().map(|&margin| stop.chance(margin)).product();
-        if all < stop.enough {
+        let all: f64 = self.margins.iter().map(|&margin| stop.acceptance(margin)).product();
+        if all < stop.min_acceptance {
             self.gamma = self.margins.len();
         }
     }

@@ -137,7 +137,7 @@ fn a_draft_ends_where_its_tokens_are_in_doubt() {
     let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     // No margin counts beside such an error: each token halves the chance.
     for (enough, drafted) in [(0.0, 4), (0.2, 3), (0.4, 2), (0.9, 1)] {
-        let stop = Stop { enough, doubt: 1e9 };
+        let stop = Stop { min_acceptance: enough, margin_scale: 1e9 };
         let mut turns = [Turn { stop: Some(stop), ..Turn::new(slot, 3, 4, Sampler::greedy()) }];
         forward::draft(engine.backend(), &plan, &mut turns).expect("draft");
         assert_eq!((turns[0].gamma, turns[0].margins.len()), (drafted, drafted));

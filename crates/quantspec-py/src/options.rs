@@ -90,10 +90,10 @@ impl Request<'_> {
         let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
         let windowed = one_of("page_choice", self.page_choice, &[("best", false), ("window", true)])?;
         let chosen = |count| if windowed { Pages::Window(count) } else { Pages::Best(count) };
-        let (pages, choices) = match self.draft_pages {
-            None => (Pages::All, None),
+        let pages = match self.draft_pages {
+            None => vec![Pages::All],
             Some(DraftPages::Word(ref word)) if word == "auto" => {
-                (Pages::All, Some(std::iter::once(Pages::All).chain(PAGES_AUTO.map(chosen)).collect::<Vec<_>>()))
+                std::iter::once(Pages::All).chain(PAGES_AUTO.map(chosen)).collect()
             }
             Some(DraftPages::Word(ref word)) => {
                 return Err(Error::usage(format!("draft_pages is {word:?}"), "use a number, or auto, or None for all"));
@@ -104,10 +104,10 @@ impl Request<'_> {
                     "use at least 2 (the first and the newest page are always read), or all",
                 ));
             }
-            Some(DraftPages::Count(count)) => (chosen(count), None),
+            Some(DraftPages::Count(count)) => vec![chosen(count)],
         };
         let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
-        let drafter = method.drafter(target, wanted, pages);
+        let drafter = method.drafter(target, wanted, &pages);
         let needs = drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
         let policy = match self.gamma {
             Some(gamma) if gamma > GAMMA_MAX => {
@@ -119,10 +119,7 @@ impl Request<'_> {
             Some(gamma) => Policy::fixed(gamma),
             None => Policy::auto(GAMMA_AUTO),
         };
-        let policy = match choices {
-            Some(choices) => policy.with_pages(&choices),
-            None => policy,
-        };
+        let policy = policy.with_candidates(drafter.as_ref().map_or(1, |drafter| drafter.candidates()));
         let longest = match (self.every_view, &drafter) {
             (true, _) => GAMMA_MAX,
             (false, Some(_)) => self.gamma.unwrap_or(GAMMA_AUTO),

@@ -30,6 +30,16 @@ pub trait Drafter: Debug + Send {
         false
     }
 
+    /// Ways to draft that it offers, at least one. The policy compares them by what they cost and yield.
+    fn candidates(&self) -> usize {
+        1
+    }
+
+    /// Whether a candidate is worth trying where a sequence sees `visible` pages. Candidate 0 always is.
+    fn is_usable(&self, _candidate: usize, _visible: usize) -> bool {
+        true
+    }
+
     /// Begins a sequence: its prompt, and the first token of the answer. Replaces what was known of the slot.
     ///
     /// # Errors
@@ -38,11 +48,11 @@ pub trait Drafter: Debug + Send {
 
     /// Proposes up to `turn.gamma` tokens for every turn. Afterwards `turn.gamma` of them stand in the slot's window after the
     /// last emitted token, or the target's backend will put them there when it verifies; `turn.q` says what they were drawn
-    /// from. `pages` replaces the drafter's own choice of pages, where these are chosen by measurement.
+    /// from. `candidate` is one of the ways to draft that the drafter offers.
     ///
     /// # Errors
     /// Those of the target's backend, and of a network of the drafter's own. What only the draft cannot compute ends the draft.
-    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], pages: Option<Pages>) -> Result<Proposed>;
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed>;
 
     /// A round ended: the sequence emitted `tokens`, accepted ones and the target's own.
     ///
@@ -166,12 +176,14 @@ impl Entry {
         }
     }
 
-    /// The drafter; `None` where nothing drafts. Without draft weights a method that would read them reads the target's.
-    pub fn drafter(&self, target: View, weights: DraftWeights, pages: Pages) -> Option<Box<dyn Drafter>> {
+    /// The drafter; `None` where nothing drafts. Where the model drafts, each of `pages` (at least one) is a candidate. Without draft weights a method that
+    /// would read them reads the target's.
+    pub fn drafter(&self, target: View, weights: DraftWeights, pages: &[Pages]) -> Option<Box<dyn Drafter>> {
         match (self.plan(target), self.source) {
             (Some(plan), _) => {
                 let weights = if weights == DraftWeights::None { Weights::Full } else { plan.weights };
-                Some(SelfQuantised::boxed(DraftPlan { weights, pages, ..plan }))
+                let plans = pages.iter().map(|&pages| DraftPlan { weights, pages, ..plan });
+                Some(Box::new(SelfQuantised(plans.collect())))
             }
             (None, Source::Other(make)) => Some(make()),
             (None, _) => None,
@@ -187,7 +199,7 @@ mod tests {
     fn methods_make_what_they_say() {
         let made = |name: &str, weights| {
             let method = Entry::named(name).unwrap();
-            method.drafter(View::Both, weights, Pages::Best(3)).map(|drafter| drafter.needs())
+            method.drafter(View::Both, weights, &[Pages::Best(3)]).map(|drafter| drafter.needs())
         };
         let needs = |view, draft_weights| Some(Needs { view, draft_weights, distributions: view.is_some() });
         let (upper, both) = (Some(View::Upper), Some(View::Both));

@@ -7,7 +7,6 @@
 
 use super::{Drafter, Needs, Proposed, Target};
 use crate::backend::Turn;
-use quantspec_core::config::Pages;
 use quantspec_core::verify::DraftDistribution;
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
@@ -40,7 +39,7 @@ impl Drafter for Ngram {
         Ok(())
     }
 
-    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], _pages: Option<Pages>) -> Result<Proposed> {
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], _candidate: usize) -> Result<Proposed> {
         for turn in turns.iter_mut() {
             let text = self.texts.get(&turn.slot);
             let text = text.ok_or_else(|| Error::internal(format!("no text of slot {}", turn.slot)))?;
@@ -193,7 +192,7 @@ mod tests {
         drafter.prefill(5, &[1, 2, 4, 1], 2).unwrap();
         drafter.prefill(2, &[1], 2).unwrap();
         let mut turns = [turn(5, 3), turn(2, 3), turn(0, 2)];
-        let found = drafter.propose(&mut windows, &mut turns, None).unwrap();
+        let found = drafter.propose(&mut windows, &mut turns, 0).unwrap();
         assert_eq!(found, Proposed { steps: 3, in_vain: 0, pages: None });
         assert_eq!(turns.each_ref().map(|turn| turn.gamma), [3, 0, 2]);
         assert!(turns.iter().all(|turn| turn.q == DraftDistribution::OneHot));
@@ -202,11 +201,11 @@ mod tests {
         drafter.commit(2, &[1, 2]).unwrap();
         drafter.prefill(0, &[8, 9], 2).unwrap();
         let mut turns = [turn(2, 1), turn(0, 4)];
-        assert_eq!(drafter.propose(&mut windows, &mut turns, None).unwrap().steps, 1);
+        assert_eq!(drafter.propose(&mut windows, &mut turns, 0).unwrap().steps, 1);
         assert_eq!(turns.each_ref().map(|turn| turn.gamma), [1, 0]);
         drafter.close(2);
         drafter.close(2);
-        assert!(drafter.propose(&mut windows, &mut [turn(2, 1)], None).is_err());
+        assert!(drafter.propose(&mut windows, &mut [turn(2, 1)], 0).is_err());
     }
 
     proptest! {

@@ -5,34 +5,46 @@ use crate::backend::{DraftPlan, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::{Pages, Weights};
 
-/// Drafts by the target's own backend, which holds the sequences: this keeps the plan only. On a GPU the turns take the plan
-/// along to the verification, and both run as one graph.
-#[derive(Clone, Copy, Debug)]
-pub struct SelfQuantised(pub DraftPlan);
+/// Drafts by the target's own backend, which holds the sequences: this keeps the plans only, one per candidate and at least one. Plans differ in their
+/// pages. On a GPU the turns take the plan along to the verification, and both run as one graph.
+#[derive(Clone, Debug)]
+pub struct SelfQuantised(pub Vec<DraftPlan>);
 
 impl SelfQuantised {
     /// The drafter of a plan.
     pub fn boxed(plan: DraftPlan) -> Box<dyn Drafter> {
-        Box::new(SelfQuantised(plan))
+        Box::new(SelfQuantised(vec![plan]))
     }
 }
 
 impl Drafter for SelfQuantised {
     fn needs(&self) -> Needs {
-        let draft_weights = self.0.weights == Weights::Draft;
-        Needs { view: Some(self.0.view), draft_weights, distributions: true }
+        let draft_weights = self.0[0].weights == Weights::Draft;
+        Needs { view: Some(self.0[0].view), draft_weights, distributions: true }
     }
 
     fn margins(&self) -> bool {
         true
     }
 
+    fn candidates(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Pages that leave out less than half of what there is save too little.
+    fn is_usable(&self, candidate: usize, visible: usize) -> bool {
+        match self.0[candidate].pages {
+            Pages::Best(n) | Pages::Window(n) => candidate == 0 || 2 * n <= visible,
+            Pages::All => true,
+        }
+    }
+
     fn prefill(&mut self, _slot: usize, _prompt: &[u32], _first: u32) -> Result<()> {
         Ok(())
     }
 
-    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], pages: Option<Pages>) -> Result<Proposed> {
-        let plan = DraftPlan { pages: pages.unwrap_or(self.0.pages), ..self.0 };
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
+        let plan = self.0[candidate];
         let asked: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
         target.draft(&plan, turns)?;
         // A draft that ended at its first token took a step, and none of it stands.
@@ -46,4 +58,45 @@ impl Drafter for SelfQuantised {
     }
 
     fn close(&mut self, _slot: usize) {}
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use quantspec_core::config::View;
+    use quantspec_core::sample::Sampler;
+
+    /// Notes the plans that it is asked to draft by.
+    struct Noted(Vec<DraftPlan>);
+
+    impl Target for Noted {
+        fn draft(&mut self, plan: &DraftPlan, _turns: &mut [Turn]) -> Result<()> {
+            self.0.push(*plan);
+            Ok(())
+        }
+
+        fn set_window(&mut self, _slot: usize, _tokens: &[u32]) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn candidates_are_plans_that_leave_out_at_least_half_of_the_pages() {
+        let plan = |pages| DraftPlan { weights: Weights::Draft, view: View::Upper, pages };
+        let plans = [Pages::All, Pages::Best(16), Pages::Window(64)].map(plan).to_vec();
+        let mut drafter = SelfQuantised(plans.clone());
+        let usable = |visible| (0..drafter.candidates()).map(|at| drafter.is_usable(at, visible)).collect::<Vec<_>>();
+        assert_eq!(usable(31), [true, false, false]);
+        assert_eq!(usable(32), [true, true, false]);
+        assert_eq!(usable(128), [true, true, true]);
+        // A number of pages that the user named is read at any length.
+        assert!(SelfQuantised(vec![plan(Pages::Best(16))]).is_usable(0, 0));
+
+        let (mut target, mut turns) = (Noted(vec![]), [Turn::new(0, 5, 3, Sampler::greedy())]);
+        for (candidate, plan) in plans.iter().enumerate() {
+            let proposed = drafter.propose(&mut target, &mut turns, candidate).unwrap();
+            assert_eq!((proposed.steps, proposed.pages), (3, Some(plan.pages)));
+        }
+        assert_eq!(target.0, plans);
+    }
 }

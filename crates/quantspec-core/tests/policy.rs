@@ -1,0 +1,740 @@
+//! The γ policy on simulated machines and texts: how near it comes to the best fixed γ, and what it loses where nothing pays.
+
+use proptest::array::uniform4;
+use proptest::prelude::*;
+use quantspec_core::policy::{Policy, Stop, expected_tokens};
+use quantspec_core::sample::{Stream, uniform};
+use std::collections::HashSet;
+
+/// Acceptance of drafted tokens, by the tokens emitted so far.
+#[derive(Clone, Copy, Debug)]
+enum Text {
+    Even(f64),
+    /// So many tokens well drafted, then as many not at all, in turn.
+    Alternating(f64, usize),
+    /// Well drafted but for the tokens from 2,000 to 6,000.
+    Gap,
+}
+
+/// Logit margins of drafted tokens.
+#[derive(Clone, Copy, Debug)]
+enum Margins {
+    Always(f32),
+    /// Exponentially distributed with this mean.
+    Mean(f64),
+}
+
+/// A machine and a text. Costs in milliseconds.
+#[derive(Clone, Copy, Debug)]
+struct World {
+    draft: f64,
+    verify: fn(usize) -> f64,
+    text: Text,
+    /// Standard deviation of timings, relative; one in fifty takes five times as long.
+    noise: f64,
+    /// First rounds that are measured five times as long as they are.
+    slow: usize,
+    batch: usize,
+    /// A plain step after a draft or the prompt takes this many times as long; `warming` of the excess is left at each further one.
+    cold: f64,
+    warming: f64,
+    /// Share of the rounds in which the drafter proposes what it is asked for; else it proposes nothing.
+    proposes: f64,
+    /// A draft is accepted as a whole or not at all, unlike the policy's model.
+    together: bool,
+    /// Known margins, by which drafts end early.
+    margins: Option<Margins>,
+    /// Margin scale by which tokens are accepted, whatever the text.
+    scale: Option<f64>,
+    seed: u64,
+}
+
+const WORLD: World = World {
+    draft: 3.0,
+    verify: flat,
+    text: Text::Even(0.9),
+    noise: 0.03,
+    slow: 0,
+    batch: 1,
+    cold: 1.0,
+    warming: 0.0,
+    proposes: 1.0,
+    together: false,
+    margins: None,
+    scale: None,
+    seed: 1,
+};
+
+fn flat(rows: usize) -> f64 {
+    10.0 * (1.0 + 0.02 * (rows as f64 - 1.0))
+}
+
+fn steep(rows: usize) -> f64 {
+    10.0 * (1.0 + 0.12 * (rows as f64 - 1.0))
+}
+
+fn cliff(rows: usize) -> f64 {
+    if rows < 3 { 10.0 } else { 45.0 }
+}
+
+fn step(rows: usize) -> f64 {
+    10.0 * rows.div_ceil(4) as f64
+}
+
+fn linear(rows: usize) -> f64 {
+    10.0 * rows as f64
+}
+
+/// A model in a CPU's caches: one row is cheaper than memory traffic suggests.
+fn cached(rows: usize) -> f64 {
+    if rows == 1 { 10.0 } else { 15.0 + 0.5 * rows as f64 }
+}
+
+fn crowded(rows: usize) -> f64 {
+    10.0 + 2.0 * (rows as f64 - 32.0).max(0.0)
+}
+
+/// What decoding came to.
+#[derive(Debug)]
+struct Run {
+    seconds: f64,
+    tokens: usize,
+    /// γ of each round, and the tokens emitted before it.
+    gammas: Vec<(usize, usize)>,
+}
+
+impl World {
+    fn uniform(&self, position: usize, index: u64) -> f64 {
+        f64::from(uniform(self.seed, 0, position, Stream::Sample, index))
+    }
+
+    fn timed(&self, seconds: f64, round: usize, index: u64) -> f64 {
+        let u = |i: u64| self.uniform(round, 1_000 + 10 * index + i);
+        let jitter = (u(0) + u(1) + u(2) + u(3) - 2.0) * 1.7 * self.noise;
+        let interrupted = self.noise > 0.0 && u(4) < 0.02;
+        let slow = if round < self.slow { 5.0 } else { 1.0 };
+        seconds * slow * (1.0 + jitter.max(-0.5)) * if interrupted { 5.0 } else { 1.0 }
+    }
+
+    fn alpha(&self, tokens: usize) -> f64 {
+        match self.text {
+            Text::Even(alpha) => alpha,
+            Text::Alternating(alpha, period) => alpha * f64::from(u8::from((tokens / period).is_multiple_of(2))),
+            Text::Gap => [0.9, 0.05][usize::from((2_000..6_000).contains(&tokens))],
+        }
+    }
+
+    fn margin(&self, round: usize, i: usize) -> f32 {
+        match self.margins {
+            None => f32::INFINITY,
+            Some(Margins::Always(margin)) => margin,
+            Some(Margins::Mean(mean)) => -(mean * self.uniform(round, 2_000 + i as u64).ln()) as f32,
+        }
+    }
+
+    /// Tokens drafted in a round.
+    fn drafted(&self, policy: &Policy, round: usize) -> usize {
+        let Some(stop) = policy.stop().filter(|_| self.margins.is_some()) else { return policy.gamma() };
+        let mut all = 1.0;
+        let ends = |i: &usize| {
+            all *= stop.acceptance(self.margin(round, *i));
+            all < stop.min_acceptance
+        };
+        (0..policy.reach()).find(ends).map_or(policy.reach(), |i| i + 1)
+    }
+
+    /// Decodes at least `tokens` tokens per sequence. True costs are summed, noisy ones observed.
+    fn run(&self, policy: &mut Policy, tokens: usize) -> Run {
+        let mut run = Run { seconds: 0.0, tokens: 0, gammas: vec![] };
+        let (mut round, mut cold) = (0, self.cold - 1.0);
+        while run.tokens < tokens * self.batch {
+            let done = run.tokens / self.batch;
+            let proposes = self.uniform(round, 3_000) < self.proposes;
+            let gamma = if proposes { self.drafted(policy, round) } else { 0 };
+            run.gammas.push((gamma, done));
+            if gamma > 0 {
+                run.seconds += self.draft * gamma as f64;
+                policy.observe_draft(self.timed(self.draft * gamma as f64, round, 0), gamma);
+            }
+            for sequence in 0..self.batch {
+                let alpha = |i: usize| match self.scale {
+                    Some(margin_scale) => Stop { min_acceptance: 0.0, margin_scale }.acceptance(self.margin(round, i)),
+                    None => self.alpha(done),
+                };
+                let accepts = |i: usize| self.uniform(round, (sequence * 20 + i) as u64) < alpha(i);
+                let accepted = (0..gamma).take_while(|i| accepts(if self.together { 0 } else { *i })).count();
+                if gamma > 0 {
+                    let margins: Vec<f32> = (0..gamma).map(|i| self.margin(round, i)).collect();
+                    if self.margins.is_some() {
+                        policy.observe_margins(&margins, accepted);
+                    }
+                    policy.observe_round(gamma, accepted);
+                }
+                run.tokens += accepted + 1;
+            }
+            let rows = self.batch * (gamma + 1);
+            let verify = (self.verify)(rows) * if gamma == 0 { 1.0 + cold } else { 1.0 };
+            cold = if gamma == 0 { cold * self.warming } else { self.cold - 1.0 };
+            run.seconds += verify;
+            policy.observe_verify(rows, self.timed(verify, round, 1));
+            round += 1;
+        }
+        run
+    }
+
+    /// Time per token.
+    fn pace(&self, mut policy: Policy, tokens: usize) -> f64 {
+        let run = self.run(&mut policy, tokens);
+        run.seconds / run.tokens as f64
+    }
+
+    /// Time per token at the best fixed γ.
+    fn best(&self, max: usize, tokens: usize) -> f64 {
+        (0..=max).map(|gamma| self.pace(Policy::fixed(gamma), tokens)).fold(f64::INFINITY, f64::min)
+    }
+}
+
+/// Every machine × draft × acceptance × variant, decoded with `Policy::auto(12)`.
+struct Scenario {
+    name: &'static str,
+    machines: &'static [fn(usize) -> f64],
+    drafts: &'static [f64],
+    alphas: &'static [f64],
+    variants: Vec<World>,
+    seeds: u64,
+    tokens: usize,
+    /// Bound of the time per token against plain decoding, for each seed.
+    plain: f64,
+    /// Bound against the best fixed γ, for the mean of the seeds.
+    best: f64,
+}
+
+const SCENARIO: Scenario = Scenario {
+    name: "",
+    machines: &[flat, steep],
+    drafts: &[1.5, 3.0, 5.0],
+    alphas: &[],
+    variants: Vec::new(),
+    seeds: 1,
+    tokens: 4_000,
+    plain: f64::INFINITY,
+    best: f64::INFINITY,
+};
+
+fn scenarios() -> Vec<Scenario> {
+    let alternating = |noise, period| World { noise, text: Text::Alternating(0.0, period), ..WORLD };
+    let known = |margins| World { margins: Some(margins), ..WORLD };
+    let cache = |cold, warming| World { cold, warming, ..WORLD };
+    let loses: &[fn(usize) -> f64] = &[flat, steep, cliff, step, linear];
+    let uninformed = |drafts, alphas, best| Scenario {
+        name: "margins that say nothing",
+        machines: &[flat, steep, linear],
+        drafts,
+        alphas,
+        variants: vec![
+            known(Margins::Always(f32::INFINITY)),
+            known(Margins::Always(9.0)),
+            known(Margins::Always(0.1)),
+            known(Margins::Mean(1.0)),
+        ],
+        seeds: 12,
+        tokens: 1_500,
+        plain: 1.02,
+        best,
+    };
+    vec![
+        Scenario {
+            name: "as good as a fixed γ",
+            alphas: &[0.5, 0.7, 0.9, 0.95],
+            variants: vec![WORLD],
+            best: 1.06,
+            ..SCENARIO
+        },
+        Scenario {
+            name: "where little pays",
+            machines: loses,
+            drafts: &[0.5, 3.0, 8.0, 12.0],
+            alphas: &[0.0, 0.3, 0.6, 0.8, 0.95],
+            variants: vec![
+                World { noise: 0.0, ..WORLD },
+                World { noise: 0.05, ..WORLD },
+                alternating(0.03, 10),
+                alternating(0.03, 100),
+            ],
+            tokens: 1_500,
+            plain: 1.02,
+            ..SCENARIO
+        },
+        uninformed(&[3.0, 8.0], &[0.0, 0.3, 0.6, 0.8, 0.95], 1.08),
+        uninformed(&[1.5], &[0.0, 0.3, 0.6, 0.8], 1.08),
+        // Almost free drafts of which almost all tokens are accepted lose most by being short.
+        uninformed(&[1.5], &[0.95], 1.1),
+        Scenario {
+            name: "a CPU cache that plain steps after a draft must fill",
+            machines: &[cached],
+            drafts: &[3.0, 4.0, 6.0],
+            alphas: &[0.5, 0.7, 0.8],
+            variants: [(1.0, 0.0), (1.3, 0.0), (1.6, 0.0), (2.0, 0.0), (1.6, 0.5), (2.0, 0.5)]
+                .map(|(cold, warming)| cache(cold, warming))
+                .to_vec(),
+            tokens: 1_500,
+            plain: 1.016,
+            best: 1.08,
+            ..SCENARIO
+        },
+        Scenario {
+            name: "a CPU cache that fills slowly: the slowest plain step taken for settled is 1.1 times too slow",
+            machines: &[cached],
+            drafts: &[3.0, 4.0, 6.0],
+            alphas: &[0.5, 0.7, 0.8],
+            variants: vec![cache(2.0, 0.7)],
+            tokens: 1_500,
+            plain: 1.055,
+            best: 1.08,
+            ..SCENARIO
+        },
+        Scenario {
+            name: "drafts accepted as a whole: only the ledger shows that they lose",
+            machines: &[flat],
+            drafts: &[1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0],
+            alphas: &[0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
+            variants: vec![World { together: true, ..WORLD }],
+            tokens: 3_000,
+            plain: 1.02,
+            ..SCENARIO
+        },
+        Scenario {
+            name: "a drafter that runs no network and often proposes nothing",
+            drafts: &[0.001],
+            alphas: &[0.0, 0.3, 0.6, 0.9],
+            variants: [0.1, 0.3, 0.7].map(|proposes| World { proposes, ..WORLD }).to_vec(),
+            seeds: 8,
+            plain: 1.02,
+            best: 1.05,
+            ..SCENARIO
+        },
+    ]
+}
+
+#[test]
+fn scenarios_stay_within_their_bounds() {
+    for scenario in scenarios() {
+        for &verify in scenario.machines {
+            for (&draft, &alpha) in scenario.drafts.iter().flat_map(|d| scenario.alphas.iter().map(move |a| (d, a))) {
+                for variant in &scenario.variants {
+                    let text = match variant.text {
+                        Text::Alternating(_, period) => Text::Alternating(alpha, period),
+                        _ => Text::Even(alpha),
+                    };
+                    let (mut auto, mut best) = (0.0, 0.0);
+                    for seed in 1..=scenario.seeds {
+                        let world = World { draft, verify, text, seed, ..*variant };
+                        let pace = world.pace(Policy::auto(12), scenario.tokens);
+                        let share = pace / world.pace(Policy::fixed(0), scenario.tokens);
+                        assert!(
+                            share < scenario.plain,
+                            "{}: {share} of plain decoding's time: {world:?}",
+                            scenario.name
+                        );
+                        auto += pace;
+                        // Three texts say well enough how fast a fixed γ is.
+                        if scenario.best.is_finite() && seed <= 3 {
+                            best += world.best(12, scenario.tokens);
+                        }
+                    }
+                    let share = auto / scenario.seeds as f64 / (best / scenario.seeds.min(3) as f64);
+                    assert!(
+                        scenario.best.is_infinite() || share < scenario.best,
+                        "{}: {share} of the time at the best fixed γ: draft {draft}, alpha {alpha}, {variant:?}",
+                        scenario.name
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn expected_tokens_are_the_geometric_sum() {
+    assert!((expected_tokens(0.5, 3) - (1.0 + 0.5 + 0.25 + 0.125)).abs() < 1e-12);
+    assert_eq!(expected_tokens(0.0, 7), 1.0);
+    assert!((expected_tokens(0.999, 4) - 5.0).abs() < 0.02);
+}
+
+#[test]
+fn fixed_gamma_stays() {
+    let mut policy = Policy::fixed(5);
+    World { text: Text::Even(0.0), ..WORLD }.run(&mut policy, 50);
+    assert_eq!((policy.gamma(), policy.stop()), (5, None));
+    assert_eq!(Policy::fixed(0).gamma(), 0);
+}
+
+#[test]
+fn the_first_tokens_are_near_the_best_fixed_gamma() {
+    // A draft step and five rows cost so much of a plain step on a CPU, and on a GPU.
+    let cpu = |rows: usize| 10.0 + 0.15 * (rows - 1) as f64;
+    let gpu = |rows: usize| 10.0 + 0.2 * (rows - 1) as f64;
+    for (draft, verify) in [(2.7, cpu as fn(usize) -> f64), (2.9, cpu), (4.5, gpu)] {
+        for (alpha, goal) in [(0.8, 0.961), (0.85, 0.953), (0.9, 0.946), (0.95, 0.923)] {
+            for tokens in [64, 96] {
+                // Mean over texts of this length, for each of which a policy starts anew.
+                let seconds = |policy: &Policy| -> f64 {
+                    let world = |seed| World { seed, draft, verify, text: Text::Even(alpha), ..WORLD };
+                    (0..200).map(|seed| world(seed).pace(policy.clone(), tokens)).sum()
+                };
+                let best = (0..=12).map(|gamma| seconds(&Policy::fixed(gamma))).fold(f64::INFINITY, f64::min);
+                let share = best / seconds(&Policy::auto(12));
+                assert!(share > goal, "draft {draft} alpha {alpha} tokens {tokens}: {share}");
+            }
+        }
+    }
+}
+
+#[test]
+fn margins_beat_the_best_fixed_gamma() {
+    // Means of margins at which .83, .9 and .98 of the tokens are accepted, and a scale that the policy must find.
+    for (draft, mean, scale) in
+        [(2.7, 0.87, 0.45), (2.9, 0.87, 0.45), (2.7, 1.8, 0.45), (4.5, 1.8, 0.45), (2.7, 1.8, 0.05), (2.7, 5.0, 3.0)]
+    {
+        let worlds =
+            (1..=16).map(|seed| World { seed, draft, margins: Some(Margins::Mean(mean)), scale: Some(scale), ..WORLD });
+        let share: f64 = worlds.map(|world| world.pace(Policy::auto(12), 4_000) / world.best(12, 4_000) / 16.0).sum();
+        // At a small scale no margin is short, and there is little to gain.
+        let bound = if scale == 0.05 { 0.992 } else { 0.98 };
+        assert!(share < bound, "draft {draft} margin {mean}, {scale}: {share} of the time at the best fixed γ");
+    }
+}
+
+#[test]
+fn drafts_that_fail_are_given_up() {
+    // Every verification fails after its draft, and a plain step takes its place.
+    let (mut policy, mut seconds) = (Policy::auto(8), 0.0);
+    for _ in 0..1_000 {
+        if policy.gamma() > 0 {
+            let failed = 3.0 * policy.gamma() as f64 + 10.0;
+            seconds += failed;
+            policy.observe_draft(failed, policy.gamma());
+            policy.observe_failure();
+        }
+        seconds += 10.0;
+        policy.observe_verify(1, 10.0);
+    }
+    assert!(seconds < 1.02 * 10.0 * 1_000.0, "{seconds}");
+}
+
+#[test]
+fn the_ledger_ends_what_the_model_cannot_see() {
+    // One of four sequences drafts, well; the others are at their ends and wait for it. α and the costs promise a gain.
+    let (mut policy, mut seconds, mut tokens) = (Policy::auto(8), 0.0, 0);
+    for round in 0..3_000 {
+        let gamma = policy.gamma();
+        let accepted = (0..gamma).take_while(|i| WORLD.uniform(round, *i as u64) < 0.95).count();
+        if gamma > 0 {
+            policy.observe_draft(3.0 * gamma as f64, gamma);
+            policy.observe_round(gamma, accepted);
+        }
+        policy.observe_verify(4 + gamma, flat(4 + gamma));
+        seconds += 3.0 * gamma as f64 + flat(4 + gamma);
+        tokens += 4 + accepted;
+    }
+    let plain = flat(4) * tokens as f64 / 4.0;
+    assert!(seconds < 1.02 * plain, "{}", seconds / plain);
+}
+
+/// γ of `rounds` rounds by costs that depend on the round.
+fn gammas(max: usize, rounds: usize, alpha: f64, mut costs: impl FnMut(usize, usize) -> (f64, f64)) -> Vec<usize> {
+    let mut policy = Policy::auto(max);
+    let round = |round| {
+        let gamma = policy.gamma();
+        let (draft, verify) = costs(round, gamma);
+        if gamma > 0 {
+            policy.observe_draft(draft, gamma);
+            let accepted = (0..gamma).take_while(|i| WORLD.uniform(round, *i as u64) < alpha).count();
+            policy.observe_round(gamma, accepted);
+        }
+        policy.observe_verify(gamma + 1, verify);
+        gamma
+    };
+    (0..rounds).map(round).collect()
+}
+
+#[test]
+fn costs_that_fall_are_noticed() {
+    // Long windows are expensive at first: their last timings say so until they are forgotten.
+    let gammas = gammas(8, 1_200, 1.1, |round, gamma| {
+        let more = if round < 200 && gamma > 2 { 40.0 } else { 0.0 };
+        (2.0 * gamma as f64, flat(gamma + 1) + more)
+    });
+    assert!(gammas[199] <= 2 && gammas[1_199] >= 7, "{} {}", gammas[199], gammas[1_199]);
+}
+
+#[test]
+fn costs_that_grow_with_the_context_are_followed() {
+    // Verification of many rows becomes expensive: γ must come down.
+    let gammas = gammas(12, 4_000, 0.9, |round, gamma| {
+        let slope = 0.02 + 0.3 * round as f64 / 4_000.0;
+        (3.0 * gamma as f64, 10.0 * (1.0 + slope * gamma as f64))
+    });
+    let mean = |x: &[usize]| x.iter().sum::<usize>() as f64 / x.len() as f64;
+    let (early, late) = (mean(&gammas[..500]), mean(&gammas[3_500..]));
+    assert!(early > late + 1.0 && late > 0.5, "{early} {late}");
+}
+
+#[test]
+fn a_slow_first_call_is_not_believed() {
+    // The first round of every shape takes 20 times as long.
+    let mut seen = HashSet::new();
+    let mut gammas = gammas(8, 100, 0.9, |_, gamma| {
+        let first = if seen.insert(gamma) { 20.0 } else { 1.0 };
+        (3.0 * gamma as f64 * first, flat(gamma + 1) * first)
+    });
+    let pace = |&gamma: &usize| WORLD.pace(Policy::fixed(gamma), 3_000);
+    let best = (0..=8).min_by(|a, b| pace(a).total_cmp(&pace(b))).unwrap();
+    gammas.sort_unstable();
+    assert!(gammas[50].abs_diff(best) <= 2, "{} {best}", gammas[50]);
+}
+
+#[test]
+fn falls_to_plain_decoding_and_recovers() {
+    let run = World { text: Text::Gap, ..WORLD }.run(&mut Policy::auto(12), 10_000);
+    let share = [500..2_000, 2_200..6_000, 7_000..usize::MAX].map(|span| {
+        let rounds: Vec<usize> = run.gammas.iter().filter(|(_, at)| span.contains(at)).map(|round| round.0).collect();
+        rounds.iter().filter(|gamma| **gamma == 0).count() as f64 / rounds.len() as f64
+    });
+    assert!(share[0] < 0.1 && share[1] > 0.95 && share[2] < 0.1, "{share:?}");
+}
+
+#[test]
+fn a_stall_after_the_prompt_costs_little() {
+    for (slow, most, seldom) in [(1, 1.02, 1.1), (2, 1.035, 1.2), (3, 1.025, 1.15), (4, 1.025, 1.15)] {
+        let mut runs = Vec::new();
+        for verify in [flat as fn(usize) -> f64, steep, step, linear] {
+            for (draft, alpha) in [3.0, 8.0].into_iter().flat_map(|draft| [0.0, 0.3, 0.6].map(|alpha| (draft, alpha))) {
+                let world = |seed| World { seed, slow, draft, verify, text: Text::Even(alpha), ..WORLD };
+                runs.extend((0..40).map(|seed| world(seed).pace(Policy::auto(12), 128) / 10.0));
+            }
+        }
+        runs.sort_unstable_by(f64::total_cmp);
+        let (mean, worst) = (runs.iter().sum::<f64>() / runs.len() as f64, runs[runs.len() * 49 / 50]);
+        assert!(mean < most && worst < seldom, "{slow} slow rounds: {mean} on average, {worst} in one of fifty");
+    }
+}
+
+#[test]
+fn batches_are_costed_by_their_rows() {
+    // Sixteen sequences make verification compute-bound beyond 32 rows: γ = 1 is best.
+    let world = World { draft: 2.0, verify: crowded, ..WORLD };
+    let mut policy = Policy::auto(12);
+    // It knew another batch before.
+    world.run(&mut policy, 3);
+    let run = World { batch: 16, ..world }.run(&mut policy, 1_000);
+    let ones = run.gammas.iter().filter(|round| round.0 == 1).count();
+    assert!(ones * 10 > run.gammas.len() * 9, "{ones} of {}", run.gammas.len());
+    // One sequence is left: rows are free again, and the policy notices.
+    let run = world.run(&mut policy, 2_000);
+    let long = run.gammas[50..].iter().filter(|round| round.0 >= 4).count();
+    assert!(long * 10 > run.gammas.len() * 8, "{long} of {}", run.gammas.len());
+}
+
+#[test]
+fn unusable_timings_are_ignored() {
+    let world = World { draft: 2.0, ..WORLD };
+    let drafts = |policy: Policy| world.pace(policy, 2_000) < 7.0;
+    let mut policy = Policy::auto(4);
+    policy.observe_draft(1.0, 0);
+    for bad in [f64::NAN, f64::INFINITY, 0.0, -1.0] {
+        policy.observe_draft(bad, 1);
+        policy.observe_verify(1, bad);
+        // As a plain step that is to be believed, and after a draft.
+        let mut other = Policy::auto(4);
+        for seconds in [100.0, bad, bad] {
+            other.observe_verify(1, seconds);
+            assert_eq!(other.gamma(), 0);
+        }
+        assert!(drafts(other.clone()));
+        world.run(&mut other, 100);
+        other.observe_verify(1, bad);
+        assert!(drafts(other), "{bad}");
+    }
+    assert_eq!(policy.gamma(), 0);
+    assert!(drafts(policy));
+    assert!(world.run(&mut Policy::auto(0), 100).gammas.iter().all(|round| round.0 == 0));
+}
+
+/// A world whose candidates read all pages, or up to so many of them.
+#[derive(Clone, Copy)]
+struct Library {
+    world: World,
+    /// Milliseconds of a draft step: for the weights, and for each page that is read.
+    weights: f64,
+    page: f64,
+    /// Acceptance by candidate.
+    alphas: [f64; 4],
+    /// Pages at first, and tokens per page.
+    pages: usize,
+    growth: usize,
+}
+
+/// Pages that a candidate reads at most, as `--draft-pages auto` has them.
+const READ: [usize; 4] = [usize::MAX, 16, 64, 256];
+
+impl Library {
+    /// Time per token against plain decoding's, and the candidate of each drafting round, with the candidates `offered`.
+    fn run(&self, policy: &mut Policy, offered: &[usize], tokens: usize) -> (f64, Vec<usize>) {
+        let (mut seconds, mut emitted, mut used) = (0.0, 0, vec![]);
+        for round in 0.. {
+            let visible = self.pages + emitted / self.growth;
+            policy.observe_usable(|index| READ[offered[index]] <= visible / 2);
+            let (gamma, candidate) = (policy.gamma(), offered[policy.candidate()]);
+            assert!(policy.candidate() == 0 || READ[candidate] <= visible / 2, "{candidate} of {visible} pages");
+            let draft = (self.weights + self.page * READ[candidate].min(visible) as f64) * gamma as f64;
+            let accepts = |i: &usize| self.world.uniform(round, *i as u64) < self.alphas[candidate];
+            let accepted = (0..gamma).take_while(accepts).count();
+            if gamma > 0 {
+                policy.observe_draft(self.world.timed(draft, round, 0), gamma);
+                policy.observe_round(gamma, accepted);
+                used.push(candidate);
+            }
+            let verify = (self.world.verify)(gamma + 1);
+            policy.observe_verify(gamma + 1, self.world.timed(verify, round, 1));
+            seconds += draft + verify;
+            emitted += accepted + 1;
+            if emitted >= tokens {
+                break;
+            }
+        }
+        (seconds / (emitted as f64 * (self.world.verify)(1)), used)
+    }
+}
+
+const LIBRARY: Library =
+    Library { world: WORLD, weights: 2.0, page: 0.01, alphas: [0.9; 4], pages: 1_000, growth: 128 };
+const ALL: [usize; 4] = [0, 1, 2, 3];
+
+fn share_of_few(used: &[usize]) -> f64 {
+    used.iter().filter(|candidate| **candidate > 0).count() as f64 / used.len() as f64
+}
+
+#[test]
+fn candidate_and_gamma_come_close_to_the_best_pair() {
+    for page in [0.0, 0.002, 0.01] {
+        for losses in [[0.0, 0.0, 0.0], [0.02, 0.01, 0.0], [0.5, 0.05, 0.01], [0.9, 0.9, 0.9]] {
+            let alphas = [0.93, 0.93 - losses[0], 0.93 - losses[1], 0.93 - losses[2]];
+            let library = Library { page, alphas, ..LIBRARY };
+            let pairs = ALL.into_iter().flat_map(|one| (0..=12).map(move |gamma| (one, gamma)));
+            let best = pairs
+                .map(|(one, gamma)| library.run(&mut Policy::fixed(gamma), &[one], 3_000).0)
+                .fold(f64::INFINITY, f64::min);
+            let (auto, used) = library.run(&mut Policy::auto(12).with_candidates(4), &ALL, 3_000);
+            assert!(auto < best * 1.08, "page {page} losses {losses:?}: {auto} against {best}");
+            // Where nothing pays, drafts are probes.
+            assert!(used.len() > if best < 0.95 { 200 } else { 40 }, "{} {best}", used.len());
+        }
+    }
+}
+
+#[test]
+fn candidates_lose_little_against_plain_decoding() {
+    for verify in [flat as fn(usize) -> f64, steep, cliff, linear] {
+        for (weights, page) in [(0.5, 0.0), (3.0, 0.003), (3.0, 0.02), (8.0, 0.01), (12.0, 0.0)] {
+            for all in [0.0, 0.3, 0.6, 0.8, 0.95] {
+                for few in [0.0, 0.5, 1.0] {
+                    for noise in [0.0, 0.05] {
+                        let alphas = [all, all * few, all * few, all * few];
+                        let world = World { noise, verify, ..WORLD };
+                        let library = Library { world, weights, page, alphas, pages: 900, growth: 128 };
+                        let (auto, _) = library.run(&mut Policy::auto(12).with_candidates(4), &ALL, 1_500);
+                        assert!(auto < 1.02, "{weights} {page} alpha {all} x {few} noise {noise}: {auto}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_context_that_grows_moves_drafts_to_fewer_pages() {
+    // A page a token: the end of the text sees 4,000 where the beginning sees none.
+    let library = Library { alphas: [0.95, 0.92, 0.92, 0.92], pages: 0, growth: 1, ..LIBRARY };
+    let (_, used) = library.run(&mut Policy::auto(12).with_candidates(4), &ALL, 4_000);
+    assert_eq!(share_of_few(&used[..4]), 0.0);
+    assert!(share_of_few(&used[used.len() / 2..]) > 0.9, "{}", share_of_few(&used[used.len() / 2..]));
+}
+
+#[test]
+fn a_candidate_that_proposes_nothing_does_not_hold_up_the_other() {
+    for silent in [0, 1] {
+        let (mut policy, mut rounds) = (Policy::auto(8).with_candidates(2), 0);
+        for round in 0..1_000 {
+            let gamma = if policy.candidate() == silent { 0 } else { policy.gamma() };
+            let accepted = (0..gamma).take_while(|i| WORLD.uniform(round, *i as u64) < 0.9).count();
+            if gamma > 0 {
+                policy.observe_draft(3.0 * gamma as f64, gamma);
+                policy.observe_round(gamma, accepted);
+            }
+            policy.observe_verify(gamma + 1, flat(gamma + 1));
+            rounds += usize::from(gamma > 0);
+        }
+        assert!(rounds > 950, "{rounds} rounds of 1,000 drafted");
+    }
+}
+
+#[test]
+fn fixed_gamma_still_chooses_a_candidate() {
+    let mut policy = Policy::fixed(4).with_candidates(4);
+    let (_, used) = LIBRARY.run(&mut policy, &ALL, 1_000);
+    assert_eq!(policy.gamma(), 4);
+    assert!(share_of_few(&used) > 0.9, "{}", share_of_few(&used));
+    // A shorter text takes its place.
+    policy.observe_usable(|_| false);
+    assert_eq!(policy.candidate(), 0);
+}
+
+#[test]
+fn fixed_gamma_finds_out_soon_whether_fewer_pages_pay() {
+    // Mean over texts of the time per token that these candidates take.
+    let mean = |page: f64, pages: usize, few: f64, slow: usize, offered: &[usize], tokens: usize| -> f64 {
+        let run = |seed| {
+            let world = World { seed, slow, ..WORLD };
+            let library = Library { world, page, alphas: [0.9, few, few, few], pages, ..LIBRARY };
+            library.run(&mut Policy::fixed(4).with_candidates(offered.len()), offered, tokens).0
+        };
+        (0..40).map(run).sum::<f64>() / 40.0
+    };
+    // The first rounds may be slow, so that those after them look good.
+    for slow in 0..=4 {
+        for (tokens, bad, good) in [(64, [1.27, 1.57], 1.55), (128, [1.17, 1.36], 1.35), (512, [1.05, 1.18], 1.14)] {
+            // Few pages take nearly as long, and less of what they draft is accepted. One other choice, and three.
+            for (pages, page, bad) in [(64, 0.002, bad[0]), (640, 0.0002, bad[1])] {
+                for few in [0.0, 0.3, 0.6] {
+                    let all = mean(page, pages, few, slow, &[0], tokens);
+                    let auto = mean(page, pages, few, slow, &ALL, tokens);
+                    let case = format!("{pages} pages, alpha {few}, {slow} slow, {tokens} tokens");
+                    assert!(auto < bad * all, "{case}: {auto}, {all}");
+                }
+            }
+            // All pages take five times as long as few.
+            for few in [0.85, 0.9] {
+                let best = mean(0.01, 1_000, few, slow, &[1], tokens);
+                let auto = mean(0.01, 1_000, few, slow, &ALL, tokens);
+                assert!(auto < good * best, "alpha {few}, {slow} slow, {tokens} tokens: {auto}, {best}");
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(24))]
+    #[test]
+    fn the_same_observations_give_the_same_choices(
+        max in 0usize..17, draft in 0.5f64..12.0, alphas in uniform4(0.0f64..1.0), page in 0.0f64..0.02, seed: u64, batch in 1usize..6,
+    ) {
+        let world = World { seed, batch, draft, verify: steep, text: Text::Even(alphas[0]), ..WORLD };
+        let run = || world.run(&mut Policy::auto(max), 300).gammas;
+        prop_assert_eq!(run(), run());
+        prop_assert!(run().iter().all(|round| round.0 <= max));
+        let library = Library { world, weights: draft, page, alphas, pages: 600, growth: 64 };
+        let run = || library.run(&mut Policy::auto(max).with_candidates(4), &ALL, 300);
+        prop_assert_eq!(run(), run());
+    }
+}
