@@ -355,7 +355,7 @@ def test_an_answer_that_repeats_itself_is_said() -> None:
     def note(tokens: list[int], reason: str = "length") -> str:
         return " ".join(instruct.cuts(["a"], [prompt], [Generation(2, tokens, "text", reason)]))
 
-    assert note(loop).endswith("and repeats itself: try --temperature 0.2 --repetition-penalty 1.1")
+    assert note(loop).endswith("and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.4")
     assert "repeats" not in note(loop[:-13])
     assert "repeats" not in note(list(range(100)))
     assert "repeats" not in note([7])

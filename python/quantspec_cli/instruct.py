@@ -115,7 +115,7 @@ def cuts(names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Gene
             continue
         where = f"{name}: the answer was cut at {len(answer.tokens):,} tokens (-n)"
         if _repeats(answer.tokens):
-            where += ", and repeats itself: try --temperature 0.2 --repetition-penalty 1.1"
+            where += ", and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.4"
         elif answer.thinking is not None and not answer.text:
             where += ", inside its thinking block: raise -n"
         yield where
