@@ -127,6 +127,9 @@ def test_methods_cross_gammas_and_pages() -> None:
     # Prompt lookup reads no pages.
     assert bench.methods("ngram", [2, 4], ["all", 8]) == [Method("ngram", "int8", 2), Method("ngram", "int8", 4)]
     assert bench.methods("w4-fp16", [3], ["all"]) == [Method("w4", "fp16", 3)]
+    # A window is never all pages.
+    assert bench.methods("window", [3], ["all"]) == [Method("window", "int8", 3, 16)]
+    assert bench.methods("window+ngram-fp16", [3], ["all", 8]) == [Method("window+ngram", "fp16", 3, 8)]
 
 
 @pytest.fixture(scope="module")
@@ -383,7 +386,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, done: int, end: BaseException) -> N
             yield {"test": "tg", "n_gen": number}
         raise end
 
-    monkeypatch.setattr(bench.Bench, "__init__", lambda *_: None)
+    monkeypatch.setattr(bench.Bench, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(bench.Bench, "rows", rows)
 
 

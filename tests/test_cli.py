@@ -65,7 +65,10 @@ def test_json_is_one_document_with_the_contract_s_fields(fake: Any, quantspec: R
 
 def test_every_method_and_gamma_prints_the_same_text(fake: Any, quantspec: Run, document: Path) -> None:
     texts = {
-        quantspec("run", "-p", str(document), "-n", "60", "--method", method, "--gamma", gamma).stdout
+        quantspec(
+            *("run", "-p", str(document), "-n", "60", "--method", method, "--gamma", gamma),
+            *(("--draft-model", str(DEMO)) if of_method.draft_model else ()),
+        ).stdout
         for method, of_method in METHODS.items()
         for gamma in (("0", "1", "5", "16", "auto") if of_method.drafts else ("0", "auto"))
     }
@@ -74,8 +77,9 @@ def test_every_method_and_gamma_prints_the_same_text(fake: Any, quantspec: Run, 
 
 def test_what_a_method_does_not_read_is_reported_as_none(fake: Any, quantspec: Run) -> None:
     for method in METHODS:
-        report = quantspec("run", "--text", "x", "-n", "5", "--method", method, "--json").json
-        expected = "int4" if method in {"quantspec", "w4"} else "none"
+        draft = ("--draft-model", str(DEMO)) if METHODS[method].draft_model else ()
+        report = quantspec("run", "--text", "x", "-n", "5", "--method", method, *draft, "--json").json
+        expected = "int4" if method.removesuffix("+ngram") in {"quantspec", "w4", "window"} else "none"
         assert (report["method"], report["draft_weights"]) == (method, expected)
     # What was reported may be asked for.
     for method in ("kv4", "ngram", "ar"):
@@ -253,6 +257,13 @@ def test_aliases_of_the_peers(fake: Any, quantspec: Run) -> None:
         (["--method", "ngram", "--draft-weights", "int4-mlp"], ["--draft-weights is 'int4-mlp', and method ngram"]),
         (["--method", "ngram", "--draft-pages", "auto"], ["--draft-pages is 'auto', and method ngram"]),
         (["--method", "ngram", "--page-choice", "window"], ["--page-choice is 'window', and method ngram"]),
+        (["--method", "ngram", "--page-choice", "best"], ["--page-choice is 'best', and method ngram"]),
+        (
+            ["--method", "window", "--page-choice", "best"],
+            ["--page-choice is 'best', and method window reads the first"],
+        ),
+        (["--method", "window+ngram", "--draft-pages", "all"], ["--draft-pages is 'all', and method window+ngram"]),
+        (["--method", "kv4+ngram", "--draft-weights", "int4-mlp"], ["--draft-weights is 'int4-mlp', and method kv4"]),
         (["--kv-target", "int2"], ["int2"]),
         (["-c", "-5"], ["--ctx-size is -5"]),
         (["--nonsense"], ["--nonsense"]),

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import copy_demo
 
+import quantspec_cli
 from quantspec_cli import Engine, _native
+from quantspec_cli.engine import Model, planned
 from quantspec_cli.options import METHODS, EngineOptions, Method
 
+DEMO = Path(quantspec_cli.__file__).with_name("demo")
 # It repeats itself, so that there is something to look up; greedy decoding of the demo model does so anyway.
 TEXT = "The committee met in the morning. The committee met in the evening. The committee"
 
@@ -20,11 +26,14 @@ def test_the_list_is_the_engines() -> None:
 
 @pytest.mark.parametrize(("name", "method"), METHODS.items())
 def test_a_method_has_what_it_says(name: str, method: Method) -> None:
-    engine = Engine.load(method=name, context=700, device="cpu")
+    draft_model = str(DEMO) if method.draft_model else None
+    engine = Engine.load(method=name, draft_model=draft_model, context=700, device="cpu")
     engine.generate(TEXT, max_new_tokens=20, ignore_eos=True)
     stats = engine.statistics()
-    assert (stats["draft_weights_bytes"] > 0) == method.draft_weights
-    assert EngineOptions(method=name).weights_of_draft == ("int4" if method.draft_weights else "none")
+    options = EngineOptions(method=name, draft_model=draft_model)
+    assert (stats["draft_weights_bytes"] > 0) == (method.draft_weights or method.draft_model)
+    assert options.weights_of_draft == ("int4" if method.draft_weights else "none")
+    assert options.pages_of_draft == (method.window or "all")
     # Without a view of its own the target's planes are all there is.
     assert stats["cache_lower_bytes"] > 0
     assert stats["cache_full_bytes"] == 0
@@ -45,8 +54,101 @@ def test_prompt_lookup_changes_no_token(gamma: int | str, sampling: dict[str, An
         assert stats["accepted_tokens"] > 0
 
 
+@pytest.mark.parametrize("weights", ["int4", "none"])
+def test_a_window_reads_as_many_pages_as_it_is_told(weights: str) -> None:
+    engine = Engine.load(
+        method="window", draft_pages=2, draft_weights=weights, gamma=3, context=1200, device="cpu", batch=1
+    )
+    plain = Engine.load(method="ar", context=1200, device="cpu")
+    text = "".join(f"{number} green bottles stand on the wall. " for number in range(70))
+    options: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+    assert engine.generate(text, **options) == plain.generate(text, **options)
+    assert engine.statistics()["draft_pages_mean"] == 2
+    # A context shorter than the window is read whole.
+    assert engine.generate(TEXT, **options) == plain.generate(TEXT, **options)
+    assert (engine.statistics()["draft_pages_mean"] or 0) < 2
+
+
+@pytest.mark.parametrize("gamma", ["auto", 4])
+def test_a_network_and_copies_change_no_token(gamma: int | str) -> None:
+    plain = Engine.load(method="ar", context=1200, batch=2, device="cpu")
+    engine = Engine.load(method="quantspec+ngram", gamma=gamma, context=1200, batch=2, device="cpu")  # type: ignore[arg-type]
+    options: dict[str, Any] = {"max_new_tokens": 300, "ignore_eos": True}
+    for prompts in ([TEXT], [TEXT, "A"]):
+        assert engine.generate_batch(prompts, **options) == plain.generate_batch(prompts, **options)
+    stats = engine.statistics()
+    # Greedy decoding of the demo model repeats itself soon; both drafters had their turns.
+    if gamma != "auto":
+        assert 0 < stats["copied_tokens"] < stats["drafted_tokens"]
+
+
 def test_prompt_lookup_by_rejection_repeats_itself_with_fixed_gamma() -> None:
     engine = Engine.load(method="ngram", gamma=4, accept="rejection", context=700, device="cpu")
     texts = [engine.generate(TEXT, max_new_tokens=200, temperature=0.6, seed=seed).tokens for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     assert (engine.statistics()["accepted_tokens"] or 0) > 0
+
+
+@pytest.mark.parametrize("gamma", ["auto", 3])
+@pytest.mark.parametrize("method", ["draft-model", "draft-model+ngram"])
+def test_a_second_checkpoint_changes_no_token(method: str, gamma: int | str) -> None:
+    plain = Engine.load(method="ar", context=700, batch=2, device="cpu")
+    drafting = Engine.load(
+        method=method, draft_model=DEMO, gamma=gamma, draft_pages=2, context=700, batch=2, device="cpu"
+    )  # type: ignore[arg-type]
+    options: dict[str, Any] = {"max_new_tokens": 150, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+    prompts = [TEXT, "A"]
+    assert drafting.generate_batch(prompts, **options) == plain.generate_batch(prompts, **options)
+    stats = drafting.statistics()
+    # Its weights and its cache are held, and counted.
+    assert stats["draft_weights_bytes"] == plain.statistics()["weights_bytes"] == stats["weights_bytes"]
+    assert stats["buffer_bytes"] == 2 * plain.statistics()["buffer_bytes"]
+    if gamma != "auto":
+        assert stats["accepted_tokens"] > 0.8 * (stats["drafted_tokens"] - stats["copied_tokens"])
+
+
+def test_a_second_checkpoint_by_rejection_is_mostly_accepted() -> None:
+    # The model drafts for itself, so p and q differ by rounding alone.
+    engine = Engine.load(method="draft-model", draft_model=DEMO, gamma=4, accept="rejection", context=700, device="cpu")
+    engine.generate(TEXT, max_new_tokens=200, temperature=1.0, seed=1, ignore_eos=True)
+    assert (engine.statistics()["acceptance_rate"] or 0) > 0.95
+
+
+def test_a_second_checkpoint_is_planned() -> None:
+    model = Model.open(None)
+    alone = planned(model, EngineOptions(method="ar", gamma=0, device="cpu"), context=700)
+    both = planned(model, EngineOptions(method="draft-model", draft_model=str(DEMO), device="cpu"), context=700)
+    assert both["draft_weights_bytes"] == alone["weights_bytes"] == both["weights_bytes"]
+    assert both["cache_upper_bytes"] == 2 * alone["cache_upper_bytes"]
+    assert both["planned_bytes"] > alone["planned_bytes"] + alone["weights_bytes"]
+
+
+def test_a_draft_model_that_does_not_fit_is_refused(quantspec: Any, tmp_path: Path) -> None:
+    run = ("run", "--text", "x", "-n", "5", "--device", "cpu", "--method", "draft-model")
+    quantspec(*run).assert_error(2, "method draft-model has no draft model", "--draft-model")
+    wrong = ("run", "--text", "x", "-n", "5", "--draft-model", str(DEMO))
+    quantspec(*wrong).assert_error(2, "--draft-model is", "method quantspec reads no draft model")
+    quantspec(*run, "--draft-model", str(tmp_path / "none")).assert_error(1, "none")
+    short = copy_demo(tmp_path / "short", max_position_embeddings=256)
+    outcome = quantspec(*run, "-c", "300", "-n", "290", "--draft-model", str(short))
+    outcome.assert_error(3, "context of 256", "the model's is")
+    # The same number of tokens, two of which have changed places.
+    other = copy_demo(tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    one, two = sorted(vocabulary, key=vocabulary.get)[500:502]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    (other / "tokenizer.json").unlink()
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    quantspec(*run, "--draft-model", str(other)).assert_error(1, "another tokenizer", "token 500 is")
+
+
+def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
+    bench = ("bench", "-p", "0", "-n", "12", "-d", "8", "-r", "1", "-g", "2", "-o", "json", "--device", "cpu")
+    rows = quantspec(*bench, "--methods", "ar,draft-model,quantspec+ngram", "--draft-model", str(DEMO)).json
+    plain, drafting, _ = rows
+    assert drafting["acceptance_rate"] > 0.9
+    # A draft of two and a verification read the model's bytes three times, for up to three tokens.
+    assert drafting["bytes_per_token"] > 0.9 * plain["bytes_per_token"]
+    quantspec(*bench, "--methods", "draft-model").assert_error(2, "--methods has draft-model")
+    quantspec(*bench, "--draft-model", str(DEMO)).assert_error(2, "no method of --methods reads it")

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import __version__, files, loop, output, prompts, render, settings
+from . import __version__, files, loop, output, predict, prompts, render, report, settings
 from .engine import Model
 from .errors import (
     DoesNotFitError,
@@ -110,11 +110,13 @@ class Request:
     batch: str
     gamma: str
     draft_pages: str
+    draft_model: str | None
     methods: str
     repetitions: int
     seed: int
     output_format: str
     output: str | None
+    report: str | None
     as_json: bool
 
 
@@ -174,8 +176,12 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
     """Measures and prints as it goes."""
     plan = read_plan(request)
     render.warn_of_threads(options.threads)
-    with output.opened(request.output, [] if request.prompt is None else [request.prompt]) as file:
-        sink = _sink(request, file)
+    inputs = [] if request.prompt is None else [request.prompt]
+    with (
+        output.opened(request.output, inputs) as file,
+        report.opened(request.report, inputs, request.output) as page,
+    ):
+        sink = sink_of(file, as_json=request.as_json)
         name, text = _text(request)
         opened = [
             Model.open(model, revision=request.revision, offline=request.offline, progress=render.on_terminal())
@@ -185,22 +191,25 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
         if len(opened) > 1:
             # A model alone is refused before its rows in any case.
             for model in opened:
-                _check_fits(model, plan, options)
+                _check_fits(model, plan, request, options)
+        memory: dict[str, dict[str, Any]] = {}
         measured = (
             row
             for model, ids in zip(opened, tokens, strict=True)
-            for row in Bench(model, ids, plan, request, options).rows()
+            for row in Bench(model, ids, plan, request, options, memory=memory).rows()
         )
         rows, ended = _write(measured, writer(request.output_format, Decoding, sink))
+        if page is not None:
+            page.write(report.bench(rows, memory))
     return _done(request, rows, ended)
 
 
-def _sink(request: Request, file: output.AtomicFile | None) -> output.Sink:
+def sink_of(file: output.AtomicFile | None, *, as_json: bool) -> output.Sink:
     """Where the table goes, which the document of `--json` replaces on standard output."""
-    if file is not None and not request.as_json:
+    if file is not None and not as_json:
         return file
     stdout = output.Stdout()  # an error now if it is closed
-    return file or (output.Nowhere() if request.as_json else stdout)
+    return file or (output.Nowhere() if as_json else stdout)
 
 
 def _write(
@@ -250,7 +259,7 @@ def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str 
     if not counts or max(counts) > ROWS_MAX:
         raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}", option="--rows")
     with output.opened(request.output, ()) as file:
-        sink = _sink(request, file)
+        sink = sink_of(file, as_json=request.as_json)
         opened = [
             Model.open(name, revision=request.revision, offline=request.offline, progress=render.on_terminal())
             for name in _models(request.model)
@@ -312,6 +321,15 @@ def read_plan(request: Request) -> Plan:
             numbers_or("--draft-pages", request.draft_pages, ("all", "auto"), PAGES_MIN, PAGES_MAX),
         ),
     )
+    drafting = [method.name for method in plan.methods if METHODS[method.name].draft_model]
+    if bool(drafting) != (request.draft_model is not None):
+        raise UsageError(
+            f"--methods has {drafting[0]}, and there is no draft model"
+            if drafting
+            else f"--draft-model is {request.draft_model}, and no method of --methods reads it",
+            "give both --draft-model and --methods ...,draft-model, or neither",
+            option="draft_model",
+        )
     if not plan.n_prompt and not plan.n_gen:
         raise UsageError("nothing to measure: -p and -n are 0", "give -p N for prefill, -n N for decoding, or both")
     return plan
@@ -404,8 +422,9 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
     """The methods of a list of `METHOD` or `METHOD-KV`, with every γ and page count where they draft."""
     found: dict[Method, None] = {}
     for item in items("--methods", given):
-        name, dash, target = item.partition("-")
-        target = target if dash else KV_TARGETS[0]
+        name, target = item, KV_TARGETS[0]
+        if item not in METHODS:
+            name, _, target = item.rpartition("-")
         if name not in METHODS or target not in KV_TARGETS:
             raise UsageError(
                 f"--methods has {item!r}",
@@ -415,6 +434,8 @@ def methods(given: str, gammas: Sequence[Gamma], pages: Sequence[Pages]) -> list
         method = METHODS[name]
         of_gamma: Sequence[Gamma] = gammas if method.drafts else [0]
         of_pages: Sequence[Pages] = pages if method.draft_view else ["all"]
+        if method.window is not None:
+            of_pages = [count for count in pages if count != "all"] or [method.window]
         found.update((Method(name, target, gamma, count), None) for gamma in of_gamma for count in of_pages)
     return list(found)
 
@@ -470,13 +491,16 @@ def _room(plan: Plan, context: int) -> str:
 # Measuring -----------------------------------------------------------------------------------------------------------
 
 
-def _check_fits(model: Model, plan: Plan, options: EngineOptions) -> None:
+def _check_fits(model: Model, plan: Plan, request: Request, options: EngineOptions) -> None:
     """Refuses what the device or its memory refuses, before anything is read."""
     from . import _native
 
     try:
+        draft_model = model.draft_model(request.draft_model)
         with native_errors():
-            _native.planned(str(model.directory), capacity=plan.capacity, **_engine_options(options))
+            _native.planned(
+                str(model.directory), capacity=plan.capacity, draft_model=draft_model, **_engine_options(options)
+            )
     except (DoesNotFitError, ModelError) as error:
         raise type(error)(f"{model.name}: {error.message}", error.hint) from error
 
@@ -490,12 +514,22 @@ def _engine_options(options: EngineOptions) -> dict[str, Any]:
 class Bench:
     """The measurements of one model."""
 
-    def __init__(self, model: Model, ids: Sequence[int], plan: Plan, request: Request, options: EngineOptions) -> None:
-        """Loads the model, with every plane of the cache and the draft weights."""
+    def __init__(
+        self,
+        model: Model,
+        ids: Sequence[int],
+        plan: Plan,
+        request: Request,
+        options: EngineOptions,
+        *,
+        memory: dict[str, dict[str, Any]],
+    ) -> None:
+        """Loads the model, with every plane of the cache and the draft weights; what it takes is noted in `memory`."""
         from . import _native
 
         self._native = _native
         self._model, self._ids, self._plan, self._request = model, ids, plan, request
+        self._draft_model = model.draft_model(request.draft_model, progress=render.on_terminal())
         with render.progress("loading weights", shown=True) as on_loading, native_errors():
             self._engine = _native.Engine(
                 str(model.directory),
@@ -503,11 +537,13 @@ class Bench:
                 slots=max(plan.batches) if plan.n_gen else 1,
                 **_engine_options(options),
                 every_view=True,
+                draft_model=self._draft_model,
                 draft_cache=settings.native_draft_cache(),
                 on_loading=on_loading,
             )
-            self._draft_bytes = int(self._engine.stats()["draft_weights_bytes"])
-        self._page_choice = options.page_choice
+            memory[model.name] = self._engine.stats()
+            self._draft_bytes = int(memory[model.name]["draft_weights_bytes"])
+        self._page_choice = options.choice_of_pages
         self._accept = options.accept
         self._info = self._engine.info
         render.note_of_drafts(self._info)
@@ -541,7 +577,9 @@ class Bench:
                 _, seconds = self._engine.prefill_timed(slot, depth, on_prefill)
                 self._engine.finish(slot)
                 samples.append(Sample(seconds, read, (before, self._bandwidth())))
+        matrix, attention = predict.row_flops(self._model.info, depth + tokens / 2)
         row = self._row(samples, tokens, test="pp", n_prompt=tokens, n_gen=0, n_depth=depth)
+        row["flops_per_token"] = matrix + attention
         # Prefill is exact: it is the same whatever decodes afterwards.
         return row | {"method": "any", "kv_target": "any", "gamma": 0, "draft_pages": "all"}
 
@@ -551,6 +589,8 @@ class Bench:
         with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
             answers = Answers(self._engine, self._model, self._ids, depth, tokens, batch=batch, on_prefill=on_prefill)
         seen = self._traffic(answers.depth, answers.tokens)
+        if self._draft_model is not None:
+            seen["draft_model"] = self._traffic(answers.depth, answers.tokens, self._draft_model)
         samples: dict[Method, list[Sample]] = {method: [] for method in plan.methods}
         with render.progress(f"decoding at {depth}", shown=True) as tick, native_errors():
             for method in plan.methods:
@@ -570,6 +610,7 @@ class Bench:
             row = self._row(runs, batch * tokens, batch=batch, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
             row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
             row |= {"draft_pages": method.draft_pages} | _speculation(runs) | _speedup(runs, samples.get(BASELINE))
+            row["flops_per_token"] = self._decode_flops(method, seen, runs) / (batch * tokens)
             yield row
 
     def _configure(self, method: Method) -> None:
@@ -581,7 +622,7 @@ class Bench:
         seconds, tokens = answers.run(self._request.seed + repetition)
         stats = self._engine.stats()
         # The draft of one sequence may end early; those of a batch are as long as its longest.
-        steps = stats["drafted_tokens"] if len(tokens) == 1 else answers.draft_steps
+        steps = stats["drafted_tokens"] - stats["copied_tokens"] if len(tokens) == 1 else answers.draft_steps
         stats |= {"passes": answers.passes, "draft_steps": steps}
         # What is read after a run is read before the next.
         after = self._bandwidth_now = self._bandwidth()
@@ -592,10 +633,10 @@ class Bench:
             self._ids[:prompt_tokens], seed=self._request.seed, max_new_tokens=new_tokens, **SAMPLING
         )
 
-    def _traffic(self, start: int, tokens: int) -> dict[str, Any]:
+    def _traffic(self, start: int, tokens: int, model: str | None = None) -> dict[str, Any]:
         """What steps at these positions read; looks at the checkpoint, so not to be asked between measurements."""
         with native_errors():
-            return self._native.traffic(str(self._model.directory), start, tokens)
+            return self._native.traffic(model or str(self._model.directory), start, tokens)
 
     def _prefill_bytes(self, depth: int, tokens: int) -> float:
         """Least a prefill of `tokens` behind `depth` reads: a layer's weights and the past once a block, the head once."""
@@ -609,13 +650,14 @@ class Bench:
         """What a run's verifications and drafts had to read: weights once for all sequences of a pass, and of each sequence
         the visible pages of the view and the recent tokens.
         """
-        recent = seen["buffer_tokens"] * seen["token_bytes"]
-        page = {"int4": seen["upper_page_bytes"], "fp16": seen["full_page_bytes"]}
-        page["int8"] = seen["upper_page_bytes"] + seen["lower_page_bytes"]
+        page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
         cache = seen["pages"] * page[method.kv_target] + recent
         read: float = stats["passes"] * seen["weights_bytes"] + stats["rounds"] * cache
         drafts = METHODS[method.name]
         if drafts.draft_view is not None:
+            if drafts.draft_model:
+                seen = seen["draft_model"]
+                page, recent = _page_bytes(seen), seen["buffer_tokens"] * seen["token_bytes"]
             weights = self._draft_bytes if drafts.draft_weights else seen["weights_bytes"]
             view = page[method.kv_target if drafts.draft_view == "target" else drafts.draft_view]
             pages = seen["pages"]
@@ -623,10 +665,32 @@ class Bench:
                 pages = min(pages, method.draft_pages)
             elif method.draft_pages == "auto":
                 pages = stats.get("draft_pages_mean") or 0.0
-            read += stats["draft_steps"] * weights + stats["drafted_tokens"] * (pages * view + recent)
-            if pages < seen["pages"] and self._page_choice == "best":
+            drafted = stats["drafted_tokens"] - stats["copied_tokens"]
+            read += stats["draft_steps"] * weights + drafted * (pages * view + recent)
+            if pages < seen["pages"] and self._page_choice == "best" and drafts.window is None:
                 read += stats["rounds"] * seen["pages"] * seen["page_bound_bytes"]
         return read
+
+    def _decode_flops(self, method: Method, seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
+        """Floating-point operations of a run, on average: of every row that was verified, and of those of the
+        model itself that drafted.
+        """
+        visible = seen["pages"] * predict.PAGE_TOKENS + seen["buffer_tokens"]
+        matrix, attention = predict.row_flops(self._model.info, visible)
+        drafts = METHODS[method.name].draft_view is not None and not METHODS[method.name].draft_model
+        drafted = statistics.fmean(run.stats["drafted_tokens"] for run in runs)
+        rounds = statistics.fmean(run.stats["rounds"] for run in runs)
+        drafting = matrix + attention * (1.0 if method.draft_pages == "all" else self._pages_share(seen, runs))
+        return (drafted + rounds) * (matrix + attention) + drafted * drafting * drafts
+
+    @staticmethod
+    def _pages_share(seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
+        """Of the visible tokens, those that a draft with selected pages reads."""
+        mean = statistics.fmean(run.stats.get("draft_pages_mean") or 0.0 for run in runs)
+        recent = seen["buffer_tokens"]
+        read = min(mean, seen["pages"]) * predict.PAGE_TOKENS + recent
+        share: float = read / max(seen["pages"] * predict.PAGE_TOKENS + recent, 1)
+        return share
 
     def _row(self, samples: Sequence[Sample], tokens: int, **test: Any) -> dict[str, Any]:
         """What every test reports."""
@@ -754,6 +818,12 @@ class Answers:
         return slot
 
 
+def _page_bytes(seen: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of a page by view."""
+    upper, lower = seen["upper_page_bytes"], seen["lower_page_bytes"]
+    return {"int4": upper, "int8": upper + lower, "fp16": seen["full_page_bytes"]}
+
+
 def _same(one: float, other: float) -> bool:
     return abs(one - other) <= STEADY * max(one, other)
 
@@ -786,6 +856,7 @@ def _speculation(runs: Sequence[Sample]) -> dict[str, Any]:
     return {
         "acceptance_rate": accepted / drafted if drafted else None,
         "mean_acceptance_length": 1 + accepted / rounds if drafted else None,
+        "acceptance_rate_per_position": _per_position(runs),
         "gamma_mean": drafted / rounds,
         "draft_ms": spent["draft_s"] / passes * 1e3,
         "draft_step_ms": spent["draft_s"] / steps * 1e3 if steps else None,
@@ -793,6 +864,15 @@ def _speculation(runs: Sequence[Sample]) -> dict[str, Any]:
         "round_ms": wall_s / passes * 1e3,
         "loop_us": (wall_s - engine_s) / passes * 1e6,
     }
+
+
+def _per_position(runs: Sequence[Sample]) -> list[float] | None:
+    """Share of all rounds whose token at each position was kept, over all repetitions."""
+    rates = [(run.stats["rounds"], run.stats.get("acceptance_rate_per_position") or []) for run in runs]
+    rounds = sum(count for count, _ in rates)
+    longest = max(len(of_run) for _, of_run in rates)
+    kept = [sum(count * of_run[at] for count, of_run in rates if at < len(of_run)) for at in range(longest)]
+    return [count / rounds for count in kept] or None
 
 
 def _speedup(runs: Sequence[Sample], baseline: Sequence[Sample] | None) -> dict[str, Any]:

@@ -55,10 +55,12 @@ class Statistics(TypedDict):
     gamma_mean: float | None
     draft_pages_mean: float | None
     drafted_tokens: int
+    copied_tokens: int
     accepted_tokens: int
     acceptance_rate: float | None
     mean_acceptance_length: float | None
     acceptance_rate_per_position: list[float] | None
+    reused_tokens: int
     weights_bytes: int
     draft_weights_bytes: int
     cache_upper_bytes: int
@@ -66,6 +68,7 @@ class Statistics(TypedDict):
     cache_full_bytes: int
     buffer_bytes: int
     workspace_bytes: int
+    prompt_cache_bytes: int
     planned_bytes: int
     peak_bytes: int | None
     batch_mean: float | None
@@ -161,12 +164,15 @@ class Model:
     Attributes:
         name: what it was asked for by.
         directory: its files, or the one GGUF file (the first of a split one).
+        offline: whether a draft model is looked for in the download cache only, as it was.
     """
 
     name: str
     directory: Path
     info: dict[str, Any] = field(repr=False)
     tokenizer: Tokenizer = field(repr=False)
+    offline: bool = False
+    _draft_models: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(
@@ -183,7 +189,21 @@ class Model:
             )
         with native_errors():
             info = _native.model_info(str(directory))
-        return cls(model or hub.DEMO, directory, info, Tokenizer(directory, info["vocab"]))
+        return cls(model or hub.DEMO, directory, info, Tokenizer(directory, info["vocab"]), offline)
+
+    def draft_model(self, name: str | None, *, progress: bool = False) -> str | None:
+        """Path of the checkpoint that drafts for this one; refuses one of another tokenizer. None where nothing is named."""
+        if name is None or name in self._draft_models:
+            return name and self._draft_models[name]
+        draft = Model.open(name, offline=self.offline, progress=progress)
+        difference = self.tokenizer.difference(draft.tokenizer)
+        if difference is not None:
+            raise ModelError(
+                f"the draft model {draft.name} has another tokenizer than {self.name}: {difference}",
+                "use a smaller model of the same family; its tokens must mean what the model's mean",
+            )
+        self._draft_models[name] = str(draft.directory)
+        return self._draft_models[name]
 
     @property
     def context(self) -> int:
@@ -433,12 +453,28 @@ class _Lease:
         weakref.finalize(self, scheduler.stop).atexit = False
 
 
-def planned(model: Model, options: EngineOptions, *, context: int, batch: int = 1) -> dict[str, Any]:
+def planned(
+    model: Model, options: EngineOptions, *, context: int, batch: int = 1, pool: int | None = None
+) -> dict[str, Any]:
     """What an engine would hold, before any weight is read: `_native.plan` of these options."""
     from . import _native
 
     with native_errors():
-        return _native.plan(str(model.directory), capacity=context, slots=batch, **options.native())
+        return _native.plan(
+            str(model.directory),
+            capacity=context,
+            slots=batch,
+            pool_tokens=pool,
+            draft_model=model.draft_model(options.draft_model),
+            **options.native(),
+        )
+
+
+def check_folder(folder: object) -> None:
+    """Refuses what cannot name a folder of prompts."""
+    if not isinstance(folder, str) or not folder or "\0" in folder:
+        raise UsageError(f"prompt_cache is {shown(folder):.60}", "name a folder", option="prompt_cache")
+    check_utf8("the name of the prompt cache", folder)
 
 
 def _check_text(name: str, text: object) -> None:
@@ -516,24 +552,32 @@ class Engine:
         context: int,
         longest_prompt: int | None = None,
         batch: int = 1,
+        pool: int | None = None,
+        prompt_cache: str | bool | None = False,
         on_loading: OnProgress | None = None,
     ) -> None:
         """Loads the weights; `context` and `batch` are the longest sequence and the most sequences at once.
 
         Where the longest prompt is known, less memory is planned for reading it than for one that fills the context.
+        `pool` are the tokens that all sequences share; None gives each the room of the longest. `prompt_cache` is `load`'s.
         """
         from . import _native
 
         self.model = model
         self.options = options
         self.context = context
+        draft_model = model.draft_model(options.draft_model, progress=on_loading is not None)
         with native_errors():
             self.native = _native.Engine(
                 str(model.directory),
                 capacity=context,
                 prompt_capacity=longest_prompt,
                 slots=batch,
+                draft_model=draft_model,
+                pool_tokens=pool,
                 draft_cache=settings.native_draft_cache(),
+                prompt_memory=False if isinstance(prompt_cache, str) else prompt_cache,
+                prompt_folder=prompt_cache if isinstance(prompt_cache, str) else None,
                 on_loading=on_loading,
                 **options.native(),
             )
@@ -556,9 +600,11 @@ class Engine:
         kv_target: str = "int8",
         kv_rounding: str = "balanced",
         draft_weights: str = "int4",
-        draft_pages: int | Literal["all", "auto"] = "all",
-        page_choice: str = "best",
+        draft_pages: int | Literal["all", "auto"] | None = None,
+        page_choice: str | None = None,
+        draft_model: str | os.PathLike[str] | None = None,
         accept: str = "replay",
+        prompt_cache: str | os.PathLike[str] | bool | None = None,
         on_loading: OnProgress | None = None,
     ) -> Engine:
         """Loads a model.
@@ -579,8 +625,13 @@ class Engine:
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".
             draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto": as measured cost and acceptance say.
-            page_choice: with a number of pages, the "best" ones or the recent ones ("window").
+                None is the method's default.
+            page_choice: with a number of pages, the "best" ones (None, too) or the recent ones ("window").
+            draft_model: with method "draft-model", a directory, a GGUF file or a hub id of the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
+            prompt_cache: what prompts have in common is read once. True keeps them in memory, up to an eighth of what is free
+                beside the engine; a folder keeps them there, for other processes, too; False keeps none. None is True on a
+                CPU and False on a GPU. No token depends on it.
             on_loading: called with (bytes done, bytes in all).
 
         Raises:
@@ -596,6 +647,7 @@ class Engine:
             draft_weights=draft_weights,
             draft_pages=draft_pages,
             page_choice=page_choice,
+            draft_model=None if draft_model is None else os.fspath(draft_model),
             accept=accept,
         )
         # More sequences than any memory holds; the number reaches the engine as it is.
@@ -603,6 +655,9 @@ class Engine:
         if context is not None:
             whole("context", context, 1, None)
         _check_callback("on_loading", on_loading)
+        folder = os.fspath(prompt_cache) if isinstance(prompt_cache, os.PathLike) else prompt_cache
+        if folder is not None and not isinstance(folder, bool):
+            check_folder(folder)
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         if not isinstance(name, str | None):
             raise UsageError(
@@ -610,7 +665,7 @@ class Engine:
             )
         opened = Model.open(name, revision=revision, offline=offline)
         limit = opened.resolve_context(context) if context is not None else min(opened.context, DEFAULT_CONTEXT)
-        return cls(opened, options, context=limit, batch=batch, on_loading=on_loading)
+        return cls(opened, options, context=limit, batch=batch, prompt_cache=folder, on_loading=on_loading)
 
     def __enter__(self) -> Engine:
         return self
@@ -718,6 +773,15 @@ class Engine:
         for _ in batch:
             pass
         return batch.generations()
+
+    def prompt_cache_note(self) -> str | None:
+        """One line about trouble with the prompt cache since the last call: damage, or a useless folder."""
+
+        def note() -> str | None:
+            with native_errors():
+                return self.native.prompt_note()
+
+        return self._lease.scheduler.call(note)
 
     def score(self, text: str | Prompt) -> NDArray[np.float64]:
         """Log-probabilities of a text's tokens from the second on, each given those before it: float64 [tokens - 1], in nats.

@@ -48,8 +48,10 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
         **request,
     }
     if options.temperature > 0 and engine.accept == "rejection":
-        names = ("accept", "method", "gamma", "draft_weights", "draft_pages", "page_choice")
-        told |= {name: getattr(engine, name) for name in names}
+        told |= {name: getattr(engine, name) for name in ("accept", "method", "gamma", "draft_weights")}
+        if engine.draft_model is not None:
+            told |= {"draft_model": engine.draft_model}
+        told |= {"draft_pages": engine.pages_of_draft, "page_choice": engine.choice_of_pages}
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 

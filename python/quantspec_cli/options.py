@@ -27,12 +27,16 @@ class Method(NamedTuple):
         drafts: whether anything does.
         draft_weights: whether it reads 4-bit weights.
         draft_view: the view of the target's cache that it reads, "target" for the target's own; None for none.
+        window: pages that it reads unless told otherwise, if these are always the first and the recent ones.
+        draft_model: whether another checkpoint drafts; views and pages are those of its own cache.
     """
 
     about: str
     drafts: bool = True
     draft_weights: bool = False
     draft_view: str | None = None
+    window: int | None = None
+    draft_model: bool = False
 
 
 # The engine's registry (`_native.methods()`), repeated because --help loads no native code.
@@ -40,9 +44,18 @@ METHODS = {
     "quantspec": Method("4-bit weights and cache", draft_weights=True, draft_view="int4"),
     "kv4": Method("4-bit cache", draft_view="int4"),
     "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
+    "window": Method("first and recent pages", draft_weights=True, draft_view="target", window=16),
+    "draft-model": Method("another checkpoint", draft_view="target", draft_model=True),
     "ngram": Method("earlier text"),
     "ar": Method("nothing", drafts=False),
 }
+# They copy earlier text in place of a draft by the model.
+COMBINED = {
+    f"{name}+ngram": method._replace(about=f"{name} or earlier text")
+    for name, method in METHODS.items()
+    if method.draft_view
+}
+METHODS |= COMBINED
 KV_TARGETS = ("int8", "fp16", "int4")
 KV_ROUNDINGS = ("balanced", "paper")
 DRAFT_WEIGHTS = ("int4", "int4-mlp", "none")
@@ -77,8 +90,9 @@ class EngineOptions:
     kv_target: str = "int8"
     kv_rounding: str = "balanced"
     draft_weights: str = "int4"
-    draft_pages: int | Literal["all", "auto"] = "all"
-    page_choice: str = "best"
+    draft_pages: int | Literal["all", "auto"] | None = None
+    page_choice: str | None = None
+    draft_model: str | None = None
     accept: str = "replay"
     gamma: int | Literal["auto"] = "auto"
 
@@ -87,7 +101,8 @@ class EngineOptions:
         _one_of("kv_target", self.kv_target, KV_TARGETS)
         _one_of("kv_rounding", self.kv_rounding, KV_ROUNDINGS)
         _one_of("draft_weights", self.draft_weights, DRAFT_WEIGHTS)
-        _one_of("page_choice", self.page_choice, PAGE_CHOICES)
+        if self.page_choice is not None:
+            _one_of("page_choice", self.page_choice, PAGE_CHOICES)
         _one_of("accept", self.accept, ACCEPTANCE)
         kind, _, index = (self.device if isinstance(self.device, str) else "").partition(":")
         if kind not in {"auto", "cpu", "cuda"} or (":" in self.device and (kind != "cuda" or not _is_index(index))):
@@ -96,24 +111,36 @@ class EngineOptions:
             whole("threads", self.threads, 1, THREADS_MAX)
         if self.gamma != "auto":
             whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
-        if self.draft_pages not in ("all", "auto"):
+        if self.draft_pages not in (None, "all", "auto"):
             whole("draft_pages", self.draft_pages, PAGES_MIN, PAGES_MAX, ", all or auto")
         self._refuse_unknown()
 
     def _refuse_unknown(self) -> None:
         """Refuses settings that the method would ignore."""
         method = METHODS[self.method]
-        reasons = {}
+        reasons: dict[str, tuple[str | None, str]] = {}
+        if method.draft_model and self.draft_model is None:
+            raise UsageError(
+                f"method {self.method} has no draft model",
+                "name a checkpoint of the same tokenizer with --draft-model",
+                option="draft_model",
+            )
+        if not method.draft_model:
+            reasons["draft_model"] = (None, "reads no draft model")
         if not method.drafts and self.gamma != 0:
             reasons["gamma"] = ("auto", "drafts nothing")
         if not method.draft_weights and self.draft_weights != "none":
             reasons["draft_weights"] = (DRAFT_WEIGHTS[0], "reads no draft weights")
         if method.draft_view is None:
             reasons["draft_pages"] = ("all", "reads no pages to draft")
-            reasons["page_choice"] = (PAGE_CHOICES[0], "reads no pages to draft")
-        for name, (default, reason) in reasons.items():
+            reasons["page_choice"] = (None, "reads no pages to draft")
+        elif method.window is not None:
+            reasons["page_choice"] = ("window", "reads the first page and the recent ones")
+            if self.draft_pages == "all":
+                reasons["draft_pages"] = (None, "reads the first page and the recent ones")
+        for name, (harmless, reason) in reasons.items():
             value = getattr(self, name)
-            if value != default:
+            if value not in (None, harmless):
                 raise UsageError(
                     f"{name} is {shown(value)}, and method {self.method} {reason}",
                     "leave it out, or choose another method",
@@ -125,6 +152,16 @@ class EngineOptions:
         """The draft weights, as reports name them: "none" for a method that reads none."""
         return self.draft_weights if METHODS[self.method].draft_weights else "none"
 
+    @property
+    def pages_of_draft(self) -> int | Literal["all", "auto"]:
+        """How many pages a draft reads, as reports say it."""
+        return self.draft_pages or METHODS[self.method].window or "all"
+
+    @property
+    def choice_of_pages(self) -> str:
+        """Which pages a draft reads where it does not read all, as reports say it."""
+        return "window" if METHODS[self.method].window else self.page_choice or PAGE_CHOICES[0]
+
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""
         return {
@@ -135,7 +172,7 @@ class EngineOptions:
             "kv_rounding": self.kv_rounding,
             "draft_weights": self.draft_weights,
             "draft_pages": None if self.draft_pages == "all" else self.draft_pages,
-            "page_choice": self.page_choice,
+            "page_choice": self.choice_of_pages,
             "accept": self.accept,
             "gamma": None if self.gamma == "auto" else self.gamma,
         }
@@ -334,6 +371,25 @@ def device_flags(command: Command) -> Command:
     )(command)
 
 
+def page_choice_flag(command: Command) -> Command:
+    """--page-choice."""
+    return click.option(
+        "--page-choice",
+        type=click.Choice(PAGE_CHOICES),
+        default=None,
+        help="With --draft-pages N or auto: the best-scoring pages or the recent ones.  [default: best]",
+    )(command)
+
+
+def draft_model_flag(command: Command) -> Command:
+    """--draft-model."""
+    return click.option(
+        "--draft-model",
+        metavar="DIR|FILE|HUB_ID",
+        help="Of method draft-model: the checkpoint that drafts, of the same tokenizer.",
+    )(command)
+
+
 def engine_flags(command: Command) -> Command:
     """Everything of `EngineOptions` but the device."""
 
@@ -342,11 +398,15 @@ def engine_flags(command: Command) -> Command:
         kind = click.Choice(choices)
         return click.option(flag, *aliases, name, type=kind, default=choices[0], show_default=True, help=text)
 
+    about = ", ".join(f"{name} ({method.about})" for name, method in METHODS.items() if name not in COMBINED)
     return _flags(
-        choice(
-            *("--method", tuple(METHODS)),
-            f"What drafts: {', '.join(method.about for method in METHODS.values())}.",
-            "--spec-type",
+        click.option(
+            *("--method", "--spec-type", "method"),
+            type=click.Choice(tuple(METHODS)),
+            metavar="METHOD",
+            default="quantspec",
+            show_default=True,
+            help=f"What drafts: {about}. NAME+ngram copies earlier text where that has proved reliable.",
         ),
         click.option(
             *("--gamma", "--draft-max", "--num-draft-tokens", "gamma"),
@@ -363,13 +423,12 @@ def engine_flags(command: Command) -> Command:
             "--draft-pages",
             type=NumberOr("all", "auto"),
             metavar="N|all|auto",
-            default="all",
-            show_default=True,
-            help="Pages of 128 tokens a draft reads per KV head; auto chooses them together with gamma.",
+            default=None,
+            help="Pages of 128 tokens a draft reads per KV head; auto chooses them together with gamma.  "
+            f"[default: all; {METHODS['window'].window} with window]",
         ),
-        choice(
-            "--page-choice", PAGE_CHOICES, "With --draft-pages N or auto: the best-scoring pages or the recent ones."
-        ),
+        page_choice_flag,
+        draft_model_flag,
         choice("--accept", ACCEPTANCE, "Acceptance rule when sampling: same text as ar, or same distribution."),
     )(command)
 

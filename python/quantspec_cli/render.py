@@ -63,6 +63,12 @@ def note_of_drafts(info: dict[str, Any]) -> None:
         note(f"warning: {one_line(info['note'])}")
 
 
+def note_of_prompts(engine: Engine) -> None:
+    """Says where the prompt cache was damaged or could not be used."""
+    if text := engine.prompt_cache_note():
+        note(f"warning: {one_line(text)}")
+
+
 def statistics(engine: Engine, names: Sequence[str], answers: Sequence[Generation]) -> None:
     """What a run did: prompts, speed, speculation, memory."""
     for line in statistics_lines(engine.info, engine.statistics(), names, answers):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from . import loop, render
 from .engine import Engine, Model
 from .errors import EXIT_DONE, EXIT_ERROR, DoesNotFitError, native_errors, one_line
-from .options import GAMMA_MAX, METHODS, PAGES_MIN, GenerateOptions
+from .options import COMBINED, GAMMA_MAX, METHODS, PAGES_MIN, GenerateOptions
 from .output import Done, Stdout
 from .text import Text
 
@@ -75,7 +75,15 @@ class Case:
         }
 
 
-def selftest(*, model: str | None, revision: str | None, offline: bool, options: EngineOptions, as_json: bool) -> Done:
+def selftest(
+    *,
+    model: str | None,
+    revision: str | None,
+    offline: bool,
+    draft_model: str | None,
+    options: EngineOptions,
+    as_json: bool,
+) -> Done:
     """Runs all cases up to the first difference and prints what was compared; `--json`'s report is left to be printed."""
     out = Stdout()
     render.warn_of_threads(options.threads)
@@ -86,7 +94,7 @@ def selftest(*, model: str | None, revision: str | None, offline: bool, options:
         lengths = ", ".join(str(len(prompt)) for prompt in prompts)
         out.write(f"{one_line(opened.name)} on {device}: prompts of {lengths} tokens, {NEW_TOKENS} new tokens each\n")
     cases: list[Case] = []
-    for case in _cases(opened, options, prompts, references):
+    for case in _cases(opened, options, draft_model, prompts, references):
         cases.append(case)
         if not as_json:
             out.write(_line(case) + "\n")
@@ -139,7 +147,11 @@ def _references(
 
 
 def _cases(
-    model: Model, options: EngineOptions, prompts: Sequence[list[int]], references: dict[str, list[list[int]]]
+    model: Model,
+    options: EngineOptions,
+    draft_model: str | None,
+    prompts: Sequence[list[int]],
+    references: dict[str, list[list[int]]],
 ) -> Iterator[Case]:
     everything = range(len(prompts))
     long = [place for place in everything if len(prompts[place]) >= LONG]
@@ -147,7 +159,19 @@ def _cases(
     quantspec = replace(fixed, method="quantspec")
     # Options, prompts, and the gammas of one sequence and of a batch.
     ways: list[tuple[EngineOptions, Sequence[int], Sequence[int | str], Sequence[int]]] = [
-        (replace(fixed, method=name), everything, FEW, GAMMAS) for name, method in METHODS.items() if method.drafts
+        (
+            replace(
+                fixed,
+                method=name,
+                draft_pages=PAGES_MIN if method.window else None,
+                draft_model=draft_model if method.draft_model else None,
+            ),
+            everything,
+            FEW,
+            FEW if name in COMBINED else GAMMAS,
+        )
+        for name, method in METHODS.items()
+        if method.drafts and (draft_model is not None or not method.draft_model)
     ]
     if long:
         selected = replace(quantspec, draft_pages=PAGES_MIN)
@@ -167,7 +191,7 @@ def _cases(
                     expected = [references[accept][place] for place in chosen]
                     case = Case(
                         method=way.method,
-                        draft_pages=way.draft_pages,
+                        draft_pages=way.pages_of_draft,
                         threads=way.threads,
                         gamma=gamma,
                         accept=accept,
@@ -218,6 +242,6 @@ def _line(case: Case) -> str:
     pages = "all pages" if case.draft_pages == "all" else f"{case.draft_pages} pages"
     threads = "" if case.threads is None else f", {case.threads} thread" + ("s" if case.threads > 1 else "")
     return (
-        f"{case.method:9} {pages}, gamma {case.gamma!s:>2}, {case.accept}, batch {case.batch}{threads}: "
+        f"{case.method:15} {pages}, gamma {case.gamma!s:>2}, {case.accept}, batch {case.batch}{threads}: "
         f"{case.tokens} tokens " + ("equal" if case.difference is None else "differ")
     )

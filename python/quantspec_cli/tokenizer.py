@@ -118,6 +118,18 @@ class Tokenizer:
             ids = self.encode(text)
         return ids[:count]
 
+    def difference(self, other: Tokenizer) -> str | None:
+        """The first difference in tokens or merges of two tokenizers, in words; None where their ids mean the same."""
+        mine, its = (one._inner.get_vocab(with_added_tokens=True) for one in (self, other))
+        if mine != its:
+            here, there = ({id: token for token, id in vocabulary.items()} for vocabulary in (mine, its))
+            first = min(id for id in here.keys() | there.keys() if here.get(id) != there.get(id))
+            return f"token {first} is {here.get(first)!r} here and {there.get(first)!r} there"
+        rules, its_rules = (json.loads(one._inner.to_str())["model"].get("merges") or [] for one in (self, other))
+        if rules != its_rules:
+            return f"{len(rules)} and {len(its_rules)} merges, which are not the same"
+        return None
+
     def id_of(self, token: str | None) -> int | None:
         """Id of a token, or None where it is unknown."""
         found = self._inner.token_to_id(token) if token else None

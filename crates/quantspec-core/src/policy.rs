@@ -230,6 +230,18 @@ impl Policy {
         if self.min_acceptance() > 0.0 { (2 * self.next.gamma).min(self.max) } else { self.next.gamma }
     }
 
+    /// Largest γ of any round.
+    pub fn longest(&self) -> usize {
+        self.max
+    }
+
+    /// Tokens that a round of one sequence must emit, if it verifies `gamma` tokens that cost nothing to draft, to be as fast as the fastest choice:
+    /// infinite before a plain step was timed, `None` for a fixed γ.
+    pub fn par(&self, gamma: usize) -> Option<f64> {
+        let (plain, verify) = (self.verify.seconds(self.batch), self.verify.seconds(self.batch * (gamma + 1)));
+        (!self.fixed).then(|| plain.zip(verify).map_or(f64::INFINITY, |(plain, verify)| self.rate * verify / plain))
+    }
+
     /// When drafts of the next round end early, for a sequence with known margins that is alone in its round; `None` for a fixed γ.
     pub fn stop(&self) -> Option<Stop> {
         (!self.fixed).then(|| self.candidates[self.next.candidate].stop(self.min_acceptance()))
@@ -263,6 +275,11 @@ impl Policy {
         acceptance.add(accepted as f64, trials, (-trials / ACCEPTANCE_WINDOW).exp());
     }
 
+    /// One sequence copied `drafted` tokens of its text in place of a draft, and the first `accepted` were accepted. It says nothing of candidates.
+    pub fn observe_copied(&mut self, drafted: usize, accepted: usize) {
+        (self.drafted, self.accepted) = (self.drafted + drafted, self.accepted + accepted);
+    }
+
     /// One sequence's draft failed, and none of its tokens was verified. [`Policy::observe_draft`] holds the time of it all.
     pub fn observe_failure(&mut self) {
         self.candidates[self.next.candidate].acceptance.add(0.0, 1.0, 1.0);
@@ -284,8 +301,9 @@ impl Policy {
         let (round, few) = (self.round, 2 * self.batch);
         self.time(rows, seconds);
         self.verify.0.retain(|&rows, own| rows <= few || round - own.round < STALE_ROUNDS);
+        let copied = self.only_copied();
         let candidate = &mut self.candidates[self.next.candidate];
-        if self.next.gamma > 0 {
+        if self.next.gamma > 0 && !copied {
             (candidate.rounds, candidate.last) = (candidate.rounds + 1, round);
         }
         self.book(rows, seconds);
@@ -307,6 +325,11 @@ impl Policy {
         }
     }
 
+    /// Nothing was drafted in this round, and something copied.
+    fn only_copied(&self) -> bool {
+        self.steps == 0 && self.drafted > 0
+    }
+
     /// Books the round in plain steps. Costs are the believed ones, so that one interruption is not held against drafting.
     fn book(&mut self, rows: usize, seconds: f64) {
         let (Some(plain), Some(verify)) = (self.verify.seconds(self.batch), self.verify.seconds(rows)) else { return };
@@ -318,8 +341,8 @@ impl Policy {
         let least = if first { -CREDIT / EXPLORED as f64 } else { f64::NEG_INFINITY };
         // A plain step that is slow because of the draft before it is lost by drafting.
         let cold = if self.cold { (seconds / plain - 1.0).clamp(0.0, 1.0) } else { 0.0 };
-        let won = if self.steps > 0 { (tokens - cost).max(least) } else { 0.0 };
-        let missed = if self.next.probe { (tokens / self.rate - cost).max(least) } else { 0.0 };
+        let won = if self.steps > 0 || self.drafted > 0 { (tokens - cost).max(least) } else { 0.0 };
+        let missed = if self.next.probe && !self.only_copied() { (tokens / self.rate - cost).max(least) } else { 0.0 };
         self.ledger = (self.ledger + SHARE * cost + won - cold).clamp(LEDGER.0, LEDGER.1);
         self.probing = (self.probing + SHARE * cost + missed - cold).clamp(LEDGER.0, 2.0 * PROBE);
     }

@@ -4,6 +4,7 @@
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
     prefill_tokens: usize,
+    reused_tokens: usize,
     prefill_s: f64,
     draft_s: f64,
     verify_s: f64,
@@ -11,15 +12,18 @@ pub struct Stats {
     drafted_tokens: usize,
     /// Pages those tokens' steps read per KV head.
     drafted_pages: usize,
+    /// Drafted tokens that were copied from the text in place of a draft.
+    copied_tokens: usize,
     accepted_tokens: usize,
     /// `accepted_at[i]`: rounds whose (i+1)-th drafted token was accepted; as long as the longest draft.
     accepted_at: Vec<usize>,
 }
 
 impl Stats {
-    /// Adds a prompt of `tokens`, processed in `seconds`.
-    pub fn prefill(&mut self, tokens: usize, seconds: f64) {
+    /// Adds a prompt: `tokens` were processed in `seconds`, `reused` came from the prompt cache.
+    pub fn prefill(&mut self, tokens: usize, reused: usize, seconds: f64) {
         self.prefill_tokens += tokens;
+        self.reused_tokens += reused;
         self.prefill_s += seconds;
     }
 
@@ -45,6 +49,11 @@ impl Stats {
         self.accepted_at.iter_mut().take(accepted).for_each(|count| *count += 1);
     }
 
+    /// Of a round's drafted tokens, `tokens` were copied from the text in place of a draft by a network.
+    pub fn copied(&mut self, tokens: usize) {
+        self.copied_tokens += tokens;
+    }
+
     /// Adds what the drafts of a sequence's round read: `pages` per KV head, summed over its drafted tokens.
     pub fn pages(&mut self, pages: usize) {
         self.drafted_pages += pages;
@@ -53,6 +62,11 @@ impl Stats {
     /// Prompt tokens processed.
     pub fn prefill_tokens(&self) -> usize {
         self.prefill_tokens
+    }
+
+    /// Prompt tokens that came from the prompt cache.
+    pub fn reused_tokens(&self) -> usize {
+        self.reused_tokens
     }
 
     /// Seconds of prefill.
@@ -105,9 +119,15 @@ impl Stats {
         self.drafted_tokens
     }
 
-    /// Pages a draft step read per KV head, on average; `None` where nothing was drafted.
+    /// Drafted tokens that were copied from the text in place of a draft by a network.
+    pub fn copied_tokens(&self) -> usize {
+        self.copied_tokens
+    }
+
+    /// Pages a draft step read per KV head, on average; `None` where nothing was drafted, or all of it copied.
     pub fn draft_pages_mean(&self) -> Option<f64> {
-        (self.drafted_tokens > 0).then(|| self.drafted_pages as f64 / self.drafted_tokens as f64)
+        let steps = self.drafted_tokens - self.copied_tokens;
+        (steps > 0).then(|| self.drafted_pages as f64 / steps as f64)
     }
 
     /// Drafted tokens that were accepted.
@@ -140,7 +160,7 @@ mod tests {
     #[test]
     fn rates_follow_their_definitions() {
         let mut stats = Stats::default();
-        stats.prefill(100, 0.5);
+        stats.prefill(100, 60, 0.5);
         for (gamma, accepted) in [(4, 4), (4, 1), (0, 0), (3, 0)] {
             stats.round(gamma, accepted);
         }
@@ -159,7 +179,7 @@ mod tests {
     fn every_number_has_its_own_name() {
         let mut stats = Stats::default();
         for _ in 0..2 {
-            stats.prefill(3, 0.5);
+            stats.prefill(3, 0, 0.5);
             stats.draft(0.25);
             stats.verify(2.0);
             stats.round(7, 5);

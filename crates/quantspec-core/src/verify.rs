@@ -116,7 +116,17 @@ impl Judge {
         self.leads.get(slot).copied().unwrap_or(f32::INFINITY)
     }
 
-    fn keep(&mut self, slot: usize, offset: usize, q: Vec<f32>) {
+    /// The warped distribution that is kept of a slot's drafted token at `offset`, `[vocab]`.
+    ///
+    /// # Errors
+    /// [`crate::ErrorKind::Internal`] where there is none.
+    pub fn distribution(&self, slot: usize, offset: usize) -> Result<&[f32]> {
+        let q = self.q.get(slot).and_then(|rows| rows.get(offset)).filter(|row| !row.is_empty());
+        q.map(Vec::as_slice).ok_or_else(|| Error::internal(format!("no draft distribution {offset} of slot {slot}")))
+    }
+
+    /// Keeps the warped distribution of a slot's drafted token at `offset`, and forgets those after it.
+    pub fn keep(&mut self, slot: usize, offset: usize, q: Vec<f32>) {
         if self.q.len() <= slot {
             self.q.resize_with(slot + 1, Vec::new);
         }

@@ -738,3 +738,27 @@ proptest! {
         prop_assert_eq!(run(), run());
     }
 }
+
+#[test]
+fn copies_have_a_par_and_are_in_the_ledger() {
+    assert_eq!(Policy::fixed(5).par(3), None);
+    let mut policy = Policy::auto(12);
+    assert_eq!(policy.par(3), Some(f64::INFINITY), "no plain step was timed");
+    // A draft step takes 0.3 plain steps, and every drafted token is accepted: γ 12 emits 13 tokens in 4.84 plain steps.
+    for _ in 0..60 {
+        let gamma = policy.gamma();
+        if gamma > 0 {
+            policy.observe_draft(0.3 * gamma as f64, gamma);
+            policy.observe_round(gamma, gamma);
+        }
+        policy.observe_verify(gamma + 1, 1.0 + 0.02 * gamma as f64);
+    }
+    let par = policy.par(5).unwrap();
+    assert!((par - 1.1 * 13.0 / 4.84).abs() < 0.1, "{par}");
+    // Copies that never stand lose a plain step's tokens each time, until rounds are plain.
+    for _ in 0..60 {
+        policy.observe_copied(12, 0);
+        policy.observe_verify(13, 1.24);
+    }
+    assert_eq!(policy.gamma(), 0);
+}

@@ -18,7 +18,7 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cpu::CpuBackend;
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft::{self, Drafter};
+use quantspec_model::draft::{self, DraftModel, Drafter};
 use quantspec_model::engine::{Engine, Method};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -104,9 +104,21 @@ impl Run {
         Run { method, pages, gamma, threads, ..Run::ar() }
     }
 
-    fn drafter(&self) -> Option<Box<dyn Drafter>> {
+    /// The method's drafter. As a second checkpoint the demo model drafts for every model of its tokenizer, others for themselves. Where the
+    /// target reads both nibbles and γ is even it reads the upper ones, so that it errs as its own target, too.
+    fn drafter(&self, model: &Path, target: &Options) -> Option<Box<dyn Drafter>> {
         let method = draft::Entry::named(self.method).expect("a method");
-        method.drafter(self.target, DraftWeights::Int4, &[self.pages])
+        if !matches!(method.source, draft::Source::Checkpoint) {
+            return method.drafter(self.target, DraftWeights::Int4, &[self.pages]);
+        }
+        let options = Options { step_rows: target.slots.max(draft::CATCH_UP_ROWS), ..target.clone() };
+        let [own, demo] = [model, &root().join("python/quantspec_cli/demo")]
+            .map(|model| Checkpoint::open(model).expect("second checkpoint"));
+        let second = if own.config().vocab == demo.config().vocab { demo } else { own };
+        let backend = CpuBackend::load(&second, &options, Hooks::default()).expect("second backend");
+        let view = if self.target == View::Both && self.gamma.is_multiple_of(2) { View::Upper } else { self.target };
+        let model = DraftModel::new(backend, view, &[self.pages], target.capacity, BLOCK_ROWS);
+        Some(method.with(Box::new(model)))
     }
 
     /// Emitted tokens of every prompt, decoded as one batch.
@@ -128,20 +140,27 @@ impl Run {
         let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let checkpoint = Checkpoint::open(model).expect("checkpoint");
         let capacity = prompts.iter().map(Vec::len).max().unwrap_or(0) + new_tokens;
-        let drafter = self.drafter();
-        let needs = drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
-        let views: Vec<View> = std::iter::once(self.target).chain(needs.view).collect();
         let options = Options {
             slots: prompts.len(),
             capacity,
+            pool_pages: usize::MAX,
             prompt_capacity: capacity,
-            planes: Planes::of(&views),
+            planes: Planes::of(&[self.target]),
             rounding: self.rounding,
-            draft_weights: if needs.draft_weights { DraftWeights::Int4 } else { DraftWeights::None },
-            rejection: sampler.accept == Accept::Rejection && needs.distributions,
+            draft_weights: DraftWeights::None,
+            rejection: sampler.accept == Accept::Rejection,
             step_rows: prompts.len() * (self.gamma + 1),
             block_rows: BLOCK_ROWS,
             threads: self.threads,
+        };
+        let drafter = self.drafter(model, &options);
+        let needs = drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
+        let views: Vec<View> = std::iter::once(self.target).chain(needs.view).collect();
+        let options = Options {
+            planes: Planes::of(&views),
+            draft_weights: if needs.draft_weights { DraftWeights::Int4 } else { DraftWeights::None },
+            rejection: options.rejection && needs.distributions,
+            ..options
         };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
         let policy = if self.auto { Policy::auto(self.gamma) } else { Policy::fixed(self.gamma) };
@@ -297,18 +316,35 @@ fn selection() -> Vec<[usize; 5]> {
     all
 }
 
-/// The selection, then plain decoding, γ auto, and prompt lookup, which reads no pages.
+/// The selection, then plain decoding, γ auto, windows, and prompt lookup, alone and in place of every network's drafts.
 fn combinations() -> Vec<(Run, usize)> {
     let run = |[m, p, g, b, t]: [usize; 5]| (Run::new(METHODS[m], PAGES[p], GAMMAS[g], THREADS[t]), BATCHES[b]);
     let mut all: Vec<(Run, usize)> = selection().into_iter().map(run).collect();
     all.push((Run::new("ar", Pages::All, 0, 2), 8));
     for (method, batch, threads) in
         [("quantspec", 1, 1), ("quantspec", 1, 2), ("quantspec", 3, 2), ("ngram", 1, 2), ("ngram", 3, 1)]
+            .into_iter()
+            .chain([("window", 1, 2), ("quantspec+ngram", 1, 2), ("quantspec+ngram", 3, 2), ("draft-model", 1, 2)])
     {
         all.push((Run { auto: true, ..Run::new(method, Pages::All, 12, threads) }, batch));
     }
     for (gamma, batch) in GAMMAS.into_iter().zip(BATCHES.into_iter().cycle()) {
         all.push((Run::new("ngram", Pages::All, gamma, 2), batch));
+        all.push((Run::new("quantspec+ngram", Pages::All, gamma, 2), batch));
+    }
+    for (name, pages, gamma, batch) in [
+        ("draft-model", Pages::All, 1, 3),
+        ("draft-model", Pages::All, 5, 8),
+        ("draft-model", Pages::Window(2), 16, 1),
+        ("draft-model", Pages::Best(3), 4, 3),
+        ("draft-model+ngram", Pages::All, 7, 3),
+    ] {
+        all.push((Run::new(name, pages, gamma, 2), batch));
+    }
+    let windows = [(2, 1, 1), (3, 12, 3), (4, 7, 8), (16, 4, 1)];
+    for ((n, gamma, batch), name) in windows.into_iter().zip(["kv4+ngram", "w4+ngram", "window+ngram", "kv4+ngram"]) {
+        all.push((Run::new("window", Pages::Window(n), gamma, 2), batch));
+        all.push((Run::new(name, Pages::Window(n), gamma, 1), batch));
     }
     all
 }
@@ -382,7 +418,7 @@ fn every_target_view_and_rounding_is_exact() {
     for target in [View::Full, View::Both, View::Upper] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
-            for method in ["quantspec", "kv4", "w4", "ngram"] {
+            for method in ["quantspec", "kv4", "w4", "window", "ngram", "w4+ngram"] {
                 let run = Run { target, rounding, ..Run::new(method, Pages::All, 5, 2) };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
@@ -402,6 +438,9 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
         ("quantspec", 5, Pages::Best(3)),
         ("quantspec", 12, Pages::Window(3)),
         ("ngram", 4, Pages::All),
+        ("window", 4, Pages::Window(2)),
+        ("quantspec+ngram", 4, Pages::All),
+        ("draft-model", 3, Pages::All),
     ] {
         let decode =
             |threads, seed| Run::new(method, pages, gamma, threads).decode(&model, &prompts, &sampler(seed), 100);

@@ -356,6 +356,36 @@ impl Sampling {
         self.draft.as_ref().map_or(0, |(logits, _)| logits.at(0))
     }
 
+    /// What is kept of a slot's drafted token at `offset`: its logits, and the words that say where they are cut off.
+    pub(crate) fn distribution(&self, slot: usize, offset: usize) -> Result<Vec<f32>> {
+        let (logits, cuts, index) = self.kept(slot, offset)?;
+        let mut q = logits.read::<f32>(index * self.vocab * 4, self.vocab)?;
+        if q.iter().any(|logit| logit.is_nan()) {
+            return Err(Error::not_finite("a draft's logits are NaN"));
+        }
+        q.extend(cuts.read::<f32>(index * CUT_BYTES, CUT_BYTES / 4)?);
+        Ok(q)
+    }
+
+    /// Keeps what [`Sampling::distribution`] of another backend returned.
+    pub(crate) fn set_distribution(&self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
+        let (logits, cuts, index) = self.kept(slot, offset)?;
+        if q.len() != self.vocab + CUT_BYTES / 4 {
+            return Err(Error::internal(format!("a distribution of {} words for {} tokens", q.len(), self.vocab)));
+        }
+        logits.write(index * self.vocab * 4, &q[..self.vocab])?;
+        cuts.write(index * CUT_BYTES, &q[self.vocab..])
+    }
+
+    fn kept(&self, slot: usize, offset: usize) -> Result<(&Buffer, &Buffer, usize)> {
+        match &self.draft {
+            Some((logits, cuts)) if slot < self.slots && offset < GAMMA_MAX => {
+                Ok((logits, cuts, slot * GAMMA_MAX + offset))
+            }
+            _ => Err(Error::internal(format!("no room for draft distribution {offset} of slot {slot}"))),
+        }
+    }
+
     /// A draft step writes the token after `offset` of the slot's window.
     pub(crate) fn drafts(&mut self, slot: usize, offset: usize) {
         self.fresh = false;

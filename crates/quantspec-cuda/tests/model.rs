@@ -19,7 +19,7 @@ use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
 use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Memory, Options, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft::{Ngram, SelfQuantised};
+use quantspec_model::draft::{Copying, DraftModel, Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use small::{checkpoints, options, prompt};
@@ -95,6 +95,11 @@ fn lookup(target: View) -> Method {
     Method { target, drafter: Some(Box::<Ngram>::default()), policy: Policy::fixed(4) }
 }
 
+/// Earlier text where that has proved reliable, a plan elsewhere: rounds hold copied windows and drafted ones.
+fn copying(target: View, plan: DraftPlan) -> Method {
+    Method { target, drafter: Some(Copying::boxed(SelfQuantised::boxed(plan))), policy: Policy::fixed(4) }
+}
+
 fn sampler(accept: Accept, seed: u64, sequence: u64) -> Sampler {
     match accept {
         Accept::Greedy => Sampler { sequence, ..Sampler::greedy() },
@@ -120,6 +125,12 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint) {
     let mut engine = Engine::new(load(device, checkpoint, &options), method(View::Both, None), 3, 3200, 256);
     let prompts: Vec<Vec<u32>> = [2330, 120, 1015].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
     let tokens = [600; 3];
+    // The model drafts for itself, on a backend of its own.
+    let model = DraftModel::new(load(device, checkpoint, &options), View::Both, &[Pages::All], 3200, 256);
+    let second = |target: View, pages: Pages| {
+        let drafter = Box::new(model.reading(target, &[pages]));
+        Method { target, drafter: Some(drafter), policy: Policy::fixed(4) }
+    };
     for target in [View::Both, View::Full, View::Upper] {
         for accept in [Accept::Greedy, Accept::Replay] {
             let samplers: Vec<Sampler> = (0..3).map(|sequence| sampler(accept, 11, sequence)).collect();
@@ -144,6 +155,9 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint) {
                 (itself(DraftPlan { pages: Pages::Best(4), ..QUANTSPEC }), vec![5]),
                 (itself(DraftPlan { pages: Pages::Window(3), view: target, weights: Weights::Draft }), vec![5]),
                 (("prompt lookup".to_string(), lookup(target)), vec![1, 16, 0, 7, 3]),
+                (("copies".to_string(), copying(target, QUANTSPEC)), vec![4, 0, 9]),
+                (("a second model".to_string(), second(target, Pages::All)), vec![1, 16, 0, 7, 3]),
+                (("a second model, 2 pages".to_string(), second(target, Pages::Window(2))), vec![5]),
             ];
             for ((draft, method), gammas) in drafts {
                 let together = decode(&mut engine, method, &prompts, &tokens, &samplers, &gammas);
@@ -527,6 +541,15 @@ fn rejection(device: &Arc<Device>, checkpoint: &Checkpoint) {
         let mut run = || decode(&mut engine, method(), &prompts, &[200; 2], &samplers, &[4]);
         assert_eq!(run(), run());
     }
+    // The model drafts for itself on a backend of its own: p and q differ by rounding, unless q were of another token.
+    let second = DraftModel::new(load(device, checkpoint, &options), View::Both, &[Pages::All], 900, 256);
+    let second =
+        || Method { drafter: Some(Box::new(second.reading(View::Both, &[Pages::All]))), ..method(View::Both, None) };
+    engine.reset_stats();
+    let mut run = || decode(&mut engine, second(), &prompts, &[200; 2], &samplers, &[4]);
+    assert_eq!(run(), run());
+    let rate = engine.stats().acceptance_rate().unwrap();
+    assert!(rate > 0.95, "{rate} of what a model drafts for itself");
     // Prompt lookup keeps no distributions.
     let options = Options { rejection: false, ..options };
     let mut without = Engine::new(load(device, checkpoint, &options), method(View::Both, None), 2, 900, 256);

@@ -7,11 +7,13 @@
 pub use crate::forward::{Executor, Round};
 pub use crate::kv_cache::KvCache;
 pub use crate::network::{Block, DraftPlan, Network, Pass, Row, Step};
+pub use crate::prompt_cache::PromptRows;
 pub use crate::sampler::{TokenSampler, Turn};
 
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Planes, Rounding};
+use quantspec_core::plan::pages;
 
 /// How a backend is built.
 #[derive(Clone, Debug, PartialEq)]
@@ -20,6 +22,8 @@ pub struct Options {
     pub slots: usize,
     /// Tokens of the longest sequence, prompt and output together.
     pub capacity: usize,
+    /// Most pages, of each layer and KV head, that all sequences share ([`Options::pages`]).
+    pub pool_pages: usize,
     /// Tokens of the longest prompt, at most `capacity`: prefill holds the hidden states of all of them.
     pub prompt_capacity: usize,
     /// Planes every page keeps.
@@ -37,6 +41,13 @@ pub struct Options {
     pub block_rows: usize,
     /// Worker threads of a CPU backend.
     pub threads: usize,
+}
+
+impl Options {
+    /// Pages, of each layer and KV head, that all sequences share: as many as every slot can use, at most `pool_pages`.
+    pub fn pages(&self) -> usize {
+        self.pool_pages.min(self.slots.saturating_mul(pages(self.capacity)))
+    }
 }
 
 /// Hooks of a caller into long operations.
@@ -59,7 +70,7 @@ impl Default for Hooks {
 /// A device that runs the network. All calls are made from one thread. A failed call leaves the sequences in its slots in an
 /// undefined state (close them), never memory, and nothing that a sequence opened there later could meet. A draft step that is not
 /// finite leaves only what verification computes anew, the rows of its window: [`crate::forward::draft`] goes on with them.
-pub trait Backend: Executor + KvCache {
+pub trait Backend: Executor + KvCache + PromptRows {
     /// Bytes the device holds now: weights, draft weights, planes, buffers, workspace.
     fn memory(&self) -> Memory;
 }
@@ -81,4 +92,27 @@ pub struct Memory {
     pub buffer_bytes: usize,
     /// Activations, logits, prefill scratch.
     pub workspace_bytes: usize,
+}
+
+impl Memory {
+    /// The same of a backend that only drafts: its weights are draft weights.
+    #[must_use]
+    pub fn of_draft(self) -> Memory {
+        let draft_weights_bytes = self.weights_bytes.saturating_add(self.draft_weights_bytes);
+        Memory { weights_bytes: 0, draft_weights_bytes, ..self }
+    }
+
+    /// Of two backends together. Saturating, as a plan of any size is asked for.
+    #[must_use]
+    pub fn and(self, other: Memory) -> Memory {
+        Memory {
+            weights_bytes: self.weights_bytes.saturating_add(other.weights_bytes),
+            draft_weights_bytes: self.draft_weights_bytes.saturating_add(other.draft_weights_bytes),
+            cache_upper_bytes: self.cache_upper_bytes.saturating_add(other.cache_upper_bytes),
+            cache_lower_bytes: self.cache_lower_bytes.saturating_add(other.cache_lower_bytes),
+            cache_full_bytes: self.cache_full_bytes.saturating_add(other.cache_full_bytes),
+            buffer_bytes: self.buffer_bytes.saturating_add(other.buffer_bytes),
+            workspace_bytes: self.workspace_bytes.saturating_add(other.workspace_bytes),
+        }
+    }
 }

@@ -31,7 +31,8 @@ const INT8: usize = 1;
 
 /// The drafts of the model itself, in report order: name, and what they read where the target reads INT8.
 fn drafts() -> Vec<(&'static str, DraftPlan)> {
-    METHODS.iter().filter_map(|method| Some((method.name, method.plan(View::Both)?))).collect()
+    let networks = METHODS.iter().filter(|method| !method.copies);
+    networks.filter_map(|method| Some((method.name, method.plan(View::Both)?))).collect()
 }
 
 /// Score of one target view over all positions.
@@ -70,6 +71,7 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
     crate::backend::Options {
         slots: TARGETS.len(),
         capacity: tokens,
+        pool_pages: usize::MAX,
         prompt_capacity: tokens,
         planes: Planes { upper: true, lower: true, full: true },
         rounding,
@@ -147,7 +149,7 @@ pub fn evaluate<B: Backend>(
         for offset in (0..rows).rev() {
             for ((_, DraftPlan { weights, view, pages }), score) in &mut drafts {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
-                let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: false, rows: &row };
+                let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &row };
                 forward::step(backend, &step)?;
                 let (p, q) = (&int8[offset], Scored::new(backend.logits(0)?));
                 let shared: f64 = q.logs().zip(p.logs()).map(|(q, p)| q.min(p).exp()).sum();

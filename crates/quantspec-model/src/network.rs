@@ -66,13 +66,24 @@ pub struct DraftPlan {
     pub pages: Pages,
 }
 
+impl DraftPlan {
+    /// Whether it is worth trying as a candidate: pages that leave out less than half of the `visible` ones save too little. The first candidate always is.
+    pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {
+        match self.pages {
+            Pages::Best(n) | Pages::Window(n) => candidate == 0 || 2 * n <= visible,
+            Pages::All => true,
+        }
+    }
+}
+
 /// Runs the network operation by operation, in the order of [`crate::forward::step`] and [`crate::forward::prefill`].
 pub trait Network: Send {
     /// The model's shape.
     fn config(&self) -> &ModelConfig;
 
     /// Hidden state of each row := its token's embedding. A step reads tokens from windows, a prefill block from the prompt.
-    /// Prefill is layer-major: a backend keeps the hidden states of all prompt rows between layers.
+    /// Prefill is layer-major: a backend keeps the hidden states of all embedded prompt rows between layers. The first block that is
+    /// embedded begins a prompt; the rows before it are imported ([`crate::prompt_cache::PromptRows::import_rows`]).
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where the backend has no such rows, slots, tokens or planes, or its threads

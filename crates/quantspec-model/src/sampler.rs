@@ -23,6 +23,8 @@ pub struct Turn {
     pub stop: Option<Stop>,
     /// Logit margins of the drafted tokens; empty where they were not looked at.
     pub margins: Vec<f32>,
+    /// Its tokens are copied from the sequence's text, in place of a draft by the network, which leaves this turn out.
+    pub copied: bool,
     /// What the drafted tokens were drawn from.
     pub q: DraftDistribution,
     /// How tokens are chosen and accepted.
@@ -43,11 +45,17 @@ impl Turn {
             to_draft: None,
             stop: None,
             margins: Vec::new(),
+            copied: false,
             q: DraftDistribution::Kept,
             sampler,
             history: None,
             reads_logits: false,
         }
+    }
+
+    /// Whether the network drafts a token after the one at `offset` of the window.
+    pub fn drafts(&self, offset: usize) -> bool {
+        !self.copied && self.gamma > offset
     }
 
     /// Notes the logit margin of the token just drafted. The draft ends with it where it has become unlikely enough that all of its tokens stand.
@@ -93,6 +101,22 @@ pub trait TokenSampler: Send {
     /// # Errors
     /// Device errors of a GPU, which waits for the token here.
     fn margin(&mut self, slot: usize) -> Result<f32>;
+
+    /// What was kept of the distribution that a slot's token after `offset` was drawn from, as backends of this kind hand it to
+    /// one another ([`TokenSampler::set_distribution`]); acceptance by rejection only.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where nothing was kept. On a GPU [`quantspec_core::ErrorKind::NotFinite`] for what
+    /// is no number, and device errors.
+    fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>>;
+
+    /// Keeps the distribution of a token that another backend proposed, in place of what [`TokenSampler::propose`] keeps; by
+    /// offset, ascending.
+    ///
+    /// # Errors
+    /// [`quantspec_core::ErrorKind::Internal`] where it is of another vocabulary, and on a GPU where there is no room for it.
+    /// Device errors of a GPU.
+    fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()>;
 
     /// After the head of a verify step: accepts the longest valid prefix of each turn's drafted tokens and chooses the token
     /// after it. One verdict per turn, in order.

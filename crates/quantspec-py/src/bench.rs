@@ -1,9 +1,10 @@
 //! What `quantspec bench` relates its times to: bytes a step must read, and how fast this machine reads.
 
-use crate::device::Place;
+use crate::device::{Models, Place};
 use crate::engine::{Raised, default_threads, poll};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::Request;
+use crate::plan::checkpoint_of;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
@@ -30,10 +31,17 @@ fn streamed_weights(checkpoint: &Checkpoint) -> usize {
 }
 
 /// `traffic(model, start, tokens)`: what steps at positions `start .. start + tokens` read, on average, from the cache (of all
-/// layers and KV heads) and from the target's weights.
+/// layers and KV heads) and from the target's weights. `described`: as of [`crate::plan::plan`].
 #[pyfunction]
-pub(crate) fn traffic<'py>(py: Python<'py>, model: &str, start: usize, tokens: usize) -> PyResult<Bound<'py, PyDict>> {
-    let checkpoint = detached(py, || Checkpoint::open(Path::new(model)))?;
+#[pyo3(signature = (model, start, tokens, *, described=false))]
+pub(crate) fn traffic<'py>(
+    py: Python<'py>,
+    model: &str,
+    start: usize,
+    tokens: usize,
+    described: bool,
+) -> PyResult<Bound<'py, PyDict>> {
+    let checkpoint = detached(py, || checkpoint_of(model, described))?;
     let config = checkpoint.config();
     let heads = config.layers * config.kv_heads;
     let positions = start..start + tokens.max(1);
@@ -54,7 +62,7 @@ pub(crate) fn traffic<'py>(py: Python<'py>, model: &str, start: usize, tokens: u
 /// `planned(model, …)`: bytes that an engine of every view and of this capacity will hold at its peak, or the refusal of a model that the device does not know, of
 /// its context or of its memory. No weights are read.
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, device, threads, kv_rounding, page_choice, accept))]
+#[pyo3(signature = (model, *, capacity, device, threads, kv_rounding, page_choice, accept, draft_model=None))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn planned(
     py: Python<'_>,
@@ -65,6 +73,7 @@ pub(crate) fn planned(
     kv_rounding: &str,
     page_choice: &str,
     accept: &str,
+    draft_model: Option<&str>,
 ) -> PyResult<usize> {
     let request = Request {
         kv_target: "int8",
@@ -78,13 +87,16 @@ pub(crate) fn planned(
         capacity,
         prompt_capacity: capacity,
         slots: 1,
+        pool_tokens: None,
         threads: threads.unwrap_or_else(default_threads),
         every_view: true,
     };
     let resolved = request.resolve().map_err(to_python)?;
     detached(py, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
-        Place::choose(device, &checkpoint)?.plan(&checkpoint, &resolved.options, 0)
+        let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
+        let models = Models { target: &checkpoint, draft: draft.as_ref() };
+        Place::choose(device, &checkpoint)?.plan(models, &resolved.options, 0)
     })
 }
 

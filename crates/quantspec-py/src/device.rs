@@ -1,14 +1,16 @@
 //! Where an engine runs: choosing the device, planning its memory, loading the model onto it.
 
 use crate::machine;
-use crate::options::Resolved;
+use crate::options::{Resolved, STEP_ROWS_MAX, Second, of_draft};
 use quantspec_core::cache::G;
-use quantspec_core::plan::longest_context;
+use quantspec_core::config::{Pages, View};
+use quantspec_core::plan::{largest_fitting, pages};
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
-use quantspec_model::backend::{Hooks, Memory, Options};
+use quantspec_model::backend::{Backend, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::draft::{DraftModel, Drafter};
 use quantspec_model::engine::Engine;
 use std::sync::Arc;
 
@@ -25,6 +27,52 @@ pub(crate) enum Device {
     Cuda(Box<Engine<CudaBackend>>),
 }
 
+/// Drafts with a second network that is loaded, in any method.
+pub(crate) type Drafts = Box<dyn Fn(&Second) -> Box<dyn Drafter> + Send + Sync>;
+
+/// The checkpoints of an engine.
+#[derive(Clone, Copy)]
+pub(crate) struct Models<'a> {
+    pub(crate) target: &'a Checkpoint,
+    /// One that drafts.
+    pub(crate) draft: Option<&'a Checkpoint>,
+}
+
+impl<'a> Models<'a> {
+    /// A model that drafts for itself, if anything does.
+    pub(crate) fn alone(target: &'a Checkpoint) -> Models<'a> {
+        Models { target, draft: None }
+    }
+
+    /// Refuses a draft model of another vocabulary, or with less context than is asked for.
+    fn check(&self, options: &Options) -> Result<()> {
+        let Some(draft) = self.draft else { return Ok(()) };
+        let (target, draft) = (self.target.config(), draft.config());
+        if draft.vocab != target.vocab {
+            return Err(Error::model(
+                format!(
+                    "the draft model has a vocabulary of {} tokens, the model one of {}",
+                    draft.vocab, target.vocab
+                ),
+                "use a smaller model of the same family, with the same tokenizer",
+            ));
+        }
+        if options.capacity > draft.max_positions {
+            return Err(Error::does_not_fit(
+                format!(
+                    "{} tokens exceed the draft model's context of {}; the model's is {}",
+                    options.capacity, draft.max_positions, target.max_positions
+                ),
+                format!(
+                    "shorten the prompt or lower -n so that both stay within {} tokens, or use a draft model with a longer context",
+                    draft.max_positions
+                ),
+            ));
+        }
+        Ok(())
+    }
+}
+
 /// What an engine would hold, in bytes.
 pub(crate) struct Weighed {
     /// By purpose.
@@ -37,6 +85,8 @@ pub(crate) struct Weighed {
     pub(crate) available_bytes: usize,
     /// Tokens of the longest sequences, as many at once, that fit; 0 where none does.
     pub(crate) longest_context: usize,
+    /// Most sequences of as many tokens that fit at once; 0 where none does.
+    pub(crate) largest_batch: usize,
 }
 
 /// Evaluates an expression on the engine, whatever its device.
@@ -127,22 +177,28 @@ impl Place {
         Options { block_rows: block_rows.min(options.prompt_capacity.next_multiple_of(G)), ..options.clone() }
     }
 
-    fn memory(&self, checkpoint: &Checkpoint, options: &Options) -> Memory {
-        match self {
+    fn memory(&self, models: Models, options: &Options) -> Memory {
+        let of = |checkpoint: &Checkpoint, options: &Options| match self {
             Place::Cpu => quantspec_cpu::plan(checkpoint, options),
             Place::Cuda { gpu, .. } => quantspec_cuda::plan(checkpoint, options, &gpu.info),
-        }
+        };
+        let draft = models.draft.map(|draft| of(draft, &of_draft(options)).of_draft());
+        of(models.target, options).and(draft.unwrap_or_default())
     }
 
     /// What an engine would hold on this device, and what there is. `beside` are bytes that its user takes of a CPU's memory.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not know.
-    pub(crate) fn weigh(&self, checkpoint: &Checkpoint, options: &Options, beside: usize) -> Result<Weighed> {
-        if let Some(gpu) = self.gpu() {
-            quantspec_cuda::check(checkpoint, &gpu.info)?;
+    /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not know, and for a draft model of another vocabulary.
+    pub(crate) fn weigh(&self, models: Models, options: &Options, beside: usize) -> Result<Weighed> {
+        for checkpoint in std::iter::once(models.target).chain(models.draft) {
+            match self.gpu() {
+                Some(gpu) => quantspec_cuda::check(checkpoint, &gpu.info)?,
+                None => quantspec_cpu::check(checkpoint.config())?,
+            }
         }
-        let config = checkpoint.config();
+        let config = models.target.config();
+        let context = models.draft.map_or(usize::MAX, |draft| draft.config().max_positions).min(config.max_positions);
         let (used, available) = match self {
             Place::Cpu => {
                 // What reading the prompt has freed must not count twice.
@@ -154,26 +210,35 @@ impl Place {
         // What is beside a GPU is the process's.
         let beside = if self.gpu().is_none() { beside } else { 0 };
         let needed = |capacity: usize| {
-            let options = self.adapt(&Options { capacity, prompt_capacity: capacity, ..options.clone() });
-            total(&self.memory(checkpoint, &options)).saturating_add(beside)
+            // A pool that was asked for grows where it would not hold one sequence.
+            let pool_pages = options.pool_pages.max(pages(capacity));
+            let options = self.adapt(&Options { capacity, pool_pages, prompt_capacity: capacity, ..options.clone() });
+            total(&self.memory(models, &options)).saturating_add(beside)
         };
-        let parts = self.memory(checkpoint, &self.adapt(options));
+        let rows = options.step_rows / options.slots.max(1);
+        let needed_by = |slots: usize| {
+            let options = self.adapt(&Options { slots, step_rows: slots * rows, ..options.clone() });
+            total(&self.memory(models, &options)).saturating_add(beside)
+        };
+        let parts = self.memory(models, &self.adapt(options));
         Ok(Weighed {
             parts,
             needed_bytes: total(&parts).saturating_add(beside),
             used_bytes: used,
             available_bytes: available,
-            longest_context: longest_context(config.max_positions, available, needed),
+            longest_context: largest_fitting(context, available, needed),
+            largest_batch: largest_fitting(STEP_ROWS_MAX / rows.max(1), available, needed_by),
         })
     }
 
     /// Bytes at the peak of an engine: of the process (resident now plus what the engine will hold, and what its user takes beside it), or of
     /// the GPU. Refuses a model that the device does not know, and what does not fit in the model's context or the device's memory.
-    pub(crate) fn plan(&self, checkpoint: &Checkpoint, options: &Options, beside: usize) -> Result<usize> {
-        let config = checkpoint.config();
+    pub(crate) fn plan(&self, models: Models, options: &Options, beside: usize) -> Result<usize> {
+        models.check(options)?;
+        let config = models.target.config();
         let Weighed {
             needed_bytes: bytes, used_bytes: used, available_bytes: available, longest_context: longest, ..
-        } = self.weigh(checkpoint, options, beside)?;
+        } = self.weigh(models, options, beside)?;
         if options.capacity > config.max_positions {
             return Err(Error::does_not_fit(
                 format!("{} tokens exceed the model's context of {}", options.capacity, config.max_positions),
@@ -214,18 +279,47 @@ impl Place {
         Ok(used + bytes)
     }
 
-    /// Loads the model and opens an engine.
-    pub(crate) fn engine(&self, checkpoint: &Checkpoint, resolved: Resolved, hooks: Hooks) -> Result<Device> {
+    /// Bytes of the process's memory that would be left beside an engine of `planned_bytes`.
+    pub(crate) fn spare_bytes(&self, planned_bytes: usize) -> usize {
+        let taken = match self {
+            Place::Cpu => planned_bytes.saturating_sub(machine::resident().unwrap_or(0)),
+            Place::Cuda { .. } => 0,
+        };
+        machine::memory_available().unwrap_or(0).saturating_sub(taken)
+    }
+
+    /// Loads the models and opens an engine. `hooks` are of the model's backend, and of the draft model's.
+    pub(crate) fn engine(
+        &self,
+        models: Models,
+        resolved: Resolved,
+        hooks: [Hooks; 2],
+    ) -> Result<(Device, Option<Drafts>)> {
         let options = self.adapt(&resolved.options);
         let (slots, capacity, rows) = (options.slots, options.capacity, options.block_rows);
+        let [hooks, of_second] = hooks;
+        let mut method = resolved.method;
+        let draft = models.draft.map(|draft| (draft, of_draft(&options)));
+        // The target first: what it lacks memory for is said of it.
         Ok(match self {
             Place::Cpu => {
-                let backend = CpuBackend::load(checkpoint, &options, hooks)?;
-                Device::Cpu(Box::new(Engine::new(backend, resolved.method, slots, capacity, rows)))
+                let backend = CpuBackend::load(models.target, &options, hooks)?;
+                let second = draft.map(|(draft, options)| CpuBackend::load(draft, &options, of_second)).transpose()?;
+                let drafts = second.map(|second| drafts(second, capacity, rows));
+                method.drafter = drafter(method.drafter, resolved.second.as_ref(), drafts.as_ref())?;
+                let mut engine = Engine::new(backend, method, slots, capacity, rows);
+                engine.share_pages(options.pages());
+                (Device::Cpu(Box::new(engine)), drafts)
             }
             Place::Cuda { gpu, .. } => {
-                let backend = CudaBackend::load_on(gpu, checkpoint, &options, hooks)?;
-                Device::Cuda(Box::new(Engine::new(backend, resolved.method, slots, capacity, rows)))
+                let backend = CudaBackend::load_on(gpu, models.target, &options, hooks)?;
+                let second =
+                    draft.map(|(draft, options)| CudaBackend::load_on(gpu, draft, &options, of_second)).transpose()?;
+                let drafts = second.map(|second| drafts(second, capacity, rows));
+                method.drafter = drafter(method.drafter, resolved.second.as_ref(), drafts.as_ref())?;
+                let mut engine = Engine::new(backend, method, slots, capacity, rows);
+                engine.share_pages(options.pages());
+                (Device::Cuda(Box::new(engine)), drafts)
             }
         })
     }
@@ -235,6 +329,26 @@ impl Place {
         match self {
             Place::Cpu => machine::peak_resident(),
             Place::Cuda { gpu, free_bytes, .. } => gpu.memory().ok().map(|(free, _)| free_bytes.saturating_sub(free)),
+        }
+    }
+}
+
+fn drafts<B: Backend + 'static>(second: B, capacity: usize, block_rows: usize) -> Drafts {
+    let model = DraftModel::new(second, View::Both, &[Pages::All], capacity, block_rows);
+    Box::new(move |second| second.entry.with(Box::new(model.reading(second.view, &second.pages))))
+}
+
+/// A method's drafter: its own, or one of the second network.
+pub(crate) fn drafter(
+    own: Option<Box<dyn Drafter>>,
+    second: Option<&Second>,
+    drafts: Option<&Drafts>,
+) -> Result<Option<Box<dyn Drafter>>> {
+    match (second, drafts) {
+        (None, _) => Ok(own),
+        (Some(second), Some(drafts)) => Ok(Some(drafts(second))),
+        (Some(second), None) => {
+            Err(Error::usage(format!("method {} has no draft model", second.entry.name), "name one with --draft-model"))
         }
     }
 }

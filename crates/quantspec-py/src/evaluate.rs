@@ -1,6 +1,6 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
-use crate::device::Place;
+use crate::device::{Models, Place};
 use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
 use crate::errors::{interruptible, to_python};
 use crate::options::rounding;
@@ -41,7 +41,7 @@ pub(crate) fn scores<'py>(
     let (place, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
         let place = Place::choose(device, &checkpoint)?;
-        place.plan(&checkpoint, &options, evaluate::bytes(checkpoint.config()))?;
+        place.plan(Models::alone(&checkpoint), &options, evaluate::bytes(checkpoint.config()))?;
         let options = place.adapt(&options);
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let scored = match &place {

@@ -1,13 +1,13 @@
 //! What Python asks for, in Rust's words.
 
 use pyo3::prelude::*;
-use quantspec_core::cache::GAMMA_MAX;
+use quantspec_core::cache::{G, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, View};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Accept;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Options;
-use quantspec_model::draft::METHODS;
+use quantspec_model::draft::{CATCH_UP_ROWS, Entry, METHODS, Needs, Source};
 use quantspec_model::engine::Method;
 
 /// Rows of a prefill block: enough to amortise reading the weights once per block, few enough that one operation of a
@@ -19,7 +19,7 @@ pub(crate) const BLOCK_ROWS: usize = 256;
 const GAMMA_AUTO: usize = 12;
 
 /// Rows of the largest step: what a launch may have in its second dimension. Logits of this many rows take gigabytes.
-const STEP_ROWS_MAX: usize = (1 << 16) - 1;
+pub(crate) const STEP_ROWS_MAX: usize = (1 << 16) - 1;
 
 /// Pages that drafts choose among when their number is chosen by measurement: all, and powers of four from what barely costs anything on.
 const PAGES_AUTO: [usize; 3] = [16, 64, 256];
@@ -45,6 +45,8 @@ pub(crate) struct Request<'a> {
     pub(crate) capacity: usize,
     pub(crate) prompt_capacity: usize,
     pub(crate) slots: usize,
+    /// Tokens that all sequences share; `None` for the longest in every slot.
+    pub(crate) pool_tokens: Option<usize>,
     pub(crate) threads: usize,
     /// Keep all that any method needs and room for the longest γ, so that the method may be changed later.
     pub(crate) every_view: bool,
@@ -55,6 +57,27 @@ pub(crate) struct Resolved {
     pub(crate) method: Method,
     pub(crate) options: Options,
     pub(crate) accept: Accept,
+    /// How another checkpoint drafts, where one does: the method's drafter is then made of its network.
+    pub(crate) second: Option<Second>,
+}
+
+/// How the network of another checkpoint drafts.
+pub(crate) struct Second {
+    pub(crate) entry: &'static Entry,
+    pub(crate) view: View,
+    /// One choice for each candidate.
+    pub(crate) pages: Vec<Pages>,
+}
+
+/// Options of a backend that only drafts, beside the target's.
+pub(crate) fn of_draft(target: &Options) -> Options {
+    // The target admits sequences by the pages of its own pool, so the draft's has room for every slot.
+    Options {
+        draft_weights: DraftWeights::None,
+        step_rows: target.slots.max(CATCH_UP_ROWS),
+        pool_pages: usize::MAX,
+        ..target.clone()
+    }
 }
 
 /// Views of the cache as `kv_target` names them.
@@ -90,10 +113,12 @@ impl Request<'_> {
         let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
         let windowed = one_of("page_choice", self.page_choice, &[("best", false), ("window", true)])?;
         let chosen = |count| if windowed { Pages::Window(count) } else { Pages::Best(count) };
+        let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
         let pages = match self.draft_pages {
             None => vec![Pages::All],
             Some(DraftPages::Word(ref word)) if word == "auto" => {
-                std::iter::once(Pages::All).chain(PAGES_AUTO.map(chosen)).collect()
+                let all = method.window().is_none().then_some(Pages::All);
+                all.into_iter().chain(PAGES_AUTO.map(chosen)).collect()
             }
             Some(DraftPages::Word(ref word)) => {
                 return Err(Error::usage(format!("draft_pages is {word:?}"), "use a number, or auto, or None for all"));
@@ -106,9 +131,14 @@ impl Request<'_> {
             }
             Some(DraftPages::Count(count)) => vec![chosen(count)],
         };
-        let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
         let drafter = method.drafter(target, wanted, &pages);
-        let needs = drafter.as_ref().map(|drafter| drafter.needs()).unwrap_or_default();
+        let candidates = drafter.as_ref().map_or(pages.len(), |drafter| drafter.candidates());
+        let second =
+            matches!(method.source, Source::Checkpoint).then_some(Second { entry: method, view: target, pages });
+        let needs = match &drafter {
+            Some(drafter) => drafter.needs(),
+            None => Needs { distributions: second.is_some(), ..Needs::default() },
+        };
         let policy = match self.gamma {
             Some(gamma) if gamma > GAMMA_MAX => {
                 return Err(Error::usage(
@@ -119,11 +149,11 @@ impl Request<'_> {
             Some(gamma) => Policy::fixed(gamma),
             None => Policy::auto(GAMMA_AUTO),
         };
-        let policy = policy.with_candidates(drafter.as_ref().map_or(1, |drafter| drafter.candidates()));
-        let longest = match (self.every_view, &drafter) {
-            (true, _) => GAMMA_MAX,
-            (false, Some(_)) => self.gamma.unwrap_or(GAMMA_AUTO),
-            (false, None) => 0,
+        let policy = policy.with_candidates(candidates);
+        let longest = match self.every_view {
+            true => GAMMA_MAX,
+            false if drafter.is_some() || second.is_some() => self.gamma.unwrap_or(GAMMA_AUTO),
+            false => 0,
         };
         let step_rows = self.slots.saturating_mul(longest + 1);
         if step_rows > STEP_ROWS_MAX {
@@ -145,6 +175,8 @@ impl Request<'_> {
         Ok(Resolved {
             method: Method { target, drafter, policy },
             options: Options {
+                // The longest sequence always fits.
+                pool_pages: self.pool_tokens.map_or(usize::MAX, |tokens| tokens.max(self.capacity) / G),
                 slots: self.slots,
                 capacity: self.capacity,
                 prompt_capacity: self.prompt_capacity,
@@ -157,6 +189,7 @@ impl Request<'_> {
                 threads: self.threads,
             },
             accept,
+            second,
         })
     }
 }

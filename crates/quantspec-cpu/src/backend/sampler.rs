@@ -46,6 +46,18 @@ impl TokenSampler for CpuBackend {
         Ok(self.judge.lead(slot))
     }
 
+    fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
+        self.judge.distribution(slot, offset).map(<[f32]>::to_vec)
+    }
+
+    fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
+        if q.len() != self.config.vocab {
+            return Err(Error::internal(format!("a distribution of {} tokens of {}", q.len(), self.config.vocab)));
+        }
+        self.judge.keep(slot, offset, q.to_vec());
+        Ok(())
+    }
+
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let vocab = self.config.vocab;
         let mut verdicts = Vec::with_capacity(turns.len());

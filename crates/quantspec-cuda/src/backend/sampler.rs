@@ -73,6 +73,14 @@ impl TokenSampler for CudaBackend {
         Ok(margin)
     }
 
+    fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
+        self.sampling.distribution(slot, offset)
+    }
+
+    fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
+        self.sampling.set_distribution(slot, offset, q)
+    }
+
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>> {
         let manner = self.sampling.learn(turns)?;
         self.keep_logits(step.rows.len(), turns)?;

@@ -4,13 +4,17 @@
 //! can change the speed of a text, never its tokens (greedy and replay) or its distribution (rejection). To add one, write
 //! a file with a [`Drafter`] and a line of [`METHODS`].
 
+mod copying;
+mod model;
 mod ngram;
 mod self_quantised;
 
+pub use copying::Copying;
+pub use model::{CATCH_UP_ROWS, DraftModel};
 pub use ngram::Ngram;
 pub use self_quantised::SelfQuantised;
 
-use crate::backend::{Backend, DraftPlan, KvCache, Turn};
+use crate::backend::{Backend, DraftPlan, KvCache, Memory, TokenSampler, Turn};
 use crate::forward;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
@@ -28,6 +32,13 @@ pub trait Drafter: Debug + Send {
     /// Whether proposed tokens come with logit margins, by which the policy may end the draft of a single sequence early.
     fn margins(&self) -> bool {
         false
+    }
+
+    /// How many tokens of the sequence's own text it would rather copy than draft, at most `most`: the next round of this slot
+    /// drafts as many, and [`Turn::copied`] says so to [`Drafter::propose`]. `par(γ)` is how many tokens a round of γ copied ones
+    /// must emit to be as fast as other rounds; `None` where costs are not known to one sequence alone.
+    fn copies(&self, _slot: usize, _most: usize, _par: &dyn Fn(usize) -> Option<f64>) -> usize {
+        0
     }
 
     /// Ways to draft that it offers, at least one. The policy compares them by what they cost and yield.
@@ -62,6 +73,11 @@ pub trait Drafter: Debug + Send {
 
     /// Forgets a sequence. Slots that were never begun are allowed.
     fn close(&mut self, slot: usize);
+
+    /// Bytes that a network of the drafter's own holds.
+    fn memory(&self) -> Memory {
+        Memory::default()
+    }
 }
 
 /// What a drafter needs of the target's backend.
@@ -99,6 +115,12 @@ pub trait Target {
     /// # Errors
     /// As there.
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()>;
+
+    /// [`TokenSampler::set_distribution`].
+    ///
+    /// # Errors
+    /// As there.
+    fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()>;
 }
 
 impl<B: Backend> Target for B {
@@ -108,6 +130,10 @@ impl<B: Backend> Target for B {
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
         KvCache::set_window(self, slot, tokens)
+    }
+
+    fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
+        TokenSampler::set_distribution(self, slot, offset, q)
     }
 }
 
@@ -122,7 +148,12 @@ pub enum Source {
         weights: Weights,
         /// View of the cache that it reads; `None` is the target's.
         view: Option<View>,
+        /// It reads the first page and the newest ones only, so many in all unless another number is asked for; `None` where
+        /// it reads the pages that are asked for.
+        window: Option<usize>,
     },
+    /// Another checkpoint ([`DraftModel`]), which whoever loads it hands over.
+    Checkpoint,
     /// Something else, that takes no settings.
     Other(fn() -> Box<dyn Drafter>),
 }
@@ -136,23 +167,33 @@ pub struct Entry {
     pub about: &'static str,
     /// What drafts.
     pub source: Source,
+    /// It copies earlier text in place of drafting where that has proved reliable.
+    pub copies: bool,
 }
 
+/// Pages of `window` unless another number is asked for: 2,048 tokens cost little next to a long context.
+const WINDOW_PAGES: usize = 16;
+
+const QUANTSPEC: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), window: None };
+const KV4: Source = Source::Model { weights: Weights::Full, view: Some(View::Upper), window: None };
+const W4: Source = Source::Model { weights: Weights::Draft, view: None, window: None };
+const WINDOW: Source = Source::Model { weights: Weights::Draft, view: None, window: Some(WINDOW_PAGES) };
+const NGRAM: Source = Source::Other(|| Box::<Ngram>::default());
+
 /// Every method. `METHODS` in options.py repeats it for `--help`, which loads no native code; a test compares the two.
-pub const METHODS: [Entry; 5] = [
-    Entry {
-        name: "quantspec",
-        about: "4-bit weights and cache",
-        source: Source::Model { weights: Weights::Draft, view: Some(View::Upper) },
-    },
-    Entry {
-        name: "kv4",
-        about: "4-bit cache",
-        source: Source::Model { weights: Weights::Full, view: Some(View::Upper) },
-    },
-    Entry { name: "w4", about: "4-bit weights", source: Source::Model { weights: Weights::Draft, view: None } },
-    Entry { name: "ngram", about: "earlier text", source: Source::Other(|| Box::<Ngram>::default()) },
-    Entry { name: "ar", about: "nothing", source: Source::Nothing },
+pub const METHODS: [Entry; 12] = [
+    Entry { name: "quantspec", about: "4-bit weights and cache", source: QUANTSPEC, copies: false },
+    Entry { name: "kv4", about: "4-bit cache", source: KV4, copies: false },
+    Entry { name: "w4", about: "4-bit weights", source: W4, copies: false },
+    Entry { name: "window", about: "first and recent pages", source: WINDOW, copies: false },
+    Entry { name: "draft-model", about: "another checkpoint", source: Source::Checkpoint, copies: false },
+    Entry { name: "ngram", about: "earlier text", source: NGRAM, copies: false },
+    Entry { name: "ar", about: "nothing", source: Source::Nothing, copies: false },
+    Entry { name: "quantspec+ngram", about: "quantspec or earlier text", source: QUANTSPEC, copies: true },
+    Entry { name: "kv4+ngram", about: "kv4 or earlier text", source: KV4, copies: true },
+    Entry { name: "w4+ngram", about: "w4 or earlier text", source: W4, copies: true },
+    Entry { name: "window+ngram", about: "window or earlier text", source: WINDOW, copies: true },
+    Entry { name: "draft-model+ngram", about: "draft-model or earlier text", source: Source::Checkpoint, copies: true },
 ];
 
 impl Entry {
@@ -166,28 +207,51 @@ impl Entry {
         matches!(self.source, Source::Model { weights: Weights::Draft, .. })
     }
 
-    /// How the model drafts for itself over a target view, on all pages; `None` where it does not.
-    pub fn plan(&self, target: View) -> Option<DraftPlan> {
+    /// Pages that it reads unless told otherwise, if these are always the first and the newest.
+    pub fn window(&self) -> Option<usize> {
         match self.source {
-            Source::Model { weights, view } => {
-                Some(DraftPlan { weights, view: view.unwrap_or(target), pages: Pages::All })
-            }
-            Source::Nothing | Source::Other(_) => None,
+            Source::Model { window, .. } => window,
+            Source::Nothing | Source::Checkpoint | Source::Other(_) => None,
         }
     }
 
-    /// The drafter; `None` where nothing drafts. Where the model drafts, each of `pages` (at least one) is a candidate. Without draft weights a method that
-    /// would read them reads the target's.
+    /// Pages that it reads where these are asked for: of a method of the first and newest pages only the number counts.
+    pub fn pages(&self, asked: Pages) -> Pages {
+        match (self.window(), asked) {
+            (Some(n), Pages::All) | (Some(_), Pages::Window(n) | Pages::Best(n)) => Pages::Window(n),
+            (None, asked) => asked,
+        }
+    }
+
+    /// How the model drafts for itself over a target view, with the pages that it reads unless told otherwise; `None` where it
+    /// does not.
+    pub fn plan(&self, target: View) -> Option<DraftPlan> {
+        match self.source {
+            Source::Model { weights, view, .. } => {
+                Some(DraftPlan { weights, view: view.unwrap_or(target), pages: self.pages(Pages::All) })
+            }
+            Source::Nothing | Source::Checkpoint | Source::Other(_) => None,
+        }
+    }
+
+    /// The drafter; `None` where nothing drafts, and where another checkpoint does ([`Entry::with`]). Where the model drafts, each of `pages` (at least
+    /// one) is a candidate. Without draft weights a method that would read them reads the target's.
     pub fn drafter(&self, target: View, weights: DraftWeights, pages: &[Pages]) -> Option<Box<dyn Drafter>> {
-        match (self.plan(target), self.source) {
+        let drafter = match (self.plan(target), self.source) {
             (Some(plan), _) => {
                 let weights = if weights == DraftWeights::None { Weights::Full } else { plan.weights };
-                let plans = pages.iter().map(|&pages| DraftPlan { weights, pages, ..plan });
-                Some(Box::new(SelfQuantised(plans.collect())))
+                let plans = pages.iter().map(|&pages| DraftPlan { weights, pages: self.pages(pages), ..plan });
+                Box::new(SelfQuantised(plans.collect())) as Box<dyn Drafter>
             }
-            (None, Source::Other(make)) => Some(make()),
-            (None, _) => None,
-        }
+            (None, Source::Other(make)) => make(),
+            (None, _) => return None,
+        };
+        Some(self.with(drafter))
+    }
+
+    /// The drafter of this method around one that drafts for it.
+    pub fn with(&self, drafter: Box<dyn Drafter>) -> Box<dyn Drafter> {
+        if self.copies { Copying::boxed(drafter) } else { drafter }
     }
 }
 
@@ -203,13 +267,25 @@ mod tests {
         };
         let needs = |view, draft_weights| Some(Needs { view, draft_weights, distributions: view.is_some() });
         let (upper, both) = (Some(View::Upper), Some(View::Both));
-        for (name, view, weights) in [("quantspec", upper, true), ("kv4", upper, false), ("w4", both, true)] {
-            assert_eq!(made(name, DraftWeights::Int4), needs(view, weights), "{name}");
-            assert_eq!(made(name, DraftWeights::None), needs(view, false), "{name}");
-            assert_eq!(Entry::named(name).unwrap().takes_draft_weights(), weights, "{name}");
+        let models = [("quantspec", upper, true), ("kv4", upper, false), ("w4", both, true), ("window", both, true)];
+        for (name, view, weights) in models {
+            for name in [name, &format!("{name}+ngram")] {
+                assert_eq!(made(name, DraftWeights::Int4), needs(view, weights), "{name}");
+                assert_eq!(made(name, DraftWeights::None), needs(view, false), "{name}");
+                assert_eq!(Entry::named(name).unwrap().takes_draft_weights(), weights, "{name}");
+            }
         }
         assert_eq!(made("ngram", DraftWeights::Int4), needs(None, false));
         assert_eq!(made("ar", DraftWeights::Int4), None);
         assert!(Entry::named("").is_none());
+    }
+
+    #[test]
+    fn a_window_is_the_first_page_and_the_newest_whatever_is_asked_for() {
+        let window = Entry::named("window").unwrap();
+        let pages = [Pages::All, Pages::Best(3), Pages::Window(5)].map(|asked| window.pages(asked));
+        assert_eq!(pages, [Pages::Window(WINDOW_PAGES), Pages::Window(3), Pages::Window(5)]);
+        assert_eq!(window.plan(View::Full).unwrap().view, View::Full);
+        assert_eq!(Entry::named("w4").unwrap().pages(Pages::Best(3)), Pages::Best(3));
     }
 }

@@ -15,7 +15,7 @@ use std::collections::HashMap;
 const SHORTEST: usize = 2;
 
 /// Longest agreement that is looked for: the newest occurrence that agrees so far is taken.
-const LONGEST: usize = 8;
+pub(super) const LONGEST: usize = 8;
 
 /// Occurrences that are compared. It bounds the time of a proposal in texts where two tokens follow each other very often.
 const COMPARED: usize = 256;
@@ -43,7 +43,7 @@ impl Drafter for Ngram {
         for turn in turns.iter_mut() {
             let text = self.texts.get(&turn.slot);
             let text = text.ok_or_else(|| Error::internal(format!("no text of slot {}", turn.slot)))?;
-            let window = text.continued(turn.gamma);
+            let (window, _) = text.continued(turn.gamma);
             turn.gamma = window.len() - 1;
             turn.q = DraftDistribution::OneHot;
             if turn.gamma > 0 {
@@ -68,7 +68,7 @@ impl Drafter for Ngram {
 
 /// A text and its index. A place is a number of tokens: what ends there is the tokens before it.
 #[derive(Debug, Default)]
-struct Text {
+pub(super) struct Text {
     tokens: Vec<u32>,
     /// Newest place where two tokens end.
     newest: HashMap<[u32; SHORTEST], u32>,
@@ -77,7 +77,7 @@ struct Text {
 }
 
 impl Text {
-    fn extend(&mut self, tokens: &[u32]) {
+    pub(super) fn extend(&mut self, tokens: &[u32]) {
         for &token in tokens {
             self.tokens.push(token);
             let place = self.tokens.len();
@@ -89,22 +89,23 @@ impl Text {
         }
     }
 
-    /// The last token, and up to `n` tokens that may follow it.
-    fn continued(&self, n: usize) -> Vec<u32> {
+    /// The last token, and up to `n` tokens that may follow it; and how many tokens before these agree with the end.
+    pub(super) fn continued(&self, n: usize) -> (Vec<u32>, usize) {
         let end = self.tokens.len();
         let mut window = Vec::from(&self.tokens[end.saturating_sub(1)..]);
-        if let Some(place) = self.match_of_end() {
+        let (agreement, place) = self.match_of_end();
+        if let Some(place) = place {
             for next in place..place + n {
                 // Where the occurrence overlaps the end, what it lacks is what was just proposed: a text that repeats goes on.
                 let token = self.tokens.get(next).copied().unwrap_or_else(|| window[next - end + 1]);
                 window.push(token);
             }
         }
-        window
+        (window, agreement)
     }
 
-    /// The earlier place whose preceding tokens agree longest with the last ones, the newest among equals.
-    fn match_of_end(&self) -> Option<usize> {
+    /// The earlier place whose preceding tokens agree longest with the last ones, the newest among equals, and their number.
+    fn match_of_end(&self) -> (usize, Option<usize>) {
         let before = |place: usize| match self.earlier.get(place) {
             None | Some(0) => None,
             Some(&earlier) => Some(earlier as usize),
@@ -123,7 +124,7 @@ impl Text {
                 break;
             }
         }
-        best.1
+        best
     }
 }
 
@@ -146,6 +147,10 @@ mod tests {
             self.0.push((slot, tokens.to_vec()));
             Ok(())
         }
+
+        fn set_distribution(&mut self, _: usize, _: usize, _: &[f32]) -> Result<()> {
+            Err(Error::internal("a copied token is certain"))
+        }
     }
 
     fn turn(slot: usize, gamma: usize) -> Turn {
@@ -155,7 +160,7 @@ mod tests {
     fn proposed(text: &[u32], n: usize) -> Vec<u32> {
         let mut all = Text::default();
         all.extend(text);
-        all.continued(n).split_off(1)
+        all.continued(n).0.split_off(1)
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use super::{Drafter, Needs, Proposed, Target};
 use crate::backend::{DraftPlan, Turn};
 use quantspec_core::Result;
-use quantspec_core::config::{Pages, Weights};
+use quantspec_core::config::Weights;
 
 /// Drafts by the target's own backend, which holds the sequences: this keeps the plans only, one per candidate and at least one. Plans differ in their
 /// pages. On a GPU the turns take the plan along to the verification, and both run as one graph.
@@ -31,12 +31,8 @@ impl Drafter for SelfQuantised {
         self.0.len()
     }
 
-    /// Pages that leave out less than half of what there is save too little.
     fn is_usable(&self, candidate: usize, visible: usize) -> bool {
-        match self.0[candidate].pages {
-            Pages::Best(n) | Pages::Window(n) => candidate == 0 || 2 * n <= visible,
-            Pages::All => true,
-        }
+        self.0[candidate].is_usable(candidate, visible)
     }
 
     fn prefill(&mut self, _slot: usize, _prompt: &[u32], _first: u32) -> Result<()> {
@@ -49,7 +45,7 @@ impl Drafter for SelfQuantised {
         target.draft(&plan, turns)?;
         // A draft that ended at its first token took a step, and none of it stands.
         let in_vain = turns.iter().zip(asked).filter(|(turn, asked)| turn.gamma == 0 && *asked > 0).count();
-        let steps = turns.iter().map(|turn| turn.gamma).max().unwrap_or(0).max(1);
+        let steps = turns.iter().filter(|turn| !turn.copied).map(|turn| turn.gamma).max().unwrap_or(0).max(1);
         Ok(Proposed { steps, in_vain, pages: Some(plan.pages) })
     }
 
@@ -63,7 +59,7 @@ impl Drafter for SelfQuantised {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quantspec_core::config::View;
+    use quantspec_core::config::{Pages, View};
     use quantspec_core::sample::Sampler;
 
     /// Notes the plans that it is asked to draft by.
@@ -76,6 +72,10 @@ mod tests {
         }
 
         fn set_window(&mut self, _slot: usize, _tokens: &[u32]) -> Result<()> {
+            Ok(())
+        }
+
+        fn set_distribution(&mut self, _slot: usize, _offset: usize, _q: &[f32]) -> Result<()> {
             Ok(())
         }
     }

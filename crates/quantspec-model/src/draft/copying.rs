@@ -1,0 +1,354 @@
+//! A network drafter that copies earlier text where that has proved reliable: `METHOD+ngram`.
+//!
+//! A copied run costs no draft step. Whether it stands is known before one is ever proposed: every emitted token is compared
+//! with the run that would have been copied, whatever drafted it. So learning costs nothing, and a text that never repeats
+//! itself is decoded as the network alone would decode it.
+
+use super::ngram::{LONGEST, Text};
+use super::{Drafter, Needs, Proposed, Target};
+use crate::backend::{Memory, Turn};
+use quantspec_core::cache::GAMMA_MAX;
+use quantspec_core::verify::DraftDistribution;
+use quantspec_core::{Error, Result};
+use std::collections::HashMap;
+
+/// Lengths of copied runs. A GPU records a graph for each.
+const LENGTHS: [usize; 7] = [1, 2, 4, 6, 8, 12, GAMMA_MAX];
+
+/// A copy must promise so many times what other rounds emit: chances are known from a few tokens.
+const MARGIN: f64 = 1.05;
+
+/// Copies in place of a network where that promises more tokens in the same time.
+#[derive(Debug)]
+pub struct Copying {
+    network: Box<dyn Drafter>,
+    sequences: HashMap<usize, Sequence>,
+}
+
+#[derive(Debug, Default)]
+struct Sequence {
+    text: Text,
+    /// The last token and what followed it before, and how many tokens up to it agree.
+    run: Vec<u32>,
+    agreement: usize,
+    trust: Trust,
+    /// Tokens that rounds of the network emit on average; `None` before the first.
+    of_network: Option<f64>,
+    /// The round under way is the network's.
+    drafts: bool,
+}
+
+impl Sequence {
+    fn extend(&mut self, tokens: &[u32]) {
+        self.text.extend(tokens);
+        (self.run, self.agreement) = self.text.continued(GAMMA_MAX);
+    }
+}
+
+/// Chance that the token after an agreement continues it, by the length of the agreement.
+#[derive(Debug)]
+struct Trust([Counts; LONGEST + 1]);
+
+#[derive(Clone, Copy, Debug)]
+struct Counts {
+    stood: f64,
+    seen: f64,
+}
+
+impl Default for Trust {
+    fn default() -> Trust {
+        Trust([Counts { stood: Trust::PRIOR.0, seen: Trust::PRIOR.1 }; LONGEST + 1])
+    }
+}
+
+impl Trust {
+    /// One of eight: a text must show that it repeats itself.
+    const PRIOR: (f64, f64) = (0.5, 4.0);
+
+    /// Share of what was seen that the next token leaves: quotations begin and end.
+    const KEPT: f64 = 1.0 - 1.0 / 32.0;
+
+    /// The text went on by `emitted`, and `run` would have been copied.
+    fn observe(&mut self, agreement: usize, run: &[u32], emitted: &[u32]) {
+        for (i, (copied, token)) in run.iter().zip(emitted).enumerate() {
+            let Counts { stood, seen } = &mut self.0[(agreement + i).min(LONGEST)];
+            let stands = copied == token;
+            *stood = *stood * Trust::KEPT + f64::from(u8::from(stands));
+            *seen = *seen * Trust::KEPT + 1.0;
+            if !stands {
+                break;
+            }
+        }
+    }
+
+    /// Tokens that a round of γ copied ones emits on average, the target's own included.
+    fn tokens(&self, agreement: usize, gamma: usize) -> f64 {
+        let chance = |i: usize| self.0[(agreement + i).min(LONGEST)];
+        let stands = (0..gamma).map(|i| chance(i).stood / chance(i).seen);
+        1.0 + stands.scan(1.0, |all, one| Some(std::mem::replace(all, *all * one) * one)).sum::<f64>()
+    }
+}
+
+impl Copying {
+    /// Copies in place of this drafter.
+    pub fn boxed(network: Box<dyn Drafter>) -> Box<dyn Drafter> {
+        Box::new(Copying { network, sequences: HashMap::new() })
+    }
+}
+
+impl Drafter for Copying {
+    fn needs(&self) -> Needs {
+        self.network.needs()
+    }
+
+    fn margins(&self) -> bool {
+        self.network.margins()
+    }
+
+    fn candidates(&self) -> usize {
+        self.network.candidates()
+    }
+
+    fn is_usable(&self, candidate: usize, visible: usize) -> bool {
+        self.network.is_usable(candidate, visible)
+    }
+
+    fn copies(&self, slot: usize, most: usize, par: &dyn Fn(usize) -> Option<f64>) -> usize {
+        let Some(sequence) = self.sequences.get(&slot) else { return 0 };
+        let most = most.min(sequence.run.len() - 1);
+        let lengths = LENGTHS.into_iter().filter(|&length| length < most).chain((most > 0).then_some(most));
+        // Without costs a round must emit as many tokens as one of the network.
+        let gain = |gamma: usize| {
+            let par = par(gamma).or(sequence.of_network).unwrap_or(f64::INFINITY);
+            sequence.trust.tokens(sequence.agreement, gamma) / par
+        };
+        lengths
+            .map(|gamma| (gamma, gain(gamma)))
+            .fold((0, MARGIN), |best, next| if next.1 > best.1 { next } else { best })
+            .0
+    }
+
+    fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
+        self.network.prefill(slot, prompt, first)?;
+        let mut sequence = Sequence::default();
+        sequence.text.extend(prompt);
+        sequence.extend(&[first]);
+        self.sequences.insert(slot, sequence);
+        Ok(())
+    }
+
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
+        for turn in turns.iter_mut().filter(|turn| turn.copied) {
+            let sequence = self.sequences.get(&turn.slot);
+            let window = sequence.and_then(|sequence| sequence.run.get(..=turn.gamma));
+            let window = window.ok_or_else(|| Error::internal(format!("no run to copy for slot {}", turn.slot)))?;
+            turn.q = DraftDistribution::OneHot;
+            target.set_window(turn.slot, window)?;
+        }
+        if !turns.iter().any(|turn| turn.drafts(0)) {
+            return Ok(Proposed::default());
+        }
+        // After the windows: a draft that a backend only notes is forgotten where tokens are set.
+        let proposed = self.network.propose(target, turns, candidate)?;
+        for turn in turns.iter() {
+            if let Some(sequence) = self.sequences.get_mut(&turn.slot) {
+                sequence.drafts = turn.drafts(0);
+            }
+        }
+        Ok(proposed)
+    }
+
+    fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        if let Some(sequence) = self.sequences.get_mut(&slot) {
+            sequence.trust.observe(sequence.agreement, &sequence.run[1..], tokens);
+            if std::mem::take(&mut sequence.drafts) {
+                let emitted = tokens.len() as f64;
+                let mean = sequence.of_network.get_or_insert(emitted);
+                *mean += (emitted - *mean) / 16.0;
+            }
+            sequence.extend(tokens);
+        }
+        self.network.commit(slot, tokens)
+    }
+
+    fn close(&mut self, slot: usize) {
+        self.sequences.remove(&slot);
+        self.network.close(slot);
+    }
+
+    fn memory(&self) -> Memory {
+        self.network.memory()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::DraftPlan;
+    use quantspec_core::config::Pages;
+    use quantspec_core::sample::Sampler;
+
+    /// A network that drafts zeros for the turns left to it.
+    #[derive(Debug)]
+    struct Zeros;
+
+    impl Drafter for Zeros {
+        fn needs(&self) -> Needs {
+            Needs::default()
+        }
+
+        fn prefill(&mut self, _: usize, _: &[u32], _: u32) -> Result<()> {
+            Ok(())
+        }
+
+        fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], _: usize) -> Result<Proposed> {
+            for turn in turns.iter().filter(|turn| turn.drafts(0)) {
+                target.set_window(turn.slot, &vec![0; turn.gamma + 1])?;
+            }
+            Ok(Proposed { steps: 1, in_vain: 0, pages: Some(Pages::All) })
+        }
+
+        fn commit(&mut self, _: usize, _: &[u32]) -> Result<()> {
+            Ok(())
+        }
+
+        fn close(&mut self, _: usize) {}
+    }
+
+    #[derive(Default)]
+    struct Windows(Vec<(usize, Vec<u32>)>);
+
+    impl Target for Windows {
+        fn draft(&mut self, _: &DraftPlan, _: &mut [Turn]) -> Result<()> {
+            Err(Error::internal("zeros need no network"))
+        }
+
+        fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+            self.0.push((slot, tokens.to_vec()));
+            Ok(())
+        }
+
+        fn set_distribution(&mut self, _: usize, _: usize, _: &[f32]) -> Result<()> {
+            Err(Error::internal("a copied token is certain"))
+        }
+    }
+
+    /// A round of copied tokens, however many, must emit three.
+    fn par(_: usize) -> Option<f64> {
+        Some(3.0)
+    }
+
+    fn quoting() -> Vec<u32> {
+        (1..100).chain(1..8).collect()
+    }
+
+    /// A copying drafter whose sequence in slot 0 has emitted the first `n` tokens after its prompt's second 8, one a round.
+    fn after(n: u32) -> Box<dyn Drafter> {
+        let mut drafter = Copying::boxed(Box::new(Zeros));
+        drafter.prefill(0, &quoting(), 8).unwrap();
+        (9..9 + n).for_each(|token| drafter.commit(0, &[token]).unwrap());
+        drafter
+    }
+
+    #[test]
+    fn a_text_that_quotes_is_copied_and_one_that_stops_is_not() {
+        assert_eq!(after(0).copies(0, 12, &par), 0, "nothing is known yet");
+        let mut drafter = after(20);
+        assert_eq!(drafter.copies(0, 12, &par), 12);
+        assert_eq!(drafter.copies(0, 5, &par), 5, "never more than is asked for");
+        assert_eq!(drafter.copies(0, 0, &par), 0);
+        assert_eq!(drafter.copies(0, 12, &|_| Some(f64::INFINITY)), 0, "costs are not known yet");
+        assert_eq!(drafter.copies(3, 12, &par), 0, "no such sequence");
+        // Runs whose length costs more than it yields are shorter.
+        assert_eq!(drafter.copies(0, 12, &|gamma| Some(1.0 + 0.7 * gamma.saturating_sub(4) as f64)), 4);
+        // The text leaves its source again and again: 8 tokens agree, and the ninth does not.
+        for _ in 0..40 {
+            drafter.commit(0, &[200, 1, 2, 3, 4, 5, 6, 7, 8, 200]).unwrap();
+        }
+        drafter.commit(0, &[50, 51, 52, 53, 54, 55, 56, 57, 58, 200, 30, 31]).unwrap();
+        assert_eq!(drafter.copies(0, 12, &par), 0, "few runs as long as that stood");
+    }
+
+    #[test]
+    fn without_costs_a_copy_must_emit_what_the_network_does() {
+        let mut drafter = after(20);
+        assert_eq!(drafter.copies(0, 4, &|_| None), 0, "the network has not drafted");
+        let round = |drafter: &mut Box<dyn Drafter>, emitted: &[u32]| {
+            let mut turns = [Turn::new(0, 0, 4, Sampler::greedy())];
+            drafter.propose(&mut Windows::default(), &mut turns, 0).unwrap();
+            drafter.commit(0, emitted).unwrap();
+        };
+        round(&mut drafter, &[29, 30, 31]);
+        assert_eq!(drafter.copies(0, 4, &|_| None), 4);
+        (0..60).for_each(|i| round(&mut drafter, &[32 + 5 * i, 33 + 5 * i, 34 + 5 * i, 35 + 5 * i, 36 + 5 * i]));
+        assert_eq!(drafter.copies(0, 4, &|_| None), 0, "all drafts stand, so that no copy is better");
+    }
+
+    /// Plain steps that an answer takes, with copies and without, where a round of the network takes two and emits three tokens, and a
+    /// round of γ copied tokens takes 1 + γ/50.
+    fn seconds(prompt: &[u32], answer: &[u32]) -> (f64, f64) {
+        let verify = |gamma: usize| 1.0 + 0.02 * gamma as f64;
+        let mut drafter = Copying::boxed(Box::new(Zeros));
+        drafter.prefill(0, prompt, answer[0]).unwrap();
+        let (mut at, mut seconds) = (1, 0.0);
+        while at < answer.len() {
+            let gamma = drafter.copies(0, 12, &|gamma| Some(3.0 / 2.0 * verify(gamma)));
+            let mut turns = [Turn { copied: gamma > 0, ..Turn::new(0, 0, gamma.max(4), Sampler::greedy()) }];
+            let mut windows = Windows::default();
+            drafter.propose(&mut windows, &mut turns, 0).unwrap();
+            let stood = windows.0[0].1[1..].iter().zip(&answer[at..]).take_while(|(a, b)| a == b).count();
+            let emitted = if gamma > 0 { stood + 1 } else { 3 };
+            seconds += if gamma > 0 { verify(gamma) } else { 2.0 };
+            let end = answer.len().min(at + emitted);
+            drafter.commit(0, &answer[at..end]).unwrap();
+            at = end;
+        }
+        (seconds, (answer.len() - 1) as f64 * 2.0 / 3.0)
+    }
+
+    #[test]
+    fn quotations_gain_and_other_texts_lose_nothing() {
+        let mut state = 1u64;
+        let mut random = |n: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as usize % n
+        };
+        // Every token has five successors, the first of them in half of the cases: pairs repeat all the time, and mean little.
+        let mut natural = |n: usize| -> Vec<u32> {
+            let mut token = 1;
+            let next = |token: usize, choice: usize| (token * 31 + choice * choice * 17 + 7) % 500 + 1;
+            let one = |_| {
+                token = next(token, if random(2) == 0 { 0 } else { random(5) });
+                token as u32
+            };
+            (0..n).map(one).collect()
+        };
+        let (prompt, answer) = (natural(3_000), natural(2_000));
+        let (copying, network) = seconds(&prompt, &answer);
+        assert!(copying < 1.01 * network, "{copying} against {network}");
+        // Sentences of 40 tokens of the prompt, each after a few words of the answer's own.
+        let quotes: Vec<u32> =
+            (0..40).flat_map(|i| [natural(10), prompt[70 * i..70 * i + 40].to_vec()].concat()).collect();
+        let (copying, network) = seconds(&prompt, &quotes);
+        assert!(1.3 * copying < network, "{copying} against {network}");
+    }
+
+    #[test]
+    fn in_a_batch_each_sequence_copies_or_drafts() {
+        let mut drafter = after(20);
+        drafter.prefill(1, &[1, 2, 3], 4).unwrap();
+        let mut turns = [1, 0].map(|slot| Turn { copied: slot == 0, ..Turn::new(slot, 0, 3, Sampler::greedy()) });
+        let mut windows = Windows::default();
+        let proposed = drafter.propose(&mut windows, &mut turns, 0).unwrap();
+        // Copied windows are set first: a noted draft would be forgotten.
+        assert_eq!(windows.0, [(0, vec![28, 29, 30, 31]), (1, vec![0; 4])]);
+        assert_eq!(turns.each_ref().map(|turn| turn.q), [DraftDistribution::Kept, DraftDistribution::OneHot]);
+        assert_eq!(proposed.pages, Some(Pages::All));
+        // Where every sequence copies the network does nothing.
+        let copied = drafter.propose(&mut windows, &mut turns[1..], 0).unwrap();
+        assert_eq!(copied, Proposed::default());
+        drafter.close(0);
+        assert!(drafter.propose(&mut windows, &mut turns[1..], 0).is_err());
+        assert_eq!(drafter.copies(0, 4, &par), 0);
+    }
+}

@@ -1,0 +1,220 @@
+//! A second checkpoint drafts (Leviathan et al. 2023, arXiv 2211.17192): a smaller model of the same tokenizer, with weights and
+//! a cache of its own on a backend of the target's kind.
+//!
+//! Its cache holds the tokens that it was fed. What a round emitted and it was not fed, the last drafted token where all stood
+//! and everything of rounds that did not draft, is fed before it drafts again. Rejected tokens are dropped by length, as in the
+//! target's cache.
+
+use super::{Drafter, Needs, Proposed, Target};
+use crate::backend::{Backend, DraftPlan, Memory, Row, Step, Turn};
+use crate::forward;
+use quantspec_core::cache::{Extent, GAMMA_MAX};
+use quantspec_core::config::{Pages, View, Weights};
+use quantspec_core::sample::Accept;
+use quantspec_core::verify::DraftDistribution;
+use quantspec_core::{Error, ErrorKind, Result};
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Rows that catch up with the text in one step.
+pub const CATCH_UP_ROWS: usize = GAMMA_MAX;
+
+/// Drafts by a network of its own. Clones share it, so that the pages it reads may change from one method to the next.
+pub struct DraftModel<B: Backend> {
+    shared: Arc<Mutex<Shared<B>>>,
+    /// What its steps read, one per candidate.
+    plans: Vec<DraftPlan>,
+}
+
+/// The second network and its sequences.
+struct Shared<B: Backend> {
+    backend: B,
+    capacity: usize,
+    block_rows: usize,
+    sequences: HashMap<usize, Sequence>,
+}
+
+/// A sequence as the second network knows it.
+#[derive(Debug, Default)]
+struct Sequence {
+    /// Tokens in its cache.
+    extent: Extent,
+    /// Tokens after these, the last emitted one at the end; never empty once prefilled.
+    pending: Vec<u32>,
+    /// Tokens that it drafted in the round under way, all but the last of which it was fed.
+    drafted: usize,
+}
+
+impl<B: Backend> DraftModel<B> {
+    /// Drafts with a backend that holds as many slots as the target's, of `capacity` tokens each, and steps of at least
+    /// [`CATCH_UP_ROWS`] rows. Each of `pages`, at least one, is a candidate. Its prompts are processed in blocks of `block_rows`.
+    pub fn new(backend: B, view: View, pages: &[Pages], capacity: usize, block_rows: usize) -> DraftModel<B> {
+        let shared = Shared { backend, capacity, block_rows, sequences: HashMap::new() };
+        DraftModel { shared: Arc::new(Mutex::new(shared)), plans: plans(view, pages) }
+    }
+
+    /// The same network, which reads another view and other pages of its cache.
+    pub fn reading(&self, view: View, pages: &[Pages]) -> DraftModel<B> {
+        DraftModel { shared: self.shared.clone(), plans: plans(view, pages) }
+    }
+
+    fn network(&self) -> Result<MutexGuard<'_, Shared<B>>> {
+        self.shared.lock().map_err(|_| Error::internal("the draft model panicked in an earlier call"))
+    }
+}
+
+fn plans(view: View, pages: &[Pages]) -> Vec<DraftPlan> {
+    pages.iter().map(|&pages| DraftPlan { weights: Weights::Full, view, pages }).collect()
+}
+
+impl<B: Backend> fmt::Debug for DraftModel<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DraftModel").field("plans", &self.plans).finish_non_exhaustive()
+    }
+}
+
+impl<B: Backend> Shared<B> {
+    fn begin(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
+        self.end(slot);
+        self.backend.open(slot, self.capacity)?;
+        let sequence = self.sequences.entry(slot).or_default();
+        sequence.pending.push(first);
+        sequence.extent.commit(prompt.len());
+        forward::prefill(&mut self.backend, slot, prompt, self.block_rows, &mut |_, _| ())?;
+        self.backend.end_chunk()
+    }
+
+    /// What the second network alone cannot compute ends its drafts of a sequence, and is no error of the text.
+    fn unless_lost(&mut self, slot: usize, result: Result<()>) -> Result<()> {
+        match result {
+            Err(error) if error.kind == ErrorKind::NotFinite => {
+                self.end(slot);
+                Ok(())
+            }
+            result => result,
+        }
+    }
+
+    fn end(&mut self, slot: usize) {
+        if self.sequences.remove(&slot).is_some() {
+            self.backend.close(slot);
+        }
+    }
+
+    /// Feeds all pending tokens but the last: then its cache holds the `committed` tokens that the target's holds.
+    fn catch_up(&mut self, slot: usize, committed: usize, plan: &DraftPlan) -> Result<()> {
+        let Shared { backend, sequences, .. } = self;
+        let Some(sequence) = sequences.get_mut(&slot) else { return Ok(()) };
+        if sequence.extent.committed() + sequence.pending.len() != committed + 1 {
+            return Err(Error::internal(format!("the draft model knows another text of slot {slot}")));
+        }
+        while sequence.pending.len() > 1 {
+            let rows = CATCH_UP_ROWS.min(sequence.pending.len() - 1);
+            let fed = sequence.pending[..rows].to_vec();
+            let committed = sequence.extent.committed();
+            let rows: Vec<Row> = (0..rows).map(|offset| Row { slot, offset, position: committed + offset }).collect();
+            // Rows of one step read the same pages, which a choice by the query of one of them does not suit.
+            let step =
+                Step { weights: plan.weights, view: plan.view, pages: Pages::All, choose_pages: false, rows: &rows };
+            backend.set_window(slot, &fed)?;
+            forward::step(backend, &step)?;
+            // Only now, so that an interrupted step may be taken again.
+            sequence.pending.drain(..fed.len());
+            for page in sequence.extent.commit(fed.len()) {
+                backend.flush(slot, page)?;
+            }
+        }
+        backend.set_window(slot, &sequence.pending)
+    }
+}
+
+impl<B: Backend> Drafter for DraftModel<B> {
+    fn needs(&self) -> Needs {
+        Needs { view: None, draft_weights: false, distributions: true }
+    }
+
+    fn margins(&self) -> bool {
+        true
+    }
+
+    fn candidates(&self) -> usize {
+        self.plans.len()
+    }
+
+    fn is_usable(&self, candidate: usize, visible: usize) -> bool {
+        self.plans[candidate].is_usable(candidate, visible)
+    }
+
+    fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
+        let mut network = self.network()?;
+        let begun = network.begin(slot, prompt, first);
+        network.unless_lost(slot, begun)
+    }
+
+    fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
+        let plan = self.plans[candidate];
+        let mut network = self.network()?;
+        let drafting = turns.iter().filter(|turn| turn.drafts(0));
+        let mut own: Vec<Turn> = drafting.map(|turn| Turn { reads_logits: false, ..turn.clone() }).collect();
+        for turn in &own {
+            let caught_up = network.catch_up(turn.slot, turn.committed, &plan);
+            network.unless_lost(turn.slot, caught_up)?;
+        }
+        own.retain(|turn| network.sequences.contains_key(&turn.slot));
+        if !own.is_empty() {
+            forward::draft_now(&mut network.backend, &plan, &mut own)?;
+        }
+        let (mut in_vain, mut steps, mut own) = (0, 1, own.into_iter().peekable());
+        for turn in turns.iter_mut().filter(|turn| turn.drafts(0)) {
+            let Some(mut drafted) = own.next_if(|drafted| drafted.slot == turn.slot) else {
+                (turn.gamma, in_vain) = (0, in_vain + 1);
+                continue;
+            };
+            let Shared { backend, sequences, .. } = &mut *network;
+            let window = backend.window(turn.slot, drafted.gamma + 1)?;
+            target.set_window(turn.slot, &window)?;
+            if turn.sampler.accept == Accept::Rejection {
+                for offset in 0..drafted.gamma {
+                    match backend.distribution(turn.slot, offset) {
+                        // Rejection divides by it: what is no number ends the draft.
+                        Err(error) if error.kind == ErrorKind::NotFinite => {
+                            drafted.gamma = offset;
+                            break;
+                        }
+                        q => target.set_distribution(turn.slot, offset, &q?)?,
+                    }
+                }
+            }
+            if let Some(sequence) = sequences.get_mut(&turn.slot) {
+                sequence.drafted = drafted.gamma;
+            }
+            in_vain += usize::from(drafted.gamma == 0);
+            steps = steps.max(drafted.gamma);
+            (turn.gamma, turn.margins, turn.q) = (drafted.gamma, drafted.margins, DraftDistribution::Kept);
+        }
+        Ok(Proposed { steps, in_vain, pages: Some(plan.pages) })
+    }
+
+    fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
+        let mut network = self.network()?;
+        let Shared { backend, sequences, .. } = &mut *network;
+        let Some(sequence) = sequences.get_mut(&slot) else { return Ok(()) };
+        sequence.pending.extend(tokens);
+        // It was fed the last token, and those that it drafted up to the last but one: as many as stood stay.
+        let fed = std::mem::take(&mut sequence.drafted).min(tokens.len());
+        sequence.pending.drain(..fed);
+        let flushed = sequence.extent.commit(fed).try_for_each(|page| backend.flush(slot, page));
+        network.unless_lost(slot, flushed)
+    }
+
+    fn close(&mut self, slot: usize) {
+        if let Ok(mut network) = self.network() {
+            network.end(slot);
+        }
+    }
+
+    fn memory(&self) -> Memory {
+        self.network().map(|network| network.backend.memory().of_draft()).unwrap_or_default()
+    }
+}
