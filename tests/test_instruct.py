@@ -11,9 +11,9 @@ import pytest
 from conftest import DEMO, Outcome, chat_model, copy_demo, ids_of
 from tokenizers import Tokenizer
 
-from quantspec_cli import Engine
+from quantspec_cli import Engine, instruct
 from quantspec_cli.conversation import parsed_arguments
-from quantspec_cli.engine import Model
+from quantspec_cli.engine import Generation, Model, Prompt
 from quantspec_cli.errors import InputError, ModelError, UsageError
 from quantspec_cli.instruct import Recommended
 from quantspec_cli.options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTFUL_TOKENS
@@ -346,3 +346,17 @@ def test_a_default_never_makes_a_document_too_long(fake: Any, quantspec: Run, tm
     # What is asked for is never cut.
     quantspec(*command, "-n", str(left + 1)).assert_error(3, "context is 64")
     quantspec("run", "-m", model, "--text", "one two three " * 100).assert_error(3, "and 1 new ones make")
+
+
+def test_an_answer_that_repeats_itself_is_said() -> None:
+    prompt = Prompt([1, 2], continues=False)
+    loop = [*range(5), *([*range(20, 33)] * 3)]
+
+    def note(tokens: list[int], reason: str = "length") -> str:
+        return " ".join(instruct.cuts(["a"], [prompt], [Generation(2, tokens, "text", reason)]))
+
+    assert note(loop).endswith("and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.4")
+    assert "repeats" not in note(loop[:-13])
+    assert "repeats" not in note(list(range(100)))
+    assert "repeats" not in note([7])
+    assert note(loop, "eos") == ""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .engine import Generation, Model, Prompt
 
 
+# Of a text that has come to repeat itself: longer than phrases that a good answer has three times.
+_LOOP_TOKENS = 12
 # Keys of generation_config.json that are options of ours: those of sampling, and penalties by their names here.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram"}
@@ -112,6 +114,15 @@ def cuts(names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Gene
         if prompt.continues or answer.stop_reason != "length":
             continue
         where = f"{name}: the answer was cut at {len(answer.tokens):,} tokens (-n)"
-        if answer.thinking is not None and not answer.text:
+        if _repeats(answer.tokens):
+            where += ", and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.4"
+        elif answer.thinking is not None and not answer.text:
             where += ", inside its thinking block: raise -n"
         yield where
+
+
+def _repeats(tokens: Sequence[int]) -> bool:
+    """Whether the last `_LOOP_TOKENS` tokens are in the answer three times."""
+    last = list(tokens[-_LOOP_TOKENS:])
+    places = range(len(tokens) - _LOOP_TOKENS + 1)
+    return sum(tokens[at] == last[0] and list(tokens[at : at + _LOOP_TOKENS]) == last for at in places) >= 3

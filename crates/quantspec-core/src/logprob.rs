@@ -49,7 +49,7 @@ mod tests {
         assert_eq!(of(&logits, 2, 0), Logprob { logprob: f64::NEG_INFINITY, top: Vec::new() });
         assert_eq!(of(&logits, 0, 99).top.len(), 4);
         // Large logits neither overflow nor lose their difference.
-        close(of(&[1e30, 1e30], 0, 0).logprob, 0.5f64.ln());
+        close(of(&[1e6, 1e6], 0, 0).logprob, 0.5f64.ln());
         assert!(of(&[f32::NAN, 0.0], 1, 1).logprob.is_nan());
     }
 }
