@@ -93,6 +93,7 @@ class Engine:
         }
         self._vocab = config["vocab"]
         self._capacity = capacity
+        self._pool = (options.get("pool_tokens") or capacity * slots) // 128
         self._method = method
         self._gamma = 4 if gamma is None else gamma
         self._sequences: list[dict[str, Any] | None] = [None] * slots
@@ -109,14 +110,24 @@ class Engine:
             raise NativeError("does_not_fit", "capacity", "lower -n")
         if None not in self._sequences:
             raise NativeError("usage", f"all {len(self._sequences)} slots are in use", "finish a sequence first")
+        if not self.has_room(len(prompt) + max_new_tokens):
+            raise NativeError("usage", "too few pages are free", "finish a sequence first")
         slot = self._sequences.index(None)
         self._sequences[slot] = {
             "ids": list(prompt),
             "prompt": len(prompt),
+            "size": (len(prompt) + max_new_tokens) // 128,
             "remaining": max_new_tokens,
             "salt": seed if temperature else None,
         }
         return slot
+
+    def has_room(self, tokens: int) -> bool:
+        taken = sum(sequence["size"] for sequence in self._sequences if sequence)
+        return None in self._sequences and taken + tokens // 128 <= self._pool
+
+    def prompt_note(self) -> str | None:
+        return None
 
     def prefill(self, slot: int, on_progress: Progress | None = None) -> int:
         _begun("prefill")
@@ -190,6 +201,8 @@ class Engine:
             "cache_upper_bytes": 1_000,
             "cache_lower_bytes": 1_000,
             "cache_full_bytes": 0,
+            "prompt_cache_bytes": 0,
+            "reused_tokens": 0,
             "buffer_bytes": 500,
             "workspace_bytes": 500,
             "planned_bytes": self.info["planned_bytes"],
@@ -259,9 +272,15 @@ def planned(model: str, *, capacity: int, **_options: Any) -> int:
     return capacity
 
 
-def plan(model: str, *, capacity: int, slots: int = 1, **_options: Any) -> dict[str, Any]:
+def fitting(models: Sequence[str], *, device: str) -> list[tuple[int, int, int]]:
+    return [(1000, 500, 4096) for _ in models]
+
+
+def plan(
+    model: str, *, capacity: int, slots: int = 1, pool_tokens: int | None = None, **_options: Any
+) -> dict[str, Any]:
     config = model_info(model)
-    needed, available = 1000 * capacity * slots, Script.memory_bytes
+    needed, available = 1000 * min(capacity * slots, pool_tokens or capacity * slots), Script.memory_bytes
     parts = ("weights", "draft_weights", "cache_upper", "cache_lower", "cache_full", "buffer", "workspace")
     return {
         "device": "cpu",

@@ -85,7 +85,9 @@ def record(chosen: Iterable[Way], device: str) -> dict[str, Any]:
     """What every way decodes, by case."""
     found: dict[str, Any] = {}
     for way in chosen:
-        engine = Engine.load(context=LENGTHS[0] + NEW_TOKENS, batch=max(BATCHES), device=device, **way.options())
+        engine = Engine.load(
+            context=LENGTHS[0] + NEW_TOKENS, batch=max(BATCHES), device=device, prompt_cache=False, **way.options()
+        )
         ids = engine.model.tokenizer.encode(TEXT.read_text(encoding="utf-8"))
         prompts = [Prompt([ids[0], *ids[1 + place : length + place]]) for place, length in enumerate(LENGTHS)]
         for sampler in ("greedy", "replay") if way.accept == "replay" else ("rejection",):

@@ -419,7 +419,7 @@ def test_memory_bounds_the_context_and_the_number_at_once(
     (failed,) = [result for result in outcome.json["results"] if result["status"] == "failed"]
     assert failed["document"] == "long.txt"
     assert "600 fit into memory" in failed["error"]["message"]
-    assert (fake.engines[-1]["capacity"], fake.engines[-1]["slots"]) == (600, 1)
+    assert (fake.engines[-1]["capacity"], fake.engines[-1]["slots"]) == (600, 3)
 
 
 def test_map_reduce_answers_what_is_beyond_the_context(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
@@ -473,6 +473,31 @@ def test_partial_answers_are_reduced_as_often_as_needed() -> None:
         )
     with pytest.raises(DoesNotFitError, match="one character"):
         mapreduce.split("it", "word " * 10, 5, lambda text: 6 + len(text))
+
+
+def test_documents_share_the_memory_of_the_longest(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+    """Where each had the room of the longest, two would fit."""
+    folder, out = tmp_path / "docs", tmp_path / "out"
+    folder.mkdir()
+    for number, words_ in enumerate((700, 100, 120, 140)):
+        (folder / f"{number}.txt").write_text("word " * words_)
+    command = ["batch", str(folder), "--out", str(out), "-n", "16", "--json"]
+    longest = quantspec(*command, "--dry-run").json["context"]
+    fake.memory_bytes = 2 * 1000 * longest
+    planned = quantspec(*command, "--dry-run").json
+    assert (planned["context"], planned["parallel"], planned["fits"]) == (longest, 4, True)
+    assert planned["pool"] <= 2 * longest
+    engines = len(fake.engines)
+    report = quantspec(*command).json
+    assert (report["done"], report["failed"]) == (4, 0)
+    (engine,) = fake.engines[engines:]
+    assert (engine["slots"], engine["pool_tokens"]) == (4, planned["pool"])
+    # A pool that the longest fills: the others wait, and follow together.
+    fake.memory_bytes, fake.round_s = 1000 * (longest + 128), 0.02
+    again = quantspec(*command, "--no-resume").json
+    tokens = [{line["document"]: line["tokens"] for line in found["results"]} for found in (report, again)]
+    assert tokens[0] == tokens[1]
+    assert again["done"] == 4
 
 
 def test_two_processes_on_one_folder(fake: Any, quantspec: Run, start: Start, docs: Path, tmp_path: Path) -> None:

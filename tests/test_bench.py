@@ -386,7 +386,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, done: int, end: BaseException) -> N
             yield {"test": "tg", "n_gen": number}
         raise end
 
-    monkeypatch.setattr(bench.Bench, "__init__", lambda *_: None)
+    monkeypatch.setattr(bench.Bench, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(bench.Bench, "rows", rows)
 
 

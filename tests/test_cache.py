@@ -33,7 +33,7 @@ def test_the_list_says_what_there_is(quantspec: Run, folder: Path) -> None:
     document = json.loads(quantspec("cache", "--json").stdout)
     (file,) = document.pop("files")
     size = path.stat().st_size
-    assert document == {"path": str(folder), "bytes": size, "limit_bytes": 64 << 30, "cleared": False}
+    assert document == {"path": str(folder), "bytes": size, "limit_bytes": 64 << 30, "prompts": None, "cleared": False}
     assert (file["path"], file["bytes"], Path(file["model"]).name) == (str(path), size, "demo")
     outcome = quantspec("cache")
     assert outcome.code == 0

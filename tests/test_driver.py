@@ -108,6 +108,15 @@ def test_memory_is_what_the_plan_says(driver: Driver, more: Sequence[str]) -> No
     assert driver.report()["held"] == 0
 
 
+def test_a_known_prompt_is_copied_to_the_gpu(driver: Driver, tmp_path: Path) -> None:
+    """Every layer's keys and values of the known blocks, and the memory of a first run."""
+    runs = [driver(*DECODE, "--prompt-cache", str(tmp_path / "prompts"), "--json").json for _ in range(2)]
+    length = runs[0]["results"][0]["prompt_tokens"]
+    assert [run["stats"]["reused_tokens"] for run in runs] == [0, (length - 1) // 128 * 128]
+    assert runs[0]["results"] == runs[1]["results"]
+    assert driver.report()["held"] == 0
+
+
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "13.0"])
 def test_every_supported_gpu_is_served(driver: Driver, capability: str) -> None:
     """Newer ones than there are images for by PTX. A build for development may lack images."""

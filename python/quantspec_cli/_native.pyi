@@ -6,17 +6,21 @@ from typing import Any, Literal, final
 
 __all__ = [
     "DRAFTS_LIMIT_BYTES",
+    "PROMPTS_LIMIT_BYTES",
     "Engine",
     "NativeError",
     "doctor",
     "draft_files",
     "evaluate",
+    "fitting",
     "gguf_metadata",
     "kernels",
     "methods",
     "model_info",
     "plan",
     "planned",
+    "prompt_files",
+    "rates",
     "traffic",
 ]
 
@@ -31,6 +35,12 @@ def draft_files(folder: str) -> list[tuple[Path, Path | None, int, float]]:
         OSError: the folder cannot be read.
     """
 
+PROMPTS_LIMIT_BYTES: int
+"""Most bytes of a folder of prompts: a prompt that is kept there removes the least recently used files first."""
+
+def prompt_files(folder: str) -> list[tuple[Path, Path | None, int, float]]:
+    """Files of prompts in a folder, as `draft_files`."""
+
 class NativeError(Exception):
     """Any error of the engine but an interrupt, which is what a signal's handler raised: KeyboardInterrupt for Ctrl-C."""
 
@@ -42,7 +52,8 @@ class NativeError(Exception):
 class Engine:
     """One model on one device with room for `slots` sequences of up to `capacity` tokens each.
 
-    Prompts have up to `prompt_capacity` of them (None: all): prefill holds every hidden state of a prompt.
+    Prompts have up to `prompt_capacity` of them (None: all): prefill holds every hidden state of a prompt. Sequences share
+    the pages of `pool_tokens` (None: of `slots` times `capacity`).
 
     Long calls release the GIL and run pending signal handlers, so Ctrl-C ends them within 0.3 s, as does any other
     exception of a handler. Callbacks are called with (done, total), at most every 50 ms; KeyboardInterrupt, SystemExit
@@ -67,18 +78,23 @@ class Engine:
         accept: str = "replay",
         gamma: int | None = None,
         slots: int = 1,
+        pool_tokens: int | None = None,
         every_view: bool = False,
         draft_model: str | None = None,
         draft_cache: tuple[str, int] | None = None,
+        prompt_memory: bool | None = False,
+        prompt_folder: str | None = None,
         on_loading: Callable[[int, int], object] | None = None,
-    ) -> Engine: ...
+    ) -> Engine:
+        """`prompt_memory` keeps prompts in memory (None: on a CPU only), `prompt_folder` in a folder instead."""
+
     @property
     def info(self) -> dict[str, Any]:
         """What was loaded: device, device_name, simd, threads, weights, family, vocab, layers, max_positions, eos.
 
         Also block_rows (of a prefill), planned_bytes and load_s; cached_drafts, the share of the draft weights that was
         read from `draft_cache` (its folder and the least bytes kept there; None without one), and note, one line about
-        trouble with it.
+        trouble with it; and prompt_cache_limit_bytes, most bytes of prompts in memory (None where none are kept there).
         """
 
     def add(
@@ -104,6 +120,9 @@ class Engine:
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot."""
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether a sequence of so many tokens, prompt and answer together, can be taken now."""
 
     def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None) -> int:
         """Processes the slot's prompt and returns the first new token."""
@@ -166,6 +185,9 @@ class Engine:
     def finish(self, slot: int) -> None:
         """Frees the slot."""
 
+    def prompt_note(self) -> str | None:
+        """One line about trouble with the prompt cache since the last call, each told once; None where there was none."""
+
     def stats(self) -> dict[str, Any]:
         """Counters, times and bytes since opening or `configure`; names as in `quantspec run --json`."""
 
@@ -178,8 +200,11 @@ def gguf_metadata(path: str) -> dict[str, Any]:
 def methods() -> list[dict[str, Any]]:
     """Every method by name: about (what drafts), and the other fields of `options.Method`."""
 
-def model_info(path: str) -> dict[str, Any]:
-    """The configuration of a checkpoint, a directory or a GGUF file: family, vocab, layers, max_positions, eos and shape."""
+def model_info(path: str, *, described: bool = False) -> dict[str, Any]:
+    """The configuration of a checkpoint, a directory or a GGUF file: family, vocab, layers, max_positions, eos and shape.
+
+    `described`: of a directory config.json alone is looked at, and weights may be absent.
+    """
 
 def evaluate(
     model: str,
@@ -232,15 +257,32 @@ def plan(
     accept: str = "replay",
     gamma: int | None = None,
     slots: int = 1,
+    pool_tokens: int | None = None,
     draft_model: str | None = None,
+    described: bool = False,
 ) -> dict[str, Any]:
     """What an `Engine` with these arguments would hold, before any weight is read.
 
-    device, weights (which, for "auto"), fits, planned_bytes (at the peak), available_bytes, longest_context (tokens of
-    each of `slots` sequences that fit), and the bytes of each part, named as in `Engine.stats`.
+    device, weights (which, for "auto"), fits, planned_bytes (at the peak), available_bytes, longest_context (tokens of each
+    of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of each part,
+    named as in `Engine.stats`. `described` is as of `model_info`.
     """
 
-def traffic(model: str, start: int, tokens: int, weights: str) -> dict[str, Any]:
+def fitting(models: Sequence[str], *, device: str) -> list[tuple[int, int, int]]:
+    """Of each model that config.json describes: bytes of weights and draft weights, and the longest context of one sequence
+    that fits the device, 0 for none. The device is opened once.
+    """
+
+def rates(model: str, *, device: str, threads: int | None, context: int) -> dict[str, Any]:
+    """What operations cost on a device at the widths of a model that config.json describes: device, device_name, threads,
+    compute_capability (of a GPU) and read_gb_per_s.
+
+    On a CPU also seconds a byte of weights and draft_weights takes in a step of each of `rows`, of fp16, int8, int4 and
+    draft_int4 with each of `window` rows of a sequence of `context` tokens; dispatch_s, what handing a matrix to the threads
+    takes; prompt_matrix and prompt_attention, operations a second of a prompt. Takes some seconds and 0.6 GB.
+    """
+
+def traffic(model: str, start: int, tokens: int, weights: str, *, described: bool = False) -> dict[str, Any]:
     """What steps at positions start .. start + tokens read on average, over all layers and KV heads.
 
     weights_bytes (target, one pass; head_bytes of them its head), draft_weights_bytes (what a draft reads of int8 weights;

@@ -17,9 +17,22 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, batch_view, fingerprint, instruct, journal, mapreduce, output, prompts, render, sources
-from .batch_plan import OF_DOCUMENT, Job, Prints, Reader, Request, Survey, dry_run, look, room
-from .engine import Engine, Model, Stream
+from . import (
+    __version__,
+    batch_view,
+    fingerprint,
+    instruct,
+    journal,
+    mapreduce,
+    output,
+    prompts,
+    render,
+    report,
+    sources,
+)
+from .batch_plan import OF_DOCUMENT, Job, Prints, Reader, Request, Survey, dry_run, longest, look, room
+from .cluster import Cluster, Order
+from .engine import Engine, Model, Stream, check_folder
 from .errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -91,6 +104,12 @@ class Outcome:
 def batch(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
     """Runs; with `--json` the report is left to be printed."""
     _check(request, options)
+    if request.ray is not None and ":" in engine_options.device:
+        raise UsageError(
+            f"device is {engine_options.device}, and each worker of a Ray cluster sees one GPU",
+            "use auto, cpu or cuda",
+            option="device",
+        )
     if engine_options.weights == "auto":
         raise UsageError(
             "weights is 'auto', and answers of a resumed run would depend on the memory that is free then",
@@ -127,9 +146,10 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
         rows, rates = journal.peek(out)
         survey = look(request, places, rows, prints)
         return dry_run(request, engine_options, survey, reader, rates.get(prints.model, {}))
-    with Journal(out, replace=not request.resume) as kept:
+    taken = [*(str(source.path) for source in found if source.path), *(str(out / place) for place in outputs.values())]
+    with report.opened(request.report, taken) as page, Journal(out, replace=not request.resume) as kept:
         survey = look(request, places, kept.rows(), prints)
-        return _Run(request, kept, survey, reader, prints).run(engine_options, found)
+        return _Run(request, kept, survey, reader, prints, page=page).run(engine_options, found)
 
 
 def _settled(request: Request, options: GenerateOptions, model: Model, context: int) -> GenerateOptions:
@@ -166,6 +186,14 @@ def _check(request: Request, options: GenerateOptions) -> None:
             f"suffix is {request.suffix!r:.60}", "use a short one that begins with a dot, such as .md", option="suffix"
         )
     prompts.check_utf8("the suffix", request.suffix)
+    if request.report is not None and request.dry_run:
+        raise UsageError("--report with --dry-run", "leave out one of them: a dry run has nothing to show")
+    if request.report is not None:
+        _check_report(request.report, request.paths, request.out)
+    if request.prompt_cache is not None:
+        check_folder(request.prompt_cache)
+    if request.ray is not None and not request.ray.strip():
+        raise UsageError("ray is empty", "use HOST:PORT, or auto", option="ray")
     if request.long == "map-reduce" and request.instruction is None:
         raise UsageError(
             "--long map-reduce without an instruction",
@@ -173,6 +201,19 @@ def _check(request: Request, options: GenerateOptions) -> None:
         )
     if request.parallel is not None and not 1 <= request.parallel <= 1024:
         raise UsageError(f"parallel is {request.parallel}", "use 1 to 1024, or auto", option="parallel")
+
+
+def _check_report(name: str, paths: Sequence[str], out: str) -> None:
+    """Refuses a page that the next run would take for a document."""
+    page = Path(name).resolve()
+    if page.is_relative_to(Path(out).resolve()):
+        return
+    for path in paths:
+        folder = Path(path).resolve()
+        if folder.is_dir() and page.is_relative_to(folder):
+            raise UsageError(
+                f"the report {name} would be a document of {path}", "name a file in another folder", option="report"
+            )
 
 
 def _check_outputs(outputs: Mapping[str, str]) -> None:
@@ -194,9 +235,18 @@ def _check_outputs(outputs: Mapping[str, str]) -> None:
 class _Run:
     """One run over the documents that are to be done."""
 
-    def __init__(self, request: Request, kept: Journal, survey: Survey, reader: Reader, prints: Prints) -> None:
+    def __init__(
+        self,
+        request: Request,
+        kept: Journal,
+        survey: Survey,
+        reader: Reader,
+        prints: Prints,
+        *,
+        page: output.AtomicFile | None,
+    ) -> None:
         self.request, self.journal, self.survey, self.reader = request, kept, survey, reader
-        self._prints = prints
+        self._prints, self._page = prints, page
         self._ended: SimpleQueue[dict[str, Any] | BaseException] = SimpleQueue()
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -218,10 +268,21 @@ class _Run:
         foreign = self.journal.begin({job.source.name: job.output for job in survey.todo}, replace=not request.resume)
         view = batch_view.View(len(found), len(survey.skipped), shown=not quiet)
         todo = self._examined(set(foreign), view)
-        engine: Engine | None = None
+        engine: Engine | Cluster | None = None
         interrupted, failure = False, None
         if todo:
-            engine, parallel = _engine(request, engine_options, self.reader, todo)
+            if request.ray is None:
+                engine, parallel = _engine(request, engine_options, self.reader, todo)
+            else:
+                engine = _cluster(
+                    request.ray,
+                    request,
+                    engine_options,
+                    self.reader,
+                    context=longest(self.reader, todo),
+                    model_print=self._prints.model,
+                )
+                parallel = min(engine.parallel, len(todo))
             # The longest first: at the end no long document decodes alone.
             self._waiting.extend(sorted(todo, key=lambda job: -(job.tokens or 0)))
             try:
@@ -258,7 +319,7 @@ class _Run:
             view.finished(result)
         return todo
 
-    def _decode(self, engine: Engine, parallel: int, view: batch_view.View) -> None:
+    def _decode(self, engine: Engine | Cluster, parallel: int, view: batch_view.View) -> None:
         self._workers = [
             threading.Thread(target=self._work, args=(engine,), name="quantspec-document", daemon=True)
             for _ in range(parallel)
@@ -278,7 +339,7 @@ class _Run:
             view.finished(outcome)
             view.show(self._running, self._waiting)
 
-    def _work(self, engine: Engine) -> None:
+    def _work(self, engine: Engine | Cluster) -> None:
         """A worker: one document after the other."""
         while not self._stopping.is_set():
             try:
@@ -296,7 +357,7 @@ class _Run:
             finally:
                 self._running.remove(job)
 
-    def _outcome(self, engine: Engine, job: Job) -> Outcome:
+    def _outcome(self, engine: Engine | Cluster, job: Job) -> Outcome:
         started = time.perf_counter()
         answer, failure = None, None
         warnings: tuple[str, ...] = ()
@@ -306,7 +367,7 @@ class _Run:
             failure = error
         return Outcome(job, time.perf_counter() - started, answer, warnings, failure)
 
-    def _answer(self, engine: Engine, job: Job) -> tuple[mapreduce.Call, tuple[str, ...]]:
+    def _answer(self, engine: Engine | Cluster, job: Job) -> tuple[mapreduce.Call, tuple[str, ...]]:
         reader, name = self.reader, job.source.shown
         job.stage = "reading"
         document = reader.read(job)
@@ -328,8 +389,11 @@ class _Run:
         reader.check(prompt)
         return mapreduce.Call(self._generate(engine, job, prompt)), document.warnings
 
-    def _generate(self, engine: Engine, job: Job, prompt: Prompt) -> Generation:
+    def _generate(self, engine: Engine | Cluster, job: Job, prompt: Prompt) -> Generation:
         job.stage, job.done, job.total = "waiting", 0, 0
+        if isinstance(engine, Cluster):
+            job.stage = "decoding"
+            return engine.generate(prompt, self.reader.options, self._stopping)
 
         def on_prefill(done: int, total: int) -> None:
             job.stage, job.done, job.total = "reading", done, total
@@ -387,7 +451,7 @@ class _Run:
 
     def _report(
         self,
-        engine: Engine | None,
+        engine: Engine | Cluster | None,
         found: Sequence[Source],
         wall_s: float,
         interrupted: bool,
@@ -397,8 +461,12 @@ class _Run:
         done = sum(outcome.answer is not None for outcome in self.finished)
         failed = [result for result in results if result["status"] == "failed"]
         stats: dict[str, Any] = {}
-        if engine is not None and failure is None:
+        if isinstance(engine, Cluster):
+            stats = engine.statistics()
+        elif engine is not None and failure is None:
             stats = dict(engine.statistics())
+            if not self.request.quiet:
+                render.note_of_prompts(engine)
             names = ("prefill_tokens_per_s", "decode_tokens_per_s")
             if all(stats[name] for name in names):
                 rates = {name: stats[name] for name in names}
@@ -417,6 +485,8 @@ class _Run:
         if failure is not None:
             failure.kept = document
             raise failure
+        if self._page is not None:
+            self._page.write(report.batch(document, engine.info if isinstance(engine, Engine) else {}))
         if not self.request.quiet:
             batch_view.summary(document, failed, self.request.out, interrupted=interrupted)
         code = EXIT_INTERRUPTED if interrupted else EXIT_PARTIAL if failed else EXIT_DONE
@@ -430,9 +500,33 @@ def _foreign(request: Request, job: Job) -> FileError:
     )
 
 
+def _cluster(
+    address: str, request: Request, engine_options: EngineOptions, reader: Reader, *, context: int, model_print: str
+) -> Cluster:
+    """The workers of a Ray cluster, with room for the longest document."""
+    order = Order(
+        model=request.model,
+        revision=request.revision,
+        offline=request.offline,
+        print=model_print,
+        options=engine_options,
+        prompt_cache=request.prompt_cache,
+        context=context,
+        parallel=request.parallel,
+    )
+    cluster = Cluster(address, order)
+    reader.bound_by_memory = cluster.context < order.context
+    reader.context = min(reader.context, cluster.context) if reader.bound_by_memory else reader.context
+    if cluster.failure is not None and not request.quiet:
+        render.note(f"warning: a worker could not be started: {cluster.failure.message}")
+    if not request.quiet:
+        render.note(f"{cluster.parallel} documents decode at once on {cluster.workers} workers of the Ray cluster")
+    return cluster
+
+
 def _engine(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> tuple[Engine, int]:
     """An engine for the documents, with room for the longest that fits, and how many decode together."""
-    context, parallel, fitting = room(request, engine_options, reader, todo)
+    context, parallel, pool, fitting = room(request, engine_options, reader, todo)
     with render.progress("loading weights", shown=not request.quiet) as on_loading:
         engine = Engine(
             reader.model,
@@ -440,6 +534,8 @@ def _engine(request: Request, engine_options: EngineOptions, reader: Reader, tod
             context=context,
             longest_prompt=max(1, context - reader.options.max_new_tokens),
             batch=parallel,
+            pool=pool,
+            prompt_cache=request.prompt_cache,
             on_loading=on_loading,
         )
     reader.bound_by_memory = context < fitting

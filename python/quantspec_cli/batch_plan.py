@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import __version__, batch_view, output, prompts, render, sources
 from .engine import planned
@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from .options import EngineOptions, GenerateOptions
     from .sources import Source
 
+# Tokens of a page of the cache.
+PAGE = 128
+
 # Errors of one document; any other ends the batch.
 OF_DOCUMENT = (InputError, DoesNotFitError, NotFiniteError, FileError)
 
 # Most documents that decode together where --parallel is auto, by device.
-_PARALLEL = {"cpu": 4, "cuda": 16}
+PARALLEL = {"cpu": 4, "cuda": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,9 @@ class Request:
         unset: parameters of the command that no flag, variable or setting gave.
         long: what happens to a document beyond the context, "refuse" or "map-reduce".
         parallel: most documents that decode together; None chooses.
+        report: file for a page of charts.
+        prompt_cache: folder of prompts; None keeps them in memory where that costs nothing.
+        ray: address of the Ray cluster that decodes, or "auto"; None decodes here.
     """
 
     model: str | None
@@ -53,9 +59,12 @@ class Request:
     ctx_size: int
     long: str
     parallel: int | None
+    prompt_cache: str | None
+    ray: str | None
     resume: bool
     retry_failed: bool
     dry_run: bool
+    report: str | None
     as_json: bool
     quiet: bool
 
@@ -204,21 +213,70 @@ class Reader:
         return None
 
 
-def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> tuple[int, int, int]:
-    """Tokens of a sequence, sequences at once, and the tokens that were wished for."""
+def longest(reader: Reader, todo: Sequence[Job]) -> int:
+    """Tokens of the longest sequence that is to be decoded."""
     lengths = [job.tokens + reader.options.max_new_tokens for job in todo if job.tokens is not None]
     too_long = any(length > reader.context for length in lengths)
     fitting = [length for length in lengths if length <= reader.context]
-    wanted = (
-        reader.context if too_long and reader.may_split else max(fitting, default=reader.options.max_new_tokens + 1)
-    )
+    return reader.context if too_long and reader.may_split else max(fitting, default=reader.options.max_new_tokens + 1)
+
+
+class Room(NamedTuple):
+    """What an engine for a batch holds.
+
+    Attributes:
+        context: tokens of the longest sequence.
+        parallel: sequences at once.
+        pool: tokens of all sequences together: prompts and answers, in whole pages.
+        wanted: tokens of the longest sequence that were wished for.
+    """
+
+    context: int
+    parallel: int
+    pool: int
+    wanted: int
+
+
+def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> Room:
+    """The most sequences at once that memory holds, on average: they share its pages."""
+    wanted = longest(reader, todo)
     plan = planned(reader.model, engine_options, context=wanted)
     context = wanted if plan["fits"] else min(wanted, plan["longest_context"])
-    most = request.parallel or _PARALLEL[plan["device"].partition(":")[0]]
-    parallel = max(1, min(most, len(todo)))
-    while parallel > 1 and not planned(reader.model, engine_options, context=context, batch=parallel)["fits"]:
-        parallel -= 1
-    return max(context, 1), parallel, wanted
+    most = request.parallel or PARALLEL[plan["device"].partition(":")[0]]
+    context = max(context, 1)
+    new_tokens = reader.options.max_new_tokens
+    lengths = [(job.tokens or context) + new_tokens for job in todo]
+    # A document beyond the context is answered in parts, or not at all.
+    sizes = [_pages(min(length, context)) for length in lengths if length <= context or reader.may_split]
+    sizes = sorted(sizes, reverse=True) or [_pages(context)]
+    best, most_held = Room(context, 1, _pages(context), wanted), 1
+    for parallel in range(min(most, len(sizes)), 1, -1):
+        pool = _fitting(reader.model, engine_options, context, parallel, sum(sizes[:parallel]))
+        held = min(parallel, pool * len(sizes) // sum(sizes))
+        if held > most_held:
+            best, most_held = Room(context, parallel, pool, wanted), held
+        if most_held >= parallel - 1:
+            break
+    return best
+
+
+def _pages(tokens: int) -> int:
+    """Tokens in whole pages, at least one."""
+    return max(tokens // PAGE, 1) * PAGE
+
+
+def _fitting(model: Model, options: EngineOptions, context: int, parallel: int, pool: int) -> int:
+    """The largest pool up to this one with which an engine of so many slots fits; 0 where the smallest does not."""
+    least = _pages(context)
+    large = planned(model, options, context=context, batch=parallel, pool=pool)
+    if large["fits"]:
+        return pool
+    small = planned(model, options, context=context, batch=parallel, pool=least)
+    if not small["fits"] or pool <= least:
+        return 0
+    # Memory grows evenly with the pages.
+    per_token = (large["planned_bytes"] - small["planned_bytes"]) / (pool - least)
+    return least + int((small["available_bytes"] - small["planned_bytes"]) / per_token) // PAGE * PAGE
 
 
 def dry_run(
@@ -247,8 +305,8 @@ def dry_run(
             )
             if on_progress is not None:
                 on_progress(number, len(survey.todo))
-    context, parallel, wanted = room(request, engine_options, reader, ready)
-    plan = planned(reader.model, engine_options, context=context, batch=parallel)
+    context, parallel, pool, wanted = room(request, engine_options, reader, ready)
+    plan = planned(reader.model, engine_options, context=context, batch=parallel, pool=pool)
     if context < wanted:
         for row in rows:
             if (
@@ -272,6 +330,7 @@ def dry_run(
         "new_tokens": sum(row["new_tokens"] for row in possible),
         "context": context,
         "parallel": parallel,
+        "pool": pool,
         **plan,
         "predicted_s": None,
         "results": rows,

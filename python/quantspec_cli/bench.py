@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import __version__, files, loop, output, prompts, render, settings
+from . import __version__, files, loop, output, predict, prompts, render, report, settings
 from .engine import Model
 from .errors import (
     DoesNotFitError,
@@ -116,6 +116,7 @@ class Request:
     seed: int
     output_format: str
     output: str | None
+    report: str | None
     as_json: bool
 
 
@@ -175,8 +176,12 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
     """Measures and prints as it goes."""
     plan = read_plan(request)
     render.warn_of_threads(options.threads)
-    with output.opened(request.output, [] if request.prompt is None else [request.prompt]) as file:
-        sink = _sink(request, file)
+    inputs = [] if request.prompt is None else [request.prompt]
+    with (
+        output.opened(request.output, inputs) as file,
+        report.opened(request.report, inputs, request.output) as page,
+    ):
+        sink = sink_of(file, as_json=request.as_json)
         name, text = _text(request)
         opened = [
             Model.open(model, revision=request.revision, offline=request.offline, progress=render.on_terminal())
@@ -187,21 +192,24 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
             # A model alone is refused before its rows in any case.
             for model in opened:
                 _check_fits(model, plan, request, options)
+        memory: dict[str, dict[str, Any]] = {}
         measured = (
             row
             for model, ids in zip(opened, tokens, strict=True)
-            for row in Bench(model, ids, plan, request, options).rows()
+            for row in Bench(model, ids, plan, request, options, memory=memory).rows()
         )
         rows, ended = _write(measured, writer(request.output_format, Decoding, sink))
+        if page is not None:
+            page.write(report.bench(rows, memory))
     return _done(request, rows, ended)
 
 
-def _sink(request: Request, file: output.AtomicFile | None) -> output.Sink:
+def sink_of(file: output.AtomicFile | None, *, as_json: bool) -> output.Sink:
     """Where the table goes, which the document of `--json` replaces on standard output."""
-    if file is not None and not request.as_json:
+    if file is not None and not as_json:
         return file
     stdout = output.Stdout()  # an error now if it is closed
-    return file or (output.Nowhere() if request.as_json else stdout)
+    return file or (output.Nowhere() if as_json else stdout)
 
 
 def _write(
@@ -251,7 +259,7 @@ def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str 
     if not counts or max(counts) > ROWS_MAX:
         raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}", option="--rows")
     with output.opened(request.output, ()) as file:
-        sink = _sink(request, file)
+        sink = sink_of(file, as_json=request.as_json)
         opened = [
             Model.open(name, revision=request.revision, offline=request.offline, progress=render.on_terminal())
             for name in _models(request.model)
@@ -506,8 +514,17 @@ def _engine_options(options: EngineOptions) -> dict[str, Any]:
 class Bench:
     """The measurements of one model."""
 
-    def __init__(self, model: Model, ids: Sequence[int], plan: Plan, request: Request, options: EngineOptions) -> None:
-        """Loads the model, with every plane of the cache and the draft weights."""
+    def __init__(
+        self,
+        model: Model,
+        ids: Sequence[int],
+        plan: Plan,
+        request: Request,
+        options: EngineOptions,
+        *,
+        memory: dict[str, dict[str, Any]],
+    ) -> None:
+        """Loads the model, with every plane of the cache and the draft weights; what it takes is noted in `memory`."""
         from . import _native
 
         self._native = _native
@@ -524,7 +541,8 @@ class Bench:
                 draft_cache=settings.native_draft_cache(),
                 on_loading=on_loading,
             )
-            self._draft_bytes = int(self._engine.stats()["draft_weights_bytes"])
+            memory[model.name] = self._engine.stats()
+            self._draft_bytes = int(memory[model.name]["draft_weights_bytes"])
             self._weights = self._engine.info["weights"]
         self._page_choice = options.choice_of_pages
         self._accept = options.accept
@@ -560,7 +578,9 @@ class Bench:
                 _, seconds = self._engine.prefill_timed(slot, depth, on_prefill)
                 self._engine.finish(slot)
                 samples.append(Sample(seconds, read, (before, self._bandwidth())))
+        matrix, attention = predict.row_flops(self._model.info, depth + tokens / 2)
         row = self._row(samples, tokens, test="pp", n_prompt=tokens, n_gen=0, n_depth=depth)
+        row["flops_per_token"] = matrix + attention
         # Prefill is exact: it is the same whatever decodes afterwards.
         return row | {"method": "any", "kv_target": "any", "gamma": 0, "draft_pages": "all"}
 
@@ -591,6 +611,7 @@ class Bench:
             row = self._row(runs, batch * tokens, batch=batch, test="tg", n_prompt=0, n_gen=tokens, n_depth=depth)
             row |= {"method": method.name, "kv_target": method.kv_target, "gamma": method.gamma}
             row |= {"draft_pages": method.draft_pages} | _speculation(runs) | _speedup(runs, samples.get(BASELINE))
+            row["flops_per_token"] = self._decode_flops(method, seen, runs) / (batch * tokens)
             yield row
 
     def _configure(self, method: Method) -> None:
@@ -651,6 +672,27 @@ class Bench:
             if pages < seen["pages"] and self._page_choice == "best" and drafts.window is None:
                 read += stats["rounds"] * seen["pages"] * seen["page_bound_bytes"]
         return read
+
+    def _decode_flops(self, method: Method, seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
+        """Floating-point operations of a run, on average: of every row that was verified, and of those of the
+        model itself that drafted.
+        """
+        visible = seen["pages"] * predict.PAGE_TOKENS + seen["buffer_tokens"]
+        matrix, attention = predict.row_flops(self._model.info, visible)
+        drafts = METHODS[method.name].draft_view is not None and not METHODS[method.name].draft_model
+        drafted = statistics.fmean(run.stats["drafted_tokens"] for run in runs)
+        rounds = statistics.fmean(run.stats["rounds"] for run in runs)
+        drafting = matrix + attention * (1.0 if method.draft_pages == "all" else self._pages_share(seen, runs))
+        return (drafted + rounds) * (matrix + attention) + drafted * drafting * drafts
+
+    @staticmethod
+    def _pages_share(seen: Mapping[str, Any], runs: Sequence[Sample]) -> float:
+        """Of the visible tokens, those that a draft with selected pages reads."""
+        mean = statistics.fmean(run.stats.get("draft_pages_mean") or 0.0 for run in runs)
+        recent = seen["buffer_tokens"]
+        read = min(mean, seen["pages"]) * predict.PAGE_TOKENS + recent
+        share: float = read / max(seen["pages"] * predict.PAGE_TOKENS + recent, 1)
+        return share
 
     def _row(self, samples: Sequence[Sample], tokens: int, **test: Any) -> dict[str, Any]:
         """What every test reports."""
@@ -817,6 +859,7 @@ def _speculation(runs: Sequence[Sample]) -> dict[str, Any]:
     return {
         "acceptance_rate": accepted / drafted if drafted else None,
         "mean_acceptance_length": 1 + accepted / rounds if drafted else None,
+        "acceptance_rate_per_position": _per_position(runs),
         "gamma_mean": drafted / rounds,
         "draft_ms": spent["draft_s"] / passes * 1e3,
         "draft_step_ms": spent["draft_s"] / steps * 1e3 if steps else None,
@@ -824,6 +867,15 @@ def _speculation(runs: Sequence[Sample]) -> dict[str, Any]:
         "round_ms": wall_s / passes * 1e3,
         "loop_us": (wall_s - engine_s) / passes * 1e6,
     }
+
+
+def _per_position(runs: Sequence[Sample]) -> list[float] | None:
+    """Share of all rounds whose token at each position was kept, over all repetitions."""
+    rates = [(run.stats["rounds"], run.stats.get("acceptance_rate_per_position") or []) for run in runs]
+    rounds = sum(count for count, _ in rates)
+    longest = max(len(of_run) for _, of_run in rates)
+    kept = [sum(count * of_run[at] for count, of_run in rates if at < len(of_run)) for at in range(longest)]
+    return [count / rounds for count in kept] or None
 
 
 def _speedup(runs: Sequence[Sample], baseline: Sequence[Sample] | None) -> dict[str, Any]:

@@ -1,49 +1,70 @@
-"""`quantspec cache`: the draft weights that are kept on disk."""
+"""`quantspec cache`: the draft weights and the prompts that are kept on disk."""
 
 from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import render, settings
 from .errors import FileError, QuantspecError, native_errors, one_line, reason
 from .output import Done, Stdout
 
 
-def cache(*, clear: bool, as_json: bool) -> Done:
-    """Lists the files of draft weights, or removes them.
+class Kind(NamedTuple):
+    """What a folder keeps, for messages.
+
+    Attributes:
+        name: of its files.
+        elsewhere: how to choose another folder.
+    """
+
+    name: str
+    elsewhere: str
+
+
+DRAFTS = Kind("draft weights", "set QUANTSPEC_DRAFT_CACHE to another one")
+PROMPTS = Kind("prompts", "name another one with --prompt-cache")
+
+
+def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
+    """Lists the files, or removes them.
 
     Raises:
-        QuantspecError: the cache is off.
-        FileError: the folder cannot be read, or a file cannot be removed.
+        QuantspecError: the cache of draft weights is off, and no folder of prompts is named.
+        FileError: a folder cannot be read, or a file cannot be removed.
     """
     folder = settings.draft_cache()
-    if folder is None:
+    if folder is None and not prompt_cache:
         raise QuantspecError(
             "the cache of draft weights is off",
             "unset QUANTSPEC_DRAFT_CACHE, or set it to a folder; set HOME if it is unset",
         )
-    found = listing(folder)
+    drafts = listing(folder) if folder else None
+    prompts = listing(Path(prompt_cache), PROMPTS) if prompt_cache else None
+    kinds = [found for found in (drafts, prompts) if found is not None]
     if clear:
-        for file in found["files"]:
-            remove(file["path"])
+        for found in kinds:
+            for file in found["files"]:
+                remove(file["path"])
     if as_json:
-        return Done(document={**found, "cleared": clear})
+        return Done(document={**(drafts or {}), "prompts": prompts, "cleared": clear})
     stdout = Stdout()
-    stdout.write("\n".join(cleared(found) if clear else lines(found)) + "\n")
+    for found in kinds:
+        stdout.write("\n".join(cleared(found) if clear else lines(found)) + "\n")
     return Done()
 
 
-def listing(folder: Path) -> dict[str, Any]:
-    """The document of `--json`: files by last use, the latest first."""
+def listing(folder: Path, kind: Kind = DRAFTS) -> dict[str, Any]:
+    """A folder's part of `--json`: files by last use, the latest first."""
     from . import _native
 
+    look = _native.draft_files if kind is DRAFTS else _native.prompt_files
     try:
         with native_errors():
-            files = _native.draft_files(str(folder))
+            files = look(str(folder))
     except OSError as error:
-        raise unreadable(folder, error) from error
+        raise unreadable(folder, error, kind) from error
     entries = [
         {
             "path": str(path),
@@ -54,14 +75,15 @@ def listing(folder: Path) -> dict[str, Any]:
         for path, model, size, used in reversed(files)
     ]
     total = sum(size for _, _, size, _ in files)
-    return {"path": str(folder), "bytes": total, "limit_bytes": _native.DRAFTS_LIMIT_BYTES, "files": entries}
+    limit = _native.DRAFTS_LIMIT_BYTES if kind is DRAFTS else _native.PROMPTS_LIMIT_BYTES
+    return {"path": str(folder), "bytes": total, "limit_bytes": limit, "files": entries}
 
 
-def unreadable(folder: Path, error: OSError) -> FileError:
+def unreadable(folder: Path, error: OSError, kind: Kind = DRAFTS) -> FileError:
     """The error of a folder that cannot be listed."""
     return FileError(
-        f"cannot read the cache of draft weights {one_line(str(folder))}: {reason(error)}",
-        "make the folder readable, or set QUANTSPEC_DRAFT_CACHE to another one",
+        f"cannot read the cache of {kind.name} {one_line(str(folder))}: {reason(error)}",
+        f"make the folder readable, or {kind.elsewhere}",
     )
 
 

@@ -15,6 +15,7 @@ from .errors import QuantspecError, UsageError
 from .options import (
     ACCEPTANCE,
     KV_ROUNDINGS,
+    KV_TARGETS,
     LOGPROBS_MAX,
     WEIGHTS,
     EngineOptions,
@@ -72,6 +73,8 @@ def _output_flag(*flags: str, text: str) -> Callable[[Command], Command]:
     return _file_flag(*flags, text=text, callback=_unless_stdout)
 
 
+_report_flag = _file_flag("--report", text="Also write a page of charts there, one HTML file that needs nothing else.")
+
 _stop_flag = click.option(
     "--stop",
     multiple=True,
@@ -84,6 +87,13 @@ _stop_flag = click.option(
 def _choice_flag(flag: str, choices: Sequence[str], *, text: str) -> Callable[[Command], Command]:
     """A flag that takes one of these; the first is the default."""
     return click.option(flag, type=click.Choice(choices), default=choices[0], show_default=True, help=text)
+
+
+_prompt_cache_flag = click.option(
+    "--prompt-cache",
+    metavar="DIR",
+    help="Keep what was read of prompts there: a second question about a document starts at once.",
+)
 
 
 # Flags that chat templates alone use.
@@ -153,6 +163,7 @@ def cli(ctx: click.Context, config: str | None) -> None:
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
 @_stop_flag
+@_prompt_cache_flag
 @click.option(
     "--logprobs",
     type=int,
@@ -216,12 +227,15 @@ def run(
     show_default=True,
     help="Documents that decode together, at most.",
 )
+@click.option("--ray", metavar="ADDRESS|auto", help="Decode on a Ray cluster: one engine per GPU, or per node.")
 @click.option("--resume/--no-resume", default=True, show_default=True, help="Skip what is done and has not changed.")
 @click.option("--retry-failed", is_flag=True, help="Do documents again that failed and have not changed.")
 @click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Say what would be done, and do nothing.")
+@_report_flag
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
 @_stop_flag
+@_prompt_cache_flag
 @engine_flags
 @device_flags
 @json_flag
@@ -294,14 +308,15 @@ def doctor(as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT)
 @click.option(
-    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files. The next load makes them anew."
+    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files. What needs them makes them anew."
 )
+@click.option("--prompt-cache", metavar="DIR", help="Also the prompts that are kept there.")
 @json_flag
-def cache(*, clear: bool, as_json: bool) -> Done:
-    """List the draft weights that are kept on disk: size, last use, model."""
+def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
+    """List the draft weights and prompts that are kept on disk: size, last use, model."""
     from .cache import cache as execute
 
-    return execute(clear=clear, as_json=as_json)
+    return execute(clear=clear, prompt_cache=prompt_cache, as_json=as_json)
 
 
 @cli.command(context_settings=_CONTEXT)
@@ -318,6 +333,41 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
     return execute(options=options, **flags)
 
 
+@cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
+@model_flags
+@click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
+# bench has a list of that name, which a variable may hold.
+@click.option(
+    "--batch",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    allow_from_autoenv=False,
+    help="Sequences that decode together.",
+)
+@_choice_flag("--kv-target", KV_TARGETS, text="View of the cache that defines the output.")
+@click.option(
+    "--acceptance",
+    type=float,
+    metavar="SHARE",
+    help="Share of drafted tokens that is kept.  [default: of the demo model's, by method]",
+)
+@device_flags
+@json_flag
+def plan(*, device: str, threads: int | None, kv_target: str, **flags: Any) -> Done:
+    """Say before a download whether a model fits here, with which context and batch, and how fast.
+
+    Weights are not read: of a model on the hub only config.json is fetched. Speeds are predicted from what this machine
+    reads and computes a second, which takes some seconds to measure.
+    """
+    from .plan import Request
+    from .plan import plan as execute
+
+    options = EngineOptions(device=device, threads=threads, kv_target=kv_target)
+    return execute(Request(**flags), options)
+
+
 # What `bench kernels` takes; each other flag of `bench` would be ignored. `--rows` is its own.
 _OF_KERNELS = {
     "what",
@@ -332,16 +382,27 @@ _OF_KERNELS = {
     "as_json",
 }
 _ONLY_OF_KERNELS = {"rows"}
+# What `bench --compare` takes.
+_OF_COMPARE = {"compare", "output_format", "output", "as_json"}
 
 
 def _refuse_unused(ctx: click.Context, what: str | None) -> None:
     """Refuses flags that would be ignored. Variables and the settings file are meant for several commands and may be."""
+    if what is not None and ctx.params["compare"]:
+        raise UsageError("bench kernels with --compare", "leave out one of them")
+    compares = "bench --compare" if ctx.params["compare"] else "bench without kernels"
+    place = "bench kernels" if what == "kernels" else compares
     for parameter in ctx.command.params:
         name = parameter.name or ""
-        used = name in _OF_KERNELS if what == "kernels" else name not in _ONLY_OF_KERNELS
+        match place:
+            case "bench --compare":
+                used = name in _OF_COMPARE
+            case "bench kernels":
+                used = name in _OF_KERNELS
+            case _:
+                used = name not in _ONLY_OF_KERNELS
         if not used and ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             flag = settings.flag_of(parameter)
-            place = "bench kernels" if what == "kernels" else "bench without kernels"
             raise UsageError(f"{flag} does not apply to {place}", f"leave out {flag}")
 
 
@@ -386,6 +447,14 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     help="Table for people, or rows for programs; jsonl has one object per line. A file is --output.",
 )
 @_output_flag("--output", text="Write there instead of stdout, where the document of --json still goes.")
+@_report_flag
+@click.option(
+    "--compare",
+    nargs=2,
+    metavar="A B",
+    allow_from_autoenv=False,
+    help="Measure nothing: compare the rows of two files that bench wrote, with their noise.",
+)
 @json_flag
 @click.pass_context
 def bench(
@@ -399,6 +468,7 @@ def bench(
     page_choice: str | None,
     accept: str,
     kv_rounding: str,
+    compare: tuple[str, str] | None,
     weights: str,
     **flags: Any,
 ) -> Done:
@@ -423,6 +493,11 @@ def bench(
     _refuse_unused(ctx, what)
     if flags["as_json"]:
         _refuse_two_forms(ctx, flags["output_format"])
+    if compare is not None:
+        from .compare import compare as side_by_side
+
+        form = flags["output_format"]
+        return side_by_side(*compare, output_format=form, place=flags["output"], as_json=flags["as_json"])
     request = measure.Request(**flags)
     if what is None:
         return measure.bench(request, options)
@@ -443,7 +518,8 @@ def bench(
 )
 @_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are compared with the checkpoint's too.")
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
-@_output_flag("-o", "--output", "output", text="Write the report there instead of stdout.")
+@_output_flag("-o", "--output", "output", text="Write the scores there instead of stdout.")
+@_report_flag
 @device_flags
 @json_flag
 def evaluate(*, device: str, threads: int | None, weights: str, kv_rounding: str, **flags: Any) -> Done:

@@ -8,8 +8,8 @@ from contextlib import suppress
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, hub, render, settings
-from .errors import native_errors, one_line
+from . import __version__, hub, render, settings, sizes
+from .errors import QuantspecError, native_errors, one_line
 from .output import Done, Stdout
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def examine() -> dict[str, Any]:
         "model_cache": str(hub.cache()),
         "draft_cache": _draft_cache(),
         "packages": _versions(),
+        "sizes": _sizes(),
     }
 
 
@@ -62,7 +63,14 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"draft cache {_drafts(found['draft_cache'])}",
         "packages    " + ", ".join(f"{name} {version}" for name, version in found["packages"].items()),
     ]
-    return report
+    return [*report, "", *sizes.lines(found["sizes"])] if found["sizes"] else report
+
+
+def _sizes() -> list[dict[str, Any]]:
+    """Which sizes of models fit the device of `auto`; none where it does not open, as `gpu` says."""
+    with suppress(QuantspecError):
+        return sizes.table("auto")
+    return []
 
 
 def _kernels(images: Sequence[str]) -> str:

@@ -60,6 +60,7 @@ class Statistics(TypedDict):
     acceptance_rate: float | None
     mean_acceptance_length: float | None
     acceptance_rate_per_position: list[float] | None
+    reused_tokens: int
     weights_bytes: int
     draft_weights_bytes: int
     cache_upper_bytes: int
@@ -67,6 +68,7 @@ class Statistics(TypedDict):
     cache_full_bytes: int
     buffer_bytes: int
     workspace_bytes: int
+    prompt_cache_bytes: int
     planned_bytes: int
     peak_bytes: int | None
     batch_mean: float | None
@@ -451,7 +453,9 @@ class _Lease:
         weakref.finalize(self, scheduler.stop).atexit = False
 
 
-def planned(model: Model, options: EngineOptions, *, context: int, batch: int = 1) -> dict[str, Any]:
+def planned(
+    model: Model, options: EngineOptions, *, context: int, batch: int = 1, pool: int | None = None
+) -> dict[str, Any]:
     """What an engine would hold, before any weight is read: `_native.plan` of these options."""
     from . import _native
 
@@ -460,9 +464,17 @@ def planned(model: Model, options: EngineOptions, *, context: int, batch: int = 
             str(model.directory),
             capacity=context,
             slots=batch,
+            pool_tokens=pool,
             draft_model=model.draft_model(options.draft_model),
             **options.native(),
         )
+
+
+def check_folder(folder: object) -> None:
+    """Refuses what cannot name a folder of prompts."""
+    if not isinstance(folder, str) or not folder or "\0" in folder:
+        raise UsageError(f"prompt_cache is {shown(folder):.60}", "name a folder", option="prompt_cache")
+    check_utf8("the name of the prompt cache", folder)
 
 
 def _check_text(name: str, text: object) -> None:
@@ -540,11 +552,14 @@ class Engine:
         context: int,
         longest_prompt: int | None = None,
         batch: int = 1,
+        pool: int | None = None,
+        prompt_cache: str | bool | None = False,
         on_loading: OnProgress | None = None,
     ) -> None:
         """Loads the weights; `context` and `batch` are the longest sequence and the most sequences at once.
 
         Where the longest prompt is known, less memory is planned for reading it than for one that fills the context.
+        `pool` are the tokens that all sequences share; None gives each the room of the longest. `prompt_cache` is `load`'s.
         """
         from . import _native
 
@@ -559,7 +574,10 @@ class Engine:
                 prompt_capacity=longest_prompt,
                 slots=batch,
                 draft_model=draft_model,
+                pool_tokens=pool,
                 draft_cache=settings.native_draft_cache(),
+                prompt_memory=False if isinstance(prompt_cache, str) else prompt_cache,
+                prompt_folder=prompt_cache if isinstance(prompt_cache, str) else None,
                 on_loading=on_loading,
                 **options.native(),
             )
@@ -587,6 +605,7 @@ class Engine:
         page_choice: str | None = None,
         draft_model: str | os.PathLike[str] | None = None,
         accept: str = "replay",
+        prompt_cache: str | os.PathLike[str] | bool | None = None,
         on_loading: OnProgress | None = None,
     ) -> Engine:
         """Loads a model.
@@ -614,6 +633,9 @@ class Engine:
             page_choice: with a number of pages, the "best" ones (None, too) or the recent ones ("window").
             draft_model: with method "draft-model", a directory, a GGUF file or a hub id of the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
+            prompt_cache: what prompts have in common is read once. True keeps them in memory, up to an eighth of what is free
+                beside the engine; a folder keeps them there, for other processes, too; False keeps none. None is True on a
+                CPU and False on a GPU. No token depends on it.
             on_loading: called with (bytes done, bytes in all).
 
         Raises:
@@ -638,6 +660,9 @@ class Engine:
         if context is not None:
             whole("context", context, 1, None)
         _check_callback("on_loading", on_loading)
+        folder = os.fspath(prompt_cache) if isinstance(prompt_cache, os.PathLike) else prompt_cache
+        if folder is not None and not isinstance(folder, bool):
+            check_folder(folder)
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         if not isinstance(name, str | None):
             raise UsageError(
@@ -645,7 +670,7 @@ class Engine:
             )
         opened = Model.open(name, revision=revision, offline=offline)
         limit = opened.resolve_context(context) if context is not None else min(opened.context, DEFAULT_CONTEXT)
-        return cls(opened, options, context=limit, batch=batch, on_loading=on_loading)
+        return cls(opened, options, context=limit, batch=batch, prompt_cache=folder, on_loading=on_loading)
 
     def __enter__(self) -> Engine:
         return self
@@ -753,6 +778,15 @@ class Engine:
         for _ in batch:
             pass
         return batch.generations()
+
+    def prompt_cache_note(self) -> str | None:
+        """One line about trouble with the prompt cache since the last call: damage, or a useless folder."""
+
+        def note() -> str | None:
+            with native_errors():
+                return self.native.prompt_note()
+
+        return self._lease.scheduler.call(note)
 
     def score(self, text: str | Prompt) -> NDArray[np.float64]:
         """Log-probabilities of a text's tokens from the second on, each given those before it: float64 [tokens - 1], in nats.

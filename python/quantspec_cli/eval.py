@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import output, prompts, render, settings
+from . import output, prompts, render, report, settings
 from .engine import Model
 from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
 
@@ -27,7 +27,8 @@ class Request:
         prompt: text file, "-" for standard input, None for the sample that ships with the package.
         tokens: score the first so many tokens of the text; None is all of it.
         context: of these, tokens that are processed as a prompt (exactly); the next one is only fed, and no more scored.
-        output: file for the report instead of standard output, where the document of `--json` still goes.
+        output: file for the scores instead of standard output, where the document of `--json` still goes.
+        report: file for a page of charts.
     """
 
     model: str | None
@@ -37,11 +38,12 @@ class Request:
     tokens: int | None
     context: int
     output: str | None
+    report: str | None
     as_json: bool
 
 
 def evaluate(request: Request, options: EngineOptions) -> output.Done:
-    """Prints the report; that of `--json` is left to be printed."""
+    """Prints the scores; those of `--json` are left to be printed."""
     if request.tokens is not None and request.tokens < 2:
         raise UsageError(
             f"tokens is {request.tokens}", "use at least 2: the first token is only context", option="tokens"
@@ -56,7 +58,8 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
         )
     render.warn_of_threads(options.threads)
     stdout = output.Stdout() if request.output is None or request.as_json else None
-    with output.opened(request.output, [] if request.prompt is None else [request.prompt]) as file:
+    inputs = [] if request.prompt is None else [request.prompt]
+    with output.opened(request.output, inputs) as file, report.opened(request.report, inputs, request.output) as page:
         document = prompts.read(str(SAMPLE) if request.prompt is None else request.prompt)
         render.warn_of_documents([document])
         model = Model.open(
@@ -70,14 +73,16 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             "context": request.context,
             **_scores(model, ids, request, options),
         }
-        report = "\n".join(lines(found)) + "\n"
+        scores = "\n".join(lines(found)) + "\n"
         if file is not None:
-            file.write(report)
+            file.write(scores)
+        if page is not None:
+            page.write(report.evaluation(found))
     # The file is in its place: nothing that happens to standard output can take the report away.
     if request.as_json:
         return output.Done(document=found)
     if stdout is not None:
-        stdout.write(report)
+        stdout.write(scores)
     return output.Done()
 
 
@@ -128,7 +133,7 @@ def _scores(model: Model, ids: Sequence[int], request: Request, options: EngineO
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The report for people."""
+    """The scores for people."""
     positions = f"{found['positions']:,} position{'s' * (found['positions'] != 1)}"
     report = [
         f"{one_line(found['model'])} on {one_line(found['prompt'])}: {positions}, teacher-forced",

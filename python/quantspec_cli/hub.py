@@ -16,7 +16,7 @@ from .errors import FileError, ModelError, QuantspecError, UsageError, reason
 from .prompts import check_utf8
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
 DEMO = "demo"
@@ -37,6 +37,9 @@ FILES = [
     "tokenizer_config.json",
     "chat_template.jinja",
 ]
+
+# What a plan is made of.
+DESCRIPTION = ["config.json", "generation_config.json"]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
@@ -72,6 +75,17 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
     `model` is a directory, a GGUF file, a hub id, `id@revision`, or `id:NAME` for one of several GGUF files; None is the demo
     model. `progress` shows download bars.
     """
+    return _resolve(model, revision, _from_hub, offline=offline, progress=progress)
+
+
+def describe(model: str | None, *, revision: str | None = None, offline: bool = False, progress: bool = False) -> Path:
+    """The same, but of a model on the hub only config.json is downloaded. A GGUF file of the hub must have been before."""
+    return _resolve(model, revision, _described, offline=offline, progress=progress)
+
+
+def _resolve(
+    model: str | None, revision: str | None, from_hub: Callable[..., Path], *, offline: bool, progress: bool
+) -> Path:
     if model is None:
         if revision is not None:
             raise UsageError("--revision without --model", "name the hub id the revision belongs to", option="revision")
@@ -110,7 +124,25 @@ def resolve(model: str | None, *, revision: str | None = None, offline: bool = F
     _check_revision(pinned or None)
     if cache().parts[:1] == ("~",):
         raise FileError("the hub's cache has no place: no home directory is known", "set HF_HOME to a folder")
-    return _from_hub(model, repository, wanted, revision or pinned or None, offline=offline, progress=progress)
+    return from_hub(model, repository, wanted, revision or pinned or None, offline=offline, progress=progress)
+
+
+def _described(
+    model: str, repository: str, wanted: str, revision: str | None, *, offline: bool, progress: bool
+) -> Path:
+    """The folder of a repository's config.json, or its GGUF file in the cache."""
+    if not wanted:
+        directory = _fetch(model, repository, revision, DESCRIPTION, offline=offline, progress=progress)
+        if files.is_file(directory / "config.json"):
+            return directory
+    try:
+        return _from_hub(model, repository, wanted, revision, offline=True, progress=False)
+    except ModelError as error:
+        raise ModelError(
+            f"{model} on the hub has no config.json, and no GGUF file of it has been downloaded",
+            "name the repository of the model that it was made of, or download it first",
+            option="model",
+        ) from error
 
 
 def _from_hub(model: str, repository: str, wanted: str, revision: str | None, *, offline: bool, progress: bool) -> Path:

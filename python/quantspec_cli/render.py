@@ -63,6 +63,12 @@ def note_of_drafts(info: dict[str, Any]) -> None:
         note(f"warning: {one_line(info['note'])}")
 
 
+def note_of_prompts(engine: Engine) -> None:
+    """Says where the prompt cache was damaged or could not be used."""
+    if text := engine.prompt_cache_note():
+        note(f"warning: {one_line(text)}")
+
+
 def note_of_weights(asked: str, info: dict[str, Any]) -> None:
     """Says which weights `auto` is where they are not the checkpoint's."""
     if asked == "auto" and info["weights"] != "checkpoint":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import __version__, instruct, output, prompts, render
-from .engine import Engine, Model
+from .engine import Engine, Model, check_folder
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, one_line
 from .options import METHODS
 
@@ -40,6 +40,7 @@ class Request:
     unset: Container[str]
     output: str | None
     ctx_size: int
+    prompt_cache: str | None
     as_json: bool
     quiet: bool
 
@@ -56,6 +57,8 @@ def _run(
     arguments = {"the instruction": request.instruction, "the system prompt": request.system_prompt}
     for name, text in [*arguments.items(), *(("a stop string", stop) for stop in options.stop)]:
         prompts.check_utf8(name, text or "")
+    if request.prompt_cache is not None:
+        check_folder(request.prompt_cache)
     stdout = output.Stdout() if request.output is None or request.as_json else None
     with output.opened(request.output, request.prompts) as file:
         documents = prompts.read_all(request.prompts, request.texts)
@@ -96,6 +99,7 @@ def _run(
                 context=context,
                 longest_prompt=max(len(prompt.ids) for prompt in encoded),
                 batch=len(encoded),
+                prompt_cache=request.prompt_cache or False,
                 on_loading=on_loading,
             )
         engines.enter_context(engine)
@@ -107,6 +111,8 @@ def _run(
         shown = [one_line(document.name) for document in documents]
         answers = output.Answers(sink, shown)
         batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=request.quiet)
+    if failure is None and not request.quiet:
+        render.note_of_prompts(engine)
     # The file is in its place: nothing that happens to the rest of the output can take the answer away.
     generations = batch.generations()
     if failure is not None:

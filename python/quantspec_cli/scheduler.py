@@ -210,10 +210,13 @@ class Scheduler:
             _interrupted(request)
 
     def _admit(self) -> None:
-        """Gives the next request a slot."""
+        """Gives the next request a slot, once there are pages for its prompt and answer; those behind it wait with it."""
         if self._reading is not None or not self._free or not self._waiting:
             return
-        request = self._waiting.popleft()
+        request = self._waiting[0]
+        if self._running and not self.native.has_room(len(request.ids) + request.sampling["max_new_tokens"]):
+            return
+        self._waiting.popleft()
         try:
             with native_errors():
                 slot = self.native.add(request.ids, **request.sampling)

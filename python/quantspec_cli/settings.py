@@ -35,7 +35,20 @@ SMALLEST_DRAFTS_BYTES = 64 << 20
 _LARGEST = 2**64 - 1
 
 # What one invocation is about cannot be a default.
-_NO_SETTING = {"documents", "dry_run", "paths", "out", "prompt", "text", "output", "as_json", "help", "what"}
+_NO_SETTING = {
+    "documents",
+    "dry_run",
+    "paths",
+    "out",
+    "prompt",
+    "text",
+    "output",
+    "report",
+    "compare",
+    "as_json",
+    "help",
+    "what",
+}
 
 
 def default_path() -> Path:

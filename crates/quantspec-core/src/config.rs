@@ -3,7 +3,7 @@
 /// Shape and numerics of a Llama-family decoder. Built and checked by `quantspec-model::config`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// `model_type` of config.json: "llama", "mistral", "qwen2" or "qwen3".
+    /// `model_type` of config.json: "llama", "mistral", "qwen2", "qwen3" or "phi3".
     pub family: String,
     /// Decoder layers.
     pub layers: usize,

@@ -1,4 +1,4 @@
-//! Memory arithmetic: bytes of the cache and its buffer, and the longest context that fits.
+//! Memory arithmetic: bytes of the cache and its buffer, and the largest number that fits.
 //!
 //! Sizes are the canonical ones: no padding, one scale and one zero in f16 per group. A backend whose layout pads (see
 //! [`crate::layout`]) adds its own.
@@ -56,8 +56,13 @@ pub struct CacheBytes {
 impl CacheBytes {
     /// Caches of `slots` sequences of up to `capacity` tokens each.
     pub fn of(config: &ModelConfig, planes: Planes, capacity: usize, slots: usize) -> CacheBytes {
+        CacheBytes::of_pool(config, planes, slots.saturating_mul(pages(capacity)), slots)
+    }
+
+    /// Caches of `slots` sequences that share `pool_pages` pages of every layer and KV head.
+    pub fn of_pool(config: &ModelConfig, planes: Planes, pool_pages: usize, slots: usize) -> CacheBytes {
         let heads = slots.saturating_mul(config.layers).saturating_mul(config.kv_heads);
-        let stored = heads.saturating_mul(pages(capacity));
+        let stored = pool_pages.saturating_mul(config.layers).saturating_mul(config.kv_heads);
         let when = |kept: bool, bytes: usize| if kept { stored.saturating_mul(bytes) } else { 0 };
         CacheBytes {
             upper_bytes: when(planes.upper, upper_page_bytes(config.head_dim)),
@@ -75,10 +80,10 @@ impl CacheBytes {
     }
 }
 
-/// The longest capacity, in tokens and at most `max_positions`, whose `needed_bytes(capacity)` fit into `bytes`; what is
-/// needed must not shrink as the capacity grows. 0 where not even one token fits.
-pub fn longest_context(max_positions: usize, bytes: usize, needed_bytes: impl Fn(usize) -> usize) -> usize {
-    let (mut low, mut high) = (0, max_positions);
+/// The largest number (tokens of a context, or sequences), at most `most`, whose `needed_bytes` fit into `bytes`; what is needed
+/// must not shrink as the number grows. 0 where not even one fits.
+pub fn largest_fitting(most: usize, bytes: usize, needed_bytes: impl Fn(usize) -> usize) -> usize {
+    let (mut low, mut high) = (0, most);
     while low < high {
         let middle = low + (high - low).div_ceil(2);
         if needed_bytes(middle) <= bytes { low = middle } else { high = middle - 1 }
@@ -143,12 +148,12 @@ mod tests {
         let needed =
             |capacity| CacheBytes::of(&config, planes, capacity, 3).total() + 16_000_000_000 + 8_192 * capacity;
         for bytes in [17_000_000_000, 18_234_567_890, 24_000_000_000] {
-            let longest = longest_context(config.max_positions, bytes, needed);
+            let longest = largest_fitting(config.max_positions, bytes, needed);
             assert!(longest < config.max_positions);
             assert!(needed(longest) <= bytes && needed(longest + 1) > bytes, "{longest}");
         }
-        assert_eq!(longest_context(config.max_positions, usize::MAX, needed), 131_072);
-        assert_eq!(longest_context(config.max_positions, 16_000_000_000, needed), 0);
+        assert_eq!(largest_fitting(config.max_positions, usize::MAX, needed), 131_072);
+        assert_eq!(largest_fitting(config.max_positions, 16_000_000_000, needed), 0);
     }
 
     #[test]
@@ -174,7 +179,7 @@ mod tests {
         let (config, planes) = (llama_8b(), Planes::of(&[View::Both]));
         let needed = |capacity| CacheBytes::of(&config, planes, capacity, 1).total() + capacity;
         for capacity in [1, 127, 128, 5_000, config.max_positions] {
-            assert_eq!(longest_context(config.max_positions, needed(capacity), needed), capacity);
+            assert_eq!(largest_fitting(config.max_positions, needed(capacity), needed), capacity);
         }
     }
 
@@ -184,7 +189,7 @@ mod tests {
         let bytes = CacheBytes::of(&config, Planes::of(&[View::Both, View::Full]), usize::MAX, 3);
         assert_eq!((bytes.upper_bytes, bytes.buffer_bytes, bytes.total()), (usize::MAX, usize::MAX, usize::MAX));
         let needed = |capacity| CacheBytes::of(&config, Planes::of(&[View::Full]), capacity, 1).total();
-        assert_eq!(longest_context(usize::MAX, 1 << 40, needed), 0);
-        assert_eq!(longest_context(usize::MAX, usize::MAX, needed), usize::MAX);
+        assert_eq!(largest_fitting(usize::MAX, 1 << 40, needed), 0);
+        assert_eq!(largest_fitting(usize::MAX, usize::MAX, needed), usize::MAX);
     }
 }

@@ -4,6 +4,7 @@
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
     prefill_tokens: usize,
+    reused_tokens: usize,
     prefill_s: f64,
     draft_s: f64,
     verify_s: f64,
@@ -19,9 +20,10 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Adds a prompt of `tokens`, processed in `seconds`.
-    pub fn prefill(&mut self, tokens: usize, seconds: f64) {
+    /// Adds a prompt: `tokens` were processed in `seconds`, `reused` came from the prompt cache.
+    pub fn prefill(&mut self, tokens: usize, reused: usize, seconds: f64) {
         self.prefill_tokens += tokens;
+        self.reused_tokens += reused;
         self.prefill_s += seconds;
     }
 
@@ -60,6 +62,11 @@ impl Stats {
     /// Prompt tokens processed.
     pub fn prefill_tokens(&self) -> usize {
         self.prefill_tokens
+    }
+
+    /// Prompt tokens that came from the prompt cache.
+    pub fn reused_tokens(&self) -> usize {
+        self.reused_tokens
     }
 
     /// Seconds of prefill.
@@ -153,7 +160,7 @@ mod tests {
     #[test]
     fn rates_follow_their_definitions() {
         let mut stats = Stats::default();
-        stats.prefill(100, 0.5);
+        stats.prefill(100, 60, 0.5);
         for (gamma, accepted) in [(4, 4), (4, 1), (0, 0), (3, 0)] {
             stats.round(gamma, accepted);
         }
@@ -172,7 +179,7 @@ mod tests {
     fn every_number_has_its_own_name() {
         let mut stats = Stats::default();
         for _ in 0..2 {
-            stats.prefill(3, 0.5);
+            stats.prefill(3, 0, 0.5);
             stats.draft(0.25);
             stats.verify(2.0);
             stats.round(7, 5);

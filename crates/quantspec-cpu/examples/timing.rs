@@ -269,6 +269,7 @@ fn run(out: &mut impl Write) -> std::result::Result<(), Box<dyn std::error::Erro
     let options = Options {
         slots: 1,
         capacity,
+        pool_pages: usize::MAX,
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,

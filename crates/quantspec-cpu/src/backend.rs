@@ -4,6 +4,7 @@ mod activations;
 mod attend_step;
 mod kv_cache;
 mod network;
+mod prompt_rows;
 mod sampler;
 use crate::attend::{ITEM_ROWS, Shape, State};
 use crate::cache::{Cache, Plan};
@@ -52,12 +53,26 @@ fn state_rows(config: &ModelConfig, options: &Options) -> usize {
     ITEM_ROWS.min(options.step_rows.max(1)) * config.group()
 }
 
+/// Whether there are kernels for a model: asked before anything is loaded.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Model`] for a head_dim without a page layout.
+pub fn check(config: &ModelConfig) -> Result<()> {
+    if !config.head_dim.is_multiple_of(8) || config.head_dim > 256 {
+        return Err(Error::model(
+            format!("head_dim {} has no kernels on the CPU", config.head_dim),
+            "use a model whose head_dim is a multiple of 8 up to 256",
+        ));
+    }
+    Ok(())
+}
+
 /// Bytes this backend will hold for a model and options, as [`Backend::memory`] then reports them. Large arrays are reserved
 /// at load and become resident as they are used.
 pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
     let config = checkpoint.config();
     let (weights_bytes, draft_weights_bytes) = weights::plan(checkpoint, options.weights, options.draft_weights);
-    let [upper, lower, full, ring] = Plan::new(config, options.planes, options.slots, options.capacity).bytes();
+    let [upper, lower, full, ring] = Plan::new(config, options).bytes();
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
         + Prompt::plan(config, options.prompt_capacity, options.block_rows, threads)
@@ -79,8 +94,7 @@ impl CpuBackend {
     ///
     /// # Errors
     /// Those of the checkpoint and the hooks; [`quantspec_core::ErrorKind::Usage`] for a forced path this machine lacks;
-    /// [`quantspec_core::ErrorKind::Model`] for a head_dim without a page layout;
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
+    /// those of [`check`]; [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
     pub fn load(checkpoint: &Checkpoint, options: &Options, hooks: Hooks) -> Result<CpuBackend> {
         CpuBackend::load_on(checkpoint, options, hooks, dispatch::choose()?)
     }
@@ -91,12 +105,7 @@ impl CpuBackend {
     /// As [`CpuBackend::load`].
     pub fn load_on(checkpoint: &Checkpoint, options: &Options, mut hooks: Hooks, choice: Choice) -> Result<CpuBackend> {
         let config = checkpoint.config().clone();
-        if !config.head_dim.is_multiple_of(8) || config.head_dim > 256 {
-            return Err(Error::model(
-                format!("head_dim {} has no kernels on the CPU", config.head_dim),
-                "use a model whose head_dim is a multiple of 8 up to 256",
-            ));
-        }
+        check(&config)?;
         let missing = choice.simd.missing();
         if !missing.is_empty() {
             return Err(Error::usage(
@@ -107,7 +116,7 @@ impl CpuBackend {
         let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
         let pool = Pool::new(threads)?;
         // Memory first: what does not fit is known before a minute of loading.
-        let cache = Cache::new(Plan::new(&config, options.planes, options.slots, options.capacity))?;
+        let cache = Cache::new(Plan::new(&config, options))?;
         let prompt = Prompt::new(&config, options.prompt_capacity, options.block_rows, threads)?;
         let rows = Rows::new(&config, options)?;
         let states = (0..threads).map(|_| State::new(state_rows(&config, options), shape)).collect::<Result<_>>()?;
@@ -144,14 +153,14 @@ impl Executor for CpuBackend {}
 impl Backend for CpuBackend {
     fn memory(&self) -> Memory {
         let (weights_bytes, draft_weights_bytes) = self.model.bytes(&self.config);
-        let cache = &self.cache;
+        let [upper, lower, full, ring] = self.cache.plan.bytes();
         Memory {
             weights_bytes,
             draft_weights_bytes,
-            cache_upper_bytes: cache.upper.bytes(),
-            cache_lower_bytes: cache.lower.bytes(),
-            cache_full_bytes: cache.full.bytes(),
-            buffer_bytes: cache.ring.bytes(),
+            cache_upper_bytes: upper,
+            cache_lower_bytes: lower,
+            cache_full_bytes: full,
+            buffer_bytes: ring,
             workspace_bytes: self.rows.bytes()
                 + self.prompt.bytes()
                 + self.states.iter().map(State::bytes).sum::<usize>()

@@ -1,4 +1,4 @@
-//! What the benches of this crate call: each kernel over the worker pool, on synthetic operands that lie in memory and not in
+//! What the benches of this crate and [`crate::rates`] call: each kernel over the worker pool, on synthetic operands that lie in memory and not in
 //! a cache. Not for other crates.
 //!
 //! A bench holds [`SPREAD`] bytes of operands, one *layer* after the other; a call works on the next layer, as a step of a
@@ -26,9 +26,9 @@ use std::time::Instant;
 /// Bytes of operands a bench walks through: more than the caches that one of the benches' machines calls its own.
 pub const SPREAD: usize = 512 << 20;
 
-/// Layers of `bytes` that make up [`SPREAD`]: at least two.
-fn layers(bytes: usize) -> usize {
-    SPREAD.div_ceil(bytes).max(2)
+/// Layers of `bytes` that make up `spread`: at least two.
+fn layers(spread: usize, bytes: usize) -> usize {
+    spread.div_ceil(bytes).max(2)
 }
 
 /// A fixed stream of numbers, nearly normal (sums of four bytes of xorshift64).
@@ -56,6 +56,7 @@ impl Noise {
 pub struct Machine {
     simd: Simd,
     threads: usize,
+    spread: usize,
 }
 
 impl Machine {
@@ -63,6 +64,12 @@ impl Machine {
     #[must_use]
     pub fn with_threads(self, threads: usize) -> Machine {
         Machine { threads: threads.max(1), ..self }
+    }
+
+    /// The same with up to so many bytes of operands in place of [`SPREAD`]: a model of fewer lies in a cache as they do.
+    #[must_use]
+    pub fn with_spread(self, bytes: usize) -> Machine {
+        Machine { spread: bytes.min(SPREAD), ..self }
     }
 }
 
@@ -73,7 +80,8 @@ impl Machine {
 pub fn machine() -> Result<Machine> {
     let asked = std::env::var("QUANTSPEC_THREADS").ok().and_then(|threads| threads.parse().ok());
     let cores = || std::thread::available_parallelism().map_or(1, usize::from);
-    Ok(Machine { simd: choose()?.simd, threads: asked.filter(|threads| *threads > 0).unwrap_or_else(cores) })
+    let threads = asked.filter(|threads| *threads > 0).unwrap_or_else(cores);
+    Ok(Machine { simd: choose()?.simd, threads, spread: SPREAD })
 }
 
 /// The roof: a plain read of [`SPREAD`] bytes, whole or part by part.
@@ -98,7 +106,7 @@ impl Read {
     ///
     /// # Errors
     /// As [`Read::new`].
-    pub fn in_parts(Machine { simd, threads }: Machine, parts: usize) -> Result<Read> {
+    pub fn in_parts(Machine { simd, threads, .. }: Machine, parts: usize) -> Result<Read> {
         let mut data = Array::zeros(SPREAD / 4)?;
         // Written once: pages that were never written may all be one page of zeros.
         data.fill(1);
@@ -182,7 +190,13 @@ impl Product {
     ///
     /// # Errors
     /// Where there is no such memory, or no such threads.
-    pub fn new(Machine { simd, threads }: Machine, stored: Stored, n: usize, k: usize, rows: usize) -> Result<Product> {
+    pub fn new(
+        Machine { simd, threads, spread }: Machine,
+        stored: Stored,
+        n: usize,
+        k: usize,
+        rows: usize,
+    ) -> Result<Product> {
         let mut noise = Noise(11);
         let (panels, stride) = (n / PANEL, row_stride(k));
         let weights: Vec<f32> = (0..PANEL * k).map(|_| noise.next() / (k as f32).sqrt()).collect();
@@ -191,7 +205,7 @@ impl Product {
             let mut panel = vec![0; Matrix::panel_len(k)];
             let raw: Vec<u8> = weights.iter().flat_map(|w| bits(*w).to_le_bytes()).collect();
             linear::repack16(&raw, k, dtype == Dtype::Bf16, special, &mut panel);
-            for _ in 0..layers(Matrix::bytes_of(panels, k, dtype)) {
+            for _ in 0..layers(spread, Matrix::bytes_of(panels, k, dtype)) {
                 let mut matrix = Matrix::zeros(panels, k, dtype)?;
                 if let Store::Bf16(data) | Store::F16(data) = &mut matrix.store {
                     data.chunks_exact_mut(panel.len()).for_each(|to| to.copy_from_slice(&panel));
@@ -203,7 +217,7 @@ impl Product {
         let mut codes = |bits: w4::Bits| -> Result<()> {
             let mut panel = vec![0; w4::Tiles::panel_bytes(k, bits)];
             w4::encode(simd, bits, &weights, k, &mut panel)?;
-            for _ in 0..layers(panels * panel.len()) {
+            for _ in 0..layers(spread, panels * panel.len()) {
                 let mut tiles = w4::Tiles::zeros(panels, k, bits)?;
                 tiles.data.chunks_exact_mut(panel.len()).for_each(|to| to.copy_from_slice(&panel));
                 draft.push(tiles);
@@ -218,7 +232,7 @@ impl Product {
                 hierarchy::encode(simd, &weights, k, &mut high, &mut low)?;
                 // Of what is read there are as many bytes as of every other kind.
                 let read = if stored == Stored::Upper { upper } else { upper + lower };
-                for _ in 0..layers(panels * read) {
+                for _ in 0..layers(spread, panels * read) {
                     let mut planes = hierarchy::Planes::zeros(panels, k, true)?;
                     planes.upper.chunks_exact_mut(upper).for_each(|to| to.copy_from_slice(&high));
                     planes.lower.chunks_exact_mut(lower).for_each(|to| to.copy_from_slice(&low));
@@ -238,6 +252,11 @@ impl Product {
         limbs.quantize(simd, read, &x, stride, rows, k);
         linear::to_bf16(simd, &x, &mut x16);
         Ok(Product { simd, pool: Pool::new(threads)?, rows, full, draft, acts, read, limbs, x, x16, stride, layer: 0 })
+    }
+
+    /// Takes so many rows from now on, at most those there are.
+    pub fn take(&mut self, rows: usize) {
+        self.rows = rows.min(self.x.len() / self.stride);
     }
 
     /// Bytes of weights that a call reads.
@@ -439,7 +458,7 @@ impl Append {
     /// Where there is no such memory.
     pub fn new(Machine { simd, .. }: Machine, rows: usize, kv_heads: usize) -> Result<Append> {
         let len = kv_heads * Shape::new(HEAD).full_len();
-        let layers = layers(2 * len);
+        let layers = layers(SPREAD, 2 * len);
         let mut ring = Array::zeros(layers * len)?;
         // Written once: the system clears a page when it is first written.
         ring.fill(1);
@@ -570,7 +589,7 @@ impl PromptMatrix {
     ///
     /// # Errors
     /// Where there is no such memory, or no such threads.
-    pub fn new(Machine { simd, threads }: Machine, n: usize, k: usize, tokens: usize) -> Result<PromptMatrix> {
+    pub fn new(Machine { simd, threads, .. }: Machine, n: usize, k: usize, tokens: usize) -> Result<PromptMatrix> {
         let panels = tokens / PANEL_TOKENS;
         Ok(PromptMatrix {
             simd,
@@ -619,7 +638,7 @@ impl PromptAttention {
     /// # Errors
     /// Where there is no such memory, or no such threads.
     pub fn new(
-        Machine { simd, threads }: Machine,
+        Machine { simd, threads, .. }: Machine,
         (heads, group, d): (usize, usize, usize),
         before: usize,
         rows: usize,
@@ -698,6 +717,8 @@ pub struct Attention {
     upper: Array<u8>,
     lower: Array<u8>,
     full: Array<u16>,
+    /// Rows that there are queries of.
+    rows: usize,
     layers: usize,
     layer: usize,
 }
@@ -707,7 +728,7 @@ impl Attention {
     ///
     /// # Errors
     /// Where there is no such memory, or no such threads.
-    pub fn new(Machine { simd, threads }: Machine, case: AttentionCase) -> Result<Attention> {
+    pub fn new(Machine { simd, threads, spread }: Machine, case: AttentionCase) -> Result<Attention> {
         let shape = Shape::new(case.head_dim);
         let pages = case.kv_heads * case.context / G;
         let mut attention = Attention {
@@ -719,10 +740,11 @@ impl Attention {
             upper: Array::zeros(0)?,
             lower: Array::zeros(0)?,
             full: Array::zeros(0)?,
+            rows: case.rows,
             layers: 0,
             layer: 0,
         };
-        attention.layers = layers(attention.bytes());
+        attention.layers = layers(spread, attention.bytes());
         let pages = pages * attention.layers;
         let mut noise = Noise(7);
         let mut halves = || -> Vec<u16> { (0..G * shape.d).map(|_| crate::lanes::f16_bits(noise.next())).collect() };
@@ -751,6 +773,11 @@ impl Attention {
             }
         }
         Ok(attention)
+    }
+
+    /// Takes so many rows from now on, at most those there are.
+    pub fn take(&mut self, rows: usize) {
+        self.case.rows = rows.min(self.rows);
     }
 
     /// Bytes that a call reads.
@@ -881,12 +908,13 @@ impl BestPages {
     ///
     /// # Errors
     /// Where there is no such memory, or no such threads.
-    pub fn new(Machine { simd, threads }: Machine, context: usize, anew: bool) -> Result<BestPages> {
+    pub fn new(Machine { simd, threads, .. }: Machine, context: usize, anew: bool) -> Result<BestPages> {
         let pages = context / G;
-        let layers = layers(BestPages::KV_HEADS * pages * Shape::new(HEAD).upper_bytes());
+        let layers = layers(SPREAD, BestPages::KV_HEADS * pages * Shape::new(HEAD).upper_bytes());
         let options = Options {
             slots: 1,
             capacity: context + 2 * G,
+            pool_pages: usize::MAX,
             prompt_capacity: G,
             planes: Planes { upper: true, lower: false, full: false },
             rounding: Rounding::Balanced,

@@ -1,4 +1,7 @@
 //! Pages and rings of every slot. Pages of one KV head of one layer are contiguous: a pass reads them as one stream.
+//!
+//! Sequences share the pages of a pool, as a number: a slot's pages are memory of their own, taken when it is opened and given back to
+//! the system when it is closed.
 
 use crate::attend::Shape;
 use crate::memory::Array;
@@ -6,6 +9,7 @@ use quantspec_core::cache::{BUFFER_TOKENS, G};
 use quantspec_core::config::{ModelConfig, Planes};
 use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
+use quantspec_model::backend::Options;
 
 /// Pages of a ring.
 const RING: usize = BUFFER_TOKENS / G;
@@ -16,56 +20,109 @@ pub(crate) struct Plan {
     pub(crate) shape: Shape,
     pub(crate) layers: usize,
     pub(crate) kv_heads: usize,
-    /// Pages of a slot, layer and KV head.
-    pub(crate) pages: usize,
+    /// Pages of a layer and KV head that all slots share.
+    pool: usize,
     slots: usize,
     planes: Planes,
 }
 
 impl Plan {
-    pub(crate) fn new(config: &ModelConfig, planes: Planes, slots: usize, capacity: usize) -> Plan {
-        let shape = Shape::new(config.head_dim);
-        Plan { shape, layers: config.layers, kv_heads: config.kv_heads, pages: pages(capacity), slots, planes }
+    pub(crate) fn new(config: &ModelConfig, options: &Options) -> Plan {
+        Plan {
+            shape: Shape::new(config.head_dim),
+            layers: config.layers,
+            kv_heads: config.kv_heads,
+            pool: options.pages(),
+            slots: options.slots,
+            planes: options.planes,
+        }
     }
 
-    /// Slots × layers × KV heads.
-    fn heads(&self) -> usize {
-        self.slots.saturating_mul(self.layers * self.kv_heads)
+    /// Layers × KV heads.
+    pub(crate) fn heads(&self) -> usize {
+        self.layers * self.kv_heads
     }
 
-    /// Bytes of the upper, lower and f16 pages, and of the rings.
-    pub(crate) fn bytes(&self) -> [usize; 4] {
-        let pages = |kept: bool, bytes: usize| {
-            if kept { self.heads().saturating_mul(self.pages).saturating_mul(bytes) } else { 0 }
+    /// Bytes of so many upper, lower and f16 pages of every layer and KV head.
+    fn page_bytes(&self, pages: usize) -> [usize; 3] {
+        let of = |kept: bool, bytes: usize| {
+            if kept { self.heads().saturating_mul(pages).saturating_mul(bytes) } else { 0 }
         };
         [
-            pages(self.planes.upper, self.shape.upper_bytes()),
-            pages(self.planes.lower, self.shape.lower_bytes()),
-            pages(self.planes.full, 2 * self.shape.full_len()),
-            self.heads().saturating_mul(RING * 2 * self.shape.full_len()),
+            of(self.planes.upper, self.shape.upper_bytes()),
+            of(self.planes.lower, self.shape.lower_bytes()),
+            of(self.planes.full, 2 * self.shape.full_len()),
         ]
+    }
+
+    /// Bytes of the upper, lower and f16 pages of the pool, and of the rings.
+    pub(crate) fn bytes(&self) -> [usize; 4] {
+        let [upper, lower, full] = self.page_bytes(self.pool);
+        [upper, lower, full, self.slots.saturating_mul(self.heads()).saturating_mul(RING * 2 * self.shape.full_len())]
     }
 }
 
-/// See the module. Arrays of planes that are not kept are empty.
-pub(crate) struct Cache {
-    pub(crate) plan: Plan,
+/// Pages of one slot: `[layer][KV head][page]`. Arrays of planes that are not kept are empty.
+pub(crate) struct Slot {
+    /// Pages of a layer and KV head.
+    pub(crate) pages: usize,
     pub(crate) upper: Array<u8>,
     pub(crate) lower: Array<u8>,
     pub(crate) full: Array<u16>,
+}
+
+impl Slot {
+    fn new(plan: &Plan, pages: usize) -> Result<Slot> {
+        let [upper, lower, full] = plan.page_bytes(pages);
+        Ok(Slot { pages, upper: Array::zeros(upper)?, lower: Array::zeros(lower)?, full: Array::zeros(full / 2)? })
+    }
+}
+
+/// See the module.
+pub(crate) struct Cache {
+    pub(crate) plan: Plan,
+    pub(crate) slots: Vec<Slot>,
     pub(crate) ring: Array<u16>,
 }
 
 impl Cache {
     pub(crate) fn new(plan: Plan) -> Result<Cache> {
-        let [upper, lower, full, ring] = plan.bytes();
-        Ok(Cache {
-            plan,
-            upper: Array::zeros(upper)?,
-            lower: Array::zeros(lower)?,
-            full: Array::zeros(full / 2)?,
-            ring: Array::zeros(ring / 2)?,
-        })
+        // What the system refuses is known before anything is loaded.
+        drop(Slot::new(&plan, plan.pool)?);
+        let [.., ring] = plan.bytes();
+        let slots = (0..plan.slots).map(|_| Slot::new(&plan, 0)).collect::<Result<_>>()?;
+        Ok(Cache { plan, slots, ring: Array::zeros(ring / 2)? })
+    }
+
+    /// Takes pages for a sequence of up to `capacity` tokens; those of an earlier one in the slot are given back.
+    pub(crate) fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
+        self.close(slot);
+        let (wanted, taken) = (pages(capacity), self.slots.iter().map(|slot| slot.pages).sum::<usize>());
+        if wanted > self.plan.pool - taken {
+            return Err(Error::does_not_fit(
+                format!(
+                    "{wanted} pages for {capacity} tokens; {} of {} are free",
+                    self.plan.pool - taken,
+                    self.plan.pool
+                ),
+                "finish a sequence first, or plan for more tokens",
+            ));
+        }
+        self.slots[slot] = Slot::new(&self.plan, wanted)?;
+        Ok(())
+    }
+
+    /// Gives a slot's pages back.
+    pub(crate) fn close(&mut self, slot: usize) {
+        if let Ok(empty) = Slot::new(&self.plan, 0) {
+            self.slots[slot] = empty;
+        }
+    }
+
+    /// The slot of a head, and the head's first page there.
+    fn place(&self, head: usize) -> (&Slot, usize) {
+        let slot = &self.slots[head / self.plan.heads()];
+        (slot, head % self.plan.heads() * slot.pages)
     }
 
     /// Index of a slot's layer's KV head.
@@ -75,23 +132,23 @@ impl Cache {
 
     /// The upper block of a page.
     pub(crate) fn upper(&self, head: usize, page: usize) -> &[u8] {
-        let bytes = self.plan.shape.upper_bytes();
-        &self.upper[(head * self.plan.pages + page) * bytes..][..bytes]
+        let (bytes, (slot, first)) = (self.plan.shape.upper_bytes(), self.place(head));
+        &slot.upper[(first + page) * bytes..][..bytes]
     }
 
     /// The lower block of a page; empty where lower nibbles are not kept.
     pub(crate) fn lower(&self, head: usize, page: usize) -> &[u8] {
-        if self.lower.is_empty() {
+        if !self.plan.planes.lower {
             return &[];
         }
-        let bytes = self.plan.shape.lower_bytes();
-        &self.lower[(head * self.plan.pages + page) * bytes..][..bytes]
+        let (bytes, (slot, first)) = (self.plan.shape.lower_bytes(), self.place(head));
+        &slot.lower[(first + page) * bytes..][..bytes]
     }
 
     /// An f16 page.
     pub(crate) fn full(&self, head: usize, page: usize) -> &[u16] {
-        let len = self.plan.shape.full_len();
-        &self.full[(head * self.plan.pages + page) * len..][..len]
+        let (len, (slot, first)) = (self.plan.shape.full_len(), self.place(head));
+        &slot.full[(first + page) * len..][..len]
     }
 
     /// Place of the ring's page that holds page `page` of the sequence.

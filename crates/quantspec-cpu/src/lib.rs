@@ -25,12 +25,13 @@ mod pool;
 mod prefill;
 mod prompt;
 mod quantize;
+pub mod rates;
 #[cfg(test)]
 mod testing;
 mod w4;
 mod weights;
 
-pub use backend::{CpuBackend, plan};
+pub use backend::{CpuBackend, check, plan};
 pub use bandwidth::read_gb_per_s;
 pub use memory::give_back_freed;
 use quantspec_core::Result;

@@ -434,6 +434,53 @@ impl Prompt {
         }
     }
 
+    /// Keys and values of tokens, checked against `bytes` of them.
+    fn rows(&self, tokens: &Range<usize>, bytes: usize) -> Result<usize> {
+        let width = self.config.kv_width() * size_of::<u16>();
+        if tokens.start > tokens.end || tokens.end > self.tokens || bytes != tokens.len() * 2 * width {
+            return Err(Error::internal(format!(
+                "{bytes} bytes for prompt tokens {tokens:?}; there is room for {} of {} bytes",
+                self.tokens,
+                2 * width
+            )));
+        }
+        Ok(width)
+    }
+
+    /// Copies keys and values of tokens out, `[token][keys, values][kv head][D]` little-endian halves.
+    pub(crate) fn export(&self, tokens: Range<usize>, out: &mut [u8]) -> Result<()> {
+        let width = self.rows(&tokens, out.len())?;
+        let d = self.config.head_dim;
+        for (halves, first) in [(&self.keys, 0), (&self.values, width)] {
+            for head in 0..self.config.kv_heads {
+                let from = halves[(head * self.tokens + tokens.start) * d..].chunks_exact(d);
+                for (out, from) in out.chunks_exact_mut(2 * width).zip(from) {
+                    let out = &mut out[first + head * 2 * d..][..2 * d];
+                    out.chunks_exact_mut(2).zip(from).for_each(|(out, half)| out.copy_from_slice(&half.to_le_bytes()));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes keys and values of tokens as [`Prompt::export`] yields them.
+    pub(crate) fn import(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()> {
+        let width = self.rows(&tokens, bytes.len())?;
+        let d = self.config.head_dim;
+        for (halves, first) in [(&mut self.keys, 0), (&mut self.values, width)] {
+            for head in 0..self.config.kv_heads {
+                let to = halves[(head * self.tokens + tokens.start) * d..].chunks_exact_mut(d);
+                for (from, to) in bytes.chunks_exact(2 * width).zip(to) {
+                    let from = &from[first + head * 2 * d..][..2 * d];
+                    to.iter_mut()
+                        .zip(from.chunks_exact(2))
+                        .for_each(|(to, from)| *to = u16::from_le_bytes([from[0], from[1]]));
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Tokens there is room for.
     pub(crate) fn room(&self) -> usize {
         self.tokens

@@ -27,6 +27,7 @@ fn options(slots: usize, capacity: usize) -> Options {
     Options {
         slots,
         capacity,
+        pool_pages: usize::MAX,
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
@@ -498,5 +499,75 @@ fn misuse_is_an_error() {
     assert_eq!(error.kind, ErrorKind::Usage);
     // More memory than any machine has.
     let error = CpuBackend::load(&checkpoint, &options(1 << 20, 1 << 30), Hooks::default()).err().expect("an error");
+    assert_eq!(error.kind, ErrorKind::DoesNotFit);
+}
+
+#[test]
+fn sequences_share_the_pages_of_a_pool() {
+    let checkpoint = LLAMA.checkpoint(12);
+    let (prompts, new_tokens) = ([700, 120, 390, 300].map(|n| random::tokens(300, n, n as u64)), 20);
+    let pages = |prompt: &Vec<u32>| (prompt.len() + new_tokens) / G;
+    let open = |slots: usize, pool_pages: usize| {
+        let options = Options { pool_pages, ..options(slots, 720) };
+        let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
+        assert_eq!(backend.memory(), plan(&checkpoint, &options));
+        let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+        let method = Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy: Policy::fixed(3) };
+        let mut engine = Engine::new(backend, method, slots, 720, 64);
+        engine.share_pages(options.pages());
+        engine
+    };
+    let decode = |engine: &mut Engine<CpuBackend>, slots: &[usize], texts: &mut [Vec<u32>]| {
+        let turns: Vec<_> = slots.iter().map(|&slot| (slot, engine.choose_gamma(slot))).collect();
+        engine.draft(&turns).expect("draft");
+        for (emitted, text) in engine.verify().expect("verify").into_iter().zip(texts) {
+            text.extend(emitted.tokens);
+        }
+    };
+    let begin = |engine: &mut Engine<CpuBackend>, prompt: &[u32]| {
+        let slot = engine.add(prompt, Sampler::greedy(), new_tokens).expect("add");
+        (slot, vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")])
+    };
+    let alone: Vec<Vec<u32>> = prompts
+        .iter()
+        .map(|prompt| {
+            let mut engine = open(1, usize::MAX);
+            let (slot, text) = begin(&mut engine, prompt);
+            let mut texts = [text];
+            while texts[0].len() < new_tokens {
+                decode(&mut engine, &[slot], &mut texts);
+            }
+            let [text] = texts;
+            text
+        })
+        .collect();
+    // Nine pages where three slots of the longest sequence would have fifteen.
+    let mut engine = open(3, 9);
+    let plans = [open(3, 9).memory(), open(3, usize::MAX).memory()].map(|memory| memory.cache_upper_bytes);
+    assert_eq!(plans[0] * 15, plans[1] * 9);
+    assert_eq!(prompts.each_ref().map(pages), [5, 1, 3, 2]);
+    let mut begun: Vec<_> = prompts[..3].iter().map(|prompt| begin(&mut engine, prompt)).collect();
+    assert!(!engine.has_room(1), "no slot is free");
+    let slots: Vec<usize> = begun.iter().map(|(slot, _)| *slot).collect();
+    let mut texts: Vec<Vec<u32>> = begun.drain(..).map(|(_, text)| text).collect();
+    decode(&mut engine, &slots, &mut texts);
+    // The shortest leaves, and its page is too few for the next.
+    engine.finish(slots[1]);
+    assert!(engine.has_room(127) && !engine.has_room(prompts[3].len() + new_tokens));
+    let error = engine.add(&prompts[3], Sampler::greedy(), new_tokens).expect_err("no pages");
+    assert!(error.kind == ErrorKind::Usage && error.message.contains("2 pages; 1 of 9 are free"), "{}", error.message);
+    engine.finish(slots[0]);
+    let (slot, text) = begin(&mut engine, &prompts[3]);
+    let (slots, mut texts) = ([slots[2], slot], [texts.remove(2), text]);
+    while texts.iter().any(|text| text.len() < new_tokens) {
+        let open: Vec<usize> = (0..2).filter(|&i| texts[i].len() < new_tokens).collect();
+        for i in open {
+            decode(&mut engine, &slots[i..=i], &mut texts[i..=i]);
+        }
+    }
+    assert_eq!(texts, [alone[2].clone(), alone[3].clone()]);
+    // A backend holds to its pool by itself.
+    let backend = engine.backend();
+    let error = backend.open(0, 720).and_then(|()| backend.open(1, 720)).expect_err("beyond the pool");
     assert_eq!(error.kind, ErrorKind::DoesNotFit);
 }

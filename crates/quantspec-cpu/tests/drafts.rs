@@ -45,6 +45,7 @@ fn load(
     let options = Options {
         slots: 1,
         capacity: 256,
+        pool_pages: usize::MAX,
         prompt_capacity: 256,
         planes: Planes::of(&[View::Both]),
         rounding: Rounding::Balanced,

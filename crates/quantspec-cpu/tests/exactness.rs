@@ -145,6 +145,7 @@ impl Run {
         let options = Options {
             slots: prompts.len(),
             capacity,
+            pool_pages: usize::MAX,
             prompt_capacity: capacity,
             planes: Planes::of(&[self.target]),
             rounding: self.rounding,

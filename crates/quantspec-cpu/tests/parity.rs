@@ -27,6 +27,7 @@ fn options(capacity: usize) -> Options {
     Options {
         slots: 1,
         capacity,
+        pool_pages: usize::MAX,
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,

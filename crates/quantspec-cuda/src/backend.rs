@@ -9,6 +9,7 @@ mod executor;
 mod kv_cache;
 mod network;
 mod prompt;
+mod prompt_rows;
 mod sampler;
 mod workspace;
 use crate::attend::{Attend, PASS_ROWS, check_head};
@@ -107,7 +108,7 @@ pub fn check(checkpoint: &Checkpoint, device: &DeviceInfo) -> Result<()> {
 pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> Memory {
     let config = checkpoint.config();
     let (multiprocessors, architecture) = (device.multiprocessors, device.architecture);
-    let cache = CacheBytes::of(config, options.planes, options.capacity, options.slots);
+    let cache = CacheBytes::of_pool(config, options.planes, options.pages(), options.slots);
     let partial =
         crate::attend::partial_rows(config, multiprocessors, architecture, options.step_rows.clamp(1, PASS_ROWS));
     let sizes = Sizes::new(config, options, partial);

@@ -738,19 +738,28 @@ impl Buffer {
     pub fn read<T: Plain + Default>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
         self.inside(offset, count.saturating_mul(size_of::<T>()))?;
         let mut values = vec![T::default(); count];
+        self.read_into(offset, &mut values)?;
+        Ok(values)
+    }
+
+    /// Fills `values` from byte `offset` on, after everything queued so far.
+    ///
+    /// # Errors
+    /// As [`Buffer::read`].
+    pub fn read_into<T: Plain>(&self, offset: usize, values: &mut [T]) -> Result<()> {
+        self.inside(offset, size_of_val(values))?;
         self.device.bind()?;
         // SAFETY: the target is alive until the copy is done, which the wait ensures, and the source was checked.
         let status = unsafe {
             sys::cuMemcpyDtoHAsync_v2(
                 values.as_mut_ptr().cast(),
                 self.at(offset),
-                size_of_val(&values[..]),
+                size_of_val(values),
                 self.device.stream,
             )
         };
         check(status, "copying from the GPU")?;
-        self.device.synchronize()?;
-        Ok(values)
+        self.device.synchronize()
     }
 
     /// Queues a copy within the device.

@@ -805,6 +805,7 @@ fn rounds() {
     let options = Options {
         slots: 1,
         capacity,
+        pool_pages: usize::MAX,
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,
@@ -903,6 +904,7 @@ fn steps() {
     let options = Options {
         slots: 1,
         capacity,
+        pool_pages: usize::MAX,
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,

@@ -106,6 +106,7 @@ impl Model {
         Options {
             slots: 2,
             capacity: CAPACITY,
+            pool_pages: usize::MAX,
             prompt_capacity: CAPACITY,
             planes: Planes { upper: true, lower: true, full: true },
             rounding: self.rounding,

@@ -7,11 +7,13 @@
 pub use crate::forward::{Executor, Round};
 pub use crate::kv_cache::KvCache;
 pub use crate::network::{Block, DraftPlan, Network, Pass, Row, Step};
+pub use crate::prompt_cache::PromptRows;
 pub use crate::sampler::{TokenSampler, Turn};
 
 use crate::draft_cache::Origin;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Planes, Rounding, TargetWeights};
+use quantspec_core::plan::pages;
 
 /// How a backend is built.
 #[derive(Clone, Debug, PartialEq)]
@@ -20,6 +22,8 @@ pub struct Options {
     pub slots: usize,
     /// Tokens of the longest sequence, prompt and output together.
     pub capacity: usize,
+    /// Most pages, of each layer and KV head, that all sequences share ([`Options::pages`]).
+    pub pool_pages: usize,
     /// Tokens of the longest prompt, at most `capacity`: prefill holds the hidden states of all of them.
     pub prompt_capacity: usize,
     /// Planes every page keeps.
@@ -39,6 +43,13 @@ pub struct Options {
     pub block_rows: usize,
     /// Worker threads of a CPU backend.
     pub threads: usize,
+}
+
+impl Options {
+    /// Pages, of each layer and KV head, that all sequences share: as many as every slot can use, at most `pool_pages`.
+    pub fn pages(&self) -> usize {
+        self.pool_pages.min(self.slots.saturating_mul(pages(self.capacity)))
+    }
 }
 
 /// Hooks of a caller into long operations.
@@ -61,7 +72,7 @@ impl Default for Hooks {
 /// A device that runs the network. All calls are made from one thread. A failed call leaves the sequences in its slots in an
 /// undefined state (close them), never memory, and nothing that a sequence opened there later could meet. A draft step that is not
 /// finite leaves only what verification computes anew, the rows of its window: [`crate::forward::draft`] goes on with them.
-pub trait Backend: Executor + KvCache {
+pub trait Backend: Executor + KvCache + PromptRows {
     /// Bytes the device holds now: weights, draft weights, planes, buffers, workspace.
     fn memory(&self) -> Memory;
 }

@@ -7,6 +7,7 @@ use crate::config;
 use crate::draft_cache::DraftCache;
 use crate::gguf::Gguf;
 use crate::gguf_config::{self, Packed};
+use crate::names;
 use crate::quantised::{self, Quantised, Scheme};
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
@@ -238,24 +239,28 @@ impl Checkpoint {
             let (config, places) = gguf_config::read(&gguf)?;
             return Ok(Checkpoint { config, weights: Weights::Gguf { gguf, places }, draft_cache: None });
         }
-        let dir = path;
-        if !dir.is_dir() {
-            return Err(Error::model(
-                format!("{} is neither a directory nor a GGUF file", dir.display()),
-                "give a directory with config.json and model.safetensors, a GGUF file, or a hub id",
-            ));
-        }
-        let Some(config) = read_json(dir, "config.json")? else {
-            return Err(Error::model(
-                format!("{} has no config.json", dir.display()),
-                "give a directory with config.json and model.safetensors, as published on the hub",
-            ));
-        };
-        let generation = read_json(dir, "generation_config.json")?;
-        let scheme = quantised::scheme(&config)?;
-        let config = config::parse(&config, generation.as_deref())?;
-        let (shards, names) = open_shards(dir)?;
+        let (config, scheme, wrapped) = configuration(path)?;
+        let (mut shards, names) = open_shards(path)?;
+        let names = names::rename(&config, wrapped, &mut shards, names)?;
         Checkpoint::new(config, scheme, shards, &names)
+    }
+
+    /// A checkpoint as config.json of a directory describes it, or a GGUF file's header: for plans. Its sizes are those that
+    /// [`Checkpoint::open`] finds where the weights are as described; weights of a directory may be absent, and reading one
+    /// is an internal error.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::open`], but for those of safetensors files.
+    pub fn describe(path: &Path) -> Result<Checkpoint> {
+        if path.is_file() {
+            return Checkpoint::open(path);
+        }
+        let (config, ..) = configuration(path)?;
+        let place = Place { shard: 0, offset: 0, dtype: config.dtype };
+        let tied = config.tied_embeddings.then_some(Part::Head);
+        let places = Part::all(&config).into_iter().chain(tied).map(|part| (part, place)).collect();
+        let weights = Weights::SafeTensors { shards: Vec::new(), places, quantised: Quantised::new(config.dtype) };
+        Ok(Checkpoint { config, weights, draft_cache: None })
     }
 
     /// The same from memory: config.json and one safetensors file.
@@ -264,10 +269,12 @@ impl Checkpoint {
     /// [`quantspec_core::ErrorKind::Model`], as of [`Checkpoint::open`].
     pub fn from_bytes(config: &[u8], safetensors: &'static [u8]) -> Result<Checkpoint> {
         let scheme = quantised::scheme(config)?;
+        let wrapped = config::is_wrapped(config)?;
         let config = config::parse(config, None)?;
-        let shard = SafeTensors::from_static("embedded model", safetensors)?;
-        let names = shard.tensors().keys().map(|name| (name.clone(), 0)).collect();
-        Checkpoint::new(config, scheme, vec![shard], &names)
+        let mut shards = vec![SafeTensors::from_static("embedded model", safetensors)?];
+        let names = shards[0].tensors().keys().map(|name| (name.clone(), 0)).collect();
+        let names = names::rename(&config, wrapped, &mut shards, names)?;
+        Checkpoint::new(config, scheme, shards, &names)
     }
 
     fn new(
@@ -422,6 +429,27 @@ impl Checkpoint {
         }
         Ok(())
     }
+}
+
+/// Reads config.json and generation_config.json of a directory: the language model, how its matrices are quantised, and whether it is
+/// beside a vision tower.
+fn configuration(dir: &Path) -> Result<(ModelConfig, Option<Scheme>, bool)> {
+    if !dir.is_dir() {
+        return Err(Error::model(
+            format!("{} is neither a directory nor a GGUF file", dir.display()),
+            "give a directory with config.json and model.safetensors, a GGUF file, or a hub id",
+        ));
+    }
+    let Some(config) = read_json(dir, "config.json")? else {
+        return Err(Error::model(
+            format!("{} has no config.json", dir.display()),
+            "give a directory with config.json and model.safetensors, as published on the hub",
+        ));
+    };
+    let generation = read_json(dir, "generation_config.json")?;
+    let scheme = quantised::scheme(&config)?;
+    let wrapped = config::is_wrapped(&config)?;
+    Ok((config::parse(&config, generation.as_deref())?, scheme, wrapped))
 }
 
 /// Reads rows of a matrix of a GGUF file in their number format.

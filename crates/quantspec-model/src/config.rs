@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use std::ops::RangeInclusive;
 
 /// What may be loaded, for hints.
-pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5 and Qwen3 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
+pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3 and Phi-3/4 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
 
 /// Bounds of sane shapes. Each is several times what any published model of these families has, and small enough that no
 /// product of two of them overflows 64 bits.
@@ -47,7 +47,7 @@ enum Window {
     Optional,
 }
 
-const FAMILIES: [Family; 4] = [
+const FAMILIES: [Family; 5] = [
     Family {
         name: "llama",
         kv_heads: None,
@@ -92,7 +92,21 @@ const FAMILIES: [Family; 4] = [
         qk_norm: true,
         window: Window::Optional,
     },
+    Family {
+        name: "phi3",
+        kv_heads: None,
+        head_dim: None,
+        max_positions: 4096,
+        always_qkv_bias: false,
+        attention_bias: false,
+        mlp_bias: false,
+        qk_norm: false,
+        window: Window::Stated,
+    },
 ];
+
+/// Models with a vision tower, whose language model is that of `text_config`.
+const WRAPPERS: [&str; 1] = ["mistral3"];
 
 /// Reads the bytes of `config.json` and, where the checkpoint has one, of `generation_config.json`.
 ///
@@ -103,7 +117,9 @@ const FAMILIES: [Family; 4] = [
 /// for what is not implemented, by its name.
 pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let object = object(config, "config.json")?;
-    let fields = Fields { map: &object, place: "config.json" };
+    let outer = Fields { map: &object, place: "config.json" };
+    let fields =
+        if wraps(&outer)? { outer.inner("text_config")?.ok_or_else(|| outer.missing("text_config"))? } else { outer };
     let family = family(&fields)?;
     refuse_activation(&fields)?;
     refuse_others(&fields)?;
@@ -165,9 +181,22 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
         output_bias: attention_bias,
         mlp_bias: family.mlp_bias && fields.flag("mlp_bias", false)?,
         qk_norm: family.qk_norm,
-        dtype: dtype(&fields)?,
-        eos: eos(&fields, generation, vocab)?,
+        dtype: dtype(if fields.stated("dtype") || fields.stated("torch_dtype") { &fields } else { &outer })?,
+        eos: eos(if fields.stated("eos_token_id") { &fields } else { &outer }, generation, vocab)?,
     })
+}
+
+/// Whether config.json is of a model with a vision tower around the language model.
+///
+/// # Errors
+/// [`quantspec_core::ErrorKind::Model`] where it is not valid JSON.
+pub fn is_wrapped(config: &[u8]) -> Result<bool> {
+    let object = object(config, "config.json")?;
+    wraps(&Fields { map: &object, place: "config.json" })
+}
+
+fn wraps(fields: &Fields) -> Result<bool> {
+    Ok(fields.text("model_type")?.is_some_and(|name| WRAPPERS.contains(&name)))
 }
 
 /// The JSON object of a whole file.
@@ -196,6 +225,7 @@ fn unsupported(what: String) -> Error {
 }
 
 /// Typed access to a JSON object; null counts as absent, as in Hugging Face's classes.
+#[derive(Clone, Copy)]
 struct Fields<'a> {
     map: &'a Map<String, Value>,
     place: &'static str,
@@ -204,6 +234,10 @@ struct Fields<'a> {
 impl<'a> Fields<'a> {
     fn get(&self, name: &str) -> Option<&'a Value> {
         self.map.get(name).filter(|value| !value.is_null())
+    }
+
+    fn stated(&self, name: &str) -> bool {
+        self.get(name).is_some()
     }
 
     fn missing(&self, name: &str) -> Error {

@@ -6,47 +6,20 @@
 //! checksum. A block that fails either test is made anew, and the file is then replaced. Drafts decide about speed only: nothing
 //! in a file can change a token.
 //!
-//! All numbers are little-endian:
-//!
-//! ```text
-//! 0   magic "QSDRAFTS"
-//! 8   u32 version | u32 bytes of the description
-//! 16  u64 blocks  | u64 bytes of all blocks
-//! 32  u64 checksum of all bytes before it and of those from here to the blocks
-//! 40  description: recipe, line feed, directory of the model
-//!     index: per block { u128 hash of its source, u64 checksum }
-//!     blocks, in order
-//! ```
-//!
-//! Hashes are XXH3. A file is written under a temporary name and renamed when it is complete, so processes may share a folder. It
-//! is not synced: a power failure may leave a file of zeros, which the checksums reveal. When a file is written, those that were
-//! used least recently are removed until the folder holds no more than its limit.
+//! A segment of the file (`cache_file.rs`) is a block. When a file is written, those that were used least recently are removed
+//! until the folder holds no more than its limit.
 
-mod folder;
-
-pub use folder::{CachedFile, files};
-
-use crate::safetensors::read_at;
+use crate::cache_file::{self, CachedFile, Fault, Format, Stored, Writer, description, make_room, model_name, reason};
 use quantspec_core::Result;
-use std::fs::{self, File, FileTimes};
-use std::io::{self, ErrorKind, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::time::SystemTime;
 use twox_hash::{XxHash3_64, XxHash3_128};
 
-const MAGIC: [u8; 8] = *b"QSDRAFTS";
-const VERSION: u32 = 2;
-const HEADER_BYTES: usize = 40;
-/// Where the header's checksum is; it covers the bytes before it.
-const CHECKSUM_AT: usize = 32;
-const ENTRY_BYTES: usize = 24;
-/// Longest description read: far above a path and a recipe.
-const DESCRIPTION_MAX: u32 = 64 << 10;
-const SUFFIX: &str = "draft";
-/// Temporary files are `PREFIX*.tmp`: users may keep files of their own in the folder.
-const PREFIX: &str = ".quantspec-draft-";
+const FORMAT: Format =
+    Format { magic: *b"QSDRAFTS", version: 2, suffix: "draft", prefix: ".quantspec-draft-", holds: "draft weights" };
 /// Bytes written between two calls of the poll hook: about 10 ms on an SSD.
 const POLLED_BYTES: usize = 8 << 20;
 
@@ -96,27 +69,13 @@ pub struct Drafts {
     note: Option<String>,
 }
 
-/// A file whose header and index have been checked.
-#[derive(Debug)]
-struct Stored {
-    file: File,
-    index: Vec<u8>,
-    data_at: u64,
-}
-
-/// Why a file is not used.
-enum Fault {
-    /// There is none, or it was made for other code or another shape: nothing to tell.
-    Other,
-    /// What is wrong with it.
-    Damaged(String),
-    Io(io::Error),
-}
-
-impl From<io::Error> for Fault {
-    fn from(error: io::Error) -> Fault {
-        if error.kind() == ErrorKind::NotFound { Fault::Other } else { Fault::Io(error) }
-    }
+/// Every file of draft weights in `folder`, least recently used first, as [`CachedFile`] describes it. A folder that does not exist
+/// is empty; other files and links are left out.
+///
+/// # Errors
+/// The folder cannot be read.
+pub fn files(folder: &Path) -> io::Result<Vec<CachedFile>> {
+    cache_file::files(&FORMAT, folder)
 }
 
 impl Drafts {
@@ -141,11 +100,15 @@ impl Drafts {
             return None;
         }
         let path = cache.folder.join(file_name(&cache.model, kind));
-        // For people only: a name that is not UTF-8 is left out.
-        let model = cache.model.to_str().unwrap_or_default();
-        let description = format!("{recipe}\n{model}").into_bytes();
-        let (stored, note) = match Stored::open(&path, &description, &starts) {
-            Ok(stored) => (Some(stored), None),
+        let description = description(recipe, &cache.model);
+        let fits = |header: &cache_file::Header| {
+            (header.segments, header.data_bytes) == ((starts.len() - 1) as u64, end as u64)
+        };
+        let (stored, note) = match Stored::open(&FORMAT, &path, recipe, fits) {
+            Ok(stored) => {
+                stored.touch(SystemTime::now());
+                (Some(stored), None)
+            }
             Err(Fault::Other) => (None, None),
             Err(Fault::Damaged(what)) => (None, Some(damaged(&path, &what))),
             Err(Fault::Io(error)) => (None, Some(unusable(&path, &error))),
@@ -189,10 +152,12 @@ impl Drafts {
             known.get_or_init(|| source);
         }
         if let Some(stored) = &self.stored {
-            let counter = match stored.read(block, self.starts[block], source, out) {
-                Block::Sound => &self.cached,
-                Block::OfOtherSource => &self.changed,
-                Block::Damaged => &self.damaged,
+            let counter = if stored.source(block).is_some_and(|stored| stored != source) {
+                &self.changed
+            } else if stored.read(block, self.starts[block] as u64, out) {
+                &self.cached
+            } else {
+                &self.damaged
             };
             counter.fetch_add(1, Relaxed);
             if std::ptr::eq(counter, &self.cached) {
@@ -220,7 +185,7 @@ impl Drafts {
             self.note = Some(damaged(&self.path, &format!("{damaged_blocks} of {} blocks", self.sources.len())));
         }
         if self.stored.is_none() || changed + damaged_blocks > 0 {
-            folder::make_room(&self.path, self.cache.limit_bytes.saturating_sub(self.bytes() as u64));
+            make_room(&FORMAT, &self.path, self.cache.limit_bytes.saturating_sub(self.bytes() as u64));
             if let Err(error) = self.write(blocks, poll)? {
                 self.note = Some(unusable(&self.path, &error));
             }
@@ -233,161 +198,33 @@ impl Drafts {
         blocks: impl Iterator<Item = &'a [u8]>,
         mut poll: impl FnMut(usize) -> Result<()>,
     ) -> Result<io::Result<()>> {
-        let mut place = match Temporary::new(&self.path) {
-            Ok(place) => place,
+        let mut file = match Writer::new(&FORMAT, &self.path, &self.description, self.sources.len()) {
+            Ok(file) => file,
             Err(error) => return Ok(Err(error)),
         };
-        let index_bytes = ENTRY_BYTES * self.sources.len();
-        let index_at = HEADER_BYTES + self.description.len();
-        let mut head = vec![0; index_at + index_bytes];
-        head[..8].copy_from_slice(&MAGIC);
-        head[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        head[12..16].copy_from_slice(&(self.description.len() as u32).to_le_bytes());
-        head[16..24].copy_from_slice(&(self.sources.len() as u64).to_le_bytes());
-        head[24..32].copy_from_slice(&(self.bytes() as u64).to_le_bytes());
-        head[HEADER_BYTES..index_at].copy_from_slice(&self.description);
-        let mut written = place.file.write_all(&head);
-        let (mut index, mut done, mut asked) = (Vec::with_capacity(index_bytes), 0, 0);
+        let (mut done, mut asked) = (0, 0);
         for (block, source) in blocks.zip(&self.sources) {
-            written = written.and_then(|()| place.file.write_all(block));
-            if written.is_err() {
-                break;
+            // A block whose source was never given could not be checked by a later load.
+            if let Err(error) = file.put(source.get().copied().unwrap_or_default(), block) {
+                return Ok(Err(error));
             }
-            index.extend_from_slice(&source.get().copied().unwrap_or_default().to_le_bytes());
-            index.extend_from_slice(&XxHash3_64::oneshot(block).to_le_bytes());
             done += block.len();
             if done - asked >= POLLED_BYTES {
                 asked = done;
                 poll(done)?;
             }
         }
-        // A block whose source was never given could not be checked by a later load.
-        if written.is_ok() && (done, index.len()) != (self.bytes(), index_bytes) {
+        if done != self.bytes() {
             return Ok(Err(io::Error::other("blocks of other sizes than were announced")));
         }
-        if written.is_ok() {
-            head[index_at..].copy_from_slice(&index);
-            let sum = checksum(&head);
-            head[CHECKSUM_AT..HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());
-        }
-        Ok(written.and_then(|()| place.publish(&head)))
+        Ok(file.publish())
     }
-}
-
-/// What reading a block came to.
-enum Block {
-    Sound,
-    OfOtherSource,
-    Damaged,
-}
-
-impl Stored {
-    /// Opens a file and checks everything but its blocks.
-    fn open(path: &Path, description: &[u8], starts: &[usize]) -> std::result::Result<Stored, Fault> {
-        let file = open_file(path)?;
-        let (header, length) = read_header(&file)?;
-        let (found, blocks, data_bytes) = (u64::from(header.description_bytes), header.blocks, header.data_bytes);
-        let data_at = blocks
-            .checked_mul(ENTRY_BYTES as u64)
-            .and_then(|index| index.checked_add(HEADER_BYTES as u64 + found))
-            .filter(|at| at.checked_add(data_bytes) == Some(length));
-        let Some(data_at) = data_at else {
-            return Err(Fault::Damaged(format!("{length} bytes long, which is not what its header says")));
-        };
-        // Before anything is allocated: a sparse file is as long as its header likes.
-        let expected = (description.len(), starts.len() - 1, starts.last().copied().unwrap_or(0));
-        if (found, blocks, data_bytes) != (expected.0 as u64, expected.1 as u64, expected.2 as u64) {
-            return Err(Fault::Other);
-        }
-        let mut head = vec![0; usize::try_from(data_at).map_err(|_| Fault::Damaged("too large".to_string()))?];
-        read_at(&file, &mut head, 0)?;
-        if checksum(&head) != header.checksum {
-            return Err(Fault::Damaged("its header".to_string()));
-        }
-        let (own, index) = head[HEADER_BYTES..].split_at(description.len());
-        if own != description {
-            return Err(Fault::Other);
-        }
-        // The time of last use; many file systems do not record reads.
-        let _ = file.set_times(FileTimes::new().set_accessed(SystemTime::now()));
-        Ok(Stored { index: index.to_vec(), file, data_at })
-    }
-
-    fn read(&self, block: usize, start: usize, source: u128, out: &mut [u8]) -> Block {
-        let Some(entry) = self.index.get(block * ENTRY_BYTES..).and_then(|rest| rest.first_chunk::<ENTRY_BYTES>())
-        else {
-            return Block::Damaged;
-        };
-        let (of, sum) = entry.split_at(16);
-        if of != source.to_le_bytes() {
-            return Block::OfOtherSource;
-        }
-        match read_at(&self.file, out, self.data_at + start as u64) {
-            Ok(()) if sum == XxHash3_64::oneshot(out).to_le_bytes() => Block::Sound,
-            _ => Block::Damaged,
-        }
-    }
-}
-
-/// The fixed part of a file.
-struct Header {
-    description_bytes: u32,
-    blocks: u64,
-    data_bytes: u64,
-    checksum: u64,
-}
-
-/// Opens a regular file for reading: opening a pipe would block.
-fn open_file(path: &Path) -> std::result::Result<File, Fault> {
-    if !fs::metadata(path)?.is_file() {
-        return Err(Fault::Damaged("not a file".to_string()));
-    }
-    Ok(File::open(path)?)
-}
-
-/// Reads the fixed part; the second value is the file's length.
-fn read_header(file: &File) -> std::result::Result<(Header, u64), Fault> {
-    let length = file.metadata()?.len();
-    if length < HEADER_BYTES as u64 {
-        return Err(Fault::Damaged(format!("{length} bytes long, shorter than its header")));
-    }
-    let mut bytes = [0; HEADER_BYTES];
-    read_at(file, &mut bytes, 0)?;
-    if bytes[..8] != MAGIC {
-        return Err(Fault::Damaged("not a file of draft weights".to_string()));
-    }
-    let four = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-    let eight = |at: usize| u64::from(four(at)) | u64::from(four(at + 4)) << 32;
-    if four(8) != VERSION {
-        return Err(Fault::Other);
-    }
-    if four(12) > DESCRIPTION_MAX {
-        return Err(Fault::Damaged("its header".to_string()));
-    }
-    let header =
-        Header { description_bytes: four(12), blocks: eight(16), data_bytes: eight(24), checksum: eight(CHECKSUM_AT) };
-    Ok((header, length))
-}
-
-/// Checksum of everything before the blocks but the checksum itself.
-fn checksum(head: &[u8]) -> u64 {
-    XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&head[..CHECKSUM_AT]), &head[HEADER_BYTES..])
-}
-
-/// The directory that has the model's name: `models--owner--name` of Hugging Face's models--owner--name/snapshots/revision.
-fn named(model: &Path) -> &Path {
-    let snapshots = model.parent().filter(|parent| parent.ends_with("snapshots"));
-    snapshots.and_then(Path::parent).unwrap_or(model)
 }
 
 /// Named for people by the model, and for certain by its whole path: `owner--name-int4-0123456789abcdef.draft`.
 fn file_name(model: &Path, kind: &str) -> String {
-    let name = named(model).file_name().unwrap_or_default().to_string_lossy();
-    let name = name.strip_prefix("models--").unwrap_or(&name);
-    let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
-    // A file name may have 255 bytes.
-    let name: String = name.chars().map(plain).take(100).collect();
-    format!("{name}-{kind}-{:016x}.{SUFFIX}", XxHash3_64::oneshot(model.as_os_str().as_encoded_bytes()))
+    let (name, hash) = (model_name(model), XxHash3_64::oneshot(model.as_os_str().as_encoded_bytes()));
+    format!("{name}-{kind}-{hash:016x}.{}", FORMAT.suffix)
 }
 
 fn damaged(path: &Path, what: &str) -> String {
@@ -395,55 +232,11 @@ fn damaged(path: &Path, what: &str) -> String {
 }
 
 fn unusable(path: &Path, error: &io::Error) -> String {
-    let text = error.to_string();
-    let reason = text.split(" (os error").next().unwrap_or(&text).to_lowercase();
     format!(
-        "draft weights are not cached: {}: {reason}; set QUANTSPEC_DRAFT_CACHE to another folder, or to off",
-        path.display()
+        "draft weights are not cached: {}: {}; set QUANTSPEC_DRAFT_CACHE to another folder, or to off",
+        path.display(),
+        reason(error)
     )
-}
-
-/// A file that gets its final name when it is complete; dropping it earlier removes it.
-struct Temporary {
-    file: File,
-    path: PathBuf,
-    place: PathBuf,
-    published: bool,
-}
-
-impl Temporary {
-    fn new(place: &Path) -> io::Result<Temporary> {
-        let folder = place.parent().unwrap_or(Path::new("."));
-        fs::create_dir_all(folder)?;
-        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let name = format!(
-            "{PREFIX}{}.{}.{}.tmp",
-            XxHash3_64::oneshot(place.as_os_str().as_encoded_bytes()),
-            std::process::id(),
-            since.as_nanos()
-        );
-        let path = folder.join(name);
-        let file = File::options().write(true).create_new(true).open(&path)?;
-        Ok(Temporary { file, path, place: place.to_path_buf(), published: false })
-    }
-
-    /// Writes the head over the room left for it, and moves the file to its place.
-    fn publish(&mut self, head: &[u8]) -> io::Result<()> {
-        use std::io::Seek;
-        self.file.rewind()?;
-        self.file.write_all(head)?;
-        fs::rename(&self.path, &self.place)?;
-        self.published = true;
-        Ok(())
-    }
-}
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        if !self.published {
-            let _ = fs::remove_file(&self.path);
-        }
-    }
 }
 
 #[cfg(test)]

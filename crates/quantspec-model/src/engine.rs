@@ -7,11 +7,13 @@
 use crate::backend::{Backend, Memory, Turn};
 use crate::draft::Drafter;
 use crate::evaluate;
-use crate::forward;
+use crate::forward::{self, Chunk, PrefillCursor};
+use crate::prompt_cache::PromptCache;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, GAMMA_MAX, visible_pages, visible_quantised};
 use quantspec_core::config::{Pages, View};
 use quantspec_core::logprob::{self, Logprob};
 use quantspec_core::penalty::{self, History};
+use quantspec_core::plan::pages;
 use quantspec_core::policy::Policy;
 use quantspec_core::report::Stats;
 use quantspec_core::sample::{Accept, Sampler};
@@ -54,7 +56,8 @@ struct Sequence {
     written: usize,
     /// Prefill is done: the window holds the last emitted token.
     running: bool,
-    cursor: forward::PrefillCursor,
+    /// None before its prompt is begun.
+    cursor: Option<PrefillCursor>,
     /// Seconds that its prefill has taken.
     prefill_s: f64,
 }
@@ -95,6 +98,9 @@ pub struct Engine<B: Backend> {
     /// Pages of the cache that each step read; `None` where it read none.
     pages: Option<Pages>,
     stats: Stats,
+    prompts: Option<PromptCache>,
+    /// Pages, of each layer and KV head, that all sequences share.
+    pool_pages: usize,
 }
 
 impl<B: Backend> Engine<B> {
@@ -110,14 +116,57 @@ impl<B: Backend> Engine<B> {
             drafted: None,
             pages: None,
             stats: Stats::default(),
+            prompts: None,
+            pool_pages: slots.saturating_mul(pages(capacity)),
         }
     }
 
-    /// Takes a prompt into a free slot. Fails when no slot is free, when an id is outside the vocabulary, or when the prompt
+    /// Sequences share so many pages of each layer and KV head ([`crate::backend::Options::pages`]) instead of having the room of
+    /// the longest each.
+    pub fn share_pages(&mut self, pages: usize) {
+        self.pool_pages = pages;
+    }
+
+    /// Whether a sequence of `tokens`, prompt and answer together, can be taken now: there are a free slot and free pages.
+    pub fn has_room(&self, tokens: usize) -> bool {
+        self.sequences.iter().any(Option::is_none) && pages(tokens) <= self.free_pages()
+    }
+
+    fn check_room(&self, wanted: usize) -> Result<()> {
+        if pages(wanted) <= self.free_pages() {
+            return Ok(());
+        }
+        Err(Error::usage(
+            format!(
+                "{wanted} tokens need {} pages; {} of {} are free",
+                pages(wanted),
+                self.free_pages(),
+                self.pool_pages
+            ),
+            "finish a sequence first, or open the engine for more tokens",
+        ))
+    }
+
+    fn free_pages(&self) -> usize {
+        let taken = |sequence: &Sequence| pages(sequence.prompt_tokens + sequence.max_new_tokens);
+        self.pool_pages.saturating_sub(self.sequences.iter().flatten().map(taken).sum())
+    }
+
+    /// Keeps prompts from now on, and reuses what a prompt has in common with them.
+    pub fn cache_prompts(&mut self, cache: PromptCache) {
+        self.prompts = Some(cache);
+    }
+
+    /// The prompts that are kept.
+    pub fn prompt_cache(&mut self) -> Option<&mut PromptCache> {
+        self.prompts.as_mut()
+    }
+
+    /// Takes a prompt into a free slot. Fails when no slot or too few pages are free, when an id is outside the vocabulary, or when the prompt
     /// and `max_new_tokens` exceed the capacity: nothing is ever cut.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] for an empty prompt, for 0 new tokens and where no slot is free,
+    /// [`quantspec_core::ErrorKind::Usage`] for an empty prompt, for 0 new tokens and where no slot or too few pages are free,
     /// [`quantspec_core::ErrorKind::Model`] for an id outside the vocabulary, [`quantspec_core::ErrorKind::DoesNotFit`]
     /// beyond the capacity, and those of [`crate::backend::KvCache::open`].
     pub fn add(&mut self, prompt: &[u32], sampler: Sampler, max_new_tokens: usize) -> Result<usize> {
@@ -151,6 +200,7 @@ impl<B: Backend> Engine<B> {
             ));
         }
         let slot = self.free_slot()?;
+        self.check_room(wanted)?;
         self.backend.open(slot, wanted)?;
         self.sequences[slot] = Some(Sequence {
             text: prompt.to_vec(),
@@ -165,7 +215,7 @@ impl<B: Backend> Engine<B> {
             extent: Extent::default(),
             written: prompt.len(),
             running: false,
-            cursor: forward::PrefillCursor::default(),
+            cursor: None,
             prefill_s: 0.0,
         });
         Ok(slot)
@@ -218,15 +268,25 @@ impl<B: Backend> Engine<B> {
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Option<u32>> {
         let started = Instant::now();
-        let block_rows = self.block_rows;
+        let mut computed = self.begin_prompt(slot)?;
+        let (block_rows, most_rows) = (self.block_rows, most_rows.max(1));
+        let ended = loop {
+            let (backend, _, sequence) = self.parts(slot)?;
+            let cursor = sequence.cursor.get_or_insert_default();
+            match forward::prefill_chunk(backend, slot, &sequence.text, block_rows, cursor, most_rows, progress)? {
+                Chunk::Part => break false,
+                Chunk::End => break true,
+                Chunk::Damaged => {
+                    let reuse = sequence.cursor.take().and_then(|mut cursor| cursor.take_reuse());
+                    if let (Some(reuse), Some(prompts)) = (reuse, &mut self.prompts) {
+                        prompts.forget(reuse);
+                    }
+                    computed = self.begin_prompt(slot)?;
+                }
+            }
+        };
         let (backend, drafter, sequence) = self.parts(slot)?;
-        if sequence.running {
-            return Err(Error::usage(format!("slot {slot} is already prefilled"), "call prefill once per sequence"));
-        }
         let tokens = sequence.text.len();
-        let cursor = &mut sequence.cursor;
-        let ended =
-            forward::prefill_chunk(backend, slot, &sequence.text, block_rows, cursor, most_rows.max(1), progress)?;
         let mut first = None;
         if ended {
             let logits = sequence.logprobs.map(|_| backend.logits(0)).transpose()?;
@@ -250,9 +310,27 @@ impl<B: Backend> Engine<B> {
         sequence.prefill_s += started.elapsed().as_secs_f64();
         let seconds = sequence.prefill_s;
         if ended {
-            self.stats.prefill(tokens, seconds);
+            let reuse = sequence.cursor.take().and_then(|mut cursor| cursor.take_reuse());
+            if let (Some(reuse), Some(prompts)) = (reuse, &mut self.prompts) {
+                prompts.keep(reuse);
+            }
+            self.stats.prefill(computed, tokens - computed, seconds);
         }
         Ok(first)
+    }
+
+    /// Looks for what is known of a prompt that is about to be read. Returns its tokens that are to be computed.
+    fn begin_prompt(&mut self, slot: usize) -> Result<usize> {
+        let Engine { sequences, prompts, .. } = self;
+        let sequence = found(sequences, slot)?;
+        if sequence.running {
+            return Err(Error::usage(format!("slot {slot} is already prefilled"), "call prefill once per sequence"));
+        }
+        let cursor = sequence.cursor.get_or_insert_with(|| match prompts {
+            Some(prompts) => PrefillCursor::reusing(prompts.find(&sequence.text)),
+            None => PrefillCursor::default(),
+        });
+        Ok(sequence.text.len() - cursor.first())
     }
 
     /// [`Engine::prefill`], and the seconds spent on the prompt's rows from `from` on: what these rows cost at that depth. A
@@ -267,13 +345,15 @@ impl<B: Backend> Engine<B> {
         from: usize,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<(u32, f64)> {
-        let tokens = self.sequences.get(slot).and_then(Option::as_ref).map_or(0, |sequence| sequence.text.len());
-        let (mut last, mut seconds, mut done) = (Instant::now(), 0.0, 0);
+        let mut last = Instant::now();
+        let computed = self.begin_prompt(slot)?;
+        let first = found(&mut self.sequences, slot)?.text.len() - computed;
+        let (mut seconds, mut done) = (0.0, 0);
         let mut timed = |rows: usize, total: usize| {
             // Rows are counted over all layers; a call without new rows ends a layer, which concerned all of its rows.
-            let new = if rows > done { rows - done } else { tokens };
-            let end = (rows - 1) % tokens + 1;
-            let late = end.saturating_sub(from.max(end - new));
+            let new = if rows > done { rows - done } else { computed };
+            let end = first + (rows - 1) % computed + 1;
+            let late = end.saturating_sub(from.max(end.saturating_sub(new)));
             seconds += last.elapsed().as_secs_f64() * late as f64 / new as f64;
             (last, done) = (Instant::now(), rows);
             progress(rows, total);
@@ -542,7 +622,7 @@ impl<B: Backend> Engine<B> {
     /// [`evaluate::score`] of a text under the target's view, in a free slot, between two rounds.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] where no slot is free, [`quantspec_core::ErrorKind::DoesNotFit`] beyond the capacity, and those
+    /// [`quantspec_core::ErrorKind::Usage`] where no slot or too few pages are free, [`quantspec_core::ErrorKind::DoesNotFit`] beyond the capacity, and those
     /// of [`evaluate::score`].
     pub fn score(&mut self, tokens: &[u32], step_rows: usize) -> Result<Vec<f64>> {
         if tokens.len() > self.capacity {
@@ -552,6 +632,7 @@ impl<B: Backend> Engine<B> {
             ));
         }
         let slot = self.free_slot()?;
+        self.check_room(tokens.len())?;
         evaluate::score(&mut self.backend, self.method.target, slot, tokens, step_rows)
     }
 
@@ -602,11 +683,16 @@ impl<B: Backend> Engine<B> {
     }
 
     fn parts(&mut self, slot: usize) -> Result<Parts<'_, B>> {
-        match self.sequences.get_mut(slot).and_then(Option::as_mut) {
-            Some(sequence) => Ok((&mut self.backend, self.method.drafter.as_deref_mut(), sequence)),
-            None => Err(Error::usage(format!("slot {slot} holds no sequence"), "use a slot that add returned")),
-        }
+        let sequence = found(&mut self.sequences, slot)?;
+        Ok((&mut self.backend, self.method.drafter.as_deref_mut(), sequence))
     }
+}
+
+fn found(sequences: &mut [Option<Sequence>], slot: usize) -> Result<&mut Sequence> {
+    sequences
+        .get_mut(slot)
+        .and_then(Option::as_mut)
+        .ok_or_else(|| Error::usage(format!("slot {slot} holds no sequence"), "use a slot that add returned"))
 }
 
 /// Refuses token ids that the embedding does not have.

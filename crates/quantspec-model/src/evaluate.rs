@@ -82,6 +82,7 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
     crate::backend::Options {
         slots: TARGETS.len(),
         capacity: tokens,
+        pool_pages: usize::MAX,
         prompt_capacity: tokens,
         planes: Planes { upper: true, lower: true, full: true },
         rounding,

@@ -4,6 +4,7 @@
 //! after another, or as a graph that it recorded of them.
 
 use crate::network::{Block, DraftPlan, Network, Pass, Row, Step};
+use crate::prompt_cache::{PromptRows, Reuse};
 use crate::sampler::{TokenSampler, Turn};
 use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::verify::Verdict;
@@ -38,19 +39,52 @@ pub fn step<B: Network>(backend: &mut B, step: &Step) -> Result<()> {
     backend.head(&pass)
 }
 
+/// Known rows that are restored in the time of one computed row, at least: a chunk counts them so.
+const RESTORED_PER_ROW: usize = 32;
+
 /// How far a prompt has been processed: layers that are done, and rows of the one under way.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub struct PrefillCursor {
     embedded: bool,
     layer: usize,
     row: usize,
+    /// Rows that are known, and those that are to be kept.
+    reuse: Option<Reuse>,
 }
 
-/// Runs a whole prompt, as [`prefill_chunk`].
+impl PrefillCursor {
+    /// The beginning of a prompt of which some rows are known.
+    pub fn reusing(reuse: Reuse) -> PrefillCursor {
+        PrefillCursor { reuse: Some(reuse), ..PrefillCursor::default() }
+    }
+
+    /// The first row that is computed.
+    pub fn first(&self) -> usize {
+        self.reuse.as_ref().map_or(0, Reuse::tokens)
+    }
+
+    /// Takes what was known and kept.
+    pub fn take_reuse(&mut self) -> Option<Reuse> {
+        self.reuse.take()
+    }
+}
+
+/// Where a call of [`prefill_chunk`] stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chunk {
+    /// The prompt goes on with the next call.
+    Part,
+    /// It has been read.
+    End,
+    /// Known rows are damaged: it is to be begun anew.
+    Damaged,
+}
+
+/// Runs a whole prompt, as [`prefill_chunk`], and reuses nothing.
 ///
 /// # Errors
 /// As there.
-pub fn prefill<B: Network>(
+pub fn prefill<B: Network + PromptRows>(
     backend: &mut B,
     slot: usize,
     prompt: &[u32],
@@ -61,13 +95,14 @@ pub fn prefill<B: Network>(
 }
 
 /// Runs a prompt layer by layer in blocks of `block_rows`, so that full-precision keys and values exist for one layer at a
-/// time; leaves the logits of the last row. Returns false where it stopped because `most_rows` rows, counted over all layers,
-/// were processed: the next call goes on at the cursor. Steps of other slots may run in between, and change no bit.
-/// `progress` is told the rows done, counted over all layers, after each block and again after each layer.
+/// time; leaves the logits of the last row. Stops where `most_rows` rows, counted over all layers, were processed: the next call
+/// goes on at the cursor. Steps of other slots may run in between, and change no bit. Rows that the cursor's [`Reuse`] knows are
+/// not computed, but for the last of the prompt. `progress` is told the computed rows done, counted over all layers, after each
+/// block and again after each layer.
 ///
 /// # Errors
-/// Those of the operations of [`step`], of [`Network::store`], and of [`Network::end_chunk`].
-pub fn prefill_chunk<B: Network>(
+/// Those of the operations of [`step`], of [`Network::store`], of [`Network::end_chunk`], and of [`Reuse`].
+pub fn prefill_chunk<B: Network + PromptRows>(
     backend: &mut B,
     slot: usize,
     prompt: &[u32],
@@ -75,38 +110,49 @@ pub fn prefill_chunk<B: Network>(
     cursor: &mut PrefillCursor,
     most_rows: usize,
     progress: &mut dyn FnMut(usize, usize),
-) -> Result<bool> {
-    let layers = backend.config().layers;
+) -> Result<Chunk> {
+    let (layers, first) = (backend.config().layers, cursor.first());
+    let computed = prompt.len() - first;
+    let starts = || (first..prompt.len()).step_by(block_rows);
     let block = |start: usize| Block { slot, prompt, start, rows: block_rows.min(prompt.len() - start) };
     if !cursor.embedded {
-        for start in (0..prompt.len()).step_by(block_rows) {
+        for start in starts() {
             backend.embed(&Pass::Prefill(block(start)))?;
             backend.poll()?;
         }
-        cursor.embedded = true;
+        (cursor.embedded, cursor.row) = (true, first);
     }
     let mut processed = 0;
     while cursor.layer < layers {
         if processed >= most_rows {
             backend.end_chunk()?;
-            return Ok(false);
+            return Ok(Chunk::Part);
+        }
+        if cursor.row == first
+            && let Some(reuse) = &mut cursor.reuse
+            && !reuse.restore(backend, cursor.layer)?
+        {
+            return Ok(Chunk::Damaged);
         }
         let next = block(cursor.row);
         layer(backend, cursor.layer, &Pass::Prefill(next))?;
-        processed += next.rows;
+        processed += next.rows + if cursor.row == first { first / RESTORED_PER_ROW } else { 0 };
         cursor.row += next.rows;
-        progress(cursor.layer * prompt.len() + cursor.row, layers * prompt.len());
+        progress(cursor.layer * computed + cursor.row - first, layers * computed);
         if cursor.row == prompt.len() {
+            if let Some(reuse) = &mut cursor.reuse {
+                reuse.record(backend, cursor.layer)?;
+            }
             backend.store(cursor.layer, slot, prompt.len())?;
             backend.poll()?;
-            (cursor.layer, cursor.row) = (cursor.layer + 1, 0);
-            progress(cursor.layer * prompt.len(), layers * prompt.len());
+            (cursor.layer, cursor.row) = (cursor.layer + 1, first);
+            progress(cursor.layer * computed, layers * computed);
         }
     }
-    if let Some(start) = (0..prompt.len()).step_by(block_rows).next_back() {
+    if let Some(start) = starts().next_back() {
         backend.head(&Pass::Prefill(block(start)))?;
     }
-    Ok(true)
+    Ok(Chunk::End)
 }
 
 /// The steps of a round: draft steps, then the verification. Every step of a watched draft is a round of its own.

@@ -3,6 +3,7 @@
 
 pub mod backend;
 pub mod blocks;
+pub mod cache_file;
 pub mod checkpoint;
 pub mod config;
 pub mod draft;
@@ -13,7 +14,9 @@ pub mod forward;
 pub mod gguf;
 mod gguf_config;
 mod kv_cache;
+mod names;
 mod network;
+pub mod prompt_cache;
 mod quantised;
 #[cfg(feature = "reference")]
 pub mod reference;

@@ -82,7 +82,8 @@ pub trait Network: Send {
     fn config(&self) -> &ModelConfig;
 
     /// Hidden state of each row := its token's embedding. A step reads tokens from windows, a prefill block from the prompt.
-    /// Prefill is layer-major: a backend keeps the hidden states of all prompt rows between layers.
+    /// Prefill is layer-major: a backend keeps the hidden states of all embedded prompt rows between layers. The first block that is
+    /// embedded begins a prompt; the rows before it are imported ([`crate::prompt_cache::PromptRows::import_rows`]).
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where the backend has no such rows, slots, tokens or planes, or its threads

@@ -9,6 +9,7 @@ use crate::backend::{
     Backend, Block, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
 };
 use crate::checkpoint::{Checkpoint, LayerPart, Part};
+use crate::prompt_cache::PromptRows;
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
 use half::f16;
@@ -26,6 +27,7 @@ use quantspec_core::weights::{quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
 use std::borrow::Cow;
 use std::collections::HashMap;
+use std::ops::Range;
 
 /// A model in plain tensors.
 pub struct ReferenceBackend {
@@ -463,6 +465,47 @@ impl Head {
             Some(place) => *place = Some(stored),
             None => return Err(Error::internal(format!("page {page} is beyond the slot's capacity"))),
         }
+        Ok(())
+    }
+}
+
+impl PromptRows for ReferenceBackend {
+    fn kernels(&self) -> String {
+        "reference".to_string()
+    }
+
+    /// Keys and values of a prompt are f32 here.
+    fn row_bytes(&self) -> usize {
+        2 * self.config.kv_width() * size_of::<f32>()
+    }
+
+    fn export_rows(&mut self, tokens: Range<usize>, out: &mut [u8]) -> Result<()> {
+        let Some((keys, values)) = &self.scratch else {
+            return Err(Error::internal("no prompt to export"));
+        };
+        let rows = tensor(|| {
+            Tensor::cat(&[keys, values], 1)?.narrow(0, tokens.start, tokens.len())?.flatten_all()?.to_vec1::<f32>()
+        })?;
+        if out.len() != rows.len() * size_of::<f32>() {
+            return Err(Error::internal(format!("{} bytes of room for tokens {tokens:?}", out.len())));
+        }
+        out.chunks_exact_mut(4).zip(rows).for_each(|(out, x)| out.copy_from_slice(&x.to_le_bytes()));
+        Ok(())
+    }
+
+    fn import_rows(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()> {
+        let width = self.config.kv_width();
+        let rows: Vec<f32> =
+            bytes.chunks_exact(4).filter_map(|x| x.first_chunk().map(|x| f32::from_le_bytes(*x))).collect();
+        let earlier = self.scratch.take().filter(|_| tokens.start > 0);
+        self.scratch = Some(tensor(|| {
+            let rows = Tensor::from_vec(rows, (tokens.len(), 2 * width), &Device::Cpu)?;
+            let (keys, values) = (rows.narrow(1, 0, width)?, rows.narrow(1, width, width)?);
+            match &earlier {
+                None => Ok((keys, values)),
+                Some((before, and)) => Ok((Tensor::cat(&[before, &keys], 0)?, Tensor::cat(&[and, &values], 0)?)),
+            }
+        })?);
         Ok(())
     }
 }

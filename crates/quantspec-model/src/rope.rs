@@ -72,6 +72,11 @@ impl RopeTable {
         table
     }
 
+    /// What angles depend on beside the position: 0, or the sequence's length where dynamic scaling stretches them by it.
+    pub fn length_class(&self, length: usize) -> usize {
+        self.dynamic.filter(|dynamic| length > dynamic.original).map_or(0, |_| length)
+    }
+
     /// Cosines and sines of `position`, [D/2] each, with YaRN's attention factor in both.
     ///
     /// `length` is the sequence length the position is seen in and matters for dynamic scaling only: a prefill row passes
@@ -173,6 +178,8 @@ mod tests {
         let dynamic = table(64, RopeScaling::Dynamic { factor: 2.0, original: 100 });
         assert_eq!(fill(&dynamic, 99, 100), fill(&plain, 99, 100));
         assert_ne!(fill(&dynamic, 99, 101), fill(&plain, 99, 101));
+        assert_eq!([99, 100, 101, 200].map(|length| dynamic.length_class(length)), [0, 0, 101, 200]);
+        assert_eq!(plain.length_class(200), 0);
     }
 
     #[test]

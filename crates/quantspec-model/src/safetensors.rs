@@ -161,6 +161,20 @@ impl SafeTensors {
         &self.tensors
     }
 
+    /// Replaces every tensor by those that `parts` makes of it, with their names.
+    ///
+    /// # Errors
+    /// Those of `parts`.
+    pub(crate) fn rename(
+        &mut self,
+        mut parts: impl FnMut(&str, Tensor) -> Result<Vec<(String, Tensor)>>,
+    ) -> Result<()> {
+        for (name, tensor) in std::mem::take(&mut self.tensors) {
+            self.tensors.extend(parts(&name, tensor)?);
+        }
+        Ok(())
+    }
+
     /// Fills `out` with the bytes at `offset` of the file.
     ///
     /// # Errors

@@ -82,6 +82,36 @@ fn the_undamaged_checkpoint_is_read() {
 }
 
 #[test]
+fn a_description_has_the_sizes_of_the_checkpoint_and_nothing_to_read() {
+    for tied in [false, true] {
+        let folder = Folder::valid();
+        folder.write("config.json", with_config(json!({"tie_word_embeddings": tied})).to_string().as_bytes());
+        if tied {
+            let head_last = &tiny::tensors()[..tiny::tensors().len() - 1];
+            let (header, bytes) = tiny::header(head_last);
+            folder.write("model.safetensors", &tiny::file(&header.to_string(), bytes));
+        }
+        let whole = Checkpoint::open(folder.path()).expect("checkpoint");
+        remove(&folder, "model.safetensors");
+        let described = Checkpoint::describe(folder.path()).expect("config.json alone");
+        assert_eq!(described.config(), whole.config());
+        for part in Part::all(whole.config()).into_iter().chain([Part::Head, Part::Layer(0, LayerPart::QBias)]) {
+            assert_eq!(described.has(part), whole.has(part), "{part:?}");
+            assert_eq!(
+                (described.bytes(part), described.dtype(part)),
+                (whole.bytes(part), whole.dtype(part)),
+                "{part:?}"
+            );
+        }
+        let mut row = [0.0; 8];
+        let read = described.read_f32(Part::Embedding, 0..1, &mut row);
+        assert_eq!(read.map_err(|error| error.kind), Err(ErrorKind::Internal));
+    }
+    let error = Checkpoint::describe(Folder::empty().path()).err().expect("no config.json");
+    check(&error, "has no config.json");
+}
+
+#[test]
 fn a_stored_head_of_a_tied_model_decides() {
     let folder = Folder::valid();
     folder.write("config.json", with_config(json!({"tie_word_embeddings": true})).to_string().as_bytes());

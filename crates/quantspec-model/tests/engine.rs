@@ -16,6 +16,7 @@ use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
+use quantspec_model::prompt_cache::PromptCache;
 use quantspec_model::reference::ReferenceBackend;
 use std::sync::OnceLock;
 
@@ -29,6 +30,7 @@ fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize)
     let options = Options {
         slots,
         capacity,
+        pool_pages: usize::MAX,
         prompt_capacity: capacity,
         planes: Planes::of(&[View::Both]),
         rounding: Rounding::Balanced,
@@ -251,6 +253,10 @@ const SLOTS: usize = 3;
 
 /// The valid checkpoint with random weights, whose texts vary and whose drafts err now and then.
 fn varied(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBackend> {
+    engine_of(&varied_folder(), gamma, slots, capacity)
+}
+
+fn varied_folder() -> tiny::Folder {
     let (header, bytes) = tiny::header(&tiny::tensors());
     let mut file = tiny::file(&header.to_string(), bytes);
     let data = file.len() - bytes;
@@ -267,7 +273,43 @@ fn varied(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBacken
     }
     let folder = tiny::Folder::valid();
     folder.write("model.safetensors", &file);
-    engine_of(&folder, gamma, slots, capacity)
+    folder
+}
+
+#[test]
+fn a_known_beginning_is_reused_where_no_angle_depends_on_what_follows() {
+    let text = |tail: usize| -> Vec<u32> {
+        let document = (0..290).map(|i: u32| (i * i + 3 * i) % 16);
+        document.chain((0..tail as u32).map(|i| (7 * i + tail as u32) % 16)).collect()
+    };
+    for (dynamic, expected) in [(false, [0, 2 * G, 2 * G, 2 * G]), (true, [0, 0, 2 * G, 2 * G])] {
+        let folder = varied_folder();
+        let mut config = tiny::config();
+        config["max_position_embeddings"] = 1024.into();
+        if dynamic {
+            config["max_position_embeddings"] = 128.into();
+            config["rope_scaling"] = serde_json::json!({"rope_type": "dynamic", "factor": 4.0});
+        }
+        folder.write("config.json", config.to_string().as_bytes());
+        let mut plain = engine_of(&folder, 2, 1, 400);
+        let mut kept = engine_of(&folder, 2, 1, 400);
+        let cache = PromptCache::in_memory(kept.backend(), usize::MAX);
+        kept.cache_prompts(cache);
+        for (tail, expected) in [5, 11, 5, 11].into_iter().zip(expected) {
+            let answers = [&mut plain, &mut kept].map(|engine| {
+                engine.reset_stats();
+                let slot = add(engine, &text(tail), ANSWER).expect("add");
+                let mut answer = vec![prefill(engine, slot).expect("prefill")];
+                while answer.len() < ANSWER {
+                    answer.extend(round(engine, slot, engine.choose_gamma(slot)));
+                }
+                engine.finish(slot);
+                (answer, engine.stats().reused_tokens())
+            });
+            assert_eq!(answers[0].0, answers[1].0, "dynamic {dynamic}, {tail}");
+            assert_eq!([answers[0].1, answers[1].1], [0, expected], "dynamic {dynamic}, {tail}");
+        }
+    }
 }
 
 /// A prompt, and how its answer is chosen: greedily or by replay.

@@ -32,6 +32,7 @@ fn decode(
     let options = Options {
         slots,
         capacity,
+        pool_pages: usize::MAX,
         prompt_capacity: capacity,
         planes: Planes::of(&[target, plan.view]),
         rounding: Rounding::Balanced,

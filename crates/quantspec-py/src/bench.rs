@@ -4,6 +4,7 @@ use crate::device::{Models, Place};
 use crate::engine::{Raised, default_threads, poll};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{Request, target_weights};
+use crate::plan::checkpoint_of;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
@@ -39,17 +40,20 @@ fn nibble_bytes(checkpoint: &Checkpoint, part: Part) -> (usize, usize) {
 }
 
 /// `traffic(model, start, tokens, weights)`: what steps at positions `start .. start + tokens` read, on average, from the cache (of
-/// all layers and KV heads) and from the target's weights; and what drafts read of weights in nibbles.
+/// all layers and KV heads) and from the target's weights; and what drafts read of weights in nibbles. `described`: as of
+/// [`crate::plan::plan`].
 #[pyfunction]
+#[pyo3(signature = (model, start, tokens, weights, *, described=false))]
 pub(crate) fn traffic<'py>(
     py: Python<'py>,
     model: &str,
     start: usize,
     tokens: usize,
     weights: &str,
+    described: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let weights = target_weights(weights).map_err(to_python)?.unwrap_or_default();
-    let checkpoint = detached(py, || Checkpoint::open(Path::new(model)))?;
+    let checkpoint = detached(py, || checkpoint_of(model, described))?;
     let config = checkpoint.config();
     let heads = config.layers * config.kv_heads;
     let positions = start..start + tokens.max(1);
@@ -107,6 +111,7 @@ pub(crate) fn planned(
         capacity,
         prompt_capacity: capacity,
         slots: 1,
+        pool_tokens: None,
         threads: threads.unwrap_or_else(default_threads),
         every_view: true,
     };

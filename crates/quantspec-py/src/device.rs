@@ -1,10 +1,10 @@
 //! Where an engine runs: choosing the device, planning its memory, loading the model onto it.
 
 use crate::machine;
-use crate::options::{Resolved, Second, of_draft};
+use crate::options::{Resolved, STEP_ROWS_MAX, Second, of_draft};
 use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, TargetWeights, View};
-use quantspec_core::plan::longest_context;
+use quantspec_core::plan::{largest_fitting, pages};
 use quantspec_core::{Error, Result};
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
@@ -85,6 +85,8 @@ pub(crate) struct Weighed {
     pub(crate) available_bytes: usize,
     /// Tokens of the longest sequences, as many at once, that fit; 0 where none does.
     pub(crate) longest_context: usize,
+    /// Most sequences of as many tokens that fit at once; 0 where none does.
+    pub(crate) largest_batch: usize,
 }
 
 /// Evaluates an expression on the engine, whatever its device.
@@ -189,11 +191,14 @@ impl Place {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not know, and for a draft model of another vocabulary.
     pub(crate) fn weigh(&self, models: Models, options: &Options, beside: usize) -> Result<Weighed> {
-        if let Some(gpu) = self.gpu() {
-            for checkpoint in std::iter::once(models.target).chain(models.draft) {
-                quantspec_cuda::check(checkpoint, &gpu.info)?;
+        for checkpoint in std::iter::once(models.target).chain(models.draft) {
+            match self.gpu() {
+                Some(gpu) => {
+                    quantspec_cuda::check(checkpoint, &gpu.info)?;
+                    quantspec_cuda::check_weights(options.weights)?;
+                }
+                None => quantspec_cpu::check(checkpoint.config())?,
             }
-            quantspec_cuda::check_weights(options.weights)?;
         }
         let config = models.target.config();
         let context = models.draft.map_or(usize::MAX, |draft| draft.config().max_positions).min(config.max_positions);
@@ -208,7 +213,14 @@ impl Place {
         // What is beside a GPU is the process's.
         let beside = if self.gpu().is_none() { beside } else { 0 };
         let needed = |capacity: usize| {
-            let options = self.adapt(&Options { capacity, prompt_capacity: capacity, ..options.clone() });
+            // A pool that was asked for grows where it would not hold one sequence.
+            let pool_pages = options.pool_pages.max(pages(capacity));
+            let options = self.adapt(&Options { capacity, pool_pages, prompt_capacity: capacity, ..options.clone() });
+            total(&self.memory(models, &options)).saturating_add(beside)
+        };
+        let rows = options.step_rows / options.slots.max(1);
+        let needed_by = |slots: usize| {
+            let options = self.adapt(&Options { slots, step_rows: slots * rows, ..options.clone() });
             total(&self.memory(models, &options)).saturating_add(beside)
         };
         let parts = self.memory(models, &self.adapt(options));
@@ -217,7 +229,8 @@ impl Place {
             needed_bytes: total(&parts).saturating_add(beside),
             used_bytes: used,
             available_bytes: available,
-            longest_context: longest_context(context, available, needed),
+            longest_context: largest_fitting(context, available, needed),
+            largest_batch: largest_fitting(STEP_ROWS_MAX / rows.max(1), available, needed_by),
         })
     }
 
@@ -283,6 +296,15 @@ impl Place {
         Ok(used + bytes)
     }
 
+    /// Bytes of the process's memory that would be left beside an engine of `planned_bytes`.
+    pub(crate) fn spare_bytes(&self, planned_bytes: usize) -> usize {
+        let taken = match self {
+            Place::Cpu => planned_bytes.saturating_sub(machine::resident().unwrap_or(0)),
+            Place::Cuda { .. } => 0,
+        };
+        machine::memory_available().unwrap_or(0).saturating_sub(taken)
+    }
+
     /// Loads the models and opens an engine. `hooks` are of the model's backend, and of the draft model's.
     pub(crate) fn engine(
         &self,
@@ -302,7 +324,9 @@ impl Place {
                 let second = draft.map(|(draft, options)| CpuBackend::load(draft, &options, of_second)).transpose()?;
                 let drafts = second.map(|second| drafts(second, capacity, rows));
                 method.drafter = drafter(method.drafter, resolved.second.as_ref(), drafts.as_ref())?;
-                (Device::Cpu(Box::new(Engine::new(backend, method, slots, capacity, rows))), drafts)
+                let mut engine = Engine::new(backend, method, slots, capacity, rows);
+                engine.share_pages(options.pages());
+                (Device::Cpu(Box::new(engine)), drafts)
             }
             Place::Cuda { gpu, .. } => {
                 let backend = CudaBackend::load_on(gpu, models.target, &options, hooks)?;
@@ -310,7 +334,9 @@ impl Place {
                     draft.map(|(draft, options)| CudaBackend::load_on(gpu, draft, &options, of_second)).transpose()?;
                 let drafts = second.map(|second| drafts(second, capacity, rows));
                 method.drafter = drafter(method.drafter, resolved.second.as_ref(), drafts.as_ref())?;
-                (Device::Cuda(Box::new(Engine::new(backend, method, slots, capacity, rows))), drafts)
+                let mut engine = Engine::new(backend, method, slots, capacity, rows);
+                engine.share_pages(options.pages());
+                (Device::Cuda(Box::new(engine)), drafts)
             }
         })
     }

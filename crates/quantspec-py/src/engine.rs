@@ -13,6 +13,7 @@ use quantspec_model::backend::{Hooks, Memory};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft_cache::{DraftCache, Origin};
 use quantspec_model::engine::Emitted;
+use quantspec_model::prompt_cache::{self, PromptCache, PromptFolder};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread::{self, ThreadId};
@@ -133,6 +134,12 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Most bytes of the folder of draft weights (docs/cli.md): those of a model of 70 billion weights take 38 GB.
 pub(crate) const DRAFTS_LIMIT_BYTES: u64 = 64 << 30;
+
+/// Most bytes of a folder of prompts (docs/cli.md): of a model of 8 billion weights some 500,000 tokens.
+pub(crate) const PROMPTS_LIMIT_BYTES: u64 = 64 << 30;
+
+/// The share of the memory left beside an engine that its prompts may take.
+const PROMPTS_SHARE: usize = 8;
 
 /// Opens a checkpoint; `draft_cache` is the folder of its draft weights and the least bytes that are kept there.
 pub(crate) fn open(model: &str, draft_cache: Option<(PathBuf, usize)>) -> Result<Checkpoint> {
@@ -285,7 +292,8 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
         method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
-        slots=1, every_view=false, draft_model=None, draft_cache=None, on_loading=None))]
+        slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=Some(false), prompt_folder=None,
+        on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
         py: Python<'_>,
@@ -304,9 +312,12 @@ impl PyEngine {
         accept: &str,
         gamma: Option<usize>,
         slots: usize,
+        pool_tokens: Option<usize>,
         every_view: bool,
         draft_model: Option<&str>,
         draft_cache: Option<(PathBuf, usize)>,
+        prompt_memory: Option<bool>,
+        prompt_folder: Option<PathBuf>,
         on_loading: Option<Py<PyAny>>,
     ) -> PyResult<PyEngine> {
         let threads = threads.unwrap_or_else(default_threads);
@@ -324,6 +335,7 @@ impl PyEngine {
             capacity,
             prompt_capacity,
             slots,
+            pool_tokens,
             threads,
             every_view,
         };
@@ -336,12 +348,13 @@ impl PyEngine {
                 show(done, total);
             }
         };
-        let (polled, polled_by_second) = (poll(raised.clone()), poll(raised.clone()));
+        let (polled, polled_by_second, mut hashing) =
+            (poll(raised.clone()), poll(raised.clone()), poll(raised.clone()));
         let started = Instant::now();
         let (accept, step_rows) = (resolved.accept, resolved.options.step_rows);
         let origin = OriginSlot::default();
         let drafts = origin.hook();
-        let (device, second, place, config, kept, planned_bytes) = interruptible(py, &raised, || {
+        let (device, second, place, config, kept, planned_bytes, prompt_bytes) = interruptible(py, &raised, || {
             let checkpoint = open(model, draft_cache)?;
             let draft = draft_model.map(|model| open(model, None)).transpose()?;
             let models = Models { target: &checkpoint, draft: draft.as_ref() };
@@ -351,9 +364,28 @@ impl PyEngine {
             let planned_bytes = place.plan(models, &resolved.options, 0)?;
             let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
             let of_second = Hooks { poll: Box::new(polled_by_second), ..Hooks::default() };
-            let (engine, second) =
+            // Copying keys and values from a GPU takes time from every prompt, of a CPU's none that could be measured.
+            let in_memory = prompt_memory.unwrap_or(place.gpu().is_none());
+            let prompt_bytes =
+                (in_memory && prompt_folder.is_none()).then(|| place.spare_bytes(planned_bytes) / PROMPTS_SHARE);
+            let (mut engine, second) =
                 PyEngine::unless_raised(&raised, place.engine(models, resolved, [hooks, of_second]))?;
-            Ok((engine, second, place, checkpoint.config().clone(), kept, planned_bytes))
+            if let Some(limit_bytes) = prompt_bytes {
+                on_device!(&mut engine, engine => {
+                    let cache = PromptCache::in_memory(engine.backend(), limit_bytes);
+                    engine.cache_prompts(cache);
+                });
+            } else if let Some(folder) = prompt_folder {
+                let fingerprint = prompt_cache::fingerprint(&checkpoint, kept, threads, &mut hashing)?;
+                let model = PathBuf::from(model);
+                let model = model.canonicalize().unwrap_or(model);
+                let at = PromptFolder { folder, model, fingerprint, limit_bytes: PROMPTS_LIMIT_BYTES };
+                on_device!(&mut engine, engine => {
+                    let cache = PromptCache::on_disk(engine.backend(), at);
+                    engine.cache_prompts(cache);
+                });
+            }
+            Ok((engine, second, place, checkpoint.config().clone(), kept, planned_bytes, prompt_bytes))
         })?;
         let load_s = started.elapsed().as_secs_f64();
         // A backend keeps its hooks as long as it lives. Python's collector does not look into it: a callback that leads back
@@ -376,6 +408,7 @@ impl PyEngine {
         info.set_item("eos", &config.eos)?;
         info.set_item("block_rows", on_device!(&device, engine => engine.block_rows()))?;
         info.set_item("planned_bytes", planned_bytes)?;
+        info.set_item("prompt_cache_limit_bytes", prompt_bytes)?;
         info.set_item("load_s", load_s)?;
         origin.describe(&info)?;
         Ok(PyEngine {
@@ -452,6 +485,11 @@ impl PyEngine {
         self.run(py, |device| on_device!(device, engine => engine.score(&tokens, rows)))
     }
 
+    /// Whether a sequence of so many tokens can be taken now.
+    fn has_room(&self, py: Python<'_>, tokens: usize) -> PyResult<bool> {
+        self.run(py, |device| Ok(on_device!(device, engine => engine.has_room(tokens))))
+    }
+
     #[pyo3(signature = (slot, on_progress=None))]
     fn prefill(&self, py: Python<'_>, slot: usize, on_progress: Option<Py<PyAny>>) -> PyResult<u32> {
         let mut show = progress(on_progress, self.raised.clone());
@@ -522,6 +560,7 @@ impl PyEngine {
             capacity: 1,
             prompt_capacity: 1,
             slots: 1,
+            pool_tokens: None,
             threads: 1,
             every_view: true,
         };
@@ -589,9 +628,21 @@ impl PyEngine {
         })
     }
 
+    /// One line about trouble with the prompt cache since the last call, or None.
+    fn prompt_note(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        self.run(
+            py,
+            |device| on_device!(device, engine => Ok(engine.prompt_cache().and_then(|prompts| prompts.take_note()))),
+        )
+    }
+
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let (stats, memory) =
-            self.run(py, |device| on_device!(device, engine => Ok((engine.stats().clone(), engine.memory()))))?;
+        let (stats, memory, prompt_bytes) = self.run(py, |device| {
+            on_device!(device, engine => {
+                let prompt_bytes = engine.prompt_cache().map_or(0, |prompts| prompts.held_bytes());
+                Ok((engine.stats().clone(), engine.memory(), prompt_bytes))
+            })
+        })?;
         let out = PyDict::new(py);
         out.set_item("load_s", self.load_s)?;
         out.set_item("prefill_s", stats.prefill_s())?;
@@ -609,7 +660,9 @@ impl PyEngine {
         out.set_item("acceptance_rate", stats.acceptance_rate())?;
         out.set_item("mean_acceptance_length", stats.mean_acceptance_length())?;
         out.set_item("acceptance_rate_per_position", stats.acceptance_rate_per_position())?;
+        out.set_item("reused_tokens", stats.reused_tokens())?;
         out.update(memory_dict(py, &memory)?.as_mapping())?;
+        out.set_item("prompt_cache_bytes", prompt_bytes)?;
         out.set_item("planned_bytes", self.planned_bytes)?;
         out.set_item("peak_bytes", self.place.peak_bytes())?;
         Ok(out)

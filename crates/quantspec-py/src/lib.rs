@@ -18,10 +18,10 @@ use pyo3::prelude::*;
 mod _native {
     use super::*;
     use pyo3::types::{PyDict, PyList, PyString};
-    use quantspec_model::checkpoint::Checkpoint;
+    use quantspec_model::cache_file::CachedFile;
     use quantspec_model::draft::{Entry, METHODS, Source};
-    use quantspec_model::draft_cache;
     use quantspec_model::gguf::{Element, Gguf, Value};
+    use quantspec_model::{draft_cache, prompt_cache};
     use std::path::{Path, PathBuf};
     use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -34,7 +34,7 @@ mod _native {
     #[pymodule_export]
     use super::evaluate::scores;
     #[pymodule_export]
-    use super::plan::plan;
+    use super::plan::{fitting, plan, rates};
 
     /// `gguf_metadata(path)`: what a GGUF file says of its tokenizer.
     #[pyfunction]
@@ -74,15 +74,17 @@ mod _native {
         object
     }
 
-    /// `model_info(path)`: the configuration of a checkpoint, parsed and validated.
+    /// `model_info(path)`: the configuration of a checkpoint, parsed and validated; of a directory, where it is `described`, by config.json alone.
     #[pyfunction]
-    fn model_info<'py>(py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyDict>> {
-        let config = errors::detached(py, || Ok(Checkpoint::open(Path::new(path))?.config().clone()))?;
+    #[pyo3(signature = (path, *, described=false))]
+    fn model_info<'py>(py: Python<'py>, path: &str, described: bool) -> PyResult<Bound<'py, PyDict>> {
+        let config = errors::detached(py, || Ok(super::plan::checkpoint_of(path, described)?.config().clone()))?;
         let out = PyDict::new(py);
         out.set_item("family", &config.family)?;
         out.set_item("vocab", config.vocab)?;
         out.set_item("layers", config.layers)?;
         out.set_item("hidden", config.hidden)?;
+        out.set_item("intermediate", config.intermediate)?;
         out.set_item("heads", config.heads)?;
         out.set_item("kv_heads", config.kv_heads)?;
         out.set_item("head_dim", config.head_dim)?;
@@ -119,16 +121,29 @@ mod _native {
     #[pymodule_export]
     const DRAFTS_LIMIT_BYTES: u64 = engine::DRAFTS_LIMIT_BYTES;
 
+    /// Most bytes of a folder of prompts.
+    #[pymodule_export]
+    const PROMPTS_LIMIT_BYTES: u64 = engine::PROMPTS_LIMIT_BYTES;
+
     /// Path, model, bytes, and seconds since the epoch of the last use.
-    type DraftFile = (PathBuf, Option<PathBuf>, u64, f64);
+    type KeptFile = (PathBuf, Option<PathBuf>, u64, f64);
+
+    fn described(files: Vec<CachedFile>) -> Vec<KeptFile> {
+        let seconds = |used: SystemTime| used.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        files.into_iter().map(|file| (file.path, file.model, file.bytes, seconds(file.used))).collect()
+    }
 
     /// `draft_files(folder)`: the draft weights kept there, least recently used first, as (path, model, bytes, seconds since the epoch of
     /// the last use). The model is None if another version wrote the file.
     #[pyfunction]
-    fn draft_files(py: Python<'_>, folder: &str) -> PyResult<Vec<DraftFile>> {
-        let files = py.detach(|| draft_cache::files(Path::new(folder)))?;
-        let seconds = |used: SystemTime| used.duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-        Ok(files.into_iter().map(|file| (file.path, file.model, file.bytes, seconds(file.used))).collect())
+    fn draft_files(py: Python<'_>, folder: &str) -> PyResult<Vec<KeptFile>> {
+        Ok(described(py.detach(|| draft_cache::files(Path::new(folder)))?))
+    }
+
+    /// `prompt_files(folder)`: the prompts kept there, as `draft_files`.
+    #[pyfunction]
+    fn prompt_files(py: Python<'_>, folder: &str) -> PyResult<Vec<KeptFile>> {
+        Ok(described(py.detach(|| prompt_cache::files(Path::new(folder)))?))
     }
 
     /// `doctor()`: what this machine offers, and why a device or a fast path is off.

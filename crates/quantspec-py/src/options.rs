@@ -1,7 +1,7 @@
 //! What Python asks for, in Rust's words.
 
 use pyo3::prelude::*;
-use quantspec_core::cache::GAMMA_MAX;
+use quantspec_core::cache::{G, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Accept;
@@ -19,7 +19,7 @@ pub(crate) const BLOCK_ROWS: usize = 256;
 const GAMMA_AUTO: usize = 12;
 
 /// Rows of the largest step: what a launch may have in its second dimension. Logits of this many rows take gigabytes.
-const STEP_ROWS_MAX: usize = (1 << 16) - 1;
+pub(crate) const STEP_ROWS_MAX: usize = (1 << 16) - 1;
 
 /// Pages that drafts choose among when their number is chosen by measurement: all, and powers of four from what barely costs anything on.
 const PAGES_AUTO: [usize; 3] = [16, 64, 256];
@@ -46,6 +46,8 @@ pub(crate) struct Request<'a> {
     pub(crate) capacity: usize,
     pub(crate) prompt_capacity: usize,
     pub(crate) slots: usize,
+    /// Tokens that all sequences share; `None` for the longest in every slot.
+    pub(crate) pool_tokens: Option<usize>,
     pub(crate) threads: usize,
     /// Keep all that any method needs and room for the longest γ, so that the method may be changed later.
     pub(crate) every_view: bool,
@@ -72,7 +74,13 @@ pub(crate) struct Second {
 
 /// Options of a backend that only drafts, beside the target's.
 pub(crate) fn of_draft(target: &Options) -> Options {
-    Options { draft_weights: DraftWeights::None, step_rows: target.slots.max(CATCH_UP_ROWS), ..target.clone() }
+    // The target admits sequences by the pages of its own pool, so the draft's has room for every slot.
+    Options {
+        draft_weights: DraftWeights::None,
+        step_rows: target.slots.max(CATCH_UP_ROWS),
+        pool_pages: usize::MAX,
+        ..target.clone()
+    }
 }
 
 /// Kinds of the target's weights as `weights` names them.
@@ -186,6 +194,8 @@ impl Request<'_> {
         Ok(Resolved {
             method: Method { target, drafter, policy },
             options: Options {
+                // The longest sequence always fits.
+                pool_pages: self.pool_tokens.map_or(usize::MAX, |tokens| tokens.max(self.capacity) / G),
                 slots: self.slots,
                 capacity: self.capacity,
                 prompt_capacity: self.prompt_capacity,

@@ -1,19 +1,22 @@
-//! `plan(model, …)`: what an engine would hold, before any weight is read.
+//! `plan(model, …)`, `fitting(models, …)` and `rates(model, …)`: what an engine would hold, and what its operations cost on a machine, before any weight is read.
 
 use crate::device::{Models, Place};
-use crate::engine::{default_threads, memory_dict};
-use crate::errors::{detached, to_python};
+use crate::engine::{Raised, default_threads, memory_dict, poll};
+use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request, weights_name};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use quantspec_core::Result;
 use quantspec_model::checkpoint::Checkpoint;
 use std::path::Path;
 
 /// Memory of an engine with these arguments, on the device that it would run on: `device`, `weights` (which, where "auto" asks), `fits`, `planned_bytes`,
-/// `available_bytes`, `longest_context` (of as many sequences) and the bytes of each part.
+/// `available_bytes`, `longest_context` (of as many sequences), `largest_batch` (of as many tokens) and the bytes of each part.
+/// `described`: of a directory config.json alone is looked at ([`Checkpoint::describe`]).
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint",
-    kv_target="int8", method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1, draft_model=None))]
+#[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8", method="quantspec",
+    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1,
+    pool_tokens=None, draft_model=None, described=false))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn plan<'py>(
     py: Python<'py>,
@@ -32,7 +35,9 @@ pub(crate) fn plan<'py>(
     accept: &str,
     gamma: Option<usize>,
     slots: usize,
+    pool_tokens: Option<usize>,
     draft_model: Option<&str>,
+    described: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let request = Request {
         weights,
@@ -47,13 +52,14 @@ pub(crate) fn plan<'py>(
         capacity,
         prompt_capacity: prompt_capacity.map_or(capacity, |tokens| tokens.clamp(1, capacity.max(1))),
         slots,
+        pool_tokens,
         threads: threads.unwrap_or_else(default_threads),
         every_view: false,
     };
     let mut resolved = request.resolve().map_err(to_python)?;
     let (name, kept, weighed, limit) = detached(py, || {
-        let checkpoint = Checkpoint::open(Path::new(model))?;
-        let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
+        let checkpoint = checkpoint_of(model, described)?;
+        let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
         let place = Place::choose(device, &checkpoint)?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
         place.settle(models, &mut resolved)?;
@@ -68,6 +74,102 @@ pub(crate) fn plan<'py>(
     out.set_item("planned_bytes", weighed.used_bytes + weighed.needed_bytes)?;
     out.set_item("available_bytes", weighed.used_bytes + weighed.available_bytes)?;
     out.set_item("longest_context", weighed.longest_context)?;
+    out.set_item("largest_batch", weighed.largest_batch)?;
     out.update(memory_dict(py, &weighed.parts)?.as_mapping())?;
+    Ok(out)
+}
+
+/// A checkpoint, or what config.json says of it.
+pub(crate) fn checkpoint_of(model: &str, described: bool) -> Result<Checkpoint> {
+    let path = Path::new(model);
+    if described { Checkpoint::describe(path) } else { Checkpoint::open(path) }
+}
+
+/// `fitting(models, …)`: of each model that a config.json describes, the bytes of its weights and draft weights and the longest context of one sequence
+/// that fits the device, by the defaults of an engine. The device is opened once, as the first model chooses it.
+#[pyfunction]
+#[pyo3(signature = (models, *, device))]
+pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyResult<Vec<(usize, usize, usize)>> {
+    let request = Request {
+        weights: "checkpoint",
+        kv_target: "int8",
+        method: "quantspec",
+        kv_rounding: "balanced",
+        draft_weights: "int4",
+        draft_pages: None,
+        page_choice: "best",
+        accept: "replay",
+        gamma: None,
+        capacity: 1,
+        prompt_capacity: 1,
+        slots: 1,
+        pool_tokens: None,
+        threads: default_threads(),
+        every_view: false,
+    };
+    let resolved = request.resolve().map_err(to_python)?;
+    detached(py, || {
+        let described: Vec<_> = models.iter().map(|model| checkpoint_of(model, true)).collect::<Result<_>>()?;
+        let Some(first) = described.first() else { return Ok(Vec::new()) };
+        let place = Place::choose(device, first)?;
+        let weigh = |checkpoint| {
+            let weighed = place.weigh(Models::alone(checkpoint), &resolved.options, 0)?;
+            Ok((weighed.parts.weights_bytes, weighed.parts.draft_weights_bytes, weighed.longest_context))
+        };
+        described.iter().map(weigh).collect()
+    })
+}
+
+/// `rates(model, …)`: what the device reads a second, and on a CPU what each operation of a step costs at the widths of a model that
+/// config.json describes, for sequences of `context` tokens.
+#[pyfunction]
+#[pyo3(signature = (model, *, device, threads, context))]
+pub(crate) fn rates<'py>(
+    py: Python<'py>,
+    model: &str,
+    device: &str,
+    threads: Option<usize>,
+    context: usize,
+) -> PyResult<Bound<'py, PyDict>> {
+    let threads = threads.unwrap_or_else(default_threads);
+    let raised = Raised::default();
+    let mut interrupted = poll(raised.clone());
+    let (place, read, rates) = interruptible(py, &raised, || {
+        let checkpoint = checkpoint_of(model, true)?;
+        let place = Place::choose(device, &checkpoint)?;
+        Ok(match place.gpu() {
+            Some(gpu) => {
+                let read = quantspec_cuda::bench::read_bytes_per_s(gpu)?;
+                (place, read, None)
+            }
+            None => {
+                let read = 1e9 * quantspec_cpu::read_gb_per_s(threads)?;
+                (
+                    place,
+                    read,
+                    Some(quantspec_cpu::rates::rates(checkpoint.config(), context, threads, &mut interrupted)?),
+                )
+            }
+        })
+    })?;
+    let out = PyDict::new(py);
+    out.set_item("device", place.name())?;
+    out.set_item("device_name", place.hardware())?;
+    out.set_item("compute_capability", place.gpu().map(|gpu| gpu.info.compute_capability.clone()))?;
+    out.set_item("read_gb_per_s", read / 1e9)?;
+    out.set_item("threads", threads)?;
+    if let Some(rates) = rates {
+        out.set_item("rows", quantspec_cpu::rates::ROWS)?;
+        out.set_item("window", quantspec_cpu::rates::WINDOW)?;
+        out.set_item("weights", rates.weights)?;
+        out.set_item("draft_weights", rates.draft_weights)?;
+        out.set_item("fp16", rates.fp16)?;
+        out.set_item("int8", rates.int8)?;
+        out.set_item("int4", rates.int4)?;
+        out.set_item("draft_int4", rates.draft_int4)?;
+        out.set_item("dispatch_s", rates.dispatch_s)?;
+        out.set_item("prompt_matrix", rates.prompt_matrix)?;
+        out.set_item("prompt_attention", rates.prompt_attention)?;
+    }
     Ok(out)
 }

@@ -2,7 +2,7 @@
 
 use super::CpuBackend;
 use crate::attend;
-use crate::cache::Cache;
+use crate::cache::{Cache, Slot};
 use crate::memory::Parts;
 use crate::pool::part;
 use crate::quantize;
@@ -30,20 +30,23 @@ impl CpuBackend {
     /// Quantises pages of one slot, in dispatches short enough for the poll hook. `source`: the prompt, or the ring.
     pub(super) fn store_pages(
         &mut self,
+        slot: usize,
         items: usize,
         place: impl Fn(usize) -> PageMove + Sync,
         from_prompt: bool,
     ) -> Result<()> {
         let (simd, threads, rounding) = (self.choice.simd, self.pool.threads(), self.options.rounding);
         let shape = self.cache.plan.shape;
-        let per_head = self.cache.plan.pages;
+        let heads = self.cache.plan.heads();
         let planes = self.cache.planes();
         let failure = std::sync::Mutex::new(None);
         let mut start = 0;
         while start < items {
             let count = (items - start).min(FLUSH_PAGES * threads);
-            let Cache { upper, lower, full, ring, plan: _ } = &mut self.cache;
+            let Cache { slots, ring, plan: _ } = &mut self.cache;
+            let Slot { pages, upper, lower, full } = &mut slots[slot];
             let (upper, lower, full, ring) = (Parts::new(upper), Parts::new(lower), Parts::new(full), &*ring);
+            let per_head = *pages;
             let flushes = Parts::new(&mut self.flushes);
             let prompt = &self.prompt;
             self.pool.run(&|thread| {
@@ -52,7 +55,7 @@ impl CpuBackend {
                 let mut keys = vec![0u16; G * shape.d];
                 for item in part(count, thread, threads) {
                     let at = place(start + item);
-                    let slot = at.head * per_head + at.page;
+                    let page_at = (at.head - slot * heads) * per_head + at.page;
                     let ring = &ring[at.ring..at.ring + shape.full_len()];
                     let (keys, values) = if from_prompt {
                         prompt.page(at.kv_head, at.page)
@@ -62,7 +65,7 @@ impl CpuBackend {
                     };
                     if planes.full {
                         // SAFETY: a page is one item.
-                        let page = unsafe { full.slice(slot * shape.full_len(), shape.full_len()) };
+                        let page = unsafe { full.slice(page_at * shape.full_len(), shape.full_len()) };
                         if from_prompt {
                             prompt.copy(at.kv_head, at.page * G..(at.page + 1) * G, page);
                         } else {
@@ -76,8 +79,8 @@ impl CpuBackend {
                     // SAFETY: a page is one item.
                     let (upper, lower) = unsafe {
                         (
-                            upper.slice(slot * shape.upper_bytes(), shape.upper_bytes()),
-                            lower.slice(slot * lower_bytes, lower_bytes),
+                            upper.slice(page_at * shape.upper_bytes(), shape.upper_bytes()),
+                            lower.slice(page_at * lower_bytes, lower_bytes),
                         )
                     };
                     if let Err(error) = quantize::page(simd, shape, rounding, (keys, values), scratch, upper, lower)
@@ -105,10 +108,11 @@ impl KvCache for CpuBackend {
                 "ask for a longer context (-c) or fewer tokens",
             ));
         }
-        match self.open.get_mut(slot) {
-            Some(open) => *open = Some(capacity),
-            None => return Err(Error::internal(format!("slot {slot} of {}", self.options.slots))),
+        if slot >= self.options.slots {
+            return Err(Error::internal(format!("slot {slot} of {}", self.options.slots)));
         }
+        self.cache.open(slot, capacity)?;
+        self.open[slot] = Some(capacity);
         self.windows[slot].clear();
         Ok(())
     }
@@ -116,6 +120,7 @@ impl KvCache for CpuBackend {
     fn close(&mut self, slot: usize) {
         if let Some(open) = self.open.get_mut(slot) {
             *open = None;
+            self.cache.close(slot);
         }
         let heads = self.config.layers * self.config.kv_heads;
         for (list, visible) in self.chosen.iter_mut().skip(slot * heads).take(heads) {
@@ -150,6 +155,6 @@ impl KvCache for CpuBackend {
         let ring: Vec<usize> =
             (0..self.config.layers * kv_heads).map(|head| self.cache.ring_at(first + head, page)).collect();
         let place = |item: usize| PageMove { kv_head: item % kv_heads, head: first + item, page, ring: ring[item] };
-        self.store_pages(ring.len(), place, false)
+        self.store_pages(slot, ring.len(), place, false)
     }
 }

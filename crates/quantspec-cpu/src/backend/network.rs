@@ -336,7 +336,7 @@ impl Network for CpuBackend {
             let (kv_head, page) = (item / pages, item % pages);
             PageMove { kv_head, head: first + kv_head, page, ring: 0 }
         };
-        self.store_pages(kv_heads * pages, place, true)
+        self.store_pages(slot, kv_heads * pages, place, true)
     }
 
     fn head(&mut self, pass: &Pass) -> Result<()> {

@@ -41,11 +41,10 @@ pub(super) struct Cache {
 
 impl Cache {
     pub(super) fn new(device: &Arc<Device>, config: &ModelConfig, options: &Options) -> Result<Cache> {
-        let bytes = CacheBytes::of(config, options.planes, options.capacity, options.slots);
+        let count = options.pages();
+        let bytes = CacheBytes::of_pool(config, options.planes, count, options.slots);
         let pool = |kept: bool, bytes: usize| if kept { device.allocate(bytes).map(Some) } else { Ok(None) };
-        let per_slot = pages(options.capacity);
         let pitch = table_pitch(options);
-        let count = options.slots * per_slot;
         Ok(Cache {
             upper: pool(options.planes.upper, bytes.upper_bytes)?,
             lower: pool(options.planes.lower, bytes.lower_bytes)?,

@@ -54,9 +54,7 @@ impl CudaBackend {
                 self.options.prompt_capacity
             )));
         }
-        if block.start == 0 {
-            self.prompt.borrows = self.prompt.own.map(|tokens| block.prompt.len() > tokens);
-        }
+        self.prompt.borrows = self.prompt.own.map(|tokens| block.prompt.len() > tokens);
         self.overwritten |= self.prompt.borrows.contains(&true);
         self.prompting = true;
         self.prompt.tokens.write(block.start * 4, &block.prompt[block.start..end])?;

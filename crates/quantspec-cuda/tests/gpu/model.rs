@@ -47,6 +47,7 @@ pub fn options(capacity: usize, slots: usize) -> Options {
     Options {
         slots,
         capacity,
+        pool_pages: usize::MAX,
         prompt_capacity: capacity,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,

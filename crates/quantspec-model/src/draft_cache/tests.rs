@@ -1,9 +1,11 @@
 //! What a file of draft weights may go through, and that no load ever notices.
 
 use super::*;
+use crate::cache_file::{ENTRY_BYTES, HEADER_BYTES};
 use proptest::prelude::*;
 use quantspec_core::Error;
 use std::cell::RefCell;
+use std::fs::{self, File, FileTimes};
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
@@ -207,11 +209,12 @@ fn the_least_recently_used_go_when_the_folder_is_full() {
         age(&path(model), days * DAY);
     }
     let drafts = folder.0.join("drafts");
-    let left = format!("{PREFIX}1.2.3.tmp");
-    let fresh = format!("{PREFIX}3.2.1.tmp");
-    let head = [&MAGIC[..], &[0; HEADER_BYTES]].concat();
+    let prefix = FORMAT.prefix;
+    let left = format!("{prefix}1.2.3.tmp");
+    let fresh = format!("{prefix}3.2.1.tmp");
+    let head = [&FORMAT.magic[..], &[0; HEADER_BYTES]].concat();
     for name in ["notes.txt", "thesis.draft", "thesis.tmp", &left, &fresh] {
-        fs::write(drafts.join(name), if name.starts_with(PREFIX) { &head[..] } else { b"of somebody else" }).unwrap();
+        fs::write(drafts.join(name), if name.starts_with(prefix) { &head[..] } else { b"of somebody else" }).unwrap();
         if name != fresh {
             age(&drafts.join(name), 6 * DAY);
         }
@@ -317,7 +320,7 @@ proptest! {
         let (made, origin) = load(&folder.cache(), [1, 2, 3, 4]);
         prop_assert!(!made.is_empty());
         // A file of another version is no damage; every other change is told.
-        let version = bytes.len() < 12 || bytes[8..12] != VERSION.to_le_bytes();
+        let version = bytes.len() < 12 || bytes[8..12] != FORMAT.version.to_le_bytes();
         prop_assert!(origin.note.is_some() || version);
         if let Some(note) = origin.note {
             prop_assert!(note.contains("damaged") && note.contains("made anew"), "{}", note);

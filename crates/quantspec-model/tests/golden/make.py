@@ -3,7 +3,7 @@
 Made with Python 3.11, torch 2.11.0 (CPU), transformers 5.23.0, safetensors 0.8.0, numpy 2.4.6:
 
     pip install torch==2.11.0 transformers==5.23.0 safetensors==0.8.0 numpy==2.4.6
-    python make.py
+    python make.py [DIRECTORY ...]      # without a name all; phi3, smollm3 and granite are of transformers 5.17.0
 
 Every directory is one tiny random checkpoint (config.json, weights). `<variant>.json` is a configuration for the same
 weights (config.json is the variant "config"), and `<variant>.golden.safetensors` what transformers makes of it in f32:
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,34 @@ QWEN3 = LLAMA | {
     "sliding_window": None,
     "max_window_layers": 2,
     "rope_theta": 1000000.0,
+}
+
+PHI3: dict[str, Any] = {name: value for name, value in LLAMA.items() if name != "head_dim"} | {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "hidden_size": 128,
+    "pad_token_id": 0,
+    "original_max_position_embeddings": 1024,
+    "rope_scaling": None,
+    "sliding_window": None,
+}
+SMOLLM3 = LLAMA | {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "model_type": "smollm3",
+    "num_hidden_layers": 4,
+    "no_rope_layer_interval": 4,
+    "pad_token_id": 0,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "rope_theta": 5000000.0,
+}
+GRANITE = LLAMA | {
+    "architectures": ["GraniteForCausalLM"],
+    "model_type": "granite",
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 8.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.0078125,
 }
 
 
@@ -211,6 +240,20 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
         40,
         2,
     ),
+    # Queries, keys and values in one matrix, gate and up in another; two shards.
+    "phi3": ({"config": PHI3}, 40, 2),
+    # Every fourth layer has no positions, or those that the configuration lists.
+    "smollm3": (
+        {
+            "config": SMOLLM3 | {"tie_word_embeddings": True},
+            "listed": SMOLLM3 | {"tie_word_embeddings": True, "no_rope_layers": [0, 1, 0, 1]},
+        },
+        48,
+        1,
+    ),
+    # Factors on the embedding, the scores, both branches and the logits; tied and not.
+    "granite": ({"config": GRANITE | {"tie_word_embeddings": True}}, 48, 1),
+    "granite-head": ({"config": GRANITE | {"attention_multiplier": 0.3, "logits_scaling": 3.0}}, 40, 1),
 }
 
 
@@ -228,7 +271,7 @@ def randomise(model: torch.nn.Module, seed: int, tied: bool) -> None:
                 # As a head, a tied embedding must not drown everything else: logits of deviation 1.
                 parameter.copy_(noise / parameter.shape[1] ** 0.5 if tied else noise)
             else:
-                gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+                gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
                 parameter.copy_(gain * noise / parameter.shape[1] ** 0.5)
 
 
@@ -280,9 +323,10 @@ def logits(directory: Path, tokens: int, seed: int, dynamic: bool) -> dict[str, 
 
 
 def main() -> None:
-    """Make every case anew."""
+    """Make the named cases anew, or every one."""
     torch.set_num_threads(1)
-    for case, (variants, tokens, shards) in CASES.items():
+    for case in sys.argv[1:] or CASES:
+        variants, tokens, shards = CASES[case]
         directory = HERE / case
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
@@ -301,7 +345,7 @@ def main() -> None:
                 save_weights(model, directory, dtype, config["tie_word_embeddings"], shards)
             for file in directory.glob("model*"):
                 (work / file.name).symlink_to(file)
-            dynamic = config.get("rope_scaling", {}).get("type") == "dynamic"
+            dynamic = (config.get("rope_scaling") or {}).get("type") == "dynamic"
             golden = logits(work, tokens, seed + number, dynamic)
             save_file(golden, directory / f"{variant}.golden.safetensors")
             shutil.rmtree(work)

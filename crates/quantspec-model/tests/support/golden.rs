@@ -79,6 +79,7 @@ pub(crate) fn options(golden: &Golden, slots: usize) -> Options {
     Options {
         slots,
         capacity: golden.ids.len() + 1,
+        pool_pages: usize::MAX,
         prompt_capacity: golden.ids.len() + 1,
         planes: Planes { upper: true, lower: true, full: true },
         rounding: Rounding::Balanced,

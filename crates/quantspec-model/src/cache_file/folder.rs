@@ -1,6 +1,6 @@
-//! The folder of draft weights: which files it holds, and which of them go when it is full.
+//! A folder of cache files: which it holds, and which of them go when it is full.
 
-use super::{HEADER_BYTES, MAGIC, PREFIX, SUFFIX, read_header};
+use super::{Format, HEADER_BYTES};
 use crate::safetensors::read_at;
 use std::fs::{self, File, FileTimes};
 use std::io::{self, ErrorKind};
@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 /// A temporary file that was not written to for so long belongs to a process that was killed.
-pub(super) const ABANDONED: Duration = Duration::from_secs(24 * 3600);
+const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
-/// A file of draft weights, as [`files`] finds it.
+/// A file of a cache, as a listing of its folder finds it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CachedFile {
     /// Where it is.
@@ -23,42 +23,42 @@ pub struct CachedFile {
     pub used: SystemTime,
 }
 
-/// Every file in `folder` that this program put there, least recently used first: drafts, and temporary files of processes that
-/// were killed. A file counts if it begins with our header; links are not followed. A folder that does not exist is empty.
+/// Every file of a format in `folder`, least recently used first, temporary files of processes that were killed among them. A file
+/// counts if it begins with the format's magic; links are not followed. A folder that does not exist is empty.
 ///
 /// # Errors
 /// The folder cannot be read.
-pub fn files(folder: &Path) -> io::Result<Vec<CachedFile>> {
+pub(crate) fn files(format: &Format, folder: &Path) -> io::Result<Vec<CachedFile>> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
         entries => entries?,
     };
-    let mut files: Vec<_> = entries.flatten().filter_map(|entry| cached_file(entry.path())).collect();
+    let mut files: Vec<_> = entries.flatten().filter_map(|entry| cached_file(format, entry.path())).collect();
     files.sort_by_key(|file| file.used);
     Ok(files)
 }
 
-fn cached_file(path: PathBuf) -> Option<CachedFile> {
+fn cached_file(format: &Format, path: PathBuf) -> Option<CachedFile> {
     let metadata = fs::symlink_metadata(&path).ok().filter(fs::Metadata::is_file)?;
     let written = metadata.modified().ok()?;
     let used = metadata.accessed().map_or(written, |read| read.max(written));
     let abandoned = || SystemTime::now().duration_since(written).is_ok_and(|age| age > ABANDONED);
     let ours = match path.extension()?.to_str()? {
-        SUFFIX => true,
-        "tmp" => path.file_name()?.to_str()?.starts_with(PREFIX) && abandoned(),
+        suffix if suffix == format.suffix => true,
+        "tmp" => path.file_name()?.to_str()?.starts_with(format.prefix) && abandoned(),
         _ => false,
     };
-    let mut magic = [0; MAGIC.len()];
+    let mut magic = [0; 8];
     let file = ours.then(|| File::open(&path).ok())??;
     read_at(&file, &mut magic, 0).ok()?;
-    let found = CachedFile { model: model_of(&file), bytes: metadata.len(), used, path };
+    let found = CachedFile { model: model_of(format, &file, metadata.len()), bytes: metadata.len(), used, path };
     // Reading the header is not use.
     let _ = metadata.accessed().map(|before| file.set_times(FileTimes::new().set_accessed(before)));
-    (magic == MAGIC).then_some(found)
+    (magic == format.magic).then_some(found)
 }
 
-fn model_of(file: &File) -> Option<PathBuf> {
-    let (header, _) = read_header(file).ok()?;
+fn model_of(format: &Format, file: &File, length: u64) -> Option<PathBuf> {
+    let header = format.header(file, length).ok()?;
     let mut description = vec![0; header.description_bytes as usize];
     read_at(file, &mut description, HEADER_BYTES as u64).ok()?;
     let description = String::from_utf8(description).ok()?;
@@ -66,14 +66,14 @@ fn model_of(file: &File) -> Option<PathBuf> {
     (!model.is_empty()).then(|| PathBuf::from(model))
 }
 
-/// Removes what killed processes left, and then the least recently used drafts until the files other than `place` have at most
+/// Removes what killed processes left, and then the least recently used files until those other than `place` have at most
 /// `allowed_bytes`. Best effort: a folder that cannot be read cannot be written either, and the caller reports that.
-pub(super) fn make_room(place: &Path, allowed_bytes: u64) {
-    let Ok(mut files) = place.parent().map_or(Ok(Vec::new()), files) else { return };
+pub(crate) fn make_room(format: &Format, place: &Path, allowed_bytes: u64) {
+    let Ok(mut files) = place.parent().map_or(Ok(Vec::new()), |folder| files(format, folder)) else { return };
     files.retain(|file| file.path != place);
     let mut held: u64 = files.iter().map(|file| file.bytes).sum();
     for file in files {
-        let abandoned = file.path.extension().is_some_and(|extension| extension != SUFFIX);
+        let abandoned = file.path.extension().is_some_and(|extension| extension != format.suffix);
         if (abandoned || held > allowed_bytes) && fs::remove_file(&file.path).is_ok() {
             held -= file.bytes;
         }

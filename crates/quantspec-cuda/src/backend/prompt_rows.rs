@@ -1,0 +1,47 @@
+//! Keys and values of the prompt under way, out and in.
+
+use super::CudaBackend;
+use super::workspace::kept_bytes;
+use crate::device::Buffer;
+use crate::images;
+use quantspec_core::{Error, Result};
+use quantspec_model::backend::PromptRows;
+use std::ops::Range;
+
+impl CudaBackend {
+    /// Where the keys and values of prompt tokens are, of `bytes` bytes.
+    fn prompt_tokens(&self, tokens: &Range<usize>, bytes: usize) -> Result<(&Buffer, usize)> {
+        let each = self.row_bytes();
+        if tokens.start > tokens.end || tokens.end > self.options.prompt_capacity || bytes != tokens.len() * each {
+            return Err(Error::internal(format!("{bytes} bytes for prompt tokens {tokens:?} of {each} bytes")));
+        }
+        let at = tokens.start * each;
+        Ok(match self.weights.drafts.as_ref().filter(|_| self.prompt.borrows[1]) {
+            Some(drafts) => (drafts, kept_bytes(&self.config, self.options.prompt_capacity)[0] + at),
+            None => (&self.prompt.scratch, at),
+        })
+    }
+}
+
+impl PromptRows for CudaBackend {
+    fn kernels(&self) -> String {
+        let info = &self.device.info;
+        // The driver compiles PTX.
+        let compiler = if info.architecture == images::PTX { &info.driver } else { "" };
+        format!("{} sm_{} {compiler}", info.name, info.architecture)
+    }
+
+    fn row_bytes(&self) -> usize {
+        2 * self.config.kv_width() * size_of::<u16>()
+    }
+
+    fn export_rows(&mut self, tokens: Range<usize>, out: &mut [u8]) -> Result<()> {
+        let (buffer, at) = self.prompt_tokens(&tokens, out.len())?;
+        buffer.read_into(at, out)
+    }
+
+    fn import_rows(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()> {
+        let (buffer, at) = self.prompt_tokens(&tokens, bytes.len())?;
+        buffer.write(at, bytes)
+    }
+}

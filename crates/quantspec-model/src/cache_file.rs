@@ -1,0 +1,293 @@
+//! Files of the caches on disk, and the folders that hold them.
+//!
+//! A file is a list of *segments*. Next to each stands a hash of what it was made of, and a checksum. All numbers are
+//! little-endian:
+//!
+//! ```text
+//! 0   magic, 8 bytes
+//! 8   u32 version  | u32 bytes of the description
+//! 16  u64 segments | u64 bytes of all segments
+//! 32  u64 checksum of all bytes before it and of those from here to the segments
+//! 40  description: recipe, line feed, directory of the model
+//!     index: per segment { u128 hash of its source, u64 checksum }
+//!     segments, in order
+//! ```
+//!
+//! Hashes are XXH3. A file is written under a temporary name and renamed when it is complete, so processes may share a folder. It
+//! is not synced: a power failure may leave a file of zeros, which the checksums reveal. A reader that has a file open keeps it
+//! when another process removes it.
+
+mod folder;
+
+pub use folder::CachedFile;
+pub(crate) use folder::{files, make_room};
+
+use crate::safetensors::read_at;
+use std::fs::{self, File, FileTimes};
+use std::io::{self, ErrorKind, Seek, Write};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+use twox_hash::XxHash3_64;
+
+pub(crate) const HEADER_BYTES: usize = 40;
+/// Where the header's checksum is; it covers the bytes before it.
+const CHECKSUM_AT: usize = 32;
+pub(crate) const ENTRY_BYTES: usize = 24;
+/// Longest description read: far above a path and a recipe.
+const DESCRIPTION_MAX: u32 = 64 << 10;
+
+/// What a kind of files is known by.
+#[derive(Debug)]
+pub(crate) struct Format {
+    pub(crate) magic: [u8; 8],
+    pub(crate) version: u32,
+    /// Extension of a file.
+    pub(crate) suffix: &'static str,
+    /// Temporary files are `prefix*.tmp`: users may keep files of their own in the folder.
+    pub(crate) prefix: &'static str,
+    /// What the files hold, for messages.
+    pub(crate) holds: &'static str,
+}
+
+/// Why a file is not used.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// There is none, or it was made for other code or another shape: nothing to tell.
+    Other,
+    /// What is wrong with it.
+    Damaged(String),
+    Io(io::Error),
+}
+
+impl From<io::Error> for Fault {
+    fn from(error: io::Error) -> Fault {
+        if error.kind() == ErrorKind::NotFound { Fault::Other } else { Fault::Io(error) }
+    }
+}
+
+/// What the system says of a failure, without its number.
+pub(crate) fn reason(error: &io::Error) -> String {
+    let text = error.to_string();
+    text.split(" (os error").next().unwrap_or(&text).to_lowercase()
+}
+
+/// The fixed part of a file.
+pub(crate) struct Header {
+    pub(crate) description_bytes: u64,
+    pub(crate) segments: u64,
+    pub(crate) data_bytes: u64,
+    checksum: u64,
+}
+
+impl Format {
+    /// Opens a regular file (opening a pipe would block) and reads the fixed part; the last value is the file's length.
+    fn open(&self, path: &Path) -> Result<(File, Header, u64), Fault> {
+        if !fs::metadata(path)?.is_file() {
+            return Err(Fault::Damaged("not a file".to_string()));
+        }
+        let file = File::open(path)?;
+        let length = file.metadata()?.len();
+        let header = self.header(&file, length)?;
+        Ok((file, header, length))
+    }
+
+    fn header(&self, file: &File, length: u64) -> Result<Header, Fault> {
+        if length < HEADER_BYTES as u64 {
+            return Err(Fault::Damaged(format!("{length} bytes long, shorter than its header")));
+        }
+        let mut bytes = [0; HEADER_BYTES];
+        read_at(file, &mut bytes, 0)?;
+        if bytes[..8] != self.magic {
+            return Err(Fault::Damaged(format!("not a file of {}", self.holds)));
+        }
+        let four = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let eight = |at: usize| u64::from(four(at)) | u64::from(four(at + 4)) << 32;
+        if four(8) != self.version {
+            return Err(Fault::Other);
+        }
+        if four(12) > DESCRIPTION_MAX {
+            return Err(Fault::Damaged("its header".to_string()));
+        }
+        Ok(Header {
+            description_bytes: u64::from(four(12)),
+            segments: eight(16),
+            data_bytes: eight(24),
+            checksum: eight(CHECKSUM_AT),
+        })
+    }
+}
+
+/// Checksum of everything before the segments but the checksum itself.
+fn checksum(head: &[u8]) -> u64 {
+    XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&head[..CHECKSUM_AT]), &head[HEADER_BYTES..])
+}
+
+/// A file of which everything but the segments has been checked.
+#[derive(Debug)]
+pub(crate) struct Stored {
+    file: File,
+    index: Vec<u8>,
+    data_at: u64,
+}
+
+impl Stored {
+    /// Opens a file of this recipe, whatever the directory of its model. `fits` says whether the sizes of the header can be those of such a file, before anything
+    /// is allocated by them: a sparse file is as long as its header likes.
+    pub(crate) fn open(
+        format: &Format,
+        path: &Path,
+        recipe: &str,
+        fits: impl FnOnce(&Header) -> bool,
+    ) -> Result<Stored, Fault> {
+        let (file, header, length) = format.open(path)?;
+        let data_at = header
+            .segments
+            .checked_mul(ENTRY_BYTES as u64)
+            .and_then(|index| index.checked_add(HEADER_BYTES as u64 + header.description_bytes))
+            .filter(|at| at.checked_add(header.data_bytes) == Some(length));
+        let Some(data_at) = data_at else {
+            return Err(Fault::Damaged(format!("{length} bytes long, which is not what its header says")));
+        };
+        if header.description_bytes <= recipe.len() as u64 || !fits(&header) {
+            return Err(Fault::Other);
+        }
+        let mut head = vec![0; usize::try_from(data_at).map_err(|_| Fault::Damaged("too large".to_string()))?];
+        read_at(&file, &mut head, 0)?;
+        if checksum(&head) != header.checksum {
+            return Err(Fault::Damaged("its header".to_string()));
+        }
+        let (own, index) = head[HEADER_BYTES..].split_at(header.description_bytes as usize);
+        if own.strip_prefix(recipe.as_bytes()).and_then(<[u8]>::first) != Some(&b'\n') {
+            return Err(Fault::Other);
+        }
+        Ok(Stored { index: index.to_vec(), file, data_at })
+    }
+
+    /// Notes that the file is used now, or a little before: many file systems do not record reads.
+    pub(crate) fn touch(&self, when: SystemTime) {
+        let _ = self.file.set_times(FileTimes::new().set_accessed(when));
+    }
+
+    /// Segments of the file.
+    pub(crate) fn segments(&self) -> usize {
+        self.index.len() / ENTRY_BYTES
+    }
+
+    fn entry(&self, segment: usize) -> Option<(u128, u64)> {
+        let entry = self.index.get(segment * ENTRY_BYTES..)?.first_chunk::<ENTRY_BYTES>()?;
+        let (source, sum) = entry.split_at(16);
+        Some((u128::from_le_bytes(source.try_into().ok()?), u64::from_le_bytes(sum.try_into().ok()?)))
+    }
+
+    /// Hash of what a segment was made of.
+    pub(crate) fn source(&self, segment: usize) -> Option<u128> {
+        Some(self.entry(segment)?.0)
+    }
+
+    /// Reads a segment that begins `start` bytes after the first one; false where it is damaged.
+    pub(crate) fn read(&self, segment: usize, start: u64, out: &mut [u8]) -> bool {
+        let Some((_, sum)) = self.entry(segment) else { return false };
+        read_at(&self.file, out, self.data_at + start).is_ok() && XxHash3_64::oneshot(out) == sum
+    }
+}
+
+/// A file under way. It gets its name when it is complete; dropping it earlier removes it.
+#[derive(Debug)]
+pub(crate) struct Writer {
+    file: File,
+    path: PathBuf,
+    place: PathBuf,
+    head: Vec<u8>,
+    index: Vec<u8>,
+    index_at: usize,
+    done: u64,
+    published: bool,
+}
+
+impl Writer {
+    /// Begins a file of `segments` segments, and makes its folder where there is none.
+    pub(crate) fn new(format: &Format, place: &Path, description: &[u8], segments: usize) -> io::Result<Writer> {
+        let folder = place.parent().unwrap_or(Path::new("."));
+        fs::create_dir_all(folder)?;
+        let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let name = format!(
+            "{}{}.{}.{}.tmp",
+            format.prefix,
+            XxHash3_64::oneshot(place.as_os_str().as_encoded_bytes()),
+            std::process::id(),
+            since.as_nanos()
+        );
+        let path = folder.join(name);
+        let index_at = HEADER_BYTES + description.len();
+        let mut head = vec![0; index_at + ENTRY_BYTES * segments];
+        head[..8].copy_from_slice(&format.magic);
+        head[8..12].copy_from_slice(&format.version.to_le_bytes());
+        head[12..16].copy_from_slice(&(description.len() as u32).to_le_bytes());
+        head[16..24].copy_from_slice(&(segments as u64).to_le_bytes());
+        head[HEADER_BYTES..index_at].copy_from_slice(description);
+        let file = File::options().write(true).create_new(true).open(&path)?;
+        let index = Vec::with_capacity(ENTRY_BYTES * segments);
+        let place = place.to_path_buf();
+        let mut writer = Writer { file, path, place, head, index, index_at, done: 0, published: false };
+        writer.file.write_all(&writer.head)?;
+        Ok(writer)
+    }
+
+    /// Appends a segment; `source` is the hash of what it was made of.
+    pub(crate) fn put(&mut self, source: u128, segment: &[u8]) -> io::Result<()> {
+        self.file.write_all(segment)?;
+        self.index.extend_from_slice(&source.to_le_bytes());
+        self.index.extend_from_slice(&XxHash3_64::oneshot(segment).to_le_bytes());
+        self.done += segment.len() as u64;
+        Ok(())
+    }
+
+    /// Where the file will be.
+    pub(crate) fn place(&self) -> &Path {
+        &self.place
+    }
+
+    /// Writes the head over the room left for it, and moves the file to its place.
+    pub(crate) fn publish(mut self) -> io::Result<()> {
+        if self.index.len() != self.head.len() - self.index_at {
+            return Err(io::Error::other("not as many segments as were announced"));
+        }
+        self.head[24..32].copy_from_slice(&self.done.to_le_bytes());
+        self.head[self.index_at..].copy_from_slice(&self.index);
+        let sum = checksum(&self.head);
+        self.head[CHECKSUM_AT..HEADER_BYTES].copy_from_slice(&sum.to_le_bytes());
+        self.file.rewind()?;
+        self.file.write_all(&self.head)?;
+        fs::rename(&self.path, &self.place)?;
+        self.published = true;
+        Ok(())
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        if !self.published {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// The directory that has the model's name: `models--owner--name` of Hugging Face's models--owner--name/snapshots/revision.
+fn named(model: &Path) -> &Path {
+    let snapshots = model.parent().filter(|parent| parent.ends_with("snapshots"));
+    snapshots.and_then(Path::parent).unwrap_or(model)
+}
+
+/// The model as the beginning of a file name.
+pub(crate) fn model_name(model: &Path) -> String {
+    let name = named(model).file_name().unwrap_or_default().to_string_lossy();
+    let name = name.strip_prefix("models--").unwrap_or(&name);
+    let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
+    // A file name may have 255 bytes.
+    name.chars().map(plain).take(100).collect()
+}
+
+/// What stands in a file for people and for listings: the recipe, and the model unless its path is not UTF-8.
+pub(crate) fn description(recipe: &str, model: &Path) -> Vec<u8> {
+    format!("{recipe}\n{}", model.to_str().unwrap_or_default()).into_bytes()
+}

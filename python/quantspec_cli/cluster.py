@@ -1,0 +1,281 @@
+"""`quantspec batch --ray`: documents decode on a Ray cluster, one engine per GPU, or per node where it has none.
+
+The driver reads documents, keeps the journal and writes the answers; a worker turns token ids into an answer. So a worker
+that dies loses nothing but time: its documents are decoded again elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import fingerprint
+from .batch_plan import PARALLEL
+from .engine import Engine, Model, planned
+from .errors import DeviceError, DoesNotFitError, ModelError, QuantspecError, UsageError, internal
+
+if TYPE_CHECKING:
+    from .engine import Generation, Prompt
+    from .options import EngineOptions, GenerateOptions
+
+# How often a thread that waits for an answer looks whether the batch is to end, in seconds.
+_LOOK_S = 0.2
+# How long a cluster may take to answer, in seconds.
+_ANSWER_S = 10.0
+# Workers that may die of one document. It is likely the cause then, and the others shall live.
+_DEATHS_OF_ONE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a worker is to load.
+
+    Attributes:
+        print: fingerprint of the driver's model; a worker with another one is refused.
+        context: tokens of the longest sequence, as far as a worker's memory allows.
+        parallel: most sequences of a worker at once; None chooses.
+    """
+
+    model: str | None
+    revision: str | None
+    offline: bool
+    print: str
+    options: EngineOptions
+    prompt_cache: str | None
+    context: int
+    parallel: int | None
+
+
+class Worker:
+    """An engine in a process of the cluster."""
+
+    def __init__(self, order: Order) -> None:
+        model = Model.open(order.model, revision=order.revision, offline=order.offline)
+        if fingerprint.of_model(model) != order.print:
+            raise ModelError(
+                f"a worker's model {model.directory} is not the one that the batch was started with",
+                "give all nodes the same files, or name a revision of a hub id",
+            )
+        plan = planned(model, order.options, context=order.context)
+        self._context = order.context if plan["fits"] else max(1, min(order.context, plan["longest_context"]))
+        self._parallel = order.parallel or PARALLEL[plan["device"].partition(":")[0]]
+        while (
+            self._parallel > 1
+            and not planned(model, order.options, context=self._context, batch=self._parallel)["fits"]
+        ):
+            self._parallel -= 1
+        self._engine = Engine(
+            model, order.options, context=self._context, batch=self._parallel, prompt_cache=order.prompt_cache
+        )
+
+    def room(self) -> tuple[int, int]:
+        """Tokens of a sequence, and sequences at once."""
+        return self._context, self._parallel
+
+    def generate(self, prompt: Prompt, options: GenerateOptions) -> Generation:
+        """One answer; calls share the engine's rounds."""
+        batch = self._engine.start([prompt], options)
+        for _ in batch:
+            pass
+        return batch.generations()[0]
+
+
+@dataclass(eq=False)
+class _Seat:
+    """A worker as the driver sees it."""
+
+    actor: Any
+    context: int
+    free: int
+
+
+class Cluster:
+    """The workers of a Ray cluster.
+
+    Attributes:
+        workers: engines that were started.
+        parallel: sequences that decode at once, over all workers.
+        context: tokens of the longest sequence that any of them holds.
+        lost: workers that died.
+        failure: why a worker could not be started, where another one could.
+    """
+
+    def __init__(self, address: str, order: Order) -> None:
+        """Starts a worker on every GPU, or node, and waits until each has loaded its model.
+
+        Raises:
+            UsageError: Ray is not installed.
+            DeviceError: there is no such cluster, or no worker could be started on it.
+            QuantspecError: what a worker says of the model.
+        """
+        try:
+            import ray
+        except ImportError as error:
+            raise UsageError(
+                "--ray needs the package ray", "install it with: pip install 'quantspec[ray]'", option="ray"
+            ) from error
+        self._ray = ray
+        # Standard output is the report's, and Ray prints there what becomes of its nodes.
+        self._silence = contextlib.ExitStack()
+        nowhere = self._silence.enter_context(Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        self._silence.enter_context(contextlib.redirect_stdout(nowhere))
+        try:
+            _look_for(address)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, RuntimeError, ValueError) as error:
+            self._silence.close()
+            raise DeviceError(
+                f"no Ray cluster at {address!r:.100}: {error}"[:300],
+                "start one with: ray start --head, or correct --ray",
+            ) from error
+        self.lost = 0
+        self.failure: QuantspecError | None = None
+        self._changed = threading.Condition()
+        try:
+            self._seats = self._started(order)
+        except BaseException:
+            self._leave()
+            raise
+        self.workers = len(self._seats)
+        self.parallel = sum(seat.free for seat in self._seats)
+        self.context = max(seat.context for seat in self._seats)
+
+    def _started(self, order: Order) -> list[_Seat]:
+        ray = self._ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        remote = ray.remote(Worker)
+        # A worker's calls run in as many threads, and `room` in one more.
+        threads = (order.parallel or max(PARALLEL.values())) + 1
+        actors = []
+        for node in ray.nodes():
+            if not node["Alive"]:
+                continue
+            gpus = 0 if order.options.device == "cpu" else int(node["Resources"].get("GPU", 0))
+            for _ in range(max(1, gpus)):
+                there = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+                actor = remote.options(
+                    num_gpus=min(1, gpus), num_cpus=0, scheduling_strategy=there, max_concurrency=threads
+                )
+                actors.append(actor.remote(order))
+        seats: list[_Seat] = []
+        for actor in actors:
+            try:
+                context, parallel = ray.get(actor.room.remote())
+            except ray.exceptions.RayError as error:
+                self.failure = _cause(error) or DeviceError(
+                    "a worker of the Ray cluster died as it began", "see the logs of its nodes (ray logs)"
+                )
+            else:
+                seats.append(_Seat(actor, context, parallel))
+        if self.failure is not None and (isinstance(self.failure, ModelError) or not seats):
+            raise self.failure
+        if not seats:
+            raise DeviceError("the Ray cluster has no node", "start one with: ray start")
+        return seats
+
+    def generate(self, prompt: Prompt, options: GenerateOptions, stopping: threading.Event) -> Generation:
+        """One answer from any worker that has room; from another one where that dies.
+
+        Raises:
+            DoesNotFitError: no worker holds so long a sequence, or workers died of it.
+            DeviceError: no worker is left.
+            KeyboardInterrupt: the batch is to end.
+        """
+        ray = self._ray
+        deaths = 0
+        while True:
+            seat = self._taken(prompt, len(prompt.ids) + options.max_new_tokens, stopping)
+            reference = seat.actor.generate.remote(prompt, options)
+            dead = False
+            try:
+                while not ray.wait([reference], timeout=_LOOK_S)[0]:
+                    if stopping.is_set():
+                        raise KeyboardInterrupt
+                generation: Generation = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                cause = _cause(error)
+                if cause is not None:
+                    raise cause from error
+                dead = True
+            else:
+                return generation
+            finally:
+                self._left(seat, dead=dead)
+            deaths += 1
+            if deaths >= _DEATHS_OF_ONE:
+                raise DoesNotFitError(
+                    f"{deaths} workers died while they decoded {prompt.name}",
+                    "look at the memory of the nodes; --retry-failed tries the document again",
+                )
+
+    def _taken(self, prompt: Prompt, needed: int, stopping: threading.Event) -> _Seat:
+        """A free place of the worker with the most of them."""
+        with self._changed:
+            while not stopping.is_set():
+                if not self._seats:
+                    raise DeviceError(
+                        f"all {self.lost} workers of the Ray cluster died",
+                        "look at its nodes, and run the command again",
+                    )
+                large = [seat for seat in self._seats if seat.context >= needed]
+                if not large:
+                    longest = max(seat.context for seat in self._seats)
+                    raise DoesNotFitError(
+                        f"{prompt.name} and its answer need {needed} tokens; {longest} fit into a worker's memory",
+                        "add a node with more memory, or use --long map-reduce",
+                    )
+                seat = max(large, key=lambda seat: seat.free)
+                if seat.free:
+                    seat.free -= 1
+                    return seat
+                self._changed.wait(_LOOK_S)
+        raise KeyboardInterrupt
+
+    def _left(self, seat: _Seat, *, dead: bool) -> None:
+        with self._changed:
+            seat.free += 1
+            if dead and seat in self._seats:
+                self._seats.remove(seat)
+                self.lost += 1
+            self._changed.notify_all()
+
+    def statistics(self) -> dict[str, Any]:
+        """For the report: workers, and those of them that died."""
+        return {"workers": self.workers, "workers_lost": self.lost}
+
+    def close(self) -> None:
+        """Ends the workers and leaves the cluster."""
+        for seat in self._seats:
+            self._ray.kill(seat.actor)
+        self._leave()
+
+    def _leave(self) -> None:
+        self._ray.shutdown()
+        self._silence.close()
+
+
+def _look_for(address: str) -> None:
+    """Connects to HOST:PORT: Ray itself would try for minutes where nothing answers.
+
+    Raises:
+        OSError: nothing does.
+    """
+    host, separator, port = address.rpartition(":")
+    if separator and port.isdigit() and "/" not in host:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S):
+            pass
+
+
+def _cause(error: Any) -> QuantspecError | None:
+    """What a worker raised; None where the worker itself is gone."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, QuantspecError):
+        return cause
+    return internal(cause) if isinstance(cause, Exception) else None

@@ -1,0 +1,177 @@
+"""`quantspec bench --compare A B`: two files of rows side by side, and which differences exceed their noise."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import bench, files, output
+from .errors import InputError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    Row = Mapping[str, Any]
+
+# Larger than the rows of any benchmark; a device or another file in their place ends here.
+BYTES_MAX = 64 << 20
+# What makes two rows the same measurement. The model counts where a file has several.
+KEY = (
+    "model",
+    "method",
+    "kv_target",
+    "gamma",
+    "draft_pages",
+    "accept",
+    "batch",
+    "test",
+    "n_prompt",
+    "n_gen",
+    "n_depth",
+)
+# Combined standard deviations beyond which a difference is none of chance: 1 of 20 equal pairs differs by more.
+DEVIATIONS = 2.0
+
+
+def compare(first: str, second: str, *, output_format: str, place: str | None, as_json: bool) -> output.Done:
+    """Prints the measurements that both files have; the document of `--json` is left to be printed."""
+    with output.opened(place, [first, second]) as file:
+        sink = bench.sink_of(file, as_json=as_json)
+        rows = list(compared(read(first), read(second), first, second))
+        table = bench.writer(output_format, Compared, sink)
+        for row in rows:
+            table.row(row)
+        table.close()
+    return output.Done(document=rows if as_json else None)
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    """The rows of a file: an array of them (`bench --json`, `-o json`), an error's document, or one a line (`-o jsonl`)."""
+    path = Path(name)
+    if not files.is_file(path):
+        raise InputError(
+            f"{name} is no file", "give a file that bench -o jsonl or bench --json wrote", option="compare"
+        )
+    size = path.stat().st_size
+    if size > BYTES_MAX:
+        raise InputError(f"{name} has {size} bytes, at most {BYTES_MAX} are read", "give the rows of one benchmark")
+    try:
+        text = files.read(path).decode("utf-8-sig")
+        found = _parsed(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"{name} holds no rows: {type(error).__name__}: {error}",
+            "give a file that bench -o jsonl or bench --json wrote",
+            option="compare",
+        ) from error
+    if not found:
+        raise InputError(f"{name} holds no rows", "give a file that bench wrote", option="compare")
+    return [_checked(name, number, row) for number, row in enumerate(found, 1)]
+
+
+def _parsed(text: str) -> list[Any]:
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    if isinstance(document, dict) and isinstance(document.get("results"), list):
+        document = document["results"]
+    return document if isinstance(document, list) else [document]
+
+
+def _checked(name: str, number: int, row: Any) -> dict[str, Any]:
+    """A row of decoding or of a prompt, with numbers where they are needed."""
+
+    def wrong(what: str) -> InputError:
+        return InputError(
+            f"row {number} of {name} {what}",
+            "give rows of bench as it wrote them; those of bench kernels have no spread to compare",
+            option="compare",
+        )
+
+    if not isinstance(row, dict) or not {*KEY} - {"accept"} <= row.keys():
+        raise wrong("is no measurement of bench")
+    for field, least in (("ms_per_token", 0.0), ("ms_per_token_sd", -1.0), ("repetitions", 0.0)):
+        value = row.get(field)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise wrong(f"has no {field}")
+        if not (math.isfinite(value) and value > least):
+            raise wrong(f"has {field} {value}")
+    if not all(isinstance(row[field], str | int) for field in {*KEY} - {"accept"}):
+        raise wrong("has a field that is neither text nor a whole number")
+    return row
+
+
+def compared(first: Sequence[Row], second: Sequence[Row], one: str, other: str) -> Iterator[dict[str, Any]]:
+    """Each measurement of both files. The ratio is the first time over the second: above 1 the second file is faster."""
+    single = all(len({row["model"] for row in rows}) == 1 for rows in (first, second))
+    mine, others = _by_key(first, one, single=single), _by_key(second, other, single=single)
+    common = [key for key in mine if key in others]
+    if not common:
+        raise InputError(
+            f"{one} and {other} have no measurement in common",
+            f"compare runs of the same tests: their {', '.join(KEY)} must be equal",
+            option="compare",
+        )
+    for key in common:
+        a, b = mine[key], others[key]
+        ratio = a["ms_per_token"] / b["ms_per_token"]
+        spread = math.hypot(*(row["ms_per_token_sd"] / row["ms_per_token"] for row in (a, b))) * ratio
+        known = min(a["repetitions"], b["repetitions"]) > 1
+        beyond = abs(ratio - 1) > DEVIATIONS * spread
+        yield {
+            **{field: a.get(field) for field in KEY},
+            "a_ms_per_token": a["ms_per_token"],
+            "a_ms_per_token_sd": a["ms_per_token_sd"],
+            "b_ms_per_token": b["ms_per_token"],
+            "b_ms_per_token_sd": b["ms_per_token_sd"],
+            "ratio": ratio,
+            "ratio_sd": spread if known else None,
+            "change": ("unknown" if not known else "noise" if not beyond else "faster" if ratio > 1 else "slower"),
+        }
+
+
+def _by_key(rows: Sequence[Row], name: str, *, single: bool) -> dict[tuple[Any, ...], Row]:
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = tuple(row.get(field) for field in KEY if not (single and field == "model"))
+        if key in found:
+            raise InputError(
+                f"{name} measures {one_line(_shown(row))} twice", "compare files of one run each", option="compare"
+            )
+        found[key] = row
+    return found
+
+
+def _shown(row: Row) -> str:
+    return f"{row['method']} {row['kv_target']}, {row['test']}{row['n_prompt'] or row['n_gen']} at {row['n_depth']}"
+
+
+class Compared(bench.Markdown):
+    """Both times, and the speed of the second against the first."""
+
+    HEAD = (
+        ("model", 20), ("method", 10), ("kv", 4), ("gamma", 5), ("pages", 5), ("test", 16), ("A ms/token", 15),
+        ("B ms/token", 15), ("A / B", 13), ("B is", 7),
+    )  # fmt: skip
+    TEXTS = 6
+
+    def cells(self, row: Mapping[str, Any]) -> list[str]:
+        """The columns of a comparison."""
+        tokens = f"{row['test']}{row['n_prompt'] or row['n_gen']}"
+        depth = f" @ d{row['n_depth']}" if row["n_depth"] else ""
+        spread = row["ratio_sd"]
+        return [
+            str(row["model"]),
+            str(row["method"]),
+            str(row["kv_target"]),
+            str(row["gamma"]),
+            str(row["draft_pages"]),
+            tokens + depth + (f" x{row['batch']}" if row["batch"] != 1 else ""),
+            f"{row['a_ms_per_token']:.3f} ± {row['a_ms_per_token_sd']:.3f}",
+            f"{row['b_ms_per_token']:.3f} ± {row['b_ms_per_token_sd']:.3f}",
+            f"{row['ratio']:.3f}" + ("" if spread is None else f" ± {spread:.3f}"),
+            {"noise": "", "unknown": "?"}.get(row["change"], row["change"]),
+        ]

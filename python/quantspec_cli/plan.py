@@ -1,0 +1,217 @@
+"""`quantspec plan`: whether a model fits here, with which context and batch, and how fast.
+
+Of a model on the hub only config.json is downloaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import hub, predict, render, sizes
+from .errors import DoesNotFitError, UsageError, native_errors, one_line
+from .options import whole
+from .output import Done, Stdout
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .options import EngineOptions
+
+# More sequences than any memory holds; the number reaches the engine as it is.
+BATCH_MAX = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What one `quantspec plan` was asked for.
+
+    Attributes:
+        ctx_size: tokens of each sequence, prompt and answer together; 0 is the model's context.
+        batch: sequences that decode together.
+        acceptance: share of drafted tokens that verification keeps; None for the measured ones of `predict.ACCEPTANCE`.
+    """
+
+    model: str | None
+    revision: str | None
+    offline: bool
+    ctx_size: int
+    batch: int
+    acceptance: float | None
+    as_json: bool
+
+
+def plan(request: Request, options: EngineOptions) -> Done:
+    """Prints the plan; that of `--json` is left to be printed. What does not fit is an error after it."""
+    whole("batch", request.batch, 1, BATCH_MAX)
+    whole("ctx_size", request.ctx_size, 0, 2**32)
+    if request.acceptance is not None and not 0 <= request.acceptance <= 1:
+        raise UsageError(f"acceptance is {request.acceptance}", "use a share, 0 to 1", option="acceptance")
+    render.warn_of_threads(options.threads)
+    stdout = Stdout()
+    found = examine(request, options)
+    if not request.as_json:
+        stdout.write("\n".join(lines(found)) + "\n")
+    if not found["fits"]:
+        raise _refusal(found)
+    return Done(document=found if request.as_json else None)
+
+
+def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
+    """The document of `--json`."""
+    from . import _native
+
+    path = str(
+        hub.describe(request.model, revision=request.revision, offline=request.offline, progress=render.on_terminal())
+    )
+    with native_errors():
+        info = _native.model_info(path, described=True)
+        context = request.ctx_size or int(info["max_positions"])
+        held = _native.plan(path, capacity=context, slots=request.batch, described=True, **options.native())
+        seen = _native.traffic(path, context - 1, 1, held["weights"], described=True)
+    per_page = {"int8": "lower_page_bytes", "fp16": "full_page_bytes"}
+    page = seen["upper_page_bytes"] + (seen[per_page[options.kv_target]] if options.kv_target in per_page else 0)
+    found = {
+        "model": request.model or hub.DEMO,
+        "device": held["device"],
+        "fits": held["fits"],
+        "kv_target": options.kv_target,
+        "weights_bytes": held["weights_bytes"],
+        "draft_weights_bytes": held["draft_weights_bytes"],
+        "cache_bytes_per_token": page / predict.PAGE_TOKENS,
+        "planned_bytes": held["planned_bytes"],
+        "available_bytes": held["available_bytes"],
+        "context": context,
+        "longest_context": held["longest_context"],
+        "model_context": info["max_positions"],
+        "batch": request.batch,
+        "largest_batch": held["largest_batch"] if context <= info["max_positions"] else 0,
+        "device_name": None,
+        "bandwidth_gb_per_s": None,
+        "predicted": None,
+        "methods": [],
+        "roofline": [],
+        "sizes": sizes.table(options.device),
+    }
+    if held["fits"]:
+        load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or held["draft_weights_bytes"], context)
+        with native_errors():
+            rates = _native.rates(path, device=options.device, threads=options.threads, context=context)
+        found |= predictions(rates, load, options.kv_target, batch=request.batch, acceptance=request.acceptance)
+    return found
+
+
+def predictions(
+    rates: Mapping[str, Any], load: predict.Load, target: str, *, batch: int, acceptance: float | None
+) -> dict[str, Any]:
+    """What is predicted from the machine's rates."""
+    machine = predict.Machine.of(rates, load.layers)
+    plain = predict.plain(machine, load, target, batch=batch)
+    speeds = [
+        predict.speed(
+            machine, load, method, target, batch=batch, acceptance=chance if acceptance is None else acceptance
+        )
+        for method, chance in predict.ACCEPTANCE.items()
+    ]
+    best = max(speeds, key=lambda speed: speed.tokens_per_s)
+    prompt = predict.prompt(machine, load)
+    prefill = load.context / sum(operation.seconds for operation in prompt) if prompt else None
+    roofline = [
+        *predict.target_step(machine, load, target, rows=1, batch=batch, name="decode"),
+        *predict.draft_step(machine, load, best.method, target, batch=batch),
+        *predict.target_step(machine, load, target, rows=best.gamma + 1, batch=batch, name="verify"),
+        *prompt,
+    ]
+    return {
+        "device_name": rates["device_name"],
+        "bandwidth_gb_per_s": rates["read_gb_per_s"],
+        "predicted": {
+            "method": best.method,
+            "gamma": best.gamma,
+            "draft_pages": "all",
+            "acceptance": best.acceptance,
+            "prefill_tokens_per_s": prefill,
+            "ar_tokens_per_s": plain.tokens_per_s,
+            "decode_tokens_per_s": best.tokens_per_s,
+        },
+        "methods": [
+            {
+                "method": speed.method,
+                "gamma": speed.gamma,
+                "acceptance": speed.acceptance,
+                "decode_tokens_per_s": speed.tokens_per_s,
+                "speedup": speed.tokens_per_s / plain.tokens_per_s,
+            }
+            for speed in (plain, *speeds)
+        ],
+        "roofline": [operation.to_json() for operation in roofline],
+    }
+
+
+def _refusal(found: Mapping[str, Any]) -> DoesNotFitError:
+    """Why a plan does not fit, with the plan as the error's document."""
+    context, longest, most = found["context"], found["longest_context"], found["model_context"]
+    if context > most:
+        message = f"{context} tokens exceed the model's context of {most}"
+    else:
+        sequences = "a sequence" if found["batch"] == 1 else f"{found['batch']} sequences"
+        message = (
+            f"{sequences} of {context} tokens: {render.size(found['planned_bytes'])} of {found['device']} memory needed, "
+            f"{render.size(found['available_bytes'])} available"
+        )
+    fewer = found["largest_batch"]
+    ways = [f"-c {longest} or less"] * bool(longest) + [f"--batch {fewer} or less"] * bool(fewer)
+    hint = "not even a short text fits; use fewer sequences, a smaller model, or a machine with more memory"
+    if ways:
+        hint = f"use {' or '.join(ways)}"
+    error = DoesNotFitError(message, hint)
+    error.kept = dict(found)
+    return error
+
+
+# Writing -------------------------------------------------------------------------------------------------------------
+
+
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """The plan for people."""
+    each = "" if found["batch"] == 1 else f" for each of {found['batch']} sequences"
+    report = [
+        f"model       {one_line(found['model'])}: weights {render.size(found['weights_bytes'])}, "
+        f"draft weights {render.size(found['draft_weights_bytes'])}",
+        f"memory      {render.size(found['planned_bytes'])} of {render.size(found['available_bytes'])} on "
+        f"{found['device']}: {'fits' if found['fits'] else 'does not fit'}",
+        f"context     {found['context']:,} tokens{each}; longest that fits {found['longest_context']:,}",
+        f"batch       {found['batch']}; largest that fits {found['largest_batch']}",
+        f"cache       {found['kv_target']}, {render.size(round(found['cache_bytes_per_token']))} per token",
+    ]
+    if found["predicted"] is not None:
+        report += [
+            f"bandwidth   {render.number(found['bandwidth_gb_per_s'])} GB/s, {one_line(found['device_name'])}",
+            f"prompt      {render.rate(found['predicted']['prefill_tokens_per_s'])}",
+            "",
+            *_methods(found),
+            "",
+            *_roofline(found["roofline"]),
+        ]
+    return [*report, "", *sizes.lines(found["sizes"])]
+
+
+def _methods(found: Mapping[str, Any]) -> list[str]:
+    head = f"after {found['context']:,} tokens"
+    table = [f"{head:<24} {'tokens/s':>9} {'speed-up':>9} {'gamma':>6} {'if accepted':>12}"]
+    for row in found["methods"]:
+        table.append(
+            f"{row['method']:<24} {render.number(row['decode_tokens_per_s']):>9} {row['speedup']:>8.2f}x "
+            f"{row['gamma']:>6} {render.percent(row['acceptance']):>12}"
+        )
+    return table
+
+
+def _roofline(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    table = [f"{'operation':<24} {'ms':>9} {'read':>9} {'flops/byte':>11} {'bound by':>9}"]
+    for row in rows:
+        table.append(
+            f"{row['operation']:<24} {render.number(row['us'] / 1e3):>9} {render.size(round(row['bytes'])):>9} "
+            f"{render.number(row['intensity']):>11} {row['bound']:>9}"
+        )
+    return table

@@ -1,0 +1,448 @@
+"""`--report FILE`: what `bench`, `eval` or `batch` found, as one page of charts with their numbers.
+
+`charts` draws, `page` lays out, this module chooses what there is to show. A chart without data is left out, and a page says
+so where nothing is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+import time
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from .. import __version__, output, render
+from ..errors import UsageError
+from ..options import METHODS
+from .charts import Point, Series, bars, lines, roofline, stacked
+from .page import Section, Table, page
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    Row = Mapping[str, Any]
+
+# Parts of an engine's memory, as statistics name them.
+PARTS = {
+    "weights_bytes": "weights",
+    "draft_weights_bytes": "draft weights",
+    "cache_upper_bytes": "cache, upper nibbles",
+    "cache_lower_bytes": "cache, lower nibbles",
+    "cache_full_bytes": "cache, FP16",
+    "buffer_bytes": "recent tokens",
+    "workspace_bytes": "workspace",
+}
+# Documents of a table: a page of more is too long to read.
+DOCUMENTS_MAX = 200
+
+
+@contextlib.contextmanager
+def opened(path: str | None, inputs: Iterable[str], other: str | None = None) -> Iterator[output.AtomicFile | None]:
+    """The file of `--report` while the body runs, None where none is asked for. No input is overwritten, nor the file of
+    `--output`, which is `other`.
+    """
+    if path is not None and (path == "-" or output.descriptor(path) is not None):
+        raise UsageError(f"--report {path} is an open stream", "name a file, such as report.html", option="report")
+    with output.opened(path, inputs) as file:
+        if file is not None and other is not None and file.is_at(other):
+            raise UsageError(f"--report and --output are both {path}", "name two files", option="report")
+        yield file
+
+
+def bench(rows: Sequence[Row], memory: Mapping[str, Row]) -> str:
+    """The page of `bench`: its rows, and the statistics of each model's engine."""
+    decoded = [row for row in rows if row["test"] == "tg"]
+    sections = [
+        *_speedups(decoded),
+        *_acceptance_by_gamma(decoded),
+        *_acceptance_by_position(_longest_drafts(decoded)),
+        *_roofline(rows),
+        *_rounds(decoded),
+        *_memory(memory, "What the engine holds: a benchmark keeps every view of the cache."),
+        *_all_rows(rows),
+    ]
+    first = rows[0] if rows else {}
+    return _page("quantspec bench", _unique(row["model"] for row in rows), first, sections)
+
+
+def evaluation(found: Row) -> str:
+    """The page of `eval`: its document."""
+    drafts = {name: score for name, score in found["drafts"].items() if score["acceptance"] is not None}
+    names = list(drafts)
+    chart = bars(
+        names,
+        [
+            Series("acceptance", [drafts[name]["acceptance"] for name in names]),
+            Series("top-1 agreement", [drafts[name]["top1"] for name in names]),
+        ],
+        x_title="draft",
+        y_title="share of positions",
+        shown=render.percent,
+        marked=_whole_percent,
+    )
+    sections = [
+        Section(
+            "Drafts against the INT8 target",
+            "Acceptance is the chance that verification keeps a drafted token at temperature 1; top-1 is agreement of the "
+            "likeliest token.",
+            chart,
+            ["acceptance", "top-1 agreement"],
+            Table(
+                ["draft", "acceptance", "top-1"],
+                [
+                    [name, render.percent(one["acceptance"]), render.percent(one["top1"])]
+                    for name, one in drafts.items()
+                ],
+            ),
+        )
+        if names
+        else None,
+        *_divergence(found["targets"]),
+        Section(
+            "Views of the cache",
+            "Scores of the target over each view of the cache, teacher-forced. KLD and top-1 are against the FP16 cache.",
+            None,
+            [],
+            Table(
+                ["view", "nll, nats", "perplexity", "KLD, nats", "top-1"],
+                [
+                    [
+                        name,
+                        f"{one['nll']:.5f}",
+                        f"{one['perplexity']:.4f}",
+                        f"{one['kld']:.2e}" if "kld" in one else "-",
+                        render.percent(one.get("top1")),
+                    ]
+                    for name, one in found["targets"].items()
+                ],
+            ),
+        ),
+    ]
+    about = {"device": found["device"]}
+    facts = {"text": f"{found['prompt']}, {found['positions']:,} positions after {found['context']:,} tokens"}
+    return _page("quantspec eval", [found["model"]], about, [one for one in sections if one is not None], facts)
+
+
+def batch(document: Row, engine: Row) -> str:
+    """The page of `batch`: its document, and the engine's `info`, empty where nothing was decoded."""
+    stats = document["stats"]
+    sections = []
+    if stats.get("decode_s") is not None:
+        names = {"load_s": "load", "prefill_s": "prompts", "draft_s": "draft", "verify_s": "verify"}
+        spent = [Series(shown, [stats[name]]) for name, shown in names.items()]
+        sections.append(
+            _stack(
+                "Time of the engine",
+                "Loading, reading prompts, drafting and verifying.",
+                ["engine"],
+                spent,
+                unit="time",
+                shown=render.seconds,
+            )
+        )
+        sections += _acceptance_by_position([(document["model"], stats["acceptance_rate_per_position"])])
+        sections += _memory({document["model"]: stats}, "What the engine held.")
+    results = document["results"]
+    listed = results[:DOCUMENTS_MAX]
+    more = f" The first {DOCUMENTS_MAX} of {len(results):,}." if len(results) > len(listed) else ""
+    sections.append(
+        Section(
+            "Documents",
+            f"{document['done']} done, {document['failed']} failed, {document['skipped']} skipped.{more}",
+            None,
+            [],
+            Table(
+                ["document", "status", "prompt tokens", "new tokens", "seconds", "ended by"],
+                [
+                    [
+                        row["document"],
+                        row["status"],
+                        "-" if row["prompt_tokens"] is None else f"{row['prompt_tokens']:,}",
+                        f"{row['new_tokens']:,}",
+                        f"{row['seconds']:.2f}",
+                        row["stop_reason"] or (row["error"] or {}).get("message", "-"),
+                    ]
+                    for row in listed
+                ],
+            ),
+        )
+    )
+    facts = {
+        "documents": f"{document['documents']:,}",
+        "speed": ""
+        if stats["documents_per_hour"] is None
+        else f"{render.number(stats['documents_per_hour'])} documents/h",
+    }
+    return _page("quantspec batch", [document["model"]], engine, sections, facts)
+
+
+# Parts ---------------------------------------------------------------------------------------------------------------
+
+
+def _page(
+    title: str, models: Sequence[str], row: Row, sections: Sequence[Section], facts: Mapping[str, str] | None = None
+) -> str:
+    simd = f", {row['simd']}" if row.get("simd") else ""
+    threads = f", {row['threads']} threads" if row.get("threads") and row.get("device") == "cpu" else ""
+    name = f": {row['device_name']}" if row.get("device_name") else ""
+    about = {
+        "model": ", ".join(models),
+        **(facts or {}),
+        "machine": f"{row['device']}{name}{simd}{threads}" if row.get("device") else "",
+        "version": _version(),
+        "command": shlex.join(["quantspec", *sys.argv[1:]]),
+        "made": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+    return page(f"{title}: {', '.join(models)}" if models else title, about, sections)
+
+
+def _version() -> str:
+    """The version, with the commit where pip has installed one."""
+    with contextlib.suppress(metadata.PackageNotFoundError, ValueError, AttributeError):
+        about = json.loads(metadata.distribution("quantspec").read_text("direct_url.json") or "{}")
+        if commit := about.get("vcs_info", {}).get("commit_id"):
+            return f"{__version__}, commit {commit:.12}"
+    return __version__
+
+
+def _unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
+
+
+def _method(row: Row) -> str:
+    """A row's method with what distinguishes it."""
+    drafts = METHODS.get(row["method"], METHODS["ar"])
+    name = "plain" if row["method"] == "ar" else row["method"]
+    gamma = f", γ {row['gamma']}" if drafts.drafts else ""
+    pages = f", {row['draft_pages']} pages" if drafts.draft_view and row["draft_pages"] != "all" else ""
+    return f"{name}, {str(row['kv_target']).upper()}{gamma}{pages}"
+
+
+def _place(row: Row, *, models: bool) -> str:
+    """A row's context, with batch and model where there are several."""
+    batch = f" × {row['batch']}" if row["batch"] > 1 else ""
+    return (f"{row['model']}, " if models else "") + f"{row['n_depth']:,}{batch}"
+
+
+def _test(row: Row) -> str:
+    return f"{_method(row)}, after {row['n_depth']:,}" + (f" × {row['batch']}" if row["batch"] > 1 else "")
+
+
+def _grid(rows: Sequence[Row], value: Callable[[Row], float | None]) -> tuple[list[str], list[Series]]:
+    """Values by context (the categories) and method (the series). Of several answer lengths the last counts."""
+    models = len({row["model"] for row in rows}) > 1
+    categories = _unique(_place(row, models=models) for row in rows)
+    found = {(_method(row), _place(row, models=models)): value(row) for row in rows}
+    names = _unique(_method(row) for row in rows)
+    return categories, [Series(name, [found.get((name, place)) for place in categories]) for name in names]
+
+
+def _table(first: str, categories: Sequence[str], series: Sequence[Series], shown: Callable[[float], str]) -> Table:
+    rows = [
+        [place, *("-" if one.values[index] is None else shown(one.values[index] or 0.0) for one in series)]
+        for index, place in enumerate(categories)
+    ]
+    return Table([first, *(one.name for one in series)], rows)
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}×"
+
+
+def _speedups(rows: Sequence[Row]) -> list[Section]:
+    categories, series = _grid(rows, lambda row: row.get("speedup"))
+    if any(value is not None for one in series for value in one.values):
+        chart = bars(
+            categories,
+            series,
+            x_title="context, tokens",
+            y_title="speed-up",
+            shown=_times,
+            marked=lambda value: f"{value:g}×",
+            reference=1.0,
+        )
+        text = "Against plain decoding with an FP16 cache, in runs of one repetition at one memory bandwidth."
+        names = [one.name for one in series]
+        return [Section("Speed-up by context", text, chart, names, _table("context", categories, series, _times))]
+    categories, series = _grid(rows, lambda row: row["tokens_per_s"])
+    if not rows:
+        return []
+    chart = bars(categories, series, x_title="context, tokens", y_title="tokens/s", shown=render.number)
+    text = (
+        "Of all sequences together. There is no speed-up to show without plain decoding over an FP16 cache (ar-fp16)."
+    )
+    names = [one.name for one in series]
+    return [
+        Section(
+            "Tokens per second by context", text, chart, names, _table("context", categories, series, render.number)
+        )
+    ]
+
+
+def _acceptance_by_gamma(rows: Sequence[Row]) -> list[Section]:
+    """Where some γ was fixed: one line for each method and context."""
+    fixed = [row for row in rows if row["acceptance_rate"] is not None and isinstance(row["gamma"], int)]
+    by_line: dict[str, list[tuple[float, float]]] = {}
+    for row in fixed:
+        name = _test({**row, "gamma": "fixed"}).replace(", γ fixed", "")
+        by_line.setdefault(name, []).append((float(row["gamma"]), row["acceptance_rate"]))
+    if len({row["gamma"] for row in fixed}) < 2:
+        return []
+    chart = lines(
+        list(by_line.items()),
+        x_title="γ, drafted tokens per round",
+        y_title="acceptance",
+        shown=_whole_percent,
+        top=1.0,
+    )
+    table = Table(
+        ["method", "γ", "acceptance"],
+        [[name, f"{gamma:.0f}", render.percent(rate)] for name, of_line in by_line.items() for gamma, rate in of_line],
+    )
+    text = "Share of drafted tokens that verification kept."
+    return [Section("Acceptance by γ", text, chart, list(by_line), table)]
+
+
+def _longest_drafts(rows: Sequence[Row]) -> list[tuple[str, Sequence[float] | None]]:
+    """Of each method and context the row that drafted furthest, with its acceptance by position."""
+    found: dict[str, tuple[str, Sequence[float]]] = {}
+    for row in rows:
+        rates = row.get("acceptance_rate_per_position") or []
+        key = _test({**row, "gamma": ""})
+        if len(rates) > len(found.get(key, ("", []))[1]):
+            found[key] = (_test(row), rates)
+    return list(found.values())
+
+
+def _acceptance_by_position(drafted: Sequence[tuple[str, Sequence[float] | None]]) -> list[Section]:
+    found = [(name, rates) for name, rates in drafted if rates]
+    if not found:
+        return []
+    points = [(name, [(float(at), rate) for at, rate in enumerate(rates, 1)]) for name, rates in found]
+    chart = lines(
+        points, x_title="position of the drafted token in its round", y_title="rounds", shown=_whole_percent, top=1.0
+    )
+    longest = max(len(rates) for _, rates in found)
+    table = Table(
+        ["method", *(str(at) for at in range(1, longest + 1))],
+        [[name, *map(render.percent, rates), *["-"] * (longest - len(rates))] for name, rates in found],
+    )
+    text = "Share of rounds whose token at that position was kept; rounds that drafted fewer count as not kept."
+    return [Section("Acceptance by position", text, chart, [name for name, _ in found], table)]
+
+
+def _whole_percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _roofline(rows: Sequence[Row]) -> list[Section]:
+    """All measurements under the bandwidth that was measured around them, and the fastest prompt's arithmetic."""
+    known = [row for row in rows if row.get("flops_per_token") and row["bytes_per_token"] > 0]
+    if not known:
+        return []
+    names = _unique("prompt" if row["test"] == "pp" else _method(row) for row in known)
+    prompt = names.index("prompt") if "prompt" in names else None
+    points = []
+    for row in known:
+        name = "prompt" if row["test"] == "pp" else _method(row)
+        flops = row["flops_per_token"]
+        place = f"{name}, after {row['n_depth']:,}"
+        rate = flops * 1e3 / row["ms_per_token"]
+        points.append(Point(flops / row["bytes_per_token"], rate, place, names.index(name)))
+    bandwidth = max(row["bandwidth_gb_per_s"] for row in known) * 1e9
+    fastest = max((point.y for point in points if point.series == prompt), default=None)
+    table = Table(
+        ["measurement", "operations a byte", "GFLOP/s"],
+        [[point.name, render.number(point.x), render.number(point.y / 1e9)] for point in points],
+    )
+    flat = "" if fastest is None else ", the flat part the fastest prompt of this run"
+    text = (
+        f"The slope is the measured read bandwidth, {render.number(bandwidth / 1e9)} GB/s{flat}. Points above the slope "
+        "read from a CPU cache. Drafts that were not kept count as work."
+    )
+    return [Section("Roofline", text, roofline(points, bytes_per_s=bandwidth, flops_per_s=fastest), names, table)]
+
+
+def _stack(
+    title: str, text: str, rows: Sequence[str], parts: Sequence[Series], *, unit: str, shown: Callable[[float], str]
+) -> Section:
+    table = Table(
+        ["", *(part.name for part in parts)],
+        [[row, *("-" if part.values[index] is None else shown(part.values[index] or 0.0) for part in parts)]
+         for index, row in enumerate(rows)],
+    )  # fmt: skip
+    return Section(title, text, stacked(rows, parts, x_title=unit, shown=shown), [part.name for part in parts], table)
+
+
+def _rounds(rows: Sequence[Row]) -> list[Section]:
+    timed = [row for row in rows if row.get("round_ms")]
+    if not timed:
+        return []
+    parts = [
+        Series("draft", [row["draft_ms"] for row in timed]),
+        Series("verify", [row["verify_ms"] for row in timed]),
+        Series("loop", [max(row["loop_us"], 0) / 1e3 for row in timed]),
+    ]
+    text = "Mean time of a round: drafting, one pass of the target, and what the loop around both takes."
+    shown: Callable[[float], str] = lambda value: render.seconds(value / 1e3)  # noqa: E731
+    models = len({row["model"] for row in rows}) > 1
+    names = [(f"{row['model']}: " if models else "") + _test(row) for row in timed]
+    return [_stack("Time of a round", text, names, parts, unit="time of a round", shown=shown)]
+
+
+def _memory(memory: Mapping[str, Row], text: str) -> list[Section]:
+    parts = [
+        Series(shown, [stats.get(name) for stats in memory.values()])
+        for name, shown in PARTS.items()
+        if any(stats.get(name) for stats in memory.values())
+    ]
+    if not parts:
+        return []
+    shown: Callable[[float], str] = lambda value: render.size(round(value))  # noqa: E731
+    return [_stack("Memory", text, list(memory), parts, unit="memory held", shown=shown)]
+
+
+def _divergence(targets: Mapping[str, Row]) -> list[Section]:
+    known = {name: one["kld"] for name, one in targets.items() if one.get("kld")}
+    if not known:
+        return []
+    shown: Callable[[float], str] = lambda value: f"{value:.1e}" if value else "0"  # noqa: E731
+    chart = stacked(
+        list(known), [Series("KLD", list(known.values()))], x_title="KLD to the FP16 cache, nats", shown=shown
+    )
+    table = Table(["view", "KLD, nats"], [[name, shown(value)] for name, value in known.items()])
+    return [Section("Divergence from the FP16 cache", "Mean over all positions.", chart, ["KLD"], table)]
+
+
+def _all_rows(rows: Sequence[Row]) -> list[Section]:
+    models = len({row["model"] for row in rows}) > 1
+    listed = [
+        [
+            *([row["model"]] if models else []),
+            "any" if row["test"] == "pp" else _method(row),
+            row["test"] + str(row["n_prompt"] or row["n_gen"]),
+            f"{row['n_depth']:,}",
+            f"{row['ms_per_token']:.3f} ± {row['ms_per_token_sd']:.3f}",
+            render.number(row["tokens_per_s"]),
+            f"{row['gb_per_s']:.1f}",
+            render.percent(row["bandwidth_share"]),
+            render.percent(row["acceptance_rate"]),
+        ]
+        for row in rows
+    ]
+    head = [
+        *(["model"] if models else []),
+        "method",
+        "test",
+        "context",
+        "ms/token",
+        "tokens/s",
+        "GB/s",
+        "of read",
+        "accepted",
+    ]
+    text = "pp is a prompt of so many tokens, tg decoding of so many; all fields are in bench --json."
+    return [Section("All measurements", text, None, [], Table(head, listed))]

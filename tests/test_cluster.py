@@ -1,0 +1,81 @@
+"""`quantspec batch --ray`: documents of a worker that dies are done again elsewhere, and no answer depends on the cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from conftest import Outcome
+
+# A cluster of two nodes on this machine; the second is killed when some documents are done and some are not.
+DRIVER = """
+import json, subprocess, sys, time
+from pathlib import Path
+from ray.cluster_utils import Cluster
+
+docs, out = sys.argv[1:3]
+nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+other = nodes.add_node(num_cpus=1)
+nodes.wait_for_nodes()
+options = ["-n", "200", "--parallel", "2", "--device", "cpu", "-t", "1", "--ignore-eos", "--json", "--ray", nodes.address]
+command = [sys.executable, "-m", "quantspec_cli", "batch", docs, "--out", out, *options]
+batch = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+results = Path(out) / "results.jsonl"
+done = lambda: len(results.read_bytes().splitlines()) if results.exists() else 0
+while batch.poll() is None and done() < 3:
+    time.sleep(0.02)
+nodes.remove_node(other, allow_graceful=False)
+at_kill = done()
+stdout, _ = batch.communicate(timeout=200)
+nodes.shutdown()
+print(json.dumps({"code": batch.returncode, "at_kill": at_kill, "report": json.loads(stdout)}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed (pip install 'quantspec[ray]')")
+def test_a_node_that_dies_loses_nothing(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for number in range(24):
+        (docs / f"{number}.txt").write_text(f"Chapter {number}. " + "It was a dark and stormy night. " * (1 + number))
+    out = tmp_path / "cluster"
+    command = [sys.executable, "-c", DRIVER, str(docs), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    report = found["report"]
+    assert (found["code"], report["done"], report["failed"]) == (0, 24, 0)
+    assert 0 < found["at_kill"] < 24, "the node died when documents were under way"
+    assert (report["stats"]["workers"], report["stats"]["workers_lost"]) == (2, 1)
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert sorted(line["document"] for line in lines) == sorted(path.name for path in docs.iterdir()), "each once"
+    alone = tmp_path / "alone"
+    assert quantspec("batch", str(docs), "--out", str(alone), "-n", "200", "--ignore-eos", "-t", "1").code == 0
+    for path in docs.iterdir():
+        assert (out / f"{path.name}.md").read_text() == (alone / f"{path.name}.md").read_text()
+
+
+@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed (pip install 'quantspec[ray]')")
+def test_no_cluster_is_an_error_of_one_line(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("A text.")
+    outcome = quantspec("batch", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--ray", "127.0.0.1:1")
+    assert outcome.code == 1
+    assert outcome.stderr.splitlines()[-2].startswith("error: no Ray cluster at '127.0.0.1:1'")
+
+
+def test_without_ray_the_extra_is_named(
+    fake: object, quantspec: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    (tmp_path / "a.txt").write_text("A text.")
+    command = ["batch", str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--ray"]
+    outcome = quantspec(*command, "auto")
+    assert (outcome.code, "pip install 'quantspec[ray]'" in outcome.stderr) == (2, True), outcome
+    quantspec(*command, " ").assert_error(2, "--ray is empty")
+    quantspec(*command, "auto", "--device", "cuda:1").assert_error(2, "--device is cuda:1")

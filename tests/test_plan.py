@@ -1,0 +1,337 @@
+"""`quantspec plan`: what fits, from config.json alone, and predictions that agree with what was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DEMO, Outcome
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given
+from hypothesis import strategies as st
+from test_gguf import write_demo
+
+from quantspec_cli import Engine, _native, hub, predict, sizes
+from quantspec_cli.engine import Model
+from quantspec_cli.options import EngineOptions
+from quantspec_cli.predict import Curve, Load, Machine
+
+Run = Callable[..., Outcome]
+ROOT = Path(__file__).parents[1]
+CONTRACT = [
+    *("model", "device", "fits", "weights_bytes", "draft_weights_bytes", "cache_bytes_per_token", "planned_bytes"),
+    *("available_bytes", "context", "longest_context", "batch", "largest_batch", "predicted", "roofline"),
+]
+PREDICTED = [
+    *("method", "gamma", "draft_pages", "prefill_tokens_per_s", "ar_tokens_per_s", "decode_tokens_per_s"),
+]
+ROOFLINE = ["operation", "flops", "bytes", "intensity", "bound", "us"]
+
+
+def described(folder: Path, **fields: Any) -> str:
+    """A directory that holds config.json alone, the demo's with other fields."""
+    folder.mkdir(exist_ok=True)
+    config = json.loads((DEMO / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    return str(folder)
+
+
+def test_the_document(quantspec: Run, tmp_path: Path) -> None:
+    outcome = quantspec(
+        "plan", "-m", described(tmp_path / "m"), "-c", "900", "--batch", "2", "--device", "cpu", "--json"
+    )
+    assert outcome.code == 0, outcome
+    found = outcome.json
+    assert set(CONTRACT) <= set(found)
+    assert set(PREDICTED) <= set(found["predicted"])
+    for row in found["roofline"]:
+        assert list(row) == ROOFLINE
+        assert row["bound"] in {"memory", "compute"}
+        assert row["intensity"] == pytest.approx(row["flops"] / row["bytes"])
+        assert all(math.isfinite(row[name]) and row[name] > 0 for name in ("flops", "bytes", "us"))
+    numbers = [found["predicted"][name] for name in PREDICTED[3:]]
+    assert all(math.isfinite(number) and number > 0 for number in numbers), numbers
+    assert (found["context"], found["batch"], found["fits"], found["device"]) == (900, 2, True, "cpu")
+    assert {row["method"] for row in found["methods"]} == {"ar", *predict.ACCEPTANCE}
+    # Flops of a step of two sequences: two for every weight of the matrices.
+    shape = _native.model_info(str(DEMO))
+    layer = shape["hidden"] * (2 * shape["heads"] + 2 * shape["kv_heads"]) * shape["head_dim"]
+    layer += 3 * shape["hidden"] * shape["intermediate"]
+    weights = shape["layers"] * layer + shape["vocab"] * shape["hidden"]
+    assert found["roofline"][0]["flops"] == 2 * 2 * weights
+
+
+def test_the_table_is_for_people(quantspec: Run) -> None:
+    outcome = quantspec("plan", "-c", "600", "--device", "cpu")
+    assert outcome.code == 0, outcome
+    for words in ("600 tokens", "fits", "speed-up", "quantspec", "decode matrices", "8B, BF16"):
+        assert words in outcome.stdout, words
+
+
+def parts(held: Mapping[str, Any]) -> dict[str, int]:
+    """What an engine itself holds, by purpose."""
+    return {name: held[name] for name in held if re.fullmatch(r"(.*weights|cache_.*|buffer|workspace)_bytes", name)}
+
+
+@pytest.mark.parametrize("target", ["int8", "fp16", "int4"])
+def test_config_alone_plans_what_an_engine_holds(tmp_path: Path, target: str) -> None:
+    path = described(tmp_path / "m")
+    # What the process holds counts, so its tokenizer comes first.
+    model = Model.open()
+    held = _native.plan(path, capacity=1500, slots=2, kv_target=target, device="cpu", described=True)
+    with Engine(model, EngineOptions(kv_target=target, device="cpu"), context=1500, batch=2) as engine:
+        stats = engine.statistics()
+    assert len(parts(held)) == 7
+    assert parts(held) == parts(stats)
+    assert held["planned_bytes"] == pytest.approx(stats["planned_bytes"], rel=0.03)
+    assert held["fits"] is True
+
+
+def test_a_plan_reads_no_weights(quantspec: Run, tmp_path: Path) -> None:
+    """Whatever is called so."""
+    path = Path(described(tmp_path / "m"))
+    (path / "model.safetensors").write_bytes(b"\xff" * 64)
+    assert quantspec("plan", "-m", str(path), "-c", "300", "--device", "cpu", "--json").json["fits"] is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"hidden_size": 0}, "hidden_size"), ({"model_type": "mamba"}, "mamba"), ({"head_dim": 12}, "head_dim 12")],
+)
+def test_models_that_cannot_run_are_an_error(
+    quantspec: Run, tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
+    path = described(tmp_path / "m", **fields)
+    quantspec("plan", "-m", path, "--device", "cpu").assert_error(1, words)
+
+
+def test_what_does_not_fit_is_exit_3_with_the_plan(quantspec: Run, tmp_path: Path) -> None:
+    # 10^15 bytes of cache, beyond every machine.
+    path = described(tmp_path / "m", num_hidden_layers=1000, max_position_embeddings=1 << 27)
+    outcome = quantspec("plan", "-m", path, "--device", "cpu", "--json")
+    assert outcome.code == 3, outcome
+    found = outcome.json
+    assert found["error"]["exit_code"] == 3
+    assert "available" in found["error"]["message"]
+    assert (found["fits"], found["predicted"], found["roofline"]) == (False, None, [])
+    assert 0 < found["longest_context"] < found["context"] == 1 << 27
+    assert found["planned_bytes"] > found["available_bytes"]
+    outcome = quantspec("plan", "-m", path, "--device", "cpu")
+    assert outcome.code == 3
+    assert "does not fit" in outcome.stdout
+    assert len(outcome.stderr.splitlines()) == 2
+
+
+def test_a_context_beyond_the_models(quantspec: Run) -> None:
+    most = _native.model_info(str(DEMO))["max_positions"]
+    outcome = quantspec("plan", "-c", str(most + 1), "--device", "cpu", "--json")
+    assert outcome.code == 3, outcome
+    assert f"the model's context of {most}" in outcome.json["error"]["message"]
+    assert outcome.json["longest_context"] == most
+
+
+def test_the_largest_batch_is_the_largest(tmp_path: Path) -> None:
+    path, tokens = described(tmp_path / "m", num_hidden_layers=40, max_position_embeddings=1 << 18), 1 << 18
+
+    def plan(slots: int) -> dict[str, Any]:
+        return _native.plan(path, capacity=tokens, slots=slots, device="cpu", described=True)
+
+    # Of one moment: this machine's other processes take and free memory meanwhile.
+    now = plan(1)
+    available = now["available_bytes"] - (now["planned_bytes"] - sum(parts(now).values()))
+    largest = now["largest_batch"]
+    assert sum(parts(plan(max(largest, 1))).values()) <= available or largest == 0
+    assert available < sum(parts(plan(largest + 1)).values())
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--batch", "0"), "--batch is 0"),
+        (("-c", "-1"), "--ctx-size is -1"),
+        (("--acceptance", "1.5"), "--acceptance is 1.5"),
+        (("--acceptance", "nan"), "--acceptance is nan"),
+        (("--device", "tpu"), "--device is 'tpu'"),
+        (("--kv-target", "int2"), "int2"),
+    ],
+)
+def test_nonsense_is_refused(quantspec: Run, flags: tuple[str, str], words: str) -> None:
+    quantspec("plan", *flags).assert_error(2, words)
+
+
+def test_sizes_are_those_of_their_models() -> None:
+    rows = {row["size"]: row for row in sizes.table("cpu")}
+    # Weights of the published checkpoints, in units of 10^9 with 2 bytes each.
+    for name, billions in (("1B", 1.236), ("3B", 3.213), ("8B", 8.03), ("14B", 14.77), ("32B", 32.76), ("70B", 70.55)):
+        assert rows[name]["weights_bytes"] == pytest.approx(2e9 * billions, rel=0.005), name
+        assert rows[name]["longest_context"] <= sizes.CONTEXT
+
+
+# Predictions ---------------------------------------------------------------------------------------------------------
+
+
+def wide7(context: int) -> Load:
+    """The 7B shape of benchmarks/results/h200-wide7.json, as `_native` describes it."""
+    info = {
+        "layers": 32,
+        "hidden": 4096,
+        "intermediate": 11_264,
+        "heads": 32,
+        "kv_heads": 32,
+        "head_dim": 128,
+        "vocab": 8192,
+    }
+    heads, linear = 32 * 32, 32 * (4 * 4096**2 + 3 * 4096 * 11_264)
+    pages = max(0, context // 128 - 1)
+    seen = {
+        "weights_bytes": 2 * (linear + 8192 * 4096),
+        "pages": pages,
+        "buffer_tokens": context - 128 * pages,
+        "upper_page_bytes": heads * 17_408,
+        "lower_page_bytes": heads * 16_384,
+        "full_page_bytes": heads * 65_536,
+        "token_bytes": heads * 512,
+    }
+    return Load.of(info, seen, linear * 17 // 32 + 8192 * 4096, context)
+
+
+def test_predictions_of_a_gpu_are_within_15_percent_of_what_was_measured() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/h200-wide7.json").read_text())
+    compared = 0
+    for row in rows:
+        if row["draft_pages"] != "all":
+            continue
+        rates = {"read_gb_per_s": row["bandwidth_gb_per_s"], "compute_capability": "9.0"}
+        machine, load = Machine.of(rates, 32), wide7(row["n_depth"] + row["n_gen"] // 2)
+        if row["method"] == "ar":
+            found = predict.plain(machine, load, row["kv_target"], batch=1)
+        else:
+            found = predict.speed(
+                machine, load, row["method"], "int8", batch=1, acceptance=predict.ACCEPTANCE[row["method"]]
+            )
+        assert found.tokens_per_s == pytest.approx(row["tokens_per_s"], rel=0.15), row
+        compared += 1
+    assert compared == 9
+
+
+def machine(**other: Any) -> Machine:
+    """1 GB/s of everything."""
+    curves = {name: Curve(((1, 1e-9),)) for name in ("weights", "draft_weights", "fp16", "int8", "int4", "draft_int4")}
+    usual: dict[str, Any] = {"read": 1e9, "curves": curves, "pass_s": 0.0, "prompt_matrix": None}
+    return Machine(**usual | {"prompt_attention": None} | other)
+
+
+LOAD = Load(
+    layers=2,
+    weights=8e9,
+    draft_weights=1e9,
+    views={"fp16": 4e9, "int8": 2e9, "int4": 1e9},
+    matrix_flops=8e9,
+    attention_flops=1e9,
+    layer_share=0.9,
+    context=1000,
+)
+
+
+def test_a_step_is_its_bytes_over_the_bandwidth() -> None:
+    assert predict.plain(machine(), LOAD, "fp16", batch=1).tokens_per_s == pytest.approx(1 / (12 + predict.ROUND_S))
+    # Sequences share weights and have caches of their own.
+    assert predict.plain(machine(), LOAD, "int8", batch=3).tokens_per_s == pytest.approx(3 / (14 + predict.ROUND_S))
+    assert predict.prompt(machine(), LOAD) == []
+    matrices, attention = predict.prompt(machine(prompt_matrix=1e12, prompt_attention=2e12), LOAD)
+    assert matrices.seconds == pytest.approx(8e9 * 0.9 * 1000 / 1e12)
+    assert attention.seconds == pytest.approx(1e9 * 1000 / 2 / 2e12)
+
+
+def test_what_a_draft_reads() -> None:
+    def read(method: str) -> float:
+        return sum(one.bytes for one in predict.draft_step(machine(), LOAD, method, "int8", batch=1))
+
+    assert (read("quantspec"), read("kv4"), read("w4")) == (2e9, 9e9, 3e9)
+
+
+def test_rounds_by_hand() -> None:
+    # γ = 1: a draft of 2 s and a verification of 10 s yield 1 + α tokens.
+    found = predict.speed(machine(), LOAD, "quantspec", "int8", batch=1, acceptance=0.5)
+    by_hand = {gamma: sum(0.5**i for i in range(gamma + 1)) / (2 * gamma + 10 + predict.ROUND_S) for gamma in range(13)}
+    assert found.gamma == max(by_hand, key=lambda gamma: by_hand[gamma])
+    assert found.tokens_per_s == pytest.approx(by_hand[found.gamma])
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.sampled_from([*predict.ACCEPTANCE]), st.integers(1, 64))
+def test_more_acceptance_is_no_slower_and_none_is_plain(low: float, high: float, method: str, batch: int) -> None:
+    def rate(acceptance: float) -> float:
+        return predict.speed(machine(), LOAD, method, "int8", batch=batch, acceptance=acceptance).tokens_per_s
+
+    low, high = sorted((low, high))
+    assert rate(low) <= rate(high) * (1 + 1e-9)
+    assert rate(0.0) == pytest.approx(predict.plain(machine(), LOAD, "int8", batch=batch).tokens_per_s)
+
+
+@given(st.lists(st.floats(1e-12, 1e-6), min_size=1, max_size=4), st.integers(1, 200))
+def test_curves_pass_through_their_points_and_never_fall_below_0(costs: list[float], rows: int) -> None:
+    curve = Curve([(1 << index, cost) for index, cost in enumerate(costs)])
+    for index, cost in enumerate(costs):
+        assert curve.at(1 << index) == pytest.approx(cost)
+    assert curve.at(rows) >= 0
+    assert Curve([(1, 1.0), (5, 3.0)]).at(3) == 2.0
+    assert Curve([(1, 1.0), (5, 3.0)]).at(9) == 5.0
+
+
+# Models that are not here --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], list[str]]:
+    """Has the hub hold the files of a folder; the names of those that are downloaded are listed."""
+
+    def serve(folder: Path) -> list[str]:
+        fetched: list[str] = []
+
+        def fetch(_model: str, _repository: str, _revision: str | None, patterns: list[str], **_: Any) -> Path:
+            for path in folder.iterdir():
+                if any(path.match(pattern) for pattern in patterns):
+                    fetched.append(path.name)
+                    shutil.copy(path, tmp_path / "snapshot")
+            return tmp_path / "snapshot"
+
+        (tmp_path / "snapshot").mkdir()
+        monkeypatch.setattr(hub, "_fetch", fetch)
+        return fetched
+
+    return serve
+
+
+def test_of_a_model_on_the_hub_config_alone_is_downloaded(quantspec: Run, hub_of: Callable[[Path], list[str]]) -> None:
+    fetched = hub_of(DEMO)
+    outcome = quantspec("plan", "-m", "owner/model", "-c", "300", "--device", "cpu", "--json")
+    assert outcome.code == 0, outcome
+    assert fetched == ["config.json"]
+    here = quantspec("plan", "-c", "300", "--device", "cpu", "--json").json
+    for name in ("weights_bytes", "draft_weights_bytes", "cache_bytes_per_token", "longest_context"):
+        assert outcome.json[name] == here[name], name
+
+
+def test_a_gguf_file_of_the_hub_is_not_downloaded(
+    quantspec: Run, hub_of: Callable[[Path], list[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository/model-Q8_0.gguf").write_bytes(b"GGUF")
+    fetched = hub_of(tmp_path / "repository")
+    for name in ("owner/model", "owner/model:Q8_0"):
+        quantspec("plan", "-m", name, "--device", "cpu").assert_error(1, "no config.json", "no GGUF file of it")
+    assert fetched == []
+
+
+def test_a_gguf_file_is_planned_by_its_header(quantspec: Run, tmp_path: Path) -> None:
+    write_demo(tmp_path / "demo.gguf", Kind.F16)
+    held = _native.plan(str(tmp_path / "demo.gguf"), capacity=900, device="cpu", described=True)
+    outcome = quantspec("plan", "-m", str(tmp_path / "demo.gguf"), "-c", "900", "--device", "cpu", "--json")
+    assert outcome.code == 0, outcome
+    assert outcome.json["weights_bytes"] == held["weights_bytes"] > 0

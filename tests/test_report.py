@@ -1,0 +1,291 @@
+"""`--report`: charts are well-formed, escaped and finite whatever they are given; pages need nothing from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from conftest import Outcome
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantspec_cli import report
+from quantspec_cli.report import charts
+from quantspec_cli.report.charts import Point, Series
+
+ROOT = Path(__file__).parents[1]
+SVG = "{http://www.w3.org/2000/svg}"
+# Names hold whatever a folder may be called.
+names = st.text(min_size=0, max_size=30) | st.sampled_from(
+    ["</svg>", "<script>alert(1)</script>", "\"&'", "\x00\x1b[31m", "a\nb"]
+)
+values = st.none() | st.floats(allow_nan=True, allow_infinity=True) | st.floats(0, 1e12)
+sizes = st.floats(1e-9, 1e15)
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[list[str], list[Series]]:
+    categories = draw(st.lists(names, min_size=0, max_size=6))
+    rows = st.lists(values, min_size=len(categories), max_size=len(categories))
+    return categories, [Series(draw(names), draw(rows)) for _ in range(draw(st.integers(0, 10)))]
+
+
+def checked(svg: str) -> ElementTree.Element:
+    """The chart, parsed, if all its coordinates are numbers inside of it."""
+    root = ElementTree.fromstring(svg)
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    for element in root.iter():
+        assert element.tag.removeprefix(SVG) in {"svg", "text", "line", "rect", "polyline", "circle", "title"}
+        for name, value in element.attrib.items():
+            if name in {"x", "x1", "x2", "cx", "width"}:
+                assert -0.1 <= float(value) <= width + 0.1, (name, value)
+            if name in {"y", "y1", "y2", "cy", "height"}:
+                assert -0.1 <= float(value) <= height + 0.1, (name, value)
+            if name == "points":
+                assert all(0 <= float(part) <= max(width, height) for part in re.split("[ ,]", value))
+            assert not re.search(r"\b(nan|inf)\b", value) or name == "aria-label"
+    return root
+
+
+@given(grids(), names)
+def test_bars(grid: tuple[list[str], list[Series]], title: str) -> None:
+    categories, series = grid
+    positive = [Series(one.name, [None if v is None or v < 0 else v for v in one.values]) for one in series]
+    root = checked(charts.bars(categories, positive, x_title=title, y_title=title, reference=1.0))
+    drawn = sum(len(charts.usable(one.values)) for one in positive)
+    assert len(root.findall(f"{SVG}rect")) == drawn
+
+
+@given(grids(), names)
+def test_stacked(grid: tuple[list[str], list[Series]], title: str) -> None:
+    categories, series = grid
+    root = checked(charts.stacked(categories, series, x_title=title))
+    drawn = sum(value > 0 for one in series for value in charts.usable(one.values))
+    assert len(root.findall(f"{SVG}rect")) == drawn
+
+
+@given(
+    st.lists(
+        st.tuples(
+            names,
+            st.lists(
+                st.tuples(st.integers(1, 64).map(float), values.filter(lambda v: v is None or not v < 0)), max_size=9
+            ),
+        ),
+        max_size=9,
+    )
+)
+def test_lines(series: list[tuple[str, list[tuple[float, float | None]]]]) -> None:
+    points = [(name, [(x, float("nan") if y is None else y) for x, y in of_series]) for name, of_series in series]
+    root = checked(charts.lines(points, x_title="x", y_title="y"))
+    drawn = sum(len(charts.usable(y for _, y in of_series)) for _, of_series in points)
+    assert len(root.findall(f"{SVG}circle")) == drawn
+
+
+@given(
+    st.lists(st.builds(Point, sizes | st.just(float("nan")), sizes, names, st.integers(0, 20)), max_size=8),
+    sizes,
+    sizes,
+)
+def test_roofline(points: list[Point], read: float, flops: float) -> None:
+    root = checked(charts.roofline(points, bytes_per_s=read, flops_per_s=flops))
+    assert len(root.findall(f"{SVG}circle")) == sum(point.x == point.x for point in points)
+    # A point on a bound is drawn on the roof.
+    corner = Point(flops / read, flops, "corner")
+    root = checked(charts.roofline([corner], bytes_per_s=read, flops_per_s=flops))
+    circle, roof = root.find(f"{SVG}circle"), root.find(f"{SVG}polyline")
+    assert circle is not None
+    assert roof is not None
+    assert f"{circle.attrib['cx']},{circle.attrib['cy']}" in roof.attrib["points"].split()
+    root = checked(charts.roofline(points, bytes_per_s=read, flops_per_s=None))
+    slope = root.find(f"{SVG}polyline")
+    assert slope is not None
+    assert len(slope.attrib["points"].split()) == 2
+
+
+@given(st.floats(1e-12, 1e15), st.integers(1, 10))
+def test_ticks_are_few_round_and_reach_the_top(top: float, count: int) -> None:
+    marks = charts.ticks(top, count)
+    assert marks[0] == 0
+    assert marks[-1] >= top * (1 - 1e-6)
+    assert 2 <= len(marks) <= 2 * count + 2
+    assert f"{marks[1]:.0e}"[0] in "125"
+
+
+def test_heights_are_proportions() -> None:
+    """Against the axis that the chart itself draws."""
+    root = checked(
+        charts.bars(["a", "b"], [Series("s", [1.0, 4.0])], x_title="x", y_title="y", shown=lambda v: f"{v:g}")
+    )
+    heights = [float(rect.attrib["height"]) for rect in root.findall(f"{SVG}rect")]
+    assert heights[1] == pytest.approx(4 * heights[0], abs=0.2)
+    at = {
+        text.text: float(text.attrib["y"]) - 4
+        for text in root.findall(f"{SVG}text")
+        if text.attrib["text-anchor"] == "end"
+    }
+    assert at["0"] - at["4"] == pytest.approx(heights[1], abs=0.2)
+
+
+def test_text_is_escaped() -> None:
+    name = '<b onload="x">&'
+    svg = charts.bars([name], [Series(name, [1.0])], x_title=name, y_title=name)
+    assert "<b" not in svg
+    assert name in {text.text for text in ElementTree.fromstring(svg).findall(f"{SVG}text")}
+
+
+# Pages ---------------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a page has: tags, addresses, the titles of its sections, its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.titles: list[str] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == [], "every tag is closed"
+
+    def handle_starttag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in {"href", "src", "data", "action"}]
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Sequence[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open[-1:] != ["style"]:
+            self.text += data
+        if self._open[-1:] == ["h2"]:
+            self.titles.append(data)
+
+
+def parsed(text: str) -> Page:
+    """A page without scripts and without anything from elsewhere."""
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
+    assert page.addresses == []
+    assert "url(" not in text
+    assert "@import" not in text
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text)
+    assert "prefers-color-scheme: dark" in text
+    assert not re.search(r"\b(nan|None)\b", page.text)
+    return page
+
+
+def rows() -> list[dict[str, Any]]:
+    """Measured rows of a GPU, with what this version adds to them."""
+    found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results/h200-wide7.json").read_text())
+    return [
+        row | {"flops_per_token": 1e10, "acceptance_rate_per_position": [0.9, 0.5] if row["gamma"] else None}
+        for row in found
+    ]
+
+
+def test_a_page_of_bench() -> None:
+    memory = {"weights_bytes": 13 * 10**9, "draft_weights_bytes": 3 * 10**9, "cache_full_bytes": 0}
+    page = parsed(report.bench(rows(), {"wide7": memory}))
+    assert page.titles == [
+        *("Speed-up by context", "Acceptance by position", "Roofline", "Time of a round", "Memory", "All measurements"),
+    ]
+    for text in (
+        "NVIDIA H200",
+        "130,048",
+        "quantspec, INT8, γ auto, 64 pages",
+        f"{rows()[-2]['speedup']:.2f}×",
+        "13 GB",
+    ):
+        assert text in page.text, text
+
+
+def test_what_was_not_measured_has_no_chart() -> None:
+    one = [row | {"speedup": None} for row in rows() if row["method"] == "ar" and row["n_depth"] == 4096]
+    titles = parsed(report.bench(one, {})).titles
+    assert titles == ["Tokens per second by context", "Roofline", "Time of a round", "All measurements"]
+    assert parsed(report.bench([], {})).titles == ["All measurements"]
+
+
+def test_acceptance_by_gamma_needs_two() -> None:
+    of = [row for row in rows() if row["gamma"] == "auto" and row["draft_pages"] == "all"]
+    fixed = [row | {"gamma": gamma, "acceptance_rate": 0.9 - gamma / 100} for row in of for gamma in (1, 2, 4)]
+    assert "Acceptance by γ" in parsed(report.bench(fixed, {})).titles
+    assert "Acceptance by γ" not in parsed(report.bench(fixed[:1], {})).titles
+
+
+def test_a_model_of_any_name() -> None:
+    name = "<script>alert('x')</script>&\x1b[31m"
+    page = parsed(report.bench([row | {"model": name} for row in rows()], {name: {"weights_bytes": 1}}))
+    assert "<script>alert('x')</script>&" in page.text
+
+
+def test_pages_of_a_run(quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
+    place = tmp_path / "a.html"
+    flags = ("-p", "16", "-n", "8", "-d", "0,200", "-r", "2", "-g", "1,2", "--methods", "ar-fp16,quantspec")
+    outcome = quantspec("bench", *flags, "--report", str(place), "--device", "cpu", "--json")
+    assert outcome.code == 0, outcome
+    page = parsed(place.read_text())
+    assert {"Acceptance by γ", "Acceptance by position", "Roofline", "Memory"} <= set(page.titles)
+    for row in outcome.json:
+        assert row["flops_per_token"] > 0
+        if row["method"] == "quantspec":
+            kept = sum(row["acceptance_rate_per_position"])
+            assert kept == pytest.approx(row["mean_acceptance_length"] - 1)
+    outcome = quantspec("eval", "--tokens", "600", "--report", str(place), "--device", "cpu")
+    assert outcome.code == 0, outcome
+    assert parsed(place.read_text()).titles == [
+        "Drafts against the INT8 target",
+        "Divergence from the FP16 cache",
+        "Views of the cache",
+    ]
+
+
+def test_a_page_of_a_batch(fake: Any, quantspec: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs/a<b>.txt").write_text("A text.")
+    (tmp_path / "docs/empty.txt").write_text("")
+    place, out = tmp_path / "a.html", str(tmp_path / "out")
+    outcome = quantspec("batch", str(tmp_path / "docs"), "--out", out, "-n", "4", "--report", str(place), "--quiet")
+    assert outcome.code == 4, outcome
+    page = parsed(place.read_text())
+    assert page.titles == ["Time of the engine", "Acceptance by position", "Memory", "Documents"]
+    assert "a<b>.txt" in page.text
+    # Again: all is done, and no engine has anything to show.
+    outcome = quantspec("batch", str(tmp_path / "docs"), "--out", out, "-n", "4", "--report", str(place), "--quiet")
+    assert parsed(place.read_text()).titles == ["Documents"]
+
+
+def test_a_report_overwrites_nothing_that_is_read_or_written(
+    fake: Any, quantspec: Callable[..., Outcome], tmp_path: Path
+) -> None:
+    text = tmp_path / "docs/a.txt"
+    text.parent.mkdir()
+    text.write_text("A text.")
+    out, docs = str(tmp_path / "out"), str(text.parent)
+    quantspec("eval", "--prompt", str(text), "--report", str(text)).assert_error(2, "also a prompt")
+    quantspec("eval", "--output", str(tmp_path / "x"), "--report", str(tmp_path / "x")).assert_error(2, "--output")
+    quantspec("bench", "--prompt", str(text), "--report", str(text)).assert_error(2, "also a prompt")
+    quantspec("batch", docs, "--out", out, "--report", f"{docs}/report.html").assert_error(2, "would be a document")
+    quantspec("batch", str(text), "--out", out, "--report", str(text)).assert_error(2, "also a prompt")
+    quantspec("batch", docs, "--out", out, "--report", "x.html", "--dry-run").assert_error(2, "--dry-run")
+    Path(out).mkdir(exist_ok=True)
+    quantspec("batch", docs, "--out", out, "--report", f"{out}/a.txt.md").assert_error(2, "also a prompt")
+    for stream in ("-", "/dev/stdout"):
+        quantspec("eval", "--report", stream).assert_error(2, "open stream")
+    quantspec("bench", "kernels", "--report", "x.html").assert_error(2, "--report does not apply")
+    assert text.read_text() == "A text."
+    assert not (tmp_path / "docs/report.html").exists()
