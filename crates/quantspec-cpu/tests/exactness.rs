@@ -250,7 +250,8 @@ fn law_of(
     samplers: &[Sampler],
 ) -> Vec<Vec<u32>> {
     eprintln!("TESTED: whole engines on {}", quantspec_cpu::simd().expect("path").name);
-    let plain = Run { weights: runs[0].0.weights, ..Run::ar() };
+    let weights = runs.first().map(|(run, _)| run.weights).unwrap_or_default();
+    let plain = Run { weights, ..Run::ar() };
     let mut last = Vec::new();
     for sampler in samplers {
         let alone: Vec<Vec<u32>> = prompts
