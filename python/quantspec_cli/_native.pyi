@@ -82,7 +82,7 @@ class Engine:
         every_view: bool = False,
         draft_model: str | None = None,
         draft_cache: tuple[str, int] | None = None,
-        prompt_memory: bool | None = False,
+        prompt_memory: bool | None = ...,
         prompt_folder: str | None = None,
         on_loading: Callable[[int, int], object] | None = None,
     ) -> Engine:

@@ -107,7 +107,7 @@ fn a_description_has_the_sizes_of_the_checkpoint_and_nothing_to_read() {
         let read = described.read_f32(Part::Embedding, 0..1, &mut row);
         assert_eq!(read.map_err(|error| error.kind), Err(ErrorKind::Internal));
     }
-    let error = Checkpoint::describe(Folder::empty().path()).err().expect("no config.json");
+    let error = Checkpoint::describe(Folder::empty().path()).expect_err("no config.json");
     check(&error, "has no config.json");
 }
 
