@@ -94,7 +94,7 @@ impl CpuBackend {
     ///
     /// # Errors
     /// Those of the checkpoint and the hooks; [`quantspec_core::ErrorKind::Usage`] for a forced path this machine lacks;
-    /// those of [`check`]; [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
+    /// those of [`check`]; [`quantspec_core::ErrorKind::DoesNotFit`] if the system has no memory.
     pub fn load(checkpoint: &Checkpoint, options: &Options, hooks: Hooks) -> Result<CpuBackend> {
         CpuBackend::load_on(checkpoint, options, hooks, dispatch::choose()?)
     }

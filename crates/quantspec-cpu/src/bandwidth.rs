@@ -22,7 +22,7 @@ const UNIT: usize = 4096;
 /// second in all.
 ///
 /// # Errors
-/// Those of [`choose`], and [`quantspec_core::ErrorKind::DoesNotFit`] where there is no such memory.
+/// Those of [`choose`], and [`quantspec_core::ErrorKind::DoesNotFit`] if there is no such memory.
 pub fn read_gb_per_s(threads: usize) -> Result<f64> {
     let simd = choose()?.simd;
     let threads = threads.max(1);

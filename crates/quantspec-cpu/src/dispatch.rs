@@ -86,7 +86,7 @@ impl Simd {
 /// The path of this process: the best the machine has, or the one `QUANTSPEC_SIMD` names.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Usage`] where the variable names no path, or one this machine lacks.
+/// [`quantspec_core::ErrorKind::Usage`] if the variable names no path, or one this machine lacks.
 pub fn choose() -> Result<Choice> {
     let forced = std::env::var_os("QUANTSPEC_SIMD");
     match forced.as_ref().map(|value| value.to_string_lossy()) {

@@ -69,7 +69,7 @@ impl<T: Plain> Array<T> {
     /// `len` zeros.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no such memory.
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] if the system has no such memory.
     pub(crate) fn zeros(len: usize) -> Result<Array<T>> {
         let bytes = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize / 2);
         let Some(bytes) = bytes else { return Err(too_large(usize::MAX)) };

@@ -123,7 +123,7 @@ impl Pool {
     /// A pool of `threads` threads, the caller included.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system starts no more threads.
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] if the system starts no more threads.
     pub(crate) fn new(threads: usize) -> Result<Pool> {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
@@ -191,7 +191,7 @@ impl Pool {
     /// Calls `f(thread)` once on every thread and returns when all are done.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where `f` panicked on any thread.
+    /// [`quantspec_core::ErrorKind::Internal`] if `f` panicked on any thread.
     pub(crate) fn run(&self, f: &(dyn Fn(usize) + Sync)) -> Result<()> {
         let shared = &*self.shared;
         let mut epoch = 0;

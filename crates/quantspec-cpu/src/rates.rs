@@ -55,7 +55,7 @@ pub struct Rates {
 /// `poll` is asked between calls; its error ends the measurement.
 ///
 /// # Errors
-/// Those of `poll` and [`machine`], and [`quantspec_core::ErrorKind::DoesNotFit`] where there is no such memory.
+/// Those of `poll` and [`machine`], and [`quantspec_core::ErrorKind::DoesNotFit`] if there is no such memory.
 pub fn rates(
     config: &ModelConfig,
     context: usize,

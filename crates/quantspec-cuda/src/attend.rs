@@ -436,7 +436,7 @@ impl Attend {
     /// is there once the kernel ahead of attention has ended.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where no kernel of the view fits this device's shared memory.
+    /// [`quantspec_core::ErrorKind::Internal`] if no kernel of the view fits this device's shared memory.
     pub fn plan(
         &self,
         view: View,
@@ -507,7 +507,7 @@ impl Attend {
     /// Attention of a pass's rows in one layer, into the partial results.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the pass was planned for more rows than kernels of the view take. Device errors of the launch, named by
+    /// [`quantspec_core::ErrorKind::Internal`] if the pass was planned for more rows than kernels of the view take. Device errors of the launch, named by
     /// the kernel.
     ///
     /// # Safety

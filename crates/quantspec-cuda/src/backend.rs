@@ -152,8 +152,8 @@ impl CudaBackend {
     /// The same on an open device.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] where [`check`] refuses the checkpoint, [`quantspec_core::ErrorKind::NotFinite`] for weights that are NaN, infinite
-    /// or beyond what draft weights can hold, [`quantspec_core::ErrorKind::DoesNotFit`] where the GPU is out of memory. Other device errors, and those of the
+    /// [`quantspec_core::ErrorKind::Model`] if [`check`] refuses the checkpoint, [`quantspec_core::ErrorKind::NotFinite`] for weights that are NaN, infinite
+    /// or beyond what draft weights can hold, [`quantspec_core::ErrorKind::DoesNotFit`] if the GPU is out of memory. Other device errors, and those of the
     /// checkpoint and of `hooks.poll`.
     pub fn load_on(
         device: &Arc<Device>,

@@ -64,7 +64,7 @@ impl Measured {
 /// Bytes a second that a kernel reads that does nothing else; of as much memory as may be had without crowding others out.
 ///
 /// # Errors
-/// Device errors of the driver, [`quantspec_core::ErrorKind::DoesNotFit`] where the GPU has no memory for the buffer.
+/// Device errors of the driver, [`quantspec_core::ErrorKind::DoesNotFit`] if the GPU has no memory for the buffer.
 pub fn read_bytes_per_s(device: &Arc<Device>) -> Result<f64> {
     let bytes = (2 * ROTATED_BYTES).min(device.memory()?.0 / 2) / 16 * 16;
     let (from, to) = (filled(device, bytes)?, device.zeroed(4)?);
@@ -83,7 +83,7 @@ pub fn read_bytes_per_s(device: &Arc<Device>) -> Result<f64> {
 /// it with an error.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Model`] for head widths and sizes without kernels, [`quantspec_core::ErrorKind::DoesNotFit`] where buffers do not fit on the
+/// [`quantspec_core::ErrorKind::Model`] for head widths and sizes without kernels, [`quantspec_core::ErrorKind::DoesNotFit`] if buffers do not match on the
 /// GPU, other device errors of the driver, and those of `report`.
 pub fn measure(
     device: &Arc<Device>,

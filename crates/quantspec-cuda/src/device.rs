@@ -208,9 +208,9 @@ impl Device {
     /// typed errors.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] where the driver shows no such device, [`quantspec_core::ErrorKind::Device`] for an absent or old driver, a GPU too
-    /// old, a library without kernels and failed calls. [`quantspec_core::ErrorKind::DoesNotFit`] where the GPU is out of memory,
-    /// [`quantspec_core::ErrorKind::Internal`] where an image is damaged or missing.
+    /// [`quantspec_core::ErrorKind::Usage`] if the driver shows no such device, [`quantspec_core::ErrorKind::Device`] for an absent or old driver, a GPU too
+    /// old, a library without kernels and failed calls. [`quantspec_core::ErrorKind::DoesNotFit`] if the GPU is out of memory,
+    /// [`quantspec_core::ErrorKind::Internal`] if an image is damaged or missing.
     pub fn open(index: usize) -> Result<Arc<Device>> {
         Device::open_as(index, false)
     }
@@ -296,7 +296,7 @@ impl Device {
     /// The kernel `name` (extern "C" in kernels/). `shared` is the most dynamic shared memory it will be launched with.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where no image has a kernel of that name. Device errors of the driver, such as for more shared memory than a
+    /// [`quantspec_core::ErrorKind::Internal`] if no image has a kernel of that name. Device errors of the driver, such as for more shared memory than a
     /// block may have.
     pub fn kernel(&self, name: &str, shared: usize) -> Result<Kernel> {
         self.bind()?;
@@ -479,7 +479,7 @@ impl Device {
     /// Page-locked host memory of `bytes` bytes, zeroed: what the device copies from without a detour.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] where no more memory can be locked. Other device errors of the driver.
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] if no more memory can be locked. Other device errors of the driver.
     pub fn pinned(self: &Arc<Device>, bytes: usize) -> Result<Pinned> {
         self.bind()?;
         let mut pointer = ptr::null_mut();
@@ -524,7 +524,7 @@ impl Device {
     /// where the driver refuses, `work` is recorded once more without that.
     ///
     /// # Errors
-    /// Those of `work`. Device errors of the driver while it records and builds, [`quantspec_core::ErrorKind::DoesNotFit`] where memory runs out.
+    /// Those of `work`. Device errors of the driver while it records and builds, [`quantspec_core::ErrorKind::DoesNotFit`] if memory runs out.
     pub fn record(self: &Arc<Device>, mut work: impl FnMut() -> Result<()>) -> Result<Graph> {
         match self.record_once(&mut work) {
             Err(error) if error.kind == ErrorKind::Device && !self.apart.swap(true, Ordering::Relaxed) => {
@@ -664,7 +664,7 @@ impl Buffer {
     /// Queues setting `width` bytes from byte `offset` on, and as many from every `pitch` bytes further, of `rows` rows.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the rows overlap or reach beyond the buffer. Device errors of the driver, named by the call.
+    /// [`quantspec_core::ErrorKind::Internal`] if the rows overlap or reach beyond the buffer. Device errors of the driver, named by the call.
     pub fn fill_rows(&self, byte: u8, offset: usize, width: usize, pitch: usize, rows: usize) -> Result<()> {
         if width > pitch {
             return Err(Error::internal(format!("rows of {width} bytes every {pitch}")));
@@ -682,7 +682,7 @@ impl Buffer {
     /// Copies `values` to byte `offset`, after everything queued so far, and waits.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the values reach beyond the buffer. Device errors of the copy, and those of [`Device::synchronize`].
+    /// [`quantspec_core::ErrorKind::Internal`] if the values reach beyond the buffer. Device errors of the copy, and those of [`Device::synchronize`].
     pub fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
         self.inside(offset, size_of_val(values))?;
         self.device.bind()?;
@@ -697,7 +697,7 @@ impl Buffer {
     /// Queues a copy from page-locked memory.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
+    /// [`quantspec_core::ErrorKind::Internal`] if the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
     ///
     /// # Safety
     /// The bytes of `from` must stay as they are until the stream has passed the copy.
@@ -717,7 +717,7 @@ impl Buffer {
     /// Copies bytes to the start of page-locked memory, after everything queued so far, and waits.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the bytes reach beyond either buffer. Device errors of the copy, and those of [`Device::synchronize`].
+    /// [`quantspec_core::ErrorKind::Internal`] if the bytes reach beyond either buffer. Device errors of the copy, and those of [`Device::synchronize`].
     pub fn read_pinned(&self, offset: usize, to: &mut Pinned, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         if bytes > to.bytes {
@@ -734,7 +734,7 @@ impl Buffer {
     /// `count` values from byte `offset`, after everything queued so far.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the values reach beyond the buffer. Device errors of the copy, and those of [`Device::synchronize`].
+    /// [`quantspec_core::ErrorKind::Internal`] if the values reach beyond the buffer. Device errors of the copy, and those of [`Device::synchronize`].
     pub fn read<T: Plain + Default>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
         self.inside(offset, count.saturating_mul(size_of::<T>()))?;
         let mut values = vec![T::default(); count];
@@ -765,7 +765,7 @@ impl Buffer {
     /// Queues a copy within the device.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
+    /// [`quantspec_core::ErrorKind::Internal`] if the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
     pub fn copy_from(&self, offset: usize, from: &Buffer, start: usize, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         from.inside(start, bytes)?;
@@ -808,7 +808,7 @@ impl Pinned {
     /// Writes `values` at byte `offset`.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the values reach beyond the memory.
+    /// [`quantspec_core::ErrorKind::Internal`] if the values reach beyond the memory.
     pub fn put<T: Plain>(&mut self, offset: usize, values: &[T]) -> Result<()> {
         let length = size_of_val(values);
         match offset.checked_add(length) {
@@ -891,7 +891,7 @@ impl Mark {
     /// Seconds from `self` to `later`, once both have passed.
     ///
     /// # Errors
-    /// As [`Device::synchronize`], and device errors of the driver where `self` is not passed when `later` is.
+    /// As [`Device::synchronize`], and device errors of the driver if `self` is not passed when `later` is.
     pub fn seconds_to(&self, later: &Mark) -> Result<f64> {
         self.device.bind()?;
         let mut milliseconds = 0.0;

@@ -202,7 +202,7 @@ impl Draft {
     /// Queries, keys and values of the normed stream; `weights` with paired rows ([`crate::linear::Linear::quantise`]).
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for weights of the draft's own that have not four bits, and where [`Draft::takes`] says no. Device errors of the launch, named by
+    /// [`quantspec_core::ErrorKind::Internal`] for weights of the draft's own that have not four bits, and if [`Draft::takes`] says no. Device errors of the launch, named by
     /// the kernel.
     ///
     /// # Safety

@@ -132,7 +132,7 @@ impl Hierarchies {
     /// error flag, a u32.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the matrix or the flag is shorter than its shape, and where rows do not make whole heads. Those of
+    /// [`quantspec_core::ErrorKind::Internal`] if the matrix or the flag is shorter than its shape, and if rows do not make whole heads. Those of
     /// [`Device::allocate`] and of the launch.
     pub fn quantise(&self, weights: &Matrix, both: bool, paired: usize, flag: &Buffer) -> Result<Hierarchy> {
         let (n, k) = (weights.n, weights.k);
@@ -193,7 +193,7 @@ impl Hierarchies {
     /// Queues writing the matrix that all planes stand for, in 16 bits and atoms, rows in the checkpoint's order, to byte `at` of `to`.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where it does not fit there, and as [`Hierarchies::run`].
+    /// [`quantspec_core::ErrorKind::Internal`] if it does not match there, and as [`Hierarchies::run`].
     pub fn expand(&self, weights: &Hierarchy, to: &Buffer, at: usize) -> Result<()> {
         self.check(weights)?;
         let (n, k) = (weights.n, weights.k);

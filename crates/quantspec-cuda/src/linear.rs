@@ -331,7 +331,7 @@ impl Linear {
     /// Queues making the draft weights `to` of a matrix of its shape.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the shapes differ, a buffer is shorter than its shape or rows do not make whole heads. Device errors of the
+    /// [`quantspec_core::ErrorKind::Internal`] if the shapes differ, a buffer is shorter than its shape or rows do not make whole heads. Device errors of the
     /// launch, named by the kernel.
     pub fn quantise_into(&self, weights: &Matrix, to: &Quantised, flag: &Buffer) -> Result<()> {
         let bytes = Quantised::bytes(to.bits, to.n, to.k);

@@ -272,7 +272,7 @@ impl Prefill {
     /// is, or as 0 and noted in `flag`, the device's error flag.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for a block of no rows or of more than were prepared, and where the driver refuses to map a tensor. Device
+    /// [`quantspec_core::ErrorKind::Internal`] for a block of no rows or of more than were prepared, and if the driver refuses to map a tensor. Device
     /// errors of the launches, named by the kernel.
     ///
     /// # Safety
