@@ -1,12 +1,12 @@
-//! The page after the one under work, fetched line by line.
+//! Prefetching of the next page, line by line.
 
 use super::Planes;
 use crate::dispatch::fetch_far;
 
-/// What is left of the next page: a core has some sixteen lines under way at most, and a burst of requests waits as loads do, so
-/// they are asked for evenly, between the operations on this page.
+/// The lines of the next page that are left to prefetch. A core tracks about sixteen outstanding lines, and a longer burst
+/// stalls like loads do. So prefetches are spread evenly over the operations on the current page.
 pub(super) struct Next {
-    /// First address and lines of what is left of the block under way, and of the other block.
+    /// Start and number of lines left of the current block, and of the other block.
     left: (*const u8, usize),
     after: (*const u8, usize),
 }
@@ -16,7 +16,7 @@ fn lines<T>(block: &[T]) -> (*const u8, usize) {
 }
 
 impl Next {
-    /// The blocks of `page` that `planes` are in.
+    /// The blocks of `page` that `planes` reads.
     pub(super) fn new(page: Option<(&[u8], &[u8])>, planes: Planes) -> Next {
         let (upper, lower) = page.unwrap_or_default();
         Next { left: lines(upper), after: lines(if planes.both() { lower } else { &[] }) }
