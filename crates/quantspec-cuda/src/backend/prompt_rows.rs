@@ -1,4 +1,4 @@
-//! Keys and values of the prompt under way, out and in.
+//! Export and import of the current prompt's keys and values.
 
 use super::CudaBackend;
 use super::workspace::kept_bytes;
@@ -9,7 +9,7 @@ use quantspec_model::backend::PromptRows;
 use std::ops::Range;
 
 impl CudaBackend {
-    /// Where the keys and values of prompt tokens are, of `bytes` bytes.
+    /// Location of the keys and values of prompt tokens, checked against `bytes` of them.
     fn prompt_tokens(&self, tokens: &Range<usize>, bytes: usize) -> Result<(&Buffer, usize)> {
         let each = self.row_bytes();
         if tokens.start > tokens.end || tokens.end > self.options.prompt_capacity || bytes != tokens.len() * each {
