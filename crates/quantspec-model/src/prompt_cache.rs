@@ -19,7 +19,8 @@ use crate::checkpoint::{Checkpoint, Part};
 use crate::rope::RopeTable;
 use quantspec_core::cache::G;
 use quantspec_core::config::{ModelConfig, TargetWeights};
-use quantspec_core::{Error, Result};
+use quantspec_core::{Error, ErrorKind, Result};
+use std::any::Any;
 use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -63,7 +64,32 @@ pub trait PromptRows {
     /// # Errors
     /// As [`PromptRows::export_rows`].
     fn import_rows(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()>;
+
+    /// Copies what [`PromptRows::export_rows`] yields into memory of the backend's choice: the host's unless a device has its own.
+    ///
+    /// # Errors
+    /// As [`PromptRows::export_rows`], and [`ErrorKind::DoesNotFit`] where a device has no memory for the copy.
+    fn hold_rows(&mut self, tokens: Range<usize>) -> Result<HeldRows> {
+        let mut bytes = vec![0; tokens.len() * self.row_bytes()];
+        self.export_rows(tokens, &mut bytes)?;
+        Ok(Box::new(bytes))
+    }
+
+    /// [`PromptRows::import_rows`] of rows that [`PromptRows::hold_rows`] has copied, from its row `first` on.
+    ///
+    /// # Errors
+    /// As [`PromptRows::import_rows`], and [`ErrorKind::Internal`] where `held` has no such rows.
+    fn import_held(&mut self, tokens: Range<usize>, held: &HeldRows, first: usize) -> Result<()> {
+        let bytes = first * self.row_bytes()..(first + tokens.len()) * self.row_bytes();
+        match held.downcast_ref::<Vec<u8>>().and_then(|held| held.get(bytes)) {
+            Some(rows) => self.import_rows(tokens, rows),
+            None => Err(Error::internal(format!("no rows are held for prompt tokens {tokens:?}"))),
+        }
+    }
 }
+
+/// Keys and values of consecutive prompt tokens in one layer, in a backend's memory ([`PromptRows::hold_rows`]).
+pub type HeldRows = Box<dyn Any + Send + Sync>;
 
 /// Every file of prompts in `folder`, least recently used first, as [`CachedFile`] describes it. A folder that does not exist is
 /// empty; other files and links are left out.
@@ -177,14 +203,9 @@ enum Place {
 #[derive(Debug)]
 struct Held {
     chain: Vec<u128>,
-    /// Per layer the bytes of all blocks.
-    layers: Vec<Vec<u8>>,
-}
-
-impl Held {
-    fn bytes(&self) -> usize {
-        self.layers.iter().map(Vec::len).sum()
-    }
+    /// Per layer the rows of all blocks.
+    layers: Vec<HeldRows>,
+    bytes: usize,
 }
 
 /// A branch that a prompt begins with, or goes on with.
@@ -225,7 +246,7 @@ impl PromptCache {
     /// Bytes of memory that are held now.
     pub fn held_bytes(&self) -> usize {
         match &self.place {
-            Place::Memory { branches, .. } => branches.iter().map(|branch| branch.bytes()).sum(),
+            Place::Memory { branches, .. } => branches.iter().map(|branch| branch.bytes).sum(),
             Place::Disk { .. } => 0,
         }
     }
@@ -286,12 +307,12 @@ impl PromptCache {
         let blocks = match &mut self.place {
             Place::Memory { branches, limit_bytes } => {
                 let in_use: usize =
-                    reuse.branches.iter().filter_map(|(branch, _)| branch.held()).map(|branch| branch.bytes()).sum();
+                    reuse.branches.iter().filter_map(|(branch, _)| branch.held()).map(|branch| branch.bytes).sum();
                 let blocks = new.min(limit_bytes.saturating_sub(in_use) / block_bytes);
                 // Branches in use are the last.
-                let mut held: usize = branches.iter().map(|branch| branch.bytes()).sum();
+                let mut held: usize = branches.iter().map(|branch| branch.bytes).sum();
                 while held + blocks * block_bytes > *limit_bytes && !branches.is_empty() {
-                    held -= branches.remove(0).bytes();
+                    held -= branches.remove(0).bytes;
                 }
                 blocks
             }
@@ -377,7 +398,8 @@ impl PromptCache {
         if let Some(Recorder { chain, to, .. }) = reuse.recorder.take() {
             match (to, &mut self.place) {
                 (Kept::Memory(layers), Place::Memory { branches, .. }) => {
-                    let new = Arc::new(Held { chain, layers });
+                    let bytes = chain.len() * self.layers * self.segment_bytes;
+                    let new = Arc::new(Held { chain, layers, bytes });
                     let used = reuse.branches.iter().filter_map(|(branch, _)| branch.held()).chain([&new]);
                     use_held(branches, &used.cloned().collect::<Vec<_>>());
                 }
@@ -487,7 +509,7 @@ struct Recorder {
 
 #[derive(Debug)]
 enum Kept {
-    Memory(Vec<Vec<u8>>),
+    Memory(Vec<HeldRows>),
     Disk(Writer),
 }
 
@@ -511,10 +533,7 @@ impl Reuse {
                 let count = per_piece.min(blocks - start);
                 let rows = (done + start) * BLOCK_TOKENS..(done + start + count) * BLOCK_TOKENS;
                 match branch {
-                    Branch::Held(held) => {
-                        let bytes = start * self.segment_bytes..(start + count) * self.segment_bytes;
-                        backend.import_rows(rows, &held.layers[layer][bytes])?;
-                    }
+                    Branch::Held(held) => backend.import_held(rows, &held.layers[layer], start * BLOCK_TOKENS)?,
                     Branch::Stored { path, file } => {
                         self.buffer.resize(count * self.segment_bytes, 0);
                         let first = layer * (file.segments() / self.layers) + start;
@@ -533,42 +552,39 @@ impl Reuse {
         Ok(true)
     }
 
-    /// Takes down what the backend has computed of a layer. A disk that takes no more ends the recording, not the prefill.
+    /// Takes down what the backend has computed of a layer. A disk or a device that takes no more ends the recording, not the prefill.
     ///
     /// # Errors
     /// Those of [`PromptRows::export_rows`] and [`Network::poll`].
     pub fn record<B: Network + PromptRows>(&mut self, backend: &mut B, layer: usize) -> Result<()> {
         let Some(recorder) = &mut self.recorder else { return Ok(()) };
         let (from, blocks, segment_bytes) = (recorder.from, recorder.chain.len(), self.segment_bytes);
-        let per_piece = (PIECE_BYTES / segment_bytes).max(1);
-        let mut whole = match recorder.to {
-            Kept::Memory(_) => vec![0; blocks * segment_bytes],
-            Kept::Disk(_) => Vec::new(),
-        };
-        for start in (0..blocks).step_by(per_piece) {
-            let count = per_piece.min(blocks - start);
-            let rows = (from + start) * BLOCK_TOKENS..(from + start + count) * BLOCK_TOKENS;
-            match &mut recorder.to {
-                Kept::Memory(_) => {
-                    let bytes = start * segment_bytes..(start + count) * segment_bytes;
-                    backend.export_rows(rows, &mut whole[bytes])?;
+        let rows = |start: usize, count: usize| (from + start) * BLOCK_TOKENS..(from + start + count) * BLOCK_TOKENS;
+        match &mut recorder.to {
+            Kept::Memory(layers) => {
+                debug_assert_eq!(layers.len(), layer, "layers are recorded in order");
+                match backend.hold_rows(rows(0, blocks)) {
+                    Ok(held) => layers.push(held),
+                    Err(error) if error.kind == ErrorKind::DoesNotFit => self.recorder = None,
+                    Err(error) => return Err(error),
                 }
-                Kept::Disk(file) => {
+                backend.poll()?;
+            }
+            Kept::Disk(file) => {
+                let per_piece = (PIECE_BYTES / segment_bytes).max(1);
+                for start in (0..blocks).step_by(per_piece) {
+                    let count = per_piece.min(blocks - start);
                     self.buffer.resize(count * segment_bytes, 0);
-                    backend.export_rows(rows, &mut self.buffer)?;
+                    backend.export_rows(rows(start, count), &mut self.buffer)?;
                     let mut segments = self.buffer.chunks_exact(segment_bytes).zip(&recorder.chain[start..]);
                     if let Err(error) = segments.try_for_each(|(segment, hash)| file.put(*hash, segment)) {
                         self.failed = Some(error);
                         self.recorder = None;
                         return Ok(());
                     }
+                    backend.poll()?;
                 }
             }
-            backend.poll()?;
-        }
-        if let Kept::Memory(layers) = &mut recorder.to {
-            debug_assert_eq!(layers.len(), layer, "layers are recorded in order");
-            layers.push(whole);
         }
         Ok(())
     }

@@ -298,13 +298,16 @@ impl Place {
         Ok(used + bytes)
     }
 
-    /// Bytes of the process's memory that would be left beside an engine of `planned_bytes`.
-    pub(crate) fn spare_bytes(&self, planned_bytes: usize) -> usize {
-        let taken = match self {
-            Place::Cpu => planned_bytes.saturating_sub(machine::resident().unwrap_or(0)),
-            Place::Cuda { .. } => 0,
-        };
-        machine::memory_available().unwrap_or(0).saturating_sub(taken)
+    /// Bytes that the prompt cache may take beside an engine of `planned_bytes`: an eighth of the process's memory that is left, half of a
+    /// GPU's, which other programs seldom share.
+    pub(crate) fn bytes_for_prompts(&self, planned_bytes: usize) -> usize {
+        match self {
+            Place::Cpu => {
+                let taken = planned_bytes.saturating_sub(machine::resident().unwrap_or(0));
+                machine::memory_available().unwrap_or(0).saturating_sub(taken) / 8
+            }
+            Place::Cuda { free_bytes, .. } => free_bytes.saturating_sub(planned_bytes) / 2,
+        }
     }
 
     /// Loads the models and opens an engine. `hooks` are of the model's backend, and of the draft model's.

@@ -138,9 +138,6 @@ pub(crate) const DRAFTS_LIMIT_BYTES: u64 = 64 << 30;
 /// Most bytes of a folder of prompts (docs/cli.md): of a model of 8 billion weights some 500,000 tokens.
 pub(crate) const PROMPTS_LIMIT_BYTES: u64 = 64 << 30;
 
-/// The share of the memory left beside an engine that its prompts may take.
-const PROMPTS_SHARE: usize = 8;
-
 /// Opens a checkpoint; `draft_cache` is the folder of its draft weights and the least bytes that are kept there.
 pub(crate) fn open(model: &str, draft_cache: Option<(PathBuf, usize)>) -> Result<Checkpoint> {
     let model = Path::new(model);
@@ -292,7 +289,7 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
         method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
-        slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=Some(false), prompt_folder=None,
+        slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
         on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
@@ -316,7 +313,7 @@ impl PyEngine {
         every_view: bool,
         draft_model: Option<&str>,
         draft_cache: Option<(PathBuf, usize)>,
-        prompt_memory: Option<bool>,
+        prompt_memory: bool,
         prompt_folder: Option<PathBuf>,
         on_loading: Option<Py<PyAny>>,
     ) -> PyResult<PyEngine> {
@@ -364,10 +361,8 @@ impl PyEngine {
             let planned_bytes = place.plan(models, &resolved.options, 0)?;
             let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
             let of_second = Hooks { poll: Box::new(polled_by_second), ..Hooks::default() };
-            // Copying keys and values from a GPU takes time from every prompt, of a CPU's none that could be measured.
-            let in_memory = prompt_memory.unwrap_or(place.gpu().is_none());
             let prompt_bytes =
-                (in_memory && prompt_folder.is_none()).then(|| place.spare_bytes(planned_bytes) / PROMPTS_SHARE);
+                (prompt_memory && prompt_folder.is_none()).then(|| place.bytes_for_prompts(planned_bytes));
             let (mut engine, second) =
                 PyEngine::unless_raised(&raised, place.engine(models, resolved, [hooks, of_second]))?;
             if let Some(limit_bytes) = prompt_bytes {
