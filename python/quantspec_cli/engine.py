@@ -633,9 +633,9 @@ class Engine:
             page_choice: with a number of pages, the "best" ones (None, too) or the recent ones ("window").
             draft_model: with method "draft-model", a directory, a GGUF file or a hub id of the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
-            prompt_cache: what prompts have in common is read once. True keeps them in memory, in at most an eighth of what the
-                engine leaves free, or half of a GPU's; a folder keeps them there, for other processes, too; False keeps
-                none. No token depends on it.
+            prompt_cache: what prompts have in common is read once. True keeps them in memory, in at most an eighth of what
+                the engine leaves free, or half of a GPU's; a folder keeps them there, for other processes, too; False
+                keeps none. No token depends on it.
             on_loading: called with (bytes done, bytes in all).
 
         Raises:
