@@ -48,14 +48,14 @@ struct Line<T>(T);
 
 /// Memory that a thread is expected to read: a start and bytes, either of which may be of another time than the other.
 #[derive(Default)]
-struct Next {
+struct Upcoming {
     start: AtomicPtr<u8>,
     bytes: AtomicUsize,
 }
 
 /// A loop in which a thread waits.
 struct Wait<'a> {
-    next: &'a Next,
+    next: &'a Upcoming,
     asked: usize,
 }
 
@@ -88,7 +88,7 @@ struct Shared {
     /// The last dispatch of which each worker's part was begun, by itself or by the caller.
     begun: Vec<Line<AtomicU64>>,
     /// What each thread is expected to read next.
-    next: Vec<Line<Next>>,
+    next: Vec<Line<Upcoming>>,
     /// Spins before a worker parks: [`SPINS`], or none where threads outnumber processors and one that waits keeps another
     /// from its work.
     spins: u32,
@@ -134,7 +134,7 @@ impl Pool {
             stop: AtomicBool::new(false),
             asleep: (1..threads).map(|_| Line(AtomicBool::new(false))).collect(),
             begun: (1..threads).map(|_| Line(AtomicU64::new(0))).collect(),
-            next: (0..threads).map(|_| Line(Next::default())).collect(),
+            next: (0..threads).map(|_| Line(Upcoming::default())).collect(),
             job: UnsafeCell::new(None),
         });
         let process = std::process::id();
@@ -299,7 +299,7 @@ pub(crate) struct Deal {
 impl Deal {
     /// Runs of `0..n`, as even as can be.
     pub(crate) fn new(n: usize, threads: usize) -> Deal {
-        Deal::of((0..threads).map(|thread| part(n, thread, threads)))
+        Deal::of((0..threads).map(|thread| share(n, thread, threads)))
     }
 
     /// These runs; numbers below 2³².
@@ -340,13 +340,13 @@ const fn unpack(left: u64) -> (u64, u64) {
     (left & 0xffff_ffff, left >> 32)
 }
 
-/// The part of `0..n` that `thread` of `threads` owns.
-pub(crate) fn part(n: usize, thread: usize, threads: usize) -> Range<usize> {
+/// The share of `0..n` that `thread` of `threads` owns.
+pub(crate) fn share(n: usize, thread: usize, threads: usize) -> Range<usize> {
     n * thread / threads..n * (thread + 1) / threads
 }
 
 /// The items `thread` of `threads` owns when item i costs `cost(i)`: neighbours, of about equal cost per thread.
-pub(crate) fn part_by_cost(n: usize, thread: usize, threads: usize, cost: impl Fn(usize) -> usize) -> Range<usize> {
+pub(crate) fn share_by_cost(n: usize, thread: usize, threads: usize, cost: impl Fn(usize) -> usize) -> Range<usize> {
     let total: usize = (0..n).map(&cost).sum();
     // An item belongs to the thread in whose share its middle lies.
     let (mut before, mut start, mut end) = (0, n, n);
@@ -417,15 +417,15 @@ mod tests {
     }
 
     #[test]
-    fn parts_cover_everything_once() {
+    fn shares_cover_everything_once() {
         for n in [0, 1, 2, 7, 64, 1000] {
             for threads in [1, 2, 3, 16] {
                 for cost in [|_| 1, |i: usize| i, |i: usize| if i == 3 { 1000 } else { 1 }, |_| 0] {
-                    let parts: Vec<_> = (0..threads).map(|t| part_by_cost(n, t, threads, cost)).collect();
-                    let seen: Vec<usize> = parts.into_iter().flatten().collect();
+                    let shares: Vec<_> = (0..threads).map(|t| share_by_cost(n, t, threads, cost)).collect();
+                    let seen: Vec<usize> = shares.into_iter().flatten().collect();
                     assert_eq!(seen, (0..n).collect::<Vec<_>>(), "{n} items on {threads} threads");
                 }
-                let seen: Vec<usize> = (0..threads).flat_map(|t| part(n, t, threads)).collect();
+                let seen: Vec<usize> = (0..threads).flat_map(|t| share(n, t, threads)).collect();
                 assert_eq!(seen, (0..n).collect::<Vec<_>>());
             }
         }
@@ -437,7 +437,7 @@ mod tests {
             let deal = Deal::new(n, threads);
             // One thread alone: its own run upwards, then what the others have left.
             let taken: Vec<usize> = std::iter::from_fn(|| deal.take(threads - 1)).collect();
-            let own = part(n, threads - 1, threads);
+            let own = share(n, threads - 1, threads);
             assert!(taken.iter().copied().take(own.len()).eq(own));
             let mut all = taken;
             all.sort_unstable();
@@ -457,7 +457,7 @@ mod tests {
     #[test]
     fn costs_are_shared_evenly() {
         let cost = |i: usize| i + 1;
-        let shares: Vec<usize> = (0..4).map(|t| part_by_cost(1000, t, 4, cost).map(cost).sum()).collect();
+        let shares: Vec<usize> = (0..4).map(|t| share_by_cost(1000, t, 4, cost).map(cost).sum()).collect();
         let total: usize = shares.iter().sum();
         assert!(shares.iter().all(|share| share.abs_diff(total / 4) < 2000), "{shares:?}");
     }

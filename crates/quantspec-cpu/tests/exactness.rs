@@ -79,7 +79,7 @@ struct Run {
     method: &'static str,
     pages: Pages,
     gamma: usize,
-    /// γ is up to `gamma`, as the policy and the leads of the drafted tokens say.
+    /// γ is up to `gamma`, as the policy and the margins of the drafted tokens say.
     auto: bool,
     threads: usize,
     rounding: Rounding,

@@ -127,12 +127,12 @@ impl Tile {
     }
 
     /// Time of a product, in clocks per k block of 64.
-    fn cost(&self, rows: usize, columns: usize, multiprocessors: usize) -> usize {
-        self.tiles(rows, columns).div_ceil((multiprocessors / self.cluster).max(1)) * self.clocks
+    fn cost(&self, rows: usize, columns: usize, sms: usize) -> usize {
+        self.tiles(rows, columns).div_ceil((sms / self.cluster).max(1)) * self.clocks
     }
 
-    fn blocks(&self, rows: usize, columns: usize, multiprocessors: usize) -> usize {
-        let resident = multiprocessors / self.cluster;
+    fn blocks(&self, rows: usize, columns: usize, sms: usize) -> usize {
+        let resident = sms / self.cluster;
         self.tiles(rows, columns).min(resident.max(1)) * self.cluster
     }
 
@@ -155,29 +155,29 @@ impl Tile {
 
 /// A matrix product and its epilogue, in every tile it has.
 #[derive(Clone, Debug)]
-struct Product {
+struct Gemm {
     tiles: Vec<(Tile, Kernel)>,
 }
 
-impl Product {
-    fn new(device: &Device, stem: &str, dtype: &str, tiles: &[Tile]) -> Result<Product> {
+impl Gemm {
+    fn new(device: &Device, stem: &str, dtype: &str, tiles: &[Tile]) -> Result<Gemm> {
         let tiles = tiles
             .iter()
             .map(|&tile| Ok((tile, device.kernel(&format!("{stem}_{dtype}_{}", tile.name), tile.shared_bytes())?)))
             .collect::<Result<_>>()?;
-        Ok(Product { tiles })
+        Ok(Gemm { tiles })
     }
 
     /// The tile that should take the least time; the widest among equals.
-    fn choose(&self, rows: usize, columns: usize, multiprocessors: usize) -> Result<(Tile, Kernel)> {
-        let best = self.tiles.iter().min_by_key(|(tile, _)| tile.cost(rows, columns, multiprocessors));
-        best.copied().ok_or_else(|| Error::internal("a product without tiles"))
+    fn choose(&self, rows: usize, columns: usize, sms: usize) -> Result<(Tile, Kernel)> {
+        let best = self.tiles.iter().min_by_key(|(tile, _)| tile.cost(rows, columns, sms));
+        best.copied().ok_or_else(|| Error::internal("a GEMM without tiles"))
     }
 }
 
 #[derive(Clone, Debug)]
 enum Kernels {
-    Hopper { qkv: Product, residual: Product, gated: Product },
+    Hopper { qkv: Gemm, residual: Gemm, gated: Gemm },
     Tensor { plain: Kernel, residual: Kernel, gated: Kernel },
     Plain { plain: Kernel, silu_mul: Kernel, add_rows: Kernel },
 }
@@ -215,14 +215,14 @@ impl Prefill {
         let kernels = match way {
             Way::Hopper => Kernels::Hopper {
                 // A head lies in one tile.
-                qkv: Product::new(
+                qkv: Gemm::new(
                     device,
                     &format!("prefill_qkv_{d}"),
                     dtype,
                     if d > MIDDLE.columns { &[WIDE] } else { &[WIDE, MIDDLE, TALL, SMALL] },
                 )?,
-                residual: Product::new(device, "prefill_residual", dtype, &[WIDE, MIDDLE, SLIM, NARROW])?,
-                gated: Product::new(device, "prefill_gated", dtype, &[WIDE, MIDDLE, TALL, SMALL])?,
+                residual: Gemm::new(device, "prefill_residual", dtype, &[WIDE, MIDDLE, SLIM, NARROW])?,
+                gated: Gemm::new(device, "prefill_gated", dtype, &[WIDE, MIDDLE, TALL, SMALL])?,
             },
             Way::Tensor => Kernels::Tensor {
                 plain: device.kernel(&format!("prefill_plain_{dtype}"), MMA_SHARED_BYTES)?,
@@ -296,7 +296,7 @@ impl Prefill {
         let bias = bias.unwrap_or(0);
         if let Kernels::Hopper { qkv, .. } = &self.kernels {
             let n = s.qkv_width();
-            let (tile, kernel) = qkv.choose(rows, n, self.device.multiprocessors)?;
+            let (tile, kernel) = qkv.choose(rows, n, self.device.sms)?;
             let (a, w) = self.inputs(&tile, x, s.hidden, weights, n, rows)?;
             let to_q = TensorMap::matrix(Dtype::F16, q, s.q_width(), rows, s.q_width(), [64, 64])?;
             let kv_width = 2 * s.kv_width();
@@ -429,7 +429,7 @@ impl Prefill {
         unsafe {
             match &self.kernels {
                 Kernels::Hopper { gated, .. } => {
-                    let (tile, kernel) = gated.choose(rows, n, self.device.multiprocessors)?;
+                    let (tile, kernel) = gated.choose(rows, n, self.device.sms)?;
                     let (a, w) = self.inputs(&tile, x, s.hidden, weights, n, rows)?;
                     let to = TensorMap::matrix(s.dtype, out, s.intermediate, rows, pitch, [64, 64])?;
                     let arguments = [
@@ -475,7 +475,7 @@ impl Prefill {
         unsafe {
             match &self.kernels {
                 Kernels::Hopper { residual, .. } => {
-                    let (tile, kernel) = residual.choose(rows, n, self.device.multiprocessors)?;
+                    let (tile, kernel) = residual.choose(rows, n, self.device.sms)?;
                     let (a, w) = self.inputs(&tile, x, k, weights, n, rows)?;
                     let to = TensorMap::matrix(Dtype::F32, hidden, n, rows, n, [32, 64])?;
                     let arguments = [
@@ -519,7 +519,7 @@ impl Prefill {
                     let arguments = args![x, weights, y, rows, n, k, padded(k)];
                     self.device.launch(*plain, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
                 }
-                Kernels::Hopper { .. } => Err(Error::internal("no plain product on this way")),
+                Kernels::Hopper { .. } => Err(Error::internal("no plain GEMM on this way")),
             }
         }
     }
@@ -554,7 +554,7 @@ impl Prefill {
     }
 
     unsafe fn launch_tile(&self, tile: &Tile, kernel: Kernel, rows: usize, n: usize, arguments: &[Arg]) -> Result<()> {
-        let blocks = tile.blocks(rows, n, self.device.multiprocessors);
+        let blocks = tile.blocks(rows, n, self.device.sms);
         let launch = Launch {
             grid: [blocks as u32, 1, 1],
             block: tile.threads(),
@@ -707,7 +707,7 @@ mod tests {
         let best = |tiles: [Tile; 4], rows: usize, n: usize| {
             tiles.iter().min_by_key(|tile| tile.cost(rows, n, 132)).map(|tile| tile.name)
         };
-        // What was measured to be fastest on 132 multiprocessors, or within some per cent of it.
+        // What was measured to be fastest on 132 SMs, or within some per cent of it.
         for (rows, name) in
             [(1, "narrow"), (128, "narrow"), (129, "slim"), (256, "slim"), (512, "middle"), (2048, "wide")]
         {

@@ -180,12 +180,12 @@ impl Weights {
 const ALIGNED: usize = 256;
 
 /// Hands out places in the memory of the draft weights, one behind the other.
-struct Places {
+struct DraftArena {
     buffer: Option<Arc<Buffer>>,
     taken: usize,
 }
 
-impl Places {
+impl DraftArena {
     /// Draft weights of a matrix, queued to be made.
     fn quantise(
         &mut self,
@@ -475,7 +475,7 @@ pub(crate) fn load(
     let (attention, mlp, head_in_eight) = drafted(kind);
     let draft_bytes = draft_bytes(&config, kind, hierarchies.is_some());
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
-    let mut places = Places { buffer, taken: 0 };
+    let mut places = DraftArena { buffer, taken: 0 };
     let in_nibbles = |matrix: Matrix, both: bool, paired: usize| match hierarchies {
         Some(hierarchies) => hierarchies.quantise(&matrix, both, paired, flag).map(Full::Nibbles),
         None => Ok(Full::Whole(matrix)),

@@ -46,7 +46,7 @@ const COUNTS: [usize; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 
 /// Outputs and inputs: whole tiles, remainders of both, and fewer inputs than warps share.
 const SHAPES: [(usize, usize); 5] = [(256, 512), (40, 200), (17, 64), (129, 1376), (129, 1280)];
 /// Many tiles per block. Tests of their own, for they are most of what compute-sanitizer has to follow. The last has 13 tiles in the first block and 12 in the
-/// second where 132 multiprocessors share them: one more pass over the inputs, by three or four tiles a pass.
+/// second where 132 SMs share them: one more pass over the inputs, by three or four tiles a pass.
 const LARGE: [(usize, usize); 3] = [(8192, 256), (4800, 4096), (16 * (12 * 132 + 1) - 5, 256)];
 
 #[test]

@@ -54,7 +54,7 @@ pub fn source(format: u64, bytes: &[u8]) -> u128 {
 
 /// The drafts of one load: each block is taken from the file where that holds it, and made otherwise.
 #[derive(Debug)]
-pub struct Drafts {
+pub struct DraftBlocks {
     cache: DraftCache,
     path: PathBuf,
     description: Vec<u8>,
@@ -78,7 +78,7 @@ pub fn files(folder: &Path) -> io::Result<Vec<CachedFile>> {
     cache_file::files(&FORMAT, folder)
 }
 
-impl Drafts {
+impl DraftBlocks {
     /// Looks for the file of a model's drafts.
     ///
     /// `kind` distinguishes files of one model. `recipe` is everything that decides about a block beside its source: layout,
@@ -89,7 +89,7 @@ impl Drafts {
         kind: &str,
         recipe: &str,
         sizes: impl IntoIterator<Item = usize>,
-    ) -> Option<Drafts> {
+    ) -> Option<DraftBlocks> {
         let mut starts = vec![0];
         let mut end = 0;
         for size in sizes {
@@ -113,7 +113,7 @@ impl Drafts {
             Err(Fault::Damaged(what)) => (None, Some(damaged(&path, &what))),
             Err(Fault::Io(error)) => (None, Some(unusable(&path, &error))),
         };
-        Some(Drafts {
+        Some(DraftBlocks {
             cache: cache.clone(),
             path,
             description,
@@ -127,7 +127,7 @@ impl Drafts {
         })
     }
 
-    /// Bytes that [`Drafts::save`] will write as far as is known: none once a file was found.
+    /// Bytes that [`DraftBlocks::save`] will write as far as is known: none once a file was found.
     pub fn unsaved_bytes(&self) -> usize {
         if self.stored.is_some() { 0 } else { self.bytes() }
     }

@@ -5,7 +5,7 @@
 //! row-invariant, a window of rows scores what single steps would score. Tokens before the first scored position may be
 //! given as context: they are processed as a prompt is, exactly.
 
-use crate::backend::{Backend, DraftPlan, Row, Step};
+use crate::backend::{Backend, DraftConfig, Row, Step};
 use crate::draft::METHODS;
 use crate::engine::check_ids;
 use crate::forward;
@@ -30,9 +30,9 @@ const TARGETS: [(&str, View, usize); 3] = [("fp16", View::Full, 0), ("int8", Vie
 const INT8: usize = 1;
 
 /// The drafts of the model itself, in report order: name, and what they read where the target reads INT8.
-fn drafts() -> Vec<(&'static str, DraftPlan)> {
+fn drafts() -> Vec<(&'static str, DraftConfig)> {
     let networks = METHODS.iter().filter(|method| !method.copies);
-    networks.filter_map(|method| Some((method.name, method.plan(View::Both)?))).collect()
+    networks.filter_map(|method| Some((method.name, method.draft_config(View::Both)?))).collect()
 }
 
 /// Score of one target view over all positions.
@@ -193,7 +193,7 @@ pub fn evaluate<B: Backend>(
         }
         // Backwards: a draft's own keys and values overwrite only its position, and those before it are the target's.
         for offset in (0..rows).rev() {
-            for ((_, DraftPlan { weights, view, pages }), score) in &mut drafts {
+            for ((_, DraftConfig { weights, view, pages }), score) in &mut drafts {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
                 let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &row };
                 forward::step(backend, &step)?;

@@ -57,7 +57,7 @@ pub enum Pass<'a> {
 
 /// How the model drafts for itself: what a draft step reads of it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DraftPlan {
+pub struct DraftConfig {
     /// Draft weights.
     pub weights: Weights,
     /// Draft view.
@@ -66,7 +66,7 @@ pub struct DraftPlan {
     pub pages: Pages,
 }
 
-impl DraftPlan {
+impl DraftConfig {
     /// Whether it is worth trying as a candidate: pages that leave out less than half of the `visible` ones save too little. The first candidate always is.
     pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {
         match self.pages {

@@ -170,7 +170,7 @@ pub struct PromptFolder {
 /// The prompts that one engine keeps.
 #[derive(Debug)]
 pub struct PromptCache {
-    place: Place,
+    place: Storage,
     rope: RopeTable,
     layers: usize,
     /// Bytes of a block in one layer.
@@ -187,7 +187,7 @@ pub struct PromptCache {
 }
 
 #[derive(Debug)]
-enum Place {
+enum Storage {
     /// The least recently used branch first.
     Memory {
         branches: Vec<Arc<Held>>,
@@ -218,17 +218,17 @@ enum Branch {
 impl PromptCache {
     /// Prompts in memory, at most `limit_bytes` of them.
     pub fn in_memory<B: Backend>(backend: &B, limit_bytes: usize) -> PromptCache {
-        PromptCache::new(backend, Place::Memory { branches: Vec::new(), limit_bytes }, 0)
+        PromptCache::new(backend, Storage::Memory { branches: Vec::new(), limit_bytes }, 0)
     }
 
     /// Prompts in a folder.
     pub fn on_disk<B: Backend>(backend: &B, at: PromptFolder) -> PromptCache {
         let recipe = format!("{:032x} {} {}", at.fingerprint, backend.kernels(), env!("CARGO_PKG_VERSION"));
         let root = XxHash3_128::oneshot(recipe.as_bytes());
-        PromptCache::new(backend, Place::Disk { at, recipe }, root)
+        PromptCache::new(backend, Storage::Disk { at, recipe }, root)
     }
 
-    fn new<B: Backend>(backend: &B, place: Place, root: u128) -> PromptCache {
+    fn new<B: Backend>(backend: &B, place: Storage, root: u128) -> PromptCache {
         let config: &ModelConfig = backend.config();
         PromptCache {
             place,
@@ -246,8 +246,8 @@ impl PromptCache {
     /// Bytes of memory that are held now.
     pub fn held_bytes(&self) -> usize {
         match &self.place {
-            Place::Memory { branches, .. } => branches.iter().map(|branch| branch.bytes).sum(),
-            Place::Disk { .. } => 0,
+            Storage::Memory { branches, .. } => branches.iter().map(|branch| branch.bytes).sum(),
+            Storage::Disk { .. } => 0,
         }
     }
 
@@ -281,8 +281,8 @@ impl PromptCache {
     pub fn find(&mut self, prompt: &[u32]) -> Reuse {
         let chain = self.chain(prompt);
         let branches = match &mut self.place {
-            Place::Memory { branches, .. } => find_held(branches, &chain),
-            Place::Disk { .. } => self.find_stored(&chain),
+            Storage::Memory { branches, .. } => find_held(branches, &chain),
+            Storage::Disk { .. } => self.find_stored(&chain),
         };
         let found: usize = branches.iter().map(|(_, blocks)| blocks).sum();
         let mut reuse = Reuse {
@@ -305,7 +305,7 @@ impl PromptCache {
         let block_bytes = self.layers * self.segment_bytes;
         let new = reuse.chain.len().saturating_sub(from);
         let blocks = match &mut self.place {
-            Place::Memory { branches, limit_bytes } => {
+            Storage::Memory { branches, limit_bytes } => {
                 let in_use: usize =
                     reuse.branches.iter().filter_map(|(branch, _)| branch.held()).map(|branch| branch.bytes).sum();
                 let blocks = new.min(limit_bytes.saturating_sub(in_use) / block_bytes);
@@ -316,13 +316,13 @@ impl PromptCache {
                 }
                 blocks
             }
-            Place::Disk { at, .. } => new.min(usize::try_from(at.limit_bytes).unwrap_or(usize::MAX) / block_bytes),
+            Storage::Disk { at, .. } => new.min(usize::try_from(at.limit_bytes).unwrap_or(usize::MAX) / block_bytes),
         };
         let chain = reuse.chain[from..from + blocks].to_vec();
         reuse.recorder = match &self.place {
             _ if blocks == 0 => None,
-            Place::Memory { .. } => Some(Recorder { from, to: Kept::Memory(Vec::new()), chain }),
-            Place::Disk { at, recipe } => {
+            Storage::Memory { .. } => Some(Recorder { from, to: Kept::Memory(Vec::new()), chain }),
+            Storage::Disk { at, recipe } => {
                 let (model, suffix) = (model_name(&at.model), FORMAT.suffix);
                 let path = at.folder.join(format!("{model}-{:032x}-{:032x}.{suffix}", chain[0], chain[blocks - 1]));
                 make_room(&FORMAT, &path, at.limit_bytes.saturating_sub((blocks * block_bytes) as u64));
@@ -339,7 +339,7 @@ impl PromptCache {
 
     /// Walks the chain through the files of the folder, and notes which of them are used.
     fn find_stored(&mut self, chain: &[u128]) -> Vec<(Branch, usize)> {
-        let Place::Disk { at: PromptFolder { folder, .. }, recipe } = &self.place else { return Vec::new() };
+        let Storage::Disk { at: PromptFolder { folder, .. }, recipe } = &self.place else { return Vec::new() };
         let (mut notes, mut found, mut walked) = (Vec::new(), Vec::new(), 0);
         let names: Vec<String> = match fs::read_dir(folder) {
             Ok(entries) => entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect(),
@@ -397,7 +397,7 @@ impl PromptCache {
     pub fn keep(&mut self, mut reuse: Reuse) {
         if let Some(Recorder { chain, to, .. }) = reuse.recorder.take() {
             match (to, &mut self.place) {
-                (Kept::Memory(layers), Place::Memory { branches, .. }) => {
+                (Kept::Memory(layers), Storage::Memory { branches, .. }) => {
                     let bytes = chain.len() * self.layers * self.segment_bytes;
                     let new = Arc::new(Held { chain, layers, bytes });
                     let used = reuse.branches.iter().filter_map(|(branch, _)| branch.held()).chain([&new]);
@@ -409,7 +409,7 @@ impl PromptCache {
                     reuse.failed = file.publish().err();
                     touch(&reuse.branches);
                 }
-                (Kept::Memory(_), Place::Disk { .. }) => (),
+                (Kept::Memory(_), Storage::Disk { .. }) => (),
             }
         }
         self.note_failure(&mut reuse);
@@ -425,7 +425,7 @@ impl PromptCache {
     }
 
     fn note_failure(&mut self, reuse: &mut Reuse) {
-        if let (Some(error), Place::Disk { at, .. }) = (reuse.failed.take(), &self.place) {
+        if let (Some(error), Storage::Disk { at, .. }) = (reuse.failed.take(), &self.place) {
             let note = unusable(&at.folder, &error);
             self.tell(note);
         }

@@ -1,6 +1,6 @@
 //! Choosing tokens from the last head's logits, and judging drafted ones.
 
-use crate::network::{DraftPlan, Step};
+use crate::network::{DraftConfig, Step};
 use quantspec_core::Result;
 use quantspec_core::penalty::History;
 use quantspec_core::policy::Stop;
@@ -18,7 +18,7 @@ pub struct Turn {
     /// Tokens to draft, 0..=GAMMA_MAX; after the draft, tokens that were drafted.
     pub gamma: usize,
     /// How its tokens are drafted with the verification, where they do not stand in the window yet.
-    pub to_draft: Option<DraftPlan>,
+    pub to_draft: Option<DraftConfig>,
     /// When to draft fewer: the draft of a turn that is alone in its round then looks at the logit margin of every token.
     pub stop: Option<Stop>,
     /// Logit margins of the drafted tokens; empty where they were not looked at.

@@ -1,6 +1,6 @@
 //! `_native.Engine`: one engine on one device, driven round by round from Python.
 
-use crate::device::{Device, Drafts, Models, Place, drafter, on_device};
+use crate::device::{ChosenDevice, Device, MakeDrafter, Models, drafter, on_device};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request, weights_name};
 use pyo3::exceptions::PyException;
@@ -206,7 +206,7 @@ pub(crate) struct PyEngine {
     user: Mutex<Option<ThreadId>>,
     /// Slots of sequences that were ended while a thread held `device`: whoever has it next frees them.
     ended: Mutex<Vec<usize>>,
-    place: Place,
+    place: ChosenDevice,
     threads: usize,
     raised: Raised,
     accept: Accept,
@@ -217,7 +217,7 @@ pub(crate) struct PyEngine {
     step_rows: usize,
     every_view: bool,
     /// Drafts with another checkpoint, where one was loaded.
-    second: Option<Drafts>,
+    second: Option<MakeDrafter>,
 }
 
 impl PyEngine {
@@ -355,7 +355,7 @@ impl PyEngine {
             let checkpoint = open(model, draft_cache)?;
             let draft = draft_model.map(|model| open(model, None)).transpose()?;
             let models = Models { target: &checkpoint, draft: draft.as_ref() };
-            let place = Place::choose(device, &checkpoint)?;
+            let place = ChosenDevice::choose(device, &checkpoint)?;
             place.settle(models, &mut resolved)?;
             let kept = resolved.options.weights;
             let planned_bytes = place.plan(models, &resolved.options, 0)?;

@@ -57,7 +57,7 @@ pub(crate) struct Request<'a> {
 pub(crate) struct Resolved {
     pub(crate) method: Method,
     pub(crate) options: Options,
-    /// The target's weights are those that fit ([`crate::device::Place::settle`]); `options` has the checkpoint's.
+    /// The target's weights are those that fit ([`crate::device::ChosenDevice::settle`]); `options` has the checkpoint's.
     pub(crate) auto_weights: bool,
     pub(crate) accept: Accept,
     /// How another checkpoint drafts, where one does: the method's drafter is then made of its network.

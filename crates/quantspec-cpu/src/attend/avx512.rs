@@ -1,6 +1,6 @@
 //! A nibble page with AVX-512 VNNI, or with AMX for the products: both give the same integers, so the same bits.
 
-use super::next::Next;
+use super::prefetch::PagePrefetch;
 use super::{G, Planes, State, amx};
 use quantspec_core::config::Rounding;
 use std::arch::x86_64::*;
@@ -27,7 +27,7 @@ pub(super) unsafe fn page(
     next: Option<(&[u8], &[u8])>,
 ) {
     let code = planes.code(rounding);
-    let next = Next::new(next, planes);
+    let next = PagePrefetch::new(next, planes);
     // SAFETY: passed on.
     unsafe {
         match planes {
@@ -402,7 +402,7 @@ unsafe fn normalise_steps<const LIMBS: usize>(params: *mut f32, most: f32) {
 /// while queries are folded and probabilities made: attention of one row then takes up to a third longer. Quotas are whole lines, since counting parts of
 /// them in the products' loop costs many rows 7 %; where steps are more than lines, all are asked for between rows.
 pub(super) struct Ahead {
-    next: Next,
+    next: PagePrefetch,
     /// Lines asked for with every row of a phase, and with every step of the products.
     per_row: usize,
     per_step: usize,
@@ -410,7 +410,7 @@ pub(super) struct Ahead {
 
 impl Ahead {
     /// For `rows` rows whose products take `steps` steps. On tiles a step unpacks a vector and rows go through three phases, else through two.
-    fn new(next: Next, rows: usize, steps: usize, tiles: bool) -> Ahead {
+    fn new(next: PagePrefetch, rows: usize, steps: usize, tiles: bool) -> Ahead {
         let (lines, steps) = (next.len(), steps.max(1));
         let (per_row, per_step) = if tiles {
             (lines / 8, (lines * 5 / 8).div_ceil(steps))
@@ -446,7 +446,7 @@ unsafe fn run<const LIMBS: usize, const BOTH: bool>(
     (step, shift, centre): (f32, f32, f32),
     upper: &[u8],
     lower: &[u8],
-    next: Next,
+    next: PagePrefetch,
 ) {
     // SAFETY: as `page`.
     unsafe {
