@@ -237,7 +237,7 @@ impl ChosenDevice {
     /// Settles which weights `auto` is: the checkpoint's where an engine with them fits, else int8.
     ///
     /// # Errors
-    /// As [`Place::weigh`].
+    /// As [`ChosenDevice::weigh`].
     pub(crate) fn settle(&self, models: Models, resolved: &mut Resolved) -> Result<()> {
         if resolved.auto_weights {
             let weighed = self.weigh(models, &resolved.options, 0)?;
