@@ -37,7 +37,7 @@ struct Span {
   int fresh;                             // the list is made in this step
 };
 // Up to ROWS query rows of a span: row = query * group + head in group. `first`: its first work item.
-struct Part { int span, row, rows, first; };
+struct QueryTile { int span, row, rows, first; };
 
 struct AttendArgs {
   const uint8_t *upper, *lower, *full;   // this layer's pools: [page][kv head] blocks
@@ -46,11 +46,11 @@ struct AttendArgs {
   const int* lists;                      // [list][kv head][list_pitch] logical pages, ascending
   const __half* q;                       // [row][heads][D]
   const Span* spans;
-  const Part* parts;
+  const QueryTile* tiles;
   float* partial;                        // [partial row][D]: a span's chunks are [kv head][chunk][query row]
   float2* extremes;                      // [partial row] {maximum, sum}
   int table_pitch, list_pitch, kv_heads, group;
-  int part_count, items;                 // work items over all parts; block b has items b, b + gridDim.x, ...
+  int tile_count, items;                 // work items over all tiles; block b has items b, b + gridDim.x, ...
   int stages;                            // of a ring without TMA. 4: the next page is loaded during the current one; 2: small shared memory
                                          // With TMA: stages that a ring fills before the previous kernel has ended
   float centre;                          // Upper view: codes stand for U s + z - centre s
@@ -97,7 +97,7 @@ struct Attend {
 // A ring's part of a work item: `pages` steps over its pages (steps ring, ring + RINGS, ... of the chunk), then `recents` steps over recent tokens.
 struct Work {
   Span span;
-  Part part;
+  QueryTile tile;
   int head, chunk, first_page, pages, recents;
   int recent;                            // first recent step, counted from the start of the text; the next is chunks * RINGS further
 };
@@ -105,15 +105,15 @@ template <class C>
 DEV Work work_at(const AttendArgs& p, int index, int ring) {
   Work w;
   int at = 0;
-  if (p.part_count > 1)                  // the last part that begins at or before the item
-    for (int base = 0, found = 32; found == 32 && base < p.part_count; base += 32) {
+  if (p.tile_count > 1)                  // the last tile that begins at or before the item
+    for (int base = 0, found = 32; found == 32 && base < p.tile_count; base += 32) {
       const int i = base + (threadIdx.x & 31);
-      found = __popc(__ballot_sync(~0u, i < p.part_count && p.parts[i].first <= index));
+      found = __popc(__ballot_sync(~0u, i < p.tile_count && p.tiles[i].first <= index));
       if (found) at = base + found - 1;
     }
-  w.part = p.parts[at], w.span = p.spans[w.part.span];
+  w.tile = p.tiles[at], w.span = p.spans[w.tile.span];
   const Span& span = w.span;
-  const int local = index - w.part.first, last = span.position + span.queries - 1;
+  const int local = index - w.tile.first, last = span.position + span.queries - 1;
   w.head = local / span.chunks, w.chunk = local - w.head * span.chunks, w.first_page = w.chunk * span.chunk_pages;
   const int all = span.listed >= 0 ? span.listed : min(quantised(last), span.cap) / PAGE;
   const int steps = max(0, min(span.chunk_pages, all - w.first_page)) * (C::FULL_VIEW ? C::SUB : 1);
@@ -204,7 +204,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     if (!waited) grid_wait(), waited = true;
     ring.load_query(w);
     // A list was made for this row or an earlier one, so every listed page is visible.
-    const int seen = w.span.listed >= 0 ? 0x7fffffff : min(quantised(w.span.position + w.part.row / p.group), w.span.cap);
+    const int seen = w.span.listed >= 0 ? 0x7fffffff : min(quantised(w.span.position + w.tile.row / p.group), w.span.cap);
     ring.block_sync();
 
     State<C> state;

@@ -105,9 +105,9 @@ struct Ring {
     constexpr int D = C::D, NT = C::NT, E = C::E;
     const int group = p.group;
     for (int i = threadIdx.x; i < C::KP * NT * 32; i += C::CONSUMERS) {
-      const int column = (i & 31) / 4, local = i / 32 % NT * 8 + column / (3 - E), r = w.part.row + local, kp = i / (32 * NT), first = kp * 32 + (i & 3) * 2;
+      const int column = (i & 31) / 4, local = i / 32 % NT * 8 + column / (3 - E), r = w.tile.row + local, kp = i / (32 * NT), first = kp * 32 + (i & 3) * 2;
       uint32_t x[4] = {0, 0, 0, 0};
-      if (local < w.part.rows && column % (3 - E) == 0) {
+      if (local < w.tile.rows && column % (3 - E) == 0) {
         const __half* q = p.q + ((size_t)(w.span.row + r / group) * p.kv_heads * group + w.head * group + r % group) * D + first;
 #pragma unroll
         for (int j = 0; j < 4; j++) x[j] = *reinterpret_cast<const uint32_t*>(q + j * 8);
@@ -115,7 +115,7 @@ struct Ring {
       sts128(tail + i * 16, make_uint4(x[0], x[1], x[2], x[3]));
     }
     if (threadIdx.x < C::ROWS) {
-      const int own = w.span.position + min(w.span.queries - 1, (w.part.row + (int)threadIdx.x) / group);
+      const int own = w.span.position + min(w.span.queries - 1, (w.tile.row + (int)threadIdx.x) / group);
       sts32(tail + C::LIMITS + threadIdx.x * 8, min(quantised(own), w.span.cap)), sts32(tail + C::LIMITS + threadIdx.x * 8 + 4, own);
     }
   }

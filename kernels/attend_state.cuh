@@ -169,7 +169,7 @@ struct State {
     if (ring.ring) return;
     const AttendArgs& p = ring.p;
     const int total = w.span.queries * p.group;            // query rows of the span
-    const size_t at = (size_t)w.span.partial + ((size_t)w.head * w.span.chunks + w.chunk) * total + w.part.row;
+    const size_t at = (size_t)w.span.partial + ((size_t)w.head * w.span.chunks + w.chunk) * total + w.tile.row;
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
@@ -184,7 +184,7 @@ struct State {
         for (int e = 0; e < E; e++) {
           const int r = ring.row_of(t, e);
           float* out = p.partial + (at + r) * C::D + (ring.warp * TILES_W + j) * 16 + ring.g;
-          if (r < w.part.rows) out[0] = O[t][j][e], out[8] = O[t][j][e + 2];
+          if (r < w.tile.rows) out[0] = O[t][j][e], out[8] = O[t][j][e + 2];
         }
       }
     if (ring.warp == 0 && ring.g == 0)
@@ -193,7 +193,7 @@ struct State {
 #pragma unroll
         for (int e = 0; e < E; e++) {
           const int r = ring.row_of(t, e);
-          if (r < w.part.rows) p.extremes[at + r] = make_float2(M[t][e], l[t][e]);
+          if (r < w.tile.rows) p.extremes[at + r] = make_float2(M[t][e], l[t][e]);
         }
   }
 };

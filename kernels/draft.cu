@@ -25,7 +25,7 @@ constexpr int DRAFT_ROWS = 2;            // rows are the even columns of an mma,
 // Weights of 16 outputs x 128 inputs of one warp. Codes of 64 inputs are CODES bytes apart; parameters begin at PARAMS, those of the second half
 // NEXT_PARAMS further.
 template <bool PLANES>
-struct DraftWeights {
+struct DraftLayout {
   static constexpr int BLOCK = PLANES ? 2 * UPPER_BLOCK : QUANT_BLOCK<4>, HALF = LINEAR_WARPS * BLOCK, CHUNK = 2 * HALF;
   static constexpr int CODES = PLANES ? UPPER_BLOCK : 512, PARAMS = PLANES ? 512 : 1024, NEXT_PARAMS = UPPER_BLOCK, GROUPS = PLANES ? 2 : 1;
 };
@@ -34,7 +34,7 @@ struct DraftWeights {
 // [row][groups] {f32 scale, f32 sum} of their groups, or {f32 scale, sums of the codes of both halves}.
 template <bool PLANES>
 struct DraftShared {
-  static constexpr int CHUNK = DraftWeights<PLANES>::CHUNK;
+  static constexpr int CHUNK = DraftLayout<PLANES>::CHUNK;
   float *sums, *squares;
   uint32_t slots, full, empty, x, xs;
   int groups, pitch;
@@ -263,7 +263,7 @@ struct ToHeads {
 // whose sums are not read.
 template <bool PLANES>
 struct DraftPiece {
-  static constexpr int GROUPS = DraftWeights<PLANES>::GROUPS;
+  static constexpr int GROUPS = DraftLayout<PLANES>::GROUPS;
   uint4 v[2][2];
   uint2 params[2][GROUPS];
   DEV uint32_t seen() const {
@@ -276,7 +276,7 @@ struct DraftPiece {
 // A warp's place in the ring.
 template <bool PLANES>
 struct DraftReader {
-  typedef DraftWeights<PLANES> Of;
+  typedef DraftLayout<PLANES> Of;
   uint32_t codes, bar, first, end;                                         // codes of this lane; barrier of the stage; first, end: of the barriers
   int phase;
   DEV DraftReader(const DraftShared<PLANES>& s, int warp, int lane) {
@@ -324,7 +324,7 @@ struct DraftInput {
 template <bool PLANES>
 DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece<PLANES>& piece, const DraftInput<PLANES>& in) {
   constexpr uint32_t L = 0x0f0f0f0f;
-  constexpr int GROUPS = DraftWeights<PLANES>::GROUPS;
+  constexpr int GROUPS = DraftLayout<PLANES>::GROUPS;
   int d[2][GROUPS][4];
 #pragma unroll
   for (int t = 0; t < 2; t++)
@@ -370,7 +370,7 @@ DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader<PLANES>& reade
 
 // w: blocks [tiles][groups] of `linear.cuh`. Blocks take the tiles in turn; of a tile, warp w has groups w, w + 8, ...
 template <bool PLANES, class In, class Out>
-DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int rows, int stages, In in, const Out& out) {
+DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int rows, int stages, In in, const Out& out) {
   constexpr int W = LINEAR_WARPS, T = DRAFT_TOGETHER;
   extern __shared__ __align__(128) uint8_t shared[];
   const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;    // shuffled, so that the compiler treats it as uniform in the warp
@@ -381,7 +381,7 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
   __syncthreads();
   if (warp >= W) {
     registers_give<24>();
-    if (threadIdx.x == W * 32) ring_fill<2, T>(Pieces<DraftWeights<PLANES>::BLOCK>{w, groups}, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
+    if (threadIdx.x == W * 32) ring_fill<2, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
     return;
   }
   registers_take<104>();
@@ -436,7 +436,7 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
 #define DRAFT_HEADS(D, NAME, PLANES)                                                                                                                       \
   DRAFT draft_heads_##D##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const Row* of, const float* bias, const float2* cos_sin, uint16_t* q, uint16_t* ring_k,         \
                               uint16_t* ring_v, float scale, int heads, int kv_heads, int layer, int slots, uint32_t* flag) {                              \
-    draft_product<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                                                          \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                                                          \
                           ToHeads<D>{of, bias, cos_sin, q, ring_k, ring_v, scale, heads, kv_heads, layer, slots, flag});                                   \
   }
 #define DRAFTS(NAME, PLANES)                                                                                                                               \
@@ -444,16 +444,16 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
   DRAFT_HEADS(128, NAME, PLANES)                                                                                                                           \
   DRAFT_HEADS(256, NAME, PLANES)                                                                                                                           \
   DRAFT draft_rows##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, float* y, int n) {                                                                                   \
-    draft_product<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToRows{y, n});                                           \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToRows{y, n});                                           \
   }                                                                                                                                                        \
   DRAFT draft_gated##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const float* bias, uint16_t* x, int inner, int pitch) {                                             \
-    draft_product<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToGated{x, bias, inner, pitch});                         \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToGated{x, bias, inner, pitch});                         \
   }                                                                                                                                                        \
   DRAFT draft_add_i8##NAME(DRAFT_WEIGHTS, const int8_t* x, const float2* xs, float* hidden, const float* bias, int n) {                                    \
-    draft_product<PLANES>(w, groups, tiles, rows, stages, FromInt8{x, xs}, ToHidden{hidden, bias, n});                                                     \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromInt8{x, xs}, ToHidden{hidden, bias, n});                                                     \
   }                                                                                                                                                        \
   DRAFT draft_add_bf16##NAME(DRAFT_WEIGHTS, const uint16_t* x, int width, int pitch, float* hidden, const float* bias, int n) {                            \
-    draft_product<PLANES>(w, groups, tiles, rows, stages, FromBf16{x, width, pitch}, ToHidden{hidden, bias, n});                                           \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromBf16{x, width, pitch}, ToHidden{hidden, bias, n});                                           \
   }
 DRAFTS(, false)
 DRAFTS(_planes, true)

@@ -40,11 +40,11 @@ template <class T> using Slim = Config<T, 64, 2, 2, 8>;
 template <class T> using Small = Config<T, 128, 1, 1, 8>;
 template <class T> using Narrow = Config<T, 64, 1, 1, 12>;
 
-struct Place {
+struct TileIndex {
   int row, column;  // in tiles
 };
 // Tiles in groups of `group` tile rows, column by column: the tiles in flight form a nearly square block, so L2 serves most loads.
-DEV Place place_of(int tile, int tile_rows, int tile_columns, int group) {
+DEV TileIndex tile_at(int tile, int tile_rows, int tile_columns, int group) {
   const int per = group * tile_columns, g = tile / per, first = g * group, high = min(group, tile_rows - first), r = tile - g * per;
   return {first + r % high, r / high};
 }
@@ -228,7 +228,7 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
     if ((threadIdx.x & 127) == 0) {
       int s = 0, phase = 0;
       for (int t = first; t < tiles; t += hop) {
-        const Place at = place_of(t, tile_rows, tile_columns, group);
+        const TileIndex at = tile_at(t, tile_rows, tile_columns, group);
         const int row = at.row * C::TILE_ROWS + rank * C::ROWS, column = at.column * C::COLUMNS + rank * (C::COLUMNS / C::CLUSTER);
         for (int kb = 0; kb < blocks; kb++) {
           mbar_wait(empty + 8 * s, phase ^ 1);
@@ -251,7 +251,7 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
     };
     float d[C::COLUMNS / 2];
     for (int t = first; t < tiles; t += hop) {
-      const Place at = place_of(t, tile_rows, tile_columns, group);
+      const TileIndex at = tile_at(t, tile_rows, tile_columns, group);
       int previous = 0;
       // Zeroed by moves and always accumulated onto: an undefined accumulator makes ptxas serialise every wgmma (C7515).
 #pragma unroll
@@ -381,7 +381,7 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
 #pragma unroll
     for (int i = 0; i < 4; i++) ldmatrix4(b[k][i], w_at + place(wn + 16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
   };
-  auto product = [&](int k) {
+  auto gemm = [&](int k) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -397,10 +397,10 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
   for (int kb = 0; kb < blocks; kb++) {
     fetch(kb, 1);
     load(kb + STAGES - 1);  // into the stage of block kb - 1, which all warps had read at the last barrier
-    product(0);
+    gemm(0);
     arrived();  // block kb + 1
     if (kb + 1 < blocks) fetch(kb + 1, 0);
-    product(1);
+    gemm(1);
   }
   copy_wait<0>();
 #pragma unroll

@@ -82,11 +82,11 @@ class Engine:
         every_view: bool = False,
         draft_model: str | None = None,
         draft_cache: tuple[str, int] | None = None,
-        prompt_memory: bool | None = ...,
+        prompt_memory: bool = False,
         prompt_folder: str | None = None,
         on_loading: Callable[[int, int], object] | None = None,
     ) -> Engine:
-        """`prompt_memory` keeps prompts in memory (None: on a CPU only), `prompt_folder` in a folder instead."""
+        """`prompt_memory` keeps prompts in the device's memory, `prompt_folder` in a folder instead."""
 
     @property
     def info(self) -> dict[str, Any]:

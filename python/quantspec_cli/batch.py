@@ -535,7 +535,7 @@ def _engine(request: Request, engine_options: EngineOptions, reader: Reader, tod
             longest_prompt=max(1, context - reader.options.max_new_tokens),
             batch=parallel,
             pool=pool,
-            prompt_cache=request.prompt_cache,
+            prompt_cache=request.prompt_cache or True,
             on_loading=on_loading,
         )
     reader.bound_by_memory = context < fitting

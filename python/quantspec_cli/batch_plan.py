@@ -42,7 +42,7 @@ class Request:
         long: what happens to a document beyond the context, "refuse" or "map-reduce".
         parallel: most documents that decode together; None chooses.
         report: file for a page of charts.
-        prompt_cache: folder of prompts; None keeps them in memory where that costs nothing.
+        prompt_cache: folder of prompts; None keeps them in memory.
         ray: address of the Ray cluster that decodes, or "auto"; None decodes here.
     """
 

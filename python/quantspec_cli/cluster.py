@@ -71,7 +71,7 @@ class Worker:
         ):
             self._parallel -= 1
         self._engine = Engine(
-            model, order.options, context=self._context, batch=self._parallel, prompt_cache=order.prompt_cache
+            model, order.options, context=self._context, batch=self._parallel, prompt_cache=order.prompt_cache or True
         )
 
     def room(self) -> tuple[int, int]:

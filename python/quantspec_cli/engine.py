@@ -553,7 +553,7 @@ class Engine:
         longest_prompt: int | None = None,
         batch: int = 1,
         pool: int | None = None,
-        prompt_cache: str | bool | None = False,
+        prompt_cache: str | bool = False,
         on_loading: OnProgress | None = None,
     ) -> None:
         """Loads the weights; `context` and `batch` are the longest sequence and the most sequences at once.
@@ -576,7 +576,7 @@ class Engine:
                 draft_model=draft_model,
                 pool_tokens=pool,
                 draft_cache=settings.native_draft_cache(),
-                prompt_memory=False if isinstance(prompt_cache, str) else prompt_cache,
+                prompt_memory=prompt_cache is True,
                 prompt_folder=prompt_cache if isinstance(prompt_cache, str) else None,
                 on_loading=on_loading,
                 **options.native(),
@@ -605,7 +605,7 @@ class Engine:
         page_choice: str | None = None,
         draft_model: str | os.PathLike[str] | None = None,
         accept: str = "replay",
-        prompt_cache: str | os.PathLike[str] | bool | None = None,
+        prompt_cache: str | os.PathLike[str] | bool = True,
         on_loading: OnProgress | None = None,
     ) -> Engine:
         """Loads a model.
@@ -633,9 +633,9 @@ class Engine:
             page_choice: with a number of pages, the "best" ones (None, too) or the recent ones ("window").
             draft_model: with method "draft-model", a directory, a GGUF file or a hub id of the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
-            prompt_cache: what prompts have in common is read once. True keeps them in memory, up to an eighth of what is free
-                beside the engine; a folder keeps them there, for other processes, too; False keeps none. None is True on a
-                CPU and False on a GPU. No token depends on it.
+            prompt_cache: what prompts have in common is read once. True keeps them in memory, in at most an eighth of what
+                the engine leaves free, or half of a GPU's; a folder keeps them there, for other processes, too; False
+                keeps none. No token depends on it.
             on_loading: called with (bytes done, bytes in all).
 
         Raises:
@@ -661,7 +661,7 @@ class Engine:
             whole("context", context, 1, None)
         _check_callback("on_loading", on_loading)
         folder = os.fspath(prompt_cache) if isinstance(prompt_cache, os.PathLike) else prompt_cache
-        if folder is not None and not isinstance(folder, bool):
+        if not isinstance(folder, bool):
             check_folder(folder)
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         if not isinstance(name, str | None):

@@ -99,7 +99,7 @@ pub struct Blocks {
 
 /// Where one nibble is: its word in the plane, and its place in the upper word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct NibbleIndex {
     /// 32-bit word of the plane.
     pub word: usize,
     /// Nibble of the upper word, 0..8, from the least significant; the lower word has it in (nibble + 7) mod 8.
@@ -146,30 +146,30 @@ impl Layout {
     }
 
     /// Place of a key's nibble in the key planes.
-    pub const fn key_place(self, head_dim: usize, token: usize, channel: usize) -> Place {
+    pub const fn key_place(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
         match self {
             Layout::Cuda => {
                 let (lane, nibble) = fragment(token % 16, channel % 16);
                 let tile = channel / 16;
                 let quad = token / 16 * (head_dim / 64) + tile / 4;
-                Place { word: (quad * 32 + lane) * 4 + tile % 4, nibble }
+                NibbleIndex { word: (quad * 32 + lane) * 4 + tile % 4, nibble }
             }
             Layout::Cpu => {
                 let steps = head_dim / 8;
                 let vector = (token / BLOCK_LANES * steps + channel / 8) * 4 + token % BLOCK_LANES / VECTOR_LANES;
-                Place { word: vector * VECTOR_LANES + token % VECTOR_LANES, nibble: interleave(channel % 8) }
+                NibbleIndex { word: vector * VECTOR_LANES + token % VECTOR_LANES, nibble: interleave(channel % 8) }
             }
         }
     }
 
     /// Place of a value's nibble in the value planes.
-    pub const fn value_place(self, head_dim: usize, token: usize, channel: usize) -> Place {
+    pub const fn value_place(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
         match self {
             Layout::Cuda => {
                 let (lane, nibble) = fragment(channel % 16, token % 16);
                 let (token_tile, channel_tile) = (token / 16, channel / 16);
                 let quad = token_tile / 2 * (head_dim / 32) + channel_tile / 2;
-                Place { word: (quad * 32 + lane) * 4 + token_tile % 2 * 2 + channel_tile % 2, nibble }
+                NibbleIndex { word: (quad * 32 + lane) * 4 + token_tile % 2 * 2 + channel_tile % 2, nibble }
             }
             Layout::Cpu => {
                 let first = channel / BLOCK_LANES * BLOCK_LANES;
@@ -177,7 +177,7 @@ impl Layout {
                 // All blocks before this one are full: one word per lane and eight tokens.
                 let vector =
                     first / VECTOR_LANES * (G / 8) + token / 8 * vectors + channel % BLOCK_LANES / VECTOR_LANES;
-                Place { word: vector * VECTOR_LANES + channel % VECTOR_LANES, nibble: interleave(token % 8) }
+                NibbleIndex { word: vector * VECTOR_LANES + channel % VECTOR_LANES, nibble: interleave(token % 8) }
             }
         }
     }
@@ -309,7 +309,7 @@ const fn vectors_of_block(head_dim: usize, block: usize) -> usize {
     (if left < BLOCK_LANES { left } else { BLOCK_LANES }).div_ceil(VECTOR_LANES)
 }
 
-impl Place {
+impl NibbleIndex {
     /// Byte and shift of a nibble of this word.
     const fn byte(self, nibble: usize) -> (usize, usize) {
         (self.word * 4 + nibble / 2, nibble % 2 * 4)

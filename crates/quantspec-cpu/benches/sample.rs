@@ -65,9 +65,9 @@ fn choose(bencher: Bencher, warpers: &str) {
 }
 
 #[divan::bench(args = WARPERS)]
-fn choose_with_lead(bencher: Bencher, warpers: &str) {
+fn choose_with_margin(bencher: Bencher, warpers: &str) {
     let sampler = sampler(warpers, Accept::Replay);
-    each(bencher, |logits, position| sample::choose_with_lead(logits, &sampler, position, Stream::Sample));
+    each(bencher, |logits, position| sample::choose_with_margin(logits, &sampler, position, Stream::Sample));
 }
 
 #[divan::bench(args = WARPERS)]

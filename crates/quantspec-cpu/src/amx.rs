@@ -225,7 +225,7 @@ pub(crate) struct Left {
 ///
 /// # Safety
 /// The tiles are those of [`prompt_tiles`]; `rows` is a multiple of 32, `steps` ≥ 1, and all operands are in bounds.
-pub(crate) unsafe fn product<const ADD: bool>(
+pub(crate) unsafe fn gemm<const ADD: bool>(
     tiles: &Tiles,
     a: Left,
     rows: usize,

@@ -25,15 +25,15 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod full;
-#[cfg(target_arch = "x86_64")]
-mod next;
 mod portable;
+#[cfg(target_arch = "x86_64")]
+mod prefetch;
 
 pub(crate) use full::full_page;
 
 use crate::dispatch::{Simd, fetch_far, portable};
 use crate::lanes::{exp2, f16_value, madd, sum16};
-use crate::memory::{Array, Parts};
+use crate::memory::{Array, DisjointSlice};
 use quantspec_core::Result;
 use quantspec_core::cache::G;
 use quantspec_core::config::{Rounding, View, Weights};
@@ -185,7 +185,7 @@ struct Limbs {
     /// A plane's codes as tiles; see [`amx`].
     codes: Array<u8>,
     /// `[2][amx::ROWS][wide]` 32-bit integers: the dot products of two tiles of limbs.
-    products: Array<u32>,
+    accumulators: Array<u32>,
 }
 
 impl State {
@@ -208,7 +208,7 @@ impl State {
             limbs: Limbs {
                 data: Array::zeros((rows + amx::ROWS) * 2 * wide)?,
                 codes: Array::zeros(G * wide)?,
-                products: Array::zeros(2 * amx::ROWS * wide)?,
+                accumulators: Array::zeros(2 * amx::ROWS * wide)?,
             },
         })
     }
@@ -219,7 +219,7 @@ impl State {
         let floats: usize = arrays.iter().map(|array| array.bytes()).sum();
         let lists = size_of_val(&self.m[..]) + size_of_val(&self.f[..]) + size_of_val(&self.wide[..]);
         #[cfg(target_arch = "x86_64")]
-        let limbs = self.limbs.data.bytes() + self.limbs.codes.bytes() + self.limbs.products.bytes();
+        let limbs = self.limbs.data.bytes() + self.limbs.codes.bytes() + self.limbs.accumulators.bytes();
         #[cfg(not(target_arch = "x86_64"))]
         let limbs = 0;
         floats + lists + limbs
@@ -408,7 +408,7 @@ pub(crate) fn canonical_keys(page: &[u16], d: usize, out: &mut [u16]) {
 /// Results of rows: `[row][head][part][2 + D]`.
 #[derive(Clone, Copy)]
 pub(crate) struct Partials<'a> {
-    pub(crate) data: Parts<'a, f32>,
+    pub(crate) data: DisjointSlice<'a, f32>,
     pub(crate) heads: usize,
     pub(crate) parts: usize,
     pub(crate) d: usize,

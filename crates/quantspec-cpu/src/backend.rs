@@ -7,7 +7,7 @@ mod network;
 mod prompt_rows;
 mod sampler;
 use crate::attend::{ITEM_ROWS, Shape, State};
-use crate::cache::{Cache, Plan};
+use crate::cache::{Cache, CacheSizes};
 use crate::dispatch::{self, Choice};
 use crate::pool::Pool;
 use crate::prompt::Prompt;
@@ -72,7 +72,7 @@ pub fn check(config: &ModelConfig) -> Result<()> {
 pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
     let config = checkpoint.config();
     let (weights_bytes, draft_weights_bytes) = weights::plan(checkpoint, options.weights, options.draft_weights);
-    let [upper, lower, full, ring] = Plan::new(config, options).bytes();
+    let [upper, lower, full, ring] = CacheSizes::new(config, options).bytes();
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
         + Prompt::plan(config, options.prompt_capacity, options.block_rows, threads)
@@ -116,7 +116,7 @@ impl CpuBackend {
         let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
         let pool = Pool::new(threads)?;
         // Allocates before loading, so that lack of memory is found early.
-        let cache = Cache::new(Plan::new(&config, options))?;
+        let cache = Cache::new(CacheSizes::new(&config, options))?;
         let prompt = Prompt::new(&config, options.prompt_capacity, options.block_rows, threads)?;
         let rows = Rows::new(&config, options)?;
         let states = (0..threads).map(|_| State::new(state_rows(&config, options), shape)).collect::<Result<_>>()?;
@@ -153,7 +153,7 @@ impl Executor for CpuBackend {}
 impl Backend for CpuBackend {
     fn memory(&self) -> Memory {
         let (weights_bytes, draft_weights_bytes) = self.model.bytes(&self.config);
-        let [upper, lower, full, ring] = self.cache.plan.bytes();
+        let [upper, lower, full, ring] = self.cache.sizes.bytes();
         Memory {
             weights_bytes,
             draft_weights_bytes,

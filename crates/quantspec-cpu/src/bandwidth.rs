@@ -2,7 +2,7 @@
 
 use crate::dispatch::{Prefetch, Simd, choose, portable};
 use crate::memory::Array;
-use crate::pool::{Pool, part};
+use crate::pool::{Pool, share};
 use quantspec_core::Result;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -30,7 +30,7 @@ pub fn read_gb_per_s(threads: usize) -> Result<f64> {
     // Written once: unwritten pages may all map to one zero page.
     data.fill(1);
     let mine = |thread: usize| {
-        let units = part(data.len() / UNIT, thread, threads);
+        let units = share(data.len() / UNIT, thread, threads);
         &data[units.start * UNIT..units.end * UNIT]
     };
     let (began, mut best) = (Instant::now(), 0f64);

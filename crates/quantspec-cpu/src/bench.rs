@@ -10,8 +10,8 @@ use crate::dispatch::{Choice, Simd, choose};
 use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm, rms_norm_panel, rope, silu_mul};
 use crate::lanes::{bf16_bits, f16_bits, widen};
 use crate::linear::{self, Input, Matrix, PANEL, Store, Weight, row_stride};
-use crate::memory::{Array, Parts};
-use crate::pool::{Pool, part};
+use crate::memory::{Array, DisjointSlice};
+use crate::pool::{Pool, share};
 use crate::{CpuBackend, bandwidth, hierarchy, prefill, quantize, w4};
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G};
@@ -128,7 +128,7 @@ impl Read {
         let data = &self.data[self.part * len..][..len];
         self.part = (self.part + 1) % self.parts;
         self.pool.run(&|thread| {
-            let mine = part(data.len() / 4096, thread, threads);
+            let mine = share(data.len() / 4096, thread, threads);
             black_box(bandwidth::sum(self.simd, &data[mine.start * 4096..mine.end * 4096]));
         })
     }
@@ -170,7 +170,7 @@ pub enum Stored {
 }
 
 /// A linear layer of `n` outputs and `k` inputs for a few rows of a step.
-pub struct Product {
+pub struct Gemm {
     simd: Simd,
     pool: Pool,
     rows: usize,
@@ -186,7 +186,7 @@ pub struct Product {
     layer: usize,
 }
 
-impl Product {
+impl Gemm {
     /// Normally distributed weights; `n` is a multiple of 32, `k` of 128.
     ///
     /// # Errors
@@ -197,7 +197,7 @@ impl Product {
         n: usize,
         k: usize,
         rows: usize,
-    ) -> Result<Product> {
+    ) -> Result<Gemm> {
         let mut noise = Noise(11);
         let (panels, stride) = (n / PANEL, row_stride(k));
         let weights: Vec<f32> = (0..PANEL * k).map(|_| noise.next() / (k as f32).sqrt()).collect();
@@ -252,7 +252,7 @@ impl Product {
         let mut limbs = hierarchy::Acts::zeros(rows, k)?;
         limbs.quantize(simd, read, &x, stride, rows, k);
         linear::to_bf16(simd, &x, &mut x16);
-        Ok(Product { simd, pool: Pool::new(threads)?, rows, full, draft, acts, read, limbs, x, x16, stride, layer: 0 })
+        Ok(Gemm { simd, pool: Pool::new(threads)?, rows, full, draft, acts, read, limbs, x, x16, stride, layer: 0 })
     }
 
     /// Uses this many rows from now on, at most the number allocated.
@@ -284,7 +284,7 @@ impl Product {
                 (Weight::Full(matrix), Input::Bf16(&self.x16, self.stride))
             }
             Some(matrix) => (Weight::Full(matrix), Input::F32(&self.x, self.stride)),
-            None => (Weight::Draft(&self.draft[self.layer]), Input::Int8(&self.acts)),
+            None => (Weight::Tiles(&self.draft[self.layer]), Input::Int8(&self.acts)),
         };
         linear::run(&self.pool, self.simd, weight, input, self.rows, 1, &|_, out| {
             black_box(out);
@@ -808,11 +808,11 @@ impl Attention {
         let visible = vec![G; rows];
         let (threads, chunks) = (self.pool.threads(), pages.div_ceil(CHUNK));
         let first = self.layer * case.kv_heads * pages;
-        let states = Parts::new(&mut self.states);
+        let states = DisjointSlice::new(&mut self.states);
         self.pool.run(&|thread| {
             // SAFETY: one element per thread.
             let state = unsafe { &mut states.slice(thread, 1)[0] };
-            for item in part(case.kv_heads * chunks, thread, threads) {
+            for item in share(case.kv_heads * chunks, thread, threads) {
                 let (head, chunk) = (item / chunks, item % chunks);
                 let mine = chunk * CHUNK..((chunk + 1) * CHUNK).min(pages);
                 state.reset(rows);
@@ -872,9 +872,9 @@ impl Bounds {
         let (case, shape, len, threads) = (*case, *shape, shape.upper_bytes(), pool.threads());
         let (pages, width) = (case.context / G, case.group * shape.d);
         let upper = &upper[*layer * case.kv_heads * pages * len..][..case.kv_heads * pages * len];
-        let out = Parts::new(bounds);
+        let out = DisjointSlice::new(bounds);
         pool.run(&|thread| {
-            for head in part(case.kv_heads, thread, threads) {
+            for head in share(case.kv_heads, thread, threads) {
                 // SAFETY: a head is one item of one thread.
                 let out = unsafe { out.slice(head * pages, pages) };
                 let queries = &q[head * width..][..width];

@@ -9,8 +9,8 @@
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS};
 use crate::lanes::{exp2, widen};
-use crate::memory::{Array, Parts};
-use crate::pool::{Pool, part_by_cost};
+use crate::memory::{Array, DisjointSlice};
+use crate::pool::{Pool, share_by_cost};
 use crate::prefill::{panel_len, put_features, slice_flops, tiles};
 use quantspec_core::Result;
 
@@ -113,8 +113,8 @@ impl Causal<'_> {
         let per_item = |item: usize| 4 * share * cost(item) * KEYS * PANEL_TOKENS * self.d;
         // Floats of a head in the output.
         let length = self.d * PANEL_TOKENS / if self.pairs { 2 } else { 1 };
-        let scratch = Parts::new(scratch);
-        let out = Parts::new(out);
+        let scratch = DisjointSlice::new(scratch);
+        let out = DisjointSlice::new(out);
         let mut start = 0;
         while start < items {
             // As many items as one dispatch may take.
@@ -126,7 +126,7 @@ impl Causal<'_> {
             pool.run(&|thread| {
                 // SAFETY: one element per thread.
                 let scratch = unsafe { &mut scratch.slice(thread, 1)[0] };
-                for item in part_by_cost(end - start, thread, threads, |i| cost(start + i)) {
+                for item in share_by_cost(end - start, thread, threads, |i| cost(start + i)) {
                     let (panel, head) = place(start + item);
                     self.block(simd, panel, head, share, scratch);
                     for (i, from) in scratch.out.chunks_exact(padded(self.d) * PANEL_TOKENS).take(share).enumerate() {
@@ -442,7 +442,7 @@ mod avx512 {
 mod amx {
     use super::bf16::{State, halves, inverse, mask_diagonal, scale, softmax, token_pair};
     use super::{PANEL_TOKENS, Scratch, TILE_KEYS, padded};
-    use crate::amx::{Left, Tiles, product, prompt_tiles, transpose};
+    use crate::amx::{Left, Tiles, gemm, prompt_tiles, transpose};
     use crate::prefill::panel_len;
     use std::arch::x86_64::*;
 
@@ -498,7 +498,7 @@ mod amx {
                 for head in 0..heads {
                     let (state, out) = (&mut *state_of.add(head), out.add(head * dp * PANEL_TOKENS));
                     let left = Left { start: kb, pitch: 2 * dp, step: 64 };
-                    product::<false>(tiles, left, n, dp / 32, q.add(head * panel_len(d)), s);
+                    gemm::<false>(tiles, left, n, dp / 32, q.add(head * panel_len(d)), s);
                     if t0 + n == seen {
                         mask_diagonal(s.add((n - PANEL_TOKENS) * PANEL_TOKENS));
                     }
@@ -508,7 +508,7 @@ mod amx {
                         scale(out, d, &alpha);
                     }
                     let left = Left { start: vb, pitch: 2 * TILE_KEYS, step: 64 };
-                    product::<true>(tiles, left, dp, n / 32, s, out);
+                    gemm::<true>(tiles, left, dp, n / 32, s, out);
                 }
             }
             for head in 0..heads {

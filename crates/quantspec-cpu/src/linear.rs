@@ -13,7 +13,7 @@ use crate::dispatch::{Simd, portable};
 use crate::hierarchy::{self, Planes, Read};
 use crate::lanes::{bf16_bits, f16_value, madd};
 use crate::memory::Array;
-use crate::pool::{Deal, Pool, part};
+use crate::pool::{Deal, Pool, share};
 use crate::w4;
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
@@ -168,7 +168,7 @@ pub(crate) enum Weight<'a> {
     /// The checkpoint's.
     Full(&'a Matrix),
     /// Draft tiles.
-    Draft(&'a w4::Tiles),
+    Tiles(&'a w4::Tiles),
     /// Planes, and what of them.
     Planes(&'a Planes, Read),
 }
@@ -177,7 +177,7 @@ impl<'a> Weight<'a> {
     fn panels(&self) -> usize {
         match self {
             Weight::Full(matrix) => matrix.panels,
-            Weight::Draft(tiles) => tiles.panels,
+            Weight::Tiles(tiles) => tiles.panels,
             Weight::Planes(planes, _) => planes.panels,
         }
     }
@@ -194,10 +194,10 @@ impl<'a> Weight<'a> {
                 };
                 (*panels, bytes)
             }
-            Weight::Draft(tiles) => (tiles.panels, tiles.data.as_bytes()),
+            Weight::Tiles(tiles) => (tiles.panels, tiles.data.as_bytes()),
             Weight::Planes(planes, _) => (planes.panels, planes.upper.as_bytes()),
         };
-        let (unit, mine) = (bytes.len() / (panels / per), part(panels / per, thread, threads));
+        let (unit, mine) = (bytes.len() / (panels / per), share(panels / per, thread, threads));
         &bytes[mine.start * unit..mine.end * unit]
     }
 }
@@ -231,7 +231,7 @@ pub(crate) fn run(
         (Weight::Full(w), Input::Bf16(x, stride)) => {
             matches!(w.store, Store::Bf16(_)) && simd.has_avx512() && stride >= row_stride(w.k) && x.len() >= m * stride
         }
-        (Weight::Draft(w), Input::Int8(x)) => x.fits(w, m),
+        (Weight::Tiles(w), Input::Int8(x)) => x.fits(w, m),
         (Weight::Planes(w, read), Input::F32(x, stride)) => {
             read.takes_f32(simd) && stride >= w.k && x.len() >= m * stride
         }
@@ -282,7 +282,7 @@ impl Scratch {
 /// One panel: `out[m][32]`.
 fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, scratch: &mut Scratch, out: &mut [f32]) {
     match (weight, input) {
-        (Weight::Draft(tiles), Input::Int8(acts)) => tiles.panel(simd, index, acts, m, out),
+        (Weight::Tiles(tiles), Input::Int8(acts)) => tiles.panel(simd, index, acts, m, out),
         (Weight::Planes(planes, read), Input::Limbs(acts)) => planes.panel(simd, read, index, acts, m, out),
         (Weight::Planes(planes, _), Input::F32(x, stride)) => planes.panel_f32(simd, index, x, stride, m, out),
         (Weight::Full(matrix), input) => {
@@ -800,7 +800,7 @@ mod tests {
         let pairs = crate::prefill::takes_pairs(simd, matrix);
         let input = if pairs { Input::Bf16(&halves, stride) } else { Input::F32(&rows, stride) };
         let mut y = vec![f32::NAN; m * n];
-        let out = crate::memory::Parts::new(&mut y);
+        let out = crate::memory::DisjointSlice::new(&mut y);
         run(pool, simd, Weight::Full(matrix), input, m, 1, &|panel, tile| {
             let width = PANEL.min(n - panel * PANEL);
             for j in 0..m {
@@ -813,7 +813,7 @@ mod tests {
     }
 
     #[test]
-    fn products_match_f64_and_rows_do_not_see_each_other() {
+    fn gemms_match_f64_and_rows_do_not_see_each_other() {
         let mut noise = Noise::new(7);
         let pools = [Pool::new(1).unwrap(), Pool::new(3).unwrap()];
         for (n, k) in [(96, 256), (40, 172), (33, 7), (64, 1376)] {

@@ -171,28 +171,28 @@ impl<T: Plain> DerefMut for Array<T> {
 
 /// A slice that the threads of one dispatch write: every element is written by at most one thread.
 ///
-/// Holding one is safe; [`Parts::slice`] states the caller's obligations.
-pub(crate) struct Parts<'a, T> {
+/// Holding one is safe; [`DisjointSlice::slice`] states the caller's obligations.
+pub(crate) struct DisjointSlice<'a, T> {
     start: *mut T,
     len: usize,
     of: std::marker::PhantomData<&'a mut [T]>,
 }
 
-impl<T> Clone for Parts<'_, T> {
+impl<T> Clone for DisjointSlice<'_, T> {
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<T> Copy for Parts<'_, T> {}
+impl<T> Copy for DisjointSlice<'_, T> {}
 // SAFETY: access goes through `slice`, whose callers keep parts disjoint between threads.
-unsafe impl<T: Send> Send for Parts<'_, T> {}
+unsafe impl<T: Send> Send for DisjointSlice<'_, T> {}
 // SAFETY: as above.
-unsafe impl<T: Send> Sync for Parts<'_, T> {}
+unsafe impl<T: Send> Sync for DisjointSlice<'_, T> {}
 
-impl<'a, T> Parts<'a, T> {
+impl<'a, T> DisjointSlice<'a, T> {
     /// Shares `slice` for the length of its borrow.
-    pub(crate) fn new(slice: &'a mut [T]) -> Parts<'a, T> {
-        Parts { start: slice.as_mut_ptr(), len: slice.len(), of: std::marker::PhantomData }
+    pub(crate) fn new(slice: &'a mut [T]) -> DisjointSlice<'a, T> {
+        DisjointSlice { start: slice.as_mut_ptr(), len: slice.len(), of: std::marker::PhantomData }
     }
 
     /// Elements `at .. at + len`.
@@ -244,7 +244,7 @@ mod tests {
     #[should_panic(expected = "part 3..+2 of 4")]
     fn a_part_outside_the_slice_panics() {
         let mut values = [0u8; 4];
-        let parts = Parts::new(&mut values);
+        let parts = DisjointSlice::new(&mut values);
         // SAFETY: the only slice alive.
         let _ = unsafe { parts.slice(3, 2) };
     }

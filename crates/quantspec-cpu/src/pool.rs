@@ -49,14 +49,14 @@ struct Line<T>(T);
 /// Memory that a thread is expected to read next. Start and length may be from different updates, as they only steer
 /// prefetching.
 #[derive(Default)]
-struct Next {
+struct Upcoming {
     start: AtomicPtr<u8>,
     bytes: AtomicUsize,
 }
 
 /// A waiting loop of a thread.
 struct Wait<'a> {
-    next: &'a Next,
+    next: &'a Upcoming,
     asked: usize,
 }
 
@@ -89,7 +89,7 @@ struct Shared {
     /// Per worker, the last dispatch whose share was claimed, by the worker or by the caller.
     begun: Vec<Line<AtomicU64>>,
     /// Per thread, the memory it is expected to read next.
-    next: Vec<Line<Next>>,
+    next: Vec<Line<Upcoming>>,
     /// Spins before a worker parks: [`SPINS`], or 0 if threads outnumber processors, as a spinning thread then blocks a
     /// working one.
     spins: u32,
@@ -135,7 +135,7 @@ impl Pool {
             stop: AtomicBool::new(false),
             asleep: (1..threads).map(|_| Line(AtomicBool::new(false))).collect(),
             begun: (1..threads).map(|_| Line(AtomicU64::new(0))).collect(),
-            next: (0..threads).map(|_| Line(Next::default())).collect(),
+            next: (0..threads).map(|_| Line(Upcoming::default())).collect(),
             job: UnsafeCell::new(None),
         });
         let process = std::process::id();
@@ -300,7 +300,7 @@ pub(crate) struct Deal {
 impl Deal {
     /// Splits `0..n` into runs as even as possible.
     pub(crate) fn new(n: usize, threads: usize) -> Deal {
-        Deal::of((0..threads).map(|thread| part(n, thread, threads)))
+        Deal::of((0..threads).map(|thread| share(n, thread, threads)))
     }
 
     /// These runs; numbers below 2³².
@@ -341,13 +341,13 @@ const fn unpack(left: u64) -> (u64, u64) {
     (left & 0xffff_ffff, left >> 32)
 }
 
-/// The part of `0..n` that belongs to `thread` of `threads`.
-pub(crate) fn part(n: usize, thread: usize, threads: usize) -> Range<usize> {
+/// The share of `0..n` that belongs to `thread` of `threads`.
+pub(crate) fn share(n: usize, thread: usize, threads: usize) -> Range<usize> {
     n * thread / threads..n * (thread + 1) / threads
 }
 
 /// The items of `thread` of `threads` if item i costs `cost(i)`: adjacent, of about equal cost per thread.
-pub(crate) fn part_by_cost(n: usize, thread: usize, threads: usize, cost: impl Fn(usize) -> usize) -> Range<usize> {
+pub(crate) fn share_by_cost(n: usize, thread: usize, threads: usize, cost: impl Fn(usize) -> usize) -> Range<usize> {
     let total: usize = (0..n).map(&cost).sum();
     // An item belongs to the thread whose share contains the item's middle.
     let (mut before, mut start, mut end) = (0, n, n);
@@ -418,15 +418,15 @@ mod tests {
     }
 
     #[test]
-    fn parts_cover_everything_once() {
+    fn shares_cover_everything_once() {
         for n in [0, 1, 2, 7, 64, 1000] {
             for threads in [1, 2, 3, 16] {
                 for cost in [|_| 1, |i: usize| i, |i: usize| if i == 3 { 1000 } else { 1 }, |_| 0] {
-                    let parts: Vec<_> = (0..threads).map(|t| part_by_cost(n, t, threads, cost)).collect();
-                    let seen: Vec<usize> = parts.into_iter().flatten().collect();
+                    let shares: Vec<_> = (0..threads).map(|t| share_by_cost(n, t, threads, cost)).collect();
+                    let seen: Vec<usize> = shares.into_iter().flatten().collect();
                     assert_eq!(seen, (0..n).collect::<Vec<_>>(), "{n} items on {threads} threads");
                 }
-                let seen: Vec<usize> = (0..threads).flat_map(|t| part(n, t, threads)).collect();
+                let seen: Vec<usize> = (0..threads).flat_map(|t| share(n, t, threads)).collect();
                 assert_eq!(seen, (0..n).collect::<Vec<_>>());
             }
         }
@@ -438,7 +438,7 @@ mod tests {
             let deal = Deal::new(n, threads);
             // A single thread takes its own run upwards, then the others' items.
             let taken: Vec<usize> = std::iter::from_fn(|| deal.take(threads - 1)).collect();
-            let own = part(n, threads - 1, threads);
+            let own = share(n, threads - 1, threads);
             assert!(taken.iter().copied().take(own.len()).eq(own));
             let mut all = taken;
             all.sort_unstable();
@@ -458,7 +458,7 @@ mod tests {
     #[test]
     fn costs_are_shared_evenly() {
         let cost = |i: usize| i + 1;
-        let shares: Vec<usize> = (0..4).map(|t| part_by_cost(1000, t, 4, cost).map(cost).sum()).collect();
+        let shares: Vec<usize> = (0..4).map(|t| share_by_cost(1000, t, 4, cost).map(cost).sum()).collect();
         let total: usize = shares.iter().sum();
         assert!(shares.iter().all(|share| share.abs_diff(total / 4) < 2000), "{shares:?}");
     }

@@ -16,8 +16,8 @@ use crate::elementwise::{LANES, PANEL_TOKENS};
 use crate::hierarchy::Planes;
 use crate::lanes::{bf16_bits, madd, widen};
 use crate::linear::{Matrix, PANEL, Store, pairs_of};
-use crate::memory::Parts;
-use crate::pool::{Pool, part};
+use crate::memory::DisjointSlice;
+use crate::pool::{Pool, share};
 use quantspec_core::{Error, Result};
 
 /// k per f32 block: 64 tokens × 256 are 64 KiB, 32 outputs × 256 another 32 (from L2).
@@ -116,12 +116,12 @@ pub(crate) fn gemm(
     let x = &*x;
     let flops = 2 * PANEL * k * panels * PANEL_TOKENS;
     let most = (slice_flops(simd) / flops.max(1)).max(1) * threads;
-    let y = Parts::new(y);
+    let y = DisjointSlice::new(y);
     let mut first = 0;
     while first < matrix.panels {
         let outputs = (matrix.panels - first).min(most);
         pool.run(&|thread| {
-            let mine = part(outputs, thread, threads);
+            let mine = share(outputs, thread, threads);
             let mine = first + mine.start..first + mine.end;
             #[cfg(target_arch = "x86_64")]
             if let (Simd::Amx | Simd::Avx512, Some(w)) = (simd, Pairs::of(simd, matrix)) {
@@ -131,7 +131,7 @@ pub(crate) fn gemm(
                 return;
             }
             // SAFETY: output panels belong to one thread, and rows of `y` to one output.
-            unsafe { gemm_part(simd, matrix, x, &y, panels, mine) };
+            unsafe { gemm_share(simd, matrix, x, &y, panels, mine) };
         })?;
         first += outputs;
         poll()?;
@@ -141,11 +141,11 @@ pub(crate) fn gemm(
 
 /// # Safety
 /// No other thread uses rows of `y` that belong to the output panels `mine`.
-unsafe fn gemm_part(
+unsafe fn gemm_share(
     simd: Simd,
     matrix: &Matrix,
     x: &[f32],
-    y: &Parts<f32>,
+    y: &DisjointSlice<f32>,
     panels: usize,
     mine: std::ops::Range<usize>,
 ) {
@@ -225,18 +225,18 @@ impl<'a> Pairs<'a> {
     }
 }
 
-/// [`gemm_part`] with BF16 pairs: `weights` are a matrix of k inputs and n outputs. An output panel is completed for all
+/// [`gemm_share`] with BF16 pairs: `weights` are a matrix of k inputs and n outputs. An output panel is completed for all
 /// tokens before the next. Its outputs stay in L2, and the tokens are read from there (or from L3) once per 32 outputs.
 ///
 /// # Safety
-/// As `gemm_part`.
+/// As `gemm_share`.
 #[cfg(target_arch = "x86_64")]
 unsafe fn gemm_pairs(
     weights: Pairs,
     k: usize,
     n: usize,
     x: &[f32],
-    y: &Parts<f32>,
+    y: &DisjointSlice<f32>,
     panels: usize,
     mine: std::ops::Range<usize>,
 ) {
@@ -258,17 +258,17 @@ unsafe fn gemm_pairs(
     }
 }
 
-/// [`gemm_part`] with AMX: `weights` are a matrix of k inputs and n outputs.
+/// [`gemm_share`] with AMX: `weights` are a matrix of k inputs and n outputs.
 ///
 /// # Safety
-/// As `gemm_part`; the machine has tiles, and this thread holds none.
+/// As `gemm_share`; the machine has tiles, and this thread holds none.
 #[cfg(target_arch = "x86_64")]
 unsafe fn gemm_tiles(
     weights: Pairs,
     k: usize,
     n: usize,
     x: &[f32],
-    y: &Parts<f32>,
+    y: &DisjointSlice<f32>,
     panels: usize,
     mine: std::ops::Range<usize>,
 ) {
@@ -557,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn products_match_f64_and_panels_do_not_see_each_other() {
+    fn gemms_match_f64_and_panels_do_not_see_each_other() {
         let mut noise = Noise::new(41);
         let (one, three) = (Pool::new(1).unwrap(), Pool::new(3).unwrap());
         // Less than a tile, parts of tiles, and more than one block of k.

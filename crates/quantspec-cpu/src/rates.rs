@@ -1,7 +1,7 @@
 //! Cost of a step's operations on this machine: kernels timed at a model's widths, without its weights. `quantspec plan` adds
 //! them up.
 
-use crate::bench::{Attention, AttentionCase, Product, PromptAttention, PromptMatrix, Stored, machine};
+use crate::bench::{Attention, AttentionCase, Gemm, PromptAttention, PromptMatrix, Stored, machine};
 use crate::linear::PANEL;
 use quantspec_core::Result;
 use quantspec_core::cache::{G, visible_pages};
@@ -67,19 +67,19 @@ pub fn rates(
     let n = (2 * config.intermediate).min(MATRIX_BYTES / (2 * k)).next_multiple_of(PANEL);
     let layer = config.hidden * (config.q_width() + config.kv_width()) * 2 + 3 * config.hidden * config.intermediate;
     let elements = config.layers * layer + config.vocab * config.hidden;
-    let mut products = |stored, bytes| -> Result<Vec<f64>> {
+    let mut gemms = |stored, bytes| -> Result<Vec<f64>> {
         // As many matrices as the model has, so that a model that fits in a cache is timed there.
-        let mut product = Product::new(machine.with_spread(bytes), stored, n, k, ROWS[ROWS.len() - 1])?;
-        let bytes = product.bytes() as f64;
+        let mut gemm = Gemm::new(machine.with_spread(bytes), stored, n, k, ROWS[ROWS.len() - 1])?;
+        let bytes = gemm.bytes() as f64;
         let mut of_rows = |rows| {
-            product.take(rows);
-            Ok(fastest(poll, || product.call())? / bytes)
+            gemm.take(rows);
+            Ok(fastest(poll, || gemm.call())? / bytes)
         };
         rising(ROWS.into_iter().map(&mut of_rows))
     };
     let stored = if config.dtype == Dtype::F16 { Stored::F16 } else { Stored::Bf16 };
-    let weights = products(stored, elements * config.dtype.bytes())?;
-    let draft_weights = products(Stored::Int4, elements / 2)?;
+    let weights = gemms(stored, elements * config.dtype.bytes())?;
+    let draft_weights = gemms(Stored::Int4, elements / 2)?;
     let tokens = (visible_pages(context) * G).clamp(G, CONTEXT);
     let (heads, group, kv_heads, head_dim) = (config.heads, config.group(), config.kv_heads, config.head_dim);
     let mut attention = |view, weights| -> Result<Vec<f64>> {
@@ -98,7 +98,7 @@ pub fn rates(
     let int8 = attention(View::Both, Weights::Full)?;
     let int4 = attention(View::Upper, Weights::Full)?;
     let draft_int4 = attention(View::Upper, Weights::Draft)?;
-    let mut smallest = Product::new(machine.with_spread(0), Stored::Int8, PANEL, G, 1)?;
+    let mut smallest = Gemm::new(machine.with_spread(0), Stored::Int8, PANEL, G, 1)?;
     let dispatch_s = fastest(poll, || smallest.call())?;
     let mut matrix = PromptMatrix::new(machine, n, k, PROMPT_ROWS)?;
     let prompt_matrix = matrix.flops() as f64 / fastest(poll, || matrix.call())?;

@@ -12,7 +12,7 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_cpu::{CpuBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Network, Options, Row, Step, TokenSampler, Turn};
+use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Network, Options, Row, Step, TokenSampler, Turn};
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
@@ -264,7 +264,7 @@ fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
     let (bad, shape) = (7, Shape::new("llama", "F32", (4, 2, 32)));
     let checkpoint = shape.overflowing(9, bad, [6600.0, 6800.0]);
     let options = Options { rejection: true, ..options(2, 512) };
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let prompt = random::tokens(300, 20, 6);
     for choice in choices() {
         let name = choice.simd.name();
@@ -280,7 +280,7 @@ fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
         step(&mut backend, 0, bad as u32, 0).expect("the target computes it");
 
         // Two answers, the first of which begins with that token.
-        let run = |accept: Accept, draft: Option<DraftPlan>, policy: Policy, gammas: [Option<usize>; 2]| {
+        let run = |accept: Accept, draft: Option<DraftConfig>, policy: Policy, gammas: [Option<usize>; 2]| {
             let method = Method { target: View::Both, drafter: draft.map(SelfQuantised::boxed), policy };
             let mut engine = Engine::new(load(), method, 2, 512, 64);
             let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, accept).expect("sampler");
@@ -327,11 +327,11 @@ fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
     let (bad, shape) = (7, Shape { vocab: 32, ..LLAMA });
     let checkpoint = shape.overflowing(9, bad, [2e4, 0.0]);
     let options = Options { rejection: true, ..options(1, 256) };
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let prompt: Vec<u32> = (0..20).map(|i| i % 7).collect();
     for choice in choices() {
         // The tokens up to the end, or up to the failure.
-        let run = |accept: Accept, seed: u64, draft: Option<DraftPlan>, policy: Policy| {
+        let run = |accept: Accept, seed: u64, draft: Option<DraftConfig>, policy: Policy| {
             let load = CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice.clone()).expect("load");
             let mut engine = Engine::new(
                 load,
@@ -377,11 +377,11 @@ fn a_round_that_is_taken_again_costs_neighbours_no_token() {
     let (bad, shape) = (7, Shape { vocab: 32, ..LLAMA });
     let checkpoint = shape.overflowing(9, bad, [2e4, 0.0]);
     let options = options(3, 256);
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let prompt = |seed: u64| (0..20).map(|i| (i + seed as u32) % 7).collect::<Vec<u32>>();
     for choice in choices() {
         let name = choice.simd.name();
-        let engine = |draft: Option<DraftPlan>| {
+        let engine = |draft: Option<DraftConfig>| {
             let load = CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice.clone()).expect("load");
             let policy = Policy::fixed(if draft.is_some() { 5 } else { 0 });
             Engine::new(
@@ -394,7 +394,7 @@ fn a_round_that_is_taken_again_costs_neighbours_no_token() {
         };
         // The texts of the seeds, or None if plain decoding chose the failing token itself; and the number of repeated
         // rounds.
-        let run = |seeds: &[u64], draft: Option<DraftPlan>| -> Option<(Vec<Vec<u32>>, usize)> {
+        let run = |seeds: &[u64], draft: Option<DraftConfig>| -> Option<(Vec<Vec<u32>>, usize)> {
             let mut engine = engine(draft);
             let (mut texts, mut again) = (Vec::new(), 0);
             for &seed in seeds {
@@ -512,7 +512,7 @@ fn sequences_share_the_pages_of_a_pool() {
         let options = Options { pool_pages, ..options(slots, 720) };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
         assert_eq!(backend.memory(), plan(&checkpoint, &options));
-        let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+        let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
         let method = Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy: Policy::fixed(3) };
         let mut engine = Engine::new(backend, method, slots, 720, 64);
         engine.share_pages(options.pages());

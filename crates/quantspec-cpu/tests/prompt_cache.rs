@@ -11,7 +11,7 @@ use quantspec_core::sample::Sampler;
 use quantspec_core::{Error, ErrorKind};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
-use quantspec_model::backend::{DraftPlan, Hooks, Options, TokenSampler};
+use quantspec_model::backend::{DraftConfig, Hooks, Options, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
@@ -46,7 +46,7 @@ fn engine_on(checkpoint: &Checkpoint, simd: Simd, slots: usize, hooks: Hooks) ->
     };
     let choice = Choice { simd, reason: String::new() };
     let backend = CpuBackend::load_on(checkpoint, &options, hooks, choice).expect("load");
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let method = Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy: Policy::fixed(4) };
     Engine::new(backend, method, slots, CAPACITY, options.block_rows)
 }

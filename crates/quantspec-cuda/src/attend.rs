@@ -53,10 +53,10 @@ pub struct Span {
     fresh: i32,
 }
 
-/// Query rows of a span that one block processes; `Part` in kernels/attend.cuh.
+/// Query rows of a span that one block processes; `QueryTile` in kernels/attend.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Part {
+pub struct QueryTile {
     span: i32,
     row: i32,
     rows: i32,
@@ -85,13 +85,13 @@ pub struct Choice {
     pub pages: i32,
 }
 
-const _: () = assert!(size_of::<Span>() == 48 && size_of::<Part>() == 16 && size_of::<Merged>() == 16);
+const _: () = assert!(size_of::<Span>() == 48 && size_of::<QueryTile>() == 16 && size_of::<Merged>() == 16);
 const _: () = assert!(size_of::<Choice>() == 12);
 
 // SAFETY: thirty-two-bit numbers only.
 unsafe impl Plain for Span {}
 // SAFETY: see above.
-unsafe impl Plain for Part {}
+unsafe impl Plain for QueryTile {}
 // SAFETY: see above.
 unsafe impl Plain for Merged {}
 // SAFETY: see above.
@@ -111,8 +111,8 @@ pub struct Chosen {
 pub struct Pass {
     /// Spans.
     pub spans: Vec<Span>,
-    /// Parts.
-    pub parts: Vec<Part>,
+    /// Tiles of query rows.
+    pub tiles: Vec<QueryTile>,
     /// Items to merge for each row of the pass.
     pub merged: Vec<Merged>,
     /// First row of the step.
@@ -120,7 +120,7 @@ pub struct Pass {
     /// Pages of the longest item.
     longest: usize,
     items: usize,
-    part_rows: usize,
+    tile_rows: usize,
     partial_rows: usize,
 }
 
@@ -128,7 +128,7 @@ impl Pass {
     /// Everything except addresses that determines the launches of this pass.
     pub(crate) fn launches(&self) -> [u64; 7] {
         let (rows, short) = (self.merged.len(), usize::from(self.short()));
-        [self.first_row, self.items, self.part_rows, self.parts.len(), self.spans.len(), rows, short].map(|n| n as u64)
+        [self.first_row, self.items, self.tile_rows, self.tiles.len(), self.spans.len(), rows, short].map(|n| n as u64)
     }
 
     /// Returns true if blocks with half an SM suffice, between GEMMs that also use half.
@@ -168,7 +168,7 @@ struct Split {
 }
 
 /// Kernels of a view with TMA: pipelines per block, then (rows, stages), as instantiated in kernels/attend.cu.
-fn engine_kernels(view: View, d: usize) -> (usize, Vec<(usize, usize)>) {
+fn tma_kernels(view: View, d: usize) -> (usize, Vec<(usize, usize)>) {
     match (view, d) {
         (View::Upper, 256) => (3, vec![(4, 3), (8, 3), (16, 3)]),
         (View::Upper, _) => (4, vec![(4, 4), (8, 4), (16, 4)]),
@@ -208,9 +208,9 @@ fn most_items(blocks: usize, kv_heads: usize) -> usize {
 }
 
 /// [`Attend::partial_rows`] of a model, before a device is open.
-pub(crate) fn partial_rows(config: &ModelConfig, multiprocessors: usize, architecture: u32, rows: usize) -> usize {
-    let blocks = if has_engine(architecture) { 1 } else { BLOCKS_MAX };
-    most_partial_rows(config.heads, most_items(multiprocessors * blocks, config.kv_heads), rows)
+pub(crate) fn partial_rows(config: &ModelConfig, sms: usize, architecture: u32, rows: usize) -> usize {
+    let blocks = if has_tma(architecture) { 1 } else { BLOCKS_MAX };
+    most_partial_rows(config.heads, most_items(sms * blocks, config.kv_heads), rows)
 }
 
 /// Refuses head widths without kernels.
@@ -223,7 +223,7 @@ pub(crate) fn check_head(device: &DeviceInfo, d: usize) -> Result<()> {
 }
 
 /// Returns true if kernels use TMA: those compiled for compute capability 9.0.
-pub(crate) fn has_engine(architecture: u32) -> bool {
+pub(crate) fn has_tma(architecture: u32) -> bool {
     architecture == 90
 }
 
@@ -254,11 +254,11 @@ pub struct Layer {
 
 /// Device addresses of a pass's description and of the partial results.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Places {
+pub struct PassAddresses {
     /// `Span`s.
     pub spans: u64,
-    /// `Part`s.
-    pub parts: u64,
+    /// `QueryTile`s.
+    pub tiles: u64,
     /// [`Merged`]s of the rows.
     pub merged: u64,
     /// Page tables `[slot][table_pitch]`.
@@ -292,14 +292,14 @@ struct AttendArgs {
     lists: u64,
     q: u64,
     spans: u64,
-    parts: u64,
+    tiles: u64,
     partial: u64,
     extremes: u64,
     table_pitch: i32,
     list_pitch: i32,
     kv_heads: i32,
     group: i32,
-    part_count: i32,
+    tile_count: i32,
     items: i32,
     stages: i32,
     centre: f32,
@@ -361,9 +361,9 @@ impl Attend {
         check_head(&device.info, d)?;
         // The number of blocks that fill the GPU is a constant of the GPU, independent of the call's rows: it determines the
         // order of sums.
-        let engine = device.has_engine();
+        let engine = device.has_tma();
         let split = |view: View, rows: &[usize], registers: usize| -> Result<Split> {
-            let (rings, wanted) = if engine { engine_kernels(view, d) } else { (1, Vec::new()) };
+            let (rings, wanted) = if engine { tma_kernels(view, d) } else { (1, Vec::new()) };
             // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
             let copied = rows.iter().filter_map(|&rows| {
                 let fits = |&stages: &usize| shared_bytes(view, d, rows, 1, stages, false) <= device.shared_bytes;
@@ -385,7 +385,7 @@ impl Attend {
             });
             let per_block = shared_bytes(view, d, 8, 1, 4, false) + 1024;
             let blocks = if engine { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
-            let items = most_items(device.multiprocessors * blocks, config.kv_heads);
+            let items = most_items(device.sms * blocks, config.kv_heads);
             Ok(Split { variants: variants.collect::<Result<_>>()?, items })
         };
         let beside = BESIDE.iter().filter(|&&(width, _)| engine && width == d).flat_map(|&(_, stages)| {
@@ -439,7 +439,7 @@ impl Attend {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] if no kernel of the view fits this device's shared memory.
-    pub fn plan(
+    pub fn passes(
         &self,
         view: View,
         rows: &[Row],
@@ -483,13 +483,13 @@ impl Attend {
                     fresh: (list.is_some() && fresh(first.slot)).into(),
                 };
                 let total = queries * self.group;
-                let part_rows = total.div_ceil(total.div_ceil(most_rows));
-                for row in (0..total).step_by(part_rows) {
-                    let rows = part_rows.min(total - row) as i32;
-                    pass.parts.push(Part { span: number, row: row as i32, rows, first: pass.items as i32 });
+                let tile_rows = total.div_ceil(total.div_ceil(most_rows));
+                for row in (0..total).step_by(tile_rows) {
+                    let rows = tile_rows.min(total - row) as i32;
+                    pass.tiles.push(QueryTile { span: number, row: row as i32, rows, first: pass.items as i32 });
                     pass.items += chunks * self.kv_heads;
                 }
-                pass.part_rows = pass.part_rows.max(part_rows);
+                pass.tile_rows = pass.tile_rows.max(tile_rows);
                 pass.merged.extend((0..queries).map(|query| Merged {
                     first: (pass.partial_rows + query * self.group) as i32,
                     items: chunks as i32,
@@ -521,16 +521,16 @@ impl Attend {
         pass: &Pass,
         q: u64,
         layer: &Layer,
-        places: &Places,
+        places: &PassAddresses,
         around: Around,
     ) -> Result<()> {
         let beside = self.beside.iter().filter(|_| around.beside && view == View::Upper && pass.short());
         let mut variants = beside.chain(&self.split(view).variants);
-        let variant = variants.find(|variant| variant.rows >= pass.part_rows);
+        let variant = variants.find(|variant| variant.rows >= pass.tile_rows);
         let Variant { kernel, stages, shared, threads, .. } =
             *variant.ok_or_else(|| Error::internal("more rows than attention takes"))?;
         // With TMA a block has an SM, or half of one, and loops over items.
-        let engine = self.device.has_engine();
+        let engine = self.device.has_tma();
         let arguments = AttendArgs {
             pools: [layer.upper, layer.lower, layer.full],
             rings: [layer.ring_k, layer.ring_v],
@@ -538,22 +538,22 @@ impl Attend {
             lists: layer.lists,
             q,
             spans: places.spans,
-            parts: places.parts,
+            tiles: places.tiles,
             partial: places.partial,
             extremes: places.extremes,
             table_pitch: places.table_pitch as i32,
             list_pitch: places.list_pitch as i32,
             kv_heads: self.kv_heads as i32,
             group: self.group as i32,
-            part_count: pass.parts.len() as i32,
+            tile_count: pass.tiles.len() as i32,
             items: pass.items as i32,
             stages: if engine { EARLY } else { stages as i32 },
             centre: self.centre,
             behind: around.behind.0,
-            behind_bytes: around.behind.1.min(BEHIND * self.device.multiprocessors) as i32,
+            behind_bytes: around.behind.1.min(BEHIND * self.device.sms) as i32,
             unused: 0,
         };
-        let blocks = if engine { pass.items.min(self.device.multiprocessors) } else { pass.items };
+        let blocks = if engine { pass.items.min(self.device.sms) } else { pass.items };
         let grid = [blocks as u32, 1, 1];
         // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {
@@ -580,7 +580,7 @@ impl Attend {
         x: u64,
         xs: u64,
         pitch: usize,
-        places: &Places,
+        places: &PassAddresses,
     ) -> Result<()> {
         let [narrow, wide] = match dtype {
             Some(Dtype::Bf16) => self.merge[0],
@@ -602,7 +602,7 @@ impl Attend {
             unused: 0,
         };
         let groups = (self.kv_heads * self.group * self.head_dim).div_ceil(GROUP);
-        let kernel = if groups * pass.merged.len() > self.device.multiprocessors { wide } else { narrow };
+        let kernel = if groups * pass.merged.len() > self.device.sms { wide } else { narrow };
         let grid = [groups as u32, pass.merged.len() as u32, 1];
         // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {
@@ -628,7 +628,7 @@ impl Attend {
         q: u64,
         scores: u64,
         layer: &Layer,
-        places: &Places,
+        places: &PassAddresses,
     ) -> Result<()> {
         // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
@@ -647,7 +647,7 @@ impl Attend {
                     self.centre
                 ];
                 let blocks = |of: usize| pages.div_ceil(of) * self.kv_heads * count;
-                let few = blocks(self.bounds[0].1) <= self.device.info.multiprocessors;
+                let few = blocks(self.bounds[0].1) <= self.device.info.sms;
                 let (bounds, of) = self.bounds[usize::from(!few)];
                 let grid = [pages.div_ceil(of) as u32, self.kv_heads as u32, count as u32];
                 self.device.launch(
@@ -691,7 +691,7 @@ mod tests {
     fn shared_memory_fits_a_block() {
         for view in [View::Upper, View::Both, View::Full] {
             for d in [64, 128, 256] {
-                let (rings, kernels) = engine_kernels(view, d);
+                let (rings, kernels) = tma_kernels(view, d);
                 for (rows, stages) in kernels {
                     // What Hopper gives a block.
                     assert!(shared_bytes(view, d, rows, rings, stages, true) <= 227 * 1024, "{view:?} {d} {rows}");

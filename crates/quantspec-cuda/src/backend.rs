@@ -15,7 +15,7 @@ mod workspace;
 use crate::attend::{Attend, PASS_ROWS, check_head};
 use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch};
-use crate::draft::Draft;
+use crate::draft::DraftGemms;
 use crate::flags::check_flag;
 use crate::hierarchy::Hierarchies;
 use crate::linear::{Linear, name};
@@ -62,7 +62,7 @@ pub struct CudaBackend {
     kernels: Kernels,
     linear: Linear,
     /// GEMMs of draft steps with the operations between them fused in.
-    draft: Option<Draft>,
+    draft: Option<DraftGemms>,
     /// GEMMs with weights in nibbles, and one layer of them in 16 bits for prompts.
     nibbles: Option<(Hierarchies, Expanded)>,
     attend: Attend,
@@ -111,10 +111,9 @@ pub fn check(checkpoint: &Checkpoint, device: &DeviceInfo) -> Result<()> {
 /// Bytes [`CudaBackend::load`] will hold on this device, before anything is loaded.
 pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> Memory {
     let config = checkpoint.config();
-    let (multiprocessors, architecture) = (device.multiprocessors, device.architecture);
+    let (sms, architecture) = (device.sms, device.architecture);
     let cache = CacheBytes::of_pool(config, options.planes, options.pages(), options.slots);
-    let partial =
-        crate::attend::partial_rows(config, multiprocessors, architecture, options.step_rows.clamp(1, PASS_ROWS));
+    let partial = crate::attend::partial_rows(config, sms, architecture, options.step_rows.clamp(1, PASS_ROWS));
     let sizes = Sizes::new(config, options, partial);
     let way = Way::of(architecture, config.dtype);
     Memory {
@@ -182,7 +181,7 @@ impl CudaBackend {
         let config = checkpoint.config().clone();
         let attend = Attend::new(device, &config, options.rounding)?;
         let linear = Linear::new(device)?;
-        let draft = Draft::new(device, config.head_dim)?;
+        let draft = DraftGemms::new(device, config.head_dim)?;
         let prefill = Prefill::new(device, Shape::of(&config), options.block_rows.max(1))?;
         let pitch = window_pitch(options);
         let sampling = Sampling::new(

@@ -4,10 +4,10 @@
 //! counts. Contents are small numbers of the right format, since no kernel's speed depends on them otherwise.
 
 use crate::args;
-use crate::attend::{Around, Attend, Choice, Layer, Pass, Places};
+use crate::attend::{Around, Attend, Choice, Layer, Pass, PassAddresses};
 use crate::backend::{NORM_THREADS, page_shared};
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
-use crate::draft::{Draft, Heads, Hidden};
+use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::hierarchy::{Hierarchies, Hierarchy, Reads};
 use crate::linear::{Linear, Matrix, Quantised, name};
 use crate::prefill::{Prefill, Shape, padded, readable};
@@ -72,7 +72,7 @@ pub fn read_bytes_per_s(device: &Arc<Device>) -> Result<f64> {
     let seconds = seconds(device, || {
         // The sum of small numbers never equals this.
         let arguments = [(&from).into(), Arg::Long(from.bytes() as u64 / 16), Arg::Int(i32::MIN), (&to).into()];
-        let launch = Launch { grid: [8 * device.multiprocessors as u32, 1, 1], block: 512, shared: 0, overlap: false };
+        let launch = Launch { grid: [8 * device.sms as u32, 1, 1], block: 512, shared: 0, overlap: false };
         // SAFETY: the buffer has that many pieces.
         unsafe { device.launch(kernel, launch, &arguments) }
     })?;
@@ -98,7 +98,7 @@ pub fn measure(
             bench.attend(view, context, rows, report)?;
         }
     }
-    bench.products(rows, report)?;
+    bench.gemms(rows, report)?;
     bench.drafts(rows, report)?;
     bench.small(rows, report)?;
     bench.ends(rows, report)?;
@@ -204,13 +204,13 @@ impl Bench {
         for &count in rows {
             let steps: Vec<Row> =
                 (0..count).map(|offset| Row { slot: 0, offset, position: position + offset }).collect();
-            let mut launches: Vec<(Pass, Places, [Buffer; 3])> = Vec::new();
-            for pass in attend.plan(view, &steps, |_| None, |_| false)? {
+            let mut launches: Vec<(Pass, PassAddresses, [Buffer; 3])> = Vec::new();
+            for pass in attend.passes(view, &steps, |_| None, |_| false)? {
                 let described =
-                    [device.copied(&pass.spans)?, device.copied(&pass.parts)?, device.copied(&pass.merged)?];
-                let places = Places {
+                    [device.copied(&pass.spans)?, device.copied(&pass.tiles)?, device.copied(&pass.merged)?];
+                let places = PassAddresses {
                     spans: described[0].at(0),
-                    parts: described[1].at(0),
+                    tiles: described[1].at(0),
                     merged: described[2].at(0),
                     tables: table.at(0),
                     table_pitch: pages,
@@ -263,7 +263,8 @@ impl Bench {
         }
         let choice = device.copied(&[Choice { row: 0, slot: 0, pages: visible as i32 }])?;
         let (lists, scores) = (device.allocate(kv_heads * pages * 4)?, device.allocate(kv_heads * pages * 4)?);
-        let places = Places { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..Places::default() };
+        let places =
+            PassAddresses { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..PassAddresses::default() };
         let seconds = seconds(device, || {
             (0..layers).try_for_each(|layer| {
                 let upper = upper_pool.at(layer * pages * kv_heads * upper);
@@ -287,7 +288,7 @@ impl Bench {
     }
 
     /// The GEMMs of a layer and the head, with the checkpoint's weights and with draft weights.
-    fn products(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
+    fn gemms(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
         let (device, config) = (&self.device, &self.config);
         let linear = Linear::new(device)?;
         let hierarchies = match config.dtype {
@@ -373,7 +374,7 @@ impl Bench {
     /// else stays in the cache.
     fn drafts(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
         let (device, config) = (&self.device, &self.config);
-        let Some(draft) = Draft::new(device, config.head_dim)? else { return Ok(()) };
+        let Some(draft) = DraftGemms::new(device, config.head_dim)? else { return Ok(()) };
         let linear = Linear::new(device)?;
         let (hidden, inner, heads) = (config.hidden, config.intermediate, config.q_width());
         let most = rows.iter().copied().max().unwrap_or(1);
@@ -627,13 +628,13 @@ impl Bench {
         let most = contexts.iter().copied().max().unwrap_or(0) + rows;
         let (kv, flag) = (filled(device, most * kv_width * 2)?, device.zeroed(4)?);
         let weights = |n: usize, k: usize| filled(device, Matrix::bytes(dtype, n, k)).map(|buffer| (buffer, n, k));
-        let products = [
+        let gemms = [
             ("prefill_qkv", weights(q_width + kv_width, config.hidden)?),
             ("prefill_output", weights(config.hidden, q_width)?),
             ("prefill_gate_up", weights(2 * config.intermediate, config.hidden)?),
             ("prefill_down", weights(config.hidden, config.intermediate)?),
         ];
-        for (kernel, (weights, n, k)) in &products {
+        for (kernel, (weights, n, k)) in &gemms {
             let (n, k, w) = (*n, *k, weights.at(0));
             let took = seconds(device, || {
                 // SAFETY: all buffers have room for the block, and live until the measurement is done.

@@ -32,8 +32,8 @@ pub struct DeviceInfo {
     pub(crate) capability: u32,
     /// Architecture its kernels were compiled for; 0 if there are none.
     pub(crate) architecture: u32,
-    /// Streaming multiprocessors.
-    pub(crate) multiprocessors: usize,
+    /// Streaming multiprocessors (SMs).
+    pub(crate) sms: usize,
 }
 
 impl DeviceInfo {
@@ -184,21 +184,21 @@ fn devices() -> Result<Vec<DeviceInfo>> {
         let driver = driver_version().unwrap_or_else(|| format!("CUDA {}.{}", cuda / 1000, cuda % 1000 / 10));
         let mut found = Vec::new();
         for index in 0..devices {
-            let (mut handle, mut bytes, mut major, mut minor, mut multiprocessors) = (0, 0usize, 0, 0, 0);
+            let (mut handle, mut bytes, mut major, mut minor, mut sms) = (0, 0usize, 0, 0, 0);
             let mut text = [0 as c_char; 256];
             check(library, "cuDeviceGet", get(&mut handle, index))?;
             check(library, "cuDeviceGetName", name(text.as_mut_ptr(), text.len() as c_int - 1, handle))?;
             check(library, "cuDeviceTotalMem", memory(&mut bytes, handle))?;
             check(library, "cuDeviceGetAttribute", attribute(&mut major, MAJOR, handle))?;
             check(library, "cuDeviceGetAttribute", attribute(&mut minor, MINOR, handle))?;
-            check(library, "cuDeviceGetAttribute", attribute(&mut multiprocessors, MULTIPROCESSORS, handle))?;
+            check(library, "cuDeviceGetAttribute", attribute(&mut sms, MULTIPROCESSORS, handle))?;
             let capability = u32::try_from(major * 10 + minor).unwrap_or(0);
             found.push(DeviceInfo {
                 name: CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned(),
                 compute_capability: format!("{major}.{minor}"),
                 memory_bytes: bytes as u64,
                 driver: driver.clone(),
-                multiprocessors: usize::try_from(multiprocessors).unwrap_or(0),
+                sms: usize::try_from(sms).unwrap_or(0),
                 capability,
                 architecture: images::architecture(capability).unwrap_or(0),
             });

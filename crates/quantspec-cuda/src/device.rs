@@ -34,12 +34,12 @@ pub struct Device {
     pub(crate) one_by_one: bool,
     /// Name and compute capability.
     pub info: detect::DeviceInfo,
-    /// Streaming multiprocessors.
-    pub multiprocessors: usize,
+    /// Streaming multiprocessors (SMs).
+    pub sms: usize,
     /// Most shared memory of a block, in bytes.
     pub shared_bytes: usize,
     /// Shared memory of an SM, in bytes.
-    pub shared_per_multiprocessor: usize,
+    pub shared_per_sm: usize,
 }
 
 // SAFETY: driver handles may be used from any thread; every call binds the context to its thread first.
@@ -242,9 +242,9 @@ impl Device {
             apart: AtomicBool::new(false),
             one_by_one: std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value == "1"),
             info,
-            multiprocessors: 0,
+            sms: 0,
             shared_bytes: 0,
-            shared_per_multiprocessor: 0,
+            shared_per_sm: 0,
         };
         // SAFETY: detection has opened the driver's library and found it new enough for every symbol used here. Handles are
         // stored in `device` as soon as they exist, so that its Drop releases them also on an early return.
@@ -255,9 +255,8 @@ impl Device {
             device.bind()?;
             let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
             check(sys::cuStreamCreate(&mut device.stream, flags), "cuStreamCreate")?;
-            device.multiprocessors =
-                device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-            device.shared_per_multiprocessor =
+            device.sms = device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+            device.shared_per_sm =
                 device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?;
             device.shared_bytes =
                 device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
@@ -321,7 +320,7 @@ impl Device {
                 }
                 let kernel = Kernel { function, name: kept(name) };
                 if shared == 0 {
-                    self.prefer_shared(kernel, if self.has_engine() { RINGS_PERCENT } else { LOADS_PERCENT })?;
+                    self.prefer_shared(kernel, if self.has_tma() { RINGS_PERCENT } else { LOADS_PERCENT })?;
                 }
                 return Ok(kernel);
             }
@@ -330,8 +329,8 @@ impl Device {
     }
 
     /// Whether kernels use the copy engine.
-    pub(crate) fn has_engine(&self) -> bool {
-        crate::attend::has_engine(self.info.architecture)
+    pub(crate) fn has_tma(&self) -> bool {
+        crate::attend::has_tma(self.info.architecture)
     }
 
     /// Sets the kernel's preferred shared-memory carve-out to `percent` of an SM's memory.

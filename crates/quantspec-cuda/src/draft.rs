@@ -109,7 +109,7 @@ struct Kernels {
 
 /// Launches the products of draft steps.
 #[derive(Debug)]
-pub struct Draft {
+pub struct DraftGemms {
     device: Arc<Device>,
     own: Kernels,
     upper: Kernels,
@@ -128,16 +128,16 @@ fn ring(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize)
     (stages(most), if stages(less) == stages(most) { less } else { most })
 }
 
-impl Draft {
+impl DraftGemms {
     /// Finds the kernels; `None` on devices without them.
     ///
     /// # Errors
     /// Those of [`Device::kernel`]; there are kernels for head widths of 64, 128 and 256.
-    pub fn new(device: &Arc<Device>, head_dim: usize) -> Result<Option<Draft>> {
-        if !device.has_engine() {
+    pub fn new(device: &Arc<Device>, head_dim: usize) -> Result<Option<DraftGemms>> {
+        if !device.has_tma() {
             return Ok(None);
         }
-        let shared = device.shared_per_multiprocessor / 2 - KEPT;
+        let shared = device.shared_per_sm / 2 - KEPT;
         let kernel = |name: &str| {
             let kernel = device.kernel(name, shared)?;
             device.prefer_shared(kernel, 100)?;
@@ -153,7 +153,7 @@ impl Draft {
                 block,
             })
         };
-        Ok(Some(Draft {
+        Ok(Some(DraftGemms {
             own: kernels("", block_bytes(4))?,
             upper: kernels("_planes", UPPER_BLOCKS)?,
             shared,
@@ -190,12 +190,12 @@ impl Draft {
         };
         let (kernel, groups, tiles) = (kernel(kernels), k.div_ceil(GROUP), n.div_ceil(TILE));
         if bits != 4 || !self.has_room(kernels, k, rows) {
-            return Err(Error::internal(format!("a draft product of {rows} rows and {k} inputs")));
+            return Err(Error::internal(format!("a draft GEMM of {rows} rows and {k} inputs")));
         }
         let (stages, shared) = ring(self.shared, kernels.block, groups, rows);
         let mut arguments = args![address, groups, tiles, rows, stages].to_vec();
         arguments.extend_from_slice(rest);
-        let grid = [tiles.min(self.device.multiprocessors) as u32, 1, 1];
+        let grid = [tiles.min(self.device.sms) as u32, 1, 1];
         let launch = Launch { grid, block: THREADS, shared: shared as u32, overlap: true };
         // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
         unsafe { self.device.launch(kernel, launch, &arguments) }
@@ -204,7 +204,7 @@ impl Draft {
     /// Queries, keys and values of the normed stream; `weights` with paired rows ([`crate::linear::Linear::quantise`]).
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for draft weights not in four bits, and if [`Draft::takes`] returns false.
+    /// [`quantspec_core::ErrorKind::Internal`] for draft weights not in four bits, and if [`DraftGemms::takes`] returns false.
     /// Device errors of the launch, named by the kernel.
     ///
     /// # Safety
@@ -242,10 +242,10 @@ impl Draft {
     /// y f32 `[rows][n]` = the normed stream · weightsᵀ.
     ///
     /// # Errors
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     ///
     /// # Safety
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     pub unsafe fn rows<'a>(
         &self,
         weights: impl Into<DraftMatrix<'a>>,
@@ -262,10 +262,10 @@ impl Draft {
     /// x bf16 `[rows][pitch]` = SiLU(gate) · up of the normed stream; gate, up and `bias` (or 0) interleaved by eight.
     ///
     /// # Errors
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     ///
     /// # Safety
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     pub unsafe fn gated<'a>(
         &self,
         weights: impl Into<DraftMatrix<'a>>,
@@ -285,10 +285,10 @@ impl Draft {
     /// hidden f32 `[rows][n]` += x · weightsᵀ + bias; x and xs as in [`crate::linear::Linear::run_quantised`].
     ///
     /// # Errors
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     ///
     /// # Safety
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     pub unsafe fn add_i8<'a>(
         &self,
         weights: impl Into<DraftMatrix<'a>>,
@@ -307,10 +307,10 @@ impl Draft {
     /// hidden f32 `[rows][n]` += x · weightsᵀ + bias; x bf16 `[rows][pitch]`.
     ///
     /// # Errors
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     ///
     /// # Safety
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     pub unsafe fn add_bf16<'a>(
         &self,
         weights: impl Into<DraftMatrix<'a>>,

@@ -120,12 +120,12 @@ impl Quantised {
 /// Kernels of one weight type by number of row tiles (of 8 rows).
 #[derive(Debug)]
 pub(crate) struct Family {
-    kernels: Vec<Product>,
+    kernels: Vec<Gemm>,
 }
 
 /// One of them.
 #[derive(Clone, Copy, Debug)]
-struct Product {
+struct Gemm {
     tiles: usize,
     ringed: Option<Ringed>,
     kernel: Kernel,
@@ -135,33 +135,33 @@ impl Family {
     /// `stem_1` to `stem_8`; `ringed` gives each one's pipeline on Hopper.
     pub(crate) fn new(device: &Device, stem: &str, ringed: impl Fn(usize) -> Option<Ringed>) -> Result<Family> {
         let kernels = [1, 2, 4, 8].map(|tiles| {
-            let ringed = ringed(tiles).filter(|_| device.has_engine());
+            let ringed = ringed(tiles).filter(|_| device.has_tma());
             let kernel = device.kernel(&format!("{stem}_{tiles}"), ringed.map_or(0, |ringed| ringed.shared))?;
             device.prefer_shared(kernel, if ringed.is_some() { 100 } else { LOADS_PERCENT })?;
-            Ok(Product { tiles, ringed, kernel })
+            Ok(Gemm { tiles, ringed, kernel })
         });
         Ok(Family { kernels: kernels.into_iter().collect::<Result<_>>()? })
     }
 
     /// The smallest kernel that takes all rows at once, or else the largest.
-    fn choose(&self, rows: usize) -> Result<Product> {
-        let fits = self.kernels.iter().find(|product| product.tiles * 8 >= rows).or(self.kernels.last());
-        fits.copied().ok_or_else(|| Error::internal("a product without kernels"))
+    fn choose(&self, rows: usize) -> Result<Gemm> {
+        let fits = self.kernels.iter().find(|gemm| gemm.tiles * 8 >= rows).or(self.kernels.last());
+        fits.copied().ok_or_else(|| Error::internal("a GEMM without kernels"))
     }
 
     /// The kernel for this number of rows, and its launch for this number of output tiles.
     pub(crate) fn launch(&self, device: &Device, rows: usize, tiles: usize) -> Result<(Kernel, Launch)> {
-        let product = self.choose(rows)?;
-        let (blocks, warps, shared) = match product.ringed {
+        let gemm = self.choose(rows)?;
+        let (blocks, warps, shared) = match gemm.ringed {
             Some(Ringed { shared, copying, cluster }) => {
-                let clusters = (device.multiprocessors / cluster).max(1).min(tiles.div_ceil(cluster));
+                let clusters = (device.sms / cluster).max(1).min(tiles.div_ceil(cluster));
                 (clusters * cluster, WARPS + copying, shared)
             }
             // A block of the largest kernel needs a whole SM; two blocks of the others fit.
-            None => (tiles.min(device.multiprocessors * if product.tiles == 8 { 1 } else { RESIDENT }), WARPS, 0),
+            None => (tiles.min(device.sms * if gemm.tiles == 8 { 1 } else { RESIDENT }), WARPS, 0),
         };
-        let grid = [blocks as u32, rows.div_ceil(8 * product.tiles) as u32, 1];
-        Ok((product.kernel, Launch { grid, block: 32 * warps as u32, shared: shared as u32, overlap: true }))
+        let grid = [blocks as u32, rows.div_ceil(8 * gemm.tiles) as u32, 1];
+        Ok((gemm.kernel, Launch { grid, block: 32 * warps as u32, shared: shared as u32, overlap: true }))
     }
 }
 
@@ -206,11 +206,10 @@ impl WarpRings {
     fn choose(&self, device: &Device, bits: usize, groups: usize, rows: usize) -> Result<WarpRing> {
         let fits = |ring: &&WarpRing| {
             let shared = ring.shared(bits, groups, rows);
-            ring.tiles * 8 >= rows.min(8 * TILES_MAX)
-                && RESIDENT * ring.resident(shared) <= device.shared_per_multiprocessor
+            ring.tiles * 8 >= rows.min(8 * TILES_MAX) && RESIDENT * ring.resident(shared) <= device.shared_per_sm
         };
         let ring = self.kernels.iter().find(fits).or(self.kernels.last());
-        ring.copied().ok_or_else(|| Error::internal("a product without kernels"))
+        ring.copied().ok_or_else(|| Error::internal("a GEMM without kernels"))
     }
 }
 
@@ -247,7 +246,7 @@ impl Linear {
         Ok(Linear {
             bf16: family("linear_bf16", 16)?,
             f16: family("linear_f16", 16)?,
-            ringed: if device.has_engine() {
+            ringed: if device.has_tma() {
                 Some([family("linear_w4_ring", 4)?, family("linear_w8_ring", 8)?])
             } else {
                 None
@@ -308,8 +307,8 @@ impl Linear {
                 let rings = if weights.bits == 4 { &self.w4 } else { &self.w8 };
                 let ring = rings.choose(&self.device, weights.bits, groups, rows)?;
                 let shared = ring.shared(weights.bits, groups, rows);
-                let resident = (self.device.shared_per_multiprocessor / ring.resident(shared)).clamp(1, RESIDENT);
-                let blocks = tiles.min(self.device.multiprocessors * resident) as u32;
+                let resident = (self.device.shared_per_sm / ring.resident(shared)).clamp(1, RESIDENT);
+                let blocks = tiles.min(self.device.sms * resident) as u32;
                 let grid = [blocks, rows.div_ceil(8 * ring.tiles) as u32, 1];
                 (ring.kernel, Launch { grid, block: 256, shared: shared as u32, overlap: true })
             }

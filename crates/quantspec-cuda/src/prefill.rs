@@ -129,12 +129,12 @@ impl Tile {
     }
 
     /// Time of a GEMM, in clocks per k block of 64.
-    fn cost(&self, rows: usize, columns: usize, multiprocessors: usize) -> usize {
-        self.tiles(rows, columns).div_ceil((multiprocessors / self.cluster).max(1)) * self.clocks
+    fn cost(&self, rows: usize, columns: usize, sms: usize) -> usize {
+        self.tiles(rows, columns).div_ceil((sms / self.cluster).max(1)) * self.clocks
     }
 
-    fn blocks(&self, rows: usize, columns: usize, multiprocessors: usize) -> usize {
-        let resident = multiprocessors / self.cluster;
+    fn blocks(&self, rows: usize, columns: usize, sms: usize) -> usize {
+        let resident = sms / self.cluster;
         self.tiles(rows, columns).min(resident.max(1)) * self.cluster
     }
 
@@ -157,29 +157,29 @@ impl Tile {
 
 /// A GEMM with its epilogue, in every tile shape it has.
 #[derive(Clone, Debug)]
-struct Product {
+struct Gemm {
     tiles: Vec<(Tile, Kernel)>,
 }
 
-impl Product {
-    fn new(device: &Device, stem: &str, dtype: &str, tiles: &[Tile]) -> Result<Product> {
+impl Gemm {
+    fn new(device: &Device, stem: &str, dtype: &str, tiles: &[Tile]) -> Result<Gemm> {
         let tiles = tiles
             .iter()
             .map(|&tile| Ok((tile, device.kernel(&format!("{stem}_{dtype}_{}", tile.name), tile.shared_bytes())?)))
             .collect::<Result<_>>()?;
-        Ok(Product { tiles })
+        Ok(Gemm { tiles })
     }
 
     /// The tile with the least predicted time; the widest wins ties.
-    fn choose(&self, rows: usize, columns: usize, multiprocessors: usize) -> Result<(Tile, Kernel)> {
-        let best = self.tiles.iter().min_by_key(|(tile, _)| tile.cost(rows, columns, multiprocessors));
-        best.copied().ok_or_else(|| Error::internal("a product without tiles"))
+    fn choose(&self, rows: usize, columns: usize, sms: usize) -> Result<(Tile, Kernel)> {
+        let best = self.tiles.iter().min_by_key(|(tile, _)| tile.cost(rows, columns, sms));
+        best.copied().ok_or_else(|| Error::internal("a GEMM without tiles"))
     }
 }
 
 #[derive(Clone, Debug)]
 enum Kernels {
-    Hopper { qkv: Product, residual: Product, gated: Product },
+    Hopper { qkv: Gemm, residual: Gemm, gated: Gemm },
     Tensor { plain: Kernel, residual: Kernel, gated: Kernel },
     Plain { plain: Kernel, silu_mul: Kernel, add_rows: Kernel },
 }
@@ -217,14 +217,14 @@ impl Prefill {
         let kernels = match way {
             Way::Hopper => Kernels::Hopper {
                 // A head lies in one tile.
-                qkv: Product::new(
+                qkv: Gemm::new(
                     device,
                     &format!("prefill_qkv_{d}"),
                     dtype,
                     if d > MIDDLE.columns { &[WIDE] } else { &[WIDE, MIDDLE, TALL, SMALL] },
                 )?,
-                residual: Product::new(device, "prefill_residual", dtype, &[WIDE, MIDDLE, SLIM, NARROW])?,
-                gated: Product::new(device, "prefill_gated", dtype, &[WIDE, MIDDLE, TALL, SMALL])?,
+                residual: Gemm::new(device, "prefill_residual", dtype, &[WIDE, MIDDLE, SLIM, NARROW])?,
+                gated: Gemm::new(device, "prefill_gated", dtype, &[WIDE, MIDDLE, TALL, SMALL])?,
             },
             Way::Tensor => Kernels::Tensor {
                 plain: device.kernel(&format!("prefill_plain_{dtype}"), MMA_SHARED_BYTES)?,
@@ -300,7 +300,7 @@ impl Prefill {
         let bias = bias.unwrap_or(0);
         if let Kernels::Hopper { qkv, .. } = &self.kernels {
             let n = s.qkv_width();
-            let (tile, kernel) = qkv.choose(rows, n, self.device.multiprocessors)?;
+            let (tile, kernel) = qkv.choose(rows, n, self.device.sms)?;
             let (a, w) = self.inputs(&tile, x, s.hidden, weights, n, rows)?;
             let to_q = TensorMap::matrix(Dtype::F16, q, s.q_width(), rows, s.q_width(), [64, 64])?;
             let kv_width = 2 * s.kv_width();
@@ -433,7 +433,7 @@ impl Prefill {
         unsafe {
             match &self.kernels {
                 Kernels::Hopper { gated, .. } => {
-                    let (tile, kernel) = gated.choose(rows, n, self.device.multiprocessors)?;
+                    let (tile, kernel) = gated.choose(rows, n, self.device.sms)?;
                     let (a, w) = self.inputs(&tile, x, s.hidden, weights, n, rows)?;
                     let to = TensorMap::matrix(s.dtype, out, s.intermediate, rows, pitch, [64, 64])?;
                     let arguments = [
@@ -479,7 +479,7 @@ impl Prefill {
         unsafe {
             match &self.kernels {
                 Kernels::Hopper { residual, .. } => {
-                    let (tile, kernel) = residual.choose(rows, n, self.device.multiprocessors)?;
+                    let (tile, kernel) = residual.choose(rows, n, self.device.sms)?;
                     let (a, w) = self.inputs(&tile, x, k, weights, n, rows)?;
                     let to = TensorMap::matrix(Dtype::F32, hidden, n, rows, n, [32, 64])?;
                     let arguments = [
@@ -523,7 +523,7 @@ impl Prefill {
                     let arguments = args![x, weights, y, rows, n, k, padded(k)];
                     self.device.launch(*plain, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
                 }
-                Kernels::Hopper { .. } => Err(Error::internal("no plain product on this way")),
+                Kernels::Hopper { .. } => Err(Error::internal("no plain GEMM on this way")),
             }
         }
     }
@@ -559,7 +559,7 @@ impl Prefill {
     }
 
     unsafe fn launch_tile(&self, tile: &Tile, kernel: Kernel, rows: usize, n: usize, arguments: &[Arg]) -> Result<()> {
-        let blocks = tile.blocks(rows, n, self.device.multiprocessors);
+        let blocks = tile.blocks(rows, n, self.device.sms);
         let launch = Launch {
             grid: [blocks as u32, 1, 1],
             block: tile.threads(),

@@ -24,8 +24,8 @@ const fn race_bytes(vocab: usize) -> usize {
 }
 /// Most tokens that `sample_cut` supports: their masses of 2^14 fit in the 32 bits of a bin.
 const VOCAB_MAX: usize = (1 << 18) - 1;
-/// Offsets of a proposed token's logit margin, after the flag, and of the verdicts.
-const LEAD_AT: usize = 4;
+/// Bytes from the flag to the margin of a proposed token, to the flag of drafts and to the verdicts.
+const MARGIN_AT: usize = 4;
 const DRAFT_FLAG_AT: usize = 8;
 const VERDICTS_AT: usize = 16;
 
@@ -108,7 +108,7 @@ pub(crate) struct Sampling {
     slots: usize,
     /// Tokens of a window.
     pitch: usize,
-    /// Flag, lead, flag of drafts, verdicts `[slots]`, windows `[slots][pitch]`.
+    /// Flag, margin, flag of drafts, verdicts `[slots]`, windows `[slots][pitch]`.
     shared: Buffer,
     result: Pinned,
     samplers: Buffer,
@@ -432,7 +432,7 @@ impl Sampling {
                 GAMMA_MAX,
                 &self.races,
                 &self.arrived,
-                self.shared.at(LEAD_AT),
+                self.shared.at(MARGIN_AT),
                 flag,
             ];
             self.device.launch(self.choose, launch([vocab.div_ceil(CHUNK), count], SAMPLE_THREADS), &arguments)
@@ -444,12 +444,12 @@ impl Sampling {
         self.choose(true, rows, count, logits, manner)
     }
 
-    /// Logit margin of the first row's token of the last [`Sampling::propose`]; waits for it.
-    pub(crate) fn lead(&mut self) -> Result<f32> {
-        self.shared.read_pinned(0, &mut self.result, LEAD_AT + 4)?;
-        match self.result.bytes().get(LEAD_AT..LEAD_AT + 4) {
+    /// The logit margin of the first row's token of the last [`Sampling::propose`]; waits for it.
+    pub(crate) fn margin(&mut self) -> Result<f32> {
+        self.shared.read_pinned(0, &mut self.result, MARGIN_AT + 4)?;
+        match self.result.bytes().get(MARGIN_AT..MARGIN_AT + 4) {
             Some(&[a, b, c, d]) => Ok(f32::from_le_bytes([a, b, c, d])),
-            _ => Err(Error::internal("no lead")),
+            _ => Err(Error::internal("no margin")),
         }
     }
 

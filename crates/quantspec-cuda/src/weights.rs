@@ -180,12 +180,12 @@ impl Weights {
 const ALIGNED: usize = 256;
 
 /// Allocates consecutive parts of the draft weights' memory.
-struct Places {
+struct DraftArena {
     buffer: Option<Arc<Buffer>>,
     taken: usize,
 }
 
-impl Places {
+impl DraftArena {
     /// Allocates draft weights of a matrix, and queues making them.
     fn quantise(
         &mut self,
@@ -476,7 +476,7 @@ pub(crate) fn load(
     let (attention, mlp, head_in_eight) = drafted(kind);
     let draft_bytes = draft_bytes(&config, kind, hierarchies.is_some());
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
-    let mut places = Places { buffer, taken: 0 };
+    let mut places = DraftArena { buffer, taken: 0 };
     let in_nibbles = |matrix: Matrix, both: bool, paired: usize| match hierarchies {
         Some(hierarchies) => hierarchies.quantise(&matrix, both, paired, flag).map(Full::Nibbles),
         None => Ok(Full::Whole(matrix)),

@@ -11,7 +11,7 @@ use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Rounding, Vi
 use quantspec_core::layout::Layout;
 use quantspec_core::quantize::{Page, quantize_page};
 use quantspec_cuda::args;
-use quantspec_cuda::attend::{Around, Attend, Choice, Chosen, Layer, Pass, Places};
+use quantspec_cuda::attend::{Around, Attend, Choice, Chosen, Layer, Pass, PassAddresses};
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_model::backend::Row;
 use std::sync::Arc;
@@ -183,18 +183,18 @@ impl World {
         }
     }
 
-    fn places(&self, pass: &Pass, list_pitch: usize) -> (Places, Vec<Buffer>) {
+    fn places(&self, pass: &Pass, list_pitch: usize) -> (PassAddresses, Vec<Buffer>) {
         let rows = self.attend.partial_rows(pass.merged.len());
         let buffers = vec![
             self.device.copied(&pass.spans).unwrap(),
-            self.device.copied(&pass.parts).unwrap(),
+            self.device.copied(&pass.tiles).unwrap(),
             self.device.copied(&pass.merged).unwrap(),
             poisoned(&self.device, rows * self.config.head_dim * 4),
             poisoned(&self.device, rows * 8),
         ];
-        let places = Places {
+        let places = PassAddresses {
             spans: buffers[0].at(0),
-            parts: buffers[1].at(0),
+            tiles: buffers[1].at(0),
             merged: buffers[2].at(0),
             tables: self.tables.at(0),
             table_pitch: self.table.len() / SLOTS,
@@ -223,7 +223,7 @@ impl World {
         let around = Around { beside: true, behind: (self.pools[0].at(0), self.pools[0].bytes()) };
         let list = |slot| chosen.map(|(chosen, ..)| chosen).filter(|_| slot == SLOT);
         // Lists are of an earlier step.
-        let pass = self.attend.plan(View::Upper, rows, list, |_| false).unwrap().remove(0);
+        let pass = self.attend.passes(View::Upper, rows, list, |_| false).unwrap().remove(0);
         let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
         let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
         // SAFETY: everything lives until the reads below, which wait.
@@ -252,7 +252,7 @@ impl World {
         let q = self.device.copied(q).unwrap();
         let x = poisoned(&self.device, rows.len() * width * 4);
         let list = |_| chosen.map(|(chosen, ..)| chosen);
-        for pass in self.attend.plan(view, rows, list, |_| true).unwrap() {
+        for pass in self.attend.passes(view, rows, list, |_| true).unwrap() {
             let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
             let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
             // SAFETY: everything lives until the wait below.
@@ -511,11 +511,11 @@ fn chosen_pages_equal_core() {
             let lists = poisoned(&device, SLOTS * kv_heads * pitch * 4);
             let scores = poisoned(&device, kv_heads * (world.table.len() / SLOTS) * 4);
             let choices = device.copied(&[Choice { row: 0, slot: SLOT as i32, pages: visible as i32 }]).unwrap();
-            let places = Places {
+            let places = PassAddresses {
                 tables: world.tables.at(0),
                 table_pitch: world.table.len() / SLOTS,
                 list_pitch: pitch,
-                ..Places::default()
+                ..PassAddresses::default()
             };
             let centre = if world.rounding == Rounding::Balanced { 1.0f32 / 32.0 } else { 0.0 };
             for best in [true, false] {

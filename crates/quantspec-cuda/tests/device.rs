@@ -13,7 +13,7 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind, Result};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use quantspec_cuda::{CudaBackend, detect, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options};
+use quantspec_model::backend::{Backend, DraftConfig, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
@@ -320,7 +320,7 @@ struct Session {
 
 impl Session {
     fn new(device: &Arc<Device>, checkpoint: &Checkpoint) -> Session {
-        let draft = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+        let draft = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
         let method =
             Method { target: View::Both, drafter: Some(SelfQuantised::boxed(draft)), policy: Policy::fixed(4) };
         let backend = load(device, checkpoint, &options(1000, 1)).unwrap();

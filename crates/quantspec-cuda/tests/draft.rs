@@ -10,7 +10,7 @@ use quantspec_core::config::Dtype;
 use quantspec_core::quantize::{quantize_activations, quantize_weights_row};
 use quantspec_core::weights::quantize_row;
 use quantspec_cuda::device::{Buffer, Device};
-use quantspec_cuda::draft::{Draft, DraftMatrix, Heads, Hidden};
+use quantspec_cuda::draft::{DraftGemms, DraftMatrix, Heads, Hidden};
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy};
 use quantspec_cuda::linear::{Linear, Matrix, Quantised};
 use std::sync::Arc;
@@ -24,8 +24,8 @@ const EPS: f32 = 1e-5;
 const MOST: usize = 2;
 
 /// The kernels, on GPUs of compute capability 9.0.
-fn kernels(device: &Arc<Device>, head_dim: usize) -> Option<Draft> {
-    let draft = Draft::new(device, head_dim).unwrap();
+fn kernels(device: &Arc<Device>, head_dim: usize) -> Option<DraftGemms> {
+    let draft = DraftGemms::new(device, head_dim).unwrap();
     if draft.is_none() {
         eprintln!("SKIPPED: compute capability {} has no products of draft steps", device.info.compute_capability);
     }
@@ -84,7 +84,7 @@ fn weights(
 }
 
 /// x `[rows][k]`, in int8 by groups, times w `[n][k]`: f64 `[rows][n]`.
-fn product(x: &[f32], w: &[f32], k: usize) -> Vec<f64> {
+fn gemm(x: &[f32], w: &[f32], k: usize) -> Vec<f64> {
     let mut out = Vec::new();
     for x in x.chunks(k) {
         let codes = quantize_activations(x).unwrap();
@@ -136,13 +136,13 @@ impl Stream {
     /// The normed stream times the weights.
     fn times(&self, w: &[f32]) -> Vec<f64> {
         let n = w.len() / self.width;
-        let y = product(&self.weighted, w, self.width);
+        let y = gemm(&self.weighted, w, self.width);
         y.iter().enumerate().map(|(i, y)| y * self.factors[i / n]).collect()
     }
 }
 
 /// Runs `work` for several numbers of rows and compares each row's bits with the largest run, which is returned.
-fn invariant(what: &str, draft: &Draft, k: usize, work: impl Fn(usize) -> Vec<f32>) -> Vec<f32> {
+fn invariant(what: &str, draft: &DraftGemms, k: usize, work: impl Fn(usize) -> Vec<f32>) -> Vec<f32> {
     let most = (1..=MOST).filter(|&rows| draft.takes(k, rows)).max().unwrap();
     let all = work(most);
     let width = all.len() / most;
@@ -272,7 +272,7 @@ fn added(kind: Kind) {
         }
         let x16 = gpu::upload(&device, &padded, Dtype::Bf16);
         let (x8, xs) = (device.copied(&codes).unwrap(), device.copied(&scales).unwrap());
-        let y = product(&x, &w, k);
+        let y = gemm(&x, &w, k);
         for with in [false, true] {
             let at = if with { bias_on.at(0) } else { 0 };
             for int8 in [false, true] {

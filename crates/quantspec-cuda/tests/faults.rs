@@ -15,7 +15,7 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind, Result};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Memory, Options, Row, Step, TokenSampler, Turn};
+use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Options, Row, Step, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
@@ -25,14 +25,14 @@ use small::{checkpoints, options, prompt};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-const QUANTSPEC: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+const QUANTSPEC: DraftConfig = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
 const LLAMA: Shape = Shape { hidden: 128, intermediate: 256, tied: false, ..Shape::new("llama", "BF16", (4, 2, 64)) };
 
 fn load(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options) -> CudaBackend {
     CudaBackend::load_on(device, checkpoint, options, Hooks::default()).unwrap()
 }
 
-fn method(draft: Option<DraftPlan>, policy: Policy) -> Method {
+fn method(draft: Option<DraftConfig>, policy: Policy) -> Method {
     Method { target: View::Both, drafter: draft.map(SelfQuantised::boxed), policy }
 }
 

@@ -169,16 +169,16 @@ const COUNTS: [usize; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 
 const LARGE: [(usize, usize); 3] = [(8192, 256), (4800, 4096), (16 * (12 * 132 + 1) - 5, 256)];
 
 #[test]
-fn products() {
-    check_products(&SHAPES);
+fn gemms() {
+    check_gemms(&SHAPES);
 }
 
 #[test]
-fn products_of_many_tiles() {
-    check_products(&LARGE);
+fn gemms_of_many_tiles() {
+    check_gemms(&LARGE);
 }
 
-fn check_products(shapes: &[(usize, usize)]) {
+fn check_gemms(shapes: &[(usize, usize)]) {
     let Some(device) = device() else { return };
     let flag = device.zeroed(4).unwrap();
     let mut random = Random(10);

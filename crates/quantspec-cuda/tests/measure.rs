@@ -19,13 +19,13 @@ use quantspec_core::layout::Layout;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_cuda::CudaBackend;
-use quantspec_cuda::attend::{Around, Attend, Layer, Pass, Places};
+use quantspec_cuda::attend::{Around, Attend, Layer, Pass, PassAddresses};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch, Plain};
-use quantspec_cuda::draft::{Draft, Heads, Hidden};
+use quantspec_cuda::draft::{DraftGemms, Heads, Hidden};
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
 use quantspec_cuda::linear::{Linear, Matrix};
 use quantspec_cuda::prefill::{Prefill, Shape, readable};
-use quantspec_model::backend::{DraftPlan, Hooks, Options, Row};
+use quantspec_model::backend::{DraftConfig, Hooks, Options, Row};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
@@ -95,7 +95,7 @@ fn read_bandwidth(device: &Arc<Device>) -> f64 {
     let kernel = device.kernel("read_all", 0).unwrap();
     let seconds = graph_seconds(device, 11, || {
         let arguments = [(&from).into(), Arg::Long(from.bytes() as u64 / 16), Arg::Int(0x1234_5678), (&to).into()];
-        let launch = Launch { grid: [8 * device.multiprocessors as u32, 1, 1], block: 512, shared: 0, overlap: false };
+        let launch = Launch { grid: [8 * device.sms as u32, 1, 1], block: 512, shared: 0, overlap: false };
         // SAFETY: the buffer has that many pieces.
         unsafe { device.launch(kernel, launch, &arguments) }.unwrap();
     });
@@ -153,13 +153,13 @@ struct Described {
 impl Described {
     fn new(device: &Arc<Device>, attend: &Attend, view: View, position: usize, rows: usize, d: usize) -> Described {
         let rows: Vec<Row> = (0..rows).map(|i| Row { slot: 0, offset: i, position: position + i }).collect();
-        let pass = attend.plan(view, &rows, |_| None, |_| false).unwrap().remove(0);
+        let pass = attend.passes(view, &rows, |_| None, |_| false).unwrap().remove(0);
         let pages = (position + rows.len()).div_ceil(G);
         let table: Vec<i32> = (0..pages as i32).collect();
         let partial_rows = attend.partial_rows(rows.len());
         let buffers = [
             device.copied(&pass.spans).unwrap(),
-            device.copied(&pass.parts).unwrap(),
+            device.copied(&pass.tiles).unwrap(),
             device.copied(&pass.merged).unwrap(),
             device.copied(&table).unwrap(),
             device.allocate(partial_rows * d * 4).unwrap(),
@@ -168,9 +168,9 @@ impl Described {
         Described { pass, pages, buffers }
     }
 
-    fn places(&self) -> Places {
-        let [spans, parts, merged, tables, partial, extremes] = self.buffers.each_ref().map(|buffer| buffer.at(0));
-        Places { spans, parts, merged, tables, table_pitch: self.pages, list_pitch: 0, partial, extremes }
+    fn places(&self) -> PassAddresses {
+        let [spans, tiles, merged, tables, partial, extremes] = self.buffers.each_ref().map(|buffer| buffer.at(0));
+        PassAddresses { spans, tiles, merged, tables, table_pitch: self.pages, list_pitch: 0, partial, extremes }
     }
 }
 
@@ -258,7 +258,7 @@ fn attention() {
 
 #[test]
 #[ignore = "a measurement"]
-fn products() {
+fn gemms() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
     let flag = device.zeroed(4).unwrap();
@@ -331,7 +331,7 @@ fn products() {
 fn sequence() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
-    let draft = Draft::new(&device, 128).unwrap().expect("kernels for Hopper");
+    let draft = DraftGemms::new(&device, 128).unwrap().expect("kernels for Hopper");
     let bandwidth = read_bandwidth(&device);
     eprintln!("read {:.0} GB/s", bandwidth / 1e9);
     let flag = device.zeroed(4).unwrap();
@@ -446,7 +446,7 @@ fn nibbles_in_sequence() {
     eprintln!("read {:.0} GB/s", bandwidth / 1e9);
     let flag = device.zeroed(4).unwrap();
     let norm = device.kernel("norm_bf16", 0).unwrap();
-    let draft = Draft::new(&device, 128).unwrap().expect("kernels for Hopper");
+    let draft = DraftGemms::new(&device, 128).unwrap().expect("kernels for Hopper");
     let (x8, xs) = (device.zeroed(2 * 14_336).unwrap(), device.zeroed(2 * 112 * 8).unwrap());
     let (rows_on, angles) = (device.zeroed(16 * 16).unwrap(), device.zeroed(16 * 64 * 8).unwrap());
     let ring = device.zeroed(32 * BUFFER_TOKENS * 128 * 2).unwrap();
@@ -497,10 +497,10 @@ fn nibbles_in_sequence() {
         }
         for rows in [1, 2, 5, 8, 9, 16, 32, 64] {
             for between in [false, true] {
-                let time = |layers: usize, product: &dyn Fn(usize, usize)| {
+                let time = |layers: usize, gemm: &dyn Fn(usize, usize)| {
                     let seconds = graph_seconds(&device, 15, || {
                         for (layer, matrix) in (0..layers).flat_map(|layer| (0..4).map(move |matrix| (layer, matrix))) {
-                            product(layer, matrix);
+                            gemm(layer, matrix);
                             if between {
                                 let (width, eps) = (4096usize, 1e-5f32);
                                 let arguments =
@@ -550,7 +550,7 @@ fn draft_layers() {
     const LAYERS: usize = 12;
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
-    let draft = Draft::new(&device, 128).unwrap().expect("kernels for Hopper");
+    let draft = DraftGemms::new(&device, 128).unwrap().expect("kernels for Hopper");
     let bandwidth = read_bandwidth(&device);
     let flag = device.zeroed(4).unwrap();
     for (name, kv_heads, shapes) in SHAPES {
@@ -689,12 +689,12 @@ fn target_layers() {
                                 ring_v: rings[1].at(ring),
                                 ..Layer::default()
                             };
-                            let product = |matrix: &Matrix| {
+                            let gemm = |matrix: &Matrix| {
                                 // SAFETY: as above.
                                 unsafe { linear.run(matrix, x.at(0), y.at(0), m) }.unwrap();
                             };
                             norm_of();
-                            product(&weights[0]);
+                            gemm(&weights[0]);
                             let arguments = quantspec_cuda::args![
                                 &rows, &y, 0u64, 0u64, 0u64, &angles, &q, &rings[0], &rings[1], 1e-5f32, 1.0f32,
                                 32usize, kv_heads, layer, 1usize, 0usize, &flag
@@ -708,12 +708,12 @@ fn target_layers() {
                                     attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, &places).unwrap();
                                 }
                             }
-                            product(&weights[1]);
+                            gemm(&weights[1]);
                             norm_of();
-                            product(&weights[2]);
+                            gemm(&weights[2]);
                             let arguments = quantspec_cuda::args![&y, 0u64, &x, inner, inner];
                             launch(silu, [inner.div_ceil(1024) as u32, m as u32, 1], 256, &arguments);
-                            product(&weights[3]);
+                            gemm(&weights[3]);
                         }
                     }) / LAYERS as f64
                         * 1e6
@@ -931,7 +931,7 @@ fn rounds() {
     eprintln!("loaded in {:.1} s", start.elapsed().as_secs_f64());
     let plain = |target: View| Method { target, drafter: None, policy: Policy::fixed(0) };
     let mut engine = Engine::new(backend, plain(View::Both), 1, capacity, options.block_rows);
-    let draft = |pages: Pages| DraftPlan { weights: Weights::Draft, view: View::Upper, pages };
+    let draft = |pages: Pages| DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
     for context in contexts {
         let prompt = &tokens[..context];
         let slot = engine.add(prompt, Sampler::greedy(), new).unwrap();

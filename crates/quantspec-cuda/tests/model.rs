@@ -17,7 +17,7 @@ use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Memory, Options, TokenSampler, Turn};
+use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Options, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{Copying, DraftModel, Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
@@ -25,9 +25,9 @@ use quantspec_model::forward;
 use small::{checkpoints, options, prompt};
 use std::sync::Arc;
 
-const QUANTSPEC: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
-const KV4: DraftPlan = DraftPlan { weights: Weights::Full, ..QUANTSPEC };
-const W4: DraftPlan = DraftPlan { view: View::Both, ..QUANTSPEC };
+const QUANTSPEC: DraftConfig = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+const KV4: DraftConfig = DraftConfig { weights: Weights::Full, ..QUANTSPEC };
+const W4: DraftConfig = DraftConfig { view: View::Both, ..QUANTSPEC };
 
 /// Rows of a prompt, over all layers, between two rounds of earlier sequences: several blocks, and no whole layers.
 const CHUNK_ROWS: usize = 700;
@@ -86,7 +86,7 @@ fn decode(
     out
 }
 
-fn method(target: View, draft: Option<DraftPlan>) -> Method {
+fn method(target: View, draft: Option<DraftConfig>) -> Method {
     Method { target, drafter: draft.map(SelfQuantised::boxed), policy: Policy::fixed(4) }
 }
 
@@ -96,7 +96,7 @@ fn lookup(target: View) -> Method {
 }
 
 /// Copies earlier text if that has proved reliable, else drafts by a plan. So rounds mix copied and drafted windows.
-fn copying(target: View, plan: DraftPlan) -> Method {
+fn copying(target: View, plan: DraftConfig) -> Method {
     Method { target, drafter: Some(Copying::boxed(SelfQuantised::boxed(plan))), policy: Policy::fixed(4) }
 }
 
@@ -162,14 +162,14 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
                 );
                 plain.extend(one);
             }
-            let itself = |plan: DraftPlan| (format!("{plan:?}"), method(target, Some(plan)));
+            let itself = |plan: DraftConfig| (format!("{plan:?}"), method(target, Some(plan)));
             let drafts = [
                 (itself(QUANTSPEC), vec![4]),
                 (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
                 (itself(KV4), vec![6]),
-                (itself(DraftPlan { view: target, ..W4 }), vec![7]),
-                (itself(DraftPlan { pages: Pages::Best(4), ..QUANTSPEC }), vec![5]),
-                (itself(DraftPlan { pages: Pages::Window(3), view: target, weights: Weights::Draft }), vec![5]),
+                (itself(DraftConfig { view: target, ..W4 }), vec![7]),
+                (itself(DraftConfig { pages: Pages::Best(4), ..QUANTSPEC }), vec![5]),
+                (itself(DraftConfig { pages: Pages::Window(3), view: target, weights: Weights::Draft }), vec![5]),
                 (("prompt lookup".to_string(), lookup(target)), vec![1, 16, 0, 7, 3]),
                 (("copies".to_string(), copying(target, QUANTSPEC)), vec![4, 0, 9]),
                 (("a second model".to_string(), second(target, Pages::All)), vec![1, 16, 0, 7, 3]),
@@ -212,7 +212,7 @@ fn penalties_look_at_the_text_alone() {
             let plain: Vec<Vec<u32>> = (0..3).map(|i| alone(&mut engine, i, &samplers[i])).collect();
             assert!(plain[2].windows(3).enumerate().all(|(at, gram)| plain[2][..at + 2].windows(3).all(|g| g != gram)));
             assert_ne!(plain[0], alone(&mut engine, 0, &sampler(accept, 11, 0)), "a penalty changed nothing");
-            let itself = |plan: DraftPlan| method(View::Both, Some(plan));
+            let itself = |plan: DraftConfig| method(View::Both, Some(plan));
             let drafts = [
                 (itself(QUANTSPEC), vec![4]),
                 (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
@@ -282,14 +282,14 @@ fn without_quantised_keys_drafts_keep_to_the_window() {
         let mut engine = Engine::new(load(&device, &checkpoint, &options), method(View::Full, None), 1, 2000, 256);
         let prompts = [prompt(checkpoint.config().vocab, 1500, 9)];
         let samplers = [sampler(Accept::Replay, 3, 0)];
-        let mut decode = |draft: Option<DraftPlan>| {
+        let mut decode = |draft: Option<DraftConfig>| {
             let gamma = if draft.is_some() { 4 } else { 0 };
             decode(&mut engine, method(View::Full, draft), &prompts, &[200], &samplers, &[gamma])
         };
         let plain = decode(None);
         for pages in [Pages::Best(3), Pages::Window(3)] {
             assert_eq!(
-                decode(Some(DraftPlan { weights: Weights::Draft, view: View::Full, pages })),
+                decode(Some(DraftConfig { weights: Weights::Draft, view: View::Full, pages })),
                 plain,
                 "{pages:?}"
             );
@@ -392,7 +392,7 @@ fn rounds<B: Backend>(
         let committed = extent.committed();
         let mut turns = [Turn { stop, ..Turn::new(0, committed, gamma, sampler.clone()) }];
         if gamma > 0 {
-            forward::draft(backend, &DraftPlan { pages, ..QUANTSPEC }, &mut turns).unwrap();
+            forward::draft(backend, &DraftConfig { pages, ..QUANTSPEC }, &mut turns).unwrap();
             ended += usize::from(turns[0].gamma < gamma);
         }
         let verdict = forward::verify(backend, View::Both, &turns).unwrap().remove(0);
@@ -441,7 +441,7 @@ fn automatic_drafts_change_no_token() {
             let (prompts, samplers) = ([prompt(vocab, 700, 5)], [sampler(accept, 21, 0)]);
             let plain = decode(&mut engine, method(View::Both, None), &prompts, &[900], &samplers, &[0]);
             for pages in [Pages::All, Pages::Best(3)] {
-                let draft = Some(DraftPlan { pages, ..QUANTSPEC });
+                let draft = Some(DraftConfig { pages, ..QUANTSPEC });
                 engine
                     .set_method(Method {
                         target: View::Both,
@@ -498,7 +498,7 @@ fn batches(device: &Arc<Device>, checkpoint: &Checkpoint) {
             alone.extend(decode(&mut engine, method(View::Both, None), prompts, tokens, samplers, &[0]));
         }
         for batch in [1, 3, 8, SLOTS] {
-            for draft in [QUANTSPEC, DraftPlan { pages: Pages::Best(3), ..QUANTSPEC }, KV4, W4] {
+            for draft in [QUANTSPEC, DraftConfig { pages: Pages::Best(3), ..QUANTSPEC }, KV4, W4] {
                 let method = method(View::Both, Some(draft));
                 // Small batches use other prompts.
                 let of = SLOTS - batch..SLOTS;

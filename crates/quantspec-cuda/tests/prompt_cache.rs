@@ -12,7 +12,7 @@ use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_core::{Error, ErrorKind};
 use quantspec_cuda::{CudaBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Memory, Options, TokenSampler};
+use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Options, TokenSampler};
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::prompt_cache::{BLOCK_TOKENS, PromptCache, PromptFolder};
@@ -22,7 +22,7 @@ use std::path::PathBuf;
 const NEW_TOKENS: usize = 40;
 
 fn engine(backend: CudaBackend, options: &Options) -> Engine<CudaBackend> {
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let method = Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy: Policy::fixed(4) };
     let mut engine = Engine::new(backend, method, options.slots, options.capacity, options.block_rows);
     engine.share_pages(options.pages());

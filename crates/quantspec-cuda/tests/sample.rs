@@ -4,7 +4,7 @@
 mod gpu;
 
 use gpu::{Random, device, poisoned, run};
-use quantspec_core::sample::{Accept, Sampler, Stream, argmax, choose, choose_with_lead};
+use quantspec_core::sample::{Accept, Sampler, Stream, argmax, choose, choose_with_margin};
 use quantspec_core::verify::{DraftDistribution, Judge};
 use quantspec_cuda::args;
 use quantspec_cuda::device::{Buffer, Device};
@@ -46,7 +46,7 @@ struct Stage {
     q_cuts: Buffer,
     races: Buffer,
     arrived: Buffer,
-    lead: Buffer,
+    margin: Buffer,
     flag: Buffer,
     vocab: usize,
     slots: usize,
@@ -66,7 +66,7 @@ impl Stage {
             q_cuts: poisoned(device, slots * WINDOW * CUT_BYTES),
             races: poisoned(device, 64 * 16 * vocab.div_ceil(2048)),
             arrived: device.zeroed(64 * 4).unwrap(),
-            lead: device.zeroed(4).unwrap(),
+            margin: device.zeroed(4).unwrap(),
             flag: device.zeroed(4).unwrap(),
             vocab,
             slots,
@@ -101,7 +101,7 @@ impl Stage {
             WINDOW,
             &self.races,
             &self.arrived,
-            &self.lead,
+            &self.margin,
             &self.flag
         ];
         run(&self.device, "sample_choose", [self.vocab.div_ceil(2048), count, 1], 256, 0, &arguments);
@@ -114,8 +114,8 @@ impl Stage {
     }
 
     /// Logit margin of row 0 in the last draft choice.
-    fn lead(&self) -> f32 {
-        self.lead.read::<f32>(0, 1).unwrap()[0]
+    fn margin(&self) -> f32 {
+        self.margin.read::<f32>(0, 1).unwrap()[0]
     }
 
     fn windows(&self) -> Vec<i32> {
@@ -167,17 +167,17 @@ fn greedy_takes_the_lowest_id_among_equals() {
         }
         // Margins of row 0 of many, and of every row alone: a tie, zeros of both signs, a row with one unmasked token, a
         // vocabulary of one.
-        let (greedy, told) = (Sampler::greedy(), stage.lead());
-        let leads = rows.iter().enumerate().map(|(row, place)| {
+        let (greedy, told) = (Sampler::greedy(), stage.margin());
+        let margins = rows.iter().enumerate().map(|(row, place)| {
             let logits = &all[row * vocab..(row + 1) * vocab];
             stage.choose(&[*place], logits, DRAFTS);
-            (stage.lead(), choose_with_lead(logits, &greedy, place[2] as usize + 1, Stream::Sample).1)
+            (stage.margin(), choose_with_margin(logits, &greedy, place[2] as usize + 1, Stream::Sample).1)
         });
-        let leads: Vec<(f32, f32)> = leads.collect();
-        assert!(leads.iter().all(|(got, want)| got == want), "leads of {vocab}: {leads:?}");
-        assert!(told == leads[0].0 && (vocab <= 50 || leads[0].0 == 0.0 && leads[2].0 == f32::INFINITY));
+        let margins: Vec<(f32, f32)> = margins.collect();
+        assert!(margins.iter().all(|(got, want)| got == want), "margins of {vocab}: {margins:?}");
+        assert!(told == margins[0].0 && (vocab <= 50 || margins[0].0 == 0.0 && margins[2].0 == f32::INFINITY));
         stage.choose(&rows[1..2], &all[vocab..2 * vocab], TARGET);
-        assert!(stage.lead() == leads[rows.len() - 1].0, "a judgement told a lead");
+        assert!(stage.margin() == margins[rows.len() - 1].0, "a judgement wrote a margin");
         assert_eq!(stage.flag(), 0);
     }
 }
@@ -218,8 +218,12 @@ fn sampled_choices_equal_core() {
                 let s = &samplers[place[0] as usize];
                 let logits = &all[row * vocab..(row + 1) * vocab];
                 stage.choose(&[*place], logits, DRAFTS);
-                let (_, want) = choose_with_lead(logits, s, place[2] as usize + 1, s.draft_stream());
-                assert!((stage.lead() - want).abs() <= 1e-4 * (1.0 + want), "{} {want}: {vocab}, {s:?}", stage.lead());
+                let (_, want) = choose_with_margin(logits, s, place[2] as usize + 1, s.draft_stream());
+                assert!(
+                    (stage.margin() - want).abs() <= 1e-4 * (1.0 + want),
+                    "{} {want}: {vocab}, {s:?}",
+                    stage.margin()
+                );
             }
         }
         assert_eq!(stage.flag(), 0);
@@ -355,10 +359,10 @@ fn logits_nothing_can_be_chosen_from_raise_the_flag() {
         let stage = Stage::new(&device, &samplers, vocab);
         let (choices, ..) = stage.choose(&[[slot, 0, 5, 0]], &vec![f32::NEG_INFINITY; vocab], TARGET);
         assert_eq!((stage.flag(), choices[0]), (2, 0));
-        // A draft of NaN has margin 0, so the host ends it.
-        stage.lead.write(0, &[f32::INFINITY]).unwrap();
+        // A draft that computed no number has no margin: the host ends it there.
+        stage.margin.write(0, &[f32::INFINITY]).unwrap();
         stage.choose(&[[slot, 0, 5, 0]], &vec![f32::NAN; vocab], DRAFTS);
-        let lead = stage.lead();
-        assert!(lead.is_nan() || lead == 0.0, "{lead} with sampler {slot}");
+        let margin = stage.margin();
+        assert!(margin.is_nan() || margin == 0.0, "{margin} with sampler {slot}");
     }
 }

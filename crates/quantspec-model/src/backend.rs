@@ -6,8 +6,8 @@
 
 pub use crate::forward::{Executor, Round};
 pub use crate::kv_cache::KvCache;
-pub use crate::network::{Block, DraftPlan, Network, Pass, Row, Step};
-pub use crate::prompt_cache::PromptRows;
+pub use crate::network::{Block, DraftConfig, Network, Pass, Row, Step};
+pub use crate::prompt_cache::{HeldRows, PromptRows};
 pub use crate::sampler::{TokenSampler, Turn};
 
 use crate::draft_cache::Origin;

@@ -196,7 +196,7 @@ impl Part {
 
 /// Location of a part's bytes in safetensors files.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct TensorLocation {
     shard: usize,
     offset: u64,
     dtype: Dtype,
@@ -213,7 +213,7 @@ pub struct Checkpoint {
 /// Open files, and the location of each part.
 #[derive(Debug)]
 enum Weights {
-    SafeTensors { shards: Vec<SafeTensors>, places: HashMap<Part, Place>, quantised: Quantised },
+    SafeTensors { shards: Vec<SafeTensors>, places: HashMap<Part, TensorLocation>, quantised: Quantised },
     Gguf { gguf: Gguf, places: HashMap<Part, Packed> },
 }
 
@@ -255,7 +255,7 @@ impl Checkpoint {
             return Checkpoint::open(path);
         }
         let (config, ..) = configuration(path)?;
-        let place = Place { shard: 0, offset: 0, dtype: config.dtype };
+        let place = TensorLocation { shard: 0, offset: 0, dtype: config.dtype };
         let tied = config.tied_embeddings.then_some(Part::Head);
         let places = Part::all(&config).into_iter().chain(tied).map(|part| (part, place)).collect();
         let weights = Weights::SafeTensors { shards: Vec::new(), places, quantised: Quantised::new(config.dtype) };
@@ -388,7 +388,11 @@ impl Checkpoint {
                 let Some(&place) = places.get(&part) else {
                     return quantised.read(shards, &part.name(), rows, out);
                 };
-                read_at(shards, Place { offset: place.offset + rows.start as u64 * row_bytes as u64, ..place }, out)
+                read_at(
+                    shards,
+                    TensorLocation { offset: place.offset + rows.start as u64 * row_bytes as u64, ..place },
+                    out,
+                )
             }
             Weights::Gguf { gguf, places } if part.is_vector() => read_vector(gguf, &places[&part], width, out),
             Weights::Gguf { gguf, places } => read_rows(gguf, &places[&part], rows, width, out),
@@ -767,7 +771,11 @@ fn module(name: &str) -> Option<&str> {
 
 /// Finds the embedding. If the configuration ties the head to it, a stored head decides, as in transformers 5. A head alone
 /// is both; an equal head is tied; a different head is separate.
-fn embedding_of(config: &mut ModelConfig, shards: &[SafeTensors], names: &HashMap<String, usize>) -> Result<Place> {
+fn embedding_of(
+    config: &mut ModelConfig,
+    shards: &[SafeTensors],
+    names: &HashMap<String, usize>,
+) -> Result<TensorLocation> {
     if !config.tied_embeddings || !names.contains_key(&Part::Head.name()) {
         return locate(config, shards, names, Part::Embedding);
     }
@@ -782,13 +790,13 @@ fn embedding_of(config: &mut ModelConfig, shards: &[SafeTensors], names: &HashMa
 }
 
 /// Returns true if both locations hold the same bytes.
-fn same_bytes(shards: &[SafeTensors], one: Place, other: Place, bytes: usize) -> Result<bool> {
+fn same_bytes(shards: &[SafeTensors], one: TensorLocation, other: TensorLocation, bytes: usize) -> Result<bool> {
     let room = bytes.min(CHUNK_BYTES);
     let (mut a, mut b) = (vec![0; room], vec![0; room]);
     for done in (0..bytes).step_by(CHUNK_BYTES) {
         let length = (bytes - done).min(CHUNK_BYTES);
         for (place, chunk) in [(one, &mut a), (other, &mut b)] {
-            let place = Place { offset: place.offset + done as u64, ..place };
+            let place = TensorLocation { offset: place.offset + done as u64, ..place };
             read_at(shards, place, &mut chunk[..length])?;
         }
         if a[..length] != b[..length] {
@@ -799,7 +807,7 @@ fn same_bytes(shards: &[SafeTensors], one: Place, other: Place, bytes: usize) ->
 }
 
 /// Fills `out` from a place.
-fn read_at(shards: &[SafeTensors], place: Place, out: &mut [u8]) -> Result<()> {
+fn read_at(shards: &[SafeTensors], place: TensorLocation, out: &mut [u8]) -> Result<()> {
     match shards.get(place.shard) {
         Some(shard) => shard.read(place.offset, out),
         None => Err(Error::internal(format!("shard {} is not open", place.shard))),
@@ -807,7 +815,12 @@ fn read_at(shards: &[SafeTensors], place: Place, out: &mut [u8]) -> Result<()> {
 }
 
 /// Finds a part and checks its type and shape.
-fn locate(config: &ModelConfig, shards: &[SafeTensors], names: &HashMap<String, usize>, part: Part) -> Result<Place> {
+fn locate(
+    config: &ModelConfig,
+    shards: &[SafeTensors],
+    names: &HashMap<String, usize>,
+    part: Part,
+) -> Result<TensorLocation> {
     let name = part.name();
     let found = names.get(&name).and_then(|&number| Some((number, shards.get(number)?.tensors().get(&name)?)));
     let Some((shard, tensor)) = found else {
@@ -836,5 +849,5 @@ fn locate(config: &ModelConfig, shards: &[SafeTensors], names: &HashMap<String, 
             "config.json and the weights are of different models; fetch both again",
         ));
     }
-    Ok(Place { shard, offset: tensor.offset, dtype })
+    Ok(TensorLocation { shard, offset: tensor.offset, dtype })
 }

@@ -53,7 +53,7 @@ pub fn source(format: u64, bytes: &[u8]) -> u128 {
 
 /// The draft weights of one load. Each block is read from the file if that holds it, and made otherwise.
 #[derive(Debug)]
-pub struct Drafts {
+pub struct DraftBlocks {
     cache: DraftCache,
     path: PathBuf,
     description: Vec<u8>,
@@ -77,7 +77,7 @@ pub fn files(folder: &Path) -> io::Result<Vec<CachedFile>> {
     cache_file::files(&FORMAT, folder)
 }
 
-impl Drafts {
+impl DraftBlocks {
     /// Looks for the file of a model's draft weights.
     ///
     /// `kind` distinguishes files of one model. `recipe` holds everything besides the source that determines a block: layout,
@@ -88,7 +88,7 @@ impl Drafts {
         kind: &str,
         recipe: &str,
         sizes: impl IntoIterator<Item = usize>,
-    ) -> Option<Drafts> {
+    ) -> Option<DraftBlocks> {
         let mut starts = vec![0];
         let mut end = 0;
         for size in sizes {
@@ -112,7 +112,7 @@ impl Drafts {
             Err(Fault::Damaged(what)) => (None, Some(damaged(&path, &what))),
             Err(Fault::Io(error)) => (None, Some(unusable(&path, &error))),
         };
-        Some(Drafts {
+        Some(DraftBlocks {
             cache: cache.clone(),
             path,
             description,
@@ -126,7 +126,7 @@ impl Drafts {
         })
     }
 
-    /// Bytes that [`Drafts::save`] is expected to write; 0 if a file was found.
+    /// Bytes that [`DraftBlocks::save`] is expected to write; 0 if a file was found.
     pub fn unsaved_bytes(&self) -> usize {
         if self.stored.is_some() { 0 } else { self.bytes() }
     }

@@ -4,7 +4,7 @@
 //! the view's own errors. Target rows are row-invariant, so a window of rows scores like single steps. Tokens before the
 //! first scored position may be context: they are prefilled, in full precision.
 
-use crate::backend::{Backend, DraftPlan, Row, Step};
+use crate::backend::{Backend, DraftConfig, Row, Step};
 use crate::draft::METHODS;
 use crate::engine::check_ids;
 use crate::forward;
@@ -29,9 +29,9 @@ const TARGETS: [(&str, View, usize); 3] = [("fp16", View::Full, 0), ("int8", Vie
 const INT8: usize = 1;
 
 /// The model's own drafts, in report order: name, and what they read if the target reads INT8.
-fn drafts() -> Vec<(&'static str, DraftPlan)> {
+fn drafts() -> Vec<(&'static str, DraftConfig)> {
     let networks = METHODS.iter().filter(|method| !method.copies);
-    networks.filter_map(|method| Some((method.name, method.plan(View::Both)?))).collect()
+    networks.filter_map(|method| Some((method.name, method.draft_config(View::Both)?))).collect()
 }
 
 /// Score of one target view over all positions.
@@ -196,7 +196,7 @@ pub fn evaluate<B: Backend>(
         // From the last offset to the first: a draft's keys and values overwrite its own position, and all earlier ones are
         // the target's.
         for offset in (0..rows).rev() {
-            for ((_, DraftPlan { weights, view, pages }), score) in &mut drafts {
+            for ((_, DraftConfig { weights, view, pages }), score) in &mut drafts {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
                 let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &row };
                 forward::step(backend, &step)?;

@@ -3,7 +3,7 @@
 //! A backend implements the operations ([`Network`], [`TokenSampler`]). It may run a [`Round`] in its own way ([`Executor`]):
 //! as the steps below, one after another, or as a recorded graph of them.
 
-use crate::network::{Block, DraftPlan, Network, Pass, Row, Step};
+use crate::network::{Block, DraftConfig, Network, Pass, Row, Step};
 use crate::prompt_cache::{PromptRows, Reuse};
 use crate::sampler::{TokenSampler, Turn};
 use quantspec_core::config::{Pages, View, Weights};
@@ -74,7 +74,7 @@ impl PrefillCursor {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chunk {
     /// The prompt continues with the next call.
-    Part,
+    More,
     /// It has been read.
     End,
     /// Restored rows are damaged; the caller must restart the prompt.
@@ -128,7 +128,7 @@ pub fn prefill_chunk<B: Network + PromptRows>(
     while cursor.layer < layers {
         if processed >= most_rows {
             backend.end_chunk()?;
-            return Ok(Chunk::Part);
+            return Ok(Chunk::More);
         }
         if cursor.row == first
             && let Some(reuse) = &mut cursor.reuse
@@ -163,30 +163,30 @@ pub struct Round<'a> {
     /// What each sequence does.
     pub turns: &'a [Turn],
     /// Draft steps: their plan and their rows.
-    drafts: Vec<(DraftPlan, Vec<Row>)>,
+    drafts: Vec<(DraftConfig, Vec<Row>)>,
     /// The verification: the target view and its rows.
     verification: Option<(View, Vec<Row>)>,
 }
 
 impl<'a> Round<'a> {
     /// One draft step: offset `offset` of every turn with γ > `offset`. `None` if there is no such turn.
-    pub fn of_draft(plan: &DraftPlan, turns: &'a [Turn], offset: usize) -> Option<Round<'a>> {
+    pub fn of_draft(config: &DraftConfig, turns: &'a [Turn], offset: usize) -> Option<Round<'a>> {
         let rows = draft_rows(turns.iter(), offset);
-        (!rows.is_empty()).then(|| Round { turns, drafts: vec![(*plan, rows)], verification: None })
+        (!rows.is_empty()).then(|| Round { turns, drafts: vec![(*config, rows)], verification: None })
     }
 
     /// The verification of every turn's window over the target view, preceded by the draft steps that [`draft`] deferred.
     pub fn of_verification(view: View, turns: &'a [Turn]) -> Round<'a> {
-        let plan = turns.iter().find_map(|turn| turn.to_draft);
+        let config = turns.iter().find_map(|turn| turn.to_draft);
         let left = |offset: usize| draft_rows(turns.iter().filter(|turn| turn.to_draft.is_some()), offset);
         let steps = (0..).map(left).take_while(|rows| !rows.is_empty());
-        let drafts = plan.map_or_else(Vec::new, |plan| steps.map(|rows| (plan, rows)).collect());
+        let drafts = config.map_or_else(Vec::new, |config| steps.map(|rows| (config, rows)).collect());
         Round { turns, drafts, verification: Some((view, verify_rows(turns))) }
     }
 
     /// The draft steps, in order. The first step of a window chooses the pages.
     pub fn drafts(&self) -> impl Iterator<Item = Step<'_>> {
-        self.drafts.iter().map(|(DraftPlan { weights, view, pages }, rows)| Step {
+        self.drafts.iter().map(|(DraftConfig { weights, view, pages }, rows)| Step {
             weights: *weights,
             view: *view,
             pages: *pages,
@@ -228,7 +228,7 @@ pub trait Executor: Network + TokenSampler {
     ///
     /// # Errors
     /// Device errors of a GPU. The provided method has none.
-    fn prepare_draft(&mut self, _plan: &DraftPlan) -> Result<()> {
+    fn prepare_draft(&mut self, _plan: &DraftConfig) -> Result<()> {
         Ok(())
     }
 
@@ -282,13 +282,13 @@ pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns
 /// # Errors
 /// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`].
 /// [`ErrorKind::NotFinite`] is not among them: it ends the draft.
-pub fn draft<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
+pub fn draft<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
     if backend.runs_rounds_whole() && !is_watched(turns) {
-        backend.prepare_draft(plan)?;
-        turns.iter_mut().filter(|turn| !turn.copied).for_each(|turn| turn.to_draft = Some(*plan));
+        backend.prepare_draft(config)?;
+        turns.iter_mut().filter(|turn| !turn.copied).for_each(|turn| turn.to_draft = Some(*config));
         return Ok(());
     }
-    draft_now(backend, plan, turns)
+    draft_now(backend, config, turns)
 }
 
 /// Returns true if the draft's logit margins are read after every token.
@@ -300,12 +300,12 @@ fn is_watched(turns: &[Turn]) -> bool {
 ///
 /// # Errors
 /// As [`draft`].
-pub fn draft_now<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
-    backend.prepare_draft(plan)?;
+pub fn draft_now<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
+    backend.prepare_draft(config)?;
     backend.poll()?;
     let watched = is_watched(turns);
     for offset in 0.. {
-        let Some(round) = Round::of_draft(plan, turns, offset) else { break };
+        let Some(round) = Round::of_draft(config, turns, offset) else { break };
         match backend.run(&round) {
             // Non-finite values of a draft do not affect the text. The tokens drafted before are verified, and their rows
             // overwrite the draft's.
@@ -336,7 +336,7 @@ mod tests {
     use super::*;
     use quantspec_core::sample::Sampler;
 
-    const PLAN: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::Best(4) };
+    const PLAN: DraftConfig = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::Best(4) };
 
     fn rows(step: &Step) -> Vec<(usize, usize, usize)> {
         step.rows.iter().map(|row| (row.slot, row.offset, row.position)).collect()
@@ -366,7 +366,7 @@ mod tests {
         assert_eq!(round.drafts().map(|step| rows(&step)).collect::<Vec<_>>(), drafted);
         assert_eq!(round.drafts().map(|step| step.choose_pages).collect::<Vec<_>>(), [true, false]);
         for Step { weights, view, pages, .. } in round.drafts() {
-            assert_eq!(DraftPlan { weights, view, pages }, PLAN);
+            assert_eq!(DraftConfig { weights, view, pages }, PLAN);
         }
         let verification = round.verification().unwrap();
         assert_eq!(rows(&verification), window);

@@ -132,7 +132,7 @@ pub struct Tensor {
 
 /// An open file whose header has been checked.
 #[derive(Debug)]
-struct Part {
+struct GgufFile {
     file: File,
     name: String,
     entries: BTreeMap<String, Value>,
@@ -142,7 +142,7 @@ struct Part {
 /// An open model: one file, or all parts of a split one.
 #[derive(Debug)]
 pub struct Gguf {
-    parts: Vec<Part>,
+    files: Vec<GgufFile>,
     tensors: BTreeMap<String, (usize, Tensor)>,
 }
 
@@ -153,16 +153,16 @@ impl Gguf {
     /// [`quantspec_core::ErrorKind::Model`] if the path is not a GGUF file, if a header is damaged or of an unknown version,
     /// or if a part is missing or of another model. [`quantspec_core::ErrorKind::Io`] if a file cannot be read.
     pub fn open(path: &Path) -> Result<Gguf> {
-        let first = Part::open(path)?;
+        let first = GgufFile::open(path)?;
         let count = first.whole("split.count")?.unwrap_or(1);
-        let mut parts = vec![first];
+        let mut files = vec![first];
         if count > 1 {
-            for other in other_parts(&parts[0], path, count)? {
-                parts.push(Part::open(&other)?);
+            for other in other_parts(&files[0], path, count)? {
+                files.push(GgufFile::open(&other)?);
             }
         }
         let mut tensors = BTreeMap::new();
-        for (number, part) in parts.iter_mut().enumerate() {
+        for (number, part) in files.iter_mut().enumerate() {
             let stated = (part.whole("split.no")?, part.whole("split.count")?);
             if count > 1 && stated != (Some(number as u64), Some(count)) {
                 return Err(damaged(&part.name, &format!("is not part {} of {count} of a model", number + 1)));
@@ -177,35 +177,35 @@ impl Gguf {
                 }
             }
         }
-        if let Some(stated) = parts[0].whole("split.tensors.count")?
+        if let Some(stated) = files[0].whole("split.tensors.count")?
             && stated != tensors.len() as u64
         {
             return Err(damaged(
-                &parts[0].name,
+                &files[0].name,
                 &format!("claims {stated} tensors in all parts, which hold {}", tensors.len()),
             ));
         }
-        Ok(Gguf { parts, tensors })
+        Ok(Gguf { files, tensors })
     }
 
     /// The first file's path, for messages.
     pub fn name(&self) -> &str {
-        &self.parts[0].name
+        &self.files[0].name
     }
 
-    /// Part number and location of every tensor, by name.
+    /// File number and location of every tensor, by name.
     pub fn tensors(&self) -> &BTreeMap<String, (usize, Tensor)> {
         &self.tensors
     }
 
     /// The metadata of the first part, by key.
     pub fn entries(&self) -> &BTreeMap<String, Value> {
-        &self.parts[0].entries
+        &self.files[0].entries
     }
 
     /// The error for an entry whose type is not `wanted`, such as "a text".
     pub fn wrong(&self, key: &str, wanted: &str) -> Error {
-        self.parts[0].wrong(key, wanted)
+        self.files[0].wrong(key, wanted)
     }
 
     /// The text of an entry; None if there is no such entry.
@@ -216,7 +216,7 @@ impl Gguf {
     pub fn text(&self, key: &str) -> Result<Option<String>> {
         match self.entries().get(key) {
             None => Ok(None),
-            Some(&Value::Text { at, bytes }) => self.parts[0].text_at(key, at, bytes).map(Some),
+            Some(&Value::Text { at, bytes }) => self.files[0].text_at(key, at, bytes).map(Some),
             Some(_) => Err(self.wrong(key, "a text")),
         }
     }
@@ -227,7 +227,7 @@ impl Gguf {
     /// [`quantspec_core::ErrorKind::Model`] if the entry is not a list or one of its texts is not UTF-8,
     /// [`quantspec_core::ErrorKind::Io`] if the file cannot be read.
     pub fn elements(&self, key: &str, mut take: impl FnMut(Element)) -> Result<()> {
-        let part = &self.parts[0];
+        let part = &self.files[0];
         let Some(&Value::List { kind, count, at }) = part.entries.get(key) else {
             return Err(part.wrong(key, "a list"));
         };
@@ -249,13 +249,13 @@ impl Gguf {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Io`] if the file cannot be read or ends before the bytes do.
     pub fn read(&self, part: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        let part = self.parts.get(part).ok_or_else(|| Error::internal(format!("part {part} is not open")))?;
+        let part = self.files.get(part).ok_or_else(|| Error::internal(format!("part {part} is not open")))?;
         read_at(&part.file, out, offset).map_err(|error| unreadable(&part.name, &error))
     }
 }
 
-impl Part {
-    fn open(path: &Path) -> Result<Part> {
+impl GgufFile {
+    fn open(path: &Path) -> Result<GgufFile> {
         let name = path.to_string_lossy().into_owned();
         let failed = |error: std::io::Error| unreadable(&name, &error);
         // Checked before opening: opening a pipe would block.
@@ -267,7 +267,7 @@ impl Part {
         let tensors = header(&mut cursor)?;
         let entries = entries(&mut cursor)?;
         let tensors = tensor_table(&mut cursor, tensors, &entries)?;
-        Ok(Part { file, name, entries, tensors })
+        Ok(GgufFile { file, name, entries, tensors })
     }
 
     /// An integer of the metadata; None if there is no such entry.
@@ -311,7 +311,7 @@ impl Value {
 }
 
 /// Paths of the other parts of a split model, in llama.cpp's naming: NAME-00001-of-00003.gguf.
-fn other_parts(first: &Part, path: &Path, count: u64) -> Result<Vec<PathBuf>> {
+fn other_parts(first: &GgufFile, path: &Path, count: u64) -> Result<Vec<PathBuf>> {
     if count > PARTS_MAX {
         return Err(damaged(&first.name, &format!("claims {count} parts; up to {PARTS_MAX} are opened")));
     }

@@ -57,7 +57,7 @@ pub enum Pass<'a> {
 
 /// What a draft step of a self-drafting model reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DraftPlan {
+pub struct DraftConfig {
     /// Draft weights.
     pub weights: Weights,
     /// Draft view.
@@ -66,7 +66,7 @@ pub struct DraftPlan {
     pub pages: Pages,
 }
 
-impl DraftPlan {
+impl DraftConfig {
     /// Returns true if this draft is worth measuring as a candidate. A choice of more than half of the `visible` pages saves
     /// too little. The first candidate always is usable.
     pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {

@@ -20,7 +20,8 @@ use crate::checkpoint::{Checkpoint, Part};
 use crate::rope::RopeTable;
 use quantspec_core::cache::G;
 use quantspec_core::config::{ModelConfig, TargetWeights};
-use quantspec_core::{Error, Result};
+use quantspec_core::{Error, ErrorKind, Result};
+use std::any::Any;
 use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -64,7 +65,32 @@ pub trait PromptRows {
     /// # Errors
     /// As [`PromptRows::export_rows`].
     fn import_rows(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()>;
+
+    /// Copies what [`PromptRows::export_rows`] yields into memory of the backend's choice: the host's unless a device has its own.
+    ///
+    /// # Errors
+    /// As [`PromptRows::export_rows`], and [`ErrorKind::DoesNotFit`] where a device has no memory for the copy.
+    fn hold_rows(&mut self, tokens: Range<usize>) -> Result<HeldRows> {
+        let mut bytes = vec![0; tokens.len() * self.row_bytes()];
+        self.export_rows(tokens, &mut bytes)?;
+        Ok(Box::new(bytes))
+    }
+
+    /// [`PromptRows::import_rows`] of rows that [`PromptRows::hold_rows`] has copied, from its row `first` on.
+    ///
+    /// # Errors
+    /// As [`PromptRows::import_rows`], and [`ErrorKind::Internal`] where `held` has no such rows.
+    fn import_held(&mut self, tokens: Range<usize>, held: &HeldRows, first: usize) -> Result<()> {
+        let bytes = first * self.row_bytes()..(first + tokens.len()) * self.row_bytes();
+        match held.downcast_ref::<Vec<u8>>().and_then(|held| held.get(bytes)) {
+            Some(rows) => self.import_rows(tokens, rows),
+            None => Err(Error::internal(format!("no rows are held for prompt tokens {tokens:?}"))),
+        }
+    }
 }
+
+/// Keys and values of consecutive prompt tokens in one layer, in a backend's memory ([`PromptRows::hold_rows`]).
+pub type HeldRows = Box<dyn Any + Send + Sync>;
 
 /// Every file of prompts in `folder`, least recently used first ([`CachedFile`]). A folder that does not exist counts as
 /// empty; other files and links are left out.
@@ -145,7 +171,7 @@ pub struct PromptFolder {
 /// The prompts that one engine keeps.
 #[derive(Debug)]
 pub struct PromptCache {
-    place: Place,
+    place: Storage,
     rope: RopeTable,
     layers: usize,
     /// Bytes of a block in one layer.
@@ -162,7 +188,7 @@ pub struct PromptCache {
 }
 
 #[derive(Debug)]
-enum Place {
+enum Storage {
     /// The least recently used branch first.
     Memory {
         branches: Vec<Arc<Held>>,
@@ -178,14 +204,9 @@ enum Place {
 #[derive(Debug)]
 struct Held {
     chain: Vec<u128>,
-    /// Per layer, the bytes of all blocks.
-    layers: Vec<Vec<u8>>,
-}
-
-impl Held {
-    fn bytes(&self) -> usize {
-        self.layers.iter().map(Vec::len).sum()
-    }
+    /// Per layer, the rows of all blocks.
+    layers: Vec<HeldRows>,
+    bytes: usize,
 }
 
 /// A branch that matches the start or the continuation of a prompt.
@@ -198,17 +219,17 @@ enum Branch {
 impl PromptCache {
     /// Prompts in memory, at most `limit_bytes` of them.
     pub fn in_memory<B: Backend>(backend: &B, limit_bytes: usize) -> PromptCache {
-        PromptCache::new(backend, Place::Memory { branches: Vec::new(), limit_bytes }, 0)
+        PromptCache::new(backend, Storage::Memory { branches: Vec::new(), limit_bytes }, 0)
     }
 
     /// Prompts in a folder.
     pub fn on_disk<B: Backend>(backend: &B, at: PromptFolder) -> PromptCache {
         let recipe = format!("{:032x} {} {}", at.fingerprint, backend.kernels(), env!("CARGO_PKG_VERSION"));
         let root = XxHash3_128::oneshot(recipe.as_bytes());
-        PromptCache::new(backend, Place::Disk { at, recipe }, root)
+        PromptCache::new(backend, Storage::Disk { at, recipe }, root)
     }
 
-    fn new<B: Backend>(backend: &B, place: Place, root: u128) -> PromptCache {
+    fn new<B: Backend>(backend: &B, place: Storage, root: u128) -> PromptCache {
         let config: &ModelConfig = backend.config();
         PromptCache {
             place,
@@ -226,8 +247,8 @@ impl PromptCache {
     /// Bytes held in memory.
     pub fn held_bytes(&self) -> usize {
         match &self.place {
-            Place::Memory { branches, .. } => branches.iter().map(|branch| branch.bytes()).sum(),
-            Place::Disk { .. } => 0,
+            Storage::Memory { branches, .. } => branches.iter().map(|branch| branch.bytes).sum(),
+            Storage::Disk { .. } => 0,
         }
     }
 
@@ -261,8 +282,8 @@ impl PromptCache {
     pub fn find(&mut self, prompt: &[u32]) -> Reuse {
         let chain = self.chain(prompt);
         let branches = match &mut self.place {
-            Place::Memory { branches, .. } => find_held(branches, &chain),
-            Place::Disk { .. } => self.find_stored(&chain),
+            Storage::Memory { branches, .. } => find_held(branches, &chain),
+            Storage::Disk { .. } => self.find_stored(&chain),
         };
         let found: usize = branches.iter().map(|(_, blocks)| blocks).sum();
         let mut reuse = Reuse {
@@ -285,24 +306,24 @@ impl PromptCache {
         let block_bytes = self.layers * self.segment_bytes;
         let new = reuse.chain.len().saturating_sub(from);
         let blocks = match &mut self.place {
-            Place::Memory { branches, limit_bytes } => {
+            Storage::Memory { branches, limit_bytes } => {
                 let in_use: usize =
-                    reuse.branches.iter().filter_map(|(branch, _)| branch.held()).map(|branch| branch.bytes()).sum();
+                    reuse.branches.iter().filter_map(|(branch, _)| branch.held()).map(|branch| branch.bytes).sum();
                 let blocks = new.min(limit_bytes.saturating_sub(in_use) / block_bytes);
                 // Branches in use are the last.
-                let mut held: usize = branches.iter().map(|branch| branch.bytes()).sum();
+                let mut held: usize = branches.iter().map(|branch| branch.bytes).sum();
                 while held + blocks * block_bytes > *limit_bytes && !branches.is_empty() {
-                    held -= branches.remove(0).bytes();
+                    held -= branches.remove(0).bytes;
                 }
                 blocks
             }
-            Place::Disk { at, .. } => new.min(usize::try_from(at.limit_bytes).unwrap_or(usize::MAX) / block_bytes),
+            Storage::Disk { at, .. } => new.min(usize::try_from(at.limit_bytes).unwrap_or(usize::MAX) / block_bytes),
         };
         let chain = reuse.chain[from..from + blocks].to_vec();
         reuse.recorder = match &self.place {
             _ if blocks == 0 => None,
-            Place::Memory { .. } => Some(Recorder { from, to: Kept::Memory(Vec::new()), chain }),
-            Place::Disk { at, recipe } => {
+            Storage::Memory { .. } => Some(Recorder { from, to: Kept::Memory(Vec::new()), chain }),
+            Storage::Disk { at, recipe } => {
                 let (model, suffix) = (model_name(&at.model), FORMAT.suffix);
                 let path = at.folder.join(format!("{model}-{:032x}-{:032x}.{suffix}", chain[0], chain[blocks - 1]));
                 make_room(&FORMAT, &path, at.limit_bytes.saturating_sub((blocks * block_bytes) as u64));
@@ -319,7 +340,7 @@ impl PromptCache {
 
     /// Follows the chain through the folder's files, and lists the files used.
     fn find_stored(&mut self, chain: &[u128]) -> Vec<(Branch, usize)> {
-        let Place::Disk { at: PromptFolder { folder, .. }, recipe } = &self.place else { return Vec::new() };
+        let Storage::Disk { at: PromptFolder { folder, .. }, recipe } = &self.place else { return Vec::new() };
         let (mut notes, mut found, mut walked) = (Vec::new(), Vec::new(), 0);
         let names: Vec<String> = match fs::read_dir(folder) {
             Ok(entries) => entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect(),
@@ -377,8 +398,9 @@ impl PromptCache {
     pub fn keep(&mut self, mut reuse: Reuse) {
         if let Some(Recorder { chain, to, .. }) = reuse.recorder.take() {
             match (to, &mut self.place) {
-                (Kept::Memory(layers), Place::Memory { branches, .. }) => {
-                    let new = Arc::new(Held { chain, layers });
+                (Kept::Memory(layers), Storage::Memory { branches, .. }) => {
+                    let bytes = chain.len() * self.layers * self.segment_bytes;
+                    let new = Arc::new(Held { chain, layers, bytes });
                     let used = reuse.branches.iter().filter_map(|(branch, _)| branch.held()).chain([&new]);
                     use_held(branches, &used.cloned().collect::<Vec<_>>());
                 }
@@ -388,7 +410,7 @@ impl PromptCache {
                     reuse.failed = file.publish().err();
                     touch(&reuse.branches);
                 }
-                (Kept::Memory(_), Place::Disk { .. }) => (),
+                (Kept::Memory(_), Storage::Disk { .. }) => (),
             }
         }
         self.note_failure(&mut reuse);
@@ -404,7 +426,7 @@ impl PromptCache {
     }
 
     fn note_failure(&mut self, reuse: &mut Reuse) {
-        if let (Some(error), Place::Disk { at, .. }) = (reuse.failed.take(), &self.place) {
+        if let (Some(error), Storage::Disk { at, .. }) = (reuse.failed.take(), &self.place) {
             let note = unusable(&at.folder, &error);
             self.tell(note);
         }
@@ -488,7 +510,7 @@ struct Recorder {
 
 #[derive(Debug)]
 enum Kept {
-    Memory(Vec<Vec<u8>>),
+    Memory(Vec<HeldRows>),
     Disk(Writer),
 }
 
@@ -512,10 +534,7 @@ impl Reuse {
                 let count = per_piece.min(blocks - start);
                 let rows = (done + start) * BLOCK_TOKENS..(done + start + count) * BLOCK_TOKENS;
                 match branch {
-                    Branch::Held(held) => {
-                        let bytes = start * self.segment_bytes..(start + count) * self.segment_bytes;
-                        backend.import_rows(rows, &held.layers[layer][bytes])?;
-                    }
+                    Branch::Held(held) => backend.import_held(rows, &held.layers[layer], start * BLOCK_TOKENS)?,
                     Branch::Stored { path, file } => {
                         self.buffer.resize(count * self.segment_bytes, 0);
                         let first = layer * (file.segments() / self.layers) + start;
@@ -534,42 +553,39 @@ impl Reuse {
         Ok(true)
     }
 
-    /// Records a layer's computed rows. A full disk ends the recording, not the prefill.
+    /// Takes down what the backend has computed of a layer. A disk or a device that takes no more ends the recording, not the prefill.
     ///
     /// # Errors
     /// Those of [`PromptRows::export_rows`] and [`Network::poll`].
     pub fn record<B: Network + PromptRows>(&mut self, backend: &mut B, layer: usize) -> Result<()> {
         let Some(recorder) = &mut self.recorder else { return Ok(()) };
         let (from, blocks, segment_bytes) = (recorder.from, recorder.chain.len(), self.segment_bytes);
-        let per_piece = (PIECE_BYTES / segment_bytes).max(1);
-        let mut whole = match recorder.to {
-            Kept::Memory(_) => vec![0; blocks * segment_bytes],
-            Kept::Disk(_) => Vec::new(),
-        };
-        for start in (0..blocks).step_by(per_piece) {
-            let count = per_piece.min(blocks - start);
-            let rows = (from + start) * BLOCK_TOKENS..(from + start + count) * BLOCK_TOKENS;
-            match &mut recorder.to {
-                Kept::Memory(_) => {
-                    let bytes = start * segment_bytes..(start + count) * segment_bytes;
-                    backend.export_rows(rows, &mut whole[bytes])?;
+        let rows = |start: usize, count: usize| (from + start) * BLOCK_TOKENS..(from + start + count) * BLOCK_TOKENS;
+        match &mut recorder.to {
+            Kept::Memory(layers) => {
+                debug_assert_eq!(layers.len(), layer, "layers are recorded in order");
+                match backend.hold_rows(rows(0, blocks)) {
+                    Ok(held) => layers.push(held),
+                    Err(error) if error.kind == ErrorKind::DoesNotFit => self.recorder = None,
+                    Err(error) => return Err(error),
                 }
-                Kept::Disk(file) => {
+                backend.poll()?;
+            }
+            Kept::Disk(file) => {
+                let per_piece = (PIECE_BYTES / segment_bytes).max(1);
+                for start in (0..blocks).step_by(per_piece) {
+                    let count = per_piece.min(blocks - start);
                     self.buffer.resize(count * segment_bytes, 0);
-                    backend.export_rows(rows, &mut self.buffer)?;
+                    backend.export_rows(rows(start, count), &mut self.buffer)?;
                     let mut segments = self.buffer.chunks_exact(segment_bytes).zip(&recorder.chain[start..]);
                     if let Err(error) = segments.try_for_each(|(segment, hash)| file.put(*hash, segment)) {
                         self.failed = Some(error);
                         self.recorder = None;
                         return Ok(());
                     }
+                    backend.poll()?;
                 }
             }
-            backend.poll()?;
-        }
-        if let Kept::Memory(layers) = &mut recorder.to {
-            debug_assert_eq!(layers.len(), layer, "layers are recorded in order");
-            layers.push(whole);
         }
         Ok(())
     }

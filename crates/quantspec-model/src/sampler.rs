@@ -1,6 +1,6 @@
 //! Choosing tokens from the logits of the last head, and verifying drafted tokens.
 
-use crate::network::{DraftPlan, Step};
+use crate::network::{DraftConfig, Step};
 use quantspec_core::Result;
 use quantspec_core::penalty::History;
 use quantspec_core::policy::Stop;
@@ -18,7 +18,7 @@ pub struct Turn {
     /// Tokens to draft, 0..=GAMMA_MAX; after the draft, the number of drafted tokens.
     pub gamma: usize,
     /// The plan of a draft deferred to the verification; its tokens are not in the window yet.
-    pub to_draft: Option<DraftPlan>,
+    pub to_draft: Option<DraftConfig>,
     /// When to end the draft early. Applies to a turn that is alone in its round; the logit margin of every token is then
     /// read.
     pub stop: Option<Stop>,

@@ -11,7 +11,7 @@ use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
-use quantspec_model::backend::{DraftPlan, Hooks, KvCache, Options, Turn};
+use quantspec_model::backend::{DraftConfig, Hooks, KvCache, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
@@ -26,7 +26,7 @@ fn engine(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBacken
 
 fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBackend> {
     let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let options = Options {
         slots,
         capacity,
@@ -137,7 +137,7 @@ fn a_draft_ends_where_its_tokens_are_in_doubt() {
     let mut engine = engine(4, 1, 40);
     let slot = add(&mut engine, &[1, 2, 3], 9).expect("add");
     prefill(&mut engine, slot).expect("prefill");
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     // No margin matters next to such a scale: each token halves the probability.
     for (enough, drafted) in [(0.0, 4), (0.2, 3), (0.4, 2), (0.9, 1)] {
         let stop = Stop { min_acceptance: enough, margin_scale: 1e9 };
@@ -151,7 +151,7 @@ fn a_draft_ends_where_its_tokens_are_in_doubt() {
 /// A draft deferred to the verification, as on a GPU, has the same tokens and verdict.
 #[test]
 fn a_draft_may_be_left_to_the_verification() {
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let run = |left: bool| {
         let mut engine = varied(4, 1, 40);
         let slot = add(&mut engine, &[1, 2, 3], 9).expect("add");

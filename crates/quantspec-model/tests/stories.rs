@@ -5,7 +5,7 @@ use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
-use quantspec_model::backend::{DraftPlan, Hooks, Options};
+use quantspec_model::backend::{DraftConfig, Hooks, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
@@ -28,7 +28,7 @@ fn decode(
     let checkpoint = Checkpoint::open(&directory).expect("checkpoint");
     let slots = prompts.len();
     let capacity = prompts.iter().map(Vec::len).max().unwrap_or(0) + max_new_tokens;
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
     let options = Options {
         slots,
         capacity,

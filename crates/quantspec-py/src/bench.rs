@@ -1,6 +1,6 @@
 //! Reference values of `quantspec bench`: bytes a step must read, and this machine's memory bandwidth.
 
-use crate::device::{Models, Place};
+use crate::device::{ChosenDevice, Models};
 use crate::engine::{Raised, default_threads, poll};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{Request, target_weights};
@@ -120,7 +120,7 @@ pub(crate) fn planned(
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
-        let place = Place::choose(device, &checkpoint)?;
+        let place = ChosenDevice::choose(device, &checkpoint)?;
         place.settle(models, &mut resolved)?;
         place.plan(models, &resolved.options, 0)
     })
@@ -142,8 +142,8 @@ pub(crate) fn kernels<'py>(
     let (place, config, read, measured) = interruptible(py, &raised, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let config = checkpoint.config().clone();
-        let place = Place::choose(device, &checkpoint)?;
-        let Place::Cuda { gpu, .. } = &place else {
+        let place = ChosenDevice::choose(device, &checkpoint)?;
+        let ChosenDevice::Cuda { gpu, .. } = &place else {
             return Err(Error::usage(
                 "bench kernels times the kernels of a GPU, and this engine runs on the CPU",
                 "use --device cuda where there is one (quantspec doctor says why not); bench without kernels relates whole steps to the bandwidth",

@@ -28,7 +28,7 @@ pub(crate) enum Device {
 }
 
 /// Makes a drafter with the loaded second network, for any method.
-pub(crate) type Drafts = Box<dyn Fn(&Second) -> Box<dyn Drafter> + Send + Sync>;
+pub(crate) type MakeDrafter = Box<dyn Fn(&Second) -> Box<dyn Drafter> + Send + Sync>;
 
 /// The checkpoints of an engine.
 #[derive(Clone, Copy)]
@@ -101,78 +101,78 @@ macro_rules! on_device {
 pub(crate) use on_device;
 
 /// The device of an engine.
-pub(crate) enum Place {
+pub(crate) enum ChosenDevice {
     Cpu,
     Cuda { gpu: Arc<quantspec_cuda::device::Device>, index: usize, name: String, free_bytes: usize },
 }
 
-impl Place {
+impl ChosenDevice {
     /// Resolves `auto`, `cpu`, `cuda` or `cuda:i` for a model. `cuda` is the first GPU with kernels. `auto` is the first GPU
     /// whose kernels support the model, or the CPU if none does. A supporting GPU that fails to open is an error: falling
     /// back to the CPU would be far slower.
-    pub(crate) fn choose(wanted: &str, checkpoint: &Checkpoint) -> Result<Place> {
+    pub(crate) fn choose(wanted: &str, checkpoint: &Checkpoint) -> Result<ChosenDevice> {
         match wanted {
-            "cpu" => Ok(Place::Cpu),
+            "cpu" => Ok(ChosenDevice::Cpu),
             "auto" => {
                 let gpus = quantspec_cuda::detect().devices;
                 let mut failed = None;
                 for (index, gpu) in gpus.iter().enumerate() {
                     if quantspec_cuda::check(checkpoint, gpu).is_ok() {
-                        match Place::open(index) {
+                        match ChosenDevice::open(index) {
                             Ok(place) => return Ok(place),
                             Err(error) => failed = failed.or(Some(error)),
                         }
                     }
                 }
-                failed.map_or(Ok(Place::Cpu), Err)
+                failed.map_or(Ok(ChosenDevice::Cpu), Err)
             }
             "cuda" => {
                 let gpus = quantspec_cuda::detect().devices;
-                Place::open(gpus.iter().position(quantspec_cuda::DeviceInfo::is_usable).unwrap_or(0))
+                ChosenDevice::open(gpus.iter().position(quantspec_cuda::DeviceInfo::is_usable).unwrap_or(0))
             }
             other => match other.strip_prefix("cuda:").and_then(|index| index.parse().ok()) {
-                Some(index) => Place::open(index),
+                Some(index) => ChosenDevice::open(index),
                 None => Err(Error::usage(format!("device is {other:?}"), "use auto, cpu, cuda or cuda:0")),
             },
         }
     }
 
-    fn open(index: usize) -> Result<Place> {
+    fn open(index: usize) -> Result<ChosenDevice> {
         let gpu = quantspec_cuda::device::Device::open(index)?;
         let (free_bytes, _) = gpu.memory()?;
         let name = gpu.info.name.clone();
-        Ok(Place::Cuda { gpu, index, name, free_bytes })
+        Ok(ChosenDevice::Cuda { gpu, index, name, free_bytes })
     }
 
     /// The GPU, where it is one.
     pub(crate) fn gpu(&self) -> Option<&Arc<quantspec_cuda::device::Device>> {
         match self {
-            Place::Cpu => None,
-            Place::Cuda { gpu, .. } => Some(gpu),
+            ChosenDevice::Cpu => None,
+            ChosenDevice::Cuda { gpu, .. } => Some(gpu),
         }
     }
 
     /// "cpu" or "cuda:i".
     pub(crate) fn name(&self) -> String {
         match self {
-            Place::Cpu => "cpu".to_string(),
-            Place::Cuda { index, .. } => format!("cuda:{index}"),
+            ChosenDevice::Cpu => "cpu".to_string(),
+            ChosenDevice::Cuda { index, .. } => format!("cuda:{index}"),
         }
     }
 
     /// Name of the processor or GPU.
     pub(crate) fn hardware(&self) -> String {
         match self {
-            Place::Cpu => machine::cpu_name(),
-            Place::Cuda { name, .. } => name.clone(),
+            ChosenDevice::Cpu => machine::cpu_name(),
+            ChosenDevice::Cuda { name, .. } => name.clone(),
         }
     }
 
     /// Adjusts options that depend on the device.
     pub(crate) fn adapt(&self, options: &Options) -> Options {
         let block_rows = match self {
-            Place::Cpu => options.block_rows,
-            Place::Cuda { .. } => CUDA_BLOCK_ROWS,
+            ChosenDevice::Cpu => options.block_rows,
+            ChosenDevice::Cuda { .. } => CUDA_BLOCK_ROWS,
         };
         // A block is at most as long as the longest prompt, rounded up to whole pages.
         Options { block_rows: block_rows.min(options.prompt_capacity.next_multiple_of(G)), ..options.clone() }
@@ -180,8 +180,8 @@ impl Place {
 
     fn memory(&self, models: Models, options: &Options) -> Memory {
         let of = |checkpoint: &Checkpoint, options: &Options| match self {
-            Place::Cpu => quantspec_cpu::plan(checkpoint, options),
-            Place::Cuda { gpu, .. } => quantspec_cuda::plan(checkpoint, options, &gpu.info),
+            ChosenDevice::Cpu => quantspec_cpu::plan(checkpoint, options),
+            ChosenDevice::Cuda { gpu, .. } => quantspec_cuda::plan(checkpoint, options, &gpu.info),
         };
         let draft = models.draft.map(|draft| of(draft, &of_draft(options)).of_draft());
         of(models.target, options).and(draft.unwrap_or_default())
@@ -205,12 +205,12 @@ impl Place {
         let config = models.target.config();
         let context = models.draft.map_or(usize::MAX, |draft| draft.config().max_positions).min(config.max_positions);
         let (used, available) = match self {
-            Place::Cpu => {
+            ChosenDevice::Cpu => {
                 // Otherwise memory freed after reading the prompt would count twice.
                 quantspec_cpu::give_back_freed();
                 (machine::resident().unwrap_or(0) + PROCESS_BYTES, machine::memory_available().unwrap_or(usize::MAX))
             }
-            Place::Cuda { free_bytes, .. } => (0, *free_bytes),
+            ChosenDevice::Cuda { free_bytes, .. } => (0, *free_bytes),
         };
         // With a GPU, the user's memory is not on the engine's device.
         let beside = if self.gpu().is_none() { beside } else { 0 };
@@ -239,7 +239,7 @@ impl Place {
     /// Resolves `weights="auto"`: the checkpoint's weights if an engine with them fits, else int8.
     ///
     /// # Errors
-    /// As [`Place::weigh`].
+    /// As [`ChosenDevice::weigh`].
     pub(crate) fn settle(&self, models: Models, resolved: &mut Resolved) -> Result<()> {
         if resolved.auto_weights {
             let weighed = self.weigh(models, &resolved.options, 0)?;
@@ -300,13 +300,16 @@ impl Place {
         Ok(used + bytes)
     }
 
-    /// Bytes of the process's memory left next to an engine of `planned_bytes`.
-    pub(crate) fn spare_bytes(&self, planned_bytes: usize) -> usize {
-        let taken = match self {
-            Place::Cpu => planned_bytes.saturating_sub(machine::resident().unwrap_or(0)),
-            Place::Cuda { .. } => 0,
-        };
-        machine::memory_available().unwrap_or(0).saturating_sub(taken)
+    /// Bytes that the prompt cache may take beside an engine of `planned_bytes`: an eighth of the process's memory that is left, half of a
+    /// GPU's, which other programs seldom share.
+    pub(crate) fn bytes_for_prompts(&self, planned_bytes: usize) -> usize {
+        match self {
+            ChosenDevice::Cpu => {
+                let taken = planned_bytes.saturating_sub(machine::resident().unwrap_or(0));
+                machine::memory_available().unwrap_or(0).saturating_sub(taken) / 8
+            }
+            ChosenDevice::Cuda { free_bytes, .. } => free_bytes.saturating_sub(planned_bytes) / 2,
+        }
     }
 
     /// Loads the models and opens an engine. `hooks`: for the model's backend, and for the draft model's.
@@ -315,7 +318,7 @@ impl Place {
         models: Models,
         resolved: Resolved,
         hooks: [Hooks; 2],
-    ) -> Result<(Device, Option<Drafts>)> {
+    ) -> Result<(Device, Option<MakeDrafter>)> {
         let options = self.adapt(&resolved.options);
         let (slots, capacity, rows) = (options.slots, options.capacity, options.block_rows);
         let [hooks, of_second] = hooks;
@@ -323,7 +326,7 @@ impl Place {
         let draft = models.draft.map(|draft| (draft, of_draft(&options)));
         // The target loads first, so that an out-of-memory error concerns it.
         Ok(match self {
-            Place::Cpu => {
+            ChosenDevice::Cpu => {
                 let backend = CpuBackend::load(models.target, &options, hooks)?;
                 let second = draft.map(|(draft, options)| CpuBackend::load(draft, &options, of_second)).transpose()?;
                 let drafts = second.map(|second| drafts(second, capacity, rows));
@@ -332,7 +335,7 @@ impl Place {
                 engine.share_pages(options.pages());
                 (Device::Cpu(Box::new(engine)), drafts)
             }
-            Place::Cuda { gpu, .. } => {
+            ChosenDevice::Cuda { gpu, .. } => {
                 let backend = CudaBackend::load_on(gpu, models.target, &options, hooks)?;
                 let second =
                     draft.map(|(draft, options)| CudaBackend::load_on(gpu, draft, &options, of_second)).transpose()?;
@@ -348,13 +351,15 @@ impl Place {
     /// Peak bytes so far: of the process, or of the GPU after it was opened (pools never shrink).
     pub(crate) fn peak_bytes(&self) -> Option<usize> {
         match self {
-            Place::Cpu => machine::peak_resident(),
-            Place::Cuda { gpu, free_bytes, .. } => gpu.memory().ok().map(|(free, _)| free_bytes.saturating_sub(free)),
+            ChosenDevice::Cpu => machine::peak_resident(),
+            ChosenDevice::Cuda { gpu, free_bytes, .. } => {
+                gpu.memory().ok().map(|(free, _)| free_bytes.saturating_sub(free))
+            }
         }
     }
 }
 
-fn drafts<B: Backend + 'static>(second: B, capacity: usize, block_rows: usize) -> Drafts {
+fn drafts<B: Backend + 'static>(second: B, capacity: usize, block_rows: usize) -> MakeDrafter {
     let model = DraftModel::new(second, View::Both, &[Pages::All], capacity, block_rows);
     Box::new(move |second| second.entry.with(Box::new(model.reading(second.view, &second.pages))))
 }
@@ -363,7 +368,7 @@ fn drafts<B: Backend + 'static>(second: B, capacity: usize, block_rows: usize) -
 pub(crate) fn drafter(
     own: Option<Box<dyn Drafter>>,
     second: Option<&Second>,
-    drafts: Option<&Drafts>,
+    drafts: Option<&MakeDrafter>,
 ) -> Result<Option<Box<dyn Drafter>>> {
     match (second, drafts) {
         (None, _) => Ok(own),

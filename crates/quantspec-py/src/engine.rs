@@ -1,6 +1,6 @@
 //! `_native.Engine`: one engine on one device, driven by Python one round at a time.
 
-use crate::device::{Device, Drafts, Models, Place, drafter, on_device};
+use crate::device::{ChosenDevice, Device, MakeDrafter, Models, drafter, on_device};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request, weights_name};
 use pyo3::exceptions::PyException;
@@ -138,9 +138,6 @@ pub(crate) const DRAFTS_LIMIT_BYTES: u64 = 64 << 30;
 /// Most bytes of a folder of prompts (docs/cli.md): about 500,000 tokens of an 8-billion-parameter model.
 pub(crate) const PROMPTS_LIMIT_BYTES: u64 = 64 << 30;
 
-/// Divisor of the memory left next to an engine that its prompts may use.
-const PROMPTS_SHARE: usize = 8;
-
 /// Opens a checkpoint. `draft_cache`: folder of its draft weights, and the fewest bytes worth keeping there.
 pub(crate) fn open(model: &str, draft_cache: Option<(PathBuf, usize)>) -> Result<Checkpoint> {
     let model = Path::new(model);
@@ -209,7 +206,7 @@ pub(crate) struct PyEngine {
     user: Mutex<Option<ThreadId>>,
     /// Slots of sequences that ended while another thread held `device`; the next holder frees them.
     ended: Mutex<Vec<usize>>,
-    place: Place,
+    place: ChosenDevice,
     threads: usize,
     raised: Raised,
     accept: Accept,
@@ -220,7 +217,7 @@ pub(crate) struct PyEngine {
     step_rows: usize,
     every_view: bool,
     /// Makes drafters with another checkpoint, if one was loaded.
-    second: Option<Drafts>,
+    second: Option<MakeDrafter>,
 }
 
 impl PyEngine {
@@ -291,7 +288,7 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
         method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
-        slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=Some(false), prompt_folder=None,
+        slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
         on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
@@ -315,7 +312,7 @@ impl PyEngine {
         every_view: bool,
         draft_model: Option<&str>,
         draft_cache: Option<(PathBuf, usize)>,
-        prompt_memory: Option<bool>,
+        prompt_memory: bool,
         prompt_folder: Option<PathBuf>,
         on_loading: Option<Py<PyAny>>,
     ) -> PyResult<PyEngine> {
@@ -357,16 +354,14 @@ impl PyEngine {
             let checkpoint = open(model, draft_cache)?;
             let draft = draft_model.map(|model| open(model, None)).transpose()?;
             let models = Models { target: &checkpoint, draft: draft.as_ref() };
-            let place = Place::choose(device, &checkpoint)?;
+            let place = ChosenDevice::choose(device, &checkpoint)?;
             place.settle(models, &mut resolved)?;
             let kept = resolved.options.weights;
             let planned_bytes = place.plan(models, &resolved.options, 0)?;
             let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
             let of_second = Hooks { poll: Box::new(polled_by_second), ..Hooks::default() };
-            // Copying keys and values from a GPU slows every prompt; on a CPU the cost is not measurable.
-            let in_memory = prompt_memory.unwrap_or(place.gpu().is_none());
             let prompt_bytes =
-                (in_memory && prompt_folder.is_none()).then(|| place.spare_bytes(planned_bytes) / PROMPTS_SHARE);
+                (prompt_memory && prompt_folder.is_none()).then(|| place.bytes_for_prompts(planned_bytes));
             let (mut engine, second) =
                 PyEngine::unless_raised(&raised, place.engine(models, resolved, [hooks, of_second]))?;
             if let Some(limit_bytes) = prompt_bytes {

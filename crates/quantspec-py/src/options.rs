@@ -58,7 +58,7 @@ pub(crate) struct Request<'a> {
 pub(crate) struct Resolved {
     pub(crate) method: Method,
     pub(crate) options: Options,
-    /// [`crate::device::Place::settle`] chooses the target's weights; `options` has the checkpoint's.
+    /// [`crate::device::ChosenDevice::settle`] chooses the target's weights; `options` has the checkpoint's.
     pub(crate) auto_weights: bool,
     pub(crate) accept: Accept,
     /// Options for drafting with another checkpoint; the method's drafter then uses that network.

@@ -1,7 +1,7 @@
 //! `plan(model, …)`, `fitting(models, …)` and `rates(model, …)`: an engine's memory, and the cost of its operations on a
 //! machine, before any weight is read.
 
-use crate::device::{Models, Place};
+use crate::device::{ChosenDevice, Models};
 use crate::engine::{Raised, default_threads, memory_dict, poll};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request, weights_name};
@@ -61,7 +61,7 @@ pub(crate) fn plan<'py>(
     let (name, kept, weighed, limit) = detached(py, || {
         let checkpoint = checkpoint_of(model, described)?;
         let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
-        let place = Place::choose(device, &checkpoint)?;
+        let place = ChosenDevice::choose(device, &checkpoint)?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
         place.settle(models, &mut resolved)?;
         let weighed = place.weigh(models, &resolved.options, 0)?;
@@ -113,7 +113,7 @@ pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyRe
     detached(py, || {
         let described: Vec<_> = models.iter().map(|model| checkpoint_of(model, true)).collect::<Result<_>>()?;
         let Some(first) = described.first() else { return Ok(Vec::new()) };
-        let place = Place::choose(device, first)?;
+        let place = ChosenDevice::choose(device, first)?;
         let weigh = |checkpoint| {
             let weighed = place.weigh(Models::alone(checkpoint), &resolved.options, 0)?;
             Ok((weighed.parts.weights_bytes, weighed.parts.draft_weights_bytes, weighed.longest_context))
@@ -138,7 +138,7 @@ pub(crate) fn rates<'py>(
     let mut interrupted = poll(raised.clone());
     let (place, read, rates) = interruptible(py, &raised, || {
         let checkpoint = checkpoint_of(model, true)?;
-        let place = Place::choose(device, &checkpoint)?;
+        let place = ChosenDevice::choose(device, &checkpoint)?;
         Ok(match place.gpu() {
             Some(gpu) => {
                 let read = quantspec_cuda::bench::read_bytes_per_s(gpu)?;

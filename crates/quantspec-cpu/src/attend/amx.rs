@@ -41,7 +41,7 @@ unsafe fn unpack<const BOTH: bool>(
 
 /// `out[16][16·blocks]` = A · B for one row of K tiles A, rows `a_stride` bytes apart, and `blocks` lane blocks of K tiles
 /// each. Rows of `out` are `out_stride` bytes apart. One accumulator suffices: the hardware renames it, so blocks overlap.
-macro_rules! products {
+macro_rules! gemms {
     ($name:ident, $k:literal, [$($load_a:literal)*], [$($step:literal)*]) => {
         /// # Safety
         /// All eight tiles are configured as 16 × 64 on this thread; the operands have these lengths.
@@ -74,23 +74,23 @@ macro_rules! products {
         }
     };
 }
-products!(products1, 1, ["tileloadd tmm4, [{a} + {a_stride}*1]"], ["tileloadd tmm1, [{b} + {row}*1]" "tdpbsud tmm0, tmm4, tmm1"]);
-products!(
-    products2, 2,
+gemms!(gemm1, 1, ["tileloadd tmm4, [{a} + {a_stride}*1]"], ["tileloadd tmm1, [{b} + {row}*1]" "tdpbsud tmm0, tmm4, tmm1"]);
+gemms!(
+    gemm2, 2,
     ["tileloadd tmm4, [{a} + {a_stride}*1]" "tileloadd tmm5, [{a} + {a_stride}*1 + 64]"],
     ["tileloadd tmm1, [{b} + {row}*1]" "tdpbsud tmm0, tmm4, tmm1"
      "tileloadd tmm2, [{b} + {row}*1 + 1024]" "tdpbsud tmm0, tmm5, tmm2"]
 );
-products!(
-    products3, 3,
+gemms!(
+    gemm3, 3,
     ["tileloadd tmm4, [{a} + {a_stride}*1]" "tileloadd tmm5, [{a} + {a_stride}*1 + 64]"
      "tileloadd tmm6, [{a} + {a_stride}*1 + 128]"],
     ["tileloadd tmm1, [{b} + {row}*1]" "tdpbsud tmm0, tmm4, tmm1"
      "tileloadd tmm2, [{b} + {row}*1 + 1024]" "tdpbsud tmm0, tmm5, tmm2"
      "tileloadd tmm3, [{b} + {row}*1 + 2048]" "tdpbsud tmm0, tmm6, tmm3"]
 );
-products!(
-    products4, 4,
+gemms!(
+    gemm4, 4,
     ["tileloadd tmm4, [{a} + {a_stride}*1]" "tileloadd tmm5, [{a} + {a_stride}*1 + 64]"
      "tileloadd tmm6, [{a} + {a_stride}*1 + 128]" "tileloadd tmm7, [{a} + {a_stride}*1 + 192]"],
     ["tileloadd tmm1, [{b} + {row}*1]" "tdpbsud tmm0, tmm4, tmm1"
@@ -110,14 +110,14 @@ unsafe fn multiply<const LIMBS: usize>(st: &mut State, r: usize, blocks: usize, 
     unsafe {
         let a = st.limbs.data.as_ptr().add(r * 2 * wide);
         let b = st.limbs.codes.as_ptr();
-        let out = st.limbs.products.as_mut_ptr().add(half * ROWS * wide);
+        let out = st.limbs.accumulators.as_mut_ptr().add(half * ROWS * wide);
         // Two limbs of a row are `wide` apart, so rows are 2 · `wide` apart for either LIMBS.
         let stride = wide * (3 - LIMBS);
         match k {
-            1 => products1(a, stride, b, blocks, out, 4 * wide),
-            2 => products2(a, stride, b, blocks, out, 4 * wide),
-            3 => products3(a, stride, b, blocks, out, 4 * wide),
-            _ => products4(a, stride, b, blocks, out, 4 * wide),
+            1 => gemm1(a, stride, b, blocks, out, 4 * wide),
+            2 => gemm2(a, stride, b, blocks, out, 4 * wide),
+            3 => gemm3(a, stride, b, blocks, out, 4 * wide),
+            _ => gemm4(a, stride, b, blocks, out, 4 * wide),
         }
     }
 }
@@ -144,8 +144,8 @@ unsafe fn each_row<const LIMBS: usize>(
             }
             for r in first..rows.end.min(first + step) {
                 let at = (i % 2 * ROWS + (r - first) * LIMBS) * wide;
-                let products = st.limbs.products.as_ptr().add(at);
-                row(st, r, products);
+                let accumulators = st.limbs.accumulators.as_ptr().add(at);
+                row(st, r, accumulators);
             }
         }
     }
@@ -154,10 +154,10 @@ unsafe fn each_row<const LIMBS: usize>(
 /// Sums of vector `t` of a row, whose limbs' dot products are `wide` apart.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn sums<const LIMBS: usize>(products: *const u32, wide: usize, t: usize) -> __m512 {
+unsafe fn sums<const LIMBS: usize>(accumulators: *const u32, wide: usize, t: usize) -> __m512 {
     // SAFETY: LIMBS rows of `wide` integers.
     unsafe {
-        let high = products.add(t * 16);
+        let high = accumulators.add(t * 16);
         join::<LIMBS>(_mm512_loadu_si512(high.cast()), _mm512_loadu_si512(high.add((LIMBS - 1) * wide).cast()))
     }
 }
@@ -184,11 +184,11 @@ pub(super) unsafe fn scores<const LIMBS: usize, const BOTH: bool>(
             let out = st.limbs.codes.as_mut_ptr().add(block * k * TILE);
             unpack::<BOTH>(u.add(at), l.wrapping_add(at), 4, d / 8, out, ahead);
         }
-        each_row::<LIMBS>(st, rows, G / 16, k, |st, r, products| {
+        each_row::<LIMBS>(st, rows, G / 16, k, |st, r, accumulators| {
             ahead.row();
             let [scale, offset, ..] = st.f[r];
             for t in 0..G / 16 {
-                let v = sums::<LIMBS>(products, wide, t);
+                let v = sums::<LIMBS>(accumulators, wide, t);
                 let v = _mm512_fmadd_ps(v, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
                 _mm512_storeu_ps(st.s.as_mut_ptr().add(r * G + t * 16), v);
             }
@@ -219,13 +219,13 @@ pub(super) unsafe fn values<const LIMBS: usize, const BOTH: bool>(
                 unpack::<BOTH>(u.add(at), l.wrapping_add(at), vectors, G / 8, out, ahead);
             }
         }
-        each_row::<LIMBS>(st, rows, d16 / 16, k, |st, r, products| {
+        each_row::<LIMBS>(st, rows, d16 / 16, k, |st, r, accumulators| {
             ahead.row();
             let [_, _, alpha, factor] = st.f[r];
             for t in 0..d16 / 16 {
                 let o = st.o.as_mut_ptr().add(r * d16 + t * 16);
                 let old = _mm512_mul_ps(_mm512_loadu_ps(o), _mm512_set1_ps(alpha));
-                let v = sums::<LIMBS>(products, wide, t);
+                let v = sums::<LIMBS>(accumulators, wide, t);
                 _mm512_storeu_ps(o, _mm512_fmadd_ps(v, _mm512_set1_ps(factor), old));
             }
         });

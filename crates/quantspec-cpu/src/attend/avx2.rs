@@ -4,8 +4,8 @@
 //! queries (or probabilities times steps) into a 32-bit sum. A draft's 8-bit queries use `vpmaddubsw`. Codes stay unsigned;
 //! the offset of the scores corrects for that. Integer sums do not depend on their order.
 
-use super::next::Next;
 use super::portable::softmax;
+use super::prefetch::PagePrefetch;
 use super::{G, Planes, Shape, State};
 use crate::lanes::{madd, sum16};
 use quantspec_core::config::Rounding;
@@ -64,7 +64,7 @@ pub(super) unsafe fn page(
     next: Option<(&[u8], &[u8])>,
 ) {
     let code = planes.code(rounding);
-    let next = &mut Next::new(next, planes);
+    let next = &mut PagePrefetch::new(next, planes);
     // SAFETY: passed on.
     unsafe {
         match planes {
@@ -83,7 +83,7 @@ unsafe fn run<const KIND: u8>(
     (step, shift, centre): (f32, f32, f32),
     upper: &[u8],
     lower: &[u8],
-    next: &mut Next,
+    next: &mut PagePrefetch,
 ) {
     let shape = st.shape;
     let Shape { d, d16, .. } = shape;
@@ -266,7 +266,7 @@ unsafe fn each_row(
     (u, l): (&[u8], &[u8]),
     apart: usize,
     steps: usize,
-    next: &mut Next,
+    next: &mut PagePrefetch,
     mut each: impl FnMut(&mut State, usize, usize, [i32; 8]),
 ) {
     assert!(steps > 0 && u.len() >= ((steps - 1) * apart + 1) * 64);
@@ -321,7 +321,7 @@ unsafe fn words<const NR: usize, const BOTH: bool>(
     steps: usize,
     a: *const i8,
     row_bytes: usize,
-    next: &mut Next,
+    next: &mut PagePrefetch,
 ) -> [__m256i; NR] {
     let mut acc = [_mm256_setzero_si256(); NR];
     for step in 0..steps {
@@ -374,7 +374,7 @@ unsafe fn bytes<const NR: usize>(
     steps: usize,
     a: *const i8,
     row_bytes: usize,
-    next: &mut Next,
+    next: &mut PagePrefetch,
 ) -> [__m256i; NR] {
     let (low, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
     let mut acc = [_mm256_setzero_si256(); NR];

@@ -1,6 +1,6 @@
 //! A nibble page with AVX-512 VNNI, or with AMX for the dot products. Both give the same integers, so the same bits.
 
-use super::next::Next;
+use super::prefetch::PagePrefetch;
 use super::{G, Planes, State, amx};
 use quantspec_core::config::Rounding;
 use std::arch::x86_64::*;
@@ -29,7 +29,7 @@ pub(super) unsafe fn page(
     next: Option<(&[u8], &[u8])>,
 ) {
     let code = planes.code(rounding);
-    let next = Next::new(next, planes);
+    let next = PagePrefetch::new(next, planes);
     // SAFETY: passed on.
     unsafe {
         match planes {
@@ -405,7 +405,7 @@ unsafe fn normalise_steps<const LIMBS: usize>(params: *mut f32, most: f32) {
 /// Quotas are whole lines: fractions, counted in the inner loop, cost 7 % with many rows. If there are more steps than lines,
 /// all lines are prefetched between rows.
 pub(super) struct Ahead {
-    next: Next,
+    next: PagePrefetch,
     /// Lines per row of a phase, and per step of the dot products.
     per_row: usize,
     per_step: usize,
@@ -414,7 +414,7 @@ pub(super) struct Ahead {
 impl Ahead {
     /// For `rows` rows whose dot products take `steps` steps. With tiles a step unpacks a vector and rows have three phases,
     /// otherwise two.
-    fn new(next: Next, rows: usize, steps: usize, tiles: bool) -> Ahead {
+    fn new(next: PagePrefetch, rows: usize, steps: usize, tiles: bool) -> Ahead {
         let (lines, steps) = (next.len(), steps.max(1));
         let (per_row, per_step) = if tiles {
             (lines / 8, (lines * 5 / 8).div_ceil(steps))
@@ -450,7 +450,7 @@ unsafe fn run<const LIMBS: usize, const BOTH: bool>(
     (step, shift, centre): (f32, f32, f32),
     upper: &[u8],
     lower: &[u8],
-    next: Next,
+    next: PagePrefetch,
 ) {
     // SAFETY: as `page`.
     unsafe {

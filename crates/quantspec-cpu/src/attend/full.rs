@@ -4,9 +4,9 @@
 //! of multiply-adds over the channels, an output one chain over the tokens, on every path. So the number of rows and vectors
 //! in registers does not affect a bit.
 
-#[cfg(target_arch = "x86_64")]
-use super::next::Next;
 use super::portable::softmax;
+#[cfg(target_arch = "x86_64")]
+use super::prefetch::PagePrefetch;
 use super::{G, Shape, State};
 use crate::dispatch::{Simd, portable};
 use crate::lanes::{madd, widen};
@@ -28,7 +28,7 @@ pub(crate) fn full_page(
     let most = visible.iter().copied().max().unwrap_or(0);
     #[cfg(target_arch = "x86_64")]
     if simd.has_avx512() || simd == Simd::Avx2 {
-        halves(simd, state, rows, (key_halves, value_halves), visible, most, &mut Next::halves(next));
+        halves(simd, state, rows, (key_halves, value_halves), visible, most, &mut PagePrefetch::halves(next));
         return;
     }
     let _ = next;
@@ -64,7 +64,7 @@ fn halves(
     (keys, values): (&[u16], &[u16]),
     visible: &[usize],
     most: usize,
-    next: &mut Next,
+    next: &mut PagePrefetch,
 ) {
     let Shape { d, d16, d64 } = state.shape;
     // Whole vectors: ring entries after the newest token are finite, and their scores are masked.
@@ -112,7 +112,7 @@ fn alike(rows: Range<usize>, seen: impl Fn(usize) -> usize, mut each: impl FnMut
 macro_rules! kernels {
     ($name:ident, $feature:literal, $lanes:literal, $vectors:literal, $read:expr, $zero:ident, $load:ident, $store:ident, $set1:ident, $fmadd:ident) => {
         mod $name {
-            use super::{G, Next};
+            use super::{G, PagePrefetch};
             use crate::lanes::f16_value;
             use std::arch::x86_64::*;
 
@@ -165,7 +165,7 @@ macro_rules! kernels {
                 d: usize,
                 tokens: usize,
                 s: *mut f32,
-                next: &mut Next,
+                next: &mut PagePrefetch,
             ) {
                 // SAFETY: passed on.
                 unsafe {
@@ -196,7 +196,7 @@ macro_rules! kernels {
                 d: usize,
                 token: usize,
                 s: *mut f32,
-                next: &mut Next,
+                next: &mut PagePrefetch,
             ) {
                 // SAFETY: as `scores`, for R rows and V vectors of tokens.
                 unsafe {
@@ -242,7 +242,7 @@ macro_rules! kernels {
                 d: usize,
                 o: *mut f32,
                 d16: usize,
-                next: &mut Next,
+                next: &mut PagePrefetch,
             ) {
                 // SAFETY: passed on.
                 unsafe {
@@ -279,7 +279,7 @@ macro_rules! kernels {
                 d: usize,
                 o: *mut f32,
                 d16: usize,
-                next: &mut Next,
+                next: &mut PagePrefetch,
             ) {
                 // SAFETY: as `values`, for R rows and V vectors of channels.
                 unsafe {

@@ -78,7 +78,7 @@ impl Head {
                     }
                 }
             }
-            let shared = Parts::new(&mut parts);
+            let shared = DisjointSlice::new(&mut parts);
             // SAFETY: one thread, and one slice alive at a time.
             state.finish(rows, |r| unsafe { shared.slice((2 * r + part) * (2 + d), 2 + d) });
         }
@@ -214,7 +214,7 @@ fn rows_that_see_different_tokens_of_a_page_do_not_see_each_other() {
             state.reset(rows.len());
             full_page(simd, &mut state, 0..rows.len(), &head.full[0], &visible[rows.clone()], None);
             let mut out = vec![0f32; rows.len() * (2 + d)];
-            let shared = Parts::new(&mut out);
+            let shared = DisjointSlice::new(&mut out);
             // SAFETY: one thread, and one slice alive at a time.
             state.finish(rows.len(), |r| unsafe { shared.slice(r * (2 + d), 2 + d) });
             out

@@ -7,7 +7,7 @@ use crate::hierarchy;
 use crate::linear::{self, Input, Weight, row_stride};
 use crate::memory::Array;
 use crate::w4::Acts;
-use crate::weights::{Linear, QkvPlaces};
+use crate::weights::{Linear, QkvOffsets};
 use quantspec_core::Result;
 use quantspec_core::cache::visible_pages;
 use quantspec_core::config::{ModelConfig, TargetWeights, Weights};
@@ -15,7 +15,7 @@ use quantspec_model::backend::Options;
 
 /// Activations of a step.
 pub(super) struct Rows {
-    pub(super) places: QkvPlaces,
+    pub(super) places: QkvOffsets,
     /// `[row][row_stride(hidden)]`
     pub(super) hidden: Array<f32>,
     /// Input of a linear layer, normalised or not, `[row][row_stride(k)]`: f32, BF16, int8 for draft tiles and limbs for
@@ -66,7 +66,7 @@ impl Lengths {
             hidden: rows * row_stride(config.hidden),
             x: rows * row_stride(widest),
             widest,
-            qkv: rows * QkvPlaces::new(config).width,
+            qkv: rows * QkvOffsets::new(config).width,
             attended: rows * row_stride(config.q_width()),
             ffn: rows * row_stride(config.intermediate),
             logits: rows * config.vocab,
@@ -113,7 +113,7 @@ impl Rows {
     pub(super) fn new(config: &ModelConfig, options: &Options) -> Result<Rows> {
         let len = Lengths::new(config, options);
         Ok(Rows {
-            places: QkvPlaces::new(config),
+            places: QkvOffsets::new(config),
             hidden: Array::zeros(len.hidden)?,
             x: Array::zeros(len.x)?,
             x16: Array::zeros(len.x)?,
@@ -163,7 +163,7 @@ impl Rows {
         };
         let weight = linear.weight(weights);
         let input = match weight {
-            Weight::Draft(_) => {
+            Weight::Tiles(_) => {
                 x8.quantize(simd, x, stride, m, k);
                 Input::Int8(x8)
             }

@@ -5,8 +5,8 @@ use crate::attend::{self, CHUNK, ITEM_ROWS, Partials, State};
 use crate::cache::Cache;
 use crate::dispatch::Simd;
 use crate::linear::{self, row_stride};
-use crate::memory::Parts;
-use crate::pool::{Deal, part, part_by_cost};
+use crate::memory::DisjointSlice;
+use crate::pool::{Deal, share, share_by_cost};
 use quantspec_core::cache::{G, visible_pages};
 use quantspec_core::config::{Pages, Rounding};
 use quantspec_core::{Error, Result};
@@ -141,13 +141,13 @@ impl CpuBackend {
             Pages::Window(n) | Pages::Best(n) => n,
         };
         let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());
-        let (d, kv_heads, group, shape) = (config.head_dim, config.kv_heads, config.group(), self.cache.plan.shape);
+        let (d, kv_heads, group, shape) = (config.head_dim, config.kv_heads, config.group(), self.cache.sizes.shape);
         let (cache, qkv, width, rounding) =
             (&self.cache, &self.rows.qkv, self.rows.places.width, self.options.rounding);
-        let chosen = Parts::new(&mut self.chosen);
+        let chosen = DisjointSlice::new(&mut self.chosen);
         self.pool.run(&|thread| {
             let mut bounds = Vec::new();
-            for item in part(runs.len() * kv_heads, thread, threads) {
+            for item in share(runs.len() * kv_heads, thread, threads) {
                 let ((first, _), kv_head) = (runs[item / kv_heads], item % kv_heads);
                 let row = &step.rows[first];
                 let head = cache.head(row.slot, index, kv_head);
@@ -212,12 +212,12 @@ impl CpuBackend {
         let (rounding, width) = (self.options.rounding, self.rows.places.width);
         let planes = attend::Planes::of(step.view, step.weights);
         let qkv = &self.rows.qkv;
-        let partials = Partials { data: Parts::new(&mut self.rows.partials), heads, parts, d };
+        let partials = Partials { data: DisjointSlice::new(&mut self.rows.partials), heads, parts, d };
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
         let cost = |i: usize| items[i].cost(group);
-        let states = Parts::new(&mut self.states);
+        let states = DisjointSlice::new(&mut self.states);
         let context = Reads { simd, step, cache, planes, rounding, group };
-        let deal = Deal::of((0..threads).map(|thread| part_by_cost(items.len(), thread, threads, cost)));
+        let deal = Deal::of((0..threads).map(|thread| share_by_cost(items.len(), thread, threads, cost)));
         self.pool.run(&|thread| {
             // SAFETY: one element per thread.
             let state = unsafe { &mut states.slice(thread, 1)[0] };
@@ -245,10 +245,10 @@ impl CpuBackend {
         let stride = row_stride(config.q_width());
         let (partials, length) = (&self.rows.partials, 2 + d);
         let threads = self.pool.team(step.rows.len() * heads * parts * length);
-        let out = Parts::new(&mut self.rows.attended);
+        let out = DisjointSlice::new(&mut self.rows.attended);
         self.pool.run_team(threads, &|thread| {
             let mut gathered = vec![0f32; parts * length];
-            for item in part(step.rows.len() * heads, thread, threads) {
+            for item in share(step.rows.len() * heads, thread, threads) {
                 let (j, head) = (item / heads, item % heads);
                 let row = &step.rows[j];
                 let chunks = list(row.slot, head / group, row.position).len().div_ceil(CHUNK);

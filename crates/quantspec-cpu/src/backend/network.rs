@@ -7,8 +7,8 @@ use crate::attend;
 use crate::elementwise::{rms_norm, rope, silu_mul};
 use crate::lanes::{f16_bits, f16_is_finite};
 use crate::linear::{self, PANEL, row_stride};
-use crate::memory::Parts;
-use crate::pool::part;
+use crate::memory::DisjointSlice;
+use crate::pool::share;
 use crate::prompt::{Machine, Prompt};
 use crate::weights::{Linear, Model};
 use quantspec_core::cache::{G, buffer_slot};
@@ -100,7 +100,7 @@ impl CpuBackend {
         self.rows.norm(simd, config, &layer.attention_norm, m);
         let places = self.rows.places;
         let (weight, input, out) = self.rows.input(simd, &layer.qkv, step.weights, Source::X, config.hidden, m);
-        let out = Parts::new(out.qkv);
+        let out = DisjointSlice::new(out.qkv);
         let bias = &layer.qkv.bias;
         linear::run(&self.pool, simd, weight, input, m, 1, &|panel, tile| {
             for (j, tile) in tile.chunks_exact_mut(PANEL).enumerate() {
@@ -117,20 +117,20 @@ impl CpuBackend {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
         let (d, heads, kv_heads, places) = (config.head_dim, config.heads, config.kv_heads, self.rows.places);
-        let shape = self.cache.plan.shape;
+        let shape = self.cache.sizes.shape;
         let threads = self.pool.team(m * places.width);
         let (cos, sin) = (&self.rows.cos, &self.rows.sin);
-        let qkv = Parts::new(&mut self.rows.qkv);
+        let qkv = DisjointSlice::new(&mut self.rows.qkv);
         let broken = AtomicBool::new(false);
         let at = |row: &Row, kv_head: usize| {
             let head = (row.slot * config.layers + index) * kv_heads + kv_head;
             (head * quantspec_core::cache::BUFFER_TOKENS / G + buffer_slot(row.position) / G) * shape.full_len()
         };
-        let ring = Parts::new(&mut self.cache.ring);
+        let ring = DisjointSlice::new(&mut self.cache.ring);
         // An item is one KV head of all rows, which share pages of the ring, or one query head of one row.
         self.pool.run_team(threads, &|thread| {
             let mut halves = vec![0u16; 2 * d];
-            for item in part(kv_heads + heads * m, thread, threads) {
+            for item in share(kv_heads + heads * m, thread, threads) {
                 // SAFETY: heads of a row do not overlap, and each belongs to one item.
                 let part = |j: usize, from: usize| unsafe { qkv.slice(j * places.width + from, d) };
                 let turn = |j: usize, x: &mut [f32], norm: Option<&Vec<f32>>| {
@@ -180,7 +180,7 @@ impl CpuBackend {
         self.will_read(next, step.weights, per);
         let (hidden, stride) = (config.hidden, row_stride(config.hidden));
         let (weight, input, out) = self.rows.input(simd, linear, step.weights, from, k, m);
-        let out = Parts::new(out.hidden);
+        let out = DisjointSlice::new(out.hidden);
         let bias = &linear.bias;
         linear::run(&self.pool, simd, weight, input, m, 1, &|panel, tile| {
             let n = PANEL.min(hidden - panel * PANEL);
@@ -200,7 +200,7 @@ impl CpuBackend {
         self.rows.norm(simd, config, &layer.mlp_norm, m);
         let stride = row_stride(config.intermediate);
         let (weight, input, out) = self.rows.input(simd, &layer.gate_up, step.weights, Source::X, config.hidden, m);
-        let out = Parts::new(out.ffn);
+        let out = DisjointSlice::new(out.ffn);
         let bias = &layer.gate_up.bias;
         linear::run(&self.pool, simd, weight, input, m, 2, &|unit, tile| {
             let (gate, up) = tile.split_at_mut(m * PANEL);
@@ -220,7 +220,7 @@ impl CpuBackend {
         self.rows.norm(simd, config, &self.model.final_norm, m);
         let vocab = config.vocab;
         let (weight, input, out) = self.rows.input(simd, &self.model.head, weights, Source::X, config.hidden, m);
-        let out = Parts::new(out.logits);
+        let out = DisjointSlice::new(out.logits);
         let infinite = AtomicBool::new(false);
         linear::run(&self.pool, simd, weight, input, m, 1, &|panel, tile| {
             let n = PANEL.min(vocab - panel * PANEL);
@@ -328,7 +328,7 @@ impl Network for CpuBackend {
         for kv_head in 0..kv_heads {
             for page in pages.saturating_sub(2)..tokens.div_ceil(G) {
                 let at = self.cache.ring_at(first + kv_head, page);
-                let ring = &mut self.cache.ring[at..at + self.cache.plan.shape.full_len()];
+                let ring = &mut self.cache.ring[at..at + self.cache.sizes.shape.full_len()];
                 self.prompt.copy(kv_head, page * G..tokens.min((page + 1) * G), ring);
             }
         }

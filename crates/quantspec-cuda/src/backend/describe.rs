@@ -1,7 +1,7 @@
 //! Description of a step for the device: rows, angles, spans and choices, written by one copy.
 
 use super::CudaBackend;
-use crate::attend::{Pass as AttendPass, Places};
+use crate::attend::{Pass as AttendPass, PassAddresses};
 use crate::device::{Pinned, Plain};
 use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, View, Weights};
@@ -31,7 +31,7 @@ unsafe impl Plain for DeviceRow {}
 #[derive(Clone, Debug, Default)]
 pub(super) struct StepLayout {
     pub(super) passes: Vec<AttendPass>,
-    pub(super) places: Vec<Places>,
+    pub(super) places: Vec<PassAddresses>,
     pub(super) rows: u64,
     pub(super) cos_sin: u64,
     /// Page choices to make, and their largest page count; empty if existing lists are kept.
@@ -115,7 +115,7 @@ impl CudaBackend {
         let slots = &self.slots;
         let chosen = |slot: usize| slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists);
         let fresh = |slot: usize| choices.iter().any(|choice| choice.slot as usize == slot);
-        let passes = self.attend.plan(step.view, rows, chosen, fresh)?;
+        let passes = self.attend.passes(step.view, rows, chosen, fresh)?;
 
         let half = self.config.head_dim / 2;
         let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at: *at };
@@ -145,9 +145,9 @@ impl CudaBackend {
         let pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
         layout.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
         for pass in &passes {
-            layout.places.push(Places {
+            layout.places.push(PassAddresses {
                 spans: base + writer.put(&pass.spans)? as u64,
-                parts: base + writer.put(&pass.parts)? as u64,
+                tiles: base + writer.put(&pass.tiles)? as u64,
                 merged: base + writer.put(&pass.merged)? as u64,
                 tables: self.cache.tables.at(0),
                 table_pitch: self.cache.pitch,
@@ -183,7 +183,7 @@ impl CudaBackend {
         ]);
         for (pass, places) in layout.passes.iter().zip(&layout.places) {
             key.extend(pass.launches());
-            key.extend([places.spans, places.parts, places.merged, places.list_pitch as u64]);
+            key.extend([places.spans, places.tiles, places.merged, places.list_pitch as u64]);
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::sample::Manner;
 use quantspec_core::config::Weights;
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
-use quantspec_model::backend::{DraftPlan, Executor, Round};
+use quantspec_model::backend::{DraftConfig, Executor, Round};
 use quantspec_model::forward;
 
 /// Events at points of a round.
@@ -35,8 +35,8 @@ impl Executor for CudaBackend {
         true
     }
 
-    fn prepare_draft(&mut self, plan: &DraftPlan) -> Result<()> {
-        if plan.weights == Weights::Draft { self.restore_drafts() } else { Ok(()) }
+    fn prepare_draft(&mut self, config: &DraftConfig) -> Result<()> {
+        if config.weights == Weights::Draft { self.restore_drafts() } else { Ok(()) }
     }
 
     fn run(&mut self, round: &Round) -> Result<Vec<Verdict>> {

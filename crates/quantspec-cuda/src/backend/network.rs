@@ -6,7 +6,7 @@ use super::workspace::Input;
 use crate::args;
 use crate::attend::Around;
 use crate::device::{Buffer, Kernel, Launch};
-use crate::draft::{Draft, Heads, Hidden};
+use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::flags::check_flag;
 use crate::hierarchy::Reads;
 use crate::linear::Quantised;
@@ -53,7 +53,7 @@ impl CudaBackend {
     }
 
     /// y = input · weightsᵀ, with the draft's own weights if it has some; `reads` selects the planes of weights in nibbles.
-    pub(super) fn product(
+    pub(super) fn gemm(
         &self,
         full: &Full,
         draft: Option<&Quantised>,
@@ -93,10 +93,10 @@ impl CudaBackend {
     }
 
     /// The fused kernels of a draft step, if they support it: all weights in four bits, few rows.
-    fn together(&self, step: &Step) -> Option<&Draft> {
+    fn together(&self, step: &Step) -> Option<&DraftGemms> {
         let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
         let of_draft = step.weights == Weights::Draft && self.options.draft_weights == DraftWeights::Int4;
-        let takes = |draft: &&Draft| match self.nibbles {
+        let takes = |draft: &&DraftGemms| match self.nibbles {
             Some(_) => draft.takes_upper(widest, step.rows.len()),
             None => draft.takes(widest, step.rows.len()),
         };
@@ -159,7 +159,7 @@ impl CudaBackend {
             draft.is_some(),
             space.hidden.at(0),
         )?;
-        self.product(&weights.qkv, draft, reads, &space.normed, space.y.at(0), rows)
+        self.gemm(&weights.qkv, draft, reads, &space.normed, space.y.at(0), rows)
     }
 
     fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
@@ -282,7 +282,7 @@ impl CudaBackend {
             };
         }
         self.norm(rows, &weights.mlp_norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
-        self.product(&weights.gate_up, draft, self.reads(step)[1], &space.normed, space.y.at(0), rows)?;
+        self.gemm(&weights.gate_up, draft, self.reads(step)[1], &space.normed, space.y.at(0), rows)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
         if drafting && weights.draft.down.is_some() {
@@ -371,7 +371,7 @@ impl Network for CudaBackend {
                     return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
                 }
                 let (input, y) = (&self.step.attended, self.step.y.at(0));
-                self.product(&weights.output, draft, self.reads(step)[0], input, y, step.rows.len())?;
+                self.gemm(&weights.output, draft, self.reads(step)[0], input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.output_bias));
                 Ok(())
             }
@@ -424,7 +424,7 @@ impl Network for CudaBackend {
                     return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
                 }
                 let (input, y) = (&self.step.gated, self.step.y.at(0));
-                self.product(&weights.down, draft, self.reads(step)[1], input, y, step.rows.len())?;
+                self.gemm(&weights.down, draft, self.reads(step)[1], input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.down_bias));
                 Ok(())
             }
@@ -488,7 +488,7 @@ impl Network for CudaBackend {
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
         self.norm(rows, &self.weights.final_norm, last, self.kernels.norm[1], draft.is_some(), hidden)?;
-        self.product(self.weights.head(), draft, Reads::All, last, self.step.logits.at(0), rows)?;
+        self.gemm(self.weights.head(), draft, Reads::All, last, self.step.logits.at(0), rows)?;
         self.residual = None;
         Ok(())
     }

@@ -67,7 +67,7 @@ impl TokenSampler for CudaBackend {
     }
 
     fn margin(&mut self, _slot: usize) -> Result<f32> {
-        let margin = self.sampling.lead()?;
+        let margin = self.sampling.margin()?;
         // The host has waited for all its copies.
         self.staged = 0;
         Ok(margin)

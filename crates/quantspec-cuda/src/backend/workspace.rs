@@ -1,7 +1,7 @@
 //! Device memory for activations, and its size.
 
 use super::describe::DeviceRow;
-use crate::attend::{Choice, Merged, PASS_ROWS, Part as AttendPart, Span};
+use crate::attend::{Choice, Merged, PASS_ROWS, QueryTile, Span};
 use crate::device::{Buffer, Device, Pinned};
 use crate::linear::GROUP;
 use crate::prefill::{padded, readable};
@@ -99,7 +99,7 @@ impl Sizes {
             + config.head_dim * 4
             + size_of::<Merged>()
             + size_of::<Span>()
-            + (config.group().div_ceil(8) + 1) * size_of::<AttendPart>()
+            + (config.group().div_ceil(8) + 1) * size_of::<QueryTile>()
             + size_of::<Choice>();
         Sizes {
             rows,

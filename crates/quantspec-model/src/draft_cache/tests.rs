@@ -59,7 +59,7 @@ fn quantised(source: u8, size: usize) -> Vec<u8> {
 }
 
 /// One load of a model whose blocks come from these bytes. Returns the blocks, which of them were made, and their origin.
-fn load_from(drafts: Drafts, sources: [u8; 4]) -> (Vec<Vec<u8>>, Vec<usize>, Origin) {
+fn load_from(drafts: DraftBlocks, sources: [u8; 4]) -> (Vec<Vec<u8>>, Vec<usize>, Origin) {
     let made = RefCell::new(Vec::new());
     let blocks: Vec<Vec<u8>> = (0..4)
         .map(|i| {
@@ -79,7 +79,7 @@ fn load_from(drafts: Drafts, sources: [u8; 4]) -> (Vec<Vec<u8>>, Vec<usize>, Ori
 }
 
 fn load(cache: &DraftCache, sources: [u8; 4]) -> (Vec<usize>, Origin) {
-    let drafts = Drafts::open(cache, "int4", "recipe", SIZES).unwrap();
+    let drafts = DraftBlocks::open(cache, "int4", "recipe", SIZES).unwrap();
     let (blocks, made, origin) = load_from(drafts, sources);
     for (i, block) in blocks.iter().enumerate() {
         assert_eq!(*block, quantised(sources[i], SIZES[i]), "block {i}");
@@ -120,14 +120,14 @@ fn another_recipe_or_shape_replaces_the_file() {
     let folder = Folder::new();
     load(&folder.cache(), [1, 2, 3, 4]);
     for recipe in ["other", "recipe"] {
-        let drafts = Drafts::open(&folder.cache(), "int4", recipe, SIZES).unwrap();
+        let drafts = DraftBlocks::open(&folder.cache(), "int4", recipe, SIZES).unwrap();
         assert_eq!(drafts.unsaved_bytes(), 1207);
         assert_eq!(load_from(drafts, [1, 2, 3, 4]).2, MADE);
     }
-    let drafts = Drafts::open(&folder.cache(), "int4", "recipe", [100, 107, 1000]).unwrap();
+    let drafts = DraftBlocks::open(&folder.cache(), "int4", "recipe", [100, 107, 1000]).unwrap();
     assert!(drafts.stored.is_none() && drafts.note.is_none());
     // Draft weights of another kind have a separate file.
-    let drafts = Drafts::open(&folder.cache(), "int4-mlp", "recipe", SIZES).unwrap();
+    let drafts = DraftBlocks::open(&folder.cache(), "int4-mlp", "recipe", SIZES).unwrap();
     load_from(drafts, [1, 2, 3, 4]);
     assert_eq!(folder.files().len(), 2);
     assert_eq!(load(&folder.cache(), [1, 2, 3, 4]).1, CACHED);
@@ -153,9 +153,9 @@ fn small_drafts_are_not_kept() {
     let folder = Folder::new();
     for (smallest_bytes, kept) in [(1207, true), (1208, false)] {
         let cache = DraftCache { smallest_bytes, ..folder.cache() };
-        assert_eq!(Drafts::open(&cache, "int4", "recipe", SIZES).is_some(), kept);
+        assert_eq!(DraftBlocks::open(&cache, "int4", "recipe", SIZES).is_some(), kept);
     }
-    assert!(Drafts::open(&DraftCache { smallest_bytes: 0, ..folder.cache() }, "int4", "recipe", []).is_none());
+    assert!(DraftBlocks::open(&DraftCache { smallest_bytes: 0, ..folder.cache() }, "int4", "recipe", []).is_none());
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn a_pipe_in_the_place_of_a_file_is_not_waited_for() {
 fn an_interrupted_save_leaves_nothing() {
     let folder = Folder::new();
     let sizes = [POLLED_BYTES, POLLED_BYTES];
-    let drafts = Drafts::open(&folder.cache(), "int4", "recipe", sizes).unwrap();
+    let drafts = DraftBlocks::open(&folder.cache(), "int4", "recipe", sizes).unwrap();
     let block = vec![0; POLLED_BYTES];
     let mut seen = Vec::new();
     let saved = drafts.save([&block[..], &block].into_iter(), |done| {

@@ -5,7 +5,7 @@ use crate::dispatch::fetch_far;
 
 /// The lines of the next page that are left to prefetch. A core tracks about sixteen outstanding lines, and a longer burst
 /// stalls like loads do. So prefetches are spread evenly over the operations on the current page.
-pub(super) struct Next {
+pub(super) struct PagePrefetch {
     /// Start and number of lines left of the current block, and of the other block.
     left: (*const u8, usize),
     after: (*const u8, usize),
@@ -15,16 +15,16 @@ fn lines<T>(block: &[T]) -> (*const u8, usize) {
     (block.as_ptr().cast(), size_of_val(block) / 64)
 }
 
-impl Next {
+impl PagePrefetch {
     /// The blocks of `page` that `planes` reads.
-    pub(super) fn new(page: Option<(&[u8], &[u8])>, planes: Planes) -> Next {
+    pub(super) fn new(page: Option<(&[u8], &[u8])>, planes: Planes) -> PagePrefetch {
         let (upper, lower) = page.unwrap_or_default();
-        Next { left: lines(upper), after: lines(if planes.both() { lower } else { &[] }) }
+        PagePrefetch { left: lines(upper), after: lines(if planes.both() { lower } else { &[] }) }
     }
 
     /// A page of halves.
-    pub(super) fn halves(page: Option<&[u16]>) -> Next {
-        Next { left: lines(page.unwrap_or_default()), after: lines::<u8>(&[]) }
+    pub(super) fn halves(page: Option<&[u16]>) -> PagePrefetch {
+        PagePrefetch { left: lines(page.unwrap_or_default()), after: lines::<u8>(&[]) }
     }
 
     /// Lines in all.
