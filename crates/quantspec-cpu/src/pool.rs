@@ -1,7 +1,7 @@
 //! A fixed pool of threads: every dispatch runs one closure once per thread and ends when all are done.
 //!
 //! The caller is thread 0; the workers spin on an epoch for a moment and then park. Work is split into items whose results do
-//! not depend on the thread: by thread index ([`part`]), or with work stealing ([`Deal`]). The caller also runs the share of
+//! not depend on the thread: by thread index ([`share`]), or with work stealing ([`Deal`]). The caller also runs the share of
 //! a worker that has not started, since another program may occupy that worker's core.
 
 use crate::dispatch::{Prefetch, fetch_far};
