@@ -1,4 +1,4 @@
-"""tools/convert.py: PyTorch checkpoints become safetensors of the same bytes, and nothing in them is run."""
+"""tools/convert.py: PyTorch checkpoints become safetensors with the same bytes, and no code in them runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stored:
-    """A storage, which a pickle names by its key."""
+    """A storage, which a pickle identifies by its key."""
 
     def __init__(self, kind: str, key: str, items: int) -> None:
         self.pid = ("storage", getattr(sys.modules["torch"], kind), key, "cpu", items)

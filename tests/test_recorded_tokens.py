@@ -1,4 +1,4 @@
-"""A change of the engine changes no token: what the demo model decodes is what it decoded when it was recorded."""
+"""The demo model's tokens equal the recorded ones, so a change of the engine changes no token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("record_tokens.py")
 
 
 def compare(recording: Path, path: str) -> subprocess.CompletedProcess[str]:
-    # A process of its own: the path is chosen once.
+    # A separate process: the SIMD path is chosen once.
     command = [sys.executable, str(SCRIPT), "--quick", "--compare", str(recording)]
     environment = {**os.environ, "QUANTSPEC_SIMD": path}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)

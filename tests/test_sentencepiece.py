@@ -1,4 +1,4 @@
-"""tokenizer.model: the ids of SentencePiece itself, and files that cannot be used."""
+"""tokenizer.model: ids equal SentencePiece's, and unusable files are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB = 600
 
 
 def train(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
-    """A BPE tokenizer as Llama 2's was made, in a folder of its own."""
+    """A BPE tokenizer made like Llama 2's, in a separate folder."""
     folder.mkdir()
     model = io.BytesIO()
     settings = {
@@ -62,7 +62,7 @@ TEXTS = [
 def test_ids_are_those_of_sentencepiece(llama: tuple[Any, Path], text: str) -> None:
     theirs, folder = llama
     ours = Tokenizer(folder, VOCAB)
-    # A user-defined symbol cuts the text, and the library here puts a space before each part.
+    # A user-defined symbol splits the text, and this library puts a space before each part.
     if "<|turn|>" not in text:
         assert ours.encode(text, special=False) == theirs.encode(text)
     assert ours.encode(text) == [theirs.bos_id(), *ours.encode(text, special=False)]
@@ -128,7 +128,7 @@ def test_tokens_beyond_the_model(llama: tuple[Any, Path], tmp_path: Path, place:
 def test_a_model_runs_with_it(quantspec: Any, tmp_path: Path) -> None:
     model = copy_demo(tmp_path / "model")
     (model / "tokenizer.json").unlink()
-    # A model refuses a tokenizer of less than half its vocabulary, and so much the example does not yield.
+    # A model refuses a tokenizer with less than half its vocabulary; the example alone is too small.
     turns = [f"<|{number}|>" for number in range(4_000)]
     train(tmp_path / "trained", vocab_size=5_000, user_defined_symbols=turns)
     (model / "tokenizer.model").write_bytes((tmp_path / "trained" / "tokenizer.model").read_bytes())

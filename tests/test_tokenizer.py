@@ -1,4 +1,4 @@
-"""Encoding with a model's own special tokens, once; decoding to exactly the bytes a token stands for."""
+"""Encoding with a model's own special tokens, once; decoding to a token's exact bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXTS = [
 
 
 def sentencepiece(bos: bool = True) -> Inner:
-    """A small tokenizer built like Llama 2's: ▁ for spaces, bytes for what is not in the vocabulary."""
+    """A small tokenizer built like Llama 2's: ▁ for spaces, byte tokens for unknown characters."""
     pieces = [
         "<unk>",
         "<s>",
@@ -295,7 +295,7 @@ def test_a_pipe_is_no_tokenizer_config(fake: Any, quantspec: Any, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
 def test_a_link_to_nothing_is_no_missing_file(fake: Any, quantspec: Any, tmp_path: Path, name: str) -> None:
-    # As a half-pruned hub cache has them.
+    # The state of a half-pruned hub cache.
     model = copy_demo(tmp_path / "model")
     (model / name).unlink(missing_ok=True)
     (model / name).symlink_to("../../blobs/4e20")
