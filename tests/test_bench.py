@@ -363,7 +363,7 @@ def test_kernels_stand_beside_their_bytes(fake: Any, quantspec: Callable[..., An
         ),
     ],
 )
-def test_kernels_are_not_timed_as_nobody_asked(
+def test_kernels_are_timed_on_request_only(
     fake: Any,
     quantspec: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,

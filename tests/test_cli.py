@@ -172,7 +172,7 @@ def test_rates_count_what_was_kept(fake: Any, quantspec: Run) -> None:
     assert stats["decode_tokens_per_s"] * stats["decode_s"] == pytest.approx(kept)
 
 
-def test_json_as_the_value_of_a_flag_is_none(fake: Any, quantspec: Run) -> None:
+def test_json_as_the_value_of_a_flag_does_not_count(fake: Any, quantspec: Run) -> None:
     quantspec("run", "--text", "--json", "--seed", "-1").assert_error(2, "seed")
     refused = quantspec("run", "--seed", "-1", "--text", "x", "--json")
     assert refused.json["error"]["kind"] == "usage"

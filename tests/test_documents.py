@@ -211,7 +211,7 @@ def test_a_form_for_adobe_only_is_refused() -> None:
     assert "XFA" in refusal(raw).message
 
 
-def test_what_pypdf_says_is_a_warning_and_not_printed() -> None:
+def test_messages_of_pypdf_are_warnings_and_not_printed() -> None:
     program = "import sys; from quantspec_cli import prompts; print(prompts.read('/dev/stdin').warnings)"
     raw = pdf(lines("words"), lines("more")).replace(b"/Encoding /WinAnsiEncoding", b"/Encoding /NoSuchEncodingX")
     done = subprocess.run([sys.executable, "-c", program], input=raw, capture_output=True, check=True, timeout=60)

@@ -185,7 +185,7 @@ def test_an_empty_list_of_visible_devices_is_named(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("content", ["absent", "nonsense", "empty"])
-def test_without_a_driver_the_reason_is_told(tmp_path: Path, content: str) -> None:
+def test_without_a_driver_the_reason_is_reported(tmp_path: Path, content: str) -> None:
     """`empty` is a library without the driver's functions. `absent` needs a machine without a driver."""
     if content == "absent":
         if _native.doctor()["gpu"]["devices"]:
@@ -207,7 +207,7 @@ def test_a_device_that_does_not_exist_is_a_usage_error(driver: Driver, device: s
     outcome.assert_error(2, f"device {device} does not exist, the driver shows {devices}", "doctor")
 
 
-def test_a_gpu_that_another_has_to_itself_is_named(driver: Driver) -> None:
+def test_a_gpu_in_exclusive_use_is_named(driver: Driver) -> None:
     driver(*DECODE, says="busy=1").assert_error(1, "CUDA_ERROR_DEVICE_UNAVAILABLE", "to itself")
     # No device was named, so another GPU is used; the CPU would be far slower.
     assert driver(*DECODE, "--device", "auto", "--json", says="devices=3 busy=3").json["device"] == "cuda:2"
@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_refused_with_the_longest_context(driver: Driver) -
     driver.report()
 
 
-def test_memory_that_ends_on_the_way_is_given_back(driver: Driver) -> None:
+def test_memory_is_freed_after_an_allocation_fails(driver: Driver) -> None:
     """Another program takes memory after the plan was made: failure at every seventh allocation of either kind."""
     driver(*COUNTED)
     calls = driver.report()

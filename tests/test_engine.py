@@ -95,7 +95,7 @@ def test_prompts_beyond_the_slots_wait_for_their_turn(engine: Engine) -> None:
     assert free(engine) == 2
 
 
-def test_streams_that_nobody_reads_do_not_hold_up_another(engine: Engine) -> None:
+def test_unread_streams_do_not_delay_another(engine: Engine) -> None:
     first, second = engine.stream("one", max_new_tokens=30), engine.stream("two", max_new_tokens=30)
     expected = engine.generate("three", max_new_tokens=5)
     assert expected.stop_reason == "length"
@@ -448,7 +448,7 @@ def test_values_out_of_range_are_refused_before_the_engine_sees_them(engine: Eng
         engine.generate(Prompt([]))
 
 
-def test_threads_are_those_of_the_variable_where_nobody_says(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_default_to_the_variable(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for value, given, used in (("3", None, 3), ("3", 2, 2), ("", None, None), (None, None, None)):
         if value is None:
             monkeypatch.delenv("QUANTSPEC_THREADS")
@@ -485,7 +485,7 @@ def test_what_the_engine_is_given_is_what_was_checked() -> None:
         ({"on_prefill": "print"}, "on_prefill is 'print'"),
     ],
 )
-def test_values_that_no_error_survives(engine: Engine, options: dict[str, Any], words: str) -> None:
+def test_values_that_errors_cannot_print(engine: Engine, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         engine.generate("one", **options)
     with pytest.raises(UsageError, match=words):

@@ -165,7 +165,7 @@ def test_names_cannot_move_the_cursor(quantspec: Callable[..., Any], tmp_path: P
     assert (found["prompt"], found["model"]) == (str(text), str(model))
 
 
-def test_texts_that_are_none(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+def test_values_that_are_no_text(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "text"
     for raw, word in ((b"", "empty"), (b" \n", "white space"), (b"\xff\xfe", "UTF-16"), (b"a\0", "binary")):
         path.write_bytes(raw)

@@ -182,7 +182,7 @@ def test_a_second_signal_ends_a_command_that_nobody_reads(start: Start) -> None:
     assert err == b"error: interrupted by SIGTERM\nhint: run the command again\n"
 
 
-def test_people_are_told_of_an_error_whoever_reads_the_document(toy_command: list[str], tmp_path: Path) -> None:
+def test_an_error_reaches_stderr_even_if_the_document_cannot_be_written(toy_command: list[str], tmp_path: Path) -> None:
     for arguments, code in ((["-n", "0"], 2), (["-o", str(tmp_path)], 2), (["-c", "1"], 3)):
         command = [*toy_command, "run", "--text", "x", *arguments, "--json"]
         whole = subprocess.run(command, capture_output=True, check=False, timeout=60)
@@ -257,7 +257,7 @@ def test_signals_that_end_a_program_tidy_up(start: Start, tmp_path: Path, number
     assert os.listdir(tmp_path) == []
 
 
-def test_a_hang_up_is_ignored_where_somebody_asked_for_that(toy_command: list[str]) -> None:
+def test_an_ignored_hang_up_stays_ignored(toy_command: list[str]) -> None:
     environment = {**os.environ, "FAKE_NATIVE": json.dumps({"round_s": 0.02})}
     command = ["nohup", *toy_command, "run", "--text", "x", "-n", "150"]
     child = subprocess.Popen(
@@ -320,7 +320,7 @@ def test_help_for_a_full_disk_is_one_error(toy_command: list[str], arguments: li
 
 
 @pytest.mark.parametrize("note", [["-t", "999"], ["--instruction", "Go on."], ["-q"], []])
-def test_notes_that_nobody_reads_cost_no_answer(toy_command: list[str], tmp_path: Path, note: list[str]) -> None:
+def test_unread_notes_cost_no_answer(toy_command: list[str], tmp_path: Path, note: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     arguments = ["run", "--text", "x", "-n", "5", *note]

@@ -40,7 +40,7 @@ def test_a_recording_has_every_case_of_the_quick_comparison() -> None:
         assert quick <= {case.partition(",")[0] for case in record_tokens.read(file)}, file
 
 
-def test_differences_are_told() -> None:
+def test_differences_are_reported() -> None:
     recorded = {"a": {"tokens": [[1, 2]], "accepted": 3}, "b": {"tokens": [[1]], "accepted": None}}
     assert record_tokens.differences(recorded, recorded) == []
     found = {"a": {"tokens": [[1, 4]], "accepted": 2}, "c": {"tokens": [], "accepted": None}}

@@ -171,7 +171,7 @@ def test_damaged_files_end_in_one_error(llama: tuple[Any, Path], tmp_path: Path)
         (b"\x0a\x03\x0a\x01a", "type 1"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, data: bytes, what: str) -> None:
+def test_problems_are_reported(tmp_path: Path, data: bytes, what: str) -> None:
     (tmp_path / "tokenizer.model").write_bytes(data)
     with pytest.raises(ModelError, match=what):
         Tokenizer(tmp_path, VOCAB)

@@ -182,7 +182,7 @@ def test_ids_beyond_the_tokenizer_are_no_text(demo: Tokenizer) -> None:
     assert demo.token_bytes(9000) == b""
 
 
-def test_a_decoder_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_kind_of_decoder_is_refused_by_name(tmp_path: Path) -> None:
     inner = sentencepiece()
     inner.decoder = decoders.WordPiece()
     with pytest.raises(ModelError, match="WordPiece"):
@@ -244,7 +244,7 @@ def test_a_panic_of_the_library_is_one_error_of_the_model(
     assert quantspec(*command, "--json").json["error"]["kind"] == "model"
 
 
-def test_what_others_write_while_a_text_is_encoded_appears(
+def test_other_threads_output_during_encoding_appears(
     demo: Tokenizer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Inner:

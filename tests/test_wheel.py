@@ -92,7 +92,7 @@ def test_text_streams_and_ends_as_json_says(quantspec: Run) -> None:
     assert "(length)" in text.stderr
 
 
-def test_doctor_knows_this_machine(quantspec: Run) -> None:
+def test_doctor_describes_this_machine(quantspec: Run) -> None:
     report = quantspec("doctor", "--json").json
     assert report["cpu"]["threads"] >= 1
     assert report["cpu"]["read_gb_per_s"] > 0.1
@@ -225,7 +225,7 @@ def test_threads_that_share_an_engine_get_what_each_gets_alone() -> None:
     assert [found.get(prompt) for prompt in prompts] == alone
 
 
-def test_a_fork_is_told_that_it_has_no_engine() -> None:
+def test_a_fork_gets_an_error_that_it_has_no_engine() -> None:
     program = """
 import os
 from quantspec_cli import Engine, QuantspecError

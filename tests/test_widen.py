@@ -284,7 +284,7 @@ def test_every_size_stays_within_what_the_engine_loads(
     assert not (tmp_path / "wide").exists()
 
 
-def test_sources_that_are_none(widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_arguments_without_documents(widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text((hub.demo() / "config.json").read_text())
@@ -397,7 +397,7 @@ def test_a_damaged_source_is_one_error(
     assert not (tmp_path / "wide").exists()
 
 
-def test_the_folder_one_is_in_has_a_name(
+def test_the_current_folder_has_a_name(
     widen: ModuleType, strange: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(strange)

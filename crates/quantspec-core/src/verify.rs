@@ -471,7 +471,7 @@ mod tests {
         }
 
         #[test]
-        fn greedy_and_replay_emit_what_plain_decoding_emits(
+        fn greedy_and_replay_equal_plain_decoding(
             p in prop::collection::vec(any_logits(9), 1..6), q in prop::collection::vec(any_logits(9), 5),
             seed: u64, position in 0usize..1_000_000, t in 0.1f32..2.0, k in 0usize..9,
         ) {

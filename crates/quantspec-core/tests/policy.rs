@@ -483,7 +483,7 @@ fn costs_that_grow_with_the_context_are_followed() {
 }
 
 #[test]
-fn a_slow_first_call_is_not_believed() {
+fn a_slow_first_call_is_ignored() {
     // The first round of every shape takes 20 times as long.
     let mut seen = HashSet::new();
     let mut gammas = gammas(8, 100, 0.9, |_, gamma| {
@@ -742,7 +742,7 @@ proptest! {
 }
 
 #[test]
-fn copies_have_a_par_and_are_in_the_ledger() {
+fn copies_have_a_par_and_count_in_the_ledger() {
     assert_eq!(Policy::fixed(5).par(3), None);
     let mut policy = Policy::auto(12);
     assert_eq!(policy.par(3), Some(f64::INFINITY), "no plain step was timed");

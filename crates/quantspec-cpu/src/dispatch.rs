@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_the_cpu_lacks_and_a_word_that_is_none_are_usage_errors() {
+    fn an_unsupported_path_and_an_unknown_name_are_usage_errors() {
         let foreign = if cfg!(target_arch = "x86_64") { "neon" } else { "avx2" };
         for name in ["sse2", "AVX2", foreign] {
             assert_eq!(force(name).unwrap_err().kind, quantspec_core::ErrorKind::Usage, "{name}");

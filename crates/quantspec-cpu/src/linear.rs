@@ -857,7 +857,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_are_no_numbers_are_seen() {
+    fn nan_weights_are_detected() {
         let mut panel = vec![0u16; Matrix::panel_len(4)];
         let raw = |bits: u16| [0x3f80, 0, bits, 0].iter().flat_map(|x: &u16| x.to_le_bytes()).collect::<Vec<_>>();
         for (bits, mask, finite) in [

@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_not_there_is_an_error() {
+    fn missing_memory_is_an_error() {
         for len in [usize::MAX, usize::MAX / 4, 1 << 60] {
             let error = Array::<f32>::zeros(len).err().map(|error| error.kind);
             assert_eq!(error, Some(quantspec_core::ErrorKind::DoesNotFit), "{len}");

@@ -713,7 +713,7 @@ mod tests {
     }
 
     #[test]
-    fn activations_that_are_no_numbers_have_a_scale_that_is_none() {
+    fn nan_activations_have_a_nan_scale() {
         let k = 3 * GROUP;
         let x = Noise::new(13).normals(k);
         for simd in paths() {

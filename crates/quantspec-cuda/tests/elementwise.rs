@@ -244,7 +244,7 @@ fn head(y: &[f32], bias: Option<&[f32]>, norm: Option<&[f32]>, angles: Option<&[
 /// A key or value beyond f16 is stored as 0, so that it multiplies to nothing, and flagged, as it cannot be detected in
 /// memory.
 #[test]
-fn what_does_not_fit_is_flagged() {
+fn values_beyond_f16_are_flagged() {
     let Some(device) = device() else { return };
     let (heads, kv_heads, d) = (2, 1, 64);
     let all = heads + 2 * kv_heads;

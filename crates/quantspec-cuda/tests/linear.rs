@@ -157,7 +157,7 @@ fn check_draft(shapes: &[(usize, usize)]) {
 /// Kernels with static arrays have less than 48 KiB of dynamic shared memory by default, which GPUs with little shared memory
 /// use for the draft's head.
 #[test]
-fn kernels_take_the_shared_memory_they_asked_for() {
+fn kernels_get_the_shared_memory_they_request() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
     let mut random = Random(6);

@@ -303,7 +303,7 @@ fn a_file_that_shrinks_after_it_was_opened() {
 
 #[cfg(unix)]
 #[test]
-fn weights_that_cannot_be_looked_at_are_not_missing() {
+fn unreadable_weights_are_not_missing() {
     let folder = Folder::valid();
     remove(&folder, "model.safetensors");
     let path = folder.path().join("model.safetensors");
@@ -315,7 +315,7 @@ fn weights_that_cannot_be_looked_at_are_not_missing() {
 /// The state of a half-pruned hub cache.
 #[cfg(unix)]
 #[test]
-fn links_to_nothing_are_not_missing_files() {
+fn dangling_links_are_not_missing_files() {
     for name in ["generation_config.json", "config.json", "adapter_config.json", "model.safetensors"] {
         let folder = Folder::valid();
         let path = folder.path().join(name);
@@ -474,7 +474,7 @@ fn unsupported_models_are_named() {
 }
 
 #[test]
-fn what_transformers_obeys_is_refused_where_it_changes_something() {
+fn settings_of_transformers_are_refused_if_they_have_an_effect() {
     for (fields, message) in [
         (json!({"is_causal": false}), "attention to later tokens (is_causal false)"),
         (json!({"attention_chunk_size": 16}), "attention_chunk_size (16)"),

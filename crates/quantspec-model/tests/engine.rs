@@ -278,7 +278,7 @@ fn varied_folder() -> tiny::Folder {
 }
 
 #[test]
-fn a_known_beginning_is_reused_where_no_angle_depends_on_what_follows() {
+fn a_cached_prefix_is_reused_if_no_angle_depends_on_later_tokens() {
     let text = |tail: usize| -> Vec<u32> {
         let document = (0..290).map(|i: u32| (i * i + 3 * i) % 16);
         document.chain((0..tail as u32).map(|i| (7 * i + tail as u32) % 16)).collect()
@@ -340,7 +340,7 @@ fn plain() -> &'static Vec<Vec<u32>> {
 }
 
 #[test]
-fn what_is_compared_varies_and_its_drafts_err() {
+fn compared_texts_vary_and_their_drafts_err() {
     let (mut drafted, mut accepted) = (0, 0);
     for (index, text) in plain().iter().enumerate() {
         let mut tokens = text.clone();
@@ -368,7 +368,7 @@ proptest! {
 
     /// Rounds with any γ for any of the slots, and sequences that leave midway: every answer is that of plain decoding.
     #[test]
-    fn whatever_is_drafted_and_whoever_shares_the_engine_an_answer_is_plain_decodings(
+    fn any_drafts_and_neighbours_give_the_answers_of_plain_decoding(
         rounds in prop::collection::vec([(0..=GAMMA_MAX, 0..4), (0..=GAMMA_MAX, 0..4), (0..=GAMMA_MAX, 0..4)], 8..30),
         ends in prop::collection::vec(0..6 * SLOTS, 8..30),
         first in 0..2 * PROMPTS.len(),

@@ -156,7 +156,7 @@ fn every_view_matches_core_and_rows_do_not_see_each_other() {
 }
 
 #[test]
-fn a_query_that_is_no_number_has_no_finite_result() {
+fn a_query_of_nan_has_no_finite_result() {
     let mut noise = Noise::new(26);
     const ROWS: usize = 9;
     for d in [8, 64, 128] {

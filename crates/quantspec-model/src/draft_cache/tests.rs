@@ -92,7 +92,7 @@ const MADE: Origin = Origin { blocks: 4, cached: 0, note: None };
 const CACHED: Origin = Origin { blocks: 4, cached: 4, note: None };
 
 #[test]
-fn what_was_made_once_is_read() {
+fn drafts_made_once_are_read() {
     let folder = Folder::new();
     assert_eq!(load(&folder.cache(), [1, 2, 3, 4]).1, MADE);
     let before = fs::read(folder.file()).unwrap();
@@ -170,7 +170,7 @@ fn a_folder_that_cannot_be_used_is_a_note() {
 
 #[cfg(unix)]
 #[test]
-fn a_pipe_in_the_place_of_a_file_is_not_waited_for() {
+fn a_pipe_instead_of_a_file_does_not_block() {
     let folder = Folder::new();
     load(&folder.cache(), [1, 2, 3, 4]);
     let place = folder.file();
