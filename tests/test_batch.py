@@ -675,7 +675,7 @@ def test_a_very_deep_folder_is_a_failed_document(fake: Any, quantspec: Run, docs
     (deep / "lost.txt").write_text("x")
     outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--json")
     assert (outcome.code, outcome.json["done"], outcome.json["failed"]) == (4, 3, 1)
-    assert "200 folders deep" in outcome.json["results"][0]["error"]["message"]
+    assert "200 levels deep" in outcome.json["results"][0]["error"]["message"]
 
 
 def test_a_damaged_journal_is_named_and_can_be_replaced(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:

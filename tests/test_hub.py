@@ -337,7 +337,7 @@ def test_without_a_home_directory_nothing_is_fetched_and_no_draft_kept(tmp_path:
     refused = run("run", "-m", "owner/name", "--text", "x")
     assert refused.returncode == 1
     assert refused.stderr.startswith(
-        "error: the hub's cache has no place: no home directory is known\nhint: set HF_HOME"
+        "error: the hub's cache has no folder: no home directory is known\nhint: set HF_HOME"
     )
     assert "draft cache off: no home directory is known" in run("doctor").stdout
     assert run("run", "--text", "x", "-n", "2").returncode == 0

@@ -230,7 +230,7 @@ def test_sampling_is_as_the_checkpoint_says_where_the_model_replies(fake: Any, q
         return tuple(report[name] for name in ("temperature", "top_k", "top_p", "min_p"))
 
     assert sampling() == (0.6, 20, 0.95, 0)
-    said = "sampling as generation_config.json says: temperature 0.6, top-k 20, top-p 0.95; --temperature 0 is greedy\n"
+    said = "sampling from generation_config.json: temperature 0.6, top-k 20, top-p 0.95; --temperature 0 is greedy\n"
     assert said in quantspec(*command).stderr
     assert sampling("--top-p", "1", "--min-p", "0.1") == (0.6, 20, 1, 0.1)
     assert sampling("--temperature", "1") == (1, 20, 0.95, 0)

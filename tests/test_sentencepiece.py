@@ -119,9 +119,7 @@ def test_tokens_beyond_the_model(llama: tuple[Any, Path], tmp_path: Path, place:
     assert tokenizer.encode("a<|im_end|>", special=False)[-1] == VOCAB + 1
     assert tokenizer.token_bytes(VOCAB + 1) == b""
     add(VOCAB + 7)
-    with pytest.raises(
-        ModelError, match=f"has {VOCAB + 1} tokens, and the added token '<pad>' asks for the id {VOCAB + 7}"
-    ):
+    with pytest.raises(ModelError, match=f"has {VOCAB + 1} tokens, and the added token '<pad>' has the id {VOCAB + 7}"):
         Tokenizer(tmp_path, VOCAB + 9)
 
 

@@ -398,7 +398,7 @@ class Batch:
         scheduler = self._lease.scheduler
         scheduler.check()
         if scheduler.is_inside():
-            raise UsageError("a callback of an answer asks for the next piece of one", "ask when the callback is done")
+            raise UsageError("a callback of an answer reads the next piece of an answer", "read it after the callback")
         try:
             # One thread waits for the next piece; other threads wait for that thread.
             with self._turn:

@@ -123,7 +123,7 @@ def _resolve(
         raise UsageError(f"two revisions: {pinned} and {revision}", "give one of them", option="revision")
     _check_revision(pinned or None)
     if cache().parts[:1] == ("~",):
-        raise FileError("the hub's cache has no place: no home directory is known", "set HF_HOME to a folder")
+        raise FileError("the hub's cache has no folder: no home directory is known", "set HF_HOME to a folder")
     return from_hub(model, repository, wanted, revision or pinned or None, offline=offline, progress=progress)
 
 

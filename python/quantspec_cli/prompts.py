@@ -50,7 +50,7 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
     if not paths and not texts:
         raise UsageError("no prompt", "give a file with --prompt, '--prompt -' for standard input, or --text")
     if list(paths).count(STDIN) > 1:
-        raise UsageError("standard input is asked for twice", "give '--prompt -' once")
+        raise UsageError("standard input is given twice", "give '--prompt -' once")
     found = [read(path, "check the path; literal text is given with --text") for path in paths]
     for index, text in enumerate(texts):
         name = "text" if len(texts) == 1 else f"text {index + 1}"

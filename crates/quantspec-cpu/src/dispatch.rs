@@ -128,7 +128,7 @@ fn force(name: &str) -> Result<Choice> {
             format!("unset it; {} is the best this machine has", best().simd.name()),
         ));
     }
-    Ok(Choice { simd, reason: format!("{name} was asked for by QUANTSPEC_SIMD") })
+    Ok(Choice { simd, reason: format!("{name} was requested by QUANTSPEC_SIMD") })
 }
 
 /// Prefetch distance into L1 on Intel server cores, in bytes. On Sapphire Rapids, weights for one row arrive 1.5 times as

@@ -215,7 +215,7 @@ pub(crate) fn partial_rows(config: &ModelConfig, sms: usize, architecture: u32, 
 
 /// Refuses head widths without kernels.
 pub(crate) fn check_head(device: &DeviceInfo, d: usize) -> Result<()> {
-    let hint = "the kernels know 64, 128 and, from compute capability 8.0 on, 256; use --device cpu";
+    let hint = "the kernels support 64, 128 and, from compute capability 8.0 on, 256; use --device cpu";
     if device.takes_heads_of(d) {
         return Ok(());
     }

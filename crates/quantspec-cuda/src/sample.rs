@@ -136,7 +136,7 @@ pub(crate) fn check(vocab: usize) -> Result<()> {
     if vocab > VOCAB_MAX {
         return Err(Error::model(
             format!("a vocabulary of {vocab} tokens on the GPU"),
-            format!("the kernels take {VOCAB_MAX}; use --device cpu"),
+            format!("the kernels support up to {VOCAB_MAX}; use --device cpu"),
         ));
     }
     Ok(())

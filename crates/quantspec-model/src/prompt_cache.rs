@@ -474,7 +474,7 @@ impl Branch {
 }
 
 fn damaged(path: &Path, what: &str) -> String {
-    format!("the cached prompt {} is damaged ({what}); the prompt was read anew", path.display())
+    format!("the cached prompt {} is damaged ({what}); the prompt was processed again", path.display())
 }
 
 fn unusable(path: &Path, error: &io::Error) -> String {

@@ -223,8 +223,8 @@ fn damaged_weights() {
     cases.push((changed(|h| h[q]["shape"] = json!([8, 9])), "of 256 bytes, but F32 [8, 9] needs 288"));
     cases.push((changed(|h| h[q]["shape"] = json!([1u64 << 40, 1u64 << 40])), "of impossible shape"));
     cases.push((changed(|h| h[q]["shape"] = json!(vec![1; 1000])), "of 1000 dimensions"));
-    cases.push((changed(|h| h[q]["shape"] = json!([16, 4])), "has shape [16, 4], config.json asks for [8, 8]"));
-    cases.push((changed(|h| h[q]["shape"] = json!([64])), "has shape [64], config.json asks for [8, 8]"));
+    cases.push((changed(|h| h[q]["shape"] = json!([16, 4])), "has shape [16, 4], config.json expects [8, 8]"));
+    cases.push((changed(|h| h[q]["shape"] = json!([64])), "has shape [64], config.json expects [8, 8]"));
     cases.push((changed(|h| h[q]["dtype"] = json!("I32")), "has dtype I32, which is not supported"));
     cases.push((changed(|h| h[q]["dtype"] = json!("F33")), "of unknown dtype \"F33\""));
     cases.push((changed(|h| h[q] = json!(7)), "without a dtype"));
@@ -321,7 +321,8 @@ fn dangling_links_are_not_missing_files() {
         let path = folder.path().join(name);
         let _ = std::fs::remove_file(&path);
         std::os::unix::fs::symlink("../../blobs/4e20", &path).expect("a link");
-        let error = refused(&folder, &format!("{} is a link to ../../blobs/4e20, where nothing is", path.display()));
+        let error =
+            refused(&folder, &format!("{} is a link to ../../blobs/4e20, which does not exist", path.display()));
         assert_eq!(error.kind, ErrorKind::Io);
     }
 }
@@ -356,7 +357,7 @@ fn shards() {
 
     for file in ["../one.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "C:x", "a\\b"] {
         write(with("lm_head.weight", json!(file)));
-        refused(&folder, "which is not the name of a file beside it");
+        refused(&folder, "which is not a plain file name");
     }
     write(with("lm_head.weight", json!(17)));
     refused(&folder, "names the shard 17");

@@ -130,7 +130,7 @@ fn what_does_not_fit_is_refused() {
     let width = rows.1[1];
     rows.1[0] -= 1;
     rows.2.truncate(rows.1[0] * width * 4);
-    refused((config, fused), "config.json asks for");
+    refused((config, fused), "config.json expects");
     let (config, mut tensors) = wrapped(|name| format!("language_model.{name}"));
     tensors.push(("model.language_model.norm.weight".into(), vec![1], vec![0; 4]));
     refused((config, tensors), "two tensors of the checkpoint are \"model.norm.weight\"");
