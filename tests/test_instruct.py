@@ -312,7 +312,7 @@ def test_a_malformed_recommendation_names_file_and_value(
 def test_penalties_are_as_the_checkpoint_says(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     model = chat_model(tmp_path / "m", TURNS, {"repetition_penalty": 1.05, "no_repeat_ngram_size": 4})
     command = ["run", "-m", model, *ASK, "-n", "2"]
-    said = "says: repetition-penalty 1.05, no-repeat-ngram 4; --repetition-penalty 1 --no-repeat-ngram 0 is none\n"
+    said = "json: repetition-penalty 1.05, no-repeat-ngram 4; --repetition-penalty 1 --no-repeat-ngram 0 turn them off\n"
     assert said in quantspec(*command).stderr
     report = quantspec(*command, "--json").json
     assert (report["repetition_penalty"], report["no_repeat_ngram"], report["temperature"]) == (1.05, 4, 0)

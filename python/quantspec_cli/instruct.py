@@ -98,7 +98,7 @@ def settle(
         if penalties:
             listed = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in penalties.items())
             off = " ".join(f"--{name.replace('_', '-')} {getattr(GenerateOptions, name):g}" for name in penalties)
-            notes.append(f"penalties from generation_config.json: {listed}; {off} turns them off")
+            notes.append(f"penalties from generation_config.json: {listed}; {off} turn them off")
             chosen |= penalties
     if "max_tokens" in unset:
         usual = MAX_THOUGHTFUL_TOKENS if True in thinks else MAX_REPLY_TOKENS if replies else MAX_NEW_TOKENS
