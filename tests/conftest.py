@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -203,3 +204,16 @@ def copy_demo(target: Path, **config: Any) -> Path:
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (target / name).symlink_to(DEMO / name)
     return target
+
+
+def damaged(whole: bytes, rounds: int) -> Iterator[bytes]:
+    """Copies of a file with up to 20 other bytes, every third cut short."""
+    dice = random.Random(5)
+    for round in range(rounds):
+        data = bytearray(whole)
+        if round % 3 == 0:
+            del data[dice.randrange(len(data)) :]
+        for _ in range(1 + round % 20):
+            if data:
+                data[dice.randrange(len(data))] = dice.randrange(256)
+        yield bytes(data)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
-from conftest import Outcome, copy_demo
+from conftest import Outcome, copy_demo, damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,15 +136,8 @@ def test_a_model_runs_with_it(quantspec: Any, tmp_path: Path) -> None:
 def test_damaged_files_end_in_one_error(llama: tuple[Any, Path], tmp_path: Path) -> None:
     whole = (llama[1] / "tokenizer.model").read_bytes()
     path = tmp_path / "tokenizer.model"
-    dice = random.Random(5)
     errors = []
-    for round in range(300):
-        data = bytearray(whole)
-        if round % 3 == 0:
-            del data[dice.randrange(len(data)) :]
-        for _ in range(1 + round % 20):
-            if data:
-                data[dice.randrange(len(data))] = dice.randrange(256)
+    for data in damaged(whole, 300):
         path.write_bytes(data)
         try:
             Tokenizer(tmp_path, VOCAB).encode("the night")

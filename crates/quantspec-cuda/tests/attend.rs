@@ -3,11 +3,11 @@
 
 mod gpu;
 
-use gpu::{Random, device, distance, poisoned, run, while_busy};
+use gpu::{Random, config, device, distance, poisoned, run, while_busy};
 use half::f16;
 use quantspec_core::attend::{Cache, FullPage, attend, page_bound, select_pages, window_pages};
 use quantspec_core::cache::{BUFFER_TOKENS, G, buffer_slot, visible_pages, visible_quantised};
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Rounding, View};
+use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::layout::Layout;
 use quantspec_core::quantize::{Page, quantize_page};
 use quantspec_cuda::args;
@@ -15,29 +15,6 @@ use quantspec_cuda::attend::{Around, Attend, Choice, Chosen, Layer, Pass, PassAd
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_model::backend::Row;
 use std::sync::Arc;
-
-fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelConfig {
-    ModelConfig {
-        family: "llama".to_owned(),
-        layers: 1,
-        hidden: 64,
-        intermediate: 64,
-        heads,
-        kv_heads,
-        head_dim,
-        vocab: 64,
-        max_positions: 1 << 20,
-        rms_eps: 1e-5,
-        rope: Rope { theta: 1e4, scaling: RopeScaling::None },
-        tied_embeddings: true,
-        qkv_bias: false,
-        output_bias: false,
-        mlp_bias: false,
-        qk_norm: false,
-        dtype: Dtype::Bf16,
-        eos: Vec::new(),
-    }
-}
 
 /// One slot's cache of one layer on the host.
 struct Slot {

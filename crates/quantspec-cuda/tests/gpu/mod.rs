@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use half::{bf16, f16};
-use quantspec_core::config::Dtype;
+use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -58,6 +58,30 @@ impl Random {
 
     pub(crate) fn normals(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.normal()).collect()
+    }
+}
+
+/// A model of one layer of which attention is tested.
+pub(crate) fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelConfig {
+    ModelConfig {
+        family: "llama".to_owned(),
+        layers: 1,
+        hidden: 64,
+        intermediate: 64,
+        heads,
+        kv_heads,
+        head_dim,
+        vocab: 64,
+        max_positions: 1 << 20,
+        rms_eps: 1e-5,
+        rope: Rope { theta: 1e4, scaling: RopeScaling::None },
+        tied_embeddings: true,
+        qkv_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        qk_norm: false,
+        dtype: Dtype::Bf16,
+        eos: Vec::new(),
     }
 }
 
