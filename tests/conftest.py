@@ -65,7 +65,7 @@ def tool(name: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did."""
+    """Result of a command."""
 
     code: int
     stdout: str

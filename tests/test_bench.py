@@ -722,7 +722,7 @@ def test_texts_that_are_too_short(quantspec: Callable[..., Any], tmp_path: Path)
     quantspec("bench", "--prompt", str(path)).assert_error(1, "is empty")
 
 
-# What the engine offers for it.
+# `Engine.restart`, on which repetitions rely.
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 

@@ -175,7 +175,7 @@ def test_a_driver_that_cannot_be_used_is_named(driver: Driver, says: str, reason
     gpu = driver("doctor", "--json", says=says).json["gpu"]
     assert gpu["available"] is False
     assert reason in gpu["reason"]
-    # Nobody asked for it.
+    # No GPU was requested.
     assert driver(*DECODE, "--device", "auto", "--json", says=says).json["device"] == "cpu"
 
 

@@ -360,7 +360,7 @@ def test_a_directory_that_may_not_be_searched_is_one_error(obedient: Run, tmp_pa
     for closed, name in ((model, str(model)), (model.parent, str(model)), (model.parent, "owner/model")):
         closed.chmod(0)
         outcome = obedient(*command, name, cwd=tmp_path)
-        # Nor is the hub asked.
+        # The hub is not contacted either.
         assert (outcome.code, outcome.json["error"]["kind"]) == (1, "io"), outcome
         assert outcome.json["error"]["message"].endswith("cannot be read: permission denied")
         closed.chmod(0o755)

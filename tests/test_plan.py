@@ -94,7 +94,7 @@ def test_config_alone_plans_what_an_engine_holds(tmp_path: Path, target: str) ->
 
 
 def test_a_plan_reads_no_weights(quantspec: Run, tmp_path: Path) -> None:
-    """Whatever is called so."""
+    """Invalid weights do not matter."""
     path = Path(described(tmp_path / "m"))
     (path / "model.safetensors").write_bytes(b"\xff" * 64)
     assert quantspec("plan", "-m", str(path), "-c", "300", "--device", "cpu", "--json").json["fits"] is True

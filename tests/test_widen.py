@@ -164,7 +164,7 @@ def test_added_layers_have_the_type_of_what_they_copy(
         # A source with windows keeps them.
         ({"max_window_layers": 1}, 3, 1),
         ({"max_window_layers": 0}, 3, 0),
-        # 28 which does not exist said.
+        # 28 if it is absent.
         ({}, 29, 29),
         ({"max_window_layers": None}, 29, 29),
         ({"use_sliding_window": False}, 29, None),

@@ -189,7 +189,7 @@ def kernels(listing: str) -> list[Kernel]:
 
 
 def violations(kernel: Kernel, architecture: str) -> list[str]:
-    """What is wrong with a kernel."""
+    """Violations in a kernel."""
     loops = kernel.main_loops
     found = [f"{text.strip()!r} does not exist" for _, text in kernel.instructions if ODD_DESCRIPTOR.search(text)][:1]
     spills = sum(bool(LOCAL.search(text)) for body in loops for text in body)
@@ -215,7 +215,7 @@ def violations(kernel: Kernel, architecture: str) -> list[str]:
 
 
 def ptx_violations(text: str) -> list[str]:
-    """What is wrong with PTX."""
+    """Violations in PTX."""
     return [f"{copy[0]!r}, which ptxas may assemble to what does not exist" for copy in HINTED_COPY.finditer(text)][:1]
 
 

@@ -31,14 +31,14 @@ FILES = [
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
     "tokenizer.json",
-    # SentencePiece's, where there is no tokenizer.json.
+    # SentencePiece's, if there is no tokenizer.json.
     "tokenizer.model",
     "added_tokens.json",
     "tokenizer_config.json",
     "chat_template.jinja",
 ]
 
-# What a plan is made of.
+# Files that a plan needs.
 DESCRIPTION = ["config.json", "generation_config.json"]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")

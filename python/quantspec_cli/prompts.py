@@ -62,7 +62,7 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
 def read(path: str, absent: str = "check the path") -> Document:
     """Reads one file, or standard input for "-"; `absent` is the hint if the file does not exist."""
     if path == STDIN:
-        if sys.stdin is None:  # closed by whoever started us
+        if sys.stdin is None:  # closed by the parent process
             raise InputError("standard input is closed", "pipe a document into the command, or name a file")
         try:
             raw = read_whole("stdin", sys.stdin.buffer)

@@ -25,7 +25,7 @@ use std::sync::Mutex;
 
 const BLOCK_ROWS: usize = 256;
 
-/// What `QUANTSPEC_LAWS` asks for.
+/// Value of `QUANTSPEC_LAWS`.
 #[derive(Clone, Copy, PartialEq, PartialOrd)]
 enum Laws {
     Short,

@@ -235,7 +235,7 @@ const fn view_name(view: View) -> &'static str {
     }
 }
 
-/// Where one layer's cache lies.
+/// Addresses of one layer's cache.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Layer {
     /// Upper blocks.

@@ -36,7 +36,7 @@ const LISTED: usize = 16;
 /// One measurement.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measured {
-    /// What was timed: "attend", "linear", "norm", …
+    /// Kernel: "attend", "linear", "norm", …
     pub kernel: &'static str,
     /// Variant of the kernel: the view, or the type of the weights.
     pub form: &'static str,
@@ -44,7 +44,7 @@ pub struct Measured {
     pub rows: usize,
     /// Tokens before them, where that matters.
     pub context: Option<usize>,
-    /// Outputs and inputs of a product.
+    /// Outputs and inputs of a GEMM.
     pub shape: Option<(usize, usize)>,
     /// Seconds of a call.
     pub seconds: f64,

@@ -328,7 +328,7 @@ impl Device {
         Err(Error::internal(format!("no kernel {name} for compute capability {}", self.info.compute_capability)))
     }
 
-    /// Whether kernels use the copy engine.
+    /// True if kernels use TMA.
     pub(crate) fn has_tma(&self) -> bool {
         crate::attend::has_tma(self.info.architecture)
     }

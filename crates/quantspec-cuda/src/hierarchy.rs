@@ -26,11 +26,11 @@ pub struct Hierarchy {
     k: usize,
     /// As of [`crate::linear::Quantised`].
     paired: usize,
-    /// Number format of a product's inputs.
+    /// Number format of a GEMM's inputs.
     dtype: Dtype,
 }
 
-/// Which planes a product reads.
+/// Planes that a GEMM reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reads {
     /// All there are: the target.

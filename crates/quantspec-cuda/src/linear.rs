@@ -218,7 +218,7 @@ const TILES_MAX: usize = 4;
 /// Its static shared memory and the driver's share, in bytes.
 const STATIC_MAX: usize = TILES_MAX * WARPS * 128 * 4 + 1024;
 
-/// Launches products.
+/// Launches GEMMs.
 #[derive(Debug)]
 pub struct Linear {
     device: Arc<Device>,

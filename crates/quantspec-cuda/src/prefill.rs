@@ -216,7 +216,7 @@ impl Prefill {
         let (d, dtype) = (shape.head_dim, name(shape.dtype));
         let kernels = match way {
             Way::Hopper => Kernels::Hopper {
-                // A head lies in one tile.
+                // A head is within one tile.
                 qkv: Gemm::new(
                     device,
                     &format!("prefill_qkv_{d}"),

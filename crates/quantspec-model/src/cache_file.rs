@@ -45,7 +45,7 @@ pub(crate) struct Format {
     pub(crate) suffix: &'static str,
     /// Prefix of temporary files, `prefix*.tmp`. Other files in the folder belong to users and stay.
     pub(crate) prefix: &'static str,
-    /// What the files hold, for messages.
+    /// Content of the files, for messages.
     pub(crate) holds: &'static str,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct Format {
 pub(crate) enum Fault {
     /// The file is missing, or of another version or shape. This is not reported.
     Other,
-    /// What is wrong with it.
+    /// Description of the damage.
     Damaged(String),
     Io(io::Error),
 }

@@ -113,7 +113,7 @@ impl LayerPart {
         }
     }
 
-    /// The tensor's name behind `model.layers.i.`.
+    /// The tensor's name after `model.layers.i.`.
     fn suffix(self) -> &'static str {
         match self {
             AttentionNorm => "input_layernorm.weight",

@@ -42,7 +42,7 @@ pub(crate) struct Packed {
     pub(crate) offset: u64,
     /// How it is stored.
     pub(crate) encoding: Encoding,
-    /// What it is read as.
+    /// Format it is read as.
     pub(crate) dtype: Dtype,
     /// Channels per head if llama.cpp stores the rows in interleaved order.
     pub(crate) interleaved: Option<usize>,

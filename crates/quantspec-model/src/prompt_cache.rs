@@ -553,7 +553,7 @@ impl Reuse {
         Ok(true)
     }
 
-    /// Takes down what the backend has computed of a layer. A disk or a device that takes no more ends the recording, not the prefill.
+    /// Records a layer's computed rows. A full disk or device memory ends the recording, not the prefill.
     ///
     /// # Errors
     /// Those of [`PromptRows::export_rows`] and [`Network::poll`].

@@ -39,7 +39,7 @@ struct Block {
     columns: Option<usize>,
 }
 
-/// What `quantization_config` says.
+/// Scheme of `quantization_config`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Scheme {
     codes: Codes,

@@ -785,7 +785,7 @@ impl Backend for ReferenceBackend {
 }
 
 impl ReferenceBackend {
-    /// Projects what the last operation left.
+    /// Applies the projection to the last operation's result.
     fn linear_between(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
         let (part, bias) = (Part::Layer(layer, part), Part::Layer(layer, bias));
         let project = |x| self.linear(x, part, Some(bias), weights_of(pass));

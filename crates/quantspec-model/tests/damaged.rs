@@ -353,7 +353,7 @@ fn shards() {
     let checkpoint = Checkpoint::open(folder.path()).expect("shards");
     let mut norm = [0.0; 8];
     checkpoint.read_f32(Part::Layer(0, LayerPart::MlpNorm), 0..1, &mut norm).expect("second shard");
-    assert_eq!(norm[0], 64.0 / 64.0 - 2.0); // behind the 8·8 values of o_proj
+    assert_eq!(norm[0], 64.0 / 64.0 - 2.0); // after the 8·8 values of o_proj
 
     for file in ["../one.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "C:x", "a\\b"] {
         write(with("lm_head.weight", json!(file)));

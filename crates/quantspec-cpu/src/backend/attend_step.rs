@@ -274,7 +274,7 @@ mod tests {
         let mut noise = Noise::new(31);
         for count in [0, 1, 2, 3, 4, 17, 200] {
             for n in [0, 1, 2, 3, 5, 16, 199, 200, 300] {
-                // Whole numbers, so that bounds tie.
+                // Integers, so that bounds tie.
                 let bounds: Vec<f32> = (0..count).map(|_| (noise.normal() * 3.0).round()).collect();
                 assert_eq!(
                     best_pages(&bounds, n),

@@ -224,7 +224,7 @@ impl CudaBackend {
     fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
         let beside = self.together(step).is_some();
-        // What its product takes is int8.
+        // The output projection's input is int8.
         let draft = beside || weights.draft.output.is_some() && step.weights == Weights::Draft;
         let cache = self.cache_layer(layer);
         let space = &self.step;

@@ -51,7 +51,7 @@ pub(super) struct StepSpace {
     pub(super) gated: Input,
     /// Input of the head, whose type may differ.
     pub(super) last: Input,
-    /// f32 products.
+    /// f32 outputs of GEMMs.
     pub(super) y: Buffer,
     pub(super) q: Buffer,
     pub(super) logits: Buffer,

@@ -311,7 +311,7 @@ proptest! {
         match how {
             0 => bytes.truncate(at),
             1 => bytes.insert(at, change),
-            2 => bytes[at..].fill(0), // what a power failure leaves
+            2 => bytes[at..].fill(0), // the state after a power failure
             _ => bytes[at] ^= change,
         }
         // Zeros where zeros were.
