@@ -524,7 +524,7 @@ def test_an_interrupt_keeps_what_is_done(start: Start, fake: Any, quantspec: Run
     assert child.returncode == 143, stderr
     report = json.loads(stdout)
     assert report["done"] == 1
-    assert b"the same command goes on where it was" in stderr
+    assert b"run the same command to continue" in stderr
     assert len(lines(out)) == 1
     rest = quantspec(*command, "--json").json
     assert (rest["done"], rest["skipped"]) == (2, 1)

@@ -234,10 +234,10 @@ def test_sampling_is_as_the_checkpoint_says_where_the_model_replies(fake: Any, q
     assert said in quantspec(*command).stderr
     assert sampling("--top-p", "1", "--min-p", "0.1") == (0.6, 20, 1, 0.1)
     assert sampling("--temperature", "1") == (1, 20, 0.95, 0)
-    assert "says: top-k 20, top-p 0.95;" in quantspec(*command, "--temperature", "1").stderr
+    assert "generation_config.json: top-k 20, top-p 0.95;" in quantspec(*command, "--temperature", "1").stderr
     # Options that are off are not listed.
     off = chat_model(tmp_path / "off", TURNS, {**SAMPLES, "top_k": 0, "top_p": 1.0})
-    assert "says: temperature 0.6; --temperature" in quantspec("run", "-m", off, *ASK, "-n", "3").stderr
+    assert "generation_config.json: temperature 0.6; --temperature" in quantspec("run", "-m", off, *ASK, "-n", "3").stderr
     assert sampling("--temperature", "0") == (0, 0, 1, 0)
     assert "sampling" not in quantspec(*command, "--temperature", "0").stderr
     # Continued texts are greedy, and so is the Python interface.
