@@ -216,7 +216,7 @@ def violations(kernel: Kernel, architecture: str) -> list[str]:
 
 def ptx_violations(text: str) -> list[str]:
     """Violations in PTX."""
-    return [f"{copy[0]!r}, which ptxas may assemble to what does not exist" for copy in HINTED_COPY.finditer(text)][:1]
+    return [f"{copy[0]!r}, which ptxas may encode as an illegal instruction" for copy in HINTED_COPY.finditer(text)][:1]
 
 
 def nvdisasm() -> Path:

@@ -106,7 +106,7 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
     _check(request, options)
     if request.ray is not None and ":" in engine_options.device:
         raise UsageError(
-            f"device is {engine_options.device}, and each worker of a Ray cluster sees one GPU",
+            f"device is {engine_options.device}, but a worker of a Ray cluster has one GPU",
             "use auto, cpu or cuda",
             option="device",
         )

@@ -200,7 +200,7 @@ class Model:
         if difference is not None:
             raise ModelError(
                 f"the draft model {draft.name} has another tokenizer than {self.name}: {difference}",
-                "use a smaller model of the same family; its tokens must mean what the model's mean",
+                "use a smaller model of the same family, with the same tokenizer",
             )
         self._draft_models[name] = str(draft.directory)
         return self._draft_models[name]

@@ -493,7 +493,7 @@ fn misuse_is_an_error() {
     let apart =
         Step { weights: Weights::Draft, view: View::Upper, pages: Pages::Best(1), choose_pages: true, rows: &rows };
     let error = forward::step(&mut pair, &apart).expect_err("an error");
-    assert_eq!((error.kind, error.message.as_str()), (ErrorKind::Internal, "rows of slot 0 lie apart"));
+    assert_eq!((error.kind, error.message.as_str()), (ErrorKind::Internal, "rows of slot 0 are not contiguous"));
     let foreign = Simd::ALL.into_iter().find(|simd| !simd.missing().is_empty()).expect("no CPU has every path");
     let choice = Choice { simd: foreign, reason: String::new() };
     let error = CpuBackend::load_on(&checkpoint, &options(1, 256), Hooks::default(), choice).err().expect("an error");

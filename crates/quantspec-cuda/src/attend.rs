@@ -528,7 +528,7 @@ impl Attend {
         let mut variants = beside.chain(&self.split(view).variants);
         let variant = variants.find(|variant| variant.rows >= pass.tile_rows);
         let Variant { kernel, stages, shared, threads, .. } =
-            *variant.ok_or_else(|| Error::internal("more rows than attention takes"))?;
+            *variant.ok_or_else(|| Error::internal("more rows than attention supports"))?;
         // With TMA a block has an SM, or half of one, and loops over items.
         let engine = self.device.has_tma();
         let arguments = AttendArgs {

@@ -139,7 +139,7 @@ impl Hierarchies {
         let full = Matrix::bytes(weights.dtype, n, k);
         if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
             let (held, flag) = (weights.buffer.bytes(), flag.bytes());
-            return Err(Error::internal(format!("{held} bytes of weights where {full} are read, {flag} of a flag")));
+            return Err(Error::internal(format!("{held} bytes of weights instead of {full}, {flag} of a flag")));
         }
         if paired > 0 && !(paired.is_multiple_of(TILE) && n.is_multiple_of(paired)) {
             return Err(Error::internal(format!("{n} rows in heads of {paired} channels")));

@@ -339,7 +339,7 @@ impl Linear {
         let full = Matrix::bytes(weights.dtype, weights.n, weights.k);
         if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
             return Err(Error::internal(format!(
-                "{} bytes of weights where {full} are read, {} of a flag",
+                "{} bytes of weights instead of {full}, {} of a flag",
                 weights.buffer.bytes(),
                 flag.bytes()
             )));

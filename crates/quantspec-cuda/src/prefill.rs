@@ -531,7 +531,7 @@ impl Prefill {
     /// Refuses blocks larger than prepared, and makes the device's context current, which encoding tensor maps needs.
     fn begin(&self, rows: usize) -> Result<()> {
         if rows == 0 || rows > self.rows {
-            return Err(Error::internal(format!("a prefill block of {rows} rows where {} are prepared", self.rows)));
+            return Err(Error::internal(format!("a prefill block of {rows} rows; {} are prepared", self.rows)));
         }
         self.device.bind()
     }

@@ -139,7 +139,7 @@ impl Model {
             weights: TargetWeights::Checkpoint,
             draft_weights: self.drafts,
             rejection: false,
-            // More rows than attention takes in a pass.
+            // More rows than attention supports in a pass.
             step_rows: 70,
             block_rows: BLOCK_ROWS,
             threads: std::thread::available_parallelism().map_or(1, |n| n.get().min(4)),

@@ -561,7 +561,7 @@ fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
     }
     // Checked before opening: opening a pipe would block.
     if !dir.join(name).metadata().map_err(failed)?.is_file() {
-        return Err(refused("it is not a file", "put there the file that is published with the model"));
+        return Err(refused("it is not a file", "replace it with the file that is published with the model"));
     }
     let file = File::open(dir.join(name)).map_err(failed)?;
     let mut bytes = Vec::new();

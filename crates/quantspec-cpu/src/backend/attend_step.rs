@@ -128,7 +128,7 @@ impl CpuBackend {
             match runs.iter().position(|(first, _)| step.rows[*first].slot == row.slot) {
                 None => runs.push((j, 1)),
                 Some(run) if run + 1 == runs.len() => runs[run].1 += 1,
-                Some(_) => return Err(Error::internal(format!("rows of slot {} lie apart", row.slot))),
+                Some(_) => return Err(Error::internal(format!("rows of slot {} are not contiguous", row.slot))),
             }
         }
         Ok(runs)
