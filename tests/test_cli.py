@@ -75,7 +75,7 @@ def test_every_method_and_gamma_prints_the_same_text(fake: Any, quantspec: Run, 
     assert len(texts) == 1
 
 
-def test_what_a_method_does_not_read_is_reported_as_none(fake: Any, quantspec: Run) -> None:
+def test_unused_draft_weights_are_reported_as_none(fake: Any, quantspec: Run) -> None:
     for method in METHODS:
         draft = ("--draft-model", str(DEMO)) if METHODS[method].draft_model else ()
         report = quantspec("run", "--text", "x", "-n", "5", "--method", method, *draft, "--json").json
@@ -87,7 +87,7 @@ def test_what_a_method_does_not_read_is_reported_as_none(fake: Any, quantspec: R
         assert quantspec("run", "--text", "x", "-n", "5", *flags).code == 0
 
 
-def test_rates_are_null_where_nothing_was_drafted(fake: Any, quantspec: Run) -> None:
+def test_rates_are_null_if_nothing_was_drafted(fake: Any, quantspec: Run) -> None:
     report = quantspec("run", "--text", "x", "-n", "5", "--method", "ar", "--json").json
     assert report["gamma"] == 0
     assert report["stats"]["acceptance_rate"] is None
@@ -108,9 +108,9 @@ WITHOUT_DRAFTS = {"draft_pages_mean", "acceptance_rate", "mean_acceptance_length
         (["-n", "1"], WITHOUT_ROUNDS | WITHOUT_DRAFTS),
     ],
 )
-def test_what_is_null_in_the_document_of_an_engine(quantspec: Run, flags: list[str], nulls: set[str]) -> None:
+def test_null_fields_of_an_engine(quantspec: Run, flags: list[str], nulls: set[str]) -> None:
     stats = quantspec("run", "--text", "x", *flags, "--json", "--device", "cpu").json["stats"]
-    # Only Linux tells the peak.
+    # Only Linux reports the peak.
     assert {name for name, value in stats.items() if value is None} - {"peak_bytes"} == nulls
 
 
@@ -193,7 +193,7 @@ def test_json_as_the_value_of_a_flag_does_not_count(fake: Any, quantspec: Run) -
         ("run --seed -1 --text x -- --json", False),
     ],
 )
-def test_an_error_is_a_document_where_json_is_a_flag(fake: Any, quantspec: Run, arguments: str, wanted: bool) -> None:
+def test_an_error_is_a_document_if_json_is_a_flag(fake: Any, quantspec: Run, arguments: str, wanted: bool) -> None:
     outcome = quantspec(*arguments.split())
     assert outcome.code != 0
     assert outcome.stdout.startswith('{"error"') == wanted
@@ -275,7 +275,7 @@ def test_bad_flags_are_usage_errors(fake: Any, quantspec: Run, arguments: list[s
     assert fake.engines == []
 
 
-def test_what_32_bits_hold_as_zero_is_zero(fake: Any, quantspec: Run) -> None:
+def test_a_value_that_f32_rounds_to_zero_is_zero(fake: Any, quantspec: Run) -> None:
     command = ["run", "--text", "x", "-n", "3", "--json"]
     greedy = quantspec(*command, "--temperature", "1e-60").json
     assert (greedy["accept"], greedy["temperature"]) == ("greedy", 0)
@@ -300,7 +300,7 @@ def test_what_32_bits_hold_as_zero_is_zero(fake: Any, quantspec: Run) -> None:
         ("bench kernels", "--output"),
     ],
 )
-def test_of_two_files_none_is_dropped_unsaid(
+def test_a_second_file_is_not_silently_dropped(
     fake: Any, quantspec: Run, tmp_path: Path, document: Path, command: str, flag: str
 ) -> None:
     other = document if flag == "--prompt" else tmp_path / "out.txt"
@@ -316,7 +316,7 @@ def test_a_misspelt_flag_or_command_gets_a_suggestion(quantspec: Run) -> None:
     quantspec("rnu").assert_error(2, "rnu", "did you mean run")
 
 
-def test_a_flag_of_all_commands_behind_one(quantspec: Run) -> None:
+def test_a_global_flag_after_the_command_is_a_usage_error(quantspec: Run) -> None:
     for arguments in (["run", "--config", "x"], ["bench", "--config=x"], ["doctor", "--version"]):
         flag = arguments[1].partition("=")[0]
         quantspec(*arguments).assert_error(2, f"'{flag}'", f"{flag} goes before the command; see quantspec --help")
@@ -325,7 +325,7 @@ def test_a_flag_of_all_commands_behind_one(quantspec: Run) -> None:
 
 
 @pytest.mark.parametrize("new", [131_072, 10**9, 2**64, 10**40])
-def test_what_does_not_fit_the_context_is_refused_with_numbers(fake: Any, quantspec: Run, new: int) -> None:
+def test_a_prompt_beyond_the_context_is_refused_with_numbers(fake: Any, quantspec: Run, new: int) -> None:
     outcome = quantspec("run", "--text", "one two", "-n", str(new))
     outcome.assert_error(3, str(new), "131072", "at most")
     assert fake.engines == []
@@ -345,7 +345,7 @@ def test_the_hint_of_a_refusal_fits(fake: Any, quantspec: Run, tmp_path: Path) -
     )
 
 
-def test_a_document_no_context_can_hold_is_refused_before_it_is_encoded(
+def test_a_document_beyond_any_context_is_refused_before_it_is_encoded(
     fake: Any, quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     book = tmp_path / "book.txt"
@@ -394,9 +394,7 @@ def test_errors_of_the_engine_keep_their_kind(fake: Any, quantspec: Run, kind: s
     assert outcome.stderr == "error: something is \N{REPLACEMENT CHARACTER}[31mwrong\nhint: do something\n"
 
 
-def test_an_exception_nobody_expected_is_still_two_lines(
-    fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_exception_is_two_lines(fake: Any, quantspec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     import quantspec_cli.run
 
     monkeypatch.setattr(quantspec_cli.run, "run", lambda *_: 1 / 0)
@@ -413,7 +411,7 @@ def test_no_memory_is_exit_3(fake: Any, quantspec: Run, monkeypatch: pytest.Monk
     quantspec("run", "--text", "x").assert_error(3, "out of memory")
 
 
-def test_a_missing_gpu_says_so(fake: Any, quantspec: Run) -> None:
+def test_a_missing_gpu_is_one_error(fake: Any, quantspec: Run) -> None:
     quantspec("run", "--text", "x", "--device", "cuda:0").assert_error(1, "no CUDA device")
 
 

@@ -147,7 +147,7 @@ def test_bad_input(quantspec: Callable[..., Any], arguments: list[str], code: in
     quantspec("eval", *arguments).assert_error(code, *words)
 
 
-def test_the_token_behind_the_context_is_only_fed(quantspec: Callable[..., Any]) -> None:
+def test_the_token_after_the_context_is_only_fed(quantspec: Callable[..., Any]) -> None:
     for context in (0, 1, 38):
         found = quantspec("eval", "--tokens", "40", "--context", str(context), "--json").json
         assert (found["tokens"], found["positions"]) == (40, 40 - context - 1)
@@ -165,7 +165,7 @@ def test_names_cannot_move_the_cursor(quantspec: Callable[..., Any], tmp_path: P
     assert (found["prompt"], found["model"]) == (str(text), str(model))
 
 
-def test_values_that_are_no_text(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+def test_values_that_are_not_text(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "text"
     for raw, word in ((b"", "empty"), (b" \n", "white space"), (b"\xff\xfe", "UTF-16"), (b"a\0", "binary")):
         path.write_bytes(raw)

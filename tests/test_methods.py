@@ -25,7 +25,7 @@ def test_the_list_is_the_engines() -> None:
 
 
 @pytest.mark.parametrize(("name", "method"), METHODS.items())
-def test_a_method_has_what_it_says(name: str, method: Method) -> None:
+def test_a_method_has_the_memory_of_its_table_entry(name: str, method: Method) -> None:
     draft_model = str(DEMO) if method.draft_model else None
     engine = Engine.load(method=name, draft_model=draft_model, context=700, device="cpu")
     engine.generate(TEXT, max_new_tokens=20, ignore_eos=True)
@@ -55,7 +55,7 @@ def test_prompt_lookup_changes_no_token(gamma: int | str, sampling: dict[str, An
 
 
 @pytest.mark.parametrize("weights", ["int4", "none"])
-def test_a_window_reads_as_many_pages_as_it_is_told(weights: str) -> None:
+def test_a_window_reads_the_given_number_of_pages(weights: str) -> None:
     engine = Engine.load(
         method="window", draft_pages=2, draft_weights=weights, gamma=3, context=1200, device="cpu", batch=1
     )

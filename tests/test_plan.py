@@ -67,7 +67,7 @@ def test_the_document(quantspec: Run, tmp_path: Path) -> None:
     assert found["roofline"][0]["flops"] == 2 * 2 * weights
 
 
-def test_the_table_is_for_people(quantspec: Run) -> None:
+def test_the_table_is_readable(quantspec: Run) -> None:
     outcome = quantspec("plan", "-c", "600", "--device", "cpu")
     assert outcome.code == 0, outcome
     for words in ("600 tokens", "fits", "speed-up", "quantspec", "decode matrices", "8B, BF16"):
@@ -111,7 +111,7 @@ def test_models_that_cannot_run_are_an_error(
     quantspec("plan", "-m", path, "--device", "cpu").assert_error(1, words)
 
 
-def test_what_does_not_fit_is_exit_3_with_the_plan(quantspec: Run, tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_is_exit_3(quantspec: Run, tmp_path: Path) -> None:
     # 10^15 bytes of cache, beyond every machine.
     path = described(tmp_path / "m", num_hidden_layers=1000, max_position_embeddings=1 << 27)
     outcome = quantspec("plan", "-m", path, "--device", "cpu", "--json")
@@ -249,7 +249,7 @@ def test_a_step_is_its_bytes_over_the_bandwidth() -> None:
     assert attention.seconds == pytest.approx(1e9 * 1000 / 2 / 2e12)
 
 
-def test_what_a_draft_reads() -> None:
+def test_pages_that_a_draft_reads() -> None:
     def read(method: str) -> float:
         return sum(one.bytes for one in predict.draft_step(machine(), LOAD, method, "int8", batch=1))
 

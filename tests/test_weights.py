@@ -106,7 +106,7 @@ def test_reports_name_the_weights(fake: Any, quantspec: Run) -> None:
     assert quantspec("run", "--text", "x", "--weights", "int2").code == 2
 
 
-def test_answers_of_other_weights_are_other_answers() -> None:
+def test_other_weights_repeat_the_answers() -> None:
     prints = {
         fingerprint.of_answer("m", EngineOptions(weights=weights), GenerateOptions())
         for weights in ("checkpoint", "int8")
@@ -156,7 +156,7 @@ def sparse_model(folder: Path, layers: int) -> Path:
     return folder
 
 
-def test_auto_takes_int8_where_the_checkpoint_does_not_fit(tmp_path: Path) -> None:
+def test_auto_takes_int8_if_the_checkpoint_does_not_fit(tmp_path: Path) -> None:
     from quantspec_cli import _native
 
     small = _native.plan(str(hub.demo()), capacity=500, weights="auto", device="cpu")

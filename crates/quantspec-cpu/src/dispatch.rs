@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_path_runs_here_and_says_why() {
+    fn the_best_path_is_supported_and_has_a_reason() {
         let choice = best();
         assert!(choice.simd.missing().is_empty());
         assert!(choice.reason.contains(choice.simd.name()));

@@ -872,7 +872,7 @@ mod tests {
     }
 
     #[test]
-    fn other_activations_than_the_weights_take_are_refused() {
+    fn unsupported_activation_types_are_refused() {
         let mut noise = Noise::new(9);
         let (pool, (matrix, _)) = (Pool::new(1).unwrap(), matrix(&mut noise, 32, 64, Dtype::F32));
         let x = [0f32; 64];

@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn every_operation_takes_a_time_that_machines_take() {
+    fn rates_are_plausible() {
         let found = rates(&small(), 1000, 2, &mut || Ok(())).unwrap();
         for per_byte in [&found.weights, &found.draft_weights, &found.fp16, &found.int8, &found.int4, &found.draft_int4]
         {

@@ -205,7 +205,7 @@ fn a_cached_prefix_changes_no_bit() {
 }
 
 #[test]
-fn a_key_says_which_weights_made_it() {
+fn a_key_depends_on_the_form_of_the_weights() {
     let checkpoint = LLAMA.checkpoint(7);
     let of = |weights| fingerprint(&checkpoint, weights, 2, || Ok(())).expect("fingerprint");
     let [plain, int8, int4] = [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4].map(of);

@@ -249,7 +249,7 @@ mod tests {
     /// Shared memory, loading warps and cluster size match kernels/hierarchy.cu.
     #[test]
     #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-    fn rings_are_launched_as_they_are_compiled() {
+    fn launch_parameters_match_the_compiled_kernels() {
         let source = include_str!("../../../kernels/hierarchy.cu");
         let mut found = 0;
         for line in source.lines() {

@@ -377,7 +377,7 @@ mod tests {
     /// row tiles.
     #[test]
     #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-    fn rings_are_launched_as_they_are_compiled() {
+    fn launch_parameters_match_the_compiled_kernels() {
         let source = include_str!("../../../kernels/linear.cu");
         let mut found = 0;
         for line in source.lines() {

@@ -338,7 +338,7 @@ fn long_contexts_equal_core() {
 /// GPUs of compute capability 7.5 have 64 KiB of shared memory per block; 8.6, 8.9 and 12.0 have 99. Where four stages do not
 /// fit, two are used.
 #[test]
-fn two_slots_serve_where_shared_memory_is_small() {
+fn small_shared_memory_gets_two_stages() {
     if device().is_none() {
         return;
     }

@@ -289,7 +289,7 @@ fn values_beyond_f16_are_flagged() {
 }
 
 #[test]
-fn heads_are_turned_and_appended() {
+fn heads_are_rotated_and_appended() {
     let Some(device) = device() else { return };
     let mut random = Random(4);
     let (heads, kv_heads, slots, layers, layer, eps) = (6, 2, 3, 2, 1, 1e-6f32);

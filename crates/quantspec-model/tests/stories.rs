@@ -81,7 +81,7 @@ fn expected() -> Vec<u32> {
 }
 
 #[test]
-fn the_reference_story_is_told_exactly() {
+fn the_reference_story_is_reproduced_exactly() {
     let expected = expected();
     assert_eq!(expected.len(), 256, "the reference run was cut at 256 tokens");
     for gamma in [0, 4] {
