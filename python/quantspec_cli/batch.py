@@ -132,9 +132,9 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
     options = _settled(request, options, model, context)
     reader = Reader(model, request, options, context)
     names = ("instruction", "system_prompt", "template_args", "long")
-    told = {name: getattr(request, name) for name in names}
+    request_fields = {name: getattr(request, name) for name in names}
     model_print = fingerprint.of_model(model)
-    answer_print = fingerprint.of_answer(model_print, engine_options, options, **told)
+    answer_print = fingerprint.of_answer(model_print, engine_options, options, **request_fields)
     # A failed document may succeed on another device, with a longer context or with the packages of the extra `documents`.
     packages = [name for name in ("pypdf", "cryptography") if find_spec(name)]
     elsewhere = {"context": context, "device": engine_options.device, "packages": packages}

@@ -438,7 +438,7 @@ class Batch:
 
 def _logprobs(tokens: Sequence[int], found: Sequence[tuple[float, list[tuple[int, float]]]]) -> list[TokenLogprob]:
     # A round may emit more tokens than the answer takes.
-    return [TokenLogprob(id, *told) for id, told in zip(tokens, found, strict=False)]
+    return [TokenLogprob(id, *values) for id, values in zip(tokens, found, strict=False)]
 
 
 def _put(items: SimpleQueue[Any], index: int, item: str | BaseException, last: bool) -> None:

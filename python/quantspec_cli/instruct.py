@@ -87,13 +87,13 @@ def settle(
             notes.append("thinking is off; --thinking on has the model think before it answers")
         if "temperature" in unset or options.temperature > 0:
             chosen = {name: value for name, value in model.recommended.sampling.items() if name in unset}
-        told = [
+        changed = [
             f"{name.replace('_', '-')} {value:g}"
             for name, value in chosen.items()
             if name == "temperature" or value != getattr(GenerateOptions, name)
         ]
-        if told:
-            notes.append(f"sampling from generation_config.json: {', '.join(told)}; --temperature 0 is greedy")
+        if changed:
+            notes.append(f"sampling from generation_config.json: {', '.join(changed)}; --temperature 0 is greedy")
         penalties = {name: value for name, value in model.recommended.penalties.items() if name in unset}
         if penalties:
             listed = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in penalties.items())

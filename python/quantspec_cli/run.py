@@ -167,7 +167,7 @@ def results(model: Model, documents: Sequence[Document], generations: Sequence[G
     def named(id: int, logprob: float) -> dict[str, Any]:
         return {"id": id, "token": model.tokenizer.token_bytes(id).decode(errors="replace"), "logprob": logprob}
 
-    def told(generation: Generation) -> dict[str, Any]:
+    def as_logprobs(generation: Generation) -> dict[str, Any]:
         if generation.logprobs is None:
             return {}
         # JSON has no infinity; a masked token is left out.
@@ -190,7 +190,7 @@ def results(model: Model, documents: Sequence[Document], generations: Sequence[G
             "stop_reason": generation.stop_reason,
             "thinking": generation.thinking,
             **({"warnings": list(document.warnings)} if document.warnings else {}),
-            **told(generation),
+            **as_logprobs(generation),
         }
         for document, generation in zip(documents, generations, strict=True)
     ]

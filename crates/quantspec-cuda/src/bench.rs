@@ -457,14 +457,14 @@ impl Bench {
         let (ring_k, ring_v) = (ring.at(0), ring.at(kv_width * BUFFER_TOKENS * 2));
         let element = config.dtype.bytes();
         for &rows in rows {
-            let told = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
+            let timed = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let eps = config.rms_eps;
             let full = args![&stream, &y, 0u64, &weight, &x, eps, hidden, padded(hidden)];
             let codes = args![&stream, &y, 0u64, &weight, &x, &xs, eps, hidden, hidden.next_multiple_of(G)];
             for (form, norm, arguments, out) in [(dtype, norms[0], &full[..], element), ("i8", norms[1], &codes[..], 1)]
             {
                 let took = self.called(|| self.launch(norm, [rows, 1, 1], NORM_THREADS, 0, arguments))?;
-                report(told("norm", form, took, hidden * (4 + rows * (12 + out))))?;
+                report(timed("norm", form, took, hidden * (4 + rows * (12 + out))))?;
             }
             let full = args![&y, 0u64, &x, width, padded(width)];
             let codes = args![&y, 0u64, &x, &xs, width, width.next_multiple_of(G)];
@@ -472,7 +472,7 @@ impl Bench {
             for (form, silu, arguments, out) in [(dtype, gated[0], &full[..], element), ("i8", gated[1], &codes[..], 1)]
             {
                 let took = self.called(|| self.launch(silu, grid, 256, 0, arguments))?;
-                report(told("silu", form, took, rows * width * (8 + out)))?;
+                report(timed("silu", form, took, rows * width * (8 + out)))?;
             }
             let arguments = args![
                 &described,
@@ -495,7 +495,7 @@ impl Bench {
             ];
             let grid = [(config.heads + 2 * config.kv_heads).div_ceil(4), rows, 1];
             let took = self.called(|| self.launch(append, grid, 128, 0, &arguments))?;
-            report(told("append", "f16", took, rows * (6 * (q_width + 2 * kv_width) + 4 * d)))?;
+            report(timed("append", "f16", took, rows * (6 * (q_width + 2 * kv_width) + 4 * d)))?;
         }
         Ok(())
     }
@@ -519,11 +519,11 @@ impl Bench {
         let described = device.zeroed(most * 16)?;
         let mut sampling = Sampling::new(device, vocab, 1, most, most.max(2), 1, false)?;
         for &rows in rows {
-            let told = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
+            let timed = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let (windows, pitch) = (sampling.windows(), sampling.pitch());
             let arguments = args![&described, windows, pitch, 0u64, &table, &stream, hidden, vocab];
             let took = self.called(|| self.launch(embed, [rows, 1, 1], 256, 0, &arguments))?;
-            report(told("embed", name(config.dtype), took, rows * hidden * (4 + config.dtype.bytes())))?;
+            report(timed("embed", name(config.dtype), took, rows * hidden * (4 + config.dtype.bytes())))?;
             let warm = Sampler { temperature: 1.0, top_p: 0.95, accept: Accept::Replay, ..Sampler::greedy() };
             for (form, sampler) in [("greedy", Sampler::greedy()), ("replay", warm)] {
                 let turns = [Turn::new(0, 0, (rows - 1).min(GAMMA_MAX), sampler)];
@@ -531,9 +531,9 @@ impl Bench {
                 let step: Vec<Row> = (0..rows).map(|offset| Row { slot: 0, offset, position: offset }).collect();
                 sampling.turns().write(0, &sampling.describe(&step, &turns)?)?;
                 let took = self.called(|| sampling.choose_all(rows, described.at(0), logits.at(0), manner))?;
-                report(told("choose", form, took, rows * vocab * 4))?;
+                report(timed("choose", form, took, rows * vocab * 4))?;
                 let took = self.called(|| sampling.judge_chosen(sampling.turns().at(0), 1, logits.at(0)))?;
-                report(told("judge", form, took, 4 * rows))?;
+                report(timed("judge", form, took, 4 * rows))?;
             }
         }
         Ok(())

@@ -182,7 +182,7 @@ pub struct PromptCache {
     root: u128,
     note: Option<String>,
     /// Notes already given; each is given once.
-    told: HashSet<String>,
+    given_notes: HashSet<String>,
     /// Damaged files that could not be removed, as the folder is read-only.
     damaged: HashSet<PathBuf>,
 }
@@ -239,7 +239,7 @@ impl PromptCache {
             most_blocks: config.max_positions / BLOCK_TOKENS,
             root,
             note: None,
-            told: HashSet::new(),
+            given_notes: HashSet::new(),
             damaged: HashSet::new(),
         }
     }
@@ -257,8 +257,8 @@ impl PromptCache {
         self.note.take()
     }
 
-    fn tell(&mut self, note: String) {
-        if self.told.insert(note.clone()) {
+    fn add_note(&mut self, note: String) {
+        if self.given_notes.insert(note.clone()) {
             self.note = Some(note);
         }
     }
@@ -390,7 +390,7 @@ impl PromptCache {
             found.push(branch);
         }
         touch(&found);
-        notes.into_iter().for_each(|note| self.tell(note));
+        notes.into_iter().for_each(|note| self.add_note(note));
         found
     }
 
@@ -419,7 +419,7 @@ impl PromptCache {
     /// Removes a prompt that [`Reuse::restore`] found damaged, so that the next [`PromptCache::find`] does not use its file.
     pub fn forget(&mut self, mut reuse: Reuse) {
         if let Some(path) = reuse.damaged.take() {
-            self.tell(damaged(&path, "its keys and values"));
+            self.add_note(damaged(&path, "its keys and values"));
             self.damaged.insert(path);
         }
         self.note_failure(&mut reuse);
@@ -428,7 +428,7 @@ impl PromptCache {
     fn note_failure(&mut self, reuse: &mut Reuse) {
         if let (Some(error), Storage::Disk { at, .. }) = (reuse.failed.take(), &self.place) {
             let note = unusable(&at.folder, &error);
-            self.tell(note);
+            self.add_note(note);
         }
     }
 }
