@@ -1,38 +1,37 @@
 // Draft weights times 17 and more rows on Hopper: y = x W^T by integer wgmma, 64 outputs x N rows, with the codes in registers (operand A).
 //
-// The bits are those of `linear_quant`: the inputs are split into eight classes (class v: groups v, v + 8, ... of 128), each is summed in order, and then the
-// classes are, in order.
+// The bits are those of `linear_quant`: inputs are split into eight classes (class v: groups v, v + 8, ... of 128), each is summed in order, and then the classes
+// are, in order. A cluster of two blocks has a warpgroup per class, so that a block reads half of the inputs:
 //
-//   warps 0-15    four warpgroups that multiply, each its tile of 64 outputs by the classes of its part
-//   warps 16-19   producers: each fills a ring of stages {x, scales, weights of the tiles} of one group, which all warpgroups of a part read
+//   warps 0-15    four warpgroups that multiply: class 4 rank + j of all of the cluster's tiles
+//   warps 16-19   their producers: each fills a ring of stages {x, scales, weights of the tiles} of one group
 //
-// PARTS 1: four tiles, each by one warpgroup. PARTS 2: two tiles, each by two warpgroups. PARTS 8, for few outputs: one tile by the eight warpgroups of a cluster
-// of two blocks, so that a block reads half of the inputs. Parts take classes in turn. The sum of a tile goes from part to part in shared memory as classes end:
-// who has the token adds.
+// When a class ends, its warpgroup waits for the token, adds its sums to those in shared memory and hands the token on: from class to class, by st.async from the
+// first block to the second, whose last warpgroup stores y.
 //
-// Inputs lie in panels (`panel_code`), ready for wgmma: one bulk copy a group.
+// Inputs lie in panels (panel.cuh), ready for wgmma: one bulk copy a group.
 #pragma once
 #include "linear.cuh"
 #include "panel.cuh"
 
-constexpr int WIDE_GROUPS = 4, WIDE_THREADS = (WIDE_GROUPS + 1) * 128, CLASSES = LINEAR_WARPS;
+constexpr int WIDE_GROUPS = 4, CLASSES = LINEAR_WARPS;
+static_assert(CLASSES == 2 * WIDE_GROUPS, "a warpgroup of two blocks for each");
 // Registers of a thread that copies, of one that multiplies, and what all begin with.
 constexpr int WIDE_KEPT = 32, WIDE_TAKEN = 112, WIDE_ENTRY = 96;
 static_assert(WIDE_KEPT + WIDE_GROUPS * WIDE_TAKEN <= (WIDE_GROUPS + 1) * WIDE_ENTRY);
 
-// Bits of a code, rows (columns of the matrix instruction), parts that share the inputs of a tile, stages of a ring.
-template <int BITS_, int N_, int PARTS_, int STAGES_>
+// Bits of a code, rows (columns of the matrix instruction), stages of a ring.
+template <int BITS_, int N_, int STAGES_>
 struct Wide {
-  static constexpr int BITS = BITS_, N = N_, PARTS = PARTS_, STAGES = STAGES_;
-  static constexpr bool PAIRED = PARTS > WIDE_GROUPS;                       // over the two blocks of a cluster
-  static constexpr int RINGS = PAIRED ? WIDE_GROUPS : PARTS, UNITS = WIDE_GROUPS / RINGS, TILES = 4 * UNITS;
+  static constexpr int BITS = BITS_, N = N_, STAGES = STAGES_;
+  // Units of 64 outputs (four tiles) that are summed together, as registers allow.
+  static constexpr int UNITS = 64 / N, TILES = 4 * UNITS;
   // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights [TILES][PIECE]; swizzled atoms lie at multiples of 1024.
   static constexpr int PIECE = QUANT_BLOCK<BITS>, SCALES = N * 128, WEIGHTS = SCALES + N * 8, STAGE = (WEIGHTS + TILES * PIECE + 1023) / 1024 * 1024;
-  // Sums of a tile as threads hold them: [column of eight rows][thread of the warpgroup] float4.
-  static constexpr int SUM = N / 8 * 128 * 16, SUMS = RINGS * STAGES * STAGE;
-  // Barriers: full and empty of each ring, a token of each warpgroup, and the other block's sums free.
-  static constexpr int BARRIERS = SUMS + UNITS * SUM, BYTES = BARRIERS + (2 * RINGS * STAGES + WIDE_GROUPS + 1) * 8;
-  static_assert(TILES <= 32 && BYTES <= 227 * 1024);
+  // Sums as threads hold them: [unit][column of eight rows][thread of the warpgroup] float4.
+  static constexpr int SUMS = WIDE_GROUPS * STAGES * STAGE, SUM = N / 8 * 128 * 16;
+  // Barriers: full and empty of each ring, a token of each warpgroup, and the second block's sums are free.
+  static constexpr int BARRIERS = SUMS + UNITS * SUM, BYTES = BARRIERS + (2 * WIDE_GROUPS * STAGES + WIDE_GROUPS + 1) * 8;
 };
 
 DEV uint32_t at_rank(uint32_t address, uint32_t rank) {
@@ -61,51 +60,42 @@ DEV void wgmma_codes(int (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32
   WGMMA_CODES("32", LIST16, "%21", "%16,%17,%18,%19", "%20", INTS8(d, 0), INTS8(d, 8));
 }
 
-// One warp fills a ring: over the groups of classes `part`, part + PARTS, ..., again for every TILES tiles.
+// One warp fills the ring of a class, over its groups again for every TILES of the cluster's `mine` tiles.
 template <class S>
-DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t ring, uint32_t full, uint32_t empty, int part, int groups, int owner, int owners,
-                   int mine, int height) {
-  const int lane = threadIdx.x & 31;
+DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t ring, uint32_t full, uint32_t empty, int of_class, int groups, int mine, int height) {
+  const int lane = threadIdx.x & 31, cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
   const uint64_t once = evict_first();
-  int first = 0, v = part, group = part;
-  const auto advance = [&]() {
-    if ((group += CLASSES) < groups) return;
-    v += S::PARTS;
-    if (v >= CLASSES || v >= groups) v = part, first += S::TILES;
-    group = v;
-  };
+  int first = 0, group = of_class;
   const auto weights = [&](int slot) {
     const int tiles = min(S::TILES, mine - first);
     if (lane == 0) mbar_expect(full + slot * 8, tiles * S::PIECE + height * 136);
     __syncwarp();
     if (lane < tiles)
-      bulk_copy(ring + slot * S::STAGE + S::WEIGHTS + lane * S::PIECE, w + ((size_t)(owner + (first + lane) * owners) * groups + group) * S::PIECE, S::PIECE,
+      bulk_copy(ring + slot * S::STAGE + S::WEIGHTS + lane * S::PIECE, w + ((size_t)(cluster + (first + lane) * clusters) * groups + group) * S::PIECE, S::PIECE,
                 full + slot * 8, once);
   };
-  const auto inputs = [&](int slot, int of) {
+  const auto inputs = [&](int slot, int from) {
     const uint32_t to = ring + slot * S::STAGE;
-    if (lane == 0) bulk_copy(to, x + (size_t)of * height * 128, height * 128, full + slot * 8);
-    if (lane == 1) bulk_copy(to + S::SCALES, xs + (size_t)of * height * 8, height * 8, full + slot * 8);
+    if (lane == 0) bulk_copy(to, x + (size_t)from * height * 128, height * 128, full + slot * 8);
+    if (lane == 1) bulk_copy(to + S::SCALES, xs + (size_t)from * height * 8, height * 8, full + slot * 8);
   };
-  if (part >= groups) first = mine;
-  // Weights do not depend on the kernel before: as many stages as there are get theirs at once.
-  int of = 0;                                                               // lane i: the group of stage i
+  const auto advance = [&](int& at, int& of_tiles) {
+    if ((at += CLASSES) >= groups) at = of_class, of_tiles += S::TILES;
+  };
+  if (of_class >= groups) mine = 0;                                         // a class without groups
+  // Weights do not depend on the kernel before: all stages ask for theirs at once.
   int early = 0;
 #pragma unroll 1
-  for (; early < S::STAGES && first < mine; early++) {
-    weights(early);
-    if (lane == early) of = group;
-    advance();
-  }
+  for (; early < S::STAGES && first < mine; early++) weights(early), advance(group, first);
   grid_wait();
+  int from = of_class, unused = 0;
 #pragma unroll 1
-  for (int slot = 0; slot < early; slot++) inputs(slot, __shfl_sync(~0u, of, slot));
+  for (int slot = 0; slot < early; slot++) inputs(slot, from), advance(from, unused);
   int slot = 0, phase = 0;
 #pragma unroll 1
   while (first < mine) {
     mbar_wait(empty + slot * 8, phase);
-    weights(slot), inputs(slot, group);
-    advance();
+    weights(slot), inputs(slot, group), advance(group, first);
     if (++slot == S::STAGES) slot = 0, phase ^= 1;
   }
 }
@@ -162,110 +152,115 @@ struct WideCodes {
   }
 };
 
+// y f32 [rows][n]. groups: of 128 inputs; tiles: of 16 outputs; x and xs as of `panel_place`.
 template <class S>
 DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int rank = S::PAIRED ? (int)cluster_rank() : 0, owner = S::PAIRED ? blockIdx.x / 2 : blockIdx.x, owners = S::PAIRED ? gridDim.x / 2 : gridDim.x;
-  const int mine = max(0, (tiles - owner + owners - 1) / owners);           // tiles of 16 outputs, `owners` apart
-  const uint32_t base = shared_address(shared), full = base + S::BARRIERS, empty = full + S::RINGS * S::STAGES * 8, tokens = empty + S::RINGS * S::STAGES * 8,
-                 sent_for = tokens + WIDE_GROUPS * 8;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3, j = warp < WIDE_GROUPS * 4 ? warp >> 2 : warp & 3;
+  const int rank = cluster_rank(), cluster = blockIdx.x / 2, clusters = gridDim.x / 2, of_class = rank * WIDE_GROUPS + j;
+  const int mine = max(0, (tiles - cluster + clusters - 1) / clusters);     // tiles of the cluster, `clusters` apart
+  const uint32_t base = shared_address(shared), ring = base + j * S::STAGES * S::STAGE;
+  const uint32_t full = base + S::BARRIERS + j * S::STAGES * 8, empty = full + WIDE_GROUPS * S::STAGES * 8;
+  const uint32_t tokens = base + S::BARRIERS + 2 * WIDE_GROUPS * S::STAGES * 8, sums_free = tokens + WIDE_GROUPS * 8;
   grid_trigger();
   if (threadIdx.x == 0) {
-    mbar_init_ring(full, empty, S::RINGS * S::STAGES, S::UNITS * 128);
+    mbar_init_ring(full, empty, WIDE_GROUPS * S::STAGES, 128);
     for (int i = 0; i < WIDE_GROUPS; i++) mbar_init(tokens + i * 8, rank && i == 0 ? 1 : 128);
-    mbar_init(sent_for, 4);
+    mbar_init(sums_free, 4);
     mbar_init_done();
   }
   __syncthreads();
-  if (S::PAIRED) cluster_arrive_relaxed();
+  cluster_arrive_relaxed();
   const int above = blockIdx.y * PANEL_ROWS;                                // rows of other panels
   rows = min(rows - above, PANEL_ROWS), x += (size_t)above * groups * 128, xs += (size_t)above * groups * 8, y += (size_t)above * n;
   if (warp >= WIDE_GROUPS * 4) {
     // ---- copy ----
     registers_give<WIDE_KEPT>();
-    const int j = warp - WIDE_GROUPS * 4;
-    if (j < S::RINGS)
-      wide_fill<S>(w, x, xs, base + j * S::STAGES * S::STAGE, full + j * S::STAGES * 8, empty + j * S::STAGES * 8, rank * WIDE_GROUPS + j, groups, owner, owners, mine,
-                   panel_height(rows));
+    wide_fill<S>(w, x, xs, ring, full, empty, of_class, groups, mine, panel_height(rows));
     __syncwarp();
-    if (S::PAIRED) cluster_wait();
+    cluster_wait();
     return;
   }
-  // ---- multiply ----
   registers_take<WIDE_TAKEN>();
-  const int wg = warp >> 2, j = wg % S::RINGS, unit = wg / S::RINGS, part = rank * WIDE_GROUPS + j;
-  const uint32_t ring = base + j * S::STAGES * S::STAGE, ring_full = full + j * S::STAGES * 8, ring_empty = empty + j * S::STAGES * 8;
-  const uint32_t sums = base + S::SUMS + unit * S::SUM + (threadIdx.x & 127) * 16, token = tokens + wg * 8, next = tokens + (unit * S::RINGS + (j + 1) % S::RINGS) * 8;
-  int slot = 0, phase = 0, token_phase = 0, sent_phase = 1;
-  if (S::PAIRED) cluster_wait();                                            // the other block's barriers are there
+  const uint32_t sums = base + S::SUMS + (threadIdx.x & 127) * 16;
+  int slot = 0, phase = 0, token_phase = 0, free_phase = 1;
+  cluster_wait();                                                           // the other block's barriers are there
   grid_wait();                                                              // the kernel before may read y
 #pragma unroll 1
   for (int first = 0; first < mine; first += S::TILES) {
-    const int here = mine - first - 4 * unit;                               // tiles of this warpgroup, a warp each; garbage beyond
-#pragma unroll 1
-    for (int v = part; v < CLASSES; v += S::PARTS) {
-      float acc[S::N / 2];
+    // ---- multiply ----
+    const int here = mine - first;                                          // tiles, a warp each; what lies in the place of others is multiplied and not stored
+    float acc[S::UNITS][S::N / 2];
 #pragma unroll
-      for (int e = 0; e < S::N / 2; e++) acc[e] = 0;
+    for (int i = 0; i < S::UNITS; i++)
+#pragma unroll
+      for (int e = 0; e < S::N / 2; e++) acc[i][e] = 0;
 #pragma unroll 1
-      for (int group = v; group < groups; group += CLASSES) {
-        const uint32_t stage = ring + slot * S::STAGE;
-        uint32_t seen = 0;
-        mbar_wait(ring_full + slot * 8, phase);
-        if (here > 0) {
+    for (int group = of_class; group < groups; group += CLASSES) {
+      const uint32_t stage = ring + slot * S::STAGE, block = stage + S::WEIGHTS + (warp & 3) * S::PIECE;
+      mbar_wait(full + slot * 8, phase);
+      uint32_t seen = 0;
+#pragma unroll
+      for (int i = 0; i < S::UNITS; i++)
+        if (4 * i < here) {
           WideCodes<S::BITS> codes;
           int d[S::N / 2];
-          codes.load(stage + S::WEIGHTS + (4 * unit + (warp & 3)) * S::PIECE, lane);
+          codes.load(block + i * 4 * S::PIECE, lane);
           wgmma_fence();
           codes.multiply(d, desc_kmajor(stage));
           wgmma_wait<0>();
-          seen = codes.add(acc, d, stage + S::SCALES, c);
+          seen |= codes.add(acc[i], d, stage + S::SCALES, c);
         }
-        slot_left(ring_empty + slot * 8, seen);
-        if (++slot == S::STAGES) slot = 0, phase ^= 1;
+      slot_left(empty + slot * 8, seen);
+      if (++slot == S::STAGES) slot = 0, phase ^= 1;
+    }
+    // ---- add the classes ----
+    if (first > 0 || of_class > 0) {
+      if (of_class == WIDE_GROUPS && (threadIdx.x & 127) == 0) mbar_expect(tokens, S::UNITS * S::SUM);
+      mbar_wait(tokens + j * 8, token_phase);
+      token_phase ^= 1;
+    }
+    uint32_t seen = 0;
+    if (of_class > 0)
+#pragma unroll
+      for (int i = 0; i < S::UNITS * S::N / 8; i++) {
+        const uint4 s = lds128(sums + i * 128 * 16);
+        float* const to = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
+        seen |= s.x;
+        to[0] = __fadd_rn(__uint_as_float(s.x), to[0]), to[1] = __fadd_rn(__uint_as_float(s.y), to[1]);
+        to[2] = __fadd_rn(__uint_as_float(s.z), to[2]), to[3] = __fadd_rn(__uint_as_float(s.w), to[3]);
       }
-      if (here <= 0) continue;
-      // ---- the sum of the classes ----
-      if (S::PARTS > 1 && (first > 0 || v > 0)) {
-        if (S::PAIRED && v == WIDE_GROUPS && (threadIdx.x & 127) == 0) mbar_expect(token, S::SUM);
-        mbar_wait(token, token_phase);
-        token_phase ^= 1;
-      }
-      uint32_t seen = 0;
-      if (v > 0)
+    if (of_class == CLASSES - 1) {
 #pragma unroll
-        for (int i = 0; i < S::N / 8; i++) {
-          const uint4 s = lds128(sums + i * 128 * 16);
-          seen |= s.x;
-          acc[4 * i] = __fadd_rn(__uint_as_float(s.x), acc[4 * i]), acc[4 * i + 1] = __fadd_rn(__uint_as_float(s.y), acc[4 * i + 1]);
-          acc[4 * i + 2] = __fadd_rn(__uint_as_float(s.z), acc[4 * i + 2]), acc[4 * i + 3] = __fadd_rn(__uint_as_float(s.w), acc[4 * i + 3]);
-        }
-      if (S::PAIRED && v == WIDE_GROUPS - 1) {
-        mbar_wait(sent_for, sent_phase);
-        sent_phase ^= 1;
-        const uint32_t to = at_rank(sums, 1), bar = at_rank(tokens, 1);
-#pragma unroll
-        for (int i = 0; i < S::N / 8; i++) store_async(to + i * 128 * 16, acc + 4 * i, bar);
-      } else if (v < CLASSES - 1) {
-#pragma unroll
-        for (int i = 0; i < S::N / 8; i++)
-          sts128(sums + i * 128 * 16, make_uint4(__float_as_uint(acc[4 * i]), __float_as_uint(acc[4 * i + 1]), __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])));
-      } else {
-        const int out = (owner + (first + 4 * unit + (warp & 3)) * owners) * 16 + g;
-        if ((warp & 3) < here)
+      for (int i = 0; i < S::UNITS; i++) {
+        const int tile = 4 * i + (warp & 3), out = (cluster + (first + tile) * clusters) * 16 + g;
+        if (tile < here)
 #pragma unroll
           for (int e = 0; e < S::N / 2; e++) {
             const int row = e / 4 * 8 + 2 * c + (e & 1);
-            if (row < rows && out + (e >> 1 & 1) * 8 < n) y[(size_t)row * n + out + (e >> 1 & 1) * 8] = acc[e];
+            if (row < rows && out + (e & 2) * 4 < n) y[(size_t)row * n + out + (e & 2) * 4] = acc[i][e];
           }
-        // Nothing is said to a block that may have ended.
-        if (S::PAIRED && first + S::TILES < mine) {
-          seen = __reduce_or_sync(~0u, seen);
-          if (lane == 0) mbar_arrive_at(sent_for + (seen & (gridDim.z - 1)), 0);
-        }
       }
-      if (S::PARTS > 1 && !(S::PAIRED && v == CLASSES - 1)) mbar_arrive(next);
+      // Nothing is said to a block that may have ended.
+      if (first + S::TILES < mine) {
+        seen = __reduce_or_sync(~0u, seen);
+        if (lane == 0) mbar_arrive_at(sums_free + (seen & (gridDim.z - 1)), 0);
+      }
+      continue;
     }
+    if (of_class == WIDE_GROUPS - 1) {
+      mbar_wait(sums_free, free_phase);
+      free_phase ^= 1;
+      const uint32_t to = at_rank(sums, 1), bar = at_rank(tokens, 1);
+#pragma unroll
+      for (int i = 0; i < S::UNITS * S::N / 8; i++) store_async(to + i * 128 * 16, acc[i / (S::N / 8)] + i % (S::N / 8) * 4, bar);
+    } else {
+#pragma unroll
+      for (int i = 0; i < S::UNITS * S::N / 8; i++) {
+        const float* const of = acc[i / (S::N / 8)] + i % (S::N / 8) * 4;
+        sts128(sums + i * 128 * 16, make_uint4(__float_as_uint(of[0]), __float_as_uint(of[1]), __float_as_uint(of[2]), __float_as_uint(of[3])));
+      }
+    }
+    mbar_arrive(tokens + (j + 1) % WIDE_GROUPS * 8);
   }
 }
