@@ -172,11 +172,11 @@ DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, flo
   __syncthreads();
   cluster_arrive_relaxed();
   const int above = blockIdx.y * PANEL_ROWS;                                // rows of other panels
-  rows = min(rows - above, PANEL_ROWS), x += (size_t)above * groups * 128, xs += (size_t)above * groups * 8, y += (size_t)above * n;
+  rows = min(rows - above, PANEL_ROWS);
   if (warp >= WIDE_GROUPS * 4) {
     // ---- copy ----
     registers_give<WIDE_KEPT>();
-    wide_fill<S>(w, x, xs, ring, full, empty, of_class, groups, mine, panel_height(rows));
+    wide_fill<S>(w, x + (size_t)above * groups * 128, xs + (size_t)above * groups * 8, ring, full, empty, of_class, groups, mine, panel_height(rows));
     __syncwarp();
     cluster_wait();
     return;
@@ -233,13 +233,15 @@ DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, flo
     if (of_class == CLASSES - 1) {
 #pragma unroll
       for (int i = 0; i < S::UNITS; i++) {
-        const int tile = 4 * i + (warp & 3), out = (cluster + (first + tile) * clusters) * 16 + g;
-        if (tile < here)
+        const int tile = 4 * i + (warp & 3), out = (cluster + (first + tile) * clusters) * 16 + g, end = tile < here ? n : 0, left = rows - 2 * c;
+        float* to = y + (size_t)(above + 2 * c) * n + out;
 #pragma unroll
-          for (int e = 0; e < S::N / 2; e++) {
-            const int row = e / 4 * 8 + 2 * c + (e & 1);
-            if (row < rows && out + (e & 2) * 4 < n) y[(size_t)row * n + out + (e & 2) * 4] = acc[i][e];
-          }
+        for (int e = 0; e < S::N / 2; e += 4, to += 8 * (size_t)n) {
+          if (2 * e < left && out < end) to[0] = acc[i][e];
+          if (2 * e < left && out + 8 < end) to[8] = acc[i][e + 2];
+          if (2 * e + 1 < left && out < end) to[n] = acc[i][e + 1];
+          if (2 * e + 1 < left && out + 8 < end) to[n + 8] = acc[i][e + 3];
+        }
       }
       // Nothing is said to a block that may have ended.
       if (first + S::TILES < mine) {
