@@ -1,6 +1,7 @@
 // Decode attention and what belongs to it. Entries exist on every architecture.
 #include "attend.cuh"
 #include "numbers.cuh"
+#include "panel.cuh"
 
 // attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_beside_{64,128}_{ROWS} (half a multiprocessor): up to ROWS query rows a KV head; see the
 // table below for threads and shared memory (crates/quantspec-cuda/src/attend.rs computes the same). Rings belong to the order of a row's sums: one number
@@ -88,7 +89,7 @@ ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1)
 
 // ---- merging the items of a row ----
 // merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the pass), 128 threads. Writes the input of the output projection:
-// x [row][pitch], or x8 [row][pitch] and xs [row][pitch / 128] for the draft.
+// x [row][pitch], or x8 and xs for the draft (panel.cuh).
 // Warp w adds items w, w + 4, ..., then the four warps are added in order. How many items a row has depends on its position alone, and one in which it
 // sees nothing has weight 0 and changes nothing.
 // Few blocks wait beside those of `attend`, which leave 4,096 registers; where there are more than multiprocessors, merge_wide_* has more items in flight.
@@ -100,7 +101,7 @@ struct MergeArgs {
   const float2* extremes;
   void* x;                               // of the step's row 0, as xs
   float2* xs;
-  int kv_heads, group, head_dim, pitch, first_row, unused;   // first_row: the step's row that this pass begins with
+  int kv_heads, group, head_dim, pitch, first_row, panels;   // first_row: the step's row that this pass begins with
 };
 
 template <class Out, int B>              // B: items in flight
@@ -156,8 +157,9 @@ DEV void merge(const MergeArgs& p) {
   const float4 out = make_float4(__fmul_rn(sum.x, over), __fmul_rn(sum.y, over), __fmul_rn(sum.z, over), __fmul_rn(sum.w, over));
   if constexpr (Out::BYTES == 1) {
     const Int8Group of = int8_group(out);
-    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + (size_t)row * p.pitch + channel) = of.codes;
-    if (lane == 0) p.xs[(size_t)row * (p.pitch / 128) + blockIdx.x] = make_float2(of.scale, of.sum);
+    const size_t place = input_place(row, blockIdx.x, p.pitch / 128, p.panels);
+    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + place * 128 + input_code(row, lane, p.panels)) = of.codes;
+    if (lane == 0) p.xs[place] = make_float2(of.scale, of.sum);
   } else if constexpr (Out::BYTES == 4) {
     if (there) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
   } else if (there) {

@@ -152,7 +152,7 @@ struct WideCodes {
   }
 };
 
-// y f32 [rows][n]. groups: of 128 inputs; tiles: of 16 outputs; x and xs as of `panel_place`.
+// y f32 [rows][n]. groups: of 128 inputs; tiles: of 16 outputs; x and xs in panels.
 template <class S>
 DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {
   extern __shared__ __align__(1024) uint8_t shared[];

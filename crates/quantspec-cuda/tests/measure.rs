@@ -233,7 +233,9 @@ fn attention() {
                                 unsafe {
                                     attend.run(view, pass, q.at(0), &at, &places, Around::default()).unwrap();
                                     if merge {
-                                        attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, heads * d, &places).unwrap();
+                                        attend
+                                            .merge(pass, Some(Dtype::Bf16), x.at(0), 0, heads * d, 0, &places)
+                                            .unwrap();
                                     }
                                 }
                             }
@@ -603,7 +605,7 @@ fn draft_layers() {
                             if let Some(beside) = beside {
                                 let around = Around { beside, ..Around::default() };
                                 attend.run(View::Upper, pass, q.at(0), &at, &places, around).unwrap();
-                                attend.merge(pass, None, x8.at(0), xs.at(0), 4096, &places).unwrap();
+                                attend.merge(pass, None, x8.at(0), xs.at(0), 4096, 0, &places).unwrap();
                             }
                             draft.add_i8(&weights[1], x8.at(0), xs.at(0), hidden.at(0), 0, 1).unwrap();
                             draft.gated(&weights[2], stream, 0, x.at(0), 14_336, 1).unwrap();
@@ -703,7 +705,7 @@ fn target_layers() {
                                 // SAFETY: as above.
                                 unsafe {
                                     attend.run(view, pass, q.at(0), &at, &places, around).unwrap();
-                                    attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, &places).unwrap();
+                                    attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, 0, &places).unwrap();
                                 }
                             }
                             product(&weights[1]);
