@@ -60,42 +60,45 @@ DEV void wgmma_codes(int (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32
   WGMMA_CODES("32", LIST16, "%21", "%16,%17,%18,%19", "%20", INTS8(d, 0), INTS8(d, 8));
 }
 
-// One warp fills the ring of a class, over its groups again for every TILES of the cluster's `mine` tiles.
+// One warp fills the ring of a class, over its groups again for every TILES of the cluster's `mine` tiles: a lane copies the weights of a tile, lanes 0 and 1 x and
+// its scales.
 template <class S>
 DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t ring, uint32_t full, uint32_t empty, int of_class, int groups, int mine, int height) {
-  const int lane = threadIdx.x & 31, cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
+  const int lane = threadIdx.x & 31, apart = gridDim.x / 2 * groups * S::PIECE;      // bytes from one tile of the cluster to the next
+  const uint8_t* of_tile = w + (size_t)(blockIdx.x / 2) * groups * S::PIECE + (size_t)lane * apart;
+  const uint8_t* const input = lane ? xs : x;
+  const int bytes = height * (lane ? 8 : 128), to = lane ? S::SCALES : 0;
   const uint64_t once = evict_first();
-  int first = 0, group = of_class;
-  const auto weights = [&](int slot) {
-    const int tiles = min(S::TILES, mine - first);
+  const auto weights = [&](int slot, int group) {
+    const int tiles = min(S::TILES, mine);
     if (lane == 0) mbar_expect(full + slot * 8, tiles * S::PIECE + height * 136);
     __syncwarp();
-    if (lane < tiles)
-      bulk_copy(ring + slot * S::STAGE + S::WEIGHTS + lane * S::PIECE, w + ((size_t)(cluster + (first + lane) * clusters) * groups + group) * S::PIECE, S::PIECE,
-                full + slot * 8, once);
+    if (lane < tiles) bulk_copy(ring + slot * S::STAGE + S::WEIGHTS + lane * S::PIECE, of_tile + group * S::PIECE, S::PIECE, full + slot * 8, once);
   };
-  const auto inputs = [&](int slot, int from) {
-    const uint32_t to = ring + slot * S::STAGE;
-    if (lane == 0) bulk_copy(to, x + (size_t)from * height * 128, height * 128, full + slot * 8);
-    if (lane == 1) bulk_copy(to + S::SCALES, xs + (size_t)from * height * 8, height * 8, full + slot * 8);
+  const auto inputs = [&](int slot, int group) {
+    if (lane < 2) bulk_copy(ring + slot * S::STAGE + to, input + (size_t)group * bytes, bytes, full + slot * 8);
   };
-  const auto advance = [&](int& at, int& of_tiles) {
-    if ((at += CLASSES) >= groups) at = of_class, of_tiles += S::TILES;
+  int group = of_class;
+  const auto advance = [&]() {
+    if ((group += CLASSES) >= groups) group = of_class, mine -= S::TILES, of_tile += (size_t)S::TILES * apart;
   };
   if (of_class >= groups) mine = 0;                                         // a class without groups
   // Weights do not depend on the kernel before: all stages ask for theirs at once.
   int early = 0;
 #pragma unroll 1
-  for (; early < S::STAGES && first < mine; early++) weights(early), advance(group, first);
+  for (; early < S::STAGES && mine > 0; early++) weights(early, group), advance();
   grid_wait();
-  int from = of_class, unused = 0;
+  int from = of_class;
 #pragma unroll 1
-  for (int slot = 0; slot < early; slot++) inputs(slot, from), advance(from, unused);
+  for (int slot = 0; slot < early; slot++) {
+    inputs(slot, from);
+    if ((from += CLASSES) >= groups) from = of_class;
+  }
   int slot = 0, phase = 0;
 #pragma unroll 1
-  while (first < mine) {
+  while (mine > 0) {
     mbar_wait(empty + slot * 8, phase);
-    weights(slot), inputs(slot, group), advance(group, first);
+    weights(slot, group), inputs(slot, group), advance();
     if (++slot == S::STAGES) slot = 0, phase ^= 1;
   }
 }
@@ -183,11 +186,11 @@ DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, flo
   }
   registers_take<WIDE_TAKEN>();
   const uint32_t sums = base + S::SUMS + (threadIdx.x & 127) * 16;
-  int slot = 0, phase = 0, token_phase = 0, free_phase = 1;
+  int slot = 0, phase = 0, pass = 0;
   cluster_wait();                                                           // the other block's barriers are there
   grid_wait();                                                              // the kernel before may read y
 #pragma unroll 1
-  for (int first = 0; first < mine; first += S::TILES) {
+  for (int first = 0; first < mine; first += S::TILES, pass ^= 1) {
     // ---- multiply ----
     const int here = mine - first;                                          // tiles, a warp each; what lies in the place of others is multiplied and not stored
     float acc[S::UNITS][S::N / 2];
@@ -202,7 +205,7 @@ DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, flo
       uint32_t seen = 0;
 #pragma unroll
       for (int i = 0; i < S::UNITS; i++)
-        if (4 * i < here) {
+        if (S::UNITS == 1 || 4 * i < here) {
           WideCodes<S::BITS> codes;
           int d[S::N / 2];
           codes.load(block + i * 4 * S::PIECE, lane);
@@ -217,8 +220,7 @@ DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, flo
     // ---- add the classes ----
     if (first > 0 || of_class > 0) {
       if (of_class == WIDE_GROUPS && (threadIdx.x & 127) == 0) mbar_expect(tokens, S::UNITS * S::SUM);
-      mbar_wait(tokens + j * 8, token_phase);
-      token_phase ^= 1;
+      mbar_wait(tokens + j * 8, of_class > 0 ? pass : pass ^ 1);            // the first class has no token to wait for in the first pass
     }
     uint32_t seen = 0;
     if (of_class > 0)
@@ -251,8 +253,7 @@ DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, flo
       continue;
     }
     if (of_class == WIDE_GROUPS - 1) {
-      mbar_wait(sums_free, free_phase);
-      free_phase ^= 1;
+      mbar_wait(sums_free, pass ^ 1);
       const uint32_t to = at_rank(sums, 1), bar = at_rank(tokens, 1);
 #pragma unroll
       for (int i = 0; i < S::UNITS * S::N / 8; i++) store_async(to + i * 128 * 16, acc[i / (S::N / 8)] + i % (S::N / 8) * 4, bar);

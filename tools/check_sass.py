@@ -42,8 +42,6 @@ SPILLS = {
     # Decoding for 25 to 32 query rows a KV head loads again, without ever storing, one value per page, which is some 1,200
     # instructions.
     ("attend_both_128_32", "sm_90a"): 1,
-    # Draft products of 33 to 64 rows hold the sums of four tiles: one value is loaded again every two chunks of weights.
-    ("linear_w4_ring_8", "sm_90a"): 1,
     # Attention of a prefill holds the scores of a tile of keys and all of its output, of either type. On Blackwell it loads
     # again from which tile on scores are masked, once per tile, which is 1,200 to 1,400 instructions.
     **{(f"prefill_attend_128_{out}", sm): 1 for out in ("bf16", "f16") for sm in ("sm_100", "sm_120")},
@@ -78,8 +76,8 @@ BRANCH = re.compile(r"\b(?:BRA|CALL)\b.*`\((\.L_x_\d+)\)")
 # Instructions that the next one never follows. A branch may be passed where it has a predicate, in front of it or of its
 # label, or a suffix, such as .DIV for a warp whose lanes have parted.
 END = re.compile(r"BRA `|EXIT ;|RET\b")
-MATRIX = re.compile(r"\b(HMMA|IMMA|HGMMA)\b")
-ASYNCHRONOUS = re.compile(r"\bHGMMA\b")
+MATRIX = re.compile(r"\b(HMMA|IMMA|HGMMA|IGMMA)\b")
+ASYNCHRONOUS = re.compile(r"\b[HI]GMMA\b")
 WAIT = re.compile(r"\bWARPGROUP\.DEPBAR\b")
 WAITS = 0.75
 LOCAL = re.compile(r"\b(LDL|STL)\b")
