@@ -31,7 +31,13 @@ struct Wide {
   // Sums as threads hold them: [unit][column of eight rows][thread of the warpgroup] float4.
   static constexpr int SUMS = WIDE_GROUPS * STAGES * STAGE, SUM = N / 8 * 128 * 16;
   // Barriers: full and empty of each ring, a token of each warpgroup, and the second block's sums are free.
-  static constexpr int BARRIERS = SUMS + UNITS * SUM, BYTES = BARRIERS + (2 * WIDE_GROUPS * STAGES + WIDE_GROUPS + 1) * 8;
+  static constexpr int BARRIERS = SUMS + UNITS * SUM, EMPTY = WIDE_GROUPS * STAGES * 8, TOKENS = BARRIERS + 2 * EMPTY, SUMS_FREE = TOKENS + WIDE_GROUPS * 8;
+  static constexpr int BYTES = SUMS_FREE + 8;
+  // Tiles of 16 outputs that this cluster has, as many apart as there are clusters.
+  static DEV int tiles_of_cluster(int tiles) {
+    const int cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
+    return (tiles - cluster + clusters - 1) / clusters;
+  }
 };
 
 DEV uint32_t at_rank(uint32_t address, uint32_t rank) {
@@ -60,11 +66,14 @@ DEV void wgmma_codes(int (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32
   WGMMA_CODES("32", LIST16, "%21", "%16,%17,%18,%19", "%20", INTS8(d, 0), INTS8(d, 8));
 }
 
-// One warp fills the ring of a class, over its groups again for every TILES of the cluster's `mine` tiles: a lane copies the weights of a tile, lanes 0 and 1 x and
-// its scales.
+// One warp fills the ring of a class, over its groups again for every TILES of the cluster's tiles: a lane copies the weights of a tile, lanes 0 and 1 x and its
+// scales.
 template <class S>
-DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t ring, uint32_t full, uint32_t empty, int of_class, int groups, int mine, int height) {
-  const int lane = threadIdx.x & 31, apart = gridDim.x / 2 * groups * S::PIECE;      // bytes from one tile of the cluster to the next
+DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t base, int groups, int tiles, int height) {
+  const int lane = threadIdx.x & 31, j = threadIdx.x >> 5 & 3, of_class = cluster_rank() * WIDE_GROUPS + j;
+  const uint32_t ring = base + j * S::STAGES * S::STAGE, full = base + S::BARRIERS + j * S::STAGES * 8, empty = full + S::EMPTY;
+  const int apart = gridDim.x / 2 * groups * S::PIECE;                      // bytes from one tile of the cluster to the next
+  int mine = of_class < groups ? S::tiles_of_cluster(tiles) : 0;
   const uint8_t* of_tile = w + (size_t)(blockIdx.x / 2) * groups * S::PIECE + (size_t)lane * apart;
   const uint8_t* const input = lane ? xs : x;
   const int bytes = height * (lane ? 8 : 128), to = lane ? S::SCALES : 0;
@@ -82,7 +91,6 @@ DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32
   const auto advance = [&]() {
     if ((group += CLASSES) >= groups) group = of_class, mine -= S::TILES, of_tile += (size_t)S::TILES * apart;
   };
-  if (of_class >= groups) mine = 0;                                         // a class without groups
   // Weights do not depend on the kernel before: all stages ask for theirs at once.
   int early = 0;
 #pragma unroll 1
@@ -155,40 +163,14 @@ struct WideCodes {
   }
 };
 
-// y f32 [rows][n]. groups: of 128 inputs; tiles: of 16 outputs; x and xs in panels.
+// A warpgroup multiplies its class, and adds what the classes before it have; the last one stores y [rows][n].
 template <class S>
-DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {
-  extern __shared__ __align__(1024) uint8_t shared[];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3, j = warp < WIDE_GROUPS * 4 ? warp >> 2 : warp & 3;
-  const int rank = cluster_rank(), cluster = blockIdx.x / 2, clusters = gridDim.x / 2, of_class = rank * WIDE_GROUPS + j;
-  const int mine = max(0, (tiles - cluster + clusters - 1) / clusters);     // tiles of the cluster, `clusters` apart
-  const uint32_t base = shared_address(shared), ring = base + j * S::STAGES * S::STAGE;
-  const uint32_t full = base + S::BARRIERS + j * S::STAGES * 8, empty = full + WIDE_GROUPS * S::STAGES * 8;
-  const uint32_t tokens = base + S::BARRIERS + 2 * WIDE_GROUPS * S::STAGES * 8, sums_free = tokens + WIDE_GROUPS * 8;
-  grid_trigger();
-  if (threadIdx.x == 0) {
-    mbar_init_ring(full, empty, WIDE_GROUPS * S::STAGES, 128);
-    for (int i = 0; i < WIDE_GROUPS; i++) mbar_init(tokens + i * 8, rank && i == 0 ? 1 : 128);
-    mbar_init(sums_free, 4);
-    mbar_init_done();
-  }
-  __syncthreads();
-  cluster_arrive_relaxed();
-  const int above = blockIdx.y * PANEL_ROWS;                                // rows of other panels
-  rows = min(rows - above, PANEL_ROWS);
-  if (warp >= WIDE_GROUPS * 4) {
-    // ---- copy ----
-    registers_give<WIDE_KEPT>();
-    wide_fill<S>(w, x + (size_t)above * groups * 128, xs + (size_t)above * groups * 8, ring, full, empty, of_class, groups, mine, panel_height(rows));
-    __syncwarp();
-    cluster_wait();
-    return;
-  }
-  registers_take<WIDE_TAKEN>();
-  const uint32_t sums = base + S::SUMS + (threadIdx.x & 127) * 16;
+DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, int rows) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3, j = warp >> 2, of_class = cluster_rank() * WIDE_GROUPS + j;
+  const uint32_t ring = base + j * S::STAGES * S::STAGE, full = base + S::BARRIERS + j * S::STAGES * 8, empty = full + S::EMPTY;
+  const uint32_t tokens = base + S::TOKENS, sums_free = base + S::SUMS_FREE, sums = base + S::SUMS + (threadIdx.x & 127) * 16;
+  const int mine = S::tiles_of_cluster(tiles);
   int slot = 0, phase = 0, pass = 0;
-  cluster_wait();                                                           // the other block's barriers are there
-  grid_wait();                                                              // the kernel before may read y
 #pragma unroll 1
   for (int first = 0; first < mine; first += S::TILES, pass ^= 1) {
     // ---- multiply ----
@@ -205,7 +187,7 @@ DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, flo
       uint32_t seen = 0;
 #pragma unroll
       for (int i = 0; i < S::UNITS; i++)
-        if (S::UNITS == 1 || 4 * i < here) {
+        if (4 * i < here) {
           WideCodes<S::BITS> codes;
           int d[S::N / 2];
           codes.load(block + i * 4 * S::PIECE, lane);
@@ -235,8 +217,8 @@ DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, flo
     if (of_class == CLASSES - 1) {
 #pragma unroll
       for (int i = 0; i < S::UNITS; i++) {
-        const int tile = 4 * i + (warp & 3), out = (cluster + (first + tile) * clusters) * 16 + g, end = tile < here ? n : 0, left = rows - 2 * c;
-        float* to = y + (size_t)(above + 2 * c) * n + out;
+        const int tile = 4 * i + (warp & 3), out = (blockIdx.x / 2 + (first + tile) * (gridDim.x / 2)) * 16 + g, end = tile < here ? n : 0, left = rows - 2 * c;
+        float* to = y + (size_t)(2 * c) * n + out;
 #pragma unroll
         for (int e = 0; e < S::N / 2; e += 4, to += 8 * (size_t)n) {
           if (2 * e < left && out < end) to[0] = acc[i][e];
@@ -265,5 +247,34 @@ DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, flo
       }
     }
     mbar_arrive(tokens + (j + 1) % WIDE_GROUPS * 8);
+  }
+}
+
+// y f32 [rows][n]. groups: of 128 inputs; tiles: of 16 outputs; x and xs in panels.
+template <class S>
+DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, float* y, int groups, int tiles, int n, int rows) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t base = shared_address(shared);
+  grid_trigger();
+  if (threadIdx.x == 0) {
+    mbar_init_ring(base + S::BARRIERS, base + S::BARRIERS + S::EMPTY, WIDE_GROUPS * S::STAGES, 128);
+    for (int j = 0; j < WIDE_GROUPS; j++) mbar_init(base + S::TOKENS + j * 8, cluster_rank() && j == 0 ? 1 : 128);
+    mbar_init(base + S::SUMS_FREE, 4);
+    mbar_init_done();
+  }
+  __syncthreads();
+  cluster_arrive_relaxed();
+  const size_t above = blockIdx.y * PANEL_ROWS;                             // rows of other panels
+  rows = min(rows - (int)above, PANEL_ROWS);
+  if (threadIdx.x >= WIDE_GROUPS * 128) {
+    registers_give<WIDE_KEPT>();
+    wide_fill<S>(w, x + above * groups * 128, xs + above * groups * 8, base, groups, tiles, panel_height(rows));
+    __syncwarp();
+    cluster_wait();
+  } else {
+    registers_take<WIDE_TAKEN>();
+    cluster_wait();                                                         // the other block's barriers are there
+    grid_wait();                                                            // the kernel before may read y
+    wide_multiply<S>(y + above * n, base, groups, tiles, n, rows);
   }
 }
