@@ -275,7 +275,7 @@ fn products() {
     ];
     for (n, k) in shapes {
         let mut line = String::new();
-        let x = random_bytes(&device, 64 * k * 2, 3);
+        let x = random_bytes(&device, 128 * k * 2, 3);
         // Small finite numbers: bits of bfloat16 around one.
         let ones: Vec<u16> = (0..1 << 20).map(|i: u32| 0x3c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
         let source = device.copied(&ones).unwrap();
@@ -291,8 +291,8 @@ fn products() {
             })
             .collect();
         x.copy_from(0, &source, 0, x.bytes().min(source.bytes())).unwrap();
-        let y = device.allocate(64 * n * 4).unwrap();
-        for m in [1, 5, 8, 16, 32, 48, 64] {
+        let y = device.allocate(128 * n * 4).unwrap();
+        for m in [1, 5, 8, 16, 32, 48, 64, 128] {
             let seconds = graph_seconds(&device, 15, || {
                 for matrix in &matrices {
                     // SAFETY: every buffer outlives the graph.
@@ -309,9 +309,9 @@ fn products() {
                 .map(|i| linear.quantise(&matrices[i % copies], bits, 0, &flag).unwrap())
                 .collect();
             let bytes = drafts[0].buffer.bytes();
-            let x8 = random_bytes(&device, 16 * k, 4);
-            let xs = device.zeroed(16 * k / 128 * 8).unwrap();
-            for m in [1, 8] {
+            let x8 = random_bytes(&device, 128 * k, 4);
+            let xs = device.zeroed(128 * k / 128 * 8).unwrap();
+            for m in [1, 8, 16, 17, 32, 64, 128] {
                 let seconds = graph_seconds(&device, 15, || {
                     for draft in &drafts {
                         // SAFETY: every buffer outlives the graph.
