@@ -71,7 +71,7 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
 DRAFT_RINGS(4)
 DRAFT_RINGS(8)
 
-// linear_{w4,w8}_wide_{N}: 17 and more rows on Hopper, up to N of a panel (x8 and xs as panel.cuh says); grid (2 min(tiles, multiprocessors / 2), panels),
+// linear_{w4,w8}_wide_{N}: 17 and more rows on Hopper, up to N per panel (x8 and xs in panels: panel.cuh); grid (2 min(tiles, SMs / 2), panels),
 // 640 threads, Wide::BYTES of shared memory.
 #define WIDE(BITS, N, STAGES, SHARED)                                                                                                                          \
   static_assert(Wide<BITS, N, STAGES>::BYTES == SHARED, "as linear.rs asks for");                                                                              \

@@ -1,22 +1,22 @@
-// Draft weights times 17 and more rows on Hopper: y = x W^T by integer wgmma, 64 outputs x N rows, with the codes in registers (operand A).
+// Draft GEMM of 17 and more rows on Hopper: y = x W^T by integer wgmma, 64 outputs x N rows, with the weights in registers (operand A).
 //
-// The bits are those of `linear_quant`: inputs are split into eight classes (class v: groups v, v + 8, ... of 128), each is summed in order, and then the classes
-// are, in order. A cluster of two blocks has a warpgroup per class, so that a block reads half of the inputs:
+// The bits are those of `linear_quant`. Its eight warps are classes here: class v sums groups v, v + 8, ... in order, and then the classes are added in order. A
+// cluster of two blocks has one warpgroup per class, so that a block reads half of the inputs:
 //
-//   warps 0-15    four warpgroups that multiply: class 4 rank + j of all of the cluster's tiles
-//   warps 16-19   their producers: each fills a ring of stages {x, scales, weights of the tiles} of one group
+//     warps 0-15    multiply: warpgroup j has class 4 rank + j of all tiles of the cluster
+//     warps 16-19   load: each fills the stages {x, scales, weights of the tiles} of one warpgroup, one group of 128 inputs per stage
 //
-// When a class ends, its warpgroup waits for the token, adds its sums to those in shared memory and hands the token on: from class to class, by st.async from the
-// first block to the second, whose last warpgroup stores y.
+// The running sum of a tile passes from class to class in shared memory: a warpgroup waits for its token, adds its class and signals the next one. From block 0 to
+// block 1 it goes by st.async; the last warpgroup of block 1 stores y.
 //
-// Inputs lie in panels (panel.cuh), ready for wgmma: one bulk copy a group.
+// x is in panels (panel.cuh), so that a group of all rows is one TMA copy.
 #pragma once
 #include "linear.cuh"
 #include "panel.cuh"
 
 constexpr int WIDE_GROUPS = 4, CLASSES = LINEAR_WARPS;
-static_assert(CLASSES == 2 * WIDE_GROUPS, "a warpgroup of two blocks for each");
-// Registers of a thread that copies, of one that multiplies, and what all begin with.
+static_assert(CLASSES == 2 * WIDE_GROUPS, "two blocks have one warpgroup per class");
+// Registers per thread: loading warps, multiplying warps, and at launch.
 constexpr int WIDE_KEPT = 32, WIDE_TAKEN = 112, WIDE_ENTRY = 96;
 static_assert(WIDE_KEPT + WIDE_GROUPS * WIDE_TAKEN <= (WIDE_GROUPS + 1) * WIDE_ENTRY);
 
@@ -24,28 +24,29 @@ static_assert(WIDE_KEPT + WIDE_GROUPS * WIDE_TAKEN <= (WIDE_GROUPS + 1) * WIDE_E
 template <int BITS_, int N_, int STAGES_>
 struct Wide {
   static constexpr int BITS = BITS_, N = N_, STAGES = STAGES_;
-  // Units of 64 outputs (four tiles) that are summed together, as registers allow.
+  // Units of 64 outputs (four tiles) that share a stage of x: as many as registers allow.
   static constexpr int UNITS = 64 / N, TILES = 4 * UNITS;
-  // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights [TILES][PIECE]; swizzled atoms lie at multiples of 1024.
+  // A stage: x [N][128 bytes], scales [N] {scale, sum}, weights [TILES][PIECE]; swizzled atoms start at multiples of 1024.
   static constexpr int PIECE = QUANT_BLOCK<BITS>, SCALES = N * 128, WEIGHTS = SCALES + N * 8, STAGE = (WEIGHTS + TILES * PIECE + 1023) / 1024 * 1024;
   // Sums as threads hold them: [unit][column of eight rows][thread of the warpgroup] float4.
   static constexpr int SUMS = WIDE_GROUPS * STAGES * STAGE, SUM = N / 8 * 128 * 16;
-  // Barriers: full and empty of each ring, a token of each warpgroup, and the second block's sums are free.
+  // Barriers: full and empty of each stage, the token of each warpgroup, and "block 1 has read its sums".
   static constexpr int BARRIERS = SUMS + UNITS * SUM, EMPTY = WIDE_GROUPS * STAGES * 8, TOKENS = BARRIERS + 2 * EMPTY, SUMS_FREE = TOKENS + WIDE_GROUPS * 8;
   static constexpr int BYTES = SUMS_FREE + 8;
-  // Tiles of 16 outputs that this cluster has, as many apart as there are clusters.
+  // Number of this cluster's tiles of 16 outputs; consecutive ones are as many tiles apart as there are clusters.
   static DEV int tiles_of_cluster(int tiles) {
     const int cluster = blockIdx.x / 2, clusters = gridDim.x / 2;
     return (tiles - cluster + clusters - 1) / clusters;
   }
 };
 
+// The same shared memory address in block `rank` of the cluster.
 DEV uint32_t at_rank(uint32_t address, uint32_t rank) {
   uint32_t r;
   asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(r) : "r"(address), "r"(rank));
   return r;
 }
-// 16 bytes to another block's shared memory, which its barrier counts. Both addresses as of `at_rank`.
+// Stores 16 bytes in another block's shared memory and counts them at its barrier. Both addresses as returned by `at_rank`.
 DEV void store_async(uint32_t to, const float* v, uint32_t bar) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0],{%1,%2,%3,%4},[%5];" ::"r"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]),
                "r"(bar)
@@ -66,8 +67,7 @@ DEV void wgmma_codes(int (&d)[16], uint32_t a0, uint32_t a1, uint32_t a2, uint32
   WGMMA_CODES("32", LIST16, "%21", "%16,%17,%18,%19", "%20", INTS8(d, 0), INTS8(d, 8));
 }
 
-// One warp fills the ring of a class, over its groups again for every TILES of the cluster's tiles: a lane copies the weights of a tile, lanes 0 and 1 x and its
-// scales.
+// One warp loads the stages of a class, pass by pass over TILES tiles: lane i loads the weights of tile i, lanes 0 and 1 also x and its scales.
 template <class S>
 DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32_t base, int groups, int tiles, int height) {
   const int lane = threadIdx.x & 31, j = threadIdx.x >> 5 & 3, of_class = cluster_rank() * WIDE_GROUPS + j;
@@ -91,7 +91,7 @@ DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32
   const auto advance = [&]() {
     if ((group += CLASSES) >= groups) group = of_class, mine -= S::TILES, of_tile += (size_t)S::TILES * apart;
   };
-  // Weights do not depend on the kernel before: all stages ask for theirs at once.
+  // Weights do not depend on the previous kernel: those of all stages are loaded before it ends.
   int early = 0;
 #pragma unroll 1
   for (; early < S::STAGES && mine > 0; early++) weights(early, group), advance();
@@ -111,12 +111,12 @@ DEV void wide_fill(const uint8_t* w, const uint8_t* x, const uint8_t* xs, uint32
   }
 }
 
-// Codes of 16 outputs and a group as lanes hold them, and their parameters.
+// A lane's codes of 16 outputs and one group, and their scales and zeros.
 template <int BITS>
 struct WideCodes {
-  uint32_t a[4][4];                                                         // operand A of each 32 inputs
+  uint32_t a[4][4];                                                         // operand A of each wgmma (32 inputs)
   uint2 params;
-  // Of four bits the rows g + 8 take whole bytes: 16 times the high nibbles and the low ones.
+  // With 4 bits, rows g + 8 use whole bytes: 16 times the high nibble plus the low one, whose sum `add` subtracts.
   DEV void load(uint32_t block, int lane) {
     uint4 v[BITS / 2];
 #pragma unroll
@@ -128,18 +128,18 @@ struct WideCodes {
       const uint32_t q = s & 1 ? p.z : p.x, r = s & 1 ? p.w : p.y;
       a[s][0] = BITS == 4 ? q & 0x0f0f0f0f : p.x, a[s][1] = BITS == 4 ? q : p.y, a[s][2] = BITS == 4 ? r & 0x0f0f0f0f : p.z, a[s][3] = BITS == 4 ? r : p.w;
     }
-    // wgmma reads the registers later: they are written here, not where the compiler would.
+    // All registers are written before wgmma_fence: a write between two wgmmas would serialise them.
 #pragma unroll
     for (int s = 0; s < 4; s++) asm volatile("" : "+r"(a[s][0]), "+r"(a[s][1]), "+r"(a[s][2]), "+r"(a[s][3])::"memory");
   }
-  // Starts the products with the group's inputs at `b`.
+  // Starts d = codes x inputs, for the group whose inputs descriptor `b` points to.
   template <int D>
   DEV void multiply(int (&d)[D], uint64_t b) const {
 #pragma unroll
     for (int s = 0; s < 4; s++) wgmma_codes(d, a[s][0], a[s][1], a[s][2], a[s][3], b + 2 * s, s > 0);
     wgmma_commit();
   }
-  // acc += what the sums of a group stand for.
+  // acc += the group: code sums times both scales, plus zero times the sum of inputs. Returns bits of all that was loaded (`slot_left`).
   template <int D>
   DEV uint32_t add(float (&acc)[D], const int (&d)[D], uint32_t scales, int c) const {
     constexpr int ONE_AND_A_HALF = 0x4b400000;                              // 1.5 * 2^23: read as a float the sum is exact
@@ -163,7 +163,7 @@ struct WideCodes {
   }
 };
 
-// A warpgroup multiplies its class, and adds what the classes before it have; the last one stores y [rows][n].
+// One warpgroup: multiplies its class, adds it to the running sum of the classes before; the last class stores y [rows][n].
 template <class S>
 DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, int rows) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3, j = warp >> 2, of_class = cluster_rank() * WIDE_GROUPS + j;
@@ -174,7 +174,7 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
 #pragma unroll 1
   for (int first = 0; first < mine; first += S::TILES, pass ^= 1) {
     // ---- multiply ----
-    const int here = mine - first;                                          // tiles, a warp each; what lies in the place of others is multiplied and not stored
+    const int here = mine - first;                                          // tiles left, one per warp; warps beyond compute garbage that is not stored
     float acc[S::UNITS][S::N / 2];
 #pragma unroll
     for (int i = 0; i < S::UNITS; i++)
@@ -202,7 +202,7 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
     // ---- add the classes ----
     if (first > 0 || of_class > 0) {
       if (of_class == WIDE_GROUPS && (threadIdx.x & 127) == 0) mbar_expect(tokens, S::UNITS * S::SUM);
-      mbar_wait(tokens + j * 8, of_class > 0 ? pass : pass ^ 1);            // the first class has no token to wait for in the first pass
+      mbar_wait(tokens + j * 8, of_class > 0 ? pass : pass ^ 1);            // class 0 waits for class 3 of the previous pass
     }
     uint32_t seen = 0;
     if (of_class > 0)
@@ -227,7 +227,7 @@ DEV void wide_multiply(float* y, uint32_t base, int groups, int tiles, int n, in
           if (2 * e + 1 < left && out + 8 < end) to[n + 8] = acc[i][e + 3];
         }
       }
-      // Nothing is said to a block that may have ended.
+      // After the last pass block 0 may have exited.
       if (first + S::TILES < mine) {
         seen = __reduce_or_sync(~0u, seen);
         if (lane == 0) mbar_arrive_at(sums_free + (seen & (gridDim.z - 1)), 0);
@@ -264,7 +264,7 @@ DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, flo
   }
   __syncthreads();
   cluster_arrive_relaxed();
-  const size_t above = blockIdx.y * PANEL_ROWS;                             // rows of other panels
+  const size_t above = blockIdx.y * PANEL_ROWS;                             // rows of earlier panels
   rows = min(rows - (int)above, PANEL_ROWS);
   if (threadIdx.x >= WIDE_GROUPS * 128) {
     registers_give<WIDE_KEPT>();
@@ -273,8 +273,8 @@ DEV void wide_product(const uint8_t* w, const uint8_t* x, const uint8_t* xs, flo
     cluster_wait();
   } else {
     registers_take<WIDE_TAKEN>();
-    cluster_wait();                                                         // the other block's barriers are there
-    grid_wait();                                                            // the kernel before may read y
+    cluster_wait();                                                         // the other block has initialised its barriers
+    grid_wait();                                                            // the previous kernel may read y
     wide_multiply<S>(y + above * n, base, groups, tiles, n, rows);
   }
 }

@@ -1,7 +1,7 @@
-// Int8 inputs of draft products: codes of 128 bytes per row and group, and their {scale, scale times the sum of the codes}.
+// Int8 inputs of draft GEMMs: codes of 128 bytes per row and group, and their {scale, scale times the sum of the codes}.
 //
-// Row-major they are [row][group]. Products of 17 and more rows on Hopper (linear_wide.cuh) take panels of up to 64 rows: [panel][group][height], codes as wgmma
-// reads them, with the 128-byte swizzle and words of four codes in the order in which draft weights hold theirs.
+// Row-major: [row][group]. GEMMs of 17 and more rows on Hopper (linear_wide.cuh) read panels of up to 64 rows: [panel][group][height], with the 128-byte swizzle
+// of wgmma's operand B, and words of four codes in the order of the draft weights' registers.
 // `panels` is 0 for row-major inputs, else the rows of the step.
 #pragma once
 #include "ptx.cuh"
