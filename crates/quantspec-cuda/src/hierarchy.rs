@@ -119,8 +119,8 @@ impl Hierarchies {
         let of = name(dtype);
         let quantise = |dtype| device.kernel(&format!("planes_{}", name(dtype)), 0);
         Ok(Hierarchies {
-            both: Family::new(device, &format!("linear_both_{of}"), |tiles| ringed(2, tiles))?,
-            upper: Family::new(device, &format!("linear_upper_{of}"), |tiles| ringed(1, tiles))?,
+            both: Family::new(device, &format!("linear_both_{of}"), &[1, 2, 4, 8], |tiles| ringed(2, tiles))?,
+            upper: Family::new(device, &format!("linear_upper_{of}"), &[1, 2, 4, 8], |tiles| ringed(1, tiles))?,
             quantise: [quantise(Dtype::Bf16)?, quantise(Dtype::F16)?, quantise(Dtype::F32)?],
             atoms: device.kernel(&format!("atoms_{of}"), 0)?,
             device: device.clone(),

@@ -210,7 +210,9 @@ fn attention() {
                                 unsafe {
                                     attend.run(view, pass, q.at(0), &at, &places, Around::default()).unwrap();
                                     if merge {
-                                        attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, heads * d, &places).unwrap();
+                                        attend
+                                            .merge(pass, Some(Dtype::Bf16), x.at(0), 0, heads * d, 0, &places)
+                                            .unwrap();
                                     }
                                 }
                             }
@@ -250,7 +252,7 @@ fn gemms() {
     ];
     for (n, k) in shapes {
         let mut line = String::new();
-        let x = random_bytes(&device, 64 * k * 2, 3);
+        let x = random_bytes(&device, 128 * k * 2, 3);
         // Small finite numbers: bits of bfloat16 around one.
         let ones: Vec<u16> = (0..1 << 20).map(|i: u32| 0x3c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
         let source = device.copied(&ones).unwrap();
@@ -266,8 +268,8 @@ fn gemms() {
             })
             .collect();
         x.copy_from(0, &source, 0, x.bytes().min(source.bytes())).unwrap();
-        let y = device.allocate(64 * n * 4).unwrap();
-        for m in [1, 5, 8, 16, 32, 48, 64] {
+        let y = device.allocate(128 * n * 4).unwrap();
+        for m in [1, 5, 8, 16, 32, 48, 64, 128] {
             let seconds = graph_seconds(&device, 15, || {
                 for matrix in &matrices {
                     // SAFETY: every buffer outlives the graph.
@@ -284,9 +286,9 @@ fn gemms() {
                 .map(|i| linear.quantise(&matrices[i % copies], bits, 0, &flag).unwrap())
                 .collect();
             let bytes = drafts[0].buffer.bytes();
-            let x8 = random_bytes(&device, 16 * k, 4);
-            let xs = device.zeroed(16 * k / 128 * 8).unwrap();
-            for m in [1, 8] {
+            let x8 = random_bytes(&device, 128 * k, 4);
+            let xs = device.zeroed(128 * k / 128 * 8).unwrap();
+            for m in [1, 8, 16, 17, 32, 64, 128] {
                 let seconds = graph_seconds(&device, 15, || {
                     for draft in &drafts {
                         // SAFETY: every buffer outlives the graph.
@@ -580,7 +582,7 @@ fn draft_layers() {
                             if let Some(beside) = beside {
                                 let around = Around { beside, ..Around::default() };
                                 attend.run(View::Upper, pass, q.at(0), &at, &places, around).unwrap();
-                                attend.merge(pass, None, x8.at(0), xs.at(0), 4096, &places).unwrap();
+                                attend.merge(pass, None, x8.at(0), xs.at(0), 4096, 0, &places).unwrap();
                             }
                             draft.add_i8(&weights[1], x8.at(0), xs.at(0), hidden.at(0), 0, 1).unwrap();
                             draft.gated(&weights[2], stream, 0, x.at(0), 14_336, 1).unwrap();
@@ -680,7 +682,7 @@ fn target_layers() {
                                 // SAFETY: as above.
                                 unsafe {
                                     attend.run(view, pass, q.at(0), &at, &places, around).unwrap();
-                                    attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, &places).unwrap();
+                                    attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, 0, &places).unwrap();
                                 }
                             }
                             gemm(&weights[1]);

@@ -24,7 +24,9 @@ pub(super) struct Input {
 
 impl Input {
     pub(super) fn bytes(rows: usize, width: usize, dtype: Dtype) -> [usize; 3] {
-        [rows * padded(width) * dtype.bytes(), rows * width.next_multiple_of(GROUP), rows * width.div_ceil(GROUP) * 8]
+        // Panels hold whole eights of rows.
+        let (eights, groups) = (rows.next_multiple_of(8), width.div_ceil(GROUP));
+        [rows * padded(width) * dtype.bytes(), eights * groups * GROUP, eights * groups * 8]
     }
 
     pub(super) fn new(device: &Arc<Device>, rows: usize, width: usize, dtype: Dtype) -> Result<Input> {
