@@ -176,7 +176,7 @@ const WIDE_THREADS: u32 = 640;
 /// A kernel for draft weights of 17 and more rows on Hopper.
 #[derive(Clone, Copy, Debug)]
 struct Wide {
-    /// Rows of a panel that it takes.
+    /// Most rows of a panel.
     rows: usize,
     /// Bytes of shared memory.
     shared: usize,
@@ -184,7 +184,7 @@ struct Wide {
 }
 
 impl Wide {
-    /// Of a kernel for weights of that many bits: as kernels/linear.cu asserts, which a test below reads.
+    /// Bytes of shared memory of a kernel. A test compares them with the `static_assert` in kernels/linear.cu.
     const fn shared(bits: usize, rows: usize) -> Option<usize> {
         match (bits, rows) {
             (4, 32 | 64) => Some(229_672),
@@ -325,13 +325,14 @@ impl Linear {
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
-    /// `panels` of a step's int8 inputs (kernels/panel.cuh): the rows of the step where products of so many take panels, or 0 for row-major inputs.
+    /// `panels` of a step's int8 inputs (kernels/panel.cuh): `rows` if GEMMs of that many rows read panels, 0 if row-major.
     pub fn panels(&self, rows: usize) -> usize {
         if self.ringed.is_some() && rows >= WIDE_FROM { rows } else { 0 }
     }
 
-    /// y f32 `[rows][n]` = x · weightsᵀ with draft weights; x int8 and xs float2 {scale, sum}: row-major `[rows][k padded to 128]` and `[rows][groups]`, or in
-    /// panels, with room for whole eights of rows, where [`Linear::panels`] says so.
+    /// y f32 `[rows][n]` = x · weightsᵀ with draft weights; x int8 and xs float2 {scale, sum}. Row-major they are
+    /// `[rows][k padded to 128]` and `[rows][groups]`; if [`Linear::panels`] is not 0, panels with rows padded to a multiple
+    /// of eight.
     ///
     /// # Errors
     /// Device errors of the launch, named by the kernel.

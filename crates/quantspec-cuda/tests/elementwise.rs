@@ -166,9 +166,9 @@ fn silu_times_up() {
     }
 }
 
-/// Two panels, the second of seven rows, and a last group that is not whole: the codes and scales are those of row-major inputs.
+/// Two panels, the second of seven rows, and a partial last group: codes and scales are those of row-major inputs.
 #[test]
-fn int8_inputs_lie_in_panels() {
+fn int8_inputs_are_stored_in_panels() {
     let Some(device) = device() else { return };
     let mut random = Random(7);
     let (rows, width) = (71usize, 296usize);

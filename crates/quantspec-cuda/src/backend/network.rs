@@ -109,7 +109,7 @@ impl CudaBackend {
         Hidden { address: self.step.hidden.at(0), weight: weight.at(0), eps, width }
     }
 
-    /// Makes the draft weights anew if a prompt has overwritten them, and waits: draft kernels read weights before the
+    /// Recomputes the draft weights if a prompt has overwritten them, and waits: draft kernels read weights before the
     /// previous kernel has ended.
     pub(super) fn restore_drafts(&mut self) -> Result<()> {
         if self.overwritten {

@@ -32,8 +32,8 @@ pub(crate) fn run(device: &Arc<Device>, name: &str, grid: [usize; 3], block: u32
     device.synchronize().unwrap();
 }
 
-/// Int8 inputs `[rows][groups][128]` and their pairs {scale, sum} as a step's products take them: row-major, or with `panels` as kernels/panel.cuh says, where
-/// places of rows that do not exist hold 99 and NaN.
+/// Int8 inputs `[rows][groups][128]` and their pairs {scale, sum}, arranged for a step's GEMMs: row-major, or panels
+/// (kernels/panel.cuh), where missing rows hold 99 and NaN.
 pub(crate) fn arranged(codes: &[i8], scales: &[f32], rows: usize, groups: usize, panels: usize) -> (Vec<i8>, Vec<f32>) {
     if panels == 0 {
         return (codes[..rows * groups * 128].to_vec(), scales[..rows * groups * 2].to_vec());
