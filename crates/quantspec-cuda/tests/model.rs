@@ -515,6 +515,25 @@ fn batches(device: &Arc<Device>, checkpoint: &Checkpoint) {
     eprintln!("{compared} tokens equal");
 }
 
+/// Batches of 17 and more sequences draft with other GEMMs, and have the drafts, so the acceptance, of smaller ones.
+#[test]
+fn large_batches_draft_what_small_ones_draft() {
+    let Some(device) = device() else { return };
+    for checkpoint in checkpoints(&device, 500) {
+        let vocab = checkpoint.config().vocab;
+        let drafting = || method(View::Both, Some(QUANTSPEC));
+        let rates = [12, 24].map(|slots| {
+            let mut engine = Engine::new(load(&device, &checkpoint, &options(500, slots)), drafting(), slots, 500, 256);
+            // The larger batch has every sequence of the smaller one twice.
+            let prompts: Vec<Vec<u32>> = (0..slots).map(|i| prompt(vocab, 200 + i % 12, (i % 12) as u64)).collect();
+            let samplers: Vec<Sampler> = (0..slots).map(|i| sampler(Accept::Replay, 3, (i % 12) as u64)).collect();
+            decode(&mut engine, drafting(), &prompts, &vec![100; slots], &samplers, &[4]);
+            engine.stats().acceptance_rate()
+        });
+        assert_eq!(rates[0], rates[1]);
+    }
+}
+
 #[test]
 fn ten_thousand_tokens_are_those_of_plain_decoding() {
     let Some(device) = device() else { return };
