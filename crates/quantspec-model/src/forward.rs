@@ -8,7 +8,7 @@ use crate::prompt_cache::{PromptRows, Reuse};
 use crate::sampler::{TokenSampler, Turn};
 use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::verify::Verdict;
-use quantspec_core::{ErrorKind, Result};
+use quantspec_core::Result;
 
 /// One decoder layer. Where a model is split over devices, each holds a part of the sum that [`Network::reduce_residual`] adds, and an all-reduce belongs there.
 fn layer<B: Network>(backend: &mut B, layer: usize, pass: &Pass) -> Result<()> {
@@ -272,12 +272,14 @@ pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns
 }
 
 /// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i. The draft of a single turn that has a [`Turn::stop`] is watched: it ends
-/// where it is unlikely enough that all its tokens stand. Other drafts may be left to [`verify`], which [`Turn::to_draft`] says.
+/// where it is unlikely enough that all its tokens stand. Other drafts may be left to [`verify`], which [`Turn::to_draft`] says, unless a grammar
+/// has to see each token before it masks the next.
 ///
 /// # Errors
-/// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`], but for [`ErrorKind::NotFinite`]: there the draft ends.
+/// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`], but for those [of tokens](quantspec_core::ErrorKind::is_of_tokens): there the draft ends.
 pub fn draft<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
-    if backend.runs_rounds_whole() && !is_watched(turns) {
+    let masked = turns.iter().any(|turn| turn.constraint.is_some());
+    if backend.runs_rounds_whole() && !masked && !is_watched(turns) {
         backend.prepare_draft(plan)?;
         turns.iter_mut().filter(|turn| !turn.copied).for_each(|turn| turn.to_draft = Some(*plan));
         return Ok(());
@@ -302,7 +304,7 @@ pub fn draft_now<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Tu
         let Some(round) = Round::of_draft(plan, turns, offset) else { break };
         match backend.run(&round) {
             // What the draft alone cannot compute is no fault of the text. What was drafted before is verified, and its rows take the place of these.
-            Err(error) if error.kind == ErrorKind::NotFinite => {
+            Err(error) if error.kind.is_of_tokens() => {
                 turns.iter_mut().filter(|turn| turn.drafts(offset)).for_each(|turn| turn.gamma = offset);
                 break;
             }

@@ -2,10 +2,12 @@
 
 use crate::network::{DraftPlan, Step};
 use quantspec_core::Result;
-use quantspec_core::penalty::History;
+use quantspec_core::grammar::{self, Constraint};
+use quantspec_core::penalty::{History, penalised};
 use quantspec_core::policy::Stop;
 use quantspec_core::sample::Sampler;
 use quantspec_core::verify::{DraftDistribution, Verdict};
+use std::borrow::Cow;
 use std::sync::Arc;
 
 /// What one slot does in a round.
@@ -31,6 +33,8 @@ pub struct Turn {
     pub sampler: Sampler,
     /// The committed text, where the sampler has penalties.
     pub history: Option<Arc<History>>,
+    /// What may follow the committed answer, where a grammar says so.
+    pub constraint: Option<Arc<Constraint>>,
     /// The caller reads [`TokenSampler::logits`] of the turn's rows after they are judged.
     pub reads_logits: bool,
 }
@@ -49,6 +53,7 @@ impl Turn {
             q: DraftDistribution::Kept,
             sampler,
             history: None,
+            constraint: None,
             reads_logits: false,
         }
     }
@@ -56,6 +61,31 @@ impl Turn {
     /// Whether the network drafts a token after the one at `offset` of the window.
     pub fn drafts(&self, offset: usize) -> bool {
         !self.copied && self.gamma > offset
+    }
+
+    /// Whether tokens may be forbidden: every logit of a row may then be −∞ without a fault of the network.
+    pub fn forbids(&self) -> bool {
+        self.constraint.is_some()
+            || self.history.as_ref().is_some_and(|history| history.penalties().no_repeat_ngram > 0)
+    }
+
+    /// Whether the logits that a token is chosen from may be others than the network's.
+    pub fn changes_logits(&self) -> bool {
+        self.constraint.is_some() || self.history.is_some()
+    }
+
+    /// The logits `[vocab]` that the token after `drafted` ones is chosen from: those given, penalised and masked.
+    ///
+    /// # Errors
+    /// Those of [`Constraint::mask`].
+    pub fn allowed<'a>(&self, logits: &'a [f32], drafted: &[u32]) -> Result<Cow<'a, [f32]>> {
+        let mut logits = penalised(logits, self.history.as_deref(), drafted);
+        if let Some(constraint) = &self.constraint
+            && let Some(mask) = constraint.mask(drafted)?
+        {
+            grammar::apply(logits.to_mut(), &mask);
+        }
+        Ok(logits)
     }
 
     /// Notes the logit margin of the token just drafted. The draft ends with it where it has become unlikely enough that all of its tokens stand.
@@ -72,8 +102,8 @@ impl Turn {
 
 /// Chooses and judges tokens after [`crate::network::Network::head`], where the logits are.
 pub trait TokenSampler: Send {
-    /// The logits of row `row` of the last [`crate::network::Network::head`] (a prefill block has one row), `[vocab]`, before penalties
-    /// and warpers. After [`TokenSampler::judge`] they may be read of turns that said so ([`Turn::reads_logits`]), after
+    /// The logits of row `row` of the last [`crate::network::Network::head`] (a prefill block has one row), `[vocab]`, before penalties,
+    /// masks and warpers. After [`TokenSampler::judge`] they may be read of turns that said so ([`Turn::reads_logits`]), after
     /// [`TokenSampler::first`] not at all.
     ///
     /// # Errors
@@ -84,7 +114,7 @@ pub trait TokenSampler: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] where no token can be chosen, and on a GPU where keys or values of the prompt
-    /// are beyond half precision. On a GPU [`quantspec_core::ErrorKind::Internal`] where there is no such slot, and device
+    /// are beyond half precision. [`Error::no_token_left`](quantspec_core::Error::no_token_left), and those of the turn's grammar. On a GPU [`quantspec_core::ErrorKind::Internal`] where there is no such slot, and device
     /// errors.
     fn first(&mut self, turn: &Turn) -> Result<u32>;
 
@@ -93,7 +123,7 @@ pub trait TokenSampler: Send {
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Internal`] where a row's slot has no turn or its window no room, and on a GPU where
-    /// [`crate::backend::Options::rejection`] was not set. Device errors of a GPU.
+    /// [`crate::backend::Options::rejection`] was not set. Those of the turns' grammars. Device errors of a GPU.
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()>;
 
     /// The logit margin of the slot's last proposed token, whose step had this row alone; infinite where it was drawn for rejection.
@@ -122,8 +152,7 @@ pub trait TokenSampler: Send {
     /// after it. One verdict per turn, in order.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::NotFinite`] where no token can be chosen, and on a GPU where keys or values since the
-    /// last look are beyond half precision. [`quantspec_core::ErrorKind::Internal`] where rows, drafted tokens or kept
+    /// As [`TokenSampler::first`]; on a GPU also where keys or values since the last look are beyond half precision. [`quantspec_core::ErrorKind::Internal`] where rows, drafted tokens or kept
     /// distributions do not match the turns. Device errors of a GPU.
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>>;
 }
