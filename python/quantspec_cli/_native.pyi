@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
+from .schema import Answer
+
 __all__ = [
     "DRAFTS_LIMIT_BYTES",
     "PROMPTS_LIMIT_BYTES",
@@ -112,8 +114,11 @@ class Engine:
         presence_penalty: float = 0.0,
         no_repeat_ngram: int = 0,
         logprobs: int | None = None,
+        grammar: Answer | None = None,
     ) -> int:
-        """Takes a prompt into a free slot and returns the slot. With `logprobs` its tokens come with log-probabilities."""
+        """Takes a prompt into a free slot and returns the slot. With `logprobs` its tokens come with log-probabilities; a `grammar`
+        says which may be chosen.
+        """
 
     def take_logprobs(self, slot: int) -> list[tuple[float, list[tuple[int, float]]]]:
         """Log-probabilities of the slot's tokens since the last call, each with those of the likeliest of its place."""

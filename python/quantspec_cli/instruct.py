@@ -108,12 +108,18 @@ def settle(
     return replace(options, **chosen), notes
 
 
-def cuts(names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Generation]) -> Iterator[str]:
-    """Notes about replies that the limit of tokens cut."""
+def cuts(
+    names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Generation], *, schema: bool = False
+) -> Iterator[str]:
+    """Notes about replies, and answers by a JSON schema, that the limit of tokens cut."""
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
-        if prompt.continues or answer.stop_reason != "length":
+        if (prompt.continues and not schema) or answer.stop_reason != "length":
             continue
         where = f"{name}: the answer was cut at {len(answer.tokens):,} tokens (-n)"
+        if schema:
+            where += ", so its JSON is not whole: raise -n, or bound strings and lists in the schema"
+            yield where
+            continue
         if _repeats(answer.tokens):
             where += ", and repeats itself: try --repetition-penalty 1.05 --frequency-penalty 0.4"
         elif answer.thinking is not None and not answer.text:

@@ -6,9 +6,9 @@
 use crate::network::{Block, DraftPlan, Network, Pass, Row, Step};
 use crate::prompt_cache::{PromptRows, Reuse};
 use crate::sampler::{TokenSampler, Turn};
+use quantspec_core::Result;
 use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::verify::Verdict;
-use quantspec_core::Result;
 
 /// One decoder layer. Where a model is split over devices, each holds a part of the sum that [`Network::reduce_residual`] adds, and an all-reduce belongs there.
 fn layer<B: Network>(backend: &mut B, layer: usize, pass: &Pass) -> Result<()> {
