@@ -127,7 +127,7 @@ DEV float block_sum(float x, float* scratch) {
 }
 
 // The error flag of a device: bits are only ever set by kernels; the host reads and clears it at its synchronisations.
-constexpr uint32_t FLAG_CACHE = 1, FLAG_LOGITS = 2;
+constexpr uint32_t FLAG_CACHE = 1, FLAG_LOGITS = 2, FLAG_NO_TOKEN = 8;
 
 // 16 bytes to shared memory, or zeros.
 DEV void copy16_or_zero(uint32_t shared, const void* global, bool there) {

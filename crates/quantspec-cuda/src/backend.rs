@@ -79,7 +79,7 @@ pub struct CudaBackend {
     recorded: Recorded<Graph>,
     /// The step under way.
     layout: StepLayout,
-    /// Logits of the last verification, where penalties have replaced those on the device and the caller reads them.
+    /// Logits of the last verification, where penalties or masks have replaced those on the device and the caller reads them.
     unpenalised: Vec<Vec<f32>>,
     /// Layouts of the round's steps that are not queued yet; `None` outside a round.
     ahead: Option<std::vec::IntoIter<StepLayout>>,
