@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # without end.
 _WHITE_SPACE = r"( |\n[ \t]{0,20})"
 _OPTION = "json_schema"
+# Bytes that every JSON may need as tokens of their own.
+_PUNCTUATION = b'{}[]":,-.0123456789aeflnrstu'
 
 
 def read(path: str) -> str:
@@ -79,7 +81,8 @@ class Vocabulary:
             )
         tokens, special = model.tokenizer.vocabulary()
         tokens += [b""] * (max(self.ends) + 1 - len(tokens))
-        missing = [chr(byte) for byte in b'{}[]":,0123456789-.etrufalsn' if bytes([byte]) not in set(tokens)]
+        known = set(tokens)
+        missing = [chr(byte) for byte in _PUNCTUATION if bytes([byte]) not in known]
         if missing:
             raise UsageError(
                 f"the tokenizer of {model.name} has no token for {' '.join(missing)}, so it cannot write every JSON",
