@@ -1,7 +1,8 @@
-"""Answers by a JSON schema: what drafts changes no token, every whole answer is valid, and bad schemas end in one error line."""
+"""Answers by a JSON schema: what drafts changes no token, whole answers are valid, and bad schemas end in one error line."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -28,7 +29,12 @@ STORY = {
         "mood": {"enum": ["happy", "sad", None, 3]},
         "days": {"type": "integer", "minimum": 1, "maximum": 365},
         "share": {"type": "number", "minimum": 0, "maximum": 1},
-        "names": {"type": "array", "items": {"type": "string", "pattern": "^[A-Z][a-z]{1,8}$"}, "minItems": 1, "maxItems": 3},
+        "names": {
+            "type": "array",
+            "items": {"type": "string", "pattern": "^[A-Z][a-z]{1,8}$"},
+            "minItems": 1,
+            "maxItems": 3,
+        },
         "day": {"type": "string", "format": "date"},
         "dog": {"$ref": "#/$defs/dog"},
     },
@@ -38,13 +44,22 @@ STORY = {
         "dog": {
             "anyOf": [
                 {"type": "null"},
-                {"type": "object", "properties": {"old": {"type": "boolean"}}, "required": ["old"], "additionalProperties": False},
+                {
+                    "type": "object",
+                    "properties": {"old": {"type": "boolean"}},
+                    "required": ["old"],
+                    "additionalProperties": False,
+                },
             ]
         }
     },
 }
 DIGITS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "minItems": 4, "maxItems": 9}
-TEXTS = ["Once upon a time there was a dog.", "The sun was hot, and Tom had one ball. Tom said:", '{"title": "A day"}\n' * 6]
+TEXTS = [
+    "Once upon a time there was a dog.",
+    "The sun was hot, and Tom had one ball. Tom said:",
+    '{"title": "A day"}\n' * 6,
+]
 
 
 @pytest.mark.slow
@@ -55,14 +70,17 @@ def test_what_drafts_changes_no_token_and_answers_are_valid(of: dict[str, Any]) 
     with Engine.load(context=1200, method="ar") as engine:
         for setting in settings:
             plain.append([engine.generate(text, max_new_tokens=600, json_schema=of, **setting) for text in TEXTS])
-    for answer in sum(plain, []):
+    for answer in itertools.chain(*plain):
         assert answer.stop_reason == "eos", answer.text
         jsonschema.validate(json.loads(answer.text), of, format_checker=jsonschema.FormatChecker())
     # What the schema forbids would have been chosen.
     for method, gamma in [("quantspec", 4), ("quantspec", "auto"), ("w4", 12), ("ngram", 5), ("quantspec+ngram", 7)]:
         with Engine.load(context=1200, method=method, gamma=gamma, batch=3, threads=2) as engine:
             for setting, want in zip(settings, plain, strict=True):
-                assert engine.generate_batch(TEXTS, max_new_tokens=600, json_schema=of, **setting) == want, (method, setting)
+                assert engine.generate_batch(TEXTS, max_new_tokens=600, json_schema=of, **setting) == want, (
+                    method,
+                    setting,
+                )
             stats = engine.statistics()
             assert stats["drafted_tokens"] > 0
 
@@ -115,7 +133,9 @@ def test_masks_after_drafts_are_those_of_the_text() -> None:
             # A walk of drafted tokens, the last of which may be forbidden, leaves nothing behind.
             drafted: list[int] = []
             while len(drafted) < 4 and (after := walked.mask(drafted)) is not None:
-                drafted.append(chance.choice([t for t in tokens if after[t // 8] >> t % 8 & 1] + [chance.choice(tokens)] * 2))
+                drafted.append(
+                    chance.choice([t for t in tokens if after[t // 8] >> t % 8 & 1] + [chance.choice(tokens)] * 2)
+                )
             assert walked.mask([]) == mask
             token = chance.choice(allowed)
             walked.advance([token])
@@ -222,7 +242,16 @@ def test_batch(quantspec: Run, tmp_path: Path) -> None:
     for number, text in enumerate(TEXTS):
         (documents / f"{number}.txt").write_text(text)
     place.write_text(json.dumps(DIGITS))
-    arguments = ["batch", str(documents), "--out", str(tmp_path / "out"), "--suffix", ".json", "--json-schema", str(place)]
+    arguments = [
+        "batch",
+        str(documents),
+        "--out",
+        str(tmp_path / "out"),
+        "--suffix",
+        ".json",
+        "--json-schema",
+        str(place),
+    ]
     assert quantspec(*arguments).code == 0
     for number in range(len(TEXTS)):
         jsonschema.validate(json.loads((tmp_path / "out" / f"{number}.txt.json").read_text()), DIGITS)
@@ -244,7 +273,10 @@ BAD = {
     "a reference to the network": ({"$ref": "http://example.org/s.json"}, "http://example.org"),
     "a reference to nothing": ({"$ref": "#/$defs/nothing"}, "/$defs/nothing"),
     "itself": ({"$ref": "#"}, "no text satisfies it"),
-    "without end": ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["b"], "additionalProperties": False}, "unsatisfiable"),
+    "without end": (
+        {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["b"], "additionalProperties": False},
+        "unsatisfiable",
+    ),
     "unsatisfiable": ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5)"),
     "no choice": ({"enum": []}, "empty"),
     "a pattern that does not parse": ({"type": "string", "pattern": "("}, "unclosed group"),
@@ -299,7 +331,19 @@ def test_options_that_contradict_a_schema(quantspec: Run, fake: Any, tmp_path: P
     place.write_text(json.dumps(DIGITS))
     quantspec("run", "--text", "A", "--json-schema", str(place), "--ignore-eos").assert_error(2, "no end")
     thinker = chat_model(tmp_path / "m", "{{ messages[0].content }}{% if enable_thinking %}{% endif %}</think>")
-    arguments = ["run", "-m", thinker, "--text", "D", "--instruction", "I", "--json-schema", str(place), "--thinking", "on"]
+    arguments = [
+        "run",
+        "-m",
+        thinker,
+        "--text",
+        "D",
+        "--instruction",
+        "I",
+        "--json-schema",
+        str(place),
+        "--thinking",
+        "on",
+    ]
     quantspec(*arguments).assert_error(2, "thinking")
     assert not fake.engines
     with pytest.raises(UsageError, match="not valid JSON"):

@@ -116,8 +116,8 @@ class Engine:
         logprobs: int | None = None,
         grammar: Answer | None = None,
     ) -> int:
-        """Takes a prompt into a free slot and returns the slot. With `logprobs` its tokens come with log-probabilities; a `grammar`
-        says which may be chosen.
+        """Takes a prompt into a free slot and returns the slot. With `logprobs` its tokens come with log-probabilities; a
+        `grammar` says which may be chosen.
         """
 
     def take_logprobs(self, slot: int) -> list[tuple[float, list[tuple[int, float]]]]:

@@ -774,8 +774,8 @@ class Engine:
             ignore_eos: go on after an end-of-text token.
             logprobs: so many of the likeliest tokens of each place, 0 to 20, with log-probabilities, and that of each token;
                 None is nothing.
-            json_schema: a JSON schema, or its text: the answer is JSON that it allows, unless max_new_tokens cut it. Needs the
-                package llguidance, `pip install "quantspec[schema]"`.
+            json_schema: a JSON schema, or its text: the answer is JSON that it allows, unless max_new_tokens cut it. Needs
+                the package llguidance, `pip install "quantspec[schema]"`.
             on_prefill: called with (rows done, rows in all) while the prompt is read.
         """
         options = GenerateOptions(

@@ -1,7 +1,7 @@
 """JSON schemas that answers follow: which tokens may come next, by the package llguidance.
 
-The engine masks the logits of every row by what `Answer.mask` returns, of drafted rows too, so the masks are part of the target's
-distribution and speculation changes no token.
+The engine masks the logits of every row by what `Answer.mask` returns, those of drafted rows too. So the masks are part of the
+target's distribution, and speculation changes no token.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from .engine import Model, Prompt
 
-# Between JSON's tokens: a space, or a line break and its indentation. Schemas allow any white space, of which a greedy model may write lines
-# without end.
+# Between JSON's tokens: a space, or a line break and its indentation. JSON allows any white space, of which a greedy model may
+# write lines without end.
 _WHITE_SPACE = r"( |\n[ \t]{0,20})"
 _OPTION = "json_schema"
 # Bytes that every JSON may need as tokens of their own.
@@ -107,9 +107,7 @@ class Vocabulary:
             grammar = matcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE})
         except ValueError as error:
             raise _unusable(str(error)) from error
-        beginning = matcher(
-            self._inner, grammar, log_level=0, limits=llguidance.LLParserLimits(verbose_errors=False)
-        )
+        beginning = matcher(self._inner, grammar, log_level=0, limits=llguidance.LLParserLimits(verbose_errors=False))
         # The first mask shows what the constructor does not look at.
         if beginning.is_error() or not any(beginning.compute_bitmask()) or beginning.is_error():
             raise _unusable(beginning.get_error() or "no text satisfies it")
@@ -135,9 +133,7 @@ def _unusable(why: str) -> UsageError:
 class _Words:
     """What llguidance asks of a tokenizer."""
 
-    def __init__(
-        self, vocabulary: Vocabulary, model: Model, tokens: Sequence[bytes], special: Sequence[int]
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, model: Model, tokens: Sequence[bytes], special: Sequence[int]) -> None:
         self.eos_token_id = min(model.eos)
         self.bos_token_id = None
         self.tokens = tokens
@@ -145,7 +141,7 @@ class _Words:
         self._vocabulary, self._tokenizer = vocabulary, model.tokenizer
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Tokens of text that a schema prescribes, as the model is used to them. Asked once with bytes, to see whether they are taken."""
+        """Tokens of text that a schema prescribes, as the model knows them. llguidance asks once whether bytes are taken."""
         if isinstance(text, bytes):
             raise TypeError
         ids = self._tokenizer.encode_plain(text)
@@ -176,7 +172,7 @@ class Answer:
         self._ended = False
 
     def mask(self, drafted: Sequence[int]) -> bytes | None:
-        """Tokens that may follow, a bit each, after the committed answer and drafted tokens; None where the schema does not allow these.
+        """Tokens that may follow the committed answer and drafted tokens, a bit each; None where the schema refuses the latter.
 
         Raises:
             InputError: that takes more work than llguidance is given.
