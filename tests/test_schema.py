@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonschema
 import pytest
@@ -17,10 +18,7 @@ from quantspec_cli.engine import Model
 from quantspec_cli.errors import InputError, UsageError
 from quantspec_cli.options import GenerateOptions
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-Run = Callable[..., Outcome] if TYPE_CHECKING else Any
+Run = Callable[..., Outcome]
 
 STORY = {
     "type": "object",
@@ -74,7 +72,14 @@ def test_what_drafts_changes_no_token_and_answers_are_valid(of: dict[str, Any]) 
         assert answer.stop_reason == "eos", answer.text
         jsonschema.validate(json.loads(answer.text), of, format_checker=jsonschema.FormatChecker())
     # What the schema forbids would have been chosen.
-    for method, gamma in [("quantspec", 4), ("quantspec", "auto"), ("w4", 12), ("ngram", 5), ("quantspec+ngram", 7)]:
+    drafts: list[tuple[str, Any]] = [
+        ("quantspec", 4),
+        ("quantspec", "auto"),
+        ("w4", 12),
+        ("ngram", 5),
+        ("quantspec+ngram", 7),
+    ]
+    for method, gamma in drafts:
         with Engine.load(context=1200, method=method, gamma=gamma, batch=3, threads=2) as engine:
             for setting, want in zip(settings, plain, strict=True):
                 assert engine.generate_batch(TEXTS, max_new_tokens=600, json_schema=of, **setting) == want, (

@@ -120,7 +120,7 @@ def settle(
 
 
 def _needs_penalties(model: Model, options: GenerateOptions, unset: Container[str]) -> bool:
-    """Whether replies would repeat themselves: neither flags nor the checkpoint say how to choose tokens, and the model is small.
+    """Whether replies would repeat themselves: neither flags nor checkpoint say how to choose tokens, and the model is small.
 
     JSON is left alone: its quotes and commas have to repeat.
     """

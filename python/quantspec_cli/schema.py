@@ -1,6 +1,6 @@
 """JSON schemas that answers follow: which tokens may come next, by the package llguidance.
 
-The engine masks the logits of every row by what `Answer.mask` returns, those of drafted rows too. So the masks are part of the
+The engine masks the logits of every row by what `Answer.mask` returns, those of drafted rows too. So masks are part of the
 target's distribution, and speculation changes no token.
 """
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from .engine import Model, Prompt
 
-# Between JSON's tokens: a space, or a line break and its indentation. JSON allows any white space, of which a greedy model may
-# write lines without end.
+# Between JSON's tokens: a space, or a line break and its indentation. JSON allows any white space, which a greedy model may
+# write without end.
 _WHITE_SPACE = r"( |\n[ \t]{0,20})"
 _OPTION = "json_schema"
 # Bytes that every JSON may need as tokens of their own.
@@ -172,7 +172,7 @@ class Answer:
         self._ended = False
 
     def mask(self, drafted: Sequence[int]) -> bytes | None:
-        """Tokens that may follow the committed answer and drafted tokens, a bit each; None where the schema refuses the latter.
+        """Tokens that may follow the committed answer and drafted tokens, a bit each; None where these are not allowed.
 
         Raises:
             InputError: that takes more work than llguidance is given.
