@@ -361,6 +361,18 @@ def test_options_that_contradict_a_schema(quantspec: Run, fake: Any, tmp_path: P
         GenerateOptions(json_schema=looped)
 
 
+def test_bans_that_leave_no_token_are_told_as_such(quantspec: Run, tmp_path: Path) -> None:
+    place = tmp_path / "schema.json"
+    place.write_text(json.dumps({"type": "array", "items": {"const": 7}, "minItems": 40, "maxItems": 40}))
+    arguments = ["run", "--text", "A", "--json-schema", str(place), "--no-repeat-ngram", "4"]
+    for method in ("ar", "quantspec", "ngram"):
+        outcome = quantspec(*arguments, "--method", method, "--json")
+        error = outcome.json["error"]
+        assert (outcome.code, error["kind"], error["exit_code"]) == (1, "input", 1)
+        assert "no token is left to choose" in error["message"]
+        assert "--no-repeat-ngram" in error["hint"]
+
+
 def test_without_the_package(quantspec: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     place = tmp_path / "schema.json"
     place.write_text(json.dumps(DIGITS))

@@ -1,4 +1,4 @@
-//! The device's error flag: what kernels found that is not finite.
+//! The device's error flag: non-finite results of kernels.
 
 use quantspec_core::{Error, Result};
 
@@ -13,7 +13,7 @@ pub(crate) fn check_choice(flag: u32, forbids: bool) -> Result<()> {
     if forbids && flag == FLAG_NO_TOKEN { Err(Error::no_token_left()) } else { check_flag(flag) }
 }
 
-/// Turns what kernels flagged since the last look into an error.
+/// Converts the flags set by kernels to an error.
 pub(crate) fn check_flag(flag: u32) -> Result<()> {
     Err(Error::not_finite(match flag {
         0 => return Ok(()),
