@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, final
 
+from .schema import Answer
+
 __all__ = [
     "DRAFTS_LIMIT_BYTES",
     "PROMPTS_LIMIT_BYTES",
@@ -114,8 +116,11 @@ class Engine:
         presence_penalty: float = 0.0,
         no_repeat_ngram: int = 0,
         logprobs: int | None = None,
+        grammar: Answer | None = None,
     ) -> int:
-        """Adds a prompt to a free slot and returns the slot. With `logprobs`, log-probabilities of its tokens are kept."""
+        """Adds a prompt to a free slot and returns the slot. With `logprobs`, log-probabilities of its tokens are kept; a `grammar`
+        says which tokens may be chosen.
+        """
 
     def take_logprobs(self, slot: int) -> list[tuple[float, list[tuple[int, float]]]]:
         """Log-probabilities of the slot's tokens after the last call, each with those of the most likely tokens at its

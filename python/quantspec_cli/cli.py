@@ -273,6 +273,10 @@ def _options(flags: dict[str, Any], max_tokens: int, stop: tuple[str, ...]) -> t
     """Extracts the decoding options from a command's flags."""
     named = {field for field in GenerateOptions.__dataclass_fields__ if field in flags}
     sampling = {name: flags.pop(name) for name in named}
+    if sampling.get("json_schema") is not None:
+        from .schema import read
+
+        sampling["json_schema"] = read(sampling["json_schema"])
     generate_options = GenerateOptions(max_new_tokens=max_tokens, stop=stop, **sampling)
     return generate_options, EngineOptions(**{name: flags.pop(name) for name in EngineOptions.__dataclass_fields__})
 

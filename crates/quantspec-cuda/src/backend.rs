@@ -79,8 +79,8 @@ pub struct CudaBackend {
     recorded: Recorded<Graph>,
     /// Layout of the current step.
     layout: StepLayout,
-    /// Logits of the last verification before penalties, if the caller reads them; on the device the penalised ones replace
-    /// them.
+    /// Logits of the last verification before penalties and masks, if the caller reads them; on the device the changed ones
+    /// replace them.
     unpenalised: Vec<Vec<f32>>,
     /// Layouts of the round's steps that are not queued yet; `None` outside a round.
     ahead: Option<std::vec::IntoIter<StepLayout>>,

@@ -16,12 +16,11 @@ use half::f16;
 use quantspec_core::attend::{page_bound, select_pages, window_pages};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
-use quantspec_core::penalty::penalised;
 use quantspec_core::quantize::{
     Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations, quantize_head_row, quantize_page,
     quantize_weights_row,
 };
-use quantspec_core::sample::{Stream, check_finite, choose};
+use quantspec_core::sample::{Stream, check_finite, check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
 use quantspec_core::weights::{quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
@@ -713,7 +712,8 @@ impl TokenSampler for ReferenceBackend {
 
     fn first(&mut self, turn: &Turn) -> Result<u32> {
         let logits = self.logits(0)?;
-        let logits = penalised(&logits, turn.history.as_deref(), &[]);
+        let logits = turn.allowed(&logits, &[])?;
+        check_left(&logits)?;
         Ok(choose(&logits, &turn.sampler, turn.committed, Stream::Sample))
     }
 
@@ -723,7 +723,7 @@ impl TokenSampler for ReferenceBackend {
             let turn = turn.ok_or_else(|| Error::internal(format!("slot {} has no turn", row.slot)))?;
             let logits = self.logits(index)?;
             let drafted = self.window(row.slot, row.offset + 1)?;
-            let logits = penalised(&logits, turn.history.as_deref(), &drafted[1..]);
+            let logits = turn.allowed(&logits, &drafted[1..])?;
             let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
             match self.slot(row.slot)?.window.get_mut(row.offset + 1) {
                 Some(place) => *place = token,
@@ -751,9 +751,8 @@ impl TokenSampler for ReferenceBackend {
         for turn in turns {
             let drafted = self.window(turn.slot, turn.gamma + 1)?.split_off(1);
             let of_turn = step.rows.iter().zip(&self.logits).filter(|(row, _)| row.slot == turn.slot);
-            let history = turn.history.as_deref();
             let logits: Vec<Cow<[f32]>> =
-                of_turn.map(|(row, logits)| penalised(logits, history, &drafted[..row.offset])).collect();
+                of_turn.map(|(row, logits)| turn.allowed(logits, &drafted[..row.offset])).collect::<Result<_>>()?;
             let logits: Vec<&[f32]> = logits.iter().map(|row| &row[..]).collect();
             verdicts.push(self.judge.judge(turn.slot, &drafted, turn.q, &logits, &turn.sampler, turn.committed + 1)?);
         }

@@ -7,6 +7,7 @@ mod device;
 mod engine;
 mod errors;
 mod evaluate;
+mod grammar;
 mod machine;
 mod options;
 mod plan;
