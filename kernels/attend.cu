@@ -180,7 +180,7 @@ MERGE(i8, int8_t, 1)
 
 // ---- choosing pages for a draft ----
 // bounds_1_4, for one head per KV head, bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d], choices [list],
-// scores [list][kv head][score_pitch], ...): the score of a page is, over the heads of a group, the largest upper bound of q . k
+// scores [.][kv head][score_pitch], ...): the score of a page is, over the heads of a group, the largest upper bound of q . k
 // (core::attend::page_bound): sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which is
 // q (lo + hi) / 2 + |q| (hi - lo) / 2.
 // d / 8 lanes a page with eight channels each, U pages deep: 2048 U / d pages a block. grid (blocks, kv heads, lists), 256 threads. Pages and their
@@ -188,7 +188,8 @@ MERGE(i8, int8_t, 1)
 // They are not unrolled further, and `select` below hardly is: a step runs each once a layer, with its code no longer in any cache near by. Of 25 KB of
 // it `select` took 14 us, waiting for instructions.
 constexpr int CHOICE_THREADS = 256;                    // of a block of bounds_* and of select
-struct Choice { int row, slot, pages; };               // the list's row of q, its slot, its visible pages, of which it has some
+// The list's row of q, its slot, its visible pages, of which it has some; pages that are chosen among, those after them are all listed; which scores.
+struct Choice { int row, slot, pages, scored, scores; };
 // The best of `best` and of HEADS heads' bounds of a page; every lane of the page gets it. q's lane: eight channels of each head.
 template <int HEADS>
 DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane, float best) {
@@ -253,7 +254,7 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
 #pragma unroll
   for (int u = 0; u < U; u++) {
     const int page = first + u * across;
-    if (lane == 0 && page < choice.pages) scores[((size_t)blockIdx.z * kv_heads + head) * score_pitch + page] = best[u];
+    if (lane == 0 && page < choice.pages) scores[((size_t)choice.scores * kv_heads + head) * score_pitch + page] = best[u];
   }
 }
 #define BOUNDS(HEADS, U) \
@@ -263,7 +264,7 @@ BOUNDS(4, 2)
 BOUNDS(4, 4)
 
 // select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): the first and the newest page and the n - 2 best of the others (ties to the
-// lower number), ascending, into lists [slot][kv head][list_pitch]; without scores the newest are best. grid (kv heads, lists), 256 threads.
+// lower number) of those chosen among, then all others, ascending, into lists [slot][kv head][list_pitch]; without scores the newest are best. grid (kv heads, lists), 256 threads.
 // The range of the scores is cut into 32 parts, then the part in which the least score that is kept lies, and so on, until those kept are told
 // from the others; then they are listed in order.
 constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are made again
@@ -273,7 +274,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
   grid_trigger();
   const Choice choice = choices[blockIdx.y];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const float* s = scores + ((size_t)blockIdx.y * kv_heads + blockIdx.x) * score_pitch;
+  const float* s = scores + ((size_t)choice.scores * kv_heads + blockIdx.x) * score_pitch;
   int* list = lists + ((size_t)choice.slot * kv_heads + blockIdx.x) * list_pitch;
   // Once with made-up keys of some pages, while the scores are being made, to have the instructions here. Where kernels do not overlap nothing would be gained.
 #ifdef QS_SM90
@@ -283,7 +284,8 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
 #endif
 #pragma unroll 1
   for (int dry = waits; dry >= 0; dry--) {
-    const int pages = dry ? min(choice.pages, 64) : choice.pages, kept = dry ? max(pages / 2, 2) : min(n, pages);
+    const int pages = dry ? min(choice.pages, 64) : choice.pages, scored = dry ? pages : choice.scored;
+    const int of_scored = dry ? max(pages / 2, 2) : min(n, scored), kept = of_scored + pages - scored;
     __syncthreads();
     if (threadIdx.x < 32) parts[0][lane] = 0;
     if (threadIdx.x == 0) lowest = ~0u, highest = 0, overs_all = 0;
@@ -292,7 +294,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     // Keys in the order of the scores (zeros differ, as for core's total_cmp), from 1 on; 0 where there is no page.
     auto make = [&](int page) -> uint32_t {
       if (page >= pages) return 0;
-      if (page == 0 || page == pages - 1) return ~0u;
+      if (page == 0 || page >= scored - 1) return ~0u;
       if (!scores || dry) return page;
       const uint32_t bits = __float_as_uint(__ldcg(s + page));
       return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -310,7 +312,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     auto key = [&](int page) { return page < SELECT_KEPT ? keys[page] : make(page); };
 
     // `kept` pages or more have the key `least` or a higher one.
-    const int wanted = kept - 2;                          // besides the first and the newest
+    const int wanted = of_scored - 2;                     // besides the first, the newest and those that are all listed
     uint32_t least = wanted > 0 ? lowest : ~0u - 1;
     if (wanted > 0 && kept < pages) {
       int above = 0, shift = (31 - __clz(highest - least | 1)) / 5 * 5;       // of 32 parts, each of which is 32 of the next ones

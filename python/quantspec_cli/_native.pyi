@@ -75,6 +75,7 @@ class Engine:
         draft_weights: str = "int4",
         draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
+        draft_refresh: int = 0,
         accept: str = "replay",
         gamma: int | None = None,
         slots: int = 1,
@@ -147,6 +148,7 @@ class Engine:
         kv_target: str = "int8",
         draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
+        draft_refresh: int = 0,
         gamma: int | None = None,
     ) -> None:
         """Changes the method of an engine opened with `every_view`; policy and statistics begin anew."""
@@ -254,6 +256,7 @@ def plan(
     draft_weights: str = "int4",
     draft_pages: int | Literal["auto"] | None = None,
     page_choice: str = "best",
+    draft_refresh: int = 0,
     accept: str = "replay",
     gamma: int | None = None,
     slots: int = 1,

@@ -603,6 +603,7 @@ class Engine:
         draft_weights: str = "int4",
         draft_pages: int | Literal["all", "auto"] | None = None,
         page_choice: str | None = None,
+        draft_refresh: int = 0,
         draft_model: str | os.PathLike[str] | None = None,
         accept: str = "replay",
         prompt_cache: str | os.PathLike[str] | bool | None = None,
@@ -631,6 +632,7 @@ class Engine:
             draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto": as measured cost and acceptance say.
                 None is the method's default.
             page_choice: with a number of pages, the "best" ones (None, too) or the recent ones ("window").
+            draft_refresh: with method "snapkv", choose among all pages again after so many new ones; 0 is never.
             draft_model: with method "draft-model", a directory, a GGUF file or a hub id of the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
             prompt_cache: what prompts have in common is read once. True keeps them in memory, up to an eighth of what is free
@@ -652,6 +654,7 @@ class Engine:
             draft_weights=draft_weights,
             draft_pages=draft_pages,
             page_choice=page_choice,
+            draft_refresh=draft_refresh,
             draft_model=None if draft_model is None else os.fspath(draft_model),
             accept=accept,
         )

@@ -53,6 +53,7 @@ def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **req
         if engine.draft_model is not None:
             told |= {"draft_model": engine.draft_model}
         told |= {"draft_pages": engine.pages_of_draft, "page_choice": engine.choice_of_pages}
+        told |= {"draft_refresh": engine.draft_refresh}
     return hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -14,6 +14,7 @@ use crate::prompt::Prompt;
 use crate::quantize;
 use crate::weights::{self, Model};
 use activations::{Lengths, Rows};
+use quantspec_core::attend::SnapScores;
 use quantspec_core::config::ModelConfig;
 use quantspec_core::verify::Judge;
 use quantspec_core::{Error, Result};
@@ -36,6 +37,8 @@ pub struct CpuBackend {
     windows: Vec<Vec<u32>>,
     /// Pages chosen for each slot, layer and KV head, and how many were visible then.
     chosen: Vec<(Vec<u32>, usize)>,
+    /// What pages are chosen by where that is the attention of a prompt's end, likewise.
+    snapped: Vec<SnapScores>,
     prompt: Prompt,
     rows: Rows,
     states: Vec<State>,
@@ -75,7 +78,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
     let [upper, lower, full, ring] = Plan::new(config, options).bytes();
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
-        + Prompt::plan(config, options.prompt_capacity, options.block_rows, threads)
+        + Prompt::plan(config, options, threads)
         + threads * (State::bytes_of(state_rows(config, options), shape) + quantize::Scratch::bytes_of(shape))
         + drafted_bytes(config, options);
     Memory {
@@ -117,13 +120,14 @@ impl CpuBackend {
         let pool = Pool::new(threads)?;
         // Memory first: what does not fit is known before a minute of loading.
         let cache = Cache::new(Plan::new(&config, options))?;
-        let prompt = Prompt::new(&config, options.prompt_capacity, options.block_rows, threads)?;
+        let prompt = Prompt::new(&config, options, threads)?;
         let rows = Rows::new(&config, options)?;
         let states = (0..threads).map(|_| State::new(state_rows(&config, options), shape)).collect::<Result<_>>()?;
         let model = Model::load(checkpoint, options.weights, options.draft_weights, choice.simd, &pool, &mut hooks)?;
         Ok(CpuBackend {
             rope: RopeTable::new(&config),
             chosen: vec![(Vec::new(), 0); options.slots * config.layers * config.kv_heads],
+            snapped: vec![SnapScores::default(); options.slots * config.layers * config.kv_heads],
             open: vec![None; options.slots],
             windows: vec![Vec::new(); options.slots],
             flushes: (0..threads).map(|_| quantize::Scratch::new(shape)).collect(),

@@ -37,6 +37,9 @@ pub struct Options {
     /// Keep the distributions of a round's drafted tokens: acceptance by rejection compares with those that
     /// [`TokenSampler::propose`] drew from.
     pub rejection: bool,
+    /// Keep how much attention the end of each prompt pays to its pages, by which [`quantspec_core::config::Pages::Snap`] chooses. Without
+    /// it such drafts read every page.
+    pub page_masses: bool,
     /// Rows of the largest step: slots · (γ_max + 1), or more for scoring.
     pub step_rows: usize,
     /// Rows of a prefill block.

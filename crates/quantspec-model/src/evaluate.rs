@@ -89,6 +89,7 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
+        page_masses: true,
         step_rows: WINDOW_ROWS,
         block_rows: BLOCK_ROWS,
         threads,
@@ -103,6 +104,7 @@ pub fn checkpoint_options(options: &crate::backend::Options) -> crate::backend::
         planes: Planes::of(&[View::Full]),
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::None,
+        page_masses: false,
         ..options.clone()
     }
 }

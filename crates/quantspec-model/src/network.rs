@@ -27,7 +27,8 @@ pub struct Step<'a> {
     pub view: View,
     /// Which of the visible pages.
     pub pages: Pages,
-    /// Choose the pages anew (first drafted token of a round); otherwise the slot's last choice stays.
+    /// Choose the pages anew (first drafted token of a round); otherwise the slot's last choice stays. [`Pages::Snap`] says itself when
+    /// it chooses.
     pub choose_pages: bool,
     /// The rows.
     pub rows: &'a [Row],
@@ -70,7 +71,7 @@ impl DraftPlan {
     /// Whether it is worth trying as a candidate: pages that leave out less than half of the `visible` ones save too little. The first candidate always is.
     pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {
         match self.pages {
-            Pages::Best(n) | Pages::Window(n) => candidate == 0 || 2 * n <= visible,
+            Pages::Best(n) | Pages::Window(n) | Pages::Snap { pages: n, .. } => candidate == 0 || 2 * n <= visible,
             Pages::All => true,
         }
     }
@@ -135,7 +136,8 @@ pub trait Network: Send {
     /// As [`Network::output`].
     fn down(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Ends a prefill layer: quantises the prompt's complete pages and copies the last (up to 3G) tokens to the buffer.
+    /// Ends a prefill layer: quantises the prompt's complete pages and copies the last (up to 3G) tokens to the buffer. With
+    /// [`crate::backend::Options::page_masses`] it keeps the attention that the last queries paid to the pages that a query after them sees.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::NotFinite`] where keys or values cannot be quantised, which a GPU says in

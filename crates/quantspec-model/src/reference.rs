@@ -13,7 +13,9 @@ use crate::prompt_cache::PromptRows;
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
 use half::f16;
-use quantspec_core::attend::{page_bound, select_pages, window_pages};
+use quantspec_core::attend::{
+    SNAP_QUERIES, SnapScores, page_bound, page_masses, select_pages, snap_pages, window_pages,
+};
 use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::penalty::penalised;
@@ -49,6 +51,8 @@ pub struct ReferenceBackend {
     between: Vec<Tensor>,
     /// Keys and values of the prompt in the layer under way, [tokens][kv_width] each.
     scratch: Option<(Tensor, Tensor)>,
+    /// Positions and queries [q_width] of the prompt's last rows in the layer under way, at most [`SNAP_QUERIES`].
+    last: Vec<(usize, Vec<f32>)>,
     logits: Vec<Vec<f32>>,
 }
 
@@ -67,6 +71,7 @@ struct Head {
     pages: Vec<Option<Stored>>,
     /// Pages the current draft reads; None before the first choice.
     chosen: Option<Vec<usize>>,
+    snap: SnapScores,
 }
 
 /// One page in the planes that are kept.
@@ -127,6 +132,7 @@ impl ReferenceBackend {
             blocks: HashMap::new(),
             between: Vec::new(),
             scratch: None,
+            last: Vec::new(),
             logits: Vec::new(),
         })
     }
@@ -374,6 +380,7 @@ impl Head {
             recent_values: vec![f16::ZERO; BUFFER_TOKENS * head_dim],
             pages: (0..capacity / G).map(|_| None).collect(),
             chosen: None,
+            snap: SnapScores::default(),
         }
     }
 
@@ -394,19 +401,27 @@ impl Head {
             (Pages::Window(n), _) => window_pages(visible, n),
             // Quantised keys are what is scored; a cache without them keeps to the window.
             (Pages::Best(n), _) if !upper => window_pages(visible, n),
-            (Pages::Best(n), _) => {
-                let queries = tensor(|| query.to_vec2::<f32>())?;
-                let mut bounds = Vec::with_capacity(visible);
-                for page in 0..visible {
-                    let params = &self.quantised(page)?.key_params;
-                    let best = queries.iter().map(|query| page_bound(query, params, rounding));
-                    bounds.push(best.fold(f32::NEG_INFINITY, f32::max));
+            (Pages::Best(n), _) => select_pages(&self.bounds(visible, query, rounding)?, n),
+            (Pages::Snap { pages: n, .. }, _) => {
+                if step.choose_pages && self.snap.is_due(step.pages, visible) && upper {
+                    self.snap.refreshed = self.bounds(visible, query, rounding)?;
                 }
-                select_pages(&bounds, n)
+                return Ok(snap_pages(self.snap.current(), visible, n));
             }
         };
         self.chosen = Some(chosen.clone());
         Ok(chosen)
+    }
+
+    /// The largest bound of the group's scores in each visible page.
+    fn bounds(&self, visible: usize, query: &Tensor, rounding: Rounding) -> Result<Vec<f32>> {
+        let queries = tensor(|| query.to_vec2::<f32>())?;
+        let bound = |page| {
+            let params = &self.quantised(page)?.key_params;
+            let best = queries.iter().map(|query| page_bound(query, params, rounding));
+            Ok(best.fold(f32::NEG_INFINITY, f32::max))
+        };
+        (0..visible).map(bound).collect()
     }
 
     fn stored(&self, page: usize) -> Result<&Stored> {
@@ -528,6 +543,7 @@ impl Network for ReferenceBackend {
                 if block.start == 0 {
                     self.blocks.clear();
                 }
+                self.last.clear();
                 block.prompt[block.start..block.start + block.rows].to_vec()
             }
         };
@@ -566,6 +582,11 @@ impl Network for ReferenceBackend {
                 let positions = block.start..block.start + block.rows;
                 let places: Vec<(usize, usize)> = positions.map(|position| (position, block.prompt.len())).collect();
                 let [q, k, v] = self.project(layer, &hidden[0], Weights::Full, &places)?;
+                if self.options.page_masses {
+                    let rows = tensor(|| q.to_vec2::<f32>())?;
+                    self.last.extend(places.iter().map(|&(position, _)| position).zip(rows));
+                    self.last.drain(..self.last.len().saturating_sub(SNAP_QUERIES));
+                }
                 let earlier = self.scratch.take().filter(|_| block.start > 0);
                 self.scratch = Some(match earlier {
                     None => (k, v),
@@ -624,13 +645,23 @@ impl Network for ReferenceBackend {
         };
         let head_dim = self.config.head_dim;
         let options = self.options.clone();
+        let last = std::mem::take(&mut self.last);
+        let group = self.config.group();
         for kv_head in 0..self.config.kv_heads {
             let of_head = |all: &Tensor| -> Result<Vec<f32>> {
                 tensor(|| all.narrow(1, kv_head * head_dim, head_dim)?.flatten_all()?.to_vec1())
             };
             let keys = halves(&of_head(&keys)?, "keys", layer)?;
             let values = halves(&of_head(&values)?, "values", layer)?;
+            let heads = || (kv_head * group..(kv_head + 1) * group).map(|head| head * head_dim..(head + 1) * head_dim);
+            let queries: Vec<(usize, &[f32])> =
+                last.iter().flat_map(|(position, q)| heads().map(|head| (*position, &q[head]))).collect();
             let head = &mut self.slot(slot)?.heads[layer][kv_head];
+            if options.page_masses {
+                let masses = page_masses(&queries, &keys, visible_pages(tokens));
+                let prompt = masses.into_iter().map(|mass| mass as f32).collect();
+                head.snap = SnapScores { prompt, ..SnapScores::default() };
+            }
             for page in 0..tokens / G {
                 let span = page * G * head_dim..(page + 1) * G * head_dim;
                 head.keep(page, keys[span.clone()].to_vec(), values[span].to_vec(), head_dim, &options)?;

@@ -291,7 +291,7 @@ impl PyEngine {
 impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
-        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
+        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None,
         slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=Some(false), prompt_folder=None,
         on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
@@ -309,6 +309,7 @@ impl PyEngine {
         draft_weights: &str,
         draft_pages: Option<DraftPages>,
         page_choice: &str,
+        draft_refresh: usize,
         accept: &str,
         gamma: Option<usize>,
         slots: usize,
@@ -330,6 +331,7 @@ impl PyEngine {
             draft_weights,
             draft_pages,
             page_choice,
+            draft_refresh,
             accept,
             gamma,
             capacity,
@@ -530,7 +532,7 @@ impl PyEngine {
     }
 
     /// Decodes by another method from now on, with a policy and statistics that begin anew.
-    #[pyo3(signature = (*, method="quantspec", kv_target="int8", draft_pages=None, page_choice="best", gamma=None))]
+    #[pyo3(signature = (*, method="quantspec", kv_target="int8", draft_pages=None, page_choice="best", draft_refresh=0, gamma=None))]
     fn configure(
         &self,
         py: Python<'_>,
@@ -538,6 +540,7 @@ impl PyEngine {
         kv_target: &str,
         draft_pages: Option<DraftPages>,
         page_choice: &str,
+        draft_refresh: usize,
         gamma: Option<usize>,
     ) -> PyResult<()> {
         if !self.every_view {
@@ -551,6 +554,7 @@ impl PyEngine {
             method,
             draft_pages,
             page_choice,
+            draft_refresh,
             gamma,
             // Neither these nor the sizes change with the method.
             weights: "checkpoint",

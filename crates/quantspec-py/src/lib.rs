@@ -110,7 +110,16 @@ mod _native {
                     Source::Nothing | Source::Other(_) => None,
                 },
             )?;
-            out.set_item("window", method.window())?;
+            let own = method.own_pages();
+            out.set_item("pages", own.and_then(Pages::count))?;
+            out.set_item(
+                "page_choice",
+                match own {
+                    Some(Pages::Window(_)) => Some("window"),
+                    Some(Pages::Snap { .. }) => Some("snap"),
+                    None | Some(Pages::All | Pages::Best(_)) => None,
+                },
+            )?;
             out.set_item("draft_model", matches!(method.source, Source::Checkpoint))?;
             Ok(out)
         };

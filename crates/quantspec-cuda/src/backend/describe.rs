@@ -37,6 +37,8 @@ pub(super) struct StepLayout {
     /// Choices of page lists to make, and their largest page count; empty where lists stand.
     pub(super) choices: u64,
     pub(super) choosing: usize,
+    /// How many of them are scored before.
+    pub(super) scoring: usize,
     pub(super) choosing_pages: usize,
     /// The step drafts: nobody looks at what it flags.
     pub(super) drafts: bool,
@@ -105,7 +107,7 @@ impl CudaBackend {
                 step.view, self.options.planes
             )));
         }
-        let choices = self.choose_lists(step)?;
+        let (choices, scoring) = self.choose_lists(step)?;
         let with_lists = step.pages != Pages::All;
         for row in rows {
             if row.offset >= self.sampling.pitch() || row.position / G > self.slot(row.slot)?.pages.len() {
@@ -139,7 +141,7 @@ impl CudaBackend {
         }
         layout.cos_sin = base + writer.put(&angles)? as u64;
         layout.choices = base + writer.put(&choices)? as u64;
-        layout.choosing = choices.len();
+        (layout.choosing, layout.scoring) = (choices.len(), scoring);
         // In steps, so that rounds stay alike while a text grows by a few pages; scores beyond a sequence's pages are not made.
         let pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
         layout.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
@@ -166,6 +168,7 @@ impl CudaBackend {
             Pages::All => (0, 0),
             Pages::Window(n) => (1, n),
             Pages::Best(n) => (2, n),
+            Pages::Snap { pages: n, .. } => (3, n),
         };
         key.extend([
             STEP,
@@ -178,6 +181,7 @@ impl CudaBackend {
             layout.cos_sin,
             layout.choices,
             layout.choosing as u64,
+            layout.scoring as u64,
             layout.choosing_pages as u64,
         ]);
         for (pass, places) in layout.passes.iter().zip(&layout.places) {
