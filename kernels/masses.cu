@@ -42,7 +42,10 @@ DEV void page_sums(const uint16_t* q, const uint16_t* kv, float* sums, int rows,
 #pragma unroll
       for (int i = 0; i < D / 8; i++) {
         const float4 low = row[2 * i], high = row[2 * i + 1];
-        const float2 a = unpack_half2(key[i].x), b = unpack_half2(key[i].y), c = unpack_half2(key[i].z), e = unpack_half2(key[i].w);
+        uint4 k = key[i];
+        // 256 channels fit the registers as halves only: unpacked ahead of the loop they would not.
+        if constexpr (D > 128) asm volatile("" : "+r"(k.x), "+r"(k.y), "+r"(k.z), "+r"(k.w));
+        const float2 a = unpack_half2(k.x), b = unpack_half2(k.y), c = unpack_half2(k.z), e = unpack_half2(k.w);
         sum = __fmaf_rn(low.x, a.x, __fmaf_rn(low.y, a.y, __fmaf_rn(low.z, b.x, __fmaf_rn(low.w, b.y, sum))));
         sum = __fmaf_rn(high.x, c.x, __fmaf_rn(high.y, c.y, __fmaf_rn(high.z, e.x, __fmaf_rn(high.w, e.y, sum))));
       }

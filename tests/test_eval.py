@@ -103,6 +103,23 @@ def test_the_document(quantspec: Callable[..., Any]) -> None:
     assert outcome.stderr == ""
 
 
+def test_choices_of_pages_beside_as_many_of_the_best_tokens(quantspec: Callable[..., Any]) -> None:
+    command = ["eval", "--tokens", "940", "--context", "900", "--draft-pages", "2,3,100"]
+    found = quantspec(*command, "--json").json
+    assert list(found["page_choices"]) == ["2", "3", "100"]
+    assert all(list(scores) == ["best", "snap", "window", "tokens"] for scores in found["page_choices"].values())
+    # Six pages are visible: with 100 every choice is all of them.
+    whole = found["drafts"]["quantspec"]
+    for name, score in found["page_choices"]["100"].items():
+        assert score["acceptance"] == pytest.approx(whole["acceptance"], abs=2e-3 if name == "tokens" else 0)
+    # Single tokens are the finest choice there is.
+    for scores in (found["page_choices"]["2"], found["page_choices"]["3"]):
+        distances = {name: abs(score["acceptance"] - whole["acceptance"]) for name, score in scores.items()}
+        assert distances["tokens"] < 0.01 < max(distances.values())
+    lines = quantspec(*command).stdout.splitlines()
+    assert [line.split()[0] for line in lines[-5:]] == ["100", "best", "snap", "window", "tokens"]
+
+
 def test_json_goes_to_stdout_and_the_report_to_the_file(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "report.txt"
     command = ["eval", "--tokens", "60"]
@@ -128,6 +145,8 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
         (["--tokens", "1"], 2, ("tokens is 1",)),
         (["--tokens", "many"], 2, ("many",)),
         (["--context", "-1"], 2, ("context is -1",)),
+        (["--draft-pages", "1"], 2, ("draft-pages is 1", "at least 2")),
+        (["--draft-pages", "all"], 2, ("--draft-pages has 'all'",)),
         (["--tokens", "5000"], 1, ("sample.txt has 1713 tokens and 5000 are asked for",)),
         (
             ["--tokens", "40", "--context", "39"],

@@ -217,11 +217,12 @@ def evaluate(
     threads: int | None = None,
     weights: str = "checkpoint",
     kv_rounding: str = "balanced",
+    pages: Sequence[int] = (),
     draft_cache: tuple[str, int] | None = None,
     on_loading: Callable[[int, int], object] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
-    """Teacher-forced scores: device, tokens, positions, targets and drafts as in `quantspec eval --json`.
+    """Teacher-forced scores: device, tokens, positions, targets, drafts and page_choices as in `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
     `on_progress` is told tokens done and in all: the context's, once for each of three targets, and positions. Also

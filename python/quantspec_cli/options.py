@@ -47,9 +47,7 @@ METHODS = {
     "quantspec": Method("4-bit weights and cache", draft_weights=True, draft_view="int4"),
     "kv4": Method("4-bit cache", draft_view="int4"),
     "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
-    "window": Method(
-        "first and recent pages", draft_weights=True, draft_view="target", pages=16, page_choice="window"
-    ),
+    "window": Method("first and recent pages", draft_weights=True, draft_view="target", pages=16, page_choice="window"),
     "snapkv": Method(
         "pages that the prompt's end attends to", draft_weights=True, draft_view="int4", pages=16, page_choice="snap"
     ),

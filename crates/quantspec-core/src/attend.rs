@@ -4,7 +4,7 @@
 //! view, and tokens Q(p)..=p from the buffer in full precision. A draft may read only some of the pages; a page's quantised
 //! key parameters bound the scores inside it, which is how the best ones are found without reading them.
 
-use crate::cache::{BUFFER_TOKENS, G, buffer_slot, visible_buffer, visible_pages};
+use crate::cache::{BUFFER_TOKENS, G, buffer_slot, visible_buffer, visible_pages, visible_quantised};
 use crate::config::{Pages, Rounding, View};
 use crate::error::{Error, Result};
 use crate::quantize::{Page, Params, dequantize_both, dequantize_upper};
@@ -102,6 +102,24 @@ pub fn attend(query: &[f32], position: usize, view: View, pages: &[usize], cache
             tokens.push(cache.page_token(view, page, token)?);
         }
     }
+    tokens.extend(visible_buffer(position).map(|token| cache.buffer_token(token)));
+    Ok(softmax_sum(query, &tokens))
+}
+
+/// The same over every visible page, of which only the `n` tokens of the highest scores are read, the earlier ones among equals.
+///
+/// # Errors
+/// As [`attend`].
+pub fn attend_tokens(query: &[f32], position: usize, view: View, n: usize, cache: &Cache) -> Result<Vec<f64>> {
+    cache.check(query)?;
+    let mut tokens = Vec::new();
+    for token in 0..visible_quantised(position) {
+        tokens.push(cache.page_token(view, token / G, token % G)?);
+    }
+    let score = |key: &[f64]| query.iter().zip(key).map(|(&q, k)| f64::from(q) * k).sum::<f64>();
+    let mut scored: Vec<(f64, Token)> = tokens.into_iter().map(|token| (score(&token.0), token)).collect();
+    scored.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+    let mut tokens: Vec<Token> = scored.into_iter().take(n).map(|(_, token)| token).collect();
     tokens.extend(visible_buffer(position).map(|token| cache.buffer_token(token)));
     Ok(softmax_sum(query, &tokens))
 }
@@ -419,6 +437,30 @@ mod tests {
             axis[3] = q[3];
             let most = (0..G).map(|token| axis[3] * value(token, 3)).fold(f32::NEG_INFINITY, f32::max);
             prop_assert_eq!(most, page_bound(&axis, &page.key_params, rounding));
+        }
+    }
+
+    #[test]
+    fn the_best_tokens_are_nearer_to_all_than_other_choices() {
+        let sequence = Sequence::new(900, Rounding::Balanced, noise);
+        let page = |x| FullPage { keys: &sequence.keys[x..x + G * D], values: &sequence.values[x..x + G * D] };
+        let full: Vec<FullPage> = (0..sequence.pages.len()).map(|b| page(b * G * D)).collect();
+        let cache = Cache {
+            head_dim: D,
+            rounding: sequence.rounding,
+            pages: &sequence.pages,
+            full: &full,
+            buffer_keys: &sequence.ring_keys,
+            buffer_values: &sequence.ring_values,
+        };
+        let q = query(8);
+        let tokens = |n| attend_tokens(&q, 899, View::Upper, n, &cache).unwrap();
+        let pages = |pages: &[usize]| sequence.attend(&q, 899, View::Upper, pages).unwrap();
+        let all = pages(&all_pages(899));
+        assert!(distance(&tokens(6 * G), &all) < 1e-12 && distance(&tokens(10 * G), &all) < 1e-12);
+        assert!(distance(&tokens(0), &pages(&[])) < 1e-12);
+        for page in 0..visible_pages(899) {
+            assert!(distance(&tokens(G), &all) < distance(&pages(&[page]), &all), "page {page}");
         }
     }
 

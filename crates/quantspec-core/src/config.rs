@@ -175,13 +175,16 @@ pub enum Pages {
         /// New pages after which all visible ones are chosen among again, as by [`Pages::Best`]; 0 is never.
         refresh: usize,
     },
+    /// Every visible page, of which each query head takes its `n` tokens of the highest scores. The yardstick of any choice of pages:
+    /// it saves nothing, and only backends on the CPU have it.
+    Tokens(usize),
 }
 
 impl Pages {
     /// The number of pages; `None` where all are read.
     pub const fn count(self) -> Option<usize> {
         match self {
-            Pages::All => None,
+            Pages::All | Pages::Tokens(_) => None,
             Pages::Window(n) | Pages::Best(n) | Pages::Snap { pages: n, .. } => Some(n),
         }
     }
@@ -189,7 +192,7 @@ impl Pages {
     /// Pages that are read of `visible` ones by a sequence whose prompt's end sees `of_prompt`.
     pub fn read(self, of_prompt: usize, visible: usize) -> usize {
         match self {
-            Pages::All => visible,
+            Pages::All | Pages::Tokens(_) => visible,
             Pages::Window(n) | Pages::Best(n) => n.min(visible),
             Pages::Snap { pages, refresh } => {
                 let new =

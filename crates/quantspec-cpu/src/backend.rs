@@ -2,6 +2,7 @@
 
 mod activations;
 mod attend_step;
+mod attend_tokens;
 mod kv_cache;
 mod network;
 mod prompt_rows;

@@ -134,6 +134,7 @@ fn matches(seed: usize, shape: &Shape, weights: TargetWeights) {
         (Weights::Draft, View::Upper, Pages::All),
         (Weights::Draft, View::Upper, Pages::Best(2)),
         (Weights::Draft, View::Full, Pages::Window(2)),
+        (Weights::Draft, View::Upper, Pages::Tokens(40)),
         (Weights::Draft, View::Upper, Pages::Snap { pages: 2, refresh: 0 }),
         (Weights::Draft, View::Upper, Pages::Snap { pages: 2, refresh: 1 }),
     ] {

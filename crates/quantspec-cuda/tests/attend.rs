@@ -2,8 +2,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
+#[path = "gpu/model.rs"]
+mod small;
 
-use gpu::model::options;
 use gpu::{Random, device, distance, poisoned, run, while_busy};
 use half::f16;
 use quantspec_core::attend::{
@@ -18,6 +19,7 @@ use quantspec_cuda::attend::{Around, Attend, Choice, Chosen, Layer, Pass, Places
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_cuda::masses::PageMasses;
 use quantspec_model::backend::{Block, Options, Row};
+use small::options;
 use std::sync::Arc;
 
 fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelConfig {

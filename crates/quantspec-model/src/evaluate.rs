@@ -29,10 +29,35 @@ const TARGETS: [(&str, View, usize); 3] = [("fp16", View::Full, 0), ("int8", Vie
 /// The INT8 slot, against which drafts are scored.
 const INT8: usize = 1;
 
-/// The drafts of the model itself, in report order: name, and what they read where the target reads INT8.
-fn drafts() -> Vec<(&'static str, DraftPlan)> {
+/// A draft to be scored.
+struct Draft {
+    /// The number of pages that choices of pages are compared at; none for a method.
+    budget: Option<usize>,
+    name: &'static str,
+    /// What it reads where the target reads INT8.
+    plan: DraftPlan,
+    score: DraftScore,
+}
+
+/// The drafts of the model itself, then those of `quantspec` with so many chosen pages, in report order. `tokens`: the backend reads
+/// [`Pages::Tokens`].
+fn drafts(budgets: &[usize], tokens: bool) -> Vec<Draft> {
+    let draft = |budget, name, plan| Draft { budget, name, plan, score: DraftScore::default() };
     let networks = METHODS.iter().filter(|method| !method.copies);
-    networks.filter_map(|method| Some((method.name, method.plan(View::Both)?))).collect()
+    let methods = networks.filter_map(|method| Some(draft(None, method.name, method.plan(View::Both)?)));
+    let choices = budgets.iter().flat_map(|&n| {
+        let all = [
+            ("best", Pages::Best(n)),
+            ("snap", Pages::Snap { pages: n, refresh: 0 }),
+            ("window", Pages::Window(n)),
+            ("tokens", Pages::Tokens(n.saturating_mul(G))),
+        ];
+        let known = all.into_iter().filter(move |(name, _)| *name != "tokens" || tokens);
+        known.map(move |(name, pages)| {
+            draft(Some(n), name, DraftPlan { weights: Weights::Draft, view: View::Upper, pages })
+        })
+    });
+    methods.chain(choices).collect()
 }
 
 /// Score of one target view over all positions.
@@ -73,6 +98,9 @@ pub struct Evaluation {
     pub targets: Vec<(&'static str, TargetScore)>,
     /// (name, score) per draft.
     pub drafts: Vec<(&'static str, DraftScore)>,
+    /// (pages, (name, score) per way to choose them) per number of pages, of drafts that are `quantspec`'s otherwise. `tokens` takes as many
+    /// tokens as the pages have, the best of each query head.
+    pub choices: Vec<(usize, Vec<(&'static str, DraftScore)>)>,
     /// None where the target's weights are the checkpoint's.
     pub weights: Option<WeightsScore>,
 }
@@ -116,8 +144,8 @@ pub fn bytes(config: &ModelConfig) -> usize {
 
 /// Scores `tokens` on a backend loaded with [`options`]; where its weights are not the checkpoint's, `checkpoint` is one loaded with
 /// [`checkpoint_options`], and they are compared. The first `context` tokens are a prompt, taken in blocks of `block_rows`, those
-/// the backend was loaded with; of the others, at least two, the first is fed and every later one is predicted. `progress` is
-/// told tokens done and in all: those of the context, once for every target, and the positions that are scored.
+/// the backend was loaded with; of the others, at least two, the first is fed and every later one is predicted. For each of `budgets` ways to
+/// choose so many pages are scored, too. `progress` is told tokens done and in all: those of the context, once for every target, and the positions that are scored.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens beyond the context, [`quantspec_core::ErrorKind::Model`]
@@ -129,6 +157,7 @@ pub fn evaluate<B: Backend>(
     tokens: &[u32],
     context: usize,
     block_rows: usize,
+    budgets: &[usize],
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     if tokens.len() < context.saturating_add(2) {
@@ -140,7 +169,7 @@ pub fn evaluate<B: Backend>(
     check_ids(tokens, backend.config().vocab)?;
     let positions = tokens.len() - 1;
     let mut targets = [TargetScore::default(); TARGETS.len()];
-    let mut drafts: Vec<_> = drafts().into_iter().map(|draft| (draft, DraftScore::default())).collect();
+    let mut drafts = drafts(budgets, backend.reads_tokens());
     let mut extents: [Extent; TARGETS.len()] = Default::default();
     let read = TARGETS.len() * context;
     let total = read + positions - context;
@@ -195,7 +224,7 @@ pub fn evaluate<B: Backend>(
         }
         // Backwards: a draft's own keys and values overwrite only its position, and those before it are the target's.
         for offset in (0..rows).rev() {
-            for ((_, DraftPlan { weights, view, pages }), score) in &mut drafts {
+            for Draft { plan: DraftPlan { weights, view, pages }, score, .. } in &mut drafts {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
                 let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &row };
                 forward::step(backend, &step)?;
@@ -228,10 +257,16 @@ pub fn evaluate<B: Backend>(
     let mean = |sum: f64| sum / scored;
     let targets = targets.map(|sum| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) });
     let score = |sum: DraftScore| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) };
-    let drafts: Vec<_> = drafts.into_iter().map(|((name, _), sum)| (name, score(sum))).collect();
+    drafts.iter_mut().for_each(|draft| draft.score = score(draft.score));
+    let of_budget = |budget: Option<usize>| -> Vec<(&'static str, DraftScore)> {
+        let wanted = drafts.iter().filter(|draft| draft.budget == budget);
+        wanted.map(|draft| (draft.name, draft.score)).collect()
+    };
     let weights = WeightsScore { kld: mean(weights.kld), top1: mean(weights.top1) };
-    let sums =
-        targets.iter().flat_map(|score| [score.nll, score.kld]).chain(drafts.iter().map(|(_, score)| score.acceptance));
+    let sums = targets
+        .iter()
+        .flat_map(|score| [score.nll, score.kld])
+        .chain(drafts.iter().map(|draft| draft.score.acceptance));
     let sums = sums.chain([weights.kld]);
     if !sums.into_iter().all(f64::is_finite) {
         // A GPU flags keys and values for `first` and `judge`, which nobody calls here.
@@ -240,7 +275,8 @@ pub fn evaluate<B: Backend>(
     Ok(Evaluation {
         positions: positions - context,
         targets: TARGETS.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
-        drafts,
+        drafts: of_budget(None),
+        choices: budgets.iter().map(|&n| (n, of_budget(Some(n)))).collect(),
         weights: compared.then_some(weights),
     })
 }

@@ -72,7 +72,7 @@ impl DraftPlan {
     pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {
         match self.pages {
             Pages::Best(n) | Pages::Window(n) | Pages::Snap { pages: n, .. } => candidate == 0 || 2 * n <= visible,
-            Pages::All => true,
+            Pages::All | Pages::Tokens(_) => true,
         }
     }
 }
@@ -91,6 +91,11 @@ pub trait Network: Send {
     /// panicked. [`quantspec_core::ErrorKind::DoesNotFit`] where a row or the prompt is beyond its slot (CPU). Device errors
     /// of a GPU.
     fn embed(&mut self, pass: &Pass) -> Result<()>;
+
+    /// Whether steps may ask for [`Pages::Tokens`].
+    fn reads_tokens(&self) -> bool {
+        false
+    }
 
     /// RMSNorm, Q/K/V projections and biases, per-head q/k norms where the model has them, RoPE at each row's position; a
     /// step's keys and values go to the buffer (overwriting drafted ones), a prefill block's to the layer's scratch.

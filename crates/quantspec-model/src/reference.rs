@@ -16,7 +16,9 @@ use half::f16;
 use quantspec_core::attend::{
     SNAP_QUERIES, SnapScores, page_bound, page_masses, select_pages, snap_pages, window_pages,
 };
-use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages};
+use quantspec_core::cache::{
+    BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages, visible_quantised,
+};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::penalty::penalised;
 use quantspec_core::quantize::{
@@ -251,10 +253,14 @@ impl ReferenceBackend {
                 keys.extend(head.recent_keys[at..at + head_dim].iter().map(|x| x.to_f32()));
                 values.extend(head.recent_values[at..at + head_dim].iter().map(|x| x.to_f32()));
             }
-            let shape = (keys.len() / head_dim, head_dim);
+            let (quantised, shape) = (visible_quantised(row.position), (keys.len() / head_dim, head_dim));
             let keys = tensor(|| Tensor::from_vec(keys, shape, &Device::Cpu))?;
             let values = tensor(|| Tensor::from_vec(values, shape, &Device::Cpu))?;
-            outputs.push(softmax_sum(&query, &keys, &values, None)?);
+            let mask = match step.pages {
+                Pages::Tokens(n) => Some(best_tokens(&query, &keys, quantised, n)?),
+                _ => None,
+            };
+            outputs.push(softmax_sum(&query, &keys, &values, mask.as_ref())?);
         }
         tensor(|| Tensor::cat(&outputs, 0)?.reshape((1, ())))
     }
@@ -352,6 +358,20 @@ fn softmax_sum(query: &Tensor, keys: &Tensor, values: &Tensor, mask: Option<&Ten
     })
 }
 
+/// A mask `[queries][tokens]` that hides all but the `n` best of the first `quantised` tokens from each query.
+fn best_tokens(query: &Tensor, keys: &Tensor, quantised: usize, n: usize) -> Result<Tensor> {
+    let scores = tensor(|| query.matmul(&keys.t()?)?.to_vec2::<f32>())?;
+    let mut mask = Vec::new();
+    for scores in &scores {
+        let mut order: Vec<usize> = (0..quantised).collect();
+        order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
+        let mut row = vec![0.0; scores.len()];
+        order.iter().skip(n).for_each(|&token| row[token] = f32::NEG_INFINITY);
+        mask.extend(row);
+    }
+    tensor(|| Tensor::from_vec(mask, (scores.len(), keys.dim(0)?), &Device::Cpu))
+}
+
 /// Refuses a view whose planes are not kept.
 fn check_view(view: View, planes: Planes) -> Result<()> {
     let kept = match view {
@@ -396,7 +416,7 @@ impl Head {
     ) -> Result<Vec<usize>> {
         let visible = visible_pages(position);
         let chosen = match (step.pages, &self.chosen) {
-            (Pages::All, _) => return Ok((0..visible).collect()),
+            (Pages::All | Pages::Tokens(_), _) => return Ok((0..visible).collect()),
             (Pages::Window(_) | Pages::Best(_), Some(chosen)) if !step.choose_pages => chosen.clone(),
             (Pages::Window(n), _) => window_pages(visible, n),
             // Quantised keys are what is scored; a cache without them keeps to the window.
@@ -528,6 +548,10 @@ impl PromptRows for ReferenceBackend {
 impl Network for ReferenceBackend {
     fn config(&self) -> &ModelConfig {
         &self.config
+    }
+
+    fn reads_tokens(&self) -> bool {
+        true
     }
 
     fn embed(&mut self, pass: &Pass) -> Result<()> {

@@ -18,6 +18,7 @@ use pyo3::prelude::*;
 mod _native {
     use super::*;
     use pyo3::types::{PyDict, PyList, PyString};
+    use quantspec_core::config::Pages;
     use quantspec_model::cache_file::CachedFile;
     use quantspec_model::draft::{Entry, METHODS, Source};
     use quantspec_model::gguf::{Element, Gguf, Value};
@@ -117,7 +118,7 @@ mod _native {
                 match own {
                     Some(Pages::Window(_)) => Some("window"),
                     Some(Pages::Snap { .. }) => Some("snap"),
-                    None | Some(Pages::All | Pages::Best(_)) => None,
+                    None | Some(Pages::All | Pages::Best(_) | Pages::Tokens(_)) => None,
                 },
             )?;
             out.set_item("draft_model", matches!(method.source, Source::Checkpoint))?;

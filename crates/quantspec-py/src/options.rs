@@ -79,6 +79,7 @@ pub(crate) fn of_draft(target: &Options) -> Options {
     // The target admits sequences by the pages of its own pool, so the draft's has room for every slot.
     Options {
         draft_weights: DraftWeights::None,
+        page_masses: false,
         step_rows: target.slots.max(CATCH_UP_ROWS),
         pool_pages: usize::MAX,
         ..target.clone()

@@ -137,7 +137,7 @@ impl CpuBackend {
     /// Chooses the pages of every KV head for a slot's first row: draft steps have one.
     fn choose_pages(&mut self, index: usize, step: &Step, runs: &[(usize, usize)]) -> Result<()> {
         let n = match step.pages {
-            Pages::All => return Ok(()),
+            Pages::All | Pages::Tokens(_) => return Ok(()),
             Pages::Window(n) | Pages::Best(n) | Pages::Snap { pages: n, .. } => n,
         };
         let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());
@@ -158,7 +158,7 @@ impl CpuBackend {
                 // Of new pages every row reads those that it sees.
                 let end = match step.pages {
                     Pages::Snap { .. } => visible_pages(step.rows[first + count - 1].position),
-                    Pages::All | Pages::Best(_) | Pages::Window(_) => now,
+                    _ => now,
                 };
                 if !step.choose_pages && *visible <= now && !(list.is_empty() && now > 0) {
                     // The last choice stays; pages that became visible since are read.
@@ -198,6 +198,9 @@ impl CpuBackend {
 
     pub(super) fn attend_step(&mut self, index: usize, step: &Step) -> Result<()> {
         self.cache.check(step.view)?;
+        if let Pages::Tokens(n) = step.pages {
+            return self.attend_tokens(index, step, n);
+        }
         let runs = CpuBackend::runs(step)?;
         self.choose_pages(index, step, &runs)?;
         let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());

@@ -258,6 +258,10 @@ impl Network for CpuBackend {
         &self.config
     }
 
+    fn reads_tokens(&self) -> bool {
+        true
+    }
+
     fn embed(&mut self, pass: &Pass) -> Result<()> {
         match pass {
             Pass::Step(step) => self.embed_step(step),

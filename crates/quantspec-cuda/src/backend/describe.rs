@@ -107,6 +107,9 @@ impl CudaBackend {
                 step.view, self.options.planes
             )));
         }
+        if matches!(step.pages, Pages::Tokens(_)) {
+            return Err(Error::internal(format!("pages {:?} of a step on a GPU", step.pages)));
+        }
         let (choices, scoring) = self.choose_lists(step)?;
         let with_lists = step.pages != Pages::All;
         for row in rows {
@@ -165,7 +168,7 @@ impl CudaBackend {
     /// Everything that decides which kernels a step launches, with which grids and addresses.
     pub(super) fn step_key(&self, step: &Step, layout: &StepLayout, key: &mut Vec<u64>) {
         let (kind, n) = match step.pages {
-            Pages::All => (0, 0),
+            Pages::All | Pages::Tokens(_) => (0, 0),
             Pages::Window(n) => (1, n),
             Pages::Best(n) => (2, n),
             Pages::Snap { pages: n, .. } => (3, n),

@@ -179,7 +179,7 @@ impl CudaBackend {
                 let (scored, refreshed, anew) = match step.pages {
                     Pages::Snap { .. } => slot.snapped.choose(step.pages, visible, refreshes && scores),
                     Pages::Best(_) => (visible, false, scores),
-                    Pages::All | Pages::Window(_) => (visible, false, false),
+                    Pages::All | Pages::Window(_) | Pages::Tokens(_) => (visible, false, false),
                 };
                 let listed = n.min(scored) + visible - scored;
                 // Where all would be on the list there is none.

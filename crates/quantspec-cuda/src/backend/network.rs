@@ -231,7 +231,7 @@ impl CudaBackend {
                 // Quantised keys are what is scored; a cache without them keeps to the window.
                 Pages::Best(_) if self.cache.upper.is_some() => self.lists.scores.at(0),
                 Pages::Snap { .. } => self.masses.as_ref().map_or(0, |masses| masses.of_layer(layer)),
-                Pages::All | Pages::Best(_) | Pages::Window(_) => 0,
+                Pages::All | Pages::Best(_) | Pages::Window(_) | Pages::Tokens(_) => 0,
             };
             let layout = &self.layout;
             // SAFETY: choices, q, scores and lists are this backend's and have room for every slot.
