@@ -2,8 +2,8 @@
 
 use crate::dispatch::portable;
 use crate::lanes::{exp2, madd, widen};
-use crate::memory::{Array, Parts};
-use crate::pool::part;
+use crate::memory::{Array, DisjointSlice};
+use crate::pool::share;
 use crate::prompt::Machine;
 use quantspec_core::Result;
 use quantspec_core::attend::SNAP_QUERIES;
@@ -27,7 +27,7 @@ pub(crate) struct LastQueries {
 /// Where the queries of a block go.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<'a> {
-    q: Parts<'a, f32>,
+    q: DisjointSlice<'a, f32>,
     heads: usize,
     d: usize,
     /// First position that is kept.
@@ -91,7 +91,7 @@ impl LastQueries {
             let start = if self.rows.end == first { self.rows.start } else { first };
             self.rows = start..end;
         }
-        Rows { q: Parts::new(&mut self.q), heads: self.heads, d: self.d, first }
+        Rows { q: DisjointSlice::new(&mut self.q), heads: self.heads, d: self.d, first }
     }
 
     /// See [`crate::prompt::Prompt::page_masses`]. `keys`: `[kv head][room][D]` halves.
@@ -111,10 +111,10 @@ impl LastQueries {
             return Ok((masses, visible));
         }
         let queries = rows.len() * group;
-        let (q, sums) = (&self.q, Parts::new(&mut self.sums));
+        let (q, sums) = (&self.q, DisjointSlice::new(&mut self.sums));
         machine.pool.run(&|thread| {
             let (mut wide, mut scores) = (vec![0f32; G * d], [0f32; G]);
-            for item in part(kv_heads * pages, thread, threads) {
+            for item in share(kv_heads * pages, thread, threads) {
                 let (kv_head, page) = (item / pages, item % pages);
                 let count = G.min(tokens - page * G);
                 widen(simd, &keys[(kv_head * room + page * G) * d..][..count * d], &mut wide[..count * d]);
@@ -130,13 +130,13 @@ impl LastQueries {
             }
         })?;
         let sums = &self.sums;
-        let out = Parts::new(&mut masses);
+        let out = DisjointSlice::new(&mut masses);
         machine.pool.run(&|thread| {
-            for kv_head in part(kv_heads, thread, threads) {
+            for kv_head in share(kv_heads, thread, threads) {
                 // SAFETY: a KV head is one item.
                 let out = unsafe { out.slice(kv_head * visible, visible) };
                 for sums in sums[kv_head * queries * pages..][..queries * pages].chunks_exact(pages) {
-                    portable!(simd, share(sums: &[f32], out: &mut [f32]));
+                    portable!(simd, add_shares(sums: &[f32], out: &mut [f32]));
                 }
             }
         })?;
@@ -172,7 +172,7 @@ fn log_sum<const FMA: bool>(q: &[f32], keys: &[f32], scores: &mut [f32]) -> f32 
 
 /// Adds to every page of `out` its share of what `sums` has of all pages.
 #[inline(always)]
-fn share<const FMA: bool>(sums: &[f32], out: &mut [f32]) {
+fn add_shares<const FMA: bool>(sums: &[f32], out: &mut [f32]) {
     let most = sums.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let total: f32 = sums.iter().map(|sum| exp2::<FMA>(sum - most)).sum();
     for (out, sum) in out.iter_mut().zip(sums) {

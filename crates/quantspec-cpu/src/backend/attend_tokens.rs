@@ -2,8 +2,8 @@
 
 use super::CpuBackend;
 use crate::linear::row_stride;
-use crate::memory::Parts;
-use crate::pool::part;
+use crate::memory::DisjointSlice;
+use crate::pool::share;
 use half::f16;
 use quantspec_core::attend::{Cache, attend_tokens};
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
@@ -24,9 +24,9 @@ impl CpuBackend {
         let (cache, qkv, width) = (&self.cache, &self.rows.qkv, self.rows.places.width);
         let stride = row_stride(config.q_width());
         let failure = std::sync::Mutex::new(None);
-        let out = Parts::new(&mut self.rows.attended);
+        let out = DisjointSlice::new(&mut self.rows.attended);
         self.pool.run(&|thread| {
-            for item in part(step.rows.len() * kv_heads, thread, threads) {
+            for item in share(step.rows.len() * kv_heads, thread, threads) {
                 let (j, kv_head) = (item / kv_heads, item % kv_heads);
                 let row = &step.rows[j];
                 let head = cache.head(row.slot, index, kv_head);
