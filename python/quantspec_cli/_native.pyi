@@ -79,6 +79,7 @@ class Engine:
         draft_weights: str = "int4",
         draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
+        draft_refresh: int = 0,
         accept: str = "replay",
         gamma: int | None = None,
         slots: int = 1,
@@ -156,6 +157,7 @@ class Engine:
         kv_target: str = "int8",
         draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
+        draft_refresh: int = 0,
         gamma: int | None = None,
     ) -> None:
         """Changes the method of an engine opened with `every_view`; policy and statistics restart."""
@@ -224,11 +226,12 @@ def evaluate(
     threads: int | None = None,
     weights: str = "checkpoint",
     kv_rounding: str = "balanced",
+    pages: Sequence[int] = (),
     draft_cache: tuple[str, int] | None = None,
     on_loading: Callable[[int, int], object] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
-    """Teacher-forced scores: device, tokens, positions, targets and drafts as in `quantspec eval --json`.
+    """Teacher-forced scores: device, tokens, positions, targets, drafts and page_choices as in `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
     `on_progress` is called with tokens done and in total: the context once for each of three targets, and positions. Also
@@ -263,6 +266,7 @@ def plan(
     draft_weights: str = "int4",
     draft_pages: int | Literal["auto"] | None = None,
     page_choice: str = "best",
+    draft_refresh: int = 0,
     accept: str = "replay",
     gamma: int | None = None,
     slots: int = 1,

@@ -523,6 +523,12 @@ def bench(
     metavar="N",
     help="Of these, the first N are a prompt, and the next one is only fed: N + 1 are not scored.",
 )
+@click.option(
+    "--draft-pages",
+    cls=Lists,
+    metavar="LIST",
+    help="Compare ways to choose so many pages for a draft: best, snap, window, and as many of the best single tokens.",
+)
 @_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are compared with the checkpoint's too.")
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
 @_output_flag("-o", "--output", "output", text="Write the scores to this file instead of stdout.")

@@ -923,6 +923,7 @@ impl BestPages {
             weights: TargetWeights::Checkpoint,
             draft_weights: DraftWeights::None,
             rejection: false,
+            page_masses: false,
             step_rows: G,
             block_rows: G,
             threads,

@@ -139,6 +139,7 @@ impl Model {
             weights: TargetWeights::Checkpoint,
             draft_weights: self.drafts,
             rejection: false,
+            page_masses: true,
             // More rows than attention supports in a pass.
             step_rows: 70,
             block_rows: BLOCK_ROWS,
@@ -199,7 +200,7 @@ type Plan = (Weights, View, Pages);
 
 /// What verifies and commits.
 const TARGET: Plan = (Weights::Full, View::Both, Pages::All);
-const PLANS: [Plan; 8] = [
+const PLANS: [Plan; 9] = [
     (Weights::Full, View::Full, Pages::All),
     TARGET,
     (Weights::Full, View::Upper, Pages::All),
@@ -207,6 +208,8 @@ const PLANS: [Plan; 8] = [
     (Weights::Draft, View::Upper, Pages::Best(2)),
     (Weights::Draft, View::Upper, Pages::Best(3)),
     (Weights::Draft, View::Full, Pages::Window(2)),
+    // Of two pages of the prompt none is in doubt; the others came into being later.
+    (Weights::Draft, View::Upper, Pages::Snap { pages: 2, refresh: 0 }),
     (Weights::Draft, View::Both, Pages::All),
 ];
 

@@ -106,6 +106,7 @@ pub(crate) fn planned(
         draft_weights: "int4",
         draft_pages: None,
         page_choice,
+        draft_refresh: 0,
         accept,
         gamma: None,
         capacity,

@@ -16,7 +16,7 @@ use std::path::Path;
 /// and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]).
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8", method="quantspec",
-    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1,
+    kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None, slots=1,
     pool_tokens=None, draft_model=None, described=false))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn plan<'py>(
@@ -33,6 +33,7 @@ pub(crate) fn plan<'py>(
     draft_weights: &str,
     draft_pages: Option<DraftPages>,
     page_choice: &str,
+    draft_refresh: usize,
     accept: &str,
     gamma: Option<usize>,
     slots: usize,
@@ -48,6 +49,7 @@ pub(crate) fn plan<'py>(
         draft_weights,
         draft_pages,
         page_choice,
+        draft_refresh,
         accept,
         gamma,
         capacity,
@@ -100,6 +102,7 @@ pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyRe
         draft_weights: "int4",
         draft_pages: None,
         page_choice: "best",
+        draft_refresh: 0,
         accept: "replay",
         gamma: None,
         capacity: 1,
