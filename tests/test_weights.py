@@ -22,11 +22,11 @@ Run = Callable[..., Outcome]
 TOKENS = 300
 
 
-def views(w: llama_numpy.Array) -> tuple[llama_numpy.Array, llama_numpy.Array]:
-    """(Both, Upper) of a matrix, as docs/design/weights.md has it: groups of 64, s range/15, the best of eight zeros."""
+def views(w: llama_numpy.Array, size: int) -> tuple[llama_numpy.Array, llama_numpy.Array]:
+    """(Both, Upper) of a matrix in groups of a size, as docs/design/weights.md has it: s range/15, the best of eight zeros."""
     both, upper = np.empty_like(w), np.empty_like(w)
-    for start in range(0, w.shape[1], 64):
-        group = w[:, start : start + 64]
+    for start in range(0, w.shape[1], size):
+        group = w[:, start : start + size]
         least, most = group.min(1, keepdims=True), group.max(1, keepdims=True)
         fine = (most - least) / 240
         scale = llama_numpy.half(np.maximum(16 * fine, 2.0**-14))
@@ -39,8 +39,8 @@ def views(w: llama_numpy.Array) -> tuple[llama_numpy.Array, llama_numpy.Array]:
             )
             zero, best = np.where(error < best, tried, zero), np.minimum(error, best)
         code = np.clip(np.rint((group - zero) / (scale / 16)), -8, 247)
-        both[:, start : start + 64] = code * scale / 16 + zero
-        upper[:, start : start + 64] = (code + 8) // 16 * scale + zero
+        both[:, start : start + size] = code * scale / 16 + zero
+        upper[:, start : start + size] = (code + 8) // 16 * scale + zero
     return both, upper
 
 
@@ -50,8 +50,8 @@ def test_scores_agree_with_numpy() -> None:
     ids = Model.open(None).tokenizer.encode(evaluation.SAMPLE.read_text(encoding="utf-8"))[:TOKENS]
     scores = _native.evaluate(str(hub.demo()), ids, weights="int8")
     config, tensors = llama_numpy.load(hub.demo())
-    coded = {name: views(w) for name, w in tensors.items() if w.ndim == 2}
     # The head is the embedding, and the draft reads both of its planes.
+    coded = {name: views(w, 64 if name.endswith("_proj.weight") else 32) for name, w in tensors.items() if w.ndim == 2}
     upper = {name: w[1] for name, w in coded.items() if name.endswith("_proj.weight")}
     target = tensors | {name: w[0] for name, w in coded.items()}
     stored, int8 = llama_numpy.Llama(config, tensors), llama_numpy.Llama(config, target)

@@ -268,21 +268,23 @@ def plan(
     named as in `Engine.stats`. `described` is as of `model_info`.
     """
 
-def fitting(models: Sequence[str], *, device: str) -> list[tuple[int, int, int]]:
+def fitting(models: Sequence[str], *, device: str, weights: str) -> list[tuple[int, int, int]]:
     """Of each model that config.json describes: bytes of weights and draft weights, and the longest context of one sequence
-    that fits the device, 0 for none. The device is opened once.
+    that fits the device, 0 for none, where weights are kept so. The device is opened once.
     """
 
-def rates(model: str, *, device: str, threads: int | None, context: int) -> dict[str, Any]:
-    """What operations cost on a device at the widths of a model that config.json describes: device, device_name, threads,
-    compute_capability (of a GPU) and read_gb_per_s.
+def rates(model: str, *, device: str, threads: int | None, context: int, weights: str) -> dict[str, Any]:
+    """What operations cost on a device at the widths of a model that config.json describes and whose weights are kept so:
+    device, device_name, threads, compute_capability (of a GPU) and read_gb_per_s.
 
     On a CPU also seconds a byte of weights and draft_weights takes in a step of each of `rows`, of fp16, int8, int4 and
     draft_int4 with each of `window` rows of a sequence of `context` tokens; dispatch_s, what handing a matrix to the threads
     takes; prompt_matrix and prompt_attention, operations a second of a prompt. Takes some seconds and 0.6 GB.
     """
 
-def traffic(model: str, start: int, tokens: int, weights: str, *, described: bool = False) -> dict[str, Any]:
+def traffic(
+    model: str, start: int, tokens: int, weights: str, device: str, *, described: bool = False
+) -> dict[str, Any]:
     """What steps at positions start .. start + tokens read on average, over all layers and KV heads.
 
     weights_bytes (target, one pass; head_bytes of them its head), draft_weights_bytes (what a draft reads of int8 weights;

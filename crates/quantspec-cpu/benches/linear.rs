@@ -34,12 +34,12 @@ fn f16(bencher: Bencher, rows: usize) {
 
 #[divan::bench(args = [1, 2, 5, 8, 16])]
 fn planes_both(bencher: Bencher, rows: usize) {
-    product(bencher, Stored::Both, rows);
+    product(bencher, Stored::Both(64), rows);
 }
 
 #[divan::bench(args = [1, 4])]
 fn planes_upper(bencher: Bencher, rows: usize) {
-    product(bencher, Stored::Upper, rows);
+    product(bencher, Stored::Upper(64), rows);
 }
 
 #[divan::bench(args = [1, 4])]

@@ -162,10 +162,12 @@ pub enum Stored {
     Int4,
     /// The draft's head.
     Int8,
-    /// Both planes of int8 weights, as the target reads them.
-    Both,
-    /// Their upper plane, as the draft reads it.
-    Upper,
+    /// Both planes of int8 weights in groups of so many, as the target reads them.
+    Both(usize),
+    /// The upper plane, as the draft reads it.
+    Upper(usize),
+    /// The upper plane, as the target of int4 weights reads it.
+    UpperTarget(usize),
 }
 
 /// A linear layer of `n` outputs and `k` inputs for a few rows of a step.
@@ -224,16 +226,15 @@ impl Product {
             }
             Ok(())
         };
-        let read = if stored == Stored::Upper { hierarchy::Read::Upper } else { hierarchy::Read::Target };
+        let read = if let Stored::Upper(_) = stored { hierarchy::Read::Upper } else { hierarchy::Read::Target };
         match stored {
-            Stored::Both | Stored::Upper => {
-                let (upper, lower) = hierarchy::Planes::panel_bytes(k, true);
-                let (mut high, mut low) = (vec![0; upper], vec![0; lower]);
-                hierarchy::encode(simd, &weights, k, &mut high, &mut low)?;
-                // Of what is read there are as many bytes as of every other kind.
-                let read = if stored == Stored::Upper { upper } else { upper + lower };
-                for _ in 0..layers(spread, panels * read) {
-                    let mut planes = hierarchy::Planes::zeros(panels, k, true)?;
+            Stored::Both(group) | Stored::Upper(group) | Stored::UpperTarget(group) => {
+                let both_from = if let Stored::Both(_) = stored { 0 } else { panels };
+                let (upper, lower) = hierarchy::Planes::panel_bytes(k, group);
+                let (mut high, mut low) = (vec![0; upper], vec![0; if both_from == 0 { lower } else { 0 }]);
+                hierarchy::encode(simd, &weights, k, group, &mut high, &mut low)?;
+                for _ in 0..layers(spread, hierarchy::Planes::bytes_of(panels, k, group, both_from)) {
+                    let mut planes = hierarchy::Planes::zeros(panels, k, group, both_from)?;
                     planes.upper.chunks_exact_mut(upper).for_each(|to| to.copy_from_slice(&high));
                     planes.lower.chunks_exact_mut(lower).for_each(|to| to.copy_from_slice(&low));
                     full.push(Matrix { panels, k, store: Store::Planes(planes) });
@@ -249,7 +250,9 @@ impl Product {
         let (mut acts, mut x16) = (w4::Acts::zeros(rows, k)?, Array::zeros(rows * stride)?);
         acts.quantize(simd, &x, stride, rows, k);
         let mut limbs = hierarchy::Acts::zeros(rows, k)?;
-        limbs.quantize(simd, read, &x, stride, rows, k);
+        if let Some(Matrix { store: Store::Planes(planes), .. }) = full.first() {
+            limbs.quantize(simd, read, &x, stride, rows, planes);
+        }
         linear::to_bf16(simd, &x, &mut x16);
         Ok(Product { simd, pool: Pool::new(threads)?, rows, full, draft, acts, read, limbs, x, x16, stride, layer: 0 })
     }
@@ -261,11 +264,7 @@ impl Product {
 
     /// Bytes of weights that a call reads.
     pub fn bytes(&self) -> usize {
-        match self.full.first().map(|matrix| (&matrix.store, matrix)) {
-            Some((Store::Planes(planes), _)) if self.read == hierarchy::Read::Upper => planes.upper.bytes(),
-            Some((_, matrix)) => matrix.bytes(),
-            None => self.draft[0].data.bytes(),
-        }
+        self.full.first().map_or_else(|| self.draft[0].data.bytes(), Matrix::bytes)
     }
 
     /// One matrix.

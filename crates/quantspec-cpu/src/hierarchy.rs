@@ -1,8 +1,8 @@
 //! Linear layers of weights in two planes of nibbles (`quantspec_core::weights`): the target reads both, the draft the upper one.
-//! A matrix of 4 bits has no lower plane, which is as if its nibbles were all 0.
+//! A matrix of 4 bits has no lower plane, which is as if its nibbles were all 0, or has one for its last panels.
 //!
-//! A tile is 16 outputs × one group of 64 inputs. Upper tiles are `{ s: 16 f16 | z: 16 f16 | 8 vectors }`, 576 bytes; lower tiles are
-//! 8 vectors, 512 bytes, in an array of their own. So the draft reads one stream in address order and the target two. Both
+//! A tile is 16 outputs × one group of inputs, 64 or 32. Upper tiles are `{ s: 16 f16 | z: 16 f16 | vectors }`, 576 or 320 bytes; lower
+//! tiles are the vectors alone, 512 or 256 bytes, in an array of their own. So the draft reads one stream in address order and the target two. Both
 //! arrays are `[n/16][group]`. Vector v of 64 bytes holds 4 bytes per output: byte b has k = 8v + b in its low nibble and
 //! k = 8v + 4 + b in its high one. Lower nibbles are stored as L + 8, so the two nibbles of a weight make core's code.
 //!
@@ -14,11 +14,11 @@
 //! accumulator per (row, output). How many rows share a pass changes no operand and no order.
 
 use crate::dispatch::{Simd, portable};
-use crate::lanes::{bf16_bits, f16_is_finite, f16_value, madd, rint_i32};
+use crate::lanes::{bf16_bits, f16_bits, f16_is_finite, f16_value, madd, rint_i32};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
 use crate::w4::{Group, halves};
-use quantspec_core::weights::{FIRST_CODES, GROUP, ZERO};
+use quantspec_core::weights::{FIRST_CODES, GROUP, SMALL_GROUP, ZERO};
 use quantspec_core::{Error, Result};
 
 /// Outputs of a tile.
@@ -27,14 +27,31 @@ const TILE_ROWS: usize = 16;
 /// Bytes of scales and zeros of an upper tile.
 const PARAMS: usize = 2 * 2 * TILE_ROWS;
 
-/// Code vectors of a tile.
-const VECTORS: usize = GROUP / 8;
+/// Inputs of a code vector, which has 64 bytes: half a byte for each of 16 outputs.
+const VECTOR: usize = 8;
 
-/// Bytes of a lower tile, and of an upper one.
-const LOWER: usize = 64 * VECTORS;
-const UPPER: usize = PARAMS + LOWER;
+/// Bytes of a lower tile.
+const fn lower_bytes(group: usize) -> usize {
+    group / VECTOR * 64
+}
 
-const _: () = assert!(GROUP == 64 && UPPER == 576 && LOWER == 512);
+/// Bytes of an upper tile.
+const fn upper_bytes(group: usize) -> usize {
+    PARAMS + lower_bytes(group)
+}
+
+const _: () = assert!(upper_bytes(GROUP) == 576 && upper_bytes(SMALL_GROUP) == 320);
+
+/// Calls a function whose last constant parameter is the group.
+macro_rules! of_group {
+    ($group:expr, $function:ident $(::<$($generic:tt),*>)? ($($arg:expr),* $(,)?)) => {
+        if $group == SMALL_GROUP {
+            $function::<$($($generic,)*)? SMALL_GROUP>($($arg),*)
+        } else {
+            $function::<$($($generic,)*)? GROUP>($($arg),*)
+        }
+    };
+}
 
 /// Rows that share one pass.
 const ROWS: usize = 6;
@@ -49,7 +66,7 @@ pub(crate) enum Read {
     Target,
     /// Both planes, int8 activations: the draft's head.
     Both,
-    /// The upper plane, int8 activations.
+    /// The upper plane, int8 activations, and both where a matrix has a lower plane for some panels only.
     Upper,
 }
 
@@ -61,35 +78,39 @@ impl Read {
 }
 
 /// A lower tile whose nibbles are all 0: that of a matrix without a lower plane.
-static NO_LOWER: [u8; LOWER] = [ZERO << 4 | ZERO; LOWER];
+static NO_LOWER: [u8; lower_bytes(GROUP)] = [ZERO << 4 | ZERO; lower_bytes(GROUP)];
 
-/// A matrix in two planes, or in the upper one alone.
+/// A matrix in two planes, in the upper one alone, or with a lower one for its last panels.
 pub(crate) struct Planes {
     /// Panels of 32 outputs, two tiles high.
     pub(crate) panels: usize,
     pub(crate) k: usize,
+    /// Inputs that share a scale and a zero.
+    pub(crate) group: usize,
     pub(crate) upper: Array<u8>,
-    /// Empty without a lower plane.
+    /// Of the panels from `both_from` on.
     pub(crate) lower: Array<u8>,
+    pub(crate) both_from: usize,
 }
 
 impl Planes {
-    /// Bytes of one panel in the planes, `both` or the upper one.
-    pub(crate) const fn panel_bytes(k: usize, both: bool) -> (usize, usize) {
-        let tiles = HALVES * k.div_ceil(GROUP);
-        (tiles * UPPER, if both { tiles * LOWER } else { 0 })
+    /// Bytes of one panel in the upper and in the lower plane.
+    pub(crate) const fn panel_bytes(k: usize, group: usize) -> (usize, usize) {
+        let tiles = HALVES * k.div_ceil(group);
+        (tiles * upper_bytes(group), tiles * lower_bytes(group))
     }
 
     /// Bytes of a matrix.
-    pub(crate) const fn bytes_of(panels: usize, k: usize, both: bool) -> usize {
-        let (upper, lower) = Planes::panel_bytes(k, both);
-        panels * (upper + lower)
+    pub(crate) const fn bytes_of(panels: usize, k: usize, group: usize, both_from: usize) -> usize {
+        let (upper, lower) = Planes::panel_bytes(k, group);
+        panels * upper + (panels - both_from) * lower
     }
 
-    /// A matrix of zeros, to be filled panel by panel.
-    pub(crate) fn zeros(panels: usize, k: usize, both: bool) -> Result<Planes> {
-        let (upper, lower) = Planes::panel_bytes(k, both);
-        Ok(Planes { panels, k, upper: Array::zeros(panels * upper)?, lower: Array::zeros(panels * lower)? })
+    /// A matrix of zeros, to be filled panel by panel; those from `both_from` on have both planes.
+    pub(crate) fn zeros(panels: usize, k: usize, group: usize, both_from: usize) -> Result<Planes> {
+        let (upper, lower) = Planes::panel_bytes(k, group);
+        let (upper, lower) = (Array::zeros(panels * upper)?, Array::zeros((panels - both_from) * lower)?);
+        Ok(Planes { panels, k, group, upper, lower, both_from })
     }
 
     /// Bytes held.
@@ -99,14 +120,22 @@ impl Planes {
 
     /// One half of a panel: its tiles of both planes.
     fn column(&self, panel: usize, half: usize) -> (&[u8], &[u8]) {
-        let groups = self.k.div_ceil(GROUP);
-        let at = (panel * HALVES + half) * groups;
-        let lower = if self.lower.is_empty() { &[] } else { &self.lower[at * LOWER..(at + groups) * LOWER] };
-        (&self.upper[at * UPPER..(at + groups) * UPPER], lower)
+        let groups = self.k.div_ceil(self.group);
+        let tiles = |panel: usize, bytes: usize| {
+            let first = (panel * HALVES + half) * groups;
+            first * bytes..(first + groups) * bytes
+        };
+        let lower = match panel.checked_sub(self.both_from) {
+            Some(panel) => &self.lower[tiles(panel, lower_bytes(self.group))],
+            None => &[],
+        };
+        (&self.upper[tiles(panel, upper_bytes(self.group))], lower)
     }
 
     /// One panel for m rows: `out[m][32]`.
     pub(crate) fn panel(&self, simd: Simd, read: Read, index: usize, acts: &Acts, m: usize, out: &mut [f32]) {
+        let few = self.both_from > 0 && index >= self.both_from;
+        let read = if few && read == Read::Upper { Read::Both } else { read };
         for half in 0..HALVES {
             let (upper, lower) = self.column(index, half);
             for (first, rows) in groups(m, ROWS) {
@@ -120,6 +149,7 @@ impl Planes {
                     sum: &acts.sum[at..],
                     total: &acts.total[at..],
                     groups: acts.groups,
+                    group: acts.group,
                 };
                 part.rows(simd, read, rows, &mut out[first * PANEL + half * TILE_ROWS..]);
             }
@@ -128,12 +158,12 @@ impl Planes {
 
     /// One panel for m rows of f32 activations, `stride` apart and zero behind k: `out[m][32]`.
     pub(crate) fn panel_f32(&self, simd: Simd, index: usize, x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
-        let k = self.k;
+        let (k, group) = (self.k, self.group);
         for half in 0..HALVES {
             let (upper, lower) = self.column(index, half);
             for (first, m) in groups(m, ROWS) {
                 let (x, out) = (&x[first * stride..], &mut out[first * PANEL + half * TILE_ROWS..]);
-                portable!(simd, singles_body(upper: &[u8], lower: &[u8], x: &[f32], stride: usize, k: usize, m: usize, out: &mut [f32]));
+                portable!(simd, singles_body(upper: &[u8], lower: &[u8], x: &[f32], stride: usize, k: usize, group: usize, m: usize, out: &mut [f32]));
             }
         }
     }
@@ -141,13 +171,14 @@ impl Planes {
     /// Values of inputs `first .. first + kc` of a panel, `[kc][32]` f32: what core calls view Both. `first` begins a group; inputs
     /// behind k have values of no meaning.
     pub(crate) fn values(&self, simd: Simd, panel: usize, first: usize, kc: usize, out: &mut [f32]) {
-        let count = kc.div_ceil(GROUP);
+        let (group, first) = (self.group, first / self.group);
+        let tiles = |bytes: usize| first * bytes..(first + kc.div_ceil(group)) * bytes;
         for half in 0..HALVES {
             let (upper, lower) = self.column(panel, half);
-            let upper = &upper[first / GROUP * UPPER..][..count * UPPER];
-            let lower = if lower.is_empty() { lower } else { &lower[first / GROUP * LOWER..][..count * LOWER] };
+            let upper = &upper[tiles(upper_bytes(group))];
+            let lower = if lower.is_empty() { lower } else { &lower[tiles(lower_bytes(group))] };
             let (out, lane) = (&mut *out, half * TILE_ROWS);
-            portable!(simd, values_body(upper: &[u8], lower: &[u8], kc: usize, lane: usize, out: &mut [f32]));
+            portable!(simd, values_body(upper: &[u8], lower: &[u8], group: usize, kc: usize, lane: usize, out: &mut [f32]));
         }
     }
 
@@ -168,8 +199,9 @@ impl Planes {
         let (panel, lane) = (row / PANEL, row % PANEL);
         let (upper, lower) = self.column(panel, lane / TILE_ROWS);
         let lane = lane % TILE_ROWS;
-        for (g, out) in out[..self.k].chunks_mut(GROUP).enumerate() {
-            let (upper, lower) = (&upper[g * UPPER..][..UPPER], lower_tile(lower, g));
+        for (g, out) in out[..self.k].chunks_mut(self.group).enumerate() {
+            let bytes = upper_bytes(self.group);
+            let (upper, lower) = (&upper[g * bytes..][..bytes], lower_tile(lower, g, self.group));
             let (scale, zero) = (param(upper, lane) / 16.0, param(upper, TILE_ROWS + lane));
             for (i, out) in out.iter_mut().enumerate() {
                 let (at, shift) = (i / 8 * 64 + lane * 4 + i % 4, i % 8 / 4 * 4);
@@ -182,8 +214,9 @@ impl Planes {
 
 /// Lower tile g of a column, which may have none.
 #[inline(always)]
-fn lower_tile(lower: &[u8], g: usize) -> &[u8] {
-    if lower.is_empty() { &NO_LOWER } else { &lower[g * LOWER..][..LOWER] }
+fn lower_tile(lower: &[u8], g: usize, group: usize) -> &[u8] {
+    let (from, at) = if lower.is_empty() { (&NO_LOWER[..], 0) } else { (lower, g) };
+    &from[at * lower_bytes(group)..][..lower_bytes(group)]
 }
 
 /// Parameter i of an upper tile: sixteen scales, then sixteen zeros.
@@ -197,27 +230,35 @@ fn param(tile: &[u8], i: usize) -> f32 {
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::NotFinite`] where a group spans more than f16 can hold.
-pub(crate) fn encode(simd: Simd, rows: &[f32], k: usize, upper: &mut [u8], lower: &mut [u8]) -> Result<()> {
-    let (groups, both) = (k.div_ceil(GROUP), !lower.is_empty());
+pub(crate) fn encode(
+    simd: Simd,
+    rows: &[f32],
+    k: usize,
+    group: usize,
+    upper: &mut [u8],
+    lower: &mut [u8],
+) -> Result<()> {
+    let (groups, both, stored) = (k.div_ceil(group), !lower.is_empty(), group == SMALL_GROUP);
     let mut codes = [0u8; GROUP];
     for (lane, row) in rows.chunks_exact(k).enumerate() {
-        for (g, x) in row.chunks(GROUP).enumerate() {
+        for (g, x) in row.chunks(group).enumerate() {
             let out = &mut codes;
-            let (s, z) = portable!(simd, group_body(x: &[f32], both: bool, out: &mut [u8; GROUP]) -> (u16, u16));
+            let (s, z) =
+                portable!(simd, group_body(x: &[f32], both: bool, stored: bool, out: &mut [u8; GROUP]) -> (u16, u16));
             if !f16_is_finite(s) || !f16_is_finite(z) {
                 return Err(Error::not_finite("a group of weights spans more than half precision can hold"));
             }
             let tile = lane / TILE_ROWS * groups + g;
-            let upper = &mut upper[tile * UPPER..][..UPPER];
+            let upper = &mut upper[tile * upper_bytes(group)..][..upper_bytes(group)];
             let lane = lane % TILE_ROWS;
             upper[2 * lane..][..2].copy_from_slice(&s.to_le_bytes());
             upper[2 * (TILE_ROWS + lane)..][..2].copy_from_slice(&z.to_le_bytes());
-            for (v, codes) in codes.chunks_exact(8).enumerate() {
+            for (v, codes) in codes[..group].chunks_exact(VECTOR).enumerate() {
                 for b in 0..4 {
                     let at = v * 64 + lane * 4 + b;
                     upper[PARAMS + at] = codes[b] >> 4 | codes[4 + b] & 0xf0;
                     if both {
-                        lower[tile * LOWER + at] = codes[b] & 15 | codes[4 + b] << 4;
+                        lower[tile * lower_bytes(group) + at] = codes[b] & 15 | codes[4 + b] << 4;
                     }
                 }
             }
@@ -228,7 +269,7 @@ pub(crate) fn encode(simd: Simd, rows: &[f32], k: usize, upper: &mut [u8], lower
 
 /// Scale, zero (bits of f16) and codes of one group, codes behind it zero. The same IEEE operations as core's, vectorised.
 #[inline(always)]
-fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -> (u16, u16) {
+fn group_body<const FMA: bool>(x: &[f32], both: bool, stored: bool, codes: &mut [u8; GROUP]) -> (u16, u16) {
     let mut padded = [x[0]; GROUP];
     padded[..x.len()].copy_from_slice(x);
     let group = Group { x };
@@ -236,7 +277,7 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -
     codes.fill(0);
     if low == high {
         codes[..x.len()].fill(ZERO);
-        return (0, crate::lanes::f16_bits(low));
+        return (0, f16_bits(low));
     }
     let step = (high - low) / 240.0;
     let params = |first: u8| halves(16.0 * step, low + (8.0 - f32::from(first)) * step);
@@ -244,7 +285,11 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -
     if !f16_is_finite(plain.0) || !f16_is_finite(plain.1) {
         return plain;
     }
-    let found = if both {
+    let stored = if stored { stored_4_bits(x, low, high) } else { None }
+        .or_else(|| if stored && both { stored_8_bits(x, low, high) } else { None });
+    let found = if let Some(params) = stored {
+        params
+    } else if both {
         let start = (group.squared_error(plain), plain);
         FIRST_CODES[1..].iter().fold(start, |best, &first| group.better(best, params(first))).1
     } else {
@@ -261,6 +306,43 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -
     found
 }
 
+/// Core's parameters of weights that were codes of 4 bits.
+#[inline(always)]
+fn stored_4_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
+    let extreme = if high > -low { high } else { low };
+    let scale = f16_bits(extreme / -8.0);
+    let d = f16_value(scale);
+    let zero = 8.0 * -d;
+    let lies_on = |x: f32| {
+        let code = rint_i32(x / d + 8.0);
+        ((0..=15).contains(&code)) & (code as f32 * d + zero == x)
+    };
+    (usable(d) && x.iter().fold(true, |all, &x| all & lies_on(x))).then(|| (scale, f16_bits(zero)))
+}
+
+/// Core's parameters of weights that were codes of 8 bits.
+#[inline(always)]
+fn stored_8_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
+    let d = f16_value(f16_bits(high.max(-low) / 127.0));
+    let lies_on = |x: f32| rint_i32((x / d).clamp(-127.0, 127.0)) as f32 * d == x;
+    if !usable(d) || !x.iter().fold(true, |all, &x| all & lies_on(x)) {
+        return None;
+    }
+    let (scale, zero) = match (high <= 119.0 * d, low >= -119.0 * d) {
+        (true, _) => (16.0 * d, -128.0 * d),
+        (_, true) => (-16.0 * d, 128.0 * d),
+        _ => (16.0 * d, -120.0 * d),
+    };
+    let params = (f16_bits(scale), f16_bits(zero));
+    (f16_is_finite(params.0) && f16_is_finite(params.1)).then_some(params)
+}
+
+/// A step of the codes of a file.
+#[inline(always)]
+fn usable(d: f32) -> bool {
+    d != 0.0 && d.is_finite()
+}
+
 /// The four codes of a vector's outputs, low nibbles' and high nibbles' words: byte b of word l is output l, k = b.
 #[inline(always)]
 fn code_words(upper: &[u8], lower: &[u8]) -> [[u32; TILE_ROWS]; 2] {
@@ -275,9 +357,9 @@ fn code_words(upper: &[u8], lower: &[u8]) -> [[u32; TILE_ROWS]; 2] {
 }
 
 #[inline(always)]
-fn values_body<const FMA: bool>(upper: &[u8], lower: &[u8], kc: usize, lane: usize, out: &mut [f32]) {
-    for (g, upper) in upper.chunks_exact(UPPER).enumerate() {
-        let lower = lower_tile(lower, g);
+fn values_body<const FMA: bool>(upper: &[u8], lower: &[u8], group: usize, kc: usize, lane: usize, out: &mut [f32]) {
+    for (g, upper) in upper.chunks_exact(upper_bytes(group)).enumerate() {
+        let lower = lower_tile(lower, g, group);
         let (mut scale, mut zero) = ([0f32; TILE_ROWS], [0f32; TILE_ROWS]);
         for l in 0..TILE_ROWS {
             (scale[l], zero[l]) = (param(upper, l) / 16.0, param(upper, TILE_ROWS + l));
@@ -285,7 +367,7 @@ fn values_body<const FMA: bool>(upper: &[u8], lower: &[u8], kc: usize, lane: usi
         for (v, (upper, lower)) in upper[PARAMS..].chunks_exact(64).zip(lower.chunks_exact(64)).enumerate() {
             for (h, words) in code_words(upper, lower).iter().enumerate() {
                 for b in 0..4 {
-                    let k = g * GROUP + 8 * v + 4 * h + b;
+                    let k = g * group + VECTOR * v + 4 * h + b;
                     if k >= kc {
                         continue;
                     }
@@ -310,7 +392,7 @@ fn pairs_body<const FMA: bool>(values: &[f32], out: &mut [u16]) {
 
 /// M rows of f32 activations against a column of tiles: codes times activations are summed over a group, k upwards.
 #[inline(always)]
-fn singles<const FMA: bool, const M: usize>(
+fn singles<const FMA: bool, const M: usize, const G: usize>(
     upper: &[u8],
     lower: &[u8],
     x: &[f32],
@@ -319,14 +401,16 @@ fn singles<const FMA: bool, const M: usize>(
     out: &mut [f32],
 ) {
     let mut acc = [[0f32; TILE_ROWS]; M];
-    for (g, upper) in upper.chunks_exact(UPPER).enumerate() {
-        let lower = lower_tile(lower, g);
-        let mut q = [[0f32; GROUP]; M];
+    for (g, upper) in upper.chunks_exact(upper_bytes(G)).enumerate() {
+        let lower = lower_tile(lower, g, G);
+        let mut q = [[0f32; G]; M];
         let mut sums = [0f32; M];
-        let here = GROUP.min(k - g * GROUP);
+        let here = G.min(k - g * G);
         for (j, q) in q.iter_mut().enumerate() {
-            q[..here].copy_from_slice(&x[j * stride + g * GROUP..][..here]);
-            sums[j] = crate::lanes::sum16(std::array::from_fn(|i| (q[i] + q[16 + i]) + (q[32 + i] + q[48 + i])));
+            q[..here].copy_from_slice(&x[j * stride + g * G..][..here]);
+            let quarter = |i: usize| q[i] + q[16 + i];
+            let lane = |i: usize| if G == GROUP { quarter(i) + quarter(32 + i) } else { quarter(i) };
+            sums[j] = crate::lanes::sum16(std::array::from_fn(lane));
         }
         let mut dots = [[0f32; TILE_ROWS]; M];
         for (v, (upper, lower)) in upper[PARAMS..].chunks_exact(64).zip(lower.chunks_exact(64)).enumerate() {
@@ -364,22 +448,23 @@ fn singles_body<const FMA: bool>(
     x: &[f32],
     stride: usize,
     k: usize,
+    group: usize,
     m: usize,
     out: &mut [f32],
 ) {
     match m {
-        1 => singles::<FMA, 1>(upper, lower, x, stride, k, out),
-        2 => singles::<FMA, 2>(upper, lower, x, stride, k, out),
-        3 => singles::<FMA, 3>(upper, lower, x, stride, k, out),
-        4 => singles::<FMA, 4>(upper, lower, x, stride, k, out),
-        5 => singles::<FMA, 5>(upper, lower, x, stride, k, out),
-        _ => singles::<FMA, ROWS>(upper, lower, x, stride, k, out),
+        1 => of_group!(group, singles::<FMA, 1>(upper, lower, x, stride, k, out)),
+        2 => of_group!(group, singles::<FMA, 2>(upper, lower, x, stride, k, out)),
+        3 => of_group!(group, singles::<FMA, 3>(upper, lower, x, stride, k, out)),
+        4 => of_group!(group, singles::<FMA, 4>(upper, lower, x, stride, k, out)),
+        5 => of_group!(group, singles::<FMA, 5>(upper, lower, x, stride, k, out)),
+        _ => of_group!(group, singles::<FMA, ROWS>(upper, lower, x, stride, k, out)),
     }
 }
 
 /// Activations in limbs, for up to a fixed number of rows.
 pub(crate) struct Acts {
-    /// `[m][groups · 64]`
+    /// `[m][groups · group]`
     high: Array<i8>,
     low: Array<i8>,
     /// Value of one step of the integers, `[m][groups]`.
@@ -389,12 +474,18 @@ pub(crate) struct Acts {
     /// Sum of the group's integers, `[m][groups]`: codes of both planes are 8 too large, their products 8 such sums.
     total: Array<i32>,
     groups: usize,
+    group: usize,
 }
 
 impl Acts {
+    /// Groups of a row there is room for: those of 32, two for each of 64.
+    const fn most(k: usize) -> usize {
+        k.div_ceil(GROUP) * (GROUP / SMALL_GROUP)
+    }
+
     /// Bytes for `m` rows of `k`.
     pub(crate) const fn bytes_of(m: usize, k: usize) -> usize {
-        m * k.div_ceil(GROUP) * (2 * GROUP + 12)
+        m * Acts::most(k) * (2 * SMALL_GROUP + 12)
     }
 
     /// Bytes held.
@@ -404,35 +495,39 @@ impl Acts {
 
     /// Room for `m` rows of `k`.
     pub(crate) fn zeros(m: usize, k: usize) -> Result<Acts> {
-        let groups = k.div_ceil(GROUP);
+        let groups = Acts::most(k);
         Ok(Acts {
-            high: Array::zeros(m * groups * GROUP)?,
-            low: Array::zeros(m * groups * GROUP)?,
+            high: Array::zeros(m * groups * SMALL_GROUP)?,
+            low: Array::zeros(m * groups * SMALL_GROUP)?,
             scale: Array::zeros(m * groups)?,
             sum: Array::zeros(m * groups)?,
             total: Array::zeros(m * groups)?,
             groups,
+            group: SMALL_GROUP,
         })
     }
 
     fn width(&self) -> usize {
-        self.groups * GROUP
+        self.groups * self.group
     }
 
     pub(crate) fn fits(&self, planes: &Planes, m: usize) -> bool {
-        self.groups == planes.k.div_ceil(GROUP) && self.high.len() >= m * self.width()
+        let planes = (planes.group, planes.k.div_ceil(planes.group));
+        (self.group, self.groups) == planes && self.high.len() >= m * self.width()
     }
 
-    /// Quantises m rows of k, `stride` apart, for what a pass reads; `k` decides the layout until the next call.
-    pub(crate) fn quantize(&mut self, simd: Simd, read: Read, x: &[f32], stride: usize, m: usize, k: usize) {
-        self.groups = k.div_ceil(GROUP);
+    /// Quantises m rows, `stride` apart, for what a pass reads of a matrix of k inputs, whose groups decide the layout until the next
+    /// call.
+    pub(crate) fn quantize(&mut self, simd: Simd, read: Read, x: &[f32], stride: usize, m: usize, planes: &Planes) {
+        let (k, group) = (planes.k, planes.group);
+        (self.groups, self.group) = (k.div_ceil(group), group);
         let (groups, width) = (self.groups, self.width());
         for j in 0..m {
             let x = &x[j * stride..][..k];
             let limbs = (&mut self.high[j * width..][..width], &mut self.low[j * width..][..width]);
             let at = j * groups..(j + 1) * groups;
             let totals = (&mut self.scale[at.clone()], &mut self.sum[at.clone()], &mut self.total[at]);
-            portable!(simd, quantize_body(read: Read, x: &[f32], limbs: (&mut [i8], &mut [i8]), totals: (&mut [f32], &mut [f32], &mut [i32])));
+            portable!(simd, quantize_body(read: Read, x: &[f32], group: usize, limbs: (&mut [i8], &mut [i8]), totals: (&mut [f32], &mut [f32], &mut [i32])));
         }
     }
 }
@@ -444,12 +539,23 @@ const TOP: f32 = 127.0 * 128.0;
 fn quantize_body<const FMA: bool>(
     read: Read,
     x: &[f32],
+    group: usize,
+    limbs: (&mut [i8], &mut [i8]),
+    totals: (&mut [f32], &mut [f32], &mut [i32]),
+) {
+    of_group!(group, limbs_of(read, x, limbs, totals));
+}
+
+#[inline(always)]
+fn limbs_of<const G: usize>(
+    read: Read,
+    x: &[f32],
     (high, low): (&mut [i8], &mut [i8]),
     (scale, sum, total): (&mut [f32], &mut [f32], &mut [i32]),
 ) {
-    for (g, (high, low)) in high.chunks_exact_mut(GROUP).zip(low.chunks_exact_mut(GROUP)).enumerate() {
-        let mut v = [0f32; GROUP];
-        let x = &x[g * GROUP..x.len().min((g + 1) * GROUP)];
+    for (g, (high, low)) in high.chunks_exact_mut(G).zip(low.chunks_exact_mut(G)).enumerate() {
+        let mut v = [0f32; G];
+        let x = &x[g * G..x.len().min((g + 1) * G)];
         v[..x.len()].copy_from_slice(x);
         // As bits: magnitudes have the order of their numbers, and NaN is above them all, so that the scale tells of one.
         let mut most = [0u32; 16];
@@ -463,7 +569,7 @@ fn quantize_body<const FMA: bool>(
         // An overflowing inverse (a group of subnormals) would give codes beyond their limbs.
         let inverse = if inverse.is_finite() { inverse } else { 0.0 };
         let (mut codes, mut highs) = (0i32, 0i32);
-        for i in 0..GROUP {
+        for i in 0..G {
             // Wraps only among codes of no number, which their scale tells of.
             let code = rint_i32(v[i] * inverse);
             let limb = code.wrapping_add(64) >> 7;
@@ -488,15 +594,17 @@ struct Part<'a> {
     sum: &'a [f32],
     total: &'a [i32],
     groups: usize,
+    group: usize,
 }
 
 impl Part<'_> {
     /// `out[j][16]`, rows 32 apart.
     fn rows(&self, simd: Simd, read: Read, m: usize, out: &mut [f32]) {
-        let (groups, width) = (self.groups, self.groups * GROUP);
+        let (groups, width) = (self.groups, self.groups * self.group);
         // A draft's head has both planes, and the upper one is there always.
         let both = !self.lower.is_empty();
-        assert!(self.upper.len() == groups * UPPER && (self.lower.len() == groups * LOWER || !both));
+        assert!(self.upper.len() == groups * upper_bytes(self.group));
+        assert!(self.lower.len() == groups * lower_bytes(self.group) || !both);
         assert!(both || read != Read::Both);
         assert!(self.high.len() >= m * width && self.low.len() >= m * width && (1..=ROWS).contains(&m));
         assert!(self.scale.len() >= m * groups && self.sum.len() >= m * groups && self.total.len() >= m * groups);
@@ -537,10 +645,15 @@ impl Part<'_> {
 /// The draft's products in plain Rust.
 #[inline(always)]
 fn column_body<const FMA: bool>(part: &Part, read: Read, j: usize, out: &mut [f32]) {
+    of_group!(part.group, column_of::<FMA>(part, read, j, out));
+}
+
+#[inline(always)]
+fn column_of<const FMA: bool, const G: usize>(part: &Part, read: Read, j: usize, out: &mut [f32]) {
     let mut acc = [0f32; TILE_ROWS];
-    for (g, tile) in part.upper.chunks_exact(UPPER).enumerate() {
-        let q = &part.high[(j * part.groups + g) * GROUP..][..GROUP];
-        let (at, lower) = (j * part.groups + g, lower_tile(part.lower, g));
+    for (g, tile) in part.upper.chunks_exact(upper_bytes(G)).enumerate() {
+        let q = &part.high[(j * part.groups + g) * G..][..G];
+        let (at, lower) = (j * part.groups + g, lower_tile(part.lower, g, G));
         let mut dot = [0i32; TILE_ROWS];
         for (v, upper) in tile[PARAMS..].chunks_exact(64).enumerate() {
             let lower = &lower[v * 64..][..64];
@@ -571,7 +684,7 @@ fn column_body<const FMA: bool>(part: &Part, read: Read, j: usize, out: &mut [f3
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{GROUP, LOWER, PANEL, PARAMS, Part, UPPER, VECTORS};
+    use super::{GROUP, PANEL, PARAMS, Part, SMALL_GROUP, VECTOR, lower_bytes, upper_bytes};
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
@@ -584,12 +697,12 @@ mod avx512 {
         // SAFETY: passed on.
         unsafe {
             match m {
-                1 => tiles::<BOTH, LIMBS, 1>(part, out),
-                2 => tiles::<BOTH, LIMBS, 2>(part, out),
-                3 => tiles::<BOTH, LIMBS, 3>(part, out),
-                4 => tiles::<BOTH, LIMBS, 4>(part, out),
-                5 => tiles::<BOTH, LIMBS, 5>(part, out),
-                _ => tiles::<BOTH, LIMBS, 6>(part, out),
+                1 => of_group!(part.group, tiles::<BOTH, LIMBS, 1>(part, out)),
+                2 => of_group!(part.group, tiles::<BOTH, LIMBS, 2>(part, out)),
+                3 => of_group!(part.group, tiles::<BOTH, LIMBS, 3>(part, out)),
+                4 => of_group!(part.group, tiles::<BOTH, LIMBS, 4>(part, out)),
+                5 => of_group!(part.group, tiles::<BOTH, LIMBS, 5>(part, out)),
+                _ => of_group!(part.group, tiles::<BOTH, LIMBS, 6>(part, out)),
             }
         }
     }
@@ -598,19 +711,20 @@ mod avx512 {
     /// row: sums are exact integers, so that changes no bit. High nibbles of the upper plane alone are used in place, 16 times too large.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-    unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Part, out: *mut f32) {
+    unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize, const G: usize>(part: &Part, out: *mut f32) {
         // SAFETY: offsets stay inside the lengths promised by the caller.
         unsafe {
             let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::here(M > 1));
             let second = if !BOTH || M <= 2 { 1 } else { 0 };
             let mut acc = [_mm512_setzero_ps(); M];
             for g in 0..part.groups {
-                let (tile, lower) = (part.upper.as_ptr().add(g * UPPER), part.lower.as_ptr().add(g * LOWER));
+                let tile = part.upper.as_ptr().add(g * upper_bytes(G));
+                let lower = part.lower.as_ptr().add(g * lower_bytes(G));
                 let mut dots = [[[_mm512_setzero_si512(); M]; 2]; LIMBS];
                 if let Some(prefetch) = prefetch {
                     prefetch.line(tile);
                 }
-                for v in 0..VECTORS {
+                for v in 0..G / VECTOR {
                     let c = tile.add(PARAMS + v * 64);
                     if let Some(prefetch) = prefetch {
                         prefetch.line(c);
@@ -630,7 +744,7 @@ mod avx512 {
                         (_mm512_and_si512(c, low), _mm512_andnot_si512(low, c))
                     };
                     for j in 0..M {
-                        let at = (j * part.groups + g) * GROUP + v * 8;
+                        let at = (j * part.groups + g) * G + v * VECTOR;
                         for (limb, dots) in dots.iter_mut().enumerate() {
                             let q = if limb == 0 { part.high.as_ptr() } else { part.low.as_ptr() };
                             let q = q.add(at).cast::<i32>();
@@ -672,23 +786,23 @@ mod avx512 {
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use super::{GROUP, LOWER, PARAMS, Part, UPPER, VECTORS};
+    use super::{GROUP, PARAMS, Part, SMALL_GROUP, VECTOR, lower_bytes, upper_bytes};
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
-    /// Integer sums of a tile's nibbles and 64 int8 activations, for outputs 0..8 and 8..16. Eight products of at most 2·15·127 fit
+    /// Integer sums of a tile's nibbles and G int8 activations, for outputs 0..8 and 8..16. Eight products of at most 2·15·127 fit
     /// an i16 lane before it must be widened.
     ///
     /// # Safety
-    /// AVX2; 512 bytes at `codes` and 64 at `q`.
+    /// AVX2; a plane of a tile at `codes` and G bytes at `q`.
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn dots(codes: *const u8, q: *const i32, prefetch: Option<Prefetch>) -> [__m256i; 2] {
+    unsafe fn dots<const G: usize>(codes: *const u8, q: *const i32, prefetch: Option<Prefetch>) -> [__m256i; 2] {
         // SAFETY: the caller's promise.
         unsafe {
             let (low, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
             let mut dots = [_mm256_setzero_si256(); 2];
-            for first in (0..VECTORS).step_by(4) {
+            for first in (0..G / VECTOR).step_by(4) {
                 let mut sums = [_mm256_setzero_si256(); 2];
                 for v in first..first + 4 {
                     let codes = codes.add(v * 64);
@@ -718,16 +832,23 @@ mod avx2 {
     /// The lengths `Part::rows` checks, for row j; `out`: 16 floats.
     #[target_feature(enable = "avx2,fma,f16c")]
     pub(super) unsafe fn column<const BOTH: bool>(part: &Part, j: usize, out: *mut f32) {
+        // SAFETY: passed on.
+        unsafe { of_group!(part.group, tiles::<BOTH>(part, j, out)) }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    unsafe fn tiles<const BOTH: bool, const G: usize>(part: &Part, j: usize, out: *mut f32) {
         // SAFETY: offsets stay inside the lengths promised by the caller.
         unsafe {
             let prefetch = Prefetch::here(false);
             let mut acc = [_mm256_setzero_ps(); 2];
             for g in 0..part.groups {
-                let (tile, at) = (part.upper.as_ptr().add(g * UPPER), j * part.groups + g);
-                let q = part.high.as_ptr().add(at * GROUP).cast::<i32>();
-                let mut dot = dots(tile.add(PARAMS), q, prefetch);
+                let (tile, at) = (part.upper.as_ptr().add(g * upper_bytes(G)), j * part.groups + g);
+                let q = part.high.as_ptr().add(at * G).cast::<i32>();
+                let mut dot = dots::<G>(tile.add(PARAMS), q, prefetch);
                 if BOTH {
-                    let lower = dots(part.lower.as_ptr().add(g * LOWER), q, prefetch);
+                    let lower = dots::<G>(part.lower.as_ptr().add(g * lower_bytes(G)), q, prefetch);
                     let offset = _mm256_slli_epi32::<3>(_mm256_set1_epi32(*part.total.get_unchecked(at)));
                     for (dot, lower) in dot.iter_mut().zip(lower) {
                         *dot = _mm256_add_epi32(_mm256_slli_epi32::<4>(*dot), _mm256_sub_epi32(lower, offset));
@@ -756,6 +877,8 @@ mod tests {
     use crate::testing::{Noise, bits, distance, paths};
     use quantspec_core::weights::{Row, quantize_row, quantize_row_upper};
 
+    const GROUPS: [usize; 2] = [GROUP, SMALL_GROUP];
+
     /// A matrix of `n` rows, 33 to 64, of normal weights with a constant group and rows of other sizes.
     fn weights(noise: &mut Noise, n: usize, k: usize) -> Vec<f32> {
         let mut w = noise.normals(n * k);
@@ -767,17 +890,39 @@ mod tests {
         w
     }
 
-    /// What core makes of a row.
-    fn quantized(row: &[f32], both: bool) -> Row {
-        if both { quantize_row(row) } else { quantize_row_upper(row) }.unwrap()
+    /// Makes rows 5 to 8 multiples of an f16 step, as files of 4-bit and of 8-bit codes have them: codes of the first reach 8 on one side
+    /// and 7 on the other, those of the second 127 and less, or on both sides.
+    fn on_grids(w: &mut [f32], k: usize) {
+        for (n, (most, least)) in [(7, -8), (8, -7), (127, -119), (127, -127)].into_iter().enumerate() {
+            let d = f16_value(f16_bits(0.0123 * (n + 1) as f32));
+            for (i, group) in w[(5 + n) * k..][..k].chunks_mut(SMALL_GROUP).enumerate() {
+                group.iter_mut().for_each(|w| *w = (*w * 4.0).round().clamp(least as f32, most as f32) * d);
+                group[i % group.len()] = if n == 0 { least } else { most } as f32 * d;
+                group[(i + 1) % group.len()] = if n == 0 { most } else { least } as f32 * d;
+            }
+        }
     }
 
-    fn planes(simd: Simd, w: &[f32], k: usize, both: bool) -> Planes {
-        let mut planes = Planes::zeros((w.len() / k).div_ceil(PANEL), k, both).unwrap();
-        let (upper, lower) = Planes::panel_bytes(k, both);
+    /// What core makes of a row.
+    fn quantized(row: &[f32], group: usize, both: bool) -> Row {
+        if both { quantize_row(row, group) } else { quantize_row_upper(row, group) }.unwrap()
+    }
+
+    fn planes(simd: Simd, w: &[f32], k: usize, group: usize, both: bool) -> Planes {
+        let panels = (w.len() / k).div_ceil(PANEL);
+        planes_from(simd, w, k, group, if both { 0 } else { panels })
+    }
+
+    fn planes_from(simd: Simd, w: &[f32], k: usize, group: usize, both_from: usize) -> Planes {
+        let mut planes = Planes::zeros((w.len() / k).div_ceil(PANEL), k, group, both_from).unwrap();
+        let (upper, lower) = Planes::panel_bytes(k, group);
         for (i, rows) in w.chunks(PANEL * k).enumerate() {
-            let (upper, lower) = (&mut planes.upper[i * upper..][..upper], &mut planes.lower[i * lower..][..lower]);
-            encode(simd, rows, k, upper, lower).unwrap();
+            let upper = &mut planes.upper[i * upper..][..upper];
+            let lower = match i.checked_sub(both_from) {
+                Some(i) => &mut planes.lower[i * lower..][..lower],
+                None => &mut [],
+            };
+            encode(simd, rows, k, group, upper, lower).unwrap();
         }
         planes
     }
@@ -785,24 +930,26 @@ mod tests {
     #[test]
     fn codes_are_those_of_core_and_come_back_as_core_s_values() {
         let mut noise = Noise::new(31);
-        for (k, both) in [7, 64, 172, 1376].into_iter().flat_map(|k| [(k, true), (k, false)]) {
+        let cases = GROUPS.into_iter().flat_map(|group| [7, 64, 172, 1376].map(|k| (k, group)));
+        for (k, group, both) in cases.flat_map(|(k, group)| [(k, group, true), (k, group, false)]) {
             let mut w = weights(&mut noise, 45, k);
+            on_grids(&mut w, k);
             for (n, row) in w.chunks_exact_mut(k).enumerate().skip(2).take(30) {
                 row.iter_mut().for_each(|w| *w *= 2f32.powi(n as i32 - 22));
             }
             w[3 * k] = 900.0;
-            let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, both)).collect();
+            let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, group, both)).collect();
             for simd in paths() {
-                let planes = planes(simd, &w, k, both);
+                let planes = planes(simd, &w, k, group, both);
                 for (n, want) in rows.iter().enumerate() {
                     let (upper, lower) = planes.column(n / PANEL, n % PANEL / TILE_ROWS);
                     for (c, code) in want.codes.iter().enumerate() {
-                        let (g, i, lane) = (c / GROUP, c % GROUP, n % TILE_ROWS);
-                        let tile = &upper[g * UPPER..][..UPPER];
+                        let (g, i, lane) = (c / group, c % group, n % TILE_ROWS);
+                        let tile = &upper[g * upper_bytes(group)..][..upper_bytes(group)];
                         assert_eq!(param(tile, lane), want.params[g].scale.to_f32());
                         assert_eq!(param(tile, 16 + lane), want.params[g].zero.to_f32());
                         let (at, shift) = (i / 8 * 64 + lane * 4 + i % 4, i % 8 / 4 * 4);
-                        let (u, l) = (tile[PARAMS + at] >> shift & 15, lower_tile(lower, g)[at] >> shift & 15);
+                        let (u, l) = (tile[PARAMS + at] >> shift & 15, lower_tile(lower, g, group)[at] >> shift & 15);
                         assert_eq!(u << 4 | l, *code, "row {n}, k {c}, {simd:?}");
                     }
                     let mut back = vec![f32::NAN; k];
@@ -836,7 +983,7 @@ mod tests {
             planes.panel_f32(simd, 0, x, k, m, &mut y);
         } else {
             let mut acts = Acts::zeros(m, k).unwrap();
-            acts.quantize(simd, read, x, k, m, k);
+            acts.quantize(simd, read, x, k, m, planes);
             assert!(acts.fits(planes, m));
             planes.panel(simd, read, 0, &acts, m, &mut y);
         }
@@ -854,10 +1001,11 @@ mod tests {
             (Read::Upper, true, 1e-2),
             (Read::Upper, false, 1e-2),
         ];
-        for (k, (read, both, bound)) in [7, 64, 100, 704].into_iter().flat_map(|k| reads.map(|read| (k, read))) {
+        let cases = GROUPS.into_iter().flat_map(|group| [7, 64, 100, 704].map(|k| (k, group)));
+        for (k, group, (read, both, bound)) in cases.flat_map(|(k, group)| reads.map(|read| (k, group, read))) {
             let (w, x) = (weights(&mut noise, PANEL, k), noise.normals(13 * k));
-            let planes = planes(Simd::Scalar, &w, k, both);
-            let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, both)).collect();
+            let planes = planes(Simd::Scalar, &w, k, group, both);
+            let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, group, both)).collect();
             let exact: Vec<f64> = (0..13 * PANEL)
                 .map(|i| {
                     let (x, row) = (&x[i / PANEL * k..][..k], &rows[i % PANEL]);
@@ -868,10 +1016,10 @@ mod tests {
             for simd in paths() {
                 let alone: Vec<f32> = x.chunks_exact(k).flat_map(|x| products(simd, &planes, read, x, 1)).collect();
                 let off = distance(&alone, &exact);
-                assert!(off < bound, "{read:?}, both {both}, {simd:?}, k {k}: {off}");
+                assert!(off < bound, "{read:?}, both {both}, {simd:?}, k {k} in {group}: {off}");
                 for m in 1..=13 {
                     let y = products(simd, &planes, read, &x[..m * k], m);
-                    assert_eq!(bits(&y), bits(&alone[..m * PANEL]), "{m} rows, {read:?} {simd:?} k {k}");
+                    assert_eq!(bits(&y), bits(&alone[..m * PANEL]), "{m} rows, {read:?} {simd:?} k {k} in {group}");
                 }
             }
         }
@@ -882,28 +1030,62 @@ mod tests {
         // The largest codes with the largest activations, and of every sign.
         let k = 2 * GROUP;
         let w: Vec<f32> = (0..PANEL * k).map(|i| if i % GROUP == i / k % GROUP { 0.0 } else { 1.0 }).collect();
-        let mut planes = planes(Simd::Scalar, &w, k, true);
-        for sign in [1.0, -1.0] {
-            let x = vec![sign * 3.0; k];
-            for simd in paths() {
-                for read in [Read::Target, Read::Both, Read::Upper] {
-                    let y = products(simd, &planes, read, &x, 1);
-                    let want = sign * 3.0 * (k - 2) as f32;
-                    assert!(y.iter().all(|y| (y - want).abs() < 0.4), "{read:?} {simd:?}: {y:?}");
+        for group in GROUPS {
+            let mut planes = planes(Simd::Scalar, &w, k, group, true);
+            for sign in [1.0, -1.0] {
+                let x = vec![sign * 3.0; k];
+                for simd in paths() {
+                    for read in [Read::Target, Read::Both, Read::Upper] {
+                        let y = products(simd, &planes, read, &x, 1);
+                        let want = sign * 3.0 * (k - 2) as f32;
+                        assert!(y.iter().all(|y| (y - want).abs() < 0.4), "{read:?} {simd:?}: {y:?}");
+                    }
+                }
+            }
+            let x = Noise::new(33).normals(k);
+            let before: Vec<_> = paths().into_iter().map(|simd| products(simd, &planes, Read::Upper, &x, 1)).collect();
+            planes.lower.fill(0x5a);
+            let after: Vec<_> = paths().into_iter().map(|simd| products(simd, &planes, Read::Upper, &x, 1)).collect();
+            assert!(before.iter().zip(&after).all(|(a, b)| bits(a) == bits(b)));
+        }
+    }
+
+    #[test]
+    fn the_last_panels_alone_may_have_both_planes() {
+        let (mut noise, k, m) = (Noise::new(36), 100, 3);
+        let w = weights(&mut noise, 2 * PANEL, k);
+        let x = noise.normals(m * k);
+        let (first, last) = w.split_at(PANEL * k);
+        for simd in paths() {
+            let mixed = planes_from(simd, &w, k, SMALL_GROUP, 1);
+            assert_eq!(mixed.bytes(), Planes::bytes_of(2, k, SMALL_GROUP, 1));
+            // Drafts read both planes of such panels.
+            for (read, drafted) in [(Read::Target, Read::Target), (Read::Upper, Read::Both)] {
+                let mut acts = Acts::zeros(m, k).unwrap();
+                acts.quantize(simd, read, &x, k, m, &mixed);
+                for (index, rows, both) in [(0, first, false), (1, last, true)] {
+                    let mut y = vec![f32::NAN; m * PANEL];
+                    if read.takes_f32(simd) {
+                        mixed.panel_f32(simd, index, &x, k, m, &mut y);
+                    } else {
+                        mixed.panel(simd, read, index, &acts, m, &mut y);
+                    }
+                    let alone = planes(simd, rows, k, SMALL_GROUP, both);
+                    let read = if both { drafted } else { read };
+                    assert_eq!(bits(&y), bits(&products(simd, &alone, read, &x, m)), "{read:?} {simd:?}");
+                    let (mut here, mut there) = (vec![0.0; k], vec![0.0; k]);
+                    mixed.row(index * PANEL + 5, &mut here);
+                    alone.row(5, &mut there);
+                    assert_eq!(bits(&here), bits(&there));
                 }
             }
         }
-        let x = Noise::new(33).normals(k);
-        let before: Vec<_> = paths().into_iter().map(|simd| products(simd, &planes, Read::Upper, &x, 1)).collect();
-        planes.lower.fill(0x5a);
-        let after: Vec<_> = paths().into_iter().map(|simd| products(simd, &planes, Read::Upper, &x, 1)).collect();
-        assert!(before.iter().zip(&after).all(|(a, b)| bits(a) == bits(b)));
     }
 
     #[test]
     fn activations_that_are_no_numbers_are_seen_in_the_products() {
         let k = 3 * GROUP;
-        let planes = planes(Simd::Scalar, &weights(&mut Noise::new(34), PANEL, k), k, true);
+        let planes = planes(Simd::Scalar, &weights(&mut Noise::new(34), PANEL, k), k, SMALL_GROUP, true);
         for simd in paths() {
             for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
                 let mut x = Noise::new(35).normals(k);

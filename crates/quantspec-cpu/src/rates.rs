@@ -5,7 +5,7 @@ use crate::bench::{Attention, AttentionCase, Product, PromptAttention, PromptMat
 use crate::linear::PANEL;
 use quantspec_core::Result;
 use quantspec_core::cache::{G, visible_pages};
-use quantspec_core::config::{Dtype, ModelConfig, View, Weights};
+use quantspec_core::config::{Dtype, ModelConfig, TargetWeights, View, Weights};
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use std::time::{Duration, Instant};
 
@@ -31,7 +31,7 @@ const PROMPT_ROWS: usize = 256;
 /// Seconds a byte read, by rows of [`ROWS`] or [`WINDOW`], and operations a second of a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
-    /// The checkpoint's matrices.
+    /// The target's matrices.
     pub weights: Vec<f64>,
     /// Draft weights.
     pub draft_weights: Vec<f64>,
@@ -51,13 +51,14 @@ pub struct Rates {
     pub prompt_attention: f64,
 }
 
-/// Times every operation for sequences of `context` tokens, in some seconds. Up to [`crate::bench::SPREAD`] bytes are held at a time.
+/// Times every operation of a target that keeps its `weights` so, in nibbles in groups of `group`, for sequences of `context` tokens, in some seconds. Up to [`crate::bench::SPREAD`] bytes are held at a time.
 /// `poll` is asked between calls; its error ends the measurement.
 ///
 /// # Errors
 /// Those of `poll` and [`machine`], and [`quantspec_core::ErrorKind::DoesNotFit`] where there is no such memory.
 pub fn rates(
     config: &ModelConfig,
+    (kept, group): (TargetWeights, usize),
     context: usize,
     threads: usize,
     poll: &mut dyn FnMut() -> Result<()>,
@@ -77,14 +78,19 @@ pub fn rates(
         };
         rising(ROWS.into_iter().map(&mut of_rows))
     };
-    let stored = if config.dtype == Dtype::F16 { Stored::F16 } else { Stored::Bf16 };
-    let weights = products(stored, elements * config.dtype.bytes())?;
-    let draft_weights = products(Stored::Int4, elements / 2)?;
+    let (stored, bytes, drafts) = match kept {
+        TargetWeights::Checkpoint if config.dtype == Dtype::F16 => (Stored::F16, 2 * elements, Stored::Int4),
+        TargetWeights::Checkpoint => (Stored::Bf16, config.dtype.bytes() * elements, Stored::Int4),
+        TargetWeights::Int8 => (Stored::Both(group), elements, Stored::Upper(group)),
+        TargetWeights::Int4 => (Stored::UpperTarget(group), elements / 2, Stored::Upper(group)),
+    };
+    let weights = products(stored, bytes)?;
+    let draft_weights = products(drafts, elements / 2)?;
     let tokens = (visible_pages(context) * G).clamp(G, CONTEXT);
-    let (heads, group, kv_heads, head_dim) = (config.heads, config.group(), config.kv_heads, config.head_dim);
+    let (heads, per_head, kv_heads, head_dim) = (config.heads, config.group(), config.kv_heads, config.head_dim);
     let mut attention = |view, weights| -> Result<Vec<f64>> {
         let rows = WINDOW[WINDOW.len() - 1];
-        let case = AttentionCase { view, weights, rows, group, kv_heads, head_dim, context: tokens };
+        let case = AttentionCase { view, weights, rows, group: per_head, kv_heads, head_dim, context: tokens };
         let bytes = config.layers * kv_heads * tokens / G * page_bytes(view, head_dim);
         let mut attention = Attention::new(machine.with_spread(bytes), case)?;
         let bytes = attention.bytes() as f64;
@@ -103,7 +109,7 @@ pub fn rates(
     let mut matrix = PromptMatrix::new(machine, n, k, PROMPT_ROWS)?;
     let prompt_matrix = matrix.flops() as f64 / fastest(poll, || matrix.call())?;
     let before = (context.min(CONTEXT) / 2).next_multiple_of(PROMPT_ROWS);
-    let mut block = PromptAttention::new(machine, (heads, group, head_dim), before, PROMPT_ROWS)?;
+    let mut block = PromptAttention::new(machine, (heads, per_head, head_dim), before, PROMPT_ROWS)?;
     let prompt_attention = block.flops() as f64 / fastest(poll, || block.call())?;
     Ok(Rates { weights, draft_weights, fp16, int8, int4, draft_int4, dispatch_s, prompt_matrix, prompt_attention })
 }
@@ -175,7 +181,12 @@ mod tests {
 
     #[test]
     fn every_operation_takes_a_time_that_machines_take() {
-        let found = rates(&small(), 1000, 2, &mut || Ok(())).unwrap();
+        for kept in [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4] {
+            takes_a_time(&rates(&small(), (kept, 32), 1000, 2, &mut || Ok(())).unwrap());
+        }
+    }
+
+    fn takes_a_time(found: &Rates) {
         for per_byte in [&found.weights, &found.draft_weights, &found.fp16, &found.int8, &found.int4, &found.draft_int4]
         {
             assert!(per_byte.len() >= WINDOW.len());
@@ -191,7 +202,7 @@ mod tests {
     #[test]
     fn an_interrupt_ends_the_measurement() {
         let mut calls = 0;
-        let error = rates(&small(), 0, 1, &mut || {
+        let error = rates(&small(), (TargetWeights::Checkpoint, 64), 0, 1, &mut || {
             calls += 1;
             if calls == 3 { Err(Error::interrupted()) } else { Ok(()) }
         });

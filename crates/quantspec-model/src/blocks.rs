@@ -105,6 +105,12 @@ impl Encoding {
         READ.iter().find(|entry| entry.1 == self).map_or((1, 1), |entry| (entry.3, entry.4))
     }
 
+    /// Whether 32 codes of up to 8 bits share a scale ([`quantspec_core::weights::SMALL_GROUP`]).
+    pub fn in_small_groups(self) -> bool {
+        use Encoding::{Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q8_0};
+        matches!(self, Q4_0 | Q4_1 | Q5_0 | Q5_1 | Q8_0 | Q4K | Q5K)
+    }
+
     /// Converts whole blocks; `raw` and `out` hold the same number of them.
     pub fn decode(self, raw: &[u8], out: &mut [f32]) {
         match self {

@@ -3,6 +3,7 @@
 //! Everything is checked when the checkpoint is opened (names, shapes, types, offsets, file lengths), so that a backend only
 //! reads. No weight is held here: a backend asks for a few rows at a time and keeps them in its own layout.
 
+use crate::blocks::Encoding;
 use crate::config;
 use crate::draft_cache::DraftCache;
 use crate::gguf::Gguf;
@@ -11,7 +12,8 @@ use crate::names;
 use crate::quantised::{self, Quantised, Scheme};
 use crate::safetensors::{SafeTensors, shown};
 use half::{bf16, f16};
-use quantspec_core::config::{Dtype, ModelConfig};
+use quantspec_core::config::{Dtype, ModelConfig, TargetWeights};
+use quantspec_core::weights::group;
 use quantspec_core::{Error, ErrorKind, Result};
 use serde_json::Value;
 use std::collections::{HashMap, HashSet};
@@ -334,6 +336,30 @@ impl Checkpoint {
         own.unwrap_or(self.config.dtype)
     }
 
+    /// The type of a GGUF file's matrix.
+    pub fn encoding(&self, part: Part) -> Option<Encoding> {
+        match &self.weights {
+            Weights::Gguf { places, .. } if !part.is_vector() => places.get(&part).map(|place| place.encoding),
+            _ => None,
+        }
+    }
+
+    /// Weights of a group of a matrix in nibbles on a CPU. Queries, keys and values are one matrix there, and so are gate and up.
+    pub fn group(&self, weights: TargetWeights, part: Part) -> usize {
+        let fused: &[LayerPart] = match part {
+            Part::Layer(_, Q | K | V) => &[Q, K, V],
+            Part::Layer(_, Gate | Up) => &[Gate, Up],
+            _ => &[],
+        };
+        let beside = fused.iter().filter_map(|&other| match part {
+            Part::Layer(layer, _) => Some(Part::Layer(layer, other)),
+            _ => None,
+        });
+        let mut parts = beside.chain([part]);
+        let blocks = parts.any(|part| self.encoding(part).is_some_and(Encoding::in_small_groups));
+        group(weights, part == Part::Head, blocks)
+    }
+
     /// (rows, columns) of a part; a vector is one row.
     pub fn shape(&self, part: Part) -> (usize, usize) {
         part.shape(&self.config)
@@ -371,11 +397,16 @@ impl Checkpoint {
     /// [`quantspec_core::ErrorKind::Internal`] where the part or the rows do not exist or `out` has another length,
     /// [`quantspec_core::ErrorKind::Io`] where the file cannot be read.
     pub fn read(&self, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
+        self.read_in(self.dtype(part), part, rows, out)
+    }
+
+    /// [`Checkpoint::read`] in a number format: that of [`Checkpoint::dtype`], or F32 of a GGUF file's matrix.
+    fn read_in(&self, dtype: Dtype, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
         let (height, width) = self.shape(part);
         if !self.has(part) || rows.start > rows.end || rows.end > height {
             return Err(Error::internal(format!("this model has no rows {rows:?} of {}", self.tensor_name(part))));
         }
-        let row_bytes = width * self.dtype(part).bytes();
+        let row_bytes = width * dtype.bytes();
         if out.len() != rows.len() * row_bytes {
             return Err(Error::internal(format!(
                 "{} bytes of room for {} rows of {row_bytes} of {}",
@@ -392,7 +423,7 @@ impl Checkpoint {
                 read_at(shards, Place { offset: place.offset + rows.start as u64 * row_bytes as u64, ..place }, out)
             }
             Weights::Gguf { gguf, places } if part.is_vector() => read_vector(gguf, &places[&part], width, out),
-            Weights::Gguf { gguf, places } => read_rows(gguf, &places[&part], rows, width, out),
+            Weights::Gguf { gguf, places } => read_rows(gguf, &Packed { dtype, ..places[&part] }, rows, width, out),
         }
     }
 
@@ -401,7 +432,21 @@ impl Checkpoint {
     /// # Errors
     /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] naming the tensor and the element.
     pub fn read_f32(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
-        let (width, dtype) = (self.shape(part).1, self.dtype(part));
+        self.floats(self.dtype(part), part, rows, out)
+    }
+
+    /// [`Checkpoint::read_f32`], but for the quantised matrices of a GGUF file: their values as stored, not
+    /// rounded to the format of [`Checkpoint::dtype`].
+    ///
+    /// # Errors
+    /// As [`Checkpoint::read_f32`].
+    pub fn read_stored(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let dtype = if self.encoding(part).is_some() { Dtype::F32 } else { self.dtype(part) };
+        self.floats(dtype, part, rows, out)
+    }
+
+    fn floats(&self, dtype: Dtype, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
+        let width = self.shape(part).1;
         if out.len() != rows.len() * width {
             return Err(Error::internal(format!(
                 "room for {} of {} values of {}",
@@ -416,7 +461,7 @@ impl Checkpoint {
         for (index, out) in out.chunks_mut(at_once * width).enumerate() {
             let first = rows.start + index * at_once;
             let chunk = &mut chunk[..out.len() * dtype.bytes()];
-            self.read(part, first..first + out.len() / width, chunk)?;
+            self.read_in(dtype, part, first..first + out.len() / width, chunk)?;
             convert(dtype, chunk, out);
             if let Some(at) = out.iter().position(|x| !x.is_finite()) {
                 return Err(Error::not_finite(format!(

@@ -98,13 +98,17 @@ impl ReferenceBackend {
         for (done, &part) in parts.iter().enumerate() {
             let (rows, columns) = checkpoint.shape(part);
             let mut values = vec![0.0; rows * columns];
-            checkpoint.read_f32(part, 0..rows, &mut values)?;
+            match options.weights {
+                TargetWeights::Checkpoint => checkpoint.read_f32(part, 0..rows, &mut values)?,
+                _ => checkpoint.read_stored(part, 0..rows, &mut values)?,
+            }
             let codes = match options.weights {
                 TargetWeights::Checkpoint => draft_values(part, options.draft_weights, &values, columns)?,
                 weights => {
                     // The embedding of a tied model is read out of the head.
                     let part = if part == Part::Embedding && config.tied_embeddings { Part::Head } else { part };
-                    hierarchy_values(part, weights, options.draft_weights, &mut values, columns)?
+                    let group = checkpoint.group(weights, part);
+                    hierarchy_values(part, weights, options.draft_weights, &mut values, columns, group)?
                 }
             };
             if let Some(codes) = codes.filter(|_| part != Part::Embedding) {
@@ -307,16 +311,19 @@ fn hierarchy_values(
     kind: DraftWeights,
     values: &mut [f32],
     columns: usize,
+    group: usize,
 ) -> Result<Option<Vec<f32>>> {
     use LayerPart::*;
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
     }
-    let upper = draft_kept(part, kind) && part != Part::Head;
+    // Of 4 bits, values and the head have both planes, and the draft reads both.
+    let few = part == Part::Head || weights == TargetWeights::Int4 && matches!(part, Part::Layer(_, V));
+    let upper = draft_kept(part, kind) && !few;
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
-        let both = weights == TargetWeights::Int8 || part == Part::Head;
-        let codes = if both { quantize_row(row)? } else { quantize_row_upper(row)? };
+        let both = weights == TargetWeights::Int8 || few;
+        let codes = if both { quantize_row(row, group)? } else { quantize_row_upper(row, group)? };
         row.copy_from_slice(&codes.both());
         draft.extend(if upper { codes.upper() } else { codes.both() });
     }

@@ -3,11 +3,11 @@
 use crate::device::{Models, Place};
 use crate::engine::{Raised, default_threads, memory_dict, poll};
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{DraftPages, Request, weights_name};
+use crate::options::{DraftPages, Request, target_weights, weights_name};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Result;
-use quantspec_model::checkpoint::Checkpoint;
+use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use std::path::Path;
 
 /// Memory of an engine with these arguments, on the device that it would run on: `device`, `weights` (which, where "auto" asks), `fits`, `planned_bytes`,
@@ -86,12 +86,17 @@ pub(crate) fn checkpoint_of(model: &str, described: bool) -> Result<Checkpoint> 
 }
 
 /// `fitting(models, …)`: of each model that a config.json describes, the bytes of its weights and draft weights and the longest context of one sequence
-/// that fits the device, by the defaults of an engine. The device is opened once, as the first model chooses it.
+/// that fits the device, by the defaults of an engine and with `weights` kept so. The device is opened once, as the first model chooses it.
 #[pyfunction]
-#[pyo3(signature = (models, *, device))]
-pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyResult<Vec<(usize, usize, usize)>> {
+#[pyo3(signature = (models, *, device, weights))]
+pub(crate) fn fitting(
+    py: Python<'_>,
+    models: Vec<String>,
+    device: &str,
+    weights: &str,
+) -> PyResult<Vec<(usize, usize, usize)>> {
     let request = Request {
-        weights: "checkpoint",
+        weights,
         kv_target: "int8",
         method: "quantspec",
         kv_rounding: "balanced",
@@ -121,17 +126,19 @@ pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyRe
 }
 
 /// `rates(model, …)`: what the device reads a second, and on a CPU what each operation of a step costs at the widths of a model that
-/// config.json describes, for sequences of `context` tokens.
+/// config.json describes, for sequences of `context` tokens and a target that keeps its `weights` so.
 #[pyfunction]
-#[pyo3(signature = (model, *, device, threads, context))]
+#[pyo3(signature = (model, *, device, threads, context, weights))]
 pub(crate) fn rates<'py>(
     py: Python<'py>,
     model: &str,
     device: &str,
     threads: Option<usize>,
     context: usize,
+    weights: &str,
 ) -> PyResult<Bound<'py, PyDict>> {
     let threads = threads.unwrap_or_else(default_threads);
+    let weights = target_weights(weights).map_err(to_python)?.unwrap_or_default();
     let raised = Raised::default();
     let mut interrupted = poll(raised.clone());
     let (place, read, rates) = interruptible(py, &raised, || {
@@ -144,11 +151,9 @@ pub(crate) fn rates<'py>(
             }
             None => {
                 let read = 1e9 * quantspec_cpu::read_gb_per_s(threads)?;
-                (
-                    place,
-                    read,
-                    Some(quantspec_cpu::rates::rates(checkpoint.config(), context, threads, &mut interrupted)?),
-                )
+                let kept = (weights, checkpoint.group(weights, Part::Layer(0, LayerPart::Gate)));
+                let rates = quantspec_cpu::rates::rates(checkpoint.config(), kept, context, threads, &mut interrupted)?;
+                (place, read, Some(rates))
             }
         })
     })?;

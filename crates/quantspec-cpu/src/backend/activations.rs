@@ -166,8 +166,8 @@ impl Rows {
                 x8.quantize(simd, x, stride, m, k);
                 Input::Int8(x8)
             }
-            Weight::Planes(_, read) if !read.takes_f32(simd) => {
-                limbs.quantize(simd, read, x, stride, m, k);
+            Weight::Planes(planes, read) if !read.takes_f32(simd) => {
+                limbs.quantize(simd, read, x, stride, m, planes);
                 Input::Limbs(limbs)
             }
             Weight::Full(matrix) if crate::prefill::takes_pairs(simd, matrix) => {
