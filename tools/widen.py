@@ -229,7 +229,7 @@ def check_tensors(source: Source, parts: dict[str, list[int]]) -> None:
             raise Refusal(f"tensor {name} is no part of a Llama-family model", "use a Llama-family model")
 
 
-def plan(source: Source, times: int, layers: int) -> list[Target]:
+def targets_of(source: Source, times: int, layers: int) -> list[Target]:
     """Every tensor of the widened checkpoint, in file order."""
     own = int(source.config["num_hidden_layers"])
     parts = layer_shapes(source)
@@ -320,7 +320,7 @@ def widen(folder: Path, out: Path, times: int, layers: int) -> int:
     check_new(out)
     if not (folder / "tokenizer.json").is_file():
         raise Refusal(f"{folder} has no tokenizer.json", "use the one published with these weights")
-    targets = plan(source, times, layers)
+    targets = targets_of(source, times, layers)
     # Names of files are bytes, the card and the header are text. The folder may be given as "." or "..".
     name = folder.resolve().name.encode(errors="replace").decode()
     config = widened_config(source, times, layers, name)

@@ -1,6 +1,6 @@
 //! The weight hierarchy: one copy of a matrix, two views of it.
 //!
-//! A row is cut into groups along k, of [`GROUP`] weights or of [`SMALL_GROUP`] ([`group`]). A weight has an upper nibble U in 0..=15
+//! A row is cut into groups along k, of [`SMALL_GROUP`] weights on a CPU and of [`GROUP`] on a GPU. A weight has an upper nibble U in 0..=15
 //! and a lower nibble L in −8..=7; its group has a scale s and a zero z in f16:
 //!
 //! * view Both, the target's: `w = (U + L/16)·s + z`
@@ -22,7 +22,6 @@
 //! codes fit a byte: plus where no c exceeds 119, minus where none is below −119. Where neither holds, the zero is −120·d in f16, which
 //! is off by up to .03·d.
 
-use crate::config::TargetWeights;
 use crate::error::{Error, Result};
 use crate::quantize::{self, Params};
 use half::f16;
@@ -30,17 +29,11 @@ use half::f16;
 /// Names the equations below, for what is kept on disk of a model in nibbles. Codes that change need another name.
 pub const RECIPE: &str = "nibbles 2";
 
-/// Weights along k that share a scale and a zero; the last group of a row may be shorter.
+/// Weights along k that share a scale and a zero, on a GPU; the last group of a row may be shorter.
 pub const GROUP: usize = 64;
 
-/// The same where a file's own groups are of 32, and where the target has no bits to spare: see [`group`].
+/// The same on a CPU: the groups of most GGUF files. They take half a bit a weight more, and a quarter off the target's divergence.
 pub const SMALL_GROUP: usize = 32;
-
-/// Weights of a group on a CPU. `blocks`: the file stores the matrix in groups of [`SMALL_GROUP`]. The head is the matrix that costs
-/// the target most, and of 4 bits groups of 64 cost four times the divergence of 32. On a GPU all groups are of [`GROUP`].
-pub const fn group(weights: TargetWeights, head: bool, blocks: bool) -> usize {
-    if head || blocks || matches!(weights, TargetWeights::Int4) { SMALL_GROUP } else { GROUP }
-}
 
 /// Codes of a group's least weight that are tried. They take 17 % off the squared error that code 8, the plain `z = minimum`, has
 /// in the draft's view of trained weights; free scales too take 18 %.

@@ -1,8 +1,8 @@
 //! Linear layers of weights in two planes of nibbles (`quantspec_core::weights`): the target reads both, the draft the upper one.
-//! A matrix of 4 bits has no lower plane, which is as if its nibbles were all 0, or has one for its last panels.
+//! A matrix of 4 bits has no lower plane, which is as if its nibbles were all 0, or one for its last panels.
 //!
-//! A tile is 16 outputs × one group of inputs, 64 or 32. Upper tiles are `{ s: 16 f16 | z: 16 f16 | vectors }`, 576 or 320 bytes; lower
-//! tiles are the vectors alone, 512 or 256 bytes, in an array of their own. So the draft reads one stream in address order and the target two. Both
+//! A tile is 16 outputs × one group of 32 inputs. Upper tiles are `{ s: 16 f16 | z: 16 f16 | 4 vectors }`, 320 bytes; lower tiles are
+//! 4 vectors, 256 bytes, in an array of their own. So the draft reads one stream in address order and the target two. Both
 //! arrays are `[n/16][group]`. Vector v of 64 bytes holds 4 bytes per output: byte b has k = 8v + b in its low nibble and
 //! k = 8v + 4 + b in its high one. Lower nibbles are stored as L + 8, so the two nibbles of a weight make core's code.
 //!
@@ -14,11 +14,13 @@
 //! accumulator per (row, output). How many rows share a pass changes no operand and no order.
 
 use crate::dispatch::{Simd, portable};
-use crate::lanes::{bf16_bits, f16_bits, f16_is_finite, f16_value, madd, rint_i32};
+#[cfg(any(target_arch = "x86_64", test))]
+use crate::lanes::bf16_bits;
+use crate::lanes::{f16_bits, f16_is_finite, f16_value, madd, rint_i32};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
 use crate::w4::{Group, halves};
-use quantspec_core::weights::{FIRST_CODES, GROUP, SMALL_GROUP, ZERO};
+use quantspec_core::weights::{FIRST_CODES, SMALL_GROUP as GROUP, ZERO};
 use quantspec_core::{Error, Result};
 
 /// Outputs of a tile.
@@ -27,31 +29,14 @@ const TILE_ROWS: usize = 16;
 /// Bytes of scales and zeros of an upper tile.
 const PARAMS: usize = 2 * 2 * TILE_ROWS;
 
-/// Inputs of a code vector, which has 64 bytes: half a byte for each of 16 outputs.
-const VECTOR: usize = 8;
+/// Code vectors of a tile.
+const VECTORS: usize = GROUP / 8;
 
-/// Bytes of a lower tile.
-const fn lower_bytes(group: usize) -> usize {
-    group / VECTOR * 64
-}
+/// Bytes of a lower tile, and of an upper one.
+const LOWER: usize = 64 * VECTORS;
+const UPPER: usize = PARAMS + LOWER;
 
-/// Bytes of an upper tile.
-const fn upper_bytes(group: usize) -> usize {
-    PARAMS + lower_bytes(group)
-}
-
-const _: () = assert!(upper_bytes(GROUP) == 576 && upper_bytes(SMALL_GROUP) == 320);
-
-/// Calls a function whose last constant parameter is the group.
-macro_rules! of_group {
-    ($group:expr, $function:ident $(::<$($generic:tt),*>)? ($($arg:expr),* $(,)?)) => {
-        if $group == SMALL_GROUP {
-            $function::<$($($generic,)*)? SMALL_GROUP>($($arg),*)
-        } else {
-            $function::<$($($generic,)*)? GROUP>($($arg),*)
-        }
-    };
-}
+const _: () = assert!(GROUP == 32 && UPPER == 320 && LOWER == 256);
 
 /// Rows that share one pass.
 const ROWS: usize = 6;
@@ -66,7 +51,7 @@ pub(crate) enum Read {
     Target,
     /// Both planes, int8 activations: the draft's head.
     Both,
-    /// The upper plane, int8 activations, and both where a matrix has a lower plane for some panels only.
+    /// The upper plane, int8 activations. Of a matrix with a lower plane for some panels, both planes of these.
     Upper,
 }
 
@@ -78,15 +63,13 @@ impl Read {
 }
 
 /// A lower tile whose nibbles are all 0: that of a matrix without a lower plane.
-static NO_LOWER: [u8; lower_bytes(GROUP)] = [ZERO << 4 | ZERO; lower_bytes(GROUP)];
+static NO_LOWER: [u8; LOWER] = [ZERO << 4 | ZERO; LOWER];
 
 /// A matrix in two planes, in the upper one alone, or with a lower one for its last panels.
 pub(crate) struct Planes {
     /// Panels of 32 outputs, two tiles high.
     pub(crate) panels: usize,
     pub(crate) k: usize,
-    /// Inputs that share a scale and a zero.
-    pub(crate) group: usize,
     pub(crate) upper: Array<u8>,
     /// Of the panels from `both_from` on.
     pub(crate) lower: Array<u8>,
@@ -95,22 +78,22 @@ pub(crate) struct Planes {
 
 impl Planes {
     /// Bytes of one panel in the upper and in the lower plane.
-    pub(crate) const fn panel_bytes(k: usize, group: usize) -> (usize, usize) {
-        let tiles = HALVES * k.div_ceil(group);
-        (tiles * upper_bytes(group), tiles * lower_bytes(group))
+    pub(crate) const fn panel_bytes(k: usize) -> (usize, usize) {
+        let tiles = HALVES * k.div_ceil(GROUP);
+        (tiles * UPPER, tiles * LOWER)
     }
 
-    /// Bytes of a matrix.
-    pub(crate) const fn bytes_of(panels: usize, k: usize, group: usize, both_from: usize) -> usize {
-        let (upper, lower) = Planes::panel_bytes(k, group);
+    /// Bytes of a matrix whose panels from `both_from` on have both planes.
+    pub(crate) const fn bytes_of(panels: usize, k: usize, both_from: usize) -> usize {
+        let (upper, lower) = Planes::panel_bytes(k);
         panels * upper + (panels - both_from) * lower
     }
 
-    /// A matrix of zeros, to be filled panel by panel; those from `both_from` on have both planes.
-    pub(crate) fn zeros(panels: usize, k: usize, group: usize, both_from: usize) -> Result<Planes> {
-        let (upper, lower) = Planes::panel_bytes(k, group);
+    /// A matrix of zeros, to be filled panel by panel.
+    pub(crate) fn zeros(panels: usize, k: usize, both_from: usize) -> Result<Planes> {
+        let (upper, lower) = Planes::panel_bytes(k);
         let (upper, lower) = (Array::zeros(panels * upper)?, Array::zeros((panels - both_from) * lower)?);
-        Ok(Planes { panels, k, group, upper, lower, both_from })
+        Ok(Planes { panels, k, upper, lower, both_from })
     }
 
     /// Bytes held.
@@ -120,27 +103,27 @@ impl Planes {
 
     /// One half of a panel: its tiles of both planes.
     fn column(&self, panel: usize, half: usize) -> (&[u8], &[u8]) {
-        let groups = self.k.div_ceil(self.group);
+        let groups = self.k.div_ceil(GROUP);
         let tiles = |panel: usize, bytes: usize| {
             let first = (panel * HALVES + half) * groups;
             first * bytes..(first + groups) * bytes
         };
         let lower = match panel.checked_sub(self.both_from) {
-            Some(panel) => &self.lower[tiles(panel, lower_bytes(self.group))],
+            Some(panel) => &self.lower[tiles(panel, LOWER)],
             None => &[],
         };
-        (&self.upper[tiles(panel, upper_bytes(self.group))], lower)
+        (&self.upper[tiles(panel, UPPER)], lower)
     }
 
     /// One panel for m rows: `out[m][32]`.
     pub(crate) fn panel(&self, simd: Simd, read: Read, index: usize, acts: &Acts, m: usize, out: &mut [f32]) {
-        let few = self.both_from > 0 && index >= self.both_from;
-        let read = if few && read == Read::Upper { Read::Both } else { read };
+        let some = self.both_from > 0 && index >= self.both_from;
+        let read = if some && read == Read::Upper { Read::Both } else { read };
         for half in 0..HALVES {
             let (upper, lower) = self.column(index, half);
             for (first, rows) in groups(m, ROWS) {
                 let (at, width) = (first * acts.groups, acts.width());
-                let part = Part {
+                let part = Operands {
                     upper,
                     lower,
                     high: &acts.high[first * width..],
@@ -149,7 +132,6 @@ impl Planes {
                     sum: &acts.sum[at..],
                     total: &acts.total[at..],
                     groups: acts.groups,
-                    group: acts.group,
                 };
                 part.rows(simd, read, rows, &mut out[first * PANEL + half * TILE_ROWS..]);
             }
@@ -158,12 +140,12 @@ impl Planes {
 
     /// One panel for m rows of f32 activations, `stride` apart and zero behind k: `out[m][32]`.
     pub(crate) fn panel_f32(&self, simd: Simd, index: usize, x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
-        let (k, group) = (self.k, self.group);
+        let k = self.k;
         for half in 0..HALVES {
             let (upper, lower) = self.column(index, half);
             for (first, m) in groups(m, ROWS) {
                 let (x, out) = (&x[first * stride..], &mut out[first * PANEL + half * TILE_ROWS..]);
-                portable!(simd, singles_body(upper: &[u8], lower: &[u8], x: &[f32], stride: usize, k: usize, group: usize, m: usize, out: &mut [f32]));
+                portable!(simd, singles_body(upper: &[u8], lower: &[u8], x: &[f32], stride: usize, k: usize, m: usize, out: &mut [f32]));
             }
         }
     }
@@ -171,18 +153,18 @@ impl Planes {
     /// Values of inputs `first .. first + kc` of a panel, `[kc][32]` f32: what core calls view Both. `first` begins a group; inputs
     /// behind k have values of no meaning.
     pub(crate) fn values(&self, simd: Simd, panel: usize, first: usize, kc: usize, out: &mut [f32]) {
-        let (group, first) = (self.group, first / self.group);
-        let tiles = |bytes: usize| first * bytes..(first + kc.div_ceil(group)) * bytes;
+        let count = kc.div_ceil(GROUP);
         for half in 0..HALVES {
             let (upper, lower) = self.column(panel, half);
-            let upper = &upper[tiles(upper_bytes(group))];
-            let lower = if lower.is_empty() { lower } else { &lower[tiles(lower_bytes(group))] };
+            let upper = &upper[first / GROUP * UPPER..][..count * UPPER];
+            let lower = if lower.is_empty() { lower } else { &lower[first / GROUP * LOWER..][..count * LOWER] };
             let (out, lane) = (&mut *out, half * TILE_ROWS);
-            portable!(simd, values_body(upper: &[u8], lower: &[u8], group: usize, kc: usize, lane: usize, out: &mut [f32]));
+            portable!(simd, values_body(upper: &[u8], lower: &[u8], kc: usize, lane: usize, out: &mut [f32]));
         }
     }
 
     /// The same as BF16 pairs, `[kc/2][32][2]`, kc even.
+    #[cfg(any(target_arch = "x86_64", test))]
     pub(crate) fn pairs(&self, simd: Simd, panel: usize, first: usize, kc: usize, out: &mut [u16]) {
         let mut values = [0f32; GROUP * PANEL];
         for (i, out) in out[..kc * PANEL].chunks_mut(GROUP * PANEL).enumerate() {
@@ -199,9 +181,8 @@ impl Planes {
         let (panel, lane) = (row / PANEL, row % PANEL);
         let (upper, lower) = self.column(panel, lane / TILE_ROWS);
         let lane = lane % TILE_ROWS;
-        for (g, out) in out[..self.k].chunks_mut(self.group).enumerate() {
-            let bytes = upper_bytes(self.group);
-            let (upper, lower) = (&upper[g * bytes..][..bytes], lower_tile(lower, g, self.group));
+        for (g, out) in out[..self.k].chunks_mut(GROUP).enumerate() {
+            let (upper, lower) = (&upper[g * UPPER..][..UPPER], lower_tile(lower, g));
             let (scale, zero) = (param(upper, lane) / 16.0, param(upper, TILE_ROWS + lane));
             for (i, out) in out.iter_mut().enumerate() {
                 let (at, shift) = (i / 8 * 64 + lane * 4 + i % 4, i % 8 / 4 * 4);
@@ -214,9 +195,8 @@ impl Planes {
 
 /// Lower tile g of a column, which may have none.
 #[inline(always)]
-fn lower_tile(lower: &[u8], g: usize, group: usize) -> &[u8] {
-    let (from, at) = if lower.is_empty() { (&NO_LOWER[..], 0) } else { (lower, g) };
-    &from[at * lower_bytes(group)..][..lower_bytes(group)]
+fn lower_tile(lower: &[u8], g: usize) -> &[u8] {
+    if lower.is_empty() { &NO_LOWER } else { &lower[g * LOWER..][..LOWER] }
 }
 
 /// Parameter i of an upper tile: sixteen scales, then sixteen zeros.
@@ -230,35 +210,27 @@ fn param(tile: &[u8], i: usize) -> f32 {
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::NotFinite`] where a group spans more than f16 can hold.
-pub(crate) fn encode(
-    simd: Simd,
-    rows: &[f32],
-    k: usize,
-    group: usize,
-    upper: &mut [u8],
-    lower: &mut [u8],
-) -> Result<()> {
-    let (groups, both, stored) = (k.div_ceil(group), !lower.is_empty(), group == SMALL_GROUP);
+pub(crate) fn encode(simd: Simd, rows: &[f32], k: usize, upper: &mut [u8], lower: &mut [u8]) -> Result<()> {
+    let (groups, both) = (k.div_ceil(GROUP), !lower.is_empty());
     let mut codes = [0u8; GROUP];
     for (lane, row) in rows.chunks_exact(k).enumerate() {
-        for (g, x) in row.chunks(group).enumerate() {
+        for (g, x) in row.chunks(GROUP).enumerate() {
             let out = &mut codes;
-            let (s, z) =
-                portable!(simd, group_body(x: &[f32], both: bool, stored: bool, out: &mut [u8; GROUP]) -> (u16, u16));
+            let (s, z) = portable!(simd, group_body(x: &[f32], both: bool, out: &mut [u8; GROUP]) -> (u16, u16));
             if !f16_is_finite(s) || !f16_is_finite(z) {
                 return Err(Error::not_finite("a group of weights spans more than half precision can hold"));
             }
             let tile = lane / TILE_ROWS * groups + g;
-            let upper = &mut upper[tile * upper_bytes(group)..][..upper_bytes(group)];
+            let upper = &mut upper[tile * UPPER..][..UPPER];
             let lane = lane % TILE_ROWS;
             upper[2 * lane..][..2].copy_from_slice(&s.to_le_bytes());
             upper[2 * (TILE_ROWS + lane)..][..2].copy_from_slice(&z.to_le_bytes());
-            for (v, codes) in codes[..group].chunks_exact(VECTOR).enumerate() {
+            for (v, codes) in codes.chunks_exact(8).enumerate() {
                 for b in 0..4 {
                     let at = v * 64 + lane * 4 + b;
                     upper[PARAMS + at] = codes[b] >> 4 | codes[4 + b] & 0xf0;
                     if both {
-                        lower[tile * lower_bytes(group) + at] = codes[b] & 15 | codes[4 + b] << 4;
+                        lower[tile * LOWER + at] = codes[b] & 15 | codes[4 + b] << 4;
                     }
                 }
             }
@@ -269,7 +241,7 @@ pub(crate) fn encode(
 
 /// Scale, zero (bits of f16) and codes of one group, codes behind it zero. The same IEEE operations as core's, vectorised.
 #[inline(always)]
-fn group_body<const FMA: bool>(x: &[f32], both: bool, stored: bool, codes: &mut [u8; GROUP]) -> (u16, u16) {
+fn group_body<const FMA: bool>(x: &[f32], both: bool, codes: &mut [u8; GROUP]) -> (u16, u16) {
     let mut padded = [x[0]; GROUP];
     padded[..x.len()].copy_from_slice(x);
     let group = Group { x };
@@ -285,10 +257,9 @@ fn group_body<const FMA: bool>(x: &[f32], both: bool, stored: bool, codes: &mut 
     if !f16_is_finite(plain.0) || !f16_is_finite(plain.1) {
         return plain;
     }
-    let stored = if stored { stored_4_bits(x, low, high) } else { None }
-        .or_else(|| if stored && both { stored_8_bits(x, low, high) } else { None });
-    let found = if let Some(params) = stored {
-        params
+    let stored = stored_4_bits(x, low, high).or_else(|| if both { stored_8_bits(x, low, high) } else { None });
+    let found = if let Some(stored) = stored {
+        stored
     } else if both {
         let start = (group.squared_error(plain), plain);
         FIRST_CODES[1..].iter().fold(start, |best, &first| group.better(best, params(first))).1
@@ -312,12 +283,12 @@ fn stored_4_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
     let extreme = if high > -low { high } else { low };
     let scale = f16_bits(extreme / -8.0);
     let d = f16_value(scale);
-    let zero = 8.0 * -d;
+    let zero = f16_bits(8.0 * -d);
     let lies_on = |x: f32| {
         let code = rint_i32(x / d + 8.0);
-        ((0..=15).contains(&code)) & (code as f32 * d + zero == x)
+        ((0..=15).contains(&code)) & (code as f32 * d + f16_value(zero) == x)
     };
-    (usable(d) && x.iter().fold(true, |all, &x| all & lies_on(x))).then(|| (scale, f16_bits(zero)))
+    (usable(d) && x.iter().fold(true, |all, &x| all & lies_on(x))).then_some((scale, zero))
 }
 
 /// Core's parameters of weights that were codes of 8 bits.
@@ -337,7 +308,7 @@ fn stored_8_bits(x: &[f32], low: f32, high: f32) -> Option<(u16, u16)> {
     (f16_is_finite(params.0) && f16_is_finite(params.1)).then_some(params)
 }
 
-/// A step of the codes of a file.
+/// Whether a step can be that of a file's codes.
 #[inline(always)]
 fn usable(d: f32) -> bool {
     d != 0.0 && d.is_finite()
@@ -357,9 +328,9 @@ fn code_words(upper: &[u8], lower: &[u8]) -> [[u32; TILE_ROWS]; 2] {
 }
 
 #[inline(always)]
-fn values_body<const FMA: bool>(upper: &[u8], lower: &[u8], group: usize, kc: usize, lane: usize, out: &mut [f32]) {
-    for (g, upper) in upper.chunks_exact(upper_bytes(group)).enumerate() {
-        let lower = lower_tile(lower, g, group);
+fn values_body<const FMA: bool>(upper: &[u8], lower: &[u8], kc: usize, lane: usize, out: &mut [f32]) {
+    for (g, upper) in upper.chunks_exact(UPPER).enumerate() {
+        let lower = lower_tile(lower, g);
         let (mut scale, mut zero) = ([0f32; TILE_ROWS], [0f32; TILE_ROWS]);
         for l in 0..TILE_ROWS {
             (scale[l], zero[l]) = (param(upper, l) / 16.0, param(upper, TILE_ROWS + l));
@@ -367,7 +338,7 @@ fn values_body<const FMA: bool>(upper: &[u8], lower: &[u8], group: usize, kc: us
         for (v, (upper, lower)) in upper[PARAMS..].chunks_exact(64).zip(lower.chunks_exact(64)).enumerate() {
             for (h, words) in code_words(upper, lower).iter().enumerate() {
                 for b in 0..4 {
-                    let k = g * group + VECTOR * v + 4 * h + b;
+                    let k = g * GROUP + 8 * v + 4 * h + b;
                     if k >= kc {
                         continue;
                     }
@@ -381,6 +352,7 @@ fn values_body<const FMA: bool>(upper: &[u8], lower: &[u8], group: usize, kc: us
     }
 }
 
+#[cfg(any(target_arch = "x86_64", test))]
 #[inline(always)]
 fn pairs_body<const FMA: bool>(values: &[f32], out: &mut [u16]) {
     for (values, out) in values.chunks_exact(2 * PANEL).zip(out.chunks_exact_mut(2 * PANEL)) {
@@ -392,7 +364,7 @@ fn pairs_body<const FMA: bool>(values: &[f32], out: &mut [u16]) {
 
 /// M rows of f32 activations against a column of tiles: codes times activations are summed over a group, k upwards.
 #[inline(always)]
-fn singles<const FMA: bool, const M: usize, const G: usize>(
+fn singles<const FMA: bool, const M: usize>(
     upper: &[u8],
     lower: &[u8],
     x: &[f32],
@@ -401,16 +373,14 @@ fn singles<const FMA: bool, const M: usize, const G: usize>(
     out: &mut [f32],
 ) {
     let mut acc = [[0f32; TILE_ROWS]; M];
-    for (g, upper) in upper.chunks_exact(upper_bytes(G)).enumerate() {
-        let lower = lower_tile(lower, g, G);
-        let mut q = [[0f32; G]; M];
+    for (g, upper) in upper.chunks_exact(UPPER).enumerate() {
+        let lower = lower_tile(lower, g);
+        let mut q = [[0f32; GROUP]; M];
         let mut sums = [0f32; M];
-        let here = G.min(k - g * G);
+        let here = GROUP.min(k - g * GROUP);
         for (j, q) in q.iter_mut().enumerate() {
-            q[..here].copy_from_slice(&x[j * stride + g * G..][..here]);
-            let quarter = |i: usize| q[i] + q[16 + i];
-            let lane = |i: usize| if G == GROUP { quarter(i) + quarter(32 + i) } else { quarter(i) };
-            sums[j] = crate::lanes::sum16(std::array::from_fn(lane));
+            q[..here].copy_from_slice(&x[j * stride + g * GROUP..][..here]);
+            sums[j] = crate::lanes::sum16(std::array::from_fn(|i| q[i] + q[16 + i]));
         }
         let mut dots = [[0f32; TILE_ROWS]; M];
         for (v, (upper, lower)) in upper[PARAMS..].chunks_exact(64).zip(lower.chunks_exact(64)).enumerate() {
@@ -448,23 +418,22 @@ fn singles_body<const FMA: bool>(
     x: &[f32],
     stride: usize,
     k: usize,
-    group: usize,
     m: usize,
     out: &mut [f32],
 ) {
     match m {
-        1 => of_group!(group, singles::<FMA, 1>(upper, lower, x, stride, k, out)),
-        2 => of_group!(group, singles::<FMA, 2>(upper, lower, x, stride, k, out)),
-        3 => of_group!(group, singles::<FMA, 3>(upper, lower, x, stride, k, out)),
-        4 => of_group!(group, singles::<FMA, 4>(upper, lower, x, stride, k, out)),
-        5 => of_group!(group, singles::<FMA, 5>(upper, lower, x, stride, k, out)),
-        _ => of_group!(group, singles::<FMA, ROWS>(upper, lower, x, stride, k, out)),
+        1 => singles::<FMA, 1>(upper, lower, x, stride, k, out),
+        2 => singles::<FMA, 2>(upper, lower, x, stride, k, out),
+        3 => singles::<FMA, 3>(upper, lower, x, stride, k, out),
+        4 => singles::<FMA, 4>(upper, lower, x, stride, k, out),
+        5 => singles::<FMA, 5>(upper, lower, x, stride, k, out),
+        _ => singles::<FMA, ROWS>(upper, lower, x, stride, k, out),
     }
 }
 
 /// Activations in limbs, for up to a fixed number of rows.
 pub(crate) struct Acts {
-    /// `[m][groups · group]`
+    /// `[m][groups · 32]`
     high: Array<i8>,
     low: Array<i8>,
     /// Value of one step of the integers, `[m][groups]`.
@@ -474,18 +443,12 @@ pub(crate) struct Acts {
     /// Sum of the group's integers, `[m][groups]`: codes of both planes are 8 too large, their products 8 such sums.
     total: Array<i32>,
     groups: usize,
-    group: usize,
 }
 
 impl Acts {
-    /// Groups of a row there is room for: those of 32, two for each of 64.
-    const fn most(k: usize) -> usize {
-        k.div_ceil(GROUP) * (GROUP / SMALL_GROUP)
-    }
-
     /// Bytes for `m` rows of `k`.
     pub(crate) const fn bytes_of(m: usize, k: usize) -> usize {
-        m * Acts::most(k) * (2 * SMALL_GROUP + 12)
+        m * k.div_ceil(GROUP) * (2 * GROUP + 12)
     }
 
     /// Bytes held.
@@ -495,39 +458,35 @@ impl Acts {
 
     /// Room for `m` rows of `k`.
     pub(crate) fn zeros(m: usize, k: usize) -> Result<Acts> {
-        let groups = Acts::most(k);
+        let groups = k.div_ceil(GROUP);
         Ok(Acts {
-            high: Array::zeros(m * groups * SMALL_GROUP)?,
-            low: Array::zeros(m * groups * SMALL_GROUP)?,
+            high: Array::zeros(m * groups * GROUP)?,
+            low: Array::zeros(m * groups * GROUP)?,
             scale: Array::zeros(m * groups)?,
             sum: Array::zeros(m * groups)?,
             total: Array::zeros(m * groups)?,
             groups,
-            group: SMALL_GROUP,
         })
     }
 
     fn width(&self) -> usize {
-        self.groups * self.group
+        self.groups * GROUP
     }
 
     pub(crate) fn fits(&self, planes: &Planes, m: usize) -> bool {
-        let planes = (planes.group, planes.k.div_ceil(planes.group));
-        (self.group, self.groups) == planes && self.high.len() >= m * self.width()
+        self.groups == planes.k.div_ceil(GROUP) && self.high.len() >= m * self.width()
     }
 
-    /// Quantises m rows, `stride` apart, for what a pass reads of a matrix of k inputs, whose groups decide the layout until the next
-    /// call.
-    pub(crate) fn quantize(&mut self, simd: Simd, read: Read, x: &[f32], stride: usize, m: usize, planes: &Planes) {
-        let (k, group) = (planes.k, planes.group);
-        (self.groups, self.group) = (k.div_ceil(group), group);
+    /// Quantises m rows of k, `stride` apart, for what a pass reads; `k` decides the layout until the next call.
+    pub(crate) fn quantize(&mut self, simd: Simd, read: Read, x: &[f32], stride: usize, m: usize, k: usize) {
+        self.groups = k.div_ceil(GROUP);
         let (groups, width) = (self.groups, self.width());
         for j in 0..m {
             let x = &x[j * stride..][..k];
             let limbs = (&mut self.high[j * width..][..width], &mut self.low[j * width..][..width]);
             let at = j * groups..(j + 1) * groups;
             let totals = (&mut self.scale[at.clone()], &mut self.sum[at.clone()], &mut self.total[at]);
-            portable!(simd, quantize_body(read: Read, x: &[f32], group: usize, limbs: (&mut [i8], &mut [i8]), totals: (&mut [f32], &mut [f32], &mut [i32])));
+            portable!(simd, quantize_body(read: Read, x: &[f32], limbs: (&mut [i8], &mut [i8]), totals: (&mut [f32], &mut [f32], &mut [i32])));
         }
     }
 }
@@ -539,23 +498,12 @@ const TOP: f32 = 127.0 * 128.0;
 fn quantize_body<const FMA: bool>(
     read: Read,
     x: &[f32],
-    group: usize,
-    limbs: (&mut [i8], &mut [i8]),
-    totals: (&mut [f32], &mut [f32], &mut [i32]),
-) {
-    of_group!(group, limbs_of(read, x, limbs, totals));
-}
-
-#[inline(always)]
-fn limbs_of<const G: usize>(
-    read: Read,
-    x: &[f32],
     (high, low): (&mut [i8], &mut [i8]),
     (scale, sum, total): (&mut [f32], &mut [f32], &mut [i32]),
 ) {
-    for (g, (high, low)) in high.chunks_exact_mut(G).zip(low.chunks_exact_mut(G)).enumerate() {
-        let mut v = [0f32; G];
-        let x = &x[g * G..x.len().min((g + 1) * G)];
+    for (g, (high, low)) in high.chunks_exact_mut(GROUP).zip(low.chunks_exact_mut(GROUP)).enumerate() {
+        let mut v = [0f32; GROUP];
+        let x = &x[g * GROUP..x.len().min((g + 1) * GROUP)];
         v[..x.len()].copy_from_slice(x);
         // As bits: magnitudes have the order of their numbers, and NaN is above them all, so that the scale tells of one.
         let mut most = [0u32; 16];
@@ -569,7 +517,7 @@ fn limbs_of<const G: usize>(
         // An overflowing inverse (a group of subnormals) would give codes beyond their limbs.
         let inverse = if inverse.is_finite() { inverse } else { 0.0 };
         let (mut codes, mut highs) = (0i32, 0i32);
-        for i in 0..G {
+        for i in 0..GROUP {
             // Wraps only among codes of no number, which their scale tells of.
             let code = rint_i32(v[i] * inverse);
             let limb = code.wrapping_add(64) >> 7;
@@ -585,7 +533,7 @@ fn limbs_of<const G: usize>(
 }
 
 /// One column of tiles and a few rows of activations in limbs.
-struct Part<'a> {
+struct Operands<'a> {
     upper: &'a [u8],
     lower: &'a [u8],
     high: &'a [i8],
@@ -594,17 +542,15 @@ struct Part<'a> {
     sum: &'a [f32],
     total: &'a [i32],
     groups: usize,
-    group: usize,
 }
 
-impl Part<'_> {
+impl Operands<'_> {
     /// `out[j][16]`, rows 32 apart.
     fn rows(&self, simd: Simd, read: Read, m: usize, out: &mut [f32]) {
-        let (groups, width) = (self.groups, self.groups * self.group);
+        let (groups, width) = (self.groups, self.groups * GROUP);
         // A draft's head has both planes, and the upper one is there always.
         let both = !self.lower.is_empty();
-        assert!(self.upper.len() == groups * upper_bytes(self.group));
-        assert!(self.lower.len() == groups * lower_bytes(self.group) || !both);
+        assert!(self.upper.len() == groups * UPPER && (self.lower.len() == groups * LOWER || !both));
         assert!(both || read != Read::Both);
         assert!(self.high.len() >= m * width && self.low.len() >= m * width && (1..=ROWS).contains(&m));
         assert!(self.scale.len() >= m * groups && self.sum.len() >= m * groups && self.total.len() >= m * groups);
@@ -637,23 +583,18 @@ impl Part<'_> {
         let part = self;
         for j in 0..m {
             let out = &mut out[j * PANEL..][..TILE_ROWS];
-            portable!(simd, column_body(part: &Part, read: Read, j: usize, out: &mut [f32]));
+            portable!(simd, column_body(part: &Operands, read: Read, j: usize, out: &mut [f32]));
         }
     }
 }
 
 /// The draft's products in plain Rust.
 #[inline(always)]
-fn column_body<const FMA: bool>(part: &Part, read: Read, j: usize, out: &mut [f32]) {
-    of_group!(part.group, column_of::<FMA>(part, read, j, out));
-}
-
-#[inline(always)]
-fn column_of<const FMA: bool, const G: usize>(part: &Part, read: Read, j: usize, out: &mut [f32]) {
+fn column_body<const FMA: bool>(part: &Operands, read: Read, j: usize, out: &mut [f32]) {
     let mut acc = [0f32; TILE_ROWS];
-    for (g, tile) in part.upper.chunks_exact(upper_bytes(G)).enumerate() {
-        let q = &part.high[(j * part.groups + g) * G..][..G];
-        let (at, lower) = (j * part.groups + g, lower_tile(part.lower, g, G));
+    for (g, tile) in part.upper.chunks_exact(UPPER).enumerate() {
+        let q = &part.high[(j * part.groups + g) * GROUP..][..GROUP];
+        let (at, lower) = (j * part.groups + g, lower_tile(part.lower, g));
         let mut dot = [0i32; TILE_ROWS];
         for (v, upper) in tile[PARAMS..].chunks_exact(64).enumerate() {
             let lower = &lower[v * 64..][..64];
@@ -684,25 +625,25 @@ fn column_of<const FMA: bool, const G: usize>(part: &Part, read: Read, j: usize,
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{GROUP, PANEL, PARAMS, Part, SMALL_GROUP, VECTOR, lower_bytes, upper_bytes};
+    use super::{GROUP, LOWER, Operands, PANEL, PARAMS, UPPER, VECTORS};
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
     /// M rows of a column, of both planes or of the upper one, with LIMBS limbs of activations.
     ///
     /// # Safety
-    /// The lengths `Part::rows` checks for m rows; `out`: m rows of 16, 32 apart.
+    /// The lengths `Operands::rows` checks for m rows; `out`: m rows of 16, 32 apart.
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-    pub(super) unsafe fn column<const BOTH: bool, const LIMBS: usize>(part: &Part, m: usize, out: *mut f32) {
+    pub(super) unsafe fn column<const BOTH: bool, const LIMBS: usize>(part: &Operands, m: usize, out: *mut f32) {
         // SAFETY: passed on.
         unsafe {
             match m {
-                1 => of_group!(part.group, tiles::<BOTH, LIMBS, 1>(part, out)),
-                2 => of_group!(part.group, tiles::<BOTH, LIMBS, 2>(part, out)),
-                3 => of_group!(part.group, tiles::<BOTH, LIMBS, 3>(part, out)),
-                4 => of_group!(part.group, tiles::<BOTH, LIMBS, 4>(part, out)),
-                5 => of_group!(part.group, tiles::<BOTH, LIMBS, 5>(part, out)),
-                _ => of_group!(part.group, tiles::<BOTH, LIMBS, 6>(part, out)),
+                1 => tiles::<BOTH, LIMBS, 1>(part, out),
+                2 => tiles::<BOTH, LIMBS, 2>(part, out),
+                3 => tiles::<BOTH, LIMBS, 3>(part, out),
+                4 => tiles::<BOTH, LIMBS, 4>(part, out),
+                5 => tiles::<BOTH, LIMBS, 5>(part, out),
+                _ => tiles::<BOTH, LIMBS, 6>(part, out),
             }
         }
     }
@@ -711,20 +652,19 @@ mod avx512 {
     /// row: sums are exact integers, so that changes no bit. High nibbles of the upper plane alone are used in place, 16 times too large.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-    unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize, const G: usize>(part: &Part, out: *mut f32) {
+    unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Operands, out: *mut f32) {
         // SAFETY: offsets stay inside the lengths promised by the caller.
         unsafe {
             let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::here(M > 1));
             let second = if !BOTH || M <= 2 { 1 } else { 0 };
             let mut acc = [_mm512_setzero_ps(); M];
             for g in 0..part.groups {
-                let tile = part.upper.as_ptr().add(g * upper_bytes(G));
-                let lower = part.lower.as_ptr().add(g * lower_bytes(G));
+                let (tile, lower) = (part.upper.as_ptr().add(g * UPPER), part.lower.as_ptr().add(g * LOWER));
                 let mut dots = [[[_mm512_setzero_si512(); M]; 2]; LIMBS];
                 if let Some(prefetch) = prefetch {
                     prefetch.line(tile);
                 }
-                for v in 0..G / VECTOR {
+                for v in 0..VECTORS {
                     let c = tile.add(PARAMS + v * 64);
                     if let Some(prefetch) = prefetch {
                         prefetch.line(c);
@@ -744,7 +684,7 @@ mod avx512 {
                         (_mm512_and_si512(c, low), _mm512_andnot_si512(low, c))
                     };
                     for j in 0..M {
-                        let at = (j * part.groups + g) * G + v * VECTOR;
+                        let at = (j * part.groups + g) * GROUP + v * 8;
                         for (limb, dots) in dots.iter_mut().enumerate() {
                             let q = if limb == 0 { part.high.as_ptr() } else { part.low.as_ptr() };
                             let q = q.add(at).cast::<i32>();
@@ -786,23 +726,23 @@ mod avx512 {
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use super::{GROUP, PARAMS, Part, SMALL_GROUP, VECTOR, lower_bytes, upper_bytes};
+    use super::{GROUP, LOWER, Operands, PARAMS, UPPER, VECTORS};
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
-    /// Integer sums of a tile's nibbles and G int8 activations, for outputs 0..8 and 8..16. Eight products of at most 2·15·127 fit
+    /// Integer sums of a tile's nibbles and 32 int8 activations, for outputs 0..8 and 8..16. Eight products of at most 2·15·127 fit
     /// an i16 lane before it must be widened.
     ///
     /// # Safety
-    /// AVX2; a plane of a tile at `codes` and G bytes at `q`.
+    /// AVX2; 256 bytes at `codes` and 32 at `q`.
     #[inline]
     #[target_feature(enable = "avx2")]
-    unsafe fn dots<const G: usize>(codes: *const u8, q: *const i32, prefetch: Option<Prefetch>) -> [__m256i; 2] {
+    unsafe fn dots(codes: *const u8, q: *const i32, prefetch: Option<Prefetch>) -> [__m256i; 2] {
         // SAFETY: the caller's promise.
         unsafe {
             let (low, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
             let mut dots = [_mm256_setzero_si256(); 2];
-            for first in (0..G / VECTOR).step_by(4) {
+            for first in (0..VECTORS).step_by(4) {
                 let mut sums = [_mm256_setzero_si256(); 2];
                 for v in first..first + 4 {
                     let codes = codes.add(v * 64);
@@ -829,26 +769,19 @@ mod avx2 {
     /// The draft's products of row j.
     ///
     /// # Safety
-    /// The lengths `Part::rows` checks, for row j; `out`: 16 floats.
+    /// The lengths `Operands::rows` checks, for row j; `out`: 16 floats.
     #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) unsafe fn column<const BOTH: bool>(part: &Part, j: usize, out: *mut f32) {
-        // SAFETY: passed on.
-        unsafe { of_group!(part.group, tiles::<BOTH>(part, j, out)) }
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    unsafe fn tiles<const BOTH: bool, const G: usize>(part: &Part, j: usize, out: *mut f32) {
+    pub(super) unsafe fn column<const BOTH: bool>(part: &Operands, j: usize, out: *mut f32) {
         // SAFETY: offsets stay inside the lengths promised by the caller.
         unsafe {
             let prefetch = Prefetch::here(false);
             let mut acc = [_mm256_setzero_ps(); 2];
             for g in 0..part.groups {
-                let (tile, at) = (part.upper.as_ptr().add(g * upper_bytes(G)), j * part.groups + g);
-                let q = part.high.as_ptr().add(at * G).cast::<i32>();
-                let mut dot = dots::<G>(tile.add(PARAMS), q, prefetch);
+                let (tile, at) = (part.upper.as_ptr().add(g * UPPER), j * part.groups + g);
+                let q = part.high.as_ptr().add(at * GROUP).cast::<i32>();
+                let mut dot = dots(tile.add(PARAMS), q, prefetch);
                 if BOTH {
-                    let lower = dots::<G>(part.lower.as_ptr().add(g * lower_bytes(G)), q, prefetch);
+                    let lower = dots(part.lower.as_ptr().add(g * LOWER), q, prefetch);
                     let offset = _mm256_slli_epi32::<3>(_mm256_set1_epi32(*part.total.get_unchecked(at)));
                     for (dot, lower) in dot.iter_mut().zip(lower) {
                         *dot = _mm256_add_epi32(_mm256_slli_epi32::<4>(*dot), _mm256_sub_epi32(lower, offset));
@@ -877,8 +810,6 @@ mod tests {
     use crate::testing::{Noise, bits, distance, paths};
     use quantspec_core::weights::{Row, quantize_row, quantize_row_upper};
 
-    const GROUPS: [usize; 2] = [GROUP, SMALL_GROUP];
-
     /// A matrix of `n` rows, 33 to 64, of normal weights with a constant group and rows of other sizes.
     fn weights(noise: &mut Noise, n: usize, k: usize) -> Vec<f32> {
         let mut w = noise.normals(n * k);
@@ -890,39 +821,38 @@ mod tests {
         w
     }
 
-    /// Makes rows 5 to 8 multiples of an f16 step, as files of 4-bit and of 8-bit codes have them: codes of the first reach 8 on one side
-    /// and 7 on the other, those of the second 127 and less, or on both sides.
+    /// Makes four rows multiples of an f16 step, as files of 4-bit and of 8-bit codes have them: codes of the first reach −8, those of
+    /// the others 127, −127 and both.
     fn on_grids(w: &mut [f32], k: usize) {
-        for (n, (most, least)) in [(7, -8), (8, -7), (127, -119), (127, -127)].into_iter().enumerate() {
-            let d = f16_value(f16_bits(0.0123 * (n + 1) as f32));
-            for (i, group) in w[(5 + n) * k..][..k].chunks_mut(SMALL_GROUP).enumerate() {
+        for (row, (least, most)) in w.chunks_exact_mut(k).zip([(-8, 7), (-119, 127), (-127, 119), (-127, 127)]) {
+            let d = f16_value(f16_bits(0.0123));
+            for (i, group) in row.chunks_mut(GROUP).enumerate() {
                 group.iter_mut().for_each(|w| *w = (*w * 4.0).round().clamp(least as f32, most as f32) * d);
-                group[i % group.len()] = if n == 0 { least } else { most } as f32 * d;
-                group[(i + 1) % group.len()] = if n == 0 { most } else { least } as f32 * d;
+                group[i % group.len()] = least as f32 * d;
+                group[(i + 1) % group.len()] = most as f32 * d;
             }
         }
     }
 
     /// What core makes of a row.
-    fn quantized(row: &[f32], group: usize, both: bool) -> Row {
-        if both { quantize_row(row, group) } else { quantize_row_upper(row, group) }.unwrap()
+    fn quantized(row: &[f32], both: bool) -> Row {
+        if both { quantize_row(row, GROUP) } else { quantize_row_upper(row, GROUP) }.unwrap()
     }
 
-    fn planes(simd: Simd, w: &[f32], k: usize, group: usize, both: bool) -> Planes {
-        let panels = (w.len() / k).div_ceil(PANEL);
-        planes_from(simd, w, k, group, if both { 0 } else { panels })
+    fn planes(simd: Simd, w: &[f32], k: usize, both: bool) -> Planes {
+        planes_from(simd, w, k, if both { 0 } else { (w.len() / k).div_ceil(PANEL) })
     }
 
-    fn planes_from(simd: Simd, w: &[f32], k: usize, group: usize, both_from: usize) -> Planes {
-        let mut planes = Planes::zeros((w.len() / k).div_ceil(PANEL), k, group, both_from).unwrap();
-        let (upper, lower) = Planes::panel_bytes(k, group);
+    fn planes_from(simd: Simd, w: &[f32], k: usize, both_from: usize) -> Planes {
+        let mut planes = Planes::zeros((w.len() / k).div_ceil(PANEL), k, both_from).unwrap();
+        let (upper, lower) = Planes::panel_bytes(k);
         for (i, rows) in w.chunks(PANEL * k).enumerate() {
             let upper = &mut planes.upper[i * upper..][..upper];
             let lower = match i.checked_sub(both_from) {
                 Some(i) => &mut planes.lower[i * lower..][..lower],
                 None => &mut [],
             };
-            encode(simd, rows, k, group, upper, lower).unwrap();
+            encode(simd, rows, k, upper, lower).unwrap();
         }
         planes
     }
@@ -930,26 +860,25 @@ mod tests {
     #[test]
     fn codes_are_those_of_core_and_come_back_as_core_s_values() {
         let mut noise = Noise::new(31);
-        let cases = GROUPS.into_iter().flat_map(|group| [7, 64, 172, 1376].map(|k| (k, group)));
-        for (k, group, both) in cases.flat_map(|(k, group)| [(k, group, true), (k, group, false)]) {
+        for (k, both) in [7, 64, 172, 1376].into_iter().flat_map(|k| [(k, true), (k, false)]) {
             let mut w = weights(&mut noise, 45, k);
-            on_grids(&mut w, k);
+            on_grids(&mut w[5 * k..], k);
             for (n, row) in w.chunks_exact_mut(k).enumerate().skip(2).take(30) {
                 row.iter_mut().for_each(|w| *w *= 2f32.powi(n as i32 - 22));
             }
             w[3 * k] = 900.0;
-            let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, group, both)).collect();
+            let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, both)).collect();
             for simd in paths() {
-                let planes = planes(simd, &w, k, group, both);
+                let planes = planes(simd, &w, k, both);
                 for (n, want) in rows.iter().enumerate() {
                     let (upper, lower) = planes.column(n / PANEL, n % PANEL / TILE_ROWS);
                     for (c, code) in want.codes.iter().enumerate() {
-                        let (g, i, lane) = (c / group, c % group, n % TILE_ROWS);
-                        let tile = &upper[g * upper_bytes(group)..][..upper_bytes(group)];
+                        let (g, i, lane) = (c / GROUP, c % GROUP, n % TILE_ROWS);
+                        let tile = &upper[g * UPPER..][..UPPER];
                         assert_eq!(param(tile, lane), want.params[g].scale.to_f32());
                         assert_eq!(param(tile, 16 + lane), want.params[g].zero.to_f32());
                         let (at, shift) = (i / 8 * 64 + lane * 4 + i % 4, i % 8 / 4 * 4);
-                        let (u, l) = (tile[PARAMS + at] >> shift & 15, lower_tile(lower, g, group)[at] >> shift & 15);
+                        let (u, l) = (tile[PARAMS + at] >> shift & 15, lower_tile(lower, g)[at] >> shift & 15);
                         assert_eq!(u << 4 | l, *code, "row {n}, k {c}, {simd:?}");
                     }
                     let mut back = vec![f32::NAN; k];
@@ -977,13 +906,13 @@ mod tests {
     }
 
     /// Products of m rows with panel 0.
-    fn products(simd: Simd, planes: &Planes, read: Read, x: &[f32], m: usize) -> Vec<f32> {
+    fn gemms(simd: Simd, planes: &Planes, read: Read, x: &[f32], m: usize) -> Vec<f32> {
         let (k, mut y) = (planes.k, vec![f32::NAN; m * PANEL]);
         if read.takes_f32(simd) {
             planes.panel_f32(simd, 0, x, k, m, &mut y);
         } else {
             let mut acts = Acts::zeros(m, k).unwrap();
-            acts.quantize(simd, read, x, k, m, planes);
+            acts.quantize(simd, read, x, k, m, k);
             assert!(acts.fits(planes, m));
             planes.panel(simd, read, 0, &acts, m, &mut y);
         }
@@ -991,7 +920,7 @@ mod tests {
     }
 
     #[test]
-    fn products_are_those_of_core_s_values_and_rows_do_not_see_each_other() {
+    fn gemms_are_those_of_core_s_values_and_rows_do_not_see_each_other() {
         let mut noise = Noise::new(32);
         // What is read, of which planes, and how far the activations' rounding may move a product.
         let reads = [
@@ -1001,11 +930,11 @@ mod tests {
             (Read::Upper, true, 1e-2),
             (Read::Upper, false, 1e-2),
         ];
-        let cases = GROUPS.into_iter().flat_map(|group| [7, 64, 100, 704].map(|k| (k, group)));
-        for (k, group, (read, both, bound)) in cases.flat_map(|(k, group)| reads.map(|read| (k, group, read))) {
-            let (w, x) = (weights(&mut noise, PANEL, k), noise.normals(13 * k));
-            let planes = planes(Simd::Scalar, &w, k, group, both);
-            let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, group, both)).collect();
+        for (k, (read, both, bound)) in [7, 64, 100, 704].into_iter().flat_map(|k| reads.map(|read| (k, read))) {
+            let (mut w, x) = (weights(&mut noise, PANEL, k), noise.normals(13 * k));
+            on_grids(&mut w[5 * k..], k);
+            let planes = planes(Simd::Scalar, &w, k, both);
+            let rows: Vec<Row> = w.chunks_exact(k).map(|row| quantized(row, both)).collect();
             let exact: Vec<f64> = (0..13 * PANEL)
                 .map(|i| {
                     let (x, row) = (&x[i / PANEL * k..][..k], &rows[i % PANEL]);
@@ -1014,12 +943,12 @@ mod tests {
                 })
                 .collect();
             for simd in paths() {
-                let alone: Vec<f32> = x.chunks_exact(k).flat_map(|x| products(simd, &planes, read, x, 1)).collect();
+                let alone: Vec<f32> = x.chunks_exact(k).flat_map(|x| gemms(simd, &planes, read, x, 1)).collect();
                 let off = distance(&alone, &exact);
-                assert!(off < bound, "{read:?}, both {both}, {simd:?}, k {k} in {group}: {off}");
+                assert!(off < bound, "{read:?}, both {both}, {simd:?}, k {k}: {off}");
                 for m in 1..=13 {
-                    let y = products(simd, &planes, read, &x[..m * k], m);
-                    assert_eq!(bits(&y), bits(&alone[..m * PANEL]), "{m} rows, {read:?} {simd:?} k {k} in {group}");
+                    let y = gemms(simd, &planes, read, &x[..m * k], m);
+                    assert_eq!(bits(&y), bits(&alone[..m * PANEL]), "{m} rows, {read:?} {simd:?} k {k}");
                 }
             }
         }
@@ -1029,25 +958,23 @@ mod tests {
     fn integer_sums_do_not_overflow_and_the_draft_reads_no_lower_nibble() {
         // The largest codes with the largest activations, and of every sign.
         let k = 2 * GROUP;
-        let w: Vec<f32> = (0..PANEL * k).map(|i| if i % GROUP == i / k % GROUP { 0.0 } else { 1.0 }).collect();
-        for group in GROUPS {
-            let mut planes = planes(Simd::Scalar, &w, k, group, true);
-            for sign in [1.0, -1.0] {
-                let x = vec![sign * 3.0; k];
-                for simd in paths() {
-                    for read in [Read::Target, Read::Both, Read::Upper] {
-                        let y = products(simd, &planes, read, &x, 1);
-                        let want = sign * 3.0 * (k - 2) as f32;
-                        assert!(y.iter().all(|y| (y - want).abs() < 0.4), "{read:?} {simd:?}: {y:?}");
-                    }
+        let w: Vec<f32> = (0..PANEL * k).map(|i| if i % GROUP == i / k % GROUP { 0.0 } else { 0.3 }).collect();
+        let mut planes = planes(Simd::Scalar, &w, k, true);
+        for sign in [1.0, -1.0] {
+            let x = vec![sign * 3.0; k];
+            for simd in paths() {
+                for read in [Read::Target, Read::Both, Read::Upper] {
+                    let y = gemms(simd, &planes, read, &x, 1);
+                    let want = sign * 3.0 * 0.3 * (k - 2) as f32;
+                    assert!(y.iter().all(|y| (y - want).abs() < 0.1), "{read:?} {simd:?}: {y:?}");
                 }
             }
-            let x = Noise::new(33).normals(k);
-            let before: Vec<_> = paths().into_iter().map(|simd| products(simd, &planes, Read::Upper, &x, 1)).collect();
-            planes.lower.fill(0x5a);
-            let after: Vec<_> = paths().into_iter().map(|simd| products(simd, &planes, Read::Upper, &x, 1)).collect();
-            assert!(before.iter().zip(&after).all(|(a, b)| bits(a) == bits(b)));
         }
+        let x = Noise::new(33).normals(k);
+        let before: Vec<_> = paths().into_iter().map(|simd| gemms(simd, &planes, Read::Upper, &x, 1)).collect();
+        planes.lower.fill(0x5a);
+        let after: Vec<_> = paths().into_iter().map(|simd| gemms(simd, &planes, Read::Upper, &x, 1)).collect();
+        assert!(before.iter().zip(&after).all(|(a, b)| bits(a) == bits(b)));
     }
 
     #[test]
@@ -1057,22 +984,21 @@ mod tests {
         let x = noise.normals(m * k);
         let (first, last) = w.split_at(PANEL * k);
         for simd in paths() {
-            let mixed = planes_from(simd, &w, k, SMALL_GROUP, 1);
-            assert_eq!(mixed.bytes(), Planes::bytes_of(2, k, SMALL_GROUP, 1));
+            let mixed = planes_from(simd, &w, k, 1);
+            assert_eq!(mixed.bytes(), Planes::bytes_of(2, k, 1));
             // Drafts read both planes of such panels.
-            for (read, drafted) in [(Read::Target, Read::Target), (Read::Upper, Read::Both)] {
+            for (read, of_last) in [(Read::Target, Read::Target), (Read::Upper, Read::Both)] {
                 let mut acts = Acts::zeros(m, k).unwrap();
-                acts.quantize(simd, read, &x, k, m, &mixed);
-                for (index, rows, both) in [(0, first, false), (1, last, true)] {
+                acts.quantize(simd, read, &x, k, m, k);
+                for (index, rows, both, read_alone) in [(0, first, false, read), (1, last, true, of_last)] {
                     let mut y = vec![f32::NAN; m * PANEL];
                     if read.takes_f32(simd) {
                         mixed.panel_f32(simd, index, &x, k, m, &mut y);
                     } else {
                         mixed.panel(simd, read, index, &acts, m, &mut y);
                     }
-                    let alone = planes(simd, rows, k, SMALL_GROUP, both);
-                    let read = if both { drafted } else { read };
-                    assert_eq!(bits(&y), bits(&products(simd, &alone, read, &x, m)), "{read:?} {simd:?}");
+                    let alone = planes(simd, rows, k, both);
+                    assert_eq!(bits(&y), bits(&gemms(simd, &alone, read_alone, &x, m)), "{read:?} {simd:?}");
                     let (mut here, mut there) = (vec![0.0; k], vec![0.0; k]);
                     mixed.row(index * PANEL + 5, &mut here);
                     alone.row(5, &mut there);
@@ -1083,15 +1009,15 @@ mod tests {
     }
 
     #[test]
-    fn activations_that_are_no_numbers_are_seen_in_the_products() {
+    fn activations_that_are_no_numbers_are_seen_in_the_gemms() {
         let k = 3 * GROUP;
-        let planes = planes(Simd::Scalar, &weights(&mut Noise::new(34), PANEL, k), k, SMALL_GROUP, true);
+        let planes = planes(Simd::Scalar, &weights(&mut Noise::new(34), PANEL, k), k, true);
         for simd in paths() {
             for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
                 let mut x = Noise::new(35).normals(k);
                 x[GROUP + 5] = bad;
                 for read in [Read::Target, Read::Both, Read::Upper] {
-                    let y = products(simd, &planes, read, &x, 1);
+                    let y = gemms(simd, &planes, read, &x, 1);
                     // The constant row's scale is 0, and 0 times infinity is NaN too.
                     assert!(y.iter().all(|y| !y.is_finite()), "{bad} {read:?} {simd:?}");
                 }

@@ -1,6 +1,6 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
-use crate::device::{Models, Place};
+use crate::device::{ChosenDevice, Models};
 use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
 use crate::errors::{interruptible, to_python};
 use crate::options::{rounding, target_weights, weights_name};
@@ -47,7 +47,7 @@ pub(crate) fn scores<'py>(
     let drafts = origin.hook();
     let (place, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
-        let place = Place::choose(device, &checkpoint)?;
+        let place = ChosenDevice::choose(device, &checkpoint)?;
         let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
         let models = Models::alone(&checkpoint);
         let beside = stored.as_ref().map_or(Ok(0), |stored| Ok(place.weigh(models, stored, 0)?.needed_bytes))?;
@@ -55,13 +55,13 @@ pub(crate) fn scores<'py>(
         let (options, stored) = (place.adapt(&options), stored.map(|stored| place.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let scored = match &place {
-            Place::Cpu => {
+            ChosenDevice::Cpu => {
                 let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
                 let load = |stored| CpuBackend::load(&checkpoint, stored, Hooks::default());
                 let mut stored = stored.as_ref().map(load).transpose()?;
                 evaluate::evaluate(&mut backend, stored.as_mut(), &tokens, context, options.block_rows, &mut show)
             }
-            Place::Cuda { gpu, .. } => {
+            ChosenDevice::Cuda { gpu, .. } => {
                 let mut backend = CudaBackend::load_on(gpu, &checkpoint, &options, hooks)?;
                 let load = |stored| CudaBackend::load_on(gpu, &checkpoint, stored, Hooks::default());
                 let mut stored = stored.as_ref().map(load).transpose()?;
@@ -72,7 +72,7 @@ pub(crate) fn scores<'py>(
     })?;
     let targets = PyDict::new(py);
     for (name, score) in &scored.targets {
-        // e^709 is the largest power that a number holds, and JSON knows no infinity.
+        // Beyond e^709 f64 overflows, and JSON has no infinity.
         if score.nll.exp().is_infinite() {
             let what = format!("{} nats per token of the target {name} have no perplexity", score.nll);
             return Err(to_python(Error::not_finite(what)));
@@ -80,7 +80,7 @@ pub(crate) fn scores<'py>(
         let entry = PyDict::new(py);
         entry.set_item("nll", score.nll)?;
         entry.set_item("perplexity", score.nll.exp())?;
-        // The first target is the yardstick of the others.
+        // The other targets are compared with the first.
         if targets.len() > 0 {
             entry.set_item("kld", score.kld)?;
             entry.set_item("top1", score.top1)?;

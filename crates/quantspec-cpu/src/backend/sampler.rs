@@ -43,7 +43,7 @@ impl TokenSampler for CpuBackend {
     }
 
     fn margin(&mut self, slot: usize) -> Result<f32> {
-        Ok(self.judge.lead(slot))
+        Ok(self.judge.margin(slot))
     }
 
     fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {

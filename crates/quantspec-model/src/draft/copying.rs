@@ -184,7 +184,7 @@ impl Drafter for Copying {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::DraftPlan;
+    use crate::backend::DraftConfig;
     use quantspec_core::config::Pages;
     use quantspec_core::sample::Sampler;
 
@@ -219,7 +219,7 @@ mod tests {
     struct Windows(Vec<(usize, Vec<u32>)>);
 
     impl Target for Windows {
-        fn draft(&mut self, _: &DraftPlan, _: &mut [Turn]) -> Result<()> {
+        fn draft(&mut self, _: &DraftConfig, _: &mut [Turn]) -> Result<()> {
             Err(Error::internal("zeros need no network"))
         }
 
