@@ -185,6 +185,7 @@ def serve(path: str, context: int, threads: int) -> None:
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = path, context, 1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.verbosity = -1
     server = xllamacpp.Server(params)
     for line in sys.stdin:
         depth, tokens = map(int, line.split())
@@ -255,7 +256,7 @@ def main() -> None:
         sys.exit(f"error: {error}\nhint: pip install {PACKAGES}")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     options.depths, options.tokens, options.repetitions = ([0, 512], 16, 2) if options.quick else ([0, 4096], 64, 2)
-    times, layers = ("2", "4") if options.quick else ("8", "12")
+    times, layers = ("2", "6") if options.quick else ("8", "12")
     with tempfile.TemporaryDirectory() as folder:
         wide = Path(folder) / "wide"
         widen = [sys.executable, "tools/widen.py", "python/quantspec_cli/demo", str(wide)]
