@@ -1,6 +1,7 @@
 // Decode attention, merging, and the choice of pages. All kernels exist on every architecture.
 #include "attend.cuh"
 #include "numbers.cuh"
+#include "panel.cuh"
 
 // attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_beside_{64,128}_{ROWS} (half an SM): up to ROWS query rows per KV head. Threads
 // and shared memory are in the table below (crates/quantspec-cuda/src/attend.rs computes the same). The number of rings affects the order of a row's
@@ -89,7 +90,7 @@ ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1)
 // ---- merging the items of a row ----
 //
 // merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the pass), 128 threads. Writes the input of the output
-// projection: x [row][pitch], or x8 [row][pitch] and xs [row][pitch / 128] for the draft. Warp w adds items w, w + 4, ..., then the four warps are
+// projection: x [row][pitch], or x8 and xs for the draft (panel.cuh). Warp w adds items w, w + 4, ..., then the four warps are
 // added in order. A row's number of items depends on its position alone; an item without visible tokens has weight 0 and changes nothing. A few
 // blocks fit next to those of `attend`, which leave 4,096 registers. For more blocks than SMs, merge_wide_* has more items in flight.
 constexpr int MERGE_WARPS = 4;
@@ -100,7 +101,7 @@ struct MergeArgs {
   const float2* extremes;
   void* x;                               // of the step's row 0, as xs
   float2* xs;
-  int kv_heads, group, head_dim, pitch, first_row, unused;   // first_row: the step's row at which this pass begins
+  int kv_heads, group, head_dim, pitch, first_row, panels;   // first_row: the step's row at which this pass begins
 };
 
 template <class Out, int B>              // B: items in flight
@@ -156,8 +157,9 @@ DEV void merge(const MergeArgs& p) {
   const float4 out = make_float4(__fmul_rn(sum.x, over), __fmul_rn(sum.y, over), __fmul_rn(sum.z, over), __fmul_rn(sum.w, over));
   if constexpr (Out::BYTES == 1) {
     const Int8Group of = int8_group(out);
-    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + (size_t)row * p.pitch + channel) = of.codes;
-    if (lane == 0) p.xs[(size_t)row * (p.pitch / 128) + blockIdx.x] = make_float2(of.scale, of.sum);
+    const size_t place = input_place(row, blockIdx.x, p.pitch / 128, p.panels);
+    *reinterpret_cast<uint32_t*>(static_cast<int8_t*>(p.x) + place * 128 + input_code(row, lane, p.panels)) = of.codes;
+    if (lane == 0) p.xs[place] = make_float2(of.scale, of.sum);
   } else if constexpr (Out::BYTES == 4) {
     if (there) *reinterpret_cast<float4*>(static_cast<float*>(p.x) + (size_t)row * p.pitch + channel) = out;
   } else if (there) {

@@ -92,6 +92,14 @@ DEV uint32_t score_codes(Ring<C>& ring, int token, int seen, float (&S)[2][C::NT
       for (int i = 0; i < TILES; i++) S[i][t][e] = start[t][e], S[i][t][e + 2] = TWO ? start[t][e] : 0.f;
     }
   }
+  auto load = [&](int h, uint4 (&up)[TILES], uint4 (&low)[TILES]) {  // codes of 64 channels
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+      const uint32_t at = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
+      up[i] = lds128(at + C::K_PARAMS), low[i] = make_uint4(0, 0, 0, 0);
+      if (TWO) low[i] = lds128(at + C::LOWER);
+    }
+  };
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (C::WGMMA) {
     uint32_t a[2][TILES][4];                               // for a step of 16 channels, double-buffered
@@ -99,11 +107,7 @@ DEV uint32_t score_codes(Ring<C>& ring, int token, int seen, float (&S)[2][C::NT
 #pragma unroll
     for (int h = 0; h < D / 64; h++) {
       uint4 up[TILES], low[TILES];
-#pragma unroll
-      for (int i = 0; i < TILES; i++) {
-        const uint32_t at = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
-        up[i] = lds128(at + C::K_PARAMS), low[i] = lds128(at + C::LOWER);
-      }
+      load(h, up, low);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         if (h * 4 + j >= 2) wgmma_wait<1>();
@@ -126,13 +130,9 @@ DEV uint32_t score_codes(Ring<C>& ring, int token, int seen, float (&S)[2][C::NT
 #pragma unroll
   for (int h = 0; h < D / 64; h++) {
     uint4 up[TILES], low[TILES];
+    load(h, up, low);
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
-      const uint32_t at = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
-      up[i] = lds128(at + C::K_PARAMS), low[i] = make_uint4(0, 0, 0, 0);
-      if (TWO) low[i] = lds128(at + C::LOWER);
-      loaded |= up[i].x | low[i].x;
-    }
+    for (int i = 0; i < TILES; i++) loaded |= up[i].x | low[i].x;
 #pragma unroll
     for (int kp = 0; kp < 2; kp++) {
       uint4 b[NT];

@@ -4,12 +4,13 @@
 // GEMM's input exist once per input type:
 //
 //     _bf16, _f16, _f32   x row-major, pitch in elements
-//     _i8                 x int8 row-major, pitch in bytes; xs float2 [row][ceil(K / 128)] = {scale, scale times the sum of the codes}, equal to
-//                         quantspec_core::quantize_activations. Codes past K are not written (zero from allocation on).
+//     _i8                 x int8 and xs float2 {scale, scale times the sum of the codes} per group of 128, stored as panel.cuh says (`panels`), equal to
+//                         quantspec_core::quantize_activations. Codes past K are zero.
 //
 // Widths are multiples of 4.
 #include "layout.cuh"
 #include "numbers.cuh"
+#include "panel.cuh"
 
 // Four consecutive values of a row, from column k = 4 * lane + 128 * group on; one warp holds a group. `there`: k is inside the row.
 template <class T>
@@ -26,14 +27,15 @@ struct Into {
 struct IntoInt8 {
   int8_t* x;
   float2* xs;
-  int pitch, groups;
+  int groups, panels;
   DEV void put(int row, int group, int lane, bool there, float4 v) const {
     const float most = warp_max(there ? fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))) : 0.f);
     const float scale = __fdiv_rn(most, 127.f);
     auto code = [&](float value) { return scale > 0.f ? (int)fminf(fmaxf(rintf(__fdiv_rn(value, scale)), -127.f), 127.f) : 0; };
     const int a = code(v.x), b = code(v.y), c = code(v.z), d = code(v.w), sum = warp_sum(there ? a + b + c + d : 0);
-    if (there) *(int*)(x + (size_t)row * pitch + group * 128 + lane * 4) = (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24;
-    if (lane == 0) xs[(size_t)row * groups + group] = make_float2(scale, __fmul_rn(scale, (float)sum));
+    const size_t place = input_place(row, group, groups, panels);
+    *(int*)(x + place * 128 + input_code(row, lane, panels)) = there ? (a & 255) | (b & 255) << 8 | (c & 255) << 16 | d << 24 : 0;
+    if (lane == 0) xs[place] = make_float2(scale, __fmul_rn(scale, (float)sum));
   }
 };
 
@@ -195,11 +197,11 @@ PRODUCERS(bf16, Bf16)
 PRODUCERS(f16, Half)
 PRODUCERS(f32, Single)
 KERNEL __launch_bounds__(512) norm_i8(float* hidden, const float* y, const float* bias, const float* weight, int8_t* x, float2* xs, float eps, int width,
-                                      int pitch) {
-  norm(hidden, y, bias, weight, eps, width, IntoInt8{x, xs, pitch, (width + 127) / 128});
+                                      int panels) {
+  norm(hidden, y, bias, weight, eps, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
-KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int pitch) {
-  silu_mul(y, bias, width, IntoInt8{x, xs, pitch, (width + 127) / 128});
+KERNEL __launch_bounds__(256) silu_mul_i8(const float* y, const float* bias, int8_t* x, float2* xs, int width, int panels) {
+  silu_mul(y, bias, width, IntoInt8{x, xs, (width + 127) / 128, panels});
 }
 
 // widen: x f32 [n] = h f16 [n] (attention's output for checkpoints in single precision). Grid ceil(n / 256), block 256.

@@ -10,7 +10,7 @@ constexpr float SCALE_MIN = 6.103515625e-5f;  // smallest normal f16: scale of a
 
 struct Group {
   uint16_t scale_bits, zero_bits;
-  float scale, zero;  // what the bits stand for
+  float scale, zero;  // value of code 0 and of a step
   bool ok;
 };
 

@@ -106,7 +106,7 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
     _check(request, options)
     if request.ray is not None and ":" in engine_options.device:
         raise UsageError(
-            f"device is {engine_options.device}, and each worker of a Ray cluster sees one GPU",
+            f"device is {engine_options.device}, but a worker of a Ray cluster has one GPU",
             "use auto, cpu or cuda",
             option="device",
         )
@@ -197,7 +197,7 @@ def _check(request: Request, options: GenerateOptions) -> None:
     if request.long == "map-reduce" and request.instruction is None:
         raise UsageError(
             "--long map-reduce without an instruction",
-            "say with --instruction what is to be done with each part and with the partial answers",
+            "give an --instruction for the parts and for the partial answers",
         )
     if request.parallel is not None and not 1 <= request.parallel <= 1024:
         raise UsageError(f"parallel is {request.parallel}", "use 1 to 1024, or auto", option="parallel")
@@ -496,7 +496,7 @@ class _Run:
 def _foreign(request: Request, job: Job) -> FileError:
     place = sources.shown(str(Path(request.out) / job.output))
     return FileError(
-        f"{place} exists and is not what this batch wrote there", "move it away, or replace it with --no-resume"
+        f"{place} exists and was not written by this batch", "move it away, or replace it with --no-resume"
     )
 
 

@@ -125,7 +125,7 @@ def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], ou
             f"{render.number(stats['batch_mean'])} sequences a round"
         )
     if interrupted:
-        render.note("interrupted; the same command goes on where it was")
+        render.note("interrupted; run the same command to continue")
 
 
 def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
@@ -147,7 +147,7 @@ def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
         f"{render.size(document['planned_bytes'])} of {render.size(document['available_bytes'])} memory{fits}"
     )
     predicted = document["predicted_s"]
-    yield "no time is known before a first run" if predicted is None else f"about {duration(predicted)}"
+    yield "no estimate before a first run" if predicted is None else f"about {duration(predicted)}"
 
 
 def duration(seconds: float) -> str:

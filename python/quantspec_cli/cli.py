@@ -73,7 +73,7 @@ def _output_flag(*flags: str, text: str) -> Callable[[Command], Command]:
     return _file_flag(*flags, text=text, callback=_unless_stdout)
 
 
-_report_flag = _file_flag("--report", text="Also write a page of charts there, one HTML file that needs nothing else.")
+_report_flag = _file_flag("--report", text="Also write a page of charts: one self-contained HTML file.")
 
 _stop_flag = click.option(
     "--stop",
@@ -92,7 +92,7 @@ def _choice_flag(flag: str, choices: Sequence[str], *, text: str) -> Callable[[C
 _prompt_cache_flag = click.option(
     "--prompt-cache",
     metavar="DIR",
-    help="Keep what was read of prompts there: a second question about a document starts at once.",
+    help="Keep processed prompts in this folder: a second question about a document skips its prefill.",
 )
 
 
@@ -152,13 +152,13 @@ def cli(ctx: click.Context, config: str | None) -> None:
     allow_from_autoenv=False,
     help="The same as FILE. Several documents decode together.",
 )
-@click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text, behind the files.")
+@click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text, after the files.")
 @click.option("--instruction", metavar="TEXT", help="What to do with the document; uses the model's chat template.")
 @click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
 @chat_flags
 @_output_flag(
     *("-o", "--output", "output"),
-    text="Write the answer there instead of stdout; the file appears at the end. Ctrl-C keeps the text so far.",
+    text="Write the answer to this file instead of stdout; it appears when complete. Ctrl-C keeps the text so far.",
 )
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
@@ -168,7 +168,7 @@ def cli(ctx: click.Context, config: str | None) -> None:
     "--logprobs",
     type=int,
     metavar="K",
-    help=f"With --json: log-probabilities of each token and of the K likeliest, 0 to {LOGPROBS_MAX}.",
+    help=f"With --json: log-probabilities of each token and of the K most likely, 0 to {LOGPROBS_MAX}.",
 )
 @engine_flags
 @device_flags
@@ -217,7 +217,7 @@ def run(
 @click.option("--instruction", metavar="TEXT", help="What to do with each document; uses the model's chat template.")
 @click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
 @chat_flags
-@_choice_flag("--long", ("refuse", "map-reduce"), text="What happens to a document beyond the context.")
+@_choice_flag("--long", ("refuse", "map-reduce"), text="Treatment of a document beyond the context.")
 @click.option("--suffix", metavar="TEXT", default=".md", show_default=True, help="Of an answer's name.")
 @click.option(
     *("--parallel", "-np", "parallel"),
@@ -228,9 +228,11 @@ def run(
     help="Documents that decode together, at most.",
 )
 @click.option("--ray", metavar="ADDRESS|auto", help="Decode on a Ray cluster: one engine per GPU, or per node.")
-@click.option("--resume/--no-resume", default=True, show_default=True, help="Skip what is done and has not changed.")
+@click.option(
+    "--resume/--no-resume", default=True, show_default=True, help="Skip documents that are done and unchanged."
+)
 @click.option("--retry-failed", is_flag=True, help="Do documents again that failed and have not changed.")
-@click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Say what would be done, and do nothing.")
+@click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Print what would be done, without doing it.")
 @_report_flag
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
@@ -309,9 +311,9 @@ def doctor(as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT)
 @click.option(
-    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files. What needs them makes them anew."
+    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files; they are made again when needed."
 )
-@click.option("--prompt-cache", metavar="DIR", help="Also the prompts that are kept there.")
+@click.option("--prompt-cache", metavar="DIR", help="Also the prompts in this folder.")
 @json_flag
 def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
     """List the draft weights and prompts on disk: size, last use, model."""
@@ -447,7 +449,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     show_default=True,
     help="Table for people, or rows for programs; jsonl has one object per line. A file is --output.",
 )
-@_output_flag("--output", text="Write there instead of stdout, where the document of --json still goes.")
+@_output_flag("--output", text="Write to this file instead of stdout; the document of --json still goes to stdout.")
 @_report_flag
 @click.option(
     "--compare",
@@ -519,7 +521,7 @@ def bench(
 )
 @_choice_flag("--weights", WEIGHTS[:3], text="Weights to score; int8 and int4 are compared with the checkpoint's too.")
 @_choice_flag("--kv-rounding", KV_ROUNDINGS, text="How keys and values are rounded.")
-@_output_flag("-o", "--output", "output", text="Write the scores there instead of stdout.")
+@_output_flag("-o", "--output", "output", text="Write the scores to this file instead of stdout.")
 @_report_flag
 @device_flags
 @json_flag

@@ -212,7 +212,7 @@ class Cluster:
             if deaths >= _DEATHS_OF_ONE:
                 raise DoesNotFitError(
                     f"{deaths} workers died while they decoded {prompt.name}",
-                    "look at the memory of the nodes; --retry-failed tries the document again",
+                    "check the memory of the nodes; --retry-failed tries the document again",
                 )
 
     def _taken(self, prompt: Prompt, needed: int, stopping: threading.Event) -> _Seat:
@@ -222,7 +222,7 @@ class Cluster:
                 if not self._seats:
                     raise DeviceError(
                         f"all {self.lost} workers of the Ray cluster died",
-                        "look at its nodes, and run the command again",
+                        "check its nodes, and run the command again",
                     )
                 large = [seat for seat in self._seats if seat.context >= needed]
                 if not large:

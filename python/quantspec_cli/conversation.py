@@ -60,7 +60,7 @@ def checked_arguments(arguments: object) -> dict[str, Any]:
         except (TypeError, ValueError, RecursionError):
             raise UsageError(
                 f"template argument {name} is {shown(value):.60}",
-                "give what JSON can hold: texts, numbers, lists and the like",
+                "give JSON values: texts, numbers, lists and objects",
             ) from None
     return dict(arguments)
 

@@ -200,7 +200,7 @@ class Model:
         if difference is not None:
             raise ModelError(
                 f"the draft model {draft.name} has another tokenizer than {self.name}: {difference}",
-                "use a smaller model of the same family; its tokens must mean what the model's mean",
+                "use a smaller model of the same family, with the same tokenizer",
             )
         self._draft_models[name] = str(draft.directory)
         return self._draft_models[name]
@@ -398,7 +398,7 @@ class Batch:
         scheduler = self._lease.scheduler
         scheduler.check()
         if scheduler.is_inside():
-            raise UsageError("a callback of an answer asks for the next piece of one", "ask when the callback is done")
+            raise UsageError("a callback of an answer reads the next piece of an answer", "read it after the callback")
         try:
             # One thread waits for the next piece; other threads wait for that thread.
             with self._turn:

@@ -39,7 +39,7 @@ def main() -> int:
     """The `quantspec` command; returns its exit code."""
     _open_standard_streams()
     SIGNALS.listen()
-    if "_QUANTSPEC_COMPLETE" in os.environ:  # a shell asks for completions
+    if "_QUANTSPEC_COMPLETE" in os.environ:  # the shell requests completions
         cli.main(prog_name="quantspec")
     code = execute(sys.argv[1:])
     try:
@@ -50,7 +50,7 @@ def main() -> int:
         code = code or EXIT_PIPE_CLOSED
     try:
         sys.stderr.flush()
-    except OSError:  # notes that nobody could read
+    except OSError:  # notes without a reader
         abandon(sys.stderr)
     return code
 

@@ -53,7 +53,7 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
     if request.tokens is not None and request.tokens < request.context + 2:
         raise UsageError(
             f"--tokens {request.tokens} with --context {request.context} leaves no token to score",
-            f"the first one behind the context is only fed: use --tokens {request.context + 2} or more, "
+            f"the first one after the context is only fed: use --tokens {request.context + 2} or more, "
             f"or --context {request.tokens - 2} or less",
         )
     render.warn_of_threads(options.threads)
@@ -98,7 +98,7 @@ def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
         )
     if request.context + 2 > model.context:
         raise DoesNotFitError(
-            f"a prompt of {request.context} tokens and two behind it exceed the model's context of {model.context}",
+            f"a prompt of {request.context} tokens and two after it exceed the model's context of {model.context}",
             f"use --context {model.context - 2}, or less",
         )
     if request.tokens is not None:
@@ -106,7 +106,7 @@ def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
     least = max(wanted, request.context + 2)
     if len(ids) < least:
         raise InputError(
-            f"{name} has {len(ids)} tokens and {least} are asked for",
+            f"{name} has {len(ids)} tokens; {least} were requested",
             "give a longer text, or lower --tokens or --context",
         )
     return ids

@@ -37,7 +37,7 @@ def _refuse_link(path: str | os.PathLike[str]) -> None:
     except OSError:
         return
     raise FileError(
-        f"{os.fspath(path)} is a link to {os.fspath(target)}, where nothing is",
+        f"{os.fspath(path)} is a link to {os.fspath(target)}, which does not exist",
         "restore that file or remove the link; a model of the hub can be downloaded again",
     )
 

@@ -31,14 +31,14 @@ FILES = [
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
     "tokenizer.json",
-    # SentencePiece's, where there is no tokenizer.json.
+    # SentencePiece's, if there is no tokenizer.json.
     "tokenizer.model",
     "added_tokens.json",
     "tokenizer_config.json",
     "chat_template.jinja",
 ]
 
-# What a plan is made of.
+# Files that a plan needs.
 DESCRIPTION = ["config.json", "generation_config.json"]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
@@ -123,7 +123,7 @@ def _resolve(
         raise UsageError(f"two revisions: {pinned} and {revision}", "give one of them", option="revision")
     _check_revision(pinned or None)
     if cache().parts[:1] == ("~",):
-        raise FileError("the hub's cache has no place: no home directory is known", "set HF_HOME to a folder")
+        raise FileError("the hub's cache has no folder: no home directory is known", "set HF_HOME to a folder")
     return from_hub(model, repository, wanted, revision or pinned or None, offline=offline, progress=progress)
 
 

@@ -93,12 +93,12 @@ def settle(
             if name == "temperature" or value != getattr(GenerateOptions, name)
         ]
         if told:
-            notes.append(f"sampling as generation_config.json says: {', '.join(told)}; --temperature 0 is greedy")
+            notes.append(f"sampling from generation_config.json: {', '.join(told)}; --temperature 0 is greedy")
         penalties = {name: value for name, value in model.recommended.penalties.items() if name in unset}
         if penalties:
             listed = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in penalties.items())
             off = " ".join(f"--{name.replace('_', '-')} {getattr(GenerateOptions, name):g}" for name in penalties)
-            notes.append(f"penalties as generation_config.json says: {listed}; {off} is none")
+            notes.append(f"penalties from generation_config.json: {listed}; {off} turn them off")
             chosen |= penalties
     if "max_tokens" in unset:
         usual = MAX_THOUGHTFUL_TOKENS if True in thinks else MAX_REPLY_TOKENS if replies else MAX_NEW_TOKENS

@@ -343,7 +343,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous = FULL")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, _VERSION):
-            raise sqlite3.DatabaseError(f"it is of version {version}, this program knows {_VERSION}")
+            raise sqlite3.DatabaseError(f"it is of version {version}, this program supports {_VERSION}")
         connection.executescript(_TABLES)
         connection.execute(f"PRAGMA user_version = {_VERSION}")
     except BaseException:

@@ -275,7 +275,7 @@ def _end_of_links(path: Path) -> Path:
         folder, owner = path.parent.stat(), path.lstat().st_uid
         if folder.st_mode & everybody == everybody and owner not in {os.geteuid(), folder.st_uid}:
             raise FileError(
-                f"output {path} is a link of user {owner} in a folder where everybody may put one",
+                f"output {path} is a link of user {owner} in a world-writable folder",
                 f"name its target {target}, or another file",
             )
         path = path.parent / target

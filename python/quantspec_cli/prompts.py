@@ -50,7 +50,7 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
     if not paths and not texts:
         raise UsageError("no prompt", "give a file with --prompt, '--prompt -' for standard input, or --text")
     if list(paths).count(STDIN) > 1:
-        raise UsageError("standard input is asked for twice", "give '--prompt -' once")
+        raise UsageError("standard input is given twice", "give '--prompt -' once")
     found = [read(path, "check the path; literal text is given with --text") for path in paths]
     for index, text in enumerate(texts):
         name = "text" if len(texts) == 1 else f"text {index + 1}"
@@ -62,7 +62,7 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
 def read(path: str, absent: str = "check the path") -> Document:
     """Reads one file, or standard input for "-"; `absent` is the hint if the file does not exist."""
     if path == STDIN:
-        if sys.stdin is None:  # closed by whoever started us
+        if sys.stdin is None:  # closed by the parent process
             raise InputError("standard input is closed", "pipe a document into the command, or name a file")
         try:
             raw = read_whole("stdin", sys.stdin.buffer)

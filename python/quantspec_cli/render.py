@@ -160,7 +160,7 @@ def _count(value: int, what: str) -> str:
 
 
 def on_terminal() -> bool:
-    """Somebody watches stderr."""
+    """True if stderr is a terminal."""
     return sys.stderr.isatty()
 
 

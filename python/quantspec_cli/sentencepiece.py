@@ -187,7 +187,7 @@ def load(path: Path, config: dict[str, Any], added: dict[str, Any]) -> tuple[tok
         text = eos.get("content") if isinstance(eos, dict) else eos
         known = inner.token_to_id(text) if isinstance(text, str) else None
         if known is None:
-            raise error(f"does not know the EOS {text!r:.60} that add_eos_token asks for")
+            raise error(f"has no token {text!r:.60}, the EOS that add_eos_token requires")
         end_with(inner, str(text), known)
     return inner, config
 
@@ -213,7 +213,7 @@ def _extend(
         token = AddedToken(text, special=special, normalized=False)
         (inner.add_special_tokens if special else inner.add_tokens)([token])
         if inner.token_to_id(text) != id:
-            raise error(f"has {inner.get_vocab_size()} tokens, and the added token {text!r:.60} asks for the id {id}")
+            raise error(f"has {inner.get_vocab_size()} tokens, and the added token {text!r:.60} has the id {id}")
 
 
 def _parse(data: bytes) -> _Model:
@@ -299,11 +299,11 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def _bytes(value: int | bytes) -> bytes:
     if isinstance(value, int):
-        raise ValueError("a field is a number where bytes belong")  # noqa: TRY004 - the file is wrong, not a call
+        raise ValueError("a field is a number instead of bytes")  # noqa: TRY004 - the file is wrong, not a call
     return value
 
 
 def _integer(value: int | bytes) -> int:
     if isinstance(value, bytes):
-        raise ValueError("a field is bytes where a number belongs")  # noqa: TRY004
+        raise ValueError("a field is bytes instead of a number")  # noqa: TRY004
     return value - (1 << 64) if value >= 1 << 63 else value

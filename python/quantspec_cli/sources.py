@@ -179,7 +179,7 @@ def _walk(folder: str, prefix: str, out: Path, above: tuple[tuple[int, int], ...
     if me in above:
         return
     if len(above) == _DEEPEST:
-        too_deep = InputError(f"folder {folder} lies {_DEEPEST} folders deep", "name it as a directory of its own")
+        too_deep = InputError(f"folder {folder} is {_DEEPEST} levels deep", "name it as a directory of its own")
         yield Source(prefix.rstrip("/"), folder, problem=too_deep)
         return
     for entry in entries:

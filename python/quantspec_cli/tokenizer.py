@@ -102,7 +102,7 @@ class Tokenizer:
         bos = self.id_of(token)
         if bos is None:
             raise ModelError(
-                f"{self._name} does not know the BOS {token!r} of tokenizer_config.json",
+                f"{self._name} has no token {token!r}, the BOS of tokenizer_config.json",
                 "use both files as they were published with these weights",
             )
         return bos

@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn both_without_lower_nibbles_is_upper_but_for_its_centre() {
+    fn both_without_lower_nibbles_is_upper_except_for_its_centre() {
         for rounding in [Rounding::Paper, Rounding::Balanced] {
             let mut sequence = Sequence::new(600, rounding, noise);
             for page in &mut sequence.pages {

@@ -46,7 +46,7 @@ impl ErrorKind {
 /// An error: one line of message, one line of remedy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
-    /// What a caller can act on.
+    /// Kind, for the caller's handling.
     pub kind: ErrorKind,
     /// One line that names the wrong value.
     pub message: String,

@@ -514,7 +514,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_refused() {
+    fn non_finite_elements_are_refused() {
         for rounding in MODES {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let mut x = [1.0; 8];
@@ -695,7 +695,7 @@ mod tests {
         }
 
         #[test]
-        fn no_range_that_is_tried_is_better(w in group()) {
+        fn no_candidate_range_is_better(w in group()) {
             let row = quantize_weights_row(&w).unwrap();
             let (low, high) = range(&w).unwrap();
             let (scale, zero) = (row.params[0].scale.to_f64(), row.params[0].zero.to_f64());

@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn logits_that_cannot_be_chosen_from_are_refused() {
+    fn unusable_logits_are_refused() {
         assert!(check_finite(&[1.0, f32::NEG_INFINITY]).is_ok());
         for bad in [&[f32::NAN, 1.0][..], &[f32::INFINITY, 1.0], &[f32::NEG_INFINITY; 2], &[]] {
             assert_eq!(check_finite(bad).unwrap_err().kind, crate::ErrorKind::NotFinite);

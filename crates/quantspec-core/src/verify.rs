@@ -125,7 +125,8 @@ impl Judge {
         q.map(Vec::as_slice).ok_or_else(|| Error::internal(format!("no draft distribution {offset} of slot {slot}")))
     }
 
-    /// Keeps the warped distribution of a slot's drafted token at `offset`, and forgets those after it.
+    /// Keeps the warped distribution of a slot's drafted token at `offset`, `[vocab]`, and forgets those after it. [`Judge::judge`] refuses one of
+    /// another length.
     pub fn keep(&mut self, slot: usize, offset: usize, q: Vec<f32>) {
         if self.q.len() <= slot {
             self.q.resize_with(slot + 1, Vec::new);
@@ -445,6 +446,8 @@ mod tests {
         }
         judge.propose(0, 0, 9, &row, &rejection);
         assert_eq!(kind(&mut judge, &[1, 1], &[&row, &row, &row], &rejection), ErrorKind::Internal);
+        judge.keep(0, 0, vec![1.0; 2]);
+        assert_eq!(kind(&mut judge, &[1], &[&row, &row], &rejection), ErrorKind::Internal);
     }
 
     proptest! {
@@ -471,7 +474,7 @@ mod tests {
         }
 
         #[test]
-        fn greedy_and_replay_emit_what_plain_decoding_emits(
+        fn greedy_and_replay_equal_plain_decoding(
             p in prop::collection::vec(any_logits(9), 1..6), q in prop::collection::vec(any_logits(9), 5),
             seed: u64, position in 0usize..1_000_000, t in 0.1f32..2.0, k in 0usize..9,
         ) {

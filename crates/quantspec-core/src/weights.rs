@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_are_no_numbers_are_named() {
+    fn nan_weights_are_named() {
         let mut w = vec![0.5; 3 * GROUP];
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             w[GROUP + 7] = bad;
@@ -315,7 +315,7 @@ mod tests {
         }
 
         #[test]
-        fn no_zero_that_is_tried_is_better_for_the_draft(w in weights(), group in groups()) {
+        fn no_candidate_zero_is_better_for_the_draft(w in weights(), group in groups()) {
             let row = quantize_row(&w, group).unwrap();
             for (w, &params) in w.chunks(group).zip(&row.params) {
                 let (low, high) = quantize::range(w).unwrap();

@@ -408,7 +408,7 @@ fn margins_beat_the_best_fixed_gamma() {
 }
 
 #[test]
-fn drafts_that_fail_are_given_up() {
+fn failing_drafts_are_given_up() {
     // Every verification fails after its draft, and is replaced by a plain step.
     let (mut policy, mut seconds) = (Policy::auto(8), 0.0);
     for _ in 0..1_000 {
@@ -483,7 +483,7 @@ fn costs_that_grow_with_the_context_are_followed() {
 }
 
 #[test]
-fn a_slow_first_call_is_not_believed() {
+fn a_slow_first_call_is_ignored() {
     // The first round of every shape takes 20 times as long.
     let mut seen = HashSet::new();
     let mut gammas = gammas(8, 100, 0.9, |_, gamma| {
@@ -742,7 +742,7 @@ proptest! {
 }
 
 #[test]
-fn copies_have_a_par_and_are_in_the_ledger() {
+fn copies_have_a_par_and_count_in_the_ledger() {
     assert_eq!(Policy::fixed(5).par(3), None);
     let mut policy = Policy::auto(12);
     assert_eq!(policy.par(3), Some(f64::INFINITY), "no plain step was timed");

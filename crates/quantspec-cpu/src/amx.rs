@@ -203,7 +203,7 @@ unsafe fn stream<const ADD: bool>(w: *const u16, x: *const u16, stride: usize, s
     }
 }
 
-/// Tiles for [`product`]: four of C, two of A, two of B.
+/// Tiles for [`gemm`]: four of C, two of A, two of B.
 ///
 /// # Safety
 /// As [`Tiles::new`].
@@ -212,7 +212,7 @@ pub(crate) unsafe fn prompt_tiles() -> Tiles {
     unsafe { Tiles::new([(TILE_ROWS, TILE_BYTES); 8]) }
 }
 
-/// The left operand of [`product`]: rows of BF16 `pitch` bytes apart; the next 32 k are `step` bytes further.
+/// The left operand of [`gemm`]: rows of BF16 `pitch` bytes apart; the next 32 k are `step` bytes further.
 #[derive(Clone, Copy)]
 pub(crate) struct Left {
     pub(crate) start: *const u16,
@@ -274,7 +274,7 @@ pub(crate) unsafe fn panel(tiles: &Tiles, packed: &[Line], x: &[f32], c: &mut [f
 /// `c[32][32] (+)= a · b`: rows 0..16 of `a` and 16..32 at `second`, against 32 tokens of panels 64 wide.
 ///
 /// # Safety
-/// As [`product`]. `ahead` may be any address.
+/// As [`gemm`]. `ahead` may be any address.
 unsafe fn block<const ADD: bool>(
     _tiles: &Tiles,
     a: Left,

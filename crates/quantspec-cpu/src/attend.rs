@@ -53,7 +53,7 @@ const _: () = assert!(G == 128);
 pub(crate) struct Shape {
     /// Channels.
     pub(crate) d: usize,
-    /// Channels in whole vectors.
+    /// D rounded up to whole vectors.
     pub(crate) d16: usize,
     /// D rounded up to whole tile rows: the stride of queries, with zeros after D.
     pub(crate) d64: usize,
@@ -176,7 +176,7 @@ pub(crate) struct State {
     limbs: Limbs,
 }
 
-/// Operands and results of integer products.
+/// Operands and results of integer dot products.
 #[cfg(target_arch = "x86_64")]
 struct Limbs {
     /// `[rows][2][wide]` limbs of a folded query, then of probabilities. [`amx::ROWS`] more rows, which a tile load may

@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reading_memory_takes_a_moment_and_gives_a_speed_memory_has() {
+    fn bandwidth_is_measured_quickly_and_plausible() {
         let started = Instant::now();
         let speed = read_gb_per_s(2).unwrap();
         // Between a busy single-board computer and twice the largest server; a cache would exceed it.

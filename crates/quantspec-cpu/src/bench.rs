@@ -179,7 +179,7 @@ pub struct Gemm {
     full: Vec<Matrix>,
     draft: Vec<w4::Tiles>,
     acts: w4::Acts,
-    /// What is read of planes.
+    /// Planes to read.
     read: hierarchy::Read,
     limbs: hierarchy::Acts,
     x: Array<f32>,
@@ -690,10 +690,10 @@ impl PromptAttention {
     }
 }
 
-/// What decode attention is asked for.
+/// A case of decode attention.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionCase {
-    /// What is read.
+    /// Pages to read.
     pub view: View,
     /// Draft or target; a draft's view Upper rounds queries to 8 bits.
     pub weights: Weights,

@@ -252,7 +252,7 @@ fn softmax<const FMA: bool>(
     }
 }
 
-/// What the BF16 kernels share.
+/// Shared by the BF16 kernels.
 #[cfg(target_arch = "x86_64")]
 mod bf16 {
     use super::PANEL_TOKENS;

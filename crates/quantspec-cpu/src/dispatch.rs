@@ -128,7 +128,7 @@ fn force(name: &str) -> Result<Choice> {
             format!("unset it; {} is the best this machine has", best().simd.name()),
         ));
     }
-    Ok(Choice { simd, reason: format!("{name} was asked for by QUANTSPEC_SIMD") })
+    Ok(Choice { simd, reason: format!("{name} was requested by QUANTSPEC_SIMD") })
 }
 
 /// Prefetch distance into L1 on Intel server cores, in bytes. On Sapphire Rapids, weights for one row arrive 1.5 times as
@@ -148,7 +148,7 @@ const AHEAD_ALONE: usize = 2048;
 
 /// Prefetch distances of a kernel for a stream in address order. They do not affect results.
 #[derive(Clone, Copy, Debug)]
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "nothing is known to pay there"))]
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "other architectures do not prefetch"))]
 pub(crate) struct Prefetch {
     /// Bytes ahead, into L1.
     l1: usize,
@@ -249,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_the_cpu_lacks_and_a_word_that_is_none_are_usage_errors() {
+    fn an_unsupported_path_and_an_unknown_name_are_usage_errors() {
         let foreign = if cfg!(target_arch = "x86_64") { "neon" } else { "avx2" };
         for name in ["sse2", "AVX2", foreign] {
             assert_eq!(force(name).unwrap_err().kind, quantspec_core::ErrorKind::Usage, "{name}");
@@ -258,7 +258,7 @@ mod tests {
     }
 
     #[test]
-    fn the_best_path_runs_here_and_says_why() {
+    fn the_best_path_is_supported_and_has_a_reason() {
         let choice = best();
         assert!(choice.simd.missing().is_empty());
         assert!(choice.reason.contains(choice.simd.name()));

@@ -226,14 +226,14 @@ mod tests {
 
     #[test]
     #[cfg(unix)]
-    fn an_array_takes_what_the_plan_counts() {
+    fn an_array_takes_the_bytes_that_the_plan_counts() {
         // Plans add up elements, and a model has hundreds of arrays slightly larger than a multiple of a huge page.
         let array = Array::<u8>::zeros(HUGE + 1).unwrap();
         assert_eq!((array.as_ptr() as usize % HUGE, array.mapped), (0, HUGE + PAGE));
     }
 
     #[test]
-    fn memory_that_is_not_there_is_an_error() {
+    fn missing_memory_is_an_error() {
         for len in [usize::MAX, usize::MAX / 4, 1 << 60] {
             let error = Array::<f32>::zeros(len).err().map(|error| error.kind);
             assert_eq!(error, Some(quantspec_core::ErrorKind::DoesNotFit), "{len}");

@@ -391,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_does_not_come_is_not_waited_for() {
+    fn a_worker_that_does_not_start_is_not_waited_for() {
         // More threads than processors: sleeping workers start late, and the caller runs their shares.
         let threads = 3 * std::thread::available_parallelism().map_or(1, usize::from) + 1;
         let (pool, caller) = (Pool::new(threads).unwrap(), std::thread::current().id());
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_on_any_thread_is_an_error_and_the_pool_lives_on() {
+    fn a_panic_on_any_thread_is_an_error_and_the_pool_continues() {
         let pool = Pool::new(3).unwrap();
         for bad in 0..3 {
             let error = pool.run(&|thread| assert!(thread != bad, "expected by this test")).unwrap_err();

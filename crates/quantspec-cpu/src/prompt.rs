@@ -28,7 +28,7 @@ const fn most_panels(rows: usize) -> usize {
     rows.div_ceil(PANEL_TOKENS) + 1
 }
 
-/// What the operations on a block share.
+/// Shared by the operations on a block.
 pub(crate) struct Machine<'a> {
     pub(crate) simd: Simd,
     pub(crate) pool: &'a Pool,

@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_none_are_errors() {
+    fn non_finite_elements_are_errors() {
         let shape = Shape::new(16);
         for bad in [f16::NAN, f16::INFINITY, f16::NEG_INFINITY] {
             for at in 0..2 {

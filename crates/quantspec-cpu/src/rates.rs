@@ -179,13 +179,13 @@ mod tests {
     }
 
     #[test]
-    fn every_operation_takes_a_time_that_machines_take() {
+    fn rates_are_plausible() {
         for kept in [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4] {
-            takes_a_time(&rates(&small(), kept, 1000, 2, &mut || Ok(())).unwrap());
+            plausible(&rates(&small(), kept, 1000, 2, &mut || Ok(())).unwrap());
         }
     }
 
-    fn takes_a_time(found: &Rates) {
+    fn plausible(found: &Rates) {
         for per_byte in [&found.weights, &found.draft_weights, &found.fp16, &found.int8, &found.int4, &found.draft_int4]
         {
             assert!(per_byte.len() >= WINDOW.len());

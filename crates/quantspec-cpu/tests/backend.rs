@@ -85,7 +85,7 @@ fn memory_is_what_was_planned() {
 }
 
 #[test]
-fn loading_tells_how_far_it_is_and_stops_when_asked() {
+fn loading_reports_progress_and_stops_on_request() {
     let checkpoint = LLAMA.checkpoint(2);
     let seen = Arc::new(AtomicUsize::new(0));
     let last = seen.clone();
@@ -110,7 +110,7 @@ fn loading_tells_how_far_it_is_and_stops_when_asked() {
 }
 
 #[test]
-fn prefill_asks_inside_its_operations() {
+fn prefill_polls_inside_its_operations() {
     let checkpoint = LLAMA.checkpoint(3);
     let calls = Arc::new(AtomicUsize::new(0));
     let counter = calls.clone();
@@ -133,7 +133,7 @@ fn prefill_asks_inside_its_operations() {
 }
 
 #[test]
-fn weights_that_are_no_numbers_are_named() {
+fn nan_weights_are_named() {
     for name in ["model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"] {
         for bits in [0x7f80, 0xff80, 0x7fc0] {
             for weights in [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4] {
@@ -166,7 +166,7 @@ fn keys_beyond_half_precision_are_an_error() {
 }
 
 #[test]
-fn a_logit_may_mask_its_token_and_no_more() {
+fn a_logit_may_mask_its_own_token_only() {
     // Hidden states are embeddings, as layers add nothing. Only token 7 has a non-zero first channel, token 8 the negative of
     // it. The head's weights make its logit for token 5 overflow f32.
     let (above, below, masked) = (7, 8, 5);
@@ -259,7 +259,7 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
 }
 
 #[test]
-fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
+fn a_failing_draft_ends_the_draft_only() {
     // 6,600 · √96 fits in f16. In four bits it shares a code with 6,800, at a value between the two that does not fit.
     let (bad, shape) = (7, Shape::new("llama", "F32", (4, 2, 32)));
     let checkpoint = shape.overflowing(9, bad, [6600.0, 6800.0]);
@@ -322,7 +322,7 @@ fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
 }
 
 #[test]
-fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
+fn a_failing_drafted_token_ends_no_text() {
     // The target fails on token 7. Drafts propose it, and plain decoding may choose another one.
     let (bad, shape) = (7, Shape { vocab: 32, ..LLAMA });
     let checkpoint = shape.overflowing(9, bad, [2e4, 0.0]);
@@ -372,7 +372,7 @@ fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
 }
 
 #[test]
-fn a_round_that_is_taken_again_costs_neighbours_no_token() {
+fn a_repeated_round_changes_no_token_of_neighbours() {
     // As above, with three answers at once: a failing draft of one turns the round of all into a plain step.
     let (bad, shape) = (7, Shape { vocab: 32, ..LLAMA });
     let checkpoint = shape.overflowing(9, bad, [2e4, 0.0]);
@@ -493,7 +493,7 @@ fn misuse_is_an_error() {
     let apart =
         Step { weights: Weights::Draft, view: View::Upper, pages: Pages::Best(1), choose_pages: true, rows: &rows };
     let error = forward::step(&mut pair, &apart).expect_err("an error");
-    assert_eq!((error.kind, error.message.as_str()), (ErrorKind::Internal, "rows of slot 0 lie apart"));
+    assert_eq!((error.kind, error.message.as_str()), (ErrorKind::Internal, "rows of slot 0 are not contiguous"));
     let foreign = Simd::ALL.into_iter().find(|simd| !simd.missing().is_empty()).expect("no CPU has every path");
     let choice = Choice { simd: foreign, reason: String::new() };
     let error = CpuBackend::load_on(&checkpoint, &options(1, 256), Hooks::default(), choice).err().expect("an error");

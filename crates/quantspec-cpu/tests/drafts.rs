@@ -92,7 +92,7 @@ fn drafts_from_disk_have_the_bits_of_made_ones() {
 }
 
 #[test]
-fn one_changed_weight_is_quantised_anew() {
+fn one_changed_weight_is_quantised_again() {
     let shape = Shape { tied: false, ..Shape::new("llama", "BF16", (4, 2, 32)) };
     let folder = Folder::new("changed");
     let (before, first) = load(shape.checkpoint(1), Some(&folder), DraftWeights::Int4, 2);

@@ -25,7 +25,7 @@ use std::sync::Mutex;
 
 const BLOCK_ROWS: usize = 256;
 
-/// What `QUANTSPEC_LAWS` asks for.
+/// Value of `QUANTSPEC_LAWS`.
 #[derive(Clone, Copy, PartialEq, PartialOrd)]
 enum Laws {
     Short,
@@ -281,7 +281,7 @@ const BATCHES: [usize; 3] = [1, 3, 8];
 const THREADS: [usize; 2] = [1, 2];
 
 #[test]
-fn prompts_read_between_the_rounds_of_others() {
+fn prompts_are_processed_between_the_rounds_of_others() {
     let model = root().join("python/quantspec_cli/demo");
     let prompts: Vec<Vec<u32>> = [300, 900, 129, 640].iter().map(|&n| book(n, n)).collect();
     let runs: Vec<(Run, usize)> = [1, 700, 4000]
@@ -293,7 +293,7 @@ fn prompts_read_between_the_rounds_of_others() {
 }
 
 #[test]
-fn every_method_is_held() {
+fn every_method_has_a_run() {
     for entry in &draft::METHODS {
         let runs = combinations();
         assert!(runs.iter().any(|(run, _)| run.method == entry.name), "no run of method {}", entry.name);
@@ -481,7 +481,7 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
 }
 
 #[test]
-fn penalties_look_at_the_text_alone() {
+fn penalties_depend_on_the_text_alone() {
     let model = root().join("python/quantspec_cli/demo");
     let prompts: Vec<Vec<u32>> = [1, G, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
     // For texts that may not repeat, prompt lookup proposes nothing.

@@ -84,7 +84,7 @@ fn worst(found: &[Vec<f32>], expected: &[Vec<f32>]) -> f32 {
 }
 
 #[test]
-fn what_is_no_number_is_no_match() {
+fn nan_is_no_match() {
     let row = vec![vec![1.0, 2.0, 3.0]];
     assert_eq!(worst(&row, &row), 0.0);
     assert!(worst(&[vec![1.0, f32::NAN, 3.0]], &row).is_nan());

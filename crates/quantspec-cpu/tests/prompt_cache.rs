@@ -196,7 +196,7 @@ fn law(checkpoint: &Checkpoint, simd: Simd, lengths: &[usize]) {
 }
 
 #[test]
-fn a_known_beginning_changes_no_bit() {
+fn a_cached_prefix_changes_no_bit() {
     for simd in paths::paths() {
         law(&LLAMA.checkpoint(7), simd, &[880, 1, 107, 108, 127, 128, 129, 255, 256, 500, 512, 768, 879]);
         // Other prompt kernels: full weights in F32, and biases.
@@ -205,7 +205,7 @@ fn a_known_beginning_changes_no_bit() {
 }
 
 #[test]
-fn a_key_says_which_weights_made_it() {
+fn a_key_depends_on_the_form_of_the_weights() {
     let checkpoint = LLAMA.checkpoint(7);
     let of = |weights| fingerprint(&checkpoint, weights, 2, || Ok(())).expect("fingerprint");
     let [plain, int8, int4] = [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4].map(of);
@@ -214,7 +214,7 @@ fn a_key_says_which_weights_made_it() {
 }
 
 #[test]
-fn a_known_beginning_is_read_between_the_rounds_of_others() {
+fn a_cached_prefix_is_restored_between_the_rounds_of_others() {
     let mut plain = engine();
     let mut batch = engine_on(&LLAMA.checkpoint(7), best(), 2, Hooks::default());
     let cache = PromptCache::in_memory(batch.backend(), usize::MAX);
@@ -325,7 +325,7 @@ fn a_sparse_file_is_not_allocated() {
 }
 
 #[test]
-fn what_another_model_or_path_computed_is_not_met() {
+fn rows_of_another_model_or_path_are_not_used() {
     let folder = Folder::new();
     let prompt = question(640, 1);
     answer(&mut on_disk(&folder.0, u64::MAX), &prompt, usize::MAX);

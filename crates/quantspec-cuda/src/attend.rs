@@ -215,7 +215,7 @@ pub(crate) fn partial_rows(config: &ModelConfig, sms: usize, architecture: u32, 
 
 /// Refuses head widths without kernels.
 pub(crate) fn check_head(device: &DeviceInfo, d: usize) -> Result<()> {
-    let hint = "the kernels know 64, 128 and, from compute capability 8.0 on, 256; use --device cpu";
+    let hint = "the kernels support 64, 128 and, from compute capability 8.0 on, 256; use --device cpu";
     if device.takes_heads_of(d) {
         return Ok(());
     }
@@ -235,7 +235,7 @@ const fn view_name(view: View) -> &'static str {
     }
 }
 
-/// Where one layer's cache lies.
+/// Addresses of one layer's cache.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Layer {
     /// Upper blocks.
@@ -322,7 +322,7 @@ struct MergeArgs {
     head_dim: i32,
     pitch: i32,
     first_row: i32,
-    unused: i32,
+    panels: i32,
 }
 
 const _: () = assert!(size_of::<AttendArgs>() == 144 && size_of::<MergeArgs>() == 64);
@@ -528,7 +528,7 @@ impl Attend {
         let mut variants = beside.chain(&self.split(view).variants);
         let variant = variants.find(|variant| variant.rows >= pass.tile_rows);
         let Variant { kernel, stages, shared, threads, .. } =
-            *variant.ok_or_else(|| Error::internal("more rows than attention takes"))?;
+            *variant.ok_or_else(|| Error::internal("more rows than attention supports"))?;
         // With TMA a block has an SM, or half of one, and loops over items.
         let engine = self.device.has_tma();
         let arguments = AttendArgs {
@@ -566,13 +566,14 @@ impl Attend {
     }
 
     /// Merges the items of a pass's rows into the input of the output projection: x `[row][pitch]` of `dtype`, or (None) int8
-    /// with its scales `xs`.
+    /// with its scales `xs`, in `panels` as of [`crate::linear::Linear::panels`].
     ///
     /// # Errors
     /// Device errors of the launch, named by the kernel.
     ///
     /// # Safety
     /// As [`Attend::run`]; x and xs are those of row 0 of the step.
+    #[expect(clippy::too_many_arguments, reason = "one address per matrix")]
     pub unsafe fn merge(
         &self,
         pass: &Pass,
@@ -580,6 +581,7 @@ impl Attend {
         x: u64,
         xs: u64,
         pitch: usize,
+        panels: usize,
         places: &PassAddresses,
     ) -> Result<()> {
         let [narrow, wide] = match dtype {
@@ -599,7 +601,7 @@ impl Attend {
             head_dim: self.head_dim as i32,
             pitch: pitch as i32,
             first_row: pass.first_row as i32,
-            unused: 0,
+            panels: panels as i32,
         };
         let groups = (self.kv_heads * self.group * self.head_dim).div_ceil(GROUP);
         let kernel = if groups * pass.merged.len() > self.device.sms { wide } else { narrow };

@@ -77,7 +77,7 @@ pub struct CudaBackend {
     lists: Lists,
     /// Graphs of rounds, and of single steps of watched drafts.
     recorded: Recorded<Graph>,
-    /// The step under way.
+    /// Layout of the current step.
     layout: StepLayout,
     /// Logits of the last verification before penalties, if the caller reads them; on the device the penalised ones replace
     /// them.

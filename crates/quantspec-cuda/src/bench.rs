@@ -36,7 +36,7 @@ const LISTED: usize = 16;
 /// One measurement.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measured {
-    /// What was timed: "attend", "linear", "norm", …
+    /// Kernel: "attend", "linear", "norm", …
     pub kernel: &'static str,
     /// Variant of the kernel: the view, or the type of the weights.
     pub form: &'static str,
@@ -44,7 +44,7 @@ pub struct Measured {
     pub rows: usize,
     /// Tokens before them, where that matters.
     pub context: Option<usize>,
-    /// Outputs and inputs of a product.
+    /// Outputs and inputs of a GEMM.
     pub shape: Option<(usize, usize)>,
     /// Seconds of a call.
     pub seconds: f64,
@@ -236,7 +236,7 @@ impl Bench {
                         // SAFETY: every buffer has room for this context and these rows, and lives until the measurement is done.
                         unsafe {
                             attend.run(view, pass, q.at(0), &at, places, Around::default())?;
-                            attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), places)?;
+                            attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, padded(heads * d), 0, places)?;
                         }
                     }
                 }
@@ -310,7 +310,7 @@ impl Bench {
             let matrices: Vec<Matrix> = (0..self.copies(bytes))
                 .map(|_| Ok(Matrix { buffer: filled(device, bytes)?, dtype: config.dtype, n, k }))
                 .collect::<Result<_>>()?;
-            let (x, y) = (filled(device, most * padded(k) * 4)?, device.allocate(most * n * 4)?);
+            let (x, y) = (filled(device, most.next_multiple_of(8) * padded(k) * 4)?, device.allocate(most * n * 4)?);
             for &rows in rows {
                 let seconds = seconds(device, || {
                     // SAFETY: x has `most` rows and y room for as many.
@@ -323,7 +323,7 @@ impl Bench {
             let drafts: Vec<Quantised> = (0..quantised)
                 .map(|i| linear.quantise(&matrices[i % matrices.len()], bits, 0, &flag))
                 .collect::<Result<_>>()?;
-            let xs = device.zeroed(most * k.div_ceil(128) * 8)?;
+            let xs = device.zeroed(most.next_multiple_of(8) * k.div_ceil(128) * 8)?;
             for &rows in rows {
                 let seconds = seconds(device, || {
                     // SAFETY: as above; any bytes of x are valid codes.
@@ -460,14 +460,14 @@ impl Bench {
             let told = |kernel, form, seconds, bytes| Measured::of(kernel, form, rows, seconds, bytes);
             let eps = config.rms_eps;
             let full = args![&stream, &y, 0u64, &weight, &x, eps, hidden, padded(hidden)];
-            let codes = args![&stream, &y, 0u64, &weight, &x, &xs, eps, hidden, hidden.next_multiple_of(G)];
+            let codes = args![&stream, &y, 0u64, &weight, &x, &xs, eps, hidden, 0usize];
             for (form, norm, arguments, out) in [(dtype, norms[0], &full[..], element), ("i8", norms[1], &codes[..], 1)]
             {
                 let took = self.called(|| self.launch(norm, [rows, 1, 1], NORM_THREADS, 0, arguments))?;
                 report(told("norm", form, took, hidden * (4 + rows * (12 + out))))?;
             }
             let full = args![&y, 0u64, &x, width, padded(width)];
-            let codes = args![&y, 0u64, &x, &xs, width, width.next_multiple_of(G)];
+            let codes = args![&y, 0u64, &x, &xs, width, 0usize];
             let grid = [width.div_ceil(1024), rows, 1];
             for (form, silu, arguments, out) in [(dtype, gated[0], &full[..], element), ("i8", gated[1], &codes[..], 1)]
             {

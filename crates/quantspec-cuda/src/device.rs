@@ -69,7 +69,7 @@ fn kept(name: &str) -> &'static str {
 }
 
 /// The remedy for an error of queued work.
-const NAMED: &str = "check nvidia-smi and the kernel log (dmesg), or use --device cpu; run again with CUDA_LAUNCH_BLOCKING=1 in the environment to be told which kernel it was";
+const NAMED: &str = "check nvidia-smi and the kernel log (dmesg), or use --device cpu; run again with CUDA_LAUNCH_BLOCKING=1 in the environment to see which kernel failed";
 
 /// A grid in words.
 fn blocks([x, y, z]: [u32; 3]) -> String {
@@ -328,7 +328,7 @@ impl Device {
         Err(Error::internal(format!("no kernel {name} for compute capability {}", self.info.compute_capability)))
     }
 
-    /// Whether kernels use the copy engine.
+    /// True if kernels use TMA.
     pub(crate) fn has_tma(&self) -> bool {
         crate::attend::has_tma(self.info.architecture)
     }

@@ -41,7 +41,7 @@ pub struct Hidden {
 pub struct Heads {
     /// Rows of the step.
     pub rows: u64,
-    /// f32 of the product's width.
+    /// f32 of the GEMM's width.
     pub bias: u64,
     /// float2 `[row][head_dim / 2]`.
     pub cos_sin: u64,
@@ -107,7 +107,7 @@ struct Kernels {
     block: usize,
 }
 
-/// Launches the products of draft steps.
+/// Launches the GEMMs of draft steps.
 #[derive(Debug)]
 pub struct DraftGemms {
     device: Arc<Device>,

@@ -26,11 +26,11 @@ pub struct Hierarchy {
     k: usize,
     /// As of [`crate::linear::Quantised`].
     paired: usize,
-    /// Number format of a product's inputs.
+    /// Number format of a GEMM's inputs.
     dtype: Dtype,
 }
 
-/// Which planes a product reads.
+/// Planes that a GEMM reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reads {
     /// All there are: the target.
@@ -119,8 +119,8 @@ impl Hierarchies {
         let of = name(dtype);
         let quantise = |dtype| device.kernel(&format!("planes_{}", name(dtype)), 0);
         Ok(Hierarchies {
-            both: Family::new(device, &format!("linear_both_{of}"), |tiles| ringed(2, tiles))?,
-            upper: Family::new(device, &format!("linear_upper_{of}"), |tiles| ringed(1, tiles))?,
+            both: Family::new(device, &format!("linear_both_{of}"), &[1, 2, 4, 8], |tiles| ringed(2, tiles))?,
+            upper: Family::new(device, &format!("linear_upper_{of}"), &[1, 2, 4, 8], |tiles| ringed(1, tiles))?,
             quantise: [quantise(Dtype::Bf16)?, quantise(Dtype::F16)?, quantise(Dtype::F32)?],
             atoms: device.kernel(&format!("atoms_{of}"), 0)?,
             device: device.clone(),
@@ -139,7 +139,7 @@ impl Hierarchies {
         let full = Matrix::bytes(weights.dtype, n, k);
         if weights.buffer.bytes() < full || flag.bytes() < size_of::<u32>() {
             let (held, flag) = (weights.buffer.bytes(), flag.bytes());
-            return Err(Error::internal(format!("{held} bytes of weights where {full} are read, {flag} of a flag")));
+            return Err(Error::internal(format!("{held} bytes of weights instead of {full}, {flag} of a flag")));
         }
         if paired > 0 && !(paired.is_multiple_of(TILE) && n.is_multiple_of(paired)) {
             return Err(Error::internal(format!("{n} rows in heads of {paired} channels")));
@@ -249,7 +249,7 @@ mod tests {
     /// Shared memory, loading warps and cluster size match kernels/hierarchy.cu.
     #[test]
     #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-    fn rings_are_launched_as_they_are_compiled() {
+    fn launch_parameters_match_the_compiled_kernels() {
         let source = include_str!("../../../kernels/hierarchy.cu");
         let mut found = 0;
         for line in source.lines() {

@@ -216,7 +216,7 @@ impl Prefill {
         let (d, dtype) = (shape.head_dim, name(shape.dtype));
         let kernels = match way {
             Way::Hopper => Kernels::Hopper {
-                // A head lies in one tile.
+                // A head is within one tile.
                 qkv: Gemm::new(
                     device,
                     &format!("prefill_qkv_{d}"),
@@ -531,7 +531,7 @@ impl Prefill {
     /// Refuses blocks larger than prepared, and makes the device's context current, which encoding tensor maps needs.
     fn begin(&self, rows: usize) -> Result<()> {
         if rows == 0 || rows > self.rows {
-            return Err(Error::internal(format!("a prefill block of {rows} rows where {} are prepared", self.rows)));
+            return Err(Error::internal(format!("a prefill block of {rows} rows; {} are prepared", self.rows)));
         }
         self.device.bind()
     }

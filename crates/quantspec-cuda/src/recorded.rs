@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_is_bounded() {
+    fn the_graph_cache_is_bounded() {
         let mut recorded = Recorded::new();
         // All kinds twice, five steps each.
         for kind in [|_| Kind::Seen, Kind::Graph] {
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_again_is_found() {
+    fn a_repeated_round_is_found() {
         let mut recorded = Recorded::new();
         recorded.note(vec![1, 2], Kind::Seen, 3);
         assert!(matches!(recorded.find(&[1, 2]), Some(Kind::Seen)));

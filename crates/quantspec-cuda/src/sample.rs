@@ -121,7 +121,7 @@ pub(crate) struct Sampling {
     penalties: Penalising,
     /// Draft logits `[slot][GAMMA_MAX][vocab]` and their cut-offs, of a backend loaded for rejection.
     draft: Option<(Buffer, Buffer)>,
-    /// What the device holds.
+    /// Samplers on the device, per slot.
     known: Vec<Option<DeviceSampler>>,
     /// Host copy of the windows, `[slots][pitch]`.
     windows: Vec<u32>,
@@ -136,7 +136,7 @@ pub(crate) fn check(vocab: usize) -> Result<()> {
     if vocab > VOCAB_MAX {
         return Err(Error::model(
             format!("a vocabulary of {vocab} tokens on the GPU"),
-            format!("the kernels take {VOCAB_MAX}; use --device cpu"),
+            format!("the kernels support up to {VOCAB_MAX}; use --device cpu"),
         ));
     }
     Ok(())

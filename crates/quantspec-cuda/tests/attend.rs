@@ -3,11 +3,11 @@
 
 mod gpu;
 
-use gpu::{Random, device, distance, poisoned, run, while_busy};
+use gpu::{Random, arranged, config, device, distance, poisoned, run, while_busy};
 use half::f16;
 use quantspec_core::attend::{Cache, FullPage, attend, page_bound, select_pages, window_pages};
 use quantspec_core::cache::{BUFFER_TOKENS, G, buffer_slot, visible_pages, visible_quantised};
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Rounding, View};
+use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::layout::Layout;
 use quantspec_core::quantize::{Page, quantize_page};
 use quantspec_cuda::args;
@@ -15,29 +15,6 @@ use quantspec_cuda::attend::{Around, Attend, Choice, Chosen, Layer, Pass, PassAd
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_model::backend::Row;
 use std::sync::Arc;
-
-fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelConfig {
-    ModelConfig {
-        family: "llama".to_owned(),
-        layers: 1,
-        hidden: 64,
-        intermediate: 64,
-        heads,
-        kv_heads,
-        head_dim,
-        vocab: 64,
-        max_positions: 1 << 20,
-        rms_eps: 1e-5,
-        rope: Rope { theta: 1e4, scaling: RopeScaling::None },
-        tied_embeddings: true,
-        qkv_bias: false,
-        output_bias: false,
-        mlp_bias: false,
-        qk_norm: false,
-        dtype: Dtype::Bf16,
-        eos: Vec::new(),
-    }
-}
 
 /// One slot's cache of one layer on the host.
 struct Slot {
@@ -220,6 +197,8 @@ impl World {
         let q = self.device.copied(q).unwrap();
         let (x, xs) =
             (poisoned(&self.device, rows.len() * groups * 128), poisoned(&self.device, rows.len() * groups * 8));
+        // The same as a panel, which has room for eight rows.
+        let (panel, panel_scales) = (poisoned(&self.device, 8 * groups * 128), poisoned(&self.device, 8 * groups * 8));
         let around = Around { beside: true, behind: (self.pools[0].at(0), self.pools[0].bytes()) };
         let list = |slot| chosen.map(|(chosen, ..)| chosen).filter(|_| slot == SLOT);
         // Lists are of an earlier step.
@@ -229,7 +208,17 @@ impl World {
         // SAFETY: everything lives until the reads below, which wait.
         unsafe {
             self.attend.run(View::Upper, &pass, q.at(0), &layer, &places, around).unwrap();
-            self.attend.merge(&pass, None, x.at(0), xs.at(0), groups * 128, &places).unwrap();
+            self.attend.merge(&pass, None, x.at(0), xs.at(0), groups * 128, 0, &places).unwrap();
+            let (x, xs) = (panel.at(0), panel_scales.at(0));
+            self.attend.merge(&pass, None, x, xs, groups * 128, rows.len(), &places).unwrap();
+        }
+        let all = (x.read::<i8>(0, rows.len() * groups * 128).unwrap(), xs.read::<f32>(0, rows.len() * groups * 2));
+        let (codes, scales) = arranged(&all.0, &all.1.unwrap(), rows.len(), groups, rows.len());
+        let (got, got_scales) =
+            (panel.read::<i8>(0, codes.len()).unwrap(), panel_scales.read::<f32>(0, scales.len()).unwrap());
+        for place in (0..8 * groups).filter(|&place| scales[place * 2].is_finite()) {
+            assert!(got[place * 128..][..128] == codes[place * 128..][..128], "codes at place {place} of a panel");
+            assert_eq!(got_scales[place * 2..][..2], scales[place * 2..][..2], "scales at place {place} of a panel");
         }
         let last = rows.len() - 1;
         Merged {
@@ -258,7 +247,7 @@ impl World {
             // SAFETY: everything lives until the wait below.
             unsafe {
                 self.attend.run(view, &pass, q.at(0), &layer, &places, Around::default()).unwrap();
-                self.attend.merge(&pass, Some(Dtype::F32), x.at(0), 0, width, &places).unwrap();
+                self.attend.merge(&pass, Some(Dtype::F32), x.at(0), 0, width, 0, &places).unwrap();
             }
             self.device.synchronize().unwrap();
         }
@@ -361,7 +350,7 @@ fn long_contexts_equal_core() {
 /// GPUs of compute capability 7.5 have 64 KiB of shared memory per block; 8.6, 8.9 and 12.0 have 99. Where four stages do not
 /// fit, two are used.
 #[test]
-fn two_slots_serve_where_shared_memory_is_small() {
+fn small_shared_memory_gets_two_stages() {
     if device().is_none() {
         return;
     }

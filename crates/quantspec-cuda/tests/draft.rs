@@ -301,7 +301,7 @@ fn added(kind: Kind) {
 }
 
 #[test]
-fn heads_are_turned_and_appended() {
+fn heads_are_rotated_and_appended() {
     KINDS.into_iter().for_each(heads_of);
 }
 

@@ -195,7 +195,7 @@ fn an_evaluation_that_overflows_is_an_error() {
 }
 
 #[test]
-fn what_the_draft_alone_cannot_compute_ends_no_text() {
+fn a_failing_draft_ends_no_text() {
     let Some(device) = device() else { return };
     // 5,700 · √128 fits in f16. In four bits it shares a code with 5,900, at a value between the two that does not fit.
     let bad = 7;
@@ -239,7 +239,7 @@ fn what_the_draft_alone_cannot_compute_ends_no_text() {
 }
 
 #[test]
-fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
+fn a_failing_drafted_token_ends_no_text() {
     let Some(device) = device() else { return };
     // The target fails on token 7. Drafts propose it, and plain decoding may choose another one.
     let checkpoint = Shape { vocab: 32, ..LLAMA }.overflowing(9, 7, [2e4, 0.0]);

@@ -121,7 +121,7 @@ fn planes_have_cores_bytes() {
 }
 
 #[test]
-fn weights_that_are_no_numbers_are_flagged() {
+fn nan_weights_are_flagged() {
     let Some(device) = device() else { return };
     let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
     let mut random = Random(8);

@@ -9,12 +9,10 @@
 
 mod gpu;
 
-use gpu::{Random, device};
+use gpu::{Random, config, device};
 use half::f16;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
-use quantspec_core::config::{
-    DraftWeights, Dtype, ModelConfig, Pages, Planes, Rope, RopeScaling, Rounding, TargetWeights, View, Weights,
-};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::layout::Layout;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
@@ -102,29 +100,6 @@ fn read_bandwidth(device: &Arc<Device>) -> f64 {
     from.bytes() as f64 / seconds
 }
 
-fn config(heads: usize, kv_heads: usize) -> ModelConfig {
-    ModelConfig {
-        family: "llama".to_owned(),
-        layers: 1,
-        hidden: 64,
-        intermediate: 64,
-        heads,
-        kv_heads,
-        head_dim: 128,
-        vocab: 64,
-        max_positions: 1 << 20,
-        rms_eps: 1e-5,
-        rope: Rope { theta: 1e4, scaling: RopeScaling::None },
-        tied_embeddings: true,
-        qkv_bias: false,
-        output_bias: false,
-        mlp_bias: false,
-        qk_norm: false,
-        dtype: Dtype::Bf16,
-        eos: Vec::new(),
-    }
-}
-
 /// Outputs × inputs of a layer's four GEMMs.
 type Products = [(usize, usize); 4];
 /// Name, KV heads (of 32 query heads), GEMMs.
@@ -186,7 +161,7 @@ fn attention() {
     eprintln!("read {:.0} GB/s", read_bandwidth(&device) / 1e9);
     let d = 128;
     for (heads, kv_heads) in [(32, 8), (32, 32)] {
-        let config = config(heads, kv_heads);
+        let config = config(heads, kv_heads, 128);
         let attend = Attend::new(&device, &config, Rounding::Balanced).unwrap();
         for context in contexts("192,4096,32768,65536,131072") {
             for view in [View::Upper, View::Both, View::Full] {
@@ -235,7 +210,9 @@ fn attention() {
                                 unsafe {
                                     attend.run(view, pass, q.at(0), &at, &places, Around::default()).unwrap();
                                     if merge {
-                                        attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, heads * d, &places).unwrap();
+                                        attend
+                                            .merge(pass, Some(Dtype::Bf16), x.at(0), 0, heads * d, 0, &places)
+                                            .unwrap();
                                     }
                                 }
                             }
@@ -275,7 +252,7 @@ fn gemms() {
     ];
     for (n, k) in shapes {
         let mut line = String::new();
-        let x = random_bytes(&device, 64 * k * 2, 3);
+        let x = random_bytes(&device, 128 * k * 2, 3);
         // Small finite numbers: bits of bfloat16 around one.
         let ones: Vec<u16> = (0..1 << 20).map(|i: u32| 0x3c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
         let source = device.copied(&ones).unwrap();
@@ -291,8 +268,8 @@ fn gemms() {
             })
             .collect();
         x.copy_from(0, &source, 0, x.bytes().min(source.bytes())).unwrap();
-        let y = device.allocate(64 * n * 4).unwrap();
-        for m in [1, 5, 8, 16, 32, 48, 64] {
+        let y = device.allocate(128 * n * 4).unwrap();
+        for m in [1, 5, 8, 16, 32, 48, 64, 128] {
             let seconds = graph_seconds(&device, 15, || {
                 for matrix in &matrices {
                     // SAFETY: every buffer outlives the graph.
@@ -309,9 +286,9 @@ fn gemms() {
                 .map(|i| linear.quantise(&matrices[i % copies], bits, 0, &flag).unwrap())
                 .collect();
             let bytes = drafts[0].buffer.bytes();
-            let x8 = random_bytes(&device, 16 * k, 4);
-            let xs = device.zeroed(16 * k / 128 * 8).unwrap();
-            for m in [1, 8] {
+            let x8 = random_bytes(&device, 128 * k, 4);
+            let xs = device.zeroed(128 * k / 128 * 8).unwrap();
+            for m in [1, 8, 16, 17, 32, 64, 128] {
                 let seconds = graph_seconds(&device, 15, || {
                     for draft in &drafts {
                         // SAFETY: every buffer outlives the graph.
@@ -554,7 +531,7 @@ fn draft_layers() {
     let bandwidth = read_bandwidth(&device);
     let flag = device.zeroed(4).unwrap();
     for (name, kv_heads, shapes) in SHAPES {
-        let config = config(32, kv_heads);
+        let config = config(32, kv_heads, 128);
         let attend = Attend::new(&device, &config, Rounding::Balanced).unwrap();
         let matrices = shapes.map(|(n, k)| {
             let buffer = device.zeroed(Matrix::bytes(Dtype::Bf16, n, k)).unwrap();
@@ -605,7 +582,7 @@ fn draft_layers() {
                             if let Some(beside) = beside {
                                 let around = Around { beside, ..Around::default() };
                                 attend.run(View::Upper, pass, q.at(0), &at, &places, around).unwrap();
-                                attend.merge(pass, None, x8.at(0), xs.at(0), 4096, &places).unwrap();
+                                attend.merge(pass, None, x8.at(0), xs.at(0), 4096, 0, &places).unwrap();
                             }
                             draft.add_i8(&weights[1], x8.at(0), xs.at(0), hidden.at(0), 0, 1).unwrap();
                             draft.gated(&weights[2], stream, 0, x.at(0), 14_336, 1).unwrap();
@@ -638,7 +615,7 @@ fn target_layers() {
     let flag = device.zeroed(4).unwrap();
     let [norm, append, silu] = ["norm_bf16", "append_128", "silu_mul_bf16"].map(|name| device.kernel(name, 0).unwrap());
     for (name, kv_heads, shapes) in SHAPES {
-        let attend = Attend::new(&device, &config(32, kv_heads), Rounding::Balanced).unwrap();
+        let attend = Attend::new(&device, &config(32, kv_heads, 128), Rounding::Balanced).unwrap();
         let layers: Vec<_> = (0..LAYERS)
             .map(|_| {
                 shapes.map(|(n, k)| {
@@ -705,7 +682,7 @@ fn target_layers() {
                                 // SAFETY: as above.
                                 unsafe {
                                     attend.run(view, pass, q.at(0), &at, &places, around).unwrap();
-                                    attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, &places).unwrap();
+                                    attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, 0, &places).unwrap();
                                 }
                             }
                             gemm(&weights[1]);
@@ -754,7 +731,7 @@ fn prompts() {
     let flag = device.zeroed(4).unwrap();
     let repeat = |rows: usize| if rows > 32_768 { 3 } else { 9 };
     for (heads, kv_heads, d) in [(32, 32, 128), (32, 8, 128), (32, 8, 64), (16, 8, 256)] {
-        let config = ModelConfig { head_dim: d, ..config(heads, kv_heads) };
+        let config = config(heads, kv_heads, d);
         let prefill = Prefill::new(&device, Shape::of(&config), BLOCK).unwrap();
         for rows in contexts("8192,32768") {
             let q = random_numbers(&device, BLOCK.min(rows) * heads * d * 2);
@@ -779,7 +756,7 @@ fn prompts() {
     let states = Random(7).normals(1 << 20);
     for (name, kv_heads, shapes) in SHAPES {
         let inner = shapes[3].1;
-        let config = ModelConfig { hidden: 4096, intermediate: inner, ..config(32, kv_heads) };
+        let config = ModelConfig { hidden: 4096, intermediate: inner, ..config(32, kv_heads, 128) };
         let prefill = Prefill::new(&device, Shape::of(&config), BLOCK).unwrap();
         let weights = shapes.map(|(n, k)| random_numbers(&device, Matrix::bytes(Dtype::Bf16, n, k)));
         for rows in contexts("128,192,256,512,2048,8192,32768") {

@@ -191,7 +191,7 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
 
 /// Penalties of some sequences of a batch, over drafted tokens and over tokens of prompt lookup, which the host sets.
 #[test]
-fn penalties_look_at_the_text_alone() {
+fn penalties_depend_on_the_text_alone() {
     let Some(device) = device() else { return };
     for checkpoint in checkpoints(&device, 1600) {
         let vocab = checkpoint.config().vocab;
@@ -274,7 +274,7 @@ fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
 
 /// A full-precision cache has no quantised keys to choose pages by: a draft with the best pages reads the newest ones.
 #[test]
-fn without_quantised_keys_drafts_keep_to_the_window() {
+fn without_quantised_keys_drafts_read_the_window() {
     let Some(device) = device() else { return };
     for checkpoint in checkpoints(&device, 2000) {
         let planes = Planes { upper: false, lower: false, full: true };
@@ -300,7 +300,7 @@ fn without_quantised_keys_drafts_keep_to_the_window() {
 /// In an engine with one slot, long prompts store their hidden states in the memory of the draft weights. Draft weights made
 /// anew draft the same tokens, with the same acceptance.
 #[test]
-fn drafts_are_the_same_behind_a_prompt_in_their_place() {
+fn drafts_are_the_same_after_a_prompt_has_used_their_memory() {
     let Some(device) = device() else { return };
     for checkpoint in checkpoints(&device, 1000) {
         let options = options(1000, 1);

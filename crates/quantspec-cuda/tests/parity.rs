@@ -141,7 +141,7 @@ impl Model {
             weights: TargetWeights::Checkpoint,
             draft_weights: self.drafts,
             rejection: false,
-            // More rows than attention takes in a pass.
+            // More rows than attention supports in a pass.
             step_rows: 70,
             block_rows: BLOCK_ROWS,
             threads: std::thread::available_parallelism().map_or(1, |n| n.get().min(4)),
@@ -328,7 +328,7 @@ fn most(a: f32, b: f32) -> f32 {
 /// In views Both an activation at a tie can have either of two int8 codes in every format. In view Upper a key that differs
 /// in its last bit can have the next code, a sixteenth of the range away.
 ///
-/// Defects exceed these bounds ([`what_is_wrong_shows`]): an absent bias, norm weights of 1, two exchanged heads, wrong page
+/// Defects exceed these bounds ([`defects_exceed_the_bounds`]): an absent bias, norm weights of 1, two exchanged heads, wrong page
 /// lists, view Upper for Both. Another row's norm factor or int8 scale exceeds them in some models only.
 fn bound(model: &Model, (weights, view, _): Plan) -> Apart {
     let [full, both, upper, draft, draft_upper] = match model.shape.dtype {
@@ -502,7 +502,7 @@ type Edit = dyn Fn(&str, &mut [f32]);
 /// Each defect of a model exceeds the bounds for each number of rows, with full weights and draft weights. In view Upper,
 /// where bounds are wide, other page lists do.
 #[test]
-fn what_is_wrong_shows() {
+fn defects_exceed_the_bounds() {
     // Every bias, and norms of heads, where bounds are widest.
     for index in [1, 3] {
         let (model, seed) = (&HEADS_OF_256[index], 1 + index as u64);

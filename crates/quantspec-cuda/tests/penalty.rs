@@ -130,7 +130,7 @@ fn penalties_equal_core() {
 }
 
 #[test]
-fn a_slot_that_stops_penalising_is_left_alone() {
+fn a_slot_without_penalties_is_not_changed() {
     let Some(device) = device() else { return };
     let stage = Stage::new(&device, 1, 100);
     let history = History::new(&[1, 2, 3, 1, 2], Penalties::new(2.0, 0.0, 0.0, 2).unwrap(), 0);

@@ -49,7 +49,7 @@ fn answer(engine: &mut Engine<CudaBackend>, prompt: &[u32], chunk_rows: usize) -
 }
 
 #[test]
-fn a_known_beginning_changes_no_bit() {
+fn a_cached_prefix_changes_no_bit() {
     let Some(device) = device() else { return };
     let folder = std::env::temp_dir().join(format!("quantspec-prompts-gpu-{}", std::process::id()));
     for (number, checkpoint) in checkpoints(&device, 2000).into_iter().enumerate() {

@@ -342,7 +342,7 @@ fn verdicts_equal_core() {
 }
 
 #[test]
-fn logits_nothing_can_be_chosen_from_raise_the_flag() {
+fn unusable_logits_raise_the_flag() {
     let Some(device) = device() else { return };
     let vocab = 9000;
     let samplers = [Sampler::greedy(), sampler(1.0, 10, 0.9, 0.1, Accept::Replay)];

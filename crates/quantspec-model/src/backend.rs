@@ -18,7 +18,7 @@ use quantspec_core::plan::pages;
 /// How a backend is built.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
-    /// Sequences held at once.
+    /// Concurrent sequences.
     pub slots: usize,
     /// Tokens of the longest sequence, prompt and output together.
     pub capacity: usize,

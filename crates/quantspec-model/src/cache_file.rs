@@ -45,7 +45,7 @@ pub(crate) struct Format {
     pub(crate) suffix: &'static str,
     /// Prefix of temporary files, `prefix*.tmp`. Other files in the folder belong to users and stay.
     pub(crate) prefix: &'static str,
-    /// What the files hold, for messages.
+    /// Content of the files, for messages.
     pub(crate) holds: &'static str,
 }
 
@@ -54,7 +54,7 @@ pub(crate) struct Format {
 pub(crate) enum Fault {
     /// The file is missing, or of another version or shape. This is not reported.
     Other,
-    /// What is wrong with it.
+    /// Description of the damage.
     Damaged(String),
     Io(io::Error),
 }
@@ -147,7 +147,7 @@ impl Stored {
             .and_then(|index| index.checked_add(HEADER_BYTES as u64 + header.description_bytes))
             .filter(|at| at.checked_add(header.data_bytes) == Some(length));
         let Some(data_at) = data_at else {
-            return Err(Fault::Damaged(format!("{length} bytes long, which is not what its header says")));
+            return Err(Fault::Damaged(format!("{length} bytes long, unlike the length in its header")));
         };
         if header.description_bytes <= recipe.len() as u64 || !fits(&header) {
             return Err(Fault::Other);

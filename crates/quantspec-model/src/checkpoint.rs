@@ -114,7 +114,7 @@ impl LayerPart {
         }
     }
 
-    /// The tensor's name behind `model.layers.i.`.
+    /// The tensor's name after `model.layers.i.`.
     fn suffix(self) -> &'static str {
         match self {
             AttentionNorm => "input_layernorm.weight",
@@ -566,7 +566,7 @@ fn is_there(path: &Path) -> Result<bool> {
         Ok(true) => Ok(true),
         Ok(false) => match path.read_link() {
             Ok(target) => refused(
-                format!("{} is a link to {}, where nothing is", path.display(), target.display()),
+                format!("{} is a link to {}, which does not exist", path.display(), target.display()),
                 "restore that file or remove the link; a model of the hub can be downloaded again",
             ),
             Err(_) => Ok(false),
@@ -589,7 +589,7 @@ fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
     }
     // Checked before opening: opening a pipe would block.
     if !dir.join(name).metadata().map_err(failed)?.is_file() {
-        return Err(refused("it is not a file", "put there the file that is published with the model"));
+        return Err(refused("it is not a file", "replace it with the file that is published with the model"));
     }
     let file = File::open(dir.join(name)).map_err(failed)?;
     let mut bytes = Vec::new();
@@ -597,7 +597,7 @@ fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
     if bytes.len() as u64 > JSON_BYTES_MAX {
         return Err(Error::model(
             format!("{name} is larger than {JSON_BYTES_MAX} bytes"),
-            "this is not a checkpoint's file; fetch it again from where the model is published",
+            "this is not a checkpoint's file; download it again",
         ));
     }
     Ok(Some(bytes))
@@ -625,10 +625,7 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
         return Err(no_weights(dir));
     };
     let damaged = |what: String| {
-        Error::model(
-            format!("model.safetensors.index.json {what}"),
-            "the file is damaged; fetch it again from where the model is published",
-        )
+        Error::model(format!("model.safetensors.index.json {what}"), "the file is damaged; download it again")
     };
     let index: Value = serde_json::from_slice(&index)
         .map_err(|error| damaged(format!("is not valid JSON: {}", shown(&error.to_string()))))?;
@@ -641,7 +638,7 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
     for (tensor, file) in map {
         let Some(file) = file.as_str().filter(|file| is_plain_name(file)) else {
             let file = shown(&file.to_string());
-            return Err(damaged(format!("names the shard {file}, which is not the name of a file beside it")));
+            return Err(damaged(format!("names the shard {file}, which is not a plain file name")));
         };
         let number = *numbers.entry(file).or_insert_with(|| {
             files.push(file);
@@ -758,7 +755,7 @@ fn refuse_foreign(
                 format!(
                     "tensor \"{shown}\" is of a quantised matrix, which quantization_config of config.json does not describe"
                 ),
-                "fetch config.json again from where the model is published, or use the unquantised checkpoint",
+                "download config.json again, or use the unquantised checkpoint",
             ));
         }
         let inside = layer.is_none_or(|layer| layer.parse::<usize>().is_ok_and(|layer| layer < config.layers));
@@ -873,7 +870,7 @@ fn locate(
     let expected = if part.is_vector() { vec![columns] } else { vec![rows, columns] };
     if tensor.shape != expected {
         return Err(Error::model(
-            format!("tensor \"{name}\" has shape {:?}, config.json asks for {expected:?}", tensor.shape),
+            format!("tensor \"{name}\" has shape {:?}, config.json expects {expected:?}", tensor.shape),
             "config.json and the weights are of different models; fetch both again",
         ));
     }

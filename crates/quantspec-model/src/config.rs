@@ -204,20 +204,17 @@ fn wraps(fields: &Fields) -> Result<bool> {
 fn object(bytes: &[u8], place: &str) -> Result<Map<String, Value>> {
     match serde_json::from_slice(bytes) {
         Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(Error::model(
-            format!("{place} is not a JSON object"),
-            "fetch the file again from where the model is published",
-        )),
+        Ok(_) => Err(Error::model(format!("{place} is not a JSON object"), "download the file again")),
         Err(error) => Err(Error::model(
             format!("{place} is not valid JSON: {}", shown(&error.to_string())),
-            "the file is damaged or cut short; fetch it again from where the model is published",
+            "the file is damaged or cut short; download it again",
         )),
     }
 }
 
 /// An error for a value that no model of these families has.
 fn absurd(message: String) -> Error {
-    Error::model(message, "the file is damaged or not of this model; fetch it again from where the model is published")
+    Error::model(message, "the file is damaged or not of this model; download it again")
 }
 
 /// An error for a real setting that is not implemented.

@@ -227,7 +227,7 @@ fn file_name(model: &Path, kind: &str) -> String {
 }
 
 fn damaged(path: &Path, what: &str) -> String {
-    format!("cached draft weights {} are damaged ({what}); they were made anew", path.display())
+    format!("cached draft weights {} are damaged ({what}); they were made again", path.display())
 }
 
 fn unusable(path: &Path, error: &io::Error) -> String {

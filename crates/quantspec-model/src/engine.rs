@@ -179,7 +179,7 @@ impl<B: Backend> Engine<B> {
         }
         check_ids(prompt, vocab)?;
         if max_new_tokens == 0 {
-            return Err(Error::usage("0 new tokens were asked for", "ask for at least 1 with -n"));
+            return Err(Error::usage("0 new tokens were requested", "ask for at least 1 with -n"));
         }
         let wanted = prompt.len().saturating_add(max_new_tokens);
         if wanted > self.capacity {

@@ -64,7 +64,7 @@ impl PrefillCursor {
         self.reuse.as_ref().map_or(0, Reuse::tokens)
     }
 
-    /// Takes what was known and kept.
+    /// Takes the restored and recorded rows.
     pub fn take_reuse(&mut self) -> Option<Reuse> {
         self.reuse.take()
     }

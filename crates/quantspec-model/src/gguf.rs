@@ -492,7 +492,7 @@ fn header(cursor: &mut Cursor) -> Result<u64> {
         )),
         version => Err(Error::model(
             format!("{} is a GGUF file of version {version}", cursor.name),
-            "versions 2 and 3 are read; convert the model anew with a current llama.cpp",
+            "versions 2 and 3 are supported; convert the model again with a current llama.cpp",
         )),
     }
 }

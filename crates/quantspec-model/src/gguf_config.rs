@@ -42,7 +42,7 @@ pub(crate) struct Packed {
     pub(crate) offset: u64,
     /// How it is stored.
     pub(crate) encoding: Encoding,
-    /// What it is read as.
+    /// Format it is read as.
     pub(crate) dtype: Dtype,
     /// Channels per head if llama.cpp stores the rows in interleaved order.
     pub(crate) interleaved: Option<usize>,
@@ -154,12 +154,8 @@ fn tensor<'a>(gguf: &'a Gguf, name: &str, shape: &[usize]) -> Result<&'a (usize,
     };
     if found.1.shape != shape {
         return Err(Error::model(
-            format!(
-                "{}: tensor \"{name}\" has shape {:?}, the metadata asks for {shape:?}",
-                gguf.name(),
-                found.1.shape
-            ),
-            "the file is damaged or not of this model; fetch it again from where the model is published",
+            format!("{}: tensor \"{name}\" has shape {:?}, the metadata expects {shape:?}", gguf.name(), found.1.shape),
+            "the file is damaged or not of this model; download it again",
         ));
     }
     Ok(found)
@@ -213,7 +209,7 @@ impl Fields<'_> {
         value.ok_or_else(|| {
             Error::model(
                 format!("{} has no metadata {}", self.gguf.name(), self.key(name)),
-                "convert the model anew with a current llama.cpp, or fetch another file of it",
+                "convert the model again with a current llama.cpp, or fetch another file of it",
             )
         })
     }
@@ -377,7 +373,7 @@ fn factors(fields: &Fields, head_dim: usize) -> Result<Option<Vec<f32>>> {
     match factors.iter().find(|factor| !(1e-6..=1e6).contains(*factor)) {
         Some(factor) => Err(Error::model(
             format!("{}: {ROPE_FACTORS} has the factor {factor}, which is not from 1e-6 to 1e6", gguf.name()),
-            "the file is damaged; fetch it again from where the model is published",
+            "the file is damaged; download it again",
         )),
         None => Ok(Some(factors)),
     }

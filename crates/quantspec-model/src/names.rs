@@ -43,7 +43,7 @@ pub(crate) fn rename(
                 if renamed.insert(part.clone(), number).is_some() {
                     return Err(Error::model(
                         format!("two tensors of the checkpoint are \"{}\"", shown(part)),
-                        "the checkpoint is damaged; fetch it again from where the model is published",
+                        "the checkpoint is damaged; download it again",
                     ));
                 }
             }
@@ -96,7 +96,7 @@ fn divide(name: &str, tensor: &Tensor, parts: Vec<(String, usize)>) -> Result<Ve
 
 fn unfit(name: &str, shape: &[usize], rows: usize) -> Error {
     Error::model(
-        format!("tensor \"{}\" has shape {shape:?}, config.json asks for {rows} rows", shown(name)),
+        format!("tensor \"{}\" has shape {shape:?}, config.json expects {rows} rows", shown(name)),
         "config.json and the weights are of different models; fetch both again",
     )
 }

@@ -46,7 +46,7 @@ pub struct Block<'a> {
     pub rows: usize,
 }
 
-/// What a forward operation works on.
+/// Input of a forward operation.
 #[derive(Clone, Copy, Debug)]
 pub enum Pass<'a> {
     /// Draft or verify rows: attention over the cache.

@@ -480,7 +480,7 @@ impl Branch {
 }
 
 fn damaged(path: &Path, what: &str) -> String {
-    format!("the cached prompt {} is damaged ({what}); the prompt was read anew", path.display())
+    format!("the cached prompt {} is damaged ({what}); the prompt was processed again", path.display())
 }
 
 fn unusable(path: &Path, error: &io::Error) -> String {
@@ -559,7 +559,7 @@ impl Reuse {
         Ok(true)
     }
 
-    /// Takes down what the backend has computed of a layer. A disk or a device that takes no more ends the recording, not the prefill.
+    /// Records a layer's computed rows. A full disk or device memory ends the recording, not the prefill.
     ///
     /// # Errors
     /// Those of [`PromptRows::export_rows`] and [`Network::poll`].

@@ -39,7 +39,7 @@ struct Block {
     columns: Option<usize>,
 }
 
-/// What `quantization_config` says.
+/// Scheme of `quantization_config`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Scheme {
     codes: Codes,
@@ -312,7 +312,7 @@ impl Quantised {
         }
         let missing = |suffix: &str| {
             Error::model(
-                format!("the checkpoint has no tensor \"{module}.{suffix}\", which quantization_config asks for"),
+                format!("the checkpoint has no tensor \"{module}.{suffix}\", which quantization_config requires"),
                 "config.json and the weights are of different models, or the download is incomplete; fetch both again",
             )
         };
@@ -332,7 +332,7 @@ impl Quantised {
             let wanted = shapes.first().map(Vec::as_slice).unwrap_or_default();
             Err(Error::model(
                 format!(
-                    "tensor \"{module}.{suffix}\" is {dtype} {shape:?}, config.json asks for {} {wanted:?}",
+                    "tensor \"{module}.{suffix}\" is {dtype} {shape:?}, config.json expects {} {wanted:?}",
                     dtypes.join(" or ")
                 ),
                 "config.json and the weights are of different models; fetch both again",
@@ -443,7 +443,7 @@ impl Matrix {
         match order.iter().find(|&&group| group as usize >= groups) {
             Some(&group) => Err(Error::model(
                 format!("tensor \"{}.g_idx\" names group {} of {groups}", self.name, group as i32),
-                "the file is damaged; fetch it again from where the model is published",
+                "the file is damaged; download it again",
             )),
             None => Ok(Loaded { codes, scales, zeros, order }),
         }

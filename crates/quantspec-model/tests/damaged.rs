@@ -162,7 +162,7 @@ fn missing_files() {
 
 /// transformers applies an adapter next to weights, so the weights alone are another model.
 #[test]
-fn an_adapter_beside_weights() {
+fn an_adapter_next_to_weights_is_refused() {
     let folder = Folder::valid();
     folder.write("adapter_config.json", b"{}");
     assert!(refused(&folder, "holds a LoRA adapter (adapter_config.json)").hint.contains("merge"));
@@ -223,8 +223,8 @@ fn damaged_weights() {
     cases.push((changed(|h| h[q]["shape"] = json!([8, 9])), "of 256 bytes, but F32 [8, 9] needs 288"));
     cases.push((changed(|h| h[q]["shape"] = json!([1u64 << 40, 1u64 << 40])), "of impossible shape"));
     cases.push((changed(|h| h[q]["shape"] = json!(vec![1; 1000])), "of 1000 dimensions"));
-    cases.push((changed(|h| h[q]["shape"] = json!([16, 4])), "has shape [16, 4], config.json asks for [8, 8]"));
-    cases.push((changed(|h| h[q]["shape"] = json!([64])), "has shape [64], config.json asks for [8, 8]"));
+    cases.push((changed(|h| h[q]["shape"] = json!([16, 4])), "has shape [16, 4], config.json expects [8, 8]"));
+    cases.push((changed(|h| h[q]["shape"] = json!([64])), "has shape [64], config.json expects [8, 8]"));
     cases.push((changed(|h| h[q]["dtype"] = json!("I32")), "has dtype I32, which is not supported"));
     cases.push((changed(|h| h[q]["dtype"] = json!("F33")), "of unknown dtype \"F33\""));
     cases.push((changed(|h| h[q] = json!(7)), "without a dtype"));
@@ -267,7 +267,7 @@ fn damaged_weights() {
 }
 
 #[test]
-fn weights_that_are_not_numbers() {
+fn non_finite_weights_are_refused() {
     for (value, shown) in [(f32::NAN, "NaN"), (f32::NEG_INFINITY, "-inf")] {
         let mut weights = tiny::weights();
         let at = weights.len() - 4 * (16 * 8) - 4 * 3; // the third last value of the final norm
@@ -291,7 +291,7 @@ fn weights_that_are_not_numbers() {
 }
 
 #[test]
-fn a_file_that_shrinks_after_it_was_opened() {
+fn a_file_that_shrinks_after_opening_is_an_error() {
     let folder = Folder::valid();
     let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
     let file = std::fs::OpenOptions::new().write(true).open(folder.path().join("model.safetensors")).expect("open");
@@ -303,7 +303,7 @@ fn a_file_that_shrinks_after_it_was_opened() {
 
 #[cfg(unix)]
 #[test]
-fn weights_that_cannot_be_looked_at_are_not_missing() {
+fn unreadable_weights_are_not_missing() {
     let folder = Folder::valid();
     remove(&folder, "model.safetensors");
     let path = folder.path().join("model.safetensors");
@@ -315,13 +315,14 @@ fn weights_that_cannot_be_looked_at_are_not_missing() {
 /// The state of a half-pruned hub cache.
 #[cfg(unix)]
 #[test]
-fn links_to_nothing_are_not_missing_files() {
+fn dangling_links_are_not_missing_files() {
     for name in ["generation_config.json", "config.json", "adapter_config.json", "model.safetensors"] {
         let folder = Folder::valid();
         let path = folder.path().join(name);
         let _ = std::fs::remove_file(&path);
         std::os::unix::fs::symlink("../../blobs/4e20", &path).expect("a link");
-        let error = refused(&folder, &format!("{} is a link to ../../blobs/4e20, where nothing is", path.display()));
+        let error =
+            refused(&folder, &format!("{} is a link to ../../blobs/4e20, which does not exist", path.display()));
         assert_eq!(error.kind, ErrorKind::Io);
     }
 }
@@ -352,11 +353,11 @@ fn shards() {
     let checkpoint = Checkpoint::open(folder.path()).expect("shards");
     let mut norm = [0.0; 8];
     checkpoint.read_f32(Part::Layer(0, LayerPart::MlpNorm), 0..1, &mut norm).expect("second shard");
-    assert_eq!(norm[0], 64.0 / 64.0 - 2.0); // behind the 8·8 values of o_proj
+    assert_eq!(norm[0], 64.0 / 64.0 - 2.0); // after the 8·8 values of o_proj
 
     for file in ["../one.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "C:x", "a\\b"] {
         write(with("lm_head.weight", json!(file)));
-        refused(&folder, "which is not the name of a file beside it");
+        refused(&folder, "which is not a plain file name");
     }
     write(with("lm_head.weight", json!(17)));
     refused(&folder, "names the shard 17");
@@ -474,7 +475,7 @@ fn unsupported_models_are_named() {
 }
 
 #[test]
-fn what_transformers_obeys_is_refused_where_it_changes_something() {
+fn settings_of_transformers_are_refused_if_they_have_an_effect() {
     for (fields, message) in [
         (json!({"is_causal": false}), "attention to later tokens (is_causal false)"),
         (json!({"attention_chunk_size": 16}), "attention_chunk_size (16)"),
@@ -503,7 +504,7 @@ fn chunks_bound_the_context() {
 }
 
 #[test]
-fn windows_that_are_not_in_use_are_accepted() {
+fn unused_sliding_windows_are_accepted() {
     config_refused(json!({"model_type": "mistral", "sliding_window": 63}), "sliding-window attention (63 tokens");
     for fields in [
         json!({"model_type": "mistral", "sliding_window": null}),

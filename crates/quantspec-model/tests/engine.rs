@@ -59,7 +59,7 @@ fn prefill(engine: &mut Engine<ReferenceBackend>, slot: usize) -> Result<u32, Er
 }
 
 #[test]
-fn prompts_that_cannot_be_taken() {
+fn unusable_prompts_are_refused() {
     let mut engine = engine(4, 2, 40);
     assert_eq!(add(&mut engine, &[], 5), Err(ErrorKind::Usage));
     assert_eq!(add(&mut engine, &[1, 16], 5), Err(ErrorKind::Model));
@@ -181,7 +181,7 @@ fn round(engine: &mut Engine<ReferenceBackend>, slot: usize, gamma: usize) -> Ve
 }
 
 #[test]
-fn a_drafter_is_told_the_text_whenever_it_begins() {
+fn a_drafter_gets_the_text_whenever_it_begins() {
     // The model answers 0 to everything.
     let mut engine = engine(4, 1, 60);
     let slot = add(&mut engine, &[1, 2, 0, 0, 3], 50).expect("add");
@@ -221,7 +221,7 @@ fn rejection_needs_no_distribution_of_drafts_that_are_certain() {
 }
 
 #[test]
-fn an_answer_begins_anew_while_the_buffer_holds_what_its_first_row_reads() {
+fn an_answer_restarts_while_the_buffer_holds_what_its_first_row_reads() {
     let mut engine = engine(0, 1, 600);
     let slot = add(&mut engine, &[1, 2, 3], 500).expect("add");
     assert_eq!(engine.restart(slot, 1, Sampler::greedy()).expect_err("nothing to restart").kind, ErrorKind::Usage);
@@ -278,7 +278,7 @@ fn varied_folder() -> tiny::Folder {
 }
 
 #[test]
-fn a_known_beginning_is_reused_where_no_angle_depends_on_what_follows() {
+fn a_cached_prefix_is_reused_if_no_angle_depends_on_later_tokens() {
     let text = |tail: usize| -> Vec<u32> {
         let document = (0..290).map(|i: u32| (i * i + 3 * i) % 16);
         document.chain((0..tail as u32).map(|i| (7 * i + tail as u32) % 16)).collect()
@@ -340,7 +340,7 @@ fn plain() -> &'static Vec<Vec<u32>> {
 }
 
 #[test]
-fn what_is_compared_varies_and_its_drafts_err() {
+fn compared_texts_vary_and_their_drafts_err() {
     let (mut drafted, mut accepted) = (0, 0);
     for (index, text) in plain().iter().enumerate() {
         let mut tokens = text.clone();
@@ -368,7 +368,7 @@ proptest! {
 
     /// Rounds with any γ for any of the slots, and sequences that leave midway: every answer is that of plain decoding.
     #[test]
-    fn whatever_is_drafted_and_whoever_shares_the_engine_an_answer_is_plain_decodings(
+    fn any_drafts_and_neighbours_give_the_answers_of_plain_decoding(
         rounds in prop::collection::vec([(0..=GAMMA_MAX, 0..4), (0..=GAMMA_MAX, 0..4), (0..=GAMMA_MAX, 0..4)], 8..30),
         ends in prop::collection::vec(0..6 * SLOTS, 8..30),
         first in 0..2 * PROMPTS.len(),

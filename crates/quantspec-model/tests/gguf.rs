@@ -244,7 +244,7 @@ fn rope_scaling_is_read() {
 }
 
 #[test]
-fn what_is_not_implemented_is_refused_by_name() {
+fn unimplemented_features_are_refused_by_name() {
     for (key, value, expected) in [
         ("general.architecture", text_value("gemma3"), "architecture \"gemma3\""),
         ("llama.expert_count", u32_value(8), "llama.expert_count (8)"),
@@ -347,7 +347,7 @@ fn tensors_outside_the_file_are_refused() {
     refused(&changed(&|tensor| tensor.1 = vec![1; 5]), "of 5 dimensions");
     refused(&changed(&|tensor| tensor.1 = vec![32, 1 << 33]), "of which the file has");
     refused(&changed(&|tensor| tensor.1 = vec![32, 65]), "that overlap");
-    refused(&changed(&|tensor| tensor.1 = vec![32, 32]), "has shape [32, 32], the metadata asks for [64, 32]");
+    refused(&changed(&|tensor| tensor.1 = vec![32, 32]), "has shape [32, 32], the metadata expects [64, 32]");
     let mut missing = llama();
     missing.tensors.remove(0);
     refused(&missing, "has no tensor \"token_embd.weight\"");

@@ -81,7 +81,7 @@ fn expected() -> Vec<u32> {
 }
 
 #[test]
-fn the_reference_story_is_told_exactly() {
+fn the_reference_story_is_reproduced_exactly() {
     let expected = expected();
     assert_eq!(expected.len(), 256, "the reference run was cut at 256 tokens");
     for gamma in [0, 4] {
@@ -90,7 +90,7 @@ fn the_reference_story_is_told_exactly() {
 }
 
 #[test]
-fn every_view_tells_its_story_drafted_or_not() {
+fn every_view_emits_its_story_with_and_without_drafts() {
     // Pages are read from position 256 on; the story ends at 345 or later.
     for (target, gammas) in [(View::Both, [1, 16].as_slice()), (View::Full, &[5]), (View::Upper, &[5])] {
         let plain = story(target, 0, 380);

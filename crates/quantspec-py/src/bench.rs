@@ -151,7 +151,7 @@ pub(crate) fn kernels<'py>(
         let ChosenDevice::Cuda { gpu, .. } = &place else {
             return Err(Error::usage(
                 "bench kernels times the kernels of a GPU, and this engine runs on the CPU",
-                "use --device cuda where there is one (quantspec doctor says why not); bench without kernels relates whole steps to the bandwidth",
+                "use --device cuda (quantspec doctor shows the usable GPUs); bench without kernels compares whole steps with the bandwidth",
             ));
         };
         let read = quantspec_cuda::bench::read_bytes_per_s(gpu)?;

@@ -81,7 +81,7 @@ pub(crate) struct Weighed {
     pub(crate) needed_bytes: usize,
     /// Bytes the process already uses; 0 for a GPU.
     pub(crate) used_bytes: usize,
-    /// What is there to be taken.
+    /// Bytes available.
     pub(crate) available_bytes: usize,
     /// Longest context that fits for this many sequences; 0 if none fits.
     pub(crate) longest_context: usize,
@@ -300,8 +300,8 @@ impl ChosenDevice {
         Ok(used + bytes)
     }
 
-    /// Bytes that the prompt cache may take beside an engine of `planned_bytes`: an eighth of the process's memory that is left, half of a
-    /// GPU's, which other programs seldom share.
+    /// Bytes that the prompt cache may use next to an engine of `planned_bytes`: an eighth of the memory left to the process,
+    /// or half of a GPU's, which other programs seldom share.
     pub(crate) fn bytes_for_prompts(&self, planned_bytes: usize) -> usize {
         match self {
             ChosenDevice::Cpu => {

@@ -159,7 +159,7 @@ impl OriginSlot {
     pub(crate) fn hook(&self) -> Box<dyn FnMut(Origin) + Send> {
         let slot = self.clone();
         Box::new(move |origin| {
-            // Nobody panics while holding the lock.
+            // No code panics while holding the lock.
             if let Ok(mut place) = slot.0.lock() {
                 *place = Some(origin);
             }

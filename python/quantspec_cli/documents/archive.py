@@ -132,7 +132,7 @@ class Archive:
             parser.CharacterDataHandler = text
 
         def refuse(*_: object) -> None:
-            raise InputError(f"{self.name} defines XML entities in {member}", "save it anew in a word processor")
+            raise InputError(f"{self.name} defines XML entities in {member}", "save it again in a word processor")
 
         # Entities are refused, as they can expand or read files; expat does not fetch external DTDs.
         parser.EntityDeclHandler = refuse

@@ -61,7 +61,7 @@ def bench(rows: Sequence[Row], memory: Mapping[str, Row]) -> str:
         *_acceptance_by_position(_longest_drafts(decoded)),
         *_roofline(rows),
         *_rounds(decoded),
-        *_memory(memory, "What the engine holds: a benchmark keeps every view of the cache."),
+        *_memory(memory, "Memory of the engine; a benchmark keeps every view of the cache."),
         *_all_rows(rows),
     ]
     first = rows[0] if rows else {}
@@ -87,7 +87,7 @@ def evaluation(found: Row) -> str:
         Section(
             "Drafts against the INT8 target",
             "Acceptance is the chance that verification keeps a drafted token at temperature 1; top-1 is agreement of the "
-            "likeliest token.",
+            "most likely token.",
             chart,
             ["acceptance", "top-1 agreement"],
             Table(
@@ -144,7 +144,7 @@ def batch(document: Row, engine: Row) -> str:
             )
         )
         sections += _acceptance_by_position([(document["model"], stats["acceptance_rate_per_position"])])
-        sections += _memory({document["model"]: stats}, "What the engine held.")
+        sections += _memory({document["model"]: stats}, "Memory of the engine.")
     results = document["results"]
     listed = results[:DOCUMENTS_MAX]
     more = f" The first {DOCUMENTS_MAX} of {len(results):,}." if len(results) > len(listed) else ""
@@ -271,9 +271,7 @@ def _speedups(rows: Sequence[Row]) -> list[Section]:
     if not rows:
         return []
     chart = bars(categories, series, x_title="context, tokens", y_title="tokens/s", shown=render.number)
-    text = (
-        "Of all sequences together. There is no speed-up to show without plain decoding over an FP16 cache (ar-fp16)."
-    )
+    text = "Of all sequences together. Speed-ups need rows of plain decoding over an FP16 cache (ar-fp16)."
     names = [one.name for one in series]
     return [
         Section(
@@ -386,7 +384,7 @@ def _rounds(rows: Sequence[Row]) -> list[Section]:
         Series("verify", [row["verify_ms"] for row in timed]),
         Series("loop", [max(row["loop_us"], 0) / 1e3 for row in timed]),
     ]
-    text = "Mean time of a round: drafting, one pass of the target, and what the loop around both takes."
+    text = "Mean time of a round: drafting, one pass of the target, and the loop around both."
     shown: Callable[[float], str] = lambda value: render.seconds(value / 1e3)  # noqa: E731
     models = len({row["model"] for row in rows}) > 1
     names = [(f"{row['model']}: " if models else "") + _test(row) for row in timed]
@@ -444,5 +442,5 @@ def _all_rows(rows: Sequence[Row]) -> list[Section]:
         "of read",
         "accepted",
     ]
-    text = "pp is a prompt of so many tokens, tg decoding of so many; all fields are in bench --json."
+    text = "pp is prefill of this many tokens, tg decoding; all fields are in bench --json."
     return [Section("All measurements", text, None, [], Table(head, listed))]

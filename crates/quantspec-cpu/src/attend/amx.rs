@@ -103,7 +103,7 @@ gemms!(
 pub(super) const MAX_K: usize = 4;
 
 /// Dot products of the limb tile that begins with row r, against `blocks` lane blocks of k tiles, into half `half` of
-/// `st.limbs.products`.
+/// `st.limbs.accumulators`.
 unsafe fn multiply<const LIMBS: usize>(st: &mut State, r: usize, blocks: usize, k: usize, half: usize) {
     let wide = st.shape.wide();
     // SAFETY: the tile's rows are inside the limbs (which have [`ROWS`] more rows than the state), its columns inside `wide`.
@@ -165,7 +165,7 @@ unsafe fn sums<const LIMBS: usize>(accumulators: *const u32, wide: usize, t: usi
 /// Scores of `rows` against the page; calls `then(state, row)` once a row's scores are complete.
 ///
 /// # Safety
-/// As [`super::avx512::page`], and tiles as for [`products`].
+/// As [`super::avx512::page`], and tiles as for [`gemms`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
 pub(super) unsafe fn scores<const LIMBS: usize, const BOTH: bool>(

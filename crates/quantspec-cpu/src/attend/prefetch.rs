@@ -32,7 +32,7 @@ impl PagePrefetch {
         self.left.1 + self.after.1
     }
 
-    /// Asks for one more line.
+    /// Prefetches one more line.
     #[inline(always)]
     pub(super) fn line(&mut self) {
         let (at, count) = &mut self.left;

@@ -128,7 +128,7 @@ impl CpuBackend {
             match runs.iter().position(|(first, _)| step.rows[*first].slot == row.slot) {
                 None => runs.push((j, 1)),
                 Some(run) if run + 1 == runs.len() => runs[run].1 += 1,
-                Some(_) => return Err(Error::internal(format!("rows of slot {} lie apart", row.slot))),
+                Some(_) => return Err(Error::internal(format!("rows of slot {} are not contiguous", row.slot))),
             }
         }
         Ok(runs)
@@ -274,7 +274,7 @@ mod tests {
         let mut noise = Noise::new(31);
         for count in [0, 1, 2, 3, 4, 17, 200] {
             for n in [0, 1, 2, 3, 5, 16, 199, 200, 300] {
-                // Whole numbers, so that bounds tie.
+                // Integers, so that bounds tie.
                 let bounds: Vec<f32> = (0..count).map(|_| (noise.normal() * 3.0).round()).collect();
                 assert_eq!(
                     best_pages(&bounds, n),

@@ -89,7 +89,7 @@ impl CudaBackend {
         let rows = step.rows;
         if rows.is_empty() || rows.len() > self.options.step_rows {
             return Err(Error::internal(format!(
-                "a step of {} rows where {} are prepared",
+                "a step of {} rows; {} are prepared",
                 rows.len(),
                 self.options.step_rows
             )));

@@ -172,7 +172,7 @@ impl KvCache for CudaBackend {
         };
         if capacity > self.options.capacity || wanted > self.cache.free.len() {
             return Err(Error::does_not_fit(
-                format!("{capacity} tokens where {} were planned for", self.options.capacity),
+                format!("{capacity} tokens; {} were planned", self.options.capacity),
                 "open the engine with a larger context (-c)",
             ));
         }

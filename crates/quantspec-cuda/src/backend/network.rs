@@ -44,7 +44,7 @@ impl CudaBackend {
         let (width, eps) = (self.config.hidden, self.config.rms_eps);
         let (y, bias) = self.residual.map_or((0, 0), |bias| (self.step.y.at(0), bias));
         if quantised {
-            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, input.pitch8()];
+            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, self.linear.panels(rows)];
             self.launch(self.kernels.norm_i8, [rows, 1, 1], NORM_THREADS, 0, &arguments)
         } else {
             let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch()];
@@ -224,7 +224,7 @@ impl CudaBackend {
     fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
         let beside = self.together(step).is_some();
-        // What its product takes is int8.
+        // The output projection's input is int8.
         let draft = beside || weights.draft.output.is_some() && step.weights == Weights::Draft;
         let cache = self.cache_layer(layer);
         let space = &self.step;
@@ -259,9 +259,10 @@ impl CudaBackend {
                 self.attend.run(step.view, pass, space.q.at(0), &cache, places, around)?;
                 let input = &space.attended;
                 if draft {
-                    self.attend.merge(pass, None, input.x8.at(0), input.xs.at(0), input.pitch8(), places)?;
+                    let panels = self.linear.panels(step.rows.len());
+                    self.attend.merge(pass, None, input.x8.at(0), input.xs.at(0), input.pitch8(), panels, places)?;
                 } else {
-                    self.attend.merge(pass, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), places)?;
+                    self.attend.merge(pass, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), 0, places)?;
                 }
             }
         }
@@ -287,7 +288,8 @@ impl CudaBackend {
         let grid = [width.div_ceil(1024), rows, 1];
         if drafting && weights.draft.down.is_some() {
             let y = crate::device::Arg::from(&space.y);
-            let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), gated.pitch8().into()];
+            let panels = self.linear.panels(rows);
+            let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), panels.into()];
             self.launch(self.kernels.silu_i8, grid, 256, 0, &arguments)
         } else {
             let arguments = [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into()];

@@ -49,7 +49,7 @@ impl CudaBackend {
         let end = block.start + block.rows;
         if block.prompt.len() > self.options.prompt_capacity || end > block.prompt.len() {
             return Err(Error::internal(format!(
-                "a prompt of {} tokens where {} fit",
+                "a prompt of {} tokens; {} fit",
                 block.prompt.len(),
                 self.options.prompt_capacity
             )));

@@ -24,7 +24,9 @@ pub(super) struct Input {
 
 impl Input {
     pub(super) fn bytes(rows: usize, width: usize, dtype: Dtype) -> [usize; 3] {
-        [rows * padded(width) * dtype.bytes(), rows * width.next_multiple_of(GROUP), rows * width.div_ceil(GROUP) * 8]
+        // Panels hold whole eights of rows.
+        let (eights, groups) = (rows.next_multiple_of(8), width.div_ceil(GROUP));
+        [rows * padded(width) * dtype.bytes(), eights * groups * GROUP, eights * groups * 8]
     }
 
     pub(super) fn new(device: &Arc<Device>, rows: usize, width: usize, dtype: Dtype) -> Result<Input> {
@@ -51,7 +53,7 @@ pub(super) struct StepSpace {
     pub(super) gated: Input,
     /// Input of the head, whose type may differ.
     pub(super) last: Input,
-    /// f32 products.
+    /// f32 outputs of GEMMs.
     pub(super) y: Buffer,
     pub(super) q: Buffer,
     pub(super) logits: Buffer,

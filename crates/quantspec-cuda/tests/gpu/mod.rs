@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use half::{bf16, f16};
-use quantspec_core::config::Dtype;
+use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -30,6 +30,33 @@ pub(crate) fn run(device: &Arc<Device>, name: &str, grid: [usize; 3], block: u32
     // SAFETY: the tests pass the arguments documented in kernels/, with buffers of those shapes.
     unsafe { device.launch(kernel, launch, arguments) }.unwrap();
     device.synchronize().unwrap();
+}
+
+/// Int8 inputs `[rows][groups][128]` and their pairs {scale, sum} as a step's products take them: row-major, or with `panels` as kernels/panel.cuh says, where
+/// places of rows that do not exist hold 99 and NaN.
+pub(crate) fn arranged(codes: &[i8], scales: &[f32], rows: usize, groups: usize, panels: usize) -> (Vec<i8>, Vec<f32>) {
+    if panels == 0 {
+        return (codes[..rows * groups * 128].to_vec(), scales[..rows * groups * 2].to_vec());
+    }
+    let (mut to, mut to_scales) = (Vec::new(), Vec::new());
+    for first in (0..rows).step_by(64) {
+        for group in 0..groups {
+            for row in first..rows.min(first + 64).next_multiple_of(8) {
+                let from = row * groups + group;
+                let mut place = [99i8; 128];
+                if row < rows {
+                    for (k, &code) in codes[from * 128..][..128].iter().enumerate() {
+                        let (half, lane, step, pair) = (k / 64, k % 64 / 16, k % 16 / 8, k % 8 / 4);
+                        let piece = (half * 4 + step * 2 + pair) ^ (row % 8);
+                        place[piece * 16 + lane * 4 + k % 4] = code;
+                    }
+                }
+                to.extend(place);
+                to_scales.extend(if row < rows { [scales[from * 2], scales[from * 2 + 1]] } else { [f32::NAN; 2] });
+            }
+        }
+    }
+    (to, to_scales)
 }
 
 /// splitmix64.
@@ -58,6 +85,30 @@ impl Random {
 
     pub(crate) fn normals(&mut self, n: usize) -> Vec<f32> {
         (0..n).map(|_| self.normal()).collect()
+    }
+}
+
+/// A model of one layer of which attention is tested.
+pub(crate) fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelConfig {
+    ModelConfig {
+        family: "llama".to_owned(),
+        layers: 1,
+        hidden: 64,
+        intermediate: 64,
+        heads,
+        kv_heads,
+        head_dim,
+        vocab: 64,
+        max_positions: 1 << 20,
+        rms_eps: 1e-5,
+        rope: Rope { theta: 1e4, scaling: RopeScaling::None },
+        tied_embeddings: true,
+        qkv_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        qk_norm: false,
+        dtype: Dtype::Bf16,
+        eos: Vec::new(),
     }
 }
 

@@ -92,7 +92,7 @@ const MADE: Origin = Origin { blocks: 4, cached: 0, note: None };
 const CACHED: Origin = Origin { blocks: 4, cached: 4, note: None };
 
 #[test]
-fn what_was_made_once_is_read() {
+fn drafts_made_once_are_read() {
     let folder = Folder::new();
     assert_eq!(load(&folder.cache(), [1, 2, 3, 4]).1, MADE);
     let before = fs::read(folder.file()).unwrap();
@@ -170,7 +170,7 @@ fn a_folder_that_cannot_be_used_is_a_note() {
 
 #[cfg(unix)]
 #[test]
-fn a_pipe_in_the_place_of_a_file_is_not_waited_for() {
+fn a_pipe_instead_of_a_file_does_not_block() {
     let folder = Folder::new();
     load(&folder.cache(), [1, 2, 3, 4]);
     let place = folder.file();
@@ -282,7 +282,7 @@ fn processes_may_share_a_folder() {
 }
 
 #[test]
-fn names_are_for_people_and_certain() {
+fn file_names_are_readable_and_unique() {
     let name = |path: &str| file_name(Path::new(path), "int4");
     let hub = name("/cache/hub/models--meta-llama--Llama-3.2-1B/snapshots/4e20de362430cd3b72f300e6b0f18e50e7166e08");
     assert!(hub.starts_with("meta-llama--Llama-3.2-1B-int4-") && hub.ends_with(".draft"), "{hub}");
@@ -311,7 +311,7 @@ proptest! {
         match how {
             0 => bytes.truncate(at),
             1 => bytes.insert(at, change),
-            2 => bytes[at..].fill(0), // what a power failure leaves
+            2 => bytes[at..].fill(0), // the state after a power failure
             _ => bytes[at] ^= change,
         }
         // Zeros where zeros were.
