@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import json
 import os
 import statistics
@@ -25,9 +26,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+PACKAGES = "xllamacpp==2026.10.11549 gguf==0.19.0"
+try:
+    import gguf
+    import numpy as np
+    from gguf import GGMLQuantizationType as Kind
+
+    # It has no types.
+    xllamacpp = importlib.import_module("xllamacpp")
+    library = importlib.import_module("xllamacpp.xllamacpp")
+except ImportError as error:
+    sys.exit(f"error: {error}\nhint: pip install {PACKAGES}")
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks/results/llama_cpp.json"
-PACKAGES = "xllamacpp==2026.10.11549 gguf==0.19.0"
 KINDS = ("Q8_0", "Q4_1", "Q4_K_M")
 METHODS = "ar-int8,quantspec"
 
@@ -50,18 +62,12 @@ class Quantiser:
     """ggml's own, which the package's library exports: the `gguf` package makes no k-quants."""
 
     def __init__(self) -> None:
-        import xllamacpp.xllamacpp as library
-
         self._chunk = ctypes.CDLL(library.__file__).ggml_quantize_chunk
         self._chunk.restype = ctypes.c_size_t
         self._chunk.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
 
-    def __call__(self, values: Any, kind: Any) -> Any:
+    def __call__(self, values: Any, kind: Kind) -> Any:
         """Rows of blocks, uint8, of a float32 matrix."""
-        import gguf
-        import gguf
-        import numpy as np
-
         rows, columns = values.shape
         size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         out = np.zeros((rows, columns // size * block_bytes), np.uint8)
@@ -72,10 +78,8 @@ class Quantiser:
         return out
 
 
-def kind_of(name: str, columns: int, layers: int, mix: str) -> Any:
+def kind_of(name: str, columns: int, layers: int, mix: str) -> Kind:
     """The type that llama.cpp gives a matrix in a file of this kind."""
-    from gguf import GGMLQuantizationType as Kind
-
     if mix != "Q4_K_M":
         return Kind.Q8_0 if name in {"output.weight", "token_embd.weight"} else Kind[mix]
     layer = int(name.split(".")[1]) if name.startswith("blk.") else 0
@@ -89,8 +93,6 @@ def kind_of(name: str, columns: int, layers: int, mix: str) -> Any:
 
 def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
     """Names in GGUF and float32 values of a checkpoint in BF16."""
-    import numpy as np
-
     with (folder / "model.safetensors").open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length))
@@ -110,8 +112,6 @@ def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
 
 def write_gguf(folder: Path, path: Path, mix: str, quantise: Quantiser) -> None:
     """A Llama checkpoint with a byte-level tokenizer, as llama.cpp's converter and quantiser write it."""
-    import gguf
-
     config = json.loads((folder / "config.json").read_text())
     spec = json.loads((folder / "tokenizer.json").read_text())
     writer = gguf.GGUFWriter(str(path), "llama")
@@ -138,7 +138,8 @@ def write_gguf(folder: Path, path: Path, mix: str, quantise: Quantiser) -> None:
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_add_bos_token(True)
-    for name, values in tensors(folder):
+    for name, stored in tensors(folder):
+        values = stored
         if values.ndim == 1:
             writer.add_tensor(name, values.copy())
             continue
@@ -163,7 +164,8 @@ class LlamaCpp:
 
     def decode(self, depth: int, tokens: int) -> float:
         """Tokens a second behind a prompt of so many tokens, which is read once."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         self._process.stdin.write(f"{depth} {tokens}\n")
         self._process.stdin.flush()
         for line in self._process.stdout:
@@ -180,8 +182,6 @@ class LlamaCpp:
 
 def serve(path: str, context: int, threads: int) -> None:
     """The process of [`LlamaCpp`]: a depth and a number of tokens a line of stdin, tokens a second a line of stdout."""
-    import xllamacpp
-
     params = xllamacpp.CommonParams()
     params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = path, context, 1, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
@@ -193,7 +193,8 @@ def serve(path: str, context: int, threads: int) -> None:
         prompt = [3 + index * 7919 % 4000 for index in range(max(depth, 1))]
         asked = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": True}
         timings = server.handle_completions(asked)["timings"]
-        print("measured", timings["predicted_per_second"], flush=True)
+        sys.stdout.write(f"measured {timings['predicted_per_second']}\n")
+        sys.stdout.flush()
 
 
 def quantspec(path: Path, weights: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -201,7 +202,9 @@ def quantspec(path: Path, weights: str, options: argparse.Namespace) -> list[dic
     command = [sys.executable, "-m", "quantspec_cli", "bench", "-m", str(path), "--weights", weights, "--json"]
     command += ["-p", "0", "-n", str(options.tokens), "-d", ",".join(map(str, options.depths))]
     command += ["-r", str(options.repetitions), "--methods", METHODS, "--device", "cpu", "-t", str(options.threads)]
-    rows: list[dict[str, Any]] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    rows: list[dict[str, Any]] = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    )
     return rows
 
 
@@ -249,11 +252,6 @@ def main() -> None:
     if options.serve:
         serve(options.serve[0], int(options.serve[1]), int(options.serve[2]))
         return
-    try:
-        import gguf
-        import xllamacpp
-    except ImportError as error:
-        sys.exit(f"error: {error}\nhint: pip install {PACKAGES}")
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
     options.depths, options.tokens, options.repetitions = ([0, 512], 16, 2) if options.quick else ([0, 4096], 64, 2)
     times, layers = ("2", "6") if options.quick else ("8", "12")

@@ -117,6 +117,13 @@ def accepted(row: Row) -> str:
     return "" if rate is None else f"{100 * rate:.0f} %"
 
 
+def planned(row: Row) -> list[str]:
+    """What was predicted, divided by what was measured; empty if nothing was predicted."""
+    if "predicted_tokens_per_s" not in row:
+        return []
+    return [f"{row['predicted_tokens_per_s'] / row['tokens_per_s']:.2f}×"]
+
+
 def label(row: Row) -> str:
     """A row's method as shown on the page."""
     if row["method"] == "ar":
@@ -143,11 +150,12 @@ def cpu() -> str:
                 f"{speedup(row, decode):.2f}×",
                 spread(row),
                 accepted(row),
-                f"{row['predicted_tokens_per_s'] / row['tokens_per_s']:.2f}×" if "predicted_tokens_per_s" in row else "",
+                *planned(row),
             ]
             for row in decode
         ]
-        head = ["context", "method", "tokens/s", "speed-up", "slowest / fastest run", "accepted", "plan"]
+        head = ["context", "method", "tokens/s", "speed-up", "slowest / fastest run", "accepted"]
+        head += ["plan"] * len(planned(decode[0]))
         prompts = [
             f"{row['tokens_per_s']:,.0f} after {row['n_depth']:,}" for row in case["rows"] if row["test"] == "pp"
         ]
@@ -178,7 +186,9 @@ def gpu() -> str:
 
 
 def llama_cpp() -> str:
-    """The section between the markers `llama.cpp`."""
+    """The section between the markers `llama.cpp`; empty if it was not measured."""
+    if not (RESULTS / "llama_cpp.json").exists():
+        return ""
     measured = json.loads((RESULTS / "llama_cpp.json").read_text())
     lines = []
     for case in measured["cases"]:
