@@ -6,7 +6,7 @@
     python benchmarks/llama_cpp.py --quick                the same in a minute on a small model, written nowhere
     python benchmarks/run.py --render                     render docs/benchmarks.md
 
-The files are the demo model widened to the shape of a 1B model, in Q8_0, Q4_1 and Q4_K_M, and those given. llama.cpp decodes in
+The files are the demo model widened to the shape of a 1B model (Q8_0, Q4_1, Q4_K_M), and those given. llama.cpp decodes in
 two blocks, one before quantspec and one after it. A number is the median of its repetitions, a ratio one of medians.
 """
 

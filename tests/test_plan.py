@@ -67,6 +67,23 @@ def test_the_document(quantspec: Run, tmp_path: Path) -> None:
     assert found["roofline"][0]["flops"] == 2 * 2 * weights
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_plan_of_weights_in_nibbles(quantspec: Run, weights: str) -> None:
+    plans = [
+        quantspec("plan", "-c", "900", "--weights", kept, "--device", "cpu", "--json").json
+        for kept in (weights, "checkpoint")
+    ]
+    own, checkpoint = plans
+    assert (own["weights"], checkpoint["weights"]) == (weights, "checkpoint")
+    # 9 or about 6.4 bits a weight in place of 16, and no second copy for drafts.
+    assert own["weights_bytes"] < {"int8": 0.58, "int4": 0.42}[weights] * checkpoint["weights_bytes"]
+    assert (own["draft_weights_bytes"], checkpoint["draft_weights_bytes"] > 0) == (0, True)
+    read = [plan["roofline"][0]["bytes"] for plan in plans]
+    assert read[0] < 0.58 * read[1]
+    drafted = next(row["bytes"] for row in own["roofline"] if row["operation"] == "draft matrices")
+    assert drafted <= read[0]
+
+
 def test_the_table_is_readable(quantspec: Run) -> None:
     outcome = quantspec("plan", "-c", "600", "--device", "cpu")
     assert outcome.code == 0, outcome
