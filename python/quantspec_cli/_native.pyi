@@ -281,12 +281,12 @@ def plan(
     named as in `Engine.stats`. `described` as in `model_info`.
     """
 
-def fitting(models: Sequence[str], *, device: str) -> list[tuple[int, int, int]]:
+def fitting(models: Sequence[str], *, device: str, weights: str) -> list[tuple[int, int, int]]:
     """For each model that config.json describes: bytes of weights and draft weights, and the longest context of one sequence
     that fits the device, 0 for none. The device is opened once.
     """
 
-def rates(model: str, *, device: str, threads: int | None, context: int) -> dict[str, Any]:
+def rates(model: str, *, device: str, threads: int | None, context: int, weights: str) -> dict[str, Any]:
     """Cost of operations on a device at the widths of a model that config.json describes: device, device_name, threads,
     compute_capability (of a GPU) and read_gb_per_s.
 
@@ -296,7 +296,9 @@ def rates(model: str, *, device: str, threads: int | None, context: int) -> dict
     GB.
     """
 
-def traffic(model: str, start: int, tokens: int, weights: str, *, described: bool = False) -> dict[str, Any]:
+def traffic(
+    model: str, start: int, tokens: int, weights: str, device: str, *, described: bool = False
+) -> dict[str, Any]:
     """Mean reads of steps at positions start .. start + tokens, over all layers and KV heads.
 
     weights_bytes (target, one pass; head_bytes of them its head), draft_weights_bytes (read by a draft from int8 weights;

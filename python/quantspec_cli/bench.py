@@ -637,7 +637,9 @@ class Bench:
     def _traffic(self, start: int, tokens: int, model: str | None = None) -> dict[str, Any]:
         """What steps at these positions read; looks at the checkpoint, so not to be asked between measurements."""
         with native_errors():
-            return self._native.traffic(model or str(self._model.directory), start, tokens, self._weights)
+            return self._native.traffic(
+                model or str(self._model.directory), start, tokens, self._weights, self._info["device"]
+            )
 
     def _prefill_bytes(self, depth: int, tokens: int) -> float:
         """Least a prefill of `tokens` behind `depth` reads: a layer's weights and the past once a block, the head once."""

@@ -353,6 +353,7 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
     allow_from_autoenv=False,
     help="Sequences that decode together.",
 )
+@_choice_flag("--weights", WEIGHTS, text="The target's weights.")
 @_choice_flag("--kv-target", KV_TARGETS, text="View of the cache that defines the output.")
 @click.option(
     "--acceptance",
@@ -362,7 +363,7 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
 )
 @device_flags
 @json_flag
-def plan(*, device: str, threads: int | None, kv_target: str, **flags: Any) -> Done:
+def plan(*, device: str, threads: int | None, weights: str, kv_target: str, **flags: Any) -> Done:
     """Show, before a download, if a model fits on this machine, with which context and batch, and how fast it is.
 
     Weights are not read: for a model on the hub only config.json is fetched. Speeds are predicted from this machine's
@@ -371,7 +372,7 @@ def plan(*, device: str, threads: int | None, kv_target: str, **flags: Any) -> D
     from .plan import Request
     from .plan import plan as execute
 
-    options = EngineOptions(device=device, threads=threads, kv_target=kv_target)
+    options = EngineOptions(device=device, threads=threads, weights=weights, kv_target=kv_target)
     return execute(Request(**flags), options)
 
 

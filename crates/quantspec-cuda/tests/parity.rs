@@ -16,7 +16,7 @@ mod random;
 use gpu::{device, round};
 use quantspec_core::cache::{Extent, G, visible_pages};
 use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, TargetWeights, View, Weights};
-use quantspec_core::weights::{quantize_row, quantize_row_upper};
+use quantspec_core::weights::{GROUP, quantize_row, quantize_row_upper};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_cuda::CudaBackend;
@@ -124,7 +124,9 @@ impl Model {
         for row in values.chunks_mut(k) {
             row.iter_mut().for_each(|value| *value = round(*value, stored));
             let upper = weights == TargetWeights::Int4 && name.ends_with("_proj.weight");
-            row.copy_from_slice(&if upper { quantize_row_upper(row) } else { quantize_row(row) }.unwrap().both());
+            row.copy_from_slice(
+                &if upper { quantize_row_upper(row, GROUP) } else { quantize_row(row, GROUP) }.unwrap().both(),
+            );
         }
     }
 

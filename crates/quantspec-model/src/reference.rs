@@ -26,7 +26,7 @@ use quantspec_core::quantize::{
 };
 use quantspec_core::sample::{Stream, check_finite, check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
-use quantspec_core::weights::{quantize_row, quantize_row_upper};
+use quantspec_core::weights::{SMALL_GROUP, quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -105,7 +105,10 @@ impl ReferenceBackend {
         for (done, &part) in parts.iter().enumerate() {
             let (rows, columns) = checkpoint.shape(part);
             let mut values = vec![0.0; rows * columns];
-            checkpoint.read_f32(part, 0..rows, &mut values)?;
+            match options.weights {
+                TargetWeights::Checkpoint => checkpoint.read_f32(part, 0..rows, &mut values)?,
+                _ => checkpoint.read_stored(part, 0..rows, &mut values)?,
+            }
             let codes = match options.weights {
                 TargetWeights::Checkpoint => draft_values(part, options.draft_weights, &values, columns)?,
                 weights => {
@@ -324,11 +327,13 @@ fn hierarchy_values(
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
     }
-    let upper = draft_kept(part, kind) && part != Part::Head;
+    // Of 4 bits, values and the head have both planes, and the draft reads both.
+    let few = part == Part::Head || weights == TargetWeights::Int4 && matches!(part, Part::Layer(_, V));
+    let upper = draft_kept(part, kind) && !few;
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
-        let both = weights == TargetWeights::Int8 || part == Part::Head;
-        let codes = if both { quantize_row(row)? } else { quantize_row_upper(row)? };
+        let both = weights == TargetWeights::Int8 || few;
+        let codes = if both { quantize_row(row, SMALL_GROUP)? } else { quantize_row_upper(row, SMALL_GROUP)? };
         row.copy_from_slice(&codes.both());
         draft.extend(if upper { codes.upper() } else { codes.both() });
     }
