@@ -9,7 +9,7 @@
 #define BLOCKS_1
 #define BLOCKS_2 __cluster_dims__(2, 1, 1)
 #define RING(NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED)                                                                            \
-  static_assert(FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED, "as linear.rs asks for");                                       \
+  static_assert(FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == SHARED);                                       \
   RING_OF(linear_bf16_##NT, MmaBf16, CLUSTER, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)                                         \
   RING_OF(linear_f16_##NT, MmaHalf, CLUSTER, REGISTERS, FullRing<NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
 #define RING_OF(name, E, CLUSTER, REGISTERS, ...)                                                                                                              \
@@ -55,7 +55,7 @@ QUANT(linear_w8_4_2, 8, 4, 2, 2)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // linear_{w4,w8}_ring_{NT}: the same on Hopper where rows have an even number of groups, so that scales can be copied; grid, threads and shared memory as above.
 #define DRAFT_RING(BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, REGISTERS, SHARED4, SHARED8)                                                      \
-  static_assert(DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == (BITS == 4 ? SHARED4 : SHARED8), "as linear.rs asks for");       \
+  static_assert(DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>::BYTES == (BITS == 4 ? SHARED4 : SHARED8));       \
   DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, DraftRing<BITS, NT, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER>)
 #define DRAFT_RING_OF(BITS, NT, CLUSTER, REGISTERS, ...)                                                                                                       \
   KERNEL BLOCKS_##CLUSTER __maxnreg__(REGISTERS)                                                                                                               \

@@ -4,17 +4,16 @@ use crate::args;
 use crate::device::{Arg, Device, Kernel, Launch};
 use crate::hierarchy::Hierarchy;
 use crate::linear::{GROUP, Quantised, TILE, WARPS, block_bytes};
+use crate::shapes::{DRAFT_AHEAD, DRAFT_CHUNK_TILES, DRAFT_ROWS, DRAFT_TOGETHER};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
 /// Rows of the largest step: every block makes every row's input, and for three rows that takes longer than kernels between the products.
-pub const ROWS_MAX: usize = 2;
-/// Tiles of a batch, tiles of a chunk, and threads of a block; as in kernels/draft.cu.
-const TOGETHER: usize = 4;
-const CHUNK_TILES: usize = 2;
-const THREADS: u32 = 384;
-/// Chunks under way below which a ring is too short to keep memory busy; no fewer than a producer has ahead (`DRAFT_AHEAD` of kernels/draft.cu).
-const STAGES_MIN: usize = 3;
+pub const ROWS_MAX: usize = DRAFT_ROWS;
+/// Threads of a block: warps that multiply, and four that copy.
+const THREADS: u32 = 32 * (WARPS as u32 + 4);
+/// Chunks under way below which a ring is too short to keep memory busy; no fewer than a producer has ahead.
+const STAGES_MIN: usize = DRAFT_AHEAD;
 /// Shared memory that the driver keeps of every block.
 const KEPT: usize = 1024;
 /// Bytes of an upper plane of 16 outputs and 128 inputs.
@@ -120,8 +119,8 @@ pub struct DraftGemms {
 /// given: less, for a small block beside two, where that costs no chunk (kernels/draft.cu, `DraftShared`).
 fn ring(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize) {
     let inputs = rows * (groups * (GROUP + 8) + 64);
-    let sums = TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
-    let stages = |shared: usize| shared.saturating_sub(inputs + sums + 16) / (CHUNK_TILES * WARPS * block + 16);
+    let sums = DRAFT_TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
+    let stages = |shared: usize| shared.saturating_sub(inputs + sums + 16) / (DRAFT_CHUNK_TILES * WARPS * block + 16);
     let less = most - SMALL / 2;
     (stages(most), if stages(less) == stages(most) { less } else { most })
 }

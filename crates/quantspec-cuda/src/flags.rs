@@ -1,11 +1,12 @@
 //! The device's error flag: what kernels found that is not finite.
 
+use crate::shapes;
 use quantspec_core::{Error, Result};
 
-/// Bits of the device's error flag (`FLAG_*` in kernels/numbers.cuh and quantize.cu).
-const FLAG_CACHE: u32 = 1;
-const FLAG_LOGITS: u32 = 2;
-pub(crate) const FLAG_WEIGHTS: u32 = 4;
+/// Bits of the device's error flag.
+const FLAG_CACHE: u32 = shapes::FLAG_CACHE as u32;
+const FLAG_LOGITS: u32 = shapes::FLAG_LOGITS as u32;
+pub(crate) const FLAG_WEIGHTS: u32 = shapes::FLAG_WEIGHTS as u32;
 
 /// Turns what kernels flagged since the last look into an error.
 pub(crate) fn check_flag(flag: u32) -> Result<()> {

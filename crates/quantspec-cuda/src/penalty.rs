@@ -2,15 +2,12 @@
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Plain};
+use crate::shapes::{PENALTY_THREADS, PENALTY_TOKENS};
 use quantspec_core::penalty::History;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Turn;
 use std::sync::Arc;
 
-/// Tokens of a block of `penalty_apply` (`PENALTY_TOKENS` in kernels/penalty.cu).
-const TOKENS: usize = 1024;
-/// Threads of the blocks there.
-const THREADS: u32 = 256;
 /// Blocks that search a text for n-grams: enough for the bandwidth of a text of 100,000 tokens.
 const SEARCHERS: u32 = 32;
 /// Tokens that travel with a commit; a longer text is written by itself.
@@ -121,7 +118,8 @@ impl Penalising {
         if !commits.is_empty() {
             self.commits.write(0, &commits)?;
             let arguments = args![&self.commits, &self.histories, &self.texts, self.pitch, &self.counts, self.vocab];
-            let launch = Launch { grid: [commits.len() as u32, 1, 1], block: THREADS, shared: 0, overlap: false };
+            let launch =
+                Launch { grid: [commits.len() as u32, 1, 1], block: PENALTY_THREADS as u32, shared: 0, overlap: false };
             // SAFETY: the argument list is the kernel's; slots, lengths and tokens were checked.
             unsafe { self.device.launch(self.commit, launch, &arguments)? };
         }
@@ -175,12 +173,17 @@ impl Penalising {
 
     /// Queues the penalties of `count` rows of logits, in place. `windows` have `pitch` tokens.
     pub(crate) fn apply(&self, rows: u64, count: usize, windows: u64, pitch: usize, logits: u64) -> Result<()> {
-        let launch = |blocks: u32| Launch { grid: [blocks, count as u32, 1], block: THREADS, shared: 0, overlap: true };
+        let launch = |blocks: u32| Launch {
+            grid: [blocks, count as u32, 1],
+            block: PENALTY_THREADS as u32,
+            shared: 0,
+            overlap: true,
+        };
         let arguments = args![rows, &self.histories, &self.counts, windows, pitch, logits, self.vocab];
         let search = args![rows, &self.histories, &self.texts, self.pitch, windows, pitch, logits, self.vocab];
         // SAFETY: the argument lists are the kernels'; rows, windows and logits are the backend's and hold `count` rows.
         unsafe {
-            self.device.launch(self.apply, launch(self.vocab.div_ceil(TOKENS) as u32), &arguments)?;
+            self.device.launch(self.apply, launch(self.vocab.div_ceil(PENALTY_TOKENS) as u32), &arguments)?;
             self.device.launch(self.forbid, launch(SEARCHERS), &search)
         }
     }

@@ -19,7 +19,7 @@ use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
 use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Options, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
-use quantspec_model::draft::{self, Copying, DraftModel, Ngram, SelfQuantised};
+use quantspec_model::draft::{self, DraftModel, Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
 use small::{checkpoints, drafting, options, prompt};
@@ -89,11 +89,6 @@ fn method(target: View, draft: Option<DraftConfig>) -> Method {
 /// Prompt lookup: its tokens come from the host.
 fn lookup(target: View) -> Method {
     Method { target, drafter: Some(Box::<Ngram>::default()), policy: Policy::fixed(4) }
-}
-
-/// Earlier text where that has proved reliable, a plan elsewhere: rounds hold copied windows and drafted ones.
-fn copying(target: View, plan: DraftConfig) -> Method {
-    Method { target, drafter: Some(Copying::boxed(SelfQuantised::boxed(plan))), policy: Policy::fixed(4) }
 }
 
 fn sampler(accept: Accept, seed: u64, sequence: u64) -> Sampler {
