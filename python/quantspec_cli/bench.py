@@ -254,7 +254,7 @@ def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str 
     asked = None if depths is None else numbers("-d", depths)
     if asked is not None and 0 in asked:
         raise UsageError(
-            f"-d is {depths}", "give depths of at least 1: attention is timed behind so many tokens", option="-d"
+            f"-d is {depths}", "give depths of at least 1: attention is timed after that many tokens", option="-d"
         )
     if not counts or max(counts) > ROWS_MAX:
         raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}", option="--rows")

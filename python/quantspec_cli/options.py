@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import struct
@@ -199,6 +200,7 @@ class GenerateOptions:
     stop: Iterable[str] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    json_schema: Any = None
 
     def __post_init__(self) -> None:
         whole("max_new_tokens", self.max_new_tokens, 1, None)
@@ -222,6 +224,12 @@ class GenerateOptions:
         if self.logprobs is not None:
             whole("logprobs", self.logprobs, 0, LOGPROBS_MAX)
         whole("seed", self.seed, 0, SEED_MAX)
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", schema_text(self.json_schema))
+            if self.ignore_eos:
+                raise UsageError(
+                    "ignore_eos has no end, and a JSON schema has one", "leave one of them out", option="ignore_eos"
+                )
         # Read once: a generator yields its strings to nobody else.
         stops = None if isinstance(self.stop, str) or not isinstance(self.stop, Iterable) else tuple(self.stop)
         if stops is None or not all(isinstance(stop, str) for stop in stops):
@@ -245,6 +253,23 @@ class GenerateOptions:
             "max_new_tokens": self.max_new_tokens,
             "logprobs": self.logprobs,
         }
+
+
+def schema_text(schema: object) -> str:
+    """A JSON schema, its text or an object as `json.loads` makes it, as one text: equal schemas are equal texts.
+
+    Raises:
+        UsageError: it is no schema.
+    """
+    hint = 'give a JSON schema such as {"type": "object", "properties": {...}}'
+    try:
+        found = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(found, allow_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"the JSON schema is not valid JSON: {error}", hint, option="json_schema") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"the JSON schema is {text:.60}, and no object", hint, option="json_schema")
+    return text
 
 
 def _one_of(name: str, value: str, choices: Sequence[str]) -> None:
@@ -494,6 +519,11 @@ def sampling_flags(command: Command) -> Command:
         ),
         click.option("-s", "--seed", type=int, default=0, show_default=True, help="Same seed, same text."),
         click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token."),
+        click.option(
+            "--json-schema",
+            metavar="FILE",
+            help="The answer is JSON that this schema allows: tokens that it forbids are never chosen.",
+        ),
     )(command)
 
 

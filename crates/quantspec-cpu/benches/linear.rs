@@ -1,5 +1,5 @@
-//! Linear layers of a step, 8192 × 2048 (a feed-forward matrix of the 1-billion-parameter shape): bytes of weights a second, beside
-//! a plain read of memory.
+//! Linear layers of a step, 8192 × 2048 (a feed-forward matrix of a 1-billion-parameter model): weight bytes per second, next
+//! to a plain read of memory.
 //!
 //! `cargo bench -p quantspec-cpu --bench linear`; `QUANTSPEC_SIMD` and `QUANTSPEC_THREADS` apply.
 

@@ -1,7 +1,7 @@
-//! Pages and rings of every slot. Pages of one KV head of one layer are contiguous: a pass reads them as one stream.
+//! Pages and rings of every slot. Pages of one KV head of one layer are contiguous, so a pass reads them as one stream.
 //!
-//! Sequences share the pages of a pool, as a number: a slot's pages are memory of their own, taken when it is opened and given back to
-//! the system when it is closed.
+//! Sequences share the pool's pages as a count. A slot's pages are separate memory, allocated when it is opened and returned
+//! to the system when it is closed.
 
 use crate::attend::Shape;
 use crate::memory::Array;
@@ -43,7 +43,7 @@ impl CacheSizes {
         self.layers * self.kv_heads
     }
 
-    /// Bytes of so many upper, lower and f16 pages of every layer and KV head.
+    /// Bytes of this many upper, lower and f16 pages of every layer and KV head.
     fn page_bytes(&self, pages: usize) -> [usize; 3] {
         let of = |kept: bool, bytes: usize| {
             if kept { self.heads().saturating_mul(pages).saturating_mul(bytes) } else { 0 }
@@ -62,7 +62,7 @@ impl CacheSizes {
     }
 }
 
-/// Pages of one slot: `[layer][KV head][page]`. Arrays of planes that are not kept are empty.
+/// Pages of one slot: `[layer][KV head][page]`. Arrays of unused planes are empty.
 pub(crate) struct Slot {
     /// Pages of a layer and KV head.
     pub(crate) pages: usize,
@@ -87,14 +87,14 @@ pub(crate) struct Cache {
 
 impl Cache {
     pub(crate) fn new(sizes: CacheSizes) -> Result<Cache> {
-        // What the system refuses is known before anything is loaded.
+        // Finds out before loading whether the system grants the memory.
         drop(Slot::new(&sizes, sizes.pool)?);
         let [.., ring] = sizes.bytes();
         let slots = (0..sizes.slots).map(|_| Slot::new(&sizes, 0)).collect::<Result<_>>()?;
         Ok(Cache { sizes, slots, ring: Array::zeros(ring / 2)? })
     }
 
-    /// Takes pages for a sequence of up to `capacity` tokens; those of an earlier one in the slot are given back.
+    /// Allocates pages for a sequence of up to `capacity` tokens; frees those of an earlier sequence in the slot.
     pub(crate) fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
         self.close(slot);
         let (wanted, taken) = (pages(capacity), self.slots.iter().map(|slot| slot.pages).sum::<usize>());
@@ -119,13 +119,13 @@ impl Cache {
         }
     }
 
-    /// The slot of a head, and the head's first page there.
+    /// The slot of a head, and the head's first page in it.
     fn place(&self, head: usize) -> (&Slot, usize) {
         let slot = &self.slots[head / self.sizes.heads()];
         (slot, head % self.sizes.heads() * slot.pages)
     }
 
-    /// Index of a slot's layer's KV head.
+    /// Index of a KV head of a layer of a slot.
     pub(crate) fn head(&self, slot: usize, layer: usize, kv_head: usize) -> usize {
         (slot * self.sizes.layers + layer) * self.sizes.kv_heads + kv_head
     }
@@ -136,7 +136,7 @@ impl Cache {
         &slot.upper[(first + page) * bytes..][..bytes]
     }
 
-    /// The lower block of a page; empty where lower nibbles are not kept.
+    /// The lower block of a page; empty if lower nibbles are not kept.
     pub(crate) fn lower(&self, head: usize, page: usize) -> &[u8] {
         if !self.sizes.planes.lower {
             return &[];
@@ -151,7 +151,7 @@ impl Cache {
         &slot.full[(first + page) * len..][..len]
     }
 
-    /// Place of the ring's page that holds page `page` of the sequence.
+    /// Offset of the ring's page that holds page `page` of the sequence.
     pub(crate) fn ring_at(&self, head: usize, page: usize) -> usize {
         (head * RING + page % RING) * self.sizes.shape.full_len()
     }
@@ -161,7 +161,7 @@ impl Cache {
         &self.ring[self.ring_at(head, page)..][..self.sizes.shape.full_len()]
     }
 
-    /// Fails where the planes of a view are not kept.
+    /// An error if the planes of a view are not kept.
     pub(crate) fn check(&self, view: quantspec_core::config::View) -> Result<()> {
         use quantspec_core::config::View;
         let planes = self.sizes.planes;

@@ -14,7 +14,9 @@
 //! accumulator per (row, output). How many rows share a pass changes no operand and no order.
 
 use crate::dispatch::{Simd, portable};
-use crate::lanes::{bf16_bits, f16_is_finite, f16_value, madd, rint_i32};
+#[cfg(any(target_arch = "x86_64", test))]
+use crate::lanes::bf16_bits;
+use crate::lanes::{f16_is_finite, f16_value, madd, rint_i32};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
 use crate::w4::{Group, halves};
@@ -152,6 +154,7 @@ impl Planes {
     }
 
     /// The same as BF16 pairs, `[kc/2][32][2]`, kc even.
+    #[cfg(any(target_arch = "x86_64", test))]
     pub(crate) fn pairs(&self, simd: Simd, panel: usize, first: usize, kc: usize, out: &mut [u16]) {
         let mut values = [0f32; GROUP * PANEL];
         for (i, out) in out[..kc * PANEL].chunks_mut(GROUP * PANEL).enumerate() {
@@ -299,6 +302,7 @@ fn values_body<const FMA: bool>(upper: &[u8], lower: &[u8], kc: usize, lane: usi
     }
 }
 
+#[cfg(any(target_arch = "x86_64", test))]
 #[inline(always)]
 fn pairs_body<const FMA: bool>(values: &[f32], out: &mut [u16]) {
     for (values, out) in values.chunks_exact(2 * PANEL).zip(out.chunks_exact_mut(2 * PANEL)) {

@@ -1,4 +1,4 @@
-//! The prompt under way: hidden states of all its rows (prefill is layer-major) and full-precision keys and values of one
+//! The current prompt: hidden states of all its rows (prefill is layer-major), and full-precision keys and values of one
 //! layer.
 
 use crate::attend::{Shape, put_token};
@@ -28,7 +28,7 @@ const fn most_panels(rows: usize) -> usize {
     rows.div_ceil(PANEL_TOKENS) + 1
 }
 
-/// What the operations on a block share.
+/// Shared by the operations on a block.
 pub(crate) struct Machine<'a> {
     pub(crate) simd: Simd,
     pub(crate) pool: &'a Pool,
@@ -41,7 +41,7 @@ pub(crate) struct Prompt {
     places: QkvOffsets,
     /// Rows a block may have.
     block_rows: usize,
-    /// Tokens there is room for, whole panels.
+    /// Capacity in tokens, whole panels.
     tokens: usize,
     /// `[panel][hidden][64]`
     hidden: Array<f32>,
@@ -230,7 +230,7 @@ impl Prompt {
         prefill::gemm(machine.pool, machine.simd, machine.poll, &linear.full, &mut self.x, &mut self.y, count)
     }
 
-    /// Adds a matrix's output to the hidden states of the block's rows.
+    /// Adds a linear layer's output to the hidden states of the block's rows.
     fn add(
         &mut self,
         machine: &mut Machine,
@@ -270,7 +270,8 @@ impl Prompt {
         let (q, keys, values) =
             (DisjointSlice::new(&mut self.q), DisjointSlice::new(&mut self.keys), DisjointSlice::new(&mut self.values));
         let broken = AtomicBool::new(false);
-        // Per KV head the keys, then the values of all its panels are one thread's; queries are dealt one by one.
+        // Per KV head one thread does all panels of keys, another all panels of values; queries are one item per head and
+        // panel.
         let items = 2 * kv_heads + heads * count;
         machine.pool.run(&|thread| {
             let mut head = vec![[0f32; LANES]; d];
@@ -334,7 +335,7 @@ impl Prompt {
                             for (out, x) in out.iter_mut().zip(&head) {
                                 let bits = f16_bits(x[l]);
                                 let number = f16_is_finite(bits);
-                                // A later prompt multiplies what lies behind its end by zero, which makes zero of numbers only.
+                                // Only finite numbers are stored: a later prompt multiplies entries after its end by zero.
                                 *out = if number { bits } else { 0 };
                                 finite &= number;
                             }
@@ -387,7 +388,7 @@ impl Prompt {
         let pairs = takes_pairs(simd, &layer.down.full);
         let (y, bias, width, len) = (&self.y, &layer.gate_up.bias, layer.gate_up.full.panels * PANEL, panel_len(n));
         let x = DisjointSlice::new(&mut self.x);
-        // Whole panels of outputs are even numbers of features, so words of pairs have one writer.
+        // A panel of outputs is an even number of features, so words of pairs have one writer.
         let per = n.div_ceil(PANEL);
         machine.pool.run(&|thread| {
             let mut out = [[0f32; LANES]; PANEL];
@@ -452,7 +453,7 @@ impl Prompt {
         Ok(width)
     }
 
-    /// Copies keys and values of tokens out, `[token][keys, values][kv head][D]` little-endian halves.
+    /// Exports keys and values of tokens, `[token][keys, values][kv head][D]` little-endian f16.
     pub(crate) fn export(&self, tokens: Range<usize>, out: &mut [u8]) -> Result<()> {
         let width = self.rows(&tokens, out.len())?;
         let d = self.config.head_dim;
@@ -468,7 +469,7 @@ impl Prompt {
         Ok(())
     }
 
-    /// Takes keys and values of tokens as [`Prompt::export`] yields them.
+    /// Imports keys and values of tokens in the format of [`Prompt::export`].
     pub(crate) fn import(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()> {
         let width = self.rows(&tokens, bytes.len())?;
         let d = self.config.head_dim;
@@ -517,7 +518,7 @@ fn norm_head<const FMA: bool>(head: &mut [[f32; LANES]], weight: &[f32], eps: f3
     }
 }
 
-/// RoPE of one head of sixteen tokens; `cos`, `sin`: `[D/2][64]` from the first of their lanes on.
+/// RoPE of one head of sixteen tokens; `cos`, `sin`: `[D/2][64]`, from the first token's lane on.
 #[inline(always)]
 fn turn<const FMA: bool>(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]) {
     let half = head.len() / 2;

@@ -1,4 +1,4 @@
-//! Decode attention: how a step's rows are cut into spans, parts and items, and the launches (kernels/attend.cu).
+//! Decode attention: division of a step's rows into spans, parts and items, and the launches (kernels/attend.cu).
 
 use crate::args;
 use crate::detect::DeviceInfo;
@@ -11,21 +11,22 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::Row;
 use std::sync::Arc;
 
-/// Fewest pages of an item: one of a single page would spend more on its start and its partial result than on the page.
+/// Fewest pages of an item; for a single page, start-up and partial result cost more than the page.
 const CHUNK_MIN: usize = 2;
-/// Items that share the recent tokens of a row which sees few pages.
+/// Items that share the recent tokens of a row that sees few pages.
 const RECENT_ITEMS: usize = 4;
-/// Slots that a ring of the copy engine fills before the kernel ahead has ended: the first keys and values. With all slots the last inputs of that kernel,
-/// on other SMs, would queue behind 18 MB of pages.
+/// Pipeline stages of TMA loads issued before the previous kernel has ended: the first keys and values. With all stages, that
+/// kernel's last loads on other SMs would queue after 18 MB of pages.
 const EARLY: i32 = 2;
-/// Most blocks of a view that are on a multiprocessor together without the copy engine, by their registers.
+/// Most blocks of a view per SM without TMA, limited by registers.
 const BLOCKS_MAX: usize = 4;
-/// Pages of an item up to which half a multiprocessor reads them as fast as it must: with 2, 8 and 16 pages an item rounds behind a text are 9 to 2 %
-/// faster, with 64 slower.
+/// Most pages of an item for which a block with half an SM keeps up. Rounds with 2 to 16 pages per item are 9 to 2 % faster
+/// with it, with 64 slower.
 const BESIDE_PAGES: usize = 16;
-/// Bytes per multiprocessor of the weights behind that are asked into L2 while attention ends: 4 and 8 MB in all gain, 16 MB lose.
+/// Bytes per SM of the following GEMM's weights that are prefetched into L2 while attention ends. 4 and 8 MB in total gain,
+/// 16 MB lose.
 const BEHIND: usize = 64 << 10;
-/// Rows one launch takes; more are attended in turns, so that partial results stay small.
+/// Most rows of one launch. More rows take several launches, which keeps partial results small.
 pub(crate) const PASS_ROWS: usize = 64;
 
 /// Consecutive rows of one slot that share a chunk length; `Span` in kernels/attend.cuh.
@@ -46,7 +47,7 @@ pub struct Span {
     fresh: i32,
 }
 
-/// Query rows of a span that one block works on; `QueryTile` in kernels/attend.cuh.
+/// Query rows of a span that one block processes; `QueryTile` in kernels/attend.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct QueryTile {
@@ -56,7 +57,7 @@ pub struct QueryTile {
     first: i32,
 }
 
-/// Where the items of a row lie in the partial results; `Merged` in kernels/attend.cu.
+/// Position of a row's items in the partial results; `Merged` in kernels/attend.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Merged {
@@ -66,7 +67,7 @@ pub struct Merged {
     unused: i32,
 }
 
-/// What a list of pages is chosen for; `Choice` in kernels/attend.cu.
+/// Input of a page choice; `Choice` in kernels/attend.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Choice {
@@ -95,7 +96,7 @@ unsafe impl Plain for Choice {}
 pub struct Chosen {
     /// Pages on the list.
     pub listed: usize,
-    /// Pages that were visible when they were chosen.
+    /// Pages that were visible at the choice.
     pub visible: usize,
 }
 
@@ -106,7 +107,7 @@ pub struct Pass {
     pub spans: Vec<Span>,
     /// Tiles of query rows.
     pub tiles: Vec<QueryTile>,
-    /// What is merged for each row of the pass.
+    /// Items to merge for each row of the pass.
     pub merged: Vec<Merged>,
     /// First row of the step.
     pub first_row: usize,
@@ -118,20 +119,20 @@ pub struct Pass {
 }
 
 impl Pass {
-    /// What decides the launches of this pass, beside addresses.
+    /// Everything except addresses that determines the launches of this pass.
     pub(crate) fn launches(&self) -> [u64; 7] {
         let (rows, short) = (self.merged.len(), usize::from(self.short()));
         [self.first_row, self.items, self.tile_rows, self.tiles.len(), self.spans.len(), rows, short].map(|n| n as u64)
     }
 
-    /// Whether blocks of half a multiprocessor are enough between products that have half, too.
+    /// Returns true if blocks with half an SM suffice, between GEMMs that also use half.
     fn short(&self) -> bool {
         self.longest <= BESIDE_PAGES
     }
 }
 
-/// (pages of an item, items of a KV head) for a row that sees `visible` pages: at most `items` items. The row's position decides alone, and by a
-/// ladder with steps of an eighth, so that neighbouring positions seldom differ.
+/// (pages per item, items per KV head) for a row that sees `visible` pages: at most `items` items. It depends on the row's
+/// position alone, in steps of an eighth, so that neighbouring positions seldom differ.
 fn cut(visible: usize, items: usize) -> (usize, usize) {
     let step = (visible.max(1).next_power_of_two() / 16).max(1);
     let rounded = visible.next_multiple_of(step);
@@ -142,21 +143,21 @@ fn cut(visible: usize, items: usize) -> (usize, usize) {
 /// One kernel of a view.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
-    /// Query rows a KV head it takes.
+    /// Query rows per KV head.
     rows: usize,
     kernel: Kernel,
-    /// Slots of a ring: what the kernel was compiled for, or what fits where its threads copy.
+    /// Pipeline stages: those the kernel was compiled for, or as many as fit if its threads copy.
     stages: usize,
     shared: usize,
     threads: usize,
 }
 
-/// How a view is split and which kernels it has.
+/// Division of a view into items, and its kernels.
 #[derive(Debug)]
 struct Split {
     /// Kernels by rows, ascending.
     variants: Vec<Variant>,
-    /// Items per KV head that fill the device.
+    /// Items per KV head that fill the GPU.
     items: usize,
 }
 
@@ -175,17 +176,17 @@ fn instances(view: View, d: usize, tma: bool, beside: bool) -> impl Iterator<Ite
     shapes::ATTEND.iter().filter(move |of| (of.d, of.view, of.beside, of.stages > 0) == is)
 }
 
-/// Partial results of `rows` rows with `heads` query heads where a view is cut into at most `items` items.
+/// Partial results of `rows` rows with `heads` query heads if a view has at most `items` items.
 fn most_partial_rows(heads: usize, items: usize, rows: usize) -> usize {
     rows * heads * items
 }
 
-/// Items per KV head that fill a device with `blocks` blocks at a time.
+/// Items per KV head that fill a GPU with `blocks` concurrent blocks.
 fn most_items(blocks: usize, kv_heads: usize) -> usize {
     (blocks / kv_heads).max(1)
 }
 
-/// [`Attend::partial_rows`] of a model before a device is open.
+/// [`Attend::partial_rows`] of a model, before a device is open.
 pub(crate) fn partial_rows(config: &ModelConfig, sms: usize, architecture: u32, rows: usize) -> usize {
     let blocks = if has_tma(architecture) { 1 } else { BLOCKS_MAX };
     most_partial_rows(config.heads, most_items(sms * blocks, config.kv_heads), rows)
@@ -193,14 +194,14 @@ pub(crate) fn partial_rows(config: &ModelConfig, sms: usize, architecture: u32, 
 
 /// Refuses head widths without kernels.
 pub(crate) fn check_head(device: &DeviceInfo, d: usize) -> Result<()> {
-    let hint = "the kernels know 64, 128 and, from compute capability 8.0 on, 256; use --device cpu";
+    let hint = "the kernels support 64, 128 and, from compute capability 8.0 on, 256; use --device cpu";
     if device.takes_heads_of(d) {
         return Ok(());
     }
     Err(Error::model(format!("head_dim {d} on a GPU of compute capability {}", device.compute_capability), hint))
 }
 
-/// Whether kernels use the copy engine: those compiled for compute capability 9.0 do.
+/// Returns true if kernels use TMA: those compiled for compute capability 9.0.
 pub(crate) fn has_tma(architecture: u32) -> bool {
     architecture == 90
 }
@@ -213,7 +214,7 @@ const fn view_name(view: View) -> &'static str {
     }
 }
 
-/// Where one layer's cache lies.
+/// Addresses of one layer's cache.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Layer {
     /// Upper blocks.
@@ -251,12 +252,12 @@ pub struct PassAddresses {
     pub extremes: u64,
 }
 
-/// What runs around attention, which decides how it does.
+/// Operations around attention that affect its launch.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Around {
-    /// Between products of a draft, whose blocks have half a multiprocessor.
+    /// Between GEMMs of a draft whose blocks use half an SM.
     pub beside: bool,
-    /// Address of what a product behind reads first, asked into L2 while memory is idle, and its bytes.
+    /// Address and bytes that the following GEMM reads first; prefetched into L2 while memory is idle.
     pub behind: (u64, usize),
 }
 
@@ -300,11 +301,11 @@ struct MergeArgs {
     head_dim: i32,
     pitch: i32,
     first_row: i32,
-    unused: i32,
+    panels: i32,
 }
 
 const _: () = assert!(size_of::<AttendArgs>() == 144 && size_of::<MergeArgs>() == 64);
-// SAFETY: numbers only, and the sizes above leave no room for padding.
+// SAFETY: integers and floats only, and the sizes above leave no padding.
 unsafe impl Plain for AttendArgs {}
 // SAFETY: see above.
 unsafe impl Plain for MergeArgs {}
@@ -320,11 +321,11 @@ pub struct Attend {
     upper: Split,
     both: Split,
     full: Split,
-    /// View Upper for blocks of half a multiprocessor, where draft products have such blocks too.
+    /// View Upper for blocks with half an SM, for drafts whose GEMMs have such blocks.
     beside: Vec<Variant>,
-    /// By output: for few blocks, and for more than the device has SMs.
+    /// By output type: for few blocks, and for more blocks than SMs.
     merge: [[Kernel; 2]; 4],
-    /// With the pages of a block: for few blocks, and for more than there are SMs, which would not find room beside the product before.
+    /// With the pages per block: for few blocks, and for more blocks than SMs, which would not fit next to the previous GEMM.
     bounds: [(Kernel, usize); 2],
     select: Kernel,
 }
@@ -337,7 +338,8 @@ impl Attend {
     pub fn new(device: &Arc<Device>, config: &ModelConfig, rounding: Rounding) -> Result<Attend> {
         let d = config.head_dim;
         check_head(&device.info, d)?;
-        // How many blocks fill the device is a constant of it, whatever the rows of a call: it belongs to the order of the sums.
+        // The number of blocks that fill the GPU is a constant of the GPU, independent of the call's rows: it determines the
+        // order of sums.
         let engine = device.has_tma();
         let variant = |name: String, of: &shapes::Attend, stages: usize| {
             let shared = of.shared + stages * of.stage_bytes;
@@ -351,7 +353,7 @@ impl Attend {
         };
         let split = |view: View, registers: usize| -> Result<Split> {
             let variants = instances(view, d, engine, false).filter_map(|of| {
-                // Without TMA: the next page under way while one is worked on, or not where shared memory is small.
+                // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
                 let fits = |&stages: &usize| of.shared + stages * of.stage_bytes <= device.shared_bytes;
                 let stages = if engine { of.stages } else { [4, 2].into_iter().find(fits)? };
                 Some(variant(format!("attend_{}_{d}_{}", view_name(view), of.rows), of, stages))
@@ -398,17 +400,17 @@ impl Attend {
         }
     }
 
-    /// Most rows of partial results a pass of `rows` rows can leave.
+    /// Most rows of partial results of a pass with `rows` rows.
     pub fn partial_rows(&self, rows: usize) -> usize {
         let splits = [self.upper.items, self.both.items, self.full.items];
         most_partial_rows(self.kv_heads * self.group, splits.into_iter().max().unwrap_or(1), rows)
     }
 
-    /// Cuts the rows of a step into passes. `chosen` gives the list of a slot's draft, or nothing for all pages, `fresh` whether this step chooses it: then it
-    /// is there once the kernel ahead of attention has ended.
+    /// Splits the rows of a step into passes. `chosen` gives the page list of a slot's draft, or None for all pages. `fresh`:
+    /// this step chooses the list, so it is ready only when the previous kernel has ended.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where no kernel of the view fits this device's shared memory.
+    /// [`quantspec_core::ErrorKind::Internal`] if no kernel of the view fits this device's shared memory.
     pub fn passes(
         &self,
         view: View,
@@ -479,12 +481,12 @@ impl Attend {
     /// Attention of a pass's rows in one layer, into the partial results.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the pass was planned for more rows than kernels of the view take. Device errors of the launch, named by
-    /// the kernel.
+    /// [`quantspec_core::ErrorKind::Internal`] if the pass was planned for more rows than kernels of the view take. Device
+    /// errors of the launch, named by the kernel.
     ///
     /// # Safety
-    /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `places` must be good until the stream has passed this call; `places` must hold `pass`
-    /// and room for its partial rows.
+    /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `places` must stay valid until the stream has completed this
+    /// call; `places` must hold `pass` and room for its partial rows.
     pub unsafe fn run(
         &self,
         view: View,
@@ -498,8 +500,8 @@ impl Attend {
         let mut variants = beside.chain(&self.split(view).variants);
         let variant = variants.find(|variant| variant.rows >= pass.tile_rows);
         let Variant { kernel, stages, shared, threads, .. } =
-            *variant.ok_or_else(|| Error::internal("more rows than attention takes"))?;
-        // With the engine a block has a multiprocessor, or half of one, and walks the items.
+            *variant.ok_or_else(|| Error::internal("more rows than attention supports"))?;
+        // With TMA a block has an SM, or half of one, and loops over items.
         let engine = self.device.has_tma();
         let arguments = AttendArgs {
             pools: [layer.upper, layer.lower, layer.full],
@@ -525,7 +527,7 @@ impl Attend {
         };
         let blocks = if engine { pass.items.min(self.device.sms) } else { pass.items };
         let grid = [blocks as u32, 1, 1];
-        // SAFETY: the argument is the kernel's; the caller vouches for what it points to.
+        // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {
             self.device.launch(
                 kernel,
@@ -535,13 +537,15 @@ impl Attend {
         }
     }
 
-    /// Merges the items of a pass's rows into the input of the output projection: x `[row][pitch]` of `dtype`, or (None) int8 with its scales `xs`.
+    /// Merges the items of a pass's rows into the input of the output projection: x `[row][pitch]` of `dtype`, or (None) int8
+    /// with its scales `xs`, in `panels` as of [`crate::linear::Linear::panels`].
     ///
     /// # Errors
     /// Device errors of the launch, named by the kernel.
     ///
     /// # Safety
     /// As [`Attend::run`]; x and xs are those of row 0 of the step.
+    #[expect(clippy::too_many_arguments, reason = "one address per matrix")]
     pub unsafe fn merge(
         &self,
         pass: &Pass,
@@ -549,6 +553,7 @@ impl Attend {
         x: u64,
         xs: u64,
         pitch: usize,
+        panels: usize,
         places: &PassAddresses,
     ) -> Result<()> {
         let [narrow, wide] = match dtype {
@@ -568,18 +573,19 @@ impl Attend {
             head_dim: self.head_dim as i32,
             pitch: pitch as i32,
             first_row: pass.first_row as i32,
-            unused: 0,
+            panels: panels as i32,
         };
         let groups = (self.kv_heads * self.group * self.head_dim).div_ceil(GROUP);
         let kernel = if groups * pass.merged.len() > self.device.sms { wide } else { narrow };
         let grid = [groups as u32, pass.merged.len() as u32, 1];
-        // SAFETY: the argument is the kernel's; the caller vouches for what it points to.
+        // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {
             self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: true }, &[Arg::of(&arguments)])
         }
     }
 
-    /// Chooses pages: the first, the newest and the best of one layer, `n` per KV head, into `layer.lists[list]`. With `scores` 0 the newest are best.
+    /// Chooses pages of one layer, `n` per KV head: the first, the newest and those with the best scores, into
+    /// `layer.lists[list]`. With `scores` 0, the newest count as best.
     ///
     /// # Errors
     /// Device errors of the two launches, named by the kernel.
@@ -598,7 +604,7 @@ impl Attend {
         layer: &Layer,
         places: &PassAddresses,
     ) -> Result<()> {
-        // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
+        // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
             if scores != 0 {
                 let arguments = args![
@@ -647,7 +653,7 @@ mod tests {
             for visible in 0..10_000 {
                 let (pages, chunks) = cut(visible, items);
                 assert!(pages >= last && pages >= CHUNK_MIN && chunks <= items && pages * chunks >= visible);
-                // Not many fewer items than fill the device: the ladder rounds up by an eighth, and then to whole pages.
+                // Nearly as many items as fill the GPU: pages per item round up by at most an eighth, then to whole pages.
                 let exact = visible as f64 / items as f64;
                 assert!((pages as f64) <= (exact * 1.126 + 1.0).max(CHUNK_MIN as f64), "{visible} {items} {pages}");
                 last = pages;

@@ -1,4 +1,4 @@
-//! The products of a draft step together with everything between them (kernels/draft.cu), on Hopper and for one or two rows.
+//! GEMMs of a draft step fused with all operations between them (kernels/draft.cu), on Hopper and for one or two rows.
 
 use crate::args;
 use crate::device::{Arg, Device, Kernel, Launch};
@@ -8,20 +8,21 @@ use crate::shapes::{DRAFT_AHEAD, DRAFT_CHUNK_TILES, DRAFT_ROWS, DRAFT_TOGETHER};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
-/// Rows of the largest step: every block makes every row's input, and for three rows that takes longer than kernels between the products.
+/// Rows of the largest step. Every block computes every row's input; from three rows on, separate kernels are faster.
 pub const ROWS_MAX: usize = DRAFT_ROWS;
 /// Threads of a block: warps that multiply, and four that copy.
 const THREADS: u32 = 32 * (WARPS as u32 + 4);
-/// Chunks under way below which a ring is too short to keep memory busy; no fewer than a producer has ahead.
+/// Fewest pipeline stages that keep memory busy, at least those a producer runs ahead.
 const STAGES_MIN: usize = DRAFT_AHEAD;
-/// Shared memory that the driver keeps of every block.
+/// Shared memory that the driver reserves per block, in bytes.
 const KEPT: usize = 1024;
-/// Bytes of an upper plane of 16 outputs and 128 inputs.
+/// Bytes of an upper plane for 16 outputs and 128 inputs.
 const UPPER_BLOCKS: usize = 2 * crate::hierarchy::UPPER_BLOCK;
-/// What a block of `merge` takes (kernels/attend.cu), with what is kept of it: where it comes up beside two blocks, the product behind it can, too.
+/// Shared memory of a block of `merge` (kernels/attend.cu) with the driver's share. If it fits next to two GEMM blocks, the
+/// following GEMM can start early.
 const SMALL: usize = 3072 + KEPT;
 
-/// The hidden stream, f32 `[rows][width]`, and the norm ahead of a product.
+/// The hidden stream, f32 `[rows][width]`, and the norm before a GEMM.
 #[derive(Clone, Copy, Debug)]
 pub struct Hidden {
     /// Address of the first row.
@@ -34,12 +35,12 @@ pub struct Hidden {
     pub width: usize,
 }
 
-/// Where queries, keys and values go, as kernels `append_*` take it; 0 where there is no bias.
+/// Destinations of queries, keys and values, as kernels `append_*` take them; a bias of 0 means none.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
     /// Rows of the step.
     pub rows: u64,
-    /// f32 of the product's width.
+    /// f32 of the GEMM's width.
     pub bias: u64,
     /// float2 `[row][head_dim / 2]`.
     pub cos_sin: u64,
@@ -59,7 +60,7 @@ pub struct Heads {
     pub flag: u64,
 }
 
-/// Weights that a draft multiplies by int8.
+/// Weights that a draft multiplies with int8 activations.
 #[derive(Clone, Copy, Debug)]
 pub enum DraftMatrix<'a> {
     /// The draft's own, of four bits.
@@ -101,22 +102,23 @@ struct Kernels {
     gated: Kernel,
     add_i8: Kernel,
     add_bf16: Kernel,
-    /// Bytes of weights of 16 outputs and 128 inputs.
+    /// Bytes of weights for 16 outputs and 128 inputs.
     block: usize,
 }
 
-/// Launches the products of draft steps.
+/// Launches the GEMMs of draft steps.
 #[derive(Debug)]
 pub struct DraftGemms {
     device: Arc<Device>,
     own: Kernels,
     upper: Kernels,
-    /// Most dynamic shared memory of a block, so that two share a multiprocessor.
+    /// Most dynamic shared memory of a block if two share an SM, in bytes.
     shared: usize,
 }
 
-/// Chunks of weights, in blocks of `block` bytes, that fit beside the inputs of `rows` rows into at most `most` bytes of shared memory, and the bytes a block is
-/// given: less, for a small block beside two, where that costs no chunk (kernels/draft.cu, `DraftShared`).
+/// Pipeline stages and shared memory of a block: chunks of weights, in blocks of `block` bytes, that fit next to the inputs
+/// of `rows` rows in `most` bytes. Leaves room for a small block next to two of these, if that costs no stage (`DraftShared`
+/// in kernels/draft.cu).
 fn ring(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize) {
     let inputs = rows * (groups * (GROUP + 8) + 64);
     let sums = DRAFT_TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
@@ -126,10 +128,10 @@ fn ring(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize)
 }
 
 impl DraftGemms {
-    /// Finds the kernels; `None` on devices that have none.
+    /// Finds the kernels; `None` on devices without them.
     ///
     /// # Errors
-    /// Those of [`Device::kernel`], which knows head widths of 64, 128 and 256.
+    /// Those of [`Device::kernel`]; there are kernels for head widths of 64, 128 and 256.
     pub fn new(device: &Arc<Device>, head_dim: usize) -> Result<Option<DraftGemms>> {
         if !device.has_tma() {
             return Ok(None);
@@ -158,7 +160,7 @@ impl DraftGemms {
         }))
     }
 
-    /// Whether products of `k` inputs with a draft's own weights take `rows` rows.
+    /// Returns true if GEMMs with `k` inputs and a draft's own weights support `rows` rows.
     pub fn takes(&self, k: usize, rows: usize) -> bool {
         self.has_room(&self.own, k, rows)
     }
@@ -194,18 +196,18 @@ impl DraftGemms {
         arguments.extend_from_slice(rest);
         let grid = [tiles.min(self.device.sms) as u32, 1, 1];
         let launch = Launch { grid, block: THREADS, shared: shared as u32, overlap: true };
-        // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
+        // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
     /// Queries, keys and values of the normed stream; `weights` with paired rows ([`crate::linear::Linear::quantise`]).
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for weights of the draft's own that have not four bits, and where [`DraftGemms::takes`] says no. Device errors of the launch, named by
-    /// the kernel.
+    /// [`quantspec_core::ErrorKind::Internal`] for draft weights not in four bits, and if [`DraftGemms::takes`] returns false.
+    /// Device errors of the launch, named by the kernel.
     ///
     /// # Safety
-    /// Every address must be good for `rows` rows until the stream has passed this call.
+    /// Every address must stay valid for `rows` rows until the stream has completed this call.
     pub unsafe fn heads<'a>(
         &self,
         weights: impl Into<DraftMatrix<'a>>,
@@ -279,7 +281,7 @@ impl DraftGemms {
         unsafe { self.launch(|kernels| kernels.gated, weights, rows, &rest) }
     }
 
-    /// hidden f32 `[rows][n]` += x · weightsᵀ + bias; x and xs as of [`crate::linear::Linear::run_quantised`].
+    /// hidden f32 `[rows][n]` += x · weightsᵀ + bias; x and xs as in [`crate::linear::Linear::run_quantised`].
     ///
     /// # Errors
     /// As [`DraftGemms::heads`].
@@ -344,7 +346,7 @@ mod tests {
             let taken = 2 * (shared + KEPT) + if small { SMALL } else { 0 };
             assert!(taken <= HOPPER, "{inputs} inputs, {rows} rows: {taken} bytes");
         }
-        // Blocks of an upper plane are a seventeenth larger.
+        // Blocks of an upper plane are 1/17 larger.
         for (inputs, rows, chunks) in [(4096, 1, 5), (14_336, 1, 5), (14_336, 2, 4)] {
             assert_eq!(
                 ring(HOPPER / 2 - KEPT, UPPER_BLOCKS, inputs / GROUP, rows).0,

@@ -27,6 +27,17 @@ pub(crate) struct DraftRing {
     pub(crate) shared8: usize,
 }
 
+/// A GEMM of many rows with draft weights on Hopper: `WIDE` there.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Wide {
+    /// Bits of a weight.
+    pub(crate) bits: usize,
+    /// Most rows.
+    pub(crate) n: usize,
+    /// Bytes of shared memory.
+    pub(crate) shared: usize,
+}
+
 /// A GEMM with planes on Hopper: `PLANE_RING` in kernels/hierarchy.cu.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PlaneRing {

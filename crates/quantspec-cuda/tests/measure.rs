@@ -1,7 +1,9 @@
-//! Times of the decode kernels and of whole rounds. Not tests: `cargo test --release -p quantspec-cuda --test measure -- --ignored --nocapture`.
+//! Times of decode kernels and of whole rounds. Not tests: `cargo test --release -p quantspec-cuda --test measure --
+//! --ignored --nocapture`.
 //!
-//! Kernels run in graphs over rotating buffers larger than L2; medians. `QUANTSPEC_MEASURE_MODEL` names the model of `rounds`,
-//! `QUANTSPEC_MEASURE_TOKENS` a file of its token ids (u16, little endian), `QUANTSPEC_MEASURE_CONTEXTS` prompt lengths.
+//! Kernels run in graphs over rotating buffers larger than L2; results are medians. `QUANTSPEC_MEASURE_MODEL` names the model
+//! of `rounds`, `QUANTSPEC_MEASURE_TOKENS` a file of its token ids (u16, little endian), `QUANTSPEC_MEASURE_CONTEXTS` prompt
+//! lengths.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a measurement fails by panicking")]
 #![allow(clippy::print_stderr, reason = "numbers go to the terminal")]
 
@@ -30,7 +32,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Bytes that buffers rotate over: many times the largest L2.
+/// Total bytes of the rotating buffers: many times the largest L2.
 const ROTATED_BYTES: usize = 1 << 30;
 
 /// Median seconds of a graph of `work`.
@@ -61,7 +63,7 @@ fn repeated<T: Plain>(device: &Arc<Device>, pattern: &[T], bytes: usize) -> Buff
     buffer
 }
 
-/// Upper blocks with random codes and parameters that decode to small numbers in every block: random bits would hold NaN.
+/// Upper blocks with random codes, and parameters that decode to small numbers; random bits would contain NaN.
 fn upper_blocks(device: &Arc<Device>, blocks: usize, d: usize) -> Buffer {
     let bytes = Layout::Cuda.upper_bytes(d);
     let mut random = Random(9);
@@ -77,15 +79,15 @@ fn upper_blocks(device: &Arc<Device>, blocks: usize, d: usize) -> Buffer {
     repeated(device, &many, blocks * bytes)
 }
 
-/// Outputs × inputs of a layer's four products.
+/// Outputs × inputs of a layer's four GEMMs.
 type Products = [(usize, usize); 4];
-/// Name, KV heads of 32 heads, products.
+/// Name, KV heads (of 32 query heads), GEMMs.
 const SHAPES: [(&str, usize, Products); 2] = [
     ("Llama-2-7B", 32, [(12_288, 4096), (4096, 4096), (22_016, 4096), (4096, 11_008)]),
     ("Llama-3.1-8B", 8, [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)]),
 ];
 
-/// Bytes that a view reads of a page of one KV head.
+/// Bytes of a page of one KV head that a view reads.
 fn block_bytes(view: View, d: usize) -> usize {
     match view {
         View::Upper => Layout::Cuda.upper_bytes(d),
@@ -94,7 +96,7 @@ fn block_bytes(view: View, d: usize) -> usize {
     }
 }
 
-/// The pass of a step of consecutive rows of one sequence, whose pages lie in order, described on the device.
+/// The pass of a step of consecutive rows of one sequence with pages in order, described on the device.
 struct Described {
     pass: Pass,
     pages: usize,
@@ -187,7 +189,9 @@ fn attention() {
                                 unsafe {
                                     attend.run(view, pass, q.at(0), &at, &places, Around::default()).unwrap();
                                     if merge {
-                                        attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, heads * d, &places).unwrap();
+                                        attend
+                                            .merge(pass, Some(Dtype::Bf16), x.at(0), 0, heads * d, 0, &places)
+                                            .unwrap();
                                     }
                                 }
                             }
@@ -227,7 +231,7 @@ fn gemms() {
     ];
     for (n, k) in shapes {
         let mut line = String::new();
-        let x = random_bytes(&device, 64 * k * 2, 3);
+        let x = random_bytes(&device, 128 * k * 2, 3);
         // Small finite numbers: bits of bfloat16 around one.
         let ones: Vec<u16> = (0..1 << 20).map(|i: u32| 0x3c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
         let source = device.copied(&ones).unwrap();
@@ -243,8 +247,8 @@ fn gemms() {
             })
             .collect();
         x.copy_from(0, &source, 0, x.bytes().min(source.bytes())).unwrap();
-        let y = device.allocate(64 * n * 4).unwrap();
-        for m in [1, 5, 8, 16, 32, 48, 64] {
+        let y = device.allocate(128 * n * 4).unwrap();
+        for m in [1, 5, 8, 16, 32, 48, 64, 128] {
             let seconds = graph_seconds(&device, || {
                 for matrix in &matrices {
                     // SAFETY: every buffer outlives the graph.
@@ -261,9 +265,9 @@ fn gemms() {
                 .map(|i| linear.quantise(&matrices[i % copies], bits, 0, &flag).unwrap())
                 .collect();
             let bytes = drafts[0].buffer.bytes();
-            let x8 = random_bytes(&device, 16 * k, 4);
-            let xs = device.zeroed(16 * k / 128 * 8).unwrap();
-            for m in [1, 8] {
+            let x8 = random_bytes(&device, 128 * k, 4);
+            let xs = device.zeroed(128 * k / 128 * 8).unwrap();
+            for m in [1, 8, 16, 17, 32, 64, 128] {
                 let seconds = graph_seconds(&device, || {
                     for draft in &drafts {
                         // SAFETY: every buffer outlives the graph.
@@ -277,7 +281,7 @@ fn gemms() {
     }
 }
 
-/// The products of layers in sequence, as a step runs them, and the share of the bandwidth that a copy reaches.
+/// GEMMs of layers in sequence, as in a step, and their share of a copy's bandwidth.
 #[test]
 #[ignore = "a measurement"]
 fn sequence() {
@@ -327,7 +331,7 @@ fn sequence() {
             slots: 1,
             flag: flag.at(0),
         };
-        // What lies between two products of a step: a kernel that waits for one and is waited for by the next.
+        // A norm between two GEMMs of a step, which waits for one and is waited for by the next.
         let between = |rows: usize| {
             let arguments = quantspec_cuda::args![&hidden, 0u64, 0u64, &weight, &x, 1e-5f32, 4096usize, 4096usize];
             let launch = Launch { grid: [rows as u32, 1, 1], block: 512, shared: 0, overlap: true };
@@ -388,7 +392,7 @@ fn sequence() {
     }
 }
 
-/// The same of weights in nibbles, and what it takes to write a layer of them in 16 bits for a prompt.
+/// The same for weights in nibbles, and the time to write a layer of them in 16 bits for a prompt.
 #[test]
 #[ignore = "a measurement"]
 fn nibbles_in_sequence() {
@@ -557,7 +561,7 @@ fn draft_layers() {
                             if let Some(beside) = beside {
                                 let around = Around { beside, ..Around::default() };
                                 attend.run(View::Upper, pass, q.at(0), &at, &places, around).unwrap();
-                                attend.merge(pass, None, x8.at(0), xs.at(0), 4096, &places).unwrap();
+                                attend.merge(pass, None, x8.at(0), xs.at(0), 4096, 0, &places).unwrap();
                             }
                             draft.add_i8(&weights[1], x8.at(0), xs.at(0), hidden.at(0), 0, 1).unwrap();
                             draft.gated(&weights[2], stream, 0, x.at(0), 14_336, 1).unwrap();
@@ -657,7 +661,7 @@ fn target_layers() {
                                 // SAFETY: as above.
                                 unsafe {
                                     attend.run(view, pass, q.at(0), &at, &places, around).unwrap();
-                                    attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, &places).unwrap();
+                                    attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, 0, &places).unwrap();
                                 }
                             }
                             gemm(&weights[1]);
@@ -689,15 +693,15 @@ fn random_singles(device: &Arc<Device>, count: usize) -> Buffer {
     device.copied(&Random(11).normals(count)).unwrap()
 }
 
-/// Halves or bfloat16s of ordinary size with random mantissas and signs: what multiplying costs in power depends on them.
+/// f16 or bfloat16 of ordinary size with random mantissas and signs, which determine the power of multiplications.
 fn random_numbers(device: &Arc<Device>, bytes: usize) -> Buffer {
     let mut random = Random(5);
     let part: Vec<u16> = (0..(bytes / 2).min(1 << 22)).map(|_| (random.next() as u16 & 0x83ff) | 0x3800).collect();
     repeated(device, &part, bytes)
 }
 
-/// Causal attention of prompts by itself, then whole layers of a prompt with everything between their products, in blocks of 8,192 rows.
-/// `QUANTSPEC_MEASURE_CONTEXTS` are the prompts' lengths; `tools/torch_prefill.py` times the same in PyTorch.
+/// Causal attention of prompts alone, then whole layers of a prompt, in blocks of 8,192 rows. `QUANTSPEC_MEASURE_CONTEXTS`
+/// are the prompts' lengths; `tools/torch_prefill.py` times the same in PyTorch.
 #[test]
 #[ignore = "a measurement"]
 fn prompts() {
@@ -781,7 +785,7 @@ fn prompts() {
     }
 }
 
-/// What starting work costs: seconds until a call returns, and until what it queued is done, for graphs of small kernels.
+/// Launch overhead: seconds until a call returns, and until its work is done, for graphs of small kernels.
 #[test]
 #[ignore = "a measurement"]
 fn launches() {
@@ -832,7 +836,7 @@ fn launches() {
         }
     }
     let (queued, done) = timed(&mut || {
-        // SAFETY: nobody writes to the pinned memory.
+        // SAFETY: the pinned memory is not written.
         unsafe { a.write_pinned(0, &pinned, 0, 1024) }.unwrap();
     });
     eprintln!("copy of 1 kB to the device: {queued:.1} us queued, {done:.1} us done");
@@ -952,7 +956,7 @@ fn rounds() {
     }
 }
 
-/// Single steps of each view behind a short prompt, where all of them read the same bytes: what the views themselves cost.
+/// Single steps of each view after a short prompt, where all views read the same bytes: the overhead of the views themselves.
 #[test]
 #[ignore = "a measurement"]
 fn steps() {
@@ -981,7 +985,7 @@ fn steps() {
     let mut engine = Engine::new(backend, plain(View::Both), 1, capacity, options.block_rows);
     let prompt: Vec<u32> = (0..capacity as u32).map(|i| 3 + i.wrapping_mul(2_654_435_761) % 8000).collect();
     for context in [2, 140] {
-        // Forth and back, so that a drift of the machine favours nobody.
+        // In both directions, so that a drift of the machine affects all views alike.
         for view in [View::Full, View::Both, View::Upper, View::Upper, View::Both, View::Full] {
             engine.set_method(plain(view)).unwrap();
             let slot = engine.add(&prompt[..context], Sampler::greedy(), new).unwrap();

@@ -72,7 +72,7 @@ pub(crate) fn scores<'py>(
     })?;
     let targets = PyDict::new(py);
     for (name, score) in &scored.targets {
-        // e^709 is the largest power that a number holds, and JSON knows no infinity.
+        // Beyond e^709 f64 overflows, and JSON has no infinity.
         if score.nll.exp().is_infinite() {
             let what = format!("{} nats per token of the target {name} have no perplexity", score.nll);
             return Err(to_python(Error::not_finite(what)));
@@ -80,7 +80,7 @@ pub(crate) fn scores<'py>(
         let entry = PyDict::new(py);
         entry.set_item("nll", score.nll)?;
         entry.set_item("perplexity", score.nll.exp())?;
-        // The first target is the yardstick of the others.
+        // The other targets are compared with the first.
         if targets.len() > 0 {
             entry.set_item("kld", score.kld)?;
             entry.set_item("top1", score.top1)?;

@@ -1,4 +1,5 @@
-//! `plan(model, …)`, `fitting(models, …)` and `rates(model, …)`: what an engine would hold, and what its operations cost on a machine, before any weight is read.
+//! `plan(model, …)`, `fitting(models, …)` and `rates(model, …)`: an engine's memory, and the cost of its operations on a
+//! machine, before any weight is read.
 
 use crate::device::{ChosenDevice, Models};
 use crate::engine::{Raised, default_threads, memory_dict, poll};
@@ -10,9 +11,9 @@ use quantspec_core::Result;
 use quantspec_model::checkpoint::Checkpoint;
 use std::path::Path;
 
-/// Memory of an engine with these arguments, on the device that it would run on: `device`, `weights` (which, where "auto" asks), `fits`, `planned_bytes`,
-/// `available_bytes`, `longest_context` (of as many sequences), `largest_batch` (of as many tokens) and the bytes of each part.
-/// `described`: of a directory config.json alone is looked at ([`Checkpoint::describe`]).
+/// Memory of an engine with these arguments on its device: `device`, `weights` (resolved from "auto"), `fits`,
+/// `planned_bytes`, `available_bytes`, `longest_context` (for this many sequences), `largest_batch` (for this many tokens),
+/// and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]).
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8", method="quantspec",
     kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1,
@@ -79,14 +80,15 @@ pub(crate) fn plan<'py>(
     Ok(out)
 }
 
-/// A checkpoint, or what config.json says of it.
+/// A checkpoint, or its description by config.json.
 pub(crate) fn checkpoint_of(model: &str, described: bool) -> Result<Checkpoint> {
     let path = Path::new(model);
     if described { Checkpoint::describe(path) } else { Checkpoint::open(path) }
 }
 
-/// `fitting(models, …)`: of each model that a config.json describes, the bytes of its weights and draft weights and the longest context of one sequence
-/// that fits the device, by the defaults of an engine. The device is opened once, as the first model chooses it.
+/// `fitting(models, …)`: for each model that a config.json describes, the bytes of its weights and draft weights, and the
+/// longest context of one sequence that fits the device, with an engine's defaults. The device is opened once, chosen for the
+/// first model.
 #[pyfunction]
 #[pyo3(signature = (models, *, device))]
 pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyResult<Vec<(usize, usize, usize)>> {
@@ -120,8 +122,8 @@ pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyRe
     })
 }
 
-/// `rates(model, …)`: what the device reads a second, and on a CPU what each operation of a step costs at the widths of a model that
-/// config.json describes, for sequences of `context` tokens.
+/// `rates(model, …)`: memory bandwidth of the device and, on a CPU, the cost of each operation of a step at the widths of a
+/// model that config.json describes, for sequences of `context` tokens.
 #[pyfunction]
 #[pyo3(signature = (model, *, device, threads, context))]
 pub(crate) fn rates<'py>(

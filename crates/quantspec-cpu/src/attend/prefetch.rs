@@ -1,12 +1,12 @@
-//! The page after the one under work, fetched line by line.
+//! Prefetching of the next page, line by line.
 
 use super::Planes;
 use crate::dispatch::fetch_far;
 
-/// What is left of the next page: a core has some sixteen lines under way at most, and a burst of requests waits as loads do, so
-/// they are asked for evenly, between the operations on this page.
+/// The lines of the next page that are left to prefetch. A core tracks about sixteen outstanding lines, and a longer burst
+/// stalls like loads do. So prefetches are spread evenly over the operations on the current page.
 pub(super) struct PagePrefetch {
-    /// First address and lines of what is left of the block under way, and of the other block.
+    /// Start and number of lines left of the current block, and of the other block.
     left: (*const u8, usize),
     after: (*const u8, usize),
 }
@@ -16,7 +16,7 @@ fn lines<T>(block: &[T]) -> (*const u8, usize) {
 }
 
 impl PagePrefetch {
-    /// The blocks of `page` that `planes` are in.
+    /// The blocks of `page` that `planes` reads.
     pub(super) fn new(page: Option<(&[u8], &[u8])>, planes: Planes) -> PagePrefetch {
         let (upper, lower) = page.unwrap_or_default();
         PagePrefetch { left: lines(upper), after: lines(if planes.both() { lower } else { &[] }) }
@@ -32,7 +32,7 @@ impl PagePrefetch {
         self.left.1 + self.after.1
     }
 
-    /// Asks for one more line.
+    /// Prefetches one more line.
     #[inline(always)]
     pub(super) fn line(&mut self) {
         let (at, count) = &mut self.left;

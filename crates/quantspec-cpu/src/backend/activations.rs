@@ -18,7 +18,8 @@ pub(super) struct Rows {
     pub(super) places: QkvOffsets,
     /// `[row][row_stride(hidden)]`
     pub(super) hidden: Array<f32>,
-    /// Input of a matrix, normalised or not, `[row][row_stride(k)]`: f32, BF16, int8 for draft tiles and limbs for planes.
+    /// Input of a linear layer, normalised or not, `[row][row_stride(k)]`: f32, BF16, int8 for draft tiles and limbs for
+    /// planes.
     pub(super) x: Array<f32>,
     pub(super) x16: Array<u16>,
     pub(super) x8: Acts,
@@ -52,7 +53,7 @@ pub(super) struct Lengths {
     pub(super) angles: usize,
     pub(super) partials: usize,
     pub(super) pages: usize,
-    /// Rows and inputs of the activations in limbs: none without planes.
+    /// Rows and inputs of the activations in limbs; 0 without planes.
     pub(super) limbs: (usize, usize),
 }
 
@@ -139,7 +140,7 @@ impl Rows {
         }
     }
 
-    /// Prepares the input of a linear layer in the form its weights take.
+    /// Converts the input of a linear layer to the type its weights need.
     pub(super) fn input<'a>(
         &'a mut self,
         simd: Simd,
@@ -180,7 +181,7 @@ impl Rows {
     }
 }
 
-/// Input of a matrix of a step.
+/// Input of a step's linear layer.
 #[derive(Clone, Copy)]
 pub(super) enum Source {
     /// Normalised hidden states.
@@ -191,7 +192,7 @@ pub(super) enum Source {
     Ffn,
 }
 
-/// Outputs of the matrices of a step.
+/// Outputs of a step's linear layers.
 pub(super) struct Outputs<'a> {
     pub(super) hidden: &'a mut [f32],
     pub(super) qkv: &'a mut [f32],

@@ -10,10 +10,10 @@ use quantspec_core::cache::G;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::KvCache;
 
-/// Pages one thread quantises between two calls of the poll hook: about a millisecond each on the slowest path.
+/// Pages per thread between two calls of the poll hook: about 32 ms on the slowest path.
 const FLUSH_PAGES: usize = 32;
 
-/// Where a page goes, and where it is in the ring.
+/// Source and destination of a page to quantise.
 pub(super) struct PageMove {
     pub(super) kv_head: usize,
     /// Index of slot, layer and KV head.

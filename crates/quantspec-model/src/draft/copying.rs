@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn without_costs_a_copy_must_emit_what_the_network_does() {
+    fn without_costs_a_copy_must_match_the_network() {
         let mut drafter = after(20);
         assert_eq!(drafter.copies(0, 4, &|_| None), 0, "the network has not drafted");
         let round = |drafter: &mut Box<dyn Drafter>, emitted: &[u32]| {

@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_is_the_first_page_and_the_newest_whatever_is_asked_for() {
+    fn a_window_always_has_the_first_and_the_newest_page() {
         let window = Entry::named("window").unwrap();
         let pages = [Pages::All, Pages::Best(3), Pages::Window(5)].map(|asked| window.pages(asked));
         assert_eq!(pages, [Pages::Window(WINDOW_PAGES), Pages::Window(3), Pages::Window(5)]);
