@@ -631,6 +631,7 @@ class Engine:
         draft_weights: str = "int4",
         draft_pages: int | Literal["all", "auto"] | None = None,
         page_choice: str | None = None,
+        draft_refresh: int = 0,
         draft_model: str | os.PathLike[str] | None = None,
         accept: str = "replay",
         prompt_cache: str | os.PathLike[str] | bool = True,
@@ -659,6 +660,7 @@ class Engine:
             draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto" (by measured cost and acceptance).
                 None is the method's default.
             page_choice: with a number of pages, the "best" ones (the default) or the newest ("window").
+            draft_refresh: with method "snapkv", number of new pages after which it chooses among all pages again; 0 is never.
             draft_model: with method "draft-model", a directory, a GGUF file or a hub id with the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
             prompt_cache: common prefixes of prompts are processed once. True keeps prompts in memory, in at most an eighth
@@ -680,6 +682,7 @@ class Engine:
             draft_weights=draft_weights,
             draft_pages=draft_pages,
             page_choice=page_choice,
+            draft_refresh=draft_refresh,
             draft_model=None if draft_model is None else os.fspath(draft_model),
             accept=accept,
         )

@@ -28,7 +28,9 @@ class Method(NamedTuple):
         drafts: whether anything does.
         draft_weights: whether it reads 4-bit weights.
         draft_view: the view of the target's cache that it reads, "target" for the target's own; None for none.
-        window: pages that it reads unless told otherwise, if these are always the first and the recent ones.
+        pages: pages that it reads unless told otherwise, if it chooses them in a way of its own.
+        page_choice: this way, as reports name it: "window" (the first and the recent ones) or "snap" (those that the
+            prompt's end attends to).
         draft_model: whether another checkpoint drafts; views and pages are those of its own cache.
     """
 
@@ -36,7 +38,8 @@ class Method(NamedTuple):
     drafts: bool = True
     draft_weights: bool = False
     draft_view: str | None = None
-    window: int | None = None
+    pages: int | None = None
+    page_choice: str | None = None
     draft_model: bool = False
 
 
@@ -45,7 +48,10 @@ METHODS = {
     "quantspec": Method("4-bit weights and cache", draft_weights=True, draft_view="int4"),
     "kv4": Method("4-bit cache", draft_view="int4"),
     "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
-    "window": Method("first and recent pages", draft_weights=True, draft_view="target", window=16),
+    "window": Method("first and recent pages", draft_weights=True, draft_view="target", pages=16, page_choice="window"),
+    "snapkv": Method(
+        "pages that the prompt's end attends to", draft_weights=True, draft_view="int4", pages=16, page_choice="snap"
+    ),
     "draft-model": Method("another checkpoint", draft_view="target", draft_model=True),
     "ngram": Method("earlier text"),
     "ar": Method("nothing", drafts=False),
@@ -95,6 +101,7 @@ class EngineOptions:
     draft_weights: str = "int4"
     draft_pages: int | Literal["all", "auto"] | None = None
     page_choice: str | None = None
+    draft_refresh: int = 0
     draft_model: str | None = None
     accept: str = "replay"
     gamma: int | Literal["auto"] = "auto"
@@ -117,6 +124,7 @@ class EngineOptions:
             whole("gamma", self.gamma, 0, GAMMA_MAX, ", or auto")
         if self.draft_pages not in (None, "all", "auto"):
             whole("draft_pages", self.draft_pages, PAGES_MIN, PAGES_MAX, ", all or auto")
+        whole("draft_refresh", self.draft_refresh, 0, PAGES_MAX, " (0 is never)")
         self._refuse_unknown()
 
     def _refuse_unknown(self) -> None:
@@ -138,10 +146,13 @@ class EngineOptions:
         if method.draft_view is None:
             reasons["draft_pages"] = ("all", "reads no pages to draft")
             reasons["page_choice"] = (None, "reads no pages to draft")
-        elif method.window is not None:
-            reasons["page_choice"] = ("window", "reads the first page and the recent ones")
+        elif method.page_choice is not None:
+            reason = "chooses pages in a way of its own"
+            reasons["page_choice"] = (method.page_choice, reason)
             if self.draft_pages == "all":
-                reasons["draft_pages"] = (None, "reads the first page and the recent ones")
+                reasons["draft_pages"] = (None, reason)
+        if method.page_choice != "snap" and self.draft_refresh != 0:
+            reasons["draft_refresh"] = (None, "keeps no choice of pages")
         for name, (harmless, reason) in reasons.items():
             value = getattr(self, name)
             if value not in (None, harmless):
@@ -159,12 +170,12 @@ class EngineOptions:
     @property
     def pages_of_draft(self) -> int | Literal["all", "auto"]:
         """How many pages a draft reads, as reports say it."""
-        return self.draft_pages or METHODS[self.method].window or "all"
+        return self.draft_pages or METHODS[self.method].pages or "all"
 
     @property
     def choice_of_pages(self) -> str:
         """Which pages a draft reads where it does not read all, as reports say it."""
-        return "window" if METHODS[self.method].window else self.page_choice or PAGE_CHOICES[0]
+        return METHODS[self.method].page_choice or self.page_choice or PAGE_CHOICES[0]
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""
@@ -178,6 +189,7 @@ class EngineOptions:
             "draft_weights": self.draft_weights,
             "draft_pages": None if self.draft_pages == "all" else self.draft_pages,
             "page_choice": self.choice_of_pages,
+            "draft_refresh": self.draft_refresh,
             "accept": self.accept,
             "gamma": None if self.gamma == "auto" else self.gamma,
         }
@@ -460,9 +472,17 @@ def engine_flags(command: Command) -> Command:
             metavar="N|all|auto",
             default=None,
             help="Pages of 128 tokens a draft reads per KV head; auto chooses them together with gamma.  "
-            f"[default: all; {METHODS['window'].window} with window]",
+            f"[default: all; {METHODS['window'].pages} with window and snapkv]",
         ),
         page_choice_flag,
+        click.option(
+            "--draft-refresh",
+            type=int,
+            metavar="N",
+            default=0,
+            show_default=True,
+            help="Of method snapkv: choose among all pages again after N new ones; 0 is never.",
+        ),
         draft_model_flag,
         choice("--accept", ACCEPTANCE, "Acceptance rule when sampling: same text as ar, or same distribution."),
     )(command)

@@ -160,6 +160,7 @@ impl Run {
             weights: self.weights,
             draft_weights: DraftWeights::None,
             rejection: sampler.accept == Accept::Rejection,
+            page_masses: false,
             step_rows: prompts.len() * (self.gamma + 1),
             block_rows: BLOCK_ROWS,
             threads: self.threads,
@@ -171,6 +172,7 @@ impl Run {
             planes: Planes::of(&views),
             draft_weights: if needs.draft_weights { DraftWeights::Int4 } else { DraftWeights::None },
             rejection: options.rejection && needs.distributions,
+            page_masses: needs.page_masses,
             ..options
         };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
@@ -347,7 +349,13 @@ fn combinations() -> Vec<(Run, usize)> {
     for (method, batch, threads) in
         [("quantspec", 1, 1), ("quantspec", 1, 2), ("quantspec", 3, 2), ("ngram", 1, 2), ("ngram", 3, 1)]
             .into_iter()
-            .chain([("window", 1, 2), ("quantspec+ngram", 1, 2), ("quantspec+ngram", 3, 2), ("draft-model", 1, 2)])
+            .chain([
+                ("window", 1, 2),
+                ("snapkv", 1, 2),
+                ("quantspec+ngram", 1, 2),
+                ("quantspec+ngram", 3, 2),
+                ("draft-model", 1, 2),
+            ])
     {
         all.push((Run { auto: true, ..Run::new(method, Pages::All, 12, threads) }, batch));
     }
@@ -368,6 +376,10 @@ fn combinations() -> Vec<(Run, usize)> {
     for ((n, gamma, batch), name) in windows.into_iter().zip(["kv4+ngram", "w4+ngram", "window+ngram", "kv4+ngram"]) {
         all.push((Run::new("window", Pages::Window(n), gamma, 2), batch));
         all.push((Run::new(name, Pages::Window(n), gamma, 1), batch));
+    }
+    for (pages, refresh, gamma, batch) in [(2, 0, 4, 3), (3, 1, 7, 8), (2, 1, 12, 1), (16, 0, 2, 1)] {
+        let name = if batch == 1 { "snapkv+ngram" } else { "snapkv" };
+        all.push((Run::new(name, Pages::Snap { pages, refresh }, gamma, 2), batch));
     }
     all
 }
@@ -461,7 +473,7 @@ fn every_target_view_and_rounding_is_exact() {
     for target in [View::Full, View::Both, View::Upper] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
-            for method in ["quantspec", "kv4", "w4", "window", "ngram", "w4+ngram"] {
+            for method in ["quantspec", "kv4", "w4", "window", "snapkv", "ngram", "w4+ngram"] {
                 let run = Run { target, rounding, ..Run::new(method, Pages::All, 5, 2) };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
@@ -482,6 +494,7 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
         ("quantspec", 12, Pages::Window(3)),
         ("ngram", 4, Pages::All),
         ("window", 4, Pages::Window(2)),
+        ("snapkv", 4, Pages::Snap { pages: 2, refresh: 1 }),
         ("quantspec+ngram", 4, Pages::All),
         ("draft-model", 3, Pages::All),
     ] {
@@ -527,7 +540,7 @@ fn penalties_depend_on_the_text_alone() {
 }
 
 #[test]
-fn masks_look_at_the_text_alone() {
+fn masks_depend_on_the_text_alone() {
     let model = root().join("python/quantspec_cli/demo");
     let prompts: Vec<Vec<u32>> = [1, G, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
     let mut runs = combinations();
@@ -584,6 +597,7 @@ fn a_round_computes_a_mask_for_each_of_its_rows() {
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
+        page_masses: false,
         step_rows: 5,
         block_rows: BLOCK_ROWS,
         threads: 1,
@@ -638,6 +652,7 @@ fn an_answer_without_a_token_left_says_so() {
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
         rejection: false,
+        page_masses: false,
         step_rows: 5,
         block_rows: BLOCK_ROWS,
         threads: 1,

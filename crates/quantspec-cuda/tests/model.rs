@@ -171,8 +171,13 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
             let method = Method { target, drafter: Some(drafter?), policy: Policy::fixed(4) };
             Some((format!("{} {pages:?}", entry.name), method, gammas))
         });
-        let listed: Vec<_> = listed.collect();
+        let mut listed: Vec<_> = listed.collect();
         assert_eq!(listed.len(), draft::METHODS.len() - 1, "every method but plain decoding drafts");
+        let snaps = [(2, 0, vec![4]), (3, 1, vec![5, 0, 2])].map(|(pages, refresh, gammas)| {
+            let config = DraftConfig { pages: Pages::Snap { pages, refresh }, ..drafting("quantspec") };
+            (format!("{config:?}"), method(target, Some(config)), gammas)
+        });
+        listed.extend(snaps);
         listed
     };
     for &target in targets {
@@ -245,7 +250,7 @@ fn penalties_depend_on_the_text_alone() {
 /// Two of three sequences of a batch follow a grammar, one of these with penalties: drafted tokens, those of prompt lookup, which the host sets, and those of
 /// a second model.
 #[test]
-fn masks_look_at_the_text_alone() {
+fn masks_depend_on_the_text_alone() {
     let Some(device) = device() else { return };
     for checkpoint in checkpoints(&device, 1600) {
         let vocab = checkpoint.config().vocab;
@@ -477,7 +482,7 @@ fn rounds_of_drafts_that_end_early_change_no_token() {
         for (accept, length) in [(Accept::Greedy, 330), (Accept::Replay, 500)] {
             let (prompt, sampler) = (prompt(vocab, length, 9), sampler(accept, 17, 0));
             let (want, _) = rounds(&mut backend, &prompt, &sampler, Pages::All, None, 400);
-            for pages in [Pages::All, Pages::Best(3), Pages::Window(4)] {
+            for pages in [Pages::All, Pages::Best(3), Pages::Window(4), Pages::Snap { pages: 2, refresh: 1 }] {
                 let stop = Some(Stop { min_acceptance: 0.9, margin_scale: 1.0 });
                 let (got, ended) = rounds(&mut backend, &prompt, &sampler, pages, stop, 400);
                 assert!(got == want, "{accept:?} {pages:?}");
@@ -499,7 +504,7 @@ fn automatic_drafts_change_no_token() {
         for accept in [Accept::Greedy, Accept::Replay] {
             let (prompts, samplers) = ([prompt(vocab, 700, 5)], [sampler(accept, 21, 0)]);
             let plain = decode(&mut engine, method(View::Both, None), &prompts, &[900], &samplers, &[0]);
-            for pages in [Pages::All, Pages::Best(3)] {
+            for pages in [Pages::All, Pages::Best(3), Pages::Snap { pages: 3, refresh: 2 }] {
                 let draft = Some(DraftConfig { pages, ..drafting("quantspec") });
                 engine
                     .set_method(Method {

@@ -612,6 +612,7 @@ impl<B: Backend> Engine<B> {
             }
             sequence.emit(&tokens);
             sequence.remaining -= tokens.len();
+            let of_prompt = visible_pages(sequence.prompt_tokens);
             // A round that was taken again drafted in vain: none of it was accepted.
             self.stats.round(drafted, verdict.accepted);
             if turn.copied {
@@ -620,8 +621,7 @@ impl<B: Backend> Engine<B> {
             let visible = visible_pages(turn.committed);
             let read = match self.pages.filter(|_| !turn.copied) {
                 None => 0,
-                Some(Pages::All) => visible,
-                Some(Pages::Window(n) | Pages::Best(n)) => n.min(visible),
+                Some(pages) => pages.read(of_prompt, visible),
             };
             self.stats.pages(drafted * read);
             if turn.gamma > 0 {

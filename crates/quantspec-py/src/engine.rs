@@ -288,7 +288,7 @@ impl PyEngine {
 impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
-        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", accept="replay", gamma=None,
+        method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_pages=None, page_choice="best", draft_refresh=0, accept="replay", gamma=None,
         slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
         on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
@@ -306,6 +306,7 @@ impl PyEngine {
         draft_weights: &str,
         draft_pages: Option<DraftPages>,
         page_choice: &str,
+        draft_refresh: usize,
         accept: &str,
         gamma: Option<usize>,
         slots: usize,
@@ -327,6 +328,7 @@ impl PyEngine {
             draft_weights,
             draft_pages,
             page_choice,
+            draft_refresh,
             accept,
             gamma,
             capacity,
@@ -530,7 +532,7 @@ impl PyEngine {
     }
 
     /// Changes the method; policy and statistics restart.
-    #[pyo3(signature = (*, method="quantspec", kv_target="int8", draft_pages=None, page_choice="best", gamma=None))]
+    #[pyo3(signature = (*, method="quantspec", kv_target="int8", draft_pages=None, page_choice="best", draft_refresh=0, gamma=None))]
     fn configure(
         &self,
         py: Python<'_>,
@@ -538,6 +540,7 @@ impl PyEngine {
         kv_target: &str,
         draft_pages: Option<DraftPages>,
         page_choice: &str,
+        draft_refresh: usize,
         gamma: Option<usize>,
     ) -> PyResult<()> {
         if !self.every_view {
@@ -551,6 +554,7 @@ impl PyEngine {
             method,
             draft_pages,
             page_choice,
+            draft_refresh,
             gamma,
             // Weights and sizes do not depend on the method.
             weights: "checkpoint",
