@@ -15,6 +15,7 @@ pub mod logprob;
 pub mod penalty;
 pub mod plan;
 pub mod policy;
+pub mod promise;
 pub mod quantize;
 pub mod report;
 pub mod sample;

@@ -97,7 +97,8 @@ struct Choice {
 /// A way to draft: what it costs and yields.
 #[derive(Clone, Debug)]
 struct Candidate {
-    usable: bool,
+    /// Tokens in the time of a plain step that it can be hoped to emit; 0 where it cannot draft.
+    promise: f64,
     /// Seconds of one step.
     step: Timings,
     /// Accepted tokens per judged token.
@@ -113,7 +114,7 @@ impl Candidate {
     fn new() -> Candidate {
         // Four of five tokens is what 4-bit drafts reach at least on ordinary text.
         let (acceptance, margins) = (Ratio(4.0, 5.0), Ratio(2.0, 2.0 / MARGIN_SCALE));
-        Candidate { usable: true, step: Timings::default(), acceptance, margins, rounds: 0, last: 0 }
+        Candidate { promise: f64::INFINITY, step: Timings::default(), acceptance, margins, rounds: 0, last: 0 }
     }
 
     /// Short of 1, where the geometric sum has no closed form.
@@ -252,10 +253,21 @@ impl Policy {
         self.next.candidate
     }
 
-    /// Says which candidates can draft in the round under way. Candidate 0 always can.
-    pub fn observe_usable(&mut self, usable: impl Fn(usize) -> bool) {
-        self.candidates.iter_mut().enumerate().for_each(|(at, own)| own.usable = at == 0 || usable(at));
-        self.next.candidate *= usize::from(self.candidates[self.next.candidate].usable);
+    /// What is known of each candidate: seconds of its step by those of a plain one, and α. `None` before it drafted.
+    pub fn measured(&self) -> Vec<Option<(f64, f64)>> {
+        let plain = self.verify.seconds(self.batch);
+        let known = |own: &Candidate| {
+            Some((own.step.seconds / plain?, own.alpha())).filter(|_| own.rounds > 0 && own.step.seconds > 0.0)
+        };
+        self.candidates.iter().map(known).collect()
+    }
+
+    /// Says what candidates promise for the round under way: tokens in the time of a plain step, 0 where one cannot draft. Candidate 0 always can. The most
+    /// promising are tried first, and what promises less than the fastest choice emits is not tried.
+    pub fn observe_promises(&mut self, promises: &[f64]) {
+        self.candidates.iter_mut().zip(promises).for_each(|(own, &promise)| own.promise = promise);
+        self.candidates[0].promise = self.candidates[0].promise.max(f64::MIN_POSITIVE);
+        self.next.candidate *= usize::from(self.candidates[self.next.candidate].promise > 0.0);
     }
 
     /// The draft of a round took `seconds` for `steps` sequential steps.
@@ -350,7 +362,7 @@ impl Policy {
     fn choose(&mut self) -> Choice {
         let plain = Choice { gamma: self.max * usize::from(self.fixed), probe: false, ..self.next };
         let Some(plain_s) = self.verify.seconds(self.batch).filter(|_| self.max > 0) else { return plain };
-        let usable = || (0..self.candidates.len()).filter(|&index| self.candidates[index].usable);
+        let usable = || (0..self.candidates.len()).filter(|&index| self.candidates[index].promise > 0.0);
         let best = usable().filter_map(|index| self.best(index)).max_by(|a, b| a.1.total_cmp(&b.1));
         let work = best.filter(|best| self.fixed || best.1 * plain_s > 1.0 && self.ledger >= 0.0);
         let (fastest, rate) = work.map_or((plain, 1.0), |(choice, rate)| (choice, rate * plain_s));
@@ -360,14 +372,17 @@ impl Policy {
         let gamma = if self.fixed { self.max } else { fastest.gamma.clamp(1, PROBE_GAMMA).min(self.max) };
         let least = if drafts { CREDIT } else { CREDIT / EXPLORED as f64 };
         let is_new = |own: &Candidate| own.rounds < EXPLORED || !drafts && own.step.recent.is_empty();
-        let new = usable().filter(|&index| is_new(&self.candidates[index])).min_by_key(last);
+        let worth = || usable().filter(|&index| self.candidates[index].promise > rate);
+        let new = worth().filter(|&index| is_new(&self.candidates[index])).min_by(|a, b| {
+            self.candidates[*b].promise.total_cmp(&self.candidates[*a].promise).then(last(a).cmp(&last(b)))
+        });
         if let Some(candidate) = new.filter(|_| self.fixed || self.ledger >= least) {
             let few = (FIRST_ROWS / self.batch).clamp(2, PROBE_GAMMA) - 1;
             let first = if drafts || self.candidates[candidate].rounds > 0 { 1 } else { few }.max(gamma);
             let explore = Choice { gamma: first.min(self.max), candidate, probe: false };
             return if drafts && candidate == fastest.candidate { fastest } else { explore };
         }
-        let others = || usable().filter(|&index| !drafts || index != fastest.candidate);
+        let others = || worth().filter(|&index| !drafts || index != fastest.candidate);
         let (plain_idle, probe_plain) = (drafts && !self.fixed, Choice { gamma: 0, probe: true, ..fastest });
         let own = self.verify.0.get(&self.batch);
         let more = || self.verify.0.range(self.batch + 1..).map(|(_, more)| more.seconds);

@@ -3,6 +3,7 @@
 use proptest::array::uniform4;
 use proptest::prelude::*;
 use quantspec_core::policy::{Policy, Stop, expected_tokens};
+use quantspec_core::promise;
 use quantspec_core::sample::{Stream, uniform};
 use std::collections::HashSet;
 
@@ -584,7 +585,8 @@ impl Library {
         let (mut seconds, mut emitted, mut used) = (0.0, 0, vec![]);
         for round in 0.. {
             let visible = self.pages + emitted / self.growth;
-            policy.observe_usable(|index| READ[offered[index]] <= visible / 2);
+            let promise = |&index: &usize| if READ[index] <= visible / 2 { f64::INFINITY } else { 0.0 };
+            policy.observe_promises(&offered.iter().map(promise).collect::<Vec<_>>());
             let (gamma, candidate) = (policy.gamma(), offered[policy.candidate()]);
             assert!(policy.candidate() == 0 || READ[candidate] <= visible / 2, "{candidate} of {visible} pages");
             let draft = (self.weights + self.page * READ[candidate].min(visible) as f64) * gamma as f64;
@@ -686,7 +688,7 @@ fn fixed_gamma_still_chooses_a_candidate() {
     assert_eq!(policy.gamma(), 4);
     assert!(share_of_few(&used) > 0.9, "{}", share_of_few(&used));
     // A shorter text takes its place.
-    policy.observe_usable(|_| false);
+    policy.observe_promises(&[0.0; 4]);
     assert_eq!(policy.candidate(), 0);
 }
 
@@ -761,4 +763,136 @@ fn copies_have_a_par_and_are_in_the_ledger() {
         policy.observe_verify(13, 1.24);
     }
     assert_eq!(policy.gamma(), 0);
+}
+
+/// A way to draft on a machine: seconds of its step relative to a plain one, what it reads, and its acceptance.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    step: f64,
+    alpha: f64,
+    reads: promise::Way,
+    /// Selected pages need a context.
+    selects: bool,
+}
+
+/// Bytes of a model and a context, of which weights are the share `weights`, on a machine where a draft step over 4-bit weights takes `slow` times what
+/// their bytes take.
+#[derive(Clone, Copy, Debug)]
+struct Machine {
+    weights: f64,
+    slow: f64,
+    /// Acceptance of 4-bit weights, of the upper nibbles, and loss by 16 of 1,024 pages.
+    w4: f64,
+    kv4: f64,
+    loss: f64,
+    noise: f64,
+}
+
+const PAGES: usize = 1_024;
+
+impl Machine {
+    fn way(&self, w4: bool, kv4: bool, read: usize) -> Way {
+        let share = read.min(PAGES) as f64 / PAGES as f64;
+        let cache = (1.0 - self.weights) * share * if kv4 { 0.515 } else { 1.0 };
+        let weights = self.weights * if w4 { 0.27 } else { 1.0 };
+        let slow = if w4 { self.slow } else { 1.0 };
+        let loss = match read {
+            16 => self.loss,
+            64 => self.loss / 2.0,
+            256 => self.loss / 4.0,
+            _ => 0.0,
+        };
+        let alpha = if w4 { self.w4 } else { 1.0 } * if kv4 { self.kv4 } else { 1.0 } * (1.0 - loss);
+        let reads = promise::Way { bytes: weights + cache, draft_weights: w4 };
+        Way { step: weights * slow + cache, alpha: alpha.min(0.995), reads, selects: read < usize::MAX }
+    }
+
+    fn ways(&self) -> Vec<Way> {
+        let quantspec = [usize::MAX, 16, 64, 256].map(|read| self.way(true, true, read));
+        let kv4 = [usize::MAX, 64].map(|read| self.way(false, true, read));
+        let all = quantspec.into_iter().chain([self.way(true, false, usize::MAX)]).chain(kv4);
+        all.filter(|way| !way.selects || self.weights < 0.99).collect()
+    }
+
+    /// Plain steps that each of the first tokens and the later ones took.
+    fn pace(&self, mut policy: Policy, ways: &[Way], hopes: bool, seed: u64, first: usize, tokens: usize) -> [f64; 2] {
+        let world = World { seed, noise: self.noise, ..WORLD };
+        let reads: Vec<promise::Way> = ways.iter().map(|way| way.reads).collect();
+        let (mut emitted, mut seconds, mut parts) = (0, 0.0, [(0, 0.0); 2]);
+        for round in 0.. {
+            if hopes {
+                let promises = promise::promises(&reads, &policy.measured());
+                policy.observe_promises(&promises);
+            }
+            let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
+            let accepted = (0..gamma).take_while(|&i| world.uniform(round, i as u64) < way.alpha).count();
+            let (draft, verify) = (10.0 * way.step * gamma as f64, flat(gamma + 1));
+            if gamma > 0 {
+                policy.observe_draft(world.timed(draft, round, 0), gamma);
+                policy.observe_round(gamma, accepted);
+            }
+            policy.observe_verify(gamma + 1, world.timed(verify, round, 1));
+            seconds += (draft + verify) / 10.0;
+            emitted += accepted + 1;
+            if parts[0].0 == 0 && emitted >= first {
+                parts[0] = (emitted, seconds);
+            }
+            if emitted >= tokens {
+                parts[1] = (emitted - parts[0].0, seconds - parts[0].1);
+                break;
+            }
+        }
+        parts.map(|(tokens, seconds)| seconds / tokens as f64)
+    }
+}
+
+#[test]
+fn auto_sweep() {
+    let seeds = 12;
+    let mut worst = vec![];
+    for weights in [1.0, 0.8, 0.5, 0.2, 0.05] {
+        for slow in [1.0, 1.7, 5.0] {
+            for w4 in [0.7, 0.85, 0.95] {
+                for kv4 in [0.99, 0.95] {
+                    for loss in [0.0, 0.05, 0.3] {
+                        let machine = Machine { weights, slow, w4, kv4, loss, noise: 0.03 };
+                        let ways = machine.ways();
+                        let mean = |ways: &[Way], hopes: bool| -> [f64; 2] {
+                            let all: Vec<[f64; 2]> = (0..seeds)
+                                .map(|seed| {
+                                    machine.pace(
+                                        Policy::auto(12).with_candidates(ways.len()),
+                                        ways,
+                                        hopes,
+                                        seed,
+                                        256,
+                                        2_304,
+                                    )
+                                })
+                                .collect();
+                            [0, 1].map(|part| all.iter().map(|one| one[part]).sum::<f64>() / seeds as f64)
+                        };
+                        let singles: Vec<[f64; 2]> = ways.iter().map(|&way| mean(&[way], false)).collect();
+                        let pages = mean(&ways[..if weights > 0.99 { 1 } else { 4 }], false);
+                        let best =
+                            [0, 1].map(|part| singles.iter().chain([&pages]).map(|one| one[part]).fold(1.0, f64::min));
+                        let auto = mean(&ways, true);
+                        worst.push(([auto[0] / best[0], auto[1] / best[1]], auto, best, pages, machine));
+                    }
+                }
+            }
+        }
+    }
+    for part in 0..2 {
+        worst.sort_by(|a, b| b.0[part].total_cmp(&a.0[part]));
+        let mean: f64 = worst.iter().map(|one| one.0[part]).sum::<f64>() / worst.len() as f64;
+        println!(
+            "part {part} mean {mean}, median {} .9 {}",
+            worst[worst.len() / 2].0[part],
+            worst[worst.len() / 10].0[part]
+        );
+        for one in &worst[..14] {
+            println!("{:?} auto {:?} best {:?} pages {:?} {:?}", one.0, one.1, one.2, one.3, one.4);
+        }
+    }
 }

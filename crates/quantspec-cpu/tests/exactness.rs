@@ -110,17 +110,24 @@ impl Run {
     /// target reads both nibbles and γ is even it reads the upper ones, so that it errs as its own target, too.
     fn drafter(&self, model: &Path, target: &Options) -> Option<Box<dyn Drafter>> {
         let method = draft::Entry::named(self.method).expect("a method");
-        if !matches!(method.source, draft::Source::Checkpoint) {
-            return method.drafter(self.target, DraftWeights::Int4, &[self.pages]);
-        }
+        let takes_second = matches!(method.source, draft::Source::Checkpoint | draft::Source::Several);
+        let second = takes_second.then(|| self.second(model, target));
+        method.drafter(self.target, DraftWeights::Int4, &self.pages(), second)
+    }
+
+    /// `auto` chooses among pages, too.
+    fn pages(&self) -> Vec<Pages> {
+        std::iter::once(self.pages).chain((self.method == "auto").then_some(Pages::Best(2))).collect()
+    }
+
+    fn second(&self, model: &Path, target: &Options) -> Box<dyn Drafter> {
         let options = Options { step_rows: target.slots.max(draft::CATCH_UP_ROWS), ..target.clone() };
         let [own, demo] = [model, &root().join("python/quantspec_cli/demo")]
             .map(|model| Checkpoint::open(model).expect("second checkpoint"));
         let second = if own.config().vocab == demo.config().vocab { demo } else { own };
         let backend = CpuBackend::load(&second, &options, Hooks::default()).expect("second backend");
         let view = if self.target == View::Both && self.gamma.is_multiple_of(2) { View::Upper } else { self.target };
-        let model = DraftModel::new(backend, view, &[self.pages], target.capacity, BLOCK_ROWS);
-        Some(method.with(Box::new(model)))
+        Box::new(DraftModel::new(backend, view, &[self.pages], target.capacity, BLOCK_ROWS))
     }
 
     /// Emitted tokens of every prompt, decoded as one batch.
@@ -191,6 +198,8 @@ impl Run {
         while round(&mut engine, &mut texts, new_tokens) {}
         if self.method != "ar" && self.gamma > 0 {
             let stats = engine.stats();
+            let tried = stats.by_method().keys().filter(|name| !["ar", "ngram"].contains(name)).count();
+            assert!(self.method != "auto" || self.auto || tried > 2, "{:?}", stats.by_method());
             assert!(stats.drafted_tokens() > 0, "nothing was drafted: the comparison would be empty");
         }
         texts.into_iter().enumerate().map(|(slot, text)| (text, engine.take_logprobs(slot).expect("told"))).collect()
@@ -330,6 +339,7 @@ fn combinations() -> Vec<(Run, usize)> {
         [("quantspec", 1, 1), ("quantspec", 1, 2), ("quantspec", 3, 2), ("ngram", 1, 2), ("ngram", 3, 1)]
             .into_iter()
             .chain([("window", 1, 2), ("quantspec+ngram", 1, 2), ("quantspec+ngram", 3, 2), ("draft-model", 1, 2)])
+            .chain([("auto", 1, 2), ("auto", 3, 2)])
     {
         all.push((Run { auto: true, ..Run::new(method, Pages::All, 12, threads) }, batch));
     }
@@ -343,6 +353,9 @@ fn combinations() -> Vec<(Run, usize)> {
         ("draft-model", Pages::Window(2), 16, 1),
         ("draft-model", Pages::Best(3), 4, 3),
         ("draft-model+ngram", Pages::All, 7, 3),
+        ("auto", Pages::All, 1, 8),
+        ("auto", Pages::Best(3), 5, 1),
+        ("auto", Pages::All, 12, 3),
     ] {
         all.push((Run::new(name, pages, gamma, 2), batch));
     }
@@ -443,7 +456,7 @@ fn every_target_view_and_rounding_is_exact() {
     for target in [View::Full, View::Both, View::Upper] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
-            for method in ["quantspec", "kv4", "w4", "window", "ngram", "w4+ngram"] {
+            for method in ["quantspec", "kv4", "w4", "window", "ngram", "w4+ngram", "auto"] {
                 let run = Run { target, rounding, ..Run::new(method, Pages::All, 5, 2) };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
