@@ -631,7 +631,7 @@ class Engine:
             draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto": as measured cost and acceptance say.
                 None is the method's default.
             page_choice: with a number of pages, the "best" ones (None, too) or the recent ones ("window").
-            draft_model: with method "draft-model", a directory, a GGUF file or a hub id of the same tokenizer.
+            draft_model: with methods "draft-model" and "auto", a directory, a GGUF file or a hub id of the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
             prompt_cache: what prompts have in common is read once. True keeps them in memory, up to an eighth of what is free
                 beside the engine; a folder keeps them there, for other processes, too; False keeps none. None is True on a

@@ -29,6 +29,7 @@ class Method(NamedTuple):
         draft_view: the view of the target's cache that it reads, "target" for the target's own; None for none.
         window: pages that it reads unless told otherwise, if these are always the first and the recent ones.
         draft_model: whether another checkpoint drafts; views and pages are those of its own cache.
+        chooses: whether it changes between several of the others while it decodes, a draft model among them where one is given.
     """
 
     about: str
@@ -37,10 +38,17 @@ class Method(NamedTuple):
     draft_view: str | None = None
     window: int | None = None
     draft_model: bool = False
+    chooses: bool = False
+
+    @property
+    def pages(self) -> int | Literal["all", "auto"]:
+        """Pages that a draft reads unless told otherwise."""
+        return self.window or ("auto" if self.chooses else "all")
 
 
 # The engine's registry (`_native.methods()`), repeated because --help loads no native code.
 METHODS = {
+    "auto": Method("whichever is fastest", draft_weights=True, draft_view="int4", chooses=True),
     "quantspec": Method("4-bit weights and cache", draft_weights=True, draft_view="int4"),
     "kv4": Method("4-bit cache", draft_view="int4"),
     "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
@@ -54,7 +62,7 @@ WEIGHTS = ("checkpoint", "int8", "int4", "auto")
 COMBINED = {
     f"{name}+ngram": method._replace(about=f"{name} or earlier text")
     for name, method in METHODS.items()
-    if method.draft_view
+    if method.draft_view and not method.chooses
 }
 METHODS |= COMBINED
 KV_TARGETS = ("int8", "fp16", "int4")
@@ -128,7 +136,7 @@ class EngineOptions:
                 "name a checkpoint of the same tokenizer with --draft-model",
                 option="draft_model",
             )
-        if not method.draft_model:
+        if not method.draft_model and not method.chooses:
             reasons["draft_model"] = (None, "reads no draft model")
         if not method.drafts and self.gamma != 0:
             reasons["gamma"] = ("auto", "drafts nothing")
@@ -158,7 +166,7 @@ class EngineOptions:
     @property
     def pages_of_draft(self) -> int | Literal["all", "auto"]:
         """How many pages a draft reads, as reports say it."""
-        return self.draft_pages or METHODS[self.method].window or "all"
+        return self.draft_pages or METHODS[self.method].pages
 
     @property
     def choice_of_pages(self) -> str:
@@ -167,6 +175,7 @@ class EngineOptions:
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""
+        pages = self.pages_of_draft if METHODS[self.method].chooses else self.draft_pages
         return {
             "device": self.device,
             "threads": self.threads,
@@ -175,7 +184,7 @@ class EngineOptions:
             "kv_target": self.kv_target,
             "kv_rounding": self.kv_rounding,
             "draft_weights": self.draft_weights,
-            "draft_pages": None if self.draft_pages == "all" else self.draft_pages,
+            "draft_pages": None if pages == "all" else pages,
             "page_choice": self.choice_of_pages,
             "accept": self.accept,
             "gamma": None if self.gamma == "auto" else self.gamma,
@@ -390,7 +399,7 @@ def draft_model_flag(command: Command) -> Command:
     return click.option(
         "--draft-model",
         metavar="DIR|FILE|HUB_ID",
-        help="Of method draft-model: the checkpoint that drafts, of the same tokenizer.",
+        help="Of methods draft-model and auto: a checkpoint that drafts, of the same tokenizer.",
     )(command)
 
 
@@ -435,7 +444,7 @@ def engine_flags(command: Command) -> Command:
             metavar="N|all|auto",
             default=None,
             help="Pages of 128 tokens a draft reads per KV head; auto chooses them together with gamma.  "
-            f"[default: all; {METHODS['window'].window} with window]",
+            f"[default: all; {METHODS['window'].pages} with window, auto with auto]",
         ),
         page_choice_flag,
         draft_model_flag,

@@ -19,6 +19,7 @@ pub mod promise;
 pub mod quantize;
 pub mod report;
 pub mod sample;
+pub mod stop;
 pub mod verify;
 pub mod weights;
 

@@ -2,9 +2,10 @@
 
 use proptest::array::uniform4;
 use proptest::prelude::*;
-use quantspec_core::policy::{Policy, Stop, expected_tokens};
-use quantspec_core::promise;
+use quantspec_core::policy::Policy;
+use quantspec_core::promise::{self, expected_tokens};
 use quantspec_core::sample::{Stream, uniform};
+use quantspec_core::stop::Stop;
 use std::collections::HashSet;
 
 /// Acceptance of drafted tokens, by the tokens emitted so far.
@@ -765,119 +766,106 @@ fn copies_have_a_par_and_are_in_the_ledger() {
     assert_eq!(policy.gamma(), 0);
 }
 
-/// A way to draft on a machine: seconds of its step relative to a plain one, what it reads, and its acceptance.
+/// A way to draft: time of its step relative to a plain one, acceptance, and what is known of it before it is tried.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     step: f64,
     alpha: f64,
-    reads: promise::Way,
-    /// Selected pages need a context.
-    selects: bool,
+    known: promise::Way,
 }
 
-/// Bytes of a model and a context, of which weights are the share `weights`, on a machine where a draft step over 4-bit weights takes `slow` times what
-/// their bytes take.
+/// A model, a context of 1,024 pages and a machine that `--method auto` meets. Costs are in plain steps.
 #[derive(Clone, Copy, Debug)]
-struct Machine {
+struct Scene {
+    /// Bytes of the weights, relative to those of weights and cache.
     weights: f64,
+    /// A step over 4-bit weights takes so many times what their bytes take.
     slow: f64,
-    /// Acceptance of 4-bit weights, of the upper nibbles, and loss by 16 of 1,024 pages.
+    /// Acceptance by 4-bit weights and by the upper nibbles, and what is lost of it by reading 16 pages.
     w4: f64,
     kv4: f64,
     loss: f64,
-    noise: f64,
 }
 
-const PAGES: usize = 1_024;
-
-impl Machine {
+impl Scene {
     fn way(&self, w4: bool, kv4: bool, read: usize) -> Way {
-        let share = read.min(PAGES) as f64 / PAGES as f64;
+        let share = read.min(1_024) as f64 / 1_024.0;
         let cache = (1.0 - self.weights) * share * if kv4 { 0.515 } else { 1.0 };
-        let weights = self.weights * if w4 { 0.27 } else { 1.0 };
-        let slow = if w4 { self.slow } else { 1.0 };
-        let loss = match read {
-            16 => self.loss,
-            64 => self.loss / 2.0,
-            256 => self.loss / 4.0,
-            _ => 0.0,
-        };
-        let alpha = if w4 { self.w4 } else { 1.0 } * if kv4 { self.kv4 } else { 1.0 } * (1.0 - loss);
-        let reads = promise::Way { bytes: weights + cache, draft_weights: w4 };
-        Way { step: weights * slow + cache, alpha: alpha.min(0.995), reads, selects: read < usize::MAX }
+        let (weights, slow) = if w4 { (0.27 * self.weights, self.slow) } else { (self.weights, 1.0) };
+        let kept = 1.0 - self.loss * if read < 1_024 { 4.0 / (read as f64).sqrt() } else { 0.0 };
+        let alpha = kept * if w4 { self.w4 } else { 1.0 } * if kv4 { self.kv4 } else { 1.0 };
+        let hoped = if w4 { 0.95 } else { 0.99 };
+        let known = promise::Way { bytes: weights + cache, alpha: hoped, weights: usize::from(w4) };
+        Way { step: weights * slow + cache, alpha: alpha.min(0.995), known }
     }
 
-    fn ways(&self) -> Vec<Way> {
-        let quantspec = [usize::MAX, 16, 64, 256].map(|read| self.way(true, true, read));
-        let kv4 = [usize::MAX, 64].map(|read| self.way(false, true, read));
-        let all = quantspec.into_iter().chain([self.way(true, false, usize::MAX)]).chain(kv4);
-        all.filter(|way| !way.selects || self.weights < 0.99).collect()
+    /// What a user can ask for by name: each method with each choice of pages, and with that by measurement.
+    fn methods(&self) -> [Vec<Way>; 3] {
+        // Without a cache there are no pages to choose.
+        let reads = if self.weights < 1.0 { &READ[..] } else { &READ[..1] };
+        let over = |w4| reads.iter().map(move |&read| self.way(w4, true, read)).collect();
+        [over(true), over(false), vec![self.way(true, false, usize::MAX)]]
     }
 
-    /// Plain steps that each of the first tokens and the later ones took.
-    fn pace(&self, mut policy: Policy, ways: &[Way], hopes: bool, seed: u64, first: usize, tokens: usize) -> [f64; 2] {
-        let world = World { seed, noise: self.noise, ..WORLD };
-        let reads: Vec<promise::Way> = ways.iter().map(|way| way.reads).collect();
-        let (mut emitted, mut seconds, mut parts) = (0, 0.0, [(0, 0.0); 2]);
-        for round in 0.. {
-            if hopes {
-                let promises = promise::promises(&reads, &policy.measured());
-                policy.observe_promises(&promises);
+    /// Time per token of the first `first` tokens, and of those from there to `tokens`, each the mean of `seeds` texts. `auto`: promises are known.
+    fn paces(&self, ways: &[Way], auto: bool, [first, tokens]: [usize; 2], seeds: u64) -> [f64; 2] {
+        let mut sums = [0.0; 2];
+        for seed in 0..seeds {
+            let (world, mut policy) = (World { seed, ..WORLD }, Policy::auto(12).with_candidates(ways.len()));
+            let known: Vec<promise::Way> = ways.iter().map(|way| way.known).collect();
+            let (mut emitted, mut time, mut at_first) = (0, 0.0, None);
+            for round in 0.. {
+                if auto {
+                    policy.observe_promises(&promise::promises(&known, &policy.measured()));
+                }
+                let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
+                let accepted = (0..gamma).take_while(|&i| world.uniform(round, i as u64) < way.alpha).count();
+                let (draft, verify) = (way.step * gamma as f64, flat(gamma + 1) / 10.0);
+                if gamma > 0 {
+                    policy.observe_draft(world.timed(draft, round, 0), gamma);
+                    policy.observe_round(gamma, accepted);
+                }
+                policy.observe_verify(gamma + 1, world.timed(verify, round, 1));
+                (time, emitted) = (time + draft + verify, emitted + accepted + 1);
+                if emitted >= first && at_first.is_none() {
+                    at_first = Some((emitted, time));
+                }
+                if emitted >= tokens {
+                    break;
+                }
             }
-            let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
-            let accepted = (0..gamma).take_while(|&i| world.uniform(round, i as u64) < way.alpha).count();
-            let (draft, verify) = (10.0 * way.step * gamma as f64, flat(gamma + 1));
-            if gamma > 0 {
-                policy.observe_draft(world.timed(draft, round, 0), gamma);
-                policy.observe_round(gamma, accepted);
-            }
-            policy.observe_verify(gamma + 1, world.timed(verify, round, 1));
-            seconds += (draft + verify) / 10.0;
-            emitted += accepted + 1;
-            if parts[0].0 == 0 && emitted >= first {
-                parts[0] = (emitted, seconds);
-            }
-            if emitted >= tokens {
-                parts[1] = (emitted - parts[0].0, seconds - parts[0].1);
-                break;
-            }
+            let (tokens_of_first, time_of_first) = at_first.expect("more tokens follow");
+            sums[0] += time_of_first / tokens_of_first as f64;
+            sums[1] += (time - time_of_first) / (emitted - tokens_of_first) as f64;
         }
-        parts.map(|(tokens, seconds)| seconds / tokens as f64)
+        sums.map(|sum| sum / seeds as f64)
+    }
+
+    /// Time per token of `auto` relative to the fastest method, of the first 256 tokens and of the next 2,048.
+    fn shares(&self, seeds: u64) -> [f64; 2] {
+        let methods = self.methods();
+        let rate = |way: &Way| {
+            let of = |gamma| expected_tokens(way.alpha, gamma) / (way.step * gamma as f64 + flat(gamma + 1) / 10.0);
+            (1..=12).map(of).fold(0.0, f64::max)
+        };
+        let fastest = methods.iter().flatten().max_by(|a, b| rate(a).total_cmp(&rate(b))).expect("a method");
+        let fixed = [self.paces(&[*fastest], false, [256, 2_304], seeds)];
+        let auto = self.paces(&methods.concat(), true, [256, 2_304], seeds);
+        // Plain decoding takes 1.
+        [0, 1].map(|part| auto[part] / fixed.iter().map(|one| one[part]).fold(1.0, f64::min))
     }
 }
 
 #[test]
 fn auto_sweep() {
-    let seeds = 12;
     let mut worst = vec![];
     for weights in [1.0, 0.8, 0.5, 0.2, 0.05] {
         for slow in [1.0, 1.7, 5.0] {
             for w4 in [0.7, 0.85, 0.95] {
                 for kv4 in [0.99, 0.95] {
                     for loss in [0.0, 0.05, 0.3] {
-                        let machine = Machine { weights, slow, w4, kv4, loss, noise: 0.03 };
-                        let ways = machine.ways();
-                        let mean = |ways: &[Way], hopes: bool| -> [f64; 2] {
-                            let all: Vec<[f64; 2]> = (0..seeds)
-                                .map(|seed| {
-                                    machine.pace(
-                                        Policy::auto(12).with_candidates(ways.len()),
-                                        ways,
-                                        hopes,
-                                        seed,
-                                        256,
-                                        2_304,
-                                    )
-                                })
-                                .collect();
-                            [0, 1].map(|part| all.iter().map(|one| one[part]).sum::<f64>() / seeds as f64)
-                        };
-                        let singles: Vec<[f64; 2]> = ways.iter().map(|&way| mean(&[way], false)).collect();
-                        let pages = mean(&ways[..if weights > 0.99 { 1 } else { 4 }], false);
-                        let best =
-                            [0, 1].map(|part| singles.iter().chain([&pages]).map(|one| one[part]).fold(1.0, f64::min));
-                        let auto = mean(&ways, true);
-                        worst.push(([auto[0] / best[0], auto[1] / best[1]], auto, best, pages, machine));
+                        let scene = Scene { weights, slow, w4, kv4, loss };
+                        worst.push((scene.shares(12), scene));
                     }
                 }
             }
@@ -891,8 +879,50 @@ fn auto_sweep() {
             worst[worst.len() / 2].0[part],
             worst[worst.len() / 10].0[part]
         );
-        for one in &worst[..14] {
-            println!("{:?} auto {:?} best {:?} pages {:?} {:?}", one.0, one.1, one.2, one.3, one.4);
+        for one in &worst[..20] {
+            println!("{:?}", one);
+        }
+    }
+}
+
+#[test]
+fn auto_debug() {
+    for scene in [
+        Scene { weights: 0.2, slow: 1.0, w4: 0.85, kv4: 0.99, loss: 0.3 },
+        Scene { weights: 0.05, slow: 1.7, w4: 0.95, kv4: 0.99, loss: 0.0 },
+        Scene { weights: 0.2, slow: 1.7, w4: 0.85, kv4: 0.99, loss: 0.05 },
+    ] {
+        let ways = scene.methods().concat();
+        let rate = |way: &Way| {
+            let of = |gamma| expected_tokens(way.alpha, gamma) / (way.step * gamma as f64 + flat(gamma + 1) / 10.0);
+            (1..=12).map(of).fold(0.0, f64::max)
+        };
+        println!("{scene:?} rates {:.2?}", ways.iter().map(rate).collect::<Vec<_>>());
+        let known: Vec<promise::Way> = ways.iter().map(|way| way.known).collect();
+        for seed in 0..6 {
+            let (world, mut policy) = (World { seed, ..WORLD }, Policy::auto(12).with_candidates(ways.len()));
+            let (mut emitted, mut used, mut early) = (0, vec![0; ways.len() + 1], vec![0; ways.len() + 1]);
+            for round in 0.. {
+                policy.observe_promises(&promise::promises(&known, &policy.measured()));
+                let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
+                let accepted = (0..gamma).take_while(|&i| world.uniform(round, i as u64) < way.alpha).count();
+                let (draft, verify) = (way.step * gamma as f64, flat(gamma + 1) / 10.0);
+                let used = if emitted < 256 { &mut early } else { &mut used };
+                used[if gamma > 0 { policy.candidate() } else { ways.len() }] += 1;
+                if gamma > 0 {
+                    policy.observe_draft(world.timed(draft, round, 0), gamma);
+                    policy.observe_round(gamma, accepted);
+                }
+                policy.observe_verify(gamma + 1, world.timed(verify, round, 1));
+                emitted += accepted + 1;
+                if emitted >= 2304 {
+                    break;
+                }
+            }
+            println!(
+                "  early {early:?} late {used:?} end {:.2?}",
+                policy.measured().iter().map(|m| m.map(|m| m.1)).collect::<Vec<_>>()
+            );
         }
     }
 }

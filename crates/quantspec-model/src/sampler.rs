@@ -3,8 +3,8 @@
 use crate::network::{DraftPlan, Step};
 use quantspec_core::Result;
 use quantspec_core::penalty::History;
-use quantspec_core::policy::Stop;
 use quantspec_core::sample::Sampler;
+use quantspec_core::stop::Stop;
 use quantspec_core::verify::{DraftDistribution, Verdict};
 use std::sync::Arc;
 

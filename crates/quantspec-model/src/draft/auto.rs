@@ -70,6 +70,12 @@ impl Drafter for Auto {
 
     fn promises(&self, outlook: &Outlook, measured: &[Option<(f64, f64)>]) -> Vec<f64> {
         let mut usable = self.own.promises(outlook, measured);
+        if outlook.longest() == 0 {
+            // No page is visible, and all views are one: the first plan is enough of them.
+            (usable.iter_mut().zip(&self.own.0))
+                .filter(|(_, plan)| plan.view != View::Upper)
+                .for_each(|(promise, _)| *promise = 0.0);
+        }
         let plain = outlook.step_bytes(Weights::Full, outlook.target, Pages::All);
         let own = |plan: &DraftPlan| {
             let weights = usize::from(plan.weights == Weights::Full);
@@ -185,8 +191,9 @@ mod tests {
         let promises = |visible: &[usize]| auto.promises(&outlook(visible), &[None; 7]);
         // Without a cache its views are one, and the target's weights save nothing.
         let short = promises(&[0]);
-        assert_eq!(short[0], short[3]);
-        assert!(short[4] < 1.01 && short[0] > 2.0, "{short:?}");
+        assert!(short[3] == 0.0 && short[4] < 1.01 && short[0] > 2.0, "{short:?}");
+        let some = promises(&[10]);
+        assert!(some[3] > 2.0 && some[3] < some[0], "{some:?}");
         assert_eq!([short[1], short[2]], [0.0; 2], "no pages to leave out");
         // Selected pages of a long context, and 4-bit weights before those of the target.
         let long = promises(&[1_000]);
