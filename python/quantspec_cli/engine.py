@@ -41,8 +41,22 @@ DEFAULT_CONTEXT = 32_768
 CHEAP_CHARACTERS = 100_000
 
 
-class Statistics(TypedDict):
-    """What an engine did and holds; times in seconds, rates None where nothing was drafted."""
+class MethodStatistics(TypedDict):
+    """What one method did where several are chosen from; rates None where it drafted nothing."""
+
+    rounds: int
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_rate: float | None
+    draft_pages_mean: float | None
+
+
+class _OfMethods(TypedDict, total=False):
+    by_method: dict[str, MethodStatistics]
+
+
+class Statistics(_OfMethods):
+    """What an engine did and holds; times in seconds, rates None where nothing was drafted. `by_method` is there with method auto, once it decoded."""
 
     load_s: float
     prefill_s: float

@@ -9,9 +9,8 @@ use crate::promise::expected_tokens;
 use crate::stop::Stop;
 use std::collections::BTreeMap;
 
-/// Share of the time that may be lost against plain decoding, and again by probes; and by probes against the fastest choice where that drafts.
+/// Share of the time that may be lost against plain decoding, and again by probes against the fastest choice.
 const SHARE: f64 = 0.005;
-const PROBES: f64 = 0.01;
 /// Plain steps that the ledger lends at first. Its bounds: a text that turns bad falls back soon, and one wild measurement does not end drafting for good.
 const CREDIT: f64 = 2.5;
 const LEDGER: (f64, f64) = (-6.0, 12.0);
@@ -220,10 +219,8 @@ impl Policy {
     /// What is known of each candidate: seconds of its step by those of a plain one, and α. `None` before it drafted.
     pub fn measured(&self) -> Vec<Option<(f64, f64)>> {
         let plain = self.verify.seconds(self.batch);
-        let known = |own: &Candidate| {
-            Some((own.step.seconds / plain?, own.alpha())).filter(|_| own.rounds > 0 && own.step.seconds > 0.0)
-        };
-        self.candidates.iter().map(known).collect()
+        let known = |own: &Candidate| Some(own.step.seconds / plain?).filter(|&step| own.rounds > 0 && step > 0.0);
+        self.candidates.iter().map(|own| Some((known(own)?, own.alpha()))).collect()
     }
 
     /// Says what candidates promise for the round under way: tokens in the time of a plain step, 0 where one cannot draft. Candidate 0 always can. The most
@@ -313,14 +310,15 @@ impl Policy {
         let cost = (candidate.step.seconds * self.steps as f64 + verify) / plain;
         let tokens = 1.0 + self.accepted as f64 / self.batch as f64;
         // First timings may be slow by chance: together they overdraw nothing.
-        let first = self.candidates.iter().map(|own| own.rounds).sum::<usize>() <= EXPLORED;
+        let first = self.candidates.iter().map(|own| own.rounds).sum::<usize>() <= candidate.rounds.min(EXPLORED);
         let least = if first { -CREDIT / EXPLORED as f64 } else { f64::NEG_INFINITY };
         // A plain step that is slow because of the draft before it is lost by drafting.
         let cold = if self.cold { (seconds / plain - 1.0).clamp(0.0, 1.0) } else { 0.0 };
         let won = if self.steps > 0 || self.drafted > 0 { (tokens - cost).max(least) } else { 0.0 };
         let missed = if self.next.probe && !self.only_copied() { (tokens / self.rate - cost).max(least) } else { 0.0 };
         self.ledger = (self.ledger + SHARE * cost + won - cold).clamp(LEDGER.0, LEDGER.1);
-        let share = if self.rate > 1.0 { PROBES } else { SHARE };
+        // Where drafts pay, more candidates are worth more probes.
+        let share = SHARE * if self.rate > 1.0 { (self.candidates.len() as f64).sqrt() } else { 1.0 };
         self.probing = (self.probing + share * cost + missed - cold).clamp(LEDGER.0, 2.0 * PROBE);
     }
 
@@ -376,9 +374,8 @@ impl Policy {
         let gammas = if self.fixed { self.max..=self.max } else { 1..=self.max.min(2 * longest - 1) };
         let alpha = self.candidates[candidate].alpha();
         let rate = |gamma| Some(expected_tokens(alpha, gamma) / self.round_s(candidate, gamma)?);
-        gammas
-            .filter_map(|gamma| Some((Choice { gamma, candidate, probe: false }, rate(gamma)?)))
-            .max_by(|a, b| a.1.total_cmp(&b.1))
+        let choices = gammas.filter_map(|gamma| Some((Choice { gamma, candidate, probe: false }, rate(gamma)?)));
+        choices.max_by(|a, b| a.1.total_cmp(&b.1))
     }
 
     fn round_s(&self, candidate: usize, gamma: usize) -> Option<f64> {

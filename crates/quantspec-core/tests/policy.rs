@@ -586,8 +586,9 @@ impl Library {
         let (mut seconds, mut emitted, mut used) = (0.0, 0, vec![]);
         for round in 0.. {
             let visible = self.pages + emitted / self.growth;
-            let promise = |&index: &usize| if READ[index] <= visible / 2 { f64::INFINITY } else { 0.0 };
-            policy.observe_promises(&offered.iter().map(promise).collect::<Vec<_>>());
+            let usable = |index: usize| index == 0 || READ[offered[index]] <= visible / 2;
+            let promise = |index| if usable(index) { f64::INFINITY } else { 0.0 };
+            policy.observe_promises(&(0..offered.len()).map(promise).collect::<Vec<_>>());
             let (gamma, candidate) = (policy.gamma(), offered[policy.candidate()]);
             assert!(policy.candidate() == 0 || READ[candidate] <= visible / 2, "{candidate} of {visible} pages");
             let draft = (self.weights + self.page * READ[candidate].min(visible) as f64) * gamma as f64;
@@ -807,41 +808,48 @@ impl Scene {
         [over(true), over(false), vec![self.way(true, false, usize::MAX)]]
     }
 
-    /// Time per token of the first `first` tokens, and of those from there to `tokens`, each the mean of `seeds` texts. `auto`: promises are known.
-    fn paces(&self, ways: &[Way], auto: bool, [first, tokens]: [usize; 2], seeds: u64) -> [f64; 2] {
+    /// Tokens and time of the first `first` tokens, and of those from there to `tokens`. `auto`: promises are known.
+    fn run(
+        &self,
+        ways: &[Way],
+        auto: bool,
+        verify: fn(usize) -> f64,
+        seed: u64,
+        [first, tokens]: [usize; 2],
+    ) -> [(usize, f64); 2] {
+        let (world, mut policy) = (World { seed, ..WORLD }, Policy::auto(12).with_candidates(ways.len()));
+        let known: Vec<promise::Way> = ways.iter().map(|way| way.known).collect();
+        let (mut parts, mut round) = ([(0, 0.0); 2], 0);
+        while parts[0].0 + parts[1].0 < tokens {
+            if auto {
+                policy.observe_promises(&promise::promises(&known, &policy.measured()));
+            }
+            let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
+            let accepted = (0..gamma).take_while(|&i| world.uniform(round, i as u64) < way.alpha).count();
+            let (draft, verify) = (way.step * gamma as f64, verify(gamma + 1) / 10.0);
+            if gamma > 0 {
+                policy.observe_draft(world.timed(draft, round, 0), gamma);
+                policy.observe_round(gamma, accepted);
+            }
+            policy.observe_verify(gamma + 1, world.timed(verify, round, 1));
+            let part = &mut parts[usize::from(parts[0].0 >= first)];
+            *part = (part.0 + accepted + 1, part.1 + draft + verify);
+            round += 1;
+        }
+        parts
+    }
+
+    /// Time per token of the first 256 tokens, and of the next 2,048, each the mean of `seeds` texts.
+    fn paces(&self, ways: &[Way], auto: bool, seeds: u64) -> [f64; 2] {
         let mut sums = [0.0; 2];
         for seed in 0..seeds {
-            let (world, mut policy) = (World { seed, ..WORLD }, Policy::auto(12).with_candidates(ways.len()));
-            let known: Vec<promise::Way> = ways.iter().map(|way| way.known).collect();
-            let (mut emitted, mut time, mut at_first) = (0, 0.0, None);
-            for round in 0.. {
-                if auto {
-                    policy.observe_promises(&promise::promises(&known, &policy.measured()));
-                }
-                let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
-                let accepted = (0..gamma).take_while(|&i| world.uniform(round, i as u64) < way.alpha).count();
-                let (draft, verify) = (way.step * gamma as f64, flat(gamma + 1) / 10.0);
-                if gamma > 0 {
-                    policy.observe_draft(world.timed(draft, round, 0), gamma);
-                    policy.observe_round(gamma, accepted);
-                }
-                policy.observe_verify(gamma + 1, world.timed(verify, round, 1));
-                (time, emitted) = (time + draft + verify, emitted + accepted + 1);
-                if emitted >= first && at_first.is_none() {
-                    at_first = Some((emitted, time));
-                }
-                if emitted >= tokens {
-                    break;
-                }
-            }
-            let (tokens_of_first, time_of_first) = at_first.expect("more tokens follow");
-            sums[0] += time_of_first / tokens_of_first as f64;
-            sums[1] += (time - time_of_first) / (emitted - tokens_of_first) as f64;
+            let parts = self.run(ways, auto, flat, seed, [256, 2_304]);
+            sums = [0, 1].map(|part| sums[part] + parts[part].1 / parts[part].0 as f64);
         }
         sums.map(|sum| sum / seeds as f64)
     }
 
-    /// Time per token of `auto` relative to the fastest method, of the first 256 tokens and of the next 2,048.
+    /// Time per token of `auto` relative to the fastest way alone, or plain decoding, of the first 256 tokens and of the next 2,048.
     fn shares(&self, seeds: u64) -> [f64; 2] {
         let methods = self.methods();
         let rate = |way: &Way| {
@@ -849,80 +857,68 @@ impl Scene {
             (1..=12).map(of).fold(0.0, f64::max)
         };
         let fastest = methods.iter().flatten().max_by(|a, b| rate(a).total_cmp(&rate(b))).expect("a method");
-        let fixed = [self.paces(&[*fastest], false, [256, 2_304], seeds)];
-        let auto = self.paces(&methods.concat(), true, [256, 2_304], seeds);
-        // Plain decoding takes 1.
-        [0, 1].map(|part| auto[part] / fixed.iter().map(|one| one[part]).fold(1.0, f64::min))
+        let (fixed, auto) = (self.paces(&[*fastest], false, seeds), self.paces(&methods.concat(), true, seeds));
+        [0, 1].map(|part| auto[part] / fixed[part].min(1.0))
     }
 }
 
-#[test]
-fn auto_sweep() {
-    let mut worst = vec![];
+/// Models from hard to easy ones in 4 bits, contexts from none to those that outweigh the weights, and machines on which 4-bit weights take what their bytes take,
+/// a little more, and more than the target's.
+fn scenes() -> Vec<Scene> {
+    let mut all = vec![];
     for weights in [1.0, 0.8, 0.5, 0.2, 0.05] {
         for slow in [1.0, 1.7, 5.0] {
-            for w4 in [0.7, 0.85, 0.95] {
-                for kv4 in [0.99, 0.95] {
-                    for loss in [0.0, 0.05, 0.3] {
-                        let scene = Scene { weights, slow, w4, kv4, loss };
-                        worst.push((scene.shares(12), scene));
-                    }
-                }
+            for (w4, kv4) in [(0.7, 0.95), (0.85, 0.99), (0.95, 0.99)] {
+                all.extend([0.0, 0.05, 0.3].map(|loss| Scene { weights, slow, w4, kv4, loss }));
             }
         }
     }
-    for part in 0..2 {
-        worst.sort_by(|a, b| b.0[part].total_cmp(&a.0[part]));
-        let mean: f64 = worst.iter().map(|one| one.0[part]).sum::<f64>() / worst.len() as f64;
-        println!(
-            "part {part} mean {mean}, median {} .9 {}",
-            worst[worst.len() / 2].0[part],
-            worst[worst.len() / 10].0[part]
-        );
-        for one in &worst[..20] {
-            println!("{:?}", one);
+    all
+}
+
+#[test]
+fn several_methods_come_close_to_the_fastest() {
+    let mut late: Vec<(f64, Scene)> = scenes().into_iter().map(|scene| (scene.shares(12)[1], scene)).collect();
+    late.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mean = late.iter().map(|scene| scene.0).sum::<f64>() / late.len() as f64;
+    let (of_ten, worst) = (late[late.len() * 9 / 10], late[late.len() - 1]);
+    assert!(mean < 1.00 && of_ten.0 < 1.04 && worst.0 < 1.08, "{mean} {of_ten:?} {worst:?}");
+}
+
+#[test]
+fn several_methods_lose_little_where_none_pays() {
+    for (slow, verify) in [(5.0, flat as fn(usize) -> f64), (1.0, linear), (5.0, cliff)] {
+        for (w4, kv4) in [(0.0, 0.0), (0.3, 0.3), (0.6, 0.6), (0.9, 0.3)] {
+            let scene = Scene { weights: 0.9, slow, w4, kv4, loss: 0.0 };
+            let ways = scene.methods().concat();
+            for seed in 0..6 {
+                let run = scene.run(&ways, true, verify, seed, [1, 1_500]);
+                let share =
+                    run.iter().map(|part| part.1).sum::<f64>() / run.iter().map(|part| part.0).sum::<usize>() as f64;
+                assert!(share < 1.02, "{share} of plain decoding's time: {scene:?}, seed {seed}");
+            }
         }
     }
 }
 
 #[test]
-fn auto_debug() {
-    for scene in [
-        Scene { weights: 0.2, slow: 1.0, w4: 0.85, kv4: 0.99, loss: 0.3 },
-        Scene { weights: 0.05, slow: 1.7, w4: 0.95, kv4: 0.99, loss: 0.0 },
-        Scene { weights: 0.2, slow: 1.7, w4: 0.85, kv4: 0.99, loss: 0.05 },
-    ] {
-        let ways = scene.methods().concat();
-        let rate = |way: &Way| {
-            let of = |gamma| expected_tokens(way.alpha, gamma) / (way.step * gamma as f64 + flat(gamma + 1) / 10.0);
-            (1..=12).map(of).fold(0.0, f64::max)
-        };
-        println!("{scene:?} rates {:.2?}", ways.iter().map(rate).collect::<Vec<_>>());
-        let known: Vec<promise::Way> = ways.iter().map(|way| way.known).collect();
-        for seed in 0..6 {
-            let (world, mut policy) = (World { seed, ..WORLD }, Policy::auto(12).with_candidates(ways.len()));
-            let (mut emitted, mut used, mut early) = (0, vec![0; ways.len() + 1], vec![0; ways.len() + 1]);
-            for round in 0.. {
-                policy.observe_promises(&promise::promises(&known, &policy.measured()));
-                let (gamma, way) = (policy.gamma(), ways[policy.candidate()]);
-                let accepted = (0..gamma).take_while(|&i| world.uniform(round, i as u64) < way.alpha).count();
-                let (draft, verify) = (way.step * gamma as f64, flat(gamma + 1) / 10.0);
-                let used = if emitted < 256 { &mut early } else { &mut used };
-                used[if gamma > 0 { policy.candidate() } else { ways.len() }] += 1;
-                if gamma > 0 {
-                    policy.observe_draft(world.timed(draft, round, 0), gamma);
-                    policy.observe_round(gamma, accepted);
-                }
-                policy.observe_verify(gamma + 1, world.timed(verify, round, 1));
-                emitted += accepted + 1;
-                if emitted >= 2304 {
-                    break;
-                }
-            }
-            println!(
-                "  early {early:?} late {used:?} end {:.2?}",
-                policy.measured().iter().map(|m| m.map(|m| m.1)).collect::<Vec<_>>()
-            );
+fn what_promises_nothing_is_not_tried() {
+    // No cache to save: the target's weights take as long as the target.
+    let scene = Scene { weights: 1.0, slow: 1.0, w4: 0.9, kv4: 0.99, loss: 0.0 };
+    let ways = scene.methods().concat();
+    let known: Vec<promise::Way> = ways.iter().map(|way| way.known).collect();
+    let kv4 = ways.iter().position(|way| way.known.weights == 0).expect("a way with the target's weights");
+    let mut policy = Policy::auto(12).with_candidates(ways.len());
+    for round in 0..2_000 {
+        policy.observe_promises(&promise::promises(&known, &policy.measured()));
+        let (gamma, candidate) = (policy.gamma(), policy.candidate());
+        assert!(gamma == 0 || candidate != kv4, "round {round}");
+        let accepted = (0..gamma).take_while(|&i| WORLD.uniform(round, i as u64) < ways[candidate].alpha).count();
+        if gamma > 0 {
+            policy.observe_draft(ways[candidate].step * gamma as f64, gamma);
+            policy.observe_round(gamma, accepted);
         }
+        policy.observe_verify(gamma + 1, flat(gamma + 1) / 10.0);
     }
+    assert!(policy.gamma() > 1);
 }
