@@ -158,7 +158,9 @@ def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
 LONG = "".join(f"{number} green bottles stand on the wall. " for number in range(300))
 
 
-@pytest.mark.parametrize(("weights", "target"), [("int4", "int8"), ("int4", "fp16"), ("int4", "int4"), ("none", "int8")])
+@pytest.mark.parametrize(
+    ("weights", "target"), [("int4", "int8"), ("int4", "fp16"), ("int4", "int4"), ("none", "int8")]
+)
 def test_auto_changes_no_token_and_tells_what_drafted(weights: str, target: str) -> None:
     plain = Engine.load(method="ar", kv_target=target, context=4500, device="cpu")
     # With a fixed gamma every round drafts, and candidates are compared with each other alone.

@@ -325,7 +325,7 @@ def read_plan(request: Request) -> Plan:
     )
     drafting = [method.name for method in plan.methods if METHODS[method.name].draft_model]
     chooses = any(METHODS[method.name].chooses for method in plan.methods)
-    if drafting and request.draft_model is None or request.draft_model is not None and not drafting and not chooses:
+    if (drafting and request.draft_model is None) or (request.draft_model is not None and not drafting and not chooses):
         raise UsageError(
             f"--methods has {drafting[0]}, and there is no draft model"
             if drafting

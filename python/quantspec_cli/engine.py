@@ -56,7 +56,10 @@ class _OfMethods(TypedDict, total=False):
 
 
 class Statistics(_OfMethods):
-    """What an engine did and holds; times in seconds, rates None where nothing was drafted. `by_method` is there with method auto, once it decoded."""
+    """What an engine did and holds; times in seconds, rates None where nothing was drafted.
+
+    `by_method` is there with method auto, once it decoded.
+    """
 
     load_s: float
     prefill_s: float

@@ -29,7 +29,7 @@ class Method(NamedTuple):
         draft_view: the view of the target's cache that it reads, "target" for the target's own; None for none.
         window: pages that it reads unless told otherwise, if these are always the first and the recent ones.
         draft_model: whether another checkpoint drafts; views and pages are those of its own cache.
-        chooses: whether it changes between several of the others while it decodes, a draft model among them where one is given.
+        chooses: whether it changes between several of the others while it decodes, and may use a draft model.
     """
 
     about: str
