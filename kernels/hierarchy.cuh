@@ -1,14 +1,16 @@
-// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads both planes, a draft (and a target of four bits) the upper one alone.
+// y = x W^T for the few rows of a step, with W in planes (layout.cuh). The target reads both planes, a draft (and a 4-bit target) the upper one
+// alone.
 //
-// The mma A operand is a whole code, C = 16 U + L + 8 (upper plane alone: 16 U), as the integer in the low bits of a 16-bit float: as f16 it is C 2^-24, as
-// bfloat16 C 2^-133, subnormal or nearly so, and exact. So unpacking is masks and byte selects. bfloat16 inputs are multiplied by 2^64 to keep products normal.
-// A group is summed by the tensor core from zero; groups are added in f32:
-//   y += s/16 sum(C x) + (z - s/2) sum(x)     (upper plane alone: z sum(x))
+// The mma A operand is a whole code, C = 16 U + L + 8 (upper plane alone: 16 U), as the integer in the low bits of a 16-bit float: C 2^-24 in f16, C
+// 2^-133 in bfloat16, both exact (subnormal or nearly so). So unpacking needs masks and byte selects only. bfloat16 inputs are multiplied by 2^64 to
+// keep products normal. The tensor core sums a group from zero; groups are added in f32:
+//
+//     y += s/16 sum(C x) + (z - s/2) sum(x)     (upper plane alone: z sum(x))
 #pragma once
 #include "layout.cuh"
 #include "linear.cuh"
 
-// TIMES: what a sum of products of codes and inputs is short of by, divided by 16. OF_X: the same of a sum of inputs.
+// TIMES: missing factor of a sum of codes times inputs, divided by 16. OF_X: the same for a sum of inputs.
 struct CodesBf16 : MmaBf16 {
   static constexpr uint32_t ONES = 0x3f803f80;
   static constexpr float TIMES = 36893488147419103232.f, OF_X = 5.421010862427522e-20f;       // 2^(133 - 64 - 4), 2^-64
@@ -23,7 +25,7 @@ struct CodesHalf : MmaHalf {
   static DEV uint32_t input(uint32_t pair) { return pair; }
 };
 
-// A lane's 16 inputs of a group and row tile, and the sums of all 64 of rows 2c and 2c + 1.
+// A lane's 16 inputs of a group and row tile, and the sums of all 64 inputs of rows 2c and 2c + 1.
 template <class E>
 struct GroupInput {
   uint32_t pairs[8];
@@ -39,7 +41,7 @@ struct GroupInput {
   }
 };
 
-// A lane's codes of a group and tile of outputs.
+// A lane's codes of a group and output tile.
 template <int PLANES>
 struct GroupCodes {
   uint4 upper, lower;
@@ -83,57 +85,30 @@ DEV void group_add(float (&acc)[NT][4], const GroupCodes<PLANES>& codes, const G
   }
 }
 
-// As `linear_16`: the warps share the groups of a tile in turn (warp w has groups w, w + 8, ...) and the blocks the tiles; DEPTH groups per warp are under way.
+// A group is a block of 16 outputs x 64 inputs of each plane.
 template <class E, int PLANES, int NT, int DEPTH>
 DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restrict__ lower, const uint16_t* x, float* y, int groups, int stride, int tiles, int n,
                        int rows, int pitch) {
-  __shared__ float sums[LINEAR_WARPS][NT][128];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;
-  grid_trigger();
+  const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   GroupCodes<PLANES> codes[DEPTH];
   auto load = [&](int i, int tile, int group) {
-    const size_t at = (size_t)tile * stride + group * LINEAR_WARPS + warp;
+    const size_t at = (size_t)tile * stride + group;
     codes[i].upper = ldg_stream(upper + at * UPPER_BLOCK + lane * 16);
     codes[i].params = __ldg(reinterpret_cast<const uint2*>(upper + at * UPPER_BLOCK + 512 + g * 8));
     if (PLANES == 2) codes[i].lower = ldg_stream(lower + at * LOWER_BLOCK + lane * 16);
   };
-  int tile = blockIdx.x;
+  auto add = [&](float (&acc)[NT][4], int i, const uint16_t* from, int rows) {
+    GroupInput<E> in[NT];
 #pragma unroll
-  for (int i = 0; i < DEPTH; i++)
-    if (tile < tiles && i < mine) load(i, tile, i);
-  grid_wait();                                                             // weights do not depend on the kernel before, x does
-  x += (size_t)blockIdx.y * NT * 8 * pitch, y += (size_t)blockIdx.y * NT * 8 * n, rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
-  for (; tile < tiles; tile += gridDim.x) {
-    float acc[NT][4];
-#pragma unroll
-    for (int t = 0; t < NT; t++) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0;
-    const int next = tile + gridDim.x;
-#pragma unroll 1
-    for (int i0 = 0; i0 < mine; i0 += DEPTH) {
-      const bool last = i0 + DEPTH >= mine;                                // from here on the next tile's groups are fetched
-#pragma unroll
-      for (int i = 0; i < DEPTH; i++) {
-        if (i0 + i < mine) {
-          const uint16_t* from = x + ((i0 + i) * LINEAR_WARPS + warp) * 64 + c * 16;
-          GroupInput<E> in[NT];
-#pragma unroll
-          for (int t = 0; t < NT; t++) {
-            uint4 low = make_uint4(0, 0, 0, 0), high = low;
-            if (t * 8 + g < rows) low = ldg_plain(from + (size_t)(t * 8 + g) * pitch), high = ldg_plain(from + (size_t)(t * 8 + g) * pitch + 8);
-            in[t].set(low, high);
-          }
-          group_add<E, PLANES, NT>(acc, codes[i], in);
-        }
-        if (last) {
-          if (next < tiles && i < mine) load(i, next, i);
-        } else if (i0 + DEPTH + i < mine) {
-          load(i, tile, i0 + DEPTH + i);
-        }
-      }
+    for (int t = 0; t < NT; t++) {
+      uint4 low = make_uint4(0, 0, 0, 0), high = low;
+      const uint16_t* row = from + (size_t)(t * 8 + g) * pitch + c * 16;
+      if (t * 8 + g < rows) low = ldg_plain(row), high = ldg_plain(row + 8);
+      in[t].set(low, high);
     }
-    reduce_store<NT>(sums, acc, y, tile, n, rows);
-  }
+    group_add<E, PLANES, NT>(acc, codes[i], in);
+  };
+  warp_tiles<NT, DEPTH>(x, y, groups, 64, tiles, n, rows, pitch, load, add);
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -150,7 +125,7 @@ struct PlanePieces {
   }
 };
 
-// A warp has its 64 inputs of all rows in registers.
+// A warp keeps its 64 inputs of all rows in registers.
 template <class E, int PLANES, class R>
 struct MultiplyPlanes {
   static constexpr bool READS_AGAIN = false;
@@ -185,7 +160,7 @@ struct MultiplyPlanes {
   }
 };
 
-// Rows of x lie 16 bytes apart modulo 128, so that 32 bytes of each of four lanes and two rows fall into different banks.
+// Rows of x are 16 bytes apart modulo 128, so that 32-byte loads of four lanes and two rows have no bank conflicts.
 template <int PLANES, int NT, int TILES, int TOGETHER, int STAGES, int X_STAGES, int CLUSTER, bool HAND_OVER>
 using PlaneRing = Ring<NT, PlanePieces<PLANES>::PIECE, TILES, 0, TOGETHER, STAGES, X_STAGES, CLUSTER, HAND_OVER, 16>;
 #endif

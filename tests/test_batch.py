@@ -1,4 +1,4 @@
-"""`quantspec batch`: every document ends as an answer or a reason, whatever happens on the way. The engine is the toy."""
+"""`quantspec batch`: every document ends as an answer or a reason, under any failure. The engine is the toy."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_documents_may_be_plain_arguments_of_run(fake: Any, quantspec: Run, docs
     assert quantspec("run", a, "-p", b, "-n", "9").stdout == quantspec("run", a, b, "-n", "9").stdout
 
 
-def test_what_is_done_is_skipped_and_what_changed_is_done_again(
+def test_finished_documents_are_skipped_and_changed_ones_repeated(
     fake: Any, quantspec: Run, docs: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -109,7 +109,7 @@ def test_what_is_done_is_skipped_and_what_changed_is_done_again(
 
     for flags in (["-n", "13"], ["-n", "12", "--temperature", "1"], ["-n", "12", "--instruction", "Sum up."]):
         assert quantspec(*command[:4], *flags, "--json").json["done"] == 4
-    # These change no token, and nothing is done again.
+    # These change no token, so nothing is repeated.
     for flags in (["--gamma", "2"], ["--method", "ar"], ["--threads", "1"], ["--parallel", "1"]):
         assert quantspec(*command[:4], "-n", "12", "--instruction", "Sum up.", *flags, "--json").json["skipped"] == 4
     everything = quantspec(*command[:4], "-n", "12", "--instruction", "Sum up.", "--no-resume", "--json").json
@@ -149,7 +149,7 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     assert (out / os.fsdecode(b"na\xffme.txt.md")).exists()
     assert max(len(os.fsencode(name)) for name in answers(out)) <= 255
 
-    # Unchanged failures are reported again without being tried; what could not be read is tried again.
+    # Unchanged failures are reported again without a new attempt; unreadable documents are tried again.
     again = quantspec(*command, "--json")
     assert (again.code, again.json["failed"], again.json["done"]) == (4, 6, 0)
     tried = quantspec(*command, "--retry-failed")
@@ -286,7 +286,7 @@ def test_answers_never_leave_out(fake: Any, quantspec: Run, docs: Path, tmp_path
     assert [path for path in elsewhere.rglob("*") if path.is_file()] == []
 
 
-def test_files_of_others_are_not_overwritten(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_foreign_files_are_not_overwritten(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "a.txt.md").write_text("precious")
@@ -297,7 +297,7 @@ def test_files_of_others_are_not_overwritten(fake: Any, quantspec: Run, docs: Pa
     assert quantspec(*command, "--no-resume").json["done"] == 3
     assert (out / "a.txt.md").read_text() != "precious"
 
-    # An answer that a person went over is theirs, too.
+    # An edited answer belongs to its editor.
     (out / "b.md.md").write_text("corrected by hand")
     again = quantspec(*command[:-1])
     assert again.code == 0
@@ -305,7 +305,7 @@ def test_files_of_others_are_not_overwritten(fake: Any, quantspec: Run, docs: Pa
     assert (out / "b.md.md").read_text() == "corrected by hand"
 
 
-def test_files_of_others_stay_theirs_in_later_runs(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_foreign_files_are_not_overwritten_by_later_runs(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "a.txt.md").write_text("precious")
@@ -313,14 +313,12 @@ def test_files_of_others_stay_theirs_in_later_runs(fake: Any, quantspec: Run, do
     for flags in (["-n", "3"], ["-n", "3", "--retry-failed"], ["-n", "4"]):
         assert quantspec(*command, *flags).json["failed"] == 1
         assert (out / "a.txt.md").read_text() == "precious"
-    # The remedy that the error names is enough.
+    # The remedy named by the error suffices.
     (out / "a.txt.md").unlink()
     assert quantspec(*command, "-n", "4").json["failed"] == 0
 
 
-def test_answers_that_a_person_went_over_are_not_replaced(
-    fake: Any, quantspec: Run, docs: Path, tmp_path: Path
-) -> None:
+def test_edited_answers_are_not_replaced(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["batch", str(docs), "--out", str(out), "--json"]
     quantspec(*command, "-n", "3")
@@ -346,7 +344,7 @@ def test_a_package_that_was_missing_gives_a_failed_document_another_chance(
     assert first["seconds"] != second["seconds"], "it was not tried again"
 
 
-def test_answers_keep_off_the_files_of_the_batch(fake: Any, quantspec: Run, tmp_path: Path) -> None:
+def test_answers_do_not_overwrite_files_of_the_batch(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     docs, out = tmp_path / "work" / "docs", ["--out", str(tmp_path / "out"), "-n", "3"]
     docs.mkdir(parents=True)
     (docs / "results").write_text("It was a dark and stormy night.")
@@ -356,10 +354,10 @@ def test_answers_keep_off_the_files_of_the_batch(fake: Any, quantspec: Run, tmp_
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupt_before_an_answer_begins_reads_no_prompt(
+def test_an_interrupt_before_an_answer_begins_processes_no_prompt(
     fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while workers turn documents into prompts: none of these is read to its end."""
+    """Ctrl-C while workers convert documents to prompts: no prompt is read to its end."""
     fake.prefill_s = 60.0
     read, calls = batch.Reader.read, []
 
@@ -377,7 +375,7 @@ def test_an_interrupt_before_an_answer_begins_reads_no_prompt(
     assert time.monotonic() - started < 10
 
 
-def test_answers_inside_of_the_documents_are_no_documents(fake: Any, quantspec: Run, docs: Path) -> None:
+def test_answers_inside_the_documents_folder_are_not_documents(fake: Any, quantspec: Run, docs: Path) -> None:
     command = ["batch", str(docs), "--out", str(docs / "answers"), "-n", "3", "--json"]
     assert quantspec(*command).json["documents"] == 3
     assert quantspec(*command).json["documents"] == 3
@@ -476,7 +474,7 @@ def test_partial_answers_are_reduced_as_often_as_needed() -> None:
 
 
 def test_documents_share_the_memory_of_the_longest(fake: Any, quantspec: Run, tmp_path: Path) -> None:
-    """Where each had the room of the longest, two would fit."""
+    """With the longest context for each, only two would fit."""
     folder, out = tmp_path / "docs", tmp_path / "out"
     folder.mkdir()
     for number, words_ in enumerate((700, 100, 120, 140)):
@@ -492,7 +490,7 @@ def test_documents_share_the_memory_of_the_longest(fake: Any, quantspec: Run, tm
     assert (report["done"], report["failed"]) == (4, 0)
     (engine,) = fake.engines[engines:]
     assert (engine["slots"], engine["pool_tokens"]) == (4, planned["pool"])
-    # A pool that the longest fills: the others wait, and follow together.
+    # The longest document fills the pool: the others wait, then decode together.
     fake.memory_bytes, fake.round_s = 1000 * (longest + 128), 0.02
     again = quantspec(*command, "--no-resume").json
     tokens = [{line["document"]: line["tokens"] for line in found["results"]} for found in (report, again)]
@@ -524,7 +522,7 @@ def test_an_interrupt_keeps_what_is_done(start: Start, fake: Any, quantspec: Run
     assert child.returncode == 143, stderr
     report = json.loads(stdout)
     assert report["done"] == 1
-    assert b"the same command goes on where it was" in stderr
+    assert b"run the same command to continue" in stderr
     assert len(lines(out)) == 1
     rest = quantspec(*command, "--json").json
     assert (rest["done"], rest["skipped"]) == (2, 1)
@@ -547,7 +545,8 @@ def test_a_second_interrupt_ends_at_once(start: Start, docs: Path, tmp_path: Pat
 def test_a_hundred_kills_lose_nothing(
     start: Start, fake: Any, quantspec: Run, tmp_path: Path, toy_command: list[str]
 ) -> None:
-    """SIGKILL at random moments: documents that were done stay done, once, and the end is that of an undisturbed run."""
+    """SIGKILL at random moments: finished documents stay finished, exactly once, and the result equals that of an
+    undisturbed run."""
     docs, out, calm = tmp_path / "docs", tmp_path / "out", tmp_path / "calm"
     docs.mkdir()
     for number in range(40):
@@ -674,7 +673,7 @@ def test_a_very_deep_folder_is_a_failed_document(fake: Any, quantspec: Run, docs
     (deep / "lost.txt").write_text("x")
     outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--json")
     assert (outcome.code, outcome.json["done"], outcome.json["failed"]) == (4, 3, 1)
-    assert "200 folders deep" in outcome.json["results"][0]["error"]["message"]
+    assert "200 levels deep" in outcome.json["results"][0]["error"]["message"]
 
 
 def test_a_damaged_journal_is_named_and_can_be_replaced(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
@@ -689,7 +688,7 @@ def test_a_damaged_journal_is_named_and_can_be_replaced(fake: Any, quantspec: Ru
     assert quantspec(*command, "--json").json["skipped"] == 3
 
 
-def test_results_are_made_anew_from_the_journal(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
+def test_results_are_rebuilt_from_the_journal(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = ["batch", str(docs), "--out", str(out), "-n", "3"]
     quantspec(*command)
@@ -703,7 +702,7 @@ def test_results_are_made_anew_from_the_journal(fake: Any, quantspec: Run, docs:
         assert (out / "results.jsonl").read_bytes() == whole
 
 
-def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_a_full_disk_cuts_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = {"document": "a", "status": "done", "sha256": "0"}
     with journal.Journal(tmp_path / "out") as kept:
         kept.begin({"a": "a.md", "b": "b.md"})
@@ -714,7 +713,7 @@ def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path, monkeypatch:
             kept.finish("b", "b.md", result | {"document": "b"}, "f")
         monkeypatch.setattr(os, "write", write)
         assert [line["document"] for line in lines(tmp_path / "out")] == ["a"]
-        # The journal knows it: the next start writes the line.
+        # The journal has it: the next start writes the line.
         kept.begin({})
         assert [line["document"] for line in lines(tmp_path / "out")] == ["a", "b"]
 

@@ -17,7 +17,7 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture
 def folder(quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that holds the drafts of the demo model, next to files of somebody else."""
+    """A cache with the demo model's drafts, next to a user's files."""
     folder = tmp_path / "drafts"
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", str(folder))
     monkeypatch.setattr(settings, "SMALLEST_DRAFTS_BYTES", 0)
@@ -28,7 +28,7 @@ def folder(quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return folder
 
 
-def test_the_list_says_what_there_is(quantspec: Run, folder: Path) -> None:
+def test_the_list_shows_the_files(quantspec: Run, folder: Path) -> None:
     (path,) = folder.glob("demo-*.draft")
     document = json.loads(quantspec("cache", "--json").stdout)
     (file,) = document.pop("files")
@@ -42,7 +42,7 @@ def test_the_list_says_what_there_is(quantspec: Run, folder: Path) -> None:
     assert row.endswith(f"{file['used'][:10]}  {file['model']}")
 
 
-def test_clear_removes_drafts_alone(quantspec: Run, folder: Path) -> None:
+def test_clear_removes_draft_files_alone(quantspec: Run, folder: Path) -> None:
     outcome = quantspec("cache", "--clear")
     assert outcome.stdout.startswith(f"{folder}: removed 1 file, ")
     assert sorted(path.name for path in folder.iterdir()) == ["link.draft", "notes.txt", "other.draft"]

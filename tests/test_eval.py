@@ -1,4 +1,4 @@
-"""`quantspec eval`: scores agree with a second opinion in NumPy, and with the acceptance measured on the seed models."""
+"""`quantspec eval`: scores agree with NumPy's, and with the acceptance measured on the seed models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_scores_agree_with_numpy(scores: dict[str, Any]) -> None:
     nll = {name: -logs[np.arange(TOKENS - 1), ids[1:]].mean() for name, logs in (("fp16", full), ("int8", int8))}
     kld = (np.exp(full) * (full - int8)).sum(-1).mean()
     targets, drafts = scores["targets"], scores["drafts"]
-    # The engine rounds activations to BF16 (2⁻⁹); NumPy rounds nothing but what the method rounds.
+    # The engine rounds activations to BF16 (2⁻⁹); NumPy rounds only what the method rounds.
     for name, expected in nll.items():
         assert targets[name]["nll"] == pytest.approx(expected, abs=0.005)
         assert targets[name]["perplexity"] == pytest.approx(math.exp(targets[name]["nll"]))
@@ -62,9 +62,11 @@ def test_scores_agree_with_numpy(scores: dict[str, Any]) -> None:
 def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:
     targets, drafts = scores["targets"], scores["drafts"]
     assert list(targets) == ["fp16", "int8", "int4"]
-    assert list(drafts) == ["quantspec", "kv4", "w4", "window"]
+    assert list(drafts) == ["quantspec", "kv4", "w4", "window", "snapkv"]
     # The text is shorter than the window.
     assert drafts["window"] == drafts["w4"]
+    # Nothing was read as a prompt whose end could choose.
+    assert drafts["snapkv"] == drafts["quantspec"]
     assert set(targets["fp16"]) == {"nll", "perplexity"}
     assert 0 < targets["int8"]["kld"] < targets["int4"]["kld"] < 0.01
     assert targets["int8"]["top1"] >= 0.99
@@ -77,7 +79,8 @@ def test_context_is_read_and_not_scored(scores: dict[str, Any]) -> None:
     ids = sample()
     later = _native.evaluate(str(hub.demo()), ids, context=300)
     assert (later["tokens"], later["positions"]) == (TOKENS, TOKENS - 1 - 300)
-    # The whole text is the mean of its two parts: exact prefill and an FP16 cache are the same function up to rounding.
+    # The score of the whole text is the mean of its parts' scores: full-precision prefill and an FP16 cache agree up to
+    # rounding.
     first = _native.evaluate(str(hub.demo()), ids[:301])["targets"]["fp16"]["nll"]
     whole = (first * 300 + later["targets"]["fp16"]["nll"] * later["positions"]) / (TOKENS - 1)
     assert whole == pytest.approx(scores["targets"]["fp16"]["nll"], abs=0.005)
@@ -101,6 +104,23 @@ def test_the_document(quantspec: Callable[..., Any]) -> None:
     assert outcome.stderr == ""
 
 
+def test_choices_of_pages_beside_as_many_of_the_best_tokens(quantspec: Callable[..., Any]) -> None:
+    command = ["eval", "--tokens", "940", "--context", "900", "--draft-pages", "2,3,100"]
+    found = quantspec(*command, "--json").json
+    assert list(found["page_choices"]) == ["2", "3", "100"]
+    assert all(list(scores) == ["best", "snap", "window", "tokens"] for scores in found["page_choices"].values())
+    # Six pages are visible: with 100 every choice is all of them.
+    whole = found["drafts"]["quantspec"]
+    for name, score in found["page_choices"]["100"].items():
+        assert score["acceptance"] == pytest.approx(whole["acceptance"], abs=2e-3 if name == "tokens" else 0)
+    # Single tokens are the finest choice there is.
+    for scores in (found["page_choices"]["2"], found["page_choices"]["3"]):
+        distances = {name: abs(score["acceptance"] - whole["acceptance"]) for name, score in scores.items()}
+        assert distances["tokens"] < 0.01 < max(distances.values())
+    lines = quantspec(*command).stdout.splitlines()
+    assert [line.split()[0] for line in lines[-5:]] == ["100", "best", "snap", "window", "tokens"]
+
+
 def test_json_goes_to_stdout_and_the_report_to_the_file(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "report.txt"
     command = ["eval", "--tokens", "60"]
@@ -116,7 +136,7 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     lines = out.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "demo on sample.txt: 29 positions, teacher-forced"
     assert [line.split()[0] for line in lines if line] == [
-        *("demo", "target", "fp16", "int8", "int4", "draft", "quantspec", "kv4", "w4", "window"),
+        *("demo", "target", "fp16", "int8", "int4", "draft", "quantspec", "kv4", "w4", "window", "snapkv"),
     ]
 
 
@@ -126,14 +146,16 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
         (["--tokens", "1"], 2, ("tokens is 1",)),
         (["--tokens", "many"], 2, ("many",)),
         (["--context", "-1"], 2, ("context is -1",)),
-        (["--tokens", "5000"], 1, ("sample.txt has 1713 tokens and 5000 are asked for",)),
+        (["--draft-pages", "1"], 2, ("draft-pages is 1", "at least 2")),
+        (["--draft-pages", "all"], 2, ("--draft-pages has 'all'",)),
+        (["--tokens", "5000"], 1, ("sample.txt has 1713 tokens; 5000 were requested",)),
         (
             ["--tokens", "40", "--context", "39"],
             2,
             ("--tokens 40 with --context 39 leaves no token", "--tokens 41 or more, or --context 38 or less"),
         ),
-        (["--context", "1712"], 1, ("sample.txt has 1713 tokens and 1714 are asked for", "--context")),
-        (["--tokens", "1714", "--context", "9"], 1, ("sample.txt has 1713 tokens and 1714 are asked for",)),
+        (["--context", "1712"], 1, ("sample.txt has 1713 tokens; 1714 were requested", "--context")),
+        (["--tokens", "1714", "--context", "9"], 1, ("sample.txt has 1713 tokens; 1714 were requested",)),
         (["--tokens", "200000"], 3, ("200000 tokens", "context of 131072", "--tokens 131072")),
         (["--prompt", "/no/such/book"], 1, ("/no/such/book does not exist",)),
         (["--output", "/no/such/folder/report"], 1, ("/no/such/folder",)),
@@ -146,7 +168,7 @@ def test_bad_input(quantspec: Callable[..., Any], arguments: list[str], code: in
     quantspec("eval", *arguments).assert_error(code, *words)
 
 
-def test_the_token_behind_the_context_is_only_fed(quantspec: Callable[..., Any]) -> None:
+def test_the_token_after_the_context_is_only_fed(quantspec: Callable[..., Any]) -> None:
     for context in (0, 1, 38):
         found = quantspec("eval", "--tokens", "40", "--context", str(context), "--json").json
         assert (found["tokens"], found["positions"]) == (40, 40 - context - 1)
@@ -164,7 +186,7 @@ def test_names_cannot_move_the_cursor(quantspec: Callable[..., Any], tmp_path: P
     assert (found["prompt"], found["model"]) == (str(text), str(model))
 
 
-def test_texts_that_are_none(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+def test_values_that_are_not_text(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "text"
     for raw, word in ((b"", "empty"), (b" \n", "white space"), (b"\xff\xfe", "UTF-16"), (b"a\0", "binary")):
         path.write_bytes(raw)
@@ -218,7 +240,7 @@ def test_progress_shows_on_a_terminal_only() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, env=environment) as child:
         os.close(end)
         seen = b""
-        with suppress(OSError):  # the terminal is gone when the command has ended
+        with suppress(OSError):  # the terminal closes when the command ends
             while chunk := os.read(terminal, 1 << 16):
                 seen += chunk
         assert child.stdout is not None
@@ -229,7 +251,7 @@ def test_progress_shows_on_a_terminal_only() -> None:
 
 
 def test_acceptance_of_a_trained_model() -> None:
-    """The figures of a study in another language (float32 tensors, another program): to ±.01, one document."""
+    """Results of an independent implementation (float32 tensors), to ±.01, for one document."""
     folder = os.environ.get("QUANTSPEC_TEST_MODELS")
     if folder is None:
         pytest.skip("needs QUANTSPEC_TEST_MODELS, a directory that holds the model seed-mha")

@@ -51,7 +51,9 @@ def test_a_second_question_reads_the_question_only(quantspec: Run, document: Pat
     assert not list(folder.iterdir())
 
 
-def test_a_batch_of_another_question_reads_what_differs(quantspec: Run, document: Path, tmp_path: Path) -> None:
+def test_a_batch_of_another_question_processes_only_the_difference(
+    quantspec: Run, document: Path, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "prompts")
     command = ["batch", str(document), "-n", "8", "-t", "2", "--json", "--prompt-cache", folder]
     first = quantspec(*command, "--out", str(tmp_path / "a"), "--instruction", "Who is there?").json
@@ -94,7 +96,7 @@ def test_an_engine_keeps_prompts_in_memory(document: Path, tmp_path: Path) -> No
 
 
 def test_a_conversation_reads_its_new_turn_only(document: Path) -> None:
-    """What was said before is the beginning of the next prompt."""
+    """Earlier turns are a prefix of the next prompt."""
     text = document.read_text()
     with Engine.load(device="cpu", threads=2, context=2048) as engine:
         ids = engine.model.tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""Prompts: read whole and unchanged, or refused with the place that is wrong."""
+"""Prompts: read completely and unchanged, or refused with the position of the problem."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_document_is_unchanged_but_for_its_mark() -> None:
         (b"surrogate \xed\xa0\x80", ["0xed", "offset 10"]),
     ],
 )
-def test_a_file_that_is_no_text_is_one_error(
+def test_a_file_that_is_not_text_is_one_error(
     fake: object, quantspec: Run, tmp_path: Path, raw: bytes, words: list[str]
 ) -> None:
     path = tmp_path / "book.txt"
@@ -64,7 +64,7 @@ def test_a_file_without_permission_is_one_error(
     def refuse(*_: object) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(prompts, "read_whole", refuse)  # root may read everything, whatever its mode
+    monkeypatch.setattr(prompts, "read_whole", refuse)  # root may read every file, whatever its mode
     quantspec("run", "--prompt", str(document)).assert_error(1, "permission denied")
 
 

@@ -1,4 +1,4 @@
-"""`quantspec eval`: how good the views of the cache and the drafts are on a text, teacher-forced."""
+"""`quantspec eval`: scores the cache views and the drafts on a text, teacher-forced."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from . import output, prompts, render, report, settings
 from .engine import Model
 from .errors import DoesNotFitError, InputError, UsageError, native_errors, one_line
+from .options import PAGES_MAX, PAGES_MIN, whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,13 +22,14 @@ SAMPLE = Path(__file__).with_name("sample.txt")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one `quantspec eval` was asked for.
+    """Arguments of one `quantspec eval`.
 
     Attributes:
         prompt: text file, "-" for standard input, None for the sample that ships with the package.
-        tokens: score the first so many tokens of the text; None is all of it.
-        context: of these, tokens that are processed as a prompt (exactly); the next one is only fed, and no more scored.
-        output: file for the scores instead of standard output, where the document of `--json` still goes.
+        tokens: number of tokens of the text to use, from its start; None is all of it.
+        context: of these, tokens processed as a prompt; the next one is only fed, the others are scored.
+        draft_pages: a comma list of numbers of pages, at which choices of pages are compared.
+        output: file for the scores instead of standard output; the document of `--json` still goes there.
         report: file for a page of charts.
     """
 
@@ -37,13 +39,14 @@ class Request:
     prompt: str | None
     tokens: int | None
     context: int
+    draft_pages: str | None
     output: str | None
     report: str | None
     as_json: bool
 
 
 def evaluate(request: Request, options: EngineOptions) -> output.Done:
-    """Prints the scores; those of `--json` are left to be printed."""
+    """Prints the scores; the caller prints those of `--json`."""
     if request.tokens is not None and request.tokens < 2:
         raise UsageError(
             f"tokens is {request.tokens}", "use at least 2: the first token is only context", option="tokens"
@@ -53,9 +56,10 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
     if request.tokens is not None and request.tokens < request.context + 2:
         raise UsageError(
             f"--tokens {request.tokens} with --context {request.context} leaves no token to score",
-            f"the first one behind the context is only fed: use --tokens {request.context + 2} or more, "
+            f"the first one after the context is only fed: use --tokens {request.context + 2} or more, "
             f"or --context {request.tokens - 2} or less",
         )
+    budgets = _budgets(request.draft_pages)
     render.warn_of_threads(options.threads)
     stdout = output.Stdout() if request.output is None or request.as_json else None
     inputs = [] if request.prompt is None else [request.prompt]
@@ -71,14 +75,14 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             "model": model.name,
             "prompt": name,
             "context": request.context,
-            **_scores(model, ids, request, options),
+            **_scores(model, ids, request, options, budgets),
         }
         scores = "\n".join(lines(found)) + "\n"
         if file is not None:
             file.write(scores)
         if page is not None:
             page.write(report.evaluation(found))
-    # The file is in its place: nothing that happens to standard output can take the report away.
+    # The file is written first, so that an error of standard output cannot lose the report.
     if request.as_json:
         return output.Done(document=found)
     if stdout is not None:
@@ -87,10 +91,10 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
 
 
 def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
-    """The tokens to score: never fewer than asked for, never more than the model's context."""
+    """The tokens to score: exactly the requested number, at most the model's context."""
     ids = model.prompt(text, name=name).ids if request.tokens is None else []
     wanted = len(ids) if request.tokens is None else request.tokens
-    # Before the long work of encoding so many.
+    # Checked before encoding so many tokens.
     if wanted > model.context:
         raise DoesNotFitError(
             f"{wanted} tokens of {name} exceed the model's context of {model.context}",
@@ -98,7 +102,7 @@ def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
         )
     if request.context + 2 > model.context:
         raise DoesNotFitError(
-            f"a prompt of {request.context} tokens and two behind it exceed the model's context of {model.context}",
+            f"a prompt of {request.context} tokens and two after it exceed the model's context of {model.context}",
             f"use --context {model.context - 2}, or less",
         )
     if request.tokens is not None:
@@ -106,13 +110,27 @@ def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
     least = max(wanted, request.context + 2)
     if len(ids) < least:
         raise InputError(
-            f"{name} has {len(ids)} tokens and {least} are asked for",
+            f"{name} has {len(ids)} tokens; {least} were requested",
             "give a longer text, or lower --tokens or --context",
         )
     return ids
 
 
-def _scores(model: Model, ids: Sequence[int], request: Request, options: EngineOptions) -> dict[str, Any]:
+def _budgets(given: str | None) -> list[int]:
+    """The numbers of pages of a comma list, each once."""
+    if given is None:
+        return []
+    from .bench import numbers
+
+    found = numbers("--draft-pages", given)
+    for count in found:
+        whole("draft_pages", count, PAGES_MIN, PAGES_MAX)
+    return found
+
+
+def _scores(
+    model: Model, ids: Sequence[int], request: Request, options: EngineOptions, budgets: Sequence[int]
+) -> dict[str, Any]:
     from . import _native
 
     with render.phases("loading weights", "scoring", shown=True) as (on_loading, on_progress), native_errors():
@@ -124,6 +142,7 @@ def _scores(model: Model, ids: Sequence[int], request: Request, options: EngineO
             threads=options.threads,
             weights=options.weights,
             kv_rounding=options.kv_rounding,
+            pages=budgets,
             draft_cache=settings.native_draft_cache(),
             on_loading=on_loading,
             on_progress=on_progress,
@@ -150,4 +169,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     report += [
         f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in found["drafts"].items()
     ]
+    for pages, choices in found.get("page_choices", {}).items():
+        report += ["", f"{f'{pages} pages':<10} {'acceptance':>10} {'top-1':>8}"]
+        report += [f"{name:<10} {score['acceptance']:10.2%} {score['top1']:8.2%}" for name, score in choices.items()]
     return report

@@ -1,6 +1,6 @@
-"""`quantspec plan`: whether a model fits here, with which context and batch, and how fast.
+"""`quantspec plan`: if a model fits on this machine, with which context and batch, and how fast.
 
-Of a model on the hub only config.json is downloaded.
+For a model on the hub only config.json is downloaded.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 
     from .options import EngineOptions
 
-# More sequences than any memory holds; the number reaches the engine as it is.
+# More sequences than any memory holds, and small enough for the engine's integers.
 BATCH_MAX = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one `quantspec plan` was asked for.
+    """Arguments of one `quantspec plan`.
 
     Attributes:
         ctx_size: tokens of each sequence, prompt and answer together; 0 is the model's context.
         batch: sequences that decode together.
-        acceptance: share of drafted tokens that verification keeps; None for the measured ones of `predict.ACCEPTANCE`.
+        acceptance: share of drafted tokens that verification accepts; None for the measured values of
+            `predict.ACCEPTANCE`.
     """
 
     model: str | None
@@ -42,7 +43,7 @@ class Request:
 
 
 def plan(request: Request, options: EngineOptions) -> Done:
-    """Prints the plan; that of `--json` is left to be printed. What does not fit is an error after it."""
+    """Prints the plan; the caller prints that of `--json`. A plan that does not fit is then raised as an error."""
     whole("batch", request.batch, 1, BATCH_MAX)
     whole("ctx_size", request.ctx_size, 0, 2**32)
     if request.acceptance is not None and not 0 <= request.acceptance <= 1:
@@ -68,7 +69,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         info = _native.model_info(path, described=True)
         context = request.ctx_size or int(info["max_positions"])
         held = _native.plan(path, capacity=context, slots=request.batch, described=True, **options.native())
-        seen = _native.traffic(path, context - 1, 1, held["weights"], described=True)
+        seen = _native.traffic(path, context - 1, 1, held["weights"], held["device"], described=True)
     per_page = {"int8": "lower_page_bytes", "fp16": "full_page_bytes"}
     page = seen["upper_page_bytes"] + (seen[per_page[options.kv_target]] if options.kv_target in per_page else 0)
     found = {
@@ -76,6 +77,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         "device": held["device"],
         "fits": held["fits"],
         "kv_target": options.kv_target,
+        "weights": held["weights"],
         "weights_bytes": held["weights_bytes"],
         "draft_weights_bytes": held["draft_weights_bytes"],
         "cache_bytes_per_token": page / predict.PAGE_TOKENS,
@@ -96,7 +98,9 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
     if held["fits"]:
         load = predict.Load.of(info, seen, seen["draft_weights_bytes"] or held["draft_weights_bytes"], context)
         with native_errors():
-            rates = _native.rates(path, device=options.device, threads=options.threads, context=context)
+            rates = _native.rates(
+                path, device=options.device, threads=options.threads, context=context, weights=held["weights"]
+            )
         found |= predictions(rates, load, options.kv_target, batch=request.batch, acceptance=request.acceptance)
     return found
 
@@ -104,7 +108,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
 def predictions(
     rates: Mapping[str, Any], load: predict.Load, target: str, *, batch: int, acceptance: float | None
 ) -> dict[str, Any]:
-    """What is predicted from the machine's rates."""
+    """Predictions from the machine's rates."""
     machine = predict.Machine.of(rates, load.layers)
     plain = predict.plain(machine, load, target, batch=batch)
     speeds = [
@@ -149,7 +153,7 @@ def predictions(
 
 
 def _refusal(found: Mapping[str, Any]) -> DoesNotFitError:
-    """Why a plan does not fit, with the plan as the error's document."""
+    """The error of a plan that does not fit, with the plan as the error's document."""
     context, longest, most = found["context"], found["longest_context"], found["model_context"]
     if context > most:
         message = f"{context} tokens exceed the model's context of {most}"
@@ -176,7 +180,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     """The plan for people."""
     each = "" if found["batch"] == 1 else f" for each of {found['batch']} sequences"
     report = [
-        f"model       {one_line(found['model'])}: weights {render.size(found['weights_bytes'])}, "
+        f"model       {one_line(found['model'])}: {_weights(found['weights'])}{render.size(found['weights_bytes'])}, "
         f"draft weights {render.size(found['draft_weights_bytes'])}",
         f"memory      {render.size(found['planned_bytes'])} of {render.size(found['available_bytes'])} on "
         f"{found['device']}: {'fits' if found['fits'] else 'does not fit'}",
@@ -194,6 +198,10 @@ def lines(found: Mapping[str, Any]) -> list[str]:
             *_roofline(found["roofline"]),
         ]
     return [*report, "", *sizes.lines(found["sizes"])]
+
+
+def _weights(kept: str) -> str:
+    return "weights " if kept == "checkpoint" else f"{kept} weights "
 
 
 def _methods(found: Mapping[str, Any]) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from . import __version__, instruct, output, prompts, render
+from . import __version__, instruct, output, prompts, render, schema
 from .engine import Engine, Model, check_folder
 from .errors import EXIT_DONE, EXIT_INTERRUPTED, QuantspecError, one_line
 from .options import METHODS
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one `quantspec run` was asked for.
+    """Arguments of one `quantspec run`.
 
     Attributes:
-        template_args: what the chat template is told.
+        template_args: arguments of the chat template.
         unset: parameters of the command that no flag, variable or setting gave.
     """
 
@@ -46,7 +47,7 @@ class Request:
 
 
 def run(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
-    """Runs; with `--json` the report is left to be printed."""
+    """Runs a prompt; with `--json` the caller prints the report."""
     with contextlib.ExitStack() as engines:
         return _run(request, engine_options, options, engines)
 
@@ -91,6 +92,7 @@ def _run(
         if not request.as_json and not request.quiet:
             for line in notes:
                 render.note(line)
+        schema.check(model, encoded, options.json_schema)
         context = max(model.check_fits(prompt, options.max_new_tokens, limit) for prompt in encoded)
         with render.progress("loading weights", shown=not request.quiet) as on_loading:
             engine = Engine(
@@ -113,7 +115,7 @@ def _run(
         batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=request.quiet)
     if failure is None and not request.quiet:
         render.note_of_prompts(engine)
-    # The file is in its place: nothing that happens to the rest of the output can take the answer away.
+    # The file is complete first, so that errors of other output cannot lose the answer.
     generations = batch.generations()
     if failure is not None:
         failure.kept = {"results": results(model, documents, generations)}
@@ -122,7 +124,7 @@ def _run(
     if request.as_json:
         return output.Done(code, report(engine, options, documents, generations))
     if not request.quiet:
-        for line in instruct.cuts(shown, encoded, generations):
+        for line in instruct.cuts(shown, encoded, generations, schema=options.json_schema is not None):
             render.note(line)
         render.statistics(engine, shown, generations)
     return output.Done(code)
@@ -144,6 +146,7 @@ def report(
         "draft_weights": chosen.weights_of_draft,
         "draft_pages": chosen.pages_of_draft,
         "page_choice": chosen.choice_of_pages,
+        **({} if chosen.draft_refresh == 0 else {"draft_refresh": chosen.draft_refresh}),
         **({} if chosen.draft_model is None else {"draft_model": chosen.draft_model}),
         "accept": "greedy" if options.temperature == 0 else chosen.accept,
         "gamma": chosen.gamma if METHODS[chosen.method].drafts else 0,
@@ -156,6 +159,7 @@ def report(
         "presence_penalty": options.presence_penalty,
         "no_repeat_ngram": options.no_repeat_ngram,
         "seed": options.seed,
+        **({} if options.json_schema is None else {"json_schema": json.loads(options.json_schema)}),
         "results": results(engine.model, documents, generations),
         "stats": engine.statistics(),
     }
@@ -167,10 +171,10 @@ def results(model: Model, documents: Sequence[Document], generations: Sequence[G
     def named(id: int, logprob: float) -> dict[str, Any]:
         return {"id": id, "token": model.tokenizer.token_bytes(id).decode(errors="replace"), "logprob": logprob}
 
-    def told(generation: Generation) -> dict[str, Any]:
+    def as_logprobs(generation: Generation) -> dict[str, Any]:
         if generation.logprobs is None:
             return {}
-        # JSON knows no infinity: what is masked is no alternative.
+        # JSON has no infinity; a masked token is left out.
         content = [
             {
                 **named(one.id, one.logprob),
@@ -190,7 +194,7 @@ def results(model: Model, documents: Sequence[Document], generations: Sequence[G
             "stop_reason": generation.stop_reason,
             "thinking": generation.thinking,
             **({"warnings": list(document.warnings)} if document.warnings else {}),
-            **told(generation),
+            **as_logprobs(generation),
         }
         for document, generation in zip(documents, generations, strict=True)
     ]
@@ -199,13 +203,13 @@ def results(model: Model, documents: Sequence[Document], generations: Sequence[G
 def _decode(
     engine: Engine, prompts: Sequence[Prompt], options: GenerateOptions, answers: output.Answers, *, quiet: bool
 ) -> tuple[Batch, bool, QuantspecError | None]:
-    """Decodes and hands on the text. Ctrl-C ends it with the text so far, and so does an error of the engine: the second and
-    third value say so. Before the first token there is nothing to keep, and either is raised.
+    """Decodes and passes the text on. Ctrl-C or an error of the engine ends it with the text so far, and is returned as
+    second or third value. Before the first token there is nothing to keep, and either is raised.
     """
     interrupted = False
     failures: list[QuantspecError] = []
     shown = contextlib.ExitStack()
-    # Closed when the first text appears: no bar may stand in an answer.
+    # Closed when the first text appears, so that no bar is inside an answer.
     with shown:
         bar = render.progress("reading the prompt", shown=not quiet, tokens=len(prompts[0].ids))
         on_prefill = shown.enter_context(bar)

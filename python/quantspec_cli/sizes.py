@@ -1,4 +1,4 @@
-"""Which sizes of models fit a machine, at which context: planned from the shapes of published models."""
+"""Model sizes that fit a machine, and at which context: planned from the shapes of published models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .errors import native_errors
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Name, then layers, hidden, intermediate, heads, KV heads, vocabulary, tied head: Llama 3.2 1B and 3B, Llama 3.1 8B,
-# Qwen2.5 14B and 32B, Llama 3.1 70B. Heads have 128 channels but those of 1B, which have 64.
+# Name, then layers, hidden, intermediate, heads, KV heads, vocabulary, tied head: Llama 3.2 1B and 3B, Llama 3.1 8B, Qwen2.5
+# 14B and 32B, Llama 3.1 70B. Heads have 128 channels, those of 1B 64.
 SHAPES = {
     "1B": (16, 2048, 8192, 32, 8, 128_256, True),
     "3B": (28, 3072, 8192, 24, 8, 128_256, True),
@@ -24,6 +24,9 @@ SHAPES = {
     "70B": (80, 8192, 28_672, 64, 8, 128_256, False),
 }
 CONTEXT = 131_072
+
+# `--weights` by what a row calls them.
+WEIGHTS = {"bf16": "checkpoint", "int8": "int8", "int4": "int4"}
 
 
 def config(name: str) -> dict[str, Any]:
@@ -49,7 +52,9 @@ def config(name: str) -> dict[str, Any]:
 
 
 def table(device: str) -> list[dict[str, Any]]:
-    """Of each size: bytes of weights and draft weights, and the longest context that fits the device, 0 where none does."""
+    """For each size and `--weights`: bytes of weights and draft weights, and the longest context that fits the device, 0 if
+    none does.
+    """
     from . import _native
 
     with tempfile.TemporaryDirectory(prefix="quantspec-") as folder:
@@ -58,11 +63,13 @@ def table(device: str) -> list[dict[str, Any]]:
             place.mkdir()
             (place / "config.json").write_text(json.dumps(config(place.name)), encoding="utf-8")
         with native_errors():
-            found = _native.fitting([str(place) for place in places], device=device)
+            models = [str(place) for place in places]
+            found = {name: _native.fitting(models, device=device, weights=kept) for name, kept in WEIGHTS.items()}
     names = ("weights_bytes", "draft_weights_bytes", "longest_context")
     return [
-        {"size": size, "weights": "bf16", **dict(zip(names, held, strict=True))}
-        for size, held in zip(SHAPES, found, strict=True)
+        {"size": size, "weights": name, **dict(zip(names, held[index], strict=True))}
+        for index, size in enumerate(SHAPES)
+        for name, held in found.items()
     ]
 
 

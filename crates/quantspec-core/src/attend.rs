@@ -1,16 +1,16 @@
-//! Attention of one query over one KV head, in f64 and one token after another: the meaning of every fast kernel.
+//! Reference attention of one query over one KV head: f64, one token after another. Every fast kernel is tested against it.
 //!
-//! The visibility law ([`crate::cache`]) decides what a query at position p reads: tokens before Q(p) from pages, through a
-//! view, and tokens Q(p)..=p from the buffer in full precision. A draft may read only some of the pages; a page's quantised
-//! key parameters bound the scores inside it, which is how the best ones are found without reading them.
+//! A query at position p reads tokens before Q(p) from pages, through a view, and tokens Q(p)..=p from the buffer in full
+//! precision ([`crate::cache`]). A draft may read a subset of the pages. It ranks them by an upper bound of their scores,
+//! which the page's quantised key parameters give without reading the keys.
 
-use crate::cache::{BUFFER_TOKENS, G, buffer_slot, visible_buffer, visible_pages};
-use crate::config::{Rounding, View};
+use crate::cache::{BUFFER_TOKENS, G, buffer_slot, visible_buffer, visible_pages, visible_quantised};
+use crate::config::{Pages, Rounding, View};
 use crate::error::{Error, Result};
 use crate::quantize::{Page, Params, dequantize_both, dequantize_upper};
 use half::f16;
 
-/// Keys and values of G tokens in full precision, `[G][head_dim]` each: a page of view Full.
+/// A page of view Full: keys and values of G tokens in f16, `[G][head_dim]` each.
 #[derive(Clone, Copy, Debug)]
 pub struct FullPage<'a> {
     /// Keys.
@@ -19,7 +19,7 @@ pub struct FullPage<'a> {
     pub values: &'a [f16],
 }
 
-/// Cache of one sequence, layer and KV head. Views that are not read may have no pages.
+/// Cache of one sequence, layer and KV head. Planes that no view reads may be empty.
 #[derive(Clone, Copy, Debug)]
 pub struct Cache<'a> {
     /// Channels of the head.
@@ -87,13 +87,14 @@ fn widen(x: &[f16]) -> Vec<f64> {
     x.iter().map(|x| x.to_f64()).collect()
 }
 
-/// Attention output `[head_dim]` of a query (after RoPE, not yet scaled) at `position`; scores are q·k / √head_dim.
+/// Attention output `[head_dim]` of a query `[head_dim]` (after RoPE, not yet scaled) at `position`; scores are q·k /
+/// √head_dim.
 ///
-/// `pages` lists the pages to read in any order, for example `0..visible_pages(position)` for all of them; pages the law hides
-/// from this position contribute nothing.
+/// `pages` lists the pages to read in any order, for example `0..visible_pages(position)` for all of them. Pages that are not
+/// visible from this position contribute nothing.
 ///
 /// # Errors
-/// [`crate::ErrorKind::Internal`] where shapes do not fit or a listed visible page is not there.
+/// [`crate::ErrorKind::Internal`] if shapes do not match or a listed visible page is missing.
 pub fn attend(query: &[f32], position: usize, view: View, pages: &[usize], cache: &Cache) -> Result<Vec<f64>> {
     cache.check(query)?;
     let mut tokens = Vec::new();
@@ -102,6 +103,24 @@ pub fn attend(query: &[f32], position: usize, view: View, pages: &[usize], cache
             tokens.push(cache.page_token(view, page, token)?);
         }
     }
+    tokens.extend(visible_buffer(position).map(|token| cache.buffer_token(token)));
+    Ok(softmax_sum(query, &tokens))
+}
+
+/// The same over every visible page, of which only the `n` tokens of the highest scores are read, the earlier ones among equals.
+///
+/// # Errors
+/// As [`attend`].
+pub fn attend_tokens(query: &[f32], position: usize, view: View, n: usize, cache: &Cache) -> Result<Vec<f64>> {
+    cache.check(query)?;
+    let mut tokens = Vec::new();
+    for token in 0..visible_quantised(position) {
+        tokens.push(cache.page_token(view, token / G, token % G)?);
+    }
+    let score = |key: &[f64]| query.iter().zip(key).map(|(&q, k)| f64::from(q) * k).sum::<f64>();
+    let mut scored: Vec<(f64, Token)> = tokens.into_iter().map(|token| (score(&token.0), token)).collect();
+    scored.sort_by(|(a, _), (b, _)| b.total_cmp(a));
+    let mut tokens: Vec<Token> = scored.into_iter().take(n).map(|(_, token)| token).collect();
     tokens.extend(visible_buffer(position).map(|token| cache.buffer_token(token)));
     Ok(softmax_sum(query, &tokens))
 }
@@ -122,8 +141,8 @@ fn softmax_sum(query: &[f32], tokens: &[Token]) -> Vec<f64> {
     out
 }
 
-/// Upper bound of q·k (unscaled) over the keys of a page in view Upper: `Σ_c max(q_c·lo_c, q_c·hi_c)` with lo and hi the
-/// values of codes 0 and 15. Heads that share a KV head are scored by the largest of their bounds.
+/// Upper bound of q·k (unscaled) over the keys of a page in view Upper: `Σ_c max(q_c·lo_c, q_c·hi_c)`. lo and hi are the
+/// values of codes 0 and 15. Query heads that share a KV head use the largest of their bounds.
 pub fn page_bound(query: &[f32], key_params: &[Params], rounding: Rounding) -> f32 {
     let most = |(&q, &params): (&f32, &Params)| {
         (q * dequantize_upper(0, params, rounding)).max(q * dequantize_upper(15, params, rounding))
@@ -131,8 +150,8 @@ pub fn page_bound(query: &[f32], key_params: &[Params], rounding: Rounding) -> f
     query.iter().zip(key_params).map(most).sum()
 }
 
-/// Indices of the `n` pages a draft reads, ascending: the first, the last, and those of the highest bounds, the lower index
-/// among equals. `n` below 2 counts as 2.
+/// Indices of the `n` pages a draft reads, ascending: the first, the last, and those with the highest bounds. The lower index
+/// wins ties. `n` below 2 counts as 2.
 pub fn select_pages(bounds: &[f32], n: usize) -> Vec<usize> {
     let last = bounds.len().saturating_sub(1);
     let mut inner: Vec<usize> = (1..last).collect();
@@ -149,6 +168,60 @@ pub fn window_pages(visible: usize, n: usize) -> Vec<usize> {
     (0..visible.min(1)).chain(newest..visible).collect()
 }
 
+/// Last queries of a prompt whose attention chooses the pages of [`crate::config::Pages::Snap`].
+pub const SNAP_QUERIES: usize = 32;
+
+/// Attention that queries of one KV head pay to each of its first `pages` pages: for every (position, query after RoPE, not scaled) the
+/// softmax over tokens 0..=position, summed over queries and over the tokens of a page. `keys` is `[tokens][head_dim]`.
+///
+/// This is the vote of SnapKV (Li et al. 2024, equation 2) with a page as the pool of its tokens.
+pub fn page_masses(queries: &[(usize, &[f32])], keys: &[f16], pages: usize) -> Vec<f64> {
+    let mut masses = vec![0.0; pages];
+    for (position, query) in queries {
+        let scale = 1.0 / (query.len() as f64).sqrt();
+        let score = |key: &[f16]| query.iter().zip(key).map(|(&q, k)| f64::from(q) * k.to_f64()).sum::<f64>() * scale;
+        let scores: Vec<f64> = keys.chunks_exact(query.len()).take(position + 1).map(score).collect();
+        let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let weights: Vec<f64> = scores.iter().map(|score| (score - most).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        for (mass, page) in masses.iter_mut().zip(weights.chunks(G)) {
+            *mass += page.iter().sum::<f64>() / total;
+        }
+    }
+    masses
+}
+
+/// What the pages of [`Pages::Snap`] are chosen by, of one KV head of a sequence.
+#[derive(Clone, Debug, Default)]
+pub struct SnapScores {
+    /// Masses ([`page_masses`]) of the pages that the prompt's end sees.
+    pub prompt: Vec<f32>,
+    /// Bounds ([`page_bound`]) of all pages that were visible at the last refresh; empty before the first.
+    pub refreshed: Vec<f32>,
+}
+
+impl SnapScores {
+    /// Whether the first row of a round that sees `visible` pages refreshes the choice. A sequence that went back to its prompt chooses as it did there.
+    pub fn is_due(&mut self, pages: Pages, visible: usize) -> bool {
+        if self.refreshed.len() > visible {
+            self.refreshed.clear();
+        }
+        pages.is_stale(self.current().len(), visible)
+    }
+
+    /// The scores in force.
+    pub fn current(&self) -> &[f32] {
+        if self.refreshed.is_empty() { &self.prompt } else { &self.refreshed }
+    }
+}
+
+/// Indices of the pages that a draft reads where `masses` are those of the pages that the prompt's end sees: [`select_pages`] of these,
+/// and all `visible` ones that follow, ascending.
+pub fn snap_pages(masses: &[f32], visible: usize, n: usize) -> Vec<usize> {
+    let chosen = select_pages(masses, n).into_iter().filter(|page| *page < visible);
+    chosen.chain(masses.len()..visible).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -162,7 +235,7 @@ mod tests {
         4.0 * uniform(seed, 0, at, Stream::Sample, 0) - 2.0
     }
 
-    /// All keys and values of a sequence, its quantised pages, and the ring as decoding at `position` finds it.
+    /// All keys and values of a sequence, its quantised pages, and the ring before decoding `position`.
     struct Sequence {
         keys: Vec<f16>,
         values: Vec<f16>,
@@ -181,7 +254,7 @@ mod tests {
                 quantize_page(&keys[range.clone()], &values[range], D, rounding).unwrap()
             };
             let pages = (0..tokens / G).map(page).collect();
-            // Slots never written hold garbage that no query may read.
+            // Ring slots that were never written hold values that no query may read.
             let ring = |x: &[f16]| {
                 let mut ring = vec![f16::NAN; BUFFER_TOKENS * D];
                 for token in 0..tokens {
@@ -218,7 +291,7 @@ mod tests {
     }
 
     fn distance(a: &[f64], b: &[f64]) -> f64 {
-        // A NaN is infinitely far: f64::max would pass it over.
+        // NaN counts as infinitely far; f64::max would ignore it.
         let distances = a.iter().zip(b).map(|(a, b)| (a - b).abs());
         distances.fold(0.0, |most, d| if d.is_nan() { f64::INFINITY } else { d.max(most) })
     }
@@ -232,7 +305,7 @@ mod tests {
 
     #[test]
     fn two_tokens_by_hand() {
-        // Scores 6/√4 = 3 and 0: weights e³ and 1 of their sum.
+        // Scores are 6/√4 = 3 and 0, so the weights are e³ and 1 over their sum.
         let out = attend_exact(
             &[2.0, 0.0, 0.0, 1.0],
             &[3.0, 9.0, 9.0, 0.0, 0.0, 5.0, 5.0, 0.0],
@@ -267,7 +340,7 @@ mod tests {
 
     #[test]
     fn pages_the_law_hides_are_neutral_to_the_bit() {
-        // Position 383 sees page 0; page 1 exists and is named, but its tokens are read from the buffer.
+        // Position 383 sees page 0. Page 1 exists and is listed, but its tokens are read from the buffer.
         let sequence = Sequence::new(384, Rounding::Balanced, noise);
         let of = |pages: &[usize]| sequence.attend(&query(7), 383, View::Both, pages).unwrap();
         assert_eq!(of(&[0]), of(&[0, 1, 2]));
@@ -292,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn both_without_lower_nibbles_is_upper_but_for_its_centre() {
+    fn both_without_lower_nibbles_is_upper_except_for_its_centre() {
         for rounding in [Rounding::Paper, Rounding::Balanced] {
             let mut sequence = Sequence::new(600, rounding, noise);
             for page in &mut sequence.pages {
@@ -303,7 +376,7 @@ mod tests {
             let (both, upper) = (of(View::Both), of(View::Upper));
             match rounding {
                 Rounding::Paper => assert_eq!(both, upper),
-                // View Upper moves every value by −s/32, s being about 4/16 here.
+                // View Upper moves every value by −s/32; s is about 4/16 here.
                 Rounding::Balanced => {
                     assert_ne!(both, upper);
                     assert!(distance(&both, &upper) < 0.02);
@@ -314,7 +387,7 @@ mod tests {
 
     #[test]
     fn equal_scores_average_and_strongly_negative_ones_vanish() {
-        // All scores are exactly 0: the output is the mean of the values, nothing is masked by being 0.
+        // All scores are exactly 0, so the output is the mean of the values. A score of 0 must not count as masked.
         let position = 520;
         let sequence = Sequence::new(position + 1, Rounding::Balanced, noise);
         let zero = sequence.attend(&[0.0; D], position, View::Full, &all_pages(position)).unwrap();
@@ -322,7 +395,7 @@ mod tests {
             let values = (0..=position).map(|token| sequence.values[token * D + channel].to_f64());
             assert!((got - values.sum::<f64>() / (position + 1) as f64).abs() < 1e-12);
         }
-        // All scores are far below 0 (−10,000 and −9,000): a hidden or absent token with score 0 would take all the weight.
+        // All scores are far below 0 (−10,000 and −9,000). A hidden or absent token with score 0 would take all the weight.
         let far = Sequence::new(position + 1, Rounding::Balanced, |seed, i| match seed {
             1 => -100.0 - if i / D == 300 { 0.0 } else { 10.0 },
             _ => noise(seed, i),
@@ -360,11 +433,64 @@ mod tests {
             let score = |token: usize| (0..D).map(|c| q[c] * value(token, c)).sum::<f32>();
             let most = (0..G).map(score).fold(f32::NEG_INFINITY, f32::max);
             prop_assert!(most <= bound * 1.000_01, "{most} {bound}");
-            // One channel's extremes are codes 0 and 15, so a query along it meets its bound.
+            // One channel's extremes are codes 0 and 15, so a query along that channel attains the bound.
             let mut axis = [0.0; D];
             axis[3] = q[3];
             let most = (0..G).map(|token| axis[3] * value(token, 3)).fold(f32::NEG_INFINITY, f32::max);
             prop_assert_eq!(most, page_bound(&axis, &page.key_params, rounding));
         }
+    }
+
+    #[test]
+    fn the_best_tokens_are_nearer_to_all_than_other_choices() {
+        let sequence = Sequence::new(900, Rounding::Balanced, noise);
+        let page = |x| FullPage { keys: &sequence.keys[x..x + G * D], values: &sequence.values[x..x + G * D] };
+        let full: Vec<FullPage> = (0..sequence.pages.len()).map(|b| page(b * G * D)).collect();
+        let cache = Cache {
+            head_dim: D,
+            rounding: sequence.rounding,
+            pages: &sequence.pages,
+            full: &full,
+            buffer_keys: &sequence.ring_keys,
+            buffer_values: &sequence.ring_values,
+        };
+        let q = query(8);
+        let tokens = |n| attend_tokens(&q, 899, View::Upper, n, &cache).unwrap();
+        let pages = |pages: &[usize]| sequence.attend(&q, 899, View::Upper, pages).unwrap();
+        let all = pages(&all_pages(899));
+        assert!(distance(&tokens(6 * G), &all) < 1e-12 && distance(&tokens(10 * G), &all) < 1e-12);
+        assert!(distance(&tokens(0), &pages(&[])) < 1e-12);
+        for page in 0..visible_pages(899) {
+            assert!(distance(&tokens(G), &all) < distance(&pages(&[page]), &all), "page {page}");
+        }
+    }
+
+    #[test]
+    fn masses_are_shares_of_attention_within_the_causal_range() {
+        let sequence = Sequence::new(5 * G, Rounding::Balanced, noise);
+        let queries: Vec<(usize, Vec<f32>)> =
+            [700, 5 * G - 1].into_iter().zip([query(3), query(4)]).map(|(p, q)| (p.min(5 * G - 1), q)).collect();
+        let asked: Vec<(usize, &[f32])> = queries.iter().map(|(position, query)| (*position, &query[..])).collect();
+        let masses = page_masses(&asked, &sequence.keys, 5);
+        assert!((masses.iter().sum::<f64>() - 2.0).abs() < 1e-12);
+        // By hand: query (1, 0, …) at token 130 of keys that are ln 2 · √D in page 1 and 0 in page 0.
+        let mut keys = vec![f16::ZERO; 2 * G * D];
+        let one = f16::from_f32(4.0 * std::f32::consts::LN_2);
+        keys[G * D..].iter_mut().step_by(D).for_each(|key| *key = one);
+        let mut query = vec![0.0; D];
+        query[0] = 1.0;
+        let masses = page_masses(&[(130, &query)], &keys, 2);
+        // Three tokens of weight 2, to the precision of the half, and 128 of weight 1.
+        assert!((masses[1] - 6.0 / 134.0).abs() < 1e-4 && (masses[0] - 128.0 / 134.0).abs() < 1e-4, "{masses:?}");
+    }
+
+    #[test]
+    fn snapped_pages_are_the_chosen_ones_of_the_prompt_and_all_later_ones() {
+        let masses = [0.1, 0.2, 0.9, 0.0, 0.5, 0.3];
+        assert_eq!(snap_pages(&masses, 6, 4), [0, 2, 4, 5]);
+        assert_eq!(snap_pages(&masses, 9, 4), [0, 2, 4, 5, 6, 7, 8]);
+        assert_eq!(snap_pages(&masses, 6, 100), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(snap_pages(&[], 3, 4), [0, 1, 2]);
+        assert_eq!(snap_pages(&[], 0, 4), [] as [usize; 0]);
     }
 }

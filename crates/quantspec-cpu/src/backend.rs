@@ -1,19 +1,21 @@
-//! The CPU as a [`Backend`].
+//! The CPU [`Backend`].
 
 mod activations;
 mod attend_step;
+mod attend_tokens;
 mod kv_cache;
 mod network;
 mod prompt_rows;
 mod sampler;
 use crate::attend::{ITEM_ROWS, Shape, State};
-use crate::cache::{Cache, Plan};
+use crate::cache::{Cache, CacheSizes};
 use crate::dispatch::{self, Choice};
 use crate::pool::Pool;
 use crate::prompt::Prompt;
 use crate::quantize;
 use crate::weights::{self, Model};
 use activations::{Lengths, Rows};
+use quantspec_core::attend::SnapScores;
 use quantspec_core::config::ModelConfig;
 use quantspec_core::verify::Judge;
 use quantspec_core::{Error, Result};
@@ -21,7 +23,7 @@ use quantspec_model::backend::{Backend, Executor, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::rope::RopeTable;
 
-/// Runs a model on this machine's cores.
+/// Runs a model on CPU cores.
 pub struct CpuBackend {
     config: ModelConfig,
     options: Options,
@@ -34,8 +36,10 @@ pub struct CpuBackend {
     /// Capacity of each open slot.
     open: Vec<Option<usize>>,
     windows: Vec<Vec<u32>>,
-    /// Pages chosen for each slot, layer and KV head, and how many were visible then.
+    /// Pages chosen for each slot, layer and KV head, and the number visible at the choice.
     chosen: Vec<(Vec<u32>, usize)>,
+    /// What pages are chosen by where that is the attention of a prompt's end, likewise.
+    snapped: Vec<SnapScores>,
     prompt: Prompt,
     rows: Rows,
     states: Vec<State>,
@@ -43,7 +47,7 @@ pub struct CpuBackend {
     judge: Judge,
 }
 
-/// Bytes of the draft's distributions of a round, which [`Judge`] makes as they are drafted.
+/// Bytes of a round's draft distributions, which [`Judge`] stores while drafting.
 fn drafted_bytes(config: &ModelConfig, options: &Options) -> usize {
     if options.rejection { 4 * options.step_rows * config.vocab } else { 0 }
 }
@@ -53,7 +57,7 @@ fn state_rows(config: &ModelConfig, options: &Options) -> usize {
     ITEM_ROWS.min(options.step_rows.max(1)) * config.group()
 }
 
-/// Whether there are kernels for a model: asked before anything is loaded.
+/// Checks that the kernels support a model, before anything is loaded.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Model`] for a head_dim without a page layout.
@@ -67,15 +71,15 @@ pub fn check(config: &ModelConfig) -> Result<()> {
     Ok(())
 }
 
-/// Bytes this backend will hold for a model and options, as [`Backend::memory`] then reports them. Large arrays are reserved
+/// Bytes that this backend will hold for a model and options, as [`Backend::memory`] reports them. Large arrays are reserved
 /// at load and become resident as they are used.
 pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
     let config = checkpoint.config();
     let (weights_bytes, draft_weights_bytes) = weights::plan(checkpoint, options.weights, options.draft_weights);
-    let [upper, lower, full, ring] = Plan::new(config, options).bytes();
+    let [upper, lower, full, ring] = CacheSizes::new(config, options).bytes();
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
-        + Prompt::plan(config, options.prompt_capacity, options.block_rows, threads)
+        + Prompt::plan(config, options, threads)
         + threads * (State::bytes_of(state_rows(config, options), shape) + quantize::Scratch::bytes_of(shape))
         + drafted_bytes(config, options);
     Memory {
@@ -93,13 +97,13 @@ impl CpuBackend {
     /// Loads a checkpoint on the SIMD path of [`dispatch::choose`].
     ///
     /// # Errors
-    /// Those of the checkpoint and the hooks; [`quantspec_core::ErrorKind::Usage`] for a forced path this machine lacks;
-    /// those of [`check`]; [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
+    /// Those of the checkpoint, the hooks and [`check`]; [`quantspec_core::ErrorKind::Usage`] for a forced path this machine
+    /// lacks; [`quantspec_core::ErrorKind::DoesNotFit`] if memory is short.
     pub fn load(checkpoint: &Checkpoint, options: &Options, hooks: Hooks) -> Result<CpuBackend> {
         CpuBackend::load_on(checkpoint, options, hooks, dispatch::choose()?)
     }
 
-    /// Loads a checkpoint on a SIMD path.
+    /// Loads a checkpoint on the given SIMD path.
     ///
     /// # Errors
     /// As [`CpuBackend::load`].
@@ -115,15 +119,16 @@ impl CpuBackend {
         }
         let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
         let pool = Pool::new(threads)?;
-        // Memory first: what does not fit is known before a minute of loading.
-        let cache = Cache::new(Plan::new(&config, options))?;
-        let prompt = Prompt::new(&config, options.prompt_capacity, options.block_rows, threads)?;
+        // Allocates before loading, so that lack of memory is found early.
+        let cache = Cache::new(CacheSizes::new(&config, options))?;
+        let prompt = Prompt::new(&config, options, threads)?;
         let rows = Rows::new(&config, options)?;
         let states = (0..threads).map(|_| State::new(state_rows(&config, options), shape)).collect::<Result<_>>()?;
         let model = Model::load(checkpoint, options.weights, options.draft_weights, choice.simd, &pool, &mut hooks)?;
         Ok(CpuBackend {
             rope: RopeTable::new(&config),
             chosen: vec![(Vec::new(), 0); options.slots * config.layers * config.kv_heads],
+            snapped: vec![SnapScores::default(); options.slots * config.layers * config.kv_heads],
             open: vec![None; options.slots],
             windows: vec![Vec::new(); options.slots],
             flushes: (0..threads).map(|_| quantize::Scratch::new(shape)).collect(),
@@ -153,7 +158,7 @@ impl Executor for CpuBackend {}
 impl Backend for CpuBackend {
     fn memory(&self) -> Memory {
         let (weights_bytes, draft_weights_bytes) = self.model.bytes(&self.config);
-        let [upper, lower, full, ring] = self.cache.plan.bytes();
+        let [upper, lower, full, ring] = self.cache.sizes.bytes();
         Memory {
             weights_bytes,
             draft_weights_bytes,

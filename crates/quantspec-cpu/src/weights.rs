@@ -5,14 +5,14 @@ use crate::dispatch::Simd;
 use crate::hierarchy::{self, Planes, Read};
 use crate::lanes::{bf16_value, f16_value};
 use crate::linear::{Matrix, PANEL, Store, Weight, repack16, repack32};
-use crate::memory::{Array, Parts};
-use crate::pool::{Pool, part};
+use crate::memory::{Array, DisjointSlice};
+use crate::pool::{Pool, share};
 use crate::w4::{self, Bits, Tiles};
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, TargetWeights, Weights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Hooks;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
-use quantspec_model::draft_cache::{self, Drafts};
+use quantspec_model::draft_cache::{self, DraftBlocks};
 use std::sync::Mutex;
 
 /// Bytes of a checkpoint one thread reads between two calls of the hooks: a quarter of a second of a slow disk.
@@ -26,7 +26,7 @@ pub(crate) const fn panels(n: usize) -> usize {
 /// A linear layer: the target's weights, what drafts read where that is something else, and biases in the order of its outputs.
 pub(crate) struct Linear {
     pub(crate) full: Matrix,
-    pub(crate) draft: Option<Draft>,
+    pub(crate) draft: Option<DraftMatrix>,
     /// Empty where the model has none.
     pub(crate) bias: Vec<f32>,
 }
@@ -35,8 +35,8 @@ impl Linear {
     /// What a pass multiplies by.
     pub(crate) fn weight(&self, weights: Weights) -> Weight<'_> {
         match (weights, &self.draft, &self.full.store) {
-            (Weights::Draft, Some(Draft::Tiles(tiles)), _) => Weight::Draft(tiles),
-            (Weights::Draft, Some(Draft::Planes(read)), Store::Planes(planes)) => Weight::Planes(planes, *read),
+            (Weights::Draft, Some(DraftMatrix::Tiles(tiles)), _) => Weight::Tiles(tiles),
+            (Weights::Draft, Some(DraftMatrix::Planes(read)), Store::Planes(planes)) => Weight::Planes(planes, *read),
             (_, _, Store::Planes(planes)) => Weight::Planes(planes, Read::Target),
             _ => Weight::Full(&self.full),
         }
@@ -45,14 +45,14 @@ impl Linear {
     /// Draft weights of its own.
     fn tiles(&self) -> Option<&Tiles> {
         match &self.draft {
-            Some(Draft::Tiles(tiles)) => Some(tiles),
+            Some(DraftMatrix::Tiles(tiles)) => Some(tiles),
             _ => None,
         }
     }
 }
 
 /// What drafts read of a linear layer.
-pub(crate) enum Draft {
+pub(crate) enum DraftMatrix {
     /// Weights of their own.
     Tiles(Tiles),
     /// The target's planes.
@@ -90,16 +90,16 @@ pub(crate) struct Model {
 
 /// Where the three parts of the fused QKV output start.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct QkvPlaces {
+pub(crate) struct QkvOffsets {
     pub(crate) key: usize,
     pub(crate) value: usize,
     pub(crate) width: usize,
 }
 
-impl QkvPlaces {
-    pub(crate) fn new(config: &ModelConfig) -> QkvPlaces {
+impl QkvOffsets {
+    pub(crate) fn new(config: &ModelConfig) -> QkvOffsets {
         let (q, kv) = (panels(config.q_width()) * PANEL, panels(config.kv_width()) * PANEL);
-        QkvPlaces { key: q, value: q + kv, width: q + 2 * kv }
+        QkvOffsets { key: q, value: q + kv, width: q + 2 * kv }
     }
 }
 
@@ -121,7 +121,7 @@ impl Sizes {
         let four = |kept: bool| kept.then_some(Bits::Four);
         let all = draft == DraftWeights::Int4;
         let mlp = draft != DraftWeights::None;
-        let qkv = QkvPlaces::new(config).width / PANEL;
+        let qkv = QkvOffsets::new(config).width / PANEL;
         let hidden = panels(config.hidden);
         Sizes {
             layer: [
@@ -135,17 +135,19 @@ impl Sizes {
     }
 }
 
-/// Whether a matrix has both planes; None where it keeps the checkpoint's format. The head always has both: it is the most sensitive.
-fn both_planes(weights: TargetWeights, head: bool) -> Option<bool> {
-    match weights {
-        TargetWeights::Checkpoint => None,
-        TargetWeights::Int8 => Some(true),
-        TargetWeights::Int4 => Some(head),
+/// The first panel with both planes of the matrix that begins with a part; None where it keeps the checkpoint's format. Of 4 bits the
+/// head and the values have both: they are few, and the most sensitive.
+fn both_from(config: &ModelConfig, weights: TargetWeights, part: Part, panels: usize) -> Option<usize> {
+    match (weights, part) {
+        (TargetWeights::Checkpoint, _) => None,
+        (TargetWeights::Int8, _) | (TargetWeights::Int4, Part::Head) => Some(0),
+        (TargetWeights::Int4, Part::Layer(_, LayerPart::Q)) => Some(QkvOffsets::new(config).value / PANEL),
+        (TargetWeights::Int4, _) => Some(panels),
     }
 }
 
 /// The drafts of a checkpoint on disk, where it keeps them: a block is a panel, in the order of [`Loader::linear`].
-fn drafts(checkpoint: &Checkpoint, weights: TargetWeights, draft: DraftWeights, sizes: &Sizes) -> Option<Drafts> {
+fn drafts(checkpoint: &Checkpoint, weights: TargetWeights, draft: DraftWeights, sizes: &Sizes) -> Option<DraftBlocks> {
     if weights != TargetWeights::Checkpoint {
         return None;
     }
@@ -159,24 +161,23 @@ fn drafts(checkpoint: &Checkpoint, weights: TargetWeights, draft: DraftWeights, 
     let linears = std::iter::repeat_n(&sizes.layer, layers).flatten().chain([&sizes.head]);
     let panels = linears.filter_map(|(panels, k, bits)| Some((*panels, Tiles::panel_bytes(*k, (*bits)?))));
     let blocks = panels.flat_map(|(panels, bytes)| std::iter::repeat_n(bytes, panels));
-    Drafts::open(checkpoint.draft_cache()?, kind, &recipe, blocks)
+    DraftBlocks::open(checkpoint.draft_cache()?, kind, &recipe, blocks)
 }
 
 /// Bytes of the weights and of the draft weights.
 pub(crate) fn plan(checkpoint: &Checkpoint, weights: TargetWeights, draft: DraftWeights) -> (usize, usize) {
     let config = checkpoint.config();
     let sizes = Sizes::new(config, draft);
-    let layers =
-        (0..config.layers).flat_map(|index| {
-            sizes.layer.iter().zip(LINEARS).map(move |(size, parts)| {
-                (*size, dtype_of(checkpoint, parts.iter().map(|&part| Part::Layer(index, part))))
-            })
-        });
-    let layers = layers.map(|(size, dtype)| (size, dtype, both_planes(weights, false)));
-    let all = layers.chain([(sizes.head, checkpoint.dtype(Part::Head), both_planes(weights, true))]);
-    let (full, tiles) = all.fold((0, 0), |(full, tiles), ((panels, k, bits), dtype, both)| {
-        if let Some(both) = both {
-            return (full + Planes::bytes_of(panels, k, both), tiles);
+    let layers = (0..config.layers).flat_map(|index| {
+        sizes.layer.iter().zip(LINEARS).map(move |(size, parts)| {
+            let dtype = dtype_of(checkpoint, parts.iter().map(|&part| Part::Layer(index, part)));
+            (*size, dtype, Part::Layer(index, parts[0]))
+        })
+    });
+    let all = layers.chain([(sizes.head, checkpoint.dtype(Part::Head), Part::Head)]);
+    let (full, tiles) = all.fold((0, 0), |(full, tiles), ((panels, k, bits), dtype, part)| {
+        if let Some(both_from) = both_from(config, weights, part, panels) {
+            return (full + Planes::bytes_of(panels, k, both_from), tiles);
         }
         let draft = bits.map_or(0, |bits| panels * Tiles::panel_bytes(k, bits));
         (full + Matrix::bytes_of(panels, k, dtype), tiles + draft)
@@ -196,7 +197,7 @@ fn vectors(config: &ModelConfig) -> usize {
     let when = |there: bool, n: usize| if there { n } else { 0 };
     let layer = 2 * config.hidden
         + when(config.qk_norm, 2 * config.head_dim)
-        + when(config.qkv_bias, QkvPlaces::new(config).width)
+        + when(config.qkv_bias, QkvOffsets::new(config).width)
         + when(config.output_bias, panels(config.hidden) * PANEL)
         + when(config.mlp_bias, (2 * panels(config.intermediate) + panels(config.hidden)) * PANEL);
     4 * (config.layers * layer + config.hidden)
@@ -220,7 +221,7 @@ impl Model {
         let sizes = Sizes::new(config, draft);
         let drafts = drafts(checkpoint, weights, draft, &sizes);
         let total: usize = matrices(config).map(|part| checkpoint.bytes(part)).sum();
-        let total = total + drafts.as_ref().map_or(0, Drafts::unsaved_bytes);
+        let total = total + drafts.as_ref().map_or(0, DraftBlocks::unsaved_bytes);
         let drafts_of = drafts.as_ref();
         let mut loader =
             Loader { checkpoint, weights, simd, pool, hooks, drafts: drafts_of, blocks: 0, done: 0, total };
@@ -324,7 +325,7 @@ struct Loader<'a> {
     simd: Simd,
     pool: &'a Pool,
     hooks: &'a mut Hooks,
-    drafts: Option<&'a Drafts>,
+    drafts: Option<&'a DraftBlocks>,
     /// Blocks of `drafts` before the linear layer under way.
     blocks: usize,
     done: usize,
@@ -347,7 +348,7 @@ impl Loader<'_> {
             first,
             step,
         };
-        let places = QkvPlaces::new(&config);
+        let places = QkvOffsets::new(&config);
         let when = |there: bool, bias: LayerPart| there.then_some(bias);
         let qkv = [
             source(LayerPart::Q, when(config.qkv_bias, LayerPart::QBias), 0, 1),
@@ -384,10 +385,9 @@ impl Loader<'_> {
 
     fn linear(&mut self, count: usize, k: usize, bits: Option<Bits>, sources: &[Source]) -> Result<Linear> {
         let dtype = dtype_of(self.checkpoint, sources.iter().map(|source| source.part));
-        let head = sources.iter().any(|source| source.part == Part::Head);
-        let planes = both_planes(self.weights, head);
+        let planes = both_from(self.checkpoint.config(), self.weights, sources[0].part, count);
         let mut full = match planes {
-            Some(both) => Matrix { panels: count, k, store: Store::Planes(Planes::zeros(count, k, both)?) },
+            Some(from) => Matrix { panels: count, k, store: Store::Planes(Planes::zeros(count, k, from)?) },
             None => Matrix::zeros(count, k, dtype)?,
         };
         let mut draft = bits.filter(|_| planes.is_none()).map(|bits| Tiles::zeros(count, k, bits)).transpose()?;
@@ -404,8 +404,8 @@ impl Loader<'_> {
         self.blocks += draft.as_ref().map_or(0, |tiles| tiles.panels);
         let read = |bits| if bits == Bits::Eight { Read::Both } else { Read::Upper };
         let draft = match planes {
-            Some(_) => bits.map(|bits| Draft::Planes(read(bits))),
-            None => draft.map(Draft::Tiles),
+            Some(_) => bits.map(|bits| DraftMatrix::Planes(read(bits))),
+            None => draft.map(DraftMatrix::Tiles),
         };
         Ok(Linear { full, draft, bias })
     }
@@ -418,19 +418,19 @@ impl Loader<'_> {
         let (len, count) = (Matrix::panel_len(k), panels(rows));
         let per_thread = (SLICE_BYTES / (PANEL * k * dtype.bytes()).max(1)).max(1);
         enum Out<'a> {
-            Bits16(Parts<'a, u16>),
-            Bits32(Parts<'a, f32>),
-            Planes(Parts<'a, u8>, Parts<'a, u8>, (usize, usize)),
+            Bits16(DisjointSlice<'a, u16>),
+            Bits32(DisjointSlice<'a, f32>),
+            Planes(DisjointSlice<'a, u8>, DisjointSlice<'a, u8>, usize),
         }
         let out = match &mut full.store {
-            Store::Bf16(array) | Store::F16(array) => Out::Bits16(Parts::new(array)),
-            Store::F32(array) => Out::Bits32(Parts::new(array)),
-            Store::Planes(Planes { upper, lower, .. }) => {
-                let bytes = Planes::panel_bytes(k, !lower.is_empty());
-                Out::Planes(Parts::new(upper), Parts::new(lower), bytes)
+            Store::Bf16(array) | Store::F16(array) => Out::Bits16(DisjointSlice::new(array)),
+            Store::F32(array) => Out::Bits32(DisjointSlice::new(array)),
+            Store::Planes(Planes { upper, lower, both_from, .. }) => {
+                Out::Planes(DisjointSlice::new(upper), DisjointSlice::new(lower), *both_from)
             }
         };
-        let tiles = draft.map(|tiles| (tiles.bits, Tiles::panel_bytes(k, tiles.bits), Parts::new(&mut tiles.data)));
+        let tiles =
+            draft.map(|tiles| (tiles.bits, Tiles::panel_bytes(k, tiles.bits), DisjointSlice::new(&mut tiles.data)));
         let named = |error: Error| Error {
             message: format!("{}: {}", checkpoint.tensor_name(source.part), error.message),
             ..error
@@ -456,11 +456,17 @@ impl Loader<'_> {
                     // SAFETY: as above.
                     repack32(values, k, unsafe { parts.slice(place * len, len) });
                 }
-                Out::Planes(upper, lower, (u, l)) => {
+                Out::Planes(upper, lower, both_from) => {
                     values.resize(n * k, 0.0);
-                    checkpoint.read_f32(source.part, range, values)?;
+                    checkpoint.read_stored(source.part, range, values)?;
+                    let (u, l) = Planes::panel_bytes(k);
                     // SAFETY: as above.
-                    let (upper, lower) = unsafe { (upper.slice(place * u, *u), lower.slice(place * l, *l)) };
+                    let upper = unsafe { upper.slice(place * u, u) };
+                    let lower: &mut [u8] = match place.checked_sub(*both_from) {
+                        // SAFETY: as above.
+                        Some(place) => unsafe { lower.slice(place * l, l) },
+                        None => &mut [],
+                    };
                     hierarchy::encode(simd, values, k, upper, lower).map_err(named)?;
                 }
             }
@@ -492,7 +498,7 @@ impl Loader<'_> {
         let ((rows, cols), dtype) = (checkpoint.shape(part), checkpoint.dtype(part));
         let row = cols * dtype.bytes();
         let mut bytes = Array::zeros(rows * row)?;
-        let out = Parts::new(&mut bytes);
+        let out = DisjointSlice::new(&mut bytes);
         let per = (SLICE_BYTES / 8 / row.max(1)).max(1);
         let one = |block: usize| -> Result<()> {
             let range = block * per..rows.min((block + 1) * per);
@@ -529,7 +535,7 @@ impl Loader<'_> {
         for first in (0..count).step_by(per_thread * threads) {
             let units = (count - first).min(per_thread * threads);
             self.pool.run(&|thread| {
-                let mine = part(units, thread, threads);
+                let mine = share(units, thread, threads);
                 if let Err(error) = work(first + mine.start..first + mine.end) {
                     // Threads do not panic while they hold the lock.
                     if let Ok(mut failure) = failure.lock() {

@@ -1,4 +1,4 @@
-//! Draft weights from disk: the same bits as made ones, and never of other weights than the checkpoint's.
+//! Draft weights from disk equal computed ones bit for bit, and always belong to the checkpoint's weights.
 
 #[path = "support/random.rs"]
 #[allow(dead_code, reason = "one token is enough here")]
@@ -30,7 +30,7 @@ impl Drop for Folder {
     }
 }
 
-/// Bits of the logits of a draft step, and how the drafts came about.
+/// Bits of a draft step's logits, and the origin of the draft weights.
 fn load(
     mut checkpoint: Checkpoint,
     folder: Option<&Folder>,
@@ -52,6 +52,7 @@ fn load(
         weights: TargetWeights::Checkpoint,
         draft_weights: draft,
         rejection: false,
+        page_masses: false,
         step_rows: 1,
         block_rows: 64,
         threads,
@@ -92,7 +93,7 @@ fn drafts_from_disk_have_the_bits_of_made_ones() {
 }
 
 #[test]
-fn one_changed_weight_is_quantised_anew() {
+fn one_changed_weight_is_quantised_again() {
     let shape = Shape { tied: false, ..Shape::new("llama", "BF16", (4, 2, 32)) };
     let folder = Folder::new("changed");
     let (before, first) = load(shape.checkpoint(1), Some(&folder), DraftWeights::Int4, 2);

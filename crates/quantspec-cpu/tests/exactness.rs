@@ -1,14 +1,18 @@
 //! The law of exactness, on whole engines: emitted tokens are a function of the prompt, the target view, the sampling
-//! setting and the seed, and of nothing else. Bits are compared, never tolerances.
+//! settings and the seed alone. Comparisons are exact, without tolerances.
 //!
-//! Every run below is compared with autoregressive decoding of the same prompt alone on one thread. A covering selection of
-//! combinations runs at 320 tokens, long enough to cross two page borders from every prompt length; `QUANTSPEC_LAWS=long` runs
-//! it at the law's length (2,000 tokens, prompts of up to 5,000, one sequence of 10,000 tokens), `QUANTSPEC_LAWS=full` every
-//! combination at that length. Models beside the embedded one are taken from the directory `QUANTSPEC_TEST_MODELS`, where it is
-//! set.
+//! Every run is compared with autoregressive decoding of the same prompt alone on one thread. By default, a covering
+//! selection of combinations runs at 320 tokens, enough to cross two page borders from every prompt length.
+//! `QUANTSPEC_LAWS=long` runs the selection at the law's length (2,000 tokens, prompts of up to 5,000, one sequence of 10,000
+//! tokens), `QUANTSPEC_LAWS=full` every combination at that length. Models in the directory `QUANTSPEC_TEST_MODELS`, if set,
+//! run in addition to the embedded one.
 
 #![allow(clippy::print_stderr, reason = "tools/test.sh gathers what ran and what did not")]
 
+#[path = "support/grammar.rs"]
+mod grammar;
+
+use grammar::Fifths;
 use quantspec_core::Result;
 use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View};
@@ -26,7 +30,7 @@ use std::sync::Mutex;
 
 const BLOCK_ROWS: usize = 256;
 
-/// What `QUANTSPEC_LAWS` asks for.
+/// Value of `QUANTSPEC_LAWS`.
 #[derive(Clone, Copy, PartialEq, PartialOrd)]
 enum Laws {
     Short,
@@ -55,7 +59,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// A directory of the test collection, or None (said loudly) where it is not at hand.
+/// A directory of the test collection, or None with a printed notice if it is absent.
 fn collection(name: &str) -> Option<PathBuf> {
     let Some(folder) = std::env::var_os("QUANTSPEC_TEST_MODELS") else {
         eprintln!("SKIPPED: {name} needs QUANTSPEC_TEST_MODELS, a directory that holds the model {name}");
@@ -80,12 +84,14 @@ struct Run {
     method: &'static str,
     pages: Pages,
     gamma: usize,
-    /// γ is up to `gamma`, as the policy and the leads of the drafted tokens say.
+    /// γ is at most `gamma`; the policy and the logit margins of drafted tokens decide.
     auto: bool,
     threads: usize,
     rounding: Rounding,
-    /// Rows of a prompt, over all layers, between two rounds of the sequences before it.
+    /// Rows of a prompt, over all layers, between two rounds of earlier sequences.
     chunk_rows: usize,
+    /// Answers follow a grammar.
+    constrained: bool,
 }
 
 impl Run {
@@ -100,6 +106,7 @@ impl Run {
             threads: 1,
             rounding: Rounding::Balanced,
             chunk_rows: usize::MAX,
+            constrained: false,
         }
     }
 
@@ -107,8 +114,9 @@ impl Run {
         Run { method, pages, gamma, threads, ..Run::ar() }
     }
 
-    /// The method's drafter. As a second checkpoint the demo model drafts for every model of its tokenizer, others for themselves. Where the
-    /// target reads both nibbles and γ is even it reads the upper ones, so that it errs as its own target, too.
+    /// The method's drafter. As a second checkpoint, the demo model drafts for every model with its tokenizer, others for
+    /// themselves. If the target reads both nibbles and γ is even, the second checkpoint reads the upper ones, so that its
+    /// own target errs too.
     fn drafter(&self, model: &Path, target: &Options) -> Option<Box<dyn Drafter>> {
         let method = draft::Entry::named(self.method).expect("a method");
         let takes_second = matches!(method.source, draft::Source::Checkpoint | draft::Source::Several);
@@ -138,7 +146,7 @@ impl Run {
         self.decode_and_tell(model, prompts, sampler, new_tokens, None).into_iter().map(|(text, _)| text).collect()
     }
 
-    /// The same, and log-probabilities of every token with so many of the likeliest, where wanted.
+    /// As `decode`, also returning log-probabilities of every token and of the most likely ones, if requested.
     fn decode_and_tell(
         &self,
         model: &Path,
@@ -147,7 +155,7 @@ impl Run {
         new_tokens: usize,
         top: Option<usize>,
     ) -> Vec<(Vec<u32>, Vec<Logprob>)> {
-        // Tests run in parallel, and pools that share cores spend their time waiting for each other.
+        // Tests run in parallel, and pools that share cores would mostly wait for each other.
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
         let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let checkpoint = Checkpoint::open(model).expect("checkpoint");
@@ -162,6 +170,7 @@ impl Run {
             weights: self.weights,
             draft_weights: DraftWeights::None,
             rejection: sampler.accept == Accept::Rejection,
+            page_masses: false,
             step_rows: prompts.len() * (self.gamma + 1),
             block_rows: BLOCK_ROWS,
             threads: self.threads,
@@ -173,6 +182,7 @@ impl Run {
             planes: Planes::of(&views),
             draft_weights: if needs.draft_weights { DraftWeights::Int4 } else { DraftWeights::None },
             rejection: options.rejection && needs.distributions,
+            page_masses: needs.page_masses,
             ..options
         };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
@@ -183,6 +193,9 @@ impl Run {
         for (index, prompt) in prompts.iter().enumerate() {
             let slot = engine.add(prompt, sampler.clone(), new_tokens).expect("add");
             assert_eq!(slot, index);
+            if self.constrained {
+                engine.constrain(slot, Fifths::boxed(checkpoint.config().vocab)).expect("a slot before its prompt");
+            }
             if let Some(top) = top {
                 engine.want_logprobs(slot, top).expect("a slot before its prompt");
             }
@@ -246,7 +259,7 @@ impl Drafter for InTurn {
     }
 }
 
-/// A round of every text that is not at its end; false where all are.
+/// Runs a round for every unfinished text; returns false if there is none.
 fn round(engine: &mut Engine<CpuBackend>, texts: &mut [Vec<u32>], new_tokens: usize) -> bool {
     let gammas: Vec<(usize, usize)> = (0..texts.len())
         .filter(|&slot| texts[slot].len() < new_tokens)
@@ -270,7 +283,7 @@ fn replay() -> Sampler {
     Sampler::new(0.9, 50, 0.95, 0.01, 7, 0, Accept::Replay).expect("sampler")
 }
 
-/// Says where two texts part, which a plain assert_eq on thousands of tokens would bury.
+/// Reports the position at which two texts differ; assert_eq would print thousands of tokens.
 fn assert_same(what: &str, reference: &[u32], tokens: &[u32]) {
     if let Some(at) = (0..reference.len().min(tokens.len())).find(|&at| reference[at] != tokens[at]) {
         panic!("{what}: token {at} is {} and must be {}", tokens[at], reference[at]);
@@ -278,14 +291,14 @@ fn assert_same(what: &str, reference: &[u32], tokens: &[u32]) {
     assert_eq!(reference.len(), tokens.len(), "{what}: lengths differ");
 }
 
-/// Which of `prompts` prompts each run decodes. Runs of one batch begin at prompts three apart, so that eight of them meet every
-/// prompt, in every place and beside other neighbours.
+/// The prompts that each run decodes. Runs of the same batch size start three prompts apart, so that eight of them use every
+/// prompt, at every place and with different neighbours.
 fn chosen(runs: &[(Run, usize)], prompts: usize) -> Vec<Vec<usize>> {
     let begins = |at: usize| 3 * runs[..at].iter().filter(|(_, batch)| *batch == runs[at].1).count();
     (0..runs.len()).map(|at| (0..runs[at].1).map(|i| (begins(at) + i) % prompts).collect()).collect()
 }
 
-/// Runs every combination against decoding each prompt alone, with the weights of the first.
+/// Compares every combination with decoding each prompt alone, with the weights of the first run.
 fn law(model: &Path, prompts: &[Vec<u32>], new_tokens: usize, runs: &[(Run, usize)]) {
     law_of(model, prompts, new_tokens, runs, &[greedy(), replay()]);
 }
@@ -300,7 +313,8 @@ fn law_of(
 ) -> Vec<Vec<u32>> {
     eprintln!("TESTED: whole engines on {}", quantspec_cpu::simd().expect("path").name);
     let weights = runs.first().map(|(run, _)| run.weights).unwrap_or_default();
-    let plain = Run { weights, ..Run::ar() };
+    let constrained = runs.first().is_some_and(|(run, _)| run.constrained);
+    let plain = Run { weights, constrained, ..Run::ar() };
     let mut last = Vec::new();
     for sampler in samplers {
         let alone: Vec<Vec<u32>> = prompts
@@ -329,7 +343,7 @@ const BATCHES: [usize; 3] = [1, 3, 8];
 const THREADS: [usize; 2] = [1, 2];
 
 #[test]
-fn prompts_read_between_the_rounds_of_others() {
+fn prompts_are_processed_between_the_rounds_of_others() {
     let model = root().join("python/quantspec_cli/demo");
     let prompts: Vec<Vec<u32>> = [300, 900, 129, 640].iter().map(|&n| book(n, n)).collect();
     let runs: Vec<(Run, usize)> = [1, 700, 4000]
@@ -341,15 +355,15 @@ fn prompts_read_between_the_rounds_of_others() {
 }
 
 #[test]
-fn every_method_is_held() {
+fn every_method_has_a_run() {
     for entry in &draft::METHODS {
         let runs = combinations();
         assert!(runs.iter().any(|(run, _)| run.method == entry.name), "no run of method {}", entry.name);
     }
 }
 
-/// Places of method, pages, γ, batch and threads in their lists: everything at full length, otherwise a selection in which every
-/// value of each meets every value of every other.
+/// Indices of method, pages, γ, batch and threads: all combinations at full length, otherwise a selection in which every
+/// value of each is combined with every value of every other.
 fn selection() -> Vec<[usize; 5]> {
     let mut all = Vec::new();
     for m in 0..METHODS.len() {
@@ -357,8 +371,8 @@ fn selection() -> Vec<[usize; 5]> {
             for g in 0..GAMMAS.len() {
                 for b in 0..BATCHES.len() {
                     for t in 0..THREADS.len() {
-                        // Each γ runs once with each batch. Any two of method, pages, batch and γ mod 3 decide about the other
-                        // two, so none of their pairs is left out.
+                        // Each γ runs once with each batch. Any two of method, pages, batch and γ mod 3 determine the other
+                        // two, so every pair occurs.
                         if full() || m == (g + b) % 3 && p == (g + 2 * b) % 3 && t == (g / 3 + b) % 2 {
                             all.push([m, p, g, b, t]);
                         }
@@ -370,7 +384,7 @@ fn selection() -> Vec<[usize; 5]> {
     all
 }
 
-/// The selection, then plain decoding, γ auto, windows, and prompt lookup, alone and in place of every network's drafts.
+/// The selection; plain decoding; γ auto; windows; and prompt lookup, alone and replacing any network's drafts.
 fn combinations() -> Vec<(Run, usize)> {
     let run = |[m, p, g, b, t]: [usize; 5]| (Run::new(METHODS[m], PAGES[p], GAMMAS[g], THREADS[t]), BATCHES[b]);
     let mut all: Vec<(Run, usize)> = selection().into_iter().map(run).collect();
@@ -378,7 +392,13 @@ fn combinations() -> Vec<(Run, usize)> {
     for (method, batch, threads) in
         [("quantspec", 1, 1), ("quantspec", 1, 2), ("quantspec", 3, 2), ("ngram", 1, 2), ("ngram", 3, 1)]
             .into_iter()
-            .chain([("window", 1, 2), ("quantspec+ngram", 1, 2), ("quantspec+ngram", 3, 2), ("draft-model", 1, 2)])
+            .chain([
+                ("window", 1, 2),
+                ("snapkv", 1, 2),
+                ("quantspec+ngram", 1, 2),
+                ("quantspec+ngram", 3, 2),
+                ("draft-model", 1, 2),
+            ])
             .chain([("auto", 1, 2), ("auto", 3, 2)])
     {
         all.push((Run { auto: true, ..Run::new(method, Pages::All, 12, threads) }, batch));
@@ -404,6 +424,10 @@ fn combinations() -> Vec<(Run, usize)> {
         all.push((Run::new("window", Pages::Window(n), gamma, 2), batch));
         all.push((Run::new(name, Pages::Window(n), gamma, 1), batch));
     }
+    for (pages, refresh, gamma, batch) in [(2, 0, 4, 3), (3, 1, 7, 8), (2, 1, 12, 1), (16, 0, 2, 1)] {
+        let name = if batch == 1 { "snapkv+ngram" } else { "snapkv" };
+        all.push((Run::new(name, Pages::Snap { pages, refresh }, gamma, 2), batch));
+    }
     all
 }
 
@@ -416,7 +440,7 @@ fn the_selection_meets_every_pair() {
             assert!(meet, "value {i} of axis {a} never meets value {j} of axis {b}");
         }
     }
-    // Every prompt, whose lengths lie around page borders, is drafted for alone, with two neighbours and with seven.
+    // Every prompt, of a length near page borders, is decoded alone, with two neighbours and with seven.
     let (runs, prompts) = (combinations(), prompts());
     for batch in BATCHES {
         for (at, prompt) in prompts.iter().enumerate() {
@@ -453,7 +477,7 @@ fn speculation_changes_no_token_of_weights_in_planes() {
     let int4 = |(run, batch)| (Run { weights: TargetWeights::Int4, ..run }, batch);
     let runs: Vec<_> = combinations().into_iter().map(int4).step_by(if long() { 1 } else { 6 }).collect();
     law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
-    // Another target view is another text, or the comparison above would show nothing of these weights.
+    // Another target view yields another text; otherwise the comparison above would not test these weights.
     let prompt = [book(40, 2 * G + 5)];
     let views = [TargetWeights::Int8, TargetWeights::Int4, TargetWeights::Checkpoint];
     let [int8, int4, full] = views.map(|weights| {
@@ -480,7 +504,7 @@ fn speculation_changes_no_token_with_many_heads() {
 
 #[test]
 fn speculation_changes_no_token_of_a_third_party_model() {
-    // 512 positions and 512 tokens of vocabulary: short prompts of ids that exist there.
+    // 512 positions and a vocabulary of 512: short prompts with valid ids.
     let prompts: Vec<Vec<u32>> = [1, G - 1, G + 1, 2 * G - 1]
         .iter()
         .map(|&length| book(0, length).into_iter().map(|id| id % 512).collect())
@@ -496,7 +520,7 @@ fn every_target_view_and_rounding_is_exact() {
     for target in [View::Full, View::Both, View::Upper] {
         for rounding in [Rounding::Balanced, Rounding::Paper] {
             let reference = Run { target, rounding, ..Run::ar() }.decode(&model, &prompt, &greedy(), 300);
-            for method in ["quantspec", "kv4", "w4", "window", "ngram", "w4+ngram", "auto"] {
+            for method in ["quantspec", "kv4", "w4", "window", "snapkv", "ngram", "w4+ngram", "auto"] {
                 let run = Run { target, rounding, ..Run::new(method, Pages::All, 5, 2) };
                 let text = run.decode(&model, &prompt, &greedy(), 300);
                 assert_same(&format!("{run:?}"), &reference[0], &text[0]);
@@ -509,7 +533,7 @@ fn every_target_view_and_rounding_is_exact() {
 fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
     let model = root().join("python/quantspec_cli/demo");
     let sampler = |seed| Sampler::new(0.9, 50, 0.95, 0.01, seed, 0, Accept::Rejection).expect("sampler");
-    // Four visible pages and more, of which drafts read three.
+    // At least four visible pages, of which drafts read three.
     let prompts = vec![book(40, 6 * G - 7), book(700, 2 * G + 5)];
     for (method, gamma, pages) in [
         ("quantspec", 2, Pages::All),
@@ -517,6 +541,7 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
         ("quantspec", 12, Pages::Window(3)),
         ("ngram", 4, Pages::All),
         ("window", 4, Pages::Window(2)),
+        ("snapkv", 4, Pages::Snap { pages: 2, refresh: 1 }),
         ("quantspec+ngram", 4, Pages::All),
         ("draft-model", 3, Pages::All),
     ] {
@@ -533,10 +558,10 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
 }
 
 #[test]
-fn penalties_look_at_the_text_alone() {
+fn penalties_depend_on_the_text_alone() {
     let model = root().join("python/quantspec_cli/demo");
     let prompts: Vec<Vec<u32>> = [1, G, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
-    // Texts that may not repeat leave prompt lookup nothing to propose.
+    // For texts that may not repeat, prompt lookup proposes nothing.
     let mut runs: Vec<(Run, usize)> = combinations()
         .into_iter()
         .filter(|(run, _)| run.method != "ngram")
@@ -559,6 +584,152 @@ fn penalties_look_at_the_text_alone() {
             }
         }
     }
+}
+
+#[test]
+fn masks_depend_on_the_text_alone() {
+    let model = root().join("python/quantspec_cli/demo");
+    let prompts: Vec<Vec<u32>> = [1, G, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
+    let mut runs = combinations();
+    runs.push((Run { chunk_rows: 700, ..Run::new("quantspec", Pages::All, 5, 2) }, prompts.len()));
+    let auto =
+        ["quantspec", "draft-model"].map(|method| (Run { auto: true, ..Run::new(method, Pages::All, 12, 2) }, 1));
+    let mut runs: Vec<(Run, usize)> = runs.into_iter().step_by(if full() { 1 } else { 5 }).chain(auto).collect();
+    // A text that may not repeat itself leaves prompt lookup little to propose: its first proposals are forbidden ones.
+    runs.retain(|(run, _)| run.method != "ngram" || run.gamma > 1);
+    for entry in &draft::METHODS {
+        if !runs.iter().any(|(run, _)| run.method == entry.name) {
+            runs.push((Run::new(entry.name, Pages::All, 4, 2), 3));
+        }
+    }
+    runs.iter_mut().for_each(|(run, _)| run.constrained = true);
+    let penalties = Penalties::new(1.2, 0.1, 0.0, 0).expect("penalties");
+    for samplers in [[replay(), greedy()], [replay().penalised(penalties), greedy().penalised(penalties)]] {
+        let free = law_of(&model, &prompts, 160, &[], &samplers);
+        let texts = law_of(&model, &prompts, 160, &runs, &samplers);
+        assert!(texts.iter().all(|text| grammar::allows(text)));
+        assert!(!free.iter().any(|text| grammar::allows(text)), "the grammar changed nothing");
+    }
+}
+
+/// Masks computed while drafting serve the verification: of a round of γ drafted tokens, γ + 1.
+#[test]
+fn a_round_computes_a_mask_for_each_of_its_rows() {
+    use quantspec_core::grammar::{Grammar, Mask};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    #[derive(Debug)]
+    struct Counting(Box<dyn Grammar>, Arc<AtomicUsize>);
+
+    impl Grammar for Counting {
+        fn mask(&self, drafted: &[u32]) -> quantspec_core::Result<Option<Mask>> {
+            self.1.fetch_add(1, Relaxed);
+            self.0.mask(drafted)
+        }
+
+        fn advance(&self, tokens: &[u32]) {
+            self.0.advance(tokens);
+        }
+    }
+
+    let checkpoint = Checkpoint::open(&root().join("python/quantspec_cli/demo")).expect("checkpoint");
+    let options = Options {
+        slots: 1,
+        capacity: 300,
+        pool_pages: usize::MAX,
+        prompt_capacity: 300,
+        planes: Planes::of(&[View::Both]),
+        rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
+        draft_weights: DraftWeights::Int4,
+        rejection: false,
+        page_masses: false,
+        step_rows: 5,
+        block_rows: BLOCK_ROWS,
+        threads: 1,
+    };
+    let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
+    let drafter =
+        draft::Entry::named("w4").expect("a method").drafter(View::Both, DraftWeights::Int4, &[Pages::All], None);
+    let method = Method { target: View::Both, drafter, policy: Policy::fixed(4) };
+    let mut engine = Engine::new(backend, method, 1, 300, BLOCK_ROWS);
+    let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+    let computed = Arc::new(AtomicUsize::new(0));
+    let grammar = Counting(Fifths::boxed(checkpoint.config().vocab), computed.clone());
+    engine.constrain(slot, Box::new(grammar)).expect("a slot before its prompt");
+    engine.prefill(slot, &mut |_, _| ()).expect("prefill");
+    assert_eq!(computed.swap(0, Relaxed), 1);
+    for _ in 0..10 {
+        engine.draft(&[(slot, 4)]).expect("draft");
+        engine.verify().expect("verify");
+        assert_eq!(computed.swap(0, Relaxed), 5);
+    }
+    assert!(engine.constrain(slot, Fifths::boxed(9)).is_err(), "an answer under way");
+}
+
+/// What bans leave empty is told as such, on the first token and on later ones, and ends no text of which drafted tokens alone are to blame.
+#[test]
+fn an_answer_without_a_token_left_says_so() {
+    use quantspec_core::Error;
+    use quantspec_core::grammar::{Grammar, Mask};
+
+    /// Any tokens, so many.
+    #[derive(Debug)]
+    struct Short(usize, Mutex<usize>);
+
+    impl Grammar for Short {
+        fn mask(&self, drafted: &[u32]) -> quantspec_core::Result<Option<Mask>> {
+            let length = *self.1.lock().expect("no test panics in here") + drafted.len();
+            Ok((length >= self.0).then(|| Mask::from([0; 1])))
+        }
+
+        fn advance(&self, tokens: &[u32]) {
+            *self.1.lock().expect("no test panics in here") += tokens.len();
+        }
+    }
+
+    let checkpoint = Checkpoint::open(&root().join("python/quantspec_cli/demo")).expect("checkpoint");
+    let options = Options {
+        slots: 1,
+        capacity: 300,
+        pool_pages: usize::MAX,
+        prompt_capacity: 300,
+        planes: Planes::of(&[View::Both]),
+        rounding: Rounding::Balanced,
+        weights: TargetWeights::Checkpoint,
+        draft_weights: DraftWeights::Int4,
+        rejection: false,
+        page_masses: false,
+        step_rows: 5,
+        block_rows: BLOCK_ROWS,
+        threads: 1,
+    };
+    let mut texts = Vec::new();
+    for gamma in [0, 4] {
+        let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("backend");
+        let drafter = draft::Entry::named("w4").expect("a method");
+        let drafter = drafter.drafter(View::Both, DraftWeights::Int4, &[Pages::All], None);
+        let method = Method { target: View::Both, drafter, policy: Policy::fixed(gamma) };
+        let mut engine = Engine::new(backend, method, 1, 300, BLOCK_ROWS);
+        let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+        engine.constrain(slot, Box::new(Short(0, Mutex::default()))).expect("a slot before its prompt");
+        assert_eq!(engine.prefill(slot, &mut |_, _| ()).expect_err("no first token"), Error::no_token_left());
+        engine.finish(slot);
+        let slot = engine.add(&book(0, 100), greedy(), 100).expect("add");
+        engine.constrain(slot, Box::new(Short(7, Mutex::default()))).expect("a slot before its prompt");
+        let mut text = vec![engine.prefill(slot, &mut |_, _| ()).expect("prefill")];
+        let error = loop {
+            engine.draft(&[(slot, gamma)]).expect("draft");
+            match engine.verify() {
+                Ok(emitted) => text.extend(&emitted[0].tokens),
+                Err(error) => break error,
+            }
+        };
+        assert_eq!((error, text.len()), (Error::no_token_left(), 7), "gamma {gamma}");
+        texts.push(text);
+    }
+    assert_eq!(texts[0], texts[1]);
 }
 
 #[test]

@@ -1,9 +1,9 @@
-//! Norms, RoPE, SiLU and conversions against f64, and every row's bits against the same row alone.
+//! Norms, RoPE, SiLU and conversions compared with f64, and every row's bits with the same row alone.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
 
-use gpu::{Random, device, distance, download, matrix, name, poisoned, round, run};
+use gpu::{Random, arranged, device, distance, download, matrix, name, poisoned, round, run};
 use half::f16;
 use quantspec_core::cache::BUFFER_TOKENS;
 use quantspec_core::config::Dtype;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 
-/// Largest relative error of a value rounded to a type, as a distance over many values.
+/// Relative rounding error of a type, as a distance over many values.
 fn rounding(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::Bf16 => 3e-3,
@@ -32,7 +32,7 @@ fn norms_add_the_branch_and_normalise() {
     let Some(device) = device() else { return };
     let mut random = Random(1);
     let eps = 1e-5f32;
-    // Below one group, several groups per warp, more than a thread keeps.
+    // Less than one group, several groups per warp, more than a thread keeps.
     for width in [72, 4096, 9216] {
         let rows = 9;
         let (hidden, y) = (random.normals(rows * width), random.normals(rows * width));
@@ -60,7 +60,8 @@ fn norms_add_the_branch_and_normalise() {
                 let (y_at, bias_at) = if with { (branch.at(0), bias_on.at(0)) } else { (0, 0) };
                 let mut arguments = args![&h, y_at, bias_at, &weight_on].to_vec();
                 arguments.extend_from_slice(outputs);
-                arguments.extend_from_slice(&args![eps, width, pitch]);
+                // Int8 inputs are row-major: no panels.
+                arguments.extend_from_slice(&args![eps, width, if kernel == "norm_i8" { 0 } else { pitch }]);
                 run(&device, kernel, [count, 1, 1], 512, 0, &arguments);
                 h.read::<f32>(0, count * width).unwrap()
             };
@@ -81,41 +82,28 @@ fn norms_add_the_branch_and_normalise() {
                     assert!(alone == got[row * pitch..][..width], "row {row} of {kernel} alone");
                 }
             }
-            // Int8: codes and scales as core makes them of the f32 result.
+            // Int8: codes and scales must equal core's for the f32 result.
             let exact = poisoned(&device, rows * pitch * 4);
             launch("norm_f32", 0, rows, &args![&exact]);
             let exact = exact.read::<f32>(0, rows * pitch).unwrap();
             let groups = width.div_ceil(128);
-            let (x8, xs) = (poisoned(&device, rows * pitch), poisoned(&device, rows * groups * 8));
+            let (x8, xs) = (poisoned(&device, rows * groups * 128), poisoned(&device, rows * groups * 8));
             launch("norm_i8", 0, rows, &args![&x8, &xs]);
-            check_int8(
-                &exact,
-                pitch,
-                width,
-                rows,
-                &x8.read(0, rows * pitch).unwrap(),
-                pitch,
-                &xs.read(0, rows * groups * 2).unwrap(),
-            );
+            let (codes, scales) = (x8.read(0, rows * groups * 128).unwrap(), xs.read(0, rows * groups * 2).unwrap());
+            check_int8(&exact, pitch, width, rows, &codes, &scales);
         }
     }
 }
 
 /// Codes, scales and sums of quantised rows.
-fn check_int8(
-    exact: &[f32],
-    exact_pitch: usize,
-    width: usize,
-    rows: usize,
-    codes: &[i8],
-    pitch: usize,
-    scales: &[f32],
-) {
+fn check_int8(exact: &[f32], exact_pitch: usize, width: usize, rows: usize, codes: &[i8], scales: &[f32]) {
     let groups = width.div_ceil(128);
     for row in 0..rows {
         let x = &exact[row * exact_pitch..][..width];
         let want = quantize_activations(x).unwrap();
-        assert!(codes[row * pitch..][..width] == want.codes[..], "codes of row {row}");
+        let (inside, past) = codes[row * groups * 128..][..groups * 128].split_at(width);
+        assert!(inside == &want.codes[..], "codes of row {row}");
+        assert!(past.iter().all(|&code| code == 0), "codes past row {row}");
         for (group, codes) in want.codes.chunks(128).enumerate() {
             let at = (row * groups + group) * 2;
             let sum: i32 = codes.iter().map(|&code| i32::from(code)).sum();
@@ -170,17 +158,43 @@ fn silu_times_up() {
             run(&device, "silu_mul_f32", grid, 256, 0, &args![&on, bias_at, &exact, width, pitch]);
             let exact = exact.read::<f32>(0, rows * pitch).unwrap();
             let groups = width.div_ceil(128);
-            let (x8, xs) = (poisoned(&device, rows * pitch), poisoned(&device, rows * groups * 8));
-            run(&device, "silu_mul_i8", grid, 256, 0, &args![&on, bias_at, &x8, &xs, width, pitch]);
-            check_int8(
-                &exact,
-                pitch,
-                width,
-                rows,
-                &x8.read(0, rows * pitch).unwrap(),
-                pitch,
-                &xs.read(0, rows * groups * 2).unwrap(),
-            );
+            let (x8, xs) = (poisoned(&device, rows * groups * 128), poisoned(&device, rows * groups * 8));
+            run(&device, "silu_mul_i8", grid, 256, 0, &args![&on, bias_at, &x8, &xs, width, 0usize]);
+            let (codes, scales) = (x8.read(0, rows * groups * 128).unwrap(), xs.read(0, rows * groups * 2).unwrap());
+            check_int8(&exact, pitch, width, rows, &codes, &scales);
+        }
+    }
+}
+
+/// Two panels, the second of seven rows, and a partial last group: codes and scales are those of row-major inputs.
+#[test]
+fn int8_inputs_are_stored_in_panels() {
+    let Some(device) = device() else { return };
+    let mut random = Random(7);
+    let (rows, width) = (71usize, 296usize);
+    let groups = width.div_ceil(128);
+    let hidden = device.copied(&random.normals(rows * width)).unwrap();
+    let weight = device.copied(&random.normals(width)).unwrap();
+    let gates = device.copied(&random.normals(rows * 2 * width)).unwrap();
+    for kernel in ["norm_i8", "silu_mul_i8"] {
+        let launch = |panels: usize| {
+            let places = 72 * groups;
+            let (x8, xs) = (poisoned(&device, places * 128), poisoned(&device, places * 8));
+            if kernel == "norm_i8" {
+                let arguments = args![&hidden, 0u64, 0u64, &weight, &x8, &xs, 1e-5f32, width, panels];
+                run(&device, kernel, [rows, 1, 1], 512, 0, &arguments);
+            } else {
+                let arguments = args![&gates, 0u64, &x8, &xs, width, panels];
+                run(&device, kernel, [width.div_ceil(1024), rows, 1], 256, 0, &arguments);
+            }
+            (x8.read::<i8>(0, places * 128).unwrap(), xs.read::<f32>(0, places * 2).unwrap())
+        };
+        let (codes, scales) = launch(0);
+        let (want, want_scales) = arranged(&codes, &scales, rows, groups, rows);
+        let (got, got_scales) = launch(rows);
+        for place in (0..72 * groups).filter(|&place| want_scales[place * 2].is_finite()) {
+            assert!(got[place * 128..][..128] == want[place * 128..][..128], "{kernel}: codes at place {place}");
+            assert_eq!(got_scales[place * 2..][..2], want_scales[place * 2..][..2], "{kernel}: place {place}");
         }
     }
 }
@@ -188,7 +202,7 @@ fn silu_times_up() {
 #[test]
 fn embeddings_come_from_windows_or_prompts() {
     let Some(device) = device() else { return };
-    // 8,212 columns: more than all threads take at once, and the last eight are half outside.
+    // 8,212 columns: more than all threads take at once; half of the last eight are outside.
     for width in [200, 8212] {
         embeddings(&device, 50, width);
     }
@@ -196,7 +210,7 @@ fn embeddings_come_from_windows_or_prompts() {
 
 fn embeddings(device: &Arc<Device>, vocab: usize, width: usize) {
     let values = Random(3).normals(vocab * width);
-    // The middle row brings its token along.
+    // The middle row carries its own token.
     let rows = [[1, 2, 700, -1], [0, 0, 5, 31], [1, 3, 701, -1]];
     let (windows, pitch) = ([[7, 8, 9, 10, 11], [20, 21, 49, 0, 13]].concat(), 5);
     for dtype in DTYPES {
@@ -223,7 +237,7 @@ fn embeddings(device: &Arc<Device>, vocab: usize, width: usize) {
     }
 }
 
-/// One head after bias, norm and rotation, in f64.
+/// One head after bias, norm and RoPE, in f64.
 fn head(y: &[f32], bias: Option<&[f32]>, norm: Option<&[f32]>, angles: Option<&[[f32; 2]]>, eps: f32) -> Vec<f64> {
     let d = y.len();
     let mut v: Vec<f64> = (0..d).map(|i| f64::from(y[i]) + bias.map_or(0.0, |b| f64::from(b[i]))).collect();
@@ -241,9 +255,10 @@ fn head(y: &[f32], bias: Option<&[f32]>, norm: Option<&[f32]>, angles: Option<&[
     v
 }
 
-/// A key or a value beyond half precision is 0 in memory, so that it multiplies nothing, and flagged: nobody could see it there.
+/// A key or value beyond f16 is stored as 0, so that it multiplies to nothing, and flagged, as it cannot be detected in
+/// memory.
 #[test]
-fn what_does_not_fit_is_flagged() {
+fn values_beyond_f16_are_flagged() {
     let Some(device) = device() else { return };
     let (heads, kv_heads, d) = (2, 1, 64);
     let all = heads + 2 * kv_heads;
@@ -288,7 +303,7 @@ fn what_does_not_fit_is_flagged() {
 }
 
 #[test]
-fn heads_are_turned_and_appended() {
+fn heads_are_rotated_and_appended() {
     let Some(device) = device() else { return };
     let mut random = Random(4);
     let (heads, kv_heads, slots, layers, layer, eps) = (6, 2, 3, 2, 1, 1e-6f32);
@@ -335,7 +350,7 @@ fn heads_are_turned_and_appended() {
             ];
             run(&device, &format!("append_{d}"), [all.div_ceil(4), rows.len(), 1], 128, 0, &arguments);
             assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
-            // Heads whose halves alternate by eight channels, as draft weights make them: the same bits.
+            // Heads whose halves alternate by eight channels, as in paired draft weights, must give the same bits.
             let pairs = |at: usize| at - at % d + at % d / 16 * 8 + at % 8 + at / 8 % 2 * (d / 2);
             let paired_on = device.copied(&(0..y.len()).map(|at| y[pairs(at)]).collect::<Vec<_>>()).unwrap();
             let [q2, k2, v2] = [&q, &ring_k, &ring_v].map(|like| poisoned(&device, like.bytes()));
@@ -368,7 +383,7 @@ fn heads_are_turned_and_appended() {
                 }
                 assert!(got.iter().all(|x| x.is_nan()), "append_{d} wrote elsewhere");
             }
-            // The prompt's variant: the same heads, in matrices, to the bit (the scale apart).
+            // The prompt's variant gives the same heads as matrices, to the bit, apart from the scale.
             let (q, kv) =
                 (poisoned(&device, rows.len() * heads * d * 2), poisoned(&device, rows.len() * 2 * kv_heads * d * 2));
             let arguments = args![&on, b, qn, kn, &angles_on, &q, &kv, eps, heads, kv_heads, &flag];
@@ -387,7 +402,7 @@ fn heads_are_turned_and_appended() {
                 }
             }
         }
-        // A row alone has the same bits: row 3 as the only one.
+        // Row 3 alone has the same bits.
         let appended = |rows: &[[i32; 4]], first: usize| {
             let rows_on = rows_of(&device, rows);
             let (ring_k, ring_v) = (
@@ -404,7 +419,7 @@ fn heads_are_turned_and_appended() {
             q.read::<u16>(0, rows.len() * heads * d).unwrap()
         };
         assert!(appended(&rows[3..4], 3)[..] == appended(&rows, 0)[3 * heads * d..4 * heads * d]);
-        // A value f16 cannot hold raises the flag.
+        // A value beyond f16 raises the flag.
         let mut big = y.clone();
         big[(heads + kv_heads) * d + 3] = 1e6;
         let big = device.copied(&big).unwrap();

@@ -1,9 +1,10 @@
-//! Penalties of the device against quantspec-core, bit for bit.
+//! Penalties on the device compared with quantspec-core, bit for bit.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
 
 use gpu::{Random, device, poisoned, run};
+use quantspec_core::grammar::{self, words};
 use quantspec_core::penalty::{History, Penalties, apply};
 use quantspec_cuda::args;
 use quantspec_cuda::device::{Buffer, Device};
@@ -14,7 +15,7 @@ const CAPACITY: usize = 4000;
 /// Tokens that travel with a commit.
 const MORE: usize = 30;
 
-/// What the kernels know of some slots.
+/// Device buffers of some slots' penalties.
 struct Stage {
     device: Arc<Device>,
     histories: Buffer,
@@ -65,7 +66,7 @@ impl Stage {
         let arguments = args![&rows, &self.histories, &self.counts, &windows, WINDOW, &logits, self.vocab];
         run(&self.device, "penalty_apply", [self.vocab.div_ceil(1024), count, 1], 256, 0, &arguments);
         let arguments = args![&rows, &self.histories, &self.texts, CAPACITY, &windows, WINDOW, &logits, self.vocab];
-        // Fewer blocks than a text has tokens for.
+        // Fewer blocks than the text needs at one position per thread.
         run(&self.device, "penalty_forbid", [3, count, 1], 256, 0, &arguments);
         logits.read(0, count * self.vocab).unwrap()
     }
@@ -100,7 +101,7 @@ fn penalties_equal_core() {
             if more > 0 {
                 commit(&histories, more);
             }
-            // Every slot's window: the last emitted token, and seven drafted ones, of which a row sees those before it.
+            // Every slot's window: the last emitted token, and seven drafted ones; a row sees those before it.
             let drafted = tokens(&mut random, slots * (WINDOW - 1));
             let windows: Vec<i32> = drafted
                 .chunks(WINDOW - 1)
@@ -116,7 +117,7 @@ fn penalties_equal_core() {
                 let mut want = logits[row * vocab..(row + 1) * vocab].to_vec();
                 if let Some(history) = &histories[slot] {
                     apply(&mut want, history, &drafted[slot * (WINDOW - 1)..][..offset as usize]);
-                    // Frequency and presence look at the answer alone, which is empty at first.
+                    // Frequency and presence concern the answer alone, which is empty at first.
                     let answered = history.text().len() > history.prompt_tokens() || offset > 0;
                     let changed = want != logits[row * vocab..(row + 1) * vocab];
                     assert!(changed || vocab == 1 || settings[slot].3 > 3 || spread > 100 || !answered);
@@ -130,7 +131,30 @@ fn penalties_equal_core() {
 }
 
 #[test]
-fn a_slot_that_stops_penalising_is_left_alone() {
+fn masks_equal_core() {
+    let Some(device) = device() else { return };
+    let mut random = Random(11);
+    for (vocab, rows) in [(1, 1), (33, 3), (1024, 1), (5000, 17), (151_936, 5)] {
+        let words = words(vocab);
+        let masks: Vec<u32> = (0..rows * words).map(|_| random.next() as u32).collect();
+        let logits: Vec<f32> = (0..rows * vocab).map(|_| random.normal()).collect();
+        let (on_device, at) = (device.copied(&logits).unwrap(), device.copied(&masks).unwrap());
+        let arguments = args![&at, words, &on_device, vocab];
+        run(&device, "penalty_mask", [vocab.div_ceil(1024), rows, 1], 256, 0, &arguments);
+        let got = on_device.read::<f32>(0, rows * vocab).unwrap();
+        for (row, got) in got.chunks(vocab).enumerate() {
+            let mut want = logits[row * vocab..][..vocab].to_vec();
+            grammar::apply(&mut want, &masks[row * words..][..words]);
+            assert!(
+                got.iter().zip(&want).all(|(a, b)| a.to_bits() == b.to_bits()),
+                "row {row} of {rows}, {vocab} tokens"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_slot_without_penalties_is_not_changed() {
     let Some(device) = device() else { return };
     let stage = Stage::new(&device, 1, 100);
     let history = History::new(&[1, 2, 3, 1, 2], Penalties::new(2.0, 0.0, 0.0, 2).unwrap(), 0);

@@ -1,9 +1,9 @@
-//! The second opinion: a [`Backend`] in plain candle tensors, f32, literal and slow.
+//! The reference [`Backend`]: plain candle tensors in f32, slow.
 //!
-//! Every operation is written the way its definition reads, with no layout, no kernel and no cleverness, so that a fast
-//! backend can be compared with it. Decode rows are computed one at a time, which makes them row-invariant by
-//! construction. The cache holds canonical pages ([`quantspec_core::quantize::Page`]) and f16 buffers, as the method defines
-//! them; weights are the checkpoint's values in f32, draft weights the values their codes stand for.
+//! Every operation follows its definition literally, so fast backends can be compared with it. Decode rows are computed one
+//! at a time, which makes them row-invariant by construction. The cache holds canonical pages
+//! ([`quantspec_core::quantize::Page`]) and f16 buffers. Weights are the checkpoint's values in f32; draft weights are
+//! dequantised codes.
 
 use crate::backend::{
     Backend, Block, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
@@ -13,17 +13,20 @@ use crate::prompt_cache::PromptRows;
 use crate::rope::RopeTable;
 use candle_core::{D, Device, Tensor};
 use half::f16;
-use quantspec_core::attend::{page_bound, select_pages, window_pages};
-use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages};
+use quantspec_core::attend::{
+    SNAP_QUERIES, SnapScores, page_bound, page_masses, select_pages, snap_pages, window_pages,
+};
+use quantspec_core::cache::{
+    BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_buffer, visible_pages, visible_quantised,
+};
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
-use quantspec_core::penalty::penalised;
 use quantspec_core::quantize::{
     Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations, quantize_head_row, quantize_page,
     quantize_weights_row,
 };
-use quantspec_core::sample::{Stream, check_finite, choose};
+use quantspec_core::sample::{Stream, check_finite, check_left, choose};
 use quantspec_core::verify::{Judge, Verdict};
-use quantspec_core::weights::{quantize_row, quantize_row_upper};
+use quantspec_core::weights::{SMALL_GROUP, quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -37,18 +40,21 @@ pub struct ReferenceBackend {
     rope: RopeTable,
     /// Weights in f32: matrices [outputs][inputs], vectors [n].
     full: HashMap<Part, Tensor>,
-    /// Values of the draft's codes; parts that are not here are drafted with in full.
+    /// Dequantised draft weights. A missing part drafts with its full weights.
     draft: HashMap<Part, Tensor>,
     slots: Vec<Option<Slot>>,
     judge: Judge,
-    /// Hidden states of the step under way, [1][hidden] per row.
+    /// Hidden states of the current step, [1][hidden] per row.
     rows: Vec<Tensor>,
-    /// Hidden states of the prompt under way, [rows][hidden] by the block's first row.
+    /// Hidden states of the current prompt, [rows][hidden], by the block's first row.
     blocks: HashMap<usize, Tensor>,
-    /// What the last operation left for the next: queries, attention output, gated activations or a projection, [rows][n] each.
+    /// Result of the last operation for the next: queries, attention output, gated activations or a projection, [rows][n]
+    /// each.
     between: Vec<Tensor>,
-    /// Keys and values of the prompt in the layer under way, [tokens][kv_width] each.
+    /// Keys and values of the current prompt and layer, [tokens][kv_width] each.
     scratch: Option<(Tensor, Tensor)>,
+    /// Positions and queries [q_width] of the prompt's last rows in the layer under way, at most [`SNAP_QUERIES`].
+    last: Vec<(usize, Vec<f32>)>,
     logits: Vec<Vec<f32>>,
 }
 
@@ -65,8 +71,9 @@ struct Head {
     recent_keys: Vec<f16>,
     recent_values: Vec<f16>,
     pages: Vec<Option<Stored>>,
-    /// Pages the current draft reads; None before the first choice.
+    /// Pages that the current draft reads; None before the first choice.
     chosen: Option<Vec<usize>>,
+    snap: SnapScores,
 }
 
 /// One page in the planes that are kept.
@@ -76,7 +83,7 @@ struct Stored {
     full: Option<(Vec<f16>, Vec<f16>)>,
 }
 
-/// The value of a computation on tensors. It fails only by a defect of ours: shapes were checked when the checkpoint was opened.
+/// Unwraps a tensor operation. It fails only through a defect: shapes were checked when the checkpoint was opened.
 fn tensor<T>(compute: impl FnOnce() -> candle_core::Result<T>) -> Result<T> {
     compute().map_err(|error| Error::internal(format!("reference backend: {error}")))
 }
@@ -85,24 +92,27 @@ impl ReferenceBackend {
     /// Reads a whole checkpoint into f32 tensors and makes the draft weights.
     ///
     /// # Errors
-    /// Those of [`Checkpoint::read_f32`] and of `hooks.poll`, and [`quantspec_core::ErrorKind::NotFinite`] where a group of
-    /// draft weights spans more than f16 can hold.
+    /// Those of [`Checkpoint::read_f32`] and of `hooks.poll`, and [`quantspec_core::ErrorKind::NotFinite`] if the range of a
+    /// group of draft weights exceeds f16.
     pub fn load(checkpoint: &Checkpoint, options: &Options, mut hooks: Hooks) -> Result<ReferenceBackend> {
         let config = checkpoint.config().clone();
         let mut full = HashMap::new();
         let mut draft = HashMap::new();
         let mut parts = Part::all(&config);
         if config.tied_embeddings {
-            parts.push(Part::Head); // a table of its own, because the draft's head is quantised and the embedding is not
+            parts.push(Part::Head); // separate even if tied: the draft's head is quantised, the embedding is not
         }
         for (done, &part) in parts.iter().enumerate() {
             let (rows, columns) = checkpoint.shape(part);
             let mut values = vec![0.0; rows * columns];
-            checkpoint.read_f32(part, 0..rows, &mut values)?;
+            match options.weights {
+                TargetWeights::Checkpoint => checkpoint.read_f32(part, 0..rows, &mut values)?,
+                _ => checkpoint.read_stored(part, 0..rows, &mut values)?,
+            }
             let codes = match options.weights {
                 TargetWeights::Checkpoint => draft_values(part, options.draft_weights, &values, columns)?,
                 weights => {
-                    // The embedding of a tied model is read out of the head.
+                    // The embedding of a tied model is read from the head.
                     let part = if part == Part::Embedding && config.tied_embeddings { Part::Head } else { part };
                     hierarchy_values(part, weights, options.draft_weights, &mut values, columns)?
                 }
@@ -127,6 +137,7 @@ impl ReferenceBackend {
             blocks: HashMap::new(),
             between: Vec::new(),
             scratch: None,
+            last: Vec::new(),
             logits: Vec::new(),
         })
     }
@@ -163,7 +174,7 @@ impl ReferenceBackend {
         }
     }
 
-    /// `x · wᵀ + bias`, [rows][outputs]; a quantised weight sees int8 activations.
+    /// `x · wᵀ + bias`, [rows][outputs]; quantised weights use int8 activations.
     fn linear(&self, x: &Tensor, part: Part, bias: Option<Part>, weights: Weights) -> Result<Tensor> {
         let (weight, quantised) = self.weight(part, weights)?;
         let x = if quantised { &rounded_activations(x)? } else { x };
@@ -181,7 +192,7 @@ impl ReferenceBackend {
         tensor(|| x.broadcast_div(&(x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?)?.broadcast_mul(weight))
     }
 
-    /// Rotates [rows][heads · head_dim] to the given (position, length) of each row.
+    /// Applies RoPE to [rows][heads · head_dim]; `places` holds the (position, length) of each row.
     fn rotate(&self, x: &Tensor, heads: usize, places: &[(usize, usize)]) -> Result<Tensor> {
         let half = self.config.head_dim / 2;
         let (mut cos, mut sin) = (vec![0.0; places.len() * half], vec![0.0; places.len() * half]);
@@ -245,10 +256,14 @@ impl ReferenceBackend {
                 keys.extend(head.recent_keys[at..at + head_dim].iter().map(|x| x.to_f32()));
                 values.extend(head.recent_values[at..at + head_dim].iter().map(|x| x.to_f32()));
             }
-            let shape = (keys.len() / head_dim, head_dim);
+            let (quantised, shape) = (visible_quantised(row.position), (keys.len() / head_dim, head_dim));
             let keys = tensor(|| Tensor::from_vec(keys, shape, &Device::Cpu))?;
             let values = tensor(|| Tensor::from_vec(values, shape, &Device::Cpu))?;
-            outputs.push(softmax_sum(&query, &keys, &values, None)?);
+            let mask = match step.pages {
+                Pages::Tokens(n) => Some(best_tokens(&query, &keys, quantised, n)?),
+                _ => None,
+            };
+            outputs.push(softmax_sum(&query, &keys, &values, mask.as_ref())?);
         }
         tensor(|| Tensor::cat(&outputs, 0)?.reshape((1, ())))
     }
@@ -276,7 +291,7 @@ impl ReferenceBackend {
     }
 }
 
-/// The draft reads quantised weights of this part.
+/// Returns true if the draft reads quantised weights of this part.
 fn draft_kept(part: Part, kind: DraftWeights) -> bool {
     use LayerPart::*;
     match (part, kind) {
@@ -287,7 +302,7 @@ fn draft_kept(part: Part, kind: DraftWeights) -> bool {
     }
 }
 
-/// The values a part's draft codes stand for, or None where the draft uses the part in full.
+/// Dequantised draft weights of a part, or None if the draft uses its full weights.
 fn draft_values(part: Part, kind: DraftWeights, values: &[f32], columns: usize) -> Result<Option<Vec<f32>>> {
     if !draft_kept(part, kind) {
         return Ok(None);
@@ -300,7 +315,7 @@ fn draft_values(part: Part, kind: DraftWeights, values: &[f32], columns: usize) 
     Ok(Some(out))
 }
 
-/// The values of a part's planes in place of its own, and those that the draft reads, or None where it reads the same in full.
+/// The target's values from a part's planes, and the draft's values, or None if the draft reads the target's.
 fn hierarchy_values(
     part: Part,
     weights: TargetWeights,
@@ -312,18 +327,20 @@ fn hierarchy_values(
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
     }
-    let upper = draft_kept(part, kind) && part != Part::Head;
+    // Of 4 bits, values and the head have both planes, and the draft reads both.
+    let few = part == Part::Head || weights == TargetWeights::Int4 && matches!(part, Part::Layer(_, V));
+    let upper = draft_kept(part, kind) && !few;
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
-        let both = weights == TargetWeights::Int8 || part == Part::Head;
-        let codes = if both { quantize_row(row)? } else { quantize_row_upper(row)? };
+        let both = weights == TargetWeights::Int8 || few;
+        let codes = if both { quantize_row(row, SMALL_GROUP)? } else { quantize_row_upper(row, SMALL_GROUP)? };
         row.copy_from_slice(&codes.both());
         draft.extend(if upper { codes.upper() } else { codes.both() });
     }
     Ok(draft_kept(part, kind).then_some(draft))
 }
 
-/// Activations as int8 codes give them back, row by row.
+/// Activations rounded to int8 codes, row by row.
 fn rounded_activations(x: &Tensor) -> Result<Tensor> {
     let mut out = Vec::new();
     for row in tensor(|| x.to_vec2::<f32>())? {
@@ -346,6 +363,20 @@ fn softmax_sum(query: &Tensor, keys: &Tensor, values: &Tensor, mask: Option<&Ten
     })
 }
 
+/// A mask `[queries][tokens]` that hides all but the `n` best of the first `quantised` tokens from each query.
+fn best_tokens(query: &Tensor, keys: &Tensor, quantised: usize, n: usize) -> Result<Tensor> {
+    let scores = tensor(|| query.matmul(&keys.t()?)?.to_vec2::<f32>())?;
+    let mut mask = Vec::new();
+    for scores in &scores {
+        let mut order: Vec<usize> = (0..quantised).collect();
+        order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]));
+        let mut row = vec![0.0; scores.len()];
+        order.iter().skip(n).for_each(|&token| row[token] = f32::NEG_INFINITY);
+        mask.extend(row);
+    }
+    tensor(|| Tensor::from_vec(mask, (scores.len(), keys.dim(0)?), &Device::Cpu))
+}
+
 /// Refuses a view whose planes are not kept.
 fn check_view(view: View, planes: Planes) -> Result<()> {
     let kept = match view {
@@ -356,7 +387,7 @@ fn check_view(view: View, planes: Planes) -> Result<()> {
     if kept { Ok(()) } else { Err(Error::internal(format!("view {view:?} of a cache that keeps {planes:?}"))) }
 }
 
-/// f16 of keys or values; what half precision cannot hold is an error, never a silent infinity.
+/// Converts keys or values to f16; values beyond its range are an error, never infinity.
 fn halves(values: &[f32], what: &str, layer: usize) -> Result<Vec<f16>> {
     let halves: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
     match halves.iter().position(|x| !x.is_finite()) {
@@ -374,11 +405,11 @@ impl Head {
             recent_values: vec![f16::ZERO; BUFFER_TOKENS * head_dim],
             pages: (0..capacity / G).map(|_| None).collect(),
             chosen: None,
+            snap: SnapScores::default(),
         }
     }
 
-    /// The pages a row reads. `query` is [group][head_dim].
-    /// `upper`: pages have quantised keys.
+    /// The pages a row reads. `query` is [group][head_dim]; `upper` says whether pages have quantised keys.
     fn choose_pages(
         &mut self,
         step: &Step,
@@ -389,24 +420,32 @@ impl Head {
     ) -> Result<Vec<usize>> {
         let visible = visible_pages(position);
         let chosen = match (step.pages, &self.chosen) {
-            (Pages::All, _) => return Ok((0..visible).collect()),
+            (Pages::All | Pages::Tokens(_), _) => return Ok((0..visible).collect()),
             (Pages::Window(_) | Pages::Best(_), Some(chosen)) if !step.choose_pages => chosen.clone(),
             (Pages::Window(n), _) => window_pages(visible, n),
-            // Quantised keys are what is scored; a cache without them keeps to the window.
+            // Scores need quantised keys; without them the newest pages are read.
             (Pages::Best(n), _) if !upper => window_pages(visible, n),
-            (Pages::Best(n), _) => {
-                let queries = tensor(|| query.to_vec2::<f32>())?;
-                let mut bounds = Vec::with_capacity(visible);
-                for page in 0..visible {
-                    let params = &self.quantised(page)?.key_params;
-                    let best = queries.iter().map(|query| page_bound(query, params, rounding));
-                    bounds.push(best.fold(f32::NEG_INFINITY, f32::max));
+            (Pages::Best(n), _) => select_pages(&self.bounds(visible, query, rounding)?, n),
+            (Pages::Snap { pages: n, .. }, _) => {
+                if step.choose_pages && self.snap.is_due(step.pages, visible) && upper {
+                    self.snap.refreshed = self.bounds(visible, query, rounding)?;
                 }
-                select_pages(&bounds, n)
+                return Ok(snap_pages(self.snap.current(), visible, n));
             }
         };
         self.chosen = Some(chosen.clone());
         Ok(chosen)
+    }
+
+    /// The largest bound of the group's scores in each visible page.
+    fn bounds(&self, visible: usize, query: &Tensor, rounding: Rounding) -> Result<Vec<f32>> {
+        let queries = tensor(|| query.to_vec2::<f32>())?;
+        let bound = |page| {
+            let params = &self.quantised(page)?.key_params;
+            let best = queries.iter().map(|query| page_bound(query, params, rounding));
+            Ok(best.fold(f32::NEG_INFINITY, f32::max))
+        };
+        (0..visible).map(bound).collect()
     }
 
     fn stored(&self, page: usize) -> Result<&Stored> {
@@ -418,7 +457,7 @@ impl Head {
         self.stored(page)?.quantised.as_ref().ok_or_else(|| Error::internal("quantised planes are not kept"))
     }
 
-    /// Appends the page's keys and values, [G][head_dim] each, as the view sees them.
+    /// Appends the page's keys and values, [G][head_dim] each, as the view dequantises them.
     fn page_values(
         &self,
         page: usize,
@@ -447,7 +486,7 @@ impl Head {
         Ok(())
     }
 
-    /// Keeps a complete page in the wanted planes.
+    /// Stores a complete page in the requested planes.
     fn keep(
         &mut self,
         page: usize,
@@ -474,7 +513,7 @@ impl PromptRows for ReferenceBackend {
         "reference".to_string()
     }
 
-    /// Keys and values of a prompt are f32 here.
+    /// The reference keeps a prompt's keys and values in f32.
     fn row_bytes(&self) -> usize {
         2 * self.config.kv_width() * size_of::<f32>()
     }
@@ -515,6 +554,10 @@ impl Network for ReferenceBackend {
         &self.config
     }
 
+    fn reads_tokens(&self) -> bool {
+        true
+    }
+
     fn embed(&mut self, pass: &Pass) -> Result<()> {
         let tokens: Vec<u32> = match pass {
             Pass::Step(step) => {
@@ -528,6 +571,7 @@ impl Network for ReferenceBackend {
                 if block.start == 0 {
                     self.blocks.clear();
                 }
+                self.last.clear();
                 block.prompt[block.start..block.start + block.rows].to_vec()
             }
         };
@@ -566,6 +610,11 @@ impl Network for ReferenceBackend {
                 let positions = block.start..block.start + block.rows;
                 let places: Vec<(usize, usize)> = positions.map(|position| (position, block.prompt.len())).collect();
                 let [q, k, v] = self.project(layer, &hidden[0], Weights::Full, &places)?;
+                if self.options.page_masses {
+                    let rows = tensor(|| q.to_vec2::<f32>())?;
+                    self.last.extend(places.iter().map(|&(position, _)| position).zip(rows));
+                    self.last.drain(..self.last.len().saturating_sub(SNAP_QUERIES));
+                }
                 let earlier = self.scratch.take().filter(|_| block.start > 0);
                 self.scratch = Some(match earlier {
                     None => (k, v),
@@ -624,13 +673,23 @@ impl Network for ReferenceBackend {
         };
         let head_dim = self.config.head_dim;
         let options = self.options.clone();
+        let last = std::mem::take(&mut self.last);
+        let group = self.config.group();
         for kv_head in 0..self.config.kv_heads {
             let of_head = |all: &Tensor| -> Result<Vec<f32>> {
                 tensor(|| all.narrow(1, kv_head * head_dim, head_dim)?.flatten_all()?.to_vec1())
             };
             let keys = halves(&of_head(&keys)?, "keys", layer)?;
             let values = halves(&of_head(&values)?, "values", layer)?;
+            let heads = || (kv_head * group..(kv_head + 1) * group).map(|head| head * head_dim..(head + 1) * head_dim);
+            let queries: Vec<(usize, &[f32])> =
+                last.iter().flat_map(|(position, q)| heads().map(|head| (*position, &q[head]))).collect();
             let head = &mut self.slot(slot)?.heads[layer][kv_head];
+            if options.page_masses {
+                let masses = page_masses(&queries, &keys, visible_pages(tokens));
+                let prompt = masses.into_iter().map(|mass| mass as f32).collect();
+                head.snap = SnapScores { prompt, ..SnapScores::default() };
+            }
             for page in 0..tokens / G {
                 let span = page * G * head_dim..(page + 1) * G * head_dim;
                 head.keep(page, keys[span.clone()].to_vec(), values[span].to_vec(), head_dim, &options)?;
@@ -713,7 +772,8 @@ impl TokenSampler for ReferenceBackend {
 
     fn first(&mut self, turn: &Turn) -> Result<u32> {
         let logits = self.logits(0)?;
-        let logits = penalised(&logits, turn.history.as_deref(), &[]);
+        let logits = turn.allowed(&logits, &[])?;
+        check_left(&logits)?;
         Ok(choose(&logits, &turn.sampler, turn.committed, Stream::Sample))
     }
 
@@ -723,7 +783,7 @@ impl TokenSampler for ReferenceBackend {
             let turn = turn.ok_or_else(|| Error::internal(format!("slot {} has no turn", row.slot)))?;
             let logits = self.logits(index)?;
             let drafted = self.window(row.slot, row.offset + 1)?;
-            let logits = penalised(&logits, turn.history.as_deref(), &drafted[1..]);
+            let logits = turn.allowed(&logits, &drafted[1..])?;
             let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
             match self.slot(row.slot)?.window.get_mut(row.offset + 1) {
                 Some(place) => *place = token,
@@ -734,7 +794,7 @@ impl TokenSampler for ReferenceBackend {
     }
 
     fn margin(&mut self, slot: usize) -> Result<f32> {
-        Ok(self.judge.lead(slot))
+        Ok(self.judge.margin(slot))
     }
 
     fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
@@ -742,9 +802,6 @@ impl TokenSampler for ReferenceBackend {
     }
 
     fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
-        if q.len() != self.config.vocab {
-            return Err(Error::internal(format!("a distribution of {} tokens of {}", q.len(), self.config.vocab)));
-        }
         self.judge.keep(slot, offset, q.to_vec());
         Ok(())
     }
@@ -754,9 +811,8 @@ impl TokenSampler for ReferenceBackend {
         for turn in turns {
             let drafted = self.window(turn.slot, turn.gamma + 1)?.split_off(1);
             let of_turn = step.rows.iter().zip(&self.logits).filter(|(row, _)| row.slot == turn.slot);
-            let history = turn.history.as_deref();
             let logits: Vec<Cow<[f32]>> =
-                of_turn.map(|(row, logits)| penalised(logits, history, &drafted[..row.offset])).collect();
+                of_turn.map(|(row, logits)| turn.allowed(logits, &drafted[..row.offset])).collect::<Result<_>>()?;
             let logits: Vec<&[f32]> = logits.iter().map(|row| &row[..]).collect();
             verdicts.push(self.judge.judge(turn.slot, &drafted, turn.q, &logits, &turn.sampler, turn.committed + 1)?);
         }
@@ -788,7 +844,7 @@ impl Backend for ReferenceBackend {
 }
 
 impl ReferenceBackend {
-    /// Projects what the last operation left.
+    /// Applies the projection to the last operation's result.
     fn linear_between(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
         let (part, bias) = (Part::Layer(layer, part), Part::Layer(layer, bias));
         let project = |x| self.linear(x, part, Some(bias), weights_of(pass));
@@ -797,7 +853,7 @@ impl ReferenceBackend {
     }
 }
 
-/// Prompts are always processed with full weights.
+/// Prompts always use the target's weights.
 fn weights_of(pass: &Pass) -> Weights {
     match pass {
         Pass::Step(step) => step.weights,

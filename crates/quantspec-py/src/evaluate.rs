@@ -1,6 +1,6 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
-use crate::device::{Models, Place};
+use crate::device::{ChosenDevice, Models};
 use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
 use crate::errors::{interruptible, to_python};
 use crate::options::{rounding, target_weights, weights_name};
@@ -11,12 +11,12 @@ use quantspec_core::config::TargetWeights;
 use quantspec_cpu::CpuBackend;
 use quantspec_cuda::CudaBackend;
 use quantspec_model::backend::{Hooks, Options};
-use quantspec_model::evaluate;
+use quantspec_model::evaluate::{self, DraftScore};
 use std::path::PathBuf;
 
 /// `evaluate(model, tokens, …)`: loads the model with every view and scores the tokens.
 #[pyfunction(name = "evaluate")]
-#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced",
+#[pyo3(signature = (model, tokens, *, context=0, device="auto", threads=None, weights="checkpoint", kv_rounding="balanced", pages=Vec::new(),
     draft_cache=None, on_loading=None, on_progress=None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python function")]
 pub(crate) fn scores<'py>(
@@ -28,6 +28,7 @@ pub(crate) fn scores<'py>(
     threads: Option<usize>,
     weights: &str,
     kv_rounding: &str,
+    pages: Vec<usize>,
     draft_cache: Option<(PathBuf, usize)>,
     on_loading: Option<Py<PyAny>>,
     on_progress: Option<Py<PyAny>>,
@@ -47,7 +48,7 @@ pub(crate) fn scores<'py>(
     let drafts = origin.hook();
     let (place, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
-        let place = Place::choose(device, &checkpoint)?;
+        let place = ChosenDevice::choose(device, &checkpoint)?;
         let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
         let models = Models::alone(&checkpoint);
         let beside = stored.as_ref().map_or(Ok(0), |stored| Ok(place.weigh(models, stored, 0)?.needed_bytes))?;
@@ -55,24 +56,40 @@ pub(crate) fn scores<'py>(
         let (options, stored) = (place.adapt(&options), stored.map(|stored| place.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let scored = match &place {
-            Place::Cpu => {
+            ChosenDevice::Cpu => {
                 let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
                 let load = |stored| CpuBackend::load(&checkpoint, stored, Hooks::default());
                 let mut stored = stored.as_ref().map(load).transpose()?;
-                evaluate::evaluate(&mut backend, stored.as_mut(), &tokens, context, options.block_rows, &mut show)
+                evaluate::evaluate(
+                    &mut backend,
+                    stored.as_mut(),
+                    &tokens,
+                    context,
+                    options.block_rows,
+                    &pages,
+                    &mut show,
+                )
             }
-            Place::Cuda { gpu, .. } => {
+            ChosenDevice::Cuda { gpu, .. } => {
                 let mut backend = CudaBackend::load_on(gpu, &checkpoint, &options, hooks)?;
                 let load = |stored| CudaBackend::load_on(gpu, &checkpoint, stored, Hooks::default());
                 let mut stored = stored.as_ref().map(load).transpose()?;
-                evaluate::evaluate(&mut backend, stored.as_mut(), &tokens, context, options.block_rows, &mut show)
+                evaluate::evaluate(
+                    &mut backend,
+                    stored.as_mut(),
+                    &tokens,
+                    context,
+                    options.block_rows,
+                    &pages,
+                    &mut show,
+                )
             }
         };
         Ok((place.name(), scored?))
     })?;
     let targets = PyDict::new(py);
     for (name, score) in &scored.targets {
-        // e^709 is the largest power that a number holds, and JSON knows no infinity.
+        // Beyond e^709 f64 overflows, and JSON has no infinity.
         if score.nll.exp().is_infinite() {
             let what = format!("{} nats per token of the target {name} have no perplexity", score.nll);
             return Err(to_python(Error::not_finite(what)));
@@ -80,19 +97,27 @@ pub(crate) fn scores<'py>(
         let entry = PyDict::new(py);
         entry.set_item("nll", score.nll)?;
         entry.set_item("perplexity", score.nll.exp())?;
-        // The first target is the yardstick of the others.
+        // The other targets are compared with the first.
         if targets.len() > 0 {
             entry.set_item("kld", score.kld)?;
             entry.set_item("top1", score.top1)?;
         }
         targets.set_item(name, entry)?;
     }
-    let drafts = PyDict::new(py);
-    for (name, score) in &scored.drafts {
-        let entry = PyDict::new(py);
-        entry.set_item("acceptance", score.acceptance)?;
-        entry.set_item("top1", score.top1)?;
-        drafts.set_item(name, entry)?;
+    let of_drafts = |scores: &[(&str, DraftScore)]| {
+        let drafts = PyDict::new(py);
+        for (name, score) in scores {
+            let entry = PyDict::new(py);
+            entry.set_item("acceptance", score.acceptance)?;
+            entry.set_item("top1", score.top1)?;
+            drafts.set_item(name, entry)?;
+        }
+        Ok::<_, PyErr>(drafts)
+    };
+    let drafts = of_drafts(&scored.drafts)?;
+    let choices = PyDict::new(py);
+    for (pages, scores) in &scored.choices {
+        choices.set_item(pages.to_string(), of_drafts(scores)?)?;
     }
     let out = PyDict::new(py);
     out.set_item("device", place)?;
@@ -100,6 +125,9 @@ pub(crate) fn scores<'py>(
     out.set_item("positions", scored.positions)?;
     out.set_item("targets", targets)?;
     out.set_item("drafts", drafts)?;
+    if !choices.is_empty() {
+        out.set_item("page_choices", choices)?;
+    }
     if let Some(score) = &scored.weights {
         let entry = PyDict::new(py);
         entry.set_item("kld", score.kld)?;

@@ -1,4 +1,4 @@
-//! What Python asks for, in Rust's words.
+//! Conversion of Python arguments to engine options.
 
 use pyo3::prelude::*;
 use quantspec_core::cache::{G, GAMMA_MAX};
@@ -10,21 +10,22 @@ use quantspec_model::backend::Options;
 use quantspec_model::draft::{CATCH_UP_ROWS, Drafter, Entry, METHODS, Needs, Source};
 use quantspec_model::engine::Method;
 
-/// Rows of a prefill block: enough to amortise reading the weights once per block, few enough that one operation of a
-/// 7B model stays under the 0.3 s in which an interrupt must act.
+/// Rows of a prefill block on a CPU. Enough to amortise reading the weights; few enough that one operation of a 7B model
+/// stays below the 0.3 s in which an interrupt must act.
 pub(crate) const BLOCK_ROWS: usize = 256;
 
-/// Longest γ the automatic policy tries. Acceptance of long runs decays geometrically, and beyond 12 the best γ of every
-/// measured cost table is flat.
+/// Longest γ of the automatic policy. Acceptance of long runs decays geometrically; beyond 12 the optimum of every measured
+/// cost table is flat.
 const GAMMA_AUTO: usize = 12;
 
-/// Rows of the largest step: what a launch may have in its second dimension. Logits of this many rows take gigabytes.
+/// Rows of the largest step: CUDA's limit for a grid's second dimension. Logits of this many rows take gigabytes.
 pub(crate) const STEP_ROWS_MAX: usize = (1 << 16) - 1;
 
-/// Pages that drafts choose among when their number is chosen by measurement: all, and powers of four from what barely costs anything on.
+/// Candidate numbers of draft pages for the measured choice: powers of four, from the number whose reading is nearly free on.
+/// "All" is a candidate as well.
 const PAGES_AUTO: [usize; 3] = [16, 64, 256];
 
-/// Pages of a draft, as Python passes them; all of them where it passes None.
+/// Pages of a draft, as Python passes them; None means all.
 #[derive(Clone, FromPyObject)]
 pub(crate) enum DraftPages {
     Count(usize),
@@ -41,15 +42,17 @@ pub(crate) struct Request<'a> {
     pub(crate) draft_weights: &'a str,
     pub(crate) draft_pages: Option<DraftPages>,
     pub(crate) page_choice: &'a str,
+    /// New pages after which a draft of `snapkv` chooses again; 0 is never.
+    pub(crate) draft_refresh: usize,
     pub(crate) accept: &'a str,
     pub(crate) gamma: Option<usize>,
     pub(crate) capacity: usize,
     pub(crate) prompt_capacity: usize,
     pub(crate) slots: usize,
-    /// Tokens that all sequences share; `None` for the longest in every slot.
+    /// Tokens that all sequences share; `None` for the longest context in every slot.
     pub(crate) pool_tokens: Option<usize>,
     pub(crate) threads: usize,
-    /// Keep all that any method needs and room for the longest γ, so that the method may be changed later.
+    /// Keep the planes of every method and room for the longest γ, so that the method can be changed later.
     pub(crate) every_view: bool,
 }
 
@@ -57,14 +60,14 @@ pub(crate) struct Request<'a> {
 pub(crate) struct Resolved {
     pub(crate) method: Method,
     pub(crate) options: Options,
-    /// The target's weights are those that fit ([`crate::device::Place::settle`]); `options` has the checkpoint's.
+    /// [`crate::device::ChosenDevice::settle`] chooses the target's weights; `options` has the checkpoint's.
     pub(crate) auto_weights: bool,
     pub(crate) accept: Accept,
-    /// How another checkpoint drafts, where one can: the method's drafter is then made of its network.
+    /// Options for drafting with another checkpoint; the method's drafter then uses that network.
     pub(crate) second: Option<Second>,
 }
 
-/// How the network of another checkpoint drafts.
+/// Options of a second network for drafting.
 pub(crate) struct Second {
     pub(crate) entry: &'static Entry,
     pub(crate) view: View,
@@ -80,18 +83,19 @@ impl Second {
     }
 }
 
-/// Options of a backend that only drafts, beside the target's.
+/// Options of the draft's backend, next to the target's.
 pub(crate) fn of_draft(target: &Options) -> Options {
-    // The target admits sequences by the pages of its own pool, so the draft's has room for every slot.
+    // The target admits sequences by its own pool, so the draft's pool has room for every slot.
     Options {
         draft_weights: DraftWeights::None,
+        page_masses: false,
         step_rows: target.slots.max(CATCH_UP_ROWS),
         pool_pages: usize::MAX,
         ..target.clone()
     }
 }
 
-/// Kinds of the target's weights as `weights` names them.
+/// Values of the `weights` argument.
 const WEIGHTS: [(&str, TargetWeights); 3] =
     [("checkpoint", TargetWeights::Checkpoint), ("int8", TargetWeights::Int8), ("int4", TargetWeights::Int4)];
 
@@ -100,13 +104,13 @@ pub(crate) fn weights_name(weights: TargetWeights) -> &'static str {
     WEIGHTS.iter().find(|(_, known)| *known == weights).map_or("", |(name, _)| name)
 }
 
-/// The target's weights that `weights` names; None for "auto".
+/// The target's weights for a `weights` argument; None for "auto".
 pub(crate) fn target_weights(name: &str) -> Result<Option<TargetWeights>> {
     let [checkpoint, int8, int4] = WEIGHTS.map(|(name, weights)| (name, Some(weights)));
     one_of("weights", name, &[checkpoint, int8, int4, ("auto", None)])
 }
 
-/// Views of the cache as `kv_target` names them.
+/// Values of the `kv_target` argument.
 const KV_TARGETS: [(&str, View); 3] = [("int8", View::Both), ("fp16", View::Full), ("int4", View::Upper)];
 
 /// What `kv_target` calls a view.
@@ -127,7 +131,7 @@ pub(crate) fn rounding(name: &str) -> Result<Rounding> {
 }
 
 impl Request<'_> {
-    /// Checks every value and derives the planes, the draft and the policy.
+    /// Checks every value and derives planes, draft and policy.
     pub(crate) fn resolve(&self) -> Result<Resolved> {
         let weights = target_weights(self.weights)?;
         let target = one_of("kv_target", self.kv_target, &KV_TARGETS)?;
@@ -138,13 +142,20 @@ impl Request<'_> {
             &[("int4", DraftWeights::Int4), ("int4-mlp", DraftWeights::Int4Mlp), ("none", DraftWeights::None)],
         )?;
         let accept = one_of("accept", self.accept, &[("replay", Accept::Replay), ("rejection", Accept::Rejection)])?;
-        let windowed = one_of("page_choice", self.page_choice, &[("best", false), ("window", true)])?;
-        let chosen = |count| if windowed { Pages::Window(count) } else { Pages::Best(count) };
+        let refresh = self.draft_refresh;
+        let snap: fn(usize, usize) -> Pages = |pages, refresh| Pages::Snap { pages, refresh };
+        let best: fn(usize, usize) -> Pages = |pages, _| Pages::Best(pages);
+        let window: fn(usize, usize) -> Pages = |pages, _| Pages::Window(pages);
+        let choice = one_of("page_choice", self.page_choice, &[("best", best), ("window", window), ("snap", snap)])?;
+        let chosen = |count| choice(count, refresh);
         let method = one_of("method", self.method, &METHODS.each_ref().map(|method| (method.name, method)))?;
         let pages = match self.draft_pages {
-            None => vec![Pages::All],
+            None => match method.own_pages() {
+                Some(Pages::Snap { pages, .. }) => vec![snap(pages, refresh)],
+                _ => vec![Pages::All],
+            },
             Some(DraftPages::Word(ref word)) if word == "auto" => {
-                let all = method.window().is_none().then_some(Pages::All);
+                let all = method.own_pages().is_none().then_some(Pages::All);
                 all.into_iter().chain(PAGES_AUTO.map(chosen)).collect()
             }
             Some(DraftPages::Word(ref word)) => {
@@ -209,6 +220,7 @@ impl Request<'_> {
                 rounding,
                 weights: weights.unwrap_or_default(),
                 draft_weights: if self.every_view || needs.draft_weights { wanted } else { DraftWeights::None },
+                page_masses: self.every_view || needs.page_masses,
                 rejection: accept == Accept::Rejection && (self.every_view || needs.distributions),
                 step_rows,
                 block_rows: BLOCK_ROWS,

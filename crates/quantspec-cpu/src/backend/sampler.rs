@@ -1,8 +1,7 @@
 //! Choosing and judging tokens on the host.
 
 use super::CpuBackend;
-use quantspec_core::penalty::penalised;
-use quantspec_core::sample::{Stream, check_finite, choose};
+use quantspec_core::sample::{Stream, check_left, choose};
 use quantspec_core::verify::Verdict;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Step, TokenSampler, Turn};
@@ -19,8 +18,8 @@ impl TokenSampler for CpuBackend {
     }
 
     fn first(&mut self, turn: &Turn) -> Result<u32> {
-        let logits = penalised(&self.rows.logits[..self.config.vocab], turn.history.as_deref(), &[]);
-        check_finite(&logits)?;
+        let logits = turn.allowed(&self.rows.logits[..self.config.vocab], &[])?;
+        check_left(&logits)?;
         Ok(choose(&logits, &turn.sampler, turn.committed, Stream::Sample))
     }
 
@@ -34,7 +33,7 @@ impl TokenSampler for CpuBackend {
             let logits = &self.rows.logits[j * vocab..(j + 1) * vocab];
             let window = &mut self.windows[row.slot];
             let drafted = window.get(1..row.offset + 1).unwrap_or_default();
-            let logits = penalised(logits, turn.history.as_deref(), drafted);
+            let logits = turn.allowed(logits, drafted)?;
             let token = self.judge.propose(row.slot, row.offset, row.position + 1, &logits, &turn.sampler);
             window.resize(window.len().max(row.offset + 2), 0);
             window[row.offset + 1] = token;
@@ -43,7 +42,7 @@ impl TokenSampler for CpuBackend {
     }
 
     fn margin(&mut self, slot: usize) -> Result<f32> {
-        Ok(self.judge.lead(slot))
+        Ok(self.judge.margin(slot))
     }
 
     fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
@@ -51,9 +50,6 @@ impl TokenSampler for CpuBackend {
     }
 
     fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
-        if q.len() != self.config.vocab {
-            return Err(Error::internal(format!("a distribution of {} tokens of {}", q.len(), self.config.vocab)));
-        }
         self.judge.keep(slot, offset, q.to_vec());
         Ok(())
     }
@@ -69,9 +65,9 @@ impl TokenSampler for CpuBackend {
             let rows: Vec<Cow<[f32]>> = rows
                 .map(|(j, row)| {
                     let before = drafted.get(..row.offset).unwrap_or(drafted);
-                    penalised(&self.rows.logits[j * vocab..(j + 1) * vocab], turn.history.as_deref(), before)
+                    turn.allowed(&self.rows.logits[j * vocab..(j + 1) * vocab], before)
                 })
-                .collect();
+                .collect::<Result<_>>()?;
             let rows: Vec<&[f32]> = rows.iter().map(|row| &row[..]).collect();
             verdicts.push(self.judge.judge(turn.slot, drafted, turn.q, &rows, &turn.sampler, turn.committed + 1)?);
         }

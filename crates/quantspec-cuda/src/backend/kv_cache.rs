@@ -19,8 +19,33 @@ use std::sync::Arc;
 pub(super) struct Slot {
     /// Physical pages, by logical page.
     pub(super) pages: Vec<i32>,
-    /// What its draft reads, where not all pages.
+    /// The list its draft reads, unless it reads all pages.
     pub(super) chosen: Option<Chosen>,
+    pub(super) snapped: Snapped,
+}
+
+/// Pages that have scores to choose by, of a draft of `Pages::Snap`.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Snapped {
+    /// Those that the prompt's end sees.
+    pub(super) of_prompt: usize,
+    /// Those that were visible at the last refresh; 0 before the first.
+    pub(super) refreshed: usize,
+}
+
+impl Snapped {
+    /// What a row that sees `visible` pages chooses among, whether by a refresh, and whether that is this row's: core's `SnapScores`.
+    fn choose(&mut self, pages: Pages, visible: usize, refreshes: bool) -> (usize, bool, bool) {
+        if self.refreshed > visible {
+            self.refreshed = 0;
+        }
+        let current = |own: &Snapped| if own.refreshed > 0 { own.refreshed } else { own.of_prompt };
+        let due = refreshes && pages.is_stale(current(self), visible);
+        if due {
+            self.refreshed = visible;
+        }
+        (current(self).min(visible), self.refreshed > 0, due)
+    }
 }
 
 /// The cache: pools `[layer][page][kv head]`, rings `[layer][slot][kv head]`.
@@ -58,8 +83,8 @@ impl Cache {
         })
     }
 
-    /// Queues clearing a slot's rings. Places without a token are multiplied by probabilities of zero, so they must hold numbers, and a sequence that ended
-    /// because its keys or values were none has left them there.
+    /// Queues clearing a slot's rings. Ring entries without a token are multiplied by probabilities of zero, so they must be
+    /// finite. An earlier sequence may have ended on non-finite keys or values.
     fn clean(&self, slot: usize, config: &ModelConfig, slots: usize) -> Result<()> {
         let bytes = config.kv_heads * BUFFER_TOKENS * config.head_dim * size_of::<u16>();
         [&self.ring_k, &self.ring_v]
@@ -75,7 +100,7 @@ pub(super) struct Lists {
     pub(super) lists: Buffer,
     /// f32 `[slots][KV heads][pages of a sequence]`
     pub(super) scores: Buffer,
-    /// Entries of the longest list: of every page of a sequence, and of the two that are always read.
+    /// Entries of the longest list: every page of a sequence, or at least the two that are always read.
     pub(super) pitch: usize,
 }
 
@@ -106,7 +131,8 @@ pub(super) fn table_bytes(options: &Options) -> usize {
     options.slots * table_pitch(options) * 4
 }
 
-/// Shared memory of the kernels that quantise a page of heads of `d` channels, in bytes: the keys or values of a page in f16, and sums.
+/// Shared memory, in bytes, of the kernels that quantise a page of heads with `d` channels: its keys or values in f16, and
+/// sums.
 pub(crate) const fn page_shared(d: usize) -> usize {
     2 * G * d + 4096
 }
@@ -133,32 +159,47 @@ impl CudaBackend {
         }
     }
 
-    /// Entries of a list that was asked for `n` pages: the first and the newest are always in, and there are no more than of a sequence.
+    /// Length of a list of `n` requested pages: at least the first and the newest, at most all pages of a sequence.
     pub(super) fn listed(&self, n: usize) -> usize {
         n.clamp(2, self.lists.pitch)
     }
 
-    /// Which lists of pages a draft step chooses anew, and for which rows; notes what each slot reads from now on.
-    pub(super) fn choose_lists(&mut self, step: &Step) -> Result<Vec<Choice>> {
-        let n = match step.pages {
-            Pages::All => return Ok(Vec::new()),
-            Pages::Window(n) | Pages::Best(n) => self.listed(n),
-        };
-        let mut choices = Vec::new();
+    /// The lists of pages that a draft step chooses, and for which rows; first the choices whose pages are scored, and their
+    /// number. Records what each slot reads from now on.
+    pub(super) fn choose_lists(&mut self, step: &Step) -> Result<(Vec<Choice>, usize)> {
+        let Some(n) = step.pages.count().map(|n| self.listed(n)) else { return Ok((Vec::new(), 0)) };
+        let slots = self.options.slots;
+        let (scores, refreshes) = (self.cache.upper.is_some(), step.choose_pages && self.masses.is_some());
+        let (mut scoring, mut others) = (Vec::new(), Vec::new());
         for (index, row) in step.rows.iter().enumerate() {
             let visible = visible_pages(row.position);
             let Some(slot) = self.slots.get_mut(row.slot).and_then(Option::as_mut) else {
                 return Err(Error::internal(format!("slot {} is not open", row.slot)));
             };
             if step.choose_pages || slot.chosen.is_none() {
-                // Where all would be on the list there is none.
-                slot.chosen = (visible > n).then_some(Chosen { listed: n, visible });
+                let (scored, refreshed, anew) = match step.pages {
+                    Pages::Snap { .. } => slot.snapped.choose(step.pages, visible, refreshes && scores),
+                    Pages::Best(_) => (visible, false, scores),
+                    Pages::All | Pages::Window(_) | Pages::Tokens(_) => (visible, false, false),
+                };
+                let listed = n.min(scored) + visible - scored;
+                // A list of all pages is not needed.
+                slot.chosen = (visible > listed).then_some(Chosen { listed, visible });
                 if slot.chosen.is_some() {
-                    choices.push(Choice { row: index as i32, slot: row.slot as i32, pages: visible as i32 });
+                    let choice = Choice {
+                        row: index as i32,
+                        slot: row.slot as i32,
+                        pages: visible as i32,
+                        scored: scored as i32,
+                        scores: (row.slot + if refreshed { slots } else { 0 }) as i32,
+                    };
+                    if anew { &mut scoring } else { &mut others }.push(choice);
                 }
             }
         }
-        Ok(choices)
+        let count = scoring.len();
+        scoring.extend(others);
+        Ok((scoring, count))
     }
 }
 
@@ -171,15 +212,15 @@ impl KvCache for CudaBackend {
         };
         if capacity > self.options.capacity || wanted > self.cache.free.len() {
             return Err(Error::does_not_fit(
-                format!("{capacity} tokens where {} were planned for", self.options.capacity),
+                format!("{capacity} tokens; {} were planned", self.options.capacity),
                 "open the engine with a larger context (-c)",
             ));
         }
         let pages = self.cache.free.split_off(self.cache.free.len() - wanted);
-        // Also where the rest fails: closing the slot gives the pages back.
-        *place = Some(Slot { pages: pages.clone(), chosen: None });
+        // Stored before the fallible part: closing the slot then frees the pages.
+        *place = Some(Slot { pages: pages.clone(), chosen: None, snapped: Snapped::default() });
         let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
-            // What interrupted work has flagged, and nobody read, is not the new sequence's.
+            // Clears flags of interrupted work, which do not concern the new sequence.
             self.sampling.clear_flag()?;
             self.sampling.forget(slot);
             self.prompting = false;
@@ -191,7 +232,8 @@ impl KvCache for CudaBackend {
     fn close(&mut self, slot: usize) {
         if let Some(closed) = self.slots.get_mut(slot).and_then(Option::take) {
             self.cache.free.extend(closed.pages.into_iter().rev());
-            // What a prompt flagged that was interrupted is not its neighbours'; an error comes again with their next step.
+            // Clears flags of an interrupted prompt, which do not concern other slots; a device error appears again with
+            // their next step.
             if self.prompting && self.sampling.clear_flag().is_ok() {
                 self.prompting = false;
             }

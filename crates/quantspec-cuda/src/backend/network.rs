@@ -1,12 +1,12 @@
-//! The operations of the network on the rows of a step.
+//! The network's operations on the rows of a step.
 
 use super::CudaBackend;
-use super::kv_cache::page_shared;
+use super::kv_cache::{Snapped, page_shared};
 use super::workspace::Input;
 use crate::args;
 use crate::attend::Around;
 use crate::device::{Buffer, Kernel, Launch};
-use crate::draft::{Draft, Heads, Hidden};
+use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::flags::check_flag;
 use crate::hierarchy::Reads;
 use crate::linear::Quantised;
@@ -18,7 +18,7 @@ use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Network, Pass, Step};
 
-/// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to wait beside a product's block.
+/// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to be resident next to a GEMM's block.
 pub(crate) const NORM_THREADS: u32 = 512;
 
 impl CudaBackend {
@@ -26,12 +26,12 @@ impl CudaBackend {
         self.weights.layers.get(layer).ok_or_else(|| Error::internal(format!("layer {layer} does not exist")))
     }
 
-    /// Where the step under way flags keys and values that are not numbers.
+    /// The flag for non-finite keys and values of the current step.
     fn step_flag(&self) -> u64 {
         if self.layout.drafts { self.sampling.draft_flag() } else { self.sampling.flag() }
     }
 
-    /// The addition that [`Network::reduce_residual`] left, then the norm, into the input type of a product.
+    /// The deferred residual addition of [`Network::reduce_residual`], then the norm, into the input type of a GEMM.
     pub(super) fn norm(
         &self,
         rows: usize,
@@ -44,7 +44,7 @@ impl CudaBackend {
         let (width, eps) = (self.config.hidden, self.config.rms_eps);
         let (y, bias) = self.residual.map_or((0, 0), |bias| (self.step.y.at(0), bias));
         if quantised {
-            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, input.pitch8()];
+            let arguments = args![hidden, y, bias, weight, &input.x8, &input.xs, eps, width, self.linear.panels(rows)];
             self.launch(self.kernels.norm_i8, [rows, 1, 1], NORM_THREADS, 0, &arguments)
         } else {
             let arguments = args![hidden, y, bias, weight, &input.x, eps, width, input.pitch()];
@@ -52,8 +52,8 @@ impl CudaBackend {
         }
     }
 
-    /// y = input · weightsᵀ by the draft's own weights where it has some; of nibbles those that `reads` says.
-    pub(super) fn product(
+    /// y = input · weightsᵀ, with the draft's own weights if it has some; `reads` selects the planes of weights in nibbles.
+    pub(super) fn gemm(
         &self,
         full: &Full,
         draft: Option<&Quantised>,
@@ -75,13 +75,13 @@ impl CudaBackend {
         }
     }
 
-    /// Which nibbles a step reads of attention's matrices, and of the feed-forward network's.
+    /// Planes that a step reads of attention's matrices, and of the feed-forward network's.
     fn reads(&self, step: &Step) -> [Reads; 2] {
         let (attention, mlp, _) = weights::drafted(self.options.draft_weights);
         [attention, mlp].map(|on| if on && step.weights == Weights::Draft { Reads::Upper } else { Reads::All })
     }
 
-    /// Addresses of a layer's matrices in 16 bits, as a prompt's products read them: queries, keys and values; output; gate and up; down.
+    /// Addresses of a layer's matrices in 16 bits for a prompt's GEMMs: QKV; output; gate and up; down.
     pub(super) fn prompt_matrices(&mut self, layer: usize) -> Result<[u64; 4]> {
         let index = layer;
         let layer = self.weights.layers.get(index);
@@ -92,24 +92,25 @@ impl CudaBackend {
         }
     }
 
-    /// The kernels of a draft step that takes along what lies between its products, where it can: all weights in four bits, few rows.
-    fn together(&self, step: &Step) -> Option<&Draft> {
+    /// The fused kernels of a draft step, if they support it: all weights in four bits, few rows.
+    fn together(&self, step: &Step) -> Option<&DraftGemms> {
         let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
         let of_draft = step.weights == Weights::Draft && self.options.draft_weights == DraftWeights::Int4;
-        let takes = |draft: &&Draft| match self.nibbles {
+        let takes = |draft: &&DraftGemms| match self.nibbles {
             Some(_) => draft.takes_upper(widest, step.rows.len()),
             None => draft.takes(widest, step.rows.len()),
         };
         self.draft.as_ref().filter(|draft| of_draft && takes(draft))
     }
 
-    /// The hidden stream of a step ahead of a norm.
+    /// The hidden stream of a step before a norm.
     pub(super) fn stream(&self, weight: &Buffer) -> Hidden {
         let (eps, width) = (self.config.rms_eps, self.config.hidden);
         Hidden { address: self.step.hidden.at(0), weight: weight.at(0), eps, width }
     }
 
-    /// Makes the draft weights anew where a prompt was in their place, and waits: kernels of a draft read weights before the kernel ahead has ended.
+    /// Recomputes the draft weights if a prompt has overwritten them, and waits: draft kernels read weights before the
+    /// previous kernel has ended.
     pub(super) fn restore_drafts(&mut self) -> Result<()> {
         if self.overwritten {
             self.weights.quantise(&self.linear, self.sampling.shared())?;
@@ -121,16 +122,17 @@ impl CudaBackend {
 
     pub(super) fn step_embed(&self, step: &Step) -> Result<()> {
         let (windows, pitch) = (self.sampling.windows(), self.sampling.pitch());
-        // Without overlap: kernels of a step read ahead of one another what earlier steps left, so those have ended before its first kernel begins.
+        // Without overlap: later kernels read results of earlier steps before their predecessor has ended, so those steps
+        // must end before this first kernel starts.
         let launch = Launch { grid: [step.rows.len() as u32, 1, 1], block: 256, shared: 0, overlap: false };
         // SAFETY: rows, windows and the hidden stream have room for the rows of a step.
         unsafe { self.launch_embed(launch, [self.layout.rows, windows, pitch as u64, 0], self.step.hidden.at(0)) }
     }
 
-    /// Embeds rows: of `from`, the rows of a step, windows and their pitch, or the tokens of a prompt.
+    /// Embeds rows. `from`: the rows of a step, windows and their pitch, or the tokens of a prompt.
     ///
     /// # Safety
-    /// All addresses must be good for the rows of the launch until the stream has passed this call.
+    /// All addresses must stay valid for the launch's rows until the stream has completed this call.
     pub(super) unsafe fn launch_embed(&self, launch: Launch, from: [u64; 4], hidden: u64) -> Result<()> {
         let [rows, windows, pitch, tokens] = from;
         let mut arguments = args![rows, windows, pitch as usize, tokens].to_vec();
@@ -142,11 +144,11 @@ impl CudaBackend {
             }
         }
         arguments.extend(args![hidden, self.config.hidden, self.config.vocab]);
-        // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
+        // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
         unsafe { self.device.launch(self.kernels.embed, launch, &arguments) }
     }
 
-    /// The norm ahead of attention, and the product.
+    /// The norm before attention, and the QKV GEMM.
     fn step_norm_qkv(&self, layer: usize, draft: Option<&Quantised>, reads: Reads, rows: usize) -> Result<()> {
         let (weights, space) = (self.layer(layer)?, &self.step);
         self.norm(
@@ -157,7 +159,7 @@ impl CudaBackend {
             draft.is_some(),
             space.hidden.at(0),
         )?;
-        self.product(&weights.qkv, draft, reads, &space.normed, space.y.at(0), rows)
+        self.gemm(&weights.qkv, draft, reads, &space.normed, space.y.at(0), rows)
     }
 
     fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
@@ -222,25 +224,25 @@ impl CudaBackend {
     fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
         let beside = self.together(step).is_some();
-        // What its product takes is int8.
+        // The output projection's input is int8.
         let draft = beside || weights.draft.output.is_some() && step.weights == Weights::Draft;
         let cache = self.cache_layer(layer);
         let space = &self.step;
         if let (Some(places), true) = (self.layout.places.first(), self.layout.choosing > 0) {
-            let (n, scores) = match step.pages {
-                // Quantised keys are what is scored; a cache without them keeps to the window.
-                Pages::Best(n) if self.cache.upper.is_some() => (n, self.lists.scores.at(0)),
-                Pages::Best(n) | Pages::Window(n) => (n, 0),
-                Pages::All => (0, 0),
+            let scores = match step.pages {
+                // Scores need quantised keys; without them the newest pages are read.
+                Pages::Best(_) if self.cache.upper.is_some() => self.lists.scores.at(0),
+                Pages::Snap { .. } => self.masses.as_ref().map_or(0, |masses| masses.of_layer(layer)),
+                Pages::All | Pages::Best(_) | Pages::Window(_) | Pages::Tokens(_) => 0,
             };
             let layout = &self.layout;
             // SAFETY: choices, q, scores and lists are this backend's and have room for every slot.
             unsafe {
                 self.attend.choose(
                     layout.choices,
-                    layout.choosing,
+                    [layout.choosing, layout.scoring],
                     layout.choosing_pages,
-                    self.listed(n),
+                    self.listed(step.pages.count().unwrap_or(0)),
                     space.q.at(0),
                     scores,
                     &cache,
@@ -249,7 +251,7 @@ impl CudaBackend {
             }
         }
         for (index, (pass, places)) in self.layout.passes.iter().zip(&self.layout.places).enumerate() {
-            // Draft products ask for their weights themselves, and ahead of another pass there is no product.
+            // Draft GEMMs prefetch their own weights, and no GEMM follows if another pass does.
             let none = draft || index + 1 < self.layout.passes.len();
             let around = Around { beside, behind: if none { (0, 0) } else { weights.output.ahead() } };
             // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
@@ -257,9 +259,10 @@ impl CudaBackend {
                 self.attend.run(step.view, pass, space.q.at(0), &cache, places, around)?;
                 let input = &space.attended;
                 if draft {
-                    self.attend.merge(pass, None, input.x8.at(0), input.xs.at(0), input.pitch8(), places)?;
+                    let panels = self.linear.panels(step.rows.len());
+                    self.attend.merge(pass, None, input.x8.at(0), input.xs.at(0), input.pitch8(), panels, places)?;
                 } else {
-                    self.attend.merge(pass, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), places)?;
+                    self.attend.merge(pass, Some(self.config.dtype), input.x.at(0), 0, input.pitch(), 0, places)?;
                 }
             }
         }
@@ -280,12 +283,13 @@ impl CudaBackend {
             };
         }
         self.norm(rows, &weights.mlp_norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
-        self.product(&weights.gate_up, draft, self.reads(step)[1], &space.normed, space.y.at(0), rows)?;
+        self.gemm(&weights.gate_up, draft, self.reads(step)[1], &space.normed, space.y.at(0), rows)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
         if drafting && weights.draft.down.is_some() {
             let y = crate::device::Arg::from(&space.y);
-            let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), gated.pitch8().into()];
+            let panels = self.linear.panels(rows);
+            let arguments = [y, bias, (&gated.x8).into(), (&gated.xs).into(), width.into(), panels.into()];
             self.launch(self.kernels.silu_i8, grid, 256, 0, &arguments)
         } else {
             let arguments = [(&space.y).into(), bias, (&gated.x).into(), width.into(), gated.pitch().into()];
@@ -303,7 +307,7 @@ impl Network for CudaBackend {
         match pass {
             Pass::Prefill(block) => self.prompt_embed(block),
             Pass::Step(step) => {
-                // A step that failed may have left them.
+                // A failed step may have left them set.
                 (self.unreduced, self.residual) = (None, None);
                 match &mut self.ahead {
                     Some(layouts) => {
@@ -330,7 +334,7 @@ impl Network for CudaBackend {
                 Ok(())
             }
             Pass::Prefill(block) => {
-                // Another sequence may have begun or ended since the last chunk.
+                // Another sequence may have begun or ended after the last chunk.
                 self.prompting = true;
                 self.prompt_qkv(layer, block)
             }
@@ -341,6 +345,11 @@ impl Network for CudaBackend {
         match pass {
             Pass::Step(step) => self.step_attend(layer, step),
             Pass::Prefill(block) => {
+                let (q, kv) = (self.prompt.q.at(0), self.prompt_scratch(0));
+                if let Some(masses) = &mut self.masses {
+                    // SAFETY: as below.
+                    unsafe { masses.take_in(block, q, kv)? };
+                }
                 let prompt = &self.prompt;
                 // SAFETY: the buffers are this backend's and have room for `block_rows` rows and `prompt_capacity` tokens.
                 unsafe {
@@ -369,7 +378,7 @@ impl Network for CudaBackend {
                     return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
                 }
                 let (input, y) = (&self.step.attended, self.step.y.at(0));
-                self.product(&weights.output, draft, self.reads(step)[0], input, y, step.rows.len())?;
+                self.gemm(&weights.output, draft, self.reads(step)[0], input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.output_bias));
                 Ok(())
             }
@@ -383,7 +392,7 @@ impl Network for CudaBackend {
         }
     }
 
-    /// The next norm adds y. The projections of prompts, and of draft steps that fuse, added theirs.
+    /// The next norm adds y. GEMMs of prompts and fused GEMMs of draft steps have added theirs.
     fn reduce_residual(&mut self, pass: &Pass) -> Result<()> {
         let unreduced = self.unreduced.take();
         self.residual = unreduced.filter(|_| matches!(pass, Pass::Step(_)));
@@ -422,7 +431,7 @@ impl Network for CudaBackend {
                     return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
                 }
                 let (input, y) = (&self.step.gated, self.step.y.at(0));
-                self.product(&weights.down, draft, self.reads(step)[1], input, y, step.rows.len())?;
+                self.gemm(&weights.down, draft, self.reads(step)[1], input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.down_bias));
                 Ok(())
             }
@@ -452,6 +461,10 @@ impl Network for CudaBackend {
                 self.sampling.flag(),
             ];
             self.launch(self.kernels.store, [heads, complete, 2], 256, page_shared(d), &arguments)?;
+        }
+        let of_prompt = self.masses.as_mut().map_or(Ok(0), |masses| masses.finish(layer, slot, tokens))?;
+        if let Some(slot) = self.slots.get_mut(slot).and_then(Option::as_mut) {
+            slot.snapped = Snapped { of_prompt, refreshed: 0 };
         }
         let first = tokens.saturating_sub(BUFFER_TOKENS);
         let arguments = args![
@@ -486,13 +499,13 @@ impl Network for CudaBackend {
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
         self.norm(rows, &self.weights.final_norm, last, self.kernels.norm[1], draft.is_some(), hidden)?;
-        self.product(self.weights.head(), draft, Reads::All, last, self.step.logits.at(0), rows)?;
+        self.gemm(self.weights.head(), draft, Reads::All, last, self.step.logits.at(0), rows)?;
         self.residual = None;
         Ok(())
     }
 
     fn poll(&mut self) -> Result<()> {
-        // A round is queued without polling: an interrupt would leave half a recorded graph.
+        // A round is queued without polling: an interrupt would leave a half-recorded graph.
         if self.ahead.is_some() { Ok(()) } else { (self.hooks.poll)() }
     }
 }

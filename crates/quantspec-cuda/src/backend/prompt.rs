@@ -1,20 +1,21 @@
-//! The operations of the network on the rows of a prompt.
+//! The network's operations on the rows of a prompt.
 
 use super::CudaBackend;
 use super::network::NORM_THREADS;
 use super::workspace::kept_bytes;
 use crate::args;
 use crate::device::{Buffer, Launch};
+use crate::masses::PageMasses;
 use crate::prefill::padded;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Block;
 use std::time::Duration;
 
-/// How long the host sleeps between looks at a busy device: short against a prompt's layer.
+/// Interval between checks of a busy device, short compared with a prompt's layer.
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
 
 impl CudaBackend {
-    /// Addresses of hidden states, and of keys and values, of the prompt under way.
+    /// Addresses of hidden states, and of keys and values, of the current prompt.
     fn prompt_kept(&self) -> [u64; 2] {
         let drafts = self.weights.drafts.as_ref().map_or(0, |drafts| drafts.at(0));
         let [hidden, _] = kept_bytes(&self.config, self.options.prompt_capacity);
@@ -35,7 +36,7 @@ impl CudaBackend {
         self.prompt_kept()[1] + (row * 2 * self.config.kv_width() * 2) as u64
     }
 
-    /// Waits for the device while the caller may interrupt.
+    /// Waits for the device; the caller may interrupt.
     pub(super) fn wait(&mut self) -> Result<()> {
         while !self.device.idle()? {
             (self.hooks.poll)()?;
@@ -49,7 +50,7 @@ impl CudaBackend {
         let end = block.start + block.rows;
         if block.prompt.len() > self.options.prompt_capacity || end > block.prompt.len() {
             return Err(Error::internal(format!(
-                "a prompt of {} tokens where {} fit",
+                "a prompt of {} tokens; {} fit",
                 block.prompt.len(),
                 self.options.prompt_capacity
             )));
@@ -57,6 +58,7 @@ impl CudaBackend {
         self.prompt.borrows = self.prompt.own.map(|tokens| block.prompt.len() > tokens);
         self.overwritten |= self.prompt.borrows.contains(&true);
         self.prompting = true;
+        self.masses.iter_mut().for_each(PageMasses::clear);
         self.prompt.tokens.write(block.start * 4, &block.prompt[block.start..end])?;
         let half = self.config.head_dim / 2;
         let mut angles = vec![0.0f32; block.rows * half * 2];
@@ -74,7 +76,7 @@ impl CudaBackend {
         unsafe { self.launch_embed(launch, [0, 0, 0, tokens], self.prompt_hidden(block.start)) }
     }
 
-    /// RMSNorm of a block's hidden states into the block's product input.
+    /// RMSNorm of a block's hidden states into the input of its GEMM.
     pub(super) fn prompt_norm(&self, block: &Block, weight: &Buffer) -> Result<()> {
         let (width, pitch) = (self.config.hidden, padded(self.config.hidden));
         let arguments = args![

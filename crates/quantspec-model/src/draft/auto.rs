@@ -4,7 +4,7 @@
 //! by the bytes that it reads, and the policy leaves out what promises too little ([`quantspec_core::promise`]).
 
 use super::{Drafter, Needs, Outlook, Proposed, SelfQuantised, Target};
-use crate::backend::{DraftPlan, Memory, Turn};
+use crate::backend::{DraftConfig, Memory, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
 use quantspec_core::promise::{Way, promises};
@@ -29,7 +29,7 @@ impl Auto {
     /// The model by itself, with each of `pages` (at least one), and a draft model.
     pub fn new(target: View, weights: DraftWeights, pages: &[Pages], second: Option<Box<dyn Drafter>>) -> Auto {
         let four = if weights == DraftWeights::None { Weights::Full } else { Weights::Draft };
-        let plan = |weights, view| move |&pages: &Pages| DraftPlan { weights, view, pages };
+        let plan = |weights, view| move |&pages: &Pages| DraftConfig { weights, view, pages };
         let whole = pages.iter().filter(|pages| **pages == Pages::All);
         let wanted = (pages.iter().map(plan(four, View::Upper)))
             .chain(whole.map(plan(four, target)))
@@ -43,7 +43,7 @@ impl Auto {
             }
         }
         if plans.is_empty() {
-            plans.push(DraftPlan { weights: four, view: View::Upper, pages: Pages::All });
+            plans.push(DraftConfig { weights: four, view: View::Upper, pages: Pages::All });
         }
         Auto { own: SelfQuantised(plans), second, lags: HashMap::new() }
     }
@@ -77,7 +77,7 @@ impl Drafter for Auto {
                 .for_each(|(promise, _)| *promise = 0.0);
         }
         let plain = outlook.step_bytes(Weights::Full, outlook.target, Pages::All);
-        let own = |plan: &DraftPlan| {
+        let own = |plan: &DraftConfig| {
             let weights = usize::from(plan.weights == Weights::Full);
             Way {
                 bytes: outlook.step_bytes(plan.weights, plan.view, plan.pages) / plain,
@@ -101,8 +101,8 @@ impl Drafter for Auto {
     fn method(&self, candidate: usize) -> Option<&'static str> {
         Some(match self.own.0.get(candidate) {
             None => "draft-model",
-            Some(DraftPlan { weights: Weights::Full, .. }) => "kv4",
-            Some(DraftPlan { view: View::Upper, .. }) => "quantspec",
+            Some(DraftConfig { weights: Weights::Full, .. }) => "kv4",
+            Some(DraftConfig { view: View::Upper, .. }) => "quantspec",
             Some(_) => "w4",
         })
     }
@@ -180,7 +180,7 @@ mod tests {
         assert_eq!(methods(&Auto::new(View::Upper, none, &[all], None)), [("kv4", all)]);
         assert_eq!(
             auto(View::Both, int4).needs(),
-            Needs { view: Some(View::Upper), draft_weights: true, distributions: true }
+            Needs { view: Some(View::Upper), draft_weights: true, distributions: true, page_masses: false }
         );
         assert!(!auto(View::Both, none).needs().draft_weights);
     }
@@ -250,7 +250,7 @@ mod tests {
     struct Nothing;
 
     impl Target for Nothing {
-        fn draft(&mut self, _: &DraftPlan, _: &mut [Turn]) -> Result<()> {
+        fn draft(&mut self, _: &DraftConfig, _: &mut [Turn]) -> Result<()> {
             Ok(())
         }
 

@@ -1,26 +1,27 @@
 //! The model drafts for itself: weights × view of its cache × pages.
 
 use super::{Drafter, Needs, Outlook, Proposed, Target, usable_promises};
-use crate::backend::{DraftPlan, Turn};
+use crate::backend::{DraftConfig, Turn};
 use quantspec_core::Result;
-use quantspec_core::config::Weights;
+use quantspec_core::config::{Pages, Weights};
 
-/// Drafts by the target's own backend, which holds the sequences: this keeps the plans only, one per candidate and at least one. Plans differ in their
-/// pages. On a GPU the turns take the plan along to the verification, and both run as one graph.
+/// Drafts by the target's own backend, which holds the sequences: this keeps the configs only, one per candidate and at least one. They differ in their
+/// pages. On a GPU the turns take the configuration along to the verification, and both run as one graph.
 #[derive(Clone, Debug)]
-pub struct SelfQuantised(pub Vec<DraftPlan>);
+pub struct SelfQuantised(pub Vec<DraftConfig>);
 
 impl SelfQuantised {
-    /// The drafter of a plan.
-    pub fn boxed(plan: DraftPlan) -> Box<dyn Drafter> {
-        Box::new(SelfQuantised(vec![plan]))
+    /// The drafter of one configuration.
+    pub fn boxed(config: DraftConfig) -> Box<dyn Drafter> {
+        Box::new(SelfQuantised(vec![config]))
     }
 }
 
 impl Drafter for SelfQuantised {
     fn needs(&self) -> Needs {
         let draft_weights = self.0[0].weights == Weights::Draft;
-        Needs { view: Some(self.0[0].view), draft_weights, distributions: true }
+        let page_masses = self.0.iter().any(|plan| matches!(plan.pages, Pages::Snap { .. }));
+        Needs { view: Some(self.0[0].view), draft_weights, distributions: true, page_masses }
     }
 
     fn margins(&self) -> bool {
@@ -40,13 +41,13 @@ impl Drafter for SelfQuantised {
     }
 
     fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
-        let plan = self.0[candidate];
+        let config = self.0[candidate];
         let asked: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
-        target.draft(&plan, turns)?;
+        target.draft(&config, turns)?;
         // A draft that ended at its first token took a step, and none of it stands.
         let in_vain = turns.iter().zip(asked).filter(|(turn, asked)| turn.gamma == 0 && *asked > 0).count();
         let steps = turns.iter().filter(|turn| !turn.copied).map(|turn| turn.gamma).max().unwrap_or(0).max(1);
-        Ok(Proposed { steps, in_vain, pages: Some(plan.pages) })
+        Ok(Proposed { steps, in_vain, pages: Some(config.pages) })
     }
 
     fn commit(&mut self, _slot: usize, _tokens: &[u32]) -> Result<()> {
@@ -60,15 +61,15 @@ impl Drafter for SelfQuantised {
 mod tests {
     use super::super::tests::outlook;
     use super::*;
-    use quantspec_core::config::{Pages, View};
+    use quantspec_core::config::View;
     use quantspec_core::sample::Sampler;
 
-    /// Notes the plans that it is asked to draft by.
-    struct Noted(Vec<DraftPlan>);
+    /// Notes the configs that it is asked to draft by.
+    struct Noted(Vec<DraftConfig>);
 
     impl Target for Noted {
-        fn draft(&mut self, plan: &DraftPlan, _turns: &mut [Turn]) -> Result<()> {
-            self.0.push(*plan);
+        fn draft(&mut self, config: &DraftConfig, _turns: &mut [Turn]) -> Result<()> {
+            self.0.push(*config);
             Ok(())
         }
 
@@ -82,23 +83,23 @@ mod tests {
     }
 
     #[test]
-    fn candidates_are_plans_that_leave_out_at_least_half_of_the_pages() {
-        let plan = |pages| DraftPlan { weights: Weights::Draft, view: View::Upper, pages };
-        let plans = [Pages::All, Pages::Best(16), Pages::Window(64)].map(plan).to_vec();
-        let mut drafter = SelfQuantised(plans.clone());
+    fn candidates_are_configurations_that_leave_out_at_least_half_of_the_pages() {
+        let config = |pages| DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
+        let configs = [Pages::All, Pages::Best(16), Pages::Window(64)].map(config).to_vec();
+        let mut drafter = SelfQuantised(configs.clone());
         let usable = |visible| drafter.promises(&outlook(&[3, visible]), &[None; 3]);
         let (yes, no) = (f64::INFINITY, 0.0);
         assert_eq!(usable(31), [yes, no, no]);
         assert_eq!(usable(32), [yes, yes, no]);
         assert_eq!(usable(128), [yes, yes, yes]);
         // A number of pages that the user named is read at any length.
-        assert_eq!(SelfQuantised(vec![plan(Pages::Best(16))]).promises(&outlook(&[]), &[None]), [yes]);
+        assert_eq!(SelfQuantised(vec![config(Pages::Best(16))]).promises(&outlook(&[]), &[None]), [yes]);
 
         let (mut target, mut turns) = (Noted(vec![]), [Turn::new(0, 5, 3, Sampler::greedy())]);
-        for (candidate, plan) in plans.iter().enumerate() {
+        for (candidate, config) in configs.iter().enumerate() {
             let proposed = drafter.propose(&mut target, &mut turns, candidate).unwrap();
-            assert_eq!((proposed.steps, proposed.pages), (3, Some(plan.pages)));
+            assert_eq!((proposed.steps, proposed.pages), (3, Some(config.pages)));
         }
-        assert_eq!(target.0, plans);
+        assert_eq!(target.0, configs);
     }
 }
