@@ -32,6 +32,7 @@ class Method(NamedTuple):
         page_choice: this way, as reports name it: "window" (the first and the recent ones) or "snap" (those that the
             prompt's end attends to).
         draft_model: whether another checkpoint drafts; views and pages are those of its own cache.
+        chooses: whether it changes between several of the others while it decodes, and may use a draft model.
     """
 
     about: str
@@ -41,10 +42,12 @@ class Method(NamedTuple):
     pages: int | None = None
     page_choice: str | None = None
     draft_model: bool = False
+    chooses: bool = False
 
 
 # The engine's registry (`_native.methods()`), repeated because --help loads no native code.
 METHODS = {
+    "auto": Method("whichever is fastest", draft_weights=True, draft_view="int4", chooses=True),
     "quantspec": Method("4-bit weights and cache", draft_weights=True, draft_view="int4"),
     "kv4": Method("4-bit cache", draft_view="int4"),
     "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
@@ -61,7 +64,7 @@ WEIGHTS = ("checkpoint", "int8", "int4", "auto")
 COMBINED = {
     f"{name}+ngram": method._replace(about=f"{name} or earlier text")
     for name, method in METHODS.items()
-    if method.draft_view
+    if method.draft_view and not method.chooses
 }
 METHODS |= COMBINED
 KV_TARGETS = ("int8", "fp16", "int4")
@@ -137,7 +140,7 @@ class EngineOptions:
                 "name a checkpoint of the same tokenizer with --draft-model",
                 option="draft_model",
             )
-        if not method.draft_model:
+        if not method.draft_model and not method.chooses:
             reasons["draft_model"] = (None, "reads no draft model")
         if not method.drafts and self.gamma != 0:
             reasons["gamma"] = ("auto", "drafts nothing")
@@ -170,7 +173,8 @@ class EngineOptions:
     @property
     def pages_of_draft(self) -> int | Literal["all", "auto"]:
         """How many pages a draft reads, as reports say it."""
-        return self.draft_pages or METHODS[self.method].pages or "all"
+        default: Literal["all", "auto"] = "auto" if METHODS[self.method].chooses else "all"
+        return self.draft_pages or METHODS[self.method].pages or default
 
     @property
     def choice_of_pages(self) -> str:
@@ -179,6 +183,7 @@ class EngineOptions:
 
     def native(self) -> dict[str, Any]:
         """Keyword arguments of `_native.Engine`."""
+        pages = self.pages_of_draft if METHODS[self.method].chooses else self.draft_pages
         return {
             "device": self.device,
             "threads": self.threads,
@@ -187,7 +192,7 @@ class EngineOptions:
             "kv_target": self.kv_target,
             "kv_rounding": self.kv_rounding,
             "draft_weights": self.draft_weights,
-            "draft_pages": None if self.draft_pages == "all" else self.draft_pages,
+            "draft_pages": None if pages == "all" else pages,
             "page_choice": self.choice_of_pages,
             "draft_refresh": self.draft_refresh,
             "accept": self.accept,
@@ -427,7 +432,7 @@ def draft_model_flag(command: Command) -> Command:
     return click.option(
         "--draft-model",
         metavar="DIR|FILE|HUB_ID",
-        help="Of method draft-model: the checkpoint that drafts, of the same tokenizer.",
+        help="Of methods draft-model and auto: a checkpoint that drafts, of the same tokenizer.",
     )(command)
 
 
@@ -472,7 +477,7 @@ def engine_flags(command: Command) -> Command:
             metavar="N|all|auto",
             default=None,
             help="Pages of 128 tokens a draft reads per KV head; auto chooses them together with gamma.  "
-            f"[default: all; {METHODS['window'].pages} with window and snapkv]",
+            f"[default: all; {METHODS['window'].pages} with window and snapkv, auto with auto]",
         ),
         page_choice_flag,
         click.option(
