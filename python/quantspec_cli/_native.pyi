@@ -21,6 +21,7 @@ __all__ = [
     "planned",
     "prompt_files",
     "rates",
+    "sensitivity",
     "traffic",
 ]
 
@@ -73,6 +74,7 @@ class Engine:
         method: str = "quantspec",
         kv_rounding: str = "balanced",
         draft_weights: str = "int4",
+        draft_precision: str = "auto",
         draft_pages: int | Literal["auto"] | None = None,
         page_choice: str = "best",
         accept: str = "replay",
@@ -90,7 +92,7 @@ class Engine:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What was loaded: device, device_name, simd, threads, weights, family, vocab, layers, max_positions, eos.
+        """What was loaded: device, device_name, simd, threads, weights, draft_precision, family, vocab, layers, max_positions, eos.
 
         Also block_rows (of a prefill), planned_bytes and load_s; cached_drafts, the share of the draft weights that was
         read from `draft_cache` (its folder and the least bytes kept there; None without one), and note, one line about
@@ -215,15 +217,33 @@ def evaluate(
     threads: int | None = None,
     weights: str = "checkpoint",
     kv_rounding: str = "balanced",
+    draft_precision: str = "auto",
     draft_cache: tuple[str, int] | None = None,
     on_loading: Callable[[int, int], object] | None = None,
     on_progress: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
-    """Teacher-forced scores: device, tokens, positions, targets and drafts as in `quantspec eval --json`.
+    """Teacher-forced scores: device, draft_precision, tokens, positions, targets and drafts as in `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
     `on_progress` is told tokens done and in all: the context's, once for each of three targets, and positions. Also
     cached_drafts and note, as in `Engine.info`.
+    """
+
+def sensitivity(
+    model: str,
+    tokens: Sequence[int],
+    *,
+    context: int = 0,
+    device: str = "auto",
+    threads: int | None = None,
+    weights: str = "checkpoint",
+    kv_rounding: str = "balanced",
+    on_progress: Callable[[int, int], object] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """Scores of the default draft with no matrix in 8 bits ("none"), and with each kind of matrices alone, by kind.
+
+    acceptance and top1; added_bytes of a draft step, added_share of its weights, and value, the acceptance gained over that
+    share (None of "none").
     """
 
 def planned(
@@ -234,6 +254,7 @@ def planned(
     threads: int | None,
     weights: str,
     kv_rounding: str,
+    draft_precision: str,
     page_choice: str,
     accept: str,
     draft_model: str | None = None,
@@ -252,6 +273,7 @@ def plan(
     method: str = "quantspec",
     kv_rounding: str = "balanced",
     draft_weights: str = "int4",
+    draft_precision: str = "auto",
     draft_pages: int | Literal["auto"] | None = None,
     page_choice: str = "best",
     accept: str = "replay",
@@ -263,7 +285,7 @@ def plan(
 ) -> dict[str, Any]:
     """What an `Engine` with these arguments would hold, before any weight is read.
 
-    device, weights (which, for "auto"), fits, planned_bytes (at the peak), available_bytes, longest_context (tokens of each
+    device, weights and draft_precision (which, for "auto"), fits, planned_bytes (at the peak), available_bytes, longest_context (tokens of each
     of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of each part,
     named as in `Engine.stats`. `described` is as of `model_info`.
     """
@@ -282,7 +304,7 @@ def rates(model: str, *, device: str, threads: int | None, context: int) -> dict
     takes; prompt_matrix and prompt_attention, operations a second of a prompt. Takes some seconds and 0.6 GB.
     """
 
-def traffic(model: str, start: int, tokens: int, weights: str, *, described: bool = False) -> dict[str, Any]:
+def traffic(model: str, start: int, tokens: int, weights: str, *, draft_precision: str = "none", described: bool = False) -> dict[str, Any]:
     """What steps at positions start .. start + tokens read on average, over all layers and KV heads.
 
     weights_bytes (target, one pass; head_bytes of them its head), draft_weights_bytes (what a draft reads of int8 weights;

@@ -194,6 +194,53 @@ pub enum DraftWeights {
     None,
 }
 
+/// The sensitive matrices of a model: those that drafts read in 8 bits instead of 4, by kind and in every layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Sensitive(
+    /// In the order of [`Sensitive::KINDS`].
+    pub [bool; Sensitive::KINDS.len()],
+);
+
+impl Sensitive {
+    /// Kinds of matrices, as the engine keeps them: queries, keys and values are one matrix, and so are gate and up.
+    pub const KINDS: [&'static str; 4] = ["qkv", "o", "gate-up", "down"];
+
+    /// None.
+    pub const NONE: Sensitive = Sensitive([false; Sensitive::KINDS.len()]);
+
+    /// The down projection: the kind whose 8 bits raise acceptance most for their bytes (docs/design/weights.md).
+    pub const DOWN: Sensitive = Sensitive([false, false, false, true]);
+
+    /// The kinds of a comma list, or "none"; `None` for anything else.
+    pub fn named(names: &str) -> Option<Sensitive> {
+        let mut found = Sensitive::NONE;
+        if names != "none" {
+            for name in names.split(',') {
+                found.0[Sensitive::KINDS.iter().position(|kind| *kind == name)?] = true;
+            }
+        }
+        Some(found)
+    }
+
+    /// What [`Sensitive::named`] reads.
+    pub fn names(self) -> String {
+        let names: Vec<&str> =
+            Sensitive::KINDS.into_iter().zip(self.0).filter_map(|(kind, on)| on.then_some(kind)).collect();
+        if names.is_empty() { "none".to_owned() } else { names.join(",") }
+    }
+}
+
+impl DraftWeights {
+    /// The kinds of matrices, in the order of [`Sensitive::KINDS`], that drafts read in fewer bits than the target.
+    pub const fn kinds(self) -> [bool; Sensitive::KINDS.len()] {
+        match self {
+            DraftWeights::Int4 => [true; Sensitive::KINDS.len()],
+            DraftWeights::Int4Mlp => [false, false, true, true],
+            DraftWeights::None => [false; Sensitive::KINDS.len()],
+        }
+    }
+}
+
 /// How keys and values are rounded to nibbles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rounding {

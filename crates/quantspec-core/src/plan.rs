@@ -4,7 +4,7 @@
 //! [`crate::layout`]) adds its own.
 
 use crate::cache::{BUFFER_TOKENS, G};
-use crate::config::{ModelConfig, Planes};
+use crate::config::{DraftWeights, ModelConfig, Planes, Sensitive, View};
 
 /// Bytes of one f16.
 const HALF: usize = 2;
@@ -78,6 +78,39 @@ impl CacheBytes {
             .into_iter()
             .fold(0, usize::saturating_add)
     }
+}
+
+/// Weights of every kind of matrices over all layers, in the order of [`Sensitive::KINDS`].
+fn weights_of_kinds(config: &ModelConfig) -> [usize; Sensitive::KINDS.len()] {
+    let (hidden, q, intermediate) = (config.hidden, config.q_width(), config.intermediate);
+    let layer = [(q + 2 * config.kv_width()) * hidden, q * hidden, 2 * intermediate * hidden, intermediate * hidden];
+    layer.map(|weights| config.layers.saturating_mul(weights))
+}
+
+/// Bytes of draft weights that a step reads: 4.25 bits a weight, 8.25 of the head.
+pub fn draft_step_bytes(config: &ModelConfig) -> usize {
+    let weights = weights_of_kinds(config).iter().fold(0, |sum: usize, &weights| sum.saturating_add(weights));
+    (weights / 32).saturating_mul(17).saturating_add(config.vocab * config.hidden / 32 * 33)
+}
+
+/// Bytes that a draft step reads in addition where a kind of matrices is sensitive, by kind: 4 bits a weight.
+pub fn sensitive_bytes(config: &ModelConfig) -> [usize; Sensitive::KINDS.len()] {
+    weights_of_kinds(config).map(|weights| weights / 2)
+}
+
+/// Least bytes of a draft step for one byte that sensitive matrices add, where they pay (docs/design/weights.md derives it).
+const SENSITIVE_SHARE: usize = 24;
+
+/// The matrices that are sensitive unless the user names others, for drafts of 4-bit weights that read `view` of up to `tokens` tokens of each of `slots`
+/// sequences: the down projections, where their bytes are few beside those of the cache. A rule of shapes: no weight and no text decides.
+pub fn sensitive(config: &ModelConfig, draft: DraftWeights, view: View, tokens: usize, slots: usize) -> Sensitive {
+    if draft == DraftWeights::None {
+        return Sensitive::NONE;
+    }
+    let cache = CacheBytes::of(config, Planes::of(&[view]), tokens, slots);
+    let step = draft_step_bytes(config).saturating_add(cache.total() - cache.buffer_bytes);
+    let [.., down] = sensitive_bytes(config);
+    if down.saturating_mul(SENSITIVE_SHARE) <= step { Sensitive::DOWN } else { Sensitive::NONE }
 }
 
 /// The largest number (tokens of a context, or sequences), at most `most`, whose `needed_bytes` fit into `bytes`; what is needed

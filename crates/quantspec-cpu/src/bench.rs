@@ -15,7 +15,7 @@ use crate::pool::{Pool, part};
 use crate::{CpuBackend, bandwidth, hierarchy, prefill, quantize, w4};
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G};
-use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_model::backend::{Hooks, KvCache, Network, Options, Pass, Row, Step};
 use quantspec_model::checkpoint::Checkpoint;
 use std::hint::black_box;
@@ -920,6 +920,7 @@ impl BestPages {
             rounding: Rounding::Balanced,
             weights: TargetWeights::Checkpoint,
             draft_weights: DraftWeights::None,
+            sensitive: Sensitive::NONE,
             rejection: false,
             step_rows: G,
             block_rows: G,

@@ -7,7 +7,7 @@ mod paths;
 mod random;
 
 use quantspec_core::cache::{G, GAMMA_MAX};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind};
@@ -33,6 +33,7 @@ fn options(slots: usize, capacity: usize) -> Options {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         // Automatic γ chooses by what was timed: room for all that any choice takes.
         step_rows: slots * (GAMMA_MAX + 1),

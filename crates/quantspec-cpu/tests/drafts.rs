@@ -4,7 +4,7 @@
 #[allow(dead_code, reason = "one token is enough here")]
 mod random;
 
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_cpu::CpuBackend;
 use quantspec_model::backend::{Hooks, KvCache, Options, Row, Step, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
@@ -51,6 +51,7 @@ fn load(
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: draft,
+        sensitive: Sensitive::NONE,
         rejection: false,
         step_rows: 1,
         block_rows: 64,

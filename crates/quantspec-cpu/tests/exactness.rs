@@ -10,7 +10,7 @@
 #![allow(clippy::print_stderr, reason = "tools/test.sh gathers what ran and what did not")]
 
 use quantspec_core::cache::G;
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View};
 use quantspec_core::logprob::Logprob;
 use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::Policy;
@@ -151,6 +151,7 @@ impl Run {
             rounding: self.rounding,
             weights: self.weights,
             draft_weights: DraftWeights::None,
+            sensitive: Sensitive::NONE,
             rejection: sampler.accept == Accept::Rejection,
             step_rows: prompts.len() * (self.gamma + 1),
             block_rows: BLOCK_ROWS,

@@ -9,7 +9,7 @@ mod random;
 
 use paths::paths;
 use quantspec_core::cache::{Extent, G};
-use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_model::backend::{Backend, Hooks, KvCache, Options, Row, Step, TokenSampler};
@@ -33,6 +33,7 @@ fn options(capacity: usize) -> Options {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         step_rows: 5,
         block_rows: 128,

@@ -11,7 +11,8 @@ use gpu::{Random, device};
 use half::f16;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
 use quantspec_core::config::{
-    DraftWeights, Dtype, ModelConfig, Pages, Planes, Rope, RopeScaling, Rounding, TargetWeights, View, Weights,
+    DraftWeights, Dtype, ModelConfig, Pages, Planes, Rope, RopeScaling, Rounding, Sensitive, TargetWeights, View,
+    Weights,
 };
 use quantspec_core::layout::Layout;
 use quantspec_core::policy::Policy;
@@ -919,6 +920,7 @@ fn rounds() {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         step_rows: 17,
         block_rows: 4096,
@@ -1018,6 +1020,7 @@ fn steps() {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         step_rows: 17,
         block_rows: 512,

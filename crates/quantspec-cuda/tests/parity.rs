@@ -15,7 +15,7 @@ mod random;
 
 use gpu::{device, round};
 use quantspec_core::cache::{Extent, G, visible_pages};
-use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{DraftWeights, Dtype, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::weights::{quantize_row, quantize_row_upper};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
@@ -136,6 +136,7 @@ impl Model {
             rounding: self.rounding,
             weights: TargetWeights::Checkpoint,
             draft_weights: self.drafts,
+            sensitive: Sensitive::NONE,
             rejection: false,
             // More than attention takes in a pass.
             step_rows: 70,

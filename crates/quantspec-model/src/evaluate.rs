@@ -10,7 +10,9 @@ use crate::draft::METHODS;
 use crate::engine::check_ids;
 use crate::forward;
 use quantspec_core::cache::{BUFFER_TOKENS, Extent, G};
-use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
+use quantspec_core::config::{
+    DraftWeights, ModelConfig, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights,
+};
 use quantspec_core::logprob;
 use quantspec_core::sample::argmax;
 use quantspec_core::{Error, Result};
@@ -88,6 +90,7 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
         rounding,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: false,
         step_rows: WINDOW_ROWS,
         block_rows: BLOCK_ROWS,
@@ -112,6 +115,23 @@ pub fn bytes(config: &ModelConfig) -> usize {
     (2 * WINDOW_ROWS + 2) * config.vocab * size_of::<f32>()
 }
 
+/// Scores the default method's draft alone on a backend loaded with [`options`], as [`evaluate`] does.
+///
+/// # Errors
+/// As [`evaluate`].
+pub fn acceptance<B: Backend>(
+    backend: &mut B,
+    tokens: &[u32],
+    context: usize,
+    block_rows: usize,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<DraftScore> {
+    let drafts = drafts().into_iter().take(1).collect();
+    let scored = score_views(backend, None, tokens, context, block_rows, (&TARGETS[INT8..=INT8], drafts), progress)?;
+    let score = scored.drafts.first().map(|&(_, score)| score);
+    score.ok_or_else(|| Error::internal("no method drafts with the model itself"))
+}
+
 /// Scores `tokens` on a backend loaded with [`options`]; where its weights are not the checkpoint's, `checkpoint` is one loaded with
 /// [`checkpoint_options`], and they are compared. The first `context` tokens are a prompt, taken in blocks of `block_rows`, those
 /// the backend was loaded with; of the others, at least two, the first is fed and every later one is predicted. `progress` is
@@ -123,10 +143,23 @@ pub fn bytes(config: &ModelConfig) -> usize {
 /// backend's operations.
 pub fn evaluate<B: Backend>(
     backend: &mut B,
+    checkpoint: Option<&mut B>,
+    tokens: &[u32],
+    context: usize,
+    block_rows: usize,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Evaluation> {
+    score_views(backend, checkpoint, tokens, context, block_rows, (&TARGETS, drafts()), progress)
+}
+
+/// [`evaluate`] for some target views, of which INT8 is one, and some drafts.
+fn score_views<B: Backend>(
+    backend: &mut B,
     mut checkpoint: Option<&mut B>,
     tokens: &[u32],
     context: usize,
     block_rows: usize,
+    (views, drafts): (&[(&'static str, View, usize)], Vec<(&'static str, DraftPlan)>),
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     if tokens.len() < context.saturating_add(2) {
@@ -137,12 +170,12 @@ pub fn evaluate<B: Backend>(
     }
     check_ids(tokens, backend.config().vocab)?;
     let positions = tokens.len() - 1;
-    let mut targets = [TargetScore::default(); TARGETS.len()];
-    let mut drafts: Vec<_> = drafts().into_iter().map(|draft| (draft, DraftScore::default())).collect();
-    let mut extents: [Extent; TARGETS.len()] = Default::default();
-    let read = TARGETS.len() * context;
+    let mut targets = vec![TargetScore::default(); views.len()];
+    let mut drafts: Vec<_> = drafts.into_iter().map(|draft| (draft, DraftScore::default())).collect();
+    let mut extents: Vec<Extent> = views.iter().map(|_| Extent::default()).collect();
+    let read = views.len() * context;
     let total = read + positions - context;
-    for (index, (extent, &(_, _, slot))) in extents.iter_mut().zip(&TARGETS).enumerate() {
+    for (index, (extent, &(_, _, slot))) in extents.iter_mut().zip(views).enumerate() {
         backend.open(slot, tokens.len())?;
         if context > 0 {
             // Rows are counted over all layers, tokens once.
@@ -164,7 +197,7 @@ pub fn evaluate<B: Backend>(
         let (window, next) = (&tokens[start..start + rows], &tokens[start + 1..start + rows + 1]);
         // The windows' rows of the two targets that others are compared with; no more than these is held (`bytes`).
         let (mut full, mut int8) = (Vec::with_capacity(rows), Vec::with_capacity(rows));
-        for (score, &(_, view, slot)) in targets.iter_mut().zip(&TARGETS) {
+        for (score, &(_, view, slot)) in targets.iter_mut().zip(views) {
             feed(backend, slot, start, window, view)?;
             for (row, &token) in next.iter().enumerate() {
                 let found = Scored::new(backend.logits(row)?);
@@ -208,14 +241,14 @@ pub fn evaluate<B: Backend>(
         }
         // The target's keys and values again, over the drafts'.
         feed(backend, INT8, start, window, View::Both)?;
-        for (extent, &(_, _, slot)) in extents.iter_mut().zip(&TARGETS) {
+        for (extent, &(_, _, slot)) in extents.iter_mut().zip(views) {
             for page in extent.commit(rows) {
                 backend.flush(slot, page)?;
             }
         }
         backend.poll()?;
     }
-    for (_, _, slot) in TARGETS {
+    for &(_, _, slot) in views {
         backend.close(slot);
     }
     let compared = checkpoint.is_some();
@@ -224,7 +257,8 @@ pub fn evaluate<B: Backend>(
     }
     let scored = (positions - context) as f64;
     let mean = |sum: f64| sum / scored;
-    let targets = targets.map(|sum| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) });
+    let score = |sum: TargetScore| TargetScore { nll: mean(sum.nll), kld: mean(sum.kld), top1: mean(sum.top1) };
+    let targets: Vec<_> = targets.into_iter().map(score).collect();
     let score = |sum: DraftScore| DraftScore { acceptance: mean(sum.acceptance), top1: mean(sum.top1) };
     let drafts: Vec<_> = drafts.into_iter().map(|((name, _), sum)| (name, score(sum))).collect();
     let weights = WeightsScore { kld: mean(weights.kld), top1: mean(weights.top1) };
@@ -237,7 +271,7 @@ pub fn evaluate<B: Backend>(
     }
     Ok(Evaluation {
         positions: positions - context,
-        targets: TARGETS.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
+        targets: views.iter().zip(targets).map(|(&(name, ..), score)| (name, score)).collect(),
         drafts,
         weights: compared.then_some(weights),
     })

@@ -100,11 +100,11 @@ impl ReferenceBackend {
             let mut values = vec![0.0; rows * columns];
             checkpoint.read_f32(part, 0..rows, &mut values)?;
             let codes = match options.weights {
-                TargetWeights::Checkpoint => draft_values(part, options.draft_weights, &values, columns)?,
-                weights => {
+                TargetWeights::Checkpoint => draft_values(part, options, &values, columns)?,
+                TargetWeights::Int8 | TargetWeights::Int4 => {
                     // The embedding of a tied model is read out of the head.
                     let part = if part == Part::Embedding && config.tied_embeddings { Part::Head } else { part };
-                    hierarchy_values(part, weights, options.draft_weights, &mut values, columns)?
+                    hierarchy_values(part, options, &mut values, columns)?
                 }
             };
             if let Some(codes) = codes.filter(|_| part != Part::Embedding) {
@@ -288,39 +288,35 @@ fn draft_kept(part: Part, kind: DraftWeights) -> bool {
 }
 
 /// The values a part's draft codes stand for, or None where the draft uses the part in full.
-fn draft_values(part: Part, kind: DraftWeights, values: &[f32], columns: usize) -> Result<Option<Vec<f32>>> {
-    if !draft_kept(part, kind) {
+fn draft_values(part: Part, options: &Options, values: &[f32], columns: usize) -> Result<Option<Vec<f32>>> {
+    if !draft_kept(part, options.draft_weights) {
         return Ok(None);
     }
+    let eight = part.is_drafted_in_8_bits(options.sensitive);
     let mut out = Vec::with_capacity(values.len());
     for row in values.chunks_exact(columns) {
-        let row = if part == Part::Head { quantize_head_row(row)? } else { quantize_weights_row(row)? };
+        let row = if eight { quantize_head_row(row)? } else { quantize_weights_row(row)? };
         out.extend(row.dequantize());
     }
     Ok(Some(out))
 }
 
 /// The values of a part's planes in place of its own, and those that the draft reads, or None where it reads the same in full.
-fn hierarchy_values(
-    part: Part,
-    weights: TargetWeights,
-    kind: DraftWeights,
-    values: &mut [f32],
-    columns: usize,
-) -> Result<Option<Vec<f32>>> {
+fn hierarchy_values(part: Part, options: &Options, values: &mut [f32], columns: usize) -> Result<Option<Vec<f32>>> {
     use LayerPart::*;
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
         return Ok(None);
     }
-    let upper = draft_kept(part, kind) && part != Part::Head;
+    let kept = draft_kept(part, options.draft_weights);
+    let upper = kept && !part.is_drafted_in_8_bits(options.sensitive);
     let mut draft = Vec::with_capacity(values.len());
     for row in values.chunks_exact_mut(columns) {
-        let both = weights == TargetWeights::Int8 || part == Part::Head;
+        let both = options.weights == TargetWeights::Int8 || part == Part::Head;
         let codes = if both { quantize_row(row)? } else { quantize_row_upper(row)? };
         row.copy_from_slice(&codes.both());
         draft.extend(if upper { codes.upper() } else { codes.both() });
     }
-    Ok(draft_kept(part, kind).then_some(draft))
+    Ok(kept.then_some(draft))
 }
 
 /// Activations as int8 codes give them back, row by row.

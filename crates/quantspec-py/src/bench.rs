@@ -3,13 +3,13 @@
 use crate::device::{Models, Place};
 use crate::engine::{Raised, default_threads, poll};
 use crate::errors::{detached, interruptible, to_python};
-use crate::options::{Request, target_weights};
+use crate::options::{Request, sensitive, target_weights};
 use crate::plan::checkpoint_of;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use quantspec_core::Error;
 use quantspec_core::cache::{visible_buffer, visible_pages};
-use quantspec_core::config::TargetWeights;
+use quantspec_core::config::{DraftWeights, TargetWeights};
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use quantspec_core::weights::GROUP;
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
@@ -43,16 +43,18 @@ fn nibble_bytes(checkpoint: &Checkpoint, part: Part) -> (usize, usize) {
 /// all layers and KV heads) and from the target's weights; and what drafts read of weights in nibbles. `described`: as of
 /// [`crate::plan::plan`].
 #[pyfunction]
-#[pyo3(signature = (model, start, tokens, weights, *, described=false))]
+#[pyo3(signature = (model, start, tokens, weights, *, draft_precision="none", described=false))]
 pub(crate) fn traffic<'py>(
     py: Python<'py>,
     model: &str,
     start: usize,
     tokens: usize,
     weights: &str,
+    draft_precision: &str,
     described: bool,
 ) -> PyResult<Bound<'py, PyDict>> {
     let weights = target_weights(weights).map_err(to_python)?.unwrap_or_default();
+    let sensitive = sensitive(draft_precision, None, DraftWeights::Int4).map_err(to_python)?.unwrap_or_default();
     let checkpoint = detached(py, || checkpoint_of(model, described))?;
     let config = checkpoint.config();
     let heads = config.layers * config.kv_heads;
@@ -65,8 +67,8 @@ pub(crate) fn traffic<'py>(
         TargetWeights::Int4 if part != Part::Head => upper(part),
         TargetWeights::Int8 | TargetWeights::Int4 => nibble_bytes(&checkpoint, part).0,
     };
-    // The draft's head is the target's.
-    let draft = |part: Part| if part == Part::Head { target(part) } else { upper(part) };
+    // Of the head, and of what is sensitive, a draft reads what the target does.
+    let draft = |part: Part| if part.is_drafted_in_8_bits(sensitive) { target(part) } else { upper(part) };
     out.set_item("weights_bytes", streamed_weights(&checkpoint, target))?;
     out.set_item("head_bytes", target(Part::Head))?;
     let drafted = (weights != TargetWeights::Checkpoint).then(|| streamed_weights(&checkpoint, draft));
@@ -84,7 +86,7 @@ pub(crate) fn traffic<'py>(
 /// `planned(model, …)`: bytes that an engine of every view and of this capacity will hold at its peak, or the refusal of a model that the device does not know, of
 /// its context or of its memory. No weights are read.
 #[pyfunction]
-#[pyo3(signature = (model, *, capacity, device, threads, weights, kv_rounding, page_choice, accept, draft_model=None))]
+#[pyo3(signature = (model, *, capacity, device, threads, weights, kv_rounding, draft_precision, page_choice, accept, draft_model=None))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
 pub(crate) fn planned(
     py: Python<'_>,
@@ -94,6 +96,7 @@ pub(crate) fn planned(
     threads: Option<usize>,
     weights: &str,
     kv_rounding: &str,
+    draft_precision: &str,
     page_choice: &str,
     accept: &str,
     draft_model: Option<&str>,
@@ -104,6 +107,7 @@ pub(crate) fn planned(
         method: "quantspec",
         kv_rounding,
         draft_weights: "int4",
+        draft_precision,
         draft_pages: None,
         page_choice,
         accept,

@@ -5,7 +5,7 @@
 #![allow(clippy::print_stderr, reason = "a skipped test must say so")]
 
 use crate::gpu::Random;
-use quantspec_core::config::{DraftWeights, Planes, Rounding, TargetWeights};
+use quantspec_core::config::{DraftWeights, Planes, Rounding, Sensitive, TargetWeights};
 use quantspec_cuda::device::Device;
 use quantspec_model::backend::Options;
 use quantspec_model::checkpoint::Checkpoint;
@@ -53,6 +53,7 @@ pub fn options(capacity: usize, slots: usize) -> Options {
         rounding: Rounding::Balanced,
         weights: TargetWeights::Checkpoint,
         draft_weights: DraftWeights::Int4,
+        sensitive: Sensitive::NONE,
         rejection: true,
         step_rows: slots * 17,
         block_rows: 256,
