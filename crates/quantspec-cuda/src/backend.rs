@@ -118,7 +118,7 @@ pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> 
     let way = Way::of(architecture, config.dtype);
     Memory {
         weights_bytes: weights::bytes(checkpoint, options.weights),
-        draft_weights_bytes: weights::draft_bytes(config, options.draft_weights, weights::nibbles(options)),
+        draft_weights_bytes: weights::draft_bytes(config, options),
         cache_upper_bytes: cache.upper_bytes,
         cache_lower_bytes: cache.lower_bytes,
         cache_full_bytes: cache.full_bytes,

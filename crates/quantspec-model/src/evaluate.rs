@@ -25,14 +25,20 @@ const BLOCK_ROWS: usize = 256;
 
 const _: () = assert!(WINDOW_ROWS + 2 * G <= BUFFER_TOKENS);
 
-/// The target views, in report order: name, view, slot.
-const TARGETS: [(&str, View, usize); 3] = [("fp16", View::Full, 0), ("int8", View::Both, 1), ("int4", View::Upper, 2)];
+/// A target view: name, view, slot.
+type Target = (&'static str, View, usize);
+
+/// A draft of the model itself: name, and what it reads where the target reads INT8.
+type Draft = (&'static str, DraftPlan);
+
+/// The target views, in report order.
+const TARGETS: [Target; 3] = [("fp16", View::Full, 0), ("int8", View::Both, 1), ("int4", View::Upper, 2)];
 
 /// The INT8 slot, against which drafts are scored.
 const INT8: usize = 1;
 
-/// The drafts of the model itself, in report order: name, and what they read where the target reads INT8.
-fn drafts() -> Vec<(&'static str, DraftPlan)> {
+/// The drafts of the model itself, in report order; the default method's first.
+fn drafts() -> Vec<Draft> {
     let networks = METHODS.iter().filter(|method| !method.copies);
     networks.filter_map(|method| Some((method.name, method.plan(View::Both)?))).collect()
 }
@@ -159,7 +165,7 @@ fn score_views<B: Backend>(
     tokens: &[u32],
     context: usize,
     block_rows: usize,
-    (views, drafts): (&[(&'static str, View, usize)], Vec<(&'static str, DraftPlan)>),
+    (views, drafts): (&[Target], Vec<Draft>),
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Evaluation> {
     if tokens.len() < context.saturating_add(2) {

@@ -12,14 +12,28 @@ use crate::hierarchy::Reads;
 use crate::linear::Quantised;
 use crate::weights::{self, Full, address, argument};
 use quantspec_core::cache::BUFFER_TOKENS;
-use quantspec_core::config::{DraftWeights, Pages, Weights};
-use quantspec_core::config::{ModelConfig, Rounding};
+use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Pages, Rounding, Weights};
 use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Network, Pass, Step};
 
 /// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to wait beside a product's block.
 pub(crate) const NORM_THREADS: u32 = 512;
+
+/// Kinds of matrices, as places in `Sensitive::KINDS`.
+const QKV: usize = 0;
+const OUTPUT: usize = 1;
+const GATE_UP: usize = 2;
+const DOWN: usize = 3;
+
+/// Kinds whose product a fused kernel can compute where those of `eight` have eight bits and kernels of their own. Those leave their sum in y, which only a norm
+/// of its own adds to the hidden stream: of the MLP's for the output, of attention's for down. The fused down reads what the fused gate and up wrote in BF16; down
+/// in eight bits reads that too where it takes 16-bit activations in BF16.
+const fn fused(eight: [bool; 4], in_bf16: bool) -> [bool; 4] {
+    let gate_up = !eight[OUTPUT] && !eight[GATE_UP] && (!eight[DOWN] || in_bf16);
+    let down = gate_up && !eight[DOWN];
+    [!eight[QKV] && down, !eight[OUTPUT], gate_up, down]
+}
 
 impl CudaBackend {
     pub(super) fn layer(&self, layer: usize) -> Result<&weights::Layer> {
@@ -75,10 +89,10 @@ impl CudaBackend {
         }
     }
 
-    /// Which nibbles a step reads of attention's matrices, and of the feed-forward network's.
-    fn reads(&self, step: &Step) -> [Reads; 2] {
-        let (attention, mlp, _) = weights::drafted(self.options.draft_weights);
-        [attention, mlp].map(|on| if on && step.weights == Weights::Draft { Reads::Upper } else { Reads::All })
+    /// Which nibbles a step reads of a kind of matrices.
+    fn reads(&self, step: &Step, kind: usize) -> Reads {
+        let four = weights::draft_bits(&self.options)[kind] == Some(4);
+        if four && step.weights == Weights::Draft { Reads::Upper } else { Reads::All }
     }
 
     /// Addresses of a layer's matrices in 16 bits, as a prompt's products read them: queries, keys and values; output; gate and up; down.
@@ -92,15 +106,17 @@ impl CudaBackend {
         }
     }
 
-    /// The kernels of a draft step that takes along what lies between its products, where it can: all weights in four bits, few rows.
-    fn together(&self, step: &Step) -> Option<&Draft> {
+    /// The kernels of a draft step that takes along what lies between its products, where a kind of matrices can use them: in four bits, for few rows.
+    fn together(&self, step: &Step, kind: usize) -> Option<&Draft> {
+        let in_bf16 = self.nibbles.is_some() && self.config.dtype == Dtype::Bf16;
+        let fused = fused(weights::draft_bits(&self.options).map(|bits| bits == Some(8)), in_bf16)[kind];
         let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
         let of_draft = step.weights == Weights::Draft && self.options.draft_weights == DraftWeights::Int4;
         let takes = |draft: &&Draft| match self.nibbles {
             Some(_) => draft.takes_upper(widest, step.rows.len()),
             None => draft.takes(widest, step.rows.len()),
         };
-        self.draft.as_ref().filter(|draft| of_draft && takes(draft))
+        self.draft.as_ref().filter(|draft| fused && of_draft && takes(draft))
     }
 
     /// The hidden stream of a step ahead of a norm.
@@ -167,7 +183,7 @@ impl CudaBackend {
         let (rows, config) = (step.rows.len(), &self.config);
         let space = &self.step;
         let scale = std::f32::consts::LOG2_E / (config.head_dim as f32).sqrt();
-        if let (Some(together), Some(draft)) = (self.together(step), weights.qkv.drafted(&weights.draft.qkv)) {
+        if let (Some(together), Some(draft)) = (self.together(step, QKV), weights.qkv.drafted(&weights.draft.qkv)) {
             let hidden = self.stream(&weights.attention_norm);
             if weights.head_norms.is_none() {
                 let heads = Heads {
@@ -188,7 +204,7 @@ impl CudaBackend {
             // SAFETY: as above.
             unsafe { together.rows(draft, hidden, space.y.at(0), rows)? };
         } else {
-            self.step_norm_qkv(layer, draft, self.reads(step)[0], rows)?;
+            self.step_norm_qkv(layer, draft, self.reads(step, QKV), rows)?;
         }
         let (q_norm, k_norm) = weights.head_norms.as_ref().map_or((0, 0), |(q, k)| (q.at(0), k.at(0)));
         let arguments = args![
@@ -221,7 +237,7 @@ impl CudaBackend {
 
     fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
-        let beside = self.together(step).is_some();
+        let beside = self.together(step, OUTPUT).is_some();
         // What its product takes is int8.
         let draft = beside || weights.draft.output.is_some() && step.weights == Weights::Draft;
         let cache = self.cache_layer(layer);
@@ -272,7 +288,9 @@ impl CudaBackend {
         let draft = weights.draft.gate_up.as_ref().filter(|_| drafting);
         let (rows, width) = (step.rows.len(), self.config.intermediate);
         let space = &self.step;
-        if let (Some(together), Some(draft)) = (self.together(step), weights.gate_up.drafted(&weights.draft.gate_up)) {
+        if let (Some(together), Some(draft)) =
+            (self.together(step, GATE_UP), weights.gate_up.drafted(&weights.draft.gate_up))
+        {
             let (hidden, gated) = (self.stream(&weights.mlp_norm), &space.gated);
             // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
             return unsafe {
@@ -280,7 +298,7 @@ impl CudaBackend {
             };
         }
         self.norm(rows, &weights.mlp_norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
-        self.product(&weights.gate_up, draft, self.reads(step)[1], &space.normed, space.y.at(0), rows)?;
+        self.product(&weights.gate_up, draft, self.reads(step, GATE_UP), &space.normed, space.y.at(0), rows)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
         if drafting && weights.draft.down.is_some() {
@@ -362,14 +380,14 @@ impl Network for CudaBackend {
                 let weights = self.layer(layer)?;
                 let draft = weights.draft.output.as_ref().filter(|_| step.weights == Weights::Draft);
                 let own = &weights.draft.output;
-                if let (Some(together), Some(draft)) = (self.together(step), weights.output.drafted(own)) {
+                if let (Some(together), Some(draft)) = (self.together(step, OUTPUT), weights.output.drafted(own)) {
                     let (x, hidden) = (&self.step.attended, self.step.hidden.at(0));
                     let bias = address(&weights.output_bias);
                     // SAFETY: the buffers are this backend's and have room for `step_rows` rows.
                     return unsafe { together.add_i8(draft, x.x8.at(0), x.xs.at(0), hidden, bias, step.rows.len()) };
                 }
                 let (input, y) = (&self.step.attended, self.step.y.at(0));
-                self.product(&weights.output, draft, self.reads(step)[0], input, y, step.rows.len())?;
+                self.product(&weights.output, draft, self.reads(step, OUTPUT), input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.output_bias));
                 Ok(())
             }
@@ -415,14 +433,14 @@ impl Network for CudaBackend {
                 let weights = self.layer(layer)?;
                 let draft = weights.draft.down.as_ref().filter(|_| step.weights == Weights::Draft);
                 let own = &weights.draft.down;
-                if let (Some(together), Some(draft)) = (self.together(step), weights.down.drafted(own)) {
+                if let (Some(together), Some(draft)) = (self.together(step, DOWN), weights.down.drafted(own)) {
                     let (x, hidden) = (&self.step.gated, self.step.hidden.at(0));
                     let bias = address(&weights.down_bias);
                     // SAFETY: as above.
                     return unsafe { together.add_bf16(draft, x.x.at(0), x.pitch(), hidden, bias, step.rows.len()) };
                 }
                 let (input, y) = (&self.step.gated, self.step.y.at(0));
-                self.product(&weights.down, draft, self.reads(step)[1], input, y, step.rows.len())?;
+                self.product(&weights.down, draft, self.reads(step, DOWN), input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.down_bias));
                 Ok(())
             }
@@ -494,5 +512,31 @@ impl Network for CudaBackend {
     fn poll(&mut self) -> Result<()> {
         // A round is queued without polling: an interrupt would leave half a recorded graph.
         if self.ahead.is_some() { Ok(()) } else { (self.hooks.poll)() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fused_kernels_meet_inputs_in_their_form_and_a_whole_hidden_stream() {
+        let all = [true; 4];
+        assert_eq!(fused([false; 4], false), all);
+        for bits in 0..16usize {
+            let eight: [bool; 4] = std::array::from_fn(|kind| bits >> kind & 1 == 1);
+            for in_bf16 in [false, true] {
+                let fused = fused(eight, in_bf16);
+                assert!(fused.iter().zip(eight).all(|(fused, eight)| !(*fused && eight)), "{eight:?}");
+                // Products with kernels of their own leave a sum that the next norm adds: the one ahead of gate and up, and of the next layer's queries.
+                assert!(fused[OUTPUT] || !fused[GATE_UP], "{eight:?}");
+                assert!(fused[DOWN] || !fused[QKV], "{eight:?}");
+                // BF16 between gate, up and down where gate and up are fused, or else the form that down's own kernel reads.
+                assert!(!fused[DOWN] || fused[GATE_UP], "{eight:?}");
+                assert!(fused[DOWN] || !fused[GATE_UP] || in_bf16, "{eight:?}");
+            }
+        }
+        assert_eq!(fused([false, false, false, true], true), [false, true, true, false]);
+        assert_eq!(fused([false, false, false, true], false), [false, true, false, false]);
     }
 }
