@@ -268,3 +268,26 @@ impl Planes {
         Planes { upper: reads(View::Upper) || reads(View::Both), lower: reads(View::Both), full: reads(View::Full) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sensitive_matrices_have_names() {
+        for (names, kinds) in [
+            ("none", [false; 4]),
+            ("down", [false, false, false, true]),
+            ("qkv,gate-up", [true, false, true, false]),
+            ("qkv,o,gate-up,down", [true; 4]),
+        ] {
+            assert_eq!(Sensitive::named(names), Some(Sensitive(kinds)));
+            assert_eq!(Sensitive(kinds).names(), names);
+        }
+        assert_eq!(Sensitive::named("down,o,down").map(Sensitive::names), Some("o,down".to_owned()));
+        assert_eq!(Sensitive::named("down"), Some(Sensitive::DOWN));
+        for wrong in ["", "auto", "up", "down,", "none,down", "Down", " down"] {
+            assert_eq!(Sensitive::named(wrong), None, "{wrong:?}");
+        }
+    }
+}

@@ -201,6 +201,27 @@ mod tests {
     }
 
     #[test]
+    fn down_projections_are_sensitive_where_the_cache_outweighs_them() {
+        let config = llama_8b();
+        let down = 32 * 4096 * 14_336;
+        assert_eq!(sensitive_bytes(&config), [32 * 4096 * (4096 + 2 * 1024) / 2, 32 * 4096 * 4096 / 2, down, down / 2]);
+        // 6,979,321,856 weights of 4.25 bits, and the head's 525,336,576 of 8.25.
+        assert_eq!(draft_step_bytes(&config), 6_979_321_856 / 32 * 17 + 525_336_576 / 32 * 33);
+        let of = |view, tokens, slots| sensitive(&config, DraftWeights::Int4, view, tokens, slots);
+        // 24 · 939,524,096 bytes are draft weights and 273,000 tokens of 4.25 bits a number, or half as many of 8.25.
+        let least = (24 * (down / 2) - draft_step_bytes(&config)).div_ceil(32 * 8 * 17_408) * G;
+        assert_eq!(of(View::Upper, least, 1), Sensitive::DOWN);
+        assert_eq!(of(View::Upper, least - 1, 1), Sensitive::NONE);
+        assert_eq!(of(View::Upper, least / 2 + G, 2), Sensitive::DOWN);
+        assert_eq!(of(View::Both, least * 17 / 33 + G, 1), Sensitive::DOWN);
+        assert_eq!(sensitive(&config, DraftWeights::None, View::Both, usize::MAX, 8), Sensitive::NONE);
+        // Seven billion weights with 32 KV heads: from some 100,000 tokens on.
+        let mha = ModelConfig { kv_heads: 32, intermediate: 11_008, vocab: 32_000, ..config };
+        assert_eq!(sensitive(&mha, DraftWeights::Int4, View::Upper, 131_072, 1), Sensitive::DOWN);
+        assert_eq!(sensitive(&mha, DraftWeights::Int4, View::Upper, 65_536, 1), Sensitive::NONE);
+    }
+
+    #[test]
     fn heads_of_another_width() {
         // 64 channels, where key and value parameters differ in number.
         assert_eq!((upper_page_bytes(64), lower_page_bytes(64)), (8_192 + 256 + 512, 8_192));

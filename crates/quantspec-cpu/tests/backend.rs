@@ -72,11 +72,20 @@ fn memory_is_what_was_planned() {
             let options = Options { planes, draft_weights: draft, rejection, ..options(3, 1000) };
             let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
             assert_eq!(backend.memory(), plan(&checkpoint, &options), "{shape:?} {planes:?}");
-            let mut larger = backend.memory().weights_bytes;
+            let (mut larger, down) = (backend.memory().weights_bytes, Sensitive::DOWN);
+            let sensitive = Options { sensitive: down, ..options.clone() };
+            let in_eight = CpuBackend::load(&checkpoint, &sensitive, Hooks::default()).expect("load").memory();
+            assert_eq!(in_eight, plan(&checkpoint, &sensitive), "{shape:?} {planes:?}");
+            assert_eq!(
+                in_eight.draft_weights_bytes > backend.memory().draft_weights_bytes,
+                draft != DraftWeights::None
+            );
             for weights in [TargetWeights::Int8, TargetWeights::Int4] {
                 let options = Options { weights, ..options.clone() };
                 let one_copy = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load").memory();
                 assert_eq!(one_copy, plan(&checkpoint, &options), "{shape:?} {planes:?} {weights:?}");
+                let sensitive = Options { sensitive: down, ..options };
+                assert_eq!(one_copy, plan(&checkpoint, &sensitive), "planes are there already");
                 assert!(one_copy.weights_bytes < larger && one_copy.draft_weights_bytes == 0);
                 larger = one_copy.weights_bytes;
             }

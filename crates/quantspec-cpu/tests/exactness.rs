@@ -83,6 +83,7 @@ struct Run {
     auto: bool,
     threads: usize,
     rounding: Rounding,
+    sensitive: Sensitive,
     /// Rows of a prompt, over all layers, between two rounds of the sequences before it.
     chunk_rows: usize,
 }
@@ -98,6 +99,7 @@ impl Run {
             auto: false,
             threads: 1,
             rounding: Rounding::Balanced,
+            sensitive: Sensitive::NONE,
             chunk_rows: usize::MAX,
         }
     }
@@ -151,7 +153,7 @@ impl Run {
             rounding: self.rounding,
             weights: self.weights,
             draft_weights: DraftWeights::None,
-            sensitive: Sensitive::NONE,
+            sensitive: self.sensitive,
             rejection: sampler.accept == Accept::Rejection,
             step_rows: prompts.len() * (self.gamma + 1),
             block_rows: BLOCK_ROWS,
@@ -338,6 +340,12 @@ fn combinations() -> Vec<(Run, usize)> {
         all.push((Run::new("ngram", Pages::All, gamma, 2), batch));
         all.push((Run::new("quantspec+ngram", Pages::All, gamma, 2), batch));
     }
+    for (names, method, gamma, batch) in
+        [("down", "quantspec", 4, 3), ("qkv,o,gate-up,down", "w4", 16, 1), ("o,gate-up", "quantspec", 7, 8)]
+    {
+        let sensitive = Sensitive::named(names).expect("kinds");
+        all.push((Run { sensitive, ..Run::new(method, Pages::All, gamma, 2) }, batch));
+    }
     for (name, pages, gamma, batch) in [
         ("draft-model", Pages::All, 1, 3),
         ("draft-model", Pages::All, 5, 8),
@@ -394,6 +402,7 @@ fn speculation_changes_no_token_of_the_demo_model() {
 fn speculation_changes_no_token_of_weights_in_planes() {
     let int8 = |(run, batch)| (Run { weights: TargetWeights::Int8, ..run }, batch);
     let runs: Vec<_> = combinations().into_iter().map(int8).step_by(if long() { 1 } else { 2 }).collect();
+    assert!(runs.iter().any(|(run, _)| run.sensitive != Sensitive::NONE), "no run with sensitive matrices");
     for method in METHODS.into_iter().chain(["ngram"]) {
         assert!(runs.iter().any(|(run, _)| run.method == method), "no run of method {method}");
     }

@@ -120,6 +120,36 @@ fn weights_in_planes_match_the_reference() {
     }
 }
 
+/// Draws the drafts of weights with sensitive matrices: near the reference's with the same, and nearer than drafts that read the kind in 4 bits.
+#[test]
+fn sensitive_matrices_match_the_reference() {
+    let plan = (Weights::Draft, View::Full, Pages::All);
+    for seed in [0, 1, 4, 6] {
+        let shape = SHAPES[seed];
+        let checkpoint = shape.checkpoint(seed as u64 + 1);
+        let ids = random::tokens(shape.vocab, 2 * G, 99 + seed as u64);
+        for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
+            let options = Options { weights, ..options(ids.len()) };
+            for simd in paths() {
+                let mut of = |sensitive| {
+                    let options = Options { sensitive, ..options.clone() };
+                    decode(&mut load(&checkpoint, &options, simd), &ids, G, 5, plan)
+                };
+                let four = of(Sensitive::NONE);
+                for kind in Sensitive::KINDS.into_iter().chain(["qkv,o,gate-up,down"]) {
+                    let sensitive = Sensitive::named(kind).expect("a kind");
+                    let options = Options { sensitive, ..options.clone() };
+                    let mut reference =
+                        ReferenceBackend::load(&checkpoint, &options, Hooks::default()).expect("reference");
+                    let expected = decode(&mut reference, &ids, G, 5, plan);
+                    let (near, far) = (worst(&of(sensitive), &expected), worst(&four, &expected));
+                    assert!(near < 0.6 * far && near < 0.12, "{kind} {weights:?} {simd:?} {shape:?}: {near}, {far}");
+                }
+            }
+        }
+    }
+}
+
 /// Holds every view of a random model of this shape to the reference, on every path.
 fn matches(seed: usize, shape: &Shape, weights: TargetWeights) {
     let checkpoint = shape.checkpoint(seed as u64 + 1);

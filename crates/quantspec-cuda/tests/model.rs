@@ -10,7 +10,7 @@ mod small;
 
 use gpu::device;
 use quantspec_core::cache::Extent;
-use quantspec_core::config::{Dtype, Pages, Planes, TargetWeights, View, Weights};
+use quantspec_core::config::{Dtype, Pages, Planes, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::logprob::Logprob;
 use quantspec_core::penalty::Penalties;
 use quantspec_core::policy::{Policy, Stop};
@@ -126,6 +126,18 @@ fn speculation_with_weights_in_nibbles_changes_no_token() {
     for checkpoint in in_nibbles(checkpoints(&device, 3200)) {
         for weights in [TargetWeights::Int8, TargetWeights::Int4] {
             let options = Options { weights, ..options(3200, 3) };
+            speculation(&device, &checkpoint, &options, &[View::Both]);
+        }
+    }
+}
+
+/// The same with sensitive matrices, around which fused kernels and others alternate.
+#[test]
+fn speculation_with_sensitive_matrices_changes_no_token() {
+    let Some(device) = device() else { return };
+    for checkpoint in in_nibbles(checkpoints(&device, 3200)) {
+        for (weights, names) in [(TargetWeights::Int8, "down"), (TargetWeights::Checkpoint, "o,down")] {
+            let options = Options { weights, sensitive: Sensitive::named(names).unwrap(), ..options(3200, 3) };
             speculation(&device, &checkpoint, &options, &[View::Both]);
         }
     }

@@ -442,6 +442,55 @@ fn weights_in_nibbles() {
     assert!(failures.is_empty(), "{} of all are too far apart:\n{}", failures.len(), failures.join("\n"));
 }
 
+/// Sets of sensitive matrices that meet every mixture of fused kernels and others.
+const SENSITIVE: [&str; 5] = ["down", "qkv", "o", "gate-up", "qkv,o,gate-up,down"];
+
+/// Drafts that read some matrices in 8 bits, of draft weights and of both planes, by fused kernels beside others.
+#[test]
+fn sensitive_matrices() {
+    let Some(device) = device() else { return };
+    let models = [HEADS_OF_64[0], HEADS_OF_64[4], HEADS_OF_64[6], HEADS_OF_128[1], HEADS_OF_128[5], HEADS_OF_256[3]];
+    let plans = [(Weights::Draft, View::Both, Pages::All), (Weights::Draft, View::Upper, Pages::All)];
+    let mut failures = Vec::new();
+    for (model, seed) in models.iter().zip(1..).filter(|(model, _)| device.info.takes_heads_of(model.shape.head_dim)) {
+        let (checkpoint, texts) = (model.checkpoint(seed, &|_, _| ()), model.texts(99 + seed));
+        for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
+            for names in SENSITIVE {
+                let options = Options { weights, sensitive: Sensitive::named(names).unwrap(), ..model.options() };
+                let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
+                let found = decode(&mut gpu, &texts, model.beside, &plans);
+                let expected = decode(&mut slow(&checkpoint, &options), &texts, model.beside, &plans);
+                eprintln!("{names} of {weights:?}:");
+                failures.extend(report(model, &found, &expected));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} of all are too far apart:\n{}", failures.len(), failures.join("\n"));
+}
+
+/// A kind of matrices in 4 bits in place of 8 is beyond the bounds of [`sensitive_matrices`].
+#[test]
+fn matrices_in_eight_bits_show() {
+    let model = &HEADS_OF_64[0];
+    let (checkpoint, texts) = (model.checkpoint(1, &|_, _| ()), model.texts(100));
+    let plan = (Weights::Draft, View::Both, Pages::All);
+    for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
+        let of = |sensitive| {
+            let options = Options { weights, sensitive, ..model.options() };
+            let mut backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).unwrap();
+            decode(&mut backend, &texts, model.beside, &[plan])
+        };
+        let four = of(Sensitive::NONE);
+        for names in SENSITIVE {
+            let apart = by_plan(&of(Sensitive::named(names).unwrap()), &four);
+            let apart =
+                apart.iter().filter(|(seen, ..)| *seen == plan).fold(0.0, |worst, (.., apart)| most(worst, apart.row));
+            eprintln!("{names} of {weights:?}: {apart:.3}");
+            assert!(apart > bound(model, plan).row, "{names} of {weights:?}: {apart:.3}");
+        }
+    }
+}
+
 /// What may be wrong with the second layer or the final norm.
 fn defects(model: &Model) -> Vec<(String, Box<Edit>)> {
     let Shape { family, heads, kv_heads, .. } = model.shape;
