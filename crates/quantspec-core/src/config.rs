@@ -208,7 +208,7 @@ impl Sensitive {
     /// None.
     pub const NONE: Sensitive = Sensitive([false; Sensitive::KINDS.len()]);
 
-    /// The down projection: the kind whose 8 bits raise acceptance most for their bytes (docs/design/weights.md).
+    /// The down projection: the kind whose 8 bits raise acceptance most for their bytes (docs/design/sensitive.md).
     pub const DOWN: Sensitive = Sensitive([false, false, false, true]);
 
     /// The kinds of a comma list, or "none"; `None` for anything else.

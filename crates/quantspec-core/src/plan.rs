@@ -98,8 +98,8 @@ pub fn sensitive_bytes(config: &ModelConfig) -> [usize; Sensitive::KINDS.len()] 
     weights_of_kinds(config).map(|weights| weights / 2)
 }
 
-/// Least bytes of a draft step for one byte that sensitive matrices add, where they pay (docs/design/weights.md derives it).
-const SENSITIVE_SHARE: usize = 24;
+/// Least bytes of a draft step for one byte that sensitive matrices add, where they pay (docs/design/sensitive.md derives it).
+const SENSITIVE_SHARE: usize = 20;
 
 /// The matrices that are sensitive unless the user names others, for drafts of 4-bit weights that read `view` of up to `tokens` tokens of each of `slots`
 /// sequences: the down projections, where their bytes are few beside those of the cache. A rule of shapes: no weight and no text decides.
@@ -208,14 +208,14 @@ mod tests {
         // 6,979,321,856 weights of 4.25 bits, and the head's 525,336,576 of 8.25.
         assert_eq!(draft_step_bytes(&config), 6_979_321_856 / 32 * 17 + 525_336_576 / 32 * 33);
         let of = |view, tokens, slots| sensitive(&config, DraftWeights::Int4, view, tokens, slots);
-        // 24 · 939,524,096 bytes are draft weights and 273,000 tokens of 4.25 bits a number, or half as many of 8.25.
-        let least = (24 * (down / 2) - draft_step_bytes(&config)).div_ceil(32 * 8 * 17_408) * G;
+        // 20 · 939,524,096 bytes are those of draft weights and of 220,000 tokens of 4.25 bits a number, or of half as many of 8.25.
+        let least = (20 * (down / 2) - draft_step_bytes(&config)).div_ceil(32 * 8 * 17_408) * G;
         assert_eq!(of(View::Upper, least, 1), Sensitive::DOWN);
         assert_eq!(of(View::Upper, least - 1, 1), Sensitive::NONE);
         assert_eq!(of(View::Upper, least / 2 + G, 2), Sensitive::DOWN);
         assert_eq!(of(View::Both, least * 17 / 33 + G, 1), Sensitive::DOWN);
         assert_eq!(sensitive(&config, DraftWeights::None, View::Both, usize::MAX, 8), Sensitive::NONE);
-        // Seven billion weights with 32 KV heads: from some 100,000 tokens on.
+        // Seven billion weights with 32 KV heads: from some 80,000 tokens on.
         let mha = ModelConfig { kv_heads: 32, intermediate: 11_008, vocab: 32_000, ..config };
         assert_eq!(sensitive(&mha, DraftWeights::Int4, View::Upper, 131_072, 1), Sensitive::DOWN);
         assert_eq!(sensitive(&mha, DraftWeights::Int4, View::Upper, 65_536, 1), Sensitive::NONE);
