@@ -79,11 +79,11 @@ def test_what_a_method_does_not_read_is_reported_as_none(fake: Any, quantspec: R
     for method in METHODS:
         draft = ("--draft-model", str(DEMO)) if METHODS[method].draft_model else ()
         report = quantspec("run", "--text", "x", "-n", "5", "--method", method, *draft, "--json").json
-        expected = "int4" if method.removesuffix("+ngram") in {"quantspec", "w4", "window"} else "none"
+        expected = "int4" if method.removesuffix("+ngram") in {"quantspec", "w4", "qspec", "window"} else "none"
         assert (report["method"], report["draft_weights"]) == (method, expected)
     # What was reported may be asked for.
     for method in ("kv4", "ngram", "ar"):
-        flags = ("--method", method, "--draft-weights", "none", "--draft-pages", "all", "--gamma", "0")
+        flags = ("--method", method, "--draft-weights", "none", "--draft-precision", "none", "--draft-pages", "all", "--gamma", "0")
         assert quantspec("run", "--text", "x", "-n", "5", *flags).code == 0
 
 

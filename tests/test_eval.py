@@ -116,7 +116,7 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     lines = out.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "demo on sample.txt: 29 positions, teacher-forced"
     assert [line.split()[0] for line in lines if line] == [
-        *("demo", "target", "fp16", "int8", "int4", "draft", "quantspec", "kv4", "w4", "window"),
+        *("demo", "target", "fp16", "int8", "int4", "draft", "quantspec", "kv4", "w4", "qspec", "window"),
     ]
 
 

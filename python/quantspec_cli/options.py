@@ -44,6 +44,7 @@ METHODS = {
     "quantspec": Method("4-bit weights and cache", draft_weights=True, draft_view="int4"),
     "kv4": Method("4-bit cache", draft_view="int4"),
     "w4": Method("4-bit weights", draft_weights=True, draft_view="target"),
+    "qspec": Method("4-bit weights and activations", draft_weights=True, draft_view="target"),
     "window": Method("first and recent pages", draft_weights=True, draft_view="target", window=16),
     "draft-model": Method("another checkpoint", draft_view="target", draft_model=True),
     "ngram": Method("earlier text"),
@@ -148,6 +149,7 @@ class EngineOptions:
             reasons["gamma"] = ("auto", "drafts nothing")
         if not method.draft_weights and self.draft_weights != "none":
             reasons["draft_weights"] = (DRAFT_WEIGHTS[0], "reads no draft weights")
+        if not method.draft_weights and self.draft_precision != "none":
             reasons["draft_precision"] = ("auto", "reads no draft weights")
         if method.draft_view is None:
             reasons["draft_pages"] = ("all", "reads no pages to draft")

@@ -78,6 +78,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         "kv_target": options.kv_target,
         "weights_bytes": held["weights_bytes"],
         "draft_weights_bytes": held["draft_weights_bytes"],
+        "draft_precision": held["draft_precision"],
         "cache_bytes_per_token": page / predict.PAGE_TOKENS,
         "planned_bytes": held["planned_bytes"],
         "available_bytes": held["available_bytes"],

@@ -154,8 +154,17 @@ pub enum View {
 pub enum Weights {
     /// The checkpoint's.
     Full,
-    /// 4-bit draft weights.
+    /// 4-bit draft weights, with 8-bit activations.
     Draft,
+    /// The same with 4-bit activations; matrices that a draft reads in 8 bits keep 8-bit ones.
+    Draft4,
+}
+
+impl Weights {
+    /// The draft's.
+    pub const fn is_draft(self) -> bool {
+        !matches!(self, Weights::Full)
+    }
 }
 
 /// Which pages behind the buffer a draft reads.

@@ -35,8 +35,13 @@ impl Linear {
     /// What a pass multiplies by.
     pub(crate) fn weight(&self, weights: Weights) -> Weight<'_> {
         match (weights, &self.draft, &self.full.store) {
-            (Weights::Draft, Some(Draft::Tiles(tiles)), _) => Weight::Draft(tiles),
-            (Weights::Draft, Some(Draft::Planes(read)), Store::Planes(planes)) => Weight::Planes(planes, *read),
+            (Weights::Draft | Weights::Draft4, Some(Draft::Tiles(tiles)), _) => Weight::Draft(tiles),
+            (Weights::Draft4, Some(Draft::Planes(Read::Upper)), Store::Planes(planes)) => {
+                Weight::Planes(planes, Read::Upper4)
+            }
+            (Weights::Draft | Weights::Draft4, Some(Draft::Planes(read)), Store::Planes(planes)) => {
+                Weight::Planes(planes, *read)
+            }
             (_, _, Store::Planes(planes)) => Weight::Planes(planes, Read::Target),
             _ => Weight::Full(&self.full),
         }

@@ -340,6 +340,9 @@ fn combinations() -> Vec<(Run, usize)> {
         all.push((Run::new("ngram", Pages::All, gamma, 2), batch));
         all.push((Run::new("quantspec+ngram", Pages::All, gamma, 2), batch));
     }
+    for (name, gamma, batch) in [("qspec", 4, 3), ("qspec", 12, 1), ("qspec", 1, 8), ("qspec+ngram", 7, 3)] {
+        all.push((Run::new(name, Pages::All, gamma, 2), batch));
+    }
     for (names, method, gamma, batch) in
         [("down", "quantspec", 4, 3), ("qkv,o,gate-up,down", "w4", 16, 1), ("o,gate-up", "quantspec", 7, 8)]
     {
@@ -408,7 +411,10 @@ fn speculation_changes_no_token_of_weights_in_planes() {
     }
     law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
     let int4 = |(run, batch)| (Run { weights: TargetWeights::Int4, ..run }, batch);
-    let runs: Vec<_> = combinations().into_iter().map(int4).step_by(if long() { 1 } else { 6 }).collect();
+    let by_activations = |(run, _): &(Run, usize)| run.method.starts_with("qspec");
+    let chosen = combinations().into_iter().enumerate();
+    let chosen = chosen.filter(|(at, run)| long() || at.is_multiple_of(6) || by_activations(run));
+    let runs: Vec<_> = chosen.map(|(_, run)| int4(run)).collect();
     law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
     // Another target view is another text, or the comparison above would show nothing of these weights.
     let prompt = [book(40, 2 * G + 5)];

@@ -468,6 +468,32 @@ fn sensitive_matrices() {
     assert!(failures.is_empty(), "{} of all are too far apart:\n{}", failures.len(), failures.join("\n"));
 }
 
+/// Drafts with 4-bit activations: nearer to the CPU's than the CPU's with 8-bit ones are. Codes at a tie differ, and one such weighs a seventh.
+#[test]
+fn four_bit_activations() {
+    let Some(device) = device() else { return };
+    let models = [HEADS_OF_64[0], HEADS_OF_64[6], HEADS_OF_128[1], HEADS_OF_128[5]];
+    let plan = |weights| [(weights, View::Both, Pages::All)];
+    for (model, seed) in models.iter().zip(1..).filter(|(model, _)| device.info.takes_heads_of(model.shape.head_dim)) {
+        let (checkpoint, texts) = (model.checkpoint(seed, &|_, _| ()), model.texts(99 + seed));
+        for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
+            let options = Options { weights, sensitive: Sensitive::named("o").unwrap(), ..model.options() };
+            let mut gpu = CudaBackend::load_on(&device, &checkpoint, &options, Hooks::default()).unwrap();
+            let mut cpu = slow(&checkpoint, &options);
+            let found = decode(&mut gpu, &texts, model.beside, &plan(Weights::Draft4));
+            let expected = decode(&mut cpu, &texts, model.beside, &plan(Weights::Draft4));
+            let others = decode(&mut cpu, &texts, model.beside, &plan(Weights::Draft));
+            let drafts = found.iter().zip(&expected).zip(&others).filter(|((found, _), _)| found.plan.0.is_draft());
+            let apart = |a: &Seen, b: &Seen| Apart::of(&Seen { plan: b.plan, rows: b.rows, logits: a.logits.clone() }, b).row;
+            let (near, far) = drafts.fold((0.0, 0.0), |(near, far), ((found, expected), other)| {
+                (most(near, apart(found, expected)), most(far, apart(other, expected)))
+            });
+            eprintln!("{model:?} {weights:?}: {near:.3}, {far:.3}");
+            assert!(near < 0.75 * far, "{model:?} {weights:?}: {near:.3}, {far:.3}");
+        }
+    }
+}
+
 /// A kind of matrices in 4 bits in place of 8 is beyond the bounds of [`sensitive_matrices`].
 #[test]
 fn matrices_in_eight_bits_show() {

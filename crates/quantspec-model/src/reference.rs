@@ -18,12 +18,12 @@ use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_bu
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::penalty::penalised;
 use quantspec_core::quantize::{
-    Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations, quantize_head_row, quantize_page,
+    ACTIVATION_4, ACTIVATION_8, Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations_to, quantize_head_row, quantize_page,
     quantize_weights_row,
 };
 use quantspec_core::sample::{Stream, check_finite, choose};
 use quantspec_core::verify::{Judge, Verdict};
-use quantspec_core::weights::{quantize_row, quantize_row_upper};
+use quantspec_core::weights::{GROUP, quantize_row, quantize_row_upper};
 use quantspec_core::{Error, Result};
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -137,7 +137,7 @@ impl ReferenceBackend {
     }
 
     fn weight(&self, part: Part, weights: Weights) -> Result<(&Tensor, bool)> {
-        let draft = if weights == Weights::Draft { self.draft.get(&part) } else { None };
+        let draft = if weights.is_draft() { self.draft.get(&part) } else { None };
         match (draft, self.full.get(&part)) {
             (Some(tensor), _) => Ok((tensor, true)),
             (None, Some(tensor)) => Ok((tensor, false)),
@@ -163,10 +163,13 @@ impl ReferenceBackend {
         }
     }
 
-    /// `x · wᵀ + bias`, [rows][outputs]; a quantised weight sees int8 activations.
+    /// `x · wᵀ + bias`, [rows][outputs]; a quantised weight sees int8 activations, or those of 4 bits.
     fn linear(&self, x: &Tensor, part: Part, bias: Option<Part>, weights: Weights) -> Result<Tensor> {
         let (weight, quantised) = self.weight(part, weights)?;
-        let x = if quantised { &rounded_activations(x)? } else { x };
+        let group = if self.options.weights == TargetWeights::Checkpoint { WEIGHT_GROUP } else { GROUP };
+        let coarse = weights == Weights::Draft4 && !part.is_drafted_in_8_bits(self.options.sensitive);
+        let most = if coarse { ACTIVATION_4 } else { ACTIVATION_8 };
+        let x = if quantised { &rounded_activations(x, group, most)? } else { x };
         let y = tensor(|| x.matmul(&weight.t()?))?;
         match bias.and_then(|part| self.full.get(&part)) {
             Some(bias) => tensor(|| y.broadcast_add(bias)),
@@ -319,12 +322,12 @@ fn hierarchy_values(part: Part, options: &Options, values: &mut [f32], columns: 
     Ok(kept.then_some(draft))
 }
 
-/// Activations as int8 codes give them back, row by row.
-fn rounded_activations(x: &Tensor) -> Result<Tensor> {
+/// Activations as codes of at most `most` give them back, row by row, in groups of `group`.
+fn rounded_activations(x: &Tensor, group: usize, most: f32) -> Result<Tensor> {
     let mut out = Vec::new();
     for row in tensor(|| x.to_vec2::<f32>())? {
-        let codes = quantize_activations(&row)?;
-        out.extend(codes.codes.iter().enumerate().map(|(at, &code)| f32::from(code) * codes.scales[at / WEIGHT_GROUP]));
+        let codes = quantize_activations_to(&row, group, most)?;
+        out.extend(codes.codes.iter().enumerate().map(|(at, &code)| f32::from(code) * codes.scales[at / group]));
     }
     tensor(|| Tensor::from_vec(out, x.shape(), &Device::Cpu))
 }

@@ -63,7 +63,7 @@ impl CudaBackend {
         self.stage()?;
         let mut at = 0;
         self.layout = self.describe(step, &mut at)?;
-        self.layout.drafts = step.weights == Weights::Draft;
+        self.layout.drafts = step.weights.is_draft();
         self.send(at)
     }
 

@@ -36,11 +36,11 @@ impl Executor for CudaBackend {
     }
 
     fn prepare_draft(&mut self, plan: &DraftPlan) -> Result<()> {
-        if plan.weights == Weights::Draft { self.restore_drafts() } else { Ok(()) }
+        if plan.weights.is_draft() { self.restore_drafts() } else { Ok(()) }
     }
 
     fn run(&mut self, round: &Round) -> Result<Vec<Verdict>> {
-        if round.drafts().any(|step| step.weights == Weights::Draft) {
+        if round.drafts().any(|step| step.weights.is_draft()) {
             // A long prompt since `prepare_draft` may have taken their place.
             self.restore_drafts()?;
         }

@@ -177,14 +177,16 @@ const WINDOW_PAGES: usize = 16;
 const QUANTSPEC: Source = Source::Model { weights: Weights::Draft, view: Some(View::Upper), window: None };
 const KV4: Source = Source::Model { weights: Weights::Full, view: Some(View::Upper), window: None };
 const W4: Source = Source::Model { weights: Weights::Draft, view: None, window: None };
+const QSPEC: Source = Source::Model { weights: Weights::Draft4, view: None, window: None };
 const WINDOW: Source = Source::Model { weights: Weights::Draft, view: None, window: Some(WINDOW_PAGES) };
 const NGRAM: Source = Source::Other(|| Box::<Ngram>::default());
 
 /// Every method. `METHODS` in options.py repeats it for `--help`, which loads no native code; a test compares the two.
-pub const METHODS: [Entry; 12] = [
+pub const METHODS: [Entry; 14] = [
     Entry { name: "quantspec", about: "4-bit weights and cache", source: QUANTSPEC, copies: false },
     Entry { name: "kv4", about: "4-bit cache", source: KV4, copies: false },
     Entry { name: "w4", about: "4-bit weights", source: W4, copies: false },
+    Entry { name: "qspec", about: "4-bit weights and activations", source: QSPEC, copies: false },
     Entry { name: "window", about: "first and recent pages", source: WINDOW, copies: false },
     Entry { name: "draft-model", about: "another checkpoint", source: Source::Checkpoint, copies: false },
     Entry { name: "ngram", about: "earlier text", source: NGRAM, copies: false },
@@ -192,6 +194,7 @@ pub const METHODS: [Entry; 12] = [
     Entry { name: "quantspec+ngram", about: "quantspec or earlier text", source: QUANTSPEC, copies: true },
     Entry { name: "kv4+ngram", about: "kv4 or earlier text", source: KV4, copies: true },
     Entry { name: "w4+ngram", about: "w4 or earlier text", source: W4, copies: true },
+    Entry { name: "qspec+ngram", about: "qspec or earlier text", source: QSPEC, copies: true },
     Entry { name: "window+ngram", about: "window or earlier text", source: WINDOW, copies: true },
     Entry { name: "draft-model+ngram", about: "draft-model or earlier text", source: Source::Checkpoint, copies: true },
 ];
@@ -204,7 +207,7 @@ impl Entry {
 
     /// Whether it reads draft weights, and so knows the setting of that name.
     pub fn takes_draft_weights(&self) -> bool {
-        matches!(self.source, Source::Model { weights: Weights::Draft, .. })
+        matches!(self.source, Source::Model { weights: Weights::Draft | Weights::Draft4, .. })
     }
 
     /// Pages that it reads unless told otherwise, if these are always the first and the newest.
@@ -267,7 +270,7 @@ mod tests {
         };
         let needs = |view, draft_weights| Some(Needs { view, draft_weights, distributions: view.is_some() });
         let (upper, both) = (Some(View::Upper), Some(View::Both));
-        let models = [("quantspec", upper, true), ("kv4", upper, false), ("w4", both, true), ("window", both, true)];
+        let models = [("quantspec", upper, true), ("kv4", upper, false), ("w4", both, true), ("qspec", both, true), ("window", both, true)];
         for (name, view, weights) in models {
             for name in [name, &format!("{name}+ngram")] {
                 assert_eq!(made(name, DraftWeights::Int4), needs(view, weights), "{name}");

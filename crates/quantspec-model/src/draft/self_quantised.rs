@@ -19,7 +19,7 @@ impl SelfQuantised {
 
 impl Drafter for SelfQuantised {
     fn needs(&self) -> Needs {
-        let draft_weights = self.0[0].weights == Weights::Draft;
+        let draft_weights = self.0[0].weights.is_draft();
         Needs { view: Some(self.0[0].view), draft_weights, distributions: true }
     }
 
