@@ -1,4 +1,4 @@
-# The menu: `just` lists it.
+# Lists the tasks.
 default:
     @just --list
 
@@ -14,7 +14,7 @@ test *args:
     done
     python -m pytest -q -m "not slow and not gpu" {{args}} tests
 
-# All tests that need no GPU, against the wheel: what README and CI run
+# All tests that need no GPU, against the wheel, as in README and CI
 test-all *args:
     bash tools/test.sh {{args}}
 
@@ -34,13 +34,13 @@ _paths:
     @if grep -qw avx2 /proc/cpuinfo; then echo avx2; fi
     @echo scalar
 
-# Tests on a machine with an NVIDIA GPU, with the demo model and those in the folder `models`, which may be empty; without GPU they fail
+# Tests on a machine with an NVIDIA GPU, with the demo model and those in the folder `models`, which may be empty; they fail without a GPU
 test-gpu models:
     QUANTSPEC_REQUIRE_GPU=1 QUANTSPEC_TEST_MODELS="$(realpath {{models}})" cargo test --release -p quantspec-cuda
     QUANTSPEC_REQUIRE_GPU=1 QUANTSPEC_TEST_MODELS="$(realpath {{models}})" QUANTSPEC_TEST_PTX=1 cargo test --release -p quantspec-cuda
     QUANTSPEC_REQUIRE_GPU=1 python -m pytest -q -m gpu tests
 
-# Every kernel under compute-sanitizer 2026.4, on a machine with an NVIDIA GPU. racecheck leaves out the GEMMs of many tiles, which take it too long, and proxy fences, which kernels/hopper.cuh does without
+# Every kernel under compute-sanitizer 2026.4, on a machine with an NVIDIA GPU. racecheck omits GEMMs of many tiles, which take too long under it, and proxy fences, which kernels/hopper.cuh does not need
 sanitize *filter:
     for tool in memcheck racecheck initcheck synccheck; do \
         echo "$tool" && QUANTSPEC_REQUIRE_GPU=1 \
@@ -55,7 +55,7 @@ test-arm *args:
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
     cargo test --release --target aarch64-unknown-linux-gnu -p quantspec-core -p quantspec-cpu -p quantspec-model {{args}}
 
-# Every CPU kernel beside a plain read of memory, and the choice of pages and tokens; with `--max-time 0.05` it is a glance
+# Every CPU kernel compared with a plain read of memory, and choosing pages and tokens; `--max-time 0.05` for a quick look
 bench-kernels *options:
     cargo bench --quiet -p quantspec-cpu -- {{options}}
 

@@ -36,7 +36,7 @@ class Case:
     Attributes:
         name: of the case in results/cpu.json and of its model on the page.
         source: "demo", a checkpoint of --models, or "widened" (the demo model by tools/widen.py).
-        options: of `quantspec bench`.
+        options: flags of `quantspec bench`.
     """
 
     name: str
@@ -59,7 +59,7 @@ def run(*command: str) -> str:
 
 
 def measure(models: Path | None) -> None:
-    """Runs every case whose model is there and writes results/cpu.json."""
+    """Runs every case whose model is available and writes results/cpu.json."""
     measured: dict[str, Any] = {"commit": run("git", "rev-parse", "HEAD").strip(), "cases": {}}
     with tempfile.TemporaryDirectory() as folder:
         wide = Path(folder) / "wide"
@@ -73,7 +73,7 @@ def measure(models: Path | None) -> None:
             out = run(
                 sys.executable, "-m", "quantspec_cli", "bench", *model, *case.options, "--device", "cpu", "--json"
             )
-            # Names of models, without the folders of this machine.
+            # Model names without local folders.
             rows = [row | {"model": Path(row["model"]).name} for row in json.loads(out)]
             measured["cases"][case.name] = {"options": list(case.options), "rows": rows}
     (RESULTS / "cpu.json").write_text(json.dumps(measured, indent=1) + "\n")
@@ -103,7 +103,7 @@ def accepted(row: Row) -> str:
 
 
 def label(row: Row) -> str:
-    """A row's method as a reader knows it."""
+    """A row's method as shown on the page."""
     if row["method"] == "ar":
         return f"plain, {row['kv_target'].upper()} cache"
     return row["method"] if row["draft_pages"] == "all" else f"{row['method']}, best {row['draft_pages']} pages"
@@ -162,7 +162,7 @@ def gpu() -> str:
 
 
 def rendered(page: str) -> str:
-    """The page with its tables made anew."""
+    """The page with its tables rendered from the results."""
     for name, section in (("cpu", cpu()), ("gpu", gpu())):
         marked = rf"(<!-- {name} -->\n)(?:.*\n)?(<!-- /{name} -->)"
         page, found = re.subn(marked, lambda m, text=section: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL)  # type: ignore[misc]

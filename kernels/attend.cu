@@ -1,10 +1,10 @@
-// Decode attention and what belongs to it. Entries exist on every architecture.
+// Decode attention, merging, and the choice of pages. All kernels exist on every architecture.
 #include "attend.cuh"
 #include "numbers.cuh"
 
-// attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_beside_{64,128}_{ROWS} (half a multiprocessor): up to ROWS query rows a KV head; see the
-// table below for threads and shared memory (crates/quantspec-cuda/src/attend.rs computes the same). Rings belong to the order of a row's sums: one number
-// per view and head width.
+// attend_{upper,both,full}_{64,128,256}_{ROWS}(AttendArgs), attend_beside_{64,128}_{ROWS} (half an SM): up to ROWS query rows per KV head. Threads
+// and shared memory are in the table below (crates/quantspec-cuda/src/attend.rs computes the same). The number of rings affects the order of a row's
+// sums, so it is fixed per view and head width.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 #define REGISTERS(C, PER_SM) __maxnreg__((C::ENTRY))
 #else
@@ -17,7 +17,7 @@
     attend<name##_of>(args, shared);                                                                      \
   }
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// grid min(items, multiprocessors); 128 threads a ring and one producer warp each, or one group of 128 more where registers are handed over
+// grid min(items, SMs); 128 threads and one producer warp per ring; if registers are handed over, one group of 128 producer threads
 ATTEND(attend_upper_64_4, 64, UPPER, 4, 4, 4, 1)
 ATTEND(attend_upper_64_8, 64, UPPER, 8, 4, 4, 1)
 ATTEND(attend_upper_64_16, 64, UPPER, 16, 4, 4, 1)
@@ -87,20 +87,20 @@ ATTEND(attend_full_256_32, 256, FULL, 32, 1, 0, 1)
 #endif
 
 // ---- merging the items of a row ----
-// merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the pass), 128 threads. Writes the input of the output projection:
-// x [row][pitch], or x8 [row][pitch] and xs [row][pitch / 128] for the draft.
-// Warp w adds items w, w + 4, ..., then the four warps are added in order. How many items a row has depends on its position alone, and one in which it
-// sees nothing has weight 0 and changes nothing.
-// Few blocks wait beside those of `attend`, which leave 4,096 registers; where there are more than multiprocessors, merge_wide_* has more items in flight.
+//
+// merge_{bf16,f16,f32,i8}(MergeArgs), merge_wide_*: grid (heads * D / 128 rounded up, rows of the pass), 128 threads. Writes the input of the output
+// projection: x [row][pitch], or x8 [row][pitch] and xs [row][pitch / 128] for the draft. Warp w adds items w, w + 4, ..., then the four warps are
+// added in order. A row's number of items depends on its position alone; an item without visible tokens has weight 0 and changes nothing. A few
+// blocks fit next to those of `attend`, which leave 4,096 registers. For more blocks than SMs, merge_wide_* has more items in flight.
 constexpr int MERGE_WARPS = 4;
-struct Merged { int first, items, total, unused; };       // of a row: its first partial row, items of a KV head, query rows of its span
+struct Merged { int first, items, total, unused; };       // of a row: its first partial row, items per KV head, query rows of its span
 struct MergeArgs {
   const Merged* rows;                    // of the pass
   const float* partial;
   const float2* extremes;
   void* x;                               // of the step's row 0, as xs
   float2* xs;
-  int kv_heads, group, head_dim, pitch, first_row, unused;   // first_row: the step's row that this pass begins with
+  int kv_heads, group, head_dim, pitch, first_row, unused;   // first_row: the step's row at which this pass begins
 };
 
 template <class Out, int B>              // B: items in flight
@@ -115,7 +115,7 @@ DEV void merge(const MergeArgs& p) {
   const float* o = p.partial + base * p.head_dim + channel % p.head_dim;
   const float2* e = p.extremes + base;
   grid_wait();
-  // A warp keeps a running maximum of its own, the maxima meet at the end: nothing waits for the whole row's.
+  // Each warp has its own running maximum; they are combined at the end, so no warp waits for the row's maximum.
   float4 sum = make_float4(0, 0, 0, 0);
   float top = -1e30f, l = 0;
 #pragma unroll 1
@@ -130,7 +130,7 @@ DEV void merge(const MergeArgs& p) {
     }
 #pragma unroll
     for (int i = 0; i < B; i++) {
-      // One item after the other, so that the number of items that are in flight together changes no bit.
+      // One item after another, so that the number of items in flight does not affect a bit.
       const float now = fmaxf(top, m[i].x), old = exp2_fast(__fadd_rn(top, -now)), a = exp2_fast(__fadd_rn(m[i].x, -now));
       top = now, l = __fmaf_rn(a, m[i].y, __fmul_rn(l, old));
       sum.x = __fmaf_rn(a, v[i].x, __fmul_rn(sum.x, old)), sum.y = __fmaf_rn(a, v[i].y, __fmul_rn(sum.y, old));
@@ -179,17 +179,20 @@ MERGE(f32, Single, 4)
 MERGE(i8, int8_t, 1)
 
 // ---- choosing pages for a draft ----
-// bounds_1_4, for one head per KV head, bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d], choices [list],
-// scores [list][kv head][score_pitch], ...): the score of a page is, over the heads of a group, the largest upper bound of q . k
-// (core::attend::page_bound): sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which is
-// q (lo + hi) / 2 + |q| (hi - lo) / 2.
-// d / 8 lanes a page with eight channels each, U pages deep: 2048 U / d pages a block. grid (blocks, kv heads, lists), 256 threads. Pages and their
-// parameters were complete before the step, so they are on their way before q is.
-// They are not unrolled further, and `select` below hardly is: a step runs each once a layer, with its code no longer in any cache near by. Of 25 KB of
-// it `select` took 14 us, waiting for instructions.
+//
+// bounds_1_4, for one head per KV head, bounds_4_2 and bounds_4_4(upper [page][kv head] of one layer, tables, table_pitch, q f16 [row][heads][d],
+// choices [list], scores [list][kv head][score_pitch], ...): the score of a page is the largest upper bound of q . k over the heads of a group
+// (core::attend::page_bound). The bound is the sum over channels of max(q lo, q hi), lo and hi being the values of codes 0 and 15, which equals q (lo
+// + hi) / 2 + |q| (hi - lo) / 2.
+//
+// d / 8 lanes per page with eight channels each, U pages deep: 2048 U / d pages per block. grid (blocks, kv heads, lists), 256 threads. Pages were
+// complete before the step, so their parameters are loaded before q is ready.
+//
+// Neither this nor `select` is unrolled further: a step runs each once per layer, with cold instruction caches. With 25 KB of code `select` takes 14
+// us, waiting for instructions.
 constexpr int CHOICE_THREADS = 256;                    // of a block of bounds_* and of select
-struct Choice { int row, slot, pages; };               // the list's row of q, its slot, its visible pages, of which it has some
-// The best of `best` and of HEADS heads' bounds of a page; every lane of the page gets it. q's lane: eight channels of each head.
+struct Choice { int row, slot, pages; };               // the list's row of q, its slot, its number of visible pages, at least one
+// The maximum of `best` and of HEADS heads' bounds of a page, in every lane of the page. Each lane has q of eight channels of each head.
 template <int HEADS>
 DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float centre, int lanes, int lane, float best) {
   const uint32_t scales[4] = {scale.x, scale.y, scale.z, scale.w}, zeros[4] = {zero.x, zero.y, zero.z, zero.w};
@@ -209,7 +212,7 @@ DEV float page_bound(const float2 (&q)[HEADS][4], uint4 scale, uint4 zero, float
     for (int step = lanes / 2; step; step >>= 1) sum[0] = __fadd_rn(sum[0], __shfl_xor_sync(~0u, sum[0], step));
     return fmaxf(best, sum[0]);
   } else {
-    // Four sums over the lanes: a half goes on with two of them, a quarter with one, and the largest is wanted.
+    // Reduces four sums over the lanes: each half continues with two, each quarter with one; then the maximum.
     static_assert(HEADS == 4, "four sums for four quarters");
     const bool half = lane & lanes / 2, quarter = lane & lanes / 4;
     const float a = __fadd_rn(half ? sum[2] : sum[0], __shfl_xor_sync(~0u, half ? sum[0] : sum[2], lanes / 2));
@@ -241,7 +244,7 @@ DEV void bounds(const uint8_t* upper, const int* tables, int table_pitch, const 
 #pragma unroll
   for (int u = 0; u < U; u++) best[u] = MASKED;
 #pragma unroll 1
-  for (int h = 0; h < group; h += HEADS) {              // the last head again where HEADS are more than are left
+  for (int h = 0; h < group; h += HEADS) {              // if fewer than HEADS heads are left, the last one is repeated
     float2 x[HEADS][4];
 #pragma unroll
     for (int i = 0; i < HEADS; i++)
@@ -263,10 +266,10 @@ BOUNDS(4, 2)
 BOUNDS(4, 4)
 
 // select(scores, score_pitch, choices, lists, list_pitch, kv_heads, n): the first and the newest page and the n - 2 best of the others (ties to the
-// lower number), ascending, into lists [slot][kv head][list_pitch]; without scores the newest are best. grid (kv heads, lists), 256 threads.
-// The range of the scores is cut into 32 parts, then the part in which the least score that is kept lies, and so on, until those kept are told
-// from the others; then they are listed in order.
-constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are made again
+// lower number), ascending, into lists [slot][kv head][list_pitch]. Without scores the newest count as best. grid (kv heads, lists), 256 threads. The
+// range of scores is split into 32 parts, then the part with the smallest kept score is split again, until the kept pages are separated. They are
+// then listed in order.
+constexpr int SELECT_KEPT = 2048;                       // keys in shared memory; those of longer contexts are recomputed
 constexpr int SELECT_SLAB = 1024;                       // pages listed at a time, a word of 32 for each lane
 KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_pitch, const Choice* choices, int* lists, int list_pitch, int kv_heads, int n) {
   __shared__ uint32_t keys[SELECT_KEPT], lowest, highest, overs_all, parts[3][32], words[2][2][32];
@@ -275,7 +278,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const float* s = scores + ((size_t)blockIdx.y * kv_heads + blockIdx.x) * score_pitch;
   int* list = lists + ((size_t)choice.slot * kv_heads + blockIdx.x) * list_pitch;
-  // Once with made-up keys of some pages, while the scores are being made, to have the instructions here. Where kernels do not overlap nothing would be gained.
+  // A first pass with dummy keys loads the instructions while the scores are computed. Pays only where kernels overlap.
 #ifdef QS_SM90
   const bool waits = scores;
 #else
@@ -289,7 +292,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     if (threadIdx.x == 0) lowest = ~0u, highest = 0, overs_all = 0;
     __syncthreads();
     if (!dry) grid_wait();
-    // Keys in the order of the scores (zeros differ, as for core's total_cmp), from 1 on; 0 where there is no page.
+    // Keys in the order of the scores (zeros differ, as in core's total_cmp), from 1 on; 0 means no page.
     auto make = [&](int page) -> uint32_t {
       if (page >= pages) return 0;
       if (page == 0 || page == pages - 1) return ~0u;
@@ -309,7 +312,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
     __syncthreads();
     auto key = [&](int page) { return page < SELECT_KEPT ? keys[page] : make(page); };
 
-    // `kept` pages or more have the key `least` or a higher one.
+    // At least `kept` pages have a key of `least` or more.
     const int wanted = kept - 2;                          // besides the first and the newest
     uint32_t least = wanted > 0 ? lowest : ~0u - 1;
     if (wanted > 0 && kept < pages) {
@@ -321,9 +324,9 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
           const uint32_t k = key(page), part = (k - least) >> shift;
           if (k >= least && k != ~0u && part < 32) atomicAdd(&parts[turn][part], 1);
         }
-        if (threadIdx.x < 32) parts[turn == 2 ? 0 : turn + 1][lane] = 0;       // nobody looks at it any more, or yet
+        if (threadIdx.x < 32) parts[turn == 2 ? 0 : turn + 1][lane] = 0;       // not read before the next barrier
         __syncthreads();
-        // Pages in this lane's part and those above it, and the highest part with which there are enough.
+        // Pages in this lane's part and above, and the highest part that has enough pages.
         const int mine = parts[turn][lane];
         int sum = mine;
 #pragma unroll
@@ -338,7 +341,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
         if (shift == 0 || together == wanted) break;
       }
     }
-    // Pages above `least`, and in the order of pages as many that equal it as are wanted.
+    // Pages above `least`, and in page order the needed number of ties with it.
     int over = 0;
 #pragma unroll 1
     for (int page = threadIdx.x; page < pages; page += CHOICE_THREADS) over += key(page) > least;
@@ -357,7 +360,7 @@ KERNEL __launch_bounds__(CHOICE_THREADS) select(const float* scores, int score_p
       __syncthreads();
       const int ties = kept - (int)overs_all;
       const uint32_t lower = (1u << lane) - 1;
-      // In the lower half above, in the upper half ties, in the words up to this lane's.
+      // Low half: pages above; high half: ties; both counted up to this lane's word.
       const uint32_t mine = __popc(words[turn][0][lane]) | __popc(words[turn][1][lane]) << 16;
       uint32_t sum = mine;
 #pragma unroll

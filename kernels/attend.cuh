@@ -1,22 +1,23 @@
 // Decode attention of a few query rows over a long cache (docs/design/attention.md).
 //
-//   score[r,t] = q[r] . k[t]          q already carries log2(e) / sqrt(D)
-//   out[r]     = sum_t 2^(score[r,t] - M[r]) v[t] / sum_t 2^(score[r,t] - M[r])
+//     score[r,t] = q[r] . k[t]          q already includes log2(e) / sqrt(D)
+//     out[r]     = sum_t 2^(score[r,t] - M[r]) v[t] / sum_t 2^(score[r,t] - M[r])
 //
-// A work item is one chunk of one KV head: a run of pages and a share of the recent tokens. A ring is four warps with a ring of pipeline stages in shared
-// memory; the rings of a block share a chunk's pages in turn. Phases of a step (a page, or some recent tokens), a file each:
+// A work item is one chunk of one KV head: a run of pages and a share of the recent tokens. A ring is four warps with pipeline stages in shared
+// memory; the rings of a block take a chunk's pages in turn. A step is a page, or some recent tokens. Its phases, one file each:
 //
-//   attend_copy.cuh    load: keys and values into pipeline stages, by a producer warp and the copy engine, or by the ring's own threads
-//   attend_page.cuh    prepare: q times the key scales; score: q . k of 32 tokens a warp; accumulate: p . v of a quarter of the channels a warp
-//   attend_state.cuh   rescale: the running maximum moves; weigh: scores to probabilities; merge: the rings' states into one partial result
-//   attend_ring.cuh    what a consumer warp knows of its place, and how codes become operands of the matrix instruction
+//     attend_copy.cuh    load: keys and values into pipeline stages, by a producer warp and TMA, or by the ring's own threads
+//     attend_page.cuh    prepare: q times the key scales; score: q . k of 32 tokens per warp; accumulate: p . v of a quarter of the channels per warp
+//     attend_state.cuh   rescale: the running maximum moves; weigh: scores to probabilities; merge: the rings' states into one partial result
+//     attend_ring.cuh    a consumer warp's indices and barriers, and unpacking codes to mma operands
 //
-// Codes are the mma A operand (K: tokens x channels, V: channels x tokens), query rows its columns, so every code is unpacked once for up to 32 rows. Scales
-// never touch codes: a key scale multiplies q (per page), a value scale the probability; zero points become one number per row and page (keys) or a running
-// sum per row (values).
+// Codes are the mma A operand (K: tokens x channels, V: channels x tokens) and query rows its columns, so every code is unpacked once for up to 32
+// rows. Scales are not applied to codes: a key scale multiplies q (per page), a value scale the probability. Zero points become one number per row
+// and page (keys) or a running sum per row (values).
 //
-// Row invariance: a row's bits depend on its position and the cache alone. Which pages and recent tokens a chunk and a ring take is a function of the position;
-// what a row does not see leaves its state unchanged to the bit (p = 0, factor 1); columns of an mma do not mix; the number of row tiles NT only adds columns.
+// Row invariance: a row's bits depend on its position and the cache alone. The pages and recent tokens of a chunk and a ring are a function of the
+// position. A token that a row does not see leaves its state unchanged to the bit (p = 0, factor 1). Columns of an mma are independent, and the
+// number of row tiles NT only adds columns.
 #pragma once
 #include "layout.cuh"
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -25,18 +26,18 @@
 
 constexpr int UPPER = 0, BOTH = 1, FULL = 2;
 
-// Consecutive rows of one sequence slot whose positions are cut into the same chunks.
+// Consecutive rows of one sequence slot with the same division into chunks.
 struct Span {
   int slot, row, queries, position;      // first row in the step, rows, position of the first
-  int chunk_pages, chunks;               // pages of a chunk, chunks of a KV head
+  int chunk_pages, chunks;               // pages per chunk, chunks per KV head
   int first_block;                       // block of 128 tokens with the first recent token, absolute
-  int list, listed;                      // pages selected for a draft: index of the span's list, entries; listed < 0: all pages
-  int cap;                               // no row reads more than this many tokens from pages (a list is older than the row); large: the law
+  int list, listed;                      // list: index of the span's page list; listed: its length, or < 0 for all pages
+  int cap;                               // rows read at most this many tokens from pages (the list may be from an earlier row); if large, the visibility law decides
   int partial;                           // first row of the span in the partial results
   int fresh;                             // the list is made in this step
 };
 // Up to ROWS query rows of a span: row = query * group + head in group. `first`: its first work item.
-struct Part { int span, row, rows, first; };
+struct QueryTile { int span, row, rows, first; };
 
 struct AttendArgs {
   const uint8_t *upper, *lower, *full;   // this layer's pools: [page][kv head] blocks
@@ -45,30 +46,29 @@ struct AttendArgs {
   const int* lists;                      // [list][kv head][list_pitch] logical pages, ascending
   const __half* q;                       // [row][heads][D]
   const Span* spans;
-  const Part* parts;
+  const QueryTile* tiles;
   float* partial;                        // [partial row][D]: a span's chunks are [kv head][chunk][query row]
   float2* extremes;                      // [partial row] {maximum, sum}
   int table_pitch, list_pitch, kv_heads, group;
-  int part_count, items;                 // work items over all parts; block b has items b, b + gridDim.x, ...
-  int stages;                            // of a ring where threads copy. 4: the next page is under way while one is worked on; 2: small shared memory.
-                                         // With the copy engine: stages that a ring fills before the previous kernel has ended
+  int tile_count, items;                 // work items over all tiles; block b has items b, b + gridDim.x, ...
+  int stages;                            // of a ring without TMA. 4: the next page is loaded during the current one; 2: small shared memory
+                                         // With TMA: stages that a ring fills before the previous kernel has ended
   float centre;                          // Upper view: codes stand for U s + z - centre s
-  const uint8_t* behind;                 // what the next GEMM reads first: requested into L2 once the pages are under way
+  const uint8_t* behind;                 // weights that the next GEMM reads first: prefetched into L2 after the pages
   int behind_bytes, unused;              // a multiple of 16
 };
 
 DEV int quantised(int position) { return max(0, position / PAGE - 1) * PAGE; }
 
-// One instance of the kernel.
-// ROWS: query rows, 4 or 8 NT. Four use the even columns of a tile, so that a lane has one of them and not two: half the work of probabilities.
-// STAGES: pipeline stages of a ring; 0: as launched, and threads copy (not Hopper). BESIDE: a block has half an SM.
+// One instance of the kernel. ROWS: query rows, 4 or 8 NT. Four rows use the even columns of a tile, so a lane has one column instead of two and
+// computes half the probabilities. STAGES: pipeline stages of a ring; 0: set at launch, without TMA (not Hopper). BESIDE: a block has half an SM.
 template <int D_, int VIEW_, int ROWS_, int RINGS_, int STAGES_, bool BESIDE_ = false>
 struct Attend {
   static constexpr int D = D_, VIEW = VIEW_, ROWS = ROWS_, NT = (ROWS + 7) / 8, RINGS = RINGS_, STAGES = STAGES_;
   static constexpr int E = ROWS == 4 ? 1 : 2;                                     // rows of a lane in a tile
   static_assert(ROWS == 4 || ROWS == NT * 8);
   static constexpr bool TWO = VIEW == BOTH, FULL_VIEW = VIEW == FULL, ENGINE = STAGES > 0, BESIDE = BESIDE_;
-  // Where registers do not suffice for the rows the producers hand theirs over, which whole groups of four warps do.
+  // If the rows need more registers, producers release theirs; only whole warpgroups can do that.
   static constexpr bool HAND_OVER = ENGINE && (NT >= 3 || D == 256 || BESIDE);
   static constexpr int CONSUMERS = RINGS * 128, THREADS = CONSUMERS + (HAND_OVER ? 128 : ENGINE ? RINGS * 32 : 0);
   static constexpr int KP = D / 32, TILES_W = D / 64;                             // parts of 32 channels; channel tiles of a warp
@@ -77,26 +77,27 @@ struct Attend {
   static constexpr int LOWER = PARAMS + CODES;                                    // where the lower codes of a stage begin
   static constexpr int PACKED = LOWER + (TWO ? CODES : 0), PLAIN = STEP * D * 2, STAGE = FULL_VIEW || PLAIN > PACKED ? PLAIN : PACKED;  // bytes of a stage
   static constexpr int PITCH = NT & 1 ? NT * 16 : NT * 16 + 16;                   // bytes per token of P: stores and ldmatrix without bank conflicts
-  // wgmma for three and four row tiles: one instruction for what mma.sync takes three or four, with the same bits. q * s and P are cores then.
+  // wgmma for three and four row tiles: one instruction instead of three or four mma.sync, with the same bits. q * s and P are then stored as core
+  // matrices.
   static constexpr bool WGMMA = ENGINE && TWO && NT >= 3;
   static constexpr bool BY_ROWS = TWO && NT >= 3;                                 // prepare: a warp per row tile, else a warp per 32 channels
-  // A proxy fence waits for the loads from a stage (`slot_left`) where a register more is one too many, and where it is faster.
+  // A proxy fence waits for a stage's loads (`slot_left`) where a mask would need one register too many, and where the fence is faster.
   static constexpr bool FENCED = NT >= 3 || D == 256 || VIEW == UPPER;
   static constexpr int QUERY = NT * 16 * D;                                       // q as B fragments
-  // A ring: stages, then q * s, probabilities, maxima or sums of the warps, starts of the scores, barriers. At the chunk's end O lies where q * s and P were.
+  // A ring: stages, then q * s, probabilities, maxima or sums of the warps, initial scores, barriers. At the chunk's end O overwrites q * s and P.
   static constexpr int P = FULL_VIEW ? 0 : QUERY, P_SIZE = (FULL_VIEW ? STEP : PAGE) * PITCH, O_SIZE = RINGS > 1 ? 2 * QUERY : 0;
   static constexpr int RED = P + P_SIZE > O_SIZE ? P + P_SIZE : O_SIZE, C0 = RED + ROWS * 16, BARS = C0 + ROWS * 16, REST = (BARS + STAGES * 16 + 127) / 128 * 128;
   // A block: rings, then q, {maximum, sum} of the rings, {end of the pages, position} of the rows.
   static constexpr int EXTREMES = QUERY, LIMITS = EXTREMES + RINGS * ROWS * 8, TAIL = LIMITS + ROWS * 8;
-  // Registers of a thread at entry: a block takes an SM (or half of it), but for what a block of `merge` needs to start next to it. Each quarter of an SM
-  // has 16,384 for every fourth warp. TAKEN: those of a consumer once the producers have kept KEPT.
+  // Registers per thread at entry: a block takes an SM (or half of it), minus what a block of `merge` needs to start next to it. Each quarter of an
+  // SM has 16,384 for every fourth warp. TAKEN: those of a consumer after the producers have reduced theirs to KEPT.
   static constexpr int ENTRY = (16384 - 1024) / (BESIDE ? 2 : 1) / ((THREADS / 32 + 3) / 4) / 256 * 8, KEPT = BESIDE ? 48 : 40, TAKEN = (THREADS * ENTRY - 128 * KEPT) / CONSUMERS / 8 * 8;
 };
 
-// What a ring does for a work item: `pages` steps over its pages (steps ring, ring + RINGS, ... of the chunk), then `recents` over recent tokens.
+// A ring's part of a work item: `pages` steps over its pages (steps ring, ring + RINGS, ... of the chunk), then `recents` steps over recent tokens.
 struct Work {
   Span span;
-  Part part;
+  QueryTile tile;
   int head, chunk, first_page, pages, recents;
   int recent;                            // first recent step, counted from the start of the text; the next is chunks * RINGS further
 };
@@ -104,20 +105,20 @@ template <class C>
 DEV Work work_at(const AttendArgs& p, int index, int ring) {
   Work w;
   int at = 0;
-  if (p.part_count > 1)                  // the last part that begins at or before the item
-    for (int base = 0, found = 32; found == 32 && base < p.part_count; base += 32) {
+  if (p.tile_count > 1)                  // the last tile that begins at or before the item
+    for (int base = 0, found = 32; found == 32 && base < p.tile_count; base += 32) {
       const int i = base + (threadIdx.x & 31);
-      found = __popc(__ballot_sync(~0u, i < p.part_count && p.parts[i].first <= index));
+      found = __popc(__ballot_sync(~0u, i < p.tile_count && p.tiles[i].first <= index));
       if (found) at = base + found - 1;
     }
-  w.part = p.parts[at], w.span = p.spans[w.part.span];
+  w.tile = p.tiles[at], w.span = p.spans[w.tile.span];
   const Span& span = w.span;
-  const int local = index - w.part.first, last = span.position + span.queries - 1;
+  const int local = index - w.tile.first, last = span.position + span.queries - 1;
   w.head = local / span.chunks, w.chunk = local - w.head * span.chunks, w.first_page = w.chunk * span.chunk_pages;
   const int all = span.listed >= 0 ? span.listed : min(quantised(last), span.cap) / PAGE;
   const int steps = max(0, min(span.chunk_pages, all - w.first_page)) * (C::FULL_VIEW ? C::SUB : 1);
   w.pages = (steps - ring + C::RINGS - 1) / C::RINGS;
-  // Recent step u belongs to chunk u modulo the chunks, and to the rings in turn, beginning with the one that has fewest pages.
+  // Recent step u belongs to chunk u modulo the number of chunks, and to the rings in turn, from the one with the fewest pages on.
   const int first = span.first_block * C::SUB, u = first + (w.chunk + span.chunks - first % span.chunks) % span.chunks;
   const int of = (span.chunk_pages * (C::FULL_VIEW ? C::SUB : 1) + u / span.chunks) % C::RINGS;
   w.recent = u + (ring + C::RINGS - of) % C::RINGS * span.chunks;
@@ -131,8 +132,8 @@ DEV Work work_at(const AttendArgs& p, int index, int ring) {
 #include "attend_state.cuh"
 #include "attend_page.cuh"
 
-// Step n of a ring over a packed page (PLAIN: over f16 tokens, of a full page or of the buffer). `token`: its first token; `seen`: tokens of pages that every
-// row sees.
+// Step n of a ring over a packed page (PLAIN: over f16 tokens, of a full page or of the buffer). `token`: its first token; `seen`: number of page
+// tokens that every row sees.
 template <class C, bool PLAIN>
 DEV void attend_step(Ring<C>& ring, State<C>& state, OwnCopies<C>& copies, const Work& w, int n, int token, int seen) {
   constexpr int NT = C::NT, E = C::E, TILES = PLAIN ? 1 : 2;      // token tiles of a warp
@@ -144,17 +145,17 @@ DEV void attend_step(Ring<C>& ring, State<C>& state, OwnCopies<C>& copies, const
   if constexpr (PLAIN) loaded = score_halves(ring, n >= w.pages, owner, token, seen, S);
   else loaded = score_codes(ring, token, seen, S);
   if (PLAIN || !C::WGMMA) ring.leave(loaded);
-  // ---- does a score exceed its row's reference by more than REACH? then that row's reference becomes the step's maximum ----
+  // ---- if a score exceeds its row's reference by more than REACH, the reference becomes the step's maximum ----
   float over = MASKED;
 #pragma unroll
   for (int t = 0; t < NT; t++)
 #pragma unroll
     for (int e = 0; e < E; e++) over = fmaxf(over, __fmaf_rn(row_maximum(S, t, e), SCALE, -state.M[t][e]));
   if (!C::ENGINE) copy_wait<0>();                                 // values of this step and keys of the next
-  const bool moved = ring.any(over > REACH);                      // every warp has left this step's keys, the last step's values, P and q * s
+  const bool moved = ring.any(over > REACH);                      // every warp has finished reading this step's keys, the last step's values, P and q * s
   copies.next(n);
   if (moved) state.rescale(ring, S, SCALE);
-  // ---- probabilities, and meanwhile q times the next page's key scales ----
+  // ---- probabilities, overlapped with q times the next page's key scales ----
   ring.ready(ring.stage, ring.parity);
   const uint32_t v = ring.stages_at + ring.stage * C::STAGE;
   const int after = ring.stage + 1 == ring.stages ? 0 : ring.stage + 1;
@@ -174,9 +175,9 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
   constexpr int RINGS = C::RINGS;
   const uint32_t base = shared_address(shared);
   grid_trigger();
-  // Descriptions, tables, pages and lists of an earlier step were complete before the step's first kernel began, so they are read before the previous kernel
-  // has ended. Fresh lists and q are written in this step, and so may recent tokens be: a window can be split over two spans, and the second reads what the
-  // first appended.
+  // Descriptions, tables, pages and earlier steps' lists were complete before the step's first kernel began, so they are read before the previous
+  // kernel has ended. Fresh lists, q and recent tokens may be written in this step. The latter must not be read early: a verify window can be split
+  // over two spans, and the second span reads what the first one appended.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (C::ENGINE) {
     const int warp = threadIdx.x >> 5;
@@ -202,8 +203,8 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     }
     if (!waited) grid_wait(), waited = true;
     ring.load_query(w);
-    // A list was made for its row or an earlier one: what is on it is seen.
-    const int seen = w.span.listed >= 0 ? 0x7fffffff : min(quantised(w.span.position + w.part.row / p.group), w.span.cap);
+    // A list was made for this row or an earlier one, so every listed page is visible.
+    const int seen = w.span.listed >= 0 ? 0x7fffffff : min(quantised(w.span.position + w.tile.row / p.group), w.span.cap);
     ring.block_sync();
 
     State<C> state;
@@ -217,7 +218,7 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
       prepare(ring, ring.stages_at + ring.stage * C::STAGE);
       ring.publish();
     }
-    // Without the copy engine and with two stages nothing is under way ahead.
+    // Without TMA and with two stages, loads do not overlap computation.
     auto fetch = [&](int n) {
       if (C::ENGINE || ring.stages == 4) return;
       ring.sync();
@@ -243,6 +244,6 @@ DEV void attend(const AttendArgs& p, uint8_t* shared) {
     if (!C::ENGINE) copy_wait<0>();
     state.merge(ring);
     state.store(ring, w);
-    ring.block_sync();                                            // the next item overwrites q, limits and what the rings left
+    ring.block_sync();                                            // the next item overwrites q, limits and the rings' results
   }
 }

@@ -1,13 +1,13 @@
 // Load: keys and values of a step into pipeline stages. Included by attend.cuh.
 #pragma once
 
-// Copies the keys (or values) of step n of a ring's work into a stage, by one warp with the copy engine or by the four warps of the ring. Page numbers are read
-// a step ahead: keys before values, steps in order.
+// Copies the keys (or values) of step n of a ring's work into a stage, by one warp with TMA or by the four warps of the ring. Page numbers are read
+// one step ahead: keys before values, steps in order.
 template <class C>
 struct Copier {
   const AttendArgs& p;
-  int ring, id, next;                    // physical pages of the step whose keys were copied last, and of the one after it
-  uint64_t once;                         // pages are read once: they leave L2 before what is read again
+  int ring, id, next;                    // physical pages of the step whose keys were copied last, and of the following step
+  uint64_t once;                         // pages are read once, so they are evicted from L2 first
 
   DEV int page(const Work& w, int n) const {
     const int logical = w.first_page + (ring + n * C::RINGS) / (C::FULL_VIEW ? C::SUB : 1);
@@ -19,7 +19,7 @@ struct Copier {
   }
   DEV void rows(const __half* from, uint32_t to) const {
     constexpr int COPIERS = C::ENGINE ? 32 : 128;
-    // 16-byte piece j of token t lies at piece j ^ (t & 7): ldmatrix meets no bank twice
+    // the 16-byte piece j of token t is stored at piece j ^ (t & 7), so ldmatrix has no bank conflicts
 #pragma unroll 4
     for (int i = threadIdx.x % COPIERS; i < C::STEP * C::D / 8; i += COPIERS) {
       const int t = i / (C::D / 8), j = i % (C::D / 8);
@@ -70,8 +70,8 @@ struct Copier {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// Barriers of the rings' stages: a stage is full when the producer's 32 lanes have arrived and their copies have landed, and left when the ring's 128 threads
-// have said so.
+// Barriers of the rings' stages. A stage is full when the producer's 32 lanes have arrived and their copies have completed. It is free when the
+// ring's 128 threads have arrived.
 template <class C>
 DEV void begin_stages(uint32_t base) {
   constexpr int RING_BYTES = C::STAGES * C::STAGE + C::REST;
@@ -83,7 +83,7 @@ DEV void begin_stages(uint32_t base) {
   __syncthreads();
 }
 
-// The producer warp of a ring: walks the ring's steps as far ahead as there are stages, over the ends of work items.
+// The producer warp of a ring: runs as many steps ahead as there are stages, across work items.
 template <class C>
 DEV void produce(const AttendArgs& p, uint32_t base, int ring) {
   constexpr int RINGS = C::RINGS, RING_BYTES = C::STAGES * C::STAGE + C::REST;
@@ -111,7 +111,7 @@ DEV void produce(const AttendArgs& p, uint32_t base, int ring) {
       }
     }
   }
-  // From here to the first GEMM after `merge` the memory has little to do.
+  // From here to the first GEMM after `merge` memory is nearly idle.
   constexpr int PIECE = 16384;
   if ((threadIdx.x & 31) == 0)
 #pragma unroll 1
@@ -119,18 +119,18 @@ DEV void produce(const AttendArgs& p, uint32_t base, int ring) {
 }
 #endif
 
-// Copies by the ring's own threads, where there is no copy engine: keys of step n into stage 2n, values into 2n + 1, modulo two or four stages. With the copy
-// engine every operation is empty.
+// Copies by the ring's own threads, without TMA: keys of step n into stage 2n, values into 2n + 1, modulo two or four stages. With TMA every
+// operation is empty.
 template <class C>
 struct OwnCopies {
   Copier<C> copier;
   const Work& w;
   uint32_t stages_at;
   int stages;
-  bool early;                            // the first keys are on their way before the previous kernel has ended
+  bool early;                            // the first keys are loaded before the previous kernel has ended
   DEV OwnCopies(const AttendArgs& p, const Work& w, int ring, uint32_t stages_at, int stages)
       : copier{p, ring, 0, 0, evict_first()}, w(w), stages_at(stages_at), stages(stages),
-        // Every list is waited for: asking whether it is fresh would cost registers that heads of 256 channels have not.
+        // Every list is waited for, fresh or not: the distinction needs registers that heads of 256 channels lack.
         early(!C::ENGINE && stages == 4 && w.span.listed < 0 && w.pages > 1) {}
   DEV void load(int n, int value) {
     if (!C::ENGINE && n < w.pages + w.recents) copier.copy(w, n, value, stages_at + ((2 * n + value) & (stages - 1)) * C::STAGE, 0);
@@ -146,10 +146,10 @@ struct OwnCopies {
     if (!early) two();
     copy_wait<1>();
   }
-  // Values of the next step and keys of the one after it, where four stages are.
+  // With four stages: values of the next step and keys of the one after it.
   DEV void next(int n) {
     if (ahead()) load(n + 1, 1), load(n + 2, 0), copy_commit();
   }
-  // Keys and values of one step, where two stages are.
+  // With two stages: keys and values of one step.
   DEV void both(int n) { load(n, 0), load(n, 1), copy_commit(), copy_wait<0>(); }
 };

@@ -1,4 +1,4 @@
-// Products of a step with codes (a packed page) and with halves (f16 tokens): q . k and p . v. Included by attend.cuh.
+// Matrix multiplications of a step with codes (a packed page) and with f16 tokens: q . k and p . v. Included by attend.cuh.
 #pragma once
 
 DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
@@ -6,8 +6,8 @@ DEV uint32_t hfma2(uint32_t a, uint32_t b, uint32_t c) {
   asm("fma.rn.f16x2 %0,%1,%2,%3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
   return r;
 }
-// Of a packed page with keys at `k`: q * s as B fragments and the start of the scores, q . z (Both: less 1032 sum(q * s)), by parts of 32 channels:
-// ((0 + 4 + ..) + (1 + 5 + ..)) + (..)
+// For a packed page with keys at `k`: q * s as B fragments, and the initial scores q . z (Both: minus 1032 sum(q * s)), by parts of 32 channels: ((0
+// + 4 + ..) + (1 + 5 + ..)) + (..)
 template <class C>
 DEV void prepare(const Ring<C>& ring, uint32_t k) {
   if constexpr (!C::FULL_VIEW) {
@@ -25,8 +25,8 @@ DEV void prepare(const Ring<C>& ring, uint32_t k) {
       }
     };
     auto part = [&](int kp, int t, float (&sum)[2]) {
-      // Rows g of this operand hold one half of the channels, rows g + 8 the other, and each product below uses one half of its rows. Which half is what costs
-      // moves of registers: of zz where it comes from memory, of x where it was computed.
+      // Rows g of this operand hold one half of the channels, rows g + 8 the other; each mma below uses one half of its rows. The assignment of
+      // halves saves register moves, for zz loaded from memory and for x computed in registers.
       const uint32_t za[4] = {zz.x, TWO ? zz.y : zz.z, TWO ? zz.z : zz.y, zz.w};
       const uint4 x = lds128(ring.tail + ((kp * NT + t) * 32 + lane) * 16);
       const uint4 y = make_uint4(hmul2(x.x, s.x), hmul2(x.y, s.y), hmul2(x.z, s.z), hmul2(x.w, s.w));
@@ -73,7 +73,7 @@ DEV void prepare(const Ring<C>& ring, uint32_t k) {
   }
 }
 
-// Scores of a packed page, 32 tokens a warp. Returns bits of everything that was loaded from the stage; by wgmma it has left the stage.
+// Scores of a packed page, 32 tokens per warp. Returns bits of all data loaded from the stage; wgmma frees the stage itself.
 template <class C>
 DEV uint32_t score_codes(Ring<C>& ring, int token, int seen, float (&S)[2][C::NT][4]) {
   constexpr int D = C::D, NT = C::NT, E = C::E, TILES = 2;
@@ -92,18 +92,22 @@ DEV uint32_t score_codes(Ring<C>& ring, int token, int seen, float (&S)[2][C::NT
       for (int i = 0; i < TILES; i++) S[i][t][e] = start[t][e], S[i][t][e + 2] = TWO ? start[t][e] : 0.f;
     }
   }
+  auto load = [&](int h, uint4 (&up)[TILES], uint4 (&low)[TILES]) {  // codes of 64 channels
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+      const uint32_t at = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
+      up[i] = lds128(at + C::K_PARAMS), low[i] = make_uint4(0, 0, 0, 0);
+      if (TWO) low[i] = lds128(at + C::LOWER);
+    }
+  };
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (C::WGMMA) {
-    uint32_t a[2][TILES][4];                               // of a step of 16 channels; two steps are under way
+    uint32_t a[2][TILES][4];                               // for a step of 16 channels, double-buffered
     wgmma_fence();
 #pragma unroll
     for (int h = 0; h < D / 64; h++) {
       uint4 up[TILES], low[TILES];
-#pragma unroll
-      for (int i = 0; i < TILES; i++) {
-        const uint32_t at = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
-        up[i] = lds128(at + C::K_PARAMS), low[i] = lds128(at + C::LOWER);
-      }
+      load(h, up, low);
 #pragma unroll
       for (int j = 0; j < 4; j++) {
         if (h * 4 + j >= 2) wgmma_wait<1>();
@@ -126,13 +130,9 @@ DEV uint32_t score_codes(Ring<C>& ring, int token, int seen, float (&S)[2][C::NT
 #pragma unroll
   for (int h = 0; h < D / 64; h++) {
     uint4 up[TILES], low[TILES];
+    load(h, up, low);
 #pragma unroll
-    for (int i = 0; i < TILES; i++) {
-      const uint32_t at = k + k_word(w4 * 2 + i, h * 4, lane, D) * 4;
-      up[i] = lds128(at + C::K_PARAMS), low[i] = make_uint4(0, 0, 0, 0);
-      if (TWO) low[i] = lds128(at + C::LOWER);
-      loaded |= up[i].x | low[i].x;
-    }
+    for (int i = 0; i < TILES; i++) loaded |= up[i].x | low[i].x;
 #pragma unroll
     for (int kp = 0; kp < 2; kp++) {
       uint4 b[NT];
@@ -168,7 +168,7 @@ DEV uint32_t score_codes(Ring<C>& ring, int token, int seen, float (&S)[2][C::NT
   return loaded;
 }
 
-// Scores of f16 tokens, 16 a warp where it has some (`owner`), of the buffer (`recent`) or of a full page.
+// Scores of f16 tokens, 16 per warp with tokens (`owner`), of the buffer (`recent`) or of a full page.
 template <class C>
 DEV uint32_t score_halves(const Ring<C>& ring, bool recent, bool owner, int token, int seen, float (&S)[1][C::NT][4]) {
   constexpr int D = C::D, NT = C::NT, E = C::E;
@@ -200,7 +200,7 @@ DEV uint32_t score_halves(const Ring<C>& ring, bool recent, bool owner, int toke
 #pragma unroll
         for (int e = 0; e < E; e++) {
           const uint2 limit = lds64(ring.tail + C::LIMITS + ring.row_of(t, e) * 8);
-          // pages serve [0, limit.x), the buffer [limit.x, limit.y]
+          // tokens [0, limit.x) are read from pages, [limit.x, limit.y] from the buffer
           const int from = recent ? (int)limit.x : 0, to = recent ? (int)limit.y : (int)limit.x - 1;
           if (a < from || a > to) S[0][t][e] = MASKED;
           if (a + 8 < from || a + 8 > to) S[0][t][e + 2] = MASKED;
@@ -225,11 +225,12 @@ DEV void load_p(const Ring<C>& ring, int tile, uint32_t (&b)[C::NT][2]) {
     }
 }
 
-// O += p . v of a packed page with values at `v`, a quarter of the channels a warp. Returns what `score_codes` returns.
+// O += p . v of a packed page with values at `v`, a quarter of the channels per warp. Returns the same bits as `score_codes`.
 //
-// The tensor core truncates its accumulator: over many pages of codes of one sign that bias would reach 3e-2 of the output of diffuse attention at 256k
-// tokens. Both: codes enter centred (16 U + L - 120) and the centre moves into the zero point, which also leaves a rounded probability to err by a value's
-// distance from the middle instead of by all of it. Upper: a page's sums begin at zero and are added to O rounded; drafts can bear the rest.
+// The tensor core truncates its accumulator. Over many pages of codes of one sign the bias would reach 3e-2 of the output of diffuse attention at
+// 256k tokens. Both: codes are centred (16 U + L - 120) and the centre moves into the zero point. This also bounds the effect of a rounded
+// probability by a value's distance from the centre. Upper: a page's sums start at zero and are added to O with rounding; drafts tolerate the
+// remaining error.
 template <class C>
 DEV uint32_t accumulate_codes(Ring<C>& ring, State<C>& state, uint32_t v) {
   constexpr int D = C::D, NT = C::NT, E = C::E, TILES_W = C::TILES_W;
@@ -239,7 +240,7 @@ DEV uint32_t accumulate_codes(Ring<C>& ring, State<C>& state, uint32_t v) {
   uint32_t loaded = 0;
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (C::WGMMA) {
-    uint32_t a[2][2][4];                                   // of 16 tokens and two tiles of channels; two of these are under way
+    uint32_t a[2][2][4];                                   // for 16 tokens and two channel tiles, double-buffered
     constexpr int PAIRS = (TILES_W + 1) / 2, ACROSS = TILES_W == 1 ? 1 : 2;
     wgmma_fence();
 #pragma unroll
@@ -286,7 +287,7 @@ DEV uint32_t accumulate_codes(Ring<C>& ring, State<C>& state, uint32_t v) {
       uint4 low = make_uint4(0, 0, 0, 0);
       if (TWO) low = lds128(at + C::LOWER);
       loaded |= up.x | low.x;
-      uint32_t two[4];                                     // P of two token tiles, where one row tile is all
+      uint32_t two[4];                                     // P of two token tiles, with a single row tile
       if (NT == 1) ldmatrix4_trans(two, ring.rest + C::P + (tp * 32 + lane) * C::PITCH);
 #pragma unroll
       for (int h = 0; h < 2; h++) {

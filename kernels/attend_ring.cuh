@@ -1,13 +1,13 @@
-// A ring's consumer warps: their place in the block, the stages they read, and codes as operands of the matrix instruction. Included by attend.cuh.
+// A ring's consumer warps: their indices in the block, the stages they read, and unpacking codes to mma operands. Included by attend.cuh.
 #pragma once
 
-// A constant that stays in a register: a LOP3 takes one immediate only, and a uniform register costs a copy per use.
+// A constant kept in a register: a LOP3 takes one immediate only, and a uniform register costs a copy per use.
 DEV uint32_t in_register(uint32_t v) { return __shfl_sync(~0u, v, threadIdx.x & 31); }
 struct Magic { uint32_t h1024, bytes; };  // f16 pairs of 1024, and their upper bytes
 
-// A word of upper codes, or an upper and a lower word, as an f16 A fragment. Both: 1024 + 16 U + (L + 8).
-// Upper: an integer n below 1024 in the low bits of an f16 is the subnormal number n 2^-24, which tensor cores take as it is. Rows g are the codes of both
-// rows, U + 16 U8; rows g + 8 are 16 U8 alone, which is subtracted from the results of the former. So four instructions unpack the eight codes of a word.
+// A word of upper codes, or an upper and a lower word, as an f16 A fragment. Both: 1024 + 16 U + (L + 8). Upper: an integer n below 1024 in the low
+// bits of an f16 is the subnormal n 2^-24, which tensor cores accept. Rows g hold both rows' codes, U + 16 U8; rows g + 8 hold 16 U8 alone, which is
+// subtracted from the results of rows g. So four instructions unpack the eight codes of a word.
 template <bool TWO>
 DEV void unpack(const Magic& m, uint32_t u, uint32_t l, uint32_t (&a)[4]) {
   if (!TWO) {
@@ -23,15 +23,15 @@ DEV void unpack(const Magic& m, uint32_t u, uint32_t l, uint32_t (&a)[4]) {
 
 template <class C>
 struct Ring {
-  static constexpr float SCORE_SCALE = C::TWO ? 0.0625f : 0x1p24f;   // a score of the units that codes are in
-  // Probabilities enter as p * scale * V_SCALE; the target's codes are 16 times finer. O is kept times O_SCALE.
+  static constexpr float SCORE_SCALE = C::TWO ? 0.0625f : 0x1p24f;   // score per unit of the codes
+  // Probabilities are stored as p * scale * V_SCALE; the target's codes are 16 times finer. O is kept times O_SCALE.
   static constexpr float V_SCALE = C::TWO ? 4.f : 16.f, O_SCALE = C::TWO ? 64.f : 16.f;
   static constexpr int NV = C::NT >= 3 ? 8 : C::NT * C::E;           // values per lane of a column pair, padded
 
   const AttendArgs& p;
   const int stages, lane, g, c;                                      // lane = 4 g + c, as in mma fragments
   const int ring, warp;                                              // of the block; of the ring
-  const uint32_t bytes, tail, stages_at, rest, bars;                 // bytes of a ring; addresses: what rings share; this ring's stages, what follows them, barriers
+  const uint32_t bytes, tail, stages_at, rest, bars;                 // bytes of a ring; shared-memory addresses: of all rings' common part, of this ring's stages, of its other arrays, of its barriers
   const float v_centre;
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   const Cores q_cores, p_cores;
@@ -49,7 +49,8 @@ struct Ring {
 #endif
         magic(C::TWO ? Magic{in_register(0x64006400), in_register(0x64646464)} : Magic{0, 0}), stage(0), parity(0) {
     if (C::WGMMA) {
-      // Through shared memory: if the compiler knew the constant, it would make it an immediate, and copy the permutation from a uniform register every time.
+      // Through shared memory: a constant known to the compiler would become an immediate, and the permutation would be copied from a uniform
+      // register on every use.
       const uint32_t at = rest + C::RED + warp * 128;
       sts32(at + lane * 4, magic.bytes);
       __syncwarp();
@@ -65,7 +66,7 @@ struct Ring {
     return r != 0;
   }
   DEV void block_sync() const { asm volatile("bar.sync %0,%1;" ::"n"(C::RINGS + 1), "n"(C::CONSUMERS) : "memory"); }
-  // What the ring's warps stored is there for all of them, and for wgmma.
+  // Makes the ring's stores visible to all its warps, and to wgmma.
   DEV void publish() const {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if (C::WGMMA) fence_async();
@@ -79,7 +80,7 @@ struct Ring {
     if (C::ENGINE) mbar_wait(bars + at * 8, phase);
 #endif
   }
-  // `loaded`: bits of everything that this warp loaded from the stage
+  // `loaded`: bits of all data that this warp loaded from the stage
   DEV void leave(uint32_t loaded) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     if (C::ENGINE) {
@@ -93,20 +94,20 @@ struct Ring {
   // ---- query rows: columns of a tile ----
   DEV int row_of(int t, int e) const { return C::E == 1 ? c : t * 8 + 2 * c + e; }        // of a lane's e-th column of tile t
   DEV static int tile_of(int i) { return i / C::E < C::NT ? i / C::E : 0; }              // of a lane's i-th row
-  // One value per row and warp, as `reduce_scatter` leaves them: [row][warp of the ring]
+  // One value per row and warp, in the order of `reduce_scatter`: [row][warp of the ring]
   DEV void scatter(int area, float v) const {
     const int i = g / (8 / NV);
     if (i < C::NT * C::E && g % (8 / NV) == 0) sts32(rest + area + row_of(i / C::E, i % C::E) * 16 + warp * 4, __float_as_uint(v));
   }
 
-  // q of a work item as B fragments [kp][t][lane], two k tiles per uint4, and where the pages of each row end. All consumers.
+  // q of a work item as B fragments [kp][t][lane], two k tiles per uint4, and the end of each row's pages. By all consumers.
   DEV void load_query(const Work& w) const {
     constexpr int D = C::D, NT = C::NT, E = C::E;
     const int group = p.group;
     for (int i = threadIdx.x; i < C::KP * NT * 32; i += C::CONSUMERS) {
-      const int column = (i & 31) / 4, local = i / 32 % NT * 8 + column / (3 - E), r = w.part.row + local, kp = i / (32 * NT), first = kp * 32 + (i & 3) * 2;
+      const int column = (i & 31) / 4, local = i / 32 % NT * 8 + column / (3 - E), r = w.tile.row + local, kp = i / (32 * NT), first = kp * 32 + (i & 3) * 2;
       uint32_t x[4] = {0, 0, 0, 0};
-      if (local < w.part.rows && column % (3 - E) == 0) {
+      if (local < w.tile.rows && column % (3 - E) == 0) {
         const __half* q = p.q + ((size_t)(w.span.row + r / group) * p.kv_heads * group + w.head * group + r % group) * D + first;
 #pragma unroll
         for (int j = 0; j < 4; j++) x[j] = *reinterpret_cast<const uint32_t*>(q + j * 8);
@@ -114,7 +115,7 @@ struct Ring {
       sts128(tail + i * 16, make_uint4(x[0], x[1], x[2], x[3]));
     }
     if (threadIdx.x < C::ROWS) {
-      const int own = w.span.position + min(w.span.queries - 1, (w.part.row + (int)threadIdx.x) / group);
+      const int own = w.span.position + min(w.span.queries - 1, (w.tile.row + (int)threadIdx.x) / group);
       sts32(tail + C::LIMITS + threadIdx.x * 8, min(quantised(own), w.span.cap)), sts32(tail + C::LIMITS + threadIdx.x * 8 + 4, own);
     }
   }

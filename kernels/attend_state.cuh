@@ -1,8 +1,8 @@
 // The running softmax of a work item's rows: reference maxima, sums, outputs. Included by attend.cuh.
 #pragma once
 
-// A row's reference maximum moves only when a score exceeds it by more than this (scores are base-2 logarithms), so most pages need a vote and no exchange.
-// p <= 2^REACH, so that p times a value scale stays inside f16 for value ranges up to some thousands.
+// A row's reference maximum moves only when a score exceeds it by more than this (scores are base-2 logarithms), so most pages need a vote and no
+// exchange. p <= 2^REACH, so p times a value scale fits in f16 for value ranges up to some thousands.
 constexpr float REACH = 4;
 #define MASKED __uint_as_float(0xff800000u)      // score of a token that a row does not see: -infinity
 constexpr float NOTHING = -1e30f;        // maximum of a row that has seen no token; finite, so that differences are not NaN
@@ -10,7 +10,7 @@ constexpr float NOTHING = -1e30f;        // maximum of a row that has seen no to
 DEV float max4(uint4 v) { return fmaxf(fmaxf(__uint_as_float(v.x), __uint_as_float(v.y)), fmaxf(__uint_as_float(v.z), __uint_as_float(v.w))); }
 DEV float sum4(uint4 v) { return __fadd_rn(__fadd_rn(__uint_as_float(v.x), __uint_as_float(v.y)), __fadd_rn(__uint_as_float(v.z), __uint_as_float(v.w))); }
 
-// Sum or maximum over the eight lanes of a column pair, N values at a time: afterwards lane g holds value g / (8 / N). The same tree for every N.
+// Sum or maximum over the eight lanes of a column pair, N values at a time: lane g then holds value g / (8 / N). The same tree for every N.
 template <int N, class F>
 DEV float reduce_scatter(float (&x)[N], F f) {
   const int lane = threadIdx.x & 31;
@@ -37,11 +37,11 @@ DEV float row_maximum(const float (&S)[TILES][NT][4], int t, int e) {
   return TILES == 2 ? fmaxf(y, fmaxf(S[TILES - 1][t][e], S[TILES - 1][t][e + 2])) : y;
 }
 
-// Of a lane's columns; tokens of all warps meet in `rescale` (M) and `merge` (l, z), channels are the warp's own.
+// State of a lane's columns. Tokens of all warps are combined in `rescale` (M) and `merge` (l, z); channels belong to one warp.
 template <class C>
 struct State {
   static constexpr int NT = C::NT, E = C::E, TILES_W = C::TILES_W, NV = Ring<C>::NV;
-  float O[NT][TILES_W][4];               // outputs times O_SCALE, less what zero points add
+  float O[NT][TILES_W][4];               // outputs times O_SCALE, without the zero points' contribution
   float M[NT][2], l[NT][2], z[NT][2];    // reference maxima; sums of p, and of p times the values' zero points, over this warp's tokens
 
   DEV void reset() {
@@ -57,7 +57,7 @@ struct State {
     for (int j = 0; j < TILES_W; j++) O[t][j][e] = __fmul_rn(O[t][j][e], a), O[t][j][e + 2] = __fmul_rn(O[t][j][e + 2], a);
   }
 
-  // References of rows whose score exceeds them become the step's maximum over the ring.
+  // Rows whose score exceeds the reference get the step's maximum over the ring as reference.
   template <int TILES>
   DEV void rescale(const Ring<C>& ring, const float (&S)[TILES][NT][4], float scale) {
     float x[NV];
@@ -76,7 +76,7 @@ struct State {
       }
   }
 
-  // Probabilities times value scale, [token][row] in shared memory; sums stay with the token's warp. `v`: the step's values.
+  // Probabilities times value scale, [token][row] in shared memory; sums stay in the token's warp. `v`: the step's values.
   template <bool PLAIN, int TILES>
   DEV void weigh(const Ring<C>& ring, const float (&S)[TILES][NT][4], uint32_t v, float scale) {
 #pragma unroll
@@ -107,7 +107,7 @@ struct State {
     }
   }
 
-  // The end of a work item: sums over the ring's warps, then maxima, sums and outputs over the rings, which ring 0 has afterwards.
+  // End of a work item: combines sums over the ring's warps, then maxima, sums and outputs over the rings, into ring 0.
   DEV void merge(const Ring<C>& ring) {
     constexpr int RINGS = C::RINGS, ROWS = C::ROWS;
     const uint32_t rest = ring.rest, tail = ring.tail;
@@ -169,7 +169,7 @@ struct State {
     if (ring.ring) return;
     const AttendArgs& p = ring.p;
     const int total = w.span.queries * p.group;            // query rows of the span
-    const size_t at = (size_t)w.span.partial + ((size_t)w.head * w.span.chunks + w.chunk) * total + w.part.row;
+    const size_t at = (size_t)w.span.partial + ((size_t)w.head * w.span.chunks + w.chunk) * total + w.tile.row;
 #pragma unroll
     for (int t = 0; t < NT; t++)
 #pragma unroll
@@ -184,7 +184,7 @@ struct State {
         for (int e = 0; e < E; e++) {
           const int r = ring.row_of(t, e);
           float* out = p.partial + (at + r) * C::D + (ring.warp * TILES_W + j) * 16 + ring.g;
-          if (r < w.part.rows) out[0] = O[t][j][e], out[8] = O[t][j][e + 2];
+          if (r < w.tile.rows) out[0] = O[t][j][e], out[8] = O[t][j][e + 2];
         }
       }
     if (ring.warp == 0 && ring.g == 0)
@@ -193,7 +193,7 @@ struct State {
 #pragma unroll
         for (int e = 0; e < E; e++) {
           const int r = ring.row_of(t, e);
-          if (r < w.part.rows) p.extremes[at + r] = make_float2(M[t][e], l[t][e]);
+          if (r < w.tile.rows) p.extremes[at + r] = make_float2(M[t][e], l[t][e]);
         }
   }
 };

@@ -1,31 +1,31 @@
-// The products of a draft step together with everything between them, for one or two rows on Hopper:
+// GEMMs of a draft step with the operations between them fused in, for one or two rows on Hopper:
 //
-//   draft_heads_*    norm of the hidden stream, product, RoPE, queries out and keys and values into the rings
-//   draft_rows       norm of the hidden stream, product
-//   draft_gated      norm of the hidden stream, product, SiLU(gate) * up
-//   draft_add_i8     product of int8 inputs, added to the hidden stream
-//   draft_add_bf16   product of inputs in bfloat16, added to the hidden stream
+//     draft_heads_*    norm of the hidden stream, GEMM, RoPE, queries out and keys and values into the rings
+//     draft_rows       norm of the hidden stream, GEMM
+//     draft_gated      norm of the hidden stream, GEMM, SiLU(gate) * up
+//     draft_add_i8     GEMM of int8 inputs, added to the hidden stream
+//     draft_add_bf16   GEMM of bfloat16 inputs, added to the hidden stream
 //
-// A draft step of one row is a chain of small reads, and what lies between two of them costs as much as they do. So there is nothing between: a block
-// makes the int8 input of its warps itself (each of them needs an eighth), and gives its outputs their last form. Weights do not depend on the kernel
-// before: a producer warp fills a ring of half a multiprocessor's shared memory while that kernel is still at work in the other half.
+// A draft step of one row is a chain of short memory reads, and separate kernels between them would take as long as the reads. So each block computes
+// the int8 input of its warps itself (a warp needs an eighth) and stores its outputs in their final form. Weights do not depend on the previous
+// kernel: a producer warp fills the pipeline stages in half an SM's shared memory while that kernel still runs in the other half.
 //
-// An input's norm is a factor of a row, known when all warps have met, so it multiplies the outputs.
+// An input's norm is one factor per row, known when all warps have synchronised, so it multiplies the outputs.
 //
-// Weights are draft weights of their own (blocks of `linear.cuh`), or the upper plane of a matrix in nibbles (layout.cuh; kernels named _planes): two blocks of
-// 64 inputs then take the place of one of 128, and what meets their zeros are sums of 64 codes.
+// Weights are separate draft weights (blocks of `linear.cuh`), or the upper plane of a matrix in nibbles (layout.cuh; kernels named _planes). Then
+// two blocks of 64 inputs take the place of one of 128, and zero points multiply sums of 64 codes.
 #include "layout.cuh"
 #include "linear.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-constexpr int DRAFT_TOGETHER = 4;        // tiles of a block that share what a warp reads of the inputs; two of them a chunk
-// Chunks on their way, of 17 KB; first, beside the kernel before, and later. No more than the shortest ring has (STAGES_MIN of draft.rs).
+constexpr int DRAFT_TOGETHER = 4;        // tiles of a block that share a warp's reads of the inputs, two tiles per chunk
+// Chunks of 17 KB in flight: first, while the previous kernel runs, and later. At most the stages of the shortest pipeline (STAGES_MIN of draft.rs).
 constexpr int DRAFT_AHEAD_FIRST = 2, DRAFT_AHEAD = 3;
-constexpr int DRAFT_ROWS = 2;            // rows are even columns of a product, so that a lane has outputs of one row
-// Weights of 16 outputs x 128 inputs of one warp: codes of 64 inputs follow one another after CODES bytes, parameters begin at PARAMS, of the second half PARAMS
-// and NEXT_PARAMS.
+constexpr int DRAFT_ROWS = 2;            // rows are the even columns of an mma, so that a lane has outputs of one row
+// Weights of 16 outputs x 128 inputs of one warp. Codes of 64 inputs are CODES bytes apart; parameters begin at PARAMS, those of the second half
+// NEXT_PARAMS further.
 template <bool PLANES>
-struct DraftWeights {
+struct DraftLayout {
   static constexpr int BLOCK = PLANES ? 2 * UPPER_BLOCK : QUANT_BLOCK<4>, HALF = LINEAR_WARPS * BLOCK, CHUNK = 2 * HALF;
   static constexpr int CODES = PLANES ? UPPER_BLOCK : 512, PARAMS = PLANES ? 512 : 1024, NEXT_PARAMS = UPPER_BLOCK, GROUPS = PLANES ? 2 : 1;
 };
@@ -34,7 +34,7 @@ struct DraftWeights {
 // [row][groups] {f32 scale, f32 sum} of their groups, or {f32 scale, sums of the codes of both halves}.
 template <bool PLANES>
 struct DraftShared {
-  static constexpr int CHUNK = DraftWeights<PLANES>::CHUNK;
+  static constexpr int CHUNK = DraftLayout<PLANES>::CHUNK;
   float *sums, *squares;
   uint32_t slots, full, empty, x, xs;
   int groups, pitch;
@@ -43,7 +43,7 @@ struct DraftShared {
     slots = shared_address(shared), full = shared_address(squares + LINEAR_WARPS * DRAFT_ROWS), empty = full + stages * 8;
     x = (empty + stages * 8 + 15) & ~15, xs = x + rows * pitch;
   }
-  // One warp's group of a row. Stores come behind one another: what makes the codes of several groups must not stand between them.
+  // Stores one warp's group of a row. Stores are adjacent: the groups' code computations must not be interleaved with them.
   DEV void put(int row, int group, const Int8Group& of) const {
     const int lane = threadIdx.x & 31;
     sts32(x + row * pitch + group * 128 + lane * 4, of.codes);
@@ -51,15 +51,16 @@ struct DraftShared {
   }
 };
 
-// ---- inputs: a warp stages its groups, warp, warp + 8, ... ----
-// hidden f32 [row][width] times the norm's weight f32 [width]; its squares make the factor 1 / rms.
+// ---- inputs: a warp stages groups warp, warp + 8, ... ----
+//
+// hidden f32 [row][width] times the norm's weight f32 [width]; the squares give the factor 1 / rms.
 struct FromHidden {
   static constexpr bool NORM = true;
   const float *hidden, *weight;
   float eps;
   int width;
   static constexpr int AT_ONCE = 4;
-  float4 kept[AT_ONCE];                                                    // of the weight, which is there before the kernel ahead has ended: of groups first, first + 8, ...
+  float4 kept[AT_ONCE];                                                    // of the weight, loaded before the previous kernel has ended: of groups first, first + 8, ...
   DEV float4 factor(int group) const {
     const int k = group * 128 + (threadIdx.x & 31) * 4;
     return k < width ? __ldg(reinterpret_cast<const float4*>(weight + k)) : make_float4(0, 0, 0, 0);
@@ -108,7 +109,7 @@ struct FromBf16 {
   DEV void before(int) {}
   template <bool PLANES>
   DEV void stage(const DraftShared<PLANES>& to, int rows) const {
-    constexpr int AT_ONCE = 7;                                             // twice that, 14,336 inputs, are on their way
+    constexpr int AT_ONCE = 7;                                             // twice that, 14,336 inputs, are in flight
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int row = 0; row < rows; row++) {
@@ -137,7 +138,7 @@ struct FromBf16 {
     }
   }
 };
-// x int8 [row][groups * 128] and xs float2 [row][groups], as linear_w4 takes them.
+// x int8 [row][groups * 128] and xs float2 [row][groups], in the format of linear_w4.
 struct FromInt8 {
   static constexpr bool NORM = false;
   const int8_t* x;
@@ -156,7 +157,7 @@ struct FromInt8 {
         if (group < to.groups) v = ldg_plain(x + ((size_t)row * to.groups + group) * 128 + lane % 8 * 16);
         uint32_t halves = 0;
         if constexpr (PLANES) {
-          // A lane has 16 codes, four lanes a half.
+          // A lane has 16 codes; four lanes hold a half.
           int sum = __dp4a((int)v.x, 0x01010101, __dp4a((int)v.y, 0x01010101, __dp4a((int)v.z, 0x01010101, __dp4a((int)v.w, 0x01010101, 0))));
           halves = (uint32_t)sum << (lane & 4) * 4;
 #pragma unroll
@@ -172,7 +173,8 @@ struct FromInt8 {
   }
 };
 
-// ---- outputs: a thread has outputs j and j + 8 of a tile, and asks early for what it will need with them ----
+// ---- outputs: a thread has outputs j and j + 8 of a tile, and loads their other operands early ----
+//
 // y f32 [row][n].
 struct ToRows {
   struct Early {};
@@ -217,7 +219,7 @@ struct ToGated {
     if (k < width) x[(size_t)row * pitch + k] = Bf16::from_float(silu(a + early.x) * (b + early.y));
   }
 };
-// Heads whose channels c and D / 2 + c lie beside each other (`weights_w4_*` with `paired`): as `append_*` without head norms.
+// Heads whose channels c and D / 2 + c are adjacent (`weights_w4_*` with `paired`): as `append_*` without head norms.
 template <int D>
 struct ToHeads {
   struct Early {
@@ -257,11 +259,11 @@ struct ToHeads {
   }
 };
 
-// What a warp reads of a chunk: of each of two tiles codes and parameters of 16 outputs x 128 k. Without a second tile it is what lay there before, and nobody
-// reads what it sums up to.
+// A warp's part of a chunk: codes and parameters of 16 outputs x 128 k, for each of two tiles. Without a second tile the stage holds stale data,
+// whose sums are not read.
 template <bool PLANES>
 struct DraftPiece {
-  static constexpr int GROUPS = DraftWeights<PLANES>::GROUPS;
+  static constexpr int GROUPS = DraftLayout<PLANES>::GROUPS;
   uint4 v[2][2];
   uint2 params[2][GROUPS];
   DEV uint32_t seen() const {
@@ -274,8 +276,8 @@ struct DraftPiece {
 // A warp's place in the ring.
 template <bool PLANES>
 struct DraftReader {
-  typedef DraftWeights<PLANES> Of;
-  uint32_t codes, bar, first, end;                                         // codes of this lane; barrier of the slot; first, end: of the barriers
+  typedef DraftLayout<PLANES> Of;
+  uint32_t codes, bar, first, end;                                         // codes of this lane; barrier of the stage; first, end: of the barriers
   int phase;
   DEV DraftReader(const DraftShared<PLANES>& s, int warp, int lane) {
     codes = s.slots + warp * Of::BLOCK + lane * 16, bar = first = s.full, end = s.empty, phase = 0;
@@ -292,13 +294,13 @@ struct DraftReader {
     codes += Of::CHUNK, bar += 8;
     if (bar == end) codes -= (end - first) / 8 * Of::CHUNK, bar = first, phase ^= 1;
   }
-  // The warp has what it fetched `ago` fetches ago. Barriers of slots that were left follow those of full ones.
+  // Frees the stage fetched `ago` fetches ago. Barriers of free stages follow those of full ones.
   DEV void leave(int ago, const DraftPiece<PLANES>& piece) const {
     const uint32_t of = bar - ago * 8, all = end - first;
     slot_left(of + (of < first ? 2 * all : all), piece.seen());
   }
 };
-// A warp's input of a group: codes of row g / 2 where g is even, scale of row c and its sixteenth, sums.
+// A warp's input of a group: codes of row g / 2 for even g, scale of row c and a sixteenth of it, sums.
 template <bool PLANES>
 struct DraftInput {
   uint4 b[2];
@@ -317,11 +319,12 @@ struct DraftInput {
     }
   }
 };
-// Outputs g and g + 8 of two tiles. Row g has the low nibbles, row g + 8 the whole bytes: 16 times the high nibbles and the low ones, which are known.
+// Outputs g and g + 8 of two tiles. Row g has the low nibbles; row g + 8 the whole bytes, 16 times the high nibbles plus the low ones, which are
+// subtracted.
 template <bool PLANES>
 DEV void draft_multiply(float (&first)[2], float (&second)[2], const DraftPiece<PLANES>& piece, const DraftInput<PLANES>& in) {
   constexpr uint32_t L = 0x0f0f0f0f;
-  constexpr int GROUPS = DraftWeights<PLANES>::GROUPS;
+  constexpr int GROUPS = DraftLayout<PLANES>::GROUPS;
   int d[2][GROUPS][4];
 #pragma unroll
   for (int t = 0; t < 2; t++)
@@ -365,12 +368,12 @@ DEV void draft_batch(float (&acc)[DRAFT_TOGETHER][2], DraftReader<PLANES>& reade
   }
 }
 
-// w: blocks [tiles][groups] of `linear.cuh`. The blocks share the tiles in turn; of a tile warp w has groups w, w + 8, ...
+// w: blocks [tiles][groups] of `linear.cuh`. Blocks take the tiles in turn; of a tile, warp w has groups w, w + 8, ...
 template <bool PLANES, class In, class Out>
-DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int rows, int stages, In in, const Out& out) {
+DEV void draft_gemm(const uint8_t* __restrict__ w, int groups, int tiles, int rows, int stages, In in, const Out& out) {
   constexpr int W = LINEAR_WARPS, T = DRAFT_TOGETHER;
   extern __shared__ __align__(128) uint8_t shared[];
-  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;    // shuffled: the compiler sees that a warp agrees
+  const int warp = __shfl_sync(~0u, threadIdx.x >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;    // shuffled, so that the compiler treats it as uniform in the warp
   const DraftShared<PLANES> s(shared, stages, groups, rows);
   const int mine = (tiles - (int)blockIdx.x + (int)gridDim.x - 1) / (int)gridDim.x;
   grid_trigger();
@@ -378,7 +381,7 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
   __syncthreads();
   if (warp >= W) {
     registers_give<24>();
-    if (threadIdx.x == W * 32) ring_fill<2, T>(Pieces<DraftWeights<PLANES>::BLOCK>{w, groups}, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
+    if (threadIdx.x == W * 32) ring_fill<2, T>(Pieces<DraftLayout<PLANES>::BLOCK>{w, groups}, s.slots, s.full, s.empty, stages, groups, mine, DRAFT_AHEAD_FIRST, DRAFT_AHEAD);
     return;
   }
   registers_take<104>();
@@ -399,7 +402,7 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
     for (int t = 0; t < T; t++) acc[t][0] = acc[t][1] = 0;
     if (count > 2) draft_batch<4>(acc, reader, s, warp, rows, lane);
     else draft_batch<2>(acc, reader, s, warp, rows, lane);
-    if (first) bar_sync(1, W * 32);                                        // the sums of the batch before were read
+    if (first) bar_sync(1, W * 32);                                        // the previous batch's sums have been read
 #pragma unroll
     for (int t = 0; t < T; t++)
       if (t < count && c < rows) {
@@ -424,16 +427,16 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
   }
 }
 
-// Grid min(tiles, multiprocessors), 384 threads; 80 registers, so that two blocks and a small one fit a multiprocessor. Shared memory as above.
+// Grid min(tiles, SMs), 384 threads; 80 registers, so that two blocks and a small one fit on an SM. Shared memory as above.
 #define DRAFT KERNEL __maxnreg__(80)
 #define DRAFT_WEIGHTS const uint8_t *w, int groups, int tiles, int rows, int stages
 #define DRAFT_HIDDEN const float *hidden, const float *weight, float eps, int width
 
-// Names end in _planes where the weights are the upper plane of a matrix in nibbles.
+// Names end in _planes if the weights are the upper plane of a matrix in nibbles.
 #define DRAFT_HEADS(D, NAME, PLANES)                                                                                                                       \
   DRAFT draft_heads_##D##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const Row* of, const float* bias, const float2* cos_sin, uint16_t* q, uint16_t* ring_k,         \
                               uint16_t* ring_v, float scale, int heads, int kv_heads, int layer, int slots, uint32_t* flag) {                              \
-    draft_product<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                                                          \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width},                                                          \
                           ToHeads<D>{of, bias, cos_sin, q, ring_k, ring_v, scale, heads, kv_heads, layer, slots, flag});                                   \
   }
 #define DRAFTS(NAME, PLANES)                                                                                                                               \
@@ -441,16 +444,16 @@ DEV void draft_product(const uint8_t* __restrict__ w, int groups, int tiles, int
   DRAFT_HEADS(128, NAME, PLANES)                                                                                                                           \
   DRAFT_HEADS(256, NAME, PLANES)                                                                                                                           \
   DRAFT draft_rows##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, float* y, int n) {                                                                                   \
-    draft_product<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToRows{y, n});                                           \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToRows{y, n});                                           \
   }                                                                                                                                                        \
   DRAFT draft_gated##NAME(DRAFT_WEIGHTS, DRAFT_HIDDEN, const float* bias, uint16_t* x, int inner, int pitch) {                                             \
-    draft_product<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToGated{x, bias, inner, pitch});                         \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromHidden{hidden, weight, eps, width}, ToGated{x, bias, inner, pitch});                         \
   }                                                                                                                                                        \
   DRAFT draft_add_i8##NAME(DRAFT_WEIGHTS, const int8_t* x, const float2* xs, float* hidden, const float* bias, int n) {                                    \
-    draft_product<PLANES>(w, groups, tiles, rows, stages, FromInt8{x, xs}, ToHidden{hidden, bias, n});                                                     \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromInt8{x, xs}, ToHidden{hidden, bias, n});                                                     \
   }                                                                                                                                                        \
   DRAFT draft_add_bf16##NAME(DRAFT_WEIGHTS, const uint16_t* x, int width, int pitch, float* hidden, const float* bias, int n) {                            \
-    draft_product<PLANES>(w, groups, tiles, rows, stages, FromBf16{x, width, pitch}, ToHidden{hidden, bias, n});                                           \
+    draft_gemm<PLANES>(w, groups, tiles, rows, stages, FromBf16{x, width, pitch}, ToHidden{hidden, bias, n});                                           \
   }
 DRAFTS(, false)
 DRAFTS(_planes, true)

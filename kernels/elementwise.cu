@@ -1,10 +1,12 @@
-// Everything between the products: embedding, norms, RoPE and the append to the rings, SiLU * up, the conversions to a product's input type.
+// Operations between the GEMMs: embedding, norms, RoPE and the append to the rings, SiLU * up, the conversions to a GEMM's input type.
 //
-// The hidden stream is f32. A row's bits depend on that row alone: sums run in one fixed order whatever the number of rows.
-// Producers of a product's input exist once per input type:
-//   _bf16, _f16, _f32   x row-major, pitch in elements
-//   _i8                 x int8 row-major, pitch in bytes; xs float2 [row][ceil(K / 128)] = {scale, scale times the sum of the codes}, equal to
-//                       quantspec_core::quantize_activations. Codes past K stay as they are (zero from allocation on).
+// The hidden stream is f32. A row's bits depend on that row alone: sums run in one fixed order, whatever the number of rows. Kernels that write a
+// GEMM's input exist once per input type:
+//
+//     _bf16, _f16, _f32   x row-major, pitch in elements
+//     _i8                 x int8 row-major, pitch in bytes; xs float2 [row][ceil(K / 128)] = {scale, scale times the sum of the codes}, equal to
+//                         quantspec_core::quantize_activations. Codes past K are not written (zero from allocation on).
+//
 // Widths are multiples of 4.
 #include "layout.cuh"
 #include "numbers.cuh"
@@ -38,11 +40,12 @@ struct IntoInt8 {
 DEV float4 add4(float4 a, float4 b) { return make_float4(__fadd_rn(a.x, b.x), __fadd_rn(a.y, b.y), __fadd_rn(a.z, b.z), __fadd_rn(a.w, b.w)); }
 
 // ---- embedding ----
-// embed_{bf16,f16}: hidden[row] = table[token], table as atoms; embed_f32: table row-major [vocab][width].
-//   The token of a row is the row's own, which goes into its window (slot * window_pitch + offset), or what its window holds; without `rows` it is
-//   tokens[row]. hidden f32 [row][width]. Grid (rows), block 256. `load` gives eight values of a row from column k on, a multiple of 8; of the last
-//   eight, four may be outside.
-// A step begins with this kernel, so its loads are under way together.
+//
+// embed_{bf16,f16}: hidden[row] = table[token], table as atoms; embed_f32: table row-major [vocab][width]. A row's token is its own, which is then
+// stored in its window (slot * window_pitch + offset), or the window's. Without `rows` it is tokens[row]. hidden f32 [row][width]. Grid (rows), block
+// 256. `load` gives eight values of a row from column k on, a multiple of 8; the last four of a row's last eight may be outside.
+//
+// A step begins with this kernel, so its loads are issued together.
 struct Eight { float4 low, high; };
 template <class Load>
 DEV void embed(const Row* rows, int* windows, int window_pitch, const int* tokens, float* hidden, int width, int vocab, Load load) {
@@ -97,7 +100,7 @@ KERNEL __launch_bounds__(256) embed_f32(const Row* rows, int* windows, int windo
   });
 }
 
-// embed_planes: the same of a table in planes.
+// embed_planes: the same for a table in planes.
 KERNEL __launch_bounds__(256) embed_planes(const Row* rows, int* windows, int window_pitch, const int* tokens, const uint8_t* upper, const uint8_t* lower,
                                            int stride, float* hidden, int width, int vocab) {
   embed(rows, windows, window_pitch, tokens, hidden, width, vocab, [&](int token, int k) {
@@ -108,10 +111,12 @@ KERNEL __launch_bounds__(256) embed_planes(const Row* rows, int* windows, int wi
 }
 
 // ---- RMSNorm ----
-// norm_*: hidden += y + bias (y, bias may be null), then x = hidden / rms(hidden) * weight.
-//   hidden f32 [row][width]; y f32 [row][width]; bias, weight f32 [width]. Grid (rows), block 512.
-// A step has few rows and waits for each of them, so a row gets a whole block and its weights are loaded before the kernel waits for the one before it.
-// A thread keeps what it loaded; rows wider than KEPT groups per warp are read a second time.
+//
+// norm_*: hidden += y + bias (y, bias may be null), then x = hidden / rms(hidden) * weight. hidden f32 [row][width]; y f32 [row][width]; bias, weight
+// f32 [width]. Grid (rows), block 512.
+//
+// A step has few rows, and this kernel is latency-bound. So a row gets a whole block, and its weights are loaded before the kernel waits for the
+// previous one. A thread keeps its loaded values; rows wider than KEPT groups per warp are read a second time.
 template <class Out>
 DEV void norm(float* hidden, const float* y, const float* bias, const float* weight, float eps, int width, Out out) {
   constexpr int WARPS = 16, KEPT = 2;
@@ -137,7 +142,7 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
     sum = __fmaf_rn(v.x, v.x, sum), sum = __fmaf_rn(v.y, v.y, sum), sum = __fmaf_rn(v.z, v.z, sum), sum = __fmaf_rn(v.w, v.w, sum);
     return v;
   };
-  // All of them are on their way before the first is waited for: a store lies between.
+  // All loads are issued before the first is used: a store in between would order them.
   float4 more[KEPT];
 #pragma unroll
   for (int i = 0; i < KEPT; i++) kept[i] = loaded(h, warp + i * WARPS), more[i] = added(warp + i * WARPS);
@@ -156,6 +161,7 @@ DEV void norm(float* hidden, const float* y, const float* bias, const float* wei
 }
 
 // ---- SiLU * up: one warp per group of 128 outputs of a row ----
+//
 // silu_mul_*: y f32 [row][2 width], gate and up interleaved by 8, bias [2 width] in the same order or null -> x [row][width]. width a multiple of 8.
 // Grid (ceil(width / 1024), rows), block 256.
 template <class Out>
@@ -175,8 +181,8 @@ DEV void silu_mul(const float* y, const float* bias, int width, Out out) {
   }
   out.put(row, group, lane, there, v);
 }
-// 48 registers: four warps a scheduler, which fit beside the three of a product's ring (linear.cu), 104 each. norm_i8 takes 50, given out as 56, and fits beside
-// the 96 of linear_w4_ring_1.
+// 48 registers: four warps per scheduler, which fit next to the three of a GEMM's ring (linear.cu) with 104 each. norm_i8 uses 50, allocated as 56,
+// and fits next to the 96 of linear_w4_ring_1.
 #define PRODUCERS(NAME, T)                                                                                                                                \
   KERNEL __maxnreg__(48) norm_##NAME(float* hidden, const float* y, const float* bias, const float* weight, T::Bits* x, float eps, int width,             \
                                      int pitch) {                                                                                                         \
@@ -242,7 +248,7 @@ KERNEL __launch_bounds__(256) widen(const uint16_t* h, float* x, int64_t n) {
   if (i < n) x[i] = Half::to_float(h[i]);
 }
 
-// add_rows: hidden f32 [row][width] += y (+ bias), where no norm follows to do it. Grid ceil(rows * width / 1024), block 256.
+// add_rows: hidden f32 [row][width] += y (+ bias), if no norm follows. Grid ceil(rows * width / 1024), block 256.
 KERNEL __launch_bounds__(256) add_rows(float* hidden, const float* y, const float* bias, int64_t elements, int width) {
   grid_trigger();
   grid_wait();
@@ -253,8 +259,8 @@ KERNEL __launch_bounds__(256) add_rows(float* hidden, const float* y, const floa
   *(float4*)(hidden + i) = v;
 }
 
-// read_all: reads `pieces` uint4 once, as fast as the memory goes: what kernels are measured against. Writes where the exclusive or of all it
-// read is `never`, so that nothing is left out. Any grid, block 512.
+// read_all: reads `pieces` uint4 once, at memory speed, as the reference for kernel bandwidth. Stores only if the exclusive or of all data is
+// `never`, so that no load is optimised away. Any grid, block 512.
 KERNEL __launch_bounds__(512) read_all(const uint4* from, int64_t pieces, uint32_t never, uint32_t* to) {
   constexpr int B = 8;
   const uint64_t once = evict_first();
@@ -271,14 +277,15 @@ KERNEL __launch_bounds__(512) read_all(const uint4* from, int64_t pieces, uint32
 }
 
 // ---- heads: bias, per-head norm, RoPE ----
-// One warp per head of a row. Lane l owns channels PAIRS l .. and D / 2 + PAIRS l .., which RoPE turns together: v[i], v[PAIRS + i].
+//
+// One warp per head of a row. Lane l has channels PAIRS l .. and D / 2 + PAIRS l .., which RoPE rotates together: v[i], v[PAIRS + i].
 template <int D>
 struct Head {
   static constexpr int PAIRS = D / 64;
   float v[2 * PAIRS];
 
-  // y: the head's D values; norm [D] or null; angles {cos, sin} [D / 2] or null (values are not turned).
-  // paired: y holds channels c .. c + 7 and D / 2 + c .. in turn (`weights_w4_*` in quantize.cu).
+  // y: the head's D values; norm [D] or null; angles {cos, sin} [D / 2] or null (no rotation). paired: y alternates channels c .. c + 7 and D / 2 + c
+  // .. (`weights_w4_*` in quantize.cu).
   DEV Head(const float* y, bool paired, const float* bias, const float* norm, float eps, const float2* angles) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
@@ -304,8 +311,8 @@ struct Head {
       }
   }
   static DEV int channel_of(int lane, int i) { return (i / PAIRS) * (D / 2) + PAIRS * lane + i % PAIRS; }
-  // Writes the head as f16; true where a value is not finite there. It is stored as 0: rows before it multiply what lies behind them by zero, and a round
-  // that fails is taken again without its drafted rows.
+  // Stores the head as f16; returns true if a value is not finite. Such a value is stored as 0: earlier rows multiply later entries by zero, and a
+  // failed round is repeated without its drafted rows.
   DEV bool put(uint16_t* to, float scale) const {
     const int lane = threadIdx.x & 31;
     bool bad = false;
@@ -344,9 +351,8 @@ DEV void append(const Row* rows, const float* y, const float* bias, const float*
   if (bad) atomicOr(flag, FLAG_CACHE);
 }
 
-// rope_store_{64,128,256}: the same for prompt rows where the product did not do it: q f16 [row][heads D], unscaled; kv f16 [row][2 kv_heads D]. What it flags
-// nobody behind it could see.
-//   Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
+// rope_store_{64,128,256}: the same for prompt rows, if the GEMM did not do it: q f16 [row][heads D], unscaled; kv f16 [row][2 kv_heads D].
+// Non-finite values set the flag, since later kernels cannot detect them. Grid (ceil((heads + 2 kv_heads) / 4), rows), block 128.
 template <int D>
 DEV void rope_store(const float* y, const float* bias, const float* q_norm, const float* k_norm, const float2* cos_sin, uint16_t* q, uint16_t* kv, float eps,
                     int heads, int kv_heads, uint32_t* flag) {

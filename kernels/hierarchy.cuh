@@ -83,57 +83,30 @@ DEV void group_add(float (&acc)[NT][4], const GroupCodes<PLANES>& codes, const G
   }
 }
 
-// As `linear_16`: the warps share the groups of a tile in turn (warp w has groups w, w + 8, ...) and the blocks the tiles; DEPTH groups per warp are under way.
+// A group is a block of 16 outputs x 64 inputs of each plane.
 template <class E, int PLANES, int NT, int DEPTH>
 DEV void linear_planes(const uint8_t* __restrict__ upper, const uint8_t* __restrict__ lower, const uint16_t* x, float* y, int groups, int stride, int tiles, int n,
                        int rows, int pitch) {
-  __shared__ float sums[LINEAR_WARPS][NT][128];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;
-  grid_trigger();
+  const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
   GroupCodes<PLANES> codes[DEPTH];
   auto load = [&](int i, int tile, int group) {
-    const size_t at = (size_t)tile * stride + group * LINEAR_WARPS + warp;
+    const size_t at = (size_t)tile * stride + group;
     codes[i].upper = ldg_stream(upper + at * UPPER_BLOCK + lane * 16);
     codes[i].params = __ldg(reinterpret_cast<const uint2*>(upper + at * UPPER_BLOCK + 512 + g * 8));
     if (PLANES == 2) codes[i].lower = ldg_stream(lower + at * LOWER_BLOCK + lane * 16);
   };
-  int tile = blockIdx.x;
+  auto add = [&](float (&acc)[NT][4], int i, const uint16_t* from, int rows) {
+    GroupInput<E> in[NT];
 #pragma unroll
-  for (int i = 0; i < DEPTH; i++)
-    if (tile < tiles && i < mine) load(i, tile, i);
-  grid_wait();                                                             // weights do not depend on the kernel before, x does
-  x += (size_t)blockIdx.y * NT * 8 * pitch, y += (size_t)blockIdx.y * NT * 8 * n, rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
-  for (; tile < tiles; tile += gridDim.x) {
-    float acc[NT][4];
-#pragma unroll
-    for (int t = 0; t < NT; t++) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0;
-    const int next = tile + gridDim.x;
-#pragma unroll 1
-    for (int i0 = 0; i0 < mine; i0 += DEPTH) {
-      const bool last = i0 + DEPTH >= mine;                                // from here on the next tile's groups are fetched
-#pragma unroll
-      for (int i = 0; i < DEPTH; i++) {
-        if (i0 + i < mine) {
-          const uint16_t* from = x + ((i0 + i) * LINEAR_WARPS + warp) * 64 + c * 16;
-          GroupInput<E> in[NT];
-#pragma unroll
-          for (int t = 0; t < NT; t++) {
-            uint4 low = make_uint4(0, 0, 0, 0), high = low;
-            if (t * 8 + g < rows) low = ldg_plain(from + (size_t)(t * 8 + g) * pitch), high = ldg_plain(from + (size_t)(t * 8 + g) * pitch + 8);
-            in[t].set(low, high);
-          }
-          group_add<E, PLANES, NT>(acc, codes[i], in);
-        }
-        if (last) {
-          if (next < tiles && i < mine) load(i, next, i);
-        } else if (i0 + DEPTH + i < mine) {
-          load(i, tile, i0 + DEPTH + i);
-        }
-      }
+    for (int t = 0; t < NT; t++) {
+      uint4 low = make_uint4(0, 0, 0, 0), high = low;
+      const uint16_t* row = from + (size_t)(t * 8 + g) * pitch + c * 16;
+      if (t * 8 + g < rows) low = ldg_plain(row), high = ldg_plain(row + 8);
+      in[t].set(low, high);
     }
-    reduce_store<NT>(sums, acc, y, tile, n, rows);
-  }
+    group_add<E, PLANES, NT>(acc, codes[i], in);
+  };
+  warp_tiles<NT, DEPTH>(x, y, groups, 64, tiles, n, rows, pitch, load, add);
 }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

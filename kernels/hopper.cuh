@@ -1,4 +1,4 @@
-// Hopper's own instructions (sm_90a): mbarriers, the tensor copy engine (TMA), wgmma.
+// Hopper's own instructions (sm_90a): mbarriers, TMA, wgmma.
 #pragma once
 #include "numbers.cuh"
 
@@ -9,7 +9,7 @@ DEV uint32_t cluster_rank() {
   asm volatile("mov.u32 %0,%%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-// Orders nothing (barriers behind `mbar_init_done` are there all the same): .release becomes a fence of the whole GPU.
+// Orders no memory accesses (the barriers after `mbar_init_done` do): .release would become a GPU-wide fence.
 DEV void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEV void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEV void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -21,9 +21,9 @@ DEV void mbar_init(uint32_t bar, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0],%1;" ::"r"(bar), "r"(arrivals) : "memory");
 }
 DEV void mbar_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-// A ring's barriers [stages], by one thread of the block and ahead of `mbar_init_done`: a slot is full when the copy engine has filled it, and left when `leavers`
-// threads have said so. A thread per slot takes as long, since a warp's addresses have their turn one by one, and compute-sanitizer then counts lanes that
-// initialise nothing.
+// Initialises a pipeline's barriers [stages], by one thread of the block and before `mbar_init_done`. A stage is full when TMA has filled it, and
+// free when `leavers` threads have arrived. One thread per stage is not faster, since a warp's addresses are processed one by one, and
+// compute-sanitizer would report lanes that initialise nothing.
 DEV void mbar_init_ring(uint32_t full, uint32_t empty, int stages, int leavers) {
 #pragma unroll 1
   for (int i = 0; i < stages; i++) mbar_init(full + i * 8, 1), mbar_init(empty + i * 8, leavers);
@@ -32,14 +32,14 @@ DEV void mbar_expect(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _,[%0],%1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 DEV void mbar_arrive(uint32_t bar) { asm volatile("mbarrier.arrive.shared.b64 _,[%0];" ::"r"(bar) : "memory"); }
-// A lane has left a slot that the copy engine fills again; every lane says so for itself. `seen`: bits of everything that it loaded from the slot. An
-// arrival does not wait for the loads ahead of it. Where other work on the multiprocessor makes the queue of shared memory long, they were still in that
-// queue when the next copy landed, and read its bytes (`other_work_changes_no_bit` in the tests). A proxy fence waits too, but for all loads, also those
-// that are asked for ahead. So the address is made of what was loaded: the mask is nought at run time, which the compiler cannot know.
+// A lane frees a stage, which TMA then refills; every lane arrives for itself. `seen`: bits of all data that it loaded from the stage. An arrival
+// does not wait for earlier loads: when other work fills the SM's shared-memory queue, they can still be queued when the next copy lands, and read
+// its bytes (`other_work_changes_no_bit` in the tests). A proxy fence waits for them, but also for prefetched loads. So the address depends on the
+// loaded data: the mask is zero at run time, which the compiler cannot know.
 DEV void slot_left(uint32_t bar, uint32_t seen) { mbar_arrive(bar + (seen & (gridDim.z - 1))); }
-// The same barrier in CTA `rank` of the cluster, at CTA scope on purpose: with .release.cluster each arrival becomes a membar.gpu
-// (measured: a quarter of the product's speed), and nothing needs it, since the slot was read by wgmma, which has been waited for, or by
-// loads that `slot_left` has waited for, and is written by the copy engine.
+// The same barrier in CTA `rank` of the cluster, deliberately at CTA scope. With .release.cluster each arrival becomes a membar.gpu, which costs a
+// quarter of the GEMM's speed. It is not needed: the stage was read by wgmma, which has been waited for, or by loads that `slot_left` has waited for,
+// and TMA writes it.
 DEV void mbar_arrive_at(uint32_t bar, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 r;\nmapa.shared::cluster.u32 r,%0,%1;\nmbarrier.arrive.shared::cluster.b64 _,[r];\n}" ::"r"(bar), "r"(rank)
@@ -51,7 +51,7 @@ DEV void mbar_wait(uint32_t bar, int parity) {
       : "memory");
 }
 
-// ---- tensor copies: coordinates from the innermost dimension outwards; parts out of bounds read as zero and are not written ----
+// ---- tensor copies: coordinates from the innermost dimension outwards; out-of-bounds parts read as zero and are not written ----
 DEV void tma_load(uint32_t dst, const TensorMap* m, int x, int y, uint32_t bar) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3}],[%4];" ::"r"(dst), "l"(m),
@@ -70,7 +70,7 @@ DEV void tma_load(uint32_t dst, const TensorMap* m, int x, int y, int z, int w, 
       "l"(m), "r"(x), "r"(y), "r"(z), "r"(w), "r"(bar)
       : "memory");
 }
-// To the same address, signalling the same barrier, of every CTA in `mask`.
+// To the same shared-memory address of every CTA in `mask`, signalling the barrier at the same address.
 DEV void tma_load_multicast(uint32_t dst, const TensorMap* m, int x, int y, int z, int w, uint32_t bar, int mask) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -87,12 +87,12 @@ DEV void tma_store(const TensorMap* m, int x, int y, int z, uint32_t src) {
                "r"(src)
                : "memory");
 }
-// Adds f32 values to what is there.
+// Adds f32 values to memory.
 DEV void tma_add(const TensorMap* m, int x, int y, uint32_t src) {
   asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0,{%1,%2}],[%3];" ::"l"(m), "r"(x), "r"(y), "r"(src)
                : "memory");
 }
-// ---- plain copies; `policy` as of `evict_first` ----
+// ---- plain copies; `policy` from `evict_first` ----
 DEV void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar, uint64_t policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar), "l"(policy)
                : "memory");
@@ -100,22 +100,22 @@ DEV void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar, uint6
 DEV void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
 }
-// To the same address, signalling the same barrier, of every CTA in `mask`.
+// To the same shared-memory address of every CTA in `mask`, signalling the barrier at the same address.
 DEV void bulk_copy_multicast(uint32_t dst, const void* src, int bytes, uint32_t bar, int mask) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0],[%1],%2,[%3],%4;" ::"r"(dst), "l"(src), "r"(bytes),
                "r"(bar), "h"((short)mask)
                : "memory");
 }
-// Asks memory for bytes that a later kernel will read.
+// Prefetches bytes that a later kernel will read into L2.
 DEV void bulk_prefetch(const void* src, int bytes) { asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(src), "r"(bytes) : "memory"); }
-// Arrives once this thread's copies so far (copy16) are done.
+// Arrives when this thread's earlier copies (copy16) are complete.
 DEV void copy_arrive(uint32_t bar) { asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(bar) : "memory"); }
 
 DEV void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Sources of all but the last N groups may be overwritten.
+// Waits until sources of all but the last N groups may be overwritten.
 template <int N> DEV void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }
 DEV void bulk_wait_all() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Before the copy engine or wgmma reads what ordinary stores wrote.
+// Before TMA or wgmma reads data written by ordinary stores.
 DEV void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int N> DEV void registers_give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
@@ -129,8 +129,7 @@ DEV void stmatrix4(uint32_t at, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t 
 // Shared-memory matrix descriptors for the 128-byte swizzle; base addresses are multiples of 1024.
 // K-major: rows of 64 consecutive k (128 B), 8 rows per swizzle atom of 1024 B; a k step of 16 elements is +32 B, i.e. +2.
 DEV uint64_t desc_kmajor(uint32_t addr) { return (uint64_t)((addr & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
-// N-major: rows (k) of 64 consecutive n (128 B); `next_n` bytes lead from one block of 64 columns to the next; a k step of 16 rows is
-// +2048 B, i.e. +128.
+// N-major: rows (k) of 64 consecutive n (128 B); blocks of 64 columns are `next_n` bytes apart; a k step of 16 rows is +2048 B, i.e. +128.
 DEV uint64_t desc_nmajor(uint32_t addr, int next_n) {
   return (uint64_t)((addr & 0x3ffff) >> 4) | (uint64_t)(next_n >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
@@ -190,8 +189,8 @@ DEV void wgmma_registers(float (&d)[32], const uint32_t* a, uint64_t b, int accu
   WGMMA_REGISTERS("64", LIST32, "%37", "%32,%33,%34,%35", "%36", OUT32(d, 0));
 }
 
-// d[64 x 8 NT] += A[64 x 16] (registers, f16) B[16 x 8 NT] (shared memory, `Cores`) for few columns: d(t, e) are a thread's four of columns 8 t and up, and A
-// lies as for mma.m16n8k16, 16 rows a warp. The bits are those of mma.m16n8k16. TRANSPOSED: B lies N-major.
+// d[64 x 8 NT] += A[64 x 16] (registers, f16) B[16 x 8 NT] (shared memory, `Cores`) for few columns. d(t, e) are a thread's four values of columns 8
+// t and up; A is laid out as for mma.m16n8k16, 16 rows per warp. The bits are those of mma.m16n8k16. TRANSPOSED: B is N-major.
 #define OUT_COLUMNS(t) "+f"(d(t, 0)), "+f"(d(t, 1)), "+f"(d(t, 2)), "+f"(d(t, 3))
 #define LIST12 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11"
 #define LIST16 LIST12 ",%12,%13,%14,%15"
@@ -205,8 +204,9 @@ DEV void wgmma_columns(const Columns& d, const uint32_t (&a)[4], uint64_t b) {
   if constexpr (NT == 3) WGMMA_COLUMNS("24", LIST12, "%12,%13,%14,%15", "%16", "%17", OUT_COLUMNS(0), OUT_COLUMNS(1), OUT_COLUMNS(2));
   else WGMMA_COLUMNS("32", LIST16, "%16,%17,%18,%19", "%20", "%21", OUT_COLUMNS(0), OUT_COLUMNS(1), OUT_COLUMNS(2), OUT_COLUMNS(3));
 }
-// Cores of a matrix in shared memory without swizzle, 8 rows of 16 bytes: K-major a row is one n and 8 k, N-major one k and 8 n. `next_k` and `next_n` bytes
-// lead to the next core. `addr` is the same in a warp, and the compiler must see it (a shuffle will do): descriptors are uniform registers.
+// Core matrices in shared memory without swizzle, 8 rows of 16 bytes: K-major a row is one n and 8 k, N-major one k and 8 n. Neighbouring cores are
+// `next_k` and `next_n` bytes apart. `addr` must be uniform in a warp, visibly to the compiler (a shuffle suffices): descriptors are uniform
+// registers.
 struct Cores {
   uint32_t low, high;
   DEV Cores(uint32_t addr, int next_k, int next_n) : low((addr & 0x3ffff) >> 4 | (uint32_t)(next_k >> 4) << 16), high(next_n >> 4) {}

@@ -39,23 +39,17 @@ DEV void reduce_store(float (&sums)[LINEAR_WARPS][NT][128], const float (&acc)[N
   __syncthreads();
 }
 
-// The warps share the atoms of a tile in turn (warp w has atoms w, w + 8, ...) and the blocks the tiles. DEPTH atoms per warp are under way.
-template <class E, int NT, int DEPTH>
-DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {
+// The tiles of a block, whose warps share the groups of a tile in turn (warp w has groups w, w + 8, ...). DEPTH groups of a warp are under way: load(i, tile,
+// group) fetches one into registers i, add(acc, i, x, rows) multiplies it by inputs that begin at x; `unit` inputs a group.
+template <int NT, int DEPTH, class Load, class Add>
+DEV void warp_tiles(const uint16_t* x, float* y, int groups, int unit, int tiles, int n, int rows, int pitch, Load load, Add add) {
   __shared__ float sums[LINEAR_WARPS][NT][128];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
-  const int mine = (atoms - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;      // atoms of this warp
-  const int low = g * 8 + (c ^ g), high = g * 8 + ((c + 4) ^ g);           // places of its pieces of row g; row g + 8 is 64 pieces further
+  const int warp = threadIdx.x >> 5, mine = (groups - warp + LINEAR_WARPS - 1) / LINEAR_WARPS;
   grid_trigger();
-  uint4 a[DEPTH][4];
-  auto load = [&](int i, int tile, int atom) {
-    const uint4* at = w + ((size_t)tile * atoms + atom * LINEAR_WARPS + warp) * 128;
-    a[i][0] = ldg_stream(at + low), a[i][1] = ldg_stream(at + 64 + low), a[i][2] = ldg_stream(at + high), a[i][3] = ldg_stream(at + 64 + high);
-  };
   int tile = blockIdx.x;
 #pragma unroll
   for (int i = 0; i < DEPTH; i++)
-    if (tile < tiles && i < mine) load(i, tile, i);
+    if (tile < tiles && i < mine) load(i, tile, i * LINEAR_WARPS + warp);
   grid_wait();                                                             // weights do not depend on the kernel before, x does
   x += (size_t)blockIdx.y * NT * 8 * pitch, y += (size_t)blockIdx.y * NT * 8 * n, rows = min(rows - (int)blockIdx.y * NT * 8, NT * 8);
   for (; tile < tiles; tile += gridDim.x) {
@@ -65,32 +59,45 @@ DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int
     const int next = tile + gridDim.x;
 #pragma unroll 1
     for (int i0 = 0; i0 < mine; i0 += DEPTH) {
-      const bool last = i0 + DEPTH >= mine;                                // from here on the next tile's atoms are fetched
+      const bool last = i0 + DEPTH >= mine;                                // from here on the next tile's groups are fetched
 #pragma unroll
       for (int i = 0; i < DEPTH; i++) {
-        if (i0 + i < mine) {
-          const uint16_t* from = x + ((i0 + i) * LINEAR_WARPS + warp) * 64 + c * 8;
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const uint4 r = a[i][h * 2], s = a[i][h * 2 + 1];
-            const uint32_t f0[4] = {r.x, s.x, r.y, s.y}, f1[4] = {r.z, s.z, r.w, s.w};
-#pragma unroll
-            for (int t = 0; t < NT; t++) {
-              uint4 b = make_uint4(0, 0, 0, 0);
-              if (t * 8 + g < rows) b = ldg_plain(from + (size_t)(t * 8 + g) * pitch + h * 32);
-              E::mma(acc[t], f0, b.x, b.y), E::mma(acc[t], f1, b.z, b.w);
-            }
-          }
-        }
+        if (i0 + i < mine) add(acc, i, x + ((i0 + i) * LINEAR_WARPS + warp) * unit, rows);
         if (last) {
-          if (next < tiles && i < mine) load(i, next, i);
+          if (next < tiles && i < mine) load(i, next, i * LINEAR_WARPS + warp);
         } else if (i0 + DEPTH + i < mine) {
-          load(i, tile, i0 + DEPTH + i);
+          load(i, tile, (i0 + DEPTH + i) * LINEAR_WARPS + warp);
         }
       }
     }
     reduce_store<NT>(sums, acc, y, tile, n, rows);
   }
+}
+
+// A group is an atom of 16 outputs x 64 inputs.
+template <class E, int NT, int DEPTH>
+DEV void linear_16(const uint4* __restrict__ w, const uint16_t* x, float* y, int atoms, int tiles, int n, int rows, int pitch) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3;
+  const int low = g * 8 + (c ^ g), high = g * 8 + ((c + 4) ^ g);           // places of its pieces of row g; row g + 8 is 64 pieces further
+  uint4 a[DEPTH][4];
+  auto load = [&](int i, int tile, int atom) {
+    const uint4* at = w + ((size_t)tile * atoms + atom) * 128;
+    a[i][0] = ldg_stream(at + low), a[i][1] = ldg_stream(at + 64 + low), a[i][2] = ldg_stream(at + high), a[i][3] = ldg_stream(at + 64 + high);
+  };
+  auto add = [&](float (&acc)[NT][4], int i, const uint16_t* from, int rows) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const uint4 r = a[i][h * 2], s = a[i][h * 2 + 1];
+      const uint32_t f0[4] = {r.x, s.x, r.y, s.y}, f1[4] = {r.z, s.z, r.w, s.w};
+#pragma unroll
+      for (int t = 0; t < NT; t++) {
+        uint4 b = make_uint4(0, 0, 0, 0);
+        if (t * 8 + g < rows) b = ldg_plain(from + (size_t)(t * 8 + g) * pitch + c * 8 + h * 32);
+        E::mma(acc[t], f0, b.x, b.y), E::mma(acc[t], f1, b.z, b.w);
+      }
+    }
+  };
+  warp_tiles<NT, DEPTH>(x, y, atoms, 64, tiles, n, rows, pitch, load, add);
 }
 
 // Draft weights: blocks of 16 outputs x 128 k, [N/16][K/128], w = scale * code + zero per output and block; activations int8 per row and 128 k.

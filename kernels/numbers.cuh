@@ -1,7 +1,7 @@
-// Element types and small numeric helpers on top of ptx.cuh.
+// Element types and numeric helpers on top of ptx.cuh.
 //
-// Operations whose bits must equal quantspec-core's are written with the round-to-nearest intrinsics (__fmul_rn, __fadd_rn, __fdiv_rn), which the
-// compiler never contracts into fused multiply-adds.
+// Operations whose bits must equal quantspec-core's use the round-to-nearest intrinsics (__fmul_rn, __fadd_rn, __fdiv_rn), which the compiler never
+// contracts into fused multiply-adds.
 #pragma once
 #include "ptx.cuh"
 
@@ -54,7 +54,7 @@ DEV float4 load4(const float* p) {
 // x * sigmoid(x). For large negative x the exponential is infinite and the quotient zero.
 DEV float silu(float x) { return __fdividef(x, 1.f + exp2_fast(x * -1.4426950408889634f)); }
 
-// Sum over the 32 lanes, the same tree for every caller; every lane gets it.
+// Sum over the 32 lanes, in the same tree for every caller; every lane gets it.
 DEV float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step; step >>= 1) x = __fadd_rn(x, __shfl_xor_sync(~0u, x, step));
@@ -79,7 +79,7 @@ DEV uint32_t warp_min(uint32_t x) {
 #endif
 }
 DEV uint32_t warp_max(uint32_t x) { return ~warp_min(~x); }
-// The largest of values that are not negative, whose bits are in their order.
+// Maximum of non-negative values, compared as integers.
 DEV float warp_max(float x) {
 #ifdef QS_SM80
   return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(x)));
@@ -90,15 +90,15 @@ DEV float warp_max(float x) {
 #endif
 }
 
-// A draft's inputs of a group, four a lane of a warp, as int8. Codes are rounded products with 127 / maximum where quantspec_core::quantize_activations
-// divides; drafts may differ from it in a last place. What meets a weight's zero is the sum of the codes: so the result is that of rounded inputs, whose
-// errors meet weights around nought, not their distances from the zero.
+// Quantises a group of a draft's inputs, four per lane of a warp, to int8. Codes are rounded products with 127 / maximum, where
+// quantspec_core::quantize_activations divides; drafts may differ in a last place. A weight's zero point multiplies the sum of the codes. So the
+// result is that of rounded inputs, and rounding errors multiply weights of mean zero, not their distances from the zero point.
 struct Int8Group {
   uint32_t codes;                        // of this lane
   float scale, sum;                      // of the group
   uint32_t halves;                       // sums of the codes of its two halves of 64, each 16 bits (`half_sums`)
 };
-// Two sums of up to 64 codes: of the lower sixteen lanes, and of the upper ones.
+// The two sums of up to 64 codes: of lanes 0 to 15, and of lanes 16 to 31.
 DEV int2 half_sums(uint32_t halves) {
   const int low = (int)(halves << 16) >> 16;
   return make_int2(low, ((int)halves - low) >> 16);
@@ -106,10 +106,10 @@ DEV int2 half_sums(uint32_t halves) {
 DEV Int8Group int8_group(float4 v) {
   const float most = warp_max(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
   const float to_code = most > 0.f ? __fdividef(127.f, most) : 0.f, scale = most * (1.f / 127.f);
-  // 1.5 * 2^23 more, the last byte of a float is the code.
+  // With 1.5 * 2^23 added, the low byte of the float is the code.
   auto code = [&](float value) { return __float_as_uint(__fmaf_rn(value, to_code, 12582912.f)); };
   const uint32_t codes = __byte_perm(__byte_perm(code(v.x), code(v.y), 0x0040), __byte_perm(code(v.z), code(v.w), 0x0040), 0x5410);
-  // Both sums in one: the upper sum has 16 more bits, the lower one may borrow from it.
+  // Both sums in one word: the upper one is shifted by 16 bits, and the lower one may borrow from it.
   const int of_lane = __dp4a((int)codes, 0x01010101, 0);
   const uint32_t halves = (uint32_t)warp_sum((int)((uint32_t)of_lane << (threadIdx.x & 16)));
   const int2 sums = half_sums(halves);
@@ -126,7 +126,7 @@ DEV float block_sum(float x, float* scratch) {
   return warp_sum((threadIdx.x & 31) < WARPS ? scratch[threadIdx.x & 31] : 0.f);
 }
 
-// The error flag of a device: bits are only ever set by kernels; the host reads and clears it at its synchronisations.
+// The device's error flag: kernels only set bits; the host reads and clears it when it synchronises.
 constexpr uint32_t FLAG_CACHE = 1, FLAG_LOGITS = 2;
 
 // 16 bytes to shared memory, or zeros.

@@ -1,17 +1,17 @@
-// Penalties of tokens that the text has, applied to logits in place before a token is chosen: the meaning is quantspec_core::penalty.
+// Penalties on tokens of the text, applied to logits in place before a token is chosen, as defined by quantspec_core::penalty.
 //
-// Committed text lives on the device: histories [slot], texts int32 [slot][text_pitch], counts uint32 [slot][vocab] (the upper bit: the token
-// occurred; the other bits: how often in the answer). Drafted tokens are those of the slot's window before the row.
+// Committed text is on the device: histories [slot], texts int32 [slot][text_pitch], counts uint32 [slot][vocab] (top bit: the token occurred; other
+// bits: its count in the answer). Drafted tokens are those of the slot's window before the row.
 #include "layout.cuh"
 #include "numbers.cuh"
 
-// How a slot penalises, and its committed tokens. 32 bytes.
+// A slot's penalties and the number of its committed tokens. 32 bytes.
 struct History {
   int on, ngram;
   float repetition, frequency, presence;
   int length, prompt, unused;
 };
-// What the host tells of a slot. 160 bytes.
+// The host's update for a slot. 160 bytes.
 constexpr int MORE_MAX = 32;
 struct Commit {
   int slot, more;     // tokens after the first `history.length - more`
@@ -23,8 +23,8 @@ static_assert(sizeof(History) == 32 && sizeof(Commit) == 160, "written by the ho
 constexpr uint32_t OCCURRED = 1u << 31;
 constexpr int PENALTY_THREADS = 256, PENALTY_TOKENS = 1024, NGRAM_MAX = 100, WINDOW_MAX = 32;
 
-// penalty_commit: appends committed tokens. Those of a commit go to `texts` first if they fit into it; otherwise the host has written them there.
-//   Grid (commits), block 256.
+// penalty_commit: appends committed tokens. Tokens that fit in the commit are first copied to `texts`; the host has written others there. Grid
+// (commits), block 256.
 KERNEL __launch_bounds__(PENALTY_THREADS) penalty_commit(const Commit* commits, History* histories, int* texts, int text_pitch, uint32_t* counts, int vocab) {
   const Commit& commit = commits[blockIdx.x];
   const History h = commit.history;
@@ -68,8 +68,8 @@ KERNEL __launch_bounds__(PENALTY_THREADS) penalty_apply(const Row* rows, const H
   }
 }
 
-// penalty_forbid: no-repeat-n-gram, after penalty_apply. Every end of an earlier n-gram is compared with the row's last n - 1 tokens.
-//   Grid (any, rows), block 256.
+// penalty_forbid: no-repeat-n-gram, after penalty_apply. Compares the end of every earlier n-gram with the row's last n - 1 tokens. Grid (any, rows),
+// block 256.
 KERNEL __launch_bounds__(PENALTY_THREADS) penalty_forbid(const Row* rows, const History* histories, const int* texts, int text_pitch, const int* windows,
                                                          int window_pitch, float* logits, int vocab) {
   __shared__ int last[NGRAM_MAX];

@@ -1,10 +1,10 @@
-// Causal attention of prompt rows over full-precision keys and values, grouped query heads.
+// Causal attention of prompt rows over full-precision keys and values, with grouped query heads.
 //
-// Queries [q0, q0 + n) attend to keys [0, q0 + n), key <= query: O = softmax(Q K^T * scale) V. Q, K, V are f16 (keys and values are the very numbers the
-// cache stores); P is rounded to f16 for P V, after a factor 2^14 that keeps its tail out of the subnormals; sums are f32; O is written in the weights' type.
-// Keys run upward from 0 in tiles of fixed width whatever q0 is, so a query row's bits do not depend on q0, n or the row's place in its tile.
+// Queries [q0, q0 + n) attend to keys [0, q0 + n), key <= query: O = softmax(Q K^T * scale) V. Q, K, V are f16 (keys and values are the numbers that
+// the cache stores). P is rounded to f16 for P V, after a factor 2^14 that keeps its tail out of the subnormals. Sums are f32; O has the weights'
+// type. Keys run upward from 0 in tiles of fixed width, so a query row's bits do not depend on q0, n or the row's place in its tile.
 //
-// sm_90a: wgmma and the copy engine, but for heads of 256 channels. There and elsewhere: mma.sync and cp.async.
+// sm_90a uses wgmma and TMA, except for heads of 256 channels. Those and other architectures use mma.sync and cp.async.
 #include "numbers.cuh"
 
 // P is at most 2^14, so f16 holds probabilities down to 2^-28 of the largest without loss; the factor cancels in O.
@@ -15,8 +15,8 @@ constexpr float P_SHIFT = 14;
 
 namespace wgmma_attention {
 
-// A CTA takes 128 query rows of a head: two consumer warpgroups of 64 rows, and a producer that feeds K and V tiles of 128 keys.
-// While one warpgroup computes exponentials the tensor cores work for the other; S of tile j is issued before P V of tile j - 1 is awaited.
+// A CTA takes 128 query rows of a head: two consumer warpgroups of 64 rows, and a producer that loads K and V tiles of 128 keys. While one warpgroup
+// computes exponentials, the tensor cores serve the other. S of tile j is issued before P V of tile j - 1 is awaited.
 enum { ROWS = 128, KEYS = 128, THREADS = 384, STAGES = 2 };
 
 // A tile: D / 64 parts of 64 channels, each 128 rows x 128 bytes, swizzled.
@@ -25,8 +25,8 @@ struct Tile {
   static constexpr int PART = 128 * 128, PARTS = D / 64, BYTES = PART * PARTS;
 };
 
-// Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1}; O: box {64, 64, 1}.
-// Q and O have n rows, K and V q0 + n; what lies beyond reads as zero and is masked.
+// Tensor maps (3D, f16 or the output's type, 128-byte swizzle): {D channels, rows, heads}; Q, K, V: box {64, 128, 1}; O: box {64, 64, 1}. Q and O
+// have n rows, K and V q0 + n; rows beyond read as zero and are masked.
 template <int D, class T>
 DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, const TensorMap* O, int n, int q0, int group, float scale_log2) {
   constexpr int BYTES = Tile<D>::BYTES, PART = Tile<D>::PART, PARTS = Tile<D>::PARTS;
@@ -53,7 +53,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
         for (int i = 0; i < PARTS; i++) tma_load(dst + i * PART, from, 64 * i, row, of_head, bar);
       };
       load(q_at, Q, row0, head, q_full);
-      for (int j = 0; j <= tiles; j++) {  // K of tile j, then V of tile j - 1: the order in which they are used
+      for (int j = 0; j <= tiles; j++) {  // K of tile j, then V of tile j - 1: the order of use
         if (j < tiles) {
           const int s = j % STAGES;
           mbar_wait(k_empty + 8 * s, (j / STAGES & 1) ^ 1);
@@ -70,7 +70,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
     registers_take<240>();
     const int w = warpgroup, lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3;
     const int query = q0 + row0 + w * 64 + warp * 16 + (lane >> 2);  // position of this thread's first row; the second is 8 later
-    const int unmasked = (q0 + row0 + w * 64 + 1) / KEYS;            // tiles that all 64 rows see whole
+    const int unmasked = (q0 + row0 + w * 64 + 1) / KEYS;            // tiles that all 64 rows see entirely
     const uint64_t q_desc = desc_kmajor(q_at + w * 64 * 128);
     float s[64], o[D / 2], max0 = -1e30f, max1 = -1e30f, sum0 = 0, sum1 = 0;
     uint32_t p[32];
@@ -93,7 +93,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       for (int k = 0; k < 8; k++) wgmma_registers(o, p + 4 * k, v_desc + k * 128, 1);
       wgmma_commit();
     };
-    auto softmax = [&](int j, float& keep0, float& keep1) {  // s becomes 2^(s - max + P_SHIFT); keep: the factor for what was summed before
+    auto softmax = [&](int j, float& keep0, float& keep1) {  // s becomes 2^(s - max + P_SHIFT); keep: the factor for the earlier sums
       if (j >= unmasked) {
 #pragma unroll
         for (int i = 0; i < 64; i++) {
@@ -140,7 +140,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
       softmax(j, keep0, keep1);
       wgmma_wait<0>();
       if (lane == 0) mbar_arrive(v_empty + 8 * vs);
-      // Only where a maximum of the warp moved; elsewhere the factor is exactly 1.
+      // Only if a maximum of the warp moved; otherwise the factor is exactly 1.
       if (__any_sync(~0u, keep0 != 1.f || keep1 != 1.f))
 #pragma unroll
         for (int i = 0; i < D / 2; i += 4) o[i] *= keep0, o[i + 1] *= keep0, o[i + 2] *= keep1, o[i + 3] *= keep1;
@@ -154,7 +154,7 @@ DEV void attend(const TensorMap* Q, const TensorMap* K, const TensorMap* V, cons
     sum0 += __shfl_xor_sync(~0u, sum0, 2), sum1 += __shfl_xor_sync(~0u, sum1, 2);
     const float f0 = 1.f / sum0, f1 = 1.f / sum1;
     wgmma_wait<0>();
-    bar_sync(1 + w, 128);  // the whole warpgroup is done with its 64 rows of Q: they hold O now
+    bar_sync(1 + w, 128);  // the whole warpgroup has read its 64 rows of Q, which O overwrites
     const int o_row = warp * 16 + (lane & 15), half = lane >> 4;
 #pragma unroll
     for (int i = 0; i < D / 16; i++) {
@@ -194,9 +194,9 @@ ENTRY(128, f16, Half)
 
 namespace mma_attention {
 
-// 128 query rows of a head per CTA, 4 warps of 32 rows (with 16 rows a warp shared-memory reads would be the limit), keys upward in tiles of 64.
-// Shared memory: Q, one tile of K (its successor loads during P V) and one of V (loads during Q K^T); two CTAs per SM.
-// Heads of 256 channels leave registers for 16 rows a warp; they take this way on Hopper, too.
+// 128 query rows of a head per CTA, 4 warps of 32 rows (with 16 rows per warp shared-memory reads would be the limit), keys upward in tiles of 64.
+// Shared memory: Q, one tile of K (the next loads during P V) and one of V (loads during Q K^T); two CTAs per SM. Heads of 256 channels have
+// registers for only 16 rows per warp; they use this kernel on Hopper, too.
 enum { KEYS = 64, THREADS = 128 };
 
 template <int D>

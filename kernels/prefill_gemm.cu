@@ -1,19 +1,19 @@
-// Matrix products of prefill: C[M, N] = A[M, K] * W[N, K]^T with f32 sums, for prompt rows.
+// GEMMs of prefill: C[M, N] = A[M, K] * W[N, K]^T with f32 sums, for prompt rows.
 //
-// sm_90a has the wgmma kernels prefill_{qkv,residual,gated}_*. The other architectures have mma.sync kernels prefill_{plain,residual,gated}_* (plain and
-// elementwise's `rope_store` take the place of qkv); sm_75, which has no bfloat16 unit, only prefill_plain_bf16. prefill_plain_f32 is everywhere.
+// sm_90a has the wgmma kernels prefill_{qkv,residual,gated}_*. The other architectures have mma.sync kernels prefill_{plain,residual,gated}_* (plain
+// and elementwise's `rope_store` replace qkv); sm_75, without bfloat16 tensor cores, only prefill_plain_bf16. prefill_plain_f32 exists everywhere.
 //
-//   A: row-major activations, bf16 or f16, pitch K padded to 64 elements.
-//   W: atoms, [N/16][K/64][16 rows][8 pieces of 16 bytes], piece j of row r at place j ^ (r & 7); N and K padded with zeros. This is what the copy engine's
-//      128-byte swizzle would write, so tiles go to wgmma as they are.
+//     A: row-major activations, bf16 or f16, pitch K padded to 64 elements.
+//     W: atoms, [N/16][K/64][16 rows][8 pieces of 16 bytes], piece j of row r at position j ^ (r & 7); N and K padded with zeros. This equals TMA's
+//        128-byte swizzle, so tiles are wgmma operands as they are.
 //
-// The sum of one output runs over k in one fixed order, whatever M, the row's place and the tile's shape, so a row's bits depend on nothing but the row.
+// Each output is summed over k in one fixed order, whatever M, the row's place and the tile's shape. So a row's bits depend on the row alone.
 //
-// Epilogues:
-//   qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim 64, 128 or 256.
-//   residual  hidden[M][N] f32 += C + bias
-//   gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = silu(gate) * up, rounded to the weights' type
-//   plain     Y[M][N] f32 = C
+//     Epilogues:
+//     qkv       bias, per-head norm and RoPE on the accumulators, then q (f16) and k, v (f16) to two matrices. head_dim 64, 128 or 256.
+//     residual  hidden[M][N] f32 += C + bias
+//     gated     W's rows are gate and up interleaved by 8 (rows 16i..16i+7 gate, 16i+8..16i+15 up): X[M][N/2] = silu(gate) * up, rounded to the weights' type
+//     plain     Y[M][N] f32 = C
 #include "numbers.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -28,11 +28,11 @@ struct Config {
   static constexpr int COLUMNS = COLUMNS_, CONSUMERS = CONSUMERS_, CLUSTER = CLUSTER_, STAGES = STAGES_;
   static constexpr int ROWS = 64 * CONSUMERS, TILE_ROWS = ROWS * CLUSTER, BLOCK_K = 64, THREADS = 128 * (CONSUMERS + 1);
   static constexpr int A_BYTES = ROWS * 128, W_BYTES = COLUMNS * 128, STAGE_BYTES = A_BYTES + W_BYTES;
-  static constexpr int OUT_BYTES = 64 * 64 * 2, OUT_BUFFERS = CONSUMERS == 2 ? 2 : 1;  // 64 x 64 blocks on their way out, per warpgroup
+  static constexpr int OUT_BYTES = 64 * 64 * 2, OUT_BUFFERS = CONSUMERS == 2 ? 2 : 1;  // 64 x 64 output staging blocks, per warpgroup
   static constexpr bool SHIFT_REGISTERS = CONSUMERS == 2;                                 // the producer gives registers to the consumers
 };
-// Few rows: small tiles and a deep ring, since the weights come from memory and their latency is what counts. Otherwise pairs of CTAs; slim pairs
-// and single CTAs where wider tiles would leave multiprocessors idle.
+// Few rows: small tiles and many stages, since weights come from memory and latency dominates. Otherwise pairs of CTAs; slim pairs and single CTAs
+// where wider tiles would leave SMs idle.
 template <class T> using Wide = Config<T, 256, 2, 2, 4>;
 template <class T> using Middle = Config<T, 128, 2, 2, 6>;
 template <class T> using Tall = Config<T, 128, 2, 1, 6>;
@@ -40,16 +40,16 @@ template <class T> using Slim = Config<T, 64, 2, 2, 8>;
 template <class T> using Small = Config<T, 128, 1, 1, 8>;
 template <class T> using Narrow = Config<T, 64, 1, 1, 12>;
 
-struct Place {
+struct TileIndex {
   int row, column;  // in tiles
 };
-// Tiles in groups of `group` tile rows, column by column: those in flight form a block about as high as wide, so L2 serves most loads.
-DEV Place place_of(int tile, int tile_rows, int tile_columns, int group) {
+// Tiles in groups of `group` tile rows, column by column: the tiles in flight form a nearly square block, so L2 serves most loads.
+DEV TileIndex tile_at(int tile, int tile_rows, int tile_columns, int group) {
   const int per = group * tile_columns, g = tile / per, first = g * group, high = min(group, tile_rows - first), r = tile - g * per;
   return {first + r % high, r / high};
 }
 
-// What a thread of a warpgroup needs to place its accumulators.
+// Indices of a thread's accumulators in its warpgroup's tile.
 struct Corner {
   int row;     // first of the warpgroup's 64 rows
   int column;  // first of its COLUMNS columns
@@ -58,7 +58,7 @@ struct Corner {
   int sent;        // blocks sent so far
 };
 
-// One 64 x 64 block of 16-bit values, columns 64 j .. of `d`, to (column, row) of a matrix; several may be under way.
+// Stores one 64 x 64 block of 16-bit values, columns 64 j .. of `d`, at (column, row) of a matrix; several stores may be in flight.
 template <class C, class Pack>
 DEV void send_block(Corner& at, const float* d, const TensorMap* to, int column, int row, Pack pack) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5 & 3, r = warp * 16 + (lane & 15), half = lane >> 4;
@@ -90,7 +90,7 @@ struct Qkv {
 
   template <class C>
   DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
-    constexpr int REGISTERS = HEAD_DIM / 2, PAIR = HEAD_DIM / 4;  // accumulators of a head; distance of the two of a rotation
+    constexpr int REGISTERS = HEAD_DIM / 2, PAIR = HEAD_DIM / 4;  // accumulators of a head; distance between the two that RoPE rotates together
     const int lane = threadIdx.x & 31, c = lane & 3, row = at.row + (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
 #pragma unroll
     for (int h = 0; h < C::COLUMNS / HEAD_DIM; h++) {
@@ -150,7 +150,7 @@ struct Residual {
   const float* bias;        // [N] or null
   int N;
 
-  // The copy engine adds blocks of 32 columns to memory while the next ones are written. Every element is added to once, so no order of arrival matters.
+  // TMA adds blocks of 32 columns to memory while the next ones are written. Every element is added to once, so the order does not matter.
   template <class C>
   DEV void operator()(float (&d)[C::COLUMNS / 2], Corner& at) const {
     const int lane = threadIdx.x & 31, c = lane & 3, row = (threadIdx.x >> 5 & 3) * 16 + (lane >> 2);
@@ -228,7 +228,7 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
     if ((threadIdx.x & 127) == 0) {
       int s = 0, phase = 0;
       for (int t = first; t < tiles; t += hop) {
-        const Place at = place_of(t, tile_rows, tile_columns, group);
+        const TileIndex at = tile_at(t, tile_rows, tile_columns, group);
         const int row = at.row * C::TILE_ROWS + rank * C::ROWS, column = at.column * C::COLUMNS + rank * (C::COLUMNS / C::CLUSTER);
         for (int kb = 0; kb < blocks; kb++) {
           mbar_wait(empty + 8 * s, phase ^ 1);
@@ -251,9 +251,9 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
     };
     float d[C::COLUMNS / 2];
     for (int t = first; t < tiles; t += hop) {
-      const Place at = place_of(t, tile_rows, tile_columns, group);
+      const TileIndex at = tile_at(t, tile_rows, tile_columns, group);
       int previous = 0;
-      // Zeroed by plain moves and always added to: an undefined accumulator makes the assembler serialize every wgmma (C7515).
+      // Zeroed by moves and always accumulated onto: an undefined accumulator makes ptxas serialise every wgmma (C7515).
 #pragma unroll
       for (int i = 0; i < C::COLUMNS / 2; i++) d[i] = 0;
       for (int kb = 0; kb < blocks; kb++) {
@@ -264,7 +264,7 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
 #pragma unroll
         for (int k = 0; k < 4; k++) Wgmma<typename C::T>::shared(d, a + 2 * k, b + 2 * k, 1);
         wgmma_commit();
-        wgmma_wait<1>();  // the block before this one is done: its slot may be filled again
+        wgmma_wait<1>();  // the previous block is complete, so its stage may be refilled
         if (kb) leave(previous);
         previous = s;
         if (++s == STAGES) s = 0, phase ^= 1;
@@ -277,16 +277,19 @@ DEV void multiply(const TensorMap* A, const TensorMap* W, int M, int N, int K, i
     }
     if ((threadIdx.x & 127) == 0) bulk_wait_all();
   }
-  if (C::CLUSTER > 1) cluster_sync();  // the other CTA may still signal or write here
+  if (C::CLUSTER > 1) cluster_sync();  // the other CTA may still signal or write to this one
 }
 
 }  // namespace wgmma_gemm
 using namespace wgmma_gemm;
 
-// prefill_qkv_{64,128}_{bf16,f16}_{wide,middle,tall,small}, prefill_qkv_256_{bf16,f16}_wide (A, W, Q, KV, bias, q_norm, k_norm, cos_sin, eps, heads, kv_heads, M, N, K, group)
-// prefill_residual_{bf16,f16}_{wide,middle,slim,narrow}(A, W, hidden, bias, M, N, K, group)
-// prefill_gated_{bf16,f16}_{wide,middle,tall,small}(A, W, X, bias, M, N, K, group)
-// Block: 128 threads more than twice the rows of a CTA's tile. Dynamic shared memory: STAGES * STAGE_BYTES + the outgoing blocks + 16 STAGES + 1024.
+// prefill_qkv_{64,128}_{bf16,f16}_{wide,middle,tall,small}, prefill_qkv_256_{bf16,f16}_wide (A, W, Q, KV, bias, q_norm, k_norm, cos_sin, eps, heads,
+// kv_heads, M, N, K, group)
+//
+//     prefill_residual_{bf16,f16}_{wide,middle,slim,narrow}(A, W, hidden, bias, M, N, K, group)
+//     prefill_gated_{bf16,f16}_{wide,middle,tall,small}(A, W, X, bias, M, N, K, group)
+//
+// Block: 128 threads more than twice the rows of a CTA's tile. Dynamic shared memory: STAGES * STAGE_BYTES + output staging + 16 STAGES + 1024.
 #define LAUNCHED(CONFIG, CLUSTERED) CLUSTERED __launch_bounds__(CONFIG::THREADS, 1)
 #define CLUSTER_PAIR __cluster_dims__(2, 1, 1)
 #define SINGLE
@@ -334,17 +337,17 @@ ENTRIES(f16, Half)
 
 namespace mma_gemm {
 
-// 128 x 128 of C per CTA, 4 warps of 64 x 64, k blocks of 32 through a ring of 4 stages (64 KB) filled by cp.async; two CTAs per SM.
+// 128 x 128 of C per CTA, 4 warps of 64 x 64, k blocks of 32 through 4 stages (64 KB) filled by cp.async; two CTAs per SM.
 enum { ROWS = 128, COLUMNS = 128, BLOCK_K = 32, STAGES = 4, THREADS = 128, TILE_BYTES = 128 * BLOCK_K * 2, SHARED = STAGES * 2 * TILE_BYTES };
 
-// A tile: 128 rows of 64 bytes; the four pieces of a row are permuted so that 8 rows of one piece touch all banks.
+// A tile: 128 rows of 64 bytes; the four pieces of a row are permuted so that 8 rows of one piece cover all banks.
 DEV uint32_t place(int row, int piece) { return row * 64 + ((piece ^ (row >> 1 & 3)) << 4); }
 
 DEV void mma(Half, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_f16(d, a, b0, b1); }
 DEV void mma(Bf16, float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { mma_bf16(d, a, b0, b1); }
 
-// Calls store(row, column, c0, c1) for every pair of columns (column even, both below N or both not) of rows below M that this thread holds, and
-// store_gated(row, column, gate pair, up pair) instead where GATED.
+// Calls store(row, column, c0, c1) for every pair of columns (column even, both below N or both not) of rows below M that this thread holds; with
+// GATED it calls store_gated(row, column, gate pair, up pair) instead.
 template <class T, bool GATED, class Store>
 DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pitch, int group, Store store) {
   extern __shared__ __align__(128) char raw[];
@@ -370,7 +373,7 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
   float d[4][8][4];
 #pragma unroll
   for (int i = 0; i < 128; i++) (&d[0][0][0])[i] = 0;
-  uint32_t a[2][4][4], b[2][4][4];  // fragments of two k steps of 16: one is loaded while the other is used
+  uint32_t a[2][4][4], b[2][4][4];  // fragments of two k steps of 16, double-buffered
   auto fetch = [&](int kb, int k) {
     const uint32_t a_at = base + kb % STAGES * 2 * TILE_BYTES, w_at = a_at + TILE_BYTES;
 #pragma unroll
@@ -378,7 +381,7 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
 #pragma unroll
     for (int i = 0; i < 4; i++) ldmatrix4(b[k][i], w_at + place(wn + 16 * i + (lane & 7) + (lane >> 4) * 8, 2 * k + (lane >> 3 & 1)));
   };
-  auto product = [&](int k) {
+  auto gemm = [&](int k) {
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -393,11 +396,11 @@ DEV void multiply(const uint16_t* A, const uint4* W, int M, int N, int K, int pi
   fetch(0, 0);
   for (int kb = 0; kb < blocks; kb++) {
     fetch(kb, 1);
-    load(kb + STAGES - 1);  // into the slot of block kb - 1, which all had read at the last barrier
-    product(0);
+    load(kb + STAGES - 1);  // into the stage of block kb - 1, which all warps had read at the last barrier
+    gemm(0);
     arrived();  // block kb + 1
     if (kb + 1 < blocks) fetch(kb + 1, 0);
-    product(1);
+    gemm(1);
   }
   copy_wait<0>();
 #pragma unroll
@@ -448,7 +451,7 @@ ENTRIES(f16, Half)
 
 #endif
 
-// Without matrix units: one chain of fused multiply-adds per output, k upwards. 64 x 64 outputs per CTA.
+// Without tensor cores: one chain of fused multiply-adds per output, k upwards. 64 x 64 outputs per CTA.
 template <class LoadA, class LoadW>
 DEV void multiply_plain(LoadA load_a, LoadW load_w, float* Y, int M, int N, int K) {
   __shared__ float a[16][65], w[16][65];
@@ -483,7 +486,7 @@ extern "C" __global__ void __launch_bounds__(256) prefill_plain_f32(const float*
 }
 
 #ifndef QS_SM80
-// Turing has no bfloat16 unit. A [M][pitch] bf16, W atoms, Y [M][N]; grid and block as above.
+// Turing has no bfloat16 tensor cores. A [M][pitch] bf16, W atoms, Y [M][N]; grid and block as above.
 extern "C" __global__ void __launch_bounds__(256) prefill_plain_bf16(const uint16_t* A, const uint16_t* W, float* Y, int M, int N, int K, int pitch) {
   const int atoms = (K + 63) / 64;
   multiply_plain([&](int row, int k) { return Bf16::to_float(A[(size_t)row * pitch + k]); },

@@ -1,6 +1,6 @@
-// The few PTX instructions the kernels use, with what stands in for them on architectures that lack them.
+// The PTX instructions the kernels use, with replacements on architectures that lack them.
 //
-// No framework header, and the only toolkit headers are cuda_fp16.h and cuda_bf16.h: NVRTC compiles every kernel at build time.
+// The only headers are cuda_fp16.h and cuda_bf16.h of the toolkit: NVRTC compiles every kernel at build time.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -28,9 +28,10 @@ typedef unsigned long long uint64_t;
 #endif
 
 // ---- programmatic dependent launch ----
-// Every kernel of a step calls `grid_trigger` first thing, so that the next kernel's blocks can come up early, and `grid_wait` in every thread
-// before it touches anything another kernel of the step writes or reads. Each kernel waits, so waiting for the last one is waiting for all. The first
-// kernel of a step, `embed_*`, is launched without overlap: what earlier steps left is complete, and may be read ahead of the wait.
+//
+// Every kernel of a step first calls `grid_trigger`, so that the next kernel's blocks can start early. It calls `grid_wait` in every thread before it
+// accesses anything that another kernel of the step writes or reads. Since each kernel waits, waiting for the last one waits for all. The first
+// kernel of a step, `embed_*`, is launched without overlap, so results of earlier steps are complete and may be read before the wait.
 DEV void grid_wait() {
 #ifdef QS_SM90
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -98,7 +99,7 @@ DEV uint4 ldg_stream(const void* p) {
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p));
   return r;
 }
-// What another kernel of the step wrote: never through the non-coherent path, whose lines may be older than `grid_wait`.
+// Data that another kernel of the step wrote: not through the non-coherent path, whose lines may be from before `grid_wait`.
 DEV uint4 ldg_plain(const void* p) {
   uint4 r;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(p) : "memory");
@@ -111,7 +112,7 @@ DEV void copy16(uint32_t shared, const void* global) {
   sts128(shared, ldg_stream(global));
 #endif
 }
-// The same for what a whole pass reads once: it leaves L2 first, so that activations stay.
+// The same for data that a pass reads once: it is evicted from L2 first, so that activations stay.
 DEV uint64_t evict_first() {
   uint64_t policy = 0;
 #ifdef QS_SM80
@@ -128,8 +129,8 @@ DEV uint4 ldg_once(const void* p, uint64_t policy) {
   return ldg_stream(p);
 #endif
 }
-// The hint is Hopper's alone: with it ptxas (12.9 and 13.0) adds a uniform base to the address on sm_80 to sm_120, and where there is an offset too it encodes an
-// instruction that GPUs refuse (`LDGSTS [R3+UR0+0x1200], desc[UR1]`: illegal instruction). tools/check_sass.py looks for it.
+// The hint is for Hopper only. On sm_80 to sm_120 ptxas (12.9 and 13.0) adds a uniform base to the address with it. With an offset as well, it
+// encodes an illegal instruction (`LDGSTS [R3+UR0+0x1200], desc[UR1]`); tools/check_sass.py detects it.
 DEV void copy16_once(uint32_t shared, const void* global, uint64_t policy) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0],[%1],16,%2;" ::"r"(shared), "l"(global), "l"(policy) : "memory");
@@ -158,9 +159,10 @@ DEV void ldmatrix2_trans(uint32_t (&r)[2], uint32_t a) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1},[%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(a) : "memory");
 }
 
-// ---- matrix products of one warp; lane = 4 g + c ----
-// d[16 x 8] += a[16 x 16] * b[16 x 8]: a0 = (row g, k 2c..2c+1), a1 = (g + 8, 2c..), a2 = (g, 2c + 8..), a3 = (g + 8, 2c + 8..),
-// b0 = (k 2c..2c+1, column g), b1 = (2c + 8.., g), d0, d1 = (row g, columns 2c, 2c + 1), d2, d3 = (g + 8, ..).
+// ---- mma of one warp; lane = 4 g + c ----
+//
+// d[16 x 8] += a[16 x 16] * b[16 x 8]: a0 = (row g, k 2c..2c+1), a1 = (g + 8, 2c..), a2 = (g, 2c + 8..), a3 = (g + 8, 2c + 8..), b0 = (k 2c..2c+1,
+// column g), b1 = (2c + 8.., g), d0, d1 = (row g, columns 2c, 2c + 1), d2, d3 = (g + 8, ..).
 DEV void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef QS_SM80
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -172,7 +174,7 @@ DEV void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[2]), "r"(a[3]), "r"(b1));
 #endif
 }
-// The same in bfloat16. Turing has no bfloat16 unit: there the products are formed one by one, in a fixed order.
+// The same in bfloat16. Turing has no bfloat16 tensor cores: there, multiply-adds are done one by one, in a fixed order.
 DEV void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #ifdef QS_SM80
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -183,7 +185,7 @@ DEV void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b
   auto high = [](uint32_t v) { return __uint_as_float(v & 0xffff0000u); };
 #pragma unroll
   for (int half = 0; half < 2; half++)
-#pragma unroll 1                                             // unrolled it would take the assembler minutes
+#pragma unroll 1                                             // unrolled it would compile for minutes
     for (int from = 0; from < 4; from++) {
       const uint32_t row = __shfl_sync(~0u, a[half * 2], g * 4 + from), row8 = __shfl_sync(~0u, a[half * 2 + 1], g * 4 + from);
       const uint32_t column = __shfl_sync(~0u, half ? b1 : b0, 2 * c * 4 + from), column1 = __shfl_sync(~0u, half ? b1 : b0, (2 * c + 1) * 4 + from);

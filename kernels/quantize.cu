@@ -1,7 +1,7 @@
-// Quantisers: pages of the cache into nibble planes, weights into the layouts of the products, draft weights into 4 and 8 bits.
+// Quantisers: pages of the cache into nibble planes, weights into the layouts of the GEMMs, draft weights into 4 and 8 bits.
 //
-// Codes and parameters equal quantspec_core::quantize to the bit (the sign of a zero parameter apart, where a group holds zeros of both signs).
-// Non-finite elements, and groups that f16 parameters cannot hold, set a bit of the error flag; what is written for them means nothing.
+// Codes and parameters equal quantspec_core::quantize to the bit (except for the sign of a zero parameter in groups with zeros of both signs).
+// Non-finite elements, and groups that f16 parameters cannot hold, set a bit of the error flag; their output is meaningless.
 #include "layout.cuh"
 #include "numbers.cuh"
 
@@ -10,7 +10,7 @@ constexpr float SCALE_MIN = 6.103515625e-5f;  // smallest normal f16: scale of a
 
 struct Group {
   uint16_t scale_bits, zero_bits;
-  float scale, zero;  // what the bits stand for
+  float scale, zero;  // value of code 0 and of a step
   bool ok;
 };
 
@@ -22,7 +22,7 @@ DEV Group rounded(float scale, float zero) {
   return p;
 }
 
-// Parameters of a cache group from its least and greatest element.
+// Parameters of a cache group from its smallest and largest element.
 DEV Group cache_group(float low, float high, bool balanced) {
   if (low == high) return rounded(0.f, low);
   const float range = __fsub_rn(high, low);
@@ -57,7 +57,7 @@ struct Page {
 // Dynamic shared memory: 256 D + 4096 bytes.
 template <int D, bool VALUES>
 DEV void quantize_part(const uint16_t* src, int64_t stride, const Page& page, bool balanced, uint32_t* flag) {
-  constexpr int PITCH = D + 8;  // fragments are then read without bank conflicts
+  constexpr int PITCH = D + 8;  // so that fragments are read without bank conflicts
   extern __shared__ __align__(16) uint16_t tile[];
   float2* params = (float2*)(tile + PAGE * PITCH);  // {scale, zero} of each channel or token
   const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
@@ -144,9 +144,9 @@ DEV void flush(const uint16_t* ring_k, const uint16_t* ring_v, uint8_t* upper, u
   else quantize_part<D, false>(ring_k + from, D, to, balanced, flag);
 }
 
-// store_{64,128,256}: quantises pages first .. of one layer from prefill's scratch, f16 [token][2 heads D] (keys, then values).
-//   upper, lower, full: the layer's part of the pools, [pages][heads], or null; table: physical page of each logical page of the slot.
-//   Grid (heads, number of pages, 2), block 256, dynamic shared memory 256 D + 4096.
+// store_{64,128,256}: quantises pages first .. of one layer from prefill's scratch, f16 [token][2 heads D] (keys, then values). upper, lower, full:
+// the layer's part of the pools, [pages][heads], or null; table: physical page of each logical page of the slot. Grid (heads, number of pages, 2),
+// block 256, dynamic shared memory 256 D + 4096.
 template <int D>
 DEV void store(const uint16_t* scratch, uint8_t* upper, uint8_t* lower, uint16_t* full, const int* table, int first, int balanced, uint32_t* flag) {
   const int head = blockIdx.x, page = first + blockIdx.y, heads = gridDim.x;
@@ -191,14 +191,15 @@ PAGES(128)
 PAGES(256)
 
 // ---- weights ----
-// Where row n of a part lies in its matrix: plain (0) behind first_row; gate (1) and up (2) rows alternate by eight.
+//
+// Row of a part's row n in its matrix: plain (0) after first_row; gate (1) and up (2) rows alternate by eight.
 DEV int matrix_row(int n, int interleave) { return interleave ? n / 8 * 16 + n % 8 + (interleave == 2 ? 8 : 0) : n; }
 
 // 16-byte piece j of row n in a matrix of atoms.
 DEV size_t atom_piece(int n, int j, int atoms) { return (((size_t)(n / 16) * atoms + j / 8) * 16 + n % 16) * 8 + ((j % 8) ^ (n & 7)); }
 
-// weights_atoms: rows [first, first + rows) of a row-major 16-bit matrix [.][K] into atoms; src begins at row `first`. Rows and columns of padding must have
-// been zeroed before. Grid ceil(rows * ceil(K / 8) / 256), block 256.
+// weights_atoms: rows [first, first + rows) of a row-major 16-bit matrix [.][K] into atoms; src begins at row `first`. Padding rows and columns must
+// be zero already. Grid ceil(rows * ceil(K / 8) / 256), block 256.
 KERNEL __launch_bounds__(256) weights_atoms(const uint16_t* src, uint4* dst, int first, int rows, int K, int interleave) {
   const int pieces = (K + 7) / 8, atoms = (K + 63) / 64;
   const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x;
@@ -231,22 +232,25 @@ struct FromRows {
   }
 };
 
-// One block of 16 rows x 128 k of draft weights, 128 threads. TOP: greatest code, 15 or 255. Blocks are laid out as linear.cu reads them:
-//   W4, 1088 bytes: codes [h 0..1][lane] uint4, word w byte b: low nibble row g, high nibble row g + 8, k = 64 h + 16 c + 4 w + b;
-//   W8, 2112 bytes: codes [j 0..3][lane] uint4, j = 2 h + p: words 0, 1 rows g, g + 8 at k = 64 h + 16 c + 8 p + b, words 2, 3 the same at k + 4;
-//   then parameters [g] {scale, zero of row g, scale, zero of row g + 8}. Code 0 past K; scale and zero 0 past N.
+// One block of 16 rows x 128 k of draft weights, 128 threads. TOP: largest code, 15 or 255. Blocks have the layout of linear.cu:
 //
-// `paired`: 0, or the width D of the heads that the rows are. Then a tile holds channels c .. c + 7 of a head and D / 2 + c .. of the same, which RoPE turns together.
+//     W4, 1088 bytes: codes [h 0..1][lane] uint4, word w byte b: low nibble row g, high nibble row g + 8, k = 64 h + 16 c + 4 w + b;
+//     W8, 2112 bytes: codes [j 0..3][lane] uint4, j = 2 h + p: words 0, 1 rows g, g + 8 at k = 64 h + 16 c + 8 p + b, words 2, 3 the same at k + 4;
+//     then parameters [g] {scale, zero of row g, scale, zero of row g + 8}. Code 0 past K; scale and zero 0 past N.
+//
+// `paired`: 0, or the width D of the heads that the rows form. A tile then holds channels c .. c + 7 and D / 2 + c .. of a head, which RoPE rotates
+// together.
 DEV int paired_row(int n, int paired) {
   if (!paired) return n;
   const int in = n % paired;
   return n - in + in / 16 * 8 + in % 8 + (in & 8 ? paired / 2 : 0);
 }
-// Candidates of the search for 4-bit parameters, as quantspec_core::quantize has them: SHRINK, FITS.
+// Search space of 4-bit parameters, as in quantspec_core::quantize: SHRINK, FITS.
 constexpr float SHRINK_STEP = 0.03125f;
 constexpr int SHRINKS = 3, FITS = 2;
 
-// A row's group of 32 EACH weights in a warp, element i * 32 + lane in x[i]; 0 where the row ends before. Sums are core's: each lane its own, then halves of lanes.
+// A row's group of 32 EACH weights in a warp, element i * 32 + lane in x[i]; 0 past the row's end. Sums are core's: per lane, then by halves of
+// lanes.
 template <int EACH_>
 struct Weights {
   static constexpr int EACH = EACH_;
@@ -291,7 +295,7 @@ DEV float squared_error(const Weights<EACH>& w, const Group& p) {
   return sum_of_lanes(sum);
 }
 
-// Least squares for the codes that p gives; false where they are all equal.
+// Least-squares fit to the codes that p gives; false if all codes are equal.
 template <int EACH>
 DEV bool fit(const Weights<EACH>& w, const Group& p, Group& found) {
   const float inverse = __fdiv_rn(1.f, p.scale);
@@ -311,7 +315,7 @@ DEV bool fit(const Weights<EACH>& w, const Group& p, Group& found) {
   return true;
 }
 
-// The parameters of least error among those considered; the first of equals.
+// Keeps the parameters of least error; the first wins ties.
 template <int EACH>
 struct Best {
   const Weights<EACH>& w;
@@ -324,7 +328,7 @@ struct Best {
   }
 };
 
-// Of the ranges whose ends have moved inwards the one of least error, then what is better still of two fits.
+// The shrunk range of least error, refined by up to two fits.
 template <int EACH>
 DEV Group search(const Weights<EACH>& w, const Group& whole) {
   Best<EACH> found(w, whole);
@@ -382,8 +386,8 @@ DEV void quantize_weights(const void* src, uint8_t* dst, int N, int K, int paire
   ((uint4*)block)[warp * 32 + lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// weights_w{4,8}_{bf16,f16,f32}(src, dst, N, K, paired, flag): src as the device keeps the matrix (atoms, or row-major for f32).
-//   Grid (ceil(K / 128), ceil(N / 16)), block 128.
+// weights_w{4,8}_{bf16,f16,f32}(src, dst, N, K, paired, flag): src in the device's layout (atoms, or row-major for f32). Grid (ceil(K / 128), ceil(N
+// / 16)), block 128.
 #define WEIGHTS(NAME, T, FROM)                                                                                                        \
   KERNEL __launch_bounds__(128) weights_w4_##NAME(const void* src, uint8_t* dst, int N, int K, int paired, uint32_t* flag) {          \
     quantize_weights<T, FROM, 15>(src, dst, N, K, paired, flag);                                                                      \
@@ -396,7 +400,8 @@ WEIGHTS(f16, Half, FromAtoms)
 WEIGHTS(f32, Single, FromRows)
 
 // ---- weights in planes (layout.cuh) ----
-// Codes of a group's least weight that are tried after 8: of the n-th try, n = 1 .. 7 (quantspec_core::weights::FIRST_CODES).
+//
+// Codes of a group's smallest weight that are tried after 8: of the n-th try, n = 1 .. 7 (quantspec_core::weights::FIRST_CODES).
 DEV int first_code(int n) { return 2 * (n - 1) + (n > 4 ? 2 : 0); }
 
 // One block of 16 rows x 64 k, 128 threads; `lower` null: the upper plane alone, every L 0.
@@ -452,7 +457,8 @@ DEV void quantize_planes(const void* src, uint8_t* upper, uint8_t* lower, int N,
   to[lane] = make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// planes_{bf16,f16,f32}(src, upper, lower or null, N, K, paired, flag): src and `paired` as of weights_w4_*. Grid (blocks of a tile, ceil(N / 16)), block 128.
+// planes_{bf16,f16,f32}(src, upper, lower or null, N, K, paired, flag): src and `paired` as for weights_w4_*. Grid (blocks per tile, ceil(N / 16)),
+// block 128.
 #define PLANES(NAME, T, FROM)                                                                                                                                   \
   KERNEL __launch_bounds__(128) planes_##NAME(const void* src, uint8_t* upper, uint8_t* lower, int N, int K, int paired, uint32_t* flag) {                     \
     quantize_planes<T, FROM>(src, upper, lower, N, K, paired, flag);                                                                                            \
@@ -461,8 +467,8 @@ PLANES(bf16, Bf16, FromAtoms)
 PLANES(f16, Half, FromAtoms)
 PLANES(f32, Single, FromRows)
 
-// atoms_{bf16,f16}(upper, lower or null, dst atoms, N, stride: blocks of a tile, paired): the matrix that the planes stand for, rounded to 16 bits, its rows
-// in the order before `paired`. Grid (ceil(K / 64), ceil(N / 16)), block 128: a thread has eight weights of a row.
+// atoms_{bf16,f16}(upper, lower or null, dst atoms, N, stride: blocks per tile, paired): the dequantised matrix, rounded to 16 bits, rows in the
+// order before `paired`. Grid (ceil(K / 64), ceil(N / 16)), block 128: a thread has eight weights of a row.
 template <class T>
 DEV void planes_to_atoms(const uint8_t* upper, const uint8_t* lower, uint4* dst, int N, int stride, int paired) {
   const int n = blockIdx.y * 16 + (threadIdx.x >> 3), k = blockIdx.x * 64 + (threadIdx.x & 7) * 8;

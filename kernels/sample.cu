@@ -381,15 +381,15 @@ struct Race {
 // sample_choose: the token after each row.
 //   logits f32 [row][vocab]; cuts [row], read where the sampler has a temperature; choices int32 [row].
 //   drafts: the token also goes to windows[slot * window_pitch + offset + 1], and rejection has noise of its own and keeps logits and cut in
-//     q_logits f32 [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset; of row 0 `lead` is told by how much its token led the
-//     runner-up (core::sample::choose_with_lead). Else it is the target's choice.
+//     q_logits f32 [slot][q_pitch][vocab] and q_cuts [slot][q_pitch] at the row's offset; `margin` is row 0's logit margin to the
+//     second-best token (core::sample::choose_with_margin). Else it is the target's choice.
 //   races [row][blocks of a row] is scratch; arrived uint32 [row] is zero before and after. Grid (ceil(vocab / CHUNK), rows), block 256.
 // A draft waits for this kernel once a token, and its code is in no cache by then: what the host told, and noise, which depends on nothing else, are
 // there before the wait (in shared memory: what is in registers the assembler would move behind it), and logarithms in double precision stand in one
 // place, for the tokens whose estimates leave them a chance to be first or second of a warp.
 KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sampler* samplers, const float* logits, const Cut* cuts, int vocab, int drafts, int* choices,
                                             int* windows, int window_pitch, float* q_logits, Cut* q_cuts, int q_pitch, Race* races, uint32_t* arrived,
-                                            float* lead, uint32_t* flag) {
+                                            float* margin, uint32_t* flag) {
   constexpr int WARPS = SAMPLE_THREADS / 32, OWN = CHUNK / SAMPLE_THREADS;   // tokens of a thread: quartets, 1,024 apart
   __shared__ Race found[WARPS];
   __shared__ uint32_t words[OWN][SAMPLE_THREADS];
@@ -486,10 +486,10 @@ KERNEL __launch_bounds__(SAMPLE_THREADS) sample_choose(const Row* rows, const Sa
   choices[row] = token;
   if (!drafts) return;
   windows[r.slot * window_pitch + r.offset + 1] = token;
-  // Where the token alone was kept it is the most likely, and its score without noise 0. Without any other token the lead is infinite; where no token could be
-  // chosen nothing leads.
+  // Where the token alone was kept it is the most likely, and its score without noise 0. Without any other token the margin is infinite; where no token could
+  // be chosen it is 0.
   const float second = race.second ? unordered((uint32_t)race.second) : minus_infinity();
-  if (row == 0) *lead = !race.first ? 0.f : greedy ? score - second : ((race.second >> 32 ? score : 0.f) - second) * s.temperature;
+  if (row == 0) *margin = !race.first ? 0.f : greedy ? score - second : ((race.second >> 32 ? score : 0.f) - second) * s.temperature;
 }
 
 // ---- judgement ----

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,25 +24,25 @@ import pytest
 import quantspec_cli
 from quantspec_cli import entry, hub
 
-# Before huggingface_hub is imported, which reads it once.
+# Set before huggingface_hub is imported, which reads it once.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Read before it is removed: properties of a long run try more inputs.
+# Read before it is removed: long runs try more examples per property.
 EXAMPLES = 2000 if os.environ.get("QUANTSPEC_LAWS") else 100
-# Settings of the person who runs the tests must not reach them.
+# The user's own settings must not affect tests.
 for variable in [name for name in os.environ if name.startswith("QUANTSPEC_")]:
     if variable not in {"QUANTSPEC_SIMD", "QUANTSPEC_REQUIRE_GPU", "QUANTSPEC_TEST_MODELS"}:
         del os.environ[variable]
 os.environ["QUANTSPEC_CONFIG"] = os.devnull
-# Nor may tests fill that person's cache.
+# Tests must not fill the user's cache.
 os.environ["QUANTSPEC_DRAFT_CACHE"] = "off"
 
-# A suite in the background ignores SIGINT (under nohup SIGHUP, too), and so would commands whose end by signals is tested.
+# A test suite in the background ignores SIGINT (under nohup also SIGHUP), and its child commands would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 DEMO = hub.demo()
 
-# A busy machine must not fail a property.
+# No deadline: a busy machine must not fail a property.
 hypothesis.settings.register_profile("quantspec", deadline=None, max_examples=EXAMPLES)
 hypothesis.settings.load_profile("quantspec")
 
@@ -49,14 +50,14 @@ hypothesis.settings.load_profile("quantspec")
 def tool(name: str) -> ModuleType:
     """A script of tools/ as a module."""
     folder = Path(__file__).parents[1] / "tools"
-    # As Python does for a script: it may import its neighbours.
+    # As for a script run by Python: it may import its neighbours.
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
     spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Where dataclasses look for the module of their fields' types.
+    # dataclasses look up the module of their fields' types here.
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
@@ -64,7 +65,7 @@ def tool(name: str) -> ModuleType:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did."""
+    """Result of a command."""
 
     code: int
     stdout: str
@@ -75,7 +76,7 @@ class Outcome:
         return json.loads(self.stdout)
 
     def assert_error(self, code: int, *words: str) -> None:
-        """One error line and one hint line, with these words in them, and nothing on stdout."""
+        """Checks for one error line and one hint line that contain these words, and an empty stdout."""
         lines = self.stderr.splitlines()
         assert self.code == code, self
         assert self.stdout == "", self
@@ -110,7 +111,7 @@ def quantspec(capfd: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 @pytest.fixture
 def toy_command() -> list[str]:
-    """The command line with the toy model, for a process of its own."""
+    """The command line with the toy model, for a separate process."""
     here = str(Path(__file__).parent)
     program = (
         f"import sys; sys.path.insert(0, {here!r}); import fake_native; fake_native.install(); "
@@ -121,7 +122,7 @@ def toy_command() -> list[str]:
 
 @pytest.fixture
 def obedient(toy_command: list[str]) -> Callable[..., Outcome]:
-    """Runs a command line with the toy model in a process that obeys permissions, also where root runs the tests."""
+    """Runs a command line with the toy model in a process without root's rights, even if root runs the tests."""
     prefix: list[str] = []
     if os.geteuid() == 0:
         if shutil.which("setpriv") is None:
@@ -140,13 +141,13 @@ class Child(subprocess.Popen[bytes]):
     """A command with the toy model.
 
     Attributes:
-        stages: where the toy tells what it has begun.
+        stages: file in which the toy records each stage it begins.
     """
 
     stages: Path
 
     def until(self, stage: str, times: int = 1) -> None:
-        """Waits until the toy has begun so many loads, prefills or verifications ("load", "prefill", "verify")."""
+        """Waits until the toy has begun this many loads, prefills or verifications ("load", "prefill", "verify")."""
         while not self.stages.exists() or self.stages.read_text().split().count(stage) < times:
             assert self.poll() is None
             time.sleep(0.005)
@@ -154,7 +155,7 @@ class Child(subprocess.Popen[bytes]):
 
 @pytest.fixture
 def start(toy_command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Child]:
-    """Starts the command line with the toy model in a process of its own."""
+    """Starts the command line with the toy model in a separate process."""
 
     def run(*arguments: str, script: dict[str, Any] | None = None, **options: Any) -> Child:
         stages = tmp_path_factory.mktemp("toy") / "stages"
@@ -185,7 +186,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def chat_model(folder: Path, source: str, generation_config: Any = None) -> str:
-    """A checkpoint directory like the demo's with a chat template, and a generation_config.json where one is given."""
+    """A checkpoint directory like the demo's with a chat template and an optional generation_config.json."""
     model = copy_demo(folder)
     config = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").unlink()
@@ -203,3 +204,16 @@ def copy_demo(target: Path, **config: Any) -> Path:
     for name in ("model.safetensors", "tokenizer.json", "tokenizer_config.json"):
         (target / name).symlink_to(DEMO / name)
     return target
+
+
+def damaged(whole: bytes, rounds: int) -> Iterator[bytes]:
+    """Copies of a file with up to 20 other bytes, every third cut short."""
+    dice = random.Random(5)
+    for round in range(rounds):
+        data = bytearray(whole)
+        if round % 3 == 0:
+            del data[dice.randrange(len(data)) :]
+        for _ in range(1 + round % 20):
+            if data:
+                data[dice.randrange(len(data))] = dice.randrange(256)
+        yield bytes(data)

@@ -1,12 +1,12 @@
-// A driver for tests without a GPU: libcuda.so.1 as far as quantspec calls it. Memory is the host's, kernels do nothing.
+// A stand-in for libcuda.so.1 in tests without a GPU: the functions that quantspec calls. Memory is the host's; kernels do nothing.
 //
-// FAKE_CUDA holds words NAME=VALUE, separated by blanks:
-//   version, devices, major, minor, free    what is shown; free in MB
-//   others                                  the major of devices behind the first
-//   busy                                    devices that another program has to itself: the sum of 1 << index
-//   delay                                   milliseconds that each wait takes
-//   CALL=N:STATUS                           the Nth call of a function, and those behind it, answer STATUS
-// With EMPTY defined it is a library without any of these functions.
+// FAKE_CUDA contains NAME=VALUE words, separated by blanks:
+//   version, devices, major, minor, free    reported values; free in MB
+//   others                                  compute capability major of devices after the first
+//   busy                                    devices used exclusively by another program: the sum of 1 << index
+//   delay                                   milliseconds per wait
+//   CALL=N:STATUS                           the Nth and later calls of a function return STATUS
+// With EMPTY defined the library has none of these functions.
 // When a device is released, the file FAKE_CUDA_REPORT holds "calls CALL COUNT" for each function that was called, and "held BYTES". Until then it holds a
 // letter for each wait that was delayed: "g" once a graph was launched, which decodes, and "w" before.
 #ifndef EMPTY

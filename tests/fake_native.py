@@ -1,8 +1,8 @@
 """A stand-in for `quantspec_cli._native`: a toy model in pure Python, with scripted acceptance.
 
-The target's next token is a function of the sequence alone, so every way of decoding must agree; how many drafted tokens are
-accepted is read from a script. Settings are class attributes of `Script`; a child process takes them from FAKE_NATIVE (JSON)
-and tells in the file FAKE_NATIVE_STAGES what it has begun, a word a line: load, prefill, verify.
+The target's next token is a function of the sequence alone, so all decoding methods must agree; a script sets the number
+of accepted tokens. Settings are class attributes of `Script`. A child process reads them from FAKE_NATIVE (JSON) and
+writes each stage it begins to the file FAKE_NATIVE_STAGES, one word per line: load, prefill, verify.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Progress = Callable[[int, int], object]
 
 
 class Script:
-    """What the toy does; tests set these."""
+    """Behaviour of the toy, set by tests."""
 
     answer: list[int] | None = None  # token ids to emit, in order, then 3s; None: pseudo-random ones
-    accepted: list[int] = [2, 0, 7, 1, 16]  # accepted drafted tokens of each round, in turn, clipped by gamma
+    accepted: list[int] = [2, 0, 7, 1, 16]  # accepted drafted tokens of each round, repeated, limited by gamma
     load_s: float = 0.0
     prefill_s: float = 0.0
     round_s: float = 0.0
-    corrupt: tuple[str, int] | None = None  # (method, position): what that method emits there is wrong
+    corrupt: tuple[str, int] | None = None  # (method, position): that method emits a wrong token there
     fail: tuple[str, str, str] | None = None  # error of a verify
     fail_after: int = 0  # verifies before that one
-    not_finite: int | None = None  # rounds with a prompt of so many tokens fail
-    memory_bytes: int = 10**12  # of the machine; a token of a sequence takes 1,000
+    not_finite: int | None = None  # rounds fail if a prompt has this many tokens
+    memory_bytes: int = 10**12  # of the machine; one token of a sequence uses 1,000
     engines: list[dict[str, Any]] = []  # options of every engine opened
 
     @classmethod
     def reset(cls) -> None:
-        """Back to the defaults, or to FAKE_NATIVE's."""
+        """Restores the defaults, or FAKE_NATIVE's settings."""
         settings = json.loads(os.environ.get("FAKE_NATIVE", "{}"))
         cls.answer = settings.get("answer")
         cls.accepted = [2, 0, 7, 1, 16]
@@ -136,7 +136,7 @@ class Engine:
         return self._next(self._sequence(slot))
 
     def prefill_chunk(self, slot: int, most_rows: int, on_progress: Progress | None = None) -> int | None:
-        """A prompt has a row per token, in one layer."""
+        """A prompt has one row per token, in one layer."""
         sequence = self._sequence(slot)
         sequence["read"] = sequence.get("read", 0) + most_rows
         if sequence["read"] < sequence["prompt"]:
@@ -211,7 +211,7 @@ class Engine:
         }
 
     def free_slots(self) -> int:
-        """For tests: how many slots hold no sequence."""
+        """For tests: number of slots without a sequence."""
         return self._sequences.count(None)
 
     def _sequence(self, slot: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""A second opinion in NumPy and float64: the network, the quantisers, the visibility law and teacher-forced drafts.
+"""An independent implementation in NumPy and float64: the network, the quantisers, the visibility law and teacher-forced
+drafts.
 
-Written from docs/algorithm.md and docs/design/cache.md alone. Slow and plain; tests compare the engine with it.
+Written from docs/algorithm.md and docs/design/cache.md alone. Slow and literal; tests compare the engine with it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def coded(group: Array, step: Array, zero: Array, top: int) -> Array:
 
 
 def searched(group: Array, step: Array, zero: Array) -> tuple[Array, Array]:
-    """Scale and zero of 4-bit codes: either end of the range moved inwards, then two fits, where the squared error falls."""
+    """Scale and zero of 4-bit codes: shrunk ranges, then two fits, keeping whatever lowers the squared error."""
     least, most = group.min(1, keepdims=True), group.max(1, keepdims=True)
     width = most - least
     best = ((coded(group, step, zero, 15) * step + zero - group) ** 2).sum(1, keepdims=True)
@@ -119,7 +120,7 @@ def rounded_activations(x: Array) -> Array:
 
 @dataclass
 class Llama:
-    """A Llama: weights as they are, or as a draft sees them (4 bits, a head of 8, int8 activations)."""
+    """A Llama: full weights, or draft weights (4 bits, a head of 8, int8 activations)."""
 
     config: dict[str, Any]
     tensors: dict[str, Array]
@@ -205,7 +206,7 @@ VIEWS = {"fp16": None, "int8": 1, "int4": 0}
 
 
 def _view(k: Array, v: Array, quantised: int, view: str) -> tuple[Array, Array]:
-    """Keys and values as a query sees them: the first `quantised` tokens through a view, later ones as stored."""
+    """Keys and values visible to a query: the first `quantised` tokens through a view, later ones as stored."""
     which = VIEWS[view]
     if which is None or quantised == 0:
         return k, v

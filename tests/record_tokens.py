@@ -1,12 +1,12 @@
-"""Records what the demo model decodes in every way (`record_tokens.py FILE`), or compares it (`--compare FILE`).
+"""Records the tokens of the demo model with every method (`record_tokens.py FILE`), or compares them (`--compare FILE`).
 
-Record before a change that must not change a token, and compare after it, once per path: QUANTSPEC_SIMD names the CPU's,
-`--device cuda` takes the GPU. A recording belongs to one path, because each rounds in its own way.
+Record before a change that must not change a token, and compare after it, once per path: QUANTSPEC_SIMD selects the CPU's
+path, `--device cuda` the GPU. A recording is valid for one path, as each rounds differently.
 
-A case is a way to decode one prompt or three of different lengths; what is kept of it are the tokens and, where γ is
-fixed, how many drafted ones were accepted, which shows a draft that reads something else. γ auto follows measured times:
-under rejection its tokens are not reproducible, and it is left out there. On a GPU a draft step rounds by its number of rows,
-so the drafts of a batch depend on when its sequences join: of batches there only greedy and replay tokens are compared.
+A case decodes one prompt, or three of different lengths. It records the tokens and, if γ is fixed, the number of accepted
+drafted tokens, which detects a draft that reads different data. γ auto depends on measured times: under rejection its
+tokens are not reproducible, so it is left out there. On a GPU a draft step's rounding depends on its number of rows, so
+the drafts of a batch depend on when its sequences join: there only greedy and replay tokens of batches are compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 TEXT = Path(quantspec_cli.__file__).with_name("sample.txt")
-# The first has five pages of 128 tokens, of which a decode step sees four; the last answer begins in the first page.
+# The first prompt has five pages of 128 tokens, of which a decode step sees four; the last answer begins in the first page.
 LENGTHS = (650, 130, 9)
 NEW_TOKENS = 48
 BATCHES = (1, 3)
@@ -56,12 +56,12 @@ class Way:
         return " ".join([self.method, self.kv_target, *(str(part) for part in named if part)])
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `Engine.load`: only what this method knows."""
+        """Keyword arguments of `Engine.load`, limited to those the method supports."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def ways() -> Iterator[Way]:
-    """Every method and cache view with every γ; draft weights and selected pages where γ is 4."""
+    """Every method and cache view with every γ; draft weights and selected pages with γ 4."""
     for kv_target, accept in product(("int8", "fp16", "int4"), ("replay", "rejection")):
         yield Way("ar", kv_target, 0, accept)
         for method, gamma in product(("quantspec", "kv4", "w4"), GAMMAS):
@@ -73,7 +73,7 @@ def ways() -> Iterator[Way]:
 
 
 def quick() -> Iterator[Way]:
-    """Enough to notice, in seconds, a method or a view that decodes something else."""
+    """Enough to detect, in seconds, a method or view that decodes different tokens."""
     for method, accept in product(("quantspec", "kv4", "w4"), ("replay", "rejection")):
         yield Way(method, "int8", 4, accept)
     yield Way("ar", "fp16", 0)
@@ -112,13 +112,13 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def write(file: Path, found: dict[str, Any]) -> None:
-    """Writes a recording, one case a line; the same one is the same bytes."""
+    """Writes a recording, one case per line; equal recordings have equal bytes."""
     lines = ",\n".join(f"{json.dumps(case, ensure_ascii=False)}: {json.dumps(value)}" for case, value in found.items())
     file.write_bytes(gzip.compress(f"{{\n{lines}\n}}\n".encode(), mtime=0))
 
 
 def differences(recorded: dict[str, Any], found: dict[str, Any], device: str = "cpu") -> list[str]:
-    """One line per case that is not what was recorded, or was not."""
+    """One line per case that differs from the recording or is missing in it."""
     lines = []
     for case, value in found.items():
         other = recorded.get(case)

@@ -1,4 +1,4 @@
-"""`quantspec batch`: every document ends as an answer or a reason, whatever happens on the way. The engine is the toy."""
+"""`quantspec batch`: every document ends as an answer or a reason, under any failure. The engine is the toy."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_is_done_is_skipped_and_what_changed_is_done_again(
 
     for flags in (["-n", "13"], ["-n", "12", "--temperature", "1"], ["-n", "12", "--instruction", "Sum up."]):
         assert quantspec(*command[:4], *flags, "--json").json["done"] == 4
-    # These change no token, and nothing is done again.
+    # These change no token, so nothing is repeated.
     for flags in (["--gamma", "2"], ["--method", "ar"], ["--threads", "1"], ["--parallel", "1"]):
         assert quantspec(*command[:4], "-n", "12", "--instruction", "Sum up.", *flags, "--json").json["skipped"] == 4
     everything = quantspec(*command[:4], "-n", "12", "--instruction", "Sum up.", "--no-resume", "--json").json
@@ -149,7 +149,7 @@ def test_failures_are_named_and_kept(fake: Any, quantspec: Run, docs: Path, tmp_
     assert (out / os.fsdecode(b"na\xffme.txt.md")).exists()
     assert max(len(os.fsencode(name)) for name in answers(out)) <= 255
 
-    # Unchanged failures are reported again without being tried; what could not be read is tried again.
+    # Unchanged failures are reported again without a new attempt; unreadable documents are tried again.
     again = quantspec(*command, "--json")
     assert (again.code, again.json["failed"], again.json["done"]) == (4, 6, 0)
     tried = quantspec(*command, "--retry-failed")
@@ -297,7 +297,7 @@ def test_files_of_others_are_not_overwritten(fake: Any, quantspec: Run, docs: Pa
     assert quantspec(*command, "--no-resume").json["done"] == 3
     assert (out / "a.txt.md").read_text() != "precious"
 
-    # An answer that a person went over is theirs, too.
+    # An edited answer belongs to its editor.
     (out / "b.md.md").write_text("corrected by hand")
     again = quantspec(*command[:-1])
     assert again.code == 0
@@ -313,7 +313,7 @@ def test_files_of_others_stay_theirs_in_later_runs(fake: Any, quantspec: Run, do
     for flags in (["-n", "3"], ["-n", "3", "--retry-failed"], ["-n", "4"]):
         assert quantspec(*command, *flags).json["failed"] == 1
         assert (out / "a.txt.md").read_text() == "precious"
-    # The remedy that the error names is enough.
+    # The remedy named by the error suffices.
     (out / "a.txt.md").unlink()
     assert quantspec(*command, "-n", "4").json["failed"] == 0
 
@@ -359,7 +359,7 @@ def test_answers_keep_off_the_files_of_the_batch(fake: Any, quantspec: Run, tmp_
 def test_an_interrupt_before_an_answer_begins_reads_no_prompt(
     fake: Any, quantspec: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while workers turn documents into prompts: none of these is read to its end."""
+    """Ctrl-C while workers convert documents to prompts: no prompt is read to its end."""
     fake.prefill_s = 60.0
     read, calls = batch.Reader.read, []
 
@@ -476,7 +476,7 @@ def test_partial_answers_are_reduced_as_often_as_needed() -> None:
 
 
 def test_documents_share_the_memory_of_the_longest(fake: Any, quantspec: Run, tmp_path: Path) -> None:
-    """Where each had the room of the longest, two would fit."""
+    """With the longest context for each, only two would fit."""
     folder, out = tmp_path / "docs", tmp_path / "out"
     folder.mkdir()
     for number, words_ in enumerate((700, 100, 120, 140)):
@@ -492,7 +492,7 @@ def test_documents_share_the_memory_of_the_longest(fake: Any, quantspec: Run, tm
     assert (report["done"], report["failed"]) == (4, 0)
     (engine,) = fake.engines[engines:]
     assert (engine["slots"], engine["pool_tokens"]) == (4, planned["pool"])
-    # A pool that the longest fills: the others wait, and follow together.
+    # The longest document fills the pool: the others wait, then decode together.
     fake.memory_bytes, fake.round_s = 1000 * (longest + 128), 0.02
     again = quantspec(*command, "--no-resume").json
     tokens = [{line["document"]: line["tokens"] for line in found["results"]} for found in (report, again)]
@@ -547,7 +547,8 @@ def test_a_second_interrupt_ends_at_once(start: Start, docs: Path, tmp_path: Pat
 def test_a_hundred_kills_lose_nothing(
     start: Start, fake: Any, quantspec: Run, tmp_path: Path, toy_command: list[str]
 ) -> None:
-    """SIGKILL at random moments: documents that were done stay done, once, and the end is that of an undisturbed run."""
+    """SIGKILL at random moments: finished documents stay finished, exactly once, and the result equals that of an
+    undisturbed run."""
     docs, out, calm = tmp_path / "docs", tmp_path / "out", tmp_path / "calm"
     docs.mkdir()
     for number in range(40):
@@ -674,7 +675,7 @@ def test_a_very_deep_folder_is_a_failed_document(fake: Any, quantspec: Run, docs
     (deep / "lost.txt").write_text("x")
     outcome = quantspec("batch", str(docs), "--out", str(tmp_path / "out"), "-n", "3", "--json")
     assert (outcome.code, outcome.json["done"], outcome.json["failed"]) == (4, 3, 1)
-    assert "200 folders deep" in outcome.json["results"][0]["error"]["message"]
+    assert "200 levels deep" in outcome.json["results"][0]["error"]["message"]
 
 
 def test_a_damaged_journal_is_named_and_can_be_replaced(fake: Any, quantspec: Run, docs: Path, tmp_path: Path) -> None:
@@ -714,7 +715,7 @@ def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path, monkeypatch:
             kept.finish("b", "b.md", result | {"document": "b"}, "f")
         monkeypatch.setattr(os, "write", write)
         assert [line["document"] for line in lines(tmp_path / "out")] == ["a"]
-        # The journal knows it: the next start writes the line.
+        # The journal has it: the next start writes the line.
         kept.begin({})
         assert [line["document"] for line in lines(tmp_path / "out")] == ["a", "b"]
 

@@ -1,4 +1,4 @@
-"""`quantspec bench`: its grammar, what a row says, and that repetitions decode the same text at the same depth."""
+"""`quantspec bench`: its grammar, the fields of a row, and that repetitions decode the same text at the same depth."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_nonsense_lists(text: str) -> None:
         ("4", [4]),
         ("1-4,auto", [1, 2, 3, 4, "auto"]),
         ("auto, 0-16+8,2", ["auto", 0, 8, 16, 2]),
-        # What a range holds counts, not where it might have gone.
+        # The values of a range count, not its upper limit.
         ("1-30*2", [1, 2, 4, 8, 16]),
         ("3,1-4,auto,auto", [3, 1, 2, 4, "auto"]),
     ],
@@ -168,7 +168,7 @@ def test_lists_may_be_given_in_parts(
     quantspec("bench", "-d", "0", "-d", "x").assert_error(2, "-d has 'x'")
     quantspec("bench", "-d", "x", "-d", "0").assert_error(2, "-d has 'x'")
     quantspec("bench", "-d", "0", "-d", "").assert_error(2, "-d has an empty item in '0,'")
-    # What a flag replaces is all of what a variable or a setting says.
+    # A flag replaces the whole value of a variable or setting.
     (tmp_path / "config.toml").write_text("[bench]\nn-gen = 4\n")
     monkeypatch.setenv("QUANTSPEC_CONFIG", str(tmp_path / "config.toml"))
     few = ("bench", *"-p 0 -r 1 --methods ar -o json --device cpu".split())
@@ -227,7 +227,7 @@ def test_a_row_keeps_the_contract(rows: list[dict[str, Any]]) -> None:
             assert 0 < row["acceptance_rate"] <= 1
             assert 1 < row["mean_acceptance_length"] <= 4
             assert 0 < row["draft_ms"] + row["verify_ms"] <= row["round_ms"]
-            # 40 tokens, three drafted a round but at the end.
+            # 40 tokens, three drafted per round except at the end.
             assert row["gamma"] == 3
             assert 2.5 < row["gamma_mean"] <= 3
 
@@ -242,10 +242,10 @@ def test_bytes_are_what_the_steps_read(rows: list[dict[str, Any]]) -> None:
     for target, bits in (("fp16", 16), ("int8", 8.25), ("int4", 4.25)):
         pages = 12 * 7 * 2 * 128 * 128 * bits / 8
         assert read[1024, "ar", target] == pytest.approx(weights + pages + recent)
-    # Three draft steps and a verification for at most four tokens: drafts with full weights read at least a step a token.
+    # Three draft steps and a verification for at most four tokens: drafts with full weights read at least one step per token.
     assert read[1024, "kv4", "int8"] > 0.95 * read[1024, "ar", "int4"]
 
-    # How many tokens a round leaves depends on the text; what a round reads does not.
+    # Tokens per round depend on the text; bytes per round do not.
     def read_a_round(method: str) -> float:
         row = decoding[1024, method, "int8"]
         return float(row["bytes_per_token"] * row["mean_acceptance_length"] / (1 + row["gamma_mean"]))
@@ -263,7 +263,7 @@ def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:
 
     base = [sample(2.0, 36, 37), sample(1.0, 62, 64), sample(1.5, 36, 64), sample(2.0, 36, 36)]
     runs = [sample(1.0, 37, 36), sample(0.8, 64, 62), sample(0.5, 36, 36), sample(0.5, 62, 62)]
-    # The third baseline and the last pair saw the memory change its speed.
+    # Memory speed changed during the third baseline and the last pair.
     found = bench._speedup(runs, base)
     assert found["speedup"] == pytest.approx((2.0 + 1.25) / 2)
     assert found["speedup_repetitions"] == 2
@@ -272,7 +272,7 @@ def test_speed_ups_compare_repetitions_of_one_bandwidth() -> None:
 
 
 def test_the_share_of_the_bandwidth_is_that_of_bytes_a_second() -> None:
-    # One of the two was held up: 2 GB in 11 seconds, of 40 a second.
+    # One of the two was delayed: 2 GB in 11 seconds at 40 GB/s.
     steady = [Sample(10.0, 1e9, (40.0, 40.0)), Sample(1.0, 1e9, (40.0, 40.0))]
     assert bench._share(steady) == pytest.approx(2 / 11 / 40)
     assert bench._share([]) is None
@@ -295,7 +295,7 @@ def test_a_checkpoint_is_not_read_between_measurements(
     monkeypatch.setattr(files, "read", lambda path: configs.append(path.name) or read(path))
     outcome = quantspec("bench", *"-p 4 -n 3 -d 0,8 -r 2 --methods ar-fp16,quantspec -o jsonl --device cpu".split())
     assert (outcome.code, len(outcome.stdout.splitlines())) == (0, 6)
-    # Once for each test at each depth, whatever methods and repetitions there are.
+    # Once per test and depth, for any number of methods and repetitions.
     assert sorted(asked) == [(0, 4), (1, 3), (8, 3), (8, 4)]
     assert configs.count("config.json") == 1
 
@@ -363,7 +363,7 @@ def test_kernels_stand_beside_their_bytes(fake: Any, quantspec: Callable[..., An
         ),
     ],
 )
-def test_kernels_are_not_timed_as_nobody_asked(
+def test_kernels_are_timed_on_request_only(
     fake: Any,
     quantspec: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -371,7 +371,7 @@ def test_kernels_are_not_timed_as_nobody_asked(
     code: int,
     words: tuple[str, ...],
 ) -> None:
-    # A variable or a settings file is for several commands: what does not apply here is no mistake.
+    # A variable or settings file applies to several commands, so an unused value is no error.
     monkeypatch.setenv("QUANTSPEC_GAMMA", "4")
     assert quantspec("bench", "kernels", "-o", "jsonl").code == 0
     monkeypatch.setattr(fake_native, "kernels", None)
@@ -379,7 +379,7 @@ def test_kernels_are_not_timed_as_nobody_asked(
 
 
 def measure(monkeypatch: pytest.MonkeyPatch, done: int, end: BaseException) -> None:
-    """Makes `bench` measure so many rows before it ends early."""
+    """Makes `bench` measure this many rows before it ends early."""
 
     def rows(_: object) -> Iterator[dict[str, Any]]:
         for number in range(done):
@@ -426,7 +426,7 @@ def test_what_was_measured_is_kept(
         assert outcome.stderr.startswith(words)
         assert len(outcome.stderr.splitlines()) == 2
     assert read(printed.stdout) == read(path.read_text()) == [0, 1]
-    # Without a row there is nothing to keep: an older file stays.
+    # Without a row, an older file is kept.
     measure(monkeypatch, 0, end)
     assert quantspec(*command, "--output", str(path)).code == code
     assert read(path.read_text()) == [0, 1]
@@ -438,7 +438,7 @@ def test_json_is_one_document(fake: Any, quantspec: Callable[..., Any], tmp_path
     outcome = quantspec(*command, "--json")
     assert outcome.json == quantspec(*command, "-o", "json").json
     assert [row["kernel"] for row in outcome.json] == ["attend", "linear"]
-    # A file gets what standard output would get without it.
+    # A file gets the default output of standard output.
     table = tmp_path / "table.md"
     assert quantspec(*command, "--json", "--output", str(table)).json == outcome.json
     assert table.read_text() == quantspec(*command).stdout
@@ -501,7 +501,7 @@ def test_automatic_pages(quantspec: Callable[..., Any]) -> None:
         *("-o", "json"),
     )
     assert [row["draft_pages"] for row in outcome.json] == ["auto", "all"]
-    # Two pages are visible: there is nothing to choose from.
+    # Only two pages are visible, so there is no choice.
     assert outcome.json[0]["bytes_per_token"] == pytest.approx(outcome.json[1]["bytes_per_token"], rel=0.5)
 
 
@@ -570,7 +570,7 @@ def test_nonsense_ranges(quantspec: Callable[..., Any], flag: str, value: str) -
         ("-p 600 -n 600", "lower -p to at most 511 and -n to at most 510"),
         ("-p 511 -d 0,1", "lower -d to at most 0"),
         ("-p 500 -d 0,100", "lower -d to at most 11"),
-        # The token before the first decoded one takes the room that depth 0 seems to leave.
+        # The token before the first decoded one needs the place that depth 0 seems to leave.
         ("-p 0 -n 511 -d 3", "lower -n to at most 508"),
         ("-d 300 -p 600", "lower -p to at most 211"),
         ("-d 600 -p 600", "lower -d to 0 and -p to at most 511"),
@@ -625,11 +625,11 @@ def test_a_model_beyond_memory_is_refused_before_others_are_measured(
     rows = tmp_path / "rows"
     rows.write_text("older\n")
     models = f"{other},{fits}" if refused_first else f"{fits},{other}"
-    # A row of the first model would be on standard output, and in the file.
+    # A row of the first model would appear on standard output and in the file.
     for to in ((), ("--output", str(rows))):
         quantspec(*QUICK, "-m", models, *to).assert_error(3, f"error: {other}: a sequence of 4 tokens", "memory needed")
     assert rows.read_text() == "older\n"
-    # Alone it need not be said whose memory it is.
+    # With a single model the error need not name it.
     quantspec(*QUICK, "-m", str(other)).assert_error(3, "error: a sequence of 4 tokens", "memory needed")
 
 
@@ -672,7 +672,7 @@ def test_several_models_are_loaded_one_after_the_other(
     assert (outcome.code, outcome.stderr) == (0, "")
     assert [json.loads(line)["model"] for line in outcome.stdout.splitlines()] == models
     assert events == [("a", "planned"), ("b", "planned"), ("a", "loaded"), ("b", "loaded")]
-    # What the engines are to hold is what was planned.
+    # The planned engines must be the loaded ones.
     plan, engine = asked[0], asked[2]
     assert engine["every_view"] is True
     assert plan == {name: engine[name] for name in plan}
@@ -722,7 +722,7 @@ def test_texts_that_are_too_short(quantspec: Callable[..., Any], tmp_path: Path)
     quantspec("bench", "--prompt", str(path)).assert_error(1, "is empty")
 
 
-# What the engine offers for it.
+# `Engine.restart`, on which repetitions rely.
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -759,7 +759,7 @@ def test_a_restarted_answer_is_the_answer(engine: Any) -> None:
         assert engine.stats()["rounds"] == 0
         assert engine.restart(slot, first, seed=5, **SAMPLING)
         assert decode(engine, slot, 60) == plain, method
-    # Another seed, another text; another target, mostly another text; then the first again.
+    # Another seed gives another text; another target mostly another text; then the first again.
     assert engine.restart(slot, first, seed=6, **SAMPLING)
     assert decode(engine, slot, 60) != plain
     engine.configure(method="ar", kv_target="int4")
@@ -773,7 +773,7 @@ def test_a_restarted_answer_is_the_answer(engine: Any) -> None:
 
 @pytest.mark.parametrize(("prompt_tokens", "kept"), [(256, 256), (255, 129), (300, 212), (20, 364)])
 def test_restarting_needs_the_buffer(engine: Any, prompt_tokens: int, kept: int) -> None:
-    """The buffer holds 384 positions, and a query right behind the prompt reads back to Q(prompt)."""
+    """The buffer holds 384 positions, and a query right after the prompt reads back to Q(prompt)."""
     for tokens, possible in ((kept, True), (kept + 1, False)):
         engine.configure(method="ar")
         # The last emitted token is never fed: one more token than positions written.
@@ -816,7 +816,7 @@ def test_rows_at_a_depth_are_part_of_the_prefill(engine: Any) -> None:
     prompt = ids(1000)
     seconds = dict.fromkeys((0, 500, 936, 1000), float("inf"))
     share = 0.0
-    # The least of several repetitions: the machine may be busy, and what holds it up takes no time of a part alone.
+    # The minimum of several repetitions: a busy machine may delay some, but not make all parts faster.
     for _ in range(4):
         for start in seconds:
             engine.configure(method="ar")
@@ -829,7 +829,7 @@ def test_rows_at_a_depth_are_part_of_the_prefill(engine: Any) -> None:
                 share = max(share, took / whole)
             engine.finish(slot)
     assert share > 0.9
-    # Of 1,000 rows the last 64 cannot cost half.
+    # The last 64 of 1,000 rows cannot take half the time.
     assert seconds[1000] < seconds[936] < 0.5 * seconds[0]
     assert seconds[936] < seconds[500] < seconds[0]
 
@@ -852,7 +852,7 @@ def test_batches(quantspec: Callable[..., Any]) -> None:
     for (depth, batch, method), row in rows.items():
         assert row["tokens_per_s"] == pytest.approx(1e3 / row["ms_per_token"])
         if method == "ar":
-            # Weights are read once for all sequences, the cache once for each.
+            # Weights are read once for all sequences, the cache once per sequence.
             alone = rows[depth, 1, "ar"]["bytes_per_token"]
             weights = rows[0, 1, "ar"]["bytes_per_token"]
             assert row["bytes_per_token"] == pytest.approx(alone - weights * (1 - 1 / batch), rel=0.05)

@@ -17,7 +17,7 @@ Run = Callable[..., Outcome]
 
 @pytest.fixture
 def folder(quantspec: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache that holds the drafts of the demo model, next to files of somebody else."""
+    """A cache with the demo model's drafts, next to a user's files."""
     folder = tmp_path / "drafts"
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", str(folder))
     monkeypatch.setattr(settings, "SMALLEST_DRAFTS_BYTES", 0)

@@ -1,4 +1,4 @@
-"""The check of machine code sees what it is to see."""
+"""The check of machine code detects each kind of violation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check() -> ModuleType:
 
 
 def disassembly(name: str, *lines: str) -> str:
-    """A kernel of these labels, at the beginning of a line, and instructions."""
+    """A kernel of labels (at the start of a line) and instructions."""
     listing, address = [f".text.{name}:"], 0
     for line in lines:
         if line.startswith(".L_x_"):
@@ -75,7 +75,7 @@ def test_a_spill_inside_a_copy_loop(check: ModuleType) -> None:
     assert check.violations(kernel, "sm_90a") == ["1 accesses to local memory in its main loops"]
 
 
-# Behind the end of the kernel, with a way back into the middle of the main loop.
+# After the end of the kernel, with a branch back into the main loop.
 WAIT_BEHIND = [".L_x_2:", "YIELD ;", "SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [R12+URZ], R7 ;", "@!P1 BRA `(.L_x_2) ;"]
 PARTED = [
     ".L_x_2:",
@@ -140,7 +140,7 @@ def test_matrix_instructions_outside_of_loops(
 
 
 def test_a_way_into_the_middle_of_a_loop_hides_nothing(check: ModuleType) -> None:
-    # No block is on every way into the loop, so it is not found: then its matrix instructions are missed.
+    # No block dominates the loop, so it is not found, and its matrix instructions count as missing.
     loop = [".L_x_1:", LOAD, SPILL, ".L_x_2:", PRODUCT, "@P0 BRA `(.L_x_1) ;", "EXIT ;"]
     (kernel,) = check.kernels(disassembly("some_kernel", "@P1 BRA `(.L_x_2) ;", *loop))
     assert check.violations(kernel, "sm_90a") == ["only 0 of its 1 matrix instructions are in main loops"]

@@ -1,4 +1,4 @@
-"""`quantspec run` and its neighbours as a person or a script meets them; the engine is the toy."""
+"""`quantspec run` and other commands as a person or script uses them; the engine is the toy."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_a_method_does_not_read_is_reported_as_none(fake: Any, quantspec: R
         report = quantspec("run", "--text", "x", "-n", "5", "--method", method, *draft, "--json").json
         expected = "int4" if method.removesuffix("+ngram") in {"quantspec", "w4", "qspec", "window"} else "none"
         assert (report["method"], report["draft_weights"]) == (method, expected)
-    # What was reported may be asked for.
+    # Reported values can be passed as flags.
     for method in ("kv4", "ngram", "ar"):
         flags = ("--method", method, "--draft-weights", "none", "--draft-precision", "none", "--draft-pages", "all", "--gamma", "0")
         assert quantspec("run", "--text", "x", "-n", "5", *flags).code == 0
@@ -94,7 +94,7 @@ def test_rates_are_null_where_nothing_was_drafted(fake: Any, quantspec: Run) -> 
     assert "no speculation" in quantspec("run", "--text", "x", "-n", "5", "--method", "ar").stderr
 
 
-# Fields of `stats` that say nothing where no round decoded, and where none drafted.
+# Fields of `stats` that are null if no round decoded, and if none drafted.
 WITHOUT_ROUNDS = {"gamma_mean", "decode_tokens_per_s", "batch_mean"}
 WITHOUT_DRAFTS = {"draft_pages_mean", "acceptance_rate", "mean_acceptance_length", "acceptance_rate_per_position"}
 
@@ -146,7 +146,7 @@ def test_a_stop_string_inside_of_a_token(fake: Any, quantspec: Run) -> None:
     for stop in ("wo", "e tw", "e t"):
         (result,) = quantspec("run", "--text", "x", "--stop", stop, "--json").json["results"]
         assert result["text"] == "one two three".partition(stop)[0]
-        # The ids before the one that completed the string.
+        # The ids before the one that completed the stop string.
         whole = next(n for n in range(99) if stop in inner.decode(fake.answer[:n]))
         assert result["tokens"] == fake.answer[: whole - 1]
 
@@ -172,7 +172,7 @@ def test_rates_count_what_was_kept(fake: Any, quantspec: Run) -> None:
     assert stats["decode_tokens_per_s"] * stats["decode_s"] == pytest.approx(kept)
 
 
-def test_json_as_the_value_of_a_flag_is_none(fake: Any, quantspec: Run) -> None:
+def test_json_as_the_value_of_a_flag_does_not_count(fake: Any, quantspec: Run) -> None:
     quantspec("run", "--text", "--json", "--seed", "-1").assert_error(2, "seed")
     refused = quantspec("run", "--seed", "-1", "--text", "x", "--json")
     assert refused.json["error"]["kind"] == "usage"
@@ -279,7 +279,7 @@ def test_what_32_bits_hold_as_zero_is_zero(fake: Any, quantspec: Run) -> None:
     command = ["run", "--text", "x", "-n", "3", "--json"]
     greedy = quantspec(*command, "--temperature", "1e-60").json
     assert (greedy["accept"], greedy["temperature"]) == ("greedy", 0)
-    # The smallest number of 32 bits, and what is a little more than half of it.
+    # The smallest number of 32 bits, and slightly more than half of it.
     for smallest in ("1.4e-45", "8e-46"):
         sampled = quantspec(*command, "--temperature", smallest).json
         assert (sampled["accept"], sampled["temperature"]) == ("replay", float(smallest))
@@ -452,7 +452,7 @@ def test_every_option_has_help_and_one_meaning() -> None:
         options = [option for option in command.params if isinstance(option, click.Option)]
         for option in options:
             assert option.help, (name, option.name)
-            # What bench and eval share with run is a single value there, or llama-bench's short flag.
+            # bench and eval use the flag for a single value, or for llama-bench's short form.
             for flag in option.opts if name in {"run", "doctor", "selftest"} else ():
                 meaning = (option.name, option.default, str(option.type))
                 assert meanings.setdefault(flag, meaning) == meaning, flag

@@ -1,4 +1,4 @@
-"""`quantspec batch --ray`: documents of a worker that dies are done again elsewhere, and no answer depends on the cluster."""
+"""`quantspec batch --ray`: documents of a dead worker are decoded elsewhere, and no answer depends on the cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import Outcome
 
-# A cluster of two nodes on this machine; the second is killed when some documents are done and some are not.
+# A cluster of two nodes on this machine; the second is killed when some of the documents are finished.
 DRIVER = """
 import json, subprocess, sys, time
 from pathlib import Path

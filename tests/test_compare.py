@@ -1,4 +1,4 @@
-"""`bench --compare`: rows of two runs side by side, with their noise."""
+"""`bench --compare`: compares rows of two runs, with their noise."""
 
 from __future__ import annotations
 

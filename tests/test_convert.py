@@ -1,11 +1,10 @@
-"""tools/convert.py: PyTorch checkpoints become safetensors of the same bytes, and nothing in them is run."""
+"""tools/convert.py: PyTorch checkpoints become safetensors with the same bytes, and no code in them runs."""
 
 from __future__ import annotations
 
 import io
 import json
 import pickle
-import random
 import re
 import struct
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Outcome, copy_demo, tool
+from conftest import Outcome, copy_demo, damaged, tool
 
 Header = dict[str, Any]
 
@@ -42,7 +41,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stored:
-    """A storage, which a pickle names by its key."""
+    """A storage, which a pickle identifies by its key."""
 
     def __init__(self, kind: str, key: str, items: int) -> None:
         self.pid = ("storage", getattr(sys.modules["torch"], kind), key, "cpu", items)
@@ -213,15 +212,8 @@ def test_damaged_files_end_in_one_error(convert: ModuleType, tmp_path: Path, cap
     folder.mkdir()
     save(folder / "whole", {"a": Tensor(Stored("FloatStorage", "0", 6), (2, 3))}, {"0": bytes(24)})
     whole = (folder / "whole").read_bytes()
-    dice = random.Random(3)
     refused = 0
-    for round in range(400):
-        data = bytearray(whole)
-        if round % 4 == 0:
-            del data[dice.randrange(len(data)) :]
-        for _ in range(1 + round % 5):
-            if data:
-                data[dice.randrange(len(data))] = dice.randrange(256)
+    for round, data in enumerate(damaged(whole, 400)):
         (folder / "pytorch_model.bin").write_bytes(data)
         code = convert.main([str(folder), str(tmp_path / f"out{round}")])
         error = capfd.readouterr().err

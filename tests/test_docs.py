@@ -1,4 +1,4 @@
-"""The documentation: its links lead somewhere, and its tables are those of benchmarks/results/."""
+"""The documentation: its links resolve, and its tables match benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def anchors(page: Path) -> set[str]:
-    """Anchors of a page's titles, as GitHub makes them."""
+    """Anchors of a page's titles, by GitHub's rules."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {"#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

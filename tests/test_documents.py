@@ -1,4 +1,4 @@
-"""Documents: PDF, DOCX, HTML and EPUB have their whole text read, or are refused with the reason."""
+"""Documents: the whole text of PDF, DOCX, HTML and EPUB is read, or the document is refused with the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Start = Callable[..., subprocess.Popen[bytes]]
 
 
 def pdf_of(objects: Sequence[bytes], root: int = 1) -> bytes:
-    """A file of these objects, numbered from 1, with a correct table."""
+    """A PDF file of these objects, numbered from 1, with a correct cross-reference table."""
     out = bytearray(b"%PDF-1.7\n")
     places = []
     for number, body in enumerate(objects, 1):
@@ -137,7 +137,7 @@ def test_text_of_a_pdf_that_is_not_latin_is_there() -> None:
         b"/CIDSystemInfo << /Registry (Adobe) /Ordering (Identity) /Supplement 0 >> >>"
     )
     shown = b"BT /F 12 Tf 72 720 Td <%s> Tj ET" % "".join(f"{codes[c]:04x}" for c in words).encode()
-    # The ligature is two letters; the mathematical letter, which is no ligature, stays.
+    # The ligature becomes two letters; the mathematical letter, which is no ligature, is kept.
     assert text_of(pdf(shown, font=font, more=[descendant, stream(cmap)])) == "Привет 世界 𝒳 fin"
 
 
@@ -211,7 +211,7 @@ def test_a_form_for_adobe_only_is_refused() -> None:
     assert "XFA" in refusal(raw).message
 
 
-def test_what_pypdf_says_is_a_warning_and_not_printed() -> None:
+def test_messages_of_pypdf_are_warnings_and_not_printed() -> None:
     program = "import sys; from quantspec_cli import prompts; print(prompts.read('/dev/stdin').warnings)"
     raw = pdf(lines("words"), lines("more")).replace(b"/Encoding /WinAnsiEncoding", b"/Encoding /NoSuchEncodingX")
     done = subprocess.run([sys.executable, "-c", program], input=raw, capture_output=True, check=True, timeout=60)
@@ -293,7 +293,7 @@ def relations(*pairs: tuple[str, str]) -> str:
 
 
 def word(body: str, head: str = "", **parts: str) -> bytes:
-    """A document by its XML; `parts` are footnotes, numbering, styles and so on."""
+    """A document from its XML; `parts` are footnotes, numbering, styles and so on."""
     members: dict[str, bytes | str] = {
         "_rels/.rels": relations(("officeDocument", "word/document.xml")),
         "word/_rels/document.xml.rels": relations(*((kind, f"{kind}.xml") for kind in parts)),
@@ -529,7 +529,7 @@ def trees(draw: st.DrawFn, depth: int = 4) -> tuple[str, list[str]]:
 @example(("<h1><table><tr><td>a</td><td><li>b</td></table>", ["a", "b"]))
 def test_every_visible_word_of_html_survives_in_order(tree: tuple[str, list[str]]) -> None:
     source, words = tree
-    # What comes out beyond them are marks of rows, lists and headings.
+    # Other output consists of marks of rows, lists and headings.
     shown = iter(page(source + "<p>end").split())
     for word_ in [*words, "end"]:
         for piece in page(escape(word_)).split():
@@ -628,10 +628,10 @@ def test_a_zip_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     text_of(raw)
     monkeypatch.setattr(prompts, "BYTES_MAX", 2_000_000)
     assert "more than 2000000 bytes" in refusal(raw).message
-    # A size that is declared too small, here and in the directory at the end, is no way around.
+    # A declared size that is too small, here and in the central directory, does not bypass the limit.
     size = len(chapter("<p>words" + " " * 3_000_000))
     refusal(raw.replace(struct.pack("<I", size), struct.pack("<I", 1000)))
-    # Nor is a member that is named many times.
+    # Nor does a member that is referenced many times.
     twice = epub({"a.xhtml": chapter("<p>words" + " " * 30_000)}, ["a.xhtml"] * 100)
     assert "more than 2000000 bytes" in refusal(twice).message
 
@@ -676,7 +676,7 @@ def samples() -> Iterator[bytes]:
 
 
 def tried(raw: bytes) -> None:
-    """Reads; nothing but text or an `InputError` may come of it."""
+    """Reads a document; the result must be text or an `InputError`."""
     with contextlib.suppress(InputError):
         assert prompts.from_bytes("document", raw).text.strip()
 

@@ -1,4 +1,4 @@
-"""Draft weights on disk, as a user meets them: read back, never in the way, never part of the answer."""
+"""Draft weights on disk from a user's view: they are read back, never block a run, and never change an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CACHED = "with cached draft weights"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own that takes small models too."""
+    """An empty cache that accepts small models."""
     monkeypatch.setenv("QUANTSPEC_DRAFT_CACHE", str(tmp_path / "drafts"))
     monkeypatch.setattr(settings, "SMALLEST_DRAFTS_BYTES", 0)
     return tmp_path / "drafts"
@@ -99,7 +99,7 @@ def test_changed_weights_never_meet_old_drafts(quantspec: Run, folder: Path, tmp
     command = (*COMMAND, "--model", str(model), "--json")
     before = quantspec(*command).json
     times = weights.stat()
-    # 0 instead of one weight in the middle; size and time stay.
+    # One weight in the middle becomes 0; size and time do not change.
     middle = len(sound) // 2
     weights.write_bytes(sound[:middle] + b"\x00\x00" + sound[middle + 2 :])
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -107,7 +107,7 @@ def test_changed_weights_never_meet_old_drafts(quantspec: Run, folder: Path, tmp
     assert 0.9 < engine.info["cached_drafts"] < 1
     assert engine.info["note"] is None
     assert Engine.load(str(model), device="cpu").info["cached_drafts"] == 1
-    # Back again: the drafts that were replaced are made anew too.
+    # Restored weights: the replaced drafts are made anew too.
     weights.write_bytes(sound)
     assert Engine.load(str(model), device="cpu").info["cached_drafts"] < 1
     assert quantspec(*command).json["results"] == before["results"]
@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
         assert outcome.stderr.count("warning: draft weights are not cached: ") == 1
         assert "QUANTSPEC_DRAFT_CACHE" in outcome.stderr
         assert "warning" not in quantspec(*COMMAND, "-q").stderr
-        # A warning is no part of the document.
+        # A warning is not part of the document.
         assert quantspec(*COMMAND, "--json").json["results"][0]["new_tokens"] == 20
 
 
@@ -150,7 +150,7 @@ def test_doctor_shows_place_and_size(quantspec: Run, folder: Path, monkeypatch: 
     size = the_file(folder).stat().st_size
     assert quantspec("doctor", "--json").json["draft_cache"] == {"path": str(folder), "files": 1, "bytes": size}
     assert f"draft cache {folder}: 1 model, " in quantspec("doctor").stdout
-    # What cannot be looked at, or is no file, does not hide what can.
+    # An unreadable or non-regular file does not hide the others.
     (folder / "gone.draft").symlink_to(folder / "nothing")
     (folder / "folder.draft").mkdir()
     os.mkfifo(folder / "pipe.draft")

@@ -1,6 +1,6 @@
-"""What the command line promises with a GPU's driver, on machines that have none.
+"""Behaviour of the command line with a GPU driver, on machines without one.
 
-fake_driver.c stands for it. Its kernels do nothing, so every token is 0.
+fake_driver.c replaces the driver. Its kernels do nothing, so every token is 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quantspec_cli import _native
 
 DOCUMENT = Path(__file__).parents[1] / "examples" / "dracula.txt"
 DECODE = ("run", "--device", "cuda", "--prompt", str(DOCUMENT), "-n", "24")
-# The same calls in every run: γ follows measured time otherwise, and that of kernels that do nothing is the machine's.
+# A fixed γ, so that every run makes the same calls: an automatic γ depends on measured times.
 COUNTED = (*DECODE, "--gamma", "4")
 
 pytestmark = pytest.mark.skipif(not _native.doctor()["kernels"], reason="this build has no GPU kernels")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not _native.doctor()["kernels"], reason="this bu
 
 @dataclass(frozen=True)
 class Driver:
-    """A folder with a libcuda.so.1, ahead of that of the system."""
+    """A folder with a libcuda.so.1 that precedes the system's."""
 
     folder: Path
 
@@ -66,7 +66,7 @@ def compiled(folder: Path, *flags: str) -> Driver:
         pytest.skip("no C compiler for a driver to test with")
     library, source = folder / "libcuda.so.1", Path(__file__).with_name("fake_driver.c")
     subprocess.run([compiler, "-shared", "-fPIC", "-Wall", "-Werror", *flags, "-o", library, source], check=True)
-    # One driver under both of its names, as on a system: what opens the other finds the same state.
+    # One driver under both of its names, as on a real system, so that both have the same state.
     (folder / "libcuda.so").symlink_to(library.name)
     return Driver(folder)
 
@@ -84,7 +84,7 @@ def test_a_driver_that_works_is_used(driver: Driver) -> None:
         found = driver(*DECODE, "--device", device, "--json").json
         assert found["device"] == "cuda:0"
         assert found["results"][0]["new_tokens"] == 24
-        # Graphs were recorded, launched and given back with all memory.
+        # Graphs were recorded, launched and freed with all memory.
         report = driver.report()
         assert report["cuGraphLaunch"] > 5
         assert report["held"] == 0
@@ -112,7 +112,7 @@ def test_memory_is_what_the_plan_says(driver: Driver, more: Sequence[str]) -> No
 
 
 def test_a_known_prompt_is_copied_to_the_gpu(driver: Driver, tmp_path: Path) -> None:
-    """Every layer's keys and values of the known blocks, and the memory of a first run."""
+    """Copies every layer's keys and values of the cached blocks; the memory of the first run suffices."""
     runs = [driver(*DECODE, "--prompt-cache", str(tmp_path / "prompts"), "--json").json for _ in range(2)]
     length = runs[0]["results"][0]["prompt_tokens"]
     assert [run["stats"]["reused_tokens"] for run in runs] == [0, (length - 1) // 128 * 128]
@@ -122,7 +122,7 @@ def test_a_known_prompt_is_copied_to_the_gpu(driver: Driver, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("capability", ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0", "13.0"])
 def test_every_supported_gpu_is_served(driver: Driver, capability: str) -> None:
-    """Newer ones than there are images for by PTX. A build for development may lack images."""
+    """GPUs newer than the images use PTX. A development build may lack images."""
     major, minor = capability.split(".")
     outcome = driver(*DECODE, "--json", says=f"major={major} minor={minor}")
     if capability == "7.5" and not any(image.endswith("sm_75") for image in _native.doctor()["kernels"]):
@@ -159,7 +159,7 @@ def test_the_first_gpu_that_can_be_used_is_found(driver: Driver) -> None:
     driver(*DECODE, "--device", "cuda:0", says=says).assert_error(1, "compute capability 6.0", "doctor lists")
 
 
-# What the driver says; then what quantspec says of it.
+# The driver's message, then quantspec's.
 UNUSABLE = [
     ("version=11080", "supports CUDA 11.8, and 12.0 is needed", "525"),
     ("cuInit=1:100", "the driver shows no GPU", "nvidia-smi"),
@@ -175,7 +175,7 @@ def test_a_driver_that_cannot_be_used_is_named(driver: Driver, says: str, reason
     gpu = driver("doctor", "--json", says=says).json["gpu"]
     assert gpu["available"] is False
     assert reason in gpu["reason"]
-    # Nobody asked for it.
+    # No GPU was requested.
     assert driver(*DECODE, "--device", "auto", "--json", says=says).json["device"] == "cpu"
 
 
@@ -185,8 +185,8 @@ def test_an_empty_list_of_visible_devices_is_named(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("content", ["absent", "nonsense", "empty"])
-def test_without_a_driver_the_reason_is_told(tmp_path: Path, content: str) -> None:
-    """`empty` is a library without any of the driver's functions. `absent` needs a machine without a driver."""
+def test_without_a_driver_the_reason_is_reported(tmp_path: Path, content: str) -> None:
+    """`empty` is a library without the driver's functions. `absent` needs a machine without a driver."""
     if content == "absent":
         if _native.doctor()["gpu"]["devices"]:
             pytest.skip("this machine has a driver")
@@ -207,9 +207,9 @@ def test_a_device_that_does_not_exist_is_a_usage_error(driver: Driver, device: s
     outcome.assert_error(2, f"device {device} does not exist, the driver shows {devices}", "doctor")
 
 
-def test_a_gpu_that_another_has_to_itself_is_named(driver: Driver) -> None:
+def test_a_gpu_in_exclusive_use_is_named(driver: Driver) -> None:
     driver(*DECODE, says="busy=1").assert_error(1, "CUDA_ERROR_DEVICE_UNAVAILABLE", "to itself")
-    # Nobody named one: another does, and a processor would be far slower.
+    # No device was named, so another GPU is used; the CPU would be far slower.
     assert driver(*DECODE, "--device", "auto", "--json", says="devices=3 busy=3").json["device"] == "cuda:2"
     driver(*DECODE, "--device", "auto", says="devices=2 busy=3").assert_error(1, "CUDA_ERROR_DEVICE_UNAVAILABLE")
     driver(*DECODE, says="cuDevicePrimaryCtxRetain=1:2").assert_error(3, "out of memory")
@@ -218,7 +218,7 @@ def test_a_gpu_that_another_has_to_itself_is_named(driver: Driver) -> None:
 def test_what_does_not_fit_is_refused_with_the_longest_context(driver: Driver) -> None:
     outcome = driver(*DECODE, says="free=40")
     outcome.assert_error(3, "cuda:0 memory needed", "the longest context that fits is")
-    # Nothing was taken for it: the hint can be followed.
+    # Nothing was allocated for it, so the hint can be followed.
     longest = int(outcome.stderr.split("fits is ")[1].split()[0])
     assert driver.report().get("cuMemAlloc", 0) == 0
     shorter = DOCUMENT.read_text(encoding="utf-8")[: longest * 2]
@@ -227,8 +227,8 @@ def test_what_does_not_fit_is_refused_with_the_longest_context(driver: Driver) -
     driver.report()
 
 
-def test_memory_that_ends_on_the_way_is_given_back(driver: Driver) -> None:
-    """Another program may take what was free when the plan was made: at every seventh allocation of either kind."""
+def test_memory_is_freed_after_an_allocation_fails(driver: Driver) -> None:
+    """Another program takes memory after the plan was made: failure at every seventh allocation of either kind."""
     driver(*COUNTED)
     calls = driver.report()
     for call in ("cuMemAlloc", "cuMemHostAlloc"):
@@ -260,14 +260,14 @@ def test_a_device_that_fails_is_named_and_the_text_is_kept(driver: Driver, call:
         assert [line.partition(":")[0] for line in outcome.stderr.splitlines()] == ["error", "hint"]
         assert driver.report()["held"] == 0, at
     if call == "cuGraphLaunch":
-        # The last one failed behind half of the tokens.
+        # The last one failed after half of the tokens.
         (result,) = found["results"]
         assert len(result["tokens"]) == result["new_tokens"] > 8
         assert result["stop_reason"] == "interrupted"
 
 
 def test_a_kernel_that_fails_can_be_named(driver: Driver) -> None:
-    """What a kernel does wrong shows at the next wait, which may be a round later; one that waits for each knows."""
+    """A kernel's error appears at the next wait, which may be a round later; waiting after every kernel identifies it."""
     waits = "CUDA_LAUNCH_BLOCKING"
     driver(*COUNTED)
     usual = driver.report()
@@ -281,7 +281,7 @@ def test_a_kernel_that_fails_can_be_named(driver: Driver) -> None:
     assert waits not in outcome.stderr
     assert len(json.loads(outcome.stdout)["results"][0]["tokens"]) > 8
     assert driver.report()["held"] == 0
-    # The remedy of the error without it.
+    # The remedy in the error without that wait.
     outcome = driver(*COUNTED, says=f"cuStreamSynchronize={7 * usual['cuStreamSynchronize'] // 8}:700")
     assert re.search(rf"^hint: .*{waits}=1", outcome.stderr, re.M)
     driver.report()
@@ -289,7 +289,7 @@ def test_a_kernel_that_fails_can_be_named(driver: Driver) -> None:
 
 @pytest.mark.parametrize(("waits", "letter"), [(5, "w"), (35, "w"), (50, "g")])
 def test_ctrl_c_ends_work_on_a_gpu(driver: Driver, waits: int, letter: str) -> None:
-    """After so many waits for it, of which the model and the prompt take 80 and the tokens 400."""
+    """After this many waits, of which the model and the prompt take 80 and the tokens 400."""
     report = driver.folder / "report"
     report.write_text("")
     command = [sys.executable, "-m", "quantspec_cli", *COUNTED, "-n", "400", "--json"]
@@ -302,7 +302,7 @@ def test_ctrl_c_ends_work_on_a_gpu(driver: Driver, waits: int, letter: str) -> N
     child.send_signal(signal.SIGINT)
     sent = time.monotonic()
     out, _ = child.communicate(timeout=30)
-    # The fraction of a second that a process takes to end, on a busy machine, and not the seconds that were left to do.
+    # More than a busy machine needs to end a process, less than the remaining work.
     assert time.monotonic() - sent < 4
     assert child.returncode == 130
     found = json.loads(out)

@@ -65,7 +65,7 @@ def test_leaving_a_stream_frees_its_slot(engine: Engine, fake: Any) -> None:
     engine.stream("one").close()
     for _ in range(5):
         next(engine.stream("one", max_new_tokens=900))
-    # Answered between two rounds, when the streams that were dropped are gone.
+    # Answered between two rounds, after dropped streams have been removed.
     engine.statistics()
     assert free(engine) == 2
 
@@ -95,7 +95,7 @@ def test_prompts_beyond_the_slots_wait_for_their_turn(engine: Engine) -> None:
     assert free(engine) == 2
 
 
-def test_streams_that_nobody_reads_do_not_hold_up_another(engine: Engine) -> None:
+def test_unread_streams_do_not_delay_another(engine: Engine) -> None:
     first, second = engine.stream("one", max_new_tokens=30), engine.stream("two", max_new_tokens=30)
     expected = engine.generate("three", max_new_tokens=5)
     assert expected.stop_reason == "length"
@@ -127,7 +127,7 @@ def test_what_is_not_finite_ends_one_answer_of_a_batch(engine: Engine, fake: Any
     except QuantspecError as error:
         failures.append(error.kind)
     assert failures == ["not_finite"]
-    # Another stream of the same rounds is not concerned.
+    # Another stream in the same rounds is not affected.
     with engine.stream(bad, max_new_tokens=40) as doomed:
         assert engine.generate("good", max_new_tokens=40) == good
         with pytest.raises(QuantspecError, match="not finite"):
@@ -139,15 +139,15 @@ def test_what_is_not_finite_ends_one_answer_of_a_batch(engine: Engine, fake: Any
 def test_an_interrupt_at_any_moment_leaves_no_slot_taken(
     engine: Engine, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while tiny answers start and end; the first defect of this kind lost a slot after 9 to 334 of them."""
-    # Python reports what a handler raises inside a destructor to this hook. Pytest's own hook can be interrupted as well.
+    """Ctrl-C while tiny answers start and end. 9 to 334 interrupts suffice to find a leaked slot."""
+    # Python reports exceptions of a handler inside a destructor to this hook. Pytest's own hook can be interrupted too.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
 
     class Interrupted(KeyboardInterrupt):
         pass
 
     def interrupt(_number: int, frame: Any) -> None:
-        # Only inside the call: a signal of the timer may still come when the test has caught the first.
+        # Only inside the call: the timer may fire again after the test has caught the first signal.
         while frame is not None:
             if frame.f_code is Engine.generate.__code__:
                 raise Interrupted
@@ -159,7 +159,7 @@ def test_an_interrupt_at_any_moment_leaves_no_slot_taken(
     try:
         for _ in range(200):
             with pytest.raises(Interrupted):
-                # Again and again: Python drops what a handler raises inside a destructor.
+                # Repeatedly: Python drops a handler's exceptions inside a destructor.
                 signal.setitimer(signal.ITIMER_VIRTUAL, 0.0001 + random.random() * 0.003, 0.002)
                 while True:
                     engine.generate(prompt, max_new_tokens=2)
@@ -316,7 +316,7 @@ def test_threads_that_share_a_stream_get_a_piece_each(engine: Engine, fake: Any)
 
 
 def closing(streams: list[Any], refused: list[str]) -> Callable[[int, int], None]:
-    """A callback that is refused the next pieces of streams, notes that, and closes them."""
+    """A callback that is refused the next pieces of streams, records that, and closes them."""
 
     def on_prefill(done: int, total: int) -> None:
         for stream in streams:
@@ -448,7 +448,7 @@ def test_values_out_of_range_are_refused_before_the_engine_sees_them(engine: Eng
         engine.generate(Prompt([]))
 
 
-def test_threads_are_those_of_the_variable_where_nobody_says(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_default_to_the_variable(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for value, given, used in (("3", None, 3), ("3", 2, 2), ("", None, None), (None, None, None)):
         if value is None:
             monkeypatch.delenv("QUANTSPEC_THREADS")
@@ -485,7 +485,7 @@ def test_what_the_engine_is_given_is_what_was_checked() -> None:
         ({"on_prefill": "print"}, "on_prefill is 'print'"),
     ],
 )
-def test_values_that_no_error_survives(engine: Engine, options: dict[str, Any], words: str) -> None:
+def test_values_that_errors_cannot_print(engine: Engine, options: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         engine.generate("one", **options)
     with pytest.raises(UsageError, match=words):
@@ -603,7 +603,7 @@ def test_python_takes_less_than_50_microseconds_a_round(fake: Any) -> None:
     best = float("inf")
     for _ in range(5):
         native, text = Instant(), Text(token_bytes, limit=5001, eos={2}, stops=["\n\n\n", "END"])
-        # Processor time of the fastest of five: a busy machine must not fail the test.
+        # Processor time of the fastest of five, so that a busy machine does not fail the test.
         started = time.thread_time()
         for _ in loop.decode(native, {0: text}):
             pass

@@ -1,4 +1,4 @@
-"""Errors travel between processes as they are."""
+"""Errors survive pickling between processes."""
 
 from __future__ import annotations
 

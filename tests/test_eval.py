@@ -1,4 +1,4 @@
-"""`quantspec eval`: scores agree with a second opinion in NumPy, and with the acceptance measured on the seed models."""
+"""`quantspec eval`: scores agree with NumPy's, and with the acceptance measured on the seed models."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_scores_agree_with_numpy(scores: dict[str, Any]) -> None:
     nll = {name: -logs[np.arange(TOKENS - 1), ids[1:]].mean() for name, logs in (("fp16", full), ("int8", int8))}
     kld = (np.exp(full) * (full - int8)).sum(-1).mean()
     targets, drafts = scores["targets"], scores["drafts"]
-    # The engine rounds activations to BF16 (2⁻⁹); NumPy rounds nothing but what the method rounds.
+    # The engine rounds activations to BF16 (2⁻⁹); NumPy rounds only what the method rounds.
     for name, expected in nll.items():
         assert targets[name]["nll"] == pytest.approx(expected, abs=0.005)
         assert targets[name]["perplexity"] == pytest.approx(math.exp(targets[name]["nll"]))
@@ -77,7 +77,8 @@ def test_context_is_read_and_not_scored(scores: dict[str, Any]) -> None:
     ids = sample()
     later = _native.evaluate(str(hub.demo()), ids, context=300)
     assert (later["tokens"], later["positions"]) == (TOKENS, TOKENS - 1 - 300)
-    # The whole text is the mean of its two parts: exact prefill and an FP16 cache are the same function up to rounding.
+    # The score of the whole text is the mean of its parts' scores: full-precision prefill and an FP16 cache agree up to
+    # rounding.
     first = _native.evaluate(str(hub.demo()), ids[:301])["targets"]["fp16"]["nll"]
     whole = (first * 300 + later["targets"]["fp16"]["nll"] * later["positions"]) / (TOKENS - 1)
     assert whole == pytest.approx(scores["targets"]["fp16"]["nll"], abs=0.005)
@@ -126,14 +127,14 @@ def test_the_table(quantspec: Callable[..., Any], tmp_path: Path) -> None:
         (["--tokens", "1"], 2, ("tokens is 1",)),
         (["--tokens", "many"], 2, ("many",)),
         (["--context", "-1"], 2, ("context is -1",)),
-        (["--tokens", "5000"], 1, ("sample.txt has 1713 tokens and 5000 are asked for",)),
+        (["--tokens", "5000"], 1, ("sample.txt has 1713 tokens; 5000 were requested",)),
         (
             ["--tokens", "40", "--context", "39"],
             2,
             ("--tokens 40 with --context 39 leaves no token", "--tokens 41 or more, or --context 38 or less"),
         ),
-        (["--context", "1712"], 1, ("sample.txt has 1713 tokens and 1714 are asked for", "--context")),
-        (["--tokens", "1714", "--context", "9"], 1, ("sample.txt has 1713 tokens and 1714 are asked for",)),
+        (["--context", "1712"], 1, ("sample.txt has 1713 tokens; 1714 were requested", "--context")),
+        (["--tokens", "1714", "--context", "9"], 1, ("sample.txt has 1713 tokens; 1714 were requested",)),
         (["--tokens", "200000"], 3, ("200000 tokens", "context of 131072", "--tokens 131072")),
         (["--prompt", "/no/such/book"], 1, ("/no/such/book does not exist",)),
         (["--output", "/no/such/folder/report"], 1, ("/no/such/folder",)),
@@ -164,7 +165,7 @@ def test_names_cannot_move_the_cursor(quantspec: Callable[..., Any], tmp_path: P
     assert (found["prompt"], found["model"]) == (str(text), str(model))
 
 
-def test_texts_that_are_none(quantspec: Callable[..., Any], tmp_path: Path) -> None:
+def test_values_that_are_no_text(quantspec: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "text"
     for raw, word in ((b"", "empty"), (b" \n", "white space"), (b"\xff\xfe", "UTF-16"), (b"a\0", "binary")):
         path.write_bytes(raw)
@@ -218,7 +219,7 @@ def test_progress_shows_on_a_terminal_only() -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=end, env=environment) as child:
         os.close(end)
         seen = b""
-        with suppress(OSError):  # the terminal is gone when the command has ended
+        with suppress(OSError):  # the terminal closes when the command ends
             while chunk := os.read(terminal, 1 << 16):
                 seen += chunk
         assert child.stdout is not None
@@ -229,7 +230,7 @@ def test_progress_shows_on_a_terminal_only() -> None:
 
 
 def test_acceptance_of_a_trained_model() -> None:
-    """The figures of a study in another language (float32 tensors, another program): to ±.01, one document."""
+    """Results of an independent implementation (float32 tensors), to ±.01, for one document."""
     folder = os.environ.get("QUANTSPEC_TEST_MODELS")
     if folder is None:
         pytest.skip("needs QUANTSPEC_TEST_MODELS, a directory that holds the model seed-mha")

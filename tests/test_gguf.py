@@ -1,4 +1,4 @@
-"""GGUF files: the same tokens as safetensors of the same weights, tokenizers from metadata, and files that cannot be used."""
+"""GGUF files: the same tokens as safetensors with the same weights, tokenizers from metadata, and unusable files."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def save_safetensors(folder: Path, weights: dict[str, Array], dtype: str) -> Non
 
 
 def permuted(values: Array) -> Array:
-    """Rows of queries or keys as files of the llama architecture order them."""
+    """Rows of queries or keys in the order of llama-architecture files."""
     per_head = values.reshape(HEADS, 2, values.shape[0] // HEADS // 2, values.shape[1])
     return per_head.swapaxes(1, 2).reshape(values.shape)
 
 
 def random_blocks(values: Array, kind: Kind) -> Array:
-    """Blocks of random codes, whose scales make values about as large as those of a network."""
+    """Blocks of random codes, with scales that give values of a network's usual size."""
     rng = np.random.default_rng(values.size)
     size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(0, 256, (values.size // size, block_bytes), dtype=np.uint8)
@@ -101,7 +101,7 @@ def random_blocks(values: Array, kind: Kind) -> Array:
 
 
 def add_tokenizer(writer: Any, inner: Inner, *, pre: str, bos: int, eos: int, add_bos: bool | None) -> None:
-    """What llama.cpp's converter makes of a byte-level tokenizer."""
+    """Writes a byte-level tokenizer as llama.cpp's converter does."""
     spec = json.loads(inner.to_str())
     vocab = inner.get_vocab(with_added_tokens=True)
     tokens = sorted(vocab, key=vocab.__getitem__)
@@ -121,7 +121,7 @@ def add_tokenizer(writer: Any, inner: Inner, *, pre: str, bos: int, eos: int, ad
 def write_demo(path: Path, kind: Kind, *, template: str | None = None, pre: str = "smollm") -> dict[str, Array]:
     """The demo model as GGUF, and its weights as the `gguf` package reads them.
 
-    A k-quant has random codes: the package does not make them. Where rows are no whole blocks, a matrix is Q8_0.
+    K-quants have random codes, as the package cannot encode them. Matrices whose rows are not whole blocks are Q8_0.
     """
     writer = gguf.GGUFWriter(str(path), "llama")
     writer.add_block_count(CONFIG["num_hidden_layers"])
@@ -187,7 +187,7 @@ def test_the_tokens_are_those_of_safetensors_with_the_same_weights(quantspec: Ru
     assert ours["results"][0]["text"] == theirs["results"][0]["text"]
     assert len(ours["results"][0]["tokens"]) == 24
     assert ours["stats"]["weights_bytes"] == theirs["stats"]["weights_bytes"]
-    # What is written in full is what the demo holds, so its tokens are the demo's own.
+    # Unquantised files contain the demo's weights, so their tokens are the demo's.
     if kind in {"F32", "BF16"}:
         assert all(np.array_equal(weights[name], values) for name, values in demo_weights().items())
     plain = answer(quantspec, tmp_path / "model.gguf", "--method", "ar")
@@ -223,7 +223,7 @@ def test_the_demos_tokenizer_and_template(tmp_path: Path, f16: Path) -> None:
     theirs, ours = Tokenizer(DEMO, 8192), Tokenizer(f16, 8192)
     for text in [TEXT, "", "<s> twice", *(TEXT[at:] for at in range(0, 90, 7))]:
         ids = ours.encode(text)
-        # The demo's post-processor begins a text with <s> even where that is there.
+        # The demo's post-processor begins a text with <s> even if it is already there.
         assert ids == theirs.encode(text)[1 if text.startswith("<s>") else 0 :]
         assert ours.encode(text, special=False) == theirs.encode(text, special=False)
         assert [ours.token_bytes(id) for id in ids] == [theirs.token_bytes(id) for id in ids]
@@ -240,7 +240,7 @@ def test_an_instruction_goes_through_the_files_template(quantspec: Run, tmp_path
 
 
 def byte_level(pre: Any, *, whole: bool = False) -> Inner:
-    """The demo's vocabulary with another way to cut texts into words."""
+    """The demo's vocabulary with another word split."""
     spec = json.loads((DEMO / "tokenizer.json").read_text())
     inner = Inner(BPE(spec["model"]["vocab"], [tuple(m) for m in spec["model"]["merges"]], ignore_merges=whole))
     inner.pre_tokenizer = pre
@@ -259,7 +259,7 @@ def header_only(path: Path, fill: Callable[[Any], None]) -> Path:
 
 
 def sentencepiece(folder: Path, inner: Inner, **flags: bool) -> Path:
-    """A SentencePiece tokenizer as llama.cpp's converter writes it: a piece's score falls with its place."""
+    """A SentencePiece tokenizer as llama.cpp's converter writes it: a piece's score falls with its index."""
     spec = json.loads(inner.to_str())
     vocab = inner.get_vocab(with_added_tokens=True)
     tokens = sorted(vocab, key=vocab.__getitem__)
@@ -332,7 +332,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_texts_are_cut_into_words_by_name(tmp_path: Path, name: str) -> None:
-    """The words were made by hand from the published tokenizers' rules; each is then tokens of its own."""
+    """The expected words follow from the published tokenizers' rules; each word is then tokenised separately."""
     words, begins, whole = SPLITS[name]
     plain = byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), whole=whole)
 

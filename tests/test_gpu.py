@@ -1,4 +1,4 @@
-"""What the command line promises on a GPU. Skipped where there is none; with `QUANTSPEC_REQUIRE_GPU=1` that is a failure."""
+"""The command line on a GPU. Skipped without one; with `QUANTSPEC_REQUIRE_GPU=1` its absence is a failure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_self_test_passes(quantspec: Run) -> None:
 def test_every_kernel_stands_beside_the_bandwidth(quantspec: Run, gpu: dict[str, Any]) -> None:
     rows = quantspec("bench", "kernels", "-d", "4096", "--rows", "1,5", "-o", "json").json
     assert {row["device_name"] for row in rows} == {gpu["name"]}
-    # Draft steps have products of their own on Hopper.
+    # Draft steps have fused GEMMs on Hopper.
     hopper = {"draft"} if gpu["compute_capability"] == "9.0" else set()
     assert {row["kernel"] for row in rows} == hopper | {
         *("attend", "choose_pages", "linear", "norm", "silu", "append", "embed", "choose", "judge"),
@@ -47,7 +47,7 @@ def test_every_kernel_stands_beside_the_bandwidth(quantspec: Run, gpu: dict[str,
     for row in rows:
         assert row["us"] > 0
         assert row["bandwidth_gb_per_s"] > 50
-        # What exceeds the cache cannot be read faster than memory gives it.
+        # Data larger than the cache cannot be read faster than memory delivers it.
         if row["kernel"] in {"attend", "linear", "draft"}:
             assert row["bandwidth_share"] < 1.1, row
 

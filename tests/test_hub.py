@@ -1,4 +1,4 @@
-"""Finding models: the demo, directories, and the hub (a small server on this machine that speaks its protocol)."""
+"""Finding models: the demo, directories, and the hub (a local server that speaks its protocol)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Start = Callable[..., "subprocess.Popen[bytes]"]
 DISK, FILES, TLS, AGAIN = "set HF_HOME to another disk", "HF_TOKEN_PATH", "SSL_CERT_FILE", "run the command again"
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
-# What repositories hold besides what we need.
+# Files of repositories that are not needed.
 OTHERS = {
     "README.md": b"# model",
     "pytorch_model.bin": b"pickle",
@@ -124,7 +124,7 @@ def server() -> Iterator[Hub]:
 
 @pytest.fixture
 def online(start: Start, server: Hub, tmp_path: Path) -> Callable[..., Outcome]:
-    """Runs a command in a process that reaches the small hub, with a cache of its own."""
+    """Runs a command in a process that uses the local hub, with an empty cache."""
     home = tmp_path / "home"
 
     def run(*arguments: str, **environment: str) -> Outcome:
@@ -322,7 +322,7 @@ def test_a_file_is_no_model(fake: Any, quantspec: Run) -> None:
 def test_without_a_home_directory_nothing_is_fetched_and_no_draft_kept(tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_", "QUANTSPEC_"))}
     del clean["HOME"]
-    # Where the system knows the user, it knows a home directory, too.
+    # A user known to the system has a home directory.
     program = (
         "import pwd, sys\n"
         "def nobody(_): raise KeyError\n"
@@ -337,7 +337,7 @@ def test_without_a_home_directory_nothing_is_fetched_and_no_draft_kept(tmp_path:
     refused = run("run", "-m", "owner/name", "--text", "x")
     assert refused.returncode == 1
     assert refused.stderr.startswith(
-        "error: the hub's cache has no place: no home directory is known\nhint: set HF_HOME"
+        "error: the hub's cache has no folder: no home directory is known\nhint: set HF_HOME"
     )
     assert "draft cache off: no home directory is known" in run("doctor").stdout
     assert run("run", "--text", "x", "-n", "2").returncode == 0
@@ -360,7 +360,7 @@ def test_a_directory_that_may_not_be_searched_is_one_error(obedient: Run, tmp_pa
     for closed, name in ((model, str(model)), (model.parent, str(model)), (model.parent, "owner/model")):
         closed.chmod(0)
         outcome = obedient(*command, name, cwd=tmp_path)
-        # Nor is the hub asked.
+        # The hub is not contacted either.
         assert (outcome.code, outcome.json["error"]["kind"]) == (1, "io"), outcome
         assert outcome.json["error"]["message"].endswith("cannot be read: permission denied")
         closed.chmod(0o755)
@@ -403,7 +403,7 @@ def test_ctrl_c_ends_a_download_at_once_and_it_resumes(start: Start, server: Hub
     child.send_signal(signal.SIGINT)
     sent = time.monotonic()
     out, err = child.communicate(timeout=60)
-    # It does not wait for the server; how long a busy machine takes to end a process says nothing.
+    # It does not wait for the server; the end of a process may take long on a busy machine.
     assert time.monotonic() - sent < server.pause_s / 2
     assert (child.returncode, out, err) == (130, b"", b"error: interrupted\nhint: run the command again\n")
     server.pause_s = 0
@@ -414,7 +414,7 @@ def test_ctrl_c_ends_a_download_at_once_and_it_resumes(start: Start, server: Hub
 
 @pytest.fixture
 def resolve(server: Hub, tmp_path: Path) -> Callable[..., str]:
-    """Where a model is that the small hub has, or the error, in a process with a cache of its own."""
+    """Path of a model on the local hub, or the error, in a process with an empty cache."""
     program = (
         "import sys\nfrom quantspec_cli import hub\nfrom quantspec_cli.errors import QuantspecError\n"
         "try: print(hub.resolve(sys.argv[1], offline=len(sys.argv) > 2))\n"

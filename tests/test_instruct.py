@@ -21,7 +21,7 @@ from quantspec_cli.options import MAX_NEW_TOKENS, MAX_REPLY_TOKENS, MAX_THOUGHTF
 Run = Callable[..., Outcome]
 
 TURNS = "{% for m in messages %}[{{ m.role }}: {{ m.content }}]{% endfor %}"
-# A model that can think, as its prompt says; one that always does; one with a switch of its own name.
+# A model that can think, as its prompt says; one that always does; one with a differently named switch.
 SWITCH = TURNS + "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
 ALWAYS = TURNS + "<think>\n"
 ASK = ["--text", "D", "--instruction", "I"]
@@ -50,7 +50,7 @@ def test_thinking_is_off_by_default_and_said_once(thinker: str, quantspec: Run) 
     assert outcome.stderr.count("thinking is off; --thinking on") == 1
     for said in (["--thinking", "off"], ["--template-arg", "enable_thinking=false"], ["-q"]):
         assert "thinking" not in quantspec("run", "-m", thinker, *ASK, "-n", "3", *said).stderr
-    # What an answer holds that was not to think is the answer.
+    # With thinking off, the whole text is the answer.
     (result,) = quantspec("run", "-m", thinker, *ASK, "--json").json["results"]
     assert (result["text"], result["thinking"]) == ("<think>\nHm, well.\n</think>\n\nYes.", None)
 
@@ -134,7 +134,7 @@ def test_flags_of_templates_need_one(fake: Any, quantspec: Run, monkeypatch: pyt
         quantspec("run", "-m", thinker, "--text", "D", *flags).assert_error(2, flags[0], "add --instruction")
         base = quantspec("run", *ASK, *flags, "-q")
         base.assert_error(2, "the model has none")
-    # A variable may be meant for another command.
+    # A variable may apply to another command.
     monkeypatch.setenv("QUANTSPEC_THINKING", "on")
     assert quantspec("run", "--text", "D", "-n", "2", "-q").code == 0
     assert quantspec("run", "-m", thinker, *ASK).stdout == "Yes.\n"
@@ -230,17 +230,17 @@ def test_sampling_is_as_the_checkpoint_says_where_the_model_replies(fake: Any, q
         return tuple(report[name] for name in ("temperature", "top_k", "top_p", "min_p"))
 
     assert sampling() == (0.6, 20, 0.95, 0)
-    said = "sampling as generation_config.json says: temperature 0.6, top-k 20, top-p 0.95; --temperature 0 is greedy\n"
+    said = "sampling from generation_config.json: temperature 0.6, top-k 20, top-p 0.95; --temperature 0 is greedy\n"
     assert said in quantspec(*command).stderr
     assert sampling("--top-p", "1", "--min-p", "0.1") == (0.6, 20, 1, 0.1)
     assert sampling("--temperature", "1") == (1, 20, 0.95, 0)
     assert "says: top-k 20, top-p 0.95;" in quantspec(*command, "--temperature", "1").stderr
-    # What is off is not named.
+    # Options that are off are not listed.
     off = chat_model(tmp_path / "off", TURNS, {**SAMPLES, "top_k": 0, "top_p": 1.0})
     assert "says: temperature 0.6; --temperature" in quantspec("run", "-m", off, *ASK, "-n", "3").stderr
     assert sampling("--temperature", "0") == (0, 0, 1, 0)
     assert "sampling" not in quantspec(*command, "--temperature", "0").stderr
-    # A text that is continued is greedy, and so is Python.
+    # Continued texts are greedy, and so is the Python interface.
     report = quantspec("run", "-m", model, "--text", "D", "-n", "3", "--json").json
     assert (report["temperature"], report["accept"]) == (0, "greedy")
     engine = Engine.load(model, context=100)
@@ -273,7 +273,7 @@ def test_what_a_checkpoint_recommends(tmp_path: Path) -> None:
     assert read(do_sample=True, temperature=None, top_k=50, repetition_penalty=1.1) == Recommended(
         {"temperature": 1.0, "top_k": 50}, {"repetition_penalty": 1.1}
     )
-    # Penalties are of every text; those that change nothing are none.
+    # Penalties apply to every text; those without effect are dropped.
     assert read(repetition_penalty=1.0, no_repeat_ngram_size=3) == Recommended({}, {"no_repeat_ngram": 3})
 
 
@@ -312,11 +312,11 @@ def test_a_malformed_recommendation_names_file_and_value(
 def test_penalties_are_as_the_checkpoint_says(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     model = chat_model(tmp_path / "m", TURNS, {"repetition_penalty": 1.05, "no_repeat_ngram_size": 4})
     command = ["run", "-m", model, *ASK, "-n", "2"]
-    said = "says: repetition-penalty 1.05, no-repeat-ngram 4; --repetition-penalty 1 --no-repeat-ngram 0 is none\n"
+    said = "json: repetition-penalty 1.05, no-repeat-ngram 4; --repetition-penalty 1 --no-repeat-ngram 0 turn them off\n"
     assert said in quantspec(*command).stderr
     report = quantspec(*command, "--json").json
     assert (report["repetition_penalty"], report["no_repeat_ngram"], report["temperature"]) == (1.05, 4, 0)
-    # Greedy or not, and one flag leaves the other.
+    # Penalties apply to greedy texts too, and one flag leaves the others.
     report = quantspec(*command, "--temperature", "0", "--no-repeat-ngram", "0", "--json").json
     assert (report["repetition_penalty"], report["no_repeat_ngram"]) == (1.05, 0)
     assert "penalties" not in quantspec(*command, "--repetition-penalty", "1", "--no-repeat-ngram", "0").stderr
@@ -343,7 +343,7 @@ def test_a_default_never_makes_a_document_too_long(fake: Any, quantspec: Run, tm
     answers = quantspec(*command, "--json").json["results"]
     left = 64 - max(answer["prompt_tokens"] for answer in answers)
     assert [answer["new_tokens"] for answer in answers] == [left, left]
-    # What is asked for is never cut.
+    # An explicit length is never reduced.
     quantspec(*command, "-n", str(left + 1)).assert_error(3, "context is 64")
     quantspec("run", "-m", model, "--text", "one two three " * 100).assert_error(3, "and 1 new ones make")
 

@@ -27,7 +27,7 @@ def test_logprobs_are_those_of_the_text_whatever_drafts() -> None:
     found = []
     for method in ("quantspec", "ngram", "ar"):
         with Engine.load(context=700, method=method) as engine:
-            # A stop string ends the answer inside a round, whose other tokens are not told.
+            # A stop string ends the answer inside a round; log-probabilities of the round's other tokens are not returned.
             answers = [
                 engine.generate(TEXT, max_new_tokens=60, logprobs=3, no_repeat_ngram=5, stop=stop)
                 for stop in ((), (" the",))
@@ -53,11 +53,11 @@ def test_logprobs_and_scores_are_one_distribution() -> None:
         assert scores.dtype == np.float64
         assert scores.shape == (len(prompt) + 299,)
         assert answer.logprobs is not None
-        # Every token but the first comes of the cache's own steps; the prompt is read exactly.
+        # Every token but the first comes from steps over the cache; the prompt is processed in full precision.
         told = [one.logprob for one in answer.logprobs]
         assert np.abs(scores[len(prompt) - 1 :] - told).max() < 0.2
         assert np.exp(scores).max() <= 1 + 1e-12
-        # A score does not depend on what else was decoded, nor on the rows of a step.
+        # A score does not depend on other sequences, nor on the rows of a step.
     with Engine.load(context=900, method="ar") as plain:
         assert (plain.score(Prompt(prompt + answer.tokens)) == scores).all()
 

@@ -1,4 +1,4 @@
-"""A lower bound never exceeds the number of tokens, and is close enough to keep a long prompt from being encoded."""
+"""A lower bound never exceeds the number of tokens, and is close enough to avoid encoding a long prompt."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ CHINESE = (
     "\u6211\u4eec\u5728\u591c\u91cc\u8d70\u8fc7\u4e86\u957f\u957f\u7684\u8def\uff0c\u6ca1\u6709\u4eba\u8bf4\u8bdd\u3002"
 )
 MIXED = "e\u0301 caf\u00e9 \u2581under\u2581 <s>\u0338 <mask>   \n\t x\u00a0 y \U0001f389 " + CHINESE
-# A token of bytes that are side by side in no other. Its first character is a letter of byte-level vocabularies, too.
+# A token of bytes that are adjacent in no other token. Its first character also occurs in byte-level vocabularies.
 ADDED = "\u00e9qZ#"
 
 
 def byte_level(splits: Any, normalizer: Any = None) -> Inner:
-    """Merges learned across words where nothing splits the text."""
+    """Merges across words, as no step splits the text."""
     inner = Inner(models.BPE(ignore_merges=True))
     inner.normalizer = normalizer
     inner.pre_tokenizer = pre_tokenizers.Sequence(
@@ -54,7 +54,7 @@ def sentencepiece(metaspace: bool) -> Inner:
     trained.train_from_iterator(
         corpus, trainers.BpeTrainer(vocab_size=1500, special_tokens=["<unk>", "<s>", *fallback])
     )
-    # The trainer makes special tokens of the bytes, which are none.
+    # The trainer marks the byte tokens as special, which they are not.
     inner = Inner(trained.model)
     if metaspace:
         inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)

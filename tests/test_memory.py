@@ -1,4 +1,4 @@
-"""What a run takes is what was planned before anything was loaded."""
+"""A run's memory is what was planned before loading."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SAMPLE = Path(hub.__file__).with_name("sample.txt")
 
 
 def test_the_peak_is_the_plan() -> None:
-    # Twelve sequences fill 140 MB of pages, buffers and weights, beside which Python's own growth is small.
+    # Twelve sequences fill 140 MB of pages, buffers and weights; Python's own growth is small next to that.
     prompts = list(chain.from_iterable(("--prompt", str(SAMPLE)) for _ in range(12)))
     command = [
         sys.executable,
@@ -22,14 +22,14 @@ def test_the_peak_is_the_plan() -> None:
         "quantspec_cli",
         "run",
         *prompts,
-        # Long enough that the first answer is not at its end when the last prompt has been read.
+        # Long enough that the first answer is unfinished when the last prompt has been prefilled.
         "-n",
         "200",
         "--gamma",
         "4",
         "--device",
         "cpu",
-        # Stacks and buffers of threads are Python's growth here, too.
+        # Stacks and buffers of threads count as Python's growth here.
         "--threads",
         "2",
         "--json",

@@ -1,4 +1,4 @@
-"""One list of methods: what Python repeats is what the engine has, and prompt lookup is a method like any other."""
+"""One list of methods: Python's list equals the engine's, and prompt lookup is a method like any other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantspec_cli.engine import Model, planned
 from quantspec_cli.options import METHODS, EngineOptions, Method
 
 DEMO = Path(quantspec_cli.__file__).with_name("demo")
-# It repeats itself, so that there is something to look up; greedy decoding of the demo model does so anyway.
+# It repeats itself, so that prompt lookup has matches; greedy decoding of the demo model does so anyway.
 TEXT = "The committee met in the morning. The committee met in the evening. The committee"
 
 
@@ -34,7 +34,7 @@ def test_a_method_has_what_it_says(name: str, method: Method) -> None:
     assert (stats["draft_weights_bytes"] > 0) == (method.draft_weights or method.draft_model)
     assert options.weights_of_draft == ("int4" if method.draft_weights else "none")
     assert options.pages_of_draft == (method.window or "all")
-    # Without a view of its own the target's planes are all there is.
+    # Without a view of its own, only the target's planes are kept.
     assert stats["cache_lower_bytes"] > 0
     assert stats["cache_full_bytes"] == 0
 
@@ -64,7 +64,7 @@ def test_a_window_reads_as_many_pages_as_it_is_told(weights: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
     assert engine.generate(text, **options) == plain.generate(text, **options)
     assert engine.statistics()["draft_pages_mean"] == 2
-    # A context shorter than the window is read whole.
+    # A context shorter than the window is read completely.
     assert engine.generate(TEXT, **options) == plain.generate(TEXT, **options)
     assert (engine.statistics()["draft_pages_mean"] or 0) < 2
 
@@ -77,7 +77,7 @@ def test_a_network_and_copies_change_no_token(gamma: int | str) -> None:
     for prompts in ([TEXT], [TEXT, "A"]):
         assert engine.generate_batch(prompts, **options) == plain.generate_batch(prompts, **options)
     stats = engine.statistics()
-    # Greedy decoding of the demo model repeats itself soon; both drafters had their turns.
+    # Greedy decoding of the demo model soon repeats itself; both drafters were used.
     if gamma != "auto":
         assert 0 < stats["copied_tokens"] < stats["drafted_tokens"]
 
@@ -100,7 +100,7 @@ def test_a_second_checkpoint_changes_no_token(method: str, gamma: int | str) -> 
     prompts = [TEXT, "A"]
     assert drafting.generate_batch(prompts, **options) == plain.generate_batch(prompts, **options)
     stats = drafting.statistics()
-    # Its weights and its cache are held, and counted.
+    # Its weights and its cache are counted.
     assert stats["draft_weights_bytes"] == plain.statistics()["weights_bytes"] == stats["weights_bytes"]
     assert stats["buffer_bytes"] == 2 * plain.statistics()["buffer_bytes"]
     if gamma != "auto":
@@ -108,7 +108,7 @@ def test_a_second_checkpoint_changes_no_token(method: str, gamma: int | str) -> 
 
 
 def test_a_second_checkpoint_by_rejection_is_mostly_accepted() -> None:
-    # The model drafts for itself, so p and q differ by rounding alone.
+    # The model drafts for itself, so p and q differ by rounding only.
     engine = Engine.load(method="draft-model", draft_model=DEMO, gamma=4, accept="rejection", context=700, device="cpu")
     engine.generate(TEXT, max_new_tokens=200, temperature=1.0, seed=1, ignore_eos=True)
     assert (engine.statistics()["acceptance_rate"] or 0) > 0.95
@@ -132,7 +132,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(quantspec: Any, tmp_path: Pa
     short = copy_demo(tmp_path / "short", max_position_embeddings=256)
     outcome = quantspec(*run, "-c", "300", "-n", "290", "--draft-model", str(short))
     outcome.assert_error(3, "context of 256", "the model's is")
-    # The same number of tokens, two of which have changed places.
+    # The same number of tokens, with two exchanged.
     other = copy_demo(tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -148,7 +148,7 @@ def test_bench_measures_a_second_checkpoint(quantspec: Any) -> None:
     rows = quantspec(*bench, "--methods", "ar,draft-model,quantspec+ngram", "--draft-model", str(DEMO)).json
     plain, drafting, _ = rows
     assert drafting["acceptance_rate"] > 0.9
-    # A draft of two and a verification read the model's bytes three times, for up to three tokens.
+    # A draft of two tokens and a verification read the model's bytes three times, for up to three tokens.
     assert drafting["bytes_per_token"] > 0.9 * plain["bytes_per_token"]
     quantspec(*bench, "--methods", "draft-model").assert_error(2, "--methods has draft-model")
     quantspec(*bench, "--draft-model", str(DEMO)).assert_error(2, "no method of --methods reads it")

@@ -1,4 +1,4 @@
-"""The native engine between threads and callbacks: one call at a time, and nobody waits for ever."""
+"""The native engine with threads and callbacks: one call at a time, and no deadlock."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_threads_take_turns() -> None:
     threads = [threading.Thread(target=prefill, args=(slot,)) for slot in slots]
     for thread in threads:
         thread.start()
-    # Asked while others are at work: every call waits for its turn without the GIL that their callbacks need.
-    # Of four new tokens a round may draft three, and of those behind the prefill's two.
+    # Called while other threads work: every call waits without the GIL, which their callbacks need. Of four new tokens a
+    # round may draft three, or two after the prefill and one round.
     assert {engine.choose_gamma(slot) for slot in slots} <= {2, 3}
     for thread in threads:
         thread.join(60)
@@ -90,7 +90,7 @@ def test_a_slot_is_freed_without_waiting_for_whoever_is_in_the_engine() -> None:
     def show(rows: int, _total: int) -> None:
         done.append(rows)
         inside.set()
-        # The prefill is under way as long as this waits.
+        # The prefill runs as long as this waits.
         assert freed.wait(60)
 
     thread = threading.Thread(target=engine.prefill, args=(busy, show))
@@ -99,7 +99,7 @@ def test_a_slot_is_freed_without_waiting_for_whoever_is_in_the_engine() -> None:
     engine.finish(ended)
     freed.set()
     thread.join(60)
-    # Freed by the next call, if not before.
+    # Freed by the next call at the latest.
     assert engine.add([4, 5], max_new_tokens=1, **SAMPLING) == ended
 
 
@@ -120,7 +120,7 @@ def test_what_the_last_callback_raises_is_its_own_callers() -> None:
 
 
 class Ended(Exception):  # noqa: N818
-    """What a handler of these tests raises, with the number of the signal."""
+    """Raised by handlers of these tests, with the number of the signal."""
 
 
 def end(number: int, _frame: FrameType | None) -> None:
@@ -143,7 +143,7 @@ def end_of(_what: str, number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def handled(number: int, handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """A signal of this process has that handler while the body runs."""
+    """Installs a signal handler while the body runs."""
     before = signal.signal(number, handler)
     try:
         yield
@@ -153,12 +153,12 @@ def handled(number: int, handler: Callable[[int, FrameType | None], object]) -> 
 
 
 def test_what_a_handler_of_a_signal_raises_ends_work() -> None:
-    # Seconds of work without a callback, and a signal that comes soon.
+    # Seconds of work without a callback, and an early signal.
     with handled(signal.SIGALRM, end), pytest.raises(Ended) as caught:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         _native.evaluate(str(hub.demo()), [1, 2, 3] * 600, device="cpu", threads=1)
     assert caught.value.args == (signal.SIGALRM,)
-    # Where it was raised is in sight.
+    # The traceback shows where it was raised.
     assert [entry.name for entry in caught.traceback][-1] == "end"
 
 
@@ -182,7 +182,7 @@ def test_what_a_handler_of_a_signal_raises_ends_waiting_for_the_engine() -> None
     finally:
         over.set()
         thread.join(60)
-    # Whose turn it was has heard nothing of it.
+    # The waiting thread was not affected.
     engine.draft([(slot, 1)])
     assert engine.verify()
 
@@ -201,7 +201,7 @@ def test_what_a_handler_raises_inside_a_callback_ends_work(handler: Callable[[in
         engine.prefill(slot, show)
     assert len(calls) == 1
     engine.finish(slot)
-    # Nothing of it is left for who comes next.
+    # No part of the exception is left for the next caller.
     assert first(engine, [1] * 100) == first(opened(), [1] * 100)
     with handled(signal.SIGALRM, handler), pytest.raises(Ended):
         opened(on_loading=show)
@@ -226,7 +226,7 @@ def test_a_callback_may_end_the_program_and_nothing_else(monkeypatch: pytest.Mon
 
 
 class Shown:
-    """A callback that leads to the engine it is of."""
+    """A callback that refers to its own engine."""
 
     engine: Any
 

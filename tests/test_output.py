@@ -247,7 +247,7 @@ def test_a_link_that_another_user_planted_is_not_followed(tmp_path: Path) -> Non
         with pytest.raises(FileError, match=rf"output {link} is a link of user {other} in a folder where everybody"):
             write(path)
     assert target.read_text() == "old"
-    # Not where the folder's owner put it, nor where only its owner could.
+    # Not followed if another user placed it, nor in a folder where only its owner could have.
     os.chown(shared, other, -1)
     assert write(link) == "new"
     os.chown(shared, 0, -1)
@@ -386,7 +386,7 @@ def test_an_error_before_the_first_token_leaves_no_file(
 
 def test_an_error_on_the_way_keeps_the_text_of_all_prompts(fake: Any, quantspec: Run, tmp_path: Path) -> None:
     command = ["run", "--text", "one", "--text", "two", "-n", "60"]
-    # Rounds of the two prompts until the error: 1, 3 and 1, 6 and 2, 5 tokens, and one of each prefill.
+    # Rounds of the two prompts until the error emit 1, 3 and 1, 6 and 2, 5 tokens, plus one per prefill.
     fake.accepted = [2, 0, 5, 1, 4]
     whole = quantspec(*command, "--json", "--gamma", "5").json["results"]
     fake.fail, fake.fail_after = ("device", "the device fell off", "plug it in"), 2

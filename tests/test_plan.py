@@ -1,4 +1,4 @@
-"""`quantspec plan`: what fits, from config.json alone, and predictions that agree with what was measured."""
+"""`quantspec plan`: what fits, from config.json alone, and predictions that agree with measurements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROOFLINE = ["operation", "flops", "bytes", "intensity", "bound", "us"]
 
 
 def described(folder: Path, **fields: Any) -> str:
-    """A directory that holds config.json alone, the demo's with other fields."""
+    """A directory with config.json only: the demo's with other fields."""
     folder.mkdir(exist_ok=True)
     config = json.loads((DEMO / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | fields))
@@ -59,7 +59,7 @@ def test_the_document(quantspec: Run, tmp_path: Path) -> None:
     assert all(math.isfinite(number) and number > 0 for number in numbers), numbers
     assert (found["context"], found["batch"], found["fits"], found["device"]) == (900, 2, True, "cpu")
     assert {row["method"] for row in found["methods"]} == {"ar", *predict.ACCEPTANCE}
-    # Flops of a step of two sequences: two for every weight of the matrices.
+    # Floating-point operations of a step of two sequences: two per weight of the matrices.
     shape = _native.model_info(str(DEMO))
     layer = shape["hidden"] * (2 * shape["heads"] + 2 * shape["kv_heads"]) * shape["head_dim"]
     layer += 3 * shape["hidden"] * shape["intermediate"]
@@ -82,7 +82,7 @@ def parts(held: Mapping[str, Any]) -> dict[str, int]:
 @pytest.mark.parametrize("target", ["int8", "fp16", "int4"])
 def test_config_alone_plans_what_an_engine_holds(tmp_path: Path, target: str) -> None:
     path = described(tmp_path / "m")
-    # What the process holds counts, so its tokenizer comes first.
+    # The process's memory counts, so its tokenizer is loaded first.
     model = Model.open()
     held = _native.plan(path, capacity=1500, slots=2, kv_target=target, device="cpu", described=True)
     with Engine(model, EngineOptions(kv_target=target, device="cpu"), context=1500, batch=2) as engine:
@@ -94,7 +94,7 @@ def test_config_alone_plans_what_an_engine_holds(tmp_path: Path, target: str) ->
 
 
 def test_a_plan_reads_no_weights(quantspec: Run, tmp_path: Path) -> None:
-    """Whatever is called so."""
+    """Invalid weights do not matter."""
     path = Path(described(tmp_path / "m"))
     (path / "model.safetensors").write_bytes(b"\xff" * 64)
     assert quantspec("plan", "-m", str(path), "-c", "300", "--device", "cpu", "--json").json["fits"] is True
@@ -142,7 +142,7 @@ def test_the_largest_batch_is_the_largest(tmp_path: Path) -> None:
     def plan(slots: int) -> dict[str, Any]:
         return _native.plan(path, capacity=tokens, slots=slots, device="cpu", described=True)
 
-    # Of one moment: this machine's other processes take and free memory meanwhile.
+    # At one moment: other processes allocate and free memory meanwhile.
     now = plan(1)
     available = now["available_bytes"] - (now["planned_bytes"] - sum(parts(now).values()))
     largest = now["largest_batch"]
@@ -241,7 +241,7 @@ LOAD = Load(
 
 def test_a_step_is_its_bytes_over_the_bandwidth() -> None:
     assert predict.plain(machine(), LOAD, "fp16", batch=1).tokens_per_s == pytest.approx(1 / (12 + predict.ROUND_S))
-    # Sequences share weights and have caches of their own.
+    # Sequences share weights but not caches.
     assert predict.plain(machine(), LOAD, "int8", batch=3).tokens_per_s == pytest.approx(3 / (14 + predict.ROUND_S))
     assert predict.prompt(machine(), LOAD) == []
     matrices, attention = predict.prompt(machine(prompt_matrix=1e12, prompt_attention=2e12), LOAD)
@@ -289,7 +289,7 @@ def test_curves_pass_through_their_points_and_never_fall_below_0(costs: list[flo
 
 @pytest.fixture
 def hub_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Path], list[str]]:
-    """Has the hub hold the files of a folder; the names of those that are downloaded are listed."""
+    """Makes the hub offer the files of a folder; records the names of downloaded ones."""
 
     def serve(folder: Path) -> list[str]:
         fetched: list[str] = []

@@ -1,4 +1,4 @@
-"""What only a process of its own can show: start-up, Ctrl-C, closed pipes, encodings."""
+"""Behaviour that needs a separate process: start-up, Ctrl-C, closed pipes, encodings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOW = {"round_s": 0.05}
 
 
 def promptly(attempt: Callable[[], float]) -> None:
-    """Fails where no attempt of three ends in half a second; one that a busy machine holds up says nothing."""
+    """Fails if all of three attempts take half a second, so that a busy machine does not fail the test."""
     waits: list[float] = []
     while len(waits) < 3 and min(waits, default=1) >= 0.5:
         waits.append(attempt())
@@ -51,7 +51,7 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run([sys.executable, "-c", *command], capture_output=True, check=True, text=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # Processor time: a busy machine must not fail the test.
+        # Processor time, so that a busy machine does not fail the test.
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stderr
 
     times, floor = [], []
@@ -76,7 +76,7 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
         }
         assert not heavy & set(imported.split())
         assert "quantspec_cli._native" not in ours.split()
-    # Click and Python cannot be had for less; twice that was measured before the package left ssl out, 1.6 times since.
+    # Click and Python are the minimum; the command is measured at 1.6 times that.
     assert min(times) < 2.5 * min(floor), (times, floor)
 
 
@@ -143,7 +143,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(start: Start, number: int, pau
 
 
 def until_it_prints(child: subprocess.Popen[bytes]) -> None:
-    """Waits until a command's document has begun and fills the pipe, which nobody reads."""
+    """Waits until a command's document has begun and fills the pipe, which has no reader."""
     assert child.stdout is not None
     size = fcntl.fcntl(child.stdout, fcntl.F_SETPIPE_SZ, 4096)
     found = b""
@@ -176,13 +176,13 @@ def test_a_second_signal_ends_a_command_that_nobody_reads(start: Start) -> None:
     child.send_signal(signal.SIGTERM)
     assert child.wait(timeout=30) == 143
     out, err = child.communicate(timeout=30)
-    # Half a document, and nothing behind it.
+    # Half a document, and nothing after it.
     assert out.startswith(b'{"quantspec"')
     assert b"error" not in out
     assert err == b"error: interrupted by SIGTERM\nhint: run the command again\n"
 
 
-def test_people_are_told_of_an_error_whoever_reads_the_document(toy_command: list[str], tmp_path: Path) -> None:
+def test_an_error_reaches_stderr_even_if_the_document_cannot_be_written(toy_command: list[str], tmp_path: Path) -> None:
     for arguments, code in ((["-n", "0"], 2), (["-o", str(tmp_path)], 2), (["-c", "1"], 3)):
         command = [*toy_command, "run", "--text", "x", *arguments, "--json"]
         whole = subprocess.run(command, capture_output=True, check=False, timeout=60)
@@ -194,7 +194,7 @@ def test_people_are_told_of_an_error_whoever_reads_the_document(toy_command: lis
             for out in (writer, full):
                 done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, check=False, timeout=60)
                 assert (done.returncode, done.stderr) == (code, whole.stderr)
-            # Nor does a standard error that fails cost the document.
+            # A failing standard error does not lose the document either.
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, check=False, timeout=60)
             assert (done.returncode, json.loads(done.stdout)["error"]) == (code, error)
         os.close(writer)
@@ -212,7 +212,7 @@ def test_ctrl_c_before_the_first_token(start: Start, tmp_path: Path, stage: str)
         assert (child.returncode, out) == (130, b"")
         assert err.startswith(b"error: interrupted\nhint: ")
         assert len(err.splitlines()) == 2
-        # Nothing was done: the file is left as it was.
+        # Nothing was done, so the file is unchanged.
         assert os.listdir(tmp_path) == ["out.txt"]
         assert path.read_text() == "of an earlier run"
         return seconds
@@ -257,7 +257,7 @@ def test_signals_that_end_a_program_tidy_up(start: Start, tmp_path: Path, number
     assert os.listdir(tmp_path) == []
 
 
-def test_a_hang_up_is_ignored_where_somebody_asked_for_that(toy_command: list[str]) -> None:
+def test_an_ignored_hang_up_stays_ignored(toy_command: list[str]) -> None:
     environment = {**os.environ, "FAKE_NATIVE": json.dumps({"round_s": 0.02})}
     command = ["nohup", *toy_command, "run", "--text", "x", "-n", "150"]
     child = subprocess.Popen(
@@ -297,7 +297,7 @@ def test_a_closed_pipe_from_the_start_is_quiet_too(toy_command: list[str], argum
     os.close(writer)
     _, err = child.communicate(timeout=60)
     assert child.returncode == code
-    # Nothing but the two lines of an error of the command itself.
+    # Only the two lines of the command's own error.
     assert len(err.splitlines()) == (2 if code == 2 else 0)
 
 
@@ -320,7 +320,7 @@ def test_help_for_a_full_disk_is_one_error(toy_command: list[str], arguments: li
 
 
 @pytest.mark.parametrize("note", [["-t", "999"], ["--instruction", "Go on."], ["-q"], []])
-def test_notes_that_nobody_reads_cost_no_answer(toy_command: list[str], tmp_path: Path, note: list[str]) -> None:
+def test_unread_notes_cost_no_answer(toy_command: list[str], tmp_path: Path, note: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     arguments = ["run", "--text", "x", "-n", "5", *note]
@@ -338,7 +338,7 @@ def test_notes_that_nobody_reads_cost_no_answer(toy_command: list[str], tmp_path
 
 
 def without(toy_command: list[str], streams: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Runs a command line with streams closed or redirected as a shell writes it."""
+    """Runs a command line with streams closed or redirected, in shell syntax."""
     return subprocess.run(
         ["sh", "-c", f'exec "$@" {streams}', "sh", *toy_command, *arguments],
         capture_output=True,
@@ -350,12 +350,12 @@ def without(toy_command: list[str], streams: str, *arguments: str) -> subprocess
 def test_closed_streams(toy_command: list[str], tmp_path: Path) -> None:
     run = ["run", "--text", "x", "-n", "5"]
     answer = without(toy_command, "", *run).stdout
-    # Without a standard error the answer is the same; nobody is told more.
+    # Without a standard error the answer is the same.
     for streams in ("2>&-", "2>/dev/full", "2>&- <&-"):
         done = without(toy_command, streams, *run)
         assert (done.returncode, done.stdout, done.stderr) == (0, answer, b""), streams
     assert without(toy_command, "2>&-", "run", "--text", "").returncode == 1
-    # Without a standard output only a file can take the answer.
+    # Without a standard output, the answer needs a file.
     for arguments in (run, [*run, "--json"], ["doctor"], ["selftest"]):
         done = without(toy_command, ">&-", *arguments)
         assert done.returncode == 1, arguments
@@ -450,11 +450,11 @@ def test_progress_appears_on_a_terminal_and_ctrl_c_still_works(toy_command: list
     # The bar has only just appeared.
     child.send_signal(signal.SIGINT)
     out, _ = child.communicate(timeout=30)
-    with contextlib.suppress(OSError):  # what a terminal says where nobody is left to write
+    with contextlib.suppress(OSError):  # a terminal's error after the last writer has closed it
         while True:
             seen += os.read(terminal, 1 << 16)
     os.close(terminal)
     assert (child.returncode, out) == (130, b"")
-    # It is gone, and the cursor is back.
+    # The bar is gone, and the cursor is visible.
     assert seen.endswith(b"error: interrupted\r\nhint: run the command again\r\n")
     assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")

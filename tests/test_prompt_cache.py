@@ -94,7 +94,7 @@ def test_an_engine_keeps_prompts_in_memory(document: Path, tmp_path: Path) -> No
 
 
 def test_a_conversation_reads_its_new_turn_only(document: Path) -> None:
-    """What was said before is the beginning of the next prompt."""
+    """Earlier turns are a prefix of the next prompt."""
     text = document.read_text()
     with Engine.load(device="cpu", threads=2, context=2048) as engine:
         ids = engine.model.tokenizer.encode(text)

@@ -1,4 +1,4 @@
-"""Prompts: read whole and unchanged, or refused with the place that is wrong."""
+"""Prompts: read completely and unchanged, or refused with the position of the problem."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_file_without_permission_is_one_error(
     def refuse(*_: object) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(prompts, "read_whole", refuse)  # root may read everything, whatever its mode
+    monkeypatch.setattr(prompts, "read_whole", refuse)  # root may read every file, whatever its mode
     quantspec("run", "--prompt", str(document)).assert_error(1, "permission denied")
 
 

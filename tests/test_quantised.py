@@ -1,4 +1,5 @@
-"""Quantised safetensors: `run` gives the text of a plain checkpoint of the same values, and unknown methods are refused."""
+"""Quantised safetensors: `run` gives the text of an unquantised checkpoint with the same values, and unknown methods are
+refused."""
 
 from __future__ import annotations
 

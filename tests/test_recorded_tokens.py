@@ -1,4 +1,4 @@
-"""A change of the engine changes no token: what the demo model decodes is what it decoded when it was recorded."""
+"""The demo model's tokens equal the recorded ones, so a change of the engine changes no token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("record_tokens.py")
 
 
 def compare(recording: Path, path: str) -> subprocess.CompletedProcess[str]:
-    # A process of its own: the path is chosen once.
+    # A separate process: the SIMD path is chosen once.
     command = [sys.executable, str(SCRIPT), "--quick", "--compare", str(recording)]
     environment = {**os.environ, "QUANTSPEC_SIMD": path}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
@@ -40,7 +40,7 @@ def test_a_recording_has_every_case_of_the_quick_comparison() -> None:
         assert quick <= {case.partition(",")[0] for case in record_tokens.read(file)}, file
 
 
-def test_differences_are_told() -> None:
+def test_differences_are_reported() -> None:
     recorded = {"a": {"tokens": [[1, 2]], "accepted": 3}, "b": {"tokens": [[1]], "accepted": None}}
     assert record_tokens.differences(recorded, recorded) == []
     found = {"a": {"tokens": [[1, 4]], "accepted": 2}, "c": {"tokens": [], "accepted": None}}

@@ -1,4 +1,4 @@
-"""`--report`: charts are well-formed, escaped and finite whatever they are given; pages need nothing from elsewhere."""
+"""`--report`: charts are well-formed, escaped and finite for any input; pages are self-contained."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quantspec_cli.report.charts import Point, Series
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
-# Names hold whatever a folder may be called.
+# Names may be any folder name.
 names = st.text(min_size=0, max_size=30) | st.sampled_from(
     ["</svg>", "<script>alert(1)</script>", "\"&'", "\x00\x1b[31m", "a\nb"]
 )
@@ -96,7 +96,7 @@ def test_lines(series: list[tuple[str, list[tuple[float, float | None]]]]) -> No
 def test_roofline(points: list[Point], read: float, flops: float) -> None:
     root = checked(charts.roofline(points, bytes_per_s=read, flops_per_s=flops))
     assert len(root.findall(f"{SVG}circle")) == sum(point.x == point.x for point in points)
-    # A point on a bound is drawn on the roof.
+    # A point on a bound is drawn on the roof line.
     corner = Point(flops / read, flops, "corner")
     root = checked(charts.roofline([corner], bytes_per_s=read, flops_per_s=flops))
     circle, roof = root.find(f"{SVG}circle"), root.find(f"{SVG}polyline")
@@ -144,7 +144,7 @@ def test_text_is_escaped() -> None:
 
 
 class Page(HTMLParser):
-    """What a page has: tags, addresses, the titles of its sections, its text."""
+    """Content of a page: tags, addresses, section titles, text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Page(HTMLParser):
 
 
 def parsed(text: str) -> Page:
-    """A page without scripts and without anything from elsewhere."""
+    """Parses a page; checks that it has no scripts and nothing external."""
     page = Page(text)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
     assert page.addresses == []
@@ -189,7 +189,7 @@ def parsed(text: str) -> Page:
 
 
 def rows() -> list[dict[str, Any]]:
-    """Measured rows of a GPU, with what this version adds to them."""
+    """Measured rows of a GPU, with the fields that this version adds."""
     found: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results/h200-wide7.json").read_text())
     return [
         row | {"flops_per_token": 1e10, "acceptance_rate_per_position": [0.9, 0.5] if row["gamma"] else None}
@@ -264,7 +264,7 @@ def test_a_page_of_a_batch(fake: Any, quantspec: Callable[..., Outcome], tmp_pat
     page = parsed(place.read_text())
     assert page.titles == ["Time of the engine", "Acceptance by position", "Memory", "Documents"]
     assert "a<b>.txt" in page.text
-    # Again: all is done, and no engine has anything to show.
+    # A second run: all is done, and there is no engine to report on.
     outcome = quantspec("batch", str(tmp_path / "docs"), "--out", out, "-n", "4", "--report", str(place), "--quiet")
     assert parsed(place.read_text()).titles == ["Documents"]
 

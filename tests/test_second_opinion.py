@@ -1,8 +1,8 @@
-"""Whole texts against the equations: what the installed wheel decodes is what NumPy says a token must be.
+"""Whole texts compared with the equations: each token decoded by the installed wheel must be the one NumPy computes.
 
-NumPy computes the prompt exactly, then every new position by the visibility law over quantised pages, in float64; noise,
-warpers and the choice are written again from docs/algorithm.md. The engine's arithmetic is coarser, so a token is compared
-where the winner leads by more than its error; everywhere else the engine must have taken one of the leaders.
+NumPy computes the prompt in full precision, then every new position by the visibility law over quantised pages, in
+float64. Noise, warpers and the choice are implemented independently from docs/algorithm.md. The engine's arithmetic is
+coarser: where the winner's margin exceeds its error the token must match, elsewhere it must be one of the leaders.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from quantspec_cli.engine import Prompt
 from quantspec_cli.selftest import cut_prompts
 
 NEW = 100
-# Between them, decoding crosses 384 and 512, where a second and a third page become visible.
+# Decoding crosses 384 and 512, where a second and a third page become visible.
 PROMPTS = (300, 420)
-# BF16 activations move a logit by a few hundredths; far less than this.
+# BF16 activations change a logit by a few hundredths, far less than this.
 LEAD = 0.3
 
 
 def paper(x: Array, axis: int) -> tuple[Array, Array]:
-    """(view Upper, view Both) by the paper: quantise to 4 bits, then the error to 4 more."""
+    """(view Upper, view Both) by the paper: quantise to 4 bits, then quantise the error to 4 more."""
     least, most = x.min(axis, keepdims=True), x.max(axis, keepdims=True)
     constant = least == most
     scale = half(np.where(constant, 1, np.maximum((most - least) / 15, 2.0**-14)))
@@ -65,9 +65,9 @@ def gumbel(seed: int, position: int, vocab: int) -> Array:
 
 
 def scores(logits: Array, position: int, options: dict[str, Any], slack: float) -> Array:
-    """What the chosen token has most of: its logit, or its scaled logit and noise among the tokens that are kept.
+    """The score that the chosen token maximises: its logit, or scaled logit plus noise among the tokens that are kept.
 
-    `slack` moves the borders of the warpers, so that tokens at a border can be told: about as far as a logit may move.
+    `slack` moves the limits of the warpers, to identify tokens near a limit: about the largest change of a logit.
     """
     temperature = options.get("temperature", 0)
     if not temperature:
@@ -103,7 +103,7 @@ def penalised(logits: Array, options: dict[str, Any], prompt: list[int], answer:
 
 
 class Decoder:
-    """Decodes one token after another over the cache as the engine defines it."""
+    """Decodes token by token over the cache as docs/design/cache.md defines it."""
 
     def __init__(self, model: Llama, prompt: list[int], kv_target: str, rounding: str) -> None:
         self.model = model
@@ -184,7 +184,7 @@ def test_every_token_is_the_one_the_equations_choose(
             assert behind[token] < LEAD, (length, decoder.position, token, behind[token])
             clear += np.sum(behind < LEAD) == 1
             decoder.step(token)
-    # The comparison means something: most positions have a winner.
+    # The comparison is meaningful only if most positions have a clear winner.
     assert clear > NEW
 
 

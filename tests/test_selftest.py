@@ -1,4 +1,4 @@
-"""The self-test compares what it says, passes where all is well, and finds a single wrong token."""
+"""The self-test compares what it reports, passes on a correct engine, and detects a single wrong token."""
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""tokenizer.model: the ids of SentencePiece itself, and files that cannot be used."""
+"""tokenizer.model: ids equal SentencePiece's, and unusable files are refused."""
 
 from __future__ import annotations
 
 import io
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sentencepiece
-from conftest import Outcome, copy_demo
+from conftest import Outcome, copy_demo, damaged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +21,7 @@ VOCAB = 600
 
 
 def train(folder: Path, **options: Any) -> sentencepiece.SentencePieceProcessor:
-    """A BPE tokenizer as Llama 2's was made, in a folder of its own."""
+    """A BPE tokenizer made like Llama 2's, in a separate folder."""
     folder.mkdir()
     model = io.BytesIO()
     settings = {
@@ -62,7 +61,7 @@ TEXTS = [
 def test_ids_are_those_of_sentencepiece(llama: tuple[Any, Path], text: str) -> None:
     theirs, folder = llama
     ours = Tokenizer(folder, VOCAB)
-    # A user-defined symbol cuts the text, and the library here puts a space before each part.
+    # A user-defined symbol splits the text, and this library puts a space before each part.
     if "<|turn|>" not in text:
         assert ours.encode(text, special=False) == theirs.encode(text)
     assert ours.encode(text) == [theirs.bos_id(), *ours.encode(text, special=False)]
@@ -119,16 +118,14 @@ def test_tokens_beyond_the_model(llama: tuple[Any, Path], tmp_path: Path, place:
     assert tokenizer.encode("a<|im_end|>", special=False)[-1] == VOCAB + 1
     assert tokenizer.token_bytes(VOCAB + 1) == b""
     add(VOCAB + 7)
-    with pytest.raises(
-        ModelError, match=f"has {VOCAB + 1} tokens, and the added token '<pad>' asks for the id {VOCAB + 7}"
-    ):
+    with pytest.raises(ModelError, match=f"has {VOCAB + 1} tokens, and the added token '<pad>' has the id {VOCAB + 7}"):
         Tokenizer(tmp_path, VOCAB + 9)
 
 
 def test_a_model_runs_with_it(quantspec: Any, tmp_path: Path) -> None:
     model = copy_demo(tmp_path / "model")
     (model / "tokenizer.json").unlink()
-    # A model refuses a tokenizer of less than half its vocabulary, and so much the example does not yield.
+    # A model refuses a tokenizer with less than half its vocabulary; the example alone is too small.
     turns = [f"<|{number}|>" for number in range(4_000)]
     train(tmp_path / "trained", vocab_size=5_000, user_defined_symbols=turns)
     (model / "tokenizer.model").write_bytes((tmp_path / "trained" / "tokenizer.model").read_bytes())
@@ -139,15 +136,8 @@ def test_a_model_runs_with_it(quantspec: Any, tmp_path: Path) -> None:
 def test_damaged_files_end_in_one_error(llama: tuple[Any, Path], tmp_path: Path) -> None:
     whole = (llama[1] / "tokenizer.model").read_bytes()
     path = tmp_path / "tokenizer.model"
-    dice = random.Random(5)
     errors = []
-    for round in range(300):
-        data = bytearray(whole)
-        if round % 3 == 0:
-            del data[dice.randrange(len(data)) :]
-        for _ in range(1 + round % 20):
-            if data:
-                data[dice.randrange(len(data))] = dice.randrange(256)
+    for data in damaged(whole, 300):
         path.write_bytes(data)
         try:
             Tokenizer(tmp_path, VOCAB).encode("the night")
@@ -171,7 +161,7 @@ def test_damaged_files_end_in_one_error(llama: tuple[Any, Path], tmp_path: Path)
         (b"\x0a\x03\x0a\x01a", "type 1"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, data: bytes, what: str) -> None:
+def test_problems_are_reported(tmp_path: Path, data: bytes, what: str) -> None:
     (tmp_path / "tokenizer.model").write_bytes(data)
     with pytest.raises(ModelError, match=what):
         Tokenizer(tmp_path, VOCAB)

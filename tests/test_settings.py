@@ -106,7 +106,7 @@ def test_every_kind_of_value(fake: type, quantspec: Run, file: Path) -> None:
     outcome = quantspec("run", "--text", "x")
     assert (outcome.code, outcome.stderr) == (0, "")
     assert fake.engines[0]["method"] == "kv4"  # type: ignore[attr-defined]
-    # One value of a flag that may be repeated needs no list.
+    # A single value of a repeatable flag need not be a list.
     file.write_text('max-tokens = 4\nstop = "END"\n')
     assert quantspec("run", "--text", "x").code == 0
     assert quantspec("run", "--text", "x", "--json").json["results"][0]["new_tokens"] == 4
@@ -202,7 +202,7 @@ def test_a_place_no_file_can_have_holds_no_settings(
     def nobody(_: int) -> None:
         raise KeyError
 
-    # A user that the system does not know, as in containers.
+    # A user unknown to the system, as in containers.
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("QUANTSPEC_CONFIG")

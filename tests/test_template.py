@@ -1,4 +1,4 @@
-"""Chat templates: what they render, and that none of them can hang, grow or escape."""
+"""Chat templates: their output, and that none can hang, exhaust memory or escape the sandbox."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_an_argument_that_no_template_reads_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         template.render(many + "{{ bos_token }}{{ messages }}", [], {"bos_token": "<s>"}, {"foo": 1})
     assert caught.value.hint.endswith("the template has " + ", ".join(f"v{number:02}" for number in range(12)))
-    # One that is read first and set then is a variable.
+    # A name that is read before it is set is a variable.
     assert told("{% if foo is not defined %}{% set foo = 2 %}{% endif %}{{ foo }}", foo=1) == "1"
 
 
@@ -139,7 +139,7 @@ def test_ctrl_c_does_not_wait_for_a_template(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(subprocess, "Popen", start)
     loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     waits = []
-    while len(waits) < 3 and min(waits, default=1) >= 0.15:  # a busy machine may hold up an attempt
+    while len(waits) < 3 and min(waits, default=1) >= 0.15:  # a busy machine may delay an attempt
         sent: list[float] = []
 
         def interrupt(times: list[float] = sent) -> None:

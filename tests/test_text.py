@@ -14,7 +14,7 @@ EOS = 0
 
 
 def feed(tokens: list[bytes], cuts: list[int], **options: object) -> Text:
-    """A text that gets the tokens in rounds of the sizes `cuts`, then singly."""
+    """A text fed with the tokens in rounds of the sizes `cuts`, then one by one."""
     text = Text(lambda token: tokens[token - 1], **{"limit": 10_000, "eos": {EOS}, **options})  # type: ignore[arg-type]
     ids = [token + 1 for token in range(len(tokens))]
     for size in [*cuts, *[1] * len(ids)]:
@@ -105,7 +105,7 @@ def chopped(raw: bytes, sizes: list[int]) -> list[bytes]:
 
 
 def oracle(text: str, stops: list[str]) -> str:
-    """Cuts before the stop string that ends first, looking at every end in turn."""
+    """Cuts before the stop string that ends first, testing every end position."""
     for end in range(len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -181,7 +181,7 @@ def test_what_is_emitted_of_thoughts_and_answer_depends_on_the_tokens_alone(
     text = feed(tokens, rounds, stops=stops, thinking=thinking)
     singly = feed(tokens, [], stops=stops, thinking=thinking)
     assert (text.text, text.tokens, text.stop_reason) == (singly.text, singly.tokens, singly.stop_reason)
-    # So far, and not only at the end.
+    # During the stream, and not only at the end.
     some = feed(tokens[: sum(rounds[:2])], rounds[:2], stops=stops, thinking=thinking)
     assert some.text == feed(tokens[: sum(rounds[:2])], [], stops=stops, thinking=thinking).text
     text.interrupt()

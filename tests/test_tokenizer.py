@@ -1,4 +1,4 @@
-"""Encoding with a model's own special tokens, once; decoding to exactly the bytes a token stands for."""
+"""Encoding with a model's own special tokens, once; decoding to a token's exact bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXTS = [
 
 
 def sentencepiece(bos: bool = True) -> Inner:
-    """A small tokenizer built like Llama 2's: ▁ for spaces, bytes for what is not in the vocabulary."""
+    """A small tokenizer built like Llama 2's: ▁ for spaces, byte tokens for unknown characters."""
     pieces = [
         "<unk>",
         "<s>",
@@ -138,7 +138,7 @@ def test_bos_comes_from_the_post_processor_or_the_config_but_never_twice(tmp_pat
 
 
 def test_a_bos_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"tokenizer\.json does not know the BOS '<begin>'"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json has no token '<begin>', the BOS"):
         saved(sentencepiece(), tmp_path, add_bos_token=True, bos_token="<begin>")
     # Nothing is to be added.
     assert saved(sentencepiece(), tmp_path, add_bos_token=False, bos_token="<begin>").encode("hello").count(1) == 1
@@ -182,7 +182,7 @@ def test_ids_beyond_the_tokenizer_are_no_text(demo: Tokenizer) -> None:
     assert demo.token_bytes(9000) == b""
 
 
-def test_a_decoder_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+def test_another_kind_of_decoder_is_refused_by_name(tmp_path: Path) -> None:
     inner = sentencepiece()
     inner.decoder = decoders.WordPiece()
     with pytest.raises(ModelError, match="WordPiece"):
@@ -244,7 +244,7 @@ def test_a_panic_of_the_library_is_one_error_of_the_model(
     assert quantspec(*command, "--json").json["error"]["kind"] == "model"
 
 
-def test_what_others_write_while_a_text_is_encoded_appears(
+def test_other_threads_output_during_encoding_appears(
     demo: Tokenizer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Inner:
@@ -295,12 +295,12 @@ def test_a_pipe_is_no_tokenizer_config(fake: Any, quantspec: Any, tmp_path: Path
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"])
 def test_a_link_to_nothing_is_no_missing_file(fake: Any, quantspec: Any, tmp_path: Path, name: str) -> None:
-    # As a half-pruned hub cache has them.
+    # The state of a half-pruned hub cache.
     model = copy_demo(tmp_path / "model")
     (model / name).unlink(missing_ok=True)
     (model / name).symlink_to("../../blobs/4e20")
     outcome: Outcome = quantspec("run", "--model", str(model), "--text", "x", "--instruction", "y")
-    outcome.assert_error(1, f"{model / name} is a link to ../../blobs/4e20, where nothing is", "restore")
+    outcome.assert_error(1, f"{model / name} is a link to ../../blobs/4e20, which does not exist", "restore")
     document = quantspec("run", "--model", str(model), "--text", "x", "--instruction", "y", "--json").json
     assert document["error"]["kind"] == "io"
 

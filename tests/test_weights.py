@@ -1,4 +1,4 @@
-"""`--weights int8`: one copy of the weights, of which the target reads both planes of nibbles and the draft the upper one."""
+"""`--weights int8`: one copy of the weights; the target reads both nibble planes and the draft the upper one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS = 300
 
 
 def views(w: llama_numpy.Array) -> tuple[llama_numpy.Array, llama_numpy.Array]:
-    """(Both, Upper) of a matrix, as docs/design/weights.md has it: groups of 64, s range/15, the best of eight zeros."""
+    """(Both, Upper) of a matrix by docs/design/weights.md: groups of 64, s range/15, the best of eight zeros."""
     both, upper = np.empty_like(w), np.empty_like(w)
     for start in range(0, w.shape[1], 64):
         group = w[:, start : start + 64]
@@ -64,7 +64,7 @@ def test_scores_agree_with_numpy() -> None:
     kld = (np.exp(expected) * (expected - over_fp16)).sum(-1).mean()
     acceptance = np.exp(np.minimum(found["quantspec"], found["target"])[:-1]).sum(-1).mean()
     assert scores["targets"]["fp16"]["nll"] == pytest.approx(nll, abs=0.003)
-    # The engine's checkpoint side rounds activations to BF16, NumPy nothing.
+    # The engine's checkpoint side rounds activations to BF16; NumPy does not.
     assert kld / 2 < scores["weights"]["int8"]["kld"] < kld + 1e-4
     assert scores["weights"]["int8"]["top1"] > 0.97
     assert scores["drafts"]["quantspec"]["acceptance"] == pytest.approx(acceptance, abs=0.006)
@@ -101,7 +101,7 @@ def test_every_method_emits_the_text_of_plain_decoding_from_one_copy(weights: st
             texts.add(tuple(engine.generate("The scene lay in London " * 40, max_new_tokens=60).tokens))
             stats = engine.statistics()
         assert stats["weights_bytes"] == pytest.approx(megabytes * 1e6, rel=0.01)
-        # A draft model is kept as the target is.
+        # A draft model is stored in the target's weight format.
         assert stats["draft_weights_bytes"] == (stats["weights_bytes"] if method.draft_model else 0)
     assert len(texts) == 1
 
@@ -142,7 +142,7 @@ def test_a_batch_does_not_depend_on_free_memory(fake: Any, quantspec: Run, docum
 
 
 def sparse_model(folder: Path, layers: int) -> Path:
-    """A checkpoint of so many layers whose weights are a hole in a file: no memory, no disk, every size."""
+    """A checkpoint of this many layers whose weights are a hole in a file: any size, without memory or disk."""
     h, f = 2048, 8192
     copy_demo(
         folder,
@@ -181,7 +181,7 @@ def test_auto_takes_int8_where_the_checkpoint_does_not_fit(tmp_path: Path) -> No
 
     small = _native.plan(str(hub.demo()), capacity=500, weights="auto", device="cpu")
     assert (small["weights"], small["fits"]) == ("checkpoint", True)
-    # BF16 takes 1.4 times the memory there is, and 8.5 bits a weight three quarters of it.
+    # BF16 needs 1.4 times the available memory, 8.5 bits per weight three quarters of it.
     layers = int(1.4 * small["available_bytes"] / (2 * 59_768_832))
     model = str(sparse_model(tmp_path / "large", layers))
     plans = {

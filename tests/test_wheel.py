@@ -1,4 +1,4 @@
-"""The installed command with its real engine: the same text whatever drafts, and nothing lost on the way."""
+"""The installed command with its real engine: the same text with every drafter, and no loss of data."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_batch_prints_what_each_document_prints_alone(quantspec: Run, document
 def test_a_stop_string_cuts_the_text_of_any_method_at_the_same_place(quantspec: Run) -> None:
     command = ["run", "--prompt", str(SAMPLE), "-n", "80", "--json"]
     whole = quantspec(*command).json["results"][0]["text"]
-    # Some letters from the middle: they begin and end inside tokens.
+    # Letters from the middle, which begin and end inside tokens.
     stop = whole[len(whole) // 2 : len(whole) // 2 + 7]
     cut = {
         quantspec(*command, "--stop", stop, "--gamma", gamma).json["results"][0]["text"] for gamma in ("0", "3", "16")
@@ -92,7 +92,7 @@ def test_text_streams_and_ends_as_json_says(quantspec: Run) -> None:
     assert "(length)" in text.stderr
 
 
-def test_doctor_knows_this_machine(quantspec: Run) -> None:
+def test_doctor_describes_this_machine(quantspec: Run) -> None:
     report = quantspec("doctor", "--json").json
     assert report["cpu"]["threads"] >= 1
     assert report["cpu"]["read_gb_per_s"] > 0.1
@@ -115,7 +115,7 @@ def test_ctrl_c_within_0_3_s_while_a_long_document_is_read(tmp_path: Path) -> No
     book.write_text(SAMPLE.read_text(encoding="utf-8") * 30, encoding="utf-8")
     waits = []
     for _ in range(3):
-        # On a terminal a bar tells when the reading has begun.
+        # On a terminal a bar shows that prefill has begun.
         terminal, end = pty.openpty()
         child = subprocess.Popen(
             [sys.executable, "-m", "quantspec_cli", "run", "--prompt", str(book), "-n", "5"],
@@ -131,13 +131,13 @@ def test_ctrl_c_within_0_3_s_while_a_long_document_is_read(tmp_path: Path) -> No
         sent = time.monotonic()
         out, _ = child.communicate(timeout=60)
         waits.append(time.monotonic() - sent)
-        with contextlib.suppress(OSError):  # what a terminal says where nobody is left to write
+        with contextlib.suppress(OSError):  # a terminal's error after the last writer has closed it
             while True:
                 seen += os.read(terminal, 1 << 16)
         os.close(terminal)
         assert (child.returncode, out) == (130, b"")
         assert seen.endswith(b"error: interrupted\r\nhint: run the command again\r\n")
-    # The quickest: a busy machine must not fail the test.
+    # The fastest, so that a busy machine does not fail the test.
     assert min(waits) < 0.3, waits
 
 
@@ -225,7 +225,7 @@ def test_threads_that_share_an_engine_get_what_each_gets_alone() -> None:
     assert [found.get(prompt) for prompt in prompts] == alone
 
 
-def test_a_fork_is_told_that_it_has_no_engine() -> None:
+def test_a_fork_gets_an_error_that_it_has_no_engine() -> None:
     program = """
 import os
 from quantspec_cli import Engine, QuantspecError
@@ -260,7 +260,7 @@ def test_what_memory_cannot_hold_is_refused_with_numbers(quantspec: Run, tmp_pat
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)
     path = folder / "config.json"
-    # The cache of so many tokens would take 870 GB.
+    # The cache of this many tokens needs 870 GB.
     path.write_bytes(config(max_position_embeddings=2**28)(path.read_bytes()))
     outcome = quantspec("run", "--model", str(folder), "--text", "x", "-n", str(2**28 - 10))
     outcome.assert_error(3, "GB", "longest context that fits")

@@ -1,4 +1,4 @@
-"""tools/widen.py: the widened checkpoint computes what its source computes, and says what it is."""
+"""tools/widen.py: the widened checkpoint computes the same as its source, and is labelled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def widen() -> ModuleType:
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray[Any, Any]]) -> Path:
-    """An F32 checkpoint, whose tokenizer nobody asks."""
+    """An F32 checkpoint; its tokenizer is not used."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
@@ -44,7 +44,7 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray[An
 
 @pytest.fixture
 def strange(tmp_path: Path) -> Path:
-    """A random model with everything a source may have: grouped heads, an own head, biases, q/k norms."""
+    """A random model with every optional part of a source: grouped heads, untied head, biases, q/k norms."""
     random = np.random.default_rng(7)
     hidden, ffn, heads, kv_heads, dim, vocab, layers = 24, 40, 4, 2, 8, 50, 2
     config = {
@@ -87,7 +87,7 @@ def test_logits_are_the_sources(widen: ModuleType, tmp_path: Path) -> None:
     ids = np.random.default_rng(1).integers(3, 8192, 24)
     out = tmp_path / "wide"
     assert widen.main([str(hub.demo()), str(out), "--times", "2", "--layers", "8"]) == 0
-    # A power of two divides BF16 exactly: what is left is the order of sums in float64.
+    # Division by a power of two is exact in BF16: only the order of sums in float64 differs.
     np.testing.assert_allclose(logits(out, ids), logits(hub.demo(), ids), rtol=0, atol=1e-9)
 
 
@@ -96,7 +96,7 @@ def test_every_part_of_a_layer_is_preserved(widen: ModuleType, strange: Path, tm
     ids = np.arange(20) * 7 % 50
     out = tmp_path / "wide"
     assert widen.main([str(strange), str(out), "--times", str(times), "--layers", "3"]) == 0
-    # A third is no binary fraction: weights are rounded to F32 once.
+    # A third is not a binary fraction: weights are rounded to F32 once.
     np.testing.assert_allclose(logits(out, ids), logits(strange, ids), rtol=0, atol=1e-9 if times == 2 else 1e-5)
 
 
@@ -113,7 +113,7 @@ def test_the_result_is_larger_and_labelled(widen: ModuleType, tmp_path: Path) ->
     assert tensors["model.layers.6.mlp.down_proj.weight"].shape == (512, 1408)
     assert not tensors["model.layers.6.mlp.down_proj.weight"].any()
     assert not tensors["model.layers.6.self_attn.o_proj.weight"].any()
-    # A layer that adds nothing still reads what a layer reads.
+    # A layer that adds nothing has full-sized weights to read.
     assert tensors["model.layers.6.mlp.up_proj.weight"].any()
     assert (out / "tokenizer.json").read_bytes() == (hub.demo() / "tokenizer.json").read_bytes()
     assert not list(out.glob("*.partial"))
@@ -126,7 +126,7 @@ def test_the_engine_scores_it_as_the_source(widen: ModuleType, tmp_path: Path) -
     assert widen.main([str(hub.demo()), str(out), "--times", "2", "--layers", "6"]) == 0
     ids = [1, *(int(id) for id in np.random.default_rng(2).integers(3, 8192, 63))]
     source, wide = (_native.evaluate(str(folder), ids) for folder in (hub.demo(), out))
-    # Kernels may round activations to BF16 (2⁻⁹ each), in other places of the wider sums.
+    # Kernels may round activations to BF16 (2⁻⁹ each), at other points of the wider sums.
     assert wide["targets"]["int8"]["nll"] == pytest.approx(source["targets"]["int8"]["nll"], abs=0.01)
     assert wide["drafts"]["quantspec"]["acceptance"] == pytest.approx(
         source["drafts"]["quantspec"]["acceptance"], abs=0.02
@@ -164,7 +164,7 @@ def test_added_layers_have_the_type_of_what_they_copy(
         # A source with windows keeps them.
         ({"max_window_layers": 1}, 3, 1),
         ({"max_window_layers": 0}, 3, 0),
-        # 28 where nothing is said.
+        # 28 if it is absent.
         ({}, 29, 29),
         ({"max_window_layers": None}, 29, 29),
         ({"use_sliding_window": False}, 29, None),
@@ -243,10 +243,10 @@ def test_space_is_checked_before_anything_is_written(
         ("-1", "6", "--times is -1"),
         ("0", "6", "powers of two keep BF16 and F32 exact, F16's smallest weights are rounded"),
         ("2", "5", "--layers is 5"),
-        # The demo's 256 channels and 2 heads, up to what the engine loads.
+        # The demo's 256 channels and 2 heads, up to the engine's limits.
         ("257", "6", "--times is 257, which makes hidden_size 65792 of at most 65536\nhint: use 1 to 256;"),
         ("2", "1025", "--layers is 1025 and the source has 6\nhint: use 6 to 1024:"),
-        # Refused before a plan of so many tensors is made.
+        # Refused before a plan of this many tensors is made.
         ("99999999", "6", "--times is 99999999"),
         ("2", "99999999", "--layers is 99999999"),
     ],
@@ -265,7 +265,7 @@ def test_every_size_stays_within_what_the_engine_loads(
     limits = {**widen.SIZES_MAX, "num_hidden_layers": widen.LAYERS_MAX}
     assert limits.keys() == {*widen.WIDENED, "num_hidden_layers"}
     for key, most in limits.items():
-        # What the engine says of one more; of the limit itself it has nothing to say.
+        # The engine's error one above the limit; at the limit it has none.
         beyond = copy_demo(tmp_path / f"{key}-beyond", **{key: most + 1})
         with pytest.raises(_native.NativeError, match=f"{key} is {most + 1}, not a whole number from 1 to {most}"):
             _native.model_info(str(beyond))
@@ -284,7 +284,7 @@ def test_every_size_stays_within_what_the_engine_loads(
     assert not (tmp_path / "wide").exists()
 
 
-def test_sources_that_are_none(widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_arguments_without_documents(widen: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text((hub.demo() / "config.json").read_text())
@@ -397,7 +397,7 @@ def test_a_damaged_source_is_one_error(
     assert not (tmp_path / "wide").exists()
 
 
-def test_the_folder_one_is_in_has_a_name(
+def test_the_current_folder_has_a_name(
     widen: ModuleType, strange: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(strange)
@@ -429,7 +429,7 @@ def test_what_fails_half_way_leaves_nothing(
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """Signals do afterwards what they did before."""
+    """Restores the signal handlers afterwards."""
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
     yield
@@ -451,7 +451,7 @@ def test_a_signal_leaves_nothing(
         return b""
 
     monkeypatch.setattr(widen, "encode", ended)
-    # So that a version that does not listen fails the test and does not end it.
+    # Otherwise a version that ignores the signal would end the tests instead of failing one.
     signal.signal(number, lambda *_: None)
     command = [str(hub.demo()), str(tmp_path / "wide"), "--times", "2", "--layers", "6"]
     assert widen.main(command) == 128 + number

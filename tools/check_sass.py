@@ -1,26 +1,25 @@
 #!/usr/bin/env python3
-"""Check what must be true of the machine code of every kernel, without a GPU.
+"""Check the machine code of every kernel, without a GPU.
 
     python tools/check_sass.py target/kernel-images
 
-Of each image that the build left there, disassembled by nvdisasm (package nvidia-cuda-nvdisasm):
+For each image of the last build, disassembled by nvdisasm (package nvidia-cuda-nvdisasm):
 
-* no main loop touches local memory: a spill there costs a trip to the cache in every turn. A main loop multiplies matrices
-  and holds no other loop that does; loops that copy or wait may lie in it and belong to it. `SPILLS` lists the kernels whose
-  main loops are allowed some accesses, and how many. What is spilled elsewhere, around main loops and by warps that only
-  copy, is not looked at;
-* of a kernel that multiplies no matrices no loop touches local memory, but for `SPILLS_BESIDE`;
-* of a kernel's matrix instructions at least the share `SHARE` is in its main loops, so that none of these is overlooked.
-  `PEELED` names the kernels that repeat a part of their loop outside of it, for which half is enough;
-* main loops wait for at most three of four asynchronous matrix instructions (wgmma). Where registers or the order of the
-  source do not suit it, ptxas waits behind every one, with the same results;
-* no instruction has a descriptor in an odd uniform register, as in `LDGSTS [R3+UR0+0x1200], desc[UR1]`: descriptors are
-  aligned pairs, and ptxas encodes such an instruction where it added a uniform base to the address of an asynchronous
-  copy with a cache hint. A GPU refuses to run it. PTX, which another ptxas will assemble, must not have such copies;
-* every kernel with a main loop reads memory 16 bytes at a time or by bulk copies, and a main loop has at most
-  `PAGE_NUMBERS` loads of global memory below 8 bytes (what is read 8 bytes at a time are scales).
+* No main loop accesses local memory: a spill there costs a cache access per iteration. A main loop contains matrix
+  instructions and no other loop that does; it includes inner loops that copy or wait. `SPILLS` lists the kernels whose
+  main loops may have some accesses. Spills around main loops, and in warps that only copy, are not checked.
+* In a kernel without matrix instructions no loop accesses local memory, except `SPILLS_BESIDE`.
+* At least the share `SHARE` of a kernel's matrix instructions is in its main loops, so that no loop is overlooked.
+  `PEELED` names kernels that repeat part of their loop outside of it; for these, half is enough.
+* Main loops wait for at most three of four asynchronous matrix instructions (wgmma). If registers or source order are
+  unsuitable, ptxas waits after every one, with the same results.
+* No instruction has a descriptor in an odd uniform register, as in `LDGSTS [R3+UR0+0x1200], desc[UR1]`. Descriptors are
+  aligned pairs; ptxas encodes such an instruction when it adds a uniform base to the address of an asynchronous copy with
+  a cache hint. It is illegal on the GPU. PTX, which another ptxas assembles, must not contain such copies.
+* Every kernel with a main loop reads memory by 16-byte loads or bulk copies. A main loop has at most `PAGE_NUMBERS`
+  global loads below 8 bytes (8-byte loads read scales).
 
-Prints one line per violation and exits 1, or a summary.
+Prints one line per violation and exits 1, or prints a summary.
 """
 
 from __future__ import annotations
@@ -37,46 +36,46 @@ from functools import cached_property, reduce
 from operator import and_
 from pathlib import Path
 
-# Local accesses in the main loops of kernels that have more in hand than there are registers.
+# Local accesses in the main loops of kernels that need more values than registers.
 SPILLS = {
-    # Decoding for 25 to 32 query rows a KV head loads again, without ever storing, one value per page, which is some 1,200
-    # instructions.
+    # Decoding of 25 to 32 query rows per KV head reloads one value per page, which is about 1,200 instructions; it never
+    # stores.
     ("attend_both_128_32", "sm_90a"): 1,
-    # Draft products of 33 to 64 rows hold the sums of four tiles: one value is loaded again every two chunks of weights.
+    # Draft GEMMs of 33 to 64 rows hold the sums of four tiles: one value is reloaded every two chunks of weights.
     ("linear_w4_ring_8", "sm_90a"): 1,
-    # Attention of a prefill holds the scores of a tile of keys and all of its output, of either type. On Blackwell it loads
-    # again from which tile on scores are masked, once per tile, which is 1,200 to 1,400 instructions.
+    # Prefill attention holds the scores of a tile of keys and its whole output, of either type. On Blackwell it reloads the
+    # first masked tile's index once per tile, which is 1,200 to 1,400 instructions.
     **{(f"prefill_attend_128_{out}", sm): 1 for out in ("bf16", "f16") for sm in ("sm_100", "sm_120")},
     # On Turing, where copies pass through registers, 8 of some 1,700 instructions per tile load and store the sums of four
-    # rows, and 4 load again what does not change in the loop.
+    # rows, and 4 reload loop invariants.
     **{(f"prefill_attend_128_{out}", "sm_75"): 12 for out in ("bf16", "f16")},
     # Likewise, but never launched: heads of 256 channels need compute capability 8.0 (check_head of quantspec-cuda).
     **{(f"prefill_attend_256_{out}", "sm_75"): 8 for out in ("bf16", "f16")},
 }
 
-# The same of loops of kernels that multiply no matrices. `judge` has 1,024 threads, so 64 registers, and runs once a
-# round: by rejection a turn of its one loop over the vocabulary loads one value again.
+# Loops of kernels without matrix instructions. `judge` has 1,024 threads, so 64 registers, and runs once a round: with
+# rejection, an iteration of its single loop over the vocabulary reloads one value.
 SPILLS_BESIDE = {"judge": 1}
 
-# Most kernels have all matrix instructions in their main loops. Attention over pages prepares the first page ahead of its
-# loop, which is up to an eighth of them; without one of its two loops it would have 71 percent at most.
+# Most kernels have all matrix instructions in their main loops. Attention over pages prepares the first page before its loop,
+# which is up to an eighth of them; without one of its two loops it would have at most 71 percent.
 SHARE = 0.8
 
-# On Hopper: attention of a prefill has Q K^T of the first tile ahead of its loop and P V of the last behind it, together one
-# turn of the loop, or half of what there is; products of a prefill do four blocks of K in a turn and what is left of K, up to
-# three, behind the loop, so four sevenths are inside.
+# On Hopper, prefill attention has Q K^T of the first tile before its loop and P V of the last after it, together one
+# iteration, so half of the instructions. Prefill GEMMs do four blocks of K per iteration and up to three remaining blocks
+# after the loop, so four sevenths are inside.
 PEELED = re.compile(r"prefill_(attend_(64|128)|qkv_(64|128|256)|residual|gated)_")
 PEELED_SHARE = 0.5
 
-# An entry of a list of pages and one of the page table, at the two places where a loop asks for the next page.
+# An entry of a page list and one of the page table, at the two places where a loop fetches the next page number.
 PAGE_NUMBERS = 4
 
 LABEL = re.compile(r"(\.L_x_\d+):")
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]+)\*/\s+(.*)")
-# A call of a label does not come back, as one of a function does: ptxas leaves loops so on compute capability 8.x.
+# A call of a label does not return, unlike a call of a function: ptxas leaves loops this way on compute capability 8.x.
 BRANCH = re.compile(r"\b(?:BRA|CALL)\b.*`\((\.L_x_\d+)\)")
-# Instructions that the next one never follows. A branch may be passed where it has a predicate, in front of it or of its
-# label, or a suffix, such as .DIV for a warp whose lanes have parted.
+# Instructions after which control never falls through. A branch can fall through if it has a predicate (before it or its
+# label) or a suffix, such as .DIV for a diverged warp.
 END = re.compile(r"BRA `|EXIT ;|RET\b")
 MATRIX = re.compile(r"\b(HMMA|IMMA|HGMMA)\b")
 ASYNCHRONOUS = re.compile(r"\bHGMMA\b")
@@ -91,14 +90,14 @@ GLOBAL = re.compile(r"\bLDG\b(?!\S*\.(64|128))")
 
 @dataclass
 class Kernel:
-    """Instructions by address, and where labels stand."""
+    """Instructions by address, and the positions of labels."""
 
     name: str
     instructions: list[tuple[int, str]]
     labels: dict[str, int]
 
     def blocks(self) -> tuple[list[list[str]], list[list[int]]]:
-        """Instructions in blocks, which are entered at their first and left at their last only, and what may follow each."""
+        """Basic blocks, and the successors of each."""
         blocks: list[list[str]] = []
         at: dict[int, int] = {}
         labelled, left = set(self.labels.values()), True
@@ -118,7 +117,7 @@ class Kernel:
 
     @cached_property
     def main_loops(self) -> list[list[str]]:
-        """The instructions of each loop that multiplies matrices and holds no other loop that does."""
+        """The instructions of each loop with matrix instructions that contains no other such loop."""
         blocks, followers = self.blocks()
         matrix = {number for number, block in enumerate(blocks) if any(MATRIX.search(text) for text in block)}
         if not matrix:
@@ -129,16 +128,16 @@ class Kernel:
 
     @cached_property
     def spills_in_loops(self) -> int:
-        """Accesses to local memory in loops of any kind."""
+        """Accesses to local memory in any loop."""
         blocks, followers = self.blocks()
         inside: set[int] = set().union(*natural_loops(followers))
         return sum(bool(LOCAL.search(text)) for number in inside for text in blocks[number])
 
 
 def natural_loops(followers: list[list[int]]) -> list[set[int]]:
-    """The loops of code that begins with block 0, wherever their blocks lie: ptxas puts those that wait behind all others.
+    """The loops of code that begins with block 0, wherever their blocks are: ptxas puts waiting blocks after all others.
 
-    A loop is a block, its head, and the blocks that lead back to the head, which is on every way from block 0 to them.
+    A loop is a head block and the blocks that lead back to it; the head dominates them.
     """
     before: list[list[int]] = [[] for _ in followers]
     reached, waiting = {0}, [0]
@@ -149,7 +148,7 @@ def natural_loops(followers: list[list[int]]) -> list[set[int]]:
             if follower not in reached:
                 reached.add(follower)
                 waiting.append(follower)
-    # Which blocks are on every way from block 0 to a block (they dominate it), as bits: all until a way is known.
+    # Dominators of each block, as bits: all bits until a path is known.
     dominators = [1] + [-1] * (len(followers) - 1)
     changed = True
     while changed:
@@ -190,7 +189,7 @@ def kernels(listing: str) -> list[Kernel]:
 
 
 def violations(kernel: Kernel, architecture: str) -> list[str]:
-    """What is wrong with a kernel."""
+    """Violations in a kernel."""
     loops = kernel.main_loops
     found = [f"{text.strip()!r} does not exist" for _, text in kernel.instructions if ODD_DESCRIPTOR.search(text)][:1]
     spills = sum(bool(LOCAL.search(text)) for body in loops for text in body)
@@ -216,7 +215,7 @@ def violations(kernel: Kernel, architecture: str) -> list[str]:
 
 
 def ptx_violations(text: str) -> list[str]:
-    """What is wrong with PTX."""
+    """Violations in PTX."""
     return [f"{copy[0]!r}, which ptxas may assemble to what does not exist" for copy in HINTED_COPY.finditer(text)][:1]
 
 
@@ -230,7 +229,7 @@ def nvdisasm() -> Path:
 
 
 def newest(folder: Path) -> list[Path]:
-    """The images of the last build: earlier ones may lie beside them."""
+    """The images of the last build; the folder may contain earlier ones."""
     images: dict[tuple[str, ...], Path] = {}
     for path in sorted(folder.glob("*.*_*"), key=lambda path: path.stat().st_mtime):
         if not path.name.endswith(".partial"):

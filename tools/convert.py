@@ -2,9 +2,9 @@
 
     python tools/convert.py Llama-2-7B-32K-Instruct converted
 
-A .bin file is a pickle in a zip archive, and a pickle can run any program. This script unpickles with a list of names that
-only describe tensors, and refuses everything else. Tensors are copied as they lie, one at a time, so memory does not grow
-with the model. The other files of the folder (configuration, tokenizer, templates) are copied.
+A .bin file is a pickle in a zip archive, and a pickle can run any program. This script unpickles with an allow list of
+names that only describe tensors, and refuses everything else. Tensors are copied byte by byte, one at a time, so memory
+does not grow with the model. The other files of the folder (configuration, tokenizer, templates) are copied.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ONE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 OUT = "model.safetensors"
 # Files that go along. Never code.
 SUFFIXES = {".json", ".jinja", ".model", ".txt"}
-# A tensor is copied in pieces of this size.
+# Tensors are copied in pieces of this size.
 PIECE_BYTES = 16 << 20
 # The pickle of a 70B model's shard has some hundred kB.
 PICKLE_BYTES_MAX = 64 << 20
@@ -75,12 +75,12 @@ class Tensor:
 
 
 def rebuild(storage: Any, begin: Any, shape: Any, stride: Any, *_: Any) -> tuple[Any, ...]:
-    """What `torch._utils._rebuild_tensor_v2` is called with; checked in `tensor`."""
+    """Arguments of `torch._utils._rebuild_tensor_v2`; checked in `tensor`."""
     return storage, begin, shape, stride
 
 
 class Unpickler(pickle.Unpickler):
-    """Knows the names that describe tensors, and no others."""
+    """Resolves the names that describe tensors, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in STORAGES:
@@ -112,7 +112,7 @@ def tensor(path: Path, name: object, value: object) -> Tensor:
     numbers = (begin, *shape, *stride)
     if len(shape) != len(stride) or any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(f"{name} has the shape {shape!r:.60} and the stride {stride!r:.60}")
-    # Strides of dimensions of one element say nothing.
+    # Strides of dimensions with one element are meaningless.
     step = 1
     for length, along in zip(reversed(shape), reversed(stride), strict=True):
         if length != 1 and along != step:
@@ -130,7 +130,7 @@ def opened(path: Path) -> zipfile.ZipFile:
         return zipfile.ZipFile(path)
     except OSError as error:
         raise Refusal(f"cannot read {path}: {reason(error)}", "check the folder and its permissions") from error
-    except Exception as error:  # a damaged archive raises more than BadZipFile
+    except Exception as error:  # a damaged archive raises exceptions other than BadZipFile
         raise Refusal(f"{path} is not an archive of torch.save: {error}", hint) from error
 
 
@@ -225,7 +225,7 @@ def convert(folder: Path, out: Path) -> int:
             if path.suffix in SUFFIXES and path.is_file() and not path.name.endswith(".index.json"):
                 written.append(out / path.name)
                 shutil.copyfile(path, written[-1])
-        # Last of all: a folder that has it is whole.
+        # Moved last, so that a folder with this file is complete.
         written[0].rename(out / OUT)
     except BaseException:
         for path in written:

@@ -1,4 +1,4 @@
-"""What the scripts of this folder that write checkpoints share: errors of one line and one hint, and an end by signals."""
+"""Shared by the scripts of this folder that write checkpoints: one-line errors with a hint, and clean-up on signals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-# Space beyond the tensors: header, config, tokenizer.
+# Space in addition to the tensors: header, config, tokenizer.
 HEADROOM_BYTES = 64 << 20
 
 
@@ -24,14 +24,14 @@ class Refusal(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors of one line and one hint, as everywhere."""
+    """Prints errors as one line and one hint."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\nhint: see {self.prog} --help\n")
 
 
 def reason(error: OSError) -> str:
-    """Why the system refused, in its words."""
+    """The operating system's message."""
     return (error.strerror or str(error)).lower()
 
 
@@ -42,7 +42,7 @@ def check_new(out: Path) -> None:
 
 
 def check_space(out: Path, size: int) -> None:
-    """Refuses `size` bytes of tensors where the disk has no room for them."""
+    """Refuses `size` bytes of tensors that do not fit on the disk."""
     parent = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
     if free < size + HEADROOM_BYTES:
@@ -53,14 +53,14 @@ def check_space(out: Path, size: int) -> None:
 
 
 def stopped(number: int, _: object) -> NoReturn:
-    """A signal that ends the program as Ctrl-C does: what was written goes."""
+    """A signal that ends the program like Ctrl-C: written files are removed."""
     raise KeyboardInterrupt(number)
 
 
 def run(work: Callable[[], str], out: Path) -> int:
-    """Does the work, which writes to `out` and returns a line about it; the exit code."""
+    """Runs `work`, which writes to `out` and returns a line about it. Returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP):
-        # The caller may have decided otherwise (nohup).
+        # The parent process may have set it to be ignored (nohup).
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, stopped)
     try:

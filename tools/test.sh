@@ -12,7 +12,7 @@ echo "== development dependencies"
 pip install --quiet --disable-pip-version-check --upgrade pip
 pip install --quiet --disable-pip-version-check --group dev
 
-# A passing test's output is hidden; what it says of paths, models and GPUs that were not there is said again at the end.
+# Output of passing tests is hidden; their messages about missing paths, models and GPUs are repeated at the end.
 log=$(mktemp)
 outside=$(mktemp -d)
 finish() {

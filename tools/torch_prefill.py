@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Time prompts in PyTorch: what `measure prompts` of quantspec-cuda stands beside.
+"""Time prompts in PyTorch, for comparison with `measure prompts` of quantspec-cuda.
 
     python tools/torch_prefill.py --shape llama-2-7b --tokens 128,512,2048,8192,32768,131072
     python tools/torch_prefill.py --attention 32/32/128,32/8/64,16/8/256 --tokens 8192,32768
     python tools/torch_prefill.py --attention 32/8/128 --tokens 65536,131072 --step
 
-One layer of a Llama shape with random BF16 weights: RMS norms, SiLU and sums as PyTorch has them, products by cuBLAS,
-causal attention by cuDNN and by FlashAttention-2; no RoPE and no cache. With --attention causal attention alone, of
-HEADS/KV HEADS/WIDTH, and with --step that of one query over all tokens, one cache after the other. Prints one JSON
+One layer of a Llama shape with random BF16 weights: RMSNorm, SiLU and additions in PyTorch, GEMMs by cuBLAS, causal
+attention by cuDNN and by FlashAttention-2; no RoPE and no cache. With --attention, causal attention of HEADS/KV
+HEADS/WIDTH alone; with --step, attention of one query over all tokens, over several caches in turn. Prints one JSON
 object per length and attention: milliseconds (median of replays of a CUDA graph). Needs PyTorch and a GPU.
 """
 
@@ -18,7 +18,7 @@ import json
 import sys
 from functools import partial
 
-# It says how to get PyTorch where there is none.
+# Explains how to get PyTorch if it is missing.
 from torch_step import DIM, HEADS, HIDDEN, LAYERS, SHAPES, milliseconds, numbers
 
 # isort: split
@@ -27,9 +27,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash-attention-2": SDPBackend.FLASH_ATTENTION}
-# Rows of the feed-forward network at once: what it makes of 131,072 does not fit beside the rest.
+# Rows of the feed-forward network at a time; activations of 131,072 rows do not fit.
 BLOCK = 16384
-# Bytes of the caches that steps read in turn: an L2 holds none of them.
+# Total bytes of the caches that steps read in turn, larger than any L2.
 ROTATED = 1 << 30
 
 
@@ -47,7 +47,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, backend:
 
 
 def attend_each(query: torch.Tensor, caches: list[tuple[torch.Tensor, torch.Tensor]], backend: SDPBackend) -> None:
-    """Attention over one cache after the other."""
+    """Attention over several caches in turn."""
     for key, value in caches:
         attend(query, key, value, backend)
 
@@ -62,7 +62,7 @@ class Layer:
         self.norm = torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16)
 
     def prompt(self, x: torch.Tensor, backend: SDPBackend) -> None:
-        """Takes the hidden states [tokens][HIDDEN] through the layer, in place."""
+        """Runs the layer on hidden states [tokens][HIDDEN], in place."""
         tokens = len(x)
         qkv = functional.linear(functional.rms_norm(x, (HIDDEN,), self.norm, 1e-5), self.qkv)
         heads = qkv.view(1, tokens, -1, DIM).transpose(1, 2)

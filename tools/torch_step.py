@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Time plain decoding in PyTorch: the baseline that `quantspec bench` cannot measure by itself.
+"""Time plain decoding in PyTorch, as a baseline for `quantspec bench`.
 
     python tools/torch_step.py --shape llama-2-7b --depths 4096,32768,131072 [--vocab 8192]
 
-One step of a Llama shape with random BF16 weights: layers by torch.compile, products by cuBLAS, attention over a
-16-bit cache by FlashAttention-2, all of it in one CUDA graph. Prints one JSON object per depth: milliseconds (median of
-replays, the host never in between). Needs PyTorch and a GPU.
+One step of a Llama shape with random BF16 weights: layers by torch.compile, GEMMs by cuBLAS, attention over a 16-bit
+cache by FlashAttention-2, all in one CUDA graph. Prints one JSON object per depth: milliseconds (median of replays
+without the host in between). Needs PyTorch and a GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Layer:
         self.keys, self.values = tensor(1, kv_heads, depth, DIM), tensor(1, kv_heads, depth, DIM)
 
     def step(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """A token's hidden state after the layer; its key and value become the cache's last."""
+        """A token's hidden state after the layer; stores its key and value as the cache's last."""
         query, key, value = before(x, self.norm, self.qkv, cos, sin, kv_heads=self.kv_heads)
         self.keys[0, :, -1].copy_(key)
         self.values[0, :, -1].copy_(value)
@@ -88,7 +88,7 @@ def after(
 
 
 def milliseconds(work: Callable[[], object], *, warm_up: int, replays: int) -> float:
-    """Median of replays of a graph of it, the first three not counted, by events."""
+    """Median time of replays of a graph of `work`, measured by events, after three warm-up replays."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(warm_up):

@@ -3,19 +3,19 @@
 
     python tools/widen.py SOURCE OUT --times K --layers N
 
-Speed depends on shapes, acceptance on a trained function. This tool gives both at once: every hidden, feed-forward and head
-dimension of SOURCE is tiled K times and the weights that read a tiled dimension are divided by K, so each copy carries the
-original activations (RMSNorm included: a tiled vector has the same mean square). Layers beyond SOURCE's are copies whose
-output projections are zero: they cost what a layer costs and add nothing to the residual stream.
+Speed depends on shapes, acceptance on a trained function. This tool combines both. Every hidden, feed-forward and head
+dimension of SOURCE is tiled K times, and weights that read a tiled dimension are divided by K. So each copy carries the
+original activations (including RMSNorm: a tiled vector has the same mean square). Layers beyond SOURCE's are copies whose
+output projections are zero: they cost a layer's time and add nothing to the residual stream.
 
     W [out, in]      -> tile(W, (K, K)) / K      linears inside a layer
     norm [in]        -> tile(norm, K)
     embedding [V, h] -> tile(E, (1, K))
-    head [V, h]      -> tile(H, (1, K)) / K      (a tied head becomes its own tensor: only it is divided)
+    head [V, h]      -> tile(H, (1, K)) / K      (a tied head becomes a separate tensor, as only it is divided)
 
 With K a power of two the division is exact in BF16 and F32. F16 rounds its smallest weights: those below K * 2^-14 become
 subnormal and change by at most 2^-25 (at K = 4, 0.6 % of weights with a deviation of 0.02). Results measured on such a
-checkpoint must be labelled "widened": OUT's config.json carries a `widened` entry and OUT/README.md says so. Needs NumPy
+checkpoint must be labelled "widened": OUT's config.json has a `widened` entry and OUT/README.md says so. Needs NumPy
 only; rows are streamed to disk.
 """
 
@@ -38,7 +38,7 @@ except ImportError:
     sys.exit("error: NumPy is not installed in this Python\nhint: pip install numpy")
 
 BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-# Rows handled at once: bounds memory to a few hundred MB at the widest shapes.
+# Rows processed at a time; bounds memory to a few hundred MB at the widest shapes.
 BLOCK_ROWS = 1024
 # Largest sizes that quantspec takes (crates/quantspec-model/src/config.rs).
 LAYERS_MAX = 1024
@@ -59,11 +59,11 @@ TOKENIZER = (
 WIDENED = tuple(SIZES_MAX)
 SETTINGS = (*WIDENED, "num_hidden_layers", "vocab_size")
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-# Some checkpoints store it; every loader computes it.
+# Some checkpoints store this tensor; every loader computes it.
 RECOMPUTED = "rotary_emb.inv_freq"
-# Channels of a head where a family fixes them and config.json does not say.
+# Channels of a head where the family defines them and config.json does not.
 HEAD_DIM = {"qwen3": 128}
-# The first layer whose attention has a window, where config.json asks for one and does not say.
+# First layer with windowed attention if config.json enables a window without naming the layer.
 MAX_WINDOW_LAYERS = 28
 
 
@@ -116,7 +116,7 @@ class Source:
 
 
 def check(name: str, info: Any, data: int) -> None:
-    """Refuses a tensor of a kind or a place that cannot be read; `data` bytes follow the header."""
+    """Refuses a tensor whose type or location is invalid; `data` bytes follow the header."""
     dtype = info.get("dtype") if isinstance(info, dict) else None
     if not isinstance(dtype, str) or dtype not in BYTES:
         raise Refusal(f"tensor {name} is {dtype}", f"use a checkpoint in {', '.join(BYTES)}")
@@ -136,7 +136,7 @@ def check(name: str, info: Any, data: int) -> None:
 
 
 def positive(config: dict[str, Any], key: str, folder: Path) -> int:
-    """A size in config.json. True is none, though Python counts with it."""
+    """A positive size in config.json. True is refused, though Python treats it as 1."""
     value = config.get(key)
     if type(value) is not int or value < 1:
         raise Refusal(f"config.json of {folder} has {key} {value!r}", "use a Llama-family model")
@@ -166,7 +166,7 @@ def encode(values: np.ndarray[Any, Any], dtype: str) -> bytes:
 
 
 class Target:
-    """One tensor of the widened checkpoint: where it comes from and how it is tiled."""
+    """One tensor of the widened checkpoint: its source and its tiling."""
 
     def __init__(self, name: str, source: str, down: int, across: int, scale: float) -> None:
         self.name, self.source, self.down, self.across, self.scale = name, source, down, across, scale
@@ -185,8 +185,8 @@ class Target:
 
 
 def layer_shapes(source: Source) -> dict[str, list[int]]:
-    """Shapes of the tensors of each layer, by their names behind `model.layers.i.`. What a layer may lack, a bias or a norm
-    of heads, belongs to all of them if the first one has it.
+    """Shapes of each layer's tensors, by their names after `model.layers.i.`. An optional bias or head norm belongs to all
+    layers if the first one has it.
     """
     hidden, ffn, heads, kv_heads = (int(source.config[key]) for key in WIDENED)
     dim = head_dim(source.config, source.folder)
@@ -207,8 +207,8 @@ def layer_shapes(source: Source) -> dict[str, list[int]]:
 
 
 def check_tensors(source: Source, parts: dict[str, list[int]]) -> None:
-    """Refuses a source that lacks a tensor, or has one of another shape than config.json makes it, or one too many: what is
-    widened of it could not be loaded.
+    """Refuses a source with a missing or extra tensor, or with a shape that differs from config.json: the widened checkpoint
+    could not be loaded.
     """
     own, hidden, vocab = (int(source.config[key]) for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
     for layer in range(own):
@@ -229,7 +229,7 @@ def check_tensors(source: Source, parts: dict[str, list[int]]) -> None:
             raise Refusal(f"tensor {name} is no part of a Llama-family model", "use a Llama-family model")
 
 
-def plan(source: Source, times: int, layers: int) -> list[Target]:
+def targets_of(source: Source, times: int, layers: int) -> list[Target]:
     """Every tensor of the widened checkpoint, in file order."""
     own = int(source.config["num_hidden_layers"])
     parts = layer_shapes(source)
@@ -257,7 +257,7 @@ def plan(source: Source, times: int, layers: int) -> list[Target]:
 
 
 def check_times(source: Source, times: int) -> None:
-    """Refuses a factor that makes a size which quantspec does not load."""
+    """Refuses a factor that yields a size which quantspec does not load."""
     sizes = {key: int(source.config[key]) for key in WIDENED}
     room = {key: SIZES_MAX[key] // size for key, size in sizes.items()}
     key = min(room, key=lambda key: room[key])
@@ -291,7 +291,7 @@ def widened_config(source: Source, times: int, layers: int, name: str) -> dict[s
     first = config.get("max_window_layers")
     if first is None and config.get("use_sliding_window"):
         first = MAX_WINDOW_LAYERS
-    # No layer of the source has a window: none of the added ones gets one.
+    # No layer of the source has a window, so added layers get none.
     if type(first) is int and first >= own:
         out["max_window_layers"] = max(first, layers)
     out["tie_word_embeddings"] = False
@@ -320,8 +320,8 @@ def widen(folder: Path, out: Path, times: int, layers: int) -> int:
     check_new(out)
     if not (folder / "tokenizer.json").is_file():
         raise Refusal(f"{folder} has no tokenizer.json", "use the one published with these weights")
-    targets = plan(source, times, layers)
-    # Names of files are bytes, the card and the header are text. The folder may be given as "." or "..".
+    targets = targets_of(source, times, layers)
+    # File names are bytes, the card and the header text. The folder may be given as "." or "..".
     name = folder.resolve().name.encode(errors="replace").decode()
     config = widened_config(source, times, layers, name)
     header: dict[str, Any] = {"__metadata__": {"format": "pt", "widened": f"{name} x {times}, {layers} layers"}}

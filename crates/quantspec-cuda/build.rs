@@ -1,5 +1,5 @@
-//! Compiles kernels/*.cu with NVRTC, which comes from the Python package of [`PACKAGE`] in the building environment: machine code for
-//! every architecture of [`ARCHITECTURES`] and PTX for what comes after them, embedded deflated.
+//! Compiles kernels/*.cu with NVRTC, taken from the Python package [`PACKAGE`] of the build environment. It embeds deflated
+//! machine code for every architecture of [`ARCHITECTURES`], and PTX for newer ones.
 #![allow(
     clippy::print_stdout,
     clippy::print_stderr,
@@ -14,18 +14,19 @@ use std::sync::Mutex;
 use std::time::SystemTime;
 use std::{env, fs, process, ptr, thread};
 
-/// 12.8 because its machine code still loads on drivers from 525 on (13.x asks for 580), and because it knows sm_120.
+/// 12.8: its machine code loads on drivers from 525 on (13.x needs 580), and it supports sm_120.
 const PACKAGE: &str = "cuda-toolkit[nvrtc,cudart]==12.8.1";
 
-/// The PTX version a driver 525 accepts; the kernels use no newer instruction in the PTX image.
+/// The newest PTX version that driver 525 accepts; the PTX image uses no newer instruction.
 const PTX_VERSION: &str = "8.0";
 
-/// Machine code images. 86 also serves 87, 100 also 103, 120 also 121 (newer minor of the same major); 90a holds the Hopper-only instructions.
+/// Machine code images. 86 also serves 87, 100 also 103, 120 also 121 (newer minor of the same major); 90a enables the
+/// Hopper-only instructions.
 const ARCHITECTURES: [&str; 8] = ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120", "compute_80"];
 
-/// Deflate level: 6 is within 2 % of 10 and five times faster.
+/// Deflate level: 6 compresses within 2 % of 10, five times faster.
 const LEVEL: u8 = 6;
-/// This program: it decides how kernels are compiled, so images made by another one are not taken.
+/// This program's source: it determines how kernels are compiled, so it is part of the images' hash.
 const THIS: &[u8] = include_bytes!("build.rs");
 
 const LOCATE: &str = "
@@ -73,7 +74,7 @@ fn toolkit() -> Toolkit {
 
 type Program = *mut c_void;
 
-/// The handful of NVRTC entry points this script calls.
+/// The NVRTC functions this script calls.
 struct Nvrtc<'a> {
     create: Symbol<
         'a,
@@ -86,7 +87,7 @@ struct Nvrtc<'a> {
     ptx: Output<'a>,
 }
 
-/// A pair of "how many bytes" and "give them".
+/// A pair of functions that return the size of an output, and the output.
 struct Output<'a> {
     size: Symbol<'a, unsafe extern "C" fn(Program, *mut usize) -> c_int>,
     get: Symbol<'a, unsafe extern "C" fn(Program, *mut c_char) -> c_int>,
@@ -95,7 +96,7 @@ struct Output<'a> {
 impl Output<'_> {
     fn read(&self, program: Program) -> Result<Vec<u8>, String> {
         let mut bytes = 0;
-        // SAFETY: `program` is alive and the buffer has the size NVRTC asks for.
+        // SAFETY: `program` is alive and the buffer has the size NVRTC reports.
         unsafe {
             let size = (self.size)(program, &mut bytes);
             let mut buffer = vec![0u8; bytes];
@@ -148,7 +149,7 @@ impl<'a> Nvrtc<'a> {
             }
             let status = (self.compile)(program, pointers.len() as c_int, pointers.as_ptr());
             let result = if status != 0 {
-                // The first complaint; the rest usually follows from it.
+                // The first error; later ones usually follow from it.
                 let log = self.log.read(program).unwrap_or_else(|error| error.into_bytes());
                 let log = String::from_utf8_lossy(&log).into_owned();
                 Err(log.lines().find(|line| line.contains("error")).unwrap_or(&log).to_owned())
@@ -163,7 +164,8 @@ impl<'a> Nvrtc<'a> {
     }
 }
 
-/// PTX with its `.version` lowered to [`PTX_VERSION`], so that drivers older than the compiler translate it, and without the one hint that is newer.
+/// Lowers the PTX's `.version` to [`PTX_VERSION`], so that drivers older than the compiler accept it, and removes the one
+/// newer hint.
 fn lower_version(ptx: &str) -> Vec<u8> {
     let lines = ptx.trim_end_matches('\0').lines().filter(|line| !line.contains("\"used_bytes_mask"));
     let mut text: String = lines
@@ -177,7 +179,7 @@ fn lower_version(ptx: &str) -> Vec<u8> {
     text.into_bytes()
 }
 
-/// FNV-1a, to know whether an image of an earlier build is still good.
+/// FNV-1a; decides whether an earlier build's image is up to date.
 fn hash(parts: &[&[u8]]) -> u64 {
     parts
         .iter()
@@ -200,8 +202,8 @@ fn sources(directory: &Path, extension: &str) -> Vec<PathBuf> {
     found
 }
 
-/// The work of one process that [`compile`] starts: `library include kernels stem architecture file`, from which the deflated image
-/// goes to `file`. What is wrong goes to standard error.
+/// The subprocess of [`compile`], with arguments `library include kernels stem architecture file`. Writes the deflated image
+/// to `file`, and errors to standard error.
 fn compile_one(arguments: &[String]) -> Result<(), String> {
     let [library, include, kernels, stem, architecture, file] = arguments else {
         return Err("a compiling process takes six arguments".to_owned());
@@ -214,7 +216,7 @@ fn compile_one(arguments: &[String]) -> Result<(), String> {
     let image = nvrtc
         .image(&name, &read(&kernels.join(&name)), architecture, &[kernels, Path::new(include)])
         .map_err(|log| format!("{name} for {architecture}: {log}"))?;
-    // Renamed when complete: another build may read it meanwhile.
+    // Renamed when complete: another build may read it at the same time.
     let (file, partial) = (Path::new(file), Path::new(file).with_extension(format!("{}.partial", process::id())));
     fs::write(&partial, miniz_oxide::deflate::compress_to_vec(&image, LEVEL))
         .and_then(|()| fs::rename(&partial, file))
@@ -235,9 +237,9 @@ fn main() {
     println!("cargo::rerun-if-env-changed=QUANTSPEC_KERNELS");
     println!("cargo::rerun-if-env-changed=PYO3_PYTHON");
     println!("cargo::rerun-if-changed={}", kernels.display());
-    // CUDA exists on Linux and Windows only; elsewhere there is nothing to compile for.
+    // CUDA exists on Linux and Windows only; other systems get no kernels.
     let system = env::var("CARGO_CFG_TARGET_OS").unwrap_or_default();
-    // One architecture by name (and PTX) is for development: less than a minute instead of three.
+    // A single architecture (or PTX), for development: takes less than a minute instead of three.
     let only = env::var("QUANTSPEC_KERNELS").unwrap_or_default();
     let architectures: Vec<&'static str> = match only.as_str() {
         "" | "on" => ARCHITECTURES.to_vec(),
@@ -253,7 +255,7 @@ fn main() {
     let mut table = String::from("pub(crate) static IMAGES: &[Image] = &[\n");
     if wanted {
         let toolkit = toolkit();
-        // OUT_DIR is <target>/<profile>/build/<package>/out. Images do not depend on the profile, and compiling them takes minutes.
+        // OUT_DIR is <target>/<profile>/build/<package>/out. Images do not depend on the profile, so all profiles share them.
         let images = out.ancestors().nth(4).unwrap_or(&out).join("kernel-images");
         fs::create_dir_all(&images).unwrap_or_else(|error| fail(&format!("{}: {error}", images.display())));
         for (stem, architecture, bytes, file) in compile(&toolkit, &architectures, &kernels, &images) {
@@ -268,7 +270,7 @@ fn main() {
     fs::write(out.join("images.rs"), table).unwrap_or_else(|error| fail(&error.to_string()));
 }
 
-/// Compiles one image in a process of its own: NVRTC compiles one program at a time, however many threads ask.
+/// Compiles one image in a subprocess: within a process NVRTC compiles one program at a time.
 fn compile_apart(toolkit: &Toolkit, kernels: &Path, stem: &str, architecture: &str, file: &Path) {
     let done = env::current_exe().and_then(|this| {
         let paths = [toolkit.library.as_path(), &toolkit.include, kernels];
@@ -288,7 +290,7 @@ fn compile(
     kernels: &Path,
     images: &Path,
 ) -> Vec<(String, &'static str, usize, PathBuf)> {
-    // The library is known by its name and size: isolated builds install the same package at a new path every time.
+    // The library is identified by name and size: isolated builds install the same package at a new path every time.
     let size = fs::metadata(&toolkit.library).map_or(0, |metadata| metadata.len());
     let compiler = format!("{:?} {size}", toolkit.library.file_name().unwrap_or_default());
     let headers: String = sources(kernels, "cuh").iter().map(|path| read(path)).collect();
@@ -312,7 +314,7 @@ fn compile(
                         compile_apart(toolkit, kernels, &stem, architecture, &file);
                         inflated()
                     });
-                    // The images of the last build are the newest ones of the folder, also where an earlier build made them.
+                    // Makes the last build's images the newest of the folder, even those an earlier build compiled.
                     let touched = fs::File::options().append(true).open(&file);
                     let touched = touched.and_then(|file| file.set_modified(SystemTime::now()));
                     touched.unwrap_or_else(|error| fail(&format!("{}: {error}", file.display())));

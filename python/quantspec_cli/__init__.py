@@ -6,12 +6,12 @@
     for piece in engine.stream("It was a dark and stormy night", max_new_tokens=100):
         print(piece, end="")
 
-Importing the package loads neither the native module nor a tokenizer; both wait until something is decoded.
+Importing the package loads neither the native module nor a tokenizer; both load on first use.
 """
 
 from __future__ import annotations
 
-# What type checkers take for true. The module `typing` would be the most expensive thing imported here.
+# Type checkers treat this name as true. Importing `typing` would take longer than all other imports here.
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:

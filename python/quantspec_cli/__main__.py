@@ -1,4 +1,4 @@
-"""Starts the command line. Imports nothing at first: Ctrl-C while Python still imports must not end in a traceback."""
+"""Starts the command line. Imports nothing at first, so that Ctrl-C during imports does not end in a traceback."""
 
 import sys
 
@@ -13,7 +13,7 @@ def main() -> None:
         sys.stderr.write("error: interrupted\nhint: run the command again\n")
         code = 130
     if code in {129, 130, 143}:  # SIGHUP, Ctrl-C, SIGTERM
-        # Threads of an interrupted download or tokenizer would be waited for.
+        # A normal exit would wait for threads of an interrupted download or tokenizer.
         import os
 
         sys.stderr.flush()

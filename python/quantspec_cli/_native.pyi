@@ -1,4 +1,4 @@
-"""Types of the native module: the whole door between Python and the engine. Token ids and numbers only, no text."""
+"""Types of the native module, the only interface between Python and the engine. It handles token ids and numbers, no text."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +30,8 @@ DRAFTS_LIMIT_BYTES: int
 
 def draft_files(folder: str) -> list[tuple[Path, Path | None, int, float]]:
     """Files of draft weights in a folder, least recently used first: path, model (None if another version wrote the file),
-    bytes, and the last use in seconds since the epoch. Other files and links are left out; a folder that is absent is empty.
+    bytes, and the last use in seconds since the epoch. Other files and links are left out; a missing folder counts as
+    empty.
 
     Raises:
         OSError: the folder cannot be read.
@@ -43,7 +44,8 @@ def prompt_files(folder: str) -> list[tuple[Path, Path | None, int, float]]:
     """Files of prompts in a folder, as `draft_files`."""
 
 class NativeError(Exception):
-    """Any error of the engine but an interrupt, which is what a signal's handler raised: KeyboardInterrupt for Ctrl-C."""
+    """Any error of the engine except an interrupt. An interrupt raises the signal handler's exception: KeyboardInterrupt for
+    Ctrl-C."""
 
     kind: str
     message: str
@@ -53,12 +55,12 @@ class NativeError(Exception):
 class Engine:
     """One model on one device with room for `slots` sequences of up to `capacity` tokens each.
 
-    Prompts have up to `prompt_capacity` of them (None: all): prefill holds every hidden state of a prompt. Sequences share
-    the pages of `pool_tokens` (None: of `slots` times `capacity`).
+    Prompts have at most `prompt_capacity` tokens (None: `capacity`): prefill holds every hidden state of a prompt.
+    Sequences share the pages of `pool_tokens` (None: `slots` times `capacity`).
 
-    Long calls release the GIL and run pending signal handlers, so Ctrl-C ends them within 0.3 s, as does any other
-    exception of a handler. Callbacks are called with (done, total), at most every 50 ms; KeyboardInterrupt, SystemExit
-    and what a handler raises inside a callback end the call, any other exception of it is unraisable.
+    Long calls release the GIL and run pending signal handlers. So Ctrl-C ends them within 0.3 s, as does any other
+    exception of a handler. Callbacks are called with (done, total), at most every 50 ms. KeyboardInterrupt, SystemExit
+    and exceptions of handlers inside a callback end the call; any other exception of it is unraisable.
     """
 
     def __new__(
@@ -84,19 +86,19 @@ class Engine:
         every_view: bool = False,
         draft_model: str | None = None,
         draft_cache: tuple[str, int] | None = None,
-        prompt_memory: bool | None = ...,
+        prompt_memory: bool = False,
         prompt_folder: str | None = None,
         on_loading: Callable[[int, int], object] | None = None,
     ) -> Engine:
-        """`prompt_memory` keeps prompts in memory (None: on a CPU only), `prompt_folder` in a folder instead."""
+        """`prompt_memory` keeps prompts in the device's memory, `prompt_folder` in a folder instead."""
 
     @property
     def info(self) -> dict[str, Any]:
-        """What was loaded: device, device_name, simd, threads, weights, draft_precision, family, vocab, layers, max_positions, eos.
+        """The loaded model: device, device_name, simd, threads, weights, draft_precision, family, vocab, layers, max_positions, eos.
 
-        Also block_rows (of a prefill), planned_bytes and load_s; cached_drafts, the share of the draft weights that was
-        read from `draft_cache` (its folder and the least bytes kept there; None without one), and note, one line about
-        trouble with it; and prompt_cache_limit_bytes, most bytes of prompts in memory (None where none are kept there).
+        Also block_rows (of a prefill), planned_bytes and load_s. cached_drafts is the share of the draft weights read
+        from `draft_cache`, a folder and the fewest bytes worth keeping (None without one). note is one line about a
+        problem with it. prompt_cache_limit_bytes is the limit of prompts in memory (None if none are kept).
         """
 
     def add(
@@ -115,16 +117,17 @@ class Engine:
         no_repeat_ngram: int = 0,
         logprobs: int | None = None,
     ) -> int:
-        """Takes a prompt into a free slot and returns the slot. With `logprobs` its tokens come with log-probabilities."""
+        """Adds a prompt to a free slot and returns the slot. With `logprobs`, log-probabilities of its tokens are kept."""
 
     def take_logprobs(self, slot: int) -> list[tuple[float, list[tuple[int, float]]]]:
-        """Log-probabilities of the slot's tokens since the last call, each with those of the likeliest of its place."""
+        """Log-probabilities of the slot's tokens after the last call, each with those of the most likely tokens at its
+        position."""
 
     def score(self, tokens: Sequence[int]) -> list[float]:
         """Log-probabilities of tokens from the second on under the target's view, teacher-forced, in a free slot."""
 
     def has_room(self, tokens: int) -> bool:
-        """Whether a sequence of so many tokens, prompt and answer together, can be taken now."""
+        """True if a sequence of this many tokens, prompt and answer together, can be added now."""
 
     def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None) -> int:
         """Processes the slot's prompt and returns the first new token."""
@@ -132,7 +135,8 @@ class Engine:
     def prefill_chunk(
         self, slot: int, most_rows: int, on_progress: Callable[[int, int], object] | None = None
     ) -> int | None:
-        """Goes on with the slot's prompt for about so many rows, counted over all layers; the first new token at its end.
+        """Continues the slot's prompt for about this many rows, counted over all layers; returns the first new token at its
+        end.
 
         One prompt at a time; rounds of other slots may run between its chunks.
         """
@@ -140,7 +144,7 @@ class Engine:
     def prefill_timed(
         self, slot: int, rows_from: int, on_progress: Callable[[int, int], object] | None = None
     ) -> tuple[int, float]:
-        """`prefill`, and the seconds that the prompt's rows from `rows_from` on took."""
+        """As `prefill`; also returns the seconds spent on the prompt's rows from `rows_from` on."""
 
     def configure(
         self,
@@ -151,7 +155,7 @@ class Engine:
         page_choice: str = "best",
         gamma: int | None = None,
     ) -> None:
-        """Changes the method of an engine opened with `every_view`; policy and statistics begin anew."""
+        """Changes the method of an engine opened with `every_view`; policy and statistics restart."""
 
     def restart(
         self,
@@ -164,48 +168,48 @@ class Engine:
         min_p: float,
         seed: int,
     ) -> bool:
-        """Begins the slot's answer anew over its prompt's cache, with `token` as its first.
+        """Restarts the slot's answer over its prompt's cache, with `token` as its first token.
 
-        False, and nothing changed, where more was decoded than the buffer holds: prefill again.
+        False, without any change, if more was decoded than the buffer holds: prefill again.
         """
 
     def choose_gamma(self, slot: int) -> int:
-        """The policy's γ for the slot's next round, clipped by the tokens it may still emit."""
+        """The policy's γ for the slot's next round, limited by the tokens it may still emit."""
 
     def draft(self, gammas: Sequence[tuple[int, int]]) -> None:
-        """Drafts γ tokens for every (slot, γ), fewer where γ is automatic and in doubt or the method proposes fewer.
+        """Drafts γ tokens for every (slot, γ): fewer if an automatic γ ends the draft early or the method proposes fewer.
 
-        The round is of these slots.
+        The following `verify` covers these slots.
         """
 
     def verify(self) -> list[tuple[int, list[int]]]:
-        """Verifies what `draft` drafted: per slot the accepted tokens and one more of the target."""
+        """Verifies the drafts of `draft`: per slot the accepted tokens and one more of the target."""
 
     def read_gb_per_s(self) -> float:
-        """How fast the engine's device reads memory now, in 10⁹ bytes a second. Takes less than 0.3 s."""
+        """Memory bandwidth of the engine's device in 10⁹ bytes per second, measured now. Takes less than 0.3 s."""
 
     def finish(self, slot: int) -> None:
         """Frees the slot."""
 
     def prompt_note(self) -> str | None:
-        """One line about trouble with the prompt cache since the last call, each told once; None where there was none."""
+        """One line about a problem with the prompt cache after the last call, each reported once; None if there was none."""
 
     def stats(self) -> dict[str, Any]:
-        """Counters, times and bytes since opening or `configure`; names as in `quantspec run --json`."""
+        """Counters, times and bytes since opening or `configure`, named as in `quantspec run --json`."""
 
 def doctor() -> dict[str, Any]:
-    """What this machine offers: cpu, gpu, memory_bytes, kernels."""
+    """This machine's cpu, gpu, memory_bytes and kernels."""
 
 def gguf_metadata(path: str) -> dict[str, Any]:
-    """Metadata of a GGUF file whose keys begin with "tokenizer.": texts, numbers, and lists of them."""
+    """Metadata of a GGUF file with keys that begin with "tokenizer.": texts, numbers, and lists of them."""
 
 def methods() -> list[dict[str, Any]]:
-    """Every method by name: about (what drafts), and the other fields of `options.Method`."""
+    """Every method by name: about (its drafter), and the other fields of `options.Method`."""
 
 def model_info(path: str, *, described: bool = False) -> dict[str, Any]:
     """The configuration of a checkpoint, a directory or a GGUF file: family, vocab, layers, max_positions, eos and shape.
 
-    `described`: of a directory config.json alone is looked at, and weights may be absent.
+    `described`: only config.json of a directory is read, and weights may be absent.
     """
 
 def evaluate(
@@ -225,8 +229,8 @@ def evaluate(
     """Teacher-forced scores: device, draft_precision, tokens, positions, targets and drafts as in `quantspec eval --json`.
 
     The first `context` tokens are processed as a prompt and not scored; the next one is fed, the others are predicted.
-    `on_progress` is told tokens done and in all: the context's, once for each of three targets, and positions. Also
-    cached_drafts and note, as in `Engine.info`.
+    `on_progress` is called with tokens done and in total: the context once for each of three targets, and positions. Also
+    returns cached_drafts and note, as in `Engine.info`.
     """
 
 def sensitivity(
@@ -259,7 +263,7 @@ def planned(
     accept: str,
     draft_model: str | None = None,
 ) -> int:
-    """Bytes that an `Engine` with `every_view` will hold at its peak, or what refuses it before weights are read."""
+    """Peak bytes of an `Engine` with `every_view`; or its refusal, before weights are read."""
 
 def plan(
     model: str,
@@ -283,33 +287,34 @@ def plan(
     draft_model: str | None = None,
     described: bool = False,
 ) -> dict[str, Any]:
-    """What an `Engine` with these arguments would hold, before any weight is read.
+    """Memory of an `Engine` with these arguments, before any weight is read.
 
-    device, weights and draft_precision (which, for "auto"), fits, planned_bytes (at the peak), available_bytes, longest_context (tokens of each
+    device, weights and draft_precision (resolved from "auto"), fits, planned_bytes (peak), available_bytes, longest_context (tokens of each
     of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of each part,
-    named as in `Engine.stats`. `described` is as of `model_info`.
+    named as in `Engine.stats`. `described` as in `model_info`.
     """
 
 def fitting(models: Sequence[str], *, device: str) -> list[tuple[int, int, int]]:
-    """Of each model that config.json describes: bytes of weights and draft weights, and the longest context of one sequence
+    """For each model that config.json describes: bytes of weights and draft weights, and the longest context of one sequence
     that fits the device, 0 for none. The device is opened once.
     """
 
 def rates(model: str, *, device: str, threads: int | None, context: int) -> dict[str, Any]:
-    """What operations cost on a device at the widths of a model that config.json describes: device, device_name, threads,
+    """Cost of operations on a device at the widths of a model that config.json describes: device, device_name, threads,
     compute_capability (of a GPU) and read_gb_per_s.
 
-    On a CPU also seconds a byte of weights and draft_weights takes in a step of each of `rows`, of fp16, int8, int4 and
-    draft_int4 with each of `window` rows of a sequence of `context` tokens; dispatch_s, what handing a matrix to the threads
-    takes; prompt_matrix and prompt_attention, operations a second of a prompt. Takes some seconds and 0.6 GB.
+    On a CPU also seconds per byte: of weights and draft_weights in a step of each of `rows`, and of fp16, int8, int4 and
+    draft_int4 with each of `window` rows of a sequence of `context` tokens. dispatch_s is the time to dispatch one matrix
+    to the threads; prompt_matrix and prompt_attention are operations per second of a prompt. Takes some seconds and 0.6
+    GB.
     """
 
 def traffic(model: str, start: int, tokens: int, weights: str, *, draft_precision: str = "none", described: bool = False) -> dict[str, Any]:
-    """What steps at positions start .. start + tokens read on average, over all layers and KV heads.
+    """Mean reads of steps at positions start .. start + tokens, over all layers and KV heads.
 
-    weights_bytes (target, one pass; head_bytes of them its head), draft_weights_bytes (what a draft reads of int8 weights;
-    None of a checkpoint's), pages and buffer_tokens (visible on average), upper_page_bytes, lower_page_bytes,
-    full_page_bytes and page_bound_bytes (of one page), token_bytes (keys and values of one token in f16).
+    weights_bytes (target, one pass; head_bytes of them its head), draft_weights_bytes (read by a draft from int8 weights;
+    None for a checkpoint's), pages and buffer_tokens (mean visible), upper_page_bytes, lower_page_bytes, full_page_bytes
+    and page_bound_bytes (of one page), token_bytes (keys and values of one token in f16).
     """
 
 def kernels(
@@ -317,9 +322,9 @@ def kernels(
 ) -> tuple[str, str, float, list[dict[str, Any]]]:
     """Times the GPU's kernels at the shapes of a model.
 
-    Returns the device, its own name, the bytes per second that a kernel reads which does nothing else, and one dict per
-    measurement: kernel, form, rows, context, n, k, heads, kv_heads, head_dim, us, bytes (least to be moved), gb_per_s,
-    bandwidth_gb_per_s, bandwidth_share, tflop_per_s (None where bytes bound).
+    Returns the device, its name, its read bandwidth in bytes per second, and one dict per measurement: kernel, form,
+    rows, context, n, k, heads, kv_heads, head_dim, us, bytes (least to be moved), gb_per_s, bandwidth_gb_per_s,
+    bandwidth_share, tflop_per_s (None if memory-bound).
 
     Raises:
         NativeError: "usage" on a CPU.

@@ -1,4 +1,4 @@
-"""Work that cannot be interrupted, done where Ctrl-C need not wait for it."""
+"""Work that cannot be interrupted, on a thread that Ctrl-C does not wait for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Result = TypeVar("Result")
 
 
 def run(work: Callable[[], Result]) -> Result:
-    """Runs `work` on another thread and waits for it, so that this thread hears Ctrl-C meanwhile; `work` must let go of the
-    GIL. After Ctrl-C it goes on unattended: the process may end without it.
+    """Runs `work` on another thread and waits for it, so that this thread can handle Ctrl-C; `work` must release the GIL.
+    After Ctrl-C it continues unattended, and the process may end without it.
     """
     outcome: list[Result] = []
     failure: list[BaseException] = []
@@ -30,6 +30,6 @@ def run(work: Callable[[], Result]) -> Result:
     thread.start()
     thread.join()
     if failure:
-        # Panics of Rust libraries are no Exceptions; nobody above would expect them.
+        # Panics of Rust libraries are BaseExceptions, which callers do not handle.
         raise failure[0] if isinstance(failure[0], Exception) else internal(failure[0])
     return outcome[0]

@@ -1,8 +1,8 @@
 """`quantspec batch`: a directory of documents in, one answer per document out.
 
-Worker threads take one document each, from its bytes to its row in the journal; the engine's scheduler puts them into
-shared rounds. The main thread shows progress and hears signals, which therefore never come between the steps that finish an
-answer. Every document ends as done or failed, and the next run goes on where one was interrupted.
+Each worker thread processes one document at a time, from its bytes to its row in the journal; the engine's scheduler
+combines them in shared rounds. The main thread shows progress and handles signals, so a signal never arrives between the
+steps that finish an answer. Every document ends as done or failed, and the next run continues an interrupted one.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ if TYPE_CHECKING:
     from .options import EngineOptions, GenerateOptions
     from .sources import Source
 
-# A disk that takes no more would fail every document after this one.
+# Errors of a full or read-only disk, which every later document would meet as well.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
-# How often the view is drawn anew, in seconds.
+# Interval of redrawing the view, in seconds.
 _TICK_S = 0.1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a document.
+    """Result of a document.
 
     Attributes:
         job: the document.
         seconds: from reading it to the end of its answer.
-        answer: the call, or the tree of calls; None where it failed.
-        warnings: what its reader found odd.
+        answer: the call, or the tree of calls; None if it failed.
+        warnings: its reader's warnings.
         error: why it failed.
     """
 
@@ -102,7 +102,7 @@ class Outcome:
 
 
 def batch(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
-    """Runs; with `--json` the report is left to be printed."""
+    """Runs a batch; with `--json` the caller prints the report."""
     _check(request, options)
     if request.ray is not None and ":" in engine_options.device:
         raise UsageError(
@@ -135,7 +135,7 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
     told = {name: getattr(request, name) for name in names}
     model_print = fingerprint.of_model(model)
     answer_print = fingerprint.of_answer(model_print, engine_options, options, **told)
-    # What failed may succeed on another device, with a longer context or with the packages of the extra `documents`.
+    # A failed document may succeed on another device, with a longer context or with the packages of the extra `documents`.
     packages = [name for name in ("pypdf", "cryptography") if find_spec(name)]
     elsewhere = {"context": context, "device": engine_options.device, "packages": packages}
     prints = Prints(
@@ -153,7 +153,7 @@ def batch(request: Request, engine_options: EngineOptions, options: GenerateOpti
 
 
 def _settled(request: Request, options: GenerateOptions, model: Model, context: int) -> GenerateOptions:
-    """The options with what the model recommends in place of what nobody asked for, as in `run`; notes say so."""
+    """The options, with the model's recommendations for all that the user did not set, as in `run`; notes report them."""
     sample = model.prompt(
         "A document.",
         instruction=request.instruction,
@@ -197,14 +197,14 @@ def _check(request: Request, options: GenerateOptions) -> None:
     if request.long == "map-reduce" and request.instruction is None:
         raise UsageError(
             "--long map-reduce without an instruction",
-            "say with --instruction what is to be done with each part and with the partial answers",
+            "give an --instruction for the parts and for the partial answers",
         )
     if request.parallel is not None and not 1 <= request.parallel <= 1024:
         raise UsageError(f"parallel is {request.parallel}", "use 1 to 1024, or auto", option="parallel")
 
 
 def _check_report(name: str, paths: Sequence[str], out: str) -> None:
-    """Refuses a page that the next run would take for a document."""
+    """Refuses a report that the next run would read as a document."""
     page = Path(name).resolve()
     if page.is_relative_to(Path(out).resolve()):
         return
@@ -233,7 +233,7 @@ def _check_outputs(outputs: Mapping[str, str]) -> None:
 
 
 class _Run:
-    """One run over the documents that are to be done."""
+    """One run over the pending documents."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class _Run:
         self.finished: list[Outcome] = []
 
     def run(self, engine_options: EngineOptions, found: Sequence[Source]) -> output.Done:
-        """Decodes what is to be done and reports on all documents."""
+        """Decodes the pending documents and reports on all."""
         request, survey = self.request, self.survey
         quiet = request.quiet
         if not quiet:
@@ -283,7 +283,7 @@ class _Run:
                     model_print=self._prints.model,
                 )
                 parallel = min(engine.parallel, len(todo))
-            # The longest first: at the end no long document decodes alone.
+            # Longest first, so that no long document decodes alone at the end.
             self._waiting.extend(sorted(todo, key=lambda job: -(job.tokens or 0)))
             try:
                 with view:
@@ -301,7 +301,7 @@ class _Run:
                 engine.close()
 
     def _examined(self, foreign: Container[str], view: batch_view.View) -> list[Job]:
-        """The documents that can be decoded, with their tokens; the others have failed."""
+        """The documents that can be decoded, with their token counts; the others are marked as failed."""
         todo: list[Job] = []
         failed: list[dict[str, Any]] = []
         with render.progress("counting tokens", shown=not self.request.quiet) as on_progress:
@@ -314,7 +314,7 @@ class _Run:
                     failed.append(self._finish(Outcome(job, time.perf_counter() - started, None, (), error)))
                 if on_progress is not None:
                     on_progress(number, len(self.survey.todo))
-        # No line may stand in the bar.
+        # Printed after the bar has been removed.
         for result in failed:
             view.finished(result)
         return todo
@@ -340,7 +340,7 @@ class _Run:
             view.show(self._running, self._waiting)
 
     def _work(self, engine: Engine | Cluster) -> None:
-        """A worker: one document after the other."""
+        """A worker: processes one document after another."""
         while not self._stopping.is_set():
             try:
                 job = self._waiting.popleft()
@@ -374,7 +374,7 @@ class _Run:
         if reader.may_split:
 
             def count(text: str) -> int:
-                if self._stopping.is_set():  # a book is counted in many pieces
+                if self._stopping.is_set():  # counting a book takes many pieces
                     raise KeyboardInterrupt
                 return len(reader.prompt(name, text).ids)
 
@@ -397,14 +397,14 @@ class _Run:
 
         def on_prefill(done: int, total: int) -> None:
             job.stage, job.done, job.total = "reading", done, total
-            # `_stop` may have come before there was a stream to close.
+            # `_stop` may have run before the stream existed.
             if self._stopping.is_set() and job.stream is not None:
                 job.stream.close()
 
         options = self.reader.options
         with Stream(engine.start([prompt], options, on_prefill=on_prefill)) as stream:
             job.stream = stream
-            if self._stopping.is_set():  # `_stop` may have looked for the stream before it was there
+            if self._stopping.is_set():  # `_stop` may have missed this stream
                 raise KeyboardInterrupt
             for _ in stream:
                 job.stage, job.done, job.total = "decoding", stream.new_tokens, options.max_new_tokens
@@ -435,18 +435,18 @@ class _Run:
         done, result = outcome.answer is not None, outcome.to_json()
         basis = self._prints.answer if done else self._prints.failure
         if isinstance(outcome.error, FileError):
-            basis = ""  # the folder may be in order at the next run, with the same document and options
+            basis = ""  # the folder may be repaired before the next run, with the same document and options
         self.journal.finish(job.source.name, job.output, result, basis, size)
         return result
 
     def _stop(self) -> None:
-        """Ends what is under way; documents that were decoding are done again by the next run."""
+        """Ends running work; the next run repeats documents that were decoding."""
         self._stopping.set()
         for job in list(self._running):
             if job.stream is not None:
                 job.stream.close()
         for worker in self._workers:
-            if worker.is_alive():  # an interrupt may come before the last one starts
+            if worker.is_alive():  # an interrupt may arrive before the last worker has started
                 worker.join()
 
     def _report(
@@ -496,7 +496,7 @@ class _Run:
 def _foreign(request: Request, job: Job) -> FileError:
     place = sources.shown(str(Path(request.out) / job.output))
     return FileError(
-        f"{place} exists and is not what this batch wrote there", "move it away, or replace it with --no-resume"
+        f"{place} exists and was not written by this batch", "move it away, or replace it with --no-resume"
     )
 
 
@@ -525,7 +525,7 @@ def _cluster(
 
 
 def _engine(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> tuple[Engine, int]:
-    """An engine for the documents, with room for the longest that fits, and how many decode together."""
+    """An engine with room for the longest document that fits, and the number of documents that decode together."""
     context, parallel, pool, fitting = room(request, engine_options, reader, todo)
     with render.progress("loading weights", shown=not request.quiet) as on_loading:
         engine = Engine(
@@ -535,7 +535,7 @@ def _engine(request: Request, engine_options: EngineOptions, reader: Reader, tod
             longest_prompt=max(1, context - reader.options.max_new_tokens),
             batch=parallel,
             pool=pool,
-            prompt_cache=request.prompt_cache,
+            prompt_cache=request.prompt_cache or True,
             on_loading=on_loading,
         )
     reader.bound_by_memory = context < fitting

@@ -1,4 +1,4 @@
-"""What a batch is about to do: which documents are new or changed, how long they are, what memory they take; `--dry-run`."""
+"""Plan of a batch: which documents are new or changed, their lengths, and the memory they need; `--dry-run`."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 # Tokens of a page of the cache.
 PAGE = 128
 
-# Errors of one document; any other ends the batch.
+# Errors of a single document; any other error ends the batch.
 OF_DOCUMENT = (InputError, DoesNotFitError, NotFiniteError, FileError)
 
-# Most documents that decode together where --parallel is auto, by device.
+# Most documents that decode together with `--parallel auto`, by device.
 PARALLEL = {"cpu": 4, "cuda": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one `quantspec batch` was asked for.
+    """Arguments of one `quantspec batch`.
 
     Attributes:
         paths: directories, files, globs or lists.
         out: folder of the answers.
-        suffix: of an answer's name, after the document's whole name.
-        template_args: what the chat template is told.
+        suffix: of an answer's file name, after the document's whole name.
+        template_args: arguments of the chat template.
         unset: parameters of the command that no flag, variable or setting gave.
-        long: what happens to a document beyond the context, "refuse" or "map-reduce".
+        long: treatment of a document beyond the context, "refuse" or "map-reduce".
         parallel: most documents that decode together; None chooses.
         report: file for a page of charts.
-        prompt_cache: folder of prompts; None keeps them in memory where that costs nothing.
+        prompt_cache: folder of prompts; None keeps them in memory.
         ray: address of the Ray cluster that decodes, or "auto"; None decodes here.
     """
 
@@ -71,15 +71,15 @@ class Request:
 
 @dataclass
 class Job:
-    """One document on its way to an answer.
+    """One document to answer.
 
     Attributes:
-        source: where it is.
+        source: the document's source.
         output: its answer's path below the output folder.
-        tokens: of its prompt, as far as known.
-        sha256: of its bytes, as far as known.
-        stage: "waiting", "reading" or "decoding", and how far that is: `done` of `total`.
-        stream: the answer under way, for whoever ends it.
+        tokens: of its prompt, if known.
+        sha256: of its bytes, if known.
+        stage: "waiting", "reading" or "decoding", with progress `done` of `total`.
+        stream: the running answer, so that `_stop` can end it.
     """
 
     source: Source
@@ -94,7 +94,7 @@ class Job:
 
 @dataclass
 class Survey:
-    """The documents of a run, sorted by what is to be done."""
+    """The documents of a run, grouped by what has to be done."""
 
     todo: list[Job] = field(default_factory=list)
     skipped: list[Source] = field(default_factory=list)
@@ -104,7 +104,7 @@ class Survey:
 
 
 def look(request: Request, places: Mapping[Source, str], rows: Mapping[str, Row], prints: Prints) -> Survey:
-    """What is to be done: everything that is new, changed, or was interrupted."""
+    """Finds the pending documents: new, changed, or interrupted."""
     survey = Survey()
     with render.progress("looking at documents", shown=not request.quiet) as on_progress:
         for number, (source, place) in enumerate(places.items(), 1):
@@ -131,7 +131,7 @@ def look(request: Request, places: Mapping[Source, str], rows: Mapping[str, Row]
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a file; None where there is none that can be looked at."""
+    """Bytes of a file; None if it is missing or unreadable."""
     try:
         return path.stat().st_size
     except OSError:
@@ -147,7 +147,7 @@ def _beyond_memory(name: str, needed: int, fitting: int) -> DoesNotFitError:
 
 @dataclass(frozen=True)
 class Prints:
-    """Fingerprints of a run: of its model, of what its answers depend on, and of what its failures do."""
+    """Fingerprints of a run: of its model, of everything its answers depend on, and of everything its failures depend on."""
 
     model: str
     answer: str
@@ -155,13 +155,13 @@ class Prints:
 
 
 class Reader:
-    """Turns documents into prompts, and says why one cannot be."""
+    """Converts documents to prompts, or explains why one cannot be."""
 
     def __init__(self, model: Model, request: Request, options: GenerateOptions, context: int) -> None:
         self.model, self.options, self.context = model, options, context
         self.may_split = request.long == "map-reduce"
         self._request = request
-        # Set where memory, not the model, bounds the context.
+        # True if memory, not the model, limits the context.
         self.bound_by_memory = False
 
     @property
@@ -179,7 +179,7 @@ class Reader:
         """The prompt of a text.
 
         Raises:
-            DoesNotFitError: it is so long that it cannot fit, whatever its tokens.
+            DoesNotFitError: its length exceeds any possible tokenisation within the context.
         """
         return self.model.prompt(
             text,
@@ -187,7 +187,7 @@ class Reader:
             system_prompt=self._request.system_prompt,
             template_args=self._request.template_args,
             name=name,
-            # A text that is to be split is counted, however long.
+            # A text that may be split is counted at any length.
             context=len(text) + 1 if self.may_split else self.context,
         )
 
@@ -202,7 +202,7 @@ class Reader:
             raise
 
     def examine(self, job: Job) -> QuantspecError | None:
-        """Notes how many tokens the document has; says why it cannot be answered, where that is known already."""
+        """Counts the document's tokens. Returns an error if it is known already that the document cannot be answered."""
         try:
             prompt = self.prompt(job.source.shown, self.read(job).text)
             job.tokens = len(prompt.ids)
@@ -214,7 +214,7 @@ class Reader:
 
 
 def longest(reader: Reader, todo: Sequence[Job]) -> int:
-    """Tokens of the longest sequence that is to be decoded."""
+    """Tokens of the longest sequence to decode."""
     lengths = [job.tokens + reader.options.max_new_tokens for job in todo if job.tokens is not None]
     too_long = any(length > reader.context for length in lengths)
     fitting = [length for length in lengths if length <= reader.context]
@@ -222,13 +222,13 @@ def longest(reader: Reader, todo: Sequence[Job]) -> int:
 
 
 class Room(NamedTuple):
-    """What an engine for a batch holds.
+    """Size of a batch's engine.
 
     Attributes:
         context: tokens of the longest sequence.
-        parallel: sequences at once.
+        parallel: concurrent sequences.
         pool: tokens of all sequences together: prompts and answers, in whole pages.
-        wanted: tokens of the longest sequence that were wished for.
+        wanted: tokens of the longest sequence that was requested.
     """
 
     context: int
@@ -238,7 +238,7 @@ class Room(NamedTuple):
 
 
 def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: Sequence[Job]) -> Room:
-    """The most sequences at once that memory holds, on average: they share its pages."""
+    """The number of concurrent sequences that memory holds on average, as they share its pages."""
     wanted = longest(reader, todo)
     plan = planned(reader.model, engine_options, context=wanted)
     context = wanted if plan["fits"] else min(wanted, plan["longest_context"])
@@ -246,7 +246,7 @@ def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: 
     context = max(context, 1)
     new_tokens = reader.options.max_new_tokens
     lengths = [(job.tokens or context) + new_tokens for job in todo]
-    # A document beyond the context is answered in parts, or not at all.
+    # A document beyond the context is split or refused.
     sizes = [_pages(min(length, context)) for length in lengths if length <= context or reader.may_split]
     sizes = sorted(sizes, reverse=True) or [_pages(context)]
     best, most_held = Room(context, 1, _pages(context), wanted), 1
@@ -261,12 +261,12 @@ def room(request: Request, engine_options: EngineOptions, reader: Reader, todo: 
 
 
 def _pages(tokens: int) -> int:
-    """Tokens in whole pages, at least one."""
+    """Tokens rounded up to whole pages, at least one page."""
     return max(tokens // PAGE, 1) * PAGE
 
 
 def _fitting(model: Model, options: EngineOptions, context: int, parallel: int, pool: int) -> int:
-    """The largest pool up to this one with which an engine of so many slots fits; 0 where the smallest does not."""
+    """The largest pool up to `pool` with which an engine of this many slots fits; 0 if the smallest does not."""
     least = _pages(context)
     large = planned(model, options, context=context, batch=parallel, pool=pool)
     if large["fits"]:
@@ -286,7 +286,7 @@ def dry_run(
     reader: Reader,
     rates: Mapping[str, Mapping[str, float]],
 ) -> output.Done:
-    """Says what would be done, and writes nothing. The time is what the rates of earlier runs into this folder make of it."""
+    """Prints the plan and writes nothing. The time is estimated from the rates of earlier runs into this folder."""
     options = reader.options
     rows: list[dict[str, Any]] = []
     ready: list[Job] = []

@@ -1,4 +1,4 @@
-"""What people see of a batch, on stderr: rows of the running documents on a terminal, a line per finished one elsewhere."""
+"""Progress of a batch on stderr: rows of the running documents on a terminal, otherwise a line per finished document."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
     from .batch_plan import Job
 
-# Rows of running documents that a terminal of 24 lines has room for.
+# Most rows of running documents; fits a terminal of 24 lines.
 _ROWS = 16
 
 
 class View:
-    """The state of a running batch. On a terminal it is drawn anew in place; elsewhere only finished documents appear."""
+    """The state of a running batch. A terminal is redrawn in place; other outputs get finished documents only."""
 
     def __init__(self, documents: int, skipped: int, *, shown: bool) -> None:
         self._documents, self._shown = documents, shown
         self._done, self._failed = skipped, 0
         self._started = 0.0
         self._live: Any = None
-        # Tokens of finished documents, for the rates that the time left is estimated from.
+        # Tokens of finished documents; their rates give the estimate of the time left.
         self._prompt_tokens = self._new_tokens = self._answers = 0
 
     def __enter__(self) -> View:
@@ -45,7 +45,7 @@ class View:
             self._live.stop()
 
     def finished(self, result: Mapping[str, Any]) -> None:
-        """A document is done or has failed."""
+        """Records that a document is done or has failed."""
         failed = result["status"] == "failed"
         self._failed += failed
         self._done += not failed
@@ -84,7 +84,7 @@ class View:
         new = self._new_tokens + sum(job.done for job in running if job.stage == "decoding")
         parts += [f"prompts {render.rate(read / elapsed)}", f"answers {render.rate(new / elapsed)}"]
         left = sum(job.tokens or 0 for job in [*running, *waiting]) - sum(_read_tokens(job) for job in running)
-        # Answers take their time in proportion to the prompts behind them, as far as is known.
+        # An answer's time is assumed proportional to its prompt.
         if self._answers and read:
             parts.append(f"about {duration(elapsed * max(left, 0) / read)} left")
         return ", ".join(parts)
@@ -108,7 +108,7 @@ def _line(result: Mapping[str, Any]) -> str:
 
 
 def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], out: str, *, interrupted: bool) -> None:
-    """The end of a batch: failed documents with their reasons, then the totals."""
+    """Summary of a batch: failed documents with their reasons, then the totals."""
     for result in failed:
         render.note(f"failed  {one_line(result['document'])}: {result['error']['message']}")
         render.note(f"        {result['error']['hint']}")
@@ -125,11 +125,11 @@ def summary(document: Mapping[str, Any], failed: Sequence[Mapping[str, Any]], ou
             f"{render.number(stats['batch_mean'])} sequences a round"
         )
     if interrupted:
-        render.note("interrupted; the same command goes on where it was")
+        render.note("interrupted; run the same command to continue")
 
 
 def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
-    """What `--dry-run` prints: a line per document, then the totals."""
+    """Output of `--dry-run`: a line per document, then the totals."""
     for row in document["results"]:
         name = one_line(row["document"])
         if row["error"]:
@@ -147,11 +147,11 @@ def dry_run_lines(document: Mapping[str, Any]) -> Iterator[str]:
         f"{render.size(document['planned_bytes'])} of {render.size(document['available_bytes'])} memory{fits}"
     )
     predicted = document["predicted_s"]
-    yield "no time is known before a first run" if predicted is None else f"about {duration(predicted)}"
+    yield "no estimate before a first run" if predicted is None else f"about {duration(predicted)}"
 
 
 def duration(seconds: float) -> str:
-    """A time as people say it: 45 s, 12 min, 3 h 20 min."""
+    """A time for people: 45 s, 12 min, 3 h 20 min."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

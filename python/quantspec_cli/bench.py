@@ -121,7 +121,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Grid:
     """A request with its lists read."""
 
     n_prompt: list[int]
@@ -174,7 +174,7 @@ class Sample:
 
 def bench(request: Request, options: EngineOptions) -> output.Done:
     """Measures and prints as it goes."""
-    plan = read_plan(request)
+    grid = read_grid(request)
     render.warn_of_threads(options.threads)
     inputs = [] if request.prompt is None else [request.prompt]
     with (
@@ -187,16 +187,16 @@ def bench(request: Request, options: EngineOptions) -> output.Done:
             Model.open(model, revision=request.revision, offline=request.offline, progress=render.on_terminal())
             for model in _models(request.model)
         ]
-        tokens = [_tokens(model, name, text, plan) for model in opened]
+        tokens = [_tokens(model, name, text, grid) for model in opened]
         if len(opened) > 1:
             # A model alone is refused before its rows in any case.
             for model in opened:
-                _check_fits(model, plan, request, options)
+                _check_fits(model, grid, request, options)
         memory: dict[str, dict[str, Any]] = {}
         measured = (
             row
             for model, ids in zip(opened, tokens, strict=True)
-            for row in Bench(model, ids, plan, request, options, memory=memory).rows()
+            for row in Bench(model, ids, grid, request, options, memory=memory).rows()
         )
         rows, ended = _write(measured, writer(request.output_format, Decoding, sink))
         if page is not None:
@@ -254,7 +254,7 @@ def kernels(request: Request, options: EngineOptions, rows: str, *, depths: str 
     asked = None if depths is None else numbers("-d", depths)
     if asked is not None and 0 in asked:
         raise UsageError(
-            f"-d is {depths}", "give depths of at least 1: attention is timed behind so many tokens", option="-d"
+            f"-d is {depths}", "give depths of at least 1: attention is timed after that many tokens", option="-d"
         )
     if not counts or max(counts) > ROWS_MAX:
         raise UsageError(f"--rows is {rows}", f"use whole numbers, 1 to {ROWS_MAX}", option="--rows")
@@ -303,14 +303,14 @@ def _kernels(
 # Lists ---------------------------------------------------------------------------------------------------------------
 
 
-def read_plan(request: Request) -> Plan:
+def read_grid(request: Request) -> Grid:
     """The lists of a request, or the item that is wrong."""
     whole("repetitions", request.repetitions, 1, REPETITIONS_MAX)
     # Every repetition has the next seed.
     if not 0 <= request.seed <= SEED_MAX - request.repetitions:
         most = SEED_MAX - request.repetitions
         raise UsageError(f"seed is {request.seed}", f"use a whole number, 0 to {most}", option="seed")
-    plan = Plan(
+    grid = Grid(
         n_prompt=[n for n in numbers("-p", request.n_prompt) if n > 0],
         n_gen=[n for n in numbers("-n", request.n_gen) if n > 0],
         n_depth=numbers("-d", request.n_depth),
@@ -321,7 +321,7 @@ def read_plan(request: Request) -> Plan:
             numbers_or("--draft-pages", request.draft_pages, ("all", "auto"), PAGES_MIN, PAGES_MAX),
         ),
     )
-    drafting = [method.name for method in plan.methods if METHODS[method.name].draft_model]
+    drafting = [method.name for method in grid.methods if METHODS[method.name].draft_model]
     if bool(drafting) != (request.draft_model is not None):
         raise UsageError(
             f"--methods has {drafting[0]}, and there is no draft model"
@@ -330,9 +330,9 @@ def read_plan(request: Request) -> Plan:
             "give both --draft-model and --methods ...,draft-model, or neither",
             option="draft_model",
         )
-    if not plan.n_prompt and not plan.n_gen:
+    if not grid.n_prompt and not grid.n_gen:
         raise UsageError("nothing to measure: -p and -n are 0", "give -p N for prefill, -n N for decoding, or both")
-    return plan
+    return grid
 
 
 def _batches(given: str) -> list[int]:
@@ -458,32 +458,32 @@ def _text(request: Request) -> tuple[str, str]:
     return document.name, document.text
 
 
-def _tokens(model: Model, name: str, text: str, plan: Plan) -> list[int]:
+def _tokens(model: Model, name: str, text: str, grid: Grid) -> list[int]:
     """The tokens that are read, or why the model or the text is too short for them."""
-    if plan.capacity > model.context:
+    if grid.capacity > model.context:
         raise DoesNotFitError(
-            f"depth {max(plan.n_depth)} with its tests takes {plan.capacity} tokens, the context of {model.name} is "
+            f"depth {max(grid.n_depth)} with its tests takes {grid.capacity} tokens, the context of {model.name} is "
             f"{model.context}",
-            _room(plan, model.context),
+            _room(grid, model.context),
         )
-    ids = model.tokenizer.encode_start(text, plan.text_tokens)
-    if len(ids) < plan.text_tokens:
+    ids = model.tokenizer.encode_start(text, grid.text_tokens)
+    if len(ids) < grid.text_tokens:
         raise InputError(
-            f"{name} has {len(ids)} tokens, the deepest test reads {plan.text_tokens}",
+            f"{name} has {len(ids)} tokens, the deepest test reads {grid.text_tokens}",
             "give a longer text with --prompt, or lower -d and -p",
         )
     return ids
 
 
-def _room(plan: Plan, context: int) -> str:
-    """What to lower, and to how much, so that a plan fits a context."""
-    deepest = max(plan.n_depth)
-    possible = max(context - plan.capacity + deepest, 0)
-    if deepest > 0 and replace(plan, n_depth=[possible]).capacity <= context:
+def _room(grid: Grid, context: int) -> str:
+    """What to lower, and to how much, so that a grid fits a context."""
+    deepest = max(grid.n_depth)
+    possible = max(context - grid.capacity + deepest, 0)
+    if deepest > 0 and replace(grid, n_depth=[possible]).capacity <= context:
         return f"lower -d to at most {possible}"
     # The tests alone are too long: what there is room for behind that depth, or behind none where nothing fits behind it.
     depth = deepest if deepest < context - 1 else 0
-    room = {"-p": (plan.n_prompt, context - depth - 1), "-n": (plan.n_gen, context - max(depth, 1) - 1)}
+    room = {"-p": (grid.n_prompt, context - depth - 1), "-n": (grid.n_gen, context - max(depth, 1) - 1)}
     lower = [f"{flag} to at most {most}" for flag, (counts, most) in room.items() if max(counts, default=0) > most]
     return "lower " + " and ".join([*(["-d to 0"] if depth < deepest else []), *lower])
 
@@ -491,7 +491,7 @@ def _room(plan: Plan, context: int) -> str:
 # Measuring -----------------------------------------------------------------------------------------------------------
 
 
-def _check_fits(model: Model, plan: Plan, request: Request, options: EngineOptions) -> None:
+def _check_fits(model: Model, grid: Grid, request: Request, options: EngineOptions) -> None:
     """Refuses what the device or its memory refuses, before anything is read."""
     from . import _native
 
@@ -499,7 +499,7 @@ def _check_fits(model: Model, plan: Plan, request: Request, options: EngineOptio
         draft_model = model.draft_model(request.draft_model)
         with native_errors():
             _native.planned(
-                str(model.directory), capacity=plan.capacity, draft_model=draft_model, **_engine_options(options)
+                str(model.directory), capacity=grid.capacity, draft_model=draft_model, **_engine_options(options)
             )
     except (DoesNotFitError, ModelError) as error:
         raise type(error)(f"{model.name}: {error.message}", error.hint) from error
@@ -518,7 +518,7 @@ class Bench:
         self,
         model: Model,
         ids: Sequence[int],
-        plan: Plan,
+        grid: Grid,
         request: Request,
         options: EngineOptions,
         *,
@@ -528,13 +528,13 @@ class Bench:
         from . import _native
 
         self._native = _native
-        self._model, self._ids, self._plan, self._request = model, ids, plan, request
+        self._model, self._ids, self._grid, self._request = model, ids, grid, request
         self._draft_model = model.draft_model(request.draft_model, progress=render.on_terminal())
         with render.progress("loading weights", shown=True) as on_loading, native_errors():
             self._engine = _native.Engine(
                 str(model.directory),
-                capacity=plan.capacity,
-                slots=max(plan.batches) if plan.n_gen else 1,
+                capacity=grid.capacity,
+                slots=max(grid.batches) if grid.n_gen else 1,
                 **_engine_options(options),
                 every_view=True,
                 draft_model=self._draft_model,
@@ -554,10 +554,10 @@ class Bench:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """All measurements, as soon as each depth is done."""
-        for depth in self._plan.n_depth:
-            for tokens in self._plan.n_prompt:
+        for depth in self._grid.n_depth:
+            for tokens in self._grid.n_prompt:
                 yield self._prefill(depth, tokens)
-            for tokens, batch in itertools.product(self._plan.n_gen, self._plan.batches):
+            for tokens, batch in itertools.product(self._grid.n_gen, self._grid.batches):
                 yield from self._decode(depth, tokens, batch)
 
     def _bandwidth(self) -> float:
@@ -586,24 +586,24 @@ class Bench:
 
     def _decode(self, depth: int, tokens: int, batch: int) -> Iterator[dict[str, Any]]:
         """Decodes sequences together; each has its own part of the text before it, and emits as many tokens."""
-        repetitions, plan = self._request.repetitions, self._plan
+        repetitions, grid = self._request.repetitions, self._grid
         with render.progress(f"reading {depth} tokens", shown=depth > 0) as on_prefill, native_errors():
             answers = Answers(self._engine, self._model, self._ids, depth, tokens, batch=batch, on_prefill=on_prefill)
         seen = self._traffic(answers.depth, answers.tokens)
         if self._draft_model is not None:
             seen["draft_model"] = self._traffic(answers.depth, answers.tokens, self._draft_model)
-        samples: dict[Method, list[Sample]] = {method: [] for method in plan.methods}
+        samples: dict[Method, list[Sample]] = {method: [] for method in grid.methods}
         with render.progress(f"decoding at {depth}", shown=True) as tick, native_errors():
-            for method in plan.methods:
+            for method in grid.methods:
                 self._configure(method)
                 answers.run(self._request.seed, min(WARM_UP, tokens))
             for repetition in range(repetitions):
                 self._bandwidth_now = self._bandwidth()
                 # Forth and back, so that a drift of the machine favours nobody.
-                for method in plan.methods[:: -1 if repetition % 2 else 1]:
+                for method in grid.methods[:: -1 if repetition % 2 else 1]:
                     samples[method].append(self._sample(method, answers, seen, repetition))
                     if tick:
-                        tick(sum(map(len, samples.values())), repetitions * len(plan.methods))
+                        tick(sum(map(len, samples.values())), repetitions * len(grid.methods))
                 if self._accept == "replay":
                     _check_equal({method: runs[-1] for method, runs in samples.items()})
         answers.close()

@@ -1,4 +1,4 @@
-"""`quantspec cache`: the draft weights and the prompts that are kept on disk."""
+"""`quantspec cache`: the draft weights and prompts on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .output import Done, Stdout
 
 
 class Kind(NamedTuple):
-    """What a folder keeps, for messages.
+    """Kind of cached files, for messages.
 
     Attributes:
         name: of its files.
@@ -31,7 +31,7 @@ def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
     """Lists the files, or removes them.
 
     Raises:
-        QuantspecError: the cache of draft weights is off, and no folder of prompts is named.
+        QuantspecError: the cache of draft weights is off, and no folder of prompts is given.
         FileError: a folder cannot be read, or a file cannot be removed.
     """
     folder = settings.draft_cache()
@@ -56,7 +56,7 @@ def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
 
 
 def listing(folder: Path, kind: Kind = DRAFTS) -> dict[str, Any]:
-    """A folder's part of `--json`: files by last use, the latest first."""
+    """A folder's part of `--json`: files by last use, latest first."""
     from . import _native
 
     look = _native.draft_files if kind is DRAFTS else _native.prompt_files

@@ -1,6 +1,6 @@
-"""The command line: flags, and nothing else. Each command parses, calls its module and returns an exit code.
+"""The command line. Each command parses its flags, calls its module and returns an exit code.
 
-Modules that load the engine, a tokenizer or rich are imported inside the commands: `--help` is instant.
+Modules that load the engine, a tokenizer or rich are imported inside the commands, so that `--help` is instant.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .options import Command
     from .output import Done
 
-# QUANTSPEC_GAMMA and the like mean the same for every command.
+# QUANTSPEC_GAMMA and similar variables apply to every command with that flag.
 _CONTEXT = {"auto_envvar_prefix": settings.PREFIX, "help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 _EXIT_CODES = """\b
@@ -50,7 +50,7 @@ output was closed, 4 batch finished with failed documents."""
 
 
 def _once(_ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> str | None:
-    """The one name that a flag was given. Of several, click would take the last and say nothing of the others."""
+    """The one name given for a flag. click alone would silently use the last of several."""
     if len(names) > 1:
         flag = settings.flag_of(parameter)
         raise UsageError(f"{flag} is given {len(names)} times", f"give {flag} once")
@@ -66,7 +66,7 @@ def _unless_stdout(ctx: click.Context, parameter: click.Parameter, names: tuple[
 
 
 def _file_flag(*flags: str, text: str, callback: Callable[..., str | None] = _once) -> Callable[[Command], Command]:
-    """A flag that names one file, of this invocation alone."""
+    """A flag for one file, of this invocation only."""
     return click.option(*flags, multiple=True, metavar="FILE", callback=callback, allow_from_autoenv=False, help=text)
 
 
@@ -74,7 +74,7 @@ def _output_flag(*flags: str, text: str) -> Callable[[Command], Command]:
     return _file_flag(*flags, text=text, callback=_unless_stdout)
 
 
-_report_flag = _file_flag("--report", text="Also write a page of charts there, one HTML file that needs nothing else.")
+_report_flag = _file_flag("--report", text="Also write a page of charts: one self-contained HTML file.")
 
 _stop_flag = click.option(
     "--stop",
@@ -86,14 +86,14 @@ _stop_flag = click.option(
 
 
 def _choice_flag(flag: str, choices: Sequence[str], *, text: str) -> Callable[[Command], Command]:
-    """A flag that takes one of these; the first is the default."""
+    """A flag with fixed choices; the first is the default."""
     return click.option(flag, type=click.Choice(choices), default=choices[0], show_default=True, help=text)
 
 
 _prompt_cache_flag = click.option(
     "--prompt-cache",
     metavar="DIR",
-    help="Keep what was read of prompts there: a second question about a document starts at once.",
+    help="Keep processed prompts in this folder: a second question about a document skips its prefill.",
 )
 
 
@@ -102,12 +102,12 @@ _OF_TEMPLATES = {"thinking", "template_arg"}
 
 
 class _Command(click.Command):
-    """A command that complains of the settings file when it runs: `--help` works whatever the file holds. Its errors about an
-    option name the flag, and where the value is from.
+    """A command that reports errors of the settings file only when it runs, so that `--help` always works. Its errors about
+    an option name the flag and the source of the value.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command, or says why the settings file cannot be used."""
+        """Runs the command, or reports why the settings file cannot be used."""
         if isinstance(ctx.obj, QuantspecError):
             raise ctx.obj
         try:
@@ -153,13 +153,13 @@ def cli(ctx: click.Context, config: str | None) -> None:
     allow_from_autoenv=False,
     help="The same as FILE. Several documents decode together.",
 )
-@click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text, behind the files.")
+@click.option("--text", multiple=True, allow_from_autoenv=False, help="Literal text, after the files.")
 @click.option("--instruction", metavar="TEXT", help="What to do with the document; uses the model's chat template.")
 @click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
 @chat_flags
 @_output_flag(
     *("-o", "--output", "output"),
-    text="Write the answer there instead of stdout; the file appears at the end. Ctrl-C keeps the text so far.",
+    text="Write the answer to this file instead of stdout; it appears when complete. Ctrl-C keeps the text so far.",
 )
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
@@ -169,7 +169,7 @@ def cli(ctx: click.Context, config: str | None) -> None:
     "--logprobs",
     type=int,
     metavar="K",
-    help=f"With --json: log-probabilities of each token and of the K likeliest, 0 to {LOGPROBS_MAX}.",
+    help=f"With --json: log-probabilities of each token and of the K most likely, 0 to {LOGPROBS_MAX}.",
 )
 @engine_flags
 @device_flags
@@ -218,7 +218,7 @@ def run(
 @click.option("--instruction", metavar="TEXT", help="What to do with each document; uses the model's chat template.")
 @click.option("--system-prompt", metavar="TEXT", help="System prompt; uses the model's chat template.")
 @chat_flags
-@_choice_flag("--long", ("refuse", "map-reduce"), text="What happens to a document beyond the context.")
+@_choice_flag("--long", ("refuse", "map-reduce"), text="Treatment of a document beyond the context.")
 @click.option("--suffix", metavar="TEXT", default=".md", show_default=True, help="Of an answer's name.")
 @click.option(
     *("--parallel", "-np", "parallel"),
@@ -229,9 +229,11 @@ def run(
     help="Documents that decode together, at most.",
 )
 @click.option("--ray", metavar="ADDRESS|auto", help="Decode on a Ray cluster: one engine per GPU, or per node.")
-@click.option("--resume/--no-resume", default=True, show_default=True, help="Skip what is done and has not changed.")
+@click.option(
+    "--resume/--no-resume", default=True, show_default=True, help="Skip documents that are done and unchanged."
+)
 @click.option("--retry-failed", is_flag=True, help="Do documents again that failed and have not changed.")
-@click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Say what would be done, and do nothing.")
+@click.option("--dry-run", is_flag=True, allow_from_autoenv=False, help="Print what would be done, without doing it.")
 @_report_flag
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
 @sampling_flags
@@ -269,7 +271,7 @@ def batch(
 
 
 def _options(flags: dict[str, Any], max_tokens: int, stop: tuple[str, ...]) -> tuple[GenerateOptions, EngineOptions]:
-    """Takes the flags of decoding out of a command's flags."""
+    """Extracts the decoding options from a command's flags."""
     named = {field for field in GenerateOptions.__dataclass_fields__ if field in flags}
     sampling = {name: flags.pop(name) for name in named}
     generate_options = GenerateOptions(max_new_tokens=max_tokens, stop=stop, **sampling)
@@ -277,12 +279,13 @@ def _options(flags: dict[str, Any], max_tokens: int, stop: tuple[str, ...]) -> t
 
 
 def _unset(ctx: click.Context) -> frozenset[str]:
-    """Parameters that have their defaults: no flag, variable or setting gave them."""
+    """Parameters at their defaults: no flag, variable or setting gave them."""
     return frozenset(name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.DEFAULT)
 
 
 def _template_args(ctx: click.Context, thinking: str | None, pairs: tuple[str, ...]) -> dict[str, Any]:
-    """What the chat template is told. Where it is not used, flags are refused; variables and settings may be for others."""
+    """Arguments of the chat template. If it is not used, flags are refused; variables and settings may be meant for other
+    commands."""
     from .conversation import parsed_arguments
 
     if ctx.params["instruction"] is not None or ctx.params["system_prompt"] is not None:
@@ -301,7 +304,7 @@ def _template_args(ctx: click.Context, thinking: str | None, pairs: tuple[str, .
 @cli.command(context_settings=_CONTEXT)
 @json_flag
 def doctor(as_json: bool) -> Done:
-    """Show what this machine offers: processor, GPU or why not, memory, model cache, versions."""
+    """Show what this machine offers: processor, GPU (or why it is unavailable), memory, model cache, versions."""
     from .doctor import doctor as execute
 
     return execute(as_json=as_json)
@@ -309,12 +312,12 @@ def doctor(as_json: bool) -> Done:
 
 @cli.command(context_settings=_CONTEXT)
 @click.option(
-    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files. What needs them makes them anew."
+    "--clear", is_flag=True, allow_from_autoenv=False, help="Remove the files; they are made again when needed."
 )
-@click.option("--prompt-cache", metavar="DIR", help="Also the prompts that are kept there.")
+@click.option("--prompt-cache", metavar="DIR", help="Also the prompts in this folder.")
 @json_flag
 def cache(*, clear: bool, prompt_cache: str | None, as_json: bool) -> Done:
-    """List the draft weights and prompts that are kept on disk: size, last use, model."""
+    """List the draft weights and prompts on disk: size, last use, model."""
     from .cache import cache as execute
 
     return execute(clear=clear, prompt_cache=prompt_cache, as_json=as_json)
@@ -337,7 +340,7 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
 @cli.command(context_settings=_CONTEXT, epilog=_EXIT_CODES)
 @model_flags
 @click.option("-c", "--ctx-size", type=int, default=0, metavar="N", help="Context in tokens.  [default: the model's]")
-# bench has a list of that name, which a variable may hold.
+# bench has a list flag of the same name, whose value a variable may hold.
 @click.option(
     "--batch",
     type=int,
@@ -357,10 +360,10 @@ def selftest(*, device: str, threads: int | None, weights: str, **flags: Any) ->
 @device_flags
 @json_flag
 def plan(*, device: str, threads: int | None, kv_target: str, **flags: Any) -> Done:
-    """Say before a download whether a model fits here, with which context and batch, and how fast.
+    """Show, before a download, if a model fits on this machine, with which context and batch, and how fast it is.
 
-    Weights are not read: of a model on the hub only config.json is fetched. Speeds are predicted from what this machine
-    reads and computes a second, which takes some seconds to measure.
+    Weights are not read: for a model on the hub only config.json is fetched. Speeds are predicted from this machine's
+    memory bandwidth and compute rate, which take some seconds to measure.
     """
     from .plan import Request
     from .plan import plan as execute
@@ -369,7 +372,7 @@ def plan(*, device: str, threads: int | None, kv_target: str, **flags: Any) -> D
     return execute(Request(**flags), options)
 
 
-# What `bench kernels` takes; each other flag of `bench` would be ignored. `--rows` is its own.
+# Flags of `bench kernels`; other flags of `bench` would be ignored. `--rows` belongs to it alone.
 _OF_KERNELS = {
     "what",
     "model",
@@ -388,7 +391,7 @@ _OF_COMPARE = {"compare", "output_format", "output", "as_json"}
 
 
 def _refuse_unused(ctx: click.Context, what: str | None) -> None:
-    """Refuses flags that would be ignored. Variables and the settings file are meant for several commands and may be."""
+    """Refuses flags that would be ignored. Variables and settings may be ignored, as they apply to several commands."""
     if what is not None and ctx.params["compare"]:
         raise UsageError("bench kernels with --compare", "leave out one of them")
     compares = "bench --compare" if ctx.params["compare"] else "bench without kernels"
@@ -408,13 +411,13 @@ def _refuse_unused(ctx: click.Context, what: str | None) -> None:
 
 
 def _refuse_two_forms(ctx: click.Context, form: str) -> None:
-    """Refuses another form than that of `--json`. One of a variable or the settings file yields to the flag."""
+    """Refuses an output form other than that of `--json`. A form from a variable or the settings file yields to the flag."""
     if form != "json" and ctx.get_parameter_source("output_format") is ParameterSource.COMMANDLINE:
         raise UsageError(f"--json with --output-format {form}", "leave out one of them")
 
 
 def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Command]:
-    """A flag that takes a comma list, or several; its command reads it."""
+    """A flag for a comma-separated list, or several; its command parses it."""
     return click.option(*names, cls=Lists, default=default, show_default=True, metavar="LIST", help=text)
 
 
@@ -448,7 +451,7 @@ def _list_flag(*names: str, default: str, text: str) -> Callable[[Command], Comm
     show_default=True,
     help="Table for people, or rows for programs; jsonl has one object per line. A file is --output.",
 )
-@_output_flag("--output", text="Write there instead of stdout, where the document of --json still goes.")
+@_output_flag("--output", text="Write to this file instead of stdout; the document of --json still goes to stdout.")
 @_report_flag
 @click.option(
     "--compare",
@@ -528,7 +531,7 @@ def bench(
     is_flag=True,
     help="Also score the default draft with each kind of matrices in 8 bits, and what that gains for its bytes.",
 )
-@_output_flag("-o", "--output", "output", text="Write the scores there instead of stdout.")
+@_output_flag("-o", "--output", "output", text="Write the scores to this file instead of stdout.")
 @_report_flag
 @device_flags
 @json_flag

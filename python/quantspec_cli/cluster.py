@@ -1,7 +1,7 @@
-"""`quantspec batch --ray`: documents decode on a Ray cluster, one engine per GPU, or per node where it has none.
+"""`quantspec batch --ray`: documents decode on a Ray cluster, with one engine per GPU, or per node without GPUs.
 
-The driver reads documents, keeps the journal and writes the answers; a worker turns token ids into an answer. So a worker
-that dies loses nothing but time: its documents are decoded again elsewhere.
+The driver reads documents, keeps the journal and writes the answers; a worker converts token ids to an answer. So a lost
+worker costs only time: its documents are decoded again elsewhere.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from .engine import Generation, Prompt
     from .options import EngineOptions, GenerateOptions
 
-# How often a thread that waits for an answer looks whether the batch is to end, in seconds.
+# Interval at which a thread that waits for an answer checks if the batch is to end, in seconds.
 _LOOK_S = 0.2
-# How long a cluster may take to answer, in seconds.
+# Time limit for a cluster to respond, in seconds.
 _ANSWER_S = 10.0
-# Workers that may die of one document. It is likely the cause then, and the others shall live.
+# Workers that may die with one document. After that the document is the likely cause, and is not retried.
 _DEATHS_OF_ONE = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What a worker is to load.
+    """What a worker must load.
 
     Attributes:
         print: fingerprint of the driver's model; a worker with another one is refused.
-        context: tokens of the longest sequence, as far as a worker's memory allows.
-        parallel: most sequences of a worker at once; None chooses.
+        context: tokens of the longest sequence, if a worker's memory allows it.
+        parallel: most concurrent sequences of a worker; None chooses.
     """
 
     model: str | None
@@ -71,11 +71,11 @@ class Worker:
         ):
             self._parallel -= 1
         self._engine = Engine(
-            model, order.options, context=self._context, batch=self._parallel, prompt_cache=order.prompt_cache
+            model, order.options, context=self._context, batch=self._parallel, prompt_cache=order.prompt_cache or True
         )
 
     def room(self) -> tuple[int, int]:
-        """Tokens of a sequence, and sequences at once."""
+        """Tokens of a sequence, and concurrent sequences."""
         return self._context, self._parallel
 
     def generate(self, prompt: Prompt, options: GenerateOptions) -> Generation:
@@ -88,7 +88,7 @@ class Worker:
 
 @dataclass(eq=False)
 class _Seat:
-    """A worker as the driver sees it."""
+    """The driver's handle of a worker."""
 
     actor: Any
     context: int
@@ -99,11 +99,11 @@ class Cluster:
     """The workers of a Ray cluster.
 
     Attributes:
-        workers: engines that were started.
-        parallel: sequences that decode at once, over all workers.
-        context: tokens of the longest sequence that any of them holds.
+        workers: engines that started.
+        parallel: concurrent sequences over all workers.
+        context: tokens of the longest sequence that any worker holds.
         lost: workers that died.
-        failure: why a worker could not be started, where another one could.
+        failure: why a worker could not start, if another one could.
     """
 
     def __init__(self, address: str, order: Order) -> None:
@@ -111,8 +111,8 @@ class Cluster:
 
         Raises:
             UsageError: Ray is not installed.
-            DeviceError: there is no such cluster, or no worker could be started on it.
-            QuantspecError: what a worker says of the model.
+            DeviceError: the cluster does not exist, or no worker could be started on it.
+            QuantspecError: a worker's error about the model.
         """
         try:
             import ray
@@ -121,7 +121,7 @@ class Cluster:
                 "--ray needs the package ray", "install it with: pip install 'quantspec[ray]'", option="ray"
             ) from error
         self._ray = ray
-        # Standard output is the report's, and Ray prints there what becomes of its nodes.
+        # Standard output is reserved for the report; Ray would print messages about its nodes there.
         self._silence = contextlib.ExitStack()
         nowhere = self._silence.enter_context(Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
         self._silence.enter_context(contextlib.redirect_stdout(nowhere))
@@ -151,7 +151,7 @@ class Cluster:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         remote = ray.remote(Worker)
-        # A worker's calls run in as many threads, and `room` in one more.
+        # A worker's calls use this many threads, and `room` one more.
         threads = (order.parallel or max(PARALLEL.values())) + 1
         actors = []
         for node in ray.nodes():
@@ -181,7 +181,7 @@ class Cluster:
         return seats
 
     def generate(self, prompt: Prompt, options: GenerateOptions, stopping: threading.Event) -> Generation:
-        """One answer from any worker that has room; from another one where that dies.
+        """One answer from any worker with room; if the worker dies, from another one.
 
         Raises:
             DoesNotFitError: no worker holds so long a sequence, or workers died of it.
@@ -212,17 +212,17 @@ class Cluster:
             if deaths >= _DEATHS_OF_ONE:
                 raise DoesNotFitError(
                     f"{deaths} workers died while they decoded {prompt.name}",
-                    "look at the memory of the nodes; --retry-failed tries the document again",
+                    "check the memory of the nodes; --retry-failed tries the document again",
                 )
 
     def _taken(self, prompt: Prompt, needed: int, stopping: threading.Event) -> _Seat:
-        """A free place of the worker with the most of them."""
+        """Takes a free place of the worker with the most of them."""
         with self._changed:
             while not stopping.is_set():
                 if not self._seats:
                     raise DeviceError(
                         f"all {self.lost} workers of the Ray cluster died",
-                        "look at its nodes, and run the command again",
+                        "check its nodes, and run the command again",
                     )
                 large = [seat for seat in self._seats if seat.context >= needed]
                 if not large:
@@ -247,11 +247,11 @@ class Cluster:
             self._changed.notify_all()
 
     def statistics(self) -> dict[str, Any]:
-        """For the report: workers, and those of them that died."""
+        """For the report: workers, and those that died."""
         return {"workers": self.workers, "workers_lost": self.lost}
 
     def close(self) -> None:
-        """Ends the workers and leaves the cluster."""
+        """Ends the workers and disconnects from the cluster."""
         for seat in self._seats:
             self._ray.kill(seat.actor)
         self._leave()
@@ -262,10 +262,10 @@ class Cluster:
 
 
 def _look_for(address: str) -> None:
-    """Connects to HOST:PORT: Ray itself would try for minutes where nothing answers.
+    """Connects to HOST:PORT; Ray itself retries for minutes if nothing answers.
 
     Raises:
-        OSError: nothing does.
+        OSError: nothing answers.
     """
     host, separator, port = address.rpartition(":")
     if separator and port.isdigit() and "/" not in host:
@@ -274,7 +274,7 @@ def _look_for(address: str) -> None:
 
 
 def _cause(error: Any) -> QuantspecError | None:
-    """What a worker raised; None where the worker itself is gone."""
+    """A worker's exception; None if the worker itself is gone."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, QuantspecError):
         return cause

@@ -1,4 +1,4 @@
-"""`quantspec bench --compare A B`: two files of rows side by side, and which differences exceed their noise."""
+"""`quantspec bench --compare A B`: compares two files of rows, and shows which differences exceed their noise."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     Row = Mapping[str, Any]
 
-# Larger than the rows of any benchmark; a device or another file in their place ends here.
+# Larger than any benchmark's rows; reading a device or a wrong file stops here.
 BYTES_MAX = 64 << 20
-# What makes two rows the same measurement. The model counts where a file has several.
+# Fields that must match for two rows to be the same measurement. The model counts if a file has several.
 KEY = (
     "model",
     "method",
@@ -31,12 +31,12 @@ KEY = (
     "n_gen",
     "n_depth",
 )
-# Combined standard deviations beyond which a difference is none of chance: 1 of 20 equal pairs differs by more.
+# Combined standard deviations above which a difference counts as significant: 1 of 20 equal pairs exceeds it.
 DEVIATIONS = 2.0
 
 
 def compare(first: str, second: str, *, output_format: str, place: str | None, as_json: bool) -> output.Done:
-    """Prints the measurements that both files have; the document of `--json` is left to be printed."""
+    """Prints the measurements in both files; the caller prints the document of `--json`."""
     with output.opened(place, [first, second]) as file:
         sink = bench.sink_of(file, as_json=as_json)
         rows = list(compared(read(first), read(second), first, second))
@@ -48,7 +48,7 @@ def compare(first: str, second: str, *, output_format: str, place: str | None, a
 
 
 def read(name: str) -> list[dict[str, Any]]:
-    """The rows of a file: an array of them (`bench --json`, `-o json`), an error's document, or one a line (`-o jsonl`)."""
+    """The rows of a file: an array (`bench --json`, `-o json`), an error's document, or one row per line (`-o jsonl`)."""
     path = Path(name)
     if not files.is_file(path):
         raise InputError(
@@ -82,7 +82,7 @@ def _parsed(text: str) -> list[Any]:
 
 
 def _checked(name: str, number: int, row: Any) -> dict[str, Any]:
-    """A row of decoding or of a prompt, with numbers where they are needed."""
+    """A row of decoding or of a prompt; checks that the needed fields are numbers."""
 
     def wrong(what: str) -> InputError:
         return InputError(
@@ -105,7 +105,7 @@ def _checked(name: str, number: int, row: Any) -> dict[str, Any]:
 
 
 def compared(first: Sequence[Row], second: Sequence[Row], one: str, other: str) -> Iterator[dict[str, Any]]:
-    """Each measurement of both files. The ratio is the first time over the second: above 1 the second file is faster."""
+    """Each measurement in both files. The ratio is the first time over the second: above 1 the second file is faster."""
     single = all(len({row["model"] for row in rows}) == 1 for rows in (first, second))
     mine, others = _by_key(first, one, single=single), _by_key(second, other, single=single)
     common = [key for key in mine if key in others]

@@ -1,4 +1,4 @@
-"""Conversations: what Python and the command line may give a chat template, checked, and what it makes of them."""
+"""Conversations: checks the input of a chat template from Python and the command line, and renders it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def checked_arguments(arguments: object) -> dict[str, Any]:
         except (TypeError, ValueError, RecursionError):
             raise UsageError(
                 f"template argument {name} is {shown(value):.60}",
-                "give what JSON can hold: texts, numbers, lists and the like",
+                "give JSON values: texts, numbers, lists and objects",
             ) from None
     return dict(arguments)
 
@@ -104,7 +104,7 @@ def _parsed(value: str) -> Any:
 def render(
     source: str, turns: Sequence[Mapping[str, str]], tokenizer: Tokenizer, arguments: Mapping[str, Any]
 ) -> tuple[str, Thinking | None]:
-    """A conversation as the model reads it, and how its answer marks thinking (None: the model knows none)."""
+    """A conversation rendered for the model, and how its answer marks thinking (None: the model has no thinking blocks)."""
     rendered = template.render(source, turns, tokenizer.special, arguments)
     switch = template.THINKING in rendered.variables
     known = [tags for tags in _TAGS if any(tag in source or tokenizer.id_of(tag) is not None for tag in tags)]
@@ -112,6 +112,6 @@ def render(
         return rendered.text, None
     opens, closes = known[0] if known else _TAGS[0]
     begun = rendered.text.rstrip().endswith(opens)
-    # A template without a switch leaves it to the model.
+    # Without a switch in the template, the model decides.
     on = not switch or arguments.get(template.THINKING, False) is not False
     return rendered.text, Thinking(opens, closes, begun=begun, on=on)

@@ -1,4 +1,4 @@
-"""`quantspec doctor`: what this machine offers, and why something is off."""
+"""`quantspec doctor`: what this machine offers, and why a feature is unavailable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def doctor(*, as_json: bool) -> Done:
-    """Prints the report; that of `--json` is left to be printed."""
+    """Prints the report; the caller prints that of `--json`."""
     stdout = Stdout()
     found = examine()
     if as_json:
@@ -67,14 +67,14 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _sizes() -> list[dict[str, Any]]:
-    """Which sizes of models fit the device of `auto`; none where it does not open, as `gpu` says."""
+    """Model sizes that fit the device of `auto`; empty if it cannot be opened, as `gpu` then says."""
     with suppress(QuantspecError):
         return sizes.table("auto")
     return []
 
 
 def _kernels(images: Sequence[str]) -> str:
-    """Images ("attend sm_90a", "attend ptx compute_80") by architecture: all of them as a rule hold the same modules."""
+    """Images ("attend sm_90a", "attend ptx compute_80") grouped by architecture; usually all contain the same modules."""
     if not images:
         return "none in this build"
     modules: dict[str, list[str]] = {}
@@ -94,12 +94,12 @@ def _device(device: dict[str, Any]) -> str:
 
 
 def _draft_cache() -> dict[str, Any] | None:
-    """Where draft weights are kept, and what is there; None where the cache is off."""
+    """Folder and contents of the draft-weight cache; None if the cache is off."""
     folder = settings.draft_cache()
     if folder is None:
         return None
     sizes = []
-    # What is not there or may not be read holds nothing for us: the folder, or one entry of it.
+    # A missing or unreadable folder or entry counts as empty.
     with suppress(OSError):
         for path in folder.iterdir():
             with suppress(OSError):

@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
     OnProgress = Callable[[int, int], object]
 
-# Context of `Engine.load` where nobody asks for one: long documents fit, and a laptop holds its cache for most models.
+# Default context of `Engine.load`: enough for long documents, with a cache that fits on a laptop for most models.
 DEFAULT_CONTEXT = 32_768
-# A document of this size is encoded in 0.1 s and 15 MB; the error that it does not fit then has its exact length.
+# A document of this size is encoded in 0.1 s and 15 MB, so the error that it does not fit can state its exact length.
 CHEAP_CHARACTERS = 100_000
 
 
 class Statistics(TypedDict):
-    """What an engine did and holds; times in seconds, rates None where nothing was drafted."""
+    """Counters, times and bytes of an engine; times in seconds, rates None if nothing was drafted."""
 
     load_s: float
     prefill_s: float
@@ -76,12 +76,12 @@ class Statistics(TypedDict):
 
 
 class TokenLogprob(NamedTuple):
-    """What the model thought of an emitted token, before penalties, temperature and the warpers; natural logarithms.
+    """Log-probabilities of an emitted token, before penalties, temperature and warpers; natural logarithms.
 
     Attributes:
         id: the token.
         logprob: its log-probability.
-        top: the likeliest tokens of its place, (id, log-probability), the likeliest first.
+        top: the most likely tokens at its position, (id, log-probability), most likely first.
     """
 
     id: int
@@ -90,7 +90,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Arguments(TypedDict, total=False):
-    """Keyword arguments of `Engine.stream` and its kin."""
+    """Keyword arguments of `Engine.stream` and similar methods."""
 
     max_new_tokens: int
     temperature: float
@@ -112,10 +112,10 @@ class Prompt:
     """A prompt as token ids.
 
     Attributes:
-        ids: the tokens, special ones included.
-        continues: the answer continues the prompt's text, instead of replying to it.
-        name: what to call it in messages.
-        thinking: how a reply marks what the model thinks before it; None where the model knows no such block.
+        ids: the tokens, including special ones.
+        continues: the answer continues the prompt's text instead of replying to it.
+        name: its name in messages.
+        thinking: how a reply marks the model's thinking; None if the model has no thinking blocks.
     """
 
     ids: list[int]
@@ -124,10 +124,10 @@ class Prompt:
     thinking: Thinking | None = None
 
     def __post_init__(self) -> None:
-        """Takes whatever yields ids, a NumPy array for example."""
+        """Accepts any iterable of ids, for example a NumPy array."""
         ids: Any = self.ids
         try:
-            # An array's own list has Python's numbers.
+            # An array's `tolist` yields Python integers.
             listed = None if isinstance(ids, str | bytes) else list(ids.tolist() if hasattr(ids, "tolist") else ids)
         except TypeError:
             listed = None
@@ -142,11 +142,11 @@ class Generation:
 
     Attributes:
         prompt_tokens: length of the prompt.
-        tokens: emitted ids, those of a thinking block included, without the one that ended the text.
+        tokens: emitted ids, including those of a thinking block, without the one that ended the text.
         text: the emitted text, without a thinking block.
         stop_reason: "length", "eos", "stop" or "interrupted".
-        thinking: what the model thought before it answered; None where the answer has no thinking block.
-        logprobs: one for every token; None where nobody asked for them.
+        thinking: text of the thinking block; None if the answer has none.
+        logprobs: one for every token; None if they were not requested.
     """
 
     prompt_tokens: int
@@ -162,9 +162,9 @@ class Model:
     """A checkpoint with its tokenizer, before any weight is loaded.
 
     Attributes:
-        name: what it was asked for by.
+        name: the name it was requested by.
         directory: its files, or the one GGUF file (the first of a split one).
-        offline: whether a draft model is looked for in the download cache only, as it was.
+        offline: a draft model is looked up in the download cache only.
     """
 
     name: str
@@ -192,7 +192,7 @@ class Model:
         return cls(model or hub.DEMO, directory, info, Tokenizer(directory, info["vocab"]), offline)
 
     def draft_model(self, name: str | None, *, progress: bool = False) -> str | None:
-        """Path of the checkpoint that drafts for this one; refuses one of another tokenizer. None where nothing is named."""
+        """Path of the checkpoint that drafts for this one, None if none is given. Refuses one with another tokenizer."""
         if name is None or name in self._draft_models:
             return name and self._draft_models[name]
         draft = Model.open(name, offline=self.offline, progress=progress)
@@ -212,7 +212,7 @@ class Model:
 
     @cached_property
     def eos(self) -> frozenset[int]:
-        """Ids that end a text: the checkpoint's, or the tokenizer's where it names none."""
+        """Ids that end a text: the checkpoint's, or the tokenizer's if the checkpoint names none."""
         ids = frozenset(self.info["eos"])
         fallback = self.tokenizer.id_of(self.tokenizer.special.get("eos_token"))
         return ids or (frozenset() if fallback is None else frozenset({fallback}))
@@ -229,8 +229,8 @@ class Model:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """Options of `Engine.generate` by which the checkpoint's generation_config.json samples and penalises; empty where it
-        does neither.
+        """Options of `Engine.generate` that the checkpoint's generation_config.json recommends for sampling and penalties;
+        empty if it has none.
         """
         return {**self.recommended.sampling, **self.recommended.penalties}
 
@@ -245,11 +245,12 @@ class Model:
         name: str = "the prompt",
         context: int | None = None,
     ) -> Prompt:
-        """Encodes a document: as it is, or as a conversation when there is an instruction or a system prompt; or `messages`
-        of several turns, each {"role": "system" | "user" | "assistant", "content": text}, the last one the user's.
+        """Encodes a document: as it is, or as a conversation if there is an instruction or a system prompt. Or encodes
+        `messages` of several turns, each {"role": "system" | "user" | "assistant", "content": text}, the last one the
+        user's.
 
-        `template_args` are what the chat template is told: {"enable_thinking": True} has a model think that can.
-        A document that cannot fit the context (by default the model's) is refused before it is encoded.
+        `template_args` are arguments of the chat template: {"enable_thinking": True} turns on thinking in models that
+        support it. A document that cannot fit the context (by default the model's) is refused before it is encoded.
         """
         limit = self.context if context is None else context
         arguments = conversation.checked_arguments({} if template_args is None else template_args)
@@ -281,8 +282,8 @@ class Model:
         return Prompt(self.tokenizer.encode(document), name=name)
 
     def _check_length(self, name: str, document: str, limit: int) -> None:
-        """Refuses a document that cannot fit before it is encoded, which takes over 100 bytes of memory per character."""
-        # Few texts have 8 characters a token. A chat template may strip white space around the document.
+        """Refuses a document that cannot fit before encoding it, which takes over 100 bytes of memory per character."""
+        # Few texts have 8 characters per token. A chat template may strip white space around the document.
         cheap = max(8 * limit, CHEAP_CHARACTERS)
         if len(document) <= cheap or self.tokenizer.least_tokens(document.strip(), limit + 1) <= limit:
             return
@@ -293,7 +294,7 @@ class Model:
         )
 
     def check_fits(self, prompt: Prompt, max_new_tokens: int, context: int) -> int:
-        """Tokens the prompt and its answer need; an error with the numbers if that exceeds the context."""
+        """Tokens of the prompt and its answer together; an error with the numbers if that exceeds the context."""
         length, needed = len(prompt.ids), len(prompt.ids) + max_new_tokens
         if needed <= context:
             return needed
@@ -310,7 +311,7 @@ class Model:
         )
 
     def resolve_context(self, wanted: int | None) -> int:
-        """A context in tokens: what is asked for (None or 0: the model's), checked against the model's."""
+        """A context in tokens: the requested one (None or 0: the model's), checked against the model's."""
         if not wanted:
             return self.context
         if wanted < 0:
@@ -329,7 +330,7 @@ class Model:
 
 
 class Piece(NamedTuple):
-    """Text that one prompt's answer grew by: from its prefill or one round. May be empty.
+    """Text added to one answer by its prefill or by one round. May be empty.
 
     Attributes:
         prompt: index of the prompt.
@@ -345,11 +346,11 @@ class Piece(NamedTuple):
 class Batch:
     """Sequences that decode together: an iterator of `Piece`s as text becomes available.
 
-    Prompts beyond the engine's slots wait for a free one. Threads may share the iterator: each piece is one thread's.
+    Prompts beyond the engine's slots wait for a free one. Threads may share the iterator; each piece goes to one thread.
     Dropping the batch ends its sequences.
 
     Attributes:
-        texts: the answers as they grow, in the order of the prompts.
+        texts: the growing answers, in the order of the prompts.
     """
 
     def __init__(
@@ -360,7 +361,7 @@ class Batch:
         options: GenerateOptions,
         on_prefill: OnProgress | None = None,
     ) -> None:
-        """Hands the prompts to the engine's scheduler."""
+        """Submits the prompts to the engine's scheduler."""
         self._lease = lease
         self._prompts = prompts
         self.texts = [
@@ -378,7 +379,7 @@ class Batch:
         self._items: SimpleQueue[tuple[int, str | BaseException, bool]] = SimpleQueue()
         self._open = len(prompts)
         self._turn = threading.Lock()
-        # The scheduler holds the requests, and these hold nothing of the batch: dropping it is noticed.
+        # The scheduler holds the requests, and they do not refer to the batch, so that dropping the batch ends it.
         self._requests = [
             Request(prompt.ids, options.sampling(), text, partial(_put, self._items, index), on_prefill)
             for index, (prompt, text) in enumerate(zip(prompts, self.texts, strict=True))
@@ -386,7 +387,7 @@ class Batch:
         lease.scheduler.submit(self._requests)
 
     def __del__(self) -> None:
-        # Where the constructor was interrupted there may be no requests yet.
+        # An interrupted constructor may have made no requests.
         if requests := getattr(self, "_requests", None):
             self._lease.scheduler.cancel(requests, wait=False)
 
@@ -397,9 +398,9 @@ class Batch:
         scheduler = self._lease.scheduler
         scheduler.check()
         if scheduler.is_inside():
-            raise UsageError("a callback of an answer asks for the next piece of one", "ask when the callback is done")
+            raise UsageError("a callback of an answer reads the next piece of an answer", "read it after the callback")
         try:
-            # One thread waits for the next piece; others for that thread.
+            # One thread waits for the next piece; other threads wait for that thread.
             with self._turn:
                 if not self._open:
                     raise StopIteration
@@ -416,7 +417,7 @@ class Batch:
             raise
 
     def interrupt(self) -> None:
-        """Ends what still grows and frees its slots, from any thread. What was decoded before may still be read."""
+        """Ends unfinished answers and frees their slots, from any thread. Text decoded before can still be read."""
         self._lease.scheduler.check()
         self._lease.scheduler.cancel(self._requests)
 
@@ -436,7 +437,7 @@ class Batch:
 
 
 def _logprobs(tokens: Sequence[int], found: Sequence[tuple[float, list[tuple[int, float]]]]) -> list[TokenLogprob]:
-    # A round may emit more than the answer takes.
+    # A round may emit more tokens than the answer takes.
     return [TokenLogprob(id, *told) for id, told in zip(tokens, found, strict=False)]
 
 
@@ -445,18 +446,18 @@ def _put(items: SimpleQueue[Any], index: int, item: str | BaseException, last: b
 
 
 class _Lease:
-    """Holds a scheduler for an engine and its batches; its thread ends when the last of them is gone."""
+    """Owns a scheduler for an engine and its batches; its thread ends when the last of them is dropped."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-        # Not at exit: a prefill may be under way, and nobody needs its end.
+        # Not at exit: a running prefill would delay it.
         weakref.finalize(self, scheduler.stop).atexit = False
 
 
 def planned(
     model: Model, options: EngineOptions, *, context: int, batch: int = 1, pool: int | None = None
 ) -> dict[str, Any]:
-    """What an engine would hold, before any weight is read: `_native.plan` of these options."""
+    """Memory of an engine, before any weight is read: `_native.plan` of these options."""
     from . import _native
 
     with native_errors():
@@ -471,7 +472,7 @@ def planned(
 
 
 def check_folder(folder: object) -> None:
-    """Refuses what cannot name a folder of prompts."""
+    """Refuses values that are not a path for a folder of prompts."""
     if not isinstance(folder, str) or not folder or "\0" in folder:
         raise UsageError(f"prompt_cache is {shown(folder):.60}", "name a folder", option="prompt_cache")
     check_utf8("the name of the prompt cache", folder)
@@ -489,20 +490,20 @@ def _check_callback(name: str, callback: object) -> None:
 
 
 def _check_ids(prompt: Prompt, vocab: int) -> None:
-    """Refuses ids the model does not have: the engine takes unsigned numbers only."""
+    """Refuses ids outside the model's vocabulary: the engine takes unsigned numbers only."""
     if not prompt.ids:
         raise UsageError(f"{prompt.name} has 0 tokens", "give at least one token, for example the model's BOS")
     for id in prompt.ids:
-        # The first test alone is the fast path of a long prompt.
+        # The first test alone is the fast path for long prompts.
         if type(id) is not int or not 0 <= id < vocab:
             whole(f"a token id of {prompt.name}", id, 0, vocab - 1)
 
 
 class Stream:
-    """One answer as an iterator of pieces of text. Leaving it early, or `close`, ends the answer and frees its slot. It
-    decodes ahead of whoever reads it.
+    """One answer as an iterator of pieces of text. Dropping it early, or `close`, ends the answer and frees its slot. It
+    decodes ahead of its reader.
 
-    Threads may share it: each piece goes to one of them.
+    Threads may share it; each piece goes to one thread.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -518,7 +519,7 @@ class Stream:
         raise StopIteration
 
     def close(self) -> None:
-        """Ends the answer here, from any thread; waits for the end of the round under way."""
+        """Ends the answer, from any thread; waits for the end of the current round."""
         self._batch.interrupt()
 
     def __enter__(self) -> Stream:
@@ -553,13 +554,14 @@ class Engine:
         longest_prompt: int | None = None,
         batch: int = 1,
         pool: int | None = None,
-        prompt_cache: str | bool | None = False,
+        prompt_cache: str | bool = False,
         on_loading: OnProgress | None = None,
     ) -> None:
-        """Loads the weights; `context` and `batch` are the longest sequence and the most sequences at once.
+        """Loads the weights; `context` and `batch` are the longest sequence and the most concurrent sequences.
 
-        Where the longest prompt is known, less memory is planned for reading it than for one that fills the context.
-        `pool` are the tokens that all sequences share; None gives each the room of the longest. `prompt_cache` is `load`'s.
+        If the longest prompt is known, less memory is planned for reading it than for one that fills the context. `pool`
+        is the number of tokens that all sequences share; None gives each sequence the longest context. `prompt_cache` as
+        in `load`.
         """
         from . import _native
 
@@ -576,7 +578,7 @@ class Engine:
                 draft_model=draft_model,
                 pool_tokens=pool,
                 draft_cache=settings.native_draft_cache(),
-                prompt_memory=False if isinstance(prompt_cache, str) else prompt_cache,
+                prompt_memory=prompt_cache is True,
                 prompt_folder=prompt_cache if isinstance(prompt_cache, str) else None,
                 on_loading=on_loading,
                 **options.native(),
@@ -606,7 +608,7 @@ class Engine:
         page_choice: str | None = None,
         draft_model: str | os.PathLike[str] | None = None,
         accept: str = "replay",
-        prompt_cache: str | os.PathLike[str] | bool | None = None,
+        prompt_cache: str | os.PathLike[str] | bool = True,
         on_loading: OnProgress | None = None,
     ) -> Engine:
         """Loads a model.
@@ -616,30 +618,30 @@ class Engine:
             revision: branch, tag or commit on the hub.
             offline: use the download cache only.
             context: most tokens of a sequence, prompt and answer together; None is the model's, at most 32,768.
-                Memory is planned for it, and refused with numbers before anything is loaded.
-            batch: most sequences that decode together; others wait for their turn.
+                Too large a context is refused, with numbers, before anything is loaded.
+            batch: most sequences that decode together; others wait.
             device: "auto", "cpu", "cuda" or "cuda:N".
             threads: CPU workers; None is $QUANTSPEC_THREADS, or all processors.
             method: what drafts: "quantspec" (4-bit cache and weights), "kv4", "w4", "ngram" (what followed the last tokens
-                earlier in the text), or "ar" (nothing). Settings that a method does not know are refused.
+                earlier in the text), or "ar" (nothing). Settings that a method does not support are refused.
             gamma: drafted tokens per round, 0 to 16, or "auto".
             weights: the target's weights, which define the output together with `kv_target`: "checkpoint", "int8" (half the
-                memory; its upper nibbles draft), "int4" (those alone), or "auto" (int8 where the checkpoint's do not fit;
-                `info` says which).
+                memory; its upper nibbles draft), "int4" (the upper nibbles alone), or "auto" (int8 if the checkpoint's do
+                not fit; `info` reports the choice).
             kv_target: view of the cache that defines the output: "int8", "fp16" or "int4".
             kv_rounding: "balanced" or "paper".
             draft_weights: "int4", "int4-mlp" or "none".
             draft_precision: matrices that a draft reads in 8 bits, a comma list of "qkv", "o", "gate-up" and "down"; "none";
                 or "auto", "down" where the cache outweighs the weights (`info` says which).
-            draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto": as measured cost and acceptance say.
+            draft_pages: pages of 128 tokens a draft reads per KV head, "all", or "auto" (by measured cost and acceptance).
                 None is the method's default.
-            page_choice: with a number of pages, the "best" ones (None, too) or the recent ones ("window").
-            draft_model: with method "draft-model", a directory, a GGUF file or a hub id of the same tokenizer.
+            page_choice: with a number of pages, the "best" ones (the default) or the newest ("window").
+            draft_model: with method "draft-model", a directory, a GGUF file or a hub id with the same tokenizer.
             accept: rule when sampling: "replay" (same text as "ar") or "rejection" (same distribution).
-            prompt_cache: what prompts have in common is read once. True keeps them in memory, up to an eighth of what is free
-                beside the engine; a folder keeps them there, for other processes, too; False keeps none. None is True on a
-                CPU and False on a GPU. No token depends on it.
-            on_loading: called with (bytes done, bytes in all).
+            prompt_cache: common prefixes of prompts are processed once. True keeps prompts in memory, in at most an eighth
+                of what the engine leaves free, or half of a GPU's; a folder keeps them there, also for other processes;
+                False keeps none. No token depends on it.
+            on_loading: called with (bytes done, total bytes).
 
         Raises:
             QuantspecError: one of its subclasses; each has a message and a hint.
@@ -659,13 +661,13 @@ class Engine:
             draft_model=None if draft_model is None else os.fspath(draft_model),
             accept=accept,
         )
-        # More sequences than any memory holds; the number reaches the engine as it is.
+        # More sequences than any memory holds, and small enough for the engine's integers.
         whole("batch", batch, 1, 65_536)
         if context is not None:
             whole("context", context, 1, None)
         _check_callback("on_loading", on_loading)
         folder = os.fspath(prompt_cache) if isinstance(prompt_cache, os.PathLike) else prompt_cache
-        if folder is not None and not isinstance(folder, bool):
+        if not isinstance(folder, bool):
             check_folder(folder)
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         if not isinstance(name, str | None):
@@ -683,22 +685,22 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Ends what decodes and gives the memory back, from any thread but a callback's. Closing twice is nothing."""
+        """Ends running sequences and frees the memory, from any thread but a callback's. Closing twice has no effect."""
         self._lease.scheduler.stop()
         self.__dict__.pop("native", None)
 
     @property
     def info(self) -> dict[str, Any]:
-        """What was loaded, and on what: device, device_name, simd, family, vocab, layers, planned_bytes and more."""
+        """The loaded model and its device: device, device_name, simd, family, vocab, layers, planned_bytes and more."""
         return self._info
 
     def start(
         self, prompts: Iterable[str | Prompt], options: GenerateOptions, *, on_prefill: OnProgress | None = None
     ) -> Batch:
-        """Starts decoding prompts, as many at once as there are slots. Every prompt is checked to fit before any is taken."""
+        """Starts decoding prompts, as many at once as there are slots. All prompts are checked before any is added."""
         self._lease.scheduler.check()
         _check_callback("on_prefill", on_prefill)
-        # Read once: a generator yields its prompts to nobody else.
+        # Read once: a generator yields its prompts only once.
         given = None if isinstance(prompts, str) or not isinstance(prompts, Iterable) else list(prompts)
         if given is None or not all(isinstance(prompt, str | Prompt) for prompt in given):
             raise UsageError(f"a prompt is {shown(prompts):.60}", "give texts, or what engine.model.prompt returns")
@@ -731,25 +733,25 @@ class Engine:
         logprobs: int | None = None,
         on_prefill: OnProgress | None = None,
     ) -> Stream:
-        """Decodes one prompt and hands on its text piece by piece: whole characters, nothing after a stop string.
+        """Decodes one prompt and yields its text piece by piece: whole characters, nothing after a stop string.
 
         Args:
-            prompt: a text, or `engine.model.prompt(document, instruction=...)` to wrap it by the chat template.
-            max_new_tokens: length of the answer at most.
+            prompt: a text, or `engine.model.prompt(document, instruction=...)` to apply the chat template.
+            max_new_tokens: most tokens of the answer.
             temperature: 0 is greedy.
-            top_k: keep the k likeliest tokens; 0 is off.
-            top_p: keep the likeliest tokens of this mass; 1 is off.
-            min_p: drop tokens below this share of the likeliest; 0 is off.
-            repetition_penalty: divides positive logits of tokens of prompt and answer, multiplies negative ones; 1 is off.
-            frequency_penalty: subtracted from a token's logit for every time the answer has it; 0 is off.
-            presence_penalty: subtracted from the logits of the answer's tokens; 0 is off.
-            no_repeat_ngram: no so many tokens in a row come twice in prompt and answer; 0 is off.
+            top_k: keep the k most likely tokens; 0 is off.
+            top_p: keep the most likely tokens with this total probability; 1 is off.
+            min_p: drop tokens below this share of the highest probability; 0 is off.
+            repetition_penalty: divides positive logits of tokens of prompt and answer, multiplies the others; 1 is off.
+            frequency_penalty: subtracted from a token's logit once per occurrence in the answer; 0 is off.
+            presence_penalty: subtracted once from the logit of each token in the answer; 0 is off.
+            no_repeat_ngram: length of the n-grams that may not repeat in prompt and answer; 0 is off.
             seed: same seed, same text, whatever the method.
             stop: strings that end the text; they are not emitted.
-            ignore_eos: go on after an end-of-text token.
-            logprobs: so many of the likeliest tokens of each place, 0 to 20, with log-probabilities, and that of each token;
-                None is nothing.
-            on_prefill: called with (rows done, rows in all) while the prompt is read.
+            ignore_eos: continue after an end-of-text token.
+            logprobs: number of most likely tokens per position, 0 to 20, to return with log-probabilities, next to that of
+                each emitted token; None returns none.
+            on_prefill: called with (rows done, total rows) during prefill.
         """
         options = GenerateOptions(
             max_new_tokens=max_new_tokens,
@@ -784,7 +786,7 @@ class Engine:
         return batch.generations()
 
     def prompt_cache_note(self) -> str | None:
-        """One line about trouble with the prompt cache since the last call: damage, or a useless folder."""
+        """One line about a problem with the prompt cache after the last call: damage, or an unusable folder."""
 
         def note() -> str | None:
             with native_errors():
@@ -793,10 +795,11 @@ class Engine:
         return self._lease.scheduler.call(note)
 
     def score(self, text: str | Prompt) -> NDArray[np.float64]:
-        """Log-probabilities of a text's tokens from the second on, each given those before it: float64 [tokens - 1], in nats.
+        """Log-probabilities of a text's tokens from the second on, each given those before it: float64 [tokens - 1], in
+        nats.
 
-        The text is teacher-forced through the cache as in `quantspec eval`, under the target's view (`kv_target`), whatever
-        the method. It takes a free slot, and other sequences wait until it is done.
+        The text is teacher-forced through the cache as in `quantspec eval`, under the target's view (`kv_target`), with
+        any method. It uses a free slot, and other sequences wait until it is done.
         """
         import numpy as np
 
@@ -812,7 +815,7 @@ class Engine:
         return np.array(self._lease.scheduler.call(scored))
 
     def statistics(self) -> Statistics:
-        """Counters and times since loading, over all sequences."""
+        """Counters and times after loading, over all sequences."""
         return self._lease.scheduler.call(self._statistics)
 
     def _statistics(self) -> Statistics:

@@ -1,4 +1,4 @@
-"""Runs a command and turns whatever happens into output and an exit code."""
+"""Runs a command and converts every outcome to output and an exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .signals import SIGNALS
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
-# What a device that takes no more answers.
+# Errors of a device that accepts no more data.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 
 
@@ -39,7 +39,7 @@ def main() -> int:
     """The `quantspec` command; returns its exit code."""
     _open_standard_streams()
     SIGNALS.listen()
-    if "_QUANTSPEC_COMPLETE" in os.environ:  # a shell asks for completions
+    if "_QUANTSPEC_COMPLETE" in os.environ:  # the shell requests completions
         cli.main(prog_name="quantspec")
     code = execute(sys.argv[1:])
     try:
@@ -50,15 +50,15 @@ def main() -> int:
         code = code or EXIT_PIPE_CLOSED
     try:
         sys.stderr.flush()
-    except OSError:  # notes that nobody could read
+    except OSError:  # notes without a reader
         abandon(sys.stderr)
     return code
 
 
 def _open_standard_streams() -> None:
-    """Streams as the rest expects them. One that was closed (`2>&-`) must not lend its number to the next file opened, which
-    would then receive what somebody writes to the stream. What people read goes nowhere without a standard error; without a
-    standard output `output.Stdout` refuses, and without a standard input `--prompt -`.
+    """Prepares the standard streams. A closed stream (`2>&-`) must keep its descriptor: the next file opened would otherwise
+    get it, and receive text meant for the stream. Messages are dropped without a standard error. Without a standard
+    output `output.Stdout` refuses, and without a standard input `--prompt -`.
     """
     for number in range(3):
         try:
@@ -72,7 +72,8 @@ def _open_standard_streams() -> None:
             # Text is UTF-8 with line breaks as they are, whatever the locale.
             stream.reconfigure(encoding="utf-8", errors="replace", newline="\n")  # type: ignore[union-attr]
     if sys.stdout is not None and isinstance(sys.stdout.buffer, io.RawIOBase):
-        # PYTHONUNBUFFERED: such a stream drops the rest of what a signal cuts short. Whoever writes flushes as it is.
+        # With PYTHONUNBUFFERED, a stream drops the rest of a write that a signal cuts short. Writers flush explicitly
+        # instead.
         sys.stdout = open(  # noqa: SIM115
             sys.stdout.fileno(), "w", encoding="utf-8", errors="replace", newline="\n", closefd=False
         )
@@ -105,7 +106,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _wants_json(arguments: Sequence[str]) -> bool:
-    """Whether `--json` is among the flags: not as the value of another one, and not behind `--`."""
+    """True if `--json` is among the flags: not as another flag's value, and not after `--`."""
     options = [
         option
         for command in (cli, *cli.commands.values())
@@ -122,8 +123,8 @@ def _wants_json(arguments: Sequence[str]) -> bool:
 
 
 def _takes_the_next(argument: str, with_value: Container[str]) -> bool:
-    """Whether what follows this argument is the value of its flag. Of short flags in one argument (-qm) the last one may take
-    it, unless one before takes the rest of the argument (-mq).
+    """True if the next argument is the value of this flag. In a group of short flags (-qm) the last one may take it, unless
+    an earlier one takes the rest of the argument (-mq).
     """
     if argument.startswith("--"):
         return argument in with_value
@@ -169,7 +170,7 @@ def _line(document: object) -> str:
 
 
 def _write(document: str) -> None:
-    """Writes the document of `--json`. Nothing may follow it on standard output, whatever ends the writing."""
+    """Writes the document of `--json`. Nothing follows it on standard output, even if writing fails."""
     try:
         with SIGNALS.held():
             sys.stdout.write(document)
@@ -180,7 +181,7 @@ def _write(document: str) -> None:
 
 
 def _print(document: str, code: int) -> int:
-    """Writes the document of a command; its exit code, or that of what ended the writing."""
+    """Writes the document of a command. Returns its exit code, or that of an error while writing."""
     try:
         _write(document)
     except BrokenPipeError:
@@ -193,7 +194,8 @@ def _print(document: str, code: int) -> int:
 
 
 def _fail(error: QuantspecError, *, as_json: bool) -> int:
-    """Two lines for people, then the document: whoever does not read the one shall get the other. The exit code remains."""
+    """Writes two lines to stderr, then the document; if one fails, the other is still written. The exit code does not
+    change."""
     try:
         sys.stderr.write(error.render() + "\n")
         sys.stderr.flush()

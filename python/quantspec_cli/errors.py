@@ -1,4 +1,4 @@
-"""Every error a user can meet: what is wrong (with its number), what to do about it, and the exit code.
+"""Errors that a user can see: what is wrong (with its number), what to do about it, and the exit code.
 
 `KINDS` is the only table. Kinds are named by the engine (`ErrorKind` in quantspec-core) and appear in `--json`.
 """
@@ -18,7 +18,7 @@ EXIT_USAGE = 2
 EXIT_DOES_NOT_FIT = 3
 EXIT_PARTIAL = 4
 EXIT_INTERRUPTED = 130
-# 128 + SIGPIPE, as a shell reports a program that the signal ended: the reader of our output has gone.
+# 128 + SIGPIPE, as a shell reports a program that the signal ended: the reader of the output has gone.
 EXIT_PIPE_CLOSED = 141
 
 
@@ -27,12 +27,12 @@ class QuantspecError(Exception):
 
     Attributes:
         kind: machine name, as in `--json`.
-        message: one line, naming the value that is wrong.
-        hint: one line, naming the remedy.
-        exit_code: what the command line exits with.
-        option: whose value is wrong, by its name in Python or its flag, for the command line to say where the value is from;
-            None where it is no option's.
-        kept: what was done before the error came, as fields of the document of `--json`.
+        message: one line that names the wrong value.
+        hint: one line that names the remedy.
+        exit_code: exit code of the command line.
+        option: the option with the wrong value, by its name in Python or its flag, so that the command line can add the
+            value's source; None if no option is wrong.
+        kept: work done before the error, as fields of the document of `--json`.
     """
 
     kind: ClassVar[str] = "internal"
@@ -46,7 +46,7 @@ class QuantspecError(Exception):
         super().__init__(f"{self.message} ({self.hint})")
 
     def __reduce__(self) -> tuple[type[QuantspecError], tuple[str, str], dict[str, object]]:
-        """How pickle and copy make the error anew, as between processes: an exception's own way has one argument only."""
+        """For pickle and copy, as between processes: the default of exceptions passes one argument only."""
         return type(self), (self.message, self.hint), dict(self.__dict__)
 
     def to_json(self) -> dict[str, object]:
@@ -67,7 +67,7 @@ class UsageError(QuantspecError, ValueError):
 
 
 class DoesNotFitError(QuantspecError):
-    """Memory or context is too small. Nothing was cut."""
+    """Memory or context is too small. Nothing was truncated."""
 
     kind = "does_not_fit"
     exit_code = EXIT_DOES_NOT_FIT
@@ -104,7 +104,7 @@ class NotFiniteError(QuantspecError):
 
 
 class InterruptedByUserError(QuantspecError):
-    """Ctrl-C, or a signal that ends a command like it, arrived before there was anything to keep."""
+    """Ctrl-C, or a signal with the same effect, arrived before there was any text to keep."""
 
     kind = "interrupted"
     exit_code = EXIT_INTERRUPTED
@@ -141,19 +141,19 @@ KINDS: dict[str, type[QuantspecError]] = {
 
 
 def of_kind(kind: str, message: str, hint: str) -> QuantspecError:
-    """The exception of a kind; a kind this version does not know is an internal error."""
+    """The exception of a kind; an unknown kind is an internal error."""
     return KINDS.get(kind, InternalError)(message, hint)
 
 
 def internal(error: BaseException) -> InternalError:
-    """An exception nobody expected, as an error: a defect of ours."""
+    """Converts an unexpected exception, which is a defect of quantspec, to an error."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return InternalError(text, "this is a defect of quantspec; please report it with the command you ran")
 
 
 @contextmanager
 def native_errors() -> Iterator[None]:
-    """Turns errors of the native module into the exceptions of this one."""
+    """Converts errors of the native module to the exceptions of this one."""
     from ._native import NativeError
 
     try:
@@ -163,11 +163,11 @@ def native_errors() -> Iterator[None]:
 
 
 def reason(error: OSError) -> str:
-    """Why the operating system refused, in its words, without number and path."""
+    """The operating system's message, without number and path."""
     return (error.strerror or str(error)).lower()
 
 
 def one_line(text: str) -> str:
-    """Foreign text (a template's message, a tensor's or file's name) on one line, with nothing that moves the cursor."""
+    """Makes foreign text (a template's message, the name of a tensor or file) one line without control characters."""
     folded = " ".join(text.split()) if not text.isprintable() else text
     return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in folded)

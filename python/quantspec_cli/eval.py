@@ -1,4 +1,4 @@
-"""`quantspec eval`: how good the views of the cache and the drafts are on a text, teacher-forced."""
+"""`quantspec eval`: scores the cache views and the drafts on a text, teacher-forced."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SAMPLE = Path(__file__).with_name("sample.txt")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one `quantspec eval` was asked for.
+    """Arguments of one `quantspec eval`.
 
     Attributes:
         prompt: text file, "-" for standard input, None for the sample that ships with the package.
-        tokens: score the first so many tokens of the text; None is all of it.
+        tokens: number of tokens of the text to use, from its start; None is all of it.
         sensitivity: also score the default draft with each kind of matrices in 8 bits.
-        context: of these, tokens that are processed as a prompt (exactly); the next one is only fed, and no more scored.
-        output: file for the scores instead of standard output, where the document of `--json` still goes.
+        context: of these, tokens processed as a prompt; the next one is only fed, the others are scored.
+        output: file for the scores instead of standard output; the document of `--json` still goes there.
         report: file for a page of charts.
     """
 
@@ -45,7 +45,7 @@ class Request:
 
 
 def evaluate(request: Request, options: EngineOptions) -> output.Done:
-    """Prints the scores; those of `--json` are left to be printed."""
+    """Prints the scores; the caller prints those of `--json`."""
     if request.tokens is not None and request.tokens < 2:
         raise UsageError(
             f"tokens is {request.tokens}", "use at least 2: the first token is only context", option="tokens"
@@ -55,7 +55,7 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
     if request.tokens is not None and request.tokens < request.context + 2:
         raise UsageError(
             f"--tokens {request.tokens} with --context {request.context} leaves no token to score",
-            f"the first one behind the context is only fed: use --tokens {request.context + 2} or more, "
+            f"the first one after the context is only fed: use --tokens {request.context + 2} or more, "
             f"or --context {request.tokens - 2} or less",
         )
     render.warn_of_threads(options.threads)
@@ -80,7 +80,7 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
             file.write(scores)
         if page is not None:
             page.write(report.evaluation(found))
-    # The file is in its place: nothing that happens to standard output can take the report away.
+    # The file is written first, so that an error of standard output cannot lose the report.
     if request.as_json:
         return output.Done(document=found)
     if stdout is not None:
@@ -89,10 +89,10 @@ def evaluate(request: Request, options: EngineOptions) -> output.Done:
 
 
 def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
-    """The tokens to score: never fewer than asked for, never more than the model's context."""
+    """The tokens to score: exactly the requested number, at most the model's context."""
     ids = model.prompt(text, name=name).ids if request.tokens is None else []
     wanted = len(ids) if request.tokens is None else request.tokens
-    # Before the long work of encoding so many.
+    # Checked before encoding so many tokens.
     if wanted > model.context:
         raise DoesNotFitError(
             f"{wanted} tokens of {name} exceed the model's context of {model.context}",
@@ -100,7 +100,7 @@ def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
         )
     if request.context + 2 > model.context:
         raise DoesNotFitError(
-            f"a prompt of {request.context} tokens and two behind it exceed the model's context of {model.context}",
+            f"a prompt of {request.context} tokens and two after it exceed the model's context of {model.context}",
             f"use --context {model.context - 2}, or less",
         )
     if request.tokens is not None:
@@ -108,7 +108,7 @@ def _tokens(model: Model, text: str, name: str, request: Request) -> list[int]:
     least = max(wanted, request.context + 2)
     if len(ids) < least:
         raise InputError(
-            f"{name} has {len(ids)} tokens and {least} are asked for",
+            f"{name} has {len(ids)} tokens; {least} were requested",
             "give a longer text, or lower --tokens or --context",
         )
     return ids

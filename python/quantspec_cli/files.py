@@ -1,4 +1,4 @@
-"""What is on the disk, or why the system does not let us look: every refusal is a `FileError`."""
+"""File system queries; every refusal of the system is a `FileError`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .errors import FileError, reason
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Nothing can be behind such a name.
+# Errors that mean that nothing exists at a path.
 _NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
 def status(path: str | os.PathLike[str]) -> os.stat_result | None:
-    """What is at a place, None where nothing is. The tests of os.path and pathlib raise where a folder may not be searched,
-    or take it for an empty one. A link to nothing is an error: somebody put a file there.
+    """Status of a path, None if nothing is there. os.path and pathlib raise for a folder without search permission, or treat
+    it as empty. A link without a target is an error: a file belongs there.
     """
     try:
         return os.stat(path)  # noqa: PTH116
@@ -37,13 +37,13 @@ def _refuse_link(path: str | os.PathLike[str]) -> None:
     except OSError:
         return
     raise FileError(
-        f"{os.fspath(path)} is a link to {os.fspath(target)}, where nothing is",
+        f"{os.fspath(path)} is a link to {os.fspath(target)}, which does not exist",
         "restore that file or remove the link; a model of the hub can be downloaded again",
     )
 
 
 def is_file(path: Path) -> bool:
-    """Whether a file is there, not a directory, device or pipe."""
+    """True for a regular file; false for a directory, device or pipe."""
     found = status(path)
     return found is not None and S_ISREG(found.st_mode)
 
@@ -57,7 +57,7 @@ def read(path: Path) -> bytes:
 
 
 def unreadable(path: str | os.PathLike[str], error: OSError) -> FileError:
-    """What the system refused about a file."""
+    """The error for a file that the system refused to read."""
     return FileError(
         f"{os.fspath(path)} cannot be read: {reason(error)}", "check its permissions and those of the folders above it"
     )

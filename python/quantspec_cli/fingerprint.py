@@ -1,4 +1,4 @@
-"""What an answer depends on, as a hash: equal fingerprints and equal documents mean equal answers on one machine."""
+"""Hash of everything that an answer depends on: equal fingerprints and equal documents give equal answers on one machine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from .engine import Model
     from .options import EngineOptions, GenerateOptions
 
-# Files of a checkpoint that shape an answer.
+# Files of a checkpoint that affect an answer.
 _PATTERNS = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.gguf")
 
-# Weights are sampled: reading 16 GB whole would take longer than many a batch. A file that differs only between the
-# samples, has the same size and the same header is taken for the same file.
+# Weights are sampled: reading 16 GB would take longer than many batches. Files that differ only between the samples, with
+# equal size and header, count as equal.
 _WHOLE_BYTES = 64 << 20
 _SAMPLES = 256
 _SAMPLE_BYTES = 64 << 10
@@ -35,9 +35,10 @@ def of_model(model: Model) -> str:
 
 
 def of_answer(model: str, engine: EngineOptions, options: GenerateOptions, **request: Any) -> str:
-    """Hash of everything but the document that an answer depends on. `model` is `of_model`'s.
+    """Hash of everything but the document that an answer depends on. `model` is the result of `of_model`.
 
-    Not in it: the device, threads, method, γ and pages of the draft. They change no token, but for acceptance by rejection.
+    Device, threads, method, γ and draft pages are not included: they change no token, except with acceptance by
+    rejection.
     """
     told: dict[str, Any] = {
         "quantspec": __version__,

@@ -1,6 +1,6 @@
-"""GGUF files: which model a set of file names holds, and the tokenizer that a file's metadata describes.
+"""GGUF files: the models in a set of file names, and the tokenizer in a file's metadata.
 
-Weights and the network's configuration are read by the native module (`quantspec-model/src/gguf.rs`).
+The native module reads weights and the network's configuration (`quantspec-model/src/gguf.rs`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TEKKEN = (
 )
 _LLAMA3 = rf"{_ENGLISH}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 
-# Where a byte-level tokenizer cuts a text into words, by tokenizer.ggml.pre; None is GPT-2's rule, built into `tokenizers`.
+# How a byte-level tokenizer splits a text into words, by tokenizer.ggml.pre; None is GPT-2's rule, built into `tokenizers`.
 _SPLITS: dict[str, str | None] = {
     "default": None,
     "gpt-2": None,
@@ -46,12 +46,12 @@ _SPLITS: dict[str, str | None] = {
     "qwen2": rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_REST}",
     "tekken": _TEKKEN,
 }
-# These take a word that is a token as it is, and begin every text with BOS unless the file says otherwise.
+# These keep a word that is a token whole, and begin every text with BOS unless the file says otherwise.
 _WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "tekken"}
 
 
 def models(names: Iterable[str]) -> list[str]:
-    """The models among file names, each by its only or first file; projectors and quantisers' statistics are no models."""
+    """The models among file names, each by its only or first file; projectors and quantisers' statistics are excluded."""
     found = []
     for name in names:
         part, base = _PART.search(name), name.rpartition("/")[2].lower()
@@ -62,7 +62,7 @@ def models(names: Iterable[str]) -> list[str]:
 
 
 def parts(name: str) -> list[str]:
-    """All files of a model, by its first."""
+    """All files of a model, given the first."""
     part = _PART.search(name)
     if part is None:
         return [name]
@@ -70,7 +70,7 @@ def parts(name: str) -> list[str]:
 
 
 def load_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """A file's tokenizer, and what of its metadata has a place in tokenizer_config.json."""
+    """A file's tokenizer, and its metadata in the form of tokenizer_config.json."""
     from . import _native
 
     with native_errors():
@@ -155,7 +155,7 @@ def _byte_level(fields: _Fields, vocabulary: Vocabulary) -> tuple[tokenizers.Tok
         )
     merges = []
     for text in fields.list("tokenizer.ggml.merges", str):
-        # A piece may begin with a space in no other place.
+        # A piece may have a space only at its start.
         cut = text.find(" ", 1)
         if cut < 0:
             raise fields.error(f"has the merge {text!r:.60} of one piece")

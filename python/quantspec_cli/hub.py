@@ -1,4 +1,4 @@
-"""Where a model is: the demo inside the package, a directory, a GGUF file, or the Hugging Face hub."""
+"""Finds a model: the demo inside the package, a directory, a GGUF file, or one on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 
-# Weights, configuration and tokenizer; never code, never pickles, and not the second copy some repositories keep.
+# Weights, configuration and tokenizer. Excludes code, pickles, and the second copy of the weights in some repositories.
 FILES = [
     "config.json",
     "generation_config.json",
-    # Not used: a model that has one is refused.
+    # Downloaded so that a model with an adapter is refused.
     "adapter_config.json",
     "model.safetensors",
     "model-*-of-*.safetensors",
     "model.safetensors.index.json",
     "tokenizer.json",
-    # SentencePiece's, where there is no tokenizer.json.
+    # SentencePiece's, if there is no tokenizer.json.
     "tokenizer.model",
     "added_tokens.json",
     "tokenizer_config.json",
     "chat_template.jinja",
 ]
 
-# What a plan is made of.
+# Files that a plan needs.
 DESCRIPTION = ["config.json", "generation_config.json"]
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
-# What the system says where it is the disk, or the rights to write there.
+# Errors of the disk, or of missing rights to write there.
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
 
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE")
 
-# What the HTTP libraries call a connection that did not last; all else is refused again.
+# The HTTP libraries' names for a broken connection, which is retried; other errors are not.
 _BROKEN = {
     "TimeoutException",
     "NetworkError",
@@ -70,16 +70,16 @@ def demo() -> Path:
 
 
 def resolve(model: str | None, *, revision: str | None = None, offline: bool = False, progress: bool = False) -> Path:
-    """The directory or GGUF file of a model, downloaded if need be.
+    """The directory or GGUF file of a model, downloaded if necessary.
 
-    `model` is a directory, a GGUF file, a hub id, `id@revision`, or `id:NAME` for one of several GGUF files; None is the demo
-    model. `progress` shows download bars.
+    `model` is a directory, a GGUF file, a hub id, `id@revision`, or `id:NAME` for one of several GGUF files; None is the
+    demo model. `progress` shows download bars.
     """
     return _resolve(model, revision, _from_hub, offline=offline, progress=progress)
 
 
 def describe(model: str | None, *, revision: str | None = None, offline: bool = False, progress: bool = False) -> Path:
-    """The same, but of a model on the hub only config.json is downloaded. A GGUF file of the hub must have been before."""
+    """As `resolve`, but for a model on the hub only config.json is downloaded. A GGUF file must be in the cache already."""
     return _resolve(model, revision, _described, offline=offline, progress=progress)
 
 
@@ -94,7 +94,7 @@ def _resolve(
         raise UsageError("the name of the model is empty", "name a directory or a hub id", option="model")
     check_utf8("the name of the model", model, "rename the directory, or give a link to it")
     _check_revision(revision)
-    # Not Path.expanduser: it raises where there is no such user, or nobody's home directory is known.
+    # Not Path.expanduser: it raises for an unknown user, or if no home directory is known.
     path = os.path.expanduser(model)
     found = files.status(path)
     if found is not None:
@@ -123,7 +123,7 @@ def _resolve(
         raise UsageError(f"two revisions: {pinned} and {revision}", "give one of them", option="revision")
     _check_revision(pinned or None)
     if cache().parts[:1] == ("~",):
-        raise FileError("the hub's cache has no place: no home directory is known", "set HF_HOME to a folder")
+        raise FileError("the hub's cache has no folder: no home directory is known", "set HF_HOME to a folder")
     return from_hub(model, repository, wanted, revision or pinned or None, offline=offline, progress=progress)
 
 
@@ -146,7 +146,7 @@ def _described(
 
 
 def _from_hub(model: str, repository: str, wanted: str, revision: str | None, *, offline: bool, progress: bool) -> Path:
-    """The folder of a repository's safetensors, or its GGUF file: the only one, or the one whose name has `wanted` in it."""
+    """The folder of a repository's safetensors, or its GGUF file: the only one, or the one with `wanted` in its name."""
     if not wanted:
         directory = _fetch(model, repository, revision, FILES, offline=offline, progress=progress)
         if any(files.is_file(directory / weights) for weights in _WEIGHTS):
@@ -169,7 +169,7 @@ def _from_hub(model: str, repository: str, wanted: str, revision: str | None, *,
 
 
 def _weights_of(model: str, directory: Path) -> Path:
-    """A directory's only GGUF file where that is what it holds, or the directory."""
+    """The directory, or its only GGUF file if it has no other weights."""
     if any(files.is_file(directory / name) for name in _WEIGHTS):
         return directory
     try:
@@ -190,7 +190,7 @@ def _only(place: str, names: list[str], choice: str) -> str:
 
 
 def _is_called(name: str, wanted: str) -> bool:
-    """Whether a file's name has this part: between dashes and dots, as Q8_0 in model-Q8_0.gguf."""
+    """True if `wanted` is a part of a file's name between dashes and dots, like Q8_0 in model-Q8_0.gguf."""
     return re.search(rf"(^|[-./]){re.escape(wanted)}([-./]|$)", name, re.IGNORECASE) is not None
 
 
@@ -201,18 +201,18 @@ def _check_revision(revision: str | None) -> None:
     if not isinstance(revision, str):
         raise UsageError(f"--revision is {revision!r:.60}", hint, option="revision")
     check_utf8("--revision", revision, hint)
-    # It becomes part of a path in the cache.
+    # The revision becomes part of a path in the cache.
     if ".." in revision.split("/"):
         raise UsageError(f"--revision {revision} has a part ..", hint, option="revision")
 
 
 def cache() -> Path:
-    """Where downloaded models are kept (HF_HOME, HF_HUB_CACHE)."""
+    """The folder of downloaded models (HF_HOME, HF_HUB_CACHE)."""
     return Path(hub_settings().HF_HUB_CACHE)
 
 
 def hub_settings() -> ModuleType:
-    """The hub's settings, which it reads from variables when it is imported."""
+    """The hub library's settings, which it reads from variables at import."""
     try:
         from huggingface_hub import constants
     except ValueError as error:
@@ -225,7 +225,7 @@ def hub_settings() -> ModuleType:
 
 
 def _check_endpoint(address: str | None) -> None:
-    """Refuses what can be no address of a hub: the libraries that use it do not say whose it is."""
+    """Refuses an invalid hub address: errors of the hub library do not name the variable."""
     if not address:
         return
     try:
@@ -240,7 +240,7 @@ def _check_endpoint(address: str | None) -> None:
 def _fetch(
     model: str, repository: str, revision: str | None, patterns: list[str], *, offline: bool, progress: bool
 ) -> Path:
-    """Downloads the files of a repository that these patterns name; the folder where they are."""
+    """Downloads the files of a repository that match these patterns. Returns their folder."""
     _check_endpoint(os.environ.get("HF_ENDPOINT"))
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -276,7 +276,7 @@ def _names(model: str, repository: str, revision: str | None, *, offline: bool) 
 
 @contextmanager
 def _download_errors(model: str, repository: str, revision: str | None, *, offline: bool) -> Iterator[None]:
-    """What may go wrong with the hub, in terms of the model that was asked for."""
+    """Converts errors of the hub to errors that name the requested model."""
     from huggingface_hub import errors
 
     try:
@@ -321,19 +321,19 @@ def _download_errors(model: str, repository: str, revision: str | None, *, offli
 
 
 def _is_broken(error: Exception) -> bool:
-    """The connection broke: the next one may not."""
+    """True for a broken connection, which is worth a retry."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & _BROKEN) and "ProxyError" not in names
 
 
 def _refused(model: str, error: OSError) -> QuantspecError:
-    """What the system or the network refused, with the remedy for that."""
-    import ssl  # 15 ms, which no command but a failed download needs
+    """The error for a refusal of the system or the network, with its remedy."""
+    import ssl  # takes 15 ms, needed after a failed download only
 
     message = f"downloading {model} failed: {reason(error)}"
     if isinstance(error, ssl.SSLError) or (error.errno == errno.ENOENT and any(map(os.environ.get, _CERTIFICATES))):
         return ModelError(message, f"check {', '.join(_CERTIFICATES)}")
-    # The network's errors are OSErrors without a number, or of these kinds; wrong addresses are values, too.
+    # Network errors are OSErrors without a number, or of these kinds; wrong addresses are ValueErrors.
     if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
         wrong = isinstance(error, ValueError) or "ProxyError" in type(error).__name__
         return ModelError(f"downloading {model} failed: {error}", _SET_UP if wrong else _AGAIN)

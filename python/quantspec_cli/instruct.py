@@ -1,4 +1,4 @@
-"""What instruct models want of `run`: the sampling their authors recommend, room for an answer, a word where it was cut."""
+"""Defaults of `run` for instruct models: recommended sampling, room for an answer, a note if it was cut."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from .engine import Generation, Model, Prompt
 
 
-# Of a text that has come to repeat itself: longer than phrases that a good answer has three times.
+# Length of a repetition, in tokens, that marks a looping text: longer than phrases that a good answer repeats.
 _LOOP_TOKENS = 12
-# Keys of generation_config.json that are options of ours: those of sampling, and penalties by their names here.
+# Keys of generation_config.json that are options here: sampling, and penalties by their names here.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _PENALTIES = {"repetition_penalty": "repetition_penalty", "no_repeat_ngram_size": "no_repeat_ngram"}
 
 
 @dataclass(frozen=True)
 class Recommended:
-    """What generation_config.json recommends.
+    """Recommendations of generation_config.json.
 
     Attributes:
-        sampling: options of `GenerateOptions`; empty where the file wants no sampling, or is missing.
-        penalties: others of them, of texts that are sampled and that are not; empty where the file wants none.
+        sampling: options of `GenerateOptions`; empty if the file recommends no sampling, or is missing.
+        penalties: penalties for sampled and for greedy texts; empty if the file recommends none.
     """
 
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Recommended:
                         raise ModelError(f"{path}: {message}", f"{error.hint}; or remove the file") from error
             return options
 
-        # Without a temperature, sampling is at 1.
+        # Without a temperature, sampling uses 1.
         sampling = checked({name: name for name in _SAMPLING}, {"temperature": 1.0, **found}) if samples else {}
         penalties = checked(_PENALTIES, found)
         return cls(
@@ -74,9 +74,9 @@ def settle(
     arguments: Mapping[str, Any],
     context: int,
 ) -> tuple[GenerateOptions, list[str]]:
-    """Fills in what nobody asked for, by flag, variable or setting; `unset` are those parameters of the command.
+    """Sets options that no flag, variable or setting gave (`unset` names their parameters).
 
-    Returns the options, and notes that say what was chosen. `arguments` are those of the chat template.
+    Returns the options, and notes about the choices. `arguments` are those of the chat template.
     """
     chosen: dict[str, Any] = {}
     notes: list[str] = []
@@ -93,23 +93,23 @@ def settle(
             if name == "temperature" or value != getattr(GenerateOptions, name)
         ]
         if told:
-            notes.append(f"sampling as generation_config.json says: {', '.join(told)}; --temperature 0 is greedy")
+            notes.append(f"sampling from generation_config.json: {', '.join(told)}; --temperature 0 is greedy")
         penalties = {name: value for name, value in model.recommended.penalties.items() if name in unset}
         if penalties:
             listed = ", ".join(f"{name.replace('_', '-')} {value:g}" for name, value in penalties.items())
             off = " ".join(f"--{name.replace('_', '-')} {getattr(GenerateOptions, name):g}" for name in penalties)
-            notes.append(f"penalties as generation_config.json says: {listed}; {off} is none")
+            notes.append(f"penalties from generation_config.json: {listed}; {off} turn them off")
             chosen |= penalties
     if "max_tokens" in unset:
         usual = MAX_THOUGHTFUL_TOKENS if True in thinks else MAX_REPLY_TOKENS if replies else MAX_NEW_TOKENS
-        # The default never makes a prompt too long; with nothing left one token is asked for, and refused with numbers.
+        # The default never makes a prompt too long. If no token is left, one token is requested, and refused with numbers.
         left = min(context - len(prompt.ids) for prompt in prompts)
         chosen["max_new_tokens"] = max(1, min(usual, left))
     return replace(options, **chosen), notes
 
 
 def cuts(names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Generation]) -> Iterator[str]:
-    """Notes about replies that the limit of tokens cut."""
+    """Notes about replies that the token limit cut."""
     for name, prompt, answer in zip(names, prompts, answers, strict=True):
         if prompt.continues or answer.stop_reason != "length":
             continue
@@ -122,7 +122,7 @@ def cuts(names: Sequence[str], prompts: Sequence[Prompt], answers: Sequence[Gene
 
 
 def _repeats(tokens: Sequence[int]) -> bool:
-    """Whether the last `_LOOP_TOKENS` tokens are in the answer three times."""
+    """True if the last `_LOOP_TOKENS` tokens occur three times in the answer."""
     last = list(tokens[-_LOOP_TOKENS:])
     places = range(len(tokens) - _LOOP_TOKENS + 1)
     return sum(tokens[at] == last[0] and list(tokens[at : at + _LOOP_TOKENS]) == last for at in places) >= 3

@@ -1,8 +1,8 @@
-"""What a batch has done: a journal in SQLite beside the answers, and results.jsonl, which is made from it.
+"""Record of a batch: a journal in SQLite next to the answers, and results.jsonl, which is generated from it.
 
-Three steps finish a document, in this order: its answer is moved into place, its row is committed, its line is appended to
-results.jsonl. A process that dies between two of them leaves a document that is done again, or a line that the next start
-writes. The output folder belongs to one process at a time.
+Three steps finish a document, in this order: its answer is moved to its path, its row is committed, its line is appended
+to results.jsonl. If a process dies in between, the next start repeats the document or writes the line. The output folder
+belongs to one process at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RESULTS = "results.jsonl"
 
-# Of the tables below. A journal of another version is refused, never guessed at.
+# Version of the tables below. A journal of another version is refused.
 _VERSION = 1
 
 _TABLES = """
@@ -47,11 +47,11 @@ CREATE TABLE IF NOT EXISTS rates (device TEXT, model TEXT, name TEXT, value REAL
 
 
 class Row(NamedTuple):
-    """What the journal knows of a document.
+    """A document's row in the journal.
 
     Attributes:
-        status: "pending": to be done, or interrupted; "done" or "failed".
-        sha256: of the document's bytes when it was finished; None where they could not be read.
+        status: "pending" (new or interrupted), "done" or "failed".
+        sha256: of the document's bytes when it was finished; None if they could not be read.
         fingerprint: of model, options and version.
         size: of the answer's file, in bytes; None without one.
         result: the object of results.jsonl; None while pending.
@@ -68,10 +68,10 @@ class Journal:
     """The journal of one output folder, held by this process until `close`."""
 
     def __init__(self, out: Path, *, replace: bool = False) -> None:
-        """Opens the journal and takes the folder. `replace` sets a journal that cannot be read aside.
+        """Opens the journal and locks the folder. `replace` renames a journal that cannot be read.
 
         Raises:
-            FileError: the folder cannot be written, is held by another process, or its journal is damaged.
+            FileError: the folder cannot be written, is locked by another process, or its journal is damaged.
         """
         self.out = out
         self.state = out / STATE
@@ -147,10 +147,10 @@ class Journal:
             return _rows(self._connection)
 
     def begin(self, outputs: Mapping[str, str], *, replace: bool = False) -> list[str]:
-        """Marks documents (name to output) as pending; their lines leave results.jsonl.
+        """Marks documents (name to output) as pending; their lines are removed from results.jsonl.
 
-        Returns the names whose output is there already and is not as this journal wrote it: those are not marked, and are
-        the caller's to refuse. `replace` takes them over.
+        Returns the names whose output exists and was not written by this journal. These are not marked, and the caller
+        must refuse them. `replace` takes them over.
         """
         with self._reported():
             sizes = dict(self._connection.execute("SELECT output, size FROM documents"))
@@ -193,11 +193,10 @@ class Journal:
         self._append(line)
 
     def write(self, output: str, text: str) -> int:
-        """Puts an answer into its place below the folder, whole or not at all; its size in bytes.
+        """Moves an answer to its path below the folder, atomically. Returns its size in bytes.
 
         Raises:
-            FileError: the place is outside of the folder (a link leads there), or the system refuses; the OSError is
-                its cause.
+            FileError: the path is outside the folder (through a link), or the system refuses; the OSError is its cause.
         """
         target = self.out / output
         temporary = self._new_temporary()
@@ -210,7 +209,7 @@ class Journal:
             root, parent = os.path.realpath(self.out), os.path.realpath(target.parent)
             if parent != root and not parent.startswith(root.rstrip(os.sep) + os.sep):
                 raise FileError(f"{target.parent} leads out of {self.out}, to {parent}", "remove the link")
-            # A link at the place itself is replaced, not followed.
+            # A link at the path itself is replaced, not followed.
             temporary.replace(target)
             _sync_folder(target.parent)
             return len(text.encode())
@@ -223,7 +222,7 @@ class Journal:
             ) from error
 
     def keep_rates(self, device: str, model: str, rates: Mapping[str, float]) -> None:
-        """Keeps measured speeds for the predictions of later runs."""
+        """Stores measured rates for the predictions of later runs."""
         with self._reported(), self._transaction():
             self._connection.executemany(
                 "INSERT OR REPLACE INTO rates VALUES (?, ?, ?, ?)",
@@ -236,7 +235,7 @@ class Journal:
         return [json.loads(line) for name, line in self._finished() if name in wanted]
 
     def _may_replace(self, output: str, sizes: Mapping[bytes, int | None]) -> bool:
-        """Whether nothing is at a place, or what this journal wrote there. An interrupted answer has no size."""
+        """True if the path is free, or holds what this journal wrote. An interrupted answer has no size."""
         try:
             found = (self.out / output).lstat().st_size
         except OSError:
@@ -254,7 +253,7 @@ class Journal:
             ).fetchall()
 
     def _rewrite(self) -> None:
-        """Makes results.jsonl say what the journal says: whatever a dead process left of it is replaced as a whole."""
+        """Rewrites results.jsonl from the journal, replacing whatever a dead process left."""
         text = "".join(line + "\n" for _, line in self._finished()).encode()
         path = self.out / RESULTS
         temporary = self._new_temporary()
@@ -270,7 +269,7 @@ class Journal:
             raise _refused(path, error) from error
 
     def _append(self, line: str) -> None:
-        """Adds a line as a whole: what a full disk takes of it is taken back."""
+        """Appends a whole line; removes the part that a full disk accepted."""
         path = self.out / RESULTS
         raw = (line + "\n").encode()
         try:
@@ -309,12 +308,12 @@ class Journal:
 
 
 def peek(out: Path) -> tuple[dict[str, Row], dict[str, dict[str, dict[str, float]]]]:
-    """Rows and rates (by model and device) of a folder's journal, without taking the folder or writing to it."""
+    """Rows and rates (by model and device) of a folder's journal, without locking the folder or writing to it."""
     path = out / STATE / "journal.sqlite"
     if not path.is_file():
         return {}, {}
     rates: dict[str, dict[str, dict[str, float]]] = {}
-    # A journal that was closed is one file, which a folder that may not be written still lets us read.
+    # A closed journal is one file, which can be read in a read-only folder.
     how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?{how}", uri=True)) as connection:
@@ -336,15 +335,15 @@ def _rows(connection: sqlite3.Connection) -> dict[str, Row]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    # Transactions are begun where they are needed; one thread at a time uses the connection.
+    # Transactions begin explicitly; one thread at a time uses the connection.
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
-        # A power cut must not take back what results.jsonl and a person have seen.
+        # A power failure must not undo what results.jsonl has shown.
         connection.execute("PRAGMA synchronous = FULL")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version not in (0, _VERSION):
-            raise sqlite3.DatabaseError(f"it is of version {version}, this program knows {_VERSION}")
+            raise sqlite3.DatabaseError(f"it is of version {version}, this program supports {_VERSION}")
         connection.executescript(_TABLES)
         connection.execute(f"PRAGMA user_version = {_VERSION}")
     except BaseException:
@@ -354,7 +353,7 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a rename survive a power cut, where the file system can say so."""
+    """Makes a rename survive a power failure, if the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):

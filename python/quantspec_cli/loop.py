@@ -1,7 +1,7 @@
 """The draft-verify loop: the algorithm of the method, as one page.
 
-A round drafts γ tokens, by default with 4-bit weights and the upper nibbles of the cache, verifies them with one pass of the
-full weights over both nibbles, and emits the accepted ones and one more of the target. γ = 0 is plain decoding.
+A round drafts γ tokens, by default with 4-bit weights and the upper nibbles of the cache. It verifies them with one pass
+of the full weights over both nibbles, and emits the accepted tokens and one more of the target. γ = 0 is plain decoding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Decoder(Protocol):
-    """What the loop asks of an engine; `_native.Engine` says what each does."""
+    """The part of an engine that the loop uses; documented in `_native.Engine`."""
 
     def prefill(self, slot: int, on_progress: Callable[[int, int], object] | None = None, /) -> int:
         """Processes the slot's prompt and returns the first new token."""
@@ -27,7 +27,7 @@ class Decoder(Protocol):
         """Drafts γ tokens for every (slot, γ)."""
 
     def verify(self) -> list[tuple[int, list[int]]]:
-        """Verifies them: per slot what it emits."""
+        """Verifies the drafts: per slot the emitted tokens."""
 
     def finish(self, slot: int, /) -> None:
         """Frees the slot."""
@@ -36,7 +36,7 @@ class Decoder(Protocol):
 def step(
     engine: Decoder, slots: Sequence[int], choose_gamma: Callable[[int], int] | None = None
 ) -> list[tuple[int, list[int]]]:
-    """One round of these sequences; per slot the tokens it emits, at least one. `choose_gamma` replaces the policy's γ."""
+    """One round of these sequences; per slot the tokens it emits, at least one. `choose_gamma` overrides the policy's γ."""
     choose_gamma = choose_gamma or engine.choose_gamma
     engine.draft([(slot, choose_gamma(slot)) for slot in slots])
     return engine.verify()
@@ -45,9 +45,9 @@ def step(
 def decode(
     engine: Decoder, texts: Mapping[int, Text], *, choose_gamma: Callable[[int], int] | None = None
 ) -> Iterator[str]:
-    """Decodes the sequences in `texts` (slot to answer) together until every text has ended; yields pieces, frees slots.
+    """Decodes the sequences in `texts` (slot to answer) together until all have ended; yields pieces, frees slots.
 
-    For callers that have an engine to themselves; `scheduler.Scheduler` lets sequences come and go.
+    For callers with an engine of their own; with `scheduler.Scheduler` sequences join and leave at any time.
     """
     running = dict(texts)
     try:
@@ -62,7 +62,7 @@ def decode(
 
 
 def _push(engine: Decoder, running: dict[int, Text], slot: int, tokens: Sequence[int]) -> str:
-    """Hands tokens to the slot's text; a text that ends leaves the batch."""
+    """Appends tokens to the slot's text; a text that ends leaves the batch."""
     piece = running[slot].push(tokens)
     if running[slot].stop_reason is not None:
         del running[slot]

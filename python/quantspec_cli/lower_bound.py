@@ -1,14 +1,14 @@
-"""How many tokens a text has at least, without encoding it: a prompt far beyond the context is refused before the library
-takes over 100 bytes of memory for each of its characters.
+"""Lower bound of a text's token count without encoding it. A prompt far beyond the context is thus refused before the
+library takes over 100 bytes of memory per character.
 
-Tokens cut the bytes of a text into pieces, each of them an entry of the vocabulary. Two numbers follow from the vocabulary
-alone, whatever the merges and wherever words are split; neither exceeds the number of tokens:
+Tokens split the bytes of a text into pieces, each an entry of the vocabulary. Two lower bounds follow from the vocabulary
+alone, for any merges and any word splitting:
 
-* *Borders.* Where two neighbouring bytes stand side by side in no entry, one token ends and another begins.
+* *Borders.* If no entry contains two given bytes side by side, a token border lies between them.
 * *Shares.* If the longest entry with a given character has n characters, that character is at least 1/n of a token. (A
   character counts by the first byte of its UTF-8, since entries may hold parts of characters.)
 
-The first is close (nine tenths) for prose and code with spaces between words, the second helps with Chinese or Japanese.
+The first is close (nine tenths) for prose and code with spaces between words; the second helps with Chinese or Japanese.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 # Characters looked at together.
 _SLICE = 1 << 16
-# The bytes of UTF-8 that begin no character.
+# UTF-8 bytes that do not begin a character.
 _CONTINUE = bytes(range(0x80, 0xC0))
 
 
@@ -37,8 +37,8 @@ class LowerBound:
     def __init__(
         self, entries: Iterable[bytes], stripping: list[str], utf8: Callable[[str], bytes], *, composes: bool
     ) -> None:
-        """`entries` is all that a token can stand for, and `utf8` spells a text alike. `stripping` tokens take white space
-        around them along. `composes` is normalisation to NFC.
+        """`entries` are the texts of all tokens, and `utf8` encodes a text like them. `stripping` tokens absorb white space
+        around them. `composes`: the text is normalised to NFC.
         """
         self._together: set[tuple[int, int]] = set()
         self._longest = [0] * 256
@@ -52,7 +52,7 @@ class LowerBound:
         self._composes = composes
 
     def tokens(self, text: str, enough: int) -> int:
-        """A number of tokens that the text does not go below. Counting ends at `enough`."""
+        """A lower bound of the text's token count. Counting stops at `enough`."""
         if any(token in text for token in self._stripping):
             return 0
         if self._composes and not unicodedata.is_normalized("NFC", text):
@@ -70,8 +70,8 @@ class LowerBound:
 
 
 def of(inner: tokenizers.Tokenizer, byte_level: Callable[[str], bytes]) -> LowerBound | None:
-    """The bound of a tokenizer; None where its tokens may leave out some of a text. `byte_level` spells the tokens of a
-    byte-level vocabulary.
+    """The bound for a tokenizer; None if its tokens may skip some of a text. `byte_level` decodes the tokens of a byte-level
+    vocabulary.
     """
     from tokenizers.models import BPE
 
@@ -84,11 +84,11 @@ def of(inner: tokenizers.Tokenizer, byte_level: Callable[[str], bytes]) -> Lower
         return None
     spell, utf8 = (byte_level, str.encode) if is_byte_level else (_sentencepiece, _with_spaces)
     entries = {spell(token) for token in inner.get_vocab(with_added_tokens=True)}
-    # Every byte of a text has a token: nothing is left out, and no run of unknown characters is one token.
+    # Every byte has a token, so nothing is skipped, and no run of unknown characters becomes one token.
     if not (is_byte_level or model.byte_fallback) or not entries.issuperset(bytes([byte]) for byte in range(256)):
         return None
     added = inner.get_added_tokens_decoder().values()
-    # What the file calls normalised is found with a space before it.
+    # Tokens marked as normalised are matched with a space before them.
     entries.update(space + utf8(token.content) for token in added for space in (b"", b" "))
     return LowerBound(
         entries,
@@ -99,7 +99,7 @@ def of(inner: tokenizers.Tokenizer, byte_level: Callable[[str], bytes]) -> Lower
 
 
 def _steps(component: Any) -> Iterator[dict[str, Any]]:
-    """The parts of a normaliser or pre-tokenizer, as tokenizer.json describes them."""
+    """The steps of a normaliser or pre-tokenizer, as tokenizer.json describes them."""
     if component is not None:
         yield from _flat(json.loads(component.__getstate__()))
 
@@ -114,7 +114,7 @@ def _flat(step: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _keeps_text(step: dict[str, Any], is_byte_level: bool) -> bool:
-    """Whether a step leaves a text as it is, but for composed characters, ▁ for spaces and one ▁ before the text."""
+    """True if a step preserves a text, except for composing characters, ▁ for spaces and one ▁ before the text."""
     match step:
         case {"type": "NFC" | "ByteLevel" | "Digits"}:
             return True

@@ -1,7 +1,7 @@
 """`--long map-reduce`: a document beyond the context, answered in parts.
 
-Map: the text is split at paragraph borders into parts that fit, and the instruction is applied to each. Reduce: the partial
-answers, in order, become a document of their own, to which the instruction is applied; as often as needed until one is left.
+Map: the text is split at paragraph borders into parts that fit, and the instruction is applied to each. Reduce: the
+partial answers, in order, form a document to which the instruction is applied again, until one answer is left.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
 
     from .engine import Generation
 
-# Characters that are encoded at once to count tokens: encoding takes over 100 bytes of memory per character.
+# Characters encoded at a time when counting tokens: encoding takes over 100 bytes of memory per character.
 _COUNTED_CHARACTERS = 1_000_000
 
-# Borders a text may be split at, best first: paragraphs, lines, sentences, words. Each keeps its separator on the left.
+# Borders at which a text may be split, best first: paragraphs, lines, sentences, words. The separator stays with the left
+# part.
 _BORDERS = (r"\n\s*\n", r"\n", r"(?<=[.!?])\s+", r"\s+")
 
 
 @dataclass
 class Call:
-    """One call of the model and what it read: a node of the tree that results.jsonl records.
+    """One call of the model and its input: a node of the tree in results.jsonl.
 
     Attributes:
         generation: the call's answer.
-        parts: the calls whose answers it read; empty where it read a part of the document.
+        parts: the calls whose answers were its input; empty if the input was a part of the document.
     """
 
     generation: Generation
@@ -41,7 +42,7 @@ class Call:
         return 1 + sum(part.count() for part in self.parts)
 
     def to_json(self) -> dict[str, Any]:
-        """The node as results.jsonl has it. Texts of partial answers are in it: they are in no file."""
+        """The node for results.jsonl. It includes the texts of partial answers, which have no files."""
         generation = self.generation
         node: dict[str, Any] = {
             "prompt_tokens": generation.prompt_tokens,
@@ -57,17 +58,17 @@ class Call:
 def answer(
     name: str, text: str, *, budget: int, count: Callable[[str], int], call: Callable[[str], Generation]
 ) -> Call:
-    """The answer to a text that may be beyond the context.
+    """The answer to a text that may exceed the context.
 
     Args:
-        name: what to call the document in an error.
+        name: the document's name in errors.
         text: the document.
-        budget: tokens that a call's prompt may have.
-        count: tokens of the prompt that a text becomes.
-        call: asks the model about a text whose prompt is within the budget.
+        budget: most tokens of a call's prompt.
+        count: tokens of the prompt made from a text.
+        call: runs the model on a text whose prompt is within the budget.
 
     Raises:
-        DoesNotFitError: not even two partial answers fit into one prompt.
+        DoesNotFitError: two partial answers do not fit in one prompt.
     """
     calls = [Call(call(part)) for part in split(name, text, budget, count)]
     while len(calls) > 1:
@@ -79,14 +80,14 @@ def answer(
 
 
 def split(name: str, text: str, budget: int, count: Callable[[str], int]) -> list[str]:
-    """Cuts a text into parts of about equal length whose prompts are within the budget; joined they are the text.
+    """Splits a text into parts of about equal length whose prompts are within the budget; joined, the parts are the text.
 
-    A cut lies at the best border there is: between paragraphs, lines, sentences, words, and only where a word alone exceeds
-    the budget between characters.
+    A split is at the best border available: between paragraphs, lines, sentences or words. It is between characters only
+    if a single word exceeds the budget.
     """
     if len(text) <= _COUNTED_CHARACTERS and count(text) <= budget:
         return [text]
-    # A long text is counted in pieces, each with the tokens around it: too many by some.
+    # A long text is counted in pieces, each including the tokens around it: a slight overestimate.
     pieces = (text[at : at + _COUNTED_CHARACTERS] for at in range(0, len(text), _COUNTED_CHARACTERS))
     whole = sum(map(count, pieces))
     # Equal parts: a short last part would weigh as much in the reduced answer as a long one.
@@ -110,7 +111,7 @@ def split(name: str, text: str, budget: int, count: Callable[[str], int]) -> lis
 
 
 def _head(text: str, length: int) -> str:
-    """The beginning of a text, at most `length` characters, cut at the best border in its second half."""
+    """The beginning of a text, at most `length` characters, split at the best border in its second half."""
     length = max(length, 1)
     window = text[:length]
     for border in _BORDERS:
@@ -121,7 +122,7 @@ def _head(text: str, length: int) -> str:
 
 
 def _groups(name: str, calls: Sequence[Call], budget: int, count: Callable[[str], int]) -> Iterator[list[Call]]:
-    """Neighbours whose answers fit into one prompt together."""
+    """Groups of adjacent calls whose answers fit together in one prompt."""
     groups: list[list[Call]] = []
     for call in calls:
         if groups and count(_joined([*groups[-1], call])) <= budget:

@@ -1,4 +1,4 @@
-"""Where answers go: standard output as they grow, or a file that appears at the end."""
+"""Output of answers: standard output as they grow, or a file that appears at the end."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ LINKS_MAX = 40
 
 @dataclass(frozen=True)
 class Done:
-    """How a command ended.
+    """Outcome of a command.
 
     Attributes:
         code: its exit code.
-        document: what `--json` prints. Only `entry` writes it, as the last thing of all: so there is exactly one. Signals are
-            held back from here on: the work is done, and what remains is to say so.
+        document: output of `--json`. `entry` writes it last, so there is exactly one. Signals are held back from
+            here on: the work is complete, and only its output remains.
     """
 
     code: int = EXIT_DONE
     document: Mapping[str, object] | Sequence[object] | None = None
 
     def __post_init__(self) -> None:
-        """Holds signals back where there is a document."""
+        """Holds signals back if there is a document."""
         if self.document is not None:
             SIGNALS.hold()
 
@@ -48,14 +48,14 @@ class Sink(Protocol):
     """Takes text."""
 
     def write(self, text: str) -> None:
-        """Writes a piece of text, visible to a reader at once where that makes sense."""
+        """Writes a piece of text; standard output shows it at once."""
 
 
 class Stdout:
-    """Standard output, flushed piece by piece. A closed pipe surfaces as BrokenPipeError."""
+    """Standard output, flushed piece by piece. A closed pipe raises BrokenPipeError."""
 
     def __init__(self) -> None:
-        """Fails at once where there is no standard output (`>&-`)."""
+        """Fails at once if there is no standard output (`>&-`)."""
         if sys.stdout is None:
             raise FileError("standard output is closed", "leave it open, or name a file with --output")
 
@@ -71,17 +71,17 @@ class Stdout:
 
 
 class Nowhere:
-    """For answers that appear in a document of `--json` instead."""
+    """Discards answers, which appear in a document of `--json` instead."""
 
     def write(self, text: str) -> None:
         """Drops the text."""
 
 
 class AtomicFile:
-    """A file that is never half written: beside its place at first, moved there at the end. What is no file of its own, a
-    device, a pipe or a descriptor that somebody has opened for us (/dev/stderr), takes the text as it comes.
+    """A file that is never half written: it is written next to its path and moved there at the end. A device, a pipe or an
+    open descriptor (/dev/stderr) is written directly.
 
-    Opening it fails at once where the end would fail: a missing folder, a directory of that name, no permission.
+    Opening it fails at once if the end would fail: a missing folder, a directory of that name, no permission.
     """
 
     def __init__(self, path: str) -> None:
@@ -96,7 +96,7 @@ class AtomicFile:
                 self._path, self._special = Path(path), True
                 self._file = _duplicate(number)
                 return
-            # A link is followed: what it points to gets the text.
+            # A link is followed: the text goes to its target.
             place = _end_of_links(Path(path))
             self._path = Path(os.path.realpath(place.parent), place.name)
             if self._path.is_dir():
@@ -105,19 +105,19 @@ class AtomicFile:
             if not folder.exists():
                 raise FileError(f"folder {folder} of output {path} does not exist", f"create it: mkdir -p {folder}")
             self._special = self._path.exists() and not self._path.is_file()
-            # Not named after the file, whose name may already be as long as the system allows.
+            # Not named after the file, whose name may already have the maximum length.
             self._temporary = self._path.with_name(f".quantspec-{os.urandom(8).hex()}.tmp")
             if self._special:  # a device or a pipe cannot be replaced
                 self._file = self._path.open("w", encoding="utf-8", newline="")
             else:
-                # A new file takes the usual permissions, a replaced one keeps its own.
+                # A new file gets default permissions; a replaced one keeps its own.
                 replaced = self._path.stat() if self._path.exists() else None
                 mode = stat.S_IMODE(replaced.st_mode) if replaced else 0o666
                 if replaced and not os.access(self._path, os.W_OK):
                     raise PermissionError(13, "permission denied")
                 handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
                 self._file = os.fdopen(handle, "w", encoding="utf-8", newline="")
-                # The mask is for new files. Only root may give files away, and some file systems know neither.
+                # The mask applies to new files. Only root may change owners, and some file systems support neither.
                 if replaced:
                     with contextlib.suppress(OSError, AttributeError):
                         os.chown(self._temporary, replaced.st_uid, replaced.st_gid)
@@ -129,17 +129,17 @@ class AtomicFile:
             ) from error
 
     def is_at(self, path: str) -> bool:
-        """The file would take the place of that prompt; "-" is standard input."""
+        """True if the file would overwrite that prompt; "-" is standard input."""
         try:
             return path != "-" and not self._special and os.path.realpath(path) == str(self._path)
-        except OSError:  # a relative path below a folder that is gone
+        except OSError:  # a relative path below a deleted folder
             return False
 
     def write(self, text: str) -> None:
         """Adds text."""
         with self._reported():
             self._file.write(text)
-            # Who reads a pipe sees each row, and a full device is an error before more work.
+            # Flushed, so that a reader of a pipe sees each row, and a full device fails before more work.
             if self._special:
                 self._file.flush()
 
@@ -154,7 +154,7 @@ class AtomicFile:
             return
         try:
             self._temporary.replace(self._path)
-        except OSError as error:  # the place has changed meanwhile: the text is complete, and stays where it is
+        except OSError as error:  # the path has changed meanwhile: the text is complete and stays in the temporary file
             self._kept = True
             raise FileError(
                 f"output {self._path} cannot be written: {reason(error)}", f"the complete text is in {self._temporary}"
@@ -196,7 +196,7 @@ class AtomicFile:
 
 @contextlib.contextmanager
 def opened(path: str | None, prompts: Iterable[str]) -> Iterator[AtomicFile | None]:
-    """The file of `--output` while the body runs, None where none is asked for. None of the prompts is overwritten."""
+    """The file of `--output` while the body runs, None if there is none. Refuses to overwrite a prompt."""
     if path is None:
         yield None
         return
@@ -207,9 +207,9 @@ def opened(path: str | None, prompts: Iterable[str]) -> Iterator[AtomicFile | No
 
 
 class Answers:
-    """Writes the answers of several prompts in their order: the first open one as it grows, later ones in one go.
+    """Writes the answers of several prompts in their order: the first unfinished one as it grows, later ones whole.
 
-    Several answers stand under headings, as `head` prints several files. Every answer ends with a line break.
+    Several answers have headings, as `head` prints for several files. Every answer ends with a line break.
     """
 
     def __init__(self, sink: Sink, names: Sequence[str]) -> None:
@@ -224,7 +224,7 @@ class Answers:
 
     def push(self, index: int, text: str) -> None:
         """Text of one answer."""
-        # Before it is written: a signal in the write must not have it written twice.
+        # Counted before the write: a signal during the write must not cause a second one.
         self._given[index] += len(text)
         if index == self._open:
             self._write(text)
@@ -232,7 +232,7 @@ class Answers:
             self._waiting[index] += text
 
     def push_rest(self, index: int, whole: str) -> None:
-        """What is missing of one answer: a signal may come between a piece and its `push`."""
+        """Writes the rest of one answer: a signal may arrive between a piece and its `push`."""
         self.push(index, whole[self._given[index] :])
 
     def end(self, index: int) -> None:
@@ -257,14 +257,14 @@ class Answers:
 
     def _write(self, text: str) -> None:
         if text:
-            # First: Ctrl-C often arrives in the write, when somebody has just read the text.
+            # Set first: Ctrl-C often arrives during the write, when the text has just appeared.
             self._at_line_start = text.endswith("\n")
             self._sink.write(text)
 
 
 def _end_of_links(path: Path) -> Path:
-    """The place that a path leads to. As by Linux's `protected_symlinks`, a link in a folder where everybody may put one
-    (/tmp) is followed only if it belongs to us or to the folder's owner: another's could lead to a file of ours.
+    """The target of a path. As with Linux's `protected_symlinks`, a link in a world-writable folder (/tmp) is followed only
+    if this user or the folder's owner owns it. Another user's link could lead to one of this user's files.
     """
     everybody = stat.S_ISVTX | stat.S_IWOTH
     for _ in range(LINKS_MAX):
@@ -275,7 +275,7 @@ def _end_of_links(path: Path) -> Path:
         folder, owner = path.parent.stat(), path.lstat().st_uid
         if folder.st_mode & everybody == everybody and owner not in {os.geteuid(), folder.st_uid}:
             raise FileError(
-                f"output {path} is a link of user {owner} in a folder where everybody may put one",
+                f"output {path} is a link of user {owner} in a world-writable folder",
                 f"name its target {target}, or another file",
             )
         path = path.parent / target
@@ -283,8 +283,8 @@ def _end_of_links(path: Path) -> Path:
 
 
 def descriptor(path: str) -> int | None:
-    """The descriptor of this process that a path names (/dev/stdout, /dev/fd/3, a link to one). What is behind it, perhaps a
-    file that others write too, perhaps one without a name, is not to be replaced.
+    """The descriptor of this process that a path names (/dev/stdout, /dev/fd/3, a link to one). The file it refers to may be
+    shared or unnamed, so it must not be replaced.
     """
     with contextlib.suppress(OSError):
         folders = {os.path.realpath(folder) for folder in ("/dev/fd", "/proc/self/fd", "/proc/thread-self/fd")}
@@ -297,10 +297,10 @@ def descriptor(path: str) -> int | None:
 
 
 def _duplicate(number: int) -> TextIO:
-    """A stream of its own that goes on where the descriptor is."""
-    import fcntl  # unknown to Windows, which names no descriptors
+    """A separate stream that continues at the descriptor's position."""
+    import fcntl  # not available on Windows, which has no descriptor paths
 
-    # One that was closed has been lent to nothing since; see `entry`.
+    # `entry` keeps the number of a closed stream unused.
     closed = number < 3 and (sys.__stdin__, sys.__stdout__, sys.__stderr__)[number] is None
     if closed or fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
@@ -308,8 +308,8 @@ def _duplicate(number: int) -> TextIO:
 
 
 def until_failure(items: Iterable[Item], failures: list[QuantspecError]) -> Iterator[Item]:
-    """Items up to an error of their source, which is left in `failures`: what came before it is to be written. Errors of the
-    writing itself are none of this.
+    """Items up to an error of their source, which is appended to `failures`, so that earlier items are written. Errors of
+    the writer pass through.
     """
     try:
         yield from items
@@ -318,7 +318,7 @@ def until_failure(items: Iterable[Item], failures: list[QuantspecError]) -> Iter
 
 
 def abandon(stream: TextIO | None) -> None:
-    """Points a standard stream at nothing, so that the flush at exit finds no closed pipe to complain about."""
+    """Redirects a standard stream to nothing, so that the flush at exit does not fail on a closed pipe."""
     if stream is None:
         return
     with contextlib.suppress(OSError, ValueError):
@@ -328,6 +328,6 @@ def abandon(stream: TextIO | None) -> None:
 
 
 def unwritable(error: OSError) -> FileError:
-    """Standard output that takes no more, which is pointed at nothing."""
+    """The error for a standard output that accepts no more data; redirects it to nothing."""
     abandon(sys.stdout)
     return FileError(f"standard output cannot be written: {reason(error)}", "free some space or write somewhere else")

@@ -1,4 +1,4 @@
-"""Panics of Rust libraries: exceptions to Python, after a report on standard error that nobody can act on."""
+"""Panics of Rust libraries: exceptions in Python, preceded by a report on standard error that is useless to a user."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _STDERR = 2
-# Descriptors belong to the process. Reentrant: a signal's handler may come back here.
+# Descriptors are process-wide. Reentrant, since a signal handler may call this again.
 _turn = threading.RLock()
 
 
 def hidden(work: Callable[[], Result]) -> Result:
-    """Runs `work`; where it fails, what the process wrote to standard error meanwhile is dropped.
+    """Runs `work`; if it fails, text that the process wrote to standard error meanwhile is dropped.
 
-    The library writes to the descriptor itself, so that is what is exchanged. What other threads write during successful
-    work appears at its end.
+    The library writes to the descriptor, so the descriptor is redirected. Text of other threads during successful work
+    appears at its end.
     """
     with _turn:
         try:
             aside: BinaryIO = tempfile.TemporaryFile()  # noqa: SIM115
             stderr = os.dup(_STDERR)
-        except OSError:  # no room for a file, or no standard error
+        except OSError:  # no space for a temporary file, or no standard error
             return work()
         failed = True
         try:
@@ -49,5 +49,5 @@ def hidden(work: Callable[[], Result]) -> Result:
 
 
 def _flush() -> None:
-    with suppress(OSError, ValueError, AttributeError):  # a stream that is gone, closed, or None
+    with suppress(OSError, ValueError, AttributeError):  # the stream is missing, closed, or None
         sys.stderr.flush()

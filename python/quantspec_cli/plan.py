@@ -1,6 +1,6 @@
-"""`quantspec plan`: whether a model fits here, with which context and batch, and how fast.
+"""`quantspec plan`: if a model fits on this machine, with which context and batch, and how fast.
 
-Of a model on the hub only config.json is downloaded.
+For a model on the hub only config.json is downloaded.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 
     from .options import EngineOptions
 
-# More sequences than any memory holds; the number reaches the engine as it is.
+# More sequences than any memory holds, and small enough for the engine's integers.
 BATCH_MAX = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one `quantspec plan` was asked for.
+    """Arguments of one `quantspec plan`.
 
     Attributes:
         ctx_size: tokens of each sequence, prompt and answer together; 0 is the model's context.
         batch: sequences that decode together.
-        acceptance: share of drafted tokens that verification keeps; None for the measured ones of `predict.ACCEPTANCE`.
+        acceptance: share of drafted tokens that verification accepts; None for the measured values of
+            `predict.ACCEPTANCE`.
     """
 
     model: str | None
@@ -42,7 +43,7 @@ class Request:
 
 
 def plan(request: Request, options: EngineOptions) -> Done:
-    """Prints the plan; that of `--json` is left to be printed. What does not fit is an error after it."""
+    """Prints the plan; the caller prints that of `--json`. A plan that does not fit is then raised as an error."""
     whole("batch", request.batch, 1, BATCH_MAX)
     whole("ctx_size", request.ctx_size, 0, 2**32)
     if request.acceptance is not None and not 0 <= request.acceptance <= 1:
@@ -105,7 +106,7 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
 def predictions(
     rates: Mapping[str, Any], load: predict.Load, target: str, *, batch: int, acceptance: float | None
 ) -> dict[str, Any]:
-    """What is predicted from the machine's rates."""
+    """Predictions from the machine's rates."""
     machine = predict.Machine.of(rates, load.layers)
     plain = predict.plain(machine, load, target, batch=batch)
     speeds = [
@@ -150,7 +151,7 @@ def predictions(
 
 
 def _refusal(found: Mapping[str, Any]) -> DoesNotFitError:
-    """Why a plan does not fit, with the plan as the error's document."""
+    """The error of a plan that does not fit, with the plan as the error's document."""
     context, longest, most = found["context"], found["longest_context"], found["model_context"]
     if context > most:
         message = f"{context} tokens exceed the model's context of {most}"

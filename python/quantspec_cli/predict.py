@@ -1,8 +1,8 @@
-"""How fast a model will decode: a sum of operations over what a machine reads and computes in a second.
+"""Predicts decoding speed: a sum of operations over a machine's memory bandwidth and compute rate.
 
-An operation (all matrices of a pass, or its attention) takes its bytes times the seconds a byte takes at so many rows. On a
-CPU those are measured at the model's widths (`_native.rates`), on a GPU they are the measured bandwidth over the shares of
-`GPU`. docs/design/plan.md derives the formulas. Pure functions of numbers: nothing is measured here.
+An operation (all matrices of a pass, or its attention) takes its bytes times the seconds per byte at that number of rows.
+On a CPU those are measured at the model's widths (`_native.rates`). On a GPU they are the measured bandwidth over the
+shares of `GPU`. docs/design/plan.md derives the formulas. All functions are pure.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .options import METHODS
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Share of drafted tokens that verification keeps, by method: docs/design/plan.md says on which model and text.
+# Share of drafted tokens that verification accepts, by method; docs/design/plan.md names the model and text.
 ACCEPTANCE = {"quantspec": 0.85, "kv4": 0.98, "w4": 0.85}
 
-# Longest γ that is looked at: the automatic policy's.
+# Largest γ considered: that of the automatic policy.
 GAMMA_MOST = 12
 
-# What Python and the engine's loop take of a round, in seconds: `loop_us` of benchmarks/results.
+# Overhead of Python and the engine's loop per round, in seconds: `loop_us` of benchmarks/results.
 ROUND_S = 60e-6
 
-# Shares of the read bandwidth that kernels of a GPU reach, by rows of a step, and seconds a layer takes besides. Measured on
-# one H200; docs/design/plan.md says how.
+# Shares of the read bandwidth that GPU kernels reach, by rows of a step, and further seconds per layer. Measured on one H200;
+# see docs/design/plan.md.
 GPU: dict[str, Any] = {
     "weights": ((1, 1.0), (8, 0.96), (32, 0.83), (64, 0.67)),
     "draft_weights": ((1, 0.79),),
@@ -37,8 +37,8 @@ GPU: dict[str, Any] = {
     "layer_s": 8e-6,
 }
 
-# Floating-point operations a second of a prompt, by compute capability: 130,900 tokens of a 7B shape at 12,390 tokens/s on
-# an H200. Other GPUs have not been measured.
+# Floating-point operations per second of a prompt, by compute capability: 130,900 tokens of a 7B shape at 12,390 tokens/s on
+# an H200. Other GPUs are not measured.
 GPU_PROMPT = {"9.0": 590e12}
 
 
@@ -47,8 +47,8 @@ PAGE_TOKENS = 128
 
 
 def row_flops(info: Mapping[str, Any], visible: float) -> tuple[float, float]:
-    """Floating-point operations of one row of a pass that sees so many tokens: of its matrices, head included, and of its
-    attention. `info` is `_native.model_info`'s.
+    """Floating-point operations of one row of a pass with this many visible tokens: of its matrices (head included) and of
+    its attention. `info` is the result of `_native.model_info`.
     """
     width = info["heads"] * info["head_dim"]
     return 2.0 * (info["layers"] * _layer(info) + info["hidden"] * info["vocab"]), 4.0 * info[
@@ -65,12 +65,12 @@ def _layer(info: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds a byte takes, by rows of a step: linear between the points and beyond the last two."""
+    """Seconds per byte by rows of a step: linear between the points, extrapolated from the last two."""
 
     points: Sequence[tuple[int, float]]
 
     def at(self, rows: int) -> float:
-        """Seconds a byte at so many rows."""
+        """Seconds per byte at this number of rows."""
         points = list(self.points)
         if len(points) == 1 or rows <= points[0][0]:
             return points[0][1]
@@ -81,14 +81,14 @@ class Curve:
 
 @dataclass(frozen=True)
 class Machine:
-    """What operations cost.
+    """Cost of operations.
 
     Attributes:
-        read: bytes read a second.
-        curves: by what is read: "weights", "draft_weights", a view of the cache, "draft_int4".
-        pass_s: seconds of a pass besides.
-        prompt_matrix: floating-point operations a second of a prompt's matrices; None where unknown.
-        prompt_attention: the same of its attention.
+        read: bytes read per second.
+        curves: by data read: "weights", "draft_weights", a view of the cache, "draft_int4".
+        pass_s: further seconds per pass.
+        prompt_matrix: floating-point operations per second of a prompt's matrices; None if unknown.
+        prompt_attention: the same for its attention.
     """
 
     read: float
@@ -107,7 +107,7 @@ class Machine:
                 name: Curve(tuple(zip(rows.get(name, rates["window"]), rates[name], strict=True)))
                 for name in ("weights", "draft_weights", "fp16", "int8", "int4", "draft_int4")
             }
-            # Four matrices and an attention a layer, and the head.
+            # Four matrices and one attention per layer, and the head.
             pass_s = rates["dispatch_s"] * (5 * layers + 1)
             return cls(read, curves, pass_s, rates["prompt_matrix"], rates["prompt_attention"])
         curves = {
@@ -121,7 +121,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Load:
-    """What a step of one sequence at the end of its context reads, and computes a row.
+    """Reads of a step of one sequence at the end of its context, and floating-point operations per row.
 
     Attributes:
         layers: of the model.
@@ -129,8 +129,8 @@ class Load:
         draft_weights: bytes of the draft's.
         views: bytes of the visible cache, recent tokens included, by view.
         matrix_flops: floating-point operations of the matrices for one row.
-        attention_flops: the same of attention.
-        layer_share: of `matrix_flops`, what is not the head's: a prompt's rows but the last need no logits.
+        attention_flops: the same for attention.
+        layer_share: part of `matrix_flops` without the head, whose logits only a prompt's last row needs.
         context: tokens.
     """
 
@@ -167,11 +167,11 @@ class Operation:
     """A part of a pass.
 
     Attributes:
-        name: what is done.
+        name: the operation.
         flops: floating-point operations.
         bytes: least to be read.
         seconds: predicted.
-        read: bytes the machine reads a second.
+        read: bytes the machine reads per second.
     """
 
     name: str
@@ -181,7 +181,7 @@ class Operation:
     read: float
 
     def to_json(self) -> dict[str, Any]:
-        """A row of `roofline` in `plan --json`; bound by memory is what reads for most of its time."""
+        """A row of `roofline` in `plan --json`; memory-bound if reading takes most of its time."""
         return {
             "operation": self.name,
             "flops": self.flops,
@@ -198,11 +198,11 @@ def target_step(machine: Machine, load: Load, view: str, *, rows: int, batch: in
 
 
 def draft_step(machine: Machine, load: Load, method: str, target: str, *, batch: int) -> list[Operation]:
-    """One draft step of a method that drafts by itself: one row of each sequence."""
+    """One draft step of a self-drafting method: one row of each sequence."""
     drafts = METHODS[method]
     own = ("draft_weights", load.draft_weights) if drafts.draft_weights else ("weights", load.weights)
     view = target if drafts.draft_view in {"target", None} else str(drafts.draft_view)
-    # Rows that read draft weights round their queries, too.
+    # Rows that read draft weights also round their queries.
     curve = "draft_int4" if view == "int4" and drafts.draft_weights else view
     return _step(machine, load, ("draft", *own), (curve, load.views[view]), rows=1, batch=batch)
 
@@ -242,12 +242,12 @@ def seconds(machine: Machine, operations: Sequence[Operation]) -> float:
 
 
 def prompt(machine: Machine, load: Load) -> list[Operation]:
-    """Reading a prompt that fills the context; empty where the machine's rate is unknown."""
+    """Prefill of a prompt that fills the context; empty if the machine's rate is unknown."""
     if machine.prompt_matrix is None or machine.prompt_attention is None:
         return []
     tokens = max(load.context, 1)
     matrix = load.matrix_flops * load.layer_share * tokens
-    # A token sees half of the context on average.
+    # On average a token sees half of the context.
     attention = load.attention_flops / 2 * tokens
     return [
         Operation("prompt matrices", matrix, load.weights, matrix / machine.prompt_matrix, machine.read),
@@ -258,13 +258,13 @@ def prompt(machine: Machine, load: Load) -> list[Operation]:
 
 
 def accepted_length(acceptance: float, gamma: int) -> float:
-    """Expected tokens of a round of γ drafted ones, each kept by its own chance: 1 + α + … + α^γ."""
+    """Expected tokens of a round of γ drafted ones, each accepted with probability α: 1 + α + … + α^γ."""
     return float(sum(acceptance**power for power in range(gamma + 1)))
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A method's prediction; `gamma` is the best one, 0 where drafting does not pay."""
+    """A method's prediction; `gamma` is the best one, 0 if drafting does not pay."""
 
     method: str
     gamma: int
@@ -273,7 +273,7 @@ class Speed:
 
 
 def speed(machine: Machine, load: Load, method: str, target: str, *, batch: int, acceptance: float) -> Speed:
-    """Tokens a second of all sequences together, at the γ that gives most."""
+    """Tokens per second of all sequences together, at the best γ."""
 
     def rate(gamma: int) -> float:
         verify = seconds(machine, target_step(machine, load, target, rows=gamma + 1, batch=batch, name="verify"))

@@ -1,4 +1,4 @@
-"""Prompts: documents, standard input or literal text, read whole or refused with the place that is wrong."""
+"""Prompts: documents, standard input or literal text, read completely or refused with the position of the problem."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 
-# More than any supported context holds; an endless stream must not fill the memory before it is refused.
+# More than any supported context holds; bounds the memory for an endless stream.
 BYTES_MAX = 1 << 30
 
-# Byte order marks; that of UTF-16 begins one of UTF-32.
+# Byte order marks. UTF-32's is tested before UTF-16's, with which it begins.
 _MARKS = {
     b"\xff\xfe\0\0": "UTF-32",
     b"\0\0\xfe\xff": "UTF-32",
@@ -35,9 +35,9 @@ class Document:
     """Text to decode from.
 
     Attributes:
-        name: what the user called it: a path, "stdin" or "text".
-        text: its content; of plain text and Markdown unchanged but for a byte order mark.
-        warnings: what of its text is missing or in doubt, a line each.
+        name: the user's name for it: a path, "stdin" or "text".
+        text: its content; plain text and Markdown are unchanged except for a byte order mark.
+        warnings: missing or doubtful parts of its text, one line each.
     """
 
     name: str
@@ -50,7 +50,7 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
     if not paths and not texts:
         raise UsageError("no prompt", "give a file with --prompt, '--prompt -' for standard input, or --text")
     if list(paths).count(STDIN) > 1:
-        raise UsageError("standard input is asked for twice", "give '--prompt -' once")
+        raise UsageError("standard input is given twice", "give '--prompt -' once")
     found = [read(path, "check the path; literal text is given with --text") for path in paths]
     for index, text in enumerate(texts):
         name = "text" if len(texts) == 1 else f"text {index + 1}"
@@ -60,9 +60,9 @@ def read_all(paths: Sequence[str], texts: Sequence[str]) -> list[Document]:
 
 
 def read(path: str, absent: str = "check the path") -> Document:
-    """Reads one file, or standard input for "-"; `absent` is the hint where there is no such file."""
+    """Reads one file, or standard input for "-"; `absent` is the hint if the file does not exist."""
     if path == STDIN:
-        if sys.stdin is None:  # closed by whoever started us
+        if sys.stdin is None:  # closed by the parent process
             raise InputError("standard input is closed", "pipe a document into the command, or name a file")
         try:
             raw = read_whole("stdin", sys.stdin.buffer)
@@ -87,11 +87,11 @@ def read(path: str, absent: str = "check the path") -> Document:
 
 
 def read_whole(name: str, file: BinaryIO) -> bytes:
-    """All bytes of a file; stops where they cannot become a prompt any more, because a stream may have no end."""
+    """All bytes of a file, up to the largest possible prompt, because a stream may be endless."""
     raw = bytearray()
     read: Callable[[int], bytes | None] = file.read
     while (chunk := read(1 << 20)) != b"":
-        if chunk is None:  # whoever opened the stream does not wait for it, and more may come
+        if chunk is None:  # a non-blocking stream without data yet
             select.select([file], [], [])
             continue
         raw += chunk
@@ -105,7 +105,7 @@ def read_whole(name: str, file: BinaryIO) -> bytes:
 
 
 def from_bytes(name: str, raw: bytes) -> Document:
-    """The text of a document by its kind. What is none of `documents` is UTF-8 text: nothing replaced, nothing cut."""
+    """The text of a document by its kind. Other kinds than `documents` are UTF-8 text; nothing is replaced or truncated."""
     which = documents.kind(name, raw)
     if which is not None:
         return Document(name, *documents.extract(which, name, raw, BYTES_MAX))
@@ -122,7 +122,7 @@ def from_bytes(name: str, raw: bytes) -> Document:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        # With a byte order mark Python counts from behind it.
+        # Python's position excludes the byte order mark.
         at = error.start + (len(raw) - len(error.object))
         line = raw.count(b"\n", 0, at) + 1
         raise InputError(f"{name} is not UTF-8: byte 0x{raw[at]:02x} at offset {at}, line {line}", _CONVERT) from error
@@ -130,7 +130,7 @@ def from_bytes(name: str, raw: bytes) -> Document:
 
 
 def check_utf8(name: str, text: str, hint: str = _CONVERT) -> None:
-    """Refuses text with lone surrogates: what bytes of a command line that are not UTF-8 arrive as."""
+    """Refuses text with lone surrogates, which stand for invalid UTF-8 bytes of a command line."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

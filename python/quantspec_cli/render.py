@@ -1,4 +1,4 @@
-"""What people read, on stderr: statistics, notes, progress. The answer itself never passes through here."""
+"""Output for people on stderr: statistics, notes, progress. Answers never pass through here."""
 
 from __future__ import annotations
 
@@ -22,55 +22,55 @@ if TYPE_CHECKING:
 
 
 def console() -> Console:
-    """Standard error: colour on a terminal unless NO_COLOR, lines as long as they are elsewhere."""
+    """Standard error: colour on a terminal unless NO_COLOR, lines not wrapped elsewhere."""
     from rich.console import Console
 
     class Quiet(Console):
         def on_broken_pipe(self) -> None:
-            """Rich would point standard output at nothing and exit: what nobody reads here must not cost the answer there."""
+            """Rich would close standard output and exit: a closed stderr must not lose the answer."""
             abandon(sys.stderr)
 
     return Quiet(stderr=True, highlight=False, soft_wrap=True, markup=False)
 
 
 def note(text: str) -> None:
-    """One line to stderr; lost where nobody can read it, which must not end a command whose answer is elsewhere."""
+    """Prints one line to stderr. Failure is ignored: the answer goes elsewhere."""
     with suppress(OSError):
         console().print(text, style="dim")
 
 
 def processors() -> int:
-    """Processors this process may use: fewer than the machine's under taskset, or in a container."""
+    """Processors this process may use: fewer than the machine's under taskset or in a container."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def warn_of_threads(threads: int | None) -> None:
-    """More workers than processors wait for each other."""
+    """Warns if there are more workers than processors, which then wait for each other."""
     if threads is not None and threads > (usable := processors()):
         note(f"warning: {threads} threads on {usable} processors wait for each other; use --threads {usable}")
 
 
 def warn_of_documents(documents: Iterable[Document]) -> None:
-    """Says what text is missing or in doubt."""
+    """Warns about missing or doubtful text."""
     for document in documents:
         for warning in document.warnings:
             note(f"warning: {one_line(document.name)}: {warning}")
 
 
 def note_of_drafts(info: dict[str, Any]) -> None:
-    """Says where the cache of draft weights was of no use."""
+    """Notes problems with the cache of draft weights."""
     if info.get("note"):
         note(f"warning: {one_line(info['note'])}")
 
 
 def note_of_prompts(engine: Engine) -> None:
-    """Says where the prompt cache was damaged or could not be used."""
+    """Notes problems with the prompt cache."""
     if text := engine.prompt_cache_note():
         note(f"warning: {one_line(text)}")
 
 
 def note_of_weights(asked: str, info: dict[str, Any]) -> None:
-    """Says which weights `auto` is where they are not the checkpoint's."""
+    """Notes the weights that `auto` chose if they are not the checkpoint's."""
     if asked == "auto" and info["weights"] != "checkpoint":
         note(
             f"weights: {info['weights']}, for the checkpoint's do not fit into memory; the text is that of these weights"
@@ -78,7 +78,7 @@ def note_of_weights(asked: str, info: dict[str, Any]) -> None:
 
 
 def statistics(engine: Engine, names: Sequence[str], answers: Sequence[Generation]) -> None:
-    """What a run did: prompts, speed, speculation, memory."""
+    """Statistics of a run: prompts, speed, speculation, memory."""
     for line in statistics_lines(engine.info, engine.statistics(), names, answers):
         note(line)
 
@@ -121,7 +121,7 @@ def seconds(value: float | None) -> str:
     """A time, three significant digits of milliseconds, four of seconds."""
     if value is None:
         return "-"
-    # Thresholds are where the digits would round up to an exponent.
+    # Thresholds at which the digits would round up to an exponent.
     if value < 0.9995:
         return f"{round(value * 1000, 3):.3g} ms"
     return f"{value:.4g} s" if value < 999.95 else f"{value:,.0f} s"
@@ -149,7 +149,7 @@ def size(value: int | None) -> str:
     if value is None:
         return "-"
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        # What rounds to 1,000 of a unit is 1 of the next.
+        # Values that round to 1,000 units become 1 of the next unit.
         if value >= 0.9995 * scale:
             return f"{number(value / scale)} {unit}"
     return f"{value} B"
@@ -160,14 +160,14 @@ def _count(value: int, what: str) -> str:
 
 
 def on_terminal() -> bool:
-    """Somebody watches stderr."""
+    """True if stderr is a terminal."""
     return sys.stderr.isatty()
 
 
 @contextmanager
 def progress(what: str, *, shown: bool, tokens: int | None = None) -> Iterator[OnProgress | None]:
-    """A bar on stderr while the body runs; yields what to call with (done, in all), or None where nothing is shown. With the
-    tokens that the work is about it tells tokens/s and the time left.
+    """A bar on stderr while the body runs; yields a callable for (done, total), or None if nothing is shown. With `tokens`
+    it also shows tokens/s and the time left.
     """
     with phases(what, shown=shown, tokens=tokens) as (on_progress,):
         yield on_progress
@@ -175,7 +175,7 @@ def progress(what: str, *, shown: bool, tokens: int | None = None) -> Iterator[O
 
 @contextmanager
 def phases(*names: str, shown: bool, tokens: int | None = None) -> Iterator[Sequence[OnProgress | None]]:
-    """A bar that shows several pieces of work one after the other; yields a callable, or None, for each."""
+    """A bar for several consecutive phases of work; yields a callable, or None, for each."""
     if not shown or not on_terminal():
         yield [None] * len(names)
         return
@@ -199,7 +199,7 @@ def phases(*names: str, shown: bool, tokens: int | None = None) -> Iterator[Sequ
             return super().get_renderables()
 
     class Rate(TextColumn):
-        """Tokens per second since the work began."""
+        """Tokens per second from the start of the work."""
 
         def render(self, task: Any) -> Any:
             share = task.completed / task.total if task.total else 0
@@ -212,10 +212,10 @@ def phases(*names: str, shown: bool, tokens: int | None = None) -> Iterator[Sequ
     bar = Bar(*columns, console=console(), transient=True)
     task = bar.add_task(names[0], total=None)
     try:
-        # Not `with bar`: Ctrl-C while it appears would leave it on the terminal, drawn again and again.
+        # Not `with bar`: Ctrl-C during its start would leave it on the terminal, redrawn repeatedly.
         bar.start()
-        # A method of a built-in: a callable written in Python would give a pending Ctrl-C the chance to be raised
-        # inside the engine's callback, where it is lost.
+        # A built-in's method: a Python callable could raise a pending Ctrl-C inside the engine's callback, where it would be
+        # lost.
         yield [steps.__setitem__ for steps in seen]
     finally:
         bar.stop()

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What one `quantspec run` was asked for.
+    """Arguments of one `quantspec run`.
 
     Attributes:
-        template_args: what the chat template is told.
+        template_args: arguments of the chat template.
         unset: parameters of the command that no flag, variable or setting gave.
     """
 
@@ -46,7 +46,7 @@ class Request:
 
 
 def run(request: Request, engine_options: EngineOptions, options: GenerateOptions) -> output.Done:
-    """Runs; with `--json` the report is left to be printed."""
+    """Runs a prompt; with `--json` the caller prints the report."""
     with contextlib.ExitStack() as engines:
         return _run(request, engine_options, options, engines)
 
@@ -113,7 +113,7 @@ def _run(
         batch, interrupted, failure = _decode(engine, encoded, options, answers, quiet=request.quiet)
     if failure is None and not request.quiet:
         render.note_of_prompts(engine)
-    # The file is in its place: nothing that happens to the rest of the output can take the answer away.
+    # The file is complete first, so that errors of other output cannot lose the answer.
     generations = batch.generations()
     if failure is not None:
         failure.kept = {"results": results(model, documents, generations)}
@@ -171,7 +171,7 @@ def results(model: Model, documents: Sequence[Document], generations: Sequence[G
     def told(generation: Generation) -> dict[str, Any]:
         if generation.logprobs is None:
             return {}
-        # JSON knows no infinity: what is masked is no alternative.
+        # JSON has no infinity; a masked token is left out.
         content = [
             {
                 **named(one.id, one.logprob),
@@ -200,13 +200,13 @@ def results(model: Model, documents: Sequence[Document], generations: Sequence[G
 def _decode(
     engine: Engine, prompts: Sequence[Prompt], options: GenerateOptions, answers: output.Answers, *, quiet: bool
 ) -> tuple[Batch, bool, QuantspecError | None]:
-    """Decodes and hands on the text. Ctrl-C ends it with the text so far, and so does an error of the engine: the second and
-    third value say so. Before the first token there is nothing to keep, and either is raised.
+    """Decodes and passes the text on. Ctrl-C or an error of the engine ends it with the text so far, and is returned as
+    second or third value. Before the first token there is nothing to keep, and either is raised.
     """
     interrupted = False
     failures: list[QuantspecError] = []
     shown = contextlib.ExitStack()
-    # Closed when the first text appears: no bar may stand in an answer.
+    # Closed when the first text appears, so that no bar is inside an answer.
     with shown:
         bar = render.progress("reading the prompt", shown=not quiet, tokens=len(prompts[0].ids))
         on_prefill = shown.enter_context(bar)

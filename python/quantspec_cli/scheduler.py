@@ -1,8 +1,8 @@
-"""One thread owns the engine; callers on any thread hand in requests and receive text.
+"""One thread owns the engine; callers on any thread submit requests and receive text.
 
-Between two rounds (`loop.step`, the algorithm) the thread drops what was cancelled, admits a waiting request into a free slot
-and reads a chunk of its prompt. Sequences join and leave the batch at any round, and a long prompt holds up the others by one
-chunk at a time. Nothing else calls the engine: slots need no locks, and an interrupt of a caller cannot leave one behind.
+Between two rounds (`loop.step`, the algorithm) the thread drops cancelled requests, admits a waiting one into a free slot
+and prefills a chunk of its prompt. Sequences join and leave the batch at any round, and a long prompt delays the others
+by one chunk at a time. Only this thread calls the engine: slots need no locks, and an interrupted caller cannot leak one.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-# How long sequences that decode wait for a chunk of a prompt, in seconds. Shorter chunks make text smoother; from about a
-# round's time on they cost nothing.
+# Most time that decoding sequences wait for a chunk of a prompt, in seconds. Shorter chunks make text smoother; chunks longer
+# than a round cost no throughput.
 CHUNK_S = 0.1
-# Rows of the first chunk, over all layers, before it is known how long they take.
+# Rows of the first chunk, over all layers, before their speed is known.
 _FIRST_ROWS = 4096
 # A whole prompt.
 _ALL_ROWS = 2**62
@@ -46,12 +46,12 @@ class Request:
     Attributes:
         ids: token ids of the prompt.
         sampling: keyword arguments of `_native.Engine.add`.
-        text: the answer as it grows; only the scheduler's thread adds to it.
-        deliver: takes each piece of text, and whether it is the last, or an error in place of the rest. Called on the
-            scheduler's thread.
-        on_prefill: told rows done and rows in all while the prompt is read; called there, too.
+        text: the growing answer; only the scheduler's thread appends to it.
+        deliver: called with each piece of text and True for the last one, or with an error instead of the rest. Runs on
+            the scheduler's thread.
+        on_prefill: called on that thread with (rows done, rows in total) during prefill.
         cancelled: set by `Scheduler.cancel`.
-        logprobs: where `sampling` asks for them, (log-probability, likeliest tokens with theirs) of every emitted token.
+        logprobs: (log-probability, most likely tokens with theirs) of every emitted token, if `sampling` requests them.
     """
 
     ids: Sequence[int]
@@ -65,22 +65,22 @@ class Request:
 
 @dataclass(eq=False)
 class _Call:
-    """Work that a caller wants done between two rounds."""
+    """Work of a caller to run between two rounds."""
 
     work: Callable[[], Any]
     done: Future[Any] = field(default_factory=Future)
 
 
 class _CancelledError(KeyboardInterrupt):
-    """Ends a prefill: the engine takes it from a callback as it takes Ctrl-C."""
+    """Ends a prefill from its callback, as Ctrl-C does."""
 
 
 class Scheduler:
-    """Decodes requests on one engine, as many at once as it has slots, the others in the order they came.
+    """Decodes requests on one engine, as many at once as it has slots; the others wait in order.
 
     Attributes:
-        kept_tokens: tokens of answers behind the first of each. A round may emit more than an answer takes.
-        sequence_rounds: sequences of each round, summed over all rounds; rounds, and the most sequences of one.
+        kept_tokens: tokens of answers without the first of each. A round may emit more than an answer takes.
+        sequence_rounds: sequences per round, summed over all rounds; also rounds, and the most sequences in one.
     """
 
     def __init__(self, native: _native.Engine, slots: int) -> None:
@@ -94,17 +94,17 @@ class Scheduler:
         self._commands: SimpleQueue[Sequence[Request] | _Call | None] = SimpleQueue()
         self._waiting: deque[Request] = deque()
         self._running: dict[int, Request] = {}
-        # The slot whose prompt is being read: one at a time.
+        # The slot in prefill; one at a time.
         self._reading: int | None = None
         self._chunk_rows = _FIRST_ROWS
         self._thread: threading.Thread | None = None
-        # Held while a command is handed in: none follows the one that ends the thread.
+        # Held while a command is enqueued, so that none follows the one that ends the thread.
         self._lock = threading.RLock()
         self._stopped = False
         self._process = os.getpid()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Takes requests, all at once: they wait until slots are free, in this order."""
+        """Enqueues requests together; they get slots in this order."""
         self.check()
         with self._lock:
             self.check()
@@ -114,10 +114,10 @@ class Scheduler:
             self._commands.put(requests)
 
     def cancel(self, requests: Sequence[Request], *, wait: bool = True) -> None:
-        """Ends requests where they are. Their slots are free when this returns, unless a callback of the engine asks."""
+        """Ends requests immediately. Their slots are free on return, except when called from a callback of the engine."""
         for request in requests:
             request.cancelled = True
-        # A fork has neither the thread nor the slots.
+        # A forked child has neither the thread nor the slots.
         if os.getpid() != self._process or self._thread is None or self._stopped:
             return
         if wait and not self.is_inside():
@@ -139,11 +139,11 @@ class Scheduler:
         return result
 
     def is_inside(self) -> bool:
-        """Whether the scheduler's own thread asks: a callback of a request, which must not wait for anything of it."""
+        """True on the scheduler's own thread (in a callback of a request), which must not wait for the scheduler."""
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def check(self) -> None:
-        """Refuses a fork: the engine's threads stayed behind, as does a GPU's context. And what comes after `stop`."""
+        """Refuses calls in a forked child, which lacks the engine's threads and a GPU's context, and calls after `stop`."""
         if os.getpid() != self._process:
             raise UsageError(
                 f"the engine belongs to process {self._process}, this is its fork {os.getpid()}",
@@ -153,7 +153,7 @@ class Scheduler:
             raise _closed()
 
     def stop(self) -> None:
-        """Ends the thread and what it decodes, with an error for threads that wait for a piece."""
+        """Ends the thread and its sequences; threads that wait for a piece get an error."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -174,14 +174,14 @@ class Scheduler:
                 self._read()
                 if self._decoding():
                     self._round()
-            except Exception as error:  # a defect of ours must not leave callers waiting
+            except Exception as error:  # a defect must not leave callers waiting
                 self._fail_all(internal(error))
         self._fail_all(_closed())
         for request in self._waiting:
             request.deliver(_closed(), True)
 
     def _take_commands(self) -> bool:
-        """Takes what callers want, waiting for it where there is nothing else to do. False ends the thread."""
+        """Processes callers' commands; waits for one if there is nothing else to do. False ends the thread."""
         calls: list[_Call] = []
         goes_on = True
         while not self._commands.empty() or not (calls or self._running or self._waiting):
@@ -210,7 +210,7 @@ class Scheduler:
             _interrupted(request)
 
     def _admit(self) -> None:
-        """Gives the next request a slot, once there are pages for its prompt and answer; those behind it wait with it."""
+        """Admits the next request once there are pages for its prompt and answer; later requests wait with it."""
         if self._reading is not None or not self._free or not self._waiting:
             return
         request = self._waiting[0]
@@ -228,7 +228,7 @@ class Scheduler:
         self._reading = slot
 
     def _read(self) -> None:
-        """Reads a chunk of the prompt under way; all of it where nobody else waits for a round."""
+        """Prefills a chunk of the current prompt, or all of it if no other sequence decodes."""
         slot = self._reading
         if slot is None:
             return
@@ -239,11 +239,11 @@ class Scheduler:
                 first = self.native.prefill_chunk(slot, rows, self._progress(request))
         except _CancelledError:
             self._end(slot)
-        except BaseException as error:  # also what a callback of the request ends its work with
+        except BaseException as error:  # includes a callback's exceptions
             self._leave(slot).deliver(error, True)
         else:
             if first is None:
-                # Twice as many at most: the first rows of a prompt are cheaper than its last.
+                # At most doubled: a prompt's first rows are cheaper than its last.
                 factor = CHUNK_S / (time.perf_counter() - started)
                 self._chunk_rows = max(1, round(rows * min(factor, 2.0)))
             else:
@@ -251,7 +251,7 @@ class Scheduler:
                 self._hand_on(slot, [first])
 
     def _decoding(self) -> list[int]:
-        """The slots whose prompts have been read."""
+        """The slots whose prompts are complete."""
         return [slot for slot in self._running if slot != self._reading]
 
     def _progress(self, request: Request) -> OnProgress:
@@ -281,7 +281,7 @@ class Scheduler:
             self._hand_on(slot, tokens)
 
     def _round_of_each(self, slots: Sequence[int]) -> None:
-        """Takes a round again, one sequence at a time and without drafts: what is not finite is the fault of one of them."""
+        """Repeats a round, one sequence at a time and without drafts, to find the sequence with non-finite values."""
         for slot in slots:
             try:
                 with native_errors():
@@ -292,7 +292,7 @@ class Scheduler:
                 self._hand_on(slot, tokens)
 
     def _hand_on(self, slot: int, tokens: Sequence[int]) -> None:
-        """Gives tokens to the slot's text; a text that ends leaves the batch."""
+        """Appends tokens to the slot's text; a text that ends leaves the batch."""
         request = self._running[slot]
         if request.sampling.get("logprobs") is not None:
             request.logprobs += self.native.take_logprobs(slot)
@@ -327,5 +327,5 @@ def _closed() -> UsageError:
 
 
 def _interrupted(request: Request) -> None:
-    """Hands on what an answer held back, and its end."""
+    """Delivers the held-back text of an interrupted answer, and its end."""
     request.deliver(request.text.interrupt(), True)

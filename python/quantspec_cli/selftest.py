@@ -1,8 +1,7 @@
-"""`quantspec selftest`: proves on this machine that speculation changes no token.
+"""`quantspec selftest`: verifies on this machine that speculation changes no token.
 
-Plain decoding of each prompt alone is the reference. Every way of drafting, with every γ, greedy and sampled, alone and
-in a batch, must yield the same ids. Prompts end just before, at and after the borders of pages, where a mistake would
-show.
+Plain decoding of each prompt alone is the reference. Every drafting method, with every γ, greedy and sampled, alone and
+in a batch, must yield the same ids. Prompts end just before, at and after page borders, where errors are most likely.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ if TYPE_CHECKING:
     from .options import EngineOptions
 
 GAMMAS = (1, 2, 4, 7, 12, GAMMA_MAX)
-# Where every gamma would only repeat what the others show: one that mostly accepts, one that mostly refuses.
+# γ values for settings where all values would be redundant: one mostly accepted, one mostly rejected.
 FEW = (4, GAMMA_MAX)
-# Around one and two pages of 128 tokens; from 5 pages on, selecting some leaves others out.
+# Around one and two pages of 128 tokens; from 5 pages on, a selection omits some.
 LENGTHS = (127, 128, 129, 255, 256, 257, 640, 700)
 LONG = 640
-# Enough that the shortest prompt decodes across position 256, where a page first becomes visible.
+# Enough for the shortest prompt to pass position 256, where a page first becomes visible.
 NEW_TOKENS = 136
 BATCH = 4
 
@@ -84,7 +83,7 @@ def selftest(
     options: EngineOptions,
     as_json: bool,
 ) -> Done:
-    """Runs all cases up to the first difference and prints what was compared; `--json`'s report is left to be printed."""
+    """Runs all cases up to the first difference and prints the comparison; the caller prints `--json`'s report."""
     out = Stdout()
     render.warn_of_threads(options.threads)
     opened = Model.open(model, revision=revision, offline=offline, progress=render.on_terminal())
@@ -120,7 +119,7 @@ def selftest(
 
 
 def cut_prompts(model: Model) -> list[list[int]]:
-    """Prompts of `LENGTHS` tokens that fit the model's context, from different places of the sample text."""
+    """Prompts of `LENGTHS` tokens that fit the model's context, from different parts of the sample text."""
     text = Path(__file__).with_name("sample.txt").read_text(encoding="utf-8")
     ids = model.tokenizer.encode(text)
     while len(ids) < LENGTHS[-1] + len(LENGTHS):
@@ -131,14 +130,14 @@ def cut_prompts(model: Model) -> list[list[int]]:
             f"the model's context of {model.context} tokens is too short for the self-test",
             f"choose a model with a context of at least {LENGTHS[BATCH - 1] + NEW_TOKENS} tokens",
         )
-    # The first token (often a BOS) starts every prompt; what follows differs from prompt to prompt.
+    # All prompts share the first token (often a BOS) and differ after it.
     return [ids[:1] + ids[1 + place : length + place] for place, length in enumerate(lengths)]
 
 
 def _references(
     model: Model, options: EngineOptions, prompts: Sequence[list[int]]
 ) -> tuple[str, str, dict[str, list[list[int]]]]:
-    """Device, the weights that `auto` is, and plain decoding of every prompt alone, per acceptance rule."""
+    """Device, the weights that `auto` chose, and plain decoding of every prompt alone, per acceptance rule."""
     engine = _engine(model, replace(options, method="ar", gamma=0), prompts, batch=1)
     decoded = {
         accept: [_decode(engine, [prompt], sampling, 0)[0] for prompt in prompts]
@@ -178,14 +177,14 @@ def _cases(
         selected = replace(quantspec, draft_pages=PAGES_MIN)
         ways += [(replace(selected, page_choice=choice), long, FEW, FEW) for choice in ("best", "window")]
     ways.append((replace(quantspec, threads=1), everything, FEW[:1], FEW[:1]))
-    # Drafts of one sequence that end where their tokens are in doubt.
+    # Drafts of one sequence that end early.
     ways.append((replace(quantspec, gamma="auto"), everything, ("auto", "auto"), ()))
     for way, places, alone, together in ways:
         engine = _engine(model, way, prompts, batch=BATCH)
         for accept, sampling in _SAMPLING.items():
             for batch in (1, BATCH):
                 for turn, gamma in enumerate(together if batch > 1 else alone):
-                    # The batch moves on by one prompt per case; its neighbours have other lengths.
+                    # The batch advances by one prompt per case, so its neighbours have other lengths.
                     chosen = [places[turn % len(places)]]
                     chosen += [(chosen[0] + step) % len(prompts) for step in range(1, batch)]
                     decoded = _decode(engine, [prompts[place] for place in chosen], sampling, gamma)
@@ -225,7 +224,8 @@ def _engine(model: Model, options: EngineOptions, prompts: Sequence[list[int]], 
 def _decode(
     engine: Engine, prompts: Sequence[list[int]], options: GenerateOptions, gamma: int | str
 ) -> list[list[int]]:
-    """Decodes prompts together with one γ, or the engine's, through the product's loop; ids only, no end-of-text token."""
+    """Decodes prompts together with a fixed γ or the engine's, through the scheduler-free loop; ids only, no end-of-text
+    token."""
     native = engine.native
     with native_errors():
         slots = [native.add(prompt, **options.sampling()) for prompt in prompts]

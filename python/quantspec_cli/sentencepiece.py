@@ -1,7 +1,7 @@
 """SentencePiece vocabularies, from tokenizer.model and from GGUF files, as tokenizers of the `tokenizers` library.
 
-tokenizer.model is a protobuf message (`sentencepiece_model.proto` of google/sentencepiece). Llama 2, Mistral 7B and models
-derived from them use its BPE kind. The message is read here: ten fields of it are needed.
+tokenizer.model is a protobuf message (`sentencepiece_model.proto` of google/sentencepiece). Llama 2, Mistral 7B and
+derived models use its BPE kind. The message is parsed here, as only ten of its fields are needed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Vocabulary:
     """Tokens by id.
 
     Attributes:
-        error: makes an error about the file that holds them.
+        error: makes an error about the vocabulary's file.
         tokens: their texts.
         kinds: a `Kind` per token.
     """
@@ -65,7 +65,7 @@ class Vocabulary:
         return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds and token]
 
     def add_to(self, inner: tokenizers.Tokenizer) -> None:
-        """Has tokens that stand for themselves found in a text before anything else."""
+        """Adds tokens that are matched in a text before all others."""
         from tokenizers import AddedToken
 
         def added(*kinds: Kind, special: bool) -> list[AddedToken]:
@@ -85,8 +85,8 @@ def bpe(
 ) -> tokenizers.Tokenizer:
     """A tokenizer like Llama 2's, without the tokens of `Vocabulary.add_to`.
 
-    `add_prefix` puts a space before a text, `squeeze` drops repeated and outer spaces, and `charsmap` is the compiled
-    rewriting of characters that SentencePiece keeps in a model.
+    `add_prefix` puts a space before a text, `squeeze` drops repeated and outer spaces. `charsmap` is the compiled
+    character normalisation of a SentencePiece model.
     """
     from tokenizers import Regex, Tokenizer, decoders, normalizers
     from tokenizers.models import BPE
@@ -120,7 +120,7 @@ def bpe(
 
 
 def _merges(tokens: list[str], pieces: list[int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a piece, the best score first: the order in which SentencePiece joins them."""
+    """Every pair of pieces that forms a piece, best score first: SentencePiece's order of merges."""
     known = {tokens[id] for id in pieces}
     merges = []
     for id in sorted(pieces, key=lambda id: -scores[id]):
@@ -131,7 +131,7 @@ def _merges(tokens: list[str], pieces: list[int], scores: list[float]) -> list[t
 
 
 def end_with(inner: tokenizers.Tokenizer, token: str, id: int) -> None:
-    """Has every text end with a token."""
+    """Adds a token to the end of every text."""
     from tokenizers.processors import TemplateProcessing
 
     inner.post_processor = TemplateProcessing(single=["$A", token], special_tokens=[(token, id)])
@@ -139,7 +139,7 @@ def end_with(inner: tokenizers.Tokenizer, token: str, id: int) -> None:
 
 @dataclass
 class _Model:
-    """What is needed of a tokenizer.model. Defaults are those of the message."""
+    """The needed fields of a tokenizer.model, with the message's defaults."""
 
     tokens: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
@@ -153,10 +153,10 @@ class _Model:
 
 
 def load(path: Path, config: dict[str, Any], added: dict[str, Any]) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
-    """The tokenizer of a tokenizer.model, and tokenizer_config.json with what the model says of BOS and EOS.
+    """The tokenizer of a tokenizer.model, and tokenizer_config.json with the model's BOS and EOS added.
 
     `config` is tokenizer_config.json, whose `added_tokens_decoder` extends the vocabulary; `added` is added_tokens.json,
-    which older checkpoints have for that. Texts begin with BOS unless `add_bos_token` is false, as in Hugging Face's Llama
+    which older checkpoints have instead. Texts begin with BOS unless `add_bos_token` is false, as in Hugging Face's Llama
     tokenizer.
     """
 
@@ -187,7 +187,7 @@ def load(path: Path, config: dict[str, Any], added: dict[str, Any]) -> tuple[tok
         text = eos.get("content") if isinstance(eos, dict) else eos
         known = inner.token_to_id(text) if isinstance(text, str) else None
         if known is None:
-            raise error(f"does not know the EOS {text!r:.60} that add_eos_token asks for")
+            raise error(f"has no token {text!r:.60}, the EOS that add_eos_token requires")
         end_with(inner, str(text), known)
     return inner, config
 
@@ -195,7 +195,7 @@ def load(path: Path, config: dict[str, Any], added: dict[str, Any]) -> tuple[tok
 def _extend(
     inner: tokenizers.Tokenizer, config: dict[str, Any], added: dict[str, Any], error: Callable[[str], ModelError]
 ) -> None:
-    """Adds tokens that a checkpoint has beyond those of its tokenizer.model."""
+    """Adds a checkpoint's tokens beyond those of its tokenizer.model."""
     from tokenizers import AddedToken
 
     extra: dict[int, tuple[Any, bool]] = {}
@@ -213,11 +213,11 @@ def _extend(
         token = AddedToken(text, special=special, normalized=False)
         (inner.add_special_tokens if special else inner.add_tokens)([token])
         if inner.token_to_id(text) != id:
-            raise error(f"has {inner.get_vocab_size()} tokens, and the added token {text!r:.60} asks for the id {id}")
+            raise error(f"has {inner.get_vocab_size()} tokens, and the added token {text!r:.60} has the id {id}")
 
 
 def _parse(data: bytes) -> _Model:
-    """Reads the message.
+    """Parses the message.
 
     Raises:
         ValueError: it is cut off, or a field has another type.
@@ -229,7 +229,7 @@ def _parse(data: bytes) -> _Model:
                 _parse_piece(_bytes(value), model)
             case 2:
                 numbers = {number: value for number, value in _fields(_bytes(value)) if number in {3, 41, 42}}
-                # Ids are int32: −1, which disables a token, has ten bytes.
+                # Ids are int32; −1, which disables a token, takes ten bytes.
                 model.algorithm = _integer(numbers.get(3, model.algorithm))
                 model.bos = _integer(numbers.get(41, model.bos))
                 model.eos = _integer(numbers.get(42, model.eos))
@@ -299,11 +299,11 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 def _bytes(value: int | bytes) -> bytes:
     if isinstance(value, int):
-        raise ValueError("a field is a number where bytes belong")  # noqa: TRY004 - the file is wrong, not a call
+        raise ValueError("a field is a number instead of bytes")  # noqa: TRY004 - the file is wrong, not a call
     return value
 
 
 def _integer(value: int | bytes) -> int:
     if isinstance(value, bytes):
-        raise ValueError("a field is bytes where a number belongs")  # noqa: TRY004
+        raise ValueError("a field is bytes instead of a number")  # noqa: TRY004
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,4 +1,4 @@
-"""Defaults below the flags: QUANTSPEC_* variables, then a TOML file.
+"""Defaults for flags: QUANTSPEC_* variables, then a TOML file.
 
     model = "meta-llama/Llama-3.2-1B"   # for every command that has --model
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 PREFIX = "QUANTSPEC"
 
-# Draft weights of fewer bytes are made in less than half a second of two processors (docs/cli.md).
+# Smaller draft weights are made in less than half a second on two processors (docs/cli.md).
 SMALLEST_DRAFTS_BYTES = 64 << 20
 
-# No setting is larger than a seed. TOML's numbers have no bound, and neither printing nor converting them is safe.
+# No setting is larger than a seed. TOML numbers are unbounded, and printing or converting huge ones is unsafe.
 _LARGEST = 2**64 - 1
 
-# What one invocation is about cannot be a default.
+# Parameters of a single invocation, which cannot have defaults.
 _NO_SETTING = {
     "documents",
     "dry_run",
@@ -52,19 +52,19 @@ _NO_SETTING = {
 
 
 def default_path() -> Path:
-    """Where the file is looked for when nobody names one."""
+    """The settings file if none is named."""
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     return Path(_expanded(home)) / "quantspec" / "config.toml"
 
 
 def _expanded(path: str) -> str:
-    # Not Path.expanduser: it raises where there is no such user, or nobody's home directory is known.
+    # Not Path.expanduser: it raises for an unknown user, or if no home directory is known.
     return os.path.expanduser(path)  # noqa: PTH111
 
 
 def draft_cache() -> Path | None:
-    """The folder of draft weights: $QUANTSPEC_DRAFT_CACHE (None where that is "off"), or beside the hub's cache, where
-    Hugging Face wants other programs to keep files (HF_HOME, HF_ASSETS_CACHE; None where no home directory is known).
+    """The folder of draft weights: $QUANTSPEC_DRAFT_CACHE (None if "off"), or next to the hub's cache, where Hugging Face
+    wants other programs to keep files (HF_HOME, HF_ASSETS_CACHE; None if no home directory is known).
     """
     wanted = os.environ.get("QUANTSPEC_DRAFT_CACHE")
     if wanted == "off":
@@ -76,13 +76,13 @@ def draft_cache() -> Path | None:
 
 
 def native_draft_cache() -> tuple[str, int] | None:
-    """The same as the native module takes it."""
+    """`draft_cache` in the native module's form."""
     folder = draft_cache()
     return None if folder is None else (str(folder), SMALLEST_DRAFTS_BYTES)
 
 
 def threads() -> int | None:
-    """$QUANTSPEC_THREADS, for those who come without a command line; None where it is not set."""
+    """$QUANTSPEC_THREADS, for callers without a command line; None if it is not set."""
     given = os.environ.get("QUANTSPEC_THREADS")
     if not given:
         return None
@@ -95,7 +95,7 @@ def threads() -> int | None:
 
 
 def default_map(file: str | None, commands: Mapping[str, click.Command]) -> dict[str, Any]:
-    """The file as click's default map: command name to parameter name to value. No file, no defaults."""
+    """The file as click's default map: command name to parameter name to value. Empty without a file."""
     if file == "":
         raise UsageError("the name of the settings file is empty", "name a file after --config, or leave it out")
     path = _path(file)
@@ -126,7 +126,7 @@ def _path(file: str | None) -> Path:
 
 
 def origin(ctx: click.Context, parameter: click.Parameter) -> str:
-    """The beginning of a hint: where a value that is refused is from, if not from the command line."""
+    """The start of a hint: the source of a refused value that is not from the command line."""
     name = parameter.name or ""
     match ctx.get_parameter_source(name):
         case ParameterSource.ENVIRONMENT:
@@ -138,7 +138,7 @@ def origin(ctx: click.Context, parameter: click.Parameter) -> str:
 
 
 def locate(error: QuantspecError, ctx: click.Context) -> None:
-    """Has an error about an option say what people see of it: the flag, and where the value is from."""
+    """Completes an error about an option with the flag's name and the value's source."""
     for parameter in ctx.command.params:
         if error.option not in {parameter.name, *parameter.opts, *map(_keyword, parameter.opts)}:
             continue
@@ -149,7 +149,7 @@ def locate(error: QuantspecError, ctx: click.Context) -> None:
 
 
 def flag_of(parameter: click.Parameter) -> str:
-    """What a parameter is called on the command line: its first long flag."""
+    """A parameter's name on the command line: its first long flag."""
     return next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
 
 
@@ -178,7 +178,7 @@ def _settable(command: click.Command) -> dict[str, click.Parameter]:
 
 
 def _checked(path: Path, key: str, value: object, parameter: click.Parameter) -> object:
-    """A value of the file as the flag would take it: text, a number, true or false; a list where a flag may be repeated."""
+    """A value of the file in the form of the flag: text, a number, true or false; a list if the flag may be repeated."""
     if parameter.multiple:
         items = value if isinstance(value, list) else [value]
         for item in items:
@@ -195,7 +195,7 @@ def _checked_one(path: Path, key: str, value: object, parameter: click.Parameter
     if isinstance(value, bool) != is_flag or not isinstance(value, str | int | float):
         wanted = "true or false" if is_flag else "a text or a number"
         raise UsageError(f"settings file {path}: {key} is {shown(value)}", f"give {wanted}")
-    # As a flag 2.9 is refused; click would cut a number of the file to 2 without a word.
+    # As a flag 2.9 is refused; click would silently truncate a number from the file to 2.
     if isinstance(value, float) and isinstance(parameter.type, click.types.IntParamType):
         raise UsageError(f"settings file {path}: {key} is {shown(value)}", "give a whole number")
     return value

@@ -1,4 +1,4 @@
-"""Signals that end a command as Ctrl-C does: files are tidied up, and the text so far is kept."""
+"""Signals that end a command like Ctrl-C: files are cleaned up, and the text so far is kept."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")  # the last is unknown to Windows
 
-# Whoever signals a process and its group (timeout) or passes on a Ctrl-C that the terminal sent to all means it once.
+# A signal may arrive twice: timeout signals a process and its group, and a parent may forward Ctrl-C. Repeats within this
+# time count once.
 ECHO_S = 0.25
 
 
 class Signals:
-    """What came, and whether it ends the command now."""
+    """The signals received, and whether one ends the command immediately."""
 
     def __init__(self) -> None:
         self._came: list[int] = []
@@ -33,21 +34,21 @@ class Signals:
     def listen(self) -> None:
         """From here on a signal raises KeyboardInterrupt."""
         for number in (getattr(signal, name) for name in _ENDING if hasattr(signal, name)):
-            # Whoever started us may have decided otherwise (nohup).
+            # The parent process may have set them to be ignored (nohup).
             if signal.getsignal(number) in {signal.SIG_DFL, signal.default_int_handler}:
                 signal.signal(number, self._arrived)
 
     def hold(self) -> None:
-        """From here on the first signal is only noted: half a document is worth nothing. Writing it may wait for a reader
-        that never reads, so a later signal ends the command, as does one after a signal that has ended the work before.
+        """From here on the first signal is only recorded, as half a document is useless. Writing may block on a reader that
+        never reads, so a later signal ends the command. So does a signal that follows one which has ended the work.
         """
         self._held = True
-        # Time in which a document reaches whoever reads it.
+        # Time for a document to reach its reader.
         self._echo_until = max(self._echo_until, time.monotonic() + ECHO_S)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """The body comes to its end in spite of a first signal; see `hold`."""
+        """The body completes despite a first signal; see `hold`."""
         self.hold()
         try:
             yield

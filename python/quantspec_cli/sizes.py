@@ -1,4 +1,4 @@
-"""Which sizes of models fit a machine, at which context: planned from the shapes of published models."""
+"""Model sizes that fit a machine, and at which context: planned from the shapes of published models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .errors import native_errors
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# Name, then layers, hidden, intermediate, heads, KV heads, vocabulary, tied head: Llama 3.2 1B and 3B, Llama 3.1 8B,
-# Qwen2.5 14B and 32B, Llama 3.1 70B. Heads have 128 channels but those of 1B, which have 64.
+# Name, then layers, hidden, intermediate, heads, KV heads, vocabulary, tied head: Llama 3.2 1B and 3B, Llama 3.1 8B, Qwen2.5
+# 14B and 32B, Llama 3.1 70B. Heads have 128 channels, those of 1B 64.
 SHAPES = {
     "1B": (16, 2048, 8192, 32, 8, 128_256, True),
     "3B": (28, 3072, 8192, 24, 8, 128_256, True),
@@ -49,7 +49,7 @@ def config(name: str) -> dict[str, Any]:
 
 
 def table(device: str) -> list[dict[str, Any]]:
-    """Of each size: bytes of weights and draft weights, and the longest context that fits the device, 0 where none does."""
+    """For each size: bytes of weights and draft weights, and the longest context that fits the device, 0 if none does."""
     from . import _native
 
     with tempfile.TemporaryDirectory(prefix="quantspec-") as folder:

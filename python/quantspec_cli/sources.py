@@ -1,7 +1,7 @@
-"""The documents of a batch: what a directory, a file, a glob or a list names, and where each answer goes.
+"""The documents of a batch: those that a directory, a file, a glob or a list names, and the path of each answer.
 
-A document's name is its path below the argument that found it, with `/` between the parts. The name fixes the place of the
-answer, so it never leaves the output folder and never depends on the other documents.
+A document's name is its path below the argument that found it, with `/` between the parts. The name determines the
+answer's path, which is always inside the output folder and independent of the other documents.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Where a batch keeps its journal, below the output folder.
 STATE = ".quantspec"
 
-# Deepest folder that is walked: far from the depth at which Python gives up.
+# Deepest folder that is walked, well below Python's recursion limit.
 _DEEPEST = 200
 
 # Longest file name of the common file systems, in bytes.
@@ -39,7 +39,7 @@ class Source:
         name: unique name, parts separated by `/`; bytes that are not UTF-8 are lone surrogates, as Python names files.
         path: the file to read; None for a literal text.
         text: the literal text of a list; None for a file.
-        problem: why the document cannot be read, where that is known already (a folder that cannot be listed).
+        problem: why the document cannot be read, if known already (a folder that cannot be listed).
     """
 
     name: str
@@ -49,14 +49,14 @@ class Source:
 
     @property
     def shown(self) -> str:
-        """The name in UTF-8, as results.jsonl and messages print it: bytes that are not UTF-8 appear as `\\xff`."""
+        """The name in UTF-8, as in results.jsonl and messages: bytes that are not UTF-8 appear as `\\xff`."""
         return shown(self.name)
 
     def read(self) -> bytes:
         """The document's bytes.
 
         Raises:
-            QuantspecError: InputError where there is no regular file or the system refuses; `problem` if there is one;
+            QuantspecError: InputError if there is no regular file or the system refuses; `problem` if there is one;
                 DoesNotFitError for more bytes than any context holds.
         """
         if self.problem is not None:
@@ -64,7 +64,7 @@ class Source:
         if self.path is None:
             return (self.text or "").encode()
         try:
-            # A FIFO without a writer would block an open for ever.
+            # Opening a FIFO without a writer would block for ever.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 if not S_ISREG(os.fstat(descriptor).st_mode):
@@ -85,8 +85,8 @@ def find(arguments: Sequence[str], out: Path) -> list[Source]:
     """The documents that the arguments name, in a fixed order. The output folder below a walked directory is left out.
 
     Raises:
-        QuantspecError: UsageError or InputError for an argument that names nothing, for a list that cannot be read, and for
-            two documents of one name.
+        QuantspecError: UsageError or InputError for an argument without documents, for a list that cannot be read, and
+            for two documents with the same name.
     """
     if not arguments:
         raise UsageError("no document", "name a directory, files, a quoted glob or a list.jsonl")
@@ -111,7 +111,7 @@ def find(arguments: Sequence[str], out: Path) -> list[Source]:
 
 
 def output_name(name: str, suffix: str) -> str:
-    """The answer's path below the output folder. Parts longer than a file system takes end in a hash of the whole part."""
+    """The answer's path below the output folder. Parts too long for a file system end in a hash of the whole part."""
     *folders, last = name.split("/")
     return "/".join([_shortened(folder, "") for folder in folders] + [_shortened(last, suffix)])
 
@@ -122,7 +122,7 @@ def _shortened(part: str, suffix: str) -> str:
         return part + suffix
     digest = "~" + hashlib.sha256(raw).hexdigest()[:16]
     kept = raw[: _NAME_BYTES - len(suffix.encode()) - len(digest)]
-    # Half a character at the cut would make the name invalid UTF-8.
+    # A character cut in half would make the name invalid UTF-8.
     return kept.decode("utf-8", "ignore") + digest + suffix
 
 
@@ -145,7 +145,7 @@ def _of_argument(argument: str, out: Path) -> Iterator[Source]:
 
 
 def _matches(pattern: str, out: Path) -> Iterator[Source]:
-    """Files that a glob matches; names begin behind its fixed folders."""
+    """Files that a glob matches; names begin after its fixed folders."""
     fixed: list[str] = []
     for part in Path(pattern).parts:
         if glob.has_magic(part):
@@ -167,7 +167,7 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _walk(folder: str, prefix: str, out: Path, above: tuple[tuple[int, int], ...]) -> Iterator[Source]:
-    """Every file below a folder that is not hidden. Linked folders are entered, but for one that leads back above itself."""
+    """Every file below a folder that is not hidden. Linked folders are entered, except one that leads back above itself."""
     try:
         status = os.stat(folder)
         entries = sorted(os.scandir(folder), key=lambda entry: os.fsencode(entry.name))
@@ -179,7 +179,7 @@ def _walk(folder: str, prefix: str, out: Path, above: tuple[tuple[int, int], ...
     if me in above:
         return
     if len(above) == _DEEPEST:
-        too_deep = InputError(f"folder {folder} lies {_DEEPEST} folders deep", "name it as a directory of its own")
+        too_deep = InputError(f"folder {folder} is {_DEEPEST} levels deep", "name it as a directory of its own")
         yield Source(prefix.rstrip("/"), folder, problem=too_deep)
         return
     for entry in entries:
@@ -195,12 +195,12 @@ def _walk(folder: str, prefix: str, out: Path, above: tuple[tuple[int, int], ...
 def _is_directory(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link that leads nowhere: reading it says why
+    except OSError:  # a link without a target: reading it reports why
         return False
 
 
 def _listed(path: str) -> Iterator[Source]:
-    """The documents of a list: one object a line with "path" or "text", and "id" where the path is not to be the name."""
+    """The documents of a list: one object per line with "path" or "text", and "id" if the name is not the path."""
     document = prompts.from_bytes(path, files.read(Path(path)))
     folder = os.path.dirname(path)
     for number, line in enumerate(document.text.split("\n"), 1):
@@ -235,7 +235,7 @@ def _of_line(where: str, line: str, folder: str) -> Source:
 
 
 def _safe(where: str, name: str) -> str:
-    """The name as a relative path that stays below its folder; the root of an absolute path is left out."""
+    """The name as a relative path that stays below its folder; the root of an absolute path is removed."""
     parts = [part for part in name.split("/") if part not in ("", ".")]
     if ".." in parts:
         raise InputError(f"{where}: the name {name} leaves the output folder", 'add an "id" without ".."')

@@ -1,7 +1,7 @@
-"""Chat templates: a document, an instruction and a system prompt as the messages a model was trained on.
+"""Chat templates: a document, an instruction and a system prompt in the message format a model was trained on.
 
-A template is a program that came with the model. It runs in jinja's sandbox, in a process of its own with limits on
-time and memory, so that one that loops, grows or raises ends in an error.
+A template is a program that comes with the model. It runs in jinja's sandbox, in a separate process with limits on time
+and memory, so that one that loops, grows or raises ends in an error.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ if TYPE_CHECKING:
 
     from jinja2.ext import Extension
 
-# Real templates take milliseconds; a busy machine may start Python slowly, hence the gap between the two.
+# Real templates take milliseconds. The wall-clock limit is longer, as a busy machine may start Python slowly.
 CPU_LIMIT_S = 5
 WALL_LIMIT_S = 30
-# Address space of the process, besides what the document itself needs: jinja with its imports takes about 100 MB.
+# Address space of the process, in addition to the document's needs: jinja with its imports takes about 100 MB.
 MEMORY_LIMIT_BYTES = 1 << 30
-# The variable by which templates of models that can think are told whether to.
+# The template variable that turns thinking on or off.
 THINKING = "enable_thinking"
 # Variables that every conversation sets.
 RESERVED = ("messages", "add_generation_prompt")
-# A hint names so many variables at most.
+# Most variables that a hint lists.
 NAMED = 12
-# A template wraps its messages in a few special tokens.
+# Most characters a template may add to its messages; real ones add a few special tokens.
 SLACK_CHARACTERS = 1 << 20
 
 _CHILD = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from quantspec_cli.template import child; child()"
 
 
 def find(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of a checkpoint: chat_template.jinja, or tokenizer_config.json's (its default one of several)."""
+    """The chat template of a checkpoint: chat_template.jinja, or tokenizer_config.json's (the default if it has several)."""
     file = directory / "chat_template.jinja"
     if files.is_file(file):
         try:
@@ -56,24 +56,24 @@ def find(directory: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def messages(document: str, instruction: str | None, system_prompt: str | None) -> list[dict[str, str]]:
-    """A document as a conversation. The instruction follows the document: a model reads it with the text in mind."""
+    """A document as a conversation. The instruction follows the document, so the model reads it with the text in mind."""
     user = document if instruction is None else f"{document}\n\n{instruction}"
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     return [*system, {"role": "user", "content": user}]
 
 
 def plain(document: str, instruction: str | None, system_prompt: str | None) -> str:
-    """The same without a template, for base models."""
+    """The same for base models, without a template."""
     parts = [system_prompt, document, instruction]
     return "\n\n".join(part for part in parts if part is not None) + "\n\n"
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as a model reads it.
+    """A conversation in the model's format.
 
     Attributes:
-        text: the conversation and the start of the answer, special tokens included.
+        text: the conversation and the start of the answer, including special tokens.
         variables: names that the template reads.
     """
 
@@ -89,8 +89,8 @@ def render(
 ) -> Rendered:
     """Renders a conversation and the start of the answer.
 
-    `special` are the texts of the model's special tokens, `arguments` what the template is told besides; one that it does
-    not read is refused. `enable_thinking` is false unless an argument says otherwise.
+    `special` are the texts of the model's special tokens. `arguments` are further variables of the template; one that it
+    does not read is refused. `enable_thinking` is false unless an argument sets it.
     """
     size = sum(len(message["content"]) for message in conversation) + len(json.dumps(arguments))
     request = {
@@ -105,7 +105,7 @@ def render(
     try:
         answer: dict[str, Any] = json.loads(written)
     except ValueError:
-        # Killed by a limit: there is no answer.
+        # A limit killed the process before its answer.
         raise _refused(f"the chat template took more than {CPU_LIMIT_S} s or too much memory") from None
     if "error" in answer:
         raise _refused(f"the chat template failed: {answer['error']}")
@@ -133,7 +133,8 @@ def _answer_of_child(request: bytes) -> bytes:
     except OSError as error:
         raise internal(error) from error
     try:
-        # After Ctrl-C `communicate` would give the child a quarter of a second, this thread's wait gives it none.
+        # After Ctrl-C `communicate` waits a quarter of a second for the child; on a background thread it does not delay the
+        # exit.
         answer, _ = background.run(lambda: process.communicate(request, timeout=WALL_LIMIT_S))
     except subprocess.TimeoutExpired:
         process.kill()
@@ -167,15 +168,15 @@ def child() -> None:
 def _limit(characters: int, cpu_limit_s: int) -> None:
     try:
         import resource
-    except ImportError:  # no such limits on Windows; the wall clock remains
+    except ImportError:  # Windows has no such limits; the wall-clock limit remains
         return
 
     def lower(kind: int, limit: int) -> None:
-        # Whoever started us may have set a lower one, which nobody may raise.
+        # The parent may have set a lower hard limit, which cannot be raised.
         _, hard = resource.getrlimit(kind)
         resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard),) * 2)
 
-    # jinja, the parts of the text and their join: a handful of copies of at most 4 bytes per character.
+    # jinja, the parts of the text and their join: a few copies of at most 4 bytes per character.
     lower(resource.RLIMIT_AS, MEMORY_LIMIT_BYTES + 32 * characters)
     lower(resource.RLIMIT_CPU, cpu_limit_s)
     lower(resource.RLIMIT_CORE, 0)
@@ -203,7 +204,7 @@ def _render_here(
     unknown = [name for name in arguments if name not in variables]
     if unknown:
         return {"unknown": unknown[0], "variables": variables}
-    # Templates test `tools is not none`; transformers passes them, so do we.
+    # Templates test `tools is not none`; transformers passes the variable, so it is passed here.
     context = {"add_generation_prompt": True, "tools": None, "documents": None, THINKING: False, **special, **arguments}
     pieces: list[str] = []
     length = 0
@@ -216,7 +217,7 @@ def _render_here(
 
 
 def _generation_tag() -> type[Extension]:
-    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it means its content."""
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it yields its content."""
     from jinja2.ext import Extension
 
     class Generation(Extension):

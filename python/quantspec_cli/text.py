@@ -1,6 +1,6 @@
 """From token ids to text: whole UTF-8 characters, without a thinking block, cut at stop strings, one token at a time.
 
-What is emitted depends on the tokens alone, never on how they were grouped into rounds.
+The emitted text depends on the tokens alone, not on their grouping into rounds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StopStrings:
-    """Finds the first completed stop string in a growing text, holding back what may still become one."""
+    """Finds the first completed stop string in a growing text; holds back text that may be the start of one."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         """`stops` are not empty strings."""
@@ -22,11 +22,11 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """Adds text. Returns what may be emitted now, and whether a stop string was completed (it is not emitted)."""
+        """Adds text. Returns the text to emit, and True if a stop string was completed (it is not emitted)."""
         if not self._stops:
             return text, False
         self._held += text
-        # The stop that ends first wins, the longer one if two end together: independent of where pieces were cut.
+        # The stop string that ends first wins, the longer one if two end together: independent of piece borders.
         found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
             _, at = min(found)
@@ -36,20 +36,20 @@ class StopStrings:
         return emit, False
 
     def flush(self) -> str:
-        """What was held back, when no more text comes."""
+        """The held-back text, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """How a model marks what it thinks before it answers.
+    """How a model marks thinking before its answer.
 
     Attributes:
         opens: the tag before the block.
         closes: the tag after it.
         begun: the prompt ends inside the block, so the answer has no opening tag.
-        on: the model may think; otherwise its answer is taken as it is.
+        on: the model may think; otherwise its answer is not searched for a block.
     """
 
     opens: str = "<think>"
@@ -64,7 +64,7 @@ class Thinking:
 
 
 class ThinkingBlock:
-    """Separates the thinking block that a growing text begins with from the answer after it."""
+    """Separates the thinking block at the start of a growing text from the answer after it."""
 
     def __init__(self, thinking: Thinking) -> None:
         self._opens, self._closes = thinking.opens, thinking.closes
@@ -75,11 +75,11 @@ class ThinkingBlock:
 
     @property
     def thinking(self) -> str | None:
-        """The block's text so far, without the line breaks at its ends; None where the text did not begin with one."""
+        """The block's text so far, stripped of line breaks at its ends; None if the text did not begin with a block."""
         return "".join(self._thoughts).strip("\n") if self._found else None
 
     def push(self, text: str) -> str:
-        """Adds text. Returns what is known to belong to the answer, without the line breaks after the block."""
+        """Adds text. Returns the part known to belong to the answer, without the line breaks after the block."""
         self._held += text
         if self._place == "before":
             start = self._held.lstrip()
@@ -106,7 +106,7 @@ class ThinkingBlock:
         return answer
 
     def flush(self) -> str:
-        """What was held back of the answer, when no more text comes. An unfinished block is no answer."""
+        """The held-back part of the answer, at the end of the text. An unfinished block is not an answer."""
         held, self._held = self._held, ""
         if self._place == "inside":
             self._thoughts.append(held)
@@ -115,7 +115,7 @@ class ThinkingBlock:
 
 
 def _split_pending(text: str, words: Sequence[str]) -> tuple[str, str]:
-    """Splits before the longest end of the text with which one of the words begins, but which is not all of it."""
+    """Splits before the longest end of the text that is a proper prefix of one of the words."""
     longest = min(len(text), max(map(len, words)) - 1)
     for length in range(longest, 0, -1):
         end = text[-length:]
@@ -128,7 +128,7 @@ class Text:
     """The answer of one sequence as it grows.
 
     Attributes:
-        tokens: emitted ids, those of a thinking block included, without the one that ended the text.
+        tokens: emitted ids, including those of a thinking block, without the one that ended the text.
         pieces: emitted text, in pieces.
         stop_reason: None while growing, then "length", "eos", "stop" or "interrupted".
     """
@@ -142,8 +142,8 @@ class Text:
         stops: Iterable[str] = (),
         thinking: Thinking | None = None,
     ) -> None:
-        """`token_bytes` gives the bytes an id stands for; `limit` is the most tokens the text may have. Stop strings are
-        looked for after the block that `thinking` describes.
+        """`token_bytes` gives the bytes of an id; `limit` is the most tokens of the text. Stop strings are searched after
+        the block that `thinking` describes.
         """
         self.tokens: list[int] = []
         self.pieces: list[str] = []
@@ -153,7 +153,7 @@ class Text:
         self._eos = eos
         self._stops = StopStrings(stops)
         self._block = ThinkingBlock(thinking) if thinking is not None and thinking.on else None
-        # Holds back the bytes of an unfinished character; bytes that can never become one turn into U+FFFD.
+        # Holds back the bytes of an unfinished character; invalid bytes become U+FFFD.
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
@@ -163,11 +163,11 @@ class Text:
 
     @property
     def thinking(self) -> str | None:
-        """What the thinking block holds so far; None where the answer has none."""
+        """The thinking block so far; None if the answer has none."""
         return None if self._block is None else self._block.thinking
 
     def push(self, tokens: Iterable[int]) -> str:
-        """Takes the tokens of a round and returns the text to emit. Tokens after the end are dropped."""
+        """Adds the tokens of a round and returns the text to emit. Tokens after the end are dropped."""
         piece = ""
         for token in tokens:
             if token in self._eos:
@@ -188,7 +188,7 @@ class Text:
         return piece
 
     def interrupt(self) -> str:
-        """Ends a text that is still growing; returns what was held back."""
+        """Ends an unfinished text; returns the held-back text."""
         if self.stop_reason is not None:
             return ""
         piece = self._end("interrupted")
@@ -198,7 +198,7 @@ class Text:
 
     def _end(self, why: str) -> str:
         self.stop_reason = why
-        # An unfinished character is dropped: half a character is no text. Its tokens remain in `tokens`.
+        # An unfinished character is dropped; its tokens remain in `tokens`.
         self._utf8.reset()
         if self._block is None:
             return self._stops.flush()

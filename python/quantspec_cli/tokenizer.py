@@ -20,16 +20,16 @@ _HINT = "use the tokenizer.json published with these weights"
 
 
 class Tokenizer:
-    """The tokenizer beside a checkpoint, or in a GGUF file.
+    """The tokenizer of a checkpoint directory, or of a GGUF file.
 
     Attributes:
-        config: tokenizer_config.json, or {} where there is none; what a GGUF file says of the same.
+        config: tokenizer_config.json, or {} if there is none; the same fields of a GGUF file.
         special: text of the special tokens a chat template may name: bos_token, eos_token and the like.
     """
 
     def __init__(self, model: Path, vocab: int) -> None:
-        """Reads a directory's tokenizer.json or tokenizer.model, or a GGUF file; `vocab` is the number of rows of the model's
-        embedding.
+        """Reads a directory's tokenizer.json or tokenizer.model, or a GGUF file; `vocab` is the number of rows of the
+        model's embedding.
         """
         if files.is_file(model):
             self._name, self._hint = str(model), gguf.HINT
@@ -53,7 +53,7 @@ class Tokenizer:
         self.special = {key: text for key, value in self.config.items() if (text := _special(key, value)) is not None}
         self._vocab = vocab
         known = self._inner.get_vocab_size(with_added_tokens=True)
-        # Embeddings are padded to a round number of rows, but nobody doubles them.
+        # Embeddings are padded to a round number of rows, but never doubled.
         if known * 2 < vocab:
             raise ModelError(
                 f"{self._name} has {known} tokens, the model has {vocab}",
@@ -65,11 +65,11 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a text. `special` adds what the tokenizer puts around a text (its BOS), exactly once.
+        """Ids of a text. `special` adds the tokenizer's tokens around a text (its BOS), exactly once.
 
-        Text rendered by a chat template holds its special tokens already and is encoded with `special=False`.
+        Text rendered by a chat template contains its special tokens and is encoded with `special=False`.
         """
-        # The batch call is the one that releases the GIL. Its panics are errors before they leave their thread.
+        # The batch call releases the GIL. Its panics become errors on its own thread.
         what = f"{self._name} cannot encode the text"
         encode = partial(self._inner.encode_batch_fast, [text], add_special_tokens=special)
         encodings = panics.hidden(lambda: background.run(lambda: _guarded(encode, what, self._hint)))
@@ -84,10 +84,10 @@ class Tokenizer:
         return ids
 
     def least_tokens(self, text: str, enough: int) -> int:
-        """A number of tokens that a text does not go below, without encoding it. Counting ends at `enough`."""
+        """A lower bound of a text's token count, without encoding it. Counting stops at `enough`."""
         if self._lower_bound is not None:
             return self._lower_bound.tokens(text, enough)
-        # Composing characters may make a text a little shorter before it is split into tokens, never four times.
+        # Composing characters may shorten a text slightly before it is split into tokens, never by a factor of four.
         return len(text.encode()) // (4 * self.longest_token_bytes)
 
     @cached_property
@@ -95,31 +95,32 @@ class Tokenizer:
         return lower_bound.of(self._inner, _byte_level)
 
     def _configured_bos(self) -> int | None:
-        """The id that begins every text by tokenizer_config.json; None where it names none."""
+        """The id that begins every text according to tokenizer_config.json; None if it names none."""
         token = self.special.get("bos_token")
         if token is None or self.config.get("add_bos_token") is not True:
             return None
         bos = self.id_of(token)
         if bos is None:
             raise ModelError(
-                f"{self._name} does not know the BOS {token!r} of tokenizer_config.json",
+                f"{self._name} has no token {token!r}, the BOS of tokenizer_config.json",
                 "use both files as they were published with these weights",
             )
         return bos
 
     def encode_start(self, text: str, count: int) -> list[int]:
-        """The first `count` ids of `encode`, or all of a shorter text. Encoding takes 100 bytes of memory per byte, so of a
-        long text only a generous beginning is encoded.
+        """The first `count` ids of `encode`, or all of a shorter text. Encoding takes 100 bytes of memory per byte, so only
+        a sufficient beginning of a long text is encoded.
         """
         start = text[: 4 * count * self.longest_token_bytes]
         ids = self.encode(start)
-        # A cut changes ids near it. Few ids of so much text: they stand for more of it than a token should.
+        # A cut changes the ids near it. So few ids mean that they cover more text than tokens normally do, and the whole text
+        # is encoded.
         if len(start) < len(text) and len(ids) < 2 * count:
             ids = self.encode(text)
         return ids[:count]
 
     def difference(self, other: Tokenizer) -> str | None:
-        """The first difference in tokens or merges of two tokenizers, in words; None where their ids mean the same."""
+        """The first difference in tokens or merges of two tokenizers, in words; None if their ids are equivalent."""
         mine, its = (one._inner.get_vocab(with_added_tokens=True) for one in (self, other))
         if mine != its:
             here, there = ({id: token for token, id in vocabulary.items()} for vocabulary in (mine, its))
@@ -141,7 +142,7 @@ class Tokenizer:
         return max(len(self._to_bytes(token)) for token in self._inner.get_vocab(with_added_tokens=True))
 
     def token_bytes(self, token: int) -> bytes:
-        """UTF-8 bytes a token stands for, possibly part of a character; empty for special and padding tokens."""
+        """UTF-8 bytes of a token, possibly part of a character; empty for special and padding tokens."""
         known = self._bytes.get(token)
         if known is None:
             text = None if token in self._hidden else self._inner.id_to_token(token)
@@ -149,7 +150,7 @@ class Tokenizer:
         return known
 
     def answer_bytes(self, *, continues: bool, shown: Iterable[str] = ()) -> Callable[[int], bytes]:
-        """`token_bytes` for one answer. Tokens of these texts are `shown`, special ones too.
+        """`token_bytes` for one answer. Tokens of these texts are `shown`, even special ones.
 
         An answer that does not continue its prompt's text starts without the space SentencePiece puts before a word.
         """
@@ -185,21 +186,21 @@ def _load(directory: Path) -> tokenizers.Tokenizer:
             else "copy the tokenizer.json published with these weights into the directory"
         )
         raise ModelError(f"{directory} has no tokenizer.json", hint)
-    # Read here, and not by the library, which says of a file without permission only that something is wrong with it.
+    # Read here: the library's error for a file without permission does not name the reason.
     raw = files.read(path)
-    # The library holds the GIL while it parses, so Ctrl-C waits: 0.3 s for 150,000 tokens, 0.9 s for 400,000.
+    # The library holds the GIL while it parses, which delays Ctrl-C: 0.3 s for 150,000 tokens, 0.9 s for 400,000.
     inner: Inner = panics.hidden(lambda: _guarded(lambda: Inner.from_buffer(raw), f"{path} cannot be read", _HINT))
-    # A tokenizer.json may ask for truncation or padding: nothing is ever cut, and pads are no text.
+    # A tokenizer.json may request truncation or padding; both are disabled.
     inner.no_truncation()
     inner.no_padding()
-    # It may also ask for random merges, as in training: the same prompt always has the same ids.
+    # It may also request random merges, as in training: disabled, so that the same prompt has the same ids.
     if isinstance(inner.model, models.BPE):
         inner.model.dropout = None
     return inner
 
 
 def _guarded(work: Callable[[], Any], message: str, hint: str) -> Any:
-    """Runs a call into the tokenizer library, whose errors are bare exceptions and, for some damaged files, panics."""
+    """Calls the tokenizer library, whose errors are bare exceptions and, for some damaged files, panics."""
     try:
         return work()
     except (KeyboardInterrupt, SystemExit, MemoryError, QuantspecError):
@@ -209,7 +210,7 @@ def _guarded(work: Callable[[], Any], message: str, hint: str) -> Any:
 
 
 def _byte_rule(inner: tokenizers.Tokenizer, name: str) -> tuple[Callable[[str], bytes], bool]:
-    """How the text of a token becomes bytes, and whether a text loses its first space."""
+    """How a token's text is converted to bytes, and whether a text loses its first space."""
     decoder = inner.decoder
     spec: dict[str, Any] = {"type": None} if decoder is None else json.loads(decoder.__getstate__())
     steps = spec["decoders"] if spec["type"] == "Sequence" else [spec]
@@ -252,7 +253,7 @@ def _byte_level(token: str) -> bytes:
     try:
         return bytes(map(_BYTE_OF.__getitem__, token))
     except KeyError:
-        # An added token holds its text as it is.
+        # An added token contains its text unchanged.
         return token.encode()
 
 
@@ -276,14 +277,14 @@ def _special(key: str, value: object) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file of a model holds; empty where there is no such file."""
+    """The JSON object in a model's file; empty if the file does not exist."""
     if files.status(path) is None:
         return {}
     if not files.is_file(path):  # a pipe would be waited for
         raise ModelError(f"{path} is not a file", "use the file published with these weights")
     try:
         parsed = json.loads(files.read(path))
-        # Half of a surrogate pair is valid JSON, but no text.
+        # Half of a surrogate pair is valid JSON, but not valid text.
         json.dumps(parsed, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"

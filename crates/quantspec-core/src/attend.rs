@@ -1,8 +1,8 @@
-//! Attention of one query over one KV head, in f64 and one token after another: the meaning of every fast kernel.
+//! Reference attention of one query over one KV head: f64, one token after another. Every fast kernel is tested against it.
 //!
-//! The visibility law ([`crate::cache`]) decides what a query at position p reads: tokens before Q(p) from pages, through a
-//! view, and tokens Q(p)..=p from the buffer in full precision. A draft may read only some of the pages; a page's quantised
-//! key parameters bound the scores inside it, which is how the best ones are found without reading them.
+//! A query at position p reads tokens before Q(p) from pages, through a view, and tokens Q(p)..=p from the buffer in full
+//! precision ([`crate::cache`]). A draft may read a subset of the pages. It ranks them by an upper bound of their scores,
+//! which the page's quantised key parameters give without reading the keys.
 
 use crate::cache::{BUFFER_TOKENS, G, buffer_slot, visible_buffer, visible_pages};
 use crate::config::{Rounding, View};
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::quantize::{Page, Params, dequantize_both, dequantize_upper};
 use half::f16;
 
-/// Keys and values of G tokens in full precision, `[G][head_dim]` each: a page of view Full.
+/// A page of view Full: keys and values of G tokens in f16, `[G][head_dim]` each.
 #[derive(Clone, Copy, Debug)]
 pub struct FullPage<'a> {
     /// Keys.
@@ -19,7 +19,7 @@ pub struct FullPage<'a> {
     pub values: &'a [f16],
 }
 
-/// Cache of one sequence, layer and KV head. Views that are not read may have no pages.
+/// Cache of one sequence, layer and KV head. Planes that no view reads may be empty.
 #[derive(Clone, Copy, Debug)]
 pub struct Cache<'a> {
     /// Channels of the head.
@@ -87,13 +87,14 @@ fn widen(x: &[f16]) -> Vec<f64> {
     x.iter().map(|x| x.to_f64()).collect()
 }
 
-/// Attention output `[head_dim]` of a query (after RoPE, not yet scaled) at `position`; scores are q·k / √head_dim.
+/// Attention output `[head_dim]` of a query `[head_dim]` (after RoPE, not yet scaled) at `position`; scores are q·k /
+/// √head_dim.
 ///
-/// `pages` lists the pages to read in any order, for example `0..visible_pages(position)` for all of them; pages the law hides
-/// from this position contribute nothing.
+/// `pages` lists the pages to read in any order, for example `0..visible_pages(position)` for all of them. Pages that are not
+/// visible from this position contribute nothing.
 ///
 /// # Errors
-/// [`crate::ErrorKind::Internal`] where shapes do not fit or a listed visible page is not there.
+/// [`crate::ErrorKind::Internal`] if shapes do not match or a listed visible page is missing.
 pub fn attend(query: &[f32], position: usize, view: View, pages: &[usize], cache: &Cache) -> Result<Vec<f64>> {
     cache.check(query)?;
     let mut tokens = Vec::new();
@@ -122,8 +123,8 @@ fn softmax_sum(query: &[f32], tokens: &[Token]) -> Vec<f64> {
     out
 }
 
-/// Upper bound of q·k (unscaled) over the keys of a page in view Upper: `Σ_c max(q_c·lo_c, q_c·hi_c)` with lo and hi the
-/// values of codes 0 and 15. Heads that share a KV head are scored by the largest of their bounds.
+/// Upper bound of q·k (unscaled) over the keys of a page in view Upper: `Σ_c max(q_c·lo_c, q_c·hi_c)`. lo and hi are the
+/// values of codes 0 and 15. Query heads that share a KV head use the largest of their bounds.
 pub fn page_bound(query: &[f32], key_params: &[Params], rounding: Rounding) -> f32 {
     let most = |(&q, &params): (&f32, &Params)| {
         (q * dequantize_upper(0, params, rounding)).max(q * dequantize_upper(15, params, rounding))
@@ -131,8 +132,8 @@ pub fn page_bound(query: &[f32], key_params: &[Params], rounding: Rounding) -> f
     query.iter().zip(key_params).map(most).sum()
 }
 
-/// Indices of the `n` pages a draft reads, ascending: the first, the last, and those of the highest bounds, the lower index
-/// among equals. `n` below 2 counts as 2.
+/// Indices of the `n` pages a draft reads, ascending: the first, the last, and those with the highest bounds. The lower index
+/// wins ties. `n` below 2 counts as 2.
 pub fn select_pages(bounds: &[f32], n: usize) -> Vec<usize> {
     let last = bounds.len().saturating_sub(1);
     let mut inner: Vec<usize> = (1..last).collect();
@@ -162,7 +163,7 @@ mod tests {
         4.0 * uniform(seed, 0, at, Stream::Sample, 0) - 2.0
     }
 
-    /// All keys and values of a sequence, its quantised pages, and the ring as decoding at `position` finds it.
+    /// All keys and values of a sequence, its quantised pages, and the ring before decoding `position`.
     struct Sequence {
         keys: Vec<f16>,
         values: Vec<f16>,
@@ -181,7 +182,7 @@ mod tests {
                 quantize_page(&keys[range.clone()], &values[range], D, rounding).unwrap()
             };
             let pages = (0..tokens / G).map(page).collect();
-            // Slots never written hold garbage that no query may read.
+            // Ring slots that were never written hold values that no query may read.
             let ring = |x: &[f16]| {
                 let mut ring = vec![f16::NAN; BUFFER_TOKENS * D];
                 for token in 0..tokens {
@@ -218,7 +219,7 @@ mod tests {
     }
 
     fn distance(a: &[f64], b: &[f64]) -> f64 {
-        // A NaN is infinitely far: f64::max would pass it over.
+        // NaN counts as infinitely far; f64::max would ignore it.
         let distances = a.iter().zip(b).map(|(a, b)| (a - b).abs());
         distances.fold(0.0, |most, d| if d.is_nan() { f64::INFINITY } else { d.max(most) })
     }
@@ -232,7 +233,7 @@ mod tests {
 
     #[test]
     fn two_tokens_by_hand() {
-        // Scores 6/√4 = 3 and 0: weights e³ and 1 of their sum.
+        // Scores are 6/√4 = 3 and 0, so the weights are e³ and 1 over their sum.
         let out = attend_exact(
             &[2.0, 0.0, 0.0, 1.0],
             &[3.0, 9.0, 9.0, 0.0, 0.0, 5.0, 5.0, 0.0],
@@ -267,7 +268,7 @@ mod tests {
 
     #[test]
     fn pages_the_law_hides_are_neutral_to_the_bit() {
-        // Position 383 sees page 0; page 1 exists and is named, but its tokens are read from the buffer.
+        // Position 383 sees page 0. Page 1 exists and is listed, but its tokens are read from the buffer.
         let sequence = Sequence::new(384, Rounding::Balanced, noise);
         let of = |pages: &[usize]| sequence.attend(&query(7), 383, View::Both, pages).unwrap();
         assert_eq!(of(&[0]), of(&[0, 1, 2]));
@@ -303,7 +304,7 @@ mod tests {
             let (both, upper) = (of(View::Both), of(View::Upper));
             match rounding {
                 Rounding::Paper => assert_eq!(both, upper),
-                // View Upper moves every value by −s/32, s being about 4/16 here.
+                // View Upper moves every value by −s/32; s is about 4/16 here.
                 Rounding::Balanced => {
                     assert_ne!(both, upper);
                     assert!(distance(&both, &upper) < 0.02);
@@ -314,7 +315,7 @@ mod tests {
 
     #[test]
     fn equal_scores_average_and_strongly_negative_ones_vanish() {
-        // All scores are exactly 0: the output is the mean of the values, nothing is masked by being 0.
+        // All scores are exactly 0, so the output is the mean of the values. A score of 0 must not count as masked.
         let position = 520;
         let sequence = Sequence::new(position + 1, Rounding::Balanced, noise);
         let zero = sequence.attend(&[0.0; D], position, View::Full, &all_pages(position)).unwrap();
@@ -322,7 +323,7 @@ mod tests {
             let values = (0..=position).map(|token| sequence.values[token * D + channel].to_f64());
             assert!((got - values.sum::<f64>() / (position + 1) as f64).abs() < 1e-12);
         }
-        // All scores are far below 0 (−10,000 and −9,000): a hidden or absent token with score 0 would take all the weight.
+        // All scores are far below 0 (−10,000 and −9,000). A hidden or absent token with score 0 would take all the weight.
         let far = Sequence::new(position + 1, Rounding::Balanced, |seed, i| match seed {
             1 => -100.0 - if i / D == 300 { 0.0 } else { 10.0 },
             _ => noise(seed, i),
@@ -360,7 +361,7 @@ mod tests {
             let score = |token: usize| (0..D).map(|c| q[c] * value(token, c)).sum::<f32>();
             let most = (0..G).map(score).fold(f32::NEG_INFINITY, f32::max);
             prop_assert!(most <= bound * 1.000_01, "{most} {bound}");
-            // One channel's extremes are codes 0 and 15, so a query along it meets its bound.
+            // One channel's extremes are codes 0 and 15, so a query along that channel attains the bound.
             let mut axis = [0.0; D];
             axis[3] = q[3];
             let most = (0..G).map(|token| axis[3] * value(token, 3)).fold(f32::NEG_INFINITY, f32::max);

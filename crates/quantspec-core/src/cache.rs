@@ -1,24 +1,25 @@
-//! Extents of the cache: which tokens a query reads from pages, which from the buffer, and when a page is complete.
+//! Visibility law: which tokens a query reads from pages, which from the buffer, and when a page is complete.
 //!
-//! Everything is a function of positions (docs/design/cache.md), so decoding does not depend on when pages were
-//! quantised, on γ, or on the rows that share a call.
+//! Everything is a function of positions (docs/design/cache.md). So decoding does not depend on when pages were quantised, on
+//! γ, or on the other rows of a call.
 
 use std::ops::Range;
 
-/// Tokens of a page and of a key-quantisation group. The paper's value; the byte layouts assert it.
+/// Tokens of a page and of a key-quantisation group: 128, as in the paper. The byte layouts assert it.
 pub const G: usize = 128;
 
-/// Tokens the ring of recent keys and values holds per sequence. A query at p reads at most 2G − 1 tokens behind it and the
-/// window of a round adds up to [`GAMMA_MAX`] + 1, so three pages are the least that never overwrites a visible token.
+/// Tokens in the ring of recent keys and values of a sequence. A query at p reads at most the 2G − 1 tokens before it, and
+/// the window of a round adds up to [`GAMMA_MAX`] + 1. So three pages are the smallest ring that never overwrites a visible
+/// token.
 pub const BUFFER_TOKENS: usize = 3 * G;
 
-/// Largest γ. Far above what pays (γ 4 to 8); it keeps a round's window inside one page of slack.
+/// Largest γ, far above the values that pay (4 to 8). It keeps a round's window inside one spare page of the ring.
 pub const GAMMA_MAX: usize = 16;
 
 const _: () = assert!(2 * G + GAMMA_MAX < BUFFER_TOKENS);
 
-/// First token a query at `position` reads from the buffer; all tokens before it are read from pages.
-/// `Q(p) = G · max(0, ⌊p/G⌋ − 1)`: between G and 2G − 1 tokens before the query stay in full precision.
+/// First token that a query at `position` reads from the buffer; it reads all earlier tokens from pages. `Q(p) = G · max(0,
+/// ⌊p/G⌋ − 1)`: the last G to 2G − 1 tokens before the query are in full precision.
 pub const fn visible_quantised(position: usize) -> usize {
     (position / G).saturating_sub(1) * G
 }
@@ -28,20 +29,20 @@ pub const fn visible_pages(position: usize) -> usize {
     (position / G).saturating_sub(1)
 }
 
-/// Tokens a query at `position` reads from the buffer, itself included.
+/// Tokens that a query at `position` reads from the buffer, including itself.
 pub const fn visible_buffer(position: usize) -> Range<usize> {
     visible_quantised(position)..position + 1
 }
 
-/// Place of a token in the ring of the buffer. Pages keep their alignment: page b occupies ring slots `(b mod 3)·G ..`.
+/// Ring slot of a token. Pages keep their alignment: page b occupies slots `(b mod 3)·G ..`.
 pub const fn buffer_slot(position: usize) -> usize {
     position % BUFFER_TOKENS
 }
 
 /// Committed extent of one sequence.
 ///
-/// Rollback is the absence of a commit: a round writes into the buffer behind `committed`, and what is not committed is
-/// overwritten by the next round. Nothing quantised is ever taken back.
+/// A round writes its window into the buffer after `committed`. Rejected tokens are not committed, and the next round
+/// overwrites them. Pages hold committed tokens only, so rollback never touches them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Extent {
     committed: usize,
@@ -59,7 +60,7 @@ impl Extent {
         self.flushed_pages
     }
 
-    /// Appends `tokens` committed tokens and returns the pages that became complete, to be quantised now.
+    /// Commits `tokens` more tokens. Returns the pages that became complete; the caller must quantise them now.
     pub fn commit(&mut self, tokens: usize) -> Range<usize> {
         self.committed += tokens;
         let first = self.flushed_pages;
@@ -92,7 +93,7 @@ mod tests {
 
         #[test]
         fn a_round_never_overwrites_what_it_reads(committed in 0usize..1_000_000, gamma in 0..=GAMMA_MAX) {
-            // The window's last write must not reach the ring slot of the oldest token its first row reads.
+            // The window's last write must not overwrite the oldest token that its first row reads.
             let oldest = visible_quantised(committed);
             prop_assert!(committed + gamma - oldest < BUFFER_TOKENS);
         }

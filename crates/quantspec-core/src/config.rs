@@ -1,4 +1,4 @@
-//! What a model is and how it is decoded: plain data, shared by every crate.
+//! Model shape and decoding settings: plain data, shared by every crate.
 
 /// Shape and numerics of a Llama-family decoder. Built and checked by `quantspec-model::config`.
 #[derive(Clone, Debug, PartialEq)]
@@ -17,15 +17,15 @@ pub struct ModelConfig {
     pub kv_heads: usize,
     /// Channels of a head; even.
     pub head_dim: usize,
-    /// Rows of the embedding and of the head.
+    /// Rows of the embedding and of the LM head.
     pub vocab: usize,
-    /// Longest context the checkpoint was made for, in tokens.
+    /// Longest context the checkpoint was trained for, in tokens.
     pub max_positions: usize,
     /// Epsilon of every RMSNorm.
     pub rms_eps: f32,
     /// Rotary position embedding.
     pub rope: Rope,
-    /// The head is the embedding.
+    /// The LM head is the embedding.
     pub tied_embeddings: bool,
     /// Q, K and V projections have biases.
     pub qkv_bias: bool,
@@ -82,9 +82,9 @@ impl Dtype {
 /// Rotary position embedding; names follow Hugging Face's `rope_scaling`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rope {
-    /// Base of the geometric series of wavelengths.
+    /// Base θ of the inverse frequencies θ^(−2i/d).
     pub theta: f64,
-    /// How the series is stretched for long contexts.
+    /// How the frequencies are changed for long contexts.
     pub scaling: RopeScaling,
 }
 
@@ -98,27 +98,27 @@ pub enum RopeScaling {
         /// Stretch.
         factor: f64,
     },
-    /// NTK-aware base that grows with the sequence once it exceeds `original`.
+    /// NTK-aware base that grows with the sequence length beyond `original`.
     Dynamic {
         /// Stretch.
         factor: f64,
         /// Context of the pre-training, in tokens.
         original: usize,
     },
-    /// Llama 3.1: long wavelengths divided by `factor`, short kept, smooth between.
+    /// Llama 3.1: long wavelengths are divided by `factor`, short ones kept, with a smooth ramp between.
     Llama3 {
         /// Stretch.
         factor: f64,
-        /// Wavelengths above original / low are stretched fully.
+        /// Wavelengths above `original` / `low_freq_factor` are stretched fully.
         low_freq_factor: f64,
-        /// Wavelengths below original / high are kept.
+        /// Wavelengths below `original` / `high_freq_factor` are kept.
         high_freq_factor: f64,
         /// Context of the pre-training, in tokens.
         original: usize,
     },
-    /// Wavelengths stretched one by one, as GGUF files store Llama 3's scaling.
+    /// One stretch per channel pair, as GGUF files store Llama 3's scaling.
     Factors {
-        /// Stretch of every pair of channels, `[head_dim / 2]`.
+        /// Stretch of each channel pair, `[head_dim / 2]`.
         factors: Vec<f32>,
     },
     /// YaRN (Peng et al. 2023), with its attention temperature.
@@ -127,18 +127,18 @@ pub enum RopeScaling {
         factor: f64,
         /// Context of the pre-training, in tokens.
         original: usize,
-        /// Rotations above which a channel is kept.
+        /// Channels with more rotations over `original` are kept.
         beta_fast: f64,
-        /// Rotations below which a channel is stretched fully.
+        /// Channels with fewer rotations over `original` are stretched fully.
         beta_slow: f64,
-        /// Factor on cos and sin.
+        /// Factor on cos and sin, which scales the attention logits.
         attention_factor: f64,
         /// Round the ramp's ends to whole channels (Hugging Face's default).
         truncate: bool,
     },
 }
 
-/// Which planes an attention call reads for tokens behind the buffer.
+/// Which planes an attention call reads for tokens before the buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum View {
     /// Upper nibbles: 4.25 bits per element at head_dim 128.
@@ -167,37 +167,37 @@ impl Weights {
     }
 }
 
-/// Which pages behind the buffer a draft reads.
+/// Which of the visible pages a draft reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Pages {
     /// Every visible page.
     All,
-    /// The first page and the newest ones, `n` in all.
+    /// The first page and the newest ones, `n` in total.
     Window(usize),
-    /// The first, the newest, and those with the highest score bound, `n` in all per KV head.
+    /// The first page, the newest, and those with the highest score bound: `n` in total per KV head.
     Best(usize),
 }
 
-/// How the target's weights are kept.
+/// How the target's weights are stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum TargetWeights {
-    /// As the checkpoint has them; drafts have weights of their own ([`DraftWeights`]).
+    /// As in the checkpoint; drafts have weights of their own ([`DraftWeights`]).
     #[default]
     Checkpoint,
-    /// Every linear layer and the head in two planes of nibbles ([`crate::weights`]). The target reads both; what
-    /// [`DraftWeights`] keeps in 4 bits is the upper one, and the draft's head both. Rows of an embedding that is not the head stay as the
-    /// checkpoint has them.
+    /// Every linear layer and the head in two nibble planes ([`crate::weights`]). The target reads both planes. Where
+    /// [`DraftWeights`] says 4 bits, the draft reads the upper plane; its head reads both. An embedding that is not the head
+    /// stays as in the checkpoint.
     Int8,
-    /// Linear layers in the upper plane alone, which target and drafts read; the head in both planes.
+    /// Linear layers in the upper plane alone, which target and drafts share; the head in both planes.
     Int4,
 }
 
 /// How the draft weights are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DraftWeights {
-    /// Every linear in 4 bits (group 128), the head in 8.
+    /// Every linear layer in 4 bits (group 128), the head in 8.
     Int4,
-    /// Gate, up and down in 4 bits, the rest full.
+    /// Gate, up and down projections in 4 bits, the rest full.
     Int4Mlp,
     /// The draft uses the full weights.
     None,
@@ -253,9 +253,9 @@ impl DraftWeights {
 /// How keys and values are rounded to nibbles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Rounding {
-    /// Joint 8-bit rounding on a mid-rise grid, split into nibbles; no clipping, no bias.
+    /// One 8-bit rounding on a mid-rise grid, split into two nibbles. It neither clips nor biases.
     Balanced,
-    /// Quantise, then quantise the error (the paper).
+    /// Quantises the value, then its error (the paper).
     Paper,
 }
 
@@ -271,7 +271,7 @@ pub struct Planes {
 }
 
 impl Planes {
-    /// The fewest planes that serve the views used.
+    /// The smallest set of planes that serves `views`.
     pub fn of(views: &[View]) -> Planes {
         let reads = |view| views.contains(&view);
         Planes { upper: reads(View::Upper) || reads(View::Both), lower: reads(View::Both), full: reads(View::Full) }

@@ -1,20 +1,20 @@
-//! The one error type of the workspace: what is wrong (with its number), and what to do about it.
+//! The workspace's error type: one line with the wrong value, one line with the remedy.
 
 use std::fmt;
 
-/// What went wrong, in the terms a caller acts on. The Python layer maps each kind to an exception and an exit code.
+/// Kinds of error that a caller can act on. The Python layer maps each kind to an exception and an exit code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
     /// An option has a value outside its range (exit code 2).
     Usage,
-    /// Memory or context is too small; nothing was cut (exit code 3).
+    /// Memory or context is too small; nothing was truncated (exit code 3).
     DoesNotFit,
     /// A prompt or document cannot be used (exit code 1).
     Input,
     /// A checkpoint cannot be used: missing, damaged, or of an unsupported family (exit code 1).
     Model,
-    /// The file system refused (exit code 1).
+    /// The file system reported an error (exit code 1).
     Io,
     /// A device is absent, too old, busy, or failed (exit code 1).
     Device,
@@ -46,11 +46,11 @@ impl ErrorKind {
 /// An error: one line of message, one line of remedy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error {
-    /// What a caller can act on.
+    /// Kind, for the caller's handling.
     pub kind: ErrorKind,
-    /// One line, naming the value that is wrong.
+    /// One line that names the wrong value.
     pub message: String,
-    /// One line, naming the remedy.
+    /// One line that names the remedy.
     pub hint: String,
 }
 
@@ -58,7 +58,7 @@ pub struct Error {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 impl Error {
-    /// An error of any kind. Newlines are folded so that the one-line promise holds for text of foreign origin too.
+    /// An error of any kind. Newlines are folded, so message and hint are one line each even if they quote foreign text.
     pub fn new(kind: ErrorKind, message: impl Into<String>, hint: impl Into<String>) -> Error {
         let one_line = |text: String| {
             if text.contains(['\n', '\r']) { text.split_whitespace().collect::<Vec<_>>().join(" ") } else { text }

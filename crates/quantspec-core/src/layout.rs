@@ -1,4 +1,4 @@
-//! Bytes of a page: where every code and parameter of a [`Page`] is, in the layout of each fast backend.
+//! Byte layout of a page: the place of every code and parameter of a [`Page`], for each fast backend.
 //!
 //! Both layouts split a page of one KV head into an upper block, which a draft reads alone, and a lower block:
 //!
@@ -7,8 +7,8 @@
 //! lower: [key plane][value plane]
 //! ```
 //!
-//! A plane is an array of little-endian 32-bit words of eight nibbles. The upper word holds U in nibble e; the lower word
-//! holds L + 8 one nibble below, in nibble (e + 7) mod 8, so that for M = 0xf0f0f0f0 two bit selections and a rotation yield
+//! A plane is an array of little-endian 32-bit words of eight nibbles. The upper word holds U in nibble e. The lower word
+//! holds L + 8 one nibble lower, in nibble (e + 7) mod 8. So with M = 0xf0f0f0f0, two bit selections and one rotation yield
 //! the bytes 16·U + L + 8 of all eight elements:
 //!
 //! ```text
@@ -16,8 +16,8 @@
 //! even = rotl((l & M) | (u & !M), 4)     bytes of nibbles 0, 2, 4, 6
 //! ```
 //!
-//! **CUDA** ([`Layout::Cuda`], head_dim a multiple of 64): words in the order of the A fragments of mma.m16n8k16. Keys have
-//! tokens as rows and channels as k, values the reverse. Lane (g, c) = lane 4g + c of a 16 × 16 tile owns one word:
+//! **CUDA** ([`Layout::Cuda`], head_dim a multiple of 64): words are in the order of the A fragments of mma.m16n8k16. Keys
+//! have tokens as rows and channels as k; values the reverse. Lane (g, c) = lane 4g + c of a 16 × 16 tile owns one word:
 //!
 //! ```text
 //! nibble  0   1    2     3     4     5     6     7
@@ -32,18 +32,18 @@
 //! value params [token tile][g][scale of g, zero of g, scale of g+8, zero of g+8]
 //! ```
 //!
-//! **CPU** ([`Layout::Cpu`], head_dim a multiple of 8): a 64-byte vector is 16 lanes of one word; a lane is a token (keys) or
-//! a channel (values), a word eight consecutive channels (keys) or tokens (values): index i in nibble 2i, or 2(i − 4) + 1
-//! from i = 4 on, so that the even nibbles and the odd nibbles are four consecutive elements each.
+//! **CPU** ([`Layout::Cpu`], head_dim a multiple of 8): a 64-byte vector is 16 lanes of one word. A lane is a token (keys) or
+//! a channel (values); a word is eight consecutive channels (keys) or tokens (values). Index i is in nibble 2i for i < 4 and
+//! in nibble 2(i − 4) + 1 otherwise. So the even nibbles are four consecutive elements, and so are the odd ones.
 //!
 //! ```text
 //! key plane    [token / 64][channel / 8][4 vectors]
-//! value plane  [channel / 64][token / 8][4 vectors]; the last channel block is only as wide as it must be, in vectors
+//! value plane  [channel / 64][token / 8][4 vectors]; the last channel block has only the vectors it needs
 //! key params   scales [head_dim], zeros [head_dim], padding to 64 bytes
 //! value params scales [G], zeros [G]
 //! ```
 //!
-//! Lanes of the value plane beyond head_dim hold zero bits in both planes and mean nothing.
+//! Lanes of the value plane beyond head_dim are zero bits in both planes.
 
 use crate::cache::G;
 use crate::error::{Error, Result};
@@ -51,13 +51,13 @@ use crate::plan::{lower_page_bytes, upper_page_bytes};
 use crate::quantize::{Page, Params};
 use half::f16;
 
-/// Bytes of a vector of the CPU layout, and the alignment of its planes.
+/// Bytes of a vector of the CPU layout; planes are aligned to it.
 pub const VECTOR_BYTES: usize = 64;
 
-/// Lanes of a vector: channels the value plane of the CPU layout is padded to.
+/// 32-bit lanes of a vector. The value plane of the CPU layout pads its channels to a multiple.
 pub const VECTOR_LANES: usize = VECTOR_BYTES / 4;
 
-/// Lanes of a block of the CPU layout: four vectors side by side, so that the order of use is the order of addresses.
+/// Lanes of a block of the CPU layout: four vectors, stored in the order of use.
 pub const BLOCK_LANES: usize = 64;
 
 /// Byte layout of a page.
@@ -99,7 +99,7 @@ pub struct Blocks {
 
 /// Where one nibble is: its word in the plane, and its place in the upper word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct NibbleIndex {
     /// 32-bit word of the plane.
     pub word: usize,
     /// Nibble of the upper word, 0..8, from the least significant; the lower word has it in (nibble + 7) mod 8.
@@ -146,38 +146,38 @@ impl Layout {
     }
 
     /// Place of a key's nibble in the key planes.
-    pub const fn key_place(self, head_dim: usize, token: usize, channel: usize) -> Place {
+    pub const fn key_place(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
         match self {
             Layout::Cuda => {
                 let (lane, nibble) = fragment(token % 16, channel % 16);
                 let tile = channel / 16;
                 let quad = token / 16 * (head_dim / 64) + tile / 4;
-                Place { word: (quad * 32 + lane) * 4 + tile % 4, nibble }
+                NibbleIndex { word: (quad * 32 + lane) * 4 + tile % 4, nibble }
             }
             Layout::Cpu => {
                 let steps = head_dim / 8;
                 let vector = (token / BLOCK_LANES * steps + channel / 8) * 4 + token % BLOCK_LANES / VECTOR_LANES;
-                Place { word: vector * VECTOR_LANES + token % VECTOR_LANES, nibble: interleave(channel % 8) }
+                NibbleIndex { word: vector * VECTOR_LANES + token % VECTOR_LANES, nibble: interleave(channel % 8) }
             }
         }
     }
 
     /// Place of a value's nibble in the value planes.
-    pub const fn value_place(self, head_dim: usize, token: usize, channel: usize) -> Place {
+    pub const fn value_place(self, head_dim: usize, token: usize, channel: usize) -> NibbleIndex {
         match self {
             Layout::Cuda => {
                 let (lane, nibble) = fragment(channel % 16, token % 16);
                 let (token_tile, channel_tile) = (token / 16, channel / 16);
                 let quad = token_tile / 2 * (head_dim / 32) + channel_tile / 2;
-                Place { word: (quad * 32 + lane) * 4 + token_tile % 2 * 2 + channel_tile % 2, nibble }
+                NibbleIndex { word: (quad * 32 + lane) * 4 + token_tile % 2 * 2 + channel_tile % 2, nibble }
             }
             Layout::Cpu => {
                 let first = channel / BLOCK_LANES * BLOCK_LANES;
                 let vectors = vectors_of_block(head_dim, channel / BLOCK_LANES);
-                // Blocks before this one are full: a word per lane and eight tokens.
+                // All blocks before this one are full: one word per lane and eight tokens.
                 let vector =
                     first / VECTOR_LANES * (G / 8) + token / 8 * vectors + channel % BLOCK_LANES / VECTOR_LANES;
-                Place { word: vector * VECTOR_LANES + channel % VECTOR_LANES, nibble: interleave(token % 8) }
+                NibbleIndex { word: vector * VECTOR_LANES + channel % VECTOR_LANES, nibble: interleave(token % 8) }
             }
         }
     }
@@ -205,11 +205,11 @@ impl Layout {
         }
     }
 
-    /// The bytes of a page.
+    /// Packs a page into bytes.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::Model`] where the layout has no such head_dim, [`crate::ErrorKind::Internal`] where the page's
-    /// lengths are wrong.
+    /// [`crate::ErrorKind::Model`] if the layout does not support the page's head_dim, [`crate::ErrorKind::Internal`] if the
+    /// page's lengths are wrong.
     pub fn pack(self, page: &Page) -> Result<Blocks> {
         let head_dim = page.head_dim;
         self.check(head_dim)?;
@@ -244,10 +244,10 @@ impl Layout {
         Ok(blocks)
     }
 
-    /// The page of these bytes; without a lower block its lower codes are 0.
+    /// Unpacks a page; without a lower block the lower codes are 0.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::Model`] where the layout has no such head_dim, [`crate::ErrorKind::Internal`] where the blocks'
+    /// [`crate::ErrorKind::Model`] if the layout does not support `head_dim`, [`crate::ErrorKind::Internal`] if the blocks'
     /// sizes are wrong.
     pub fn unpack(self, head_dim: usize, upper: &[u8], lower: Option<&[u8]>) -> Result<Page> {
         self.check(head_dim)?;
@@ -303,13 +303,13 @@ const fn interleave(i: usize) -> usize {
     i % 4 * 2 + i / 4
 }
 
-/// Vectors side by side in a channel block of the CPU value plane.
+/// Vectors in one channel block of the CPU value plane.
 const fn vectors_of_block(head_dim: usize, block: usize) -> usize {
     let left = head_dim - block * BLOCK_LANES;
     (if left < BLOCK_LANES { left } else { BLOCK_LANES }).div_ceil(VECTOR_LANES)
 }
 
-impl Place {
+impl NibbleIndex {
     /// Byte and shift of a nibble of this word.
     const fn byte(self, nibble: usize) -> (usize, usize) {
         (self.word * 4 + nibble / 2, nibble % 2 * 4)
@@ -325,7 +325,7 @@ impl Place {
         plane[byte] |= ((lower + 8) as u8 & 15) << shift;
     }
 
-    /// The upper nibble, 0..=15, of a plane that starts with the key or value plane asked for.
+    /// The upper nibble, 0..=15, at this place of `plane`, which starts with the key plane or the value plane.
     fn read_upper(self, plane: &[u8]) -> u8 {
         let (byte, shift) = self.byte(self.nibble);
         plane[byte] >> shift & 15
@@ -347,14 +347,14 @@ fn read_params(from: &[u8], (scale, zero): (usize, usize)) -> Params {
     Params { scale: read(scale), zero: read(zero) }
 }
 
-// The CUDA block of head_dim 128, byte for byte: K params 512, K 8192, V params 512, V 8192.
+// The CUDA block of head_dim 128: K params 512 bytes, K 8192, V params 512, V 8192.
 const _: () = {
     let at = Layout::Cuda.offsets(128);
     assert!(at.key_params == 0 && at.key_plane == 512 && at.value_params == 8_704 && at.value_plane == 9_216);
     assert!(at.upper_bytes == 17_408 && at.lower_value_plane == 8_192 && at.lower_bytes == 16_384);
 };
 
-// Common head sizes cost what the plan says in both layouts, and planes start on vectors.
+// For common head sizes both layouts are as large as `plan` says, and planes start on vectors.
 const _: () = {
     let sizes = [64, 80, 96, 128, 256];
     let mut i = 0;
@@ -366,7 +366,7 @@ const _: () = {
         assert!(cpu.upper_bytes % VECTOR_BYTES == 0 && cpu.lower_bytes % VECTOR_BYTES == 0);
         i += 1;
     }
-    // Heads of 8 channels pad their parameters to a vector and their value lanes to 16.
+    // A head of 8 channels pads its parameters to a vector and its values to 16 lanes.
     let tiny = Layout::Cpu.offsets(8);
     assert!(tiny.key_plane == 64 && tiny.value_params == 576 && tiny.value_plane == 1_088);
     assert!(tiny.upper_bytes == 2_112 && tiny.lower_value_plane == 512 && tiny.lower_bytes == 1_536);
@@ -381,7 +381,7 @@ mod tests {
     const LAYOUTS: [(Layout, &[usize]); 2] =
         [(Layout::Cuda, &[64, 128, 192, 256]), (Layout::Cpu, &[8, 16, 40, 64, 80, 96, 128, 256])];
 
-    /// A page of pseudo-random codes; finite parameters of any bits.
+    /// A page of pseudo-random codes; its parameters have any bits that are finite.
     fn page(head_dim: usize, seed: u32) -> Page {
         let mut state = seed;
         let mut next = move || {
@@ -409,7 +409,7 @@ mod tests {
         u32::from_le_bytes([plane[4 * at], plane[4 * at + 1], plane[4 * at + 2], plane[4 * at + 3]])
     }
 
-    /// The two words of bytes that every kernel makes of an upper and a lower word.
+    /// The two words of bytes that every kernel builds from an upper and a lower word.
     fn merged(u: u32, l: u32) -> (u32, u32) {
         const M: u32 = 0xf0f0_f0f0;
         ((((l & M) | (u & !M)).rotate_left(4)), (u & M) | (l & !M))
@@ -459,7 +459,7 @@ mod tests {
         }
     }
 
-    /// Head widths that the CUDA kernels take.
+    /// Head widths that the CUDA kernels support.
     const CUDA_WIDTHS: [usize; 3] = [64, 128, 256];
 
     #[test]
@@ -467,7 +467,7 @@ mod tests {
         for d in CUDA_WIDTHS {
             let page = page(d, 2);
             let blocks = Layout::Cuda.pack(&page).unwrap();
-            // Behind four bytes a channel, and behind those, the keys and four bytes a token.
+            // The key plane follows 4 bytes per channel; the value plane follows the keys and 4 bytes per token.
             let (key_upper, key_lower) = (&blocks.upper[4 * d..], &blocks.lower[..]);
             let (value_upper, value_lower) = (&blocks.upper[4 * d + G * d / 2 + 4 * G..], &blocks.lower[G * d / 2..]);
             for (token_tile, channel_tile, lane) in
@@ -538,7 +538,7 @@ mod tests {
                     assert_eq!(bytes >> shift & 255, byte(codes[element(i)], lows[element(i)]));
                 }
             };
-            // In the order in which a kernel walks: no index arithmetic shared with the code under test.
+            // Walks in the kernel's order, without the index arithmetic of the code under test.
             let mut at_word = 0;
             for first in [0, 64] {
                 for step in 0..head_dim / 8 {

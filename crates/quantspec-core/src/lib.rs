@@ -1,9 +1,9 @@
-//! The QuantSpec method (ICML 2025) as numbers and slices.
+//! The QuantSpec method (ICML 2025) on numbers and slices.
 //!
-//! One file per concept. This crate knows no tensor, device, file, clock or global randomness: it holds the meaning of
-//! every operation as clear f32/f64 code, against which the fast backends are tested.
+//! One file per concept. This crate has no tensors, devices, files, clocks or global random state. It defines every operation
+//! in plain f32/f64 code, and the fast backends are tested against it.
 //!
-//! Letters follow Leviathan et al.: p is the target's distribution, q the draft's, γ the drafted tokens of a round.
+//! Letters follow Leviathan et al.: p is the target's distribution, q the draft's, γ the number of drafted tokens of a round.
 #![forbid(unsafe_code)]
 
 pub mod attend;

@@ -1,25 +1,26 @@
-//! Log-probabilities of tokens under a row of logits, as reports and scores name them.
+//! Log-probabilities of tokens under a row of logits.
 //!
-//! They are of the distribution softmax(logits) before penalties, temperature and warpers. Logits of the target are the same bits
-//! whatever drafted the token, and so are these numbers.
+//! They are those of softmax(logits) before penalties, temperature and warpers. The target's logits do not depend on the
+//! drafting method, so neither do these numbers.
 
-/// A token, its log-probability, and the likeliest tokens of its place.
+/// A token's log-probability, and the most likely tokens at its position.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Logprob {
-    /// Natural logarithm of the token's probability; −∞ where the token is masked.
+    /// Natural logarithm of the token's probability; −∞ if the token is masked.
     pub logprob: f64,
-    /// The likeliest tokens with theirs, the likeliest first, the lowest id among equals.
+    /// The most likely tokens with their log-probabilities, in descending order. The lower id wins ties.
     pub top: Vec<(u32, f64)>,
 }
 
-/// What a logit loses to become a log-probability: ln Σ exp(logit), in f64 and in the order of ids. NaN where a logit is.
+/// ln Σ exp(logit) over `logits` `[vocab]`, summed in f64 in the order of ids; log p = logit − shift. NaN if any logit is
+/// NaN.
 pub fn shift(logits: &[f32]) -> f64 {
     let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&logit| f64::from(logit - most).exp()).sum();
     f64::from(most) + sum.ln()
 }
 
-/// The log-probability of `token` under `logits` `[vocab]`, and the `top` likeliest tokens.
+/// The log-probability of `token` under `logits` `[vocab]`, and the `top` most likely tokens.
 pub fn of(logits: &[f32], token: u32, top: usize) -> Logprob {
     let shift = shift(logits);
     let log = |id: u32| logits.get(id as usize).map_or(f64::NEG_INFINITY, |&logit| f64::from(logit) - shift);

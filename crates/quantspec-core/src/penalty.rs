@@ -1,13 +1,16 @@
-//! Penalties of tokens that the text already has, applied to logits before the warpers of [`crate::sample`].
+//! Penalties on tokens that occur in the text, applied to logits before the warpers of [`crate::sample`].
 //!
-//! The penalty of a row depends on the committed text and on the drafted tokens before the row, in draft and target alike. So it is
-//! part of the target's distribution, and speculation stays lossless.
+//! The penalty of a row depends on the committed text and on the drafted tokens before the row, in draft and target alike. So
+//! it is part of the target's distribution, and speculation stays lossless.
 //!
-//! Definitions: repetition (Keskar et al., arXiv 1909.05858, as Hugging Face applies it to prompt and answer) divides positive logits of
-//! tokens that occurred and multiplies the others; frequency and presence (OpenAI) subtract `frequency · n + presence` from the logits of
-//! tokens that occurred n > 0 times in the answer; no-repeat-n-gram (Hugging Face) forbids tokens that would end an n-gram for the second
-//! time. They are applied in this order. No-repeat-n-gram and not DRY, because its n bounds the work of a row: DRY compares suffixes of
-//! any length at every place of a long text.
+//! Penalties apply in this order:
+//!
+//! * Repetition (Keskar et al., arXiv 1909.05858; prompt and answer, as in Hugging Face): divides positive logits of tokens
+//!   that occurred and multiplies the others.
+//! * Frequency and presence (OpenAI): subtract `frequency · n + presence` from logits of tokens that occur n > 0 times in the
+//!   answer.
+//! * No-repeat-n-gram (Hugging Face): forbids tokens that would complete an n-gram of the text. Its n bounds the work of a
+//!   row; DRY, the alternative, compares suffixes of any length.
 
 use crate::error::{Error, Result};
 use crate::sample::Sampler;
@@ -20,13 +23,13 @@ pub const NGRAM_MAX: usize = 100;
 /// Penalties of a text. Built by [`Penalties::new`], which checks the ranges; the default is none.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Penalties {
-    /// Divides positive logits of tokens of prompt and answer, multiplies negative ones; 1 is off.
+    /// Divides positive logits of tokens of prompt and answer, multiplies the others; 1 is off.
     pub repetition: f32,
-    /// Subtracted from a token's logit for every time it is in the answer; 0 is off.
+    /// Subtracted from a token's logit once per occurrence in the answer; 0 is off.
     pub frequency: f32,
-    /// Subtracted from the logits of the answer's tokens; 0 is off.
+    /// Subtracted once from the logit of each token of the answer; 0 is off.
     pub presence: f32,
-    /// No n tokens in a row occur twice in prompt and answer, unless the prompt repeats them; 0 is off.
+    /// Length n of the n-grams that an answer may not repeat from prompt and answer; 0 is off.
     pub no_repeat_ngram: usize,
 }
 
@@ -40,7 +43,7 @@ impl Penalties {
     /// Checked penalties.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::Usage`] where a value is outside its range.
+    /// [`crate::ErrorKind::Usage`] if a value is outside its range.
     pub fn new(repetition: f32, frequency: f32, presence: f32, no_repeat_ngram: usize) -> Result<Penalties> {
         if !(0.01..=100.0).contains(&repetition) {
             return Err(Error::usage(
@@ -67,14 +70,14 @@ impl Penalties {
         *self == Penalties::default()
     }
 
-    /// The logit of a token that occurred in the text, `count` times of them in the answer.
+    /// The penalised logit of a token that occurs in the text, `count` times in the answer.
     fn of(&self, logit: f32, count: u32) -> f32 {
         let logit = if logit < 0.0 { logit * self.repetition } else { logit / self.repetition };
         if count == 0 { logit } else { logit - self.frequency * count as f32 - self.presence }
     }
 }
 
-/// The committed text of one sequence, as penalties look at it.
+/// The committed text of one sequence, indexed for penalties.
 #[derive(Clone, Debug)]
 pub struct History {
     penalties: Penalties,
@@ -86,13 +89,14 @@ pub struct History {
     counts: Vec<(u32, u32)>,
     /// Where a token is in `counts`.
     places: HashMap<u32, usize>,
-    /// End of the last n-gram whose first n − 1 tokens have this hash, and for every end the one before it; `usize::MAX` is none.
+    /// End of the last n-gram whose first n − 1 tokens have this hash. `older[end]` is the previous such end; `usize::MAX` is
+    /// none.
     newest: HashMap<u64, usize>,
     older: Vec<usize>,
 }
 
 impl History {
-    /// The history of a prompt without an answer. `answer` tells answers over one prompt apart; see [`History::answer`].
+    /// The history of a prompt without an answer. `answer` numbers the answers to one prompt; see [`History::answer`].
     pub fn new(prompt: &[u32], penalties: Penalties, answer: usize) -> History {
         let mut history = History {
             penalties,
@@ -129,7 +133,7 @@ impl History {
         }
     }
 
-    /// What is penalised, and by how much.
+    /// The penalties of this text.
     pub fn penalties(&self) -> &Penalties {
         &self.penalties
     }
@@ -144,12 +148,12 @@ impl History {
         self.prompt
     }
 
-    /// Number of the answer over this prompt: a device that mirrors the text begins anew where it differs.
+    /// Number of the answer to this prompt. A device copy of the text is rebuilt if this number differs.
     pub fn answer(&self) -> usize {
         self.answer
     }
 
-    /// Calls `forbid` with every token that would end an n-gram of text and `drafted` tokens for the second time.
+    /// Calls `forbid` with every token that would complete an n-gram that already occurs in text and `drafted`.
     fn forbidden(&self, drafted: &[u32], mut forbid: impl FnMut(u32)) {
         let n = self.penalties.no_repeat_ngram;
         let length = self.text.len() + drafted.len();
@@ -165,7 +169,7 @@ impl History {
             }
             end = self.older[end];
         }
-        // n-grams that end among the drafted tokens are in no list.
+        // `newest` does not hold n-grams that end among the drafted tokens.
         for end in self.text.len().max(n - 1)..length {
             if (0..n - 1).all(|i| at(end + 1 - n + i) == last[i]) {
                 forbid(at(end));
@@ -174,16 +178,16 @@ impl History {
     }
 }
 
-/// FNV-1a over tokens; equal hashes are compared token by token.
+/// FNV-1a over tokens. Tokens are compared as well if hashes are equal.
 fn hash<'a>(tokens: impl Iterator<Item = &'a u32>) -> u64 {
     tokens.fold(0xcbf2_9ce4_8422_2325, |hash, &token| (hash ^ u64::from(token)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// Penalises the logits `[vocab]` of the row after the committed text and the `drafted` tokens. Tokens outside `logits` are passed over.
-/// Work: distinct tokens of the text, and n-grams with the same beginning.
+/// Penalises the logits `[vocab]` of the row after the committed text and the `drafted` tokens. Tokens outside `logits` are
+/// ignored. Work grows with the distinct tokens of the text and the n-grams with the same beginning.
 pub fn apply(logits: &mut [f32], history: &History, drafted: &[u32]) {
     let penalties = &history.penalties;
-    // Drafted tokens count once more, so their logits are taken before the text's tokens are penalised.
+    // A drafted token changes the count of a text token, so its unpenalised logit is saved first.
     let again: Vec<(usize, f32, u32)> = drafted
         .iter()
         .filter_map(|&token| {
@@ -207,7 +211,7 @@ pub fn apply(logits: &mut [f32], history: &History, drafted: &[u32]) {
     });
 }
 
-/// The logits that a token is chosen from: those given, unless there are penalties.
+/// The logits to choose a token from: `logits` itself, unless there are penalties.
 pub fn penalised<'a>(logits: &'a [f32], history: Option<&History>, drafted: &[u32]) -> Cow<'a, [f32]> {
     match history {
         None => Cow::Borrowed(logits),
@@ -219,7 +223,7 @@ pub fn penalised<'a>(logits: &'a [f32], history: Option<&History>, drafted: &[u3
     }
 }
 
-/// The history that a sampler needs of a prompt; `None` without penalties.
+/// The history that a sampler needs for a prompt; `None` without penalties.
 pub fn history(prompt: &[u32], sampler: &Sampler, answer: usize) -> Option<History> {
     (!sampler.penalties.is_none()).then(|| History::new(prompt, sampler.penalties, answer))
 }
@@ -256,15 +260,15 @@ mod tests {
         history.extend(&[2, 2]);
         let mut logits = [3.0, -3.0, 4.0, 1.0, -1.0, 5.0];
         apply(&mut logits, &history, &[]);
-        // Tokens 0, 1 and 4 are of the prompt alone; token 2 is twice in the answer.
+        // Tokens 0, 1 and 4 occur in the prompt only; token 2 twice in the answer.
         assert_eq!(logits, [1.5, -6.0, 2.0 - 1.0 - 0.25, 1.0, -2.0, 5.0]);
         let mut logits = [3.0, -3.0, 4.0, 1.0, -1.0, 5.0];
-        // 4 2 2 | 0 4 2: the text had 4 2 2, so 2 may not come again.
+        // 4 2 2 | 0 4 2: the text contains 4 2 2, so 2 is forbidden.
         apply(&mut logits, &history, &[0, 4, 2]);
         assert_eq!(logits, [1.5 - 0.75, -6.0, f32::NEG_INFINITY, 1.0, -2.0 - 0.75, 5.0]);
     }
 
-    /// The definitions, written out over the whole text.
+    /// The definitions, applied directly to the whole text.
     fn by_definition(logits: &[f32], p: &Penalties, prompt: &[u32], answer: &[u32]) -> Vec<f32> {
         let text: Vec<u32> = prompt.iter().chain(answer).copied().collect();
         let n = p.no_repeat_ngram;
@@ -297,7 +301,7 @@ mod tests {
             presence in prop_oneof![Just(0.0f32), -2.0f32..2.0], n in prop_oneof![Just(0usize), 2usize..6],
         ) {
             let penalties = Penalties::new(repetition, frequency, presence, n).unwrap();
-            // The same answer, committed in parts or drafted.
+            // The answer is either committed in parts or drafted.
             let committed = answer.len() - drafted.min(answer.len());
             let mut history = History::new(&prompt, penalties, 0);
             history.extend(&answer[..committed / 2]);

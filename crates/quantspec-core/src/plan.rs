@@ -1,7 +1,7 @@
-//! Memory arithmetic: bytes of the cache and its buffer, and the largest number that fits.
+//! Memory arithmetic: bytes of the KV cache, and the largest context or batch that fits.
 //!
-//! Sizes are the canonical ones: no padding, one scale and one zero in f16 per group. A backend whose layout pads (see
-//! [`crate::layout`]) adds its own.
+//! Sizes are without padding, with one f16 scale and one f16 zero per group. A backend whose layout pads ([`crate::layout`])
+//! adds its padding.
 
 use crate::cache::{BUFFER_TOKENS, G};
 use crate::config::{DraftWeights, ModelConfig, Planes, Sensitive, View};
@@ -9,23 +9,23 @@ use crate::config::{DraftWeights, ModelConfig, Planes, Sensitive, View};
 /// Bytes of one f16.
 const HALF: usize = 2;
 
-/// Upper nibbles and parameters of a page of one KV head in one layer: K and V nibbles, scale and zero of every key channel
-/// and of every token's values.
+/// Bytes of the upper block of a page (one KV head, one layer): upper nibbles of K and V, scale and zero per key channel and
+/// per token's values.
 pub const fn upper_page_bytes(head_dim: usize) -> usize {
     2 * (G * head_dim / 2) + 2 * HALF * head_dim + 2 * HALF * G
 }
 
-/// Lower nibbles of a page of one KV head in one layer.
+/// Bytes of the lower nibbles of a page (one KV head, one layer).
 pub const fn lower_page_bytes(head_dim: usize) -> usize {
     2 * (G * head_dim / 2)
 }
 
-/// A page of f16 keys and values of one KV head in one layer.
+/// Bytes of a page of f16 keys and values (one KV head, one layer).
 pub const fn full_page_bytes(head_dim: usize) -> usize {
     2 * HALF * G * head_dim
 }
 
-/// Ring of recent keys and values of one KV head in one layer.
+/// Bytes of the ring of recent keys and values (one KV head, one layer).
 pub const fn buffer_bytes(head_dim: usize) -> usize {
     2 * HALF * BUFFER_TOKENS * head_dim
 }
@@ -35,12 +35,12 @@ const _: () = assert!(upper_page_bytes(128) == 17_408);
 const _: () = assert!(lower_page_bytes(128) == 16_384);
 const _: () = assert!(full_page_bytes(128) == 65_536);
 
-/// Complete pages of a sequence of `tokens`. Pages are quantised as soon as they are complete, so all of them have a place.
+/// Complete pages of a sequence of `tokens`. Each is quantised when it is complete, so each needs a slot in the pool.
 pub const fn pages(tokens: usize) -> usize {
     tokens / G
 }
 
-/// Bytes of the caches of all slots, over all layers and KV heads.
+/// Bytes of the caches of all sequences, over all layers and KV heads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CacheBytes {
     /// Upper nibbles and parameters.
@@ -113,8 +113,8 @@ pub fn sensitive(config: &ModelConfig, draft: DraftWeights, view: View, tokens: 
     if down.saturating_mul(SENSITIVE_SHARE) <= step { Sensitive::DOWN } else { Sensitive::NONE }
 }
 
-/// The largest number (tokens of a context, or sequences), at most `most`, whose `needed_bytes` fit into `bytes`; what is needed
-/// must not shrink as the number grows. 0 where not even one fits.
+/// The largest n ≤ `most` (tokens of a context, or sequences) with `needed_bytes(n)` ≤ `bytes`; 0 if none fits.
+/// `needed_bytes` must not decrease with n.
 pub fn largest_fitting(most: usize, bytes: usize, needed_bytes: impl Fn(usize) -> usize) -> usize {
     let (mut low, mut high) = (0, most);
     while low < high {
@@ -169,7 +169,7 @@ mod tests {
         let (upper, full) = (of(&[View::Upper]), of(&[View::Full]));
         assert_eq!((upper.lower_bytes, upper.full_bytes, full.upper_bytes, full.lower_bytes), (0, 0, 0, 0));
         assert_eq!(full.full_bytes, 2 * 32 * 8 * 8 * 65_536);
-        // Tokens of an incomplete page are in the buffer alone.
+        // Tokens of an incomplete page are in the buffer only.
         let planes = Planes::of(&[View::Full]);
         assert_eq!(CacheBytes::of(&llama_8b(), planes, 127, 1).full_bytes, 0);
         assert_eq!(CacheBytes::of(&llama_8b(), planes, 128, 1).full_bytes, 32 * 8 * 65_536);
@@ -223,7 +223,7 @@ mod tests {
 
     #[test]
     fn heads_of_another_width() {
-        // 64 channels, where key and value parameters differ in number.
+        // 64 channels: key and value parameters differ in number.
         assert_eq!((upper_page_bytes(64), lower_page_bytes(64)), (8_192 + 256 + 512, 8_192));
         assert_eq!((full_page_bytes(64), buffer_bytes(64)), (32_768, 98_304));
     }

@@ -1,26 +1,28 @@
-//! Quantisers: pages of the cache into two nibble planes, draft weights into 4 (or 8) bits, draft activations into int8.
+//! Quantisers: KV pages into two nibble planes, draft weights into 4 (or 8) bits, draft activations into int8.
 //!
-//! A cache element is `(U + L/16)·s + z` in view Both and `U·s + z'` in view Upper, U in 0..=15, L in −8..=7, s and z in
-//! fp16 per group. Keys: a group is one channel over the G tokens of a page; values: one token over the head's channels.
-//! Codes are computed in f32 against the *stored* s and z, so that rounding the parameters adds no error of its own.
+//! A cache element is `(U + L/16)·s + z` in view Both and `U·s + z'` in view Upper. U is in 0..=15 and L in −8..=7; s and z
+//! are f16 per group. A key group is one channel over the G tokens of a page; a value group is one token over the head's
+//! channels. Codes are computed in f32 against the *stored* s and z, so rounding the parameters adds no error.
 //!
-//! * [`Rounding::Paper`]: s = range/15, z = minimum; U rounds the value, L rounds what is left, z' = z. A remainder of
+//! * [`Rounding::Paper`]: s = range/15, z = minimum, z' = z. U rounds the value, L rounds the remainder. A remainder of
 //!   exactly half a step saturates L, which biases view Both by about −0.03 of its step.
-//! * [`Rounding::Balanced`]: one rounding to 8 bits on the mid-rise grid of step S = range/255, z = minimum + 8·S, s = 16·S,
-//!   code in −8..=247, U = (code + 8) / 16, L = code − 16·U. The cell of U then covers codes 16·U − 8 ..= 16·U + 7, whose
-//!   centre is half a code low, so view Upper moves it: z' = z − s/32. No bias, and no clipping beyond the rounding of z.
+//! * [`Rounding::Balanced`]: one rounding to 8 bits on the mid-rise grid of step S = range/255, with z = minimum + 8·S and s
+//!   = 16·S. The code is in −8..=247; U = (code + 8) / 16 and L = code − 16·U. A given U covers codes 16·U − 8 ..= 16·U + 7,
+//!   whose centre is half a code below 16·U. View Upper corrects that: z' = z − s/32. There is no bias, and no clipping
+//!   beyond the rounding of z.
 //!
-//! All roundings are to nearest, ties to even, and every operation is IEEE f32: other implementations match bit for bit.
+//! All roundings are to nearest, ties to even, and every operation is IEEE f32, so other implementations can match bit for
+//! bit.
 
 use crate::cache::G;
 use crate::config::Rounding;
 use crate::error::{Error, Result};
 use half::f16;
 
-/// Elements along k of one group of draft weights and of draft activations.
+/// Elements along k in one group of draft weights and of draft activations.
 pub const WEIGHT_GROUP: usize = 128;
 
-/// Least scale of a group that is not constant, the smallest normal f16 (2⁻¹⁴): below it the scale itself would lose bits.
+/// Smallest scale of a group that is not constant: the smallest normal f16 (2⁻¹⁴). A subnormal scale would lose bits.
 pub const SCALE_MIN: f32 = 6.103_515_6e-5;
 
 const _: () = assert!(SCALE_MIN == 1.0 / 16_384.0);
@@ -28,24 +30,24 @@ const _: () = assert!(SCALE_MIN == 1.0 / 16_384.0);
 /// Stored parameters of one group: an element is `code · scale + zero`.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Params {
-    /// Value of one step of the code; 0 for a constant group.
+    /// Difference in value between two neighbouring codes; 0 for a constant group.
     pub scale: f16,
     /// Value of code 0.
     pub zero: f16,
 }
 
 impl Params {
-    /// Rounds the parameters to f16; a group that is not constant gets a scale of at least [`SCALE_MIN`].
+    /// Rounds the parameters to f16. The scale is at least [`SCALE_MIN`]; constant groups do not come here.
     pub(crate) fn rounded(scale: f32, zero: f32) -> Params {
         Params { scale: f16::from_f32(scale.max(SCALE_MIN)), zero: f16::from_f32(zero) }
     }
 
-    /// The same, where f16 can hold them.
+    /// As [`Params::rounded`], with an error if f16 cannot hold the parameters.
     fn new(scale: f32, zero: f32) -> Result<Params> {
         Params::rounded(scale, zero).finite()
     }
 
-    /// Parameters of a group whose elements all equal `value`: exact where that is an f16 value.
+    /// Parameters of a group whose elements all equal `value`; exact if `value` is an f16 value.
     pub(crate) fn constant(value: f32) -> Result<Params> {
         Params { scale: f16::ZERO, zero: f16::from_f32(value) }.finite()
     }
@@ -59,10 +61,10 @@ impl Params {
     }
 }
 
-/// Lanes in which extremes are found, so that compilers make vectors of them.
+/// Independent minima and maxima, so that compilers vectorise the search.
 const LANES: usize = 16;
 
-/// Least and greatest element of a group that is not empty.
+/// Smallest and largest element of a non-empty group.
 pub(crate) fn range(x: &[f32]) -> Result<(f32, f32)> {
     let (mut low, mut high, mut finite) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES], [true; LANES]);
     for chunk in x.chunks(LANES) {
@@ -79,18 +81,18 @@ pub(crate) fn range(x: &[f32]) -> Result<(f32, f32)> {
     Ok((low.into_iter().fold(f32::INFINITY, f32::min), high.into_iter().fold(f32::NEG_INFINITY, f32::max)))
 }
 
-/// The nearest integer, ties to even, for magnitudes below 2²²: [`f32::round_ties_even`] without the library call that it is
-/// on the oldest x86-64.
+/// The nearest integer, ties to even, for magnitudes below 2²². On baseline x86-64 [`f32::round_ties_even`] is a library
+/// call; this is not.
 pub(crate) fn nearest(x: f32) -> f32 {
-    const INTEGERS: f32 = 12_582_912.0; // 1.5 · 2²³, where f32 has a spacing of 1
+    const INTEGERS: f32 = 12_582_912.0; // 1.5 · 2²³: neighbouring f32 values are 1 apart here
     (x + INTEGERS) - INTEGERS
 }
 
-/// Quantises one group into `upper` (0..=15) and `lower` (−8..=7), each as long as `x`.
+/// Quantises one group into `upper` (0..=15) and `lower` (−8..=7), both as long as `x`.
 ///
 /// # Errors
-/// [`crate::ErrorKind::NotFinite`] for NaN, infinities, and ranges f16 cannot hold (none where the elements are f16 values);
-/// [`crate::ErrorKind::Internal`] where the lengths differ or are 0.
+/// [`crate::ErrorKind::NotFinite`] for NaN, infinities, and ranges f16 cannot hold; finite f16 elements never fail.
+/// [`crate::ErrorKind::Internal`] if the lengths differ or are 0.
 pub fn quantize_group(x: &[f32], rounding: Rounding, upper: &mut [u8], lower: &mut [i8]) -> Result<Params> {
     if x.is_empty() || upper.len() != x.len() || lower.len() != x.len() {
         return Err(Error::internal(format!("group of {}, codes of {} and {}", x.len(), upper.len(), lower.len())));
@@ -119,7 +121,7 @@ pub fn quantize_group(x: &[f32], rounding: Rounding, upper: &mut [u8], lower: &m
 
 fn encode_paper(value: f32, scale: f32, zero: f32) -> (u8, i8) {
     let steps = (value - zero) / scale;
-    // The bounds are integers, so clamping before rounding is the same.
+    // The bounds are integers, so clamping before rounding gives the same result.
     let upper = nearest(steps.clamp(0.0, 15.0));
     let lower = nearest((16.0 * (steps - upper)).clamp(-8.0, 7.0));
     (upper as u8, lower as i8)
@@ -185,7 +187,7 @@ impl Page {
 /// Quantises the keys (after RoPE) and values of G tokens, both `[G][head_dim]` f16.
 ///
 /// # Errors
-/// [`crate::ErrorKind::NotFinite`] naming the channel or token, [`crate::ErrorKind::Internal`] where lengths do not fit.
+/// [`crate::ErrorKind::NotFinite`] with the channel or token, [`crate::ErrorKind::Internal`] if lengths do not match.
 pub fn quantize_page(keys: &[f16], values: &[f16], head_dim: usize, rounding: Rounding) -> Result<Page> {
     let elements = G * head_dim;
     if head_dim == 0 || keys.len() != elements || values.len() != elements {
@@ -218,7 +220,7 @@ pub fn quantize_page(keys: &[f16], values: &[f16], head_dim: usize, rounding: Ro
     Ok(page)
 }
 
-/// Says what was being quantised.
+/// Adds the name of the quantised group to an error.
 fn named(error: Error, what: String) -> Error {
     Error { message: format!("{what}: {}", error.message), ..error }
 }
@@ -233,7 +235,7 @@ pub struct WeightRow {
 }
 
 impl WeightRow {
-    /// Values the codes stand for.
+    /// The dequantised row.
     pub fn dequantize(&self) -> Vec<f32> {
         let value = |(at, &code): (usize, &u8)| {
             let params = self.params[at / WEIGHT_GROUP];
@@ -242,8 +244,8 @@ impl WeightRow {
         self.codes.iter().enumerate().map(value).collect()
     }
 
-    /// Product with quantised activations as the draft's kernels compute it: per group, exact integer sums
-    /// `a · (s · Σ code·q + z · Σ q)`; groups are added in f64 here.
+    /// Dot product with quantised activations, as the draft's kernels compute it: exact integer sums per group, `a · (s · Σ
+    /// code·q + z · Σ q)`. Here the groups are summed in f64.
     pub fn dot(&self, x: &Activations) -> f64 {
         let groups = self.codes.chunks(WEIGHT_GROUP).zip(x.codes.chunks(WEIGHT_GROUP));
         let sums = groups.map(|(codes, q)| {
@@ -263,16 +265,16 @@ impl WeightRow {
 const W4_TOP: u8 = 15;
 const W8_TOP: u8 = 255;
 
-/// By how much of a group's range either end of it is tried moved inwards, before 4-bit codes are laid over it. Few weights lie at
-/// the ends: clipping them costs less than a finer step gains. Three values and two fits take 17 % off the squared error that
-/// the whole range has (trained weights); five values, each with fits of its own, 18 %, at seven times the work.
+/// Fractions of a group's range by which either end is moved inwards, as candidates for 4-bit codes. Few weights lie near the
+/// ends, so clipping them costs less than a smaller step gains. Five values with a fit each gain 1 % more at seven times the
+/// work.
 pub const SHRINK: [f32; 3] = [0.0, 1.0 / 32.0, 1.0 / 16.0];
 
-/// Least-squares fits of scale and zero to the codes of the best range.
+/// Least-squares refinements of scale and zero, starting from the best range.
 pub const FITS: usize = 2;
 
-/// Lanes in which the sums below are kept: element i goes to lane i mod 32, lanes are then added in halves. Every
-/// implementation adds in this order, so all choose the same parameters.
+/// Lanes of the f32 sums below: element i goes to lane i mod 32, then lanes are added in halves. Every implementation uses
+/// this order, so all choose the same parameters.
 const SUM_LANES: usize = 32;
 
 fn sum(terms: impl Iterator<Item = f32>) -> f32 {
@@ -290,7 +292,7 @@ fn sum(terms: impl Iterator<Item = f32>) -> f32 {
     lanes[0]
 }
 
-/// The 4-bit code of a weight where parameters are only tried: times the reciprocal, as whole vectors of it are cheap.
+/// The 4-bit code of a weight during the search. It multiplies by the reciprocal, which vectorises well.
 fn trial_code(value: f32, zero: f32, inverse: f32) -> f32 {
     nearest(((value - zero) * inverse).clamp(0.0, f32::from(W4_TOP)))
 }
@@ -305,8 +307,7 @@ pub(crate) fn squared_error(w: &[f32], params: Params) -> f32 {
     }))
 }
 
-/// Scale and zero of least squares for the codes that `params` give: the regression of w − zero on the codes. None where the
-/// codes are all equal.
+/// Scale and zero by linear regression of w − zero on the codes that `params` give. None if all codes are equal.
 fn fit(w: &[f32], params: Params) -> Option<Params> {
     let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
     let inverse = 1.0 / scale;
@@ -323,14 +324,13 @@ fn fit(w: &[f32], params: Params) -> Option<Params> {
     (spread > 0.0).then(|| Params::rounded(scale, zero))
 }
 
-/// The better of two parameters and its squared error: the first of equals, and never what f16 cannot hold, whose error is no
-/// number.
+/// The parameters with the smaller squared error; ties keep `best`. Parameters that f16 cannot hold have error NaN and lose.
 pub(crate) fn better(w: &[f32], best: (f32, Params), params: Params) -> (f32, Params) {
     let error = squared_error(w, params);
     if error < best.0 { (error, params) } else { best }
 }
 
-/// Of the ranges of [`SHRINK`] the one whose 4-bit codes have the least squared error, then what is better still of [`FITS`] fits.
+/// The range of [`SHRINK`] whose 4-bit codes have the least squared error, refined by up to [`FITS`] fits.
 pub(crate) fn search(w: &[f32], low: f32, high: f32, whole: Params) -> Params {
     let range = high - low;
     let mut best = (squared_error(w, whole), whole);
@@ -349,8 +349,8 @@ pub(crate) fn search(w: &[f32], low: f32, high: f32, whole: Params) -> Params {
     best.1
 }
 
-/// Quantises one group of weights to codes 0..=`top`, parameters in f16: in 8 bits scale = range/top and zero = minimum, in 4 bits
-/// what [`search`] finds from there. `codes` is as long as `w`.
+/// Quantises one group of weights to codes 0..=`top` with f16 parameters; `codes` is as long as `w`. In 8 bits, scale =
+/// range/top and zero = minimum. In 4 bits, [`search`] improves on those.
 fn quantize_weights_group(w: &[f32], top: u8, codes: &mut [u8]) -> Result<Params> {
     if w.is_empty() || codes.len() != w.len() {
         return Err(Error::internal(format!("group of {} weights, {} codes", w.len(), codes.len())));
@@ -385,7 +385,8 @@ pub fn quantize_weights_row(w: &[f32]) -> Result<WeightRow> {
     quantize_row(w, W4_TOP)
 }
 
-/// Quantises a row of the head to 8 bits, codes 0..=255: 4 bits there cost about 3 points of acceptance, 8 bits none.
+/// Quantises a row of the LM head to 8 bits, codes 0..=255. 4 bits cost about 3 percentage points of acceptance there, 8 bits
+/// none.
 ///
 /// # Errors
 /// As [`quantize_weights_row`].
@@ -398,7 +399,7 @@ pub fn quantize_head_row(w: &[f32]) -> Result<WeightRow> {
 pub struct Activations {
     /// −127..=127.
     pub codes: Vec<i8>,
-    /// Scale of each group; 0 where all elements are 0.
+    /// Scale of each group; 0 if all elements are 0.
     pub scales: Vec<f32>,
 }
 
@@ -425,7 +426,7 @@ pub fn quantize_activations_to(x: &[f32], group: usize, most: f32) -> Result<Act
     for group in x.chunks(group) {
         let (low, high) = range(group)?;
         let scale = high.max(-low) / most;
-        // A scale that underflows to 0 means magnitudes below 2e-43, which is 0 for every purpose.
+        // The scale underflows to 0 for magnitudes below 2e-43; the code is then 0.
         let code = |&value: &f32| {
             if scale > 0.0 { nearest((value / scale).clamp(-most, most)) as i8 } else { 0 }
         };
@@ -461,17 +462,17 @@ mod tests {
 
     #[test]
     fn codes_of_a_ramp_and_their_ties() {
-        // Sixteen values one step of f16 apart: the paper's grid hits each exactly.
+        // Sixteen values, each one step apart and exact in f16: the paper's grid hits each exactly.
         let ramp: Vec<f32> = (0..16).map(|i| 2.0 + i as f32 / 4.0).collect();
         let (upper, lower, params) = quantized(&ramp, Rounding::Paper);
         assert_eq!((params.scale.to_f32(), params.zero.to_f32()), (0.25, 2.0));
         assert_eq!(upper, (0..16).collect::<Vec<u8>>());
         assert!(lower.iter().all(|l| *l == 0));
-        // Halfway between two steps goes to the even one; a remainder of +1/2 saturates the lower nibble.
+        // A tie rounds to the even step; a remainder of +1/2 saturates the lower nibble.
         let ties = [0.0, 0.5, 1.5, 2.5, 15.0];
         let (upper, lower, _) = quantized(&ties, Rounding::Paper);
         assert_eq!((upper, lower), (vec![0, 0, 2, 2, 15], vec![0, 7, -8, 7, 0]));
-        // 256 values are the 256 codes of the joint grid, end to end.
+        // 256 values are exactly the 256 codes of the joint grid.
         let bytes: Vec<f32> = (0..256).map(|i| i as f32).collect();
         let (upper, lower, params) = quantized(&bytes, Rounding::Balanced);
         assert_eq!((params.scale.to_f32(), params.zero.to_f32()), (16.0, 8.0));
@@ -479,7 +480,7 @@ mod tests {
             assert_eq!(16 * i32::from(*u) + i32::from(*l) + 8, i as i32);
             assert_eq!(dequantize_both(*u, *l, params), i as f32);
         }
-        // A tie of the joint grid goes to the even code: 0.5 is code −7.5, so −8, and 1.5 is code −6.5, so −6.
+        // A tie of the joint grid rounds to the even code: 0.5 is code −7.5, so −8, and 1.5 is code −6.5, so −6.
         let (upper, lower, _) = quantized(&[0.0, 0.5, 1.5, 255.0], Rounding::Balanced);
         assert_eq!((upper, lower), (vec![0, 0, 0, 15], vec![-8, -8, -6, 7]));
     }
@@ -500,7 +501,7 @@ mod tests {
     #[test]
     fn tiny_ranges_keep_a_normal_scale() {
         for rounding in MODES {
-            // The least f16 and its neighbourhood: a range far below one step of the least scale.
+            // The smallest f16 and multiples of it: a range far below one step of the smallest scale.
             let x = halves(&[0.0, 5.960_464_5e-8, 2e-6]);
             let (upper, lower, params) = quantized(&x, rounding);
             assert_eq!(params.scale.to_f32(), SCALE_MIN);
@@ -513,7 +514,7 @@ mod tests {
 
     #[test]
     fn codes_keep_to_their_bits_where_the_zero_rounds_far() {
-        // Half precision has a spacing of 0.5 here, so the stored zero lies many steps beside the group, on either side.
+        // f16 values are 0.5 apart here, so the stored zero lies many steps outside the group, on either side.
         for x in [[1_000.74f32, 1_000.76, 1_000.8], [1_000.3, 1_000.4, 1_000.49]] {
             let beyond = if f16::from_f32(x[0]).to_f32() < x[0] { 15 } else { 0 };
             for rounding in MODES {
@@ -527,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_is_refused() {
+    fn non_finite_elements_are_refused() {
         for rounding in MODES {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let mut x = [1.0; 8];
@@ -538,7 +539,7 @@ mod tests {
                 assert!(quantize_weights_row(&x).is_err() && quantize_head_row(&x).is_err());
                 assert!(quantize_activations(&x).is_err());
             }
-            // Beyond half precision only where the input was not f16.
+            // Ranges that f16 cannot hold need elements that are not f16 values.
             assert!(quantize_group(&[-65_504.0, 65_504.0], rounding, &mut [0; 2], &mut [0; 2]).is_ok());
             assert!(quantize_group(&[1e6, 2e6], rounding, &mut [0; 2], &mut [0; 2]).is_err());
             assert!(quantize_group(&[1.0], rounding, &mut [0; 2], &mut [0; 1]).is_err());
@@ -554,7 +555,8 @@ mod tests {
 
     #[test]
     fn view_both_and_view_upper_have_no_bias() {
-        // Means over 64k values in steps of each view. A paper remainder of +1/2 saturates: its bias of view Both is known.
+        // Means over 64k values, in steps of each view. With Rounding::Paper a remainder of +1/2 saturates, which biases view
+        // Both.
         for (rounding, most_both) in [(Rounding::Paper, 0.05), (Rounding::Balanced, 0.02)] {
             let (mut both, mut upper, mut count) = (0.0, 0.0, 0.0);
             for (group, x) in normal(65_536, 7).chunks(128).enumerate() {
@@ -606,7 +608,7 @@ mod tests {
         let (w, x) = (normal(300, 1), normal(300, 2));
         for (row, top) in [(quantize_weights_row(&w).unwrap(), 15.0), (quantize_head_row(&w).unwrap(), 255.0)] {
             assert_eq!((row.codes.len(), row.params.len()), (300, 3));
-            // The short last group has parameters of its own elements.
+            // The short last group has its own parameters.
             assert_eq!(row.params[2], quantize_row(&w[256..], top as u8).unwrap().params[0]);
             if top == 255.0 {
                 let tail = w[256..].iter().fold((f32::MAX, f32::MIN), |(a, b), x| (a.min(*x), b.max(*x)));
@@ -615,7 +617,7 @@ mod tests {
             }
             for (at, (value, want)) in row.dequantize().into_iter().zip(&w).enumerate() {
                 let params = row.params[at / 128];
-                // Half a step, and with 4 bits what clipping may cost: a sixteenth of the range is fifteen sixteenths of a step.
+                // Half a step. In 4 bits clipping adds up to a sixteenth of the range, which is 15/16 of a step.
                 let most = if top == 15.0 { 1.7 } else { 0.55 };
                 let slack = 2.0 * params.zero.to_f32().abs() / 2_048.0 + params.scale.to_f32() * most;
                 assert!((value - want).abs() <= slack, "{value} {want}");
@@ -640,7 +642,7 @@ mod tests {
         assert_eq!(q.scales, [2.0, 5.1 / 7.0, 0.0, 1.0]);
     }
 
-    /// Squared error of a group in f64, for the codes that parameters give.
+    /// Squared error of a group in f64, with the codes that the parameters give.
     fn error_f64(w: &[f32], scale: f64, zero: f64) -> f64 {
         let code = |w: f64| ((w - zero) / scale).round_ties_even().clamp(0.0, 15.0);
         w.iter().map(|&w| f64::from(w)).map(|w| (w - code(w) * scale - zero).powi(2)).sum()
@@ -662,7 +664,7 @@ mod tests {
 
     #[test]
     fn ranges_that_half_precision_just_holds() {
-        // The whole range is what is refused or not; a search that leaves half precision keeps to what is in it.
+        // The whole range decides whether a group is refused. A candidate that f16 cannot hold is skipped.
         let mut w = vec![0.0; 128];
         w[0] = 65_504.0 * 15.0;
         assert_eq!(quantize_weights_row(&w).unwrap().codes[0], 15);
@@ -671,7 +673,7 @@ mod tests {
         assert_eq!(quantize_weights_row(&[65_504.0, 65_472.0]).unwrap().codes, [15, 0]);
     }
 
-    /// Groups of f16 values of any size, centre and spread, at times with an outlier.
+    /// Groups of f16 values of any size, centre and spread, some with an outlier.
     fn group() -> impl Strategy<Value = Vec<f32>> {
         (prop::collection::vec(-1.0f32..1.0, 2..130), -14i32..14, -40.0f32..40.0, prop::option::of(0usize..130))
             .prop_map(|(x, exponent, centre, outlier)| {
@@ -691,15 +693,15 @@ mod tests {
             for rounding in MODES {
                 let (u, l, params) = quantized(&x, rounding);
                 let (scale, zero) = (params.scale.to_f32(), params.zero.to_f32());
-                // f32 arithmetic of the check itself, and the ends of the range: the stored scale may be 2⁻¹² low, and the
-                // balanced zero is rounded to half precision, by which the ends clip.
+                // f32 rounding of the check itself, and the ends of the range: the stored scale may be 2⁻¹² too small, and
+                // the balanced zero is rounded to f16, which clips the ends.
                 let float = greatest * 1e-6 + 1e-7;
                 let stored = 15.0 * scale / 4_096.0 + if rounding == Rounding::Balanced { zero.abs() / 2_048.0 } else { 0.0 };
                 for i in 0..x.len() {
                     prop_assert!(u[i] <= 15 && (-8..=7).contains(&l[i]));
                     let upper = (dequantize_upper(u[i], params, rounding) - x[i]).abs();
                     let both = (dequantize_both(u[i], l[i], params) - x[i]).abs();
-                    // Half a step of each view; a paper remainder of +1/2 loses a whole lower step.
+                    // Half a step of each view; with Rounding::Paper a remainder of +1/2 loses a whole lower step.
                     let (most_upper, most_both) = match rounding {
                         Rounding::Paper => (scale / 2.0, scale / 16.0),
                         Rounding::Balanced => (scale * (0.5 + 1.0 / 32.0), scale / 32.0),
@@ -711,7 +713,7 @@ mod tests {
         }
 
         #[test]
-        fn no_range_that_is_tried_is_better(w in group()) {
+        fn no_candidate_range_is_better(w in group()) {
             let row = quantize_weights_row(&w).unwrap();
             let (low, high) = range(&w).unwrap();
             let (scale, zero) = (row.params[0].scale.to_f64(), row.params[0].zero.to_f64());
@@ -719,7 +721,7 @@ mod tests {
                 prop_assert_eq!(scale, 0.0);
             } else {
                 let found = error_f64(&w, scale, zero);
-                // Errors are compared in f32, where a weight far from zero has few bits left below a step.
+                // Errors are compared in f32, where a weight of large magnitude has few bits left below a step.
                 let float = w.len() as f64 * f64::from(low.abs().max(high.abs()) * 3e-7).powi(2);
                 for below in SHRINK {
                     for above in SHRINK {
@@ -735,7 +737,7 @@ mod tests {
 
         #[test]
         fn upper_codes_are_a_rounding_of_both(x in group()) {
-            // What a draft reads is the upper half of what the target reads: it does not depend on the lower plane.
+            // The draft reads the upper half of the target's codes, so its values do not depend on the lower plane.
             for rounding in MODES {
                 let (u, l, params) = quantized(&x, rounding);
                 for i in 0..x.len() {
@@ -753,7 +755,7 @@ mod tests {
 
         #[test]
         fn codes_equal_an_integer_model(x in group()) {
-            // The same codes from f64: ties and near ties aside they must agree, and ties are decided by evenness.
+            // Codes computed in f64 must agree, except at ties and near ties; ties go to the even code.
             for rounding in MODES {
                 let (u, l, params) = quantized(&x, rounding);
                 let (scale, zero) = (params.scale.to_f64(), params.zero.to_f64());

@@ -1,6 +1,6 @@
-//! What decoding did: counters and times, with the names and definitions of vLLM and llama.cpp.
+//! Counters and times of decoding, with the names and definitions of vLLM and llama.cpp.
 
-/// Counters of any number of sequences and rounds. Times are wall-clock seconds measured by the caller.
+/// Counters over any number of sequences and rounds. Times are wall-clock seconds, measured by the caller.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Stats {
     prefill_tokens: usize,
@@ -10,29 +10,29 @@ pub struct Stats {
     verify_s: f64,
     rounds: usize,
     drafted_tokens: usize,
-    /// Pages those tokens' steps read per KV head.
+    /// Sum over drafted tokens of the pages read per KV head.
     drafted_pages: usize,
-    /// Drafted tokens that were copied from the text in place of a draft.
+    /// Drafted tokens copied from earlier text instead of drafted by a network.
     copied_tokens: usize,
     accepted_tokens: usize,
-    /// `accepted_at[i]`: rounds whose (i+1)-th drafted token was accepted; as long as the longest draft.
+    /// `accepted_at[i]`: rounds whose (i+1)-th drafted token was accepted. As long as the longest draft.
     accepted_at: Vec<usize>,
 }
 
 impl Stats {
-    /// Adds a prompt: `tokens` were processed in `seconds`, `reused` came from the prompt cache.
+    /// Adds a prompt: `tokens` processed in `seconds`, and `reused` tokens from the prompt cache.
     pub fn prefill(&mut self, tokens: usize, reused: usize, seconds: f64) {
         self.prefill_tokens += tokens;
         self.reused_tokens += reused;
         self.prefill_s += seconds;
     }
 
-    /// Adds the drafting of a round, whatever the number of sequences.
+    /// Adds the drafting time of a round, over all sequences.
     pub fn draft(&mut self, seconds: f64) {
         self.draft_s += seconds;
     }
 
-    /// Adds the verification of a round, whatever the number of sequences.
+    /// Adds the verification time of a round, over all sequences.
     pub fn verify(&mut self, seconds: f64) {
         self.verify_s += seconds;
     }
@@ -49,12 +49,12 @@ impl Stats {
         self.accepted_at.iter_mut().take(accepted).for_each(|count| *count += 1);
     }
 
-    /// Of a round's drafted tokens, `tokens` were copied from the text in place of a draft by a network.
+    /// Adds drafted tokens that were copied from earlier text instead of drafted by a network.
     pub fn copied(&mut self, tokens: usize) {
         self.copied_tokens += tokens;
     }
 
-    /// Adds what the drafts of a sequence's round read: `pages` per KV head, summed over its drafted tokens.
+    /// Adds the pages that a sequence's drafts read in a round: `pages` per KV head, summed over its drafted tokens.
     pub fn pages(&mut self, pages: usize) {
         self.drafted_pages += pages;
     }
@@ -94,7 +94,7 @@ impl Stats {
         (self.prefill_s > 0.0).then(|| self.prefill_tokens as f64 / self.prefill_s)
     }
 
-    /// Tokens emitted by rounds, that is all but the first of each sequence, which prefill yields.
+    /// Tokens emitted by rounds: all but the first of each sequence, which prefill yields.
     pub fn decode_tokens(&self) -> usize {
         self.rounds + self.accepted_tokens
     }
@@ -104,7 +104,7 @@ impl Stats {
         (self.decode_s() > 0.0).then(|| self.decode_tokens() as f64 / self.decode_s())
     }
 
-    /// Verification steps, counted per sequence; plain steps included.
+    /// Verification steps, counted per sequence, including plain steps.
     pub fn rounds(&self) -> usize {
         self.rounds
     }
@@ -119,12 +119,12 @@ impl Stats {
         self.drafted_tokens
     }
 
-    /// Drafted tokens that were copied from the text in place of a draft by a network.
+    /// Drafted tokens copied from earlier text instead of drafted by a network.
     pub fn copied_tokens(&self) -> usize {
         self.copied_tokens
     }
 
-    /// Pages a draft step read per KV head, on average; `None` where nothing was drafted, or all of it copied.
+    /// Mean pages per KV head that a draft step read; `None` if no token was drafted by a network.
     pub fn draft_pages_mean(&self) -> Option<f64> {
         let steps = self.drafted_tokens - self.copied_tokens;
         (steps > 0).then(|| self.drafted_pages as f64 / steps as f64)
@@ -135,18 +135,18 @@ impl Stats {
         self.accepted_tokens
     }
 
-    /// Accepted / drafted; `None` where nothing was drafted.
+    /// Accepted / drafted; `None` if nothing was drafted.
     pub fn acceptance_rate(&self) -> Option<f64> {
         (self.drafted_tokens > 0).then(|| self.accepted_tokens as f64 / self.drafted_tokens as f64)
     }
 
-    /// Tokens a verification step emits: 1 + accepted / rounds; `None` where nothing was drafted.
+    /// Tokens per verification step: 1 + accepted / rounds; `None` if nothing was drafted.
     pub fn mean_acceptance_length(&self) -> Option<f64> {
         (self.drafted_tokens > 0).then(|| 1.0 + self.accepted_tokens as f64 / self.rounds as f64)
     }
 
-    /// Element i: rounds whose (i+1)-th drafted token was accepted / all rounds, so that the sum is
-    /// [`Stats::mean_acceptance_length`] − 1; `None` where nothing was drafted.
+    /// Element i: rounds whose (i+1)-th drafted token was accepted / all rounds. The sum is [`Stats::mean_acceptance_length`]
+    /// − 1. `None` if nothing was drafted.
     pub fn acceptance_rate_per_position(&self) -> Option<Vec<f64>> {
         let rate = |&accepted: &usize| accepted as f64 / self.rounds as f64;
         (self.drafted_tokens > 0).then(|| self.accepted_at.iter().map(rate).collect())
@@ -187,7 +187,7 @@ mod tests {
         assert_eq!((stats.prefill_tokens(), stats.prefill_s()), (6, 1.0));
         assert_eq!((stats.draft_s(), stats.verify_s(), stats.decode_s()), (0.5, 4.0, 4.5));
         assert_eq!((stats.rounds(), stats.drafted_tokens(), stats.accepted_tokens()), (2, 14, 10));
-        // Each round emits what was accepted and one token of the target.
+        // Each round emits the accepted tokens and one token of the target.
         assert_eq!(stats.decode_tokens(), 12);
         assert_eq!(stats.gamma_mean(), Some(7.0));
     }

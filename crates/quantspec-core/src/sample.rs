@@ -320,14 +320,14 @@ pub fn choose(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream
     race::<false>(logits, most_likely, sampler, position, stream).0
 }
 
-/// [`choose`], and by how much the token led its runner-up, as a difference of logits; where it alone was kept, its lead without noise, and infinite
-/// in a vocabulary of one.
-pub fn choose_with_lead(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> (u32, f32) {
+/// [`choose`], and the token's margin to the second-best one, as a difference of logits with their noise. Where the warpers keep one token only, its margin
+/// without noise; infinite in a vocabulary of one.
+pub fn choose_with_margin(logits: &[f32], sampler: &Sampler, position: usize, stream: Stream) -> (u32, f32) {
     let most_likely = argmax(logits);
     if sampler.temperature > 0.0 {
-        let (token, lead) = race::<true>(logits, most_likely, sampler, position, stream);
-        if lead.is_finite() {
-            return (token, lead * sampler.temperature);
+        let (token, margin) = race::<true>(logits, most_likely, sampler, position, stream);
+        if margin.is_finite() {
+            return (token, margin * sampler.temperature);
         }
     }
     let (before, after) = logits.split_at(most_likely as usize);
@@ -335,8 +335,8 @@ pub fn choose_with_lead(logits: &[f32], sampler: &Sampler, position: usize, stre
     (most_likely, first - maximum(before).max(maximum(after)))
 }
 
-/// The winner of the Gumbel race and, where `LEAD`, its lead.
-fn race<const LEAD: bool>(
+/// The winner of the Gumbel race and, where `MARGIN`, its margin to the second.
+fn race<const MARGIN: bool>(
     logits: &[f32],
     most_likely: u32,
     sampler: &Sampler,
@@ -348,8 +348,8 @@ fn race<const LEAD: bool>(
     let mut winner = (most_likely, gumbel_of(noise.uniform(most_likely)));
     let mut second = f32::NEG_INFINITY;
     let mut race = |id: u32, z: f32| {
-        let bar = if LEAD { second } else { winner.1 };
-        if z + GUMBEL_MAX >= bar && !(LEAD && id == most_likely) {
+        let bar = if MARGIN { second } else { winner.1 };
+        if z + GUMBEL_MAX >= bar && !(MARGIN && id == most_likely) {
             let u = noise.uniform(id);
             // −ln(−ln u) ≤ −ln(1 − u): one exponential, with room for rounding, refuses what cannot win.
             if 1.0 - u <= (z - bar).exp() * 1.000_1 {
@@ -442,13 +442,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_lead_is_that_over_the_second_score(
+        fn a_margin_is_that_over_the_second_score(
             logits in prop::collection::vec(prop_oneof![8 => -4.0f32..4.0, 1 => Just(f32::NEG_INFINITY)], 1..40), seed: u64,
             t in 0.1f32..2.0, k in 0usize..9,
         ) {
             prop_assume!(check_finite(&logits).is_ok());
             let sampler = sampler(t, k, 1.0, 0.0, seed);
-            let (token, lead) = choose_with_lead(&logits, &sampler, 5, Stream::Sample);
+            let (token, margin) = choose_with_margin(&logits, &sampler, 5, Stream::Sample);
             prop_assert_eq!(token, choose(&logits, &sampler, 5, Stream::Sample));
             let score = |(id, z): Candidate| z + gumbel(seed, 0, 5, Stream::Sample, id.into());
             let mut scores: Vec<f32> = kept(&logits, &sampler).into_iter().map(score).collect();
@@ -457,11 +457,11 @@ mod tests {
             sorted.sort_unstable_by(|a, b| b.total_cmp(a));
             let plain = sorted.get(1).map_or(f32::INFINITY, |second| sorted[0] - second);
             let want = scores.get(1).map_or(plain, |second| (scores[0] - second) * t);
-            prop_assert!(lead == want || (lead - want).abs() < 1e-4, "{} {}", lead, want);
+            prop_assert!(margin == want || (margin - want).abs() < 1e-4, "{} {}", margin, want);
 
-            let (token, lead) = choose_with_lead(&logits, &Sampler::greedy(), 5, Stream::Sample);
+            let (token, margin) = choose_with_margin(&logits, &Sampler::greedy(), 5, Stream::Sample);
             prop_assert_eq!(token, argmax(&logits));
-            prop_assert_eq!(lead, plain);
+            prop_assert_eq!(margin, plain);
         }
     }
 
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn logits_that_cannot_be_chosen_from_are_refused() {
+    fn unusable_logits_are_refused() {
         assert!(check_finite(&[1.0, f32::NEG_INFINITY]).is_ok());
         for bad in [&[f32::NAN, 1.0][..], &[f32::INFINITY, 1.0], &[f32::NEG_INFINITY; 2], &[]] {
             assert_eq!(check_finite(bad).unwrap_err().kind, crate::ErrorKind::NotFinite);

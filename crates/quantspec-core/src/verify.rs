@@ -1,7 +1,7 @@
 //! Acceptance: how many drafted tokens stand, and which token of the target follows them.
 
 use crate::error::{Error, Result};
-use crate::sample::{Accept, Sampler, Stream, argmax, check_finite, choose, choose_with_lead, draw, uniform, warp};
+use crate::sample::{Accept, Sampler, Stream, argmax, check_finite, choose, choose_with_margin, draw, uniform, warp};
 use std::borrow::Cow;
 
 /// Outcome of a round for one sequence.
@@ -85,8 +85,8 @@ fn correct(q: impl Fn(usize) -> f32, p: &[f32], sampler: &Sampler, position: usi
 pub struct Judge {
     /// `[slot][offset]` warped draft distributions, empty unless the slot's rule is rejection.
     q: Vec<Vec<Vec<f32>>>,
-    /// Lead of each slot's last proposed token.
-    leads: Vec<f32>,
+    /// Logit margin of each slot's last proposed token.
+    margins: Vec<f32>,
 }
 
 impl Judge {
@@ -97,23 +97,23 @@ impl Judge {
 
     /// The drafted token at `position`, from the draft's logits of the row before it, which sits at `offset` of the window.
     pub fn propose(&mut self, slot: usize, offset: usize, position: usize, logits: &[f32], sampler: &Sampler) -> u32 {
-        if self.leads.len() <= slot {
-            self.leads.resize(slot + 1, f32::INFINITY);
+        if self.margins.len() <= slot {
+            self.margins.resize(slot + 1, f32::INFINITY);
         }
         if sampler.accept != Accept::Rejection {
-            let (token, lead) = choose_with_lead(logits, sampler, position, sampler.draft_stream());
-            self.leads[slot] = lead;
+            let (token, margin) = choose_with_margin(logits, sampler, position, sampler.draft_stream());
+            self.margins[slot] = margin;
             return token;
         }
-        // Its noise is not the target's, and a lead says nothing.
-        self.leads[slot] = f32::INFINITY;
+        // Its noise is not the target's, so a margin would say nothing about its acceptance.
+        self.margins[slot] = f32::INFINITY;
         self.keep(slot, offset, warp(logits, sampler));
         choose(logits, sampler, position, sampler.draft_stream())
     }
 
-    /// By how much, in logits, the last proposed token of a slot led its runner-up.
-    pub fn lead(&self, slot: usize) -> f32 {
-        self.leads.get(slot).copied().unwrap_or(f32::INFINITY)
+    /// The logit margin of a slot's last proposed token; infinite where there is none.
+    pub fn margin(&self, slot: usize) -> f32 {
+        self.margins.get(slot).copied().unwrap_or(f32::INFINITY)
     }
 
     /// The warped distribution that is kept of a slot's drafted token at `offset`, `[vocab]`.
@@ -125,7 +125,8 @@ impl Judge {
         q.map(Vec::as_slice).ok_or_else(|| Error::internal(format!("no draft distribution {offset} of slot {slot}")))
     }
 
-    /// Keeps the warped distribution of a slot's drafted token at `offset`, and forgets those after it.
+    /// Keeps the warped distribution of a slot's drafted token at `offset`, `[vocab]`, and forgets those after it. [`Judge::judge`] refuses one of
+    /// another length.
     pub fn keep(&mut self, slot: usize, offset: usize, q: Vec<f32>) {
         if self.q.len() <= slot {
             self.q.resize_with(slot + 1, Vec::new);
@@ -405,13 +406,13 @@ mod tests {
     }
 
     #[test]
-    fn a_lead_is_the_last_proposals_and_none_of_rejection() {
+    fn a_margin_is_the_last_proposals_and_none_of_rejection() {
         let (mut judge, row) = (Judge::new(), [1.0, 3.0, 0.5]);
-        assert_eq!(judge.lead(1), f32::INFINITY);
+        assert_eq!(judge.margin(1), f32::INFINITY);
         judge.propose(1, 0, 5, &row, &Sampler::greedy());
-        assert_eq!((judge.lead(1), judge.lead(0)), (2.0, f32::INFINITY));
+        assert_eq!((judge.margin(1), judge.margin(0)), (2.0, f32::INFINITY));
         judge.propose(1, 1, 6, &row, &sampler(1.0, 0, 1.0, 0.0, Accept::Rejection));
-        assert_eq!(judge.lead(1), f32::INFINITY);
+        assert_eq!(judge.margin(1), f32::INFINITY);
     }
 
     #[test]
@@ -445,6 +446,8 @@ mod tests {
         }
         judge.propose(0, 0, 9, &row, &rejection);
         assert_eq!(kind(&mut judge, &[1, 1], &[&row, &row, &row], &rejection), ErrorKind::Internal);
+        judge.keep(0, 0, vec![1.0; 2]);
+        assert_eq!(kind(&mut judge, &[1], &[&row, &row], &rejection), ErrorKind::Internal);
     }
 
     proptest! {
@@ -471,7 +474,7 @@ mod tests {
         }
 
         #[test]
-        fn greedy_and_replay_emit_what_plain_decoding_emits(
+        fn greedy_and_replay_equal_plain_decoding(
             p in prop::collection::vec(any_logits(9), 1..6), q in prop::collection::vec(any_logits(9), 5),
             seed: u64, position in 0usize..1_000_000, t in 0.1f32..2.0, k in 0usize..9,
         ) {

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_are_no_numbers_are_named() {
+    fn nan_weights_are_named() {
         let mut w = vec![0.5; 3 * GROUP];
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             w[GROUP + 7] = bad;
@@ -231,7 +231,7 @@ mod tests {
         }
 
         #[test]
-        fn no_zero_that_is_tried_is_better_for_the_draft(w in weights()) {
+        fn no_candidate_zero_is_better_for_the_draft(w in weights()) {
             let row = quantize_row(&w).unwrap();
             for (w, &params) in w.chunks(GROUP).zip(&row.params) {
                 let (low, high) = quantize::range(w).unwrap();

@@ -1,5 +1,5 @@
-//! Rejection over consecutive rounds: a refused token's followers are drafted again, with the same noise of their positions, and the
-//! text is distributed as the target's all the same.
+//! Rejection sampling over consecutive rounds. Tokens after a rejected one are drafted again with the same noise at their
+//! positions, and the text's distribution must still be the target's.
 
 use quantspec_core::penalty::{History, Penalties, history, penalised};
 use quantspec_core::sample::{Accept, Sampler, warp};
@@ -7,7 +7,7 @@ use quantspec_core::verify::{DraftDistribution, Judge};
 
 const VOCAB: usize = 4;
 
-/// Tokens of a text behind its first one, which is 0.
+/// Tokens of a text after its first one, which is 0.
 const LENGTH: usize = 4;
 
 /// Texts there are.
@@ -17,8 +17,8 @@ const TEXTS: usize = VOCAB.pow(LENGTH as u32);
 type Chain = [[f32; VOCAB]; VOCAB];
 
 const TARGET: Chain = [[0.5, 0.4, -0.4, -0.2], [-0.3, 0.2, 0.6, -0.5], [0.4, -0.8, 0.1, 0.3], [0.0, 0.3, -0.6, 0.5]];
-/// Near enough to the target that drafts are accepted, far enough that they are refused, for two tokens each that the target
-/// likes better.
+/// Close enough to the target that drafts are accepted, and far enough that they are rejected, for two tokens each that the
+/// target prefers.
 const DRAFT: Chain = [[0.0, -0.2, 0.3, 0.2], [0.3, -0.2, 0.0, 0.4], [-0.3, 0.0, 0.6, -0.3], [0.6, -0.3, 0.1, -0.1]];
 
 fn sampler(seed: u64) -> Sampler {
@@ -30,7 +30,7 @@ fn penalties() -> Penalties {
     Penalties::new(1.5, 0.4, -0.3, 3).expect("penalties")
 }
 
-/// The law of the chain's texts, by number: the digits of a text to the base of the vocabulary.
+/// Probability of each text of the chain, indexed by the text's tokens as digits in base vocabulary size.
 fn law(chain: &Chain, penalties: Penalties) -> Vec<f64> {
     let probability = |text: usize| {
         let (mut last, mut product, mut before) = (0, 1.0, History::new(&[0], penalties, 0));
@@ -49,8 +49,8 @@ fn digits(text: usize) -> impl Iterator<Item = usize> {
     (0..LENGTH).rev().map(move |place| text / VOCAB.pow(place as u32) % VOCAB)
 }
 
-/// Pearson's statistic over the degrees of freedom's 1 in 10⁵ quantile (Wilson and Hilferty): above 1 the counts are not of that
-/// law.
+/// Pearson's statistic divided by the 1 − 10⁻⁵ quantile of its χ² distribution (Wilson and Hilferty). Above 1 the counts do
+/// not follow `law`.
 fn misfit(counts: &[f64], law: &[f64]) -> f64 {
     let possible: Vec<(f64, f64)> = counts.iter().copied().zip(law.iter().copied()).filter(|(_, p)| *p > 0.0).collect();
     let (total, freedom) = (counts.iter().sum::<f64>(), possible.len() as f64 - 1.0);
@@ -63,7 +63,7 @@ fn misfit(counts: &[f64], law: &[f64]) -> f64 {
     chi / (freedom * (1.0 - spread + 4.265 * spread.sqrt()).powi(3))
 }
 
-/// How often each text came of so many seeds, in rounds of γ as an engine takes them, and positions that were drafted twice.
+/// Counts of each text over all seeds, in rounds of γ as an engine runs them, and the number of positions drafted twice.
 fn texts(gamma: usize, seeds: u64, penalties: Penalties) -> (Vec<f64>, usize) {
     let (mut counts, mut again) = (vec![0.0; TEXTS], 0);
     let mut judge = Judge::new();
@@ -72,7 +72,7 @@ fn texts(gamma: usize, seeds: u64, penalties: Penalties) -> (Vec<f64>, usize) {
         let mut committed = history(&[0], &sampler, 0);
         let (mut text, mut reached) = (vec![0u32], 0usize);
         while text.len() <= LENGTH {
-            // A token's position is its place in the text.
+            // A token's position is its index in the text.
             let first = text.len();
             let mut window = vec![text[first - 1]];
             for offset in 0..gamma {
@@ -107,7 +107,7 @@ fn rounds_that_draft_again_keep_the_distribution_of_the_text() {
         assert!((again > 10_000) == (gamma > 1), "{again} positions were drafted again with gamma {gamma}");
         let found = misfit(&counts, &target);
         assert!(found < 1.0, "gamma {gamma}: {found}");
-        // The statistic can tell: the draft's law is another.
+        // The statistic must detect the draft's distribution as different.
         assert!(misfit(&counts, &draft) > 3.0);
     }
 }

@@ -1,4 +1,5 @@
-//! The γ policy on simulated machines and texts: how near it comes to the best fixed γ, and what it loses where nothing pays.
+//! The γ policy on simulated machines and texts: its distance from the best fixed γ, and its loss where speculation does not
+//! pay.
 
 use proptest::array::uniform4;
 use proptest::prelude::*;
@@ -6,13 +7,13 @@ use quantspec_core::policy::{Policy, Stop, expected_tokens};
 use quantspec_core::sample::{Stream, uniform};
 use std::collections::HashSet;
 
-/// Acceptance of drafted tokens, by the tokens emitted so far.
+/// Acceptance probability of drafted tokens, as a function of the tokens emitted so far.
 #[derive(Clone, Copy, Debug)]
 enum Text {
     Even(f64),
-    /// So many tokens well drafted, then as many not at all, in turn.
+    /// Alternates: this many tokens with this acceptance, then as many with acceptance 0.
     Alternating(f64, usize),
-    /// Well drafted but for the tokens from 2,000 to 6,000.
+    /// High acceptance, except for tokens 2,000 to 6,000.
     Gap,
 }
 
@@ -32,19 +33,20 @@ struct World {
     text: Text,
     /// Standard deviation of timings, relative; one in fifty takes five times as long.
     noise: f64,
-    /// First rounds that are measured five times as long as they are.
+    /// First rounds whose measured time is five times the true one.
     slow: usize,
     batch: usize,
-    /// A plain step after a draft or the prompt takes this many times as long; `warming` of the excess is left at each further one.
+    /// A plain step after a draft or the prompt takes this many times as long; each further one keeps the share `warming` of
+    /// the excess.
     cold: f64,
     warming: f64,
-    /// Share of the rounds in which the drafter proposes what it is asked for; else it proposes nothing.
+    /// Share of rounds in which the drafter proposes tokens; in the others it proposes nothing.
     proposes: f64,
-    /// A draft is accepted as a whole or not at all, unlike the policy's model.
+    /// A draft is accepted entirely or not at all, contrary to the policy's model.
     together: bool,
-    /// Known margins, by which drafts end early.
+    /// Known margins, which end drafts early.
     margins: Option<Margins>,
-    /// Margin scale by which tokens are accepted, whatever the text.
+    /// Margin scale that determines acceptance, whatever the text.
     scale: Option<f64>,
     seed: u64,
 }
@@ -85,7 +87,7 @@ fn linear(rows: usize) -> f64 {
     10.0 * rows as f64
 }
 
-/// A model in a CPU's caches: one row is cheaper than memory traffic suggests.
+/// A model in a CPU's caches: one row costs less than memory traffic suggests.
 fn cached(rows: usize) -> f64 {
     if rows == 1 { 10.0 } else { 15.0 + 0.5 * rows as f64 }
 }
@@ -99,7 +101,7 @@ fn crowded(rows: usize) -> f64 {
 struct Run {
     seconds: f64,
     tokens: usize,
-    /// γ of each round, and the tokens emitted before it.
+    /// γ of each round, and the tokens emitted before the round.
     gammas: Vec<(usize, usize)>,
 }
 
@@ -143,7 +145,7 @@ impl World {
         (0..policy.reach()).find(ends).map_or(policy.reach(), |i| i + 1)
     }
 
-    /// Decodes at least `tokens` tokens per sequence. True costs are summed, noisy ones observed.
+    /// Decodes at least `tokens` tokens per sequence. Returns sums of true costs; the policy observes noisy ones.
     fn run(&self, policy: &mut Policy, tokens: usize) -> Run {
         let mut run = Run { seconds: 0.0, tokens: 0, gammas: vec![] };
         let (mut round, mut cold) = (0, self.cold - 1.0);
@@ -194,7 +196,7 @@ impl World {
     }
 }
 
-/// Every machine × draft × acceptance × variant, decoded with `Policy::auto(12)`.
+/// All combinations of machine, draft, acceptance and variant, decoded with `Policy::auto(12)`.
 struct Scenario {
     name: &'static str,
     machines: &'static [fn(usize) -> f64],
@@ -203,9 +205,9 @@ struct Scenario {
     variants: Vec<World>,
     seeds: u64,
     tokens: usize,
-    /// Bound of the time per token against plain decoding, for each seed.
+    /// Upper limit of the time per token relative to plain decoding, for each seed.
     plain: f64,
-    /// Bound against the best fixed γ, for the mean of the seeds.
+    /// Upper limit relative to the best fixed γ, for the mean over seeds.
     best: f64,
 }
 
@@ -267,7 +269,7 @@ fn scenarios() -> Vec<Scenario> {
         },
         uninformed(&[3.0, 8.0], &[0.0, 0.3, 0.6, 0.8, 0.95], 1.08),
         uninformed(&[1.5], &[0.0, 0.3, 0.6, 0.8], 1.08),
-        // Almost free drafts of which almost all tokens are accepted lose most by being short.
+        // If nearly all tokens of nearly free drafts are accepted, drafts that are too short lose most.
         uninformed(&[1.5], &[0.95], 1.1),
         Scenario {
             name: "a CPU cache that plain steps after a draft must fill",
@@ -337,7 +339,7 @@ fn scenarios_stay_within_their_bounds() {
                             scenario.name
                         );
                         auto += pace;
-                        // Three texts say well enough how fast a fixed γ is.
+                        // Three texts suffice to measure a fixed γ.
                         if scenario.best.is_finite() && seed <= 3 {
                             best += world.best(12, scenario.tokens);
                         }
@@ -371,13 +373,13 @@ fn fixed_gamma_stays() {
 
 #[test]
 fn the_first_tokens_are_near_the_best_fixed_gamma() {
-    // A draft step and five rows cost so much of a plain step on a CPU, and on a GPU.
+    // Cost of a draft step and of five rows relative to a plain step, on a CPU and on a GPU.
     let cpu = |rows: usize| 10.0 + 0.15 * (rows - 1) as f64;
     let gpu = |rows: usize| 10.0 + 0.2 * (rows - 1) as f64;
     for (draft, verify) in [(2.7, cpu as fn(usize) -> f64), (2.9, cpu), (4.5, gpu)] {
         for (alpha, goal) in [(0.8, 0.961), (0.85, 0.953), (0.9, 0.946), (0.95, 0.923)] {
             for tokens in [64, 96] {
-                // Mean over texts of this length, for each of which a policy starts anew.
+                // Mean over texts of this length, each with a new policy.
                 let seconds = |policy: &Policy| -> f64 {
                     let world = |seed| World { seed, draft, verify, text: Text::Even(alpha), ..WORLD };
                     (0..200).map(|seed| world(seed).pace(policy.clone(), tokens)).sum()
@@ -392,14 +394,14 @@ fn the_first_tokens_are_near_the_best_fixed_gamma() {
 
 #[test]
 fn margins_beat_the_best_fixed_gamma() {
-    // Means of margins at which .83, .9 and .98 of the tokens are accepted, and a scale that the policy must find.
+    // Mean margins at which .83, .9 and .98 of the tokens are accepted, and a scale for the policy to find.
     for (draft, mean, scale) in
         [(2.7, 0.87, 0.45), (2.9, 0.87, 0.45), (2.7, 1.8, 0.45), (4.5, 1.8, 0.45), (2.7, 1.8, 0.05), (2.7, 5.0, 3.0)]
     {
         let worlds =
             (1..=16).map(|seed| World { seed, draft, margins: Some(Margins::Mean(mean)), scale: Some(scale), ..WORLD });
         let share: f64 = worlds.map(|world| world.pace(Policy::auto(12), 4_000) / world.best(12, 4_000) / 16.0).sum();
-        // At a small scale no margin is short, and there is little to gain.
+        // At a small scale no margin is short, so early end gains little.
         let bound = if scale == 0.05 { 0.992 } else { 0.98 };
         assert!(share < bound, "draft {draft} margin {mean}, {scale}: {share} of the time at the best fixed γ");
     }
@@ -407,7 +409,7 @@ fn margins_beat_the_best_fixed_gamma() {
 
 #[test]
 fn drafts_that_fail_are_given_up() {
-    // Every verification fails after its draft, and a plain step takes its place.
+    // Every verification fails after its draft, and is replaced by a plain step.
     let (mut policy, mut seconds) = (Policy::auto(8), 0.0);
     for _ in 0..1_000 {
         if policy.gamma() > 0 {
@@ -424,7 +426,7 @@ fn drafts_that_fail_are_given_up() {
 
 #[test]
 fn the_ledger_ends_what_the_model_cannot_see() {
-    // One of four sequences drafts, well; the others are at their ends and wait for it. α and the costs promise a gain.
+    // One of four sequences drafts with high acceptance; the others have ended and wait. Acceptance and costs predict a gain.
     let (mut policy, mut seconds, mut tokens) = (Policy::auto(8), 0.0, 0);
     for round in 0..3_000 {
         let gamma = policy.gamma();
@@ -441,7 +443,7 @@ fn the_ledger_ends_what_the_model_cannot_see() {
     assert!(seconds < 1.02 * plain, "{}", seconds / plain);
 }
 
-/// γ of `rounds` rounds by costs that depend on the round.
+/// γ of `rounds` rounds, with costs that depend on the round.
 fn gammas(max: usize, rounds: usize, alpha: f64, mut costs: impl FnMut(usize, usize) -> (f64, f64)) -> Vec<usize> {
     let mut policy = Policy::auto(max);
     let round = |round| {
@@ -460,7 +462,7 @@ fn gammas(max: usize, rounds: usize, alpha: f64, mut costs: impl FnMut(usize, us
 
 #[test]
 fn costs_that_fall_are_noticed() {
-    // Long windows are expensive at first: their last timings say so until they are forgotten.
+    // Long windows are expensive at first, and their last timings show that until they expire.
     let gammas = gammas(8, 1_200, 1.1, |round, gamma| {
         let more = if round < 200 && gamma > 2 { 40.0 } else { 0.0 };
         (2.0 * gamma as f64, flat(gamma + 1) + more)
@@ -470,7 +472,7 @@ fn costs_that_fall_are_noticed() {
 
 #[test]
 fn costs_that_grow_with_the_context_are_followed() {
-    // Verification of many rows becomes expensive: γ must come down.
+    // Verifying many rows becomes expensive, so γ must fall.
     let gammas = gammas(12, 4_000, 0.9, |round, gamma| {
         let slope = 0.02 + 0.3 * round as f64 / 4_000.0;
         (3.0 * gamma as f64, 10.0 * (1.0 + slope * gamma as f64))
@@ -481,7 +483,7 @@ fn costs_that_grow_with_the_context_are_followed() {
 }
 
 #[test]
-fn a_slow_first_call_is_not_believed() {
+fn a_slow_first_call_is_ignored() {
     // The first round of every shape takes 20 times as long.
     let mut seen = HashSet::new();
     let mut gammas = gammas(8, 100, 0.9, |_, gamma| {
@@ -530,7 +532,7 @@ fn batches_are_costed_by_their_rows() {
     let run = World { batch: 16, ..world }.run(&mut policy, 1_000);
     let ones = run.gammas.iter().filter(|round| round.0 == 1).count();
     assert!(ones * 10 > run.gammas.len() * 9, "{ones} of {}", run.gammas.len());
-    // One sequence is left: rows are free again, and the policy notices.
+    // One sequence is left: rows are free again, and γ must rise.
     let run = world.run(&mut policy, 2_000);
     let long = run.gammas[50..].iter().filter(|round| round.0 >= 4).count();
     assert!(long * 10 > run.gammas.len() * 8, "{long} of {}", run.gammas.len());
@@ -545,7 +547,7 @@ fn unusable_timings_are_ignored() {
     for bad in [f64::NAN, f64::INFINITY, 0.0, -1.0] {
         policy.observe_draft(bad, 1);
         policy.observe_verify(1, bad);
-        // As a plain step that is to be believed, and after a draft.
+        // A single high cost is accepted for a plain step, and not after a draft.
         let mut other = Policy::auto(4);
         for seconds in [100.0, bad, bad] {
             other.observe_verify(1, seconds);
@@ -561,25 +563,25 @@ fn unusable_timings_are_ignored() {
     assert!(world.run(&mut Policy::auto(0), 100).gammas.iter().all(|round| round.0 == 0));
 }
 
-/// A world whose candidates read all pages, or up to so many of them.
+/// A simulated machine whose candidates read all pages, or at most a given number.
 #[derive(Clone, Copy)]
 struct Library {
     world: World,
-    /// Milliseconds of a draft step: for the weights, and for each page that is read.
+    /// Milliseconds of a draft step: for the weights, and per page read.
     weights: f64,
     page: f64,
     /// Acceptance by candidate.
     alphas: [f64; 4],
-    /// Pages at first, and tokens per page.
+    /// Initial number of pages, and tokens per page.
     pages: usize,
     growth: usize,
 }
 
-/// Pages that a candidate reads at most, as `--draft-pages auto` has them.
+/// Most pages that a candidate reads, as with `--draft-pages auto`.
 const READ: [usize; 4] = [usize::MAX, 16, 64, 256];
 
 impl Library {
-    /// Time per token against plain decoding's, and the candidate of each drafting round, with the candidates `offered`.
+    /// Time per token relative to plain decoding, and the candidate of each drafting round, with the candidates `offered`.
     fn run(&self, policy: &mut Policy, offered: &[usize], tokens: usize) -> (f64, Vec<usize>) {
         let (mut seconds, mut emitted, mut used) = (0.0, 0, vec![]);
         for round in 0.. {
@@ -654,7 +656,7 @@ fn candidates_lose_little_against_plain_decoding() {
 
 #[test]
 fn a_context_that_grows_moves_drafts_to_fewer_pages() {
-    // A page a token: the end of the text sees 4,000 where the beginning sees none.
+    // One page per token: the end of the text sees 4,000 pages, the start none.
     let library = Library { alphas: [0.95, 0.92, 0.92, 0.92], pages: 0, growth: 1, ..LIBRARY };
     let (_, used) = library.run(&mut Policy::auto(12).with_candidates(4), &ALL, 4_000);
     assert_eq!(share_of_few(&used[..4]), 0.0);
@@ -692,7 +694,7 @@ fn fixed_gamma_still_chooses_a_candidate() {
 
 #[test]
 fn fixed_gamma_finds_out_soon_whether_fewer_pages_pay() {
-    // Mean over texts of the time per token that these candidates take.
+    // Mean time per token over texts, with these candidates.
     let mean = |page: f64, pages: usize, few: f64, slow: usize, offered: &[usize], tokens: usize| -> f64 {
         let run = |seed| {
             let world = World { seed, slow, ..WORLD };
@@ -701,10 +703,10 @@ fn fixed_gamma_finds_out_soon_whether_fewer_pages_pay() {
         };
         (0..40).map(run).sum::<f64>() / 40.0
     };
-    // The first rounds may be slow, so that those after them look good.
+    // Slow first rounds, so that later ones seem fast.
     for slow in 0..=4 {
         for (tokens, bad, good) in [(64, [1.27, 1.57], 1.55), (128, [1.17, 1.36], 1.35), (512, [1.05, 1.18], 1.14)] {
-            // Few pages take nearly as long, and less of what they draft is accepted. One other choice, and three.
+            // Reading few pages takes nearly as long and lowers acceptance. With one alternative, and with three.
             for (pages, page, bad) in [(64, 0.002, bad[0]), (640, 0.0002, bad[1])] {
                 for few in [0.0, 0.3, 0.6] {
                     let all = mean(page, pages, few, slow, &[0], tokens);
@@ -713,7 +715,7 @@ fn fixed_gamma_finds_out_soon_whether_fewer_pages_pay() {
                     assert!(auto < bad * all, "{case}: {auto}, {all}");
                 }
             }
-            // All pages take five times as long as few.
+            // Reading all pages takes five times as long as reading few.
             for few in [0.85, 0.9] {
                 let best = mean(0.01, 1_000, few, slow, &[1], tokens);
                 let auto = mean(0.01, 1_000, few, slow, &ALL, tokens);
@@ -740,7 +742,7 @@ proptest! {
 }
 
 #[test]
-fn copies_have_a_par_and_are_in_the_ledger() {
+fn copies_have_a_par_and_count_in_the_ledger() {
     assert_eq!(Policy::fixed(5).par(3), None);
     let mut policy = Policy::auto(12);
     assert_eq!(policy.par(3), Some(f64::INFINITY), "no plain step was timed");
@@ -755,7 +757,7 @@ fn copies_have_a_par_and_are_in_the_ledger() {
     }
     let par = policy.par(5).unwrap();
     assert!((par - 1.1 * 13.0 / 4.84).abs() < 0.1, "{par}");
-    // Copies that never stand lose a plain step's tokens each time, until rounds are plain.
+    // Rejected copies cost a plain step's tokens each time, until rounds are plain.
     for _ in 0..60 {
         policy.observe_copied(12, 0);
         policy.observe_verify(13, 1.24);

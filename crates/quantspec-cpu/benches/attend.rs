@@ -1,4 +1,4 @@
-//! Decode attention of one layer (4 KV heads of 128, or 8 of 64): bytes of pages a second, beside a plain read of memory.
+//! Decode attention of one layer (4 KV heads of 128, or 8 of 64): page bytes per second, next to a plain read of memory.
 //!
 //! `cargo bench -p quantspec-cpu --bench attend`; `QUANTSPEC_SIMD` and `QUANTSPEC_THREADS` apply.
 
@@ -17,7 +17,7 @@ fn read(bencher: Bencher) {
     bencher.counter(BytesCount::new(SPREAD)).bench_local(|| read.call().unwrap());
 }
 
-/// (rows of the step, query heads of a KV head, head_dim, tokens in pages)
+/// (rows of the step, query heads per KV head, head_dim, tokens in pages)
 const CASES: [(usize, usize, usize, usize); 12] = [
     (1, 1, 128, 16384),
     (5, 1, 128, 16384),

@@ -1,5 +1,7 @@
-//! What lies between the matrices of the 1-billion-parameter shape, on one thread: bytes read and written a second. Rows are those
-//! of a step, or of a prompt where a row says so. All of it lies in a cache but the rings of `append`, whose bytes are those of the halves.
+//! Elementwise operations of a 1-billion-parameter model on one thread: bytes read and written per second.
+//!
+//! Rows are rows of a step, or of a prompt if the name says so. All operands fit in a cache, except the rings of `append`;
+//! its bytes are those of the f16 keys and values.
 //!
 //! `cargo bench -p quantspec-cpu --bench elementwise`; `QUANTSPEC_SIMD` applies.
 
@@ -31,7 +33,7 @@ fn silu(bencher: Bencher, rows: usize) {
     elementwise(bencher, Op::Silu, rows, 8192);
 }
 
-/// 16 query heads and 4 of keys.
+/// 16 query heads and 4 KV heads.
 #[divan::bench(args = [1, 5])]
 fn rope(bencher: Bencher, rows: usize) {
     elementwise(bencher, Op::Rope, rows, 20 * 128);

@@ -1,11 +1,11 @@
-//! Linear layers of a step, 8192 × 2048 (a feed-forward matrix of the 1-billion-parameter shape): bytes of weights a second, beside
-//! a plain read of memory.
+//! Linear layers of a step, 8192 × 2048 (a feed-forward matrix of a 1-billion-parameter model): weight bytes per second, next
+//! to a plain read of memory.
 //!
 //! `cargo bench -p quantspec-cpu --bench linear`; `QUANTSPEC_SIMD` and `QUANTSPEC_THREADS` apply.
 
 use divan::Bencher;
 use divan::counter::BytesCount;
-use quantspec_cpu::bench::{Product, Read, SPREAD, Stored, machine};
+use quantspec_cpu::bench::{Gemm, Read, SPREAD, Stored, machine};
 
 fn main() {
     divan::main();
@@ -17,37 +17,37 @@ fn read(bencher: Bencher) {
     bencher.counter(BytesCount::new(SPREAD)).bench_local(|| read.call().unwrap());
 }
 
-fn product(bencher: Bencher, stored: Stored, rows: usize) {
-    let mut product = Product::new(machine().unwrap(), stored, 8192, 2048, rows).unwrap();
-    bencher.counter(BytesCount::new(product.bytes())).bench_local(|| product.call().unwrap());
+fn gemm(bencher: Bencher, stored: Stored, rows: usize) {
+    let mut gemm = Gemm::new(machine().unwrap(), stored, 8192, 2048, rows).unwrap();
+    bencher.counter(BytesCount::new(gemm.bytes())).bench_local(|| gemm.call().unwrap());
 }
 
 #[divan::bench(args = [1, 2, 5, 8, 16])]
 fn bf16(bencher: Bencher, rows: usize) {
-    product(bencher, Stored::Bf16, rows);
+    gemm(bencher, Stored::Bf16, rows);
 }
 
 #[divan::bench(args = [1, 2, 5, 8, 16])]
 fn f16(bencher: Bencher, rows: usize) {
-    product(bencher, Stored::F16, rows);
+    gemm(bencher, Stored::F16, rows);
 }
 
 #[divan::bench(args = [1, 2, 5, 8, 16])]
 fn planes_both(bencher: Bencher, rows: usize) {
-    product(bencher, Stored::Both, rows);
+    gemm(bencher, Stored::Both, rows);
 }
 
 #[divan::bench(args = [1, 4])]
 fn planes_upper(bencher: Bencher, rows: usize) {
-    product(bencher, Stored::Upper, rows);
+    gemm(bencher, Stored::Upper, rows);
 }
 
 #[divan::bench(args = [1, 4])]
 fn int4(bencher: Bencher, rows: usize) {
-    product(bencher, Stored::Int4, rows);
+    gemm(bencher, Stored::Int4, rows);
 }
 
 #[divan::bench(args = [1, 4])]
 fn int8(bencher: Bencher, rows: usize) {
-    product(bencher, Stored::Int8, rows);
+    gemm(bencher, Stored::Int8, rows);
 }

@@ -1,5 +1,6 @@
-//! Choosing pages: bounds of a layer's pages by themselves, and attention over the best 16 with pages chosen anew and kept, whose
-//! difference is what the choice costs. Bytes are those of what is read: of a page that is not chosen, parameters of keys.
+//! Choosing pages: the bounds of a layer's pages alone, and attention over the best 16 pages, with a new choice and with a
+//! kept one. The difference between the last two is the cost of the choice. Bytes are those read: for a page that is not
+//! chosen, its key parameters.
 //!
 //! `cargo bench -p quantspec-cpu --bench pages`; `QUANTSPEC_SIMD` and `QUANTSPEC_THREADS` apply.
 
@@ -14,7 +15,7 @@ fn main() {
 /// Tokens in pages.
 const CONTEXTS: [usize; 2] = [16_384, 130_048];
 
-/// (query heads of a KV head, head_dim, tokens in pages), 4 KV heads of 128 or 8 of 64
+/// (query heads per KV head, head_dim, tokens in pages), 4 KV heads of 128 or 8 of 64
 #[divan::bench(args = [(1, 128, 16_384), (4, 128, 16_384), (4, 128, 130_048), (4, 64, 16_384)])]
 fn bounds(bencher: Bencher, (group, head_dim, context): (usize, usize, usize)) {
     let mut bounds = Bounds::new(machine().unwrap(), 512 / head_dim, group, head_dim, context).unwrap();

@@ -1,4 +1,4 @@
-//! Prompt rows: BF16 matrices and causal attention; "items" are floating-point operations.
+//! Prompt rows: BF16 GEMMs and causal attention. "Items" are floating-point operations.
 //!
 //! `cargo bench -p quantspec-cpu --bench prefill`; `QUANTSPEC_SIMD` and `QUANTSPEC_THREADS` apply.
 
@@ -17,7 +17,7 @@ fn matrix(bencher: Bencher, (n, k, tokens): (usize, usize, usize)) {
     bencher.counter(ItemsCount::new(matrix.flops())).bench_local(|| matrix.call().unwrap());
 }
 
-/// (heads, heads of a KV head, head_dim, tokens before, tokens)
+/// (query heads, query heads per KV head, head_dim, tokens before, tokens)
 #[divan::bench(args = [(32, 4, 64, 0, 256), (32, 4, 64, 4096, 256), (16, 4, 128, 4096, 256)])]
 fn attention(bencher: Bencher, (heads, group, d, before, rows): (usize, usize, usize, usize, usize)) {
     let mut attention = PromptAttention::new(machine().unwrap(), (heads, group, d), before, rows).unwrap();

@@ -1,5 +1,5 @@
-//! Flush: 128 tokens of one KV head become a page of nibble planes, on one thread; bytes are those of the halves.
-//! Draft weights: a panel of 32 outputs and 4,096 inputs is coded in 4 or 8 bits, on one thread; items are weights.
+//! Quantising on one thread. Flush: 128 tokens of one KV head become a page of nibble planes; bytes are those of the f16
+//! input. Draft weights: a panel of 32 outputs and 4,096 inputs in 4 or 8 bits; items are weights.
 //!
 //! `cargo bench -p quantspec-cpu --bench quantize`; `QUANTSPEC_SIMD` applies.
 

@@ -1,7 +1,7 @@
-//! Choosing tokens, which a CPU backend leaves to core: one thread, the vocabulary of Llama 3, logits in a cache as a head has just
-//! written them. Bytes are those of the logits; items are numbers of noise.
+//! Choosing tokens, which the CPU backend does with core's code: one thread, the vocabulary of Llama 3, logits in a cache.
+//! Bytes are those of the logits; items are random numbers.
 //!
-//! `cargo bench -p quantspec-cpu --bench sample`; core has one path, so `QUANTSPEC_SIMD` changes nothing.
+//! `cargo bench -p quantspec-cpu --bench sample`; core has one path, so `QUANTSPEC_SIMD` has no effect.
 
 use divan::counter::{BytesCount, ItemsCount};
 use divan::{Bencher, black_box};
@@ -32,7 +32,7 @@ fn sampler(warpers: &str, accept: Accept) -> Sampler {
     Sampler::new(1.0, k, top_p, min_p, 7, 0, accept).unwrap()
 }
 
-/// Calls `f` with a row of logits and the position after the last.
+/// Calls `f` with a row of logits and a position, which advances with each call.
 fn each<T>(bencher: Bencher, mut f: impl FnMut(&[f32], usize) -> T) {
     let (logits, mut position) = (logits(VOCAB, 1), 0);
     bencher.counter(BytesCount::of_slice(&logits[..])).bench_local(|| {
@@ -65,9 +65,9 @@ fn choose(bencher: Bencher, warpers: &str) {
 }
 
 #[divan::bench(args = WARPERS)]
-fn choose_with_lead(bencher: Bencher, warpers: &str) {
+fn choose_with_margin(bencher: Bencher, warpers: &str) {
     let sampler = sampler(warpers, Accept::Replay);
-    each(bencher, |logits, position| sample::choose_with_lead(logits, &sampler, position, Stream::Sample));
+    each(bencher, |logits, position| sample::choose_with_margin(logits, &sampler, position, Stream::Sample));
 }
 
 #[divan::bench(args = WARPERS)]
@@ -84,14 +84,14 @@ fn draw(bencher: Bencher) {
     each(bencher, |_, position| sample::draw(black_box(&weights), &sampler, position, Stream::Correct));
 }
 
-/// A drafted token under rejection: its distribution is kept.
+/// A drafted token under rejection, whose distribution is kept.
 #[divan::bench]
 fn propose_rejection(bencher: Bencher) {
     let (sampler, mut judge) = (sampler("off", Accept::Rejection), Judge::new());
     each(bencher, |logits, position| judge.propose(0, 0, position, logits, &sampler));
 }
 
-/// A round of four drafted tokens, five rows: all stand where the draft's logits are the target's, none where they are others.
+/// A round of four drafted tokens, five rows. All are accepted if the draft's logits are the target's, none if they differ.
 #[divan::bench(args = ["greedy", "replay", "rejection", "rejection, refused"])]
 fn judge(bencher: Bencher, rule: &str) {
     let sampler = match rule {

@@ -1,13 +1,13 @@
-//! Times of single passes of a model of any shape, sorted by how fast memory was around each.
+//! Times of single passes of a model of any shape, grouped by the memory speed around each pass.
 //!
-//! `cargo run --release -p quantspec-cpu --example timing -- DIR THREADS DEPTH… [--rounds N]`: DIR is a checkpoint; with `1b` or
-//! `8b` in its place a file of zeros of that shape is made in the temporary directory (a sparse file: it takes no disk). Cached
-//! pages repeat three pages of one token after the other: what is timed is traffic and arithmetic, not text.
+//! `cargo run --release -p quantspec-cpu --example timing -- DIR THREADS DEPTH… [--rounds N]`: DIR is a checkpoint, or `1b`
+//! or `8b` for a sparse file of zeros of that shape in the temporary directory. The cached pages repeat three pages of one
+//! token, which suffices to time memory traffic and arithmetic.
 //!
-//! A machine's memory may have two speeds and change between them within seconds. So memory is read for some milliseconds
-//! before and after every pass; a pass between two reads of different speed is dropped, as is one whose threads waited for a core,
-//! the others are sorted into classes of speed, and a ratio is of two passes of one class. Kinds of passes take turns, N rounds of
-//! them, so that a class gets all kinds.
+//! Memory may change between two speeds within seconds. So memory is read for some milliseconds before and after every pass.
+//! A pass is dropped if the two reads differ in speed, or if its threads waited for a core. The other passes are grouped into
+//! speed classes, and a ratio compares two passes of one class. Kinds of passes alternate, N rounds of them, so that every
+//! class contains all kinds.
 
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_buffer, visible_pages};
@@ -22,28 +22,28 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// Rounds of all kinds of passes, after one that is not counted.
+/// Rounds of all kinds of passes, after a warm-up round.
 const ROUNDS: usize = 12;
 
-/// Repetitions of a block of a prompt, which arithmetic bounds; the best is printed.
+/// Repetitions of a prompt block, which is compute-bound; the best is printed.
 const REPETITIONS: usize = 7;
 
-/// Bytes of a read beside a pass: 2 to 4 milliseconds of the machines this was made on.
+/// Bytes of a memory read around a pass: 2 to 4 milliseconds on a two-core server.
 const READ_BYTES: usize = 128 << 20;
 
-/// A pass counts where the slower of the reads around it reaches so much of the faster.
+/// A pass counts if the slower of the two reads reaches this share of the faster.
 const STEADY: f64 = 0.9;
 
-/// A pass counts where its threads together waited for no more of it than this: else other processes had the cores.
+/// A pass counts if its threads together waited at most this share of its time for a core.
 const WAITING: f64 = 0.02;
 
-/// Speeds are one class unless they fall into two whose means are so far apart.
+/// Speeds are split into two classes if the classes' means differ by this factor.
 const APART: f64 = 1.25;
 
-/// Passes of one row that a class needs: fewer may all have met a neighbour.
+/// Fewest passes of one row in a class; fewer may all be disturbed by another process.
 const FEW: usize = 3;
 
-/// Longer than the threads of a pool spin: those of the backend and those that read share the cores.
+/// Longer than a pool's threads spin: the backend's threads and the reading threads share the cores.
 const REST: Duration = Duration::from_millis(1);
 
 /// Operations of a pass.
@@ -68,7 +68,7 @@ impl Kind {
     }
 }
 
-/// What takes turns. Ratios are against the first.
+/// The kinds of passes that alternate. Ratios are relative to the first.
 const KINDS: [Kind; 8] = [
     Kind::verify("one row, int8", 1),
     Kind { view: View::Full, ..Kind::verify("one row, fp16", 1) },
@@ -122,12 +122,12 @@ fn operations(backend: &mut CpuBackend, pass: &Pass) -> Result<[f64; 7]> {
     Ok(times)
 }
 
-/// A pass of a kind at `depth`: milliseconds in all, waiting for cores, and of its operations.
+/// A pass of a kind at `depth`: total milliseconds, milliseconds waiting for cores, and milliseconds of each operation.
 fn pass(backend: &mut CpuBackend, kind: &Kind, depth: usize) -> Result<(f64, f64, [f64; 7])> {
     let rows = rows(depth, kind.rows);
     let step = Step { weights: kind.weights, view: kind.view, pages: kind.pages, choose_pages: true, rows: &rows };
-    // Threads are parked by now, and the system may put one that wakes on a core that is taken. A head more wakes them; what it
-    // read leaves the caches before the pass comes to its own.
+    // The threads are parked, and the system may wake one on a busy core. An extra head pass wakes them; the weights it reads
+    // are evicted before the pass reads its own.
     backend.head(&Pass::Step(&step))?;
     let (waited_before, started) = (waited(), Instant::now());
     let operations = operations(backend, &Pass::Step(&step))?;
@@ -135,7 +135,7 @@ fn pass(backend: &mut CpuBackend, kind: &Kind, depth: usize) -> Result<(f64, f64
     Ok((ms, waited() - waited_before, operations))
 }
 
-/// Milliseconds for which this process's threads were ready and had no core, so far. Linux counts them; elsewhere none are seen.
+/// Milliseconds for which threads of this process were ready without a core so far. 0 on systems other than Linux.
 fn waited() -> f64 {
     let tasks = std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
     let nanoseconds = tasks.filter_map(|task| {
@@ -149,20 +149,21 @@ fn rows(position: usize, count: usize) -> Vec<Row> {
     (0..count).map(|offset| Row { slot: 0, offset, position: position + offset }).collect()
 }
 
-/// Fills the ring with tokens and every page with what the ring holds. Pages that were never written may all be one page of
-/// zeros, which a cache holds.
+/// Fills the ring with tokens, and every page from the ring. Unwritten pages may all map to one zero page, which stays in the
+/// cache.
 fn fill(backend: &mut CpuBackend, tokens: &[u32], depth: usize) -> Result<()> {
     backend.set_window(0, tokens)?;
     for start in (0..BUFFER_TOKENS).step_by(tokens.len()) {
         let rows = rows(start, tokens.len().min(BUFFER_TOKENS - start));
         let (weights, view, pages) = (Weights::Full, View::Both, Pages::All);
-        // At the start of the sequence nothing but the ring is read.
+        // At the start of the sequence only the ring is read.
         forward::step(backend, &Step { weights, view, pages, choose_pages: true, rows: &rows })?;
     }
     (0..depth / G).try_for_each(|page| backend.flush(0, page))
 }
 
-/// Bytes that a pass of a kind reads at `depth`, as `quantspec bench` counts them, and bounds of pages where it chooses.
+/// Bytes that a pass of a kind reads at `depth`, as `quantspec bench` counts them, plus the bounds of pages if it chooses
+/// them.
 fn bytes(kind: &Kind, backend: &CpuBackend, checkpoint: &Checkpoint, depth: usize) -> usize {
     let config = checkpoint.config();
     let matrices = |layer| LayerPart::MATRICES.map(|part| Part::Layer(layer, part));
@@ -186,8 +187,8 @@ fn bytes(kind: &Kind, backend: &CpuBackend, checkpoint: &Checkpoint, depth: usiz
     weights + config.layers * config.kv_heads * (pages * page + bounds + visible_buffer(depth).len() * 4 * d)
 }
 
-/// Where classes of speed begin, ascending, the first at the slowest. A class is cut in two where that takes most of the squares
-/// of its logarithms away, as long as the means are [`APART`].
+/// Lower limits of the speed classes, ascending. A class is split in two if that removes most of the variance of its
+/// logarithms and the means differ by [`APART`].
 fn classes(speeds: &[f64]) -> Vec<f64> {
     let mean = |speeds: &[f64]| speeds.iter().map(|speed| speed.ln()).sum::<f64>() / speeds.len() as f64;
     let squares = |speeds: &[f64]| {

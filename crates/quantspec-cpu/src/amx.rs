@@ -1,10 +1,10 @@
-//! AMX: eight tile registers of up to 16 rows × 64 bytes, and products of tiles.
+//! AMX: eight tile registers of up to 16 rows × 64 bytes, and tile multiplication.
 //!
-//! `tdpbf16ps` adds to C `[M][N]` f32 the product of A `[M][2K]` BF16, row-major, and B `[K][N][2]`, pairs of k interleaved: K ≤ 16
-//! pairs, M ≤ 16, N ≤ 16. A panel of [`crate::linear`] is B with two tiles beside each other; a prompt panel of pairs
-//! ([`crate::prefill`]) is B with four. Row i of C depends on row i of A and on B alone, to the bit, whatever M is.
+//! `tdpbf16ps` adds to C `[M][N]` f32 the product of A `[M][2K]` BF16, row-major, and B `[K][N][2]`, pairs of k interleaved:
+//! K ≤ 16 pairs, M ≤ 16, N ≤ 16. A panel of [`crate::linear`] is B as two adjacent tiles; a prompt panel of pairs
+//! ([`crate::prefill`]) is B as four. Row i of C depends on row i of A and on B alone, to the bit, for every M.
 //!
-//! Rust's intrinsics for tiles are not stable, so tiles are used in inline assembly.
+//! Rust's tile intrinsics are not stable, so tiles are used in inline assembly.
 
 use crate::dispatch::{AHEAD, FAR_AHEAD, cpuid};
 use crate::elementwise::PANEL_TOKENS;
@@ -17,10 +17,10 @@ use std::sync::OnceLock;
 /// Rows of a tile at most.
 pub(crate) const TILE_ROWS: usize = 16;
 
-/// Bytes of a row of a tile at most.
+/// Most bytes of a tile row.
 pub(crate) const TILE_BYTES: usize = 64;
 
-/// What tiles of BF16 and int8 need and this machine lacks, asked once.
+/// What BF16 and int8 tiles need and this machine lacks; computed once.
 pub(crate) fn missing() -> Vec<&'static str> {
     static MISSING: OnceLock<Vec<&'static str>> = OnceLock::new();
     MISSING.get_or_init(find_missing).clone()
@@ -37,14 +37,14 @@ fn find_missing() -> Vec<&'static str> {
     missing
 }
 
-/// Whether threads of this process may use tiles. Linux saves their 8 KiB for processes that asked (since 5.16); the
-/// permission holds for all threads, those that run already included.
+/// Requests permission to use tiles; returns true if granted. Linux 5.16 or newer saves their 8 KiB on request. The
+/// permission covers all threads, including those already running.
 fn system_grants_tiles() -> bool {
     #[cfg(target_os = "linux")]
     {
         const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
         const XFEATURE_XTILEDATA: libc::c_long = 18;
-        // SAFETY: this request takes a number and touches no memory of ours; a kernel that does not know it returns an error.
+        // SAFETY: the request takes a number and does not access this process's memory; a kernel without it returns an error.
         unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
     }
     #[cfg(not(target_os = "linux"))]
@@ -57,22 +57,21 @@ struct Palette {
     palette: u8,
     start_row: u8,
     reserved: [u8; 14],
-    /// Bytes of a row of each tile; eight exist.
+    /// Row bytes of each of the eight tiles.
     row_bytes: [u16; 16],
     rows: [u8; 16],
 }
 
 const _: () = assert!(size_of::<Palette>() == 64);
 
-/// Tiles in use on this thread, of the shapes it was made with; dropped, they are released, which tells the system that
-/// there is nothing to save.
+/// Tiles in use on this thread, with fixed shapes. Dropping them releases the tiles, so the system need not save their state.
 pub(crate) struct Tiles {
     /// The configuration belongs to a thread.
     of_this_thread: PhantomData<*mut ()>,
 }
 
 impl Tiles {
-    /// Gives every tile its shape: (rows, bytes of a row), at most 16 × 64.
+    /// Configures the shape of every tile: (rows, bytes of a row), at most 16 × 64.
     ///
     /// # Safety
     /// [`missing`] is empty, and no other `Tiles` is alive on this thread.
@@ -82,7 +81,7 @@ impl Tiles {
             assert!((1..=TILE_ROWS).contains(&rows) && (4..=TILE_BYTES).contains(&bytes) && bytes % 4 == 0);
             (palette.rows[i], palette.row_bytes[i]) = (rows as u8, bytes as u16);
         }
-        // SAFETY: the CPU has tiles, the system lets us use them, and the shapes are within palette 1.
+        // SAFETY: the CPU has tiles, the system permits their use, and the shapes are within palette 1.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const palette, options(nostack, preserves_flags, readonly)) };
         Tiles { of_this_thread: PhantomData }
     }
@@ -90,7 +89,7 @@ impl Tiles {
 
 impl Drop for Tiles {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, so tiles exist; none is used after this.
+        // SAFETY: `new` requires that tiles exist; none is used after this.
         unsafe {
             asm!(
                 "tilerelease",
@@ -102,10 +101,10 @@ impl Drop for Tiles {
     }
 }
 
-/// Pairs of k of one step: a whole tile.
+/// Pairs of k per step: a whole tile.
 const STEP: usize = 16;
 
-/// Elements of a panel's part for one step: two tiles beside each other, rows of 128 bytes.
+/// Elements of a panel in one step: two adjacent tiles, rows of 128 bytes.
 const STEP_LEN: usize = STEP * 2 * PANEL;
 
 /// Tiles for [`rows`] of m rows: C, C, A, B, B.
@@ -118,8 +117,8 @@ pub(crate) unsafe fn tiles_for_rows(m: usize) -> Tiles {
     unsafe { Tiles::new([few, few, few, whole, whole, unused, unused, unused]) }
 }
 
-/// Rows of a BF16 panel with BF16 activations, as `linear` has them: `w` `[k/2][32][2]`, `x` m rows `stride` apart and zero
-/// behind k up to a multiple of 32, `out` `[m][32]`. Every (row, output) takes k upwards in steps of 32.
+/// GEMM of one BF16 panel with BF16 activations: `w` `[k/2][32][2]`, `x` m rows `stride` apart and zero after k up to a
+/// multiple of 32, `out` `[m][32]`. Every (row, output) sums over k upwards in steps of 32.
 ///
 /// # Safety
 /// The tiles are those of [`tiles_for_rows`] of m.
@@ -127,17 +126,17 @@ pub(crate) unsafe fn rows(_tiles: &Tiles, w: &[u16], x: &[u16], stride: usize, m
     let (steps, rest) = (w.len() / STEP_LEN, w.len() % STEP_LEN);
     assert!(w.len() == Matrix::panel_len(w.len() / PANEL) && out.len() == m * PANEL);
     assert!(stride >= (w.len() / PANEL).next_multiple_of(2 * STEP) && x.len() >= m * stride);
-    // Pairs behind k are zero on both sides: what a tile would read there belongs to the next panel, or to nobody.
+    // Pairs after k are zero on both sides. A tile load there would read the next panel, or past the end.
     let mut padded = [0u16; STEP_LEN];
     padded[..rest].copy_from_slice(&w[steps * STEP_LEN..]);
     let count = m.min(TILE_ROWS);
     for first in (0..m).step_by(TILE_ROWS) {
-        // Tiles keep their shape: the last rows of many reach back over rows that are done, whose bits come out again.
+        // Tiles have a fixed shape, so the last tile overlaps rows that are done; their bits do not change.
         let first = first.min(m - count);
         let (x, out) = (x[first * stride..].as_ptr(), &mut out[first * PANEL..][..count * PANEL]);
         let out = out.as_mut_ptr();
-        // SAFETY: the caller's promise. The lengths were checked above: `steps` steps of `w` and rows, one more of `padded`
-        // and the zeros behind the rows' k.
+        // SAFETY: the caller's promise. The lengths were checked above: `steps` steps of `w` and rows, and one more step of
+        // `padded` and the zeros after the rows' k.
         unsafe {
             if steps > 0 {
                 stream::<false>(w.as_ptr(), x, stride, steps, out);
@@ -154,11 +153,10 @@ pub(crate) unsafe fn rows(_tiles: &Tiles, w: &[u16], x: &[u16], stride: usize, m
     }
 }
 
-/// `out[m][32] (+)= x[m][32 · steps] · w`, one stream of loads in address order; m is that of the tiles. ADD: onto what is
-/// there.
+/// `out[m][32] (+)= x[m][32 · steps] · w`, loading in address order; m is that of the tiles. ADD: accumulate onto `out`.
 ///
 /// # Safety
-/// Tiles as `rows` has them; `steps` ≥ 1 steps of 1,024 elements of `w` and 32 of each row of `x`.
+/// Tiles as for `rows`; `steps` ≥ 1 steps of 1,024 elements of `w` and 32 of each row of `x`.
 unsafe fn stream<const ADD: bool>(w: *const u16, x: *const u16, stride: usize, steps: usize, out: *mut f32) {
     macro_rules! run {
         ($($start:literal),*) => {
@@ -205,7 +203,7 @@ unsafe fn stream<const ADD: bool>(w: *const u16, x: *const u16, stride: usize, s
     }
 }
 
-/// Tiles for [`product`]: four of C, two of A, two of B.
+/// Tiles for [`gemm`]: four of C, two of A, two of B.
 ///
 /// # Safety
 /// As [`Tiles::new`].
@@ -214,7 +212,7 @@ pub(crate) unsafe fn prompt_tiles() -> Tiles {
     unsafe { Tiles::new([(TILE_ROWS, TILE_BYTES); 8]) }
 }
 
-/// The left operand of [`product`]: rows of BF16 `pitch` bytes apart, the next 32 k `step` bytes on.
+/// The left operand of [`gemm`]: rows of BF16 `pitch` bytes apart; the next 32 k are `step` bytes further.
 #[derive(Clone, Copy)]
 pub(crate) struct Left {
     pub(crate) start: *const u16,
@@ -222,12 +220,12 @@ pub(crate) struct Left {
     pub(crate) step: usize,
 }
 
-/// `c[rows][64] (+)= a[rows][32 · steps] · b`, b a prompt panel of pairs `[16 · steps][64][2]`, c f32; 32 × 32 at a time, k
-/// upwards in steps of 32. ADD: onto what is there.
+/// `c[rows][64] (+)= a[rows][32 · steps] · b`. b is a prompt panel of pairs `[16 · steps][64][2]`, c is f32. 32 × 32 at a
+/// time, k upwards in steps of 32. ADD: accumulate onto c.
 ///
 /// # Safety
-/// The tiles are those of [`prompt_tiles`]; `rows` is a multiple of 32, `steps` ≥ 1, and all of it is there.
-pub(crate) unsafe fn product<const ADD: bool>(
+/// The tiles are those of [`prompt_tiles`]; `rows` is a multiple of 32, `steps` ≥ 1, and all operands are in bounds.
+pub(crate) unsafe fn gemm<const ADD: bool>(
     tiles: &Tiles,
     a: Left,
     rows: usize,
@@ -248,8 +246,8 @@ pub(crate) unsafe fn product<const ADD: bool>(
     }
 }
 
-/// One output panel against 64 tokens: `c[32][64] (+)= w · x`, `packed` as [`pack`] leaves it, `x` pairs `[k/2][64]` up to a
-/// multiple of 16. Meanwhile `ahead` is fetched, 512 bytes for every step.
+/// One output panel against 64 tokens: `c[32][64] (+)= w · x`. `packed` is the result of [`pack`], `x` holds pairs
+/// `[k/2][64]`, padded to a multiple of 16. Prefetches from `ahead`, 512 bytes per step.
 ///
 /// # Safety
 /// The tiles are those of [`prompt_tiles`].
@@ -276,7 +274,7 @@ pub(crate) unsafe fn panel(tiles: &Tiles, packed: &[Line], x: &[f32], c: &mut [f
 /// `c[32][32] (+)= a · b`: rows 0..16 of `a` and 16..32 at `second`, against 32 tokens of panels 64 wide.
 ///
 /// # Safety
-/// As [`product`]. `ahead` may be any address.
+/// As [`gemm`]. `ahead` may be any address.
 unsafe fn block<const ADD: bool>(
     _tiles: &Tiles,
     a: Left,
@@ -319,7 +317,7 @@ unsafe fn block<const ADD: bool>(
                 step = in(reg) a.step,
                 b = inout(reg) b => _,
                 c = in(reg) c,
-                // Bytes of 64 tokens, f32 or pairs; sixteen times that are the next rows.
+                // Bytes of 64 tokens, f32 or pairs; the next rows are 16 times as far.
                 pitch = in(reg) 4 * PANEL_TOKENS,
                 steps = inout(reg) steps => _,
                 ahead = inout(reg) ahead => _,
@@ -350,7 +348,7 @@ unsafe fn block<const ADD: bool>(
 #[repr(C, align(64))]
 pub(crate) struct Line(pub(crate) [u16; 32]);
 
-/// Turns a panel's pairs `w` `[k/2][32][2]` into left operands: `[k/32][2]` tiles of 16 outputs × 32 k, zero behind k.
+/// Converts a panel's pairs `w` `[k/2][32][2]` to left operands: `[k/32][2]` tiles of 16 outputs × 32 k, zero after k.
 pub(crate) fn pack(w: &[u16], packed: &mut [Line]) {
     let (steps, rest) = (w.len() / STEP_LEN, w.len() % STEP_LEN);
     assert!(packed.len() == w.len().div_ceil(STEP_LEN) * 2 * TILE_ROWS);
@@ -359,8 +357,7 @@ pub(crate) fn pack(w: &[u16], packed: &mut [Line]) {
     let parts = w.chunks_exact(STEP_LEN).chain((rest > 0).then_some(&padded[..]));
     for (part, tiles) in parts.zip(packed.chunks_exact_mut(2 * TILE_ROWS)) {
         for (half, tile) in tiles.chunks_exact_mut(TILE_ROWS).enumerate() {
-            // SAFETY: tiles are used where AVX-512 is; a part is 16 rows of 128 bytes, half of which are taken, a tile 16
-            // lines.
+            // SAFETY: tiles imply AVX-512. A part is 16 rows of 128 bytes, of which half is read; a tile is 16 lines.
             unsafe { pack_tile(part[half * PANEL..].as_ptr(), tile.as_mut_ptr()) };
         }
     }
@@ -382,11 +379,11 @@ unsafe fn pack_tile(from: *const u16, to: *mut Line) {
     }
 }
 
-/// The transpose of 16 × 16 words.
+/// Transposes 16 × 16 words.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(crate) fn transpose(rows: [__m512i; 16]) -> [__m512i; 16] {
-    // Pairs of rows, then rows in fours: vector 4i + j has in its part p (of 128 bits) column 4p + j of rows 4i to 4i + 3.
+    // Pairs of rows, then groups of four: in its 128-bit part p, vector 4i + j has column 4p + j of rows 4i to 4i + 3.
     let (mut twos, mut fours) = (rows, rows);
     for i in 0..8 {
         twos[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);

@@ -1,20 +1,22 @@
 //! Decode attention: nibble planes, f16 pages and the buffer.
 //!
-//! The layout is [`quantspec_core::layout::Layout::Cpu`]. A page of one KV head (G tokens, D channels, D a multiple of 8; `D16` is D rounded up to 16):
-//! * upper block: `[key params: s f16[D] | z f16[D] | padding to 64 bytes] [K plane] [value params: s f16[G] | z f16[G]] [V plane]`,
+//! The layout is [`quantspec_core::layout::Layout::Cpu`]. A page of one KV head has G tokens and D channels, D a multiple of
+//! 8; `D16` is D rounded up to 16:
+//! * upper block: `[key params: s f16[D] | z f16[D] | padding to 64 bytes] [K plane] [value params: s f16[G] | z f16[G]] [V
+//!   plane]`,
 //! * lower block: `[K plane] [V plane]`.
 //!
-//! K plane: `[token/64][D/8][4][64 B]`, a lane of 4 bytes is a token, a vector of 64 bytes 16 tokens. V plane: lanes are
-//! channels, in groups of up to 64: `[group][token/8][vectors of the group][64 B]`; lanes behind D are zero. The order of
-//! addresses is the order of use. A lane holds the nibbles of 8 consecutive channels (K) or tokens (V): index i sits in nibble
-//! 2i for i < 4, else in nibble 2(i − 4) + 1. Lower nibbles are biased by 8 and rotated right by one nibble within the lane,
-//! so that two selects and one rotate give both bytes `16U + L + 8`.
+//! K plane: `[token/64][D/8][4][64 B]`; a 4-byte lane is a token, a 64-byte vector 16 tokens. V plane: lanes are channels, in
+//! groups of up to 64: `[group][token/8][vectors of the group][64 B]`; lanes after D are zero. Addresses are in the order of
+//! use. A lane holds the nibbles of 8 consecutive channels (K) or tokens (V): index i is in nibble 2i for i < 4, else in
+//! nibble 2(i − 4) + 1. Lower nibbles are biased by 8 and rotated right by one nibble within the lane, so that two selects
+//! and one rotate give both bytes `16U + L + 8`.
 //!
 //! f16 pages and the pages of the ring of recent tokens: `K [token/16][D][16] | V [token][D]`.
 //!
-//! **Order of sums.** A query row is taken page by page, each page with its own softmax, merged into the row's state; chunks
-//! of [`CHUNK`] pages start at fixed positions, have states of their own, and are merged in index order, the recent tokens
-//! last. Rows share loads, never sums: a row's bits depend on its position alone.
+//! **Order of sums.** A query row is processed page by page. Each page has its own softmax, which is merged into the row's
+//! state. Chunks of [`CHUNK`] pages start at fixed positions and have separate states. The states are merged in index order,
+//! the recent tokens last. Rows share loads, never sums, so a row's bits depend on its position alone.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -23,25 +25,25 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod full;
-#[cfg(target_arch = "x86_64")]
-mod next;
 mod portable;
+#[cfg(target_arch = "x86_64")]
+mod prefetch;
 
 pub(crate) use full::full_page;
 
 use crate::dispatch::{Simd, fetch_far, portable};
 use crate::lanes::{exp2, f16_value, madd, sum16};
-use crate::memory::{Array, Parts};
+use crate::memory::{Array, DisjointSlice};
 use quantspec_core::Result;
 use quantspec_core::cache::G;
 use quantspec_core::config::{Rounding, View, Weights};
 use quantspec_core::layout::{Layout, Offsets};
 use std::ops::Range;
 
-/// Pages of a chunk: 1,024 tokens. Shorter chunks spread over more threads, longer ones merge less.
+/// Pages per chunk: 1,024 tokens. Shorter chunks spread over more threads, longer ones need fewer merges.
 pub(crate) const CHUNK: usize = 8;
 
-/// Step rows of one work item; longer windows are several items over the same pages, which are then in the cache.
+/// Step rows of one work item. A longer window is several items over the same pages, which the cache then holds.
 pub(crate) const ITEM_ROWS: usize = 16;
 
 const _: () = assert!(G == 128);
@@ -51,9 +53,9 @@ const _: () = assert!(G == 128);
 pub(crate) struct Shape {
     /// Channels.
     pub(crate) d: usize,
-    /// Channels in whole vectors.
+    /// D rounded up to whole vectors.
     pub(crate) d16: usize,
-    /// Channels in whole rows of a tile, the stride of queries; zeros behind D.
+    /// D rounded up to whole tile rows: the stride of queries, with zeros after D.
     pub(crate) d64: usize,
 }
 
@@ -93,7 +95,7 @@ impl Shape {
     pub(crate) const fn lower_value_plane(self) -> usize {
         self.offsets().lower_value_plane
     }
-    /// Numbers per channel (keys) or per token (values) of a page.
+    /// Length of an array with one number per channel (keys) or per token (values) of a page.
     const fn wide(self) -> usize {
         if self.d64 > G { self.d64 } else { G }
     }
@@ -103,7 +105,7 @@ impl Shape {
     }
 }
 
-// The kernels below rely on whole vectors and on no padding between parts.
+// The kernels below need whole vectors and no padding between parts.
 const _: () = {
     let offsets = Layout::Cpu.offsets(80);
     assert!(offsets.key_params == 0 && offsets.key_plane == 320 && offsets.value_params == 320 + 64 * 80);
@@ -111,7 +113,7 @@ const _: () = {
     assert!(Shape::new(128).upper_bytes() == 17_408 && Shape::new(128).lower_bytes() == 16_384);
 };
 
-/// Which planes are read, and how finely the query is rounded on paths with integer dot products.
+/// Planes that are read, and the precision of queries on paths with integer dot products.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Planes {
     /// Upper nibbles, 8-bit queries: the draft.
@@ -123,7 +125,7 @@ pub(crate) enum Planes {
 }
 
 impl Planes {
-    /// What rows that read `view` with these weights take of a page; `None`: halves.
+    /// The planes that rows with this `view` and these weights read; `None` for f16 pages.
     pub(crate) const fn of(view: View, weights: Weights) -> Option<Planes> {
         match (view, weights) {
             (View::Both, _) => Some(Planes::Both),
@@ -136,7 +138,7 @@ impl Planes {
     const fn both(self) -> bool {
         matches!(self, Planes::Both)
     }
-    /// Step of a code in units of s, value of the centre code in units of s over z, and the centre code.
+    /// Step of a code in units of s, value of the centre code in units of s relative to z, and the centre code.
     const fn code(self, rounding: Rounding) -> (f32, f32, f32) {
         match (self, rounding) {
             // x = (byte − 8)·s/16 + z, centred at 128
@@ -167,22 +169,23 @@ pub(crate) struct State {
     f: Vec<[f32; 4]>,
     /// Steps and centres of the page's channels (keys), then of its tokens (values): `[2][wide]`.
     params: Array<f32>,
-    /// 64 tokens of keys or 16 of values, widened.
+    /// 64 tokens of keys or 16 tokens of values, widened to f32.
     wide: Vec<f32>,
-    /// What the paths with integer products hold.
+    /// Scratch of paths with integer dot products.
     #[cfg(target_arch = "x86_64")]
     limbs: Limbs,
 }
 
-/// Operands and results of integer products.
+/// Operands and results of integer dot products.
 #[cfg(target_arch = "x86_64")]
 struct Limbs {
-    /// `[rows][2][wide]` limbs of a folded query, then of probabilities; [`amx::ROWS`] more rows, which a tile may read.
+    /// `[rows][2][wide]` limbs of a folded query, then of probabilities. [`amx::ROWS`] more rows, which a tile load may
+    /// reach.
     data: Array<i8>,
-    /// A plane's codes as tiles, see [`amx`].
+    /// A plane's codes as tiles; see [`amx`].
     codes: Array<u8>,
-    /// `[2][amx::ROWS][wide]` 32-bit integers: the products of two tiles of limbs.
-    products: Array<u32>,
+    /// `[2][amx::ROWS][wide]` 32-bit integers: the dot products of two tiles of limbs.
+    accumulators: Array<u32>,
 }
 
 impl State {
@@ -205,7 +208,7 @@ impl State {
             limbs: Limbs {
                 data: Array::zeros((rows + amx::ROWS) * 2 * wide)?,
                 codes: Array::zeros(G * wide)?,
-                products: Array::zeros(2 * amx::ROWS * wide)?,
+                accumulators: Array::zeros(2 * amx::ROWS * wide)?,
             },
         })
     }
@@ -216,7 +219,7 @@ impl State {
         let floats: usize = arrays.iter().map(|array| array.bytes()).sum();
         let lists = size_of_val(&self.m[..]) + size_of_val(&self.f[..]) + size_of_val(&self.wide[..]);
         #[cfg(target_arch = "x86_64")]
-        let limbs = self.limbs.data.bytes() + self.limbs.codes.bytes() + self.limbs.products.bytes();
+        let limbs = self.limbs.data.bytes() + self.limbs.codes.bytes() + self.limbs.accumulators.bytes();
         #[cfg(not(target_arch = "x86_64"))]
         let limbs = 0;
         floats + lists + limbs
@@ -241,14 +244,14 @@ impl State {
 
     /// Starts a chunk.
     pub(crate) fn reset(&mut self, rows: usize) {
-        // Not −∞: a difference of two of them would be NaN.
+        // Finite, since −∞ minus −∞ is NaN.
         self.m[..rows].fill(-1e30);
         self.l[..rows * 16].fill(0.0);
         self.zero[..rows * 16].fill(0.0);
         self.o[..rows * self.shape.d16].fill(0.0);
     }
 
-    /// Writes (m, l, o[D]) of each row, o not yet divided by l, to `out(row)`.
+    /// Writes (m, l, o[D]) of each row to `out(row)`; o is not yet divided by l.
     pub(crate) fn finish<'a>(&self, rows: usize, out: impl Fn(usize) -> &'a mut [f32]) {
         for r in 0..rows {
             let out = out(r);
@@ -262,7 +265,7 @@ impl State {
         }
     }
 
-    /// Merges a page whose scores of row r have the maximum `most`: returns the factors of the state and of the page.
+    /// Merges a page whose scores of row r have the maximum `most`. Returns the factors of the state and of the page.
     #[inline(always)]
     fn merge<const FMA: bool>(&mut self, r: usize, most: f32) -> (f32, f32) {
         // One of the two factors is 1.
@@ -273,7 +276,7 @@ impl State {
     }
 }
 
-/// Feeds one page of nibble planes to rows `rows` of the state. `next`: the page after it, which may be fetched meanwhile.
+/// Adds one page of nibble planes to rows `rows` of the state. `next`: the following page, to be prefetched.
 pub(crate) fn nibble_page(
     simd: Simd,
     state: &mut State,
@@ -323,12 +326,12 @@ pub(crate) fn merge(simd: Simd, parts: &[f32], stride: usize, out: &mut [f32]) {
     portable!(simd, body(parts: &[f32], stride: usize, out: &mut [f32]));
 }
 
-/// Greatest upper bound of q·k over a page in view Upper, of queries `[_][D]`: core's `page_bound` on this layout. `upper`: the page's upper block;
-/// `ends`: room for 2D numbers.
+/// Largest upper bound of q·k over a page in view Upper, for queries `[_][D]`: core's `page_bound` on this layout. `upper`:
+/// the page's upper block; `ends`: scratch for 2D numbers.
 fn page_bound(simd: Simd, shape: Shape, rounding: Rounding, queries: &[f32], upper: &[u8], ends: &mut [f32]) -> f32 {
     #[inline(always)]
     fn body<const FMA: bool>(d: usize, low: f32, queries: &[f32], upper: &[u8], ends: &mut [f32]) -> f32 {
-        // The least and the greatest value of each channel, once for all queries.
+        // The smallest and the largest value of each channel, computed once for all queries.
         let (lowest, highest) = ends[..2 * d].split_at_mut(d);
         let (scales, zeros) = upper[..4 * d].split_at(2 * d);
         let params = scales.chunks_exact(2).zip(zeros.chunks_exact(2));
@@ -360,11 +363,11 @@ fn page_bound(simd: Simd, shape: Shape, rounding: Rounding, queries: &[f32], upp
     portable!(simd, body(d: usize, low: f32, queries: &[f32], upper: &[u8], ends: &mut [f32]) -> f32)
 }
 
-/// Pages whose bounds are computed while the parameters of one come from memory.
+/// Pages by which [`page_bounds`] prefetches key parameters ahead.
 const BOUNDS_AHEAD: usize = 4;
 
-/// [`page_bound`] of `count` pages, whose upper blocks `upper` gives, in order. Parameters lie a page apart, where no prefetcher of a CPU follows, so those of the
-/// pages to come are asked for.
+/// [`page_bound`] of `count` pages, whose upper blocks `upper` gives, in order. Parameters are a page apart, too far for
+/// hardware prefetchers, so they are prefetched here.
 pub(crate) fn page_bounds<'a>(
     simd: Simd,
     shape: Shape,
@@ -382,7 +385,7 @@ pub(crate) fn page_bounds<'a>(
     })
 }
 
-/// Writes one token's keys and values into an f16 page (or a page of the ring). `key`, `value`: `[D]` halves.
+/// Writes one token's keys and values into an f16 page (or a page of the ring). `key`, `value`: `[D]` f16.
 pub(crate) fn put_token(page: &mut [u16], d: usize, token: usize, key: &[u16], value: &[u16]) {
     let (keys, values) = page.split_at_mut(G * d);
     let block = &mut keys[token / 16 * 16 * d..][..16 * d];
@@ -402,28 +405,28 @@ pub(crate) fn canonical_keys(page: &[u16], d: usize, out: &mut [u16]) {
     }
 }
 
-/// Where results of rows go: `[row][head][part][2 + D]`.
+/// Results of rows: `[row][head][part][2 + D]`.
 #[derive(Clone, Copy)]
 pub(crate) struct Partials<'a> {
-    pub(crate) data: Parts<'a, f32>,
+    pub(crate) data: DisjointSlice<'a, f32>,
     pub(crate) heads: usize,
     pub(crate) parts: usize,
     pub(crate) d: usize,
 }
 
 impl<'a> Partials<'a> {
-    /// The place of one partial result.
+    /// The slot of one partial result.
     ///
     /// # Safety
-    /// No two threads ask for the same place in one dispatch.
+    /// No two threads use the same slot in one dispatch.
     pub(crate) unsafe fn at(&self, row: usize, head: usize, part: usize) -> &'a mut [f32] {
         let stride = 2 + self.d;
-        // SAFETY: places do not overlap; each is one thread's by the caller's promise.
+        // SAFETY: slots do not overlap; each is used by one thread, by the caller's promise.
         unsafe { self.data.slice(((row * self.heads + head) * self.parts + part) * stride, stride) }
     }
 }
 
-/// 2^x for x ≤ 0 of any size, 3e-6.
+/// 2^x for every x ≤ 0, relative error 3e-6.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]

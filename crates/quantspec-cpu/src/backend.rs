@@ -1,4 +1,4 @@
-//! The CPU as a [`Backend`].
+//! The CPU [`Backend`].
 
 mod activations;
 mod attend_step;
@@ -7,7 +7,7 @@ mod network;
 mod prompt_rows;
 mod sampler;
 use crate::attend::{ITEM_ROWS, Shape, State};
-use crate::cache::{Cache, Plan};
+use crate::cache::{Cache, CacheSizes};
 use crate::dispatch::{self, Choice};
 use crate::pool::Pool;
 use crate::prompt::Prompt;
@@ -21,7 +21,7 @@ use quantspec_model::backend::{Backend, Executor, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::rope::RopeTable;
 
-/// Runs a model on this machine's cores.
+/// Runs a model on CPU cores.
 pub struct CpuBackend {
     config: ModelConfig,
     options: Options,
@@ -34,7 +34,7 @@ pub struct CpuBackend {
     /// Capacity of each open slot.
     open: Vec<Option<usize>>,
     windows: Vec<Vec<u32>>,
-    /// Pages chosen for each slot, layer and KV head, and how many were visible then.
+    /// Pages chosen for each slot, layer and KV head, and the number visible at the choice.
     chosen: Vec<(Vec<u32>, usize)>,
     prompt: Prompt,
     rows: Rows,
@@ -43,7 +43,7 @@ pub struct CpuBackend {
     judge: Judge,
 }
 
-/// Bytes of the draft's distributions of a round, which [`Judge`] makes as they are drafted.
+/// Bytes of a round's draft distributions, which [`Judge`] stores while drafting.
 fn drafted_bytes(config: &ModelConfig, options: &Options) -> usize {
     if options.rejection { 4 * options.step_rows * config.vocab } else { 0 }
 }
@@ -53,7 +53,7 @@ fn state_rows(config: &ModelConfig, options: &Options) -> usize {
     ITEM_ROWS.min(options.step_rows.max(1)) * config.group()
 }
 
-/// Whether there are kernels for a model: asked before anything is loaded.
+/// Checks that the kernels support a model, before anything is loaded.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Model`] for a head_dim without a page layout.
@@ -67,12 +67,12 @@ pub fn check(config: &ModelConfig) -> Result<()> {
     Ok(())
 }
 
-/// Bytes this backend will hold for a model and options, as [`Backend::memory`] then reports them. Large arrays are reserved
+/// Bytes that this backend will hold for a model and options, as [`Backend::memory`] reports them. Large arrays are reserved
 /// at load and become resident as they are used.
 pub fn plan(checkpoint: &Checkpoint, options: &Options) -> Memory {
     let config = checkpoint.config();
     let (weights_bytes, draft_weights_bytes) = weights::plan(checkpoint, options);
-    let [upper, lower, full, ring] = Plan::new(config, options).bytes();
+    let [upper, lower, full, ring] = CacheSizes::new(config, options).bytes();
     let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
     let workspace_bytes = Lengths::new(config, options).bytes(options.step_rows.max(1))
         + Prompt::plan(config, options.prompt_capacity, options.block_rows, threads)
@@ -93,13 +93,13 @@ impl CpuBackend {
     /// Loads a checkpoint on the SIMD path of [`dispatch::choose`].
     ///
     /// # Errors
-    /// Those of the checkpoint and the hooks; [`quantspec_core::ErrorKind::Usage`] for a forced path this machine lacks;
-    /// those of [`check`]; [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no memory.
+    /// Those of the checkpoint, the hooks and [`check`]; [`quantspec_core::ErrorKind::Usage`] for a forced path this machine
+    /// lacks; [`quantspec_core::ErrorKind::DoesNotFit`] if memory is short.
     pub fn load(checkpoint: &Checkpoint, options: &Options, hooks: Hooks) -> Result<CpuBackend> {
         CpuBackend::load_on(checkpoint, options, hooks, dispatch::choose()?)
     }
 
-    /// Loads a checkpoint on a SIMD path.
+    /// Loads a checkpoint on the given SIMD path.
     ///
     /// # Errors
     /// As [`CpuBackend::load`].
@@ -115,8 +115,8 @@ impl CpuBackend {
         }
         let (threads, shape) = (options.threads.max(1), Shape::new(config.head_dim));
         let pool = Pool::new(threads)?;
-        // Memory first: what does not fit is known before a minute of loading.
-        let cache = Cache::new(Plan::new(&config, options))?;
+        // Allocates before loading, so that lack of memory is found early.
+        let cache = Cache::new(CacheSizes::new(&config, options))?;
         let prompt = Prompt::new(&config, options.prompt_capacity, options.block_rows, threads)?;
         let rows = Rows::new(&config, options)?;
         let states = (0..threads).map(|_| State::new(state_rows(&config, options), shape)).collect::<Result<_>>()?;
@@ -153,7 +153,7 @@ impl Executor for CpuBackend {}
 impl Backend for CpuBackend {
     fn memory(&self) -> Memory {
         let (weights_bytes, draft_weights_bytes) = self.model.bytes(&self.config);
-        let [upper, lower, full, ring] = self.cache.plan.bytes();
+        let [upper, lower, full, ring] = self.cache.sizes.bytes();
         Memory {
             weights_bytes,
             draft_weights_bytes,

@@ -1,37 +1,36 @@
-//! The roof: how fast this machine reads memory, by plain loads of all threads (fetched ahead where that helps).
+//! Memory bandwidth: plain loads by all threads, prefetched if that helps.
 
 use crate::dispatch::{Prefetch, Simd, choose, portable};
 use crate::memory::Array;
-use crate::pool::{Pool, part};
+use crate::pool::{Pool, share};
 use quantspec_core::Result;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-/// Bytes of a pass. On x86-64 every line of it is flushed out of all caches before it is read, so that it need not be
-/// larger than they are (hundreds of megabytes on servers); elsewhere it is.
+/// Bytes of a pass. On x86-64 every line is flushed from all caches before it is read. Other CPUs need more bytes than the
+/// caches hold (hundreds of megabytes on servers).
 const BYTES: usize = if cfg!(target_arch = "x86_64") { 64 << 20 } else { 512 << 20 };
 
-/// Passes at most, and the time after which no further one starts.
+/// Most passes, and the time after which no further pass starts.
 const PASSES: usize = 8;
 const ENOUGH: Duration = Duration::from_millis(200);
 
-/// Numbers of a unit of work: the threads' parts are whole pages.
+/// Numbers per unit of work, so that the threads' parts are whole pages.
 const UNIT: usize = 4096;
 
-/// Gigabytes (10⁹) per second that `threads` threads read from memory: the best of up to eight passes, a quarter of a
-/// second in all.
+/// Memory bandwidth of `threads` threads in GB/s (10⁹): the best of up to eight passes, a quarter of a second in total.
 ///
 /// # Errors
-/// Those of [`choose`], and [`quantspec_core::ErrorKind::DoesNotFit`] where there is no such memory.
+/// Those of [`choose`], and [`quantspec_core::ErrorKind::DoesNotFit`] if memory is short.
 pub fn read_gb_per_s(threads: usize) -> Result<f64> {
     let simd = choose()?.simd;
     let threads = threads.max(1);
     let pool = Pool::new(threads)?;
     let mut data = Array::<u32>::zeros(BYTES / 4)?;
-    // Written once: pages that were never written may all be one page of zeros.
+    // Written once: unwritten pages may all map to one zero page.
     data.fill(1);
     let mine = |thread: usize| {
-        let units = part(data.len() / UNIT, thread, threads);
+        let units = share(data.len() / UNIT, thread, threads);
         &data[units.start * UNIT..units.end * UNIT]
     };
     let (began, mut best) = (Instant::now(), 0f64);
@@ -49,7 +48,7 @@ pub fn read_gb_per_s(threads: usize) -> Result<f64> {
     Ok(best)
 }
 
-/// Drops the lines of `x` from every cache.
+/// Evicts the lines of `x` from every cache.
 fn flush(x: &[u32]) {
     #[cfg(target_arch = "x86_64")]
     for line in x.chunks(16) {
@@ -84,12 +83,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn reading_memory_takes_a_moment_and_gives_a_speed_memory_has() {
+    fn bandwidth_is_measured_quickly_and_plausible() {
         let started = Instant::now();
         let speed = read_gb_per_s(2).unwrap();
-        // Between a busy single-board computer and twice the largest server; a cache would be faster than that.
+        // Between a busy single-board computer and twice the largest server; a cache would exceed it.
         assert!((0.1..2000.0).contains(&speed), "{speed} GB/s");
-        // A passing minute of a busy test machine included.
+        // Includes a slow minute of a busy test machine.
         assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
     }
 

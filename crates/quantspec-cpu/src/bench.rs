@@ -1,8 +1,8 @@
-//! What the benches of this crate and [`crate::rates`] call: each kernel over the worker pool, on synthetic operands that lie in memory and not in
-//! a cache. Not for other crates.
+//! Kernels over the worker pool on synthetic operands in memory, for this crate's benches and [`crate::rates`]. Not for other
+//! crates.
 //!
-//! A bench holds [`SPREAD`] bytes of operands, one *layer* after the other; a call works on the next layer, as a step of a
-//! model does, so that what it reads was not read for a while.
+//! A bench holds [`SPREAD`] bytes of operands as a sequence of *layers*. Each call uses the next layer, as a model's step
+//! does, so its operands are not in the cache.
 
 use crate::attend::{self, CHUNK, Shape, State};
 use crate::causal::{self, Causal};
@@ -10,8 +10,8 @@ use crate::dispatch::{Choice, Simd, choose};
 use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm, rms_norm_panel, rope, silu_mul};
 use crate::lanes::{bf16_bits, f16_bits, widen};
 use crate::linear::{self, Input, Matrix, PANEL, Store, Weight, row_stride};
-use crate::memory::{Array, Parts};
-use crate::pool::{Pool, part};
+use crate::memory::{Array, DisjointSlice};
+use crate::pool::{Pool, share};
 use crate::{CpuBackend, bandwidth, hierarchy, prefill, quantize, w4};
 use quantspec_core::Result;
 use quantspec_core::cache::{BUFFER_TOKENS, G};
@@ -24,15 +24,15 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Instant;
 
-/// Bytes of operands a bench walks through: more than the caches that one of the benches' machines calls its own.
+/// Bytes of operands a bench cycles through, more than the caches of current server CPUs' core complexes.
 pub const SPREAD: usize = 512 << 20;
 
-/// Layers of `bytes` that make up `spread`: at least two.
+/// Number of layers of `bytes` that make up `spread`; at least two.
 fn layers(spread: usize, bytes: usize) -> usize {
     spread.div_ceil(bytes).max(2)
 }
 
-/// A fixed stream of numbers, nearly normal (sums of four bytes of xorshift64).
+/// A fixed sequence of nearly normal numbers (sums of four bytes of xorshift64).
 struct Noise(u64);
 
 impl Noise {
@@ -52,7 +52,7 @@ impl Noise {
     }
 }
 
-/// The kernels and threads of a bench. [`machine`] alone makes it, so the CPU has what they need.
+/// The SIMD path and threads of a bench. Only [`machine`] makes it, so the CPU has the required features.
 #[derive(Clone, Copy)]
 pub struct Machine {
     simd: Simd,
@@ -61,20 +61,21 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// The same kernels on so many threads.
+    /// The same path with this number of threads.
     #[must_use]
     pub fn with_threads(self, threads: usize) -> Machine {
         Machine { threads: threads.max(1), ..self }
     }
 
-    /// The same with up to so many bytes of operands in place of [`SPREAD`]: a model of fewer lies in a cache as they do.
+    /// The same path with at most this many bytes of operands instead of [`SPREAD`]. A small model's weights fit in a cache,
+    /// and so do these.
     #[must_use]
     pub fn with_spread(self, bytes: usize) -> Machine {
         Machine { spread: bytes.min(SPREAD), ..self }
     }
 }
 
-/// The path of [`choose`] and the threads: `QUANTSPEC_THREADS`, else one per core.
+/// The path of [`choose`], and `QUANTSPEC_THREADS` threads, by default one per core.
 ///
 /// # Errors
 /// Those of [`choose`].
@@ -85,7 +86,7 @@ pub fn machine() -> Result<Machine> {
     Ok(Machine { simd: choose()?.simd, threads, spread: SPREAD })
 }
 
-/// The roof: a plain read of [`SPREAD`] bytes, whole or part by part.
+/// Memory bandwidth: a plain read of [`SPREAD`] bytes, whole or in parts.
 pub struct Read {
     simd: Simd,
     pool: Pool,
@@ -95,21 +96,21 @@ pub struct Read {
 }
 
 impl Read {
-    /// All of it in every call.
+    /// Reads all bytes in every call.
     ///
     /// # Errors
-    /// Where there is no such memory, or no such threads.
+    /// If memory is short or threads cannot start.
     pub fn new(machine: Machine) -> Result<Read> {
         Read::in_parts(machine, 1)
     }
 
-    /// One of `parts` parts in every call, each after the one before it; a power of two up to 4,096.
+    /// Reads one of `parts` parts per call, in order; a power of two up to 4,096.
     ///
     /// # Errors
     /// As [`Read::new`].
     pub fn in_parts(Machine { simd, threads, .. }: Machine, parts: usize) -> Result<Read> {
         let mut data = Array::zeros(SPREAD / 4)?;
-        // Written once: pages that were never written may all be one page of zeros.
+        // Written once: unwritten pages may all map to one zero page.
         data.fill(1);
         Ok(Read { simd, pool: Pool::new(threads)?, data, parts, part: 0 })
     }
@@ -119,26 +120,26 @@ impl Read {
         SPREAD / self.parts
     }
 
-    /// The next part.
+    /// Reads the next part.
     ///
     /// # Errors
-    /// Where a kernel panicked.
+    /// If a kernel panicked.
     pub fn call(&mut self) -> Result<()> {
         let (len, threads) = (self.data.len() / self.parts, self.pool.threads());
         let data = &self.data[self.part * len..][..len];
         self.part = (self.part + 1) % self.parts;
         self.pool.run(&|thread| {
-            let mine = part(data.len() / 4096, thread, threads);
+            let mine = share(data.len() / 4096, thread, threads);
             black_box(bandwidth::sum(self.simd, &data[mine.start * 4096..mine.end * 4096]));
         })
     }
 
-    /// Gigabytes (10⁹) per second of one call, by threads that are awake.
+    /// Bandwidth of one call in GB/s (10⁹), by threads that are awake.
     ///
     /// # Errors
     /// As [`Read::call`].
     pub fn gb_per_s(&mut self) -> Result<f64> {
-        // Nobody's part ends before all have begun: else the caller would do those of threads that sleep.
+        // No part ends before all have begun. Otherwise the caller would do the parts of sleeping threads.
         let (begun, threads) = (AtomicUsize::new(0), self.pool.threads());
         self.pool.run(&|_| {
             begun.fetch_add(1, Relaxed);
@@ -170,14 +171,14 @@ pub enum Stored {
 }
 
 /// A linear layer of `n` outputs and `k` inputs for a few rows of a step.
-pub struct Product {
+pub struct Gemm {
     simd: Simd,
     pool: Pool,
     rows: usize,
     full: Vec<Matrix>,
     draft: Vec<w4::Tiles>,
     acts: w4::Acts,
-    /// What is read of planes.
+    /// Planes to read.
     read: hierarchy::Read,
     limbs: hierarchy::Acts,
     x: Array<f32>,
@@ -186,18 +187,18 @@ pub struct Product {
     layer: usize,
 }
 
-impl Product {
-    /// Weights of normal numbers; `n` is a multiple of 32, `k` of 128.
+impl Gemm {
+    /// Normally distributed weights; `n` is a multiple of 32, `k` of 128.
     ///
     /// # Errors
-    /// Where there is no such memory, or no such threads.
+    /// If memory is short or threads cannot start.
     pub fn new(
         Machine { simd, threads, spread }: Machine,
         stored: Stored,
         n: usize,
         k: usize,
         rows: usize,
-    ) -> Result<Product> {
+    ) -> Result<Gemm> {
         let mut noise = Noise(11);
         let (panels, stride) = (n / PANEL, row_stride(k));
         let weights: Vec<f32> = (0..PANEL * k).map(|_| noise.next() / (k as f32).sqrt()).collect();
@@ -231,7 +232,7 @@ impl Product {
                 let (upper, lower) = hierarchy::Planes::panel_bytes(k, true);
                 let (mut high, mut low) = (vec![0; upper], vec![0; lower]);
                 hierarchy::encode(simd, &weights, k, &mut high, &mut low)?;
-                // Of what is read there are as many bytes as of every other kind.
+                // Every kind reads the same number of bytes.
                 let read = if stored == Stored::Upper { upper } else { upper + lower };
                 for _ in 0..layers(spread, panels * read) {
                     let mut planes = hierarchy::Planes::zeros(panels, k, true)?;
@@ -252,10 +253,10 @@ impl Product {
         let mut limbs = hierarchy::Acts::zeros(rows, k)?;
         limbs.quantize(simd, read, &x, stride, rows, k);
         linear::to_bf16(simd, &x, &mut x16);
-        Ok(Product { simd, pool: Pool::new(threads)?, rows, full, draft, acts, read, limbs, x, x16, stride, layer: 0 })
+        Ok(Gemm { simd, pool: Pool::new(threads)?, rows, full, draft, acts, read, limbs, x, x16, stride, layer: 0 })
     }
 
-    /// Takes so many rows from now on, at most those there are.
+    /// Uses this many rows from now on, at most the number allocated.
     pub fn take(&mut self, rows: usize) {
         self.rows = rows.min(self.x.len() / self.stride);
     }
@@ -269,10 +270,10 @@ impl Product {
         }
     }
 
-    /// One matrix.
+    /// Multiplies by the next matrix.
     ///
     /// # Errors
-    /// Where a kernel panicked.
+    /// If a kernel panicked.
     pub fn call(&mut self) -> Result<()> {
         let (weight, input) = match self.full.get(self.layer) {
             Some(Matrix { store: Store::Planes(planes), .. }) => {
@@ -284,7 +285,7 @@ impl Product {
                 (Weight::Full(matrix), Input::Bf16(&self.x16, self.stride))
             }
             Some(matrix) => (Weight::Full(matrix), Input::F32(&self.x, self.stride)),
-            None => (Weight::Draft(&self.draft[self.layer]), Input::Int8(&self.acts)),
+            None => (Weight::Tiles(&self.draft[self.layer]), Input::Int8(&self.acts)),
         };
         linear::run(&self.pool, self.simd, weight, input, self.rows, 1, &|_, out| {
             black_box(out);
@@ -294,26 +295,26 @@ impl Product {
     }
 }
 
-/// What lies between the matrices. The numbers of in-place operations stay finite.
+/// An elementwise operation. Numbers of in-place operations stay finite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     /// RMSNorm of rows.
     Norm,
-    /// RMSNorm of a prompt's panels of 64 rows into the input of a BF16 matrix.
+    /// RMSNorm of a prompt's panels of 64 rows into the input of a BF16 GEMM.
     PanelNorm,
-    /// SiLU(gate) · up, a panel of 32 outputs at a time, as a product hands them over.
+    /// SiLU(gate) · up, one panel of 32 outputs at a time, as a GEMM yields them.
     Silu,
     /// RoPE of heads of 128.
     Rope,
-    /// A matrix's output added to the hidden states, a panel at a time.
+    /// Adds a linear layer's output to the hidden states, a panel at a time.
     Add,
-    /// Rounding of a full matrix's input to BF16, where products take it.
+    /// Rounds a linear layer's input to BF16, for paths with BF16 dot products.
     Bf16,
-    /// Rounding of a draft matrix's input to int8.
+    /// Rounds a draft layer's input to int8.
     Int8,
     /// Halves to singles.
     Widen,
-    /// Partial results of attention, 16 chunks of pages and the recent tokens, merged for heads of 128.
+    /// Merges partial attention results, 16 chunks of pages and the recent tokens, for heads of 128.
     Merge,
 }
 
@@ -323,16 +324,16 @@ const HEAD: usize = 128;
 /// Partial results of a head of [`Op::Merge`]: 16,384 tokens in pages.
 const PARTS: usize = 17;
 
-/// An operation on `rows` rows of `k` features, on one thread: a step leaves it to the caller or to the thread that has a
-/// panel. What it works on lies in a cache, as it does where the operation before has just written it.
+/// An operation on `rows` rows of `k` features, on one thread, as in a step. Operands are in a cache, as after the previous
+/// operation.
 pub struct Elementwise {
     simd: Simd,
     op: Op,
     rows: usize,
     k: usize,
-    /// Input, or what is worked on in place.
+    /// Input, or the operand of an in-place operation.
     x: Array<f32>,
-    /// Second input: weights of a norm, `up`, the output of a matrix, cosines and sines.
+    /// Second input: weights of a norm, `up`, a linear layer's output, cosines and sines.
     with: Array<f32>,
     y: Array<f32>,
     x16: Array<u16>,
@@ -341,17 +342,17 @@ pub struct Elementwise {
 }
 
 impl Elementwise {
-    /// Normal numbers. `k` is a multiple of 128, and `rows` of 64 for [`Op::PanelNorm`].
+    /// Normally distributed numbers. `k` is a multiple of 128, and `rows` of 64 for [`Op::PanelNorm`].
     ///
     /// # Errors
-    /// Where there is no such memory.
+    /// If memory is short.
     pub fn new(Machine { simd, .. }: Machine, op: Op, rows: usize, k: usize) -> Result<Elementwise> {
         let mut noise = Noise(19);
         let stride = row_stride(k);
         let (mut x, mut with) = (noise.fill(rows * stride)?, noise.fill(rows * stride)?);
         let mut y = Array::zeros(rows * stride)?;
         match op {
-            // Above 20 the sigmoid is 1: `gate` stays as it is.
+            // Above 20 the sigmoid is 1, so `gate` does not change.
             Op::Silu => {
                 x.iter_mut().for_each(|x| *x = 20.0 + x.abs());
                 with.fill(1.0);
@@ -409,7 +410,7 @@ impl Elementwise {
                     x.chunks_exact_mut(HEAD).for_each(|head| rope(simd, head, cos, sin));
                 }
             }
-            // The loop of the backend, which has no kernel of its own for it.
+            // The backend's own loop; this operation has no kernel.
             Op::Add => {
                 for (hidden, tile) in x.chunks_exact_mut(PANEL).zip(with.chunks_exact(PANEL)) {
                     hidden.iter_mut().zip(tile).for_each(|(hidden, y)| *hidden += *y);
@@ -428,7 +429,7 @@ impl Elementwise {
     }
 }
 
-/// Cosines and sines, in turns of half a head.
+/// Cosines and sines, alternating per half head.
 fn angles(table: &mut [f32]) {
     for (i, half) in table.chunks_mut(HEAD / 2).enumerate() {
         let turned = |c: usize| (i / 2) as f32 + c as f32 / 10.0;
@@ -436,8 +437,8 @@ fn angles(table: &mut [f32]) {
     }
 }
 
-/// The keys and values of a step's rows go to the ring: RoPE, rounding to halves, and the scattered stores, on one thread, as a
-/// step of few rows has it. The rings lie in memory: between two steps a model's weights pass through the caches.
+/// Appends the keys and values of a step's rows to the ring: RoPE, rounding to f16, and scattered stores, on one thread. The
+/// rings are in memory: between two steps a model's weights pass through the caches.
 pub struct Append {
     simd: Simd,
     rows: usize,
@@ -453,15 +454,15 @@ pub struct Append {
 }
 
 impl Append {
-    /// Normal numbers, heads of 128.
+    /// Normally distributed numbers, heads of 128.
     ///
     /// # Errors
-    /// Where there is no such memory.
+    /// If memory is short.
     pub fn new(Machine { simd, .. }: Machine, rows: usize, kv_heads: usize) -> Result<Append> {
         let len = kv_heads * Shape::new(HEAD).full_len();
         let layers = layers(SPREAD, 2 * len);
         let mut ring = Array::zeros(layers * len)?;
-        // Written once: the system clears a page when it is first written.
+        // Written once: the system clears a page on its first write.
         ring.fill(1);
         let mut table = vec![0.0; rows * HEAD];
         angles(&mut table);
@@ -474,7 +475,7 @@ impl Append {
         self.rows * self.kv_heads * HEAD * 2 * 2
     }
 
-    /// One layer, at the positions after those of the last round of layers.
+    /// Appends to one layer, at the positions after those of the last round of layers.
     pub fn call(&mut self) {
         let (width, len) = (self.kv_heads * HEAD, Shape::new(HEAD).full_len());
         let ring = &mut self.ring[self.layer * self.kv_heads * len..][..self.kv_heads * len];
@@ -498,7 +499,7 @@ impl Append {
     }
 }
 
-/// Draft weights: a panel of 32 outputs is coded, on one thread.
+/// Draft weights: quantises a panel of 32 outputs, on one thread.
 pub struct Coding {
     simd: Simd,
     bits: w4::Bits,
@@ -508,7 +509,7 @@ pub struct Coding {
 }
 
 impl Coding {
-    /// Weights of normal numbers, `k` inputs; 8 bits where the matrix is the head.
+    /// Normally distributed weights with `k` inputs; 8 bits if `head`, else 4.
     pub fn new(Machine { simd, .. }: Machine, k: usize, head: bool) -> Coding {
         let bits = if head { w4::Bits::Eight } else { w4::Bits::Four };
         let mut noise = Noise(17);
@@ -560,7 +561,7 @@ impl Flush {
         }
     }
 
-    /// Bytes of halves that become a page.
+    /// Bytes of the f16 input of a page.
     pub fn bytes(&self) -> usize {
         2 * self.shape.full_len()
     }
@@ -575,7 +576,7 @@ impl Flush {
     }
 }
 
-/// A BF16 matrix for `tokens` prompt rows.
+/// A BF16 GEMM for `tokens` prompt rows.
 pub struct PromptMatrix {
     simd: Simd,
     pool: Pool,
@@ -586,10 +587,10 @@ pub struct PromptMatrix {
 }
 
 impl PromptMatrix {
-    /// Zeros: products cost the same. `n` is a multiple of 32, `tokens` of 64.
+    /// Zeros, which take the same time. `n` is a multiple of 32, `tokens` of 64.
     ///
     /// # Errors
-    /// Where there is no such memory, or no such threads.
+    /// If memory is short or threads cannot start.
     pub fn new(Machine { simd, threads, .. }: Machine, n: usize, k: usize, tokens: usize) -> Result<PromptMatrix> {
         let panels = tokens / PANEL_TOKENS;
         Ok(PromptMatrix {
@@ -607,17 +608,17 @@ impl PromptMatrix {
         2 * self.matrix.panels * PANEL * self.matrix.k * self.panels * PANEL_TOKENS
     }
 
-    /// One matrix.
+    /// Multiplies by the next matrix.
     ///
     /// # Errors
-    /// Where a kernel panicked.
+    /// If a kernel panicked.
     pub fn call(&mut self) -> Result<()> {
         let PromptMatrix { simd, pool, matrix, x, y, panels } = self;
         prefill::gemm(pool, *simd, &mut || Ok(()), matrix, x, y, *panels)
     }
 }
 
-/// Causal attention of a block of prompt rows behind `before` tokens.
+/// Causal attention of a block of prompt rows after `before` tokens.
 pub struct PromptAttention {
     simd: Simd,
     pool: Pool,
@@ -634,10 +635,10 @@ pub struct PromptAttention {
 }
 
 impl PromptAttention {
-    /// Zeros: scores all alike cost the same. `before` and `rows` are multiples of 64.
+    /// Zeros, which take the same time. `before` and `rows` are multiples of 64.
     ///
     /// # Errors
-    /// Where there is no such memory, or no such threads.
+    /// If memory is short or threads cannot start.
     pub fn new(
         Machine { simd, threads, .. }: Machine,
         (heads, group, d): (usize, usize, usize),
@@ -662,7 +663,7 @@ impl PromptAttention {
         })
     }
 
-    /// Floating-point operations of a call: both products over the keys each query sees.
+    /// Floating-point operations of a call: both GEMMs over the keys each query sees.
     pub fn flops(&self) -> usize {
         let (before, rows) = (self.first * PANEL_TOKENS, self.panels * PANEL_TOKENS);
         4 * self.heads * self.d * (rows * before + rows * (rows + 1) / 2)
@@ -671,7 +672,7 @@ impl PromptAttention {
     /// One layer.
     ///
     /// # Errors
-    /// Where a kernel panicked.
+    /// If a kernel panicked.
     pub fn call(&mut self) -> Result<()> {
         let causal = Causal {
             heads: self.heads,
@@ -689,12 +690,12 @@ impl PromptAttention {
     }
 }
 
-/// What decode attention is asked for.
+/// A case of decode attention.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionCase {
-    /// What is read.
+    /// Pages to read.
     pub view: View,
-    /// Who reads: a draft's view Upper rounds queries to 8 bits.
+    /// Draft or target; a draft's view Upper rounds queries to 8 bits.
     pub weights: Weights,
     /// Rows of the step.
     pub rows: usize,
@@ -725,10 +726,10 @@ pub struct Attention {
 }
 
 impl Attention {
-    /// Pages of normal numbers, the same in every page.
+    /// Normally distributed pages, all equal.
     ///
     /// # Errors
-    /// Where there is no such memory, or no such threads.
+    /// If memory is short or threads cannot start.
     pub fn new(Machine { simd, threads, spread }: Machine, case: AttentionCase) -> Result<Attention> {
         let shape = Shape::new(case.head_dim);
         let pages = case.kv_heads * case.context / G;
@@ -776,7 +777,7 @@ impl Attention {
         Ok(attention)
     }
 
-    /// Takes so many rows from now on, at most those there are.
+    /// Uses this many rows from now on, at most the number allocated.
     pub fn take(&mut self, rows: usize) {
         self.case.rows = rows.min(self.rows);
     }
@@ -794,7 +795,7 @@ impl Attention {
     /// One layer.
     ///
     /// # Errors
-    /// Where a kernel panicked.
+    /// If a kernel panicked.
     pub fn call(&mut self) -> Result<()> {
         let case = self.case;
         let (simd, shape, rows, pages) = (self.simd, self.shape, case.rows * case.group, case.context / G);
@@ -808,11 +809,11 @@ impl Attention {
         let visible = vec![G; rows];
         let (threads, chunks) = (self.pool.threads(), pages.div_ceil(CHUNK));
         let first = self.layer * case.kv_heads * pages;
-        let states = Parts::new(&mut self.states);
+        let states = DisjointSlice::new(&mut self.states);
         self.pool.run(&|thread| {
             // SAFETY: one element per thread.
             let state = unsafe { &mut states.slice(thread, 1)[0] };
-            for item in part(case.kv_heads * chunks, thread, threads) {
+            for item in share(case.kv_heads * chunks, thread, threads) {
                 let (head, chunk) = (item / chunks, item % chunks);
                 let mine = chunk * CHUNK..((chunk + 1) * CHUNK).min(pages);
                 state.reset(rows);
@@ -838,7 +839,7 @@ impl Attention {
     }
 }
 
-/// Bounds of the scores of a layer's pages, one query row: what a choice of the best pages reads.
+/// Score bounds of a layer's pages, for one query row: the reads of a choice of the best pages.
 pub struct Bounds {
     pages: Attention,
     q: Vec<f32>,
@@ -846,7 +847,7 @@ pub struct Bounds {
 }
 
 impl Bounds {
-    /// Pages of [`Attention::new`] in view Upper, and a row of normal numbers.
+    /// The view-Upper pages of [`Attention::new`], and a row of normally distributed numbers.
     ///
     /// # Errors
     /// As [`Attention::new`].
@@ -863,18 +864,18 @@ impl Bounds {
         self.bounds.len() * 4 * self.pages.case.head_dim
     }
 
-    /// One layer, a KV head after the other, as the backend deals them.
+    /// One layer, one KV head after another, in the backend's work split.
     ///
     /// # Errors
-    /// Where a kernel panicked.
+    /// If a kernel panicked.
     pub fn call(&mut self) -> Result<()> {
         let Bounds { pages: Attention { case, simd, pool, shape, upper, layers, layer, .. }, q, bounds } = self;
         let (case, shape, len, threads) = (*case, *shape, shape.upper_bytes(), pool.threads());
         let (pages, width) = (case.context / G, case.group * shape.d);
         let upper = &upper[*layer * case.kv_heads * pages * len..][..case.kv_heads * pages * len];
-        let out = Parts::new(bounds);
+        let out = DisjointSlice::new(bounds);
         pool.run(&|thread| {
-            for head in part(case.kv_heads, thread, threads) {
+            for head in share(case.kv_heads, thread, threads) {
                 // SAFETY: a head is one item of one thread.
                 let out = unsafe { out.slice(head * pages, pages) };
                 let queries = &q[head * width..][..width];
@@ -888,8 +889,9 @@ impl Bounds {
     }
 }
 
-/// Attention of a draft step over its best 16 pages, 4 KV heads of 128 channels with 4 query heads each. It is the backend's own
-/// operation, since the choice is private to it: what a choice costs is the difference between pages chosen anew and kept.
+/// Attention of a draft step over its best 16 pages, for 4 KV heads of 128 channels with 4 query heads each. It runs the
+/// backend's own operation, whose choice is private. The cost of a choice is the difference between a new choice and a kept
+/// one.
 pub struct BestPages {
     backend: CpuBackend,
     anew: bool,
@@ -902,13 +904,13 @@ impl BestPages {
     const CHOSEN: usize = 16;
     const KV_HEADS: usize = 4;
     const GROUP: usize = 4;
-    /// Inputs of the model's matrices: they are there to give queries and keys.
+    /// Inputs of the model's matrices, which only produce queries and keys.
     const HIDDEN: usize = 64;
 
-    /// A model of normal numbers with `context` tokens in pages, more than 16 pages.
+    /// A model of normally distributed numbers with `context` tokens in more than 16 pages.
     ///
     /// # Errors
-    /// Where there is no such memory, or no such threads.
+    /// If memory is short or threads cannot start.
     pub fn new(Machine { simd, threads, .. }: Machine, context: usize, anew: bool) -> Result<BestPages> {
         let pages = context / G;
         let layers = layers(SPREAD, BestPages::KV_HEADS * pages * Shape::new(HEAD).upper_bytes());
@@ -932,7 +934,7 @@ impl BestPages {
         backend.open(0, options.capacity)?;
         let tokens: Vec<u32> = (0..G as u32).map(|token| token % PANEL as u32).collect();
         backend.set_window(0, &tokens)?;
-        // The ring first, then every page from it.
+        // First fills the ring, then every page from it.
         for start in (0..BUFFER_TOKENS).step_by(G) {
             let rows: Vec<Row> = (0..G).map(|offset| Row { slot: 0, offset, position: start + offset }).collect();
             BestPages::append(&mut backend, &rows)?;
@@ -946,7 +948,7 @@ impl BestPages {
         Ok(best)
     }
 
-    /// A checkpoint of normal numbers, which stays in memory: a process has few of them.
+    /// A checkpoint of normally distributed numbers. It is leaked, as a process makes few.
     fn model(layers: usize) -> Result<Checkpoint> {
         let heads = BestPages::KV_HEADS * BestPages::GROUP;
         let llama = Llama::new([BestPages::HIDDEN, PANEL, layers, heads, BestPages::KV_HEADS, HEAD, PANEL]);
@@ -977,7 +979,7 @@ impl BestPages {
     /// One layer.
     ///
     /// # Errors
-    /// Where a kernel panicked.
+    /// If a kernel panicked.
     pub fn call(&mut self) -> Result<()> {
         let rows = [self.row()];
         let (weights, view, pages) = (Weights::Draft, View::Upper, Pages::Best(BestPages::CHOSEN));
@@ -988,8 +990,8 @@ impl BestPages {
     }
 }
 
-/// Logits of a next token as a text has them: a bulk of standard deviation 2, and eight candidates above it, a nat apart, which
-/// hold nine tenths of the mass at the vocabulary of Llama 3.
+/// Logits like those of text: a bulk with standard deviation 2, and eight candidates above it, one nat apart. At the
+/// vocabulary of Llama 3 the candidates hold nine tenths of the mass.
 pub fn logits(vocab: usize, seed: u64) -> Vec<f32> {
     let mut noise = Noise(seed.wrapping_mul(2) | 1);
     let mut logits: Vec<f32> = (0..vocab).map(|_| 2.0 * noise.next()).collect();
@@ -1000,7 +1002,7 @@ pub fn logits(vocab: usize, seed: u64) -> Vec<f32> {
     logits
 }
 
-/// A Llama in BF16: hidden, intermediate, layers, heads, KV heads, head_dim, vocab.
+/// A BF16 Llama: hidden, intermediate, layers, heads, KV heads, head_dim, vocab.
 pub struct Llama {
     /// Its config.json.
     pub config: String,

@@ -1,7 +1,7 @@
-//! Pages and rings of every slot. Pages of one KV head of one layer are contiguous: a pass reads them as one stream.
+//! Pages and rings of every slot. Pages of one KV head of one layer are contiguous, so a pass reads them as one stream.
 //!
-//! Sequences share the pages of a pool, as a number: a slot's pages are memory of their own, taken when it is opened and given back to
-//! the system when it is closed.
+//! Sequences share the pool's pages as a count. A slot's pages are separate memory, allocated when it is opened and returned
+//! to the system when it is closed.
 
 use crate::attend::Shape;
 use crate::memory::Array;
@@ -16,7 +16,7 @@ const RING: usize = BUFFER_TOKENS / G;
 
 /// Sizes of the cache of a backend.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Plan {
+pub(crate) struct CacheSizes {
     pub(crate) shape: Shape,
     pub(crate) layers: usize,
     pub(crate) kv_heads: usize,
@@ -26,9 +26,9 @@ pub(crate) struct Plan {
     planes: Planes,
 }
 
-impl Plan {
-    pub(crate) fn new(config: &ModelConfig, options: &Options) -> Plan {
-        Plan {
+impl CacheSizes {
+    pub(crate) fn new(config: &ModelConfig, options: &Options) -> CacheSizes {
+        CacheSizes {
             shape: Shape::new(config.head_dim),
             layers: config.layers,
             kv_heads: config.kv_heads,
@@ -43,7 +43,7 @@ impl Plan {
         self.layers * self.kv_heads
     }
 
-    /// Bytes of so many upper, lower and f16 pages of every layer and KV head.
+    /// Bytes of this many upper, lower and f16 pages of every layer and KV head.
     fn page_bytes(&self, pages: usize) -> [usize; 3] {
         let of = |kept: bool, bytes: usize| {
             if kept { self.heads().saturating_mul(pages).saturating_mul(bytes) } else { 0 }
@@ -62,7 +62,7 @@ impl Plan {
     }
 }
 
-/// Pages of one slot: `[layer][KV head][page]`. Arrays of planes that are not kept are empty.
+/// Pages of one slot: `[layer][KV head][page]`. Arrays of unused planes are empty.
 pub(crate) struct Slot {
     /// Pages of a layer and KV head.
     pub(crate) pages: usize,
@@ -72,99 +72,99 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    fn new(plan: &Plan, pages: usize) -> Result<Slot> {
-        let [upper, lower, full] = plan.page_bytes(pages);
+    fn new(sizes: &CacheSizes, pages: usize) -> Result<Slot> {
+        let [upper, lower, full] = sizes.page_bytes(pages);
         Ok(Slot { pages, upper: Array::zeros(upper)?, lower: Array::zeros(lower)?, full: Array::zeros(full / 2)? })
     }
 }
 
 /// See the module.
 pub(crate) struct Cache {
-    pub(crate) plan: Plan,
+    pub(crate) sizes: CacheSizes,
     pub(crate) slots: Vec<Slot>,
     pub(crate) ring: Array<u16>,
 }
 
 impl Cache {
-    pub(crate) fn new(plan: Plan) -> Result<Cache> {
-        // What the system refuses is known before anything is loaded.
-        drop(Slot::new(&plan, plan.pool)?);
-        let [.., ring] = plan.bytes();
-        let slots = (0..plan.slots).map(|_| Slot::new(&plan, 0)).collect::<Result<_>>()?;
-        Ok(Cache { plan, slots, ring: Array::zeros(ring / 2)? })
+    pub(crate) fn new(sizes: CacheSizes) -> Result<Cache> {
+        // Finds out before loading whether the system grants the memory.
+        drop(Slot::new(&sizes, sizes.pool)?);
+        let [.., ring] = sizes.bytes();
+        let slots = (0..sizes.slots).map(|_| Slot::new(&sizes, 0)).collect::<Result<_>>()?;
+        Ok(Cache { sizes, slots, ring: Array::zeros(ring / 2)? })
     }
 
-    /// Takes pages for a sequence of up to `capacity` tokens; those of an earlier one in the slot are given back.
+    /// Allocates pages for a sequence of up to `capacity` tokens; frees those of an earlier sequence in the slot.
     pub(crate) fn open(&mut self, slot: usize, capacity: usize) -> Result<()> {
         self.close(slot);
         let (wanted, taken) = (pages(capacity), self.slots.iter().map(|slot| slot.pages).sum::<usize>());
-        if wanted > self.plan.pool - taken {
+        if wanted > self.sizes.pool - taken {
             return Err(Error::does_not_fit(
                 format!(
                     "{wanted} pages for {capacity} tokens; {} of {} are free",
-                    self.plan.pool - taken,
-                    self.plan.pool
+                    self.sizes.pool - taken,
+                    self.sizes.pool
                 ),
                 "finish a sequence first, or plan for more tokens",
             ));
         }
-        self.slots[slot] = Slot::new(&self.plan, wanted)?;
+        self.slots[slot] = Slot::new(&self.sizes, wanted)?;
         Ok(())
     }
 
     /// Gives a slot's pages back.
     pub(crate) fn close(&mut self, slot: usize) {
-        if let Ok(empty) = Slot::new(&self.plan, 0) {
+        if let Ok(empty) = Slot::new(&self.sizes, 0) {
             self.slots[slot] = empty;
         }
     }
 
-    /// The slot of a head, and the head's first page there.
+    /// The slot of a head, and the head's first page in it.
     fn place(&self, head: usize) -> (&Slot, usize) {
-        let slot = &self.slots[head / self.plan.heads()];
-        (slot, head % self.plan.heads() * slot.pages)
+        let slot = &self.slots[head / self.sizes.heads()];
+        (slot, head % self.sizes.heads() * slot.pages)
     }
 
-    /// Index of a slot's layer's KV head.
+    /// Index of a KV head of a layer of a slot.
     pub(crate) fn head(&self, slot: usize, layer: usize, kv_head: usize) -> usize {
-        (slot * self.plan.layers + layer) * self.plan.kv_heads + kv_head
+        (slot * self.sizes.layers + layer) * self.sizes.kv_heads + kv_head
     }
 
     /// The upper block of a page.
     pub(crate) fn upper(&self, head: usize, page: usize) -> &[u8] {
-        let (bytes, (slot, first)) = (self.plan.shape.upper_bytes(), self.place(head));
+        let (bytes, (slot, first)) = (self.sizes.shape.upper_bytes(), self.place(head));
         &slot.upper[(first + page) * bytes..][..bytes]
     }
 
-    /// The lower block of a page; empty where lower nibbles are not kept.
+    /// The lower block of a page; empty if lower nibbles are not kept.
     pub(crate) fn lower(&self, head: usize, page: usize) -> &[u8] {
-        if !self.plan.planes.lower {
+        if !self.sizes.planes.lower {
             return &[];
         }
-        let (bytes, (slot, first)) = (self.plan.shape.lower_bytes(), self.place(head));
+        let (bytes, (slot, first)) = (self.sizes.shape.lower_bytes(), self.place(head));
         &slot.lower[(first + page) * bytes..][..bytes]
     }
 
     /// An f16 page.
     pub(crate) fn full(&self, head: usize, page: usize) -> &[u16] {
-        let (len, (slot, first)) = (self.plan.shape.full_len(), self.place(head));
+        let (len, (slot, first)) = (self.sizes.shape.full_len(), self.place(head));
         &slot.full[(first + page) * len..][..len]
     }
 
-    /// Place of the ring's page that holds page `page` of the sequence.
+    /// Offset of the ring's page that holds page `page` of the sequence.
     pub(crate) fn ring_at(&self, head: usize, page: usize) -> usize {
-        (head * RING + page % RING) * self.plan.shape.full_len()
+        (head * RING + page % RING) * self.sizes.shape.full_len()
     }
 
     /// The ring's page that holds page `page` of the sequence.
     pub(crate) fn ring(&self, head: usize, page: usize) -> &[u16] {
-        &self.ring[self.ring_at(head, page)..][..self.plan.shape.full_len()]
+        &self.ring[self.ring_at(head, page)..][..self.sizes.shape.full_len()]
     }
 
-    /// Fails where the planes of a view are not kept.
+    /// An error if the planes of a view are not kept.
     pub(crate) fn check(&self, view: quantspec_core::config::View) -> Result<()> {
         use quantspec_core::config::View;
-        let planes = self.plan.planes;
+        let planes = self.sizes.planes;
         let kept = match view {
             View::Upper => planes.upper,
             View::Both => planes.upper && planes.lower,
@@ -175,6 +175,6 @@ impl Cache {
 
     /// The planes kept.
     pub(crate) fn planes(&self) -> Planes {
-        self.plan.planes
+        self.sizes.planes
     }
 }

@@ -1,36 +1,35 @@
 //! Exact causal attention of prompt rows, with queries as lanes.
 //!
-//! Scores are `[key][64 queries]`, results `[D][64 queries]`; softmax is vertical in them. With AVX-512 and AMX queries,
+//! Scores are `[key][64 queries]`, results `[D][64 queries]`, so softmax works lane by lane. With AVX-512 and AMX, queries,
 //! keys, probabilities and values are multiplied in BF16 and summed in f32.
 //!
-//! Keys are taken in blocks at multiples of the block's size, from the first up to the last query of the panel, so a query's
-//! bits depend on its position alone.
+//! Keys are taken in blocks at multiples of the block size, from the first up to the panel's last query, so a query's bits
+//! depend on its position alone.
 
 use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS};
 use crate::lanes::{exp2, widen};
-use crate::memory::{Array, Parts};
-use crate::pool::{Pool, part_by_cost};
+use crate::memory::{Array, DisjointSlice};
+use crate::pool::{Pool, share_by_cost};
 use crate::prefill::{panel_len, put_features, slice_flops, tiles};
 use quantspec_core::Result;
 
 /// Tokens of a block of keys.
 const KEYS: usize = 64;
 
-/// Tokens of a block of keys on tiles: the longer, the less often results are scaled, loaded and stored; the scores of 256
-/// would no longer fit L1.
+/// Tokens of a block of keys with tiles. Longer blocks rescale results less often, but the scores of 256 do not fit in L1.
 const TILE_KEYS: usize = 128;
 
-/// The keys and values of the layer under way, and the queries of a block.
+/// Keys and values of the current layer, and the queries of a block.
 pub(crate) struct Causal<'a> {
     pub(crate) heads: usize,
     pub(crate) group: usize,
     pub(crate) d: usize,
-    /// Queries are BF16 pairs, and so are the results.
+    /// Queries and results are BF16 pairs.
     pub(crate) pairs: bool,
-    /// `[panel][head]` of `panel_len(d)`, times log2(e)/√D; pairs behind D are zero.
+    /// `[panel][head]` of `panel_len(d)`, times log2(e)/√D; pairs after D are zero.
     pub(crate) q: &'a [f32],
-    /// `[kv head][token][D]` halves, `tokens` tokens (a multiple of 64) each, 16 halves of padding at the end.
+    /// `[kv head][token][D]` f16, `tokens` tokens (a multiple of 64) each, 16 values of padding at the end.
     pub(crate) keys: &'a [u16],
     /// Likewise.
     pub(crate) values: &'a [u16],
@@ -42,18 +41,18 @@ pub(crate) struct Causal<'a> {
 
 /// Scratch of one thread.
 pub(crate) struct Scratch {
-    /// A block of keys `[key][D]` and of values, f32 or BF16, as the path has them.
+    /// A block of keys `[key][D]` and of values, in f32 or BF16 by path.
     keys: Array<f32>,
     values: Array<f32>,
     /// Scores `[key][64]`, then probabilities.
     scores: Array<f32>,
-    /// Results `[head][Dp][64]` of the heads that share keys, with Dp as [`padded`].
+    /// Results `[head][Dp][64]` of the heads that share keys; Dp is [`padded`].
     out: Array<f32>,
-    /// Running maximum and sum of each query, `[head][2][64]`, of the tile path.
+    /// Running maximum and sum of each query, `[head][2][64]`, on the tile path.
     state: Array<f32>,
 }
 
-/// D in whole tiles of 16 pairs, two beside each other.
+/// D rounded up to two adjacent tiles of 16 pairs.
 const fn padded(d: usize) -> usize {
     d.div_ceil(32) * 32
 }
@@ -61,7 +60,7 @@ const fn padded(d: usize) -> usize {
 impl Scratch {
     /// (keys or values, scores, out, state)
     const fn lengths(d: usize, group: usize) -> [usize; 4] {
-        // 128 tokens in BF16 are as long as 64 in f32.
+        // 128 tokens in BF16 take as much as 64 in f32.
         [KEYS * padded(d) + 16, TILE_KEYS * PANEL_TOKENS, group * padded(d) * PANEL_TOKENS, group * 2 * PANEL_TOKENS]
     }
 
@@ -108,14 +107,14 @@ impl Causal<'_> {
         let (threads, width) = (pool.threads(), panel_len(self.heads * self.d));
         let share = self.share(simd, threads);
         let items = self.heads / share * self.panels;
-        // Heads of a group are neighbours, so that their keys stay in the cache.
+        // Heads of a group are adjacent, so their keys stay in the cache.
         let place = |item: usize| (item % self.panels, item / self.panels * share);
         let cost = |item: usize| self.first + place(item).0 + 1;
         let per_item = |item: usize| 4 * share * cost(item) * KEYS * PANEL_TOKENS * self.d;
         // Floats of a head in the output.
         let length = self.d * PANEL_TOKENS / if self.pairs { 2 } else { 1 };
-        let scratch = Parts::new(scratch);
-        let out = Parts::new(out);
+        let scratch = DisjointSlice::new(scratch);
+        let out = DisjointSlice::new(out);
         let mut start = 0;
         while start < items {
             // As many items as one dispatch may take.
@@ -127,7 +126,7 @@ impl Causal<'_> {
             pool.run(&|thread| {
                 // SAFETY: one element per thread.
                 let scratch = unsafe { &mut scratch.slice(thread, 1)[0] };
-                for item in part_by_cost(end - start, thread, threads, |i| cost(start + i)) {
+                for item in share_by_cost(end - start, thread, threads, |i| cost(start + i)) {
                     let (panel, head) = place(start + item);
                     self.block(simd, panel, head, share, scratch);
                     for (i, from) in scratch.out.chunks_exact(padded(self.d) * PANEL_TOKENS).take(share).enumerate() {
@@ -151,8 +150,8 @@ impl Causal<'_> {
         Ok(())
     }
 
-    /// Heads of one item. On tiles, converting keys and values is a good part of a block's work, so heads of a group share
-    /// it, as long as there are items enough for the threads.
+    /// Heads per item. With tiles, converting keys and values is a large part of a block's work, so heads of a group share it
+    /// if there are enough items for the threads.
     fn share(&self, simd: Simd, threads: usize) -> usize {
         if !self.pairs || simd != Simd::Amx {
             return 1;
@@ -173,7 +172,7 @@ impl Causal<'_> {
         let (keys, values) = (&self.keys[at..], &self.values[at..]);
         #[cfg(target_arch = "x86_64")]
         if self.pairs {
-            // The last vector of a row may reach behind it.
+            // The last vector of a row may extend past its end.
             let (keys, values) = (&keys[..seen * d + 16], &values[..seen * d + 16]);
             match simd {
                 Simd::Amx => amx::causal(q, share, keys, values, d, q0, scratch),
@@ -208,8 +207,8 @@ impl Causal<'_> {
     }
 }
 
-/// Scores `[64 keys from t0][64 queries from q0]` become probabilities against the running maximum; `state`: maximum and sum
-/// of each query; `out` is scaled to the new maximum.
+/// Converts scores `[64 keys from t0][64 queries from q0]` to probabilities relative to the running maximum. `state`: maximum
+/// and sum of each query. `out` is rescaled to the new maximum.
 #[inline(always)]
 fn softmax<const FMA: bool>(
     scores: &mut [f32],
@@ -253,7 +252,7 @@ fn softmax<const FMA: bool>(
     }
 }
 
-/// What the BF16 kernels share.
+/// Shared by the BF16 kernels.
 #[cfg(target_arch = "x86_64")]
 mod bf16 {
     use super::PANEL_TOKENS;
@@ -273,15 +272,15 @@ mod bf16 {
         #[inline]
         #[target_feature(enable = "avx512f")]
         pub(super) fn new() -> State {
-            // Not −∞: a difference of two of them would be NaN.
+            // Finite, since −∞ minus −∞ is NaN.
             State { most: [_mm512_set1_ps(-1e30); VECTORS], sum: [_mm512_setzero_ps(); VECTORS] }
         }
     }
 
-    /// Sixteen halves to BF16.
+    /// Converts sixteen f16 to BF16.
     ///
     /// # Safety
-    /// They are there.
+    /// Sixteen f16 are readable.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bf16")]
     pub(super) unsafe fn halves(from: *const u16) -> __m256i {
@@ -295,7 +294,7 @@ mod bf16 {
     /// Sixteen channels of two tokens as words of BF16 pairs.
     ///
     /// # Safety
-    /// Sixteen halves at both places.
+    /// Sixteen f16 are readable at both addresses.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bf16")]
     pub(super) unsafe fn token_pair(first: *const u16, second: *const u16) -> __m512i {
@@ -306,10 +305,10 @@ mod bf16 {
         }
     }
 
-    /// Hides the keys of a query that come after it: `scores[64 keys][64]` of queries and keys from the same position on.
+    /// Masks keys after a query: `scores[64 keys][64]`, keys and queries from the same position on.
     ///
     /// # Safety
-    /// They are there.
+    /// All scores are in bounds.
     #[inline]
     #[target_feature(enable = "avx512f")]
     pub(super) unsafe fn mask_diagonal(scores: *mut f32) {
@@ -324,11 +323,11 @@ mod bf16 {
         }
     }
 
-    /// Scores `[n][64]`, n even, become probabilities against the running maximum, in place, as words of BF16 pairs
-    /// `[n/2][64]`. Returns the factors of what was summed before.
+    /// Converts scores `[n][64]`, n even, in place to probabilities relative to the running maximum, as words of BF16 pairs
+    /// `[n/2][64]`. Returns the factors of the earlier sums.
     ///
     /// # Safety
-    /// They are there.
+    /// All scores are in bounds.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
     pub(super) unsafe fn softmax(scores: *mut f32, n: usize, state: &mut State) -> [__m512; VECTORS] {
@@ -349,8 +348,8 @@ mod bf16 {
                 let even = exp2(_mm512_sub_ps(score(t), most));
                 let odd = exp2(_mm512_sub_ps(score(t + 1), most));
                 sum = [_mm512_add_ps(sum[0], even), _mm512_add_ps(sum[1], odd)];
-                // Positive numbers need no more than an addition to round. Pair t/2 of sixteen lanes lies where scores of
-                // token t/2 lay, which are read already.
+                // Positive numbers round with one addition. Pair t/2 of sixteen lanes overwrites the scores of token t, which
+                // were read before.
                 let low = _mm512_srli_epi32::<16>(_mm512_add_epi32(_mm512_castps_si512(even), half));
                 let high = _mm512_add_epi32(_mm512_castps_si512(odd), half);
                 let pair = _mm512_mask_blend_epi16(0xaaaa_aaaa, low, high);
@@ -362,10 +361,10 @@ mod bf16 {
         alpha
     }
 
-    /// Multiplies `out[d][64]` by a factor of each query.
+    /// Multiplies `out[d][64]` by a factor per query.
     ///
     /// # Safety
-    /// They are there.
+    /// All results are in bounds.
     #[inline]
     #[target_feature(enable = "avx512f")]
     pub(super) unsafe fn scale(out: *mut f32, d: usize, factors: &[__m512; VECTORS]) {
@@ -395,13 +394,13 @@ mod avx512 {
     use crate::prefill::avx512::tiles;
     use std::arch::x86_64::*;
 
-    /// One head of 64 queries from position q0 on, q: BF16 pairs `[D/2][64]`; keys and values `[token][D]` halves up to
-    /// q0 + 64 tokens and 16 halves more; result in `scratch.out`, `[D][64]`.
+    /// One head of 64 queries from position q0 on. q: BF16 pairs `[D/2][64]`; keys and values: `[token][D]` f16 up to q0 + 64
+    /// tokens and 16 values more. The result is in `scratch.out`, `[D][64]`.
     pub(super) fn causal(q: &[f32], keys: &[u16], values: &[u16], d: usize, q0: usize, scratch: &mut Scratch) {
         let need = (q0 + PANEL_TOKENS) * d + 16;
         assert!(q.len() >= d / 2 * PANEL_TOKENS && keys.len() >= need && values.len() >= need);
         assert!(scratch.out.len() >= d * PANEL_TOKENS && scratch.keys.len() >= KEYS * d / 2 + 16);
-        // SAFETY: pairs are used with AVX-512 only; lengths were checked.
+        // SAFETY: pairs imply AVX-512; lengths were checked.
         unsafe { blocks(q.as_ptr().cast(), keys.as_ptr(), values.as_ptr(), d, q0, scratch) }
     }
 
@@ -414,8 +413,8 @@ mod avx512 {
             let (s, out) = (scratch.scores.as_mut_ptr(), scratch.out.as_mut_ptr());
             let (kb, vb) = (scratch.keys.as_mut_ptr().cast::<u16>(), scratch.values.as_mut_ptr().cast::<u32>());
             for t0 in (0..q0 + PANEL_TOKENS).step_by(KEYS) {
-                // Keys [token][D], values [token/2][D][2], both BF16. A row's last vector may reach into the next row, which is
-                // written after it, and behind the last row there is padding.
+                // Keys [token][D], values [token/2][D][2], both BF16. A row's last vector may extend into the next row, which
+                // is written later; padding follows the last row.
                 for t in 0..KEYS {
                     for c in (0..d).step_by(16) {
                         _mm256_storeu_si256(kb.add(t * d + c).cast(), halves(keys.add((t0 + t) * d + c)));
@@ -443,13 +442,13 @@ mod avx512 {
 mod amx {
     use super::bf16::{State, halves, inverse, mask_diagonal, scale, softmax, token_pair};
     use super::{PANEL_TOKENS, Scratch, TILE_KEYS, padded};
-    use crate::amx::{Left, Tiles, product, prompt_tiles, transpose};
+    use crate::amx::{Left, Tiles, gemm, prompt_tiles, transpose};
     use crate::prefill::panel_len;
     use std::arch::x86_64::*;
 
-    /// `heads` heads of 64 queries from position q0 on that share keys and values, q: BF16 pairs `[head]` of `panel_len(D)`,
-    /// zero behind D; keys and values `[token][D]` halves up to q0 + 64 tokens and 16 halves more; results in
-    /// `scratch.out`, `[head][Dp][64]`.
+    /// `heads` heads of 64 queries from position q0 on that share keys and values. q: BF16 pairs `[head]` of `panel_len(D)`,
+    /// zero after D; keys and values: `[token][D]` f16 up to q0 + 64 tokens and 16 values more. Results are in `scratch.out`,
+    /// `[head][Dp][64]`.
     pub(super) fn causal(
         q: &[f32],
         heads: usize,
@@ -465,7 +464,7 @@ mod amx {
         let block = TILE_KEYS * padded(d) / 2;
         assert!(scratch.keys.len() >= block && scratch.values.len() >= block);
         assert!(scratch.scores.len() >= TILE_KEYS * PANEL_TOKENS && scratch.state.len() >= heads * 2 * PANEL_TOKENS);
-        // SAFETY: this path was chosen because the machine has tiles, and this thread holds no others; lengths were checked.
+        // SAFETY: the machine has tiles, as this path was chosen, and this thread holds no others; lengths were checked.
         unsafe {
             let tiles = prompt_tiles();
             blocks(&tiles, q.as_ptr(), heads, keys.as_ptr(), values.as_ptr(), d, q0, scratch);
@@ -499,7 +498,7 @@ mod amx {
                 for head in 0..heads {
                     let (state, out) = (&mut *state_of.add(head), out.add(head * dp * PANEL_TOKENS));
                     let left = Left { start: kb, pitch: 2 * dp, step: 64 };
-                    product::<false>(tiles, left, n, dp / 32, q.add(head * panel_len(d)), s);
+                    gemm::<false>(tiles, left, n, dp / 32, q.add(head * panel_len(d)), s);
                     if t0 + n == seen {
                         mask_diagonal(s.add((n - PANEL_TOKENS) * PANEL_TOKENS));
                     }
@@ -509,7 +508,7 @@ mod amx {
                         scale(out, d, &alpha);
                     }
                     let left = Left { start: vb, pitch: 2 * TILE_KEYS, step: 64 };
-                    product::<true>(tiles, left, dp, n / 32, s, out);
+                    gemm::<true>(tiles, left, dp, n / 32, s, out);
                 }
             }
             for head in 0..heads {
@@ -518,11 +517,11 @@ mod amx {
         }
     }
 
-    /// Keys `[n][Dp]` and values transposed, `[Dp][128]`, both BF16. What is behind D is finite: it meets zeros in the
-    /// queries, or ends in results behind D.
+    /// Converts keys to `[n][Dp]` and values, transposed, to `[Dp][128]`, both BF16. Entries after D are finite: they meet
+    /// zeros in the queries, or end in results after D.
     ///
     /// # Safety
-    /// n tokens, a multiple of 32, of keys and values, and 16 halves more; blocks of 128 tokens.
+    /// n tokens, a multiple of 32, of keys and values, and 16 f16 more; blocks of 128 tokens.
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn convert(keys: *const u16, values: *const u16, n: usize, d: usize, kb: *mut u16, vb: *mut u16) {
         // SAFETY: the caller's promise.

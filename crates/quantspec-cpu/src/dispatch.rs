@@ -1,8 +1,8 @@
-//! Which SIMD instructions the kernels of this process use: chosen once, forced by `QUANTSPEC_SIMD`.
+//! The SIMD path of this process: chosen once, or forced by `QUANTSPEC_SIMD`.
 
 use quantspec_core::{Error, Result};
 
-/// A set of kernels. Every path is row-invariant to the bit by itself; two paths agree within stated bounds only.
+/// A set of kernels. Each path is row-invariant to the bit; two paths agree within stated bounds only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Simd {
     /// Plain Rust, any CPU.
@@ -46,7 +46,7 @@ impl Simd {
         matches!(self, Simd::Avx512 | Simd::Amx)
     }
 
-    /// What this path needs and this machine lacks, CPU features first; empty where the path runs.
+    /// What this path needs and this machine lacks, CPU features first; empty if the path runs.
     pub fn missing(self) -> Vec<&'static str> {
         let lacking = |features: Vec<(&'static str, bool)>| -> Vec<&'static str> {
             features.into_iter().filter(|(_, there)| !there).map(|(name, _)| name).collect()
@@ -83,10 +83,10 @@ impl Simd {
     }
 }
 
-/// The path of this process: the best the machine has, or the one `QUANTSPEC_SIMD` names.
+/// The path of this process: the best the machine has, or the one that `QUANTSPEC_SIMD` names.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Usage`] where the variable names no path, or one this machine lacks.
+/// [`quantspec_core::ErrorKind::Usage`] if the variable names no path, or one this machine lacks.
 pub fn choose() -> Result<Choice> {
     let forced = std::env::var_os("QUANTSPEC_SIMD");
     match forced.as_ref().map(|value| value.to_string_lossy()) {
@@ -97,7 +97,7 @@ pub fn choose() -> Result<Choice> {
 
 fn best() -> Choice {
     let (mut reason, mut chosen) = (Vec::new(), Simd::Scalar);
-    // Paths of other architectures are no news to the reader.
+    // Paths of other architectures are not listed.
     for simd in Simd::ALL.into_iter().filter(|simd| match simd {
         Simd::Avx2 | Simd::Avx512 | Simd::Amx => cfg!(target_arch = "x86_64"),
         Simd::Neon => cfg!(target_arch = "aarch64"),
@@ -128,37 +128,38 @@ fn force(name: &str) -> Result<Choice> {
             format!("unset it; {} is the best this machine has", best().simd.name()),
         ));
     }
-    Ok(Choice { simd, reason: format!("{name} was asked for by QUANTSPEC_SIMD") })
+    Ok(Choice { simd, reason: format!("{name} was requested by QUANTSPEC_SIMD") })
 }
 
-/// Bytes by which streams are fetched ahead into L1 on Intel's server cores. Weights for one row come at 22 GB/s without it (Sapphire
-/// Rapids, two threads), at 32 with this step and at 35 with [`FAR_AHEAD`] too, which is the memory's speed.
+/// Prefetch distance into L1 on Intel server cores, in bytes. On Sapphire Rapids, weights for one row arrive 1.5 times as
+/// fast with it; [`FAR_AHEAD`] adds a tenth.
 #[cfg(target_arch = "x86_64")]
 pub(crate) const AHEAD: usize = 768;
 
-/// Bytes by which they are fetched ahead into L2 there: less than the 4 KiB at which Intel's prefetchers stop. With 6 KiB in its place a
-/// stream is as slow as with no such step.
+/// Prefetch distance into L2 there, in bytes, within the 4 KiB page at which Intel's hardware prefetchers stop. 6 KiB gain
+/// nothing.
 #[cfg(target_arch = "x86_64")]
 pub(crate) const FAR_AHEAD: usize = 3072;
 
-/// Bytes by which they are fetched ahead into L1 elsewhere: what a core multiplies with five rows while memory answers. Of 1 to 16 KiB the best on a Zen 4.
+/// Prefetch distance into L1 on other CPUs, in bytes: what a core multiplies with five rows during one memory access. The
+/// best of 1 to 16 KiB on Zen 4.
 #[cfg(target_arch = "x86_64")]
 const AHEAD_ALONE: usize = 2048;
 
-/// How far ahead of its loads a kernel asks for the lines of a stream in address order. No bit depends on it.
+/// Prefetch distances of a kernel for a stream in address order. They do not affect results.
 #[derive(Clone, Copy, Debug)]
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "nothing is known to pay there"))]
 pub(crate) struct Prefetch {
     /// Bytes ahead, into L1.
     l1: usize,
-    /// Bytes ahead, into L2; 0 where that step does not pay.
+    /// Bytes ahead, into L2; 0 if that does not pay.
     l2: usize,
 }
 
 impl Prefetch {
-    /// What pays on this machine, if anything does; `busy`: for a kernel whose arithmetic takes longer than its loads. On Intel's server
-    /// cores it always pays. Zen 4's own prefetchers do better alone while loads come as fast as memory answers (products of one row
-    /// lose 6 % with this), and lose touch of slower ones: products of five rows with AVX2 take 0.7 of the time with it.
+    /// The distances that pay on this CPU, if any. `busy`: the kernel's arithmetic takes longer than its loads. Prefetching
+    /// always pays on Intel server cores. Zen 4's hardware prefetchers keep up with one row (6 % slower with this) but not
+    /// with slower streams: five rows with AVX2 take 0.7 of the time.
     pub(crate) fn here(busy: bool) -> Option<Prefetch> {
         #[cfg(target_arch = "x86_64")]
         {
@@ -180,7 +181,7 @@ impl Prefetch {
         }
     }
 
-    /// Asks for the cache line that lies as far behind `at` as pays, whatever address that is.
+    /// Prefetches the cache line at this distance after `at`; any address is allowed.
     #[inline(always)]
     pub(crate) fn line<T>(self, at: *const T) {
         #[cfg(target_arch = "x86_64")]
@@ -197,15 +198,15 @@ impl Prefetch {
     }
 }
 
-/// What the CPU says of itself in a leaf (sub-leaf 0).
+/// CPUID of a leaf (sub-leaf 0).
 #[cfg(target_arch = "x86_64")]
 #[allow(unused_unsafe, reason = "the intrinsic is safe since Rust 1.94 and unsafe before")]
 pub(crate) fn cpuid(leaf: u32) -> std::arch::x86_64::CpuidResult {
-    // SAFETY: every x86-64 CPU has the instruction; a leaf it lacks gives numbers without meaning.
+    // SAFETY: every x86-64 CPU has the instruction; an unsupported leaf returns meaningless numbers.
     unsafe { std::arch::x86_64::__cpuid_count(leaf, 0) }
 }
 
-/// Asks for a cache line, into L2, whatever address it is.
+/// Prefetches a cache line into L2; any address is allowed.
 #[inline(always)]
 pub(crate) fn fetch_far<T>(at: *const T) {
     #[cfg(target_arch = "x86_64")]
@@ -218,8 +219,8 @@ pub(crate) fn fetch_far<T>(at: *const T) {
     let _ = at;
 }
 
-/// Calls a portable kernel (`#[inline(always)]`, generic over `const FMA: bool`) compiled for the path: the compiler turns
-/// its loops over fixed arrays into the path's vectors.
+/// Calls a portable kernel (`#[inline(always)]`, generic over `const FMA: bool`) compiled for the path, so that its loops
+/// over fixed arrays use the path's vectors.
 macro_rules! portable {
     ($simd:expr, $body:ident $([$($generic:tt),*])? ($($arg:ident: $ty:ty),* $(,)?) $(-> $out:ty)?) => {{
         #[cfg(target_arch = "x86_64")]
@@ -248,7 +249,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_path_the_cpu_lacks_and_a_word_that_is_none_are_usage_errors() {
+    fn an_unsupported_path_and_an_unknown_name_are_usage_errors() {
         let foreign = if cfg!(target_arch = "x86_64") { "neon" } else { "avx2" };
         for name in ["sse2", "AVX2", foreign] {
             assert_eq!(force(name).unwrap_err().kind, quantspec_core::ErrorKind::Usage, "{name}");

@@ -1,5 +1,5 @@
-//! What lies between the matrices: norms, rotary embeddings, SiLU. Rows of a step are `[row][feature]`; prompt rows are panels
-//! `[feature][64 tokens]`, where all of it is vertical.
+//! Elementwise operations: norms, rotary embeddings, SiLU. Rows of a step are `[row][feature]`. Prompt rows are panels
+//! `[feature][64 tokens]`, on which all operations work lane by lane.
 
 use crate::dispatch::{Simd, portable};
 use crate::lanes::{madd, silu, sum16};
@@ -7,7 +7,7 @@ use crate::lanes::{madd, silu, sum16};
 /// Tokens of a prefill panel.
 pub(crate) const PANEL_TOKENS: usize = 64;
 
-/// Lanes handled at once inside a panel: a quarter of it, one vector of AVX-512.
+/// Lanes processed at once inside a panel: a quarter of it, one AVX-512 vector.
 pub(crate) const LANES: usize = 16;
 
 /// RMSNorm of one row: `y = x / √(mean(x²) + eps) · weight`. Sixteen partial sums in feature order, joined in one tree.
@@ -55,8 +55,8 @@ pub(crate) fn silu_mul(simd: Simd, gate: &mut [f32], up: &[f32]) {
     portable!(simd, body(gate: &mut [f32], up: &[f32]));
 }
 
-/// RMSNorm of sixteen tokens of a panel: `x[feature][64]` from lane `lane` on; each token's features are summed upwards.
-/// `y[feature]` receives sixteen normalised values.
+/// RMSNorm of sixteen tokens of a panel: `x[feature][64]` from lane `lane` on, each token summed over features upwards.
+/// Writes the sixteen normalised values of each feature to `y`.
 pub(crate) fn rms_norm_panel(simd: Simd, x: &[f32], lane: usize, weight: &[f32], eps: f32, y: &mut [[f32; LANES]]) {
     #[inline(always)]
     fn body<const FMA: bool>(x: &[f32], lane: usize, weight: &[f32], eps: f32, y: &mut [[f32; LANES]]) {

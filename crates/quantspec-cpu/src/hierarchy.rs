@@ -14,7 +14,9 @@
 //! accumulator per (row, output). How many rows share a pass changes no operand and no order.
 
 use crate::dispatch::{Simd, portable};
-use crate::lanes::{bf16_bits, f16_is_finite, f16_value, madd, rint_i32};
+#[cfg(any(target_arch = "x86_64", test))]
+use crate::lanes::bf16_bits;
+use crate::lanes::{f16_is_finite, f16_value, madd, rint_i32};
 use crate::linear::{PANEL, groups};
 use crate::memory::Array;
 use crate::w4::{Group, halves};
@@ -114,7 +116,7 @@ impl Planes {
             let (upper, lower) = self.column(index, half);
             for (first, rows) in groups(m, ROWS) {
                 let (at, width) = (first * acts.groups, acts.width());
-                let part = Part {
+                let part = Operands {
                     upper,
                     lower,
                     high: &acts.high[first * width..],
@@ -155,6 +157,7 @@ impl Planes {
     }
 
     /// The same as BF16 pairs, `[kc/2][32][2]`, kc even.
+    #[cfg(any(target_arch = "x86_64", test))]
     pub(crate) fn pairs(&self, simd: Simd, panel: usize, first: usize, kc: usize, out: &mut [u16]) {
         let mut values = [0f32; GROUP * PANEL];
         for (i, out) in out[..kc * PANEL].chunks_mut(GROUP * PANEL).enumerate() {
@@ -302,6 +305,7 @@ fn values_body<const FMA: bool>(upper: &[u8], lower: &[u8], kc: usize, lane: usi
     }
 }
 
+#[cfg(any(target_arch = "x86_64", test))]
 #[inline(always)]
 fn pairs_body<const FMA: bool>(values: &[f32], out: &mut [u16]) {
     for (values, out) in values.chunks_exact(2 * PANEL).zip(out.chunks_exact_mut(2 * PANEL)) {
@@ -485,7 +489,7 @@ fn quantize_body<const FMA: bool>(
 }
 
 /// One column of tiles and a few rows of activations in limbs.
-struct Part<'a> {
+struct Operands<'a> {
     upper: &'a [u8],
     lower: &'a [u8],
     high: &'a [i8],
@@ -496,7 +500,7 @@ struct Part<'a> {
     groups: usize,
 }
 
-impl Part<'_> {
+impl Operands<'_> {
     /// `out[j][16]`, rows 32 apart.
     fn rows(&self, simd: Simd, read: Read, m: usize, out: &mut [f32]) {
         let (groups, width) = (self.groups, self.groups * GROUP);
@@ -535,14 +539,14 @@ impl Part<'_> {
         let part = self;
         for j in 0..m {
             let out = &mut out[j * PANEL..][..TILE_ROWS];
-            portable!(simd, column_body(part: &Part, read: Read, j: usize, out: &mut [f32]));
+            portable!(simd, column_body(part: &Operands, read: Read, j: usize, out: &mut [f32]));
         }
     }
 }
 
 /// The draft's products in plain Rust.
 #[inline(always)]
-fn column_body<const FMA: bool>(part: &Part, read: Read, j: usize, out: &mut [f32]) {
+fn column_body<const FMA: bool>(part: &Operands, read: Read, j: usize, out: &mut [f32]) {
     let mut acc = [0f32; TILE_ROWS];
     let upper_alone = matches!(read, Read::Upper | Read::Upper4);
     for (g, tile) in part.upper.chunks_exact(UPPER).enumerate() {
@@ -578,16 +582,16 @@ fn column_body<const FMA: bool>(part: &Part, read: Read, j: usize, out: &mut [f3
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{GROUP, LOWER, PANEL, PARAMS, Part, UPPER, VECTORS};
+    use super::{GROUP, LOWER, Operands, PANEL, PARAMS, UPPER, VECTORS};
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
     /// M rows of a column, of both planes or of the upper one, with LIMBS limbs of activations.
     ///
     /// # Safety
-    /// The lengths `Part::rows` checks for m rows; `out`: m rows of 16, 32 apart.
+    /// The lengths `Operands::rows` checks for m rows; `out`: m rows of 16, 32 apart.
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-    pub(super) unsafe fn column<const BOTH: bool, const LIMBS: usize>(part: &Part, m: usize, out: *mut f32) {
+    pub(super) unsafe fn column<const BOTH: bool, const LIMBS: usize>(part: &Operands, m: usize, out: *mut f32) {
         // SAFETY: passed on.
         unsafe {
             match m {
@@ -605,7 +609,7 @@ mod avx512 {
     /// row: sums are exact integers, so that changes no bit. High nibbles of the upper plane alone are used in place, 16 times too large.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-    unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Part, out: *mut f32) {
+    unsafe fn tiles<const BOTH: bool, const LIMBS: usize, const M: usize>(part: &Operands, out: *mut f32) {
         // SAFETY: offsets stay inside the lengths promised by the caller.
         unsafe {
             let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::here(M > 1));
@@ -679,7 +683,7 @@ mod avx512 {
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use super::{GROUP, LOWER, PARAMS, Part, UPPER, VECTORS};
+    use super::{GROUP, LOWER, Operands, PARAMS, UPPER, VECTORS};
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
@@ -722,9 +726,9 @@ mod avx2 {
     /// The draft's products of row j.
     ///
     /// # Safety
-    /// The lengths `Part::rows` checks, for row j; `out`: 16 floats.
+    /// The lengths `Operands::rows` checks, for row j; `out`: 16 floats.
     #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) unsafe fn column<const BOTH: bool>(part: &Part, j: usize, out: *mut f32) {
+    pub(super) unsafe fn column<const BOTH: bool>(part: &Operands, j: usize, out: *mut f32) {
         // SAFETY: offsets stay inside the lengths promised by the caller.
         unsafe {
             let prefetch = Prefetch::here(false);
@@ -837,7 +841,7 @@ mod tests {
     }
 
     /// Products of m rows with panel 0.
-    fn products(simd: Simd, planes: &Planes, read: Read, x: &[f32], m: usize) -> Vec<f32> {
+    fn gemms(simd: Simd, planes: &Planes, read: Read, x: &[f32], m: usize) -> Vec<f32> {
         let (k, mut y) = (planes.k, vec![f32::NAN; m * PANEL]);
         if read.takes_f32(simd) {
             planes.panel_f32(simd, 0, x, k, m, &mut y);
@@ -851,7 +855,7 @@ mod tests {
     }
 
     #[test]
-    fn products_are_those_of_core_s_values_and_rows_do_not_see_each_other() {
+    fn gemms_are_those_of_core_s_values_and_rows_do_not_see_each_other() {
         let mut noise = Noise::new(32);
         // What is read, of which planes, and how far the activations' rounding may move a product.
         let reads = [
@@ -873,11 +877,11 @@ mod tests {
                 })
                 .collect();
             for simd in paths() {
-                let alone: Vec<f32> = x.chunks_exact(k).flat_map(|x| products(simd, &planes, read, x, 1)).collect();
+                let alone: Vec<f32> = x.chunks_exact(k).flat_map(|x| gemms(simd, &planes, read, x, 1)).collect();
                 let off = distance(&alone, &exact);
                 assert!(off < bound, "{read:?}, both {both}, {simd:?}, k {k}: {off}");
                 for m in 1..=13 {
-                    let y = products(simd, &planes, read, &x[..m * k], m);
+                    let y = gemms(simd, &planes, read, &x[..m * k], m);
                     assert_eq!(bits(&y), bits(&alone[..m * PANEL]), "{m} rows, {read:?} {simd:?} k {k}");
                 }
             }
@@ -894,21 +898,21 @@ mod tests {
             let x = vec![sign * 3.0; k];
             for simd in paths() {
                 for read in [Read::Target, Read::Both, Read::Upper] {
-                    let y = products(simd, &planes, read, &x, 1);
+                    let y = gemms(simd, &planes, read, &x, 1);
                     let want = sign * 3.0 * (k - 2) as f32;
                     assert!(y.iter().all(|y| (y - want).abs() < 0.4), "{read:?} {simd:?}: {y:?}");
                 }
             }
         }
         let x = Noise::new(33).normals(k);
-        let before: Vec<_> = paths().into_iter().map(|simd| products(simd, &planes, Read::Upper, &x, 1)).collect();
+        let before: Vec<_> = paths().into_iter().map(|simd| gemms(simd, &planes, Read::Upper, &x, 1)).collect();
         planes.lower.fill(0x5a);
-        let after: Vec<_> = paths().into_iter().map(|simd| products(simd, &planes, Read::Upper, &x, 1)).collect();
+        let after: Vec<_> = paths().into_iter().map(|simd| gemms(simd, &planes, Read::Upper, &x, 1)).collect();
         assert!(before.iter().zip(&after).all(|(a, b)| bits(a) == bits(b)));
     }
 
     #[test]
-    fn activations_that_are_no_numbers_are_seen_in_the_products() {
+    fn activations_that_are_no_numbers_are_seen_in_the_gemms() {
         let k = 3 * GROUP;
         let planes = planes(Simd::Scalar, &weights(&mut Noise::new(34), PANEL, k), k, true);
         for simd in paths() {
@@ -916,7 +920,7 @@ mod tests {
                 let mut x = Noise::new(35).normals(k);
                 x[GROUP + 5] = bad;
                 for read in [Read::Target, Read::Both, Read::Upper] {
-                    let y = products(simd, &planes, read, &x, 1);
+                    let y = gemms(simd, &planes, read, &x, 1);
                     // The constant row's scale is 0, and 0 times infinity is NaN too.
                     assert!(y.iter().all(|y| !y.is_finite()), "{bad} {read:?} {simd:?}");
                 }

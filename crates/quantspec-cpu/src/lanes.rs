@@ -1,10 +1,10 @@
-//! Arithmetic on lanes that every portable kernel shares: conversions, exponentials, sums in a fixed order.
+//! Lane arithmetic shared by the portable kernels: conversions, exponentials, sums in a fixed order.
 //!
-//! All of it is branch-free over fixed-size arrays, which the compiler turns into vectors of the path it compiles for.
+//! All of it is branch-free over fixed-size arrays, which compile to vectors of the path.
 
 use crate::dispatch::{Simd, portable};
 
-/// a·b + c, fused where the path has the instruction (a fused multiply-add in software costs fifty times as much).
+/// a·b + c, fused if the path has the instruction (in software it takes fifty times as long).
 #[inline(always)]
 pub(crate) fn madd<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
@@ -13,12 +13,13 @@ pub(crate) fn madd<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
 /// The value of a finite half.
 #[inline(always)]
 pub(crate) fn f16_value(bits: u16) -> f32 {
-    // Exponent and mantissa move into an f32 whose exponent is 112 too small; the product is exact, subnormals included.
+    // Exponent and mantissa move into an f32 whose exponent is 112 too small; the multiplication is exact, also for
+    // subnormals.
     let magnitude = f32::from_bits(u32::from(bits & 0x7fff) << 13) * f32::from_bits(0x7780_0000);
     f32::from_bits(magnitude.to_bits() | (u32::from(bits & 0x8000) << 16))
 }
 
-/// The nearest half, ties to even. Too large values become infinite.
+/// The nearest f16, ties to even. Values out of range become infinite.
 #[inline(always)]
 pub(crate) fn f16_bits(x: f32) -> u16 {
     half::f16::from_f32(x).to_bits()
@@ -43,7 +44,7 @@ pub(crate) fn bf16_bits(x: f32) -> u16 {
     ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
 }
 
-/// 1.5 · 2²³: adding it rounds to an integer, whose low bits are then those of the sum.
+/// 1.5 · 2²³: adding it rounds to an integer, which is then in the low bits of the sum.
 const ROUND: f32 = 12_582_912.0;
 
 /// The nearest integer (ties to even) of |x| < 2²².
@@ -58,8 +59,8 @@ pub(crate) fn rint_i32(x: f32) -> i32 {
     (x + ROUND).to_bits().wrapping_sub(ROUND.to_bits()) as i32
 }
 
-/// 2^x for x ≤ 126, relative error below 3e-7; exactly 0 below −126, so that a masked score of −∞ adds nothing. NaN stays NaN, so that
-/// what cannot be computed is seen in the logits.
+/// 2^x for x ≤ 126, relative error below 3e-7. Exactly 0 below −126, so a masked score of −∞ adds nothing. NaN stays NaN, so
+/// it reaches the logits.
 #[inline(always)]
 pub(crate) fn exp2<const FMA: bool>(x: f32) -> f32 {
     let clamped = if x < -126.0 { -126.0 } else { x };
@@ -78,7 +79,7 @@ pub(crate) fn exp2<const FMA: bool>(x: f32) -> f32 {
 /// x / (1 + e^−x).
 #[inline(always)]
 pub(crate) fn silu<const FMA: bool>(x: f32) -> f32 {
-    // Clamped: beyond ±80 the factor is 0 or 1 to the last bit of an f32 that matters.
+    // Clamped: beyond ±80 the factor is 0 or 1 in f32.
     let e = exp2::<FMA>((x * -std::f32::consts::LOG2_E).clamp(-120.0, 120.0));
     x / (1.0 + e)
 }
@@ -123,7 +124,7 @@ pub(crate) fn widen(simd: Simd, from: &[u16], to: &mut [f32]) {
     assert_eq!(from.len(), to.len());
     #[cfg(target_arch = "x86_64")]
     match simd {
-        // SAFETY: the CPU has these features, by the choice of the path.
+        // SAFETY: the CPU has these features, as the path was chosen.
         Simd::Avx512 | Simd::Amx => return unsafe { widen_avx512(from, to) },
         // SAFETY: as above.
         Simd::Avx2 => return unsafe { widen_avx2(from, to) },

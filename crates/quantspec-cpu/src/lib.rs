@@ -1,9 +1,9 @@
-//! The network on CPU cores: SIMD kernels chosen at run time over a fixed worker pool.
+//! The network on CPU cores: SIMD kernels, chosen at run time, over a fixed worker pool.
 //!
-//! Kernels are named after core's concepts (`linear`, `attend`, `quantize`); each file says its byte layouts and its order of
-//! sums. Target kernels are row-invariant to the bit on every SIMD path, whatever the number of threads.
+//! Kernels are named after core's concepts (`linear`, `attend`, `quantize`); each file states its byte layouts and its order
+//! of sums. Target kernels are row-invariant to the bit on every SIMD path, for any number of threads.
 
-// Kernels walk several arrays by one lane index, and take their shapes as plain numbers.
+// Kernels walk several arrays by one lane index, and take shapes as plain numbers.
 #![allow(clippy::needless_range_loop, clippy::too_many_arguments)]
 
 #[cfg(target_arch = "x86_64")]
@@ -45,7 +45,7 @@ pub struct Path {
     pub reason: String,
 }
 
-/// The SIMD path a backend loaded now would use.
+/// The SIMD path of a backend loaded now.
 ///
 /// # Errors
 /// As [`dispatch::choose`].

@@ -1,19 +1,19 @@
 //! Linear layers of the target for a few rows: `y[m][n] = x[m][k] · W[n][k]ᵀ`.
 //!
-//! Weights keep the checkpoint's precision and are repacked at load into panels of 32 outputs, so that a pass reads them in
-//! address order, lanes are outputs, activations are broadcasts, and nothing is summed across lanes:
-//! * BF16: `[n/32][k/2][32][2]`; with AMX sixteen pairs of sixteen outputs are a tile, with AVX-512 one `vdpbf16ps` takes a
-//!   pair (both with activations rounded to BF16), elsewhere a word is two f32 after a shift and a mask (activations f32);
+//! Weights keep the checkpoint's precision and are repacked at load into panels of 32 outputs. A pass then reads them in
+//! address order; lanes are outputs, activations are broadcast, and no sum crosses lanes.
+//! * BF16: `[n/32][k/2][32][2]`. With AMX, sixteen pairs of sixteen outputs are a tile; with AVX-512, one `vdpbf16ps` takes a
+//!   pair. Both round activations to BF16. Other paths split a word into two f32 by shift and mask and keep f32 activations.
 //! * F16 and F32: `[n/32][k][32]`, activations f32.
 //!
-//! n is padded to panels and k to pairs, with zeros. **Row invariance:** each (row, output) owns its accumulators and walks k
-//! upwards; how many rows share a pass changes which registers are used, never an operand or its place in the order.
+//! n is padded to panels and k to pairs, with zeros. **Row invariance:** each (row, output) has its own accumulators and sums
+//! over k upwards. The number of rows in a pass changes which registers are used, never an operand or the order.
 
 use crate::dispatch::{Simd, portable};
 use crate::hierarchy::{self, Planes, Read};
 use crate::lanes::{bf16_bits, f16_value, madd};
 use crate::memory::Array;
-use crate::pool::{Deal, Pool, part};
+use crate::pool::{Deal, Pool, share};
 use crate::w4;
 use quantspec_core::config::Dtype;
 use quantspec_core::{Error, Result};
@@ -22,10 +22,10 @@ use std::ops::Range;
 /// Outputs of a panel.
 pub(crate) const PANEL: usize = 32;
 
-/// Rows that share one pass over a panel: twelve accumulator pairs of AVX-512 are 24 of its 32 registers.
+/// Rows that share one pass over a panel: twelve pairs of accumulators take 24 of AVX-512's 32 registers.
 const GROUP: usize = 6;
 
-/// How a vector kernel finds numbers in a panel: pairs of BF16, or rows of F16 or F32.
+/// How a vector kernel reads numbers of a panel: pairs of BF16, or rows of F16 or F32.
 #[cfg(target_arch = "x86_64")]
 const BF16: u8 = 0;
 #[cfg(target_arch = "x86_64")]
@@ -38,12 +38,12 @@ pub(crate) const fn pairs_of(k: usize) -> usize {
     k.div_ceil(2)
 }
 
-/// Row stride of activations for a linear of `k` inputs: whole cache lines; what is behind k is zero.
+/// Row stride of activations for a linear layer of `k` inputs: whole cache lines, zero after k.
 pub(crate) const fn row_stride(k: usize) -> usize {
     k.div_ceil(32) * 32
 }
 
-/// Weights of the target: as the checkpoint stores them, in panels, or in planes.
+/// Weights of the target: in panels of the checkpoint's type, or in planes.
 pub(crate) enum Store {
     /// `[panel][k/2][32][2]`
     Bf16(Array<u16>),
@@ -93,7 +93,7 @@ impl Matrix {
         }
     }
 
-    /// Row `row` as f32, [k]: the embedding of a tied model is read out of its head.
+    /// Row `row` as f32, [k]. A tied model's embedding is read from its head.
     pub(crate) fn row(&self, row: usize, out: &mut [f32]) {
         let (at, lane) = (row / PANEL * Matrix::panel_len(self.k), row % PANEL);
         if let Store::Planes(planes) = &self.store {
@@ -110,11 +110,11 @@ impl Matrix {
     }
 }
 
-/// Inputs of a block of a repack: 32 rows of one cache line each.
+/// Inputs per block of a repack: 32 rows of one cache line each.
 const REPACK: usize = 32;
 
-/// Places raw little-endian rows `[rows][k]` of 16-bit numbers into a panel; `pairs` for BF16's layout. Returns whether all
-/// exponents are below the mask `special`, that is, whether all numbers are finite.
+/// Repacks little-endian rows `[rows][k]` of 16-bit numbers into a panel; `pairs` selects BF16's layout. Returns true if all
+/// exponents are below the mask `special`, so all numbers are finite.
 pub(crate) fn repack16(raw: &[u8], k: usize, pairs: bool, special: u16, panel: &mut [u16]) -> bool {
     let rows = raw.len() / (2 * k);
     let number = |row: usize, c: usize| u16::from_le_bytes([raw[2 * (row * k + c)], raw[2 * (row * k + c) + 1]]);
@@ -136,7 +136,7 @@ pub(crate) fn repack16(raw: &[u8], k: usize, pairs: bool, special: u16, panel: &
             }
         }
     }
-    // No early exit: this way it is a few vector operations.
+    // Without an early exit this compiles to a few vector operations.
     raw.chunks_exact(2).fold(true, |finite, b| finite & (u16::from_le_bytes([b[0], b[1]]) & special != special))
 }
 
@@ -149,7 +149,7 @@ pub(crate) fn repack32(rows: &[f32], k: usize, panel: &mut [f32]) {
     }
 }
 
-/// Activations of a pass, m rows `stride` apart, zero behind k.
+/// Activations of a pass: m rows `stride` apart, zero after k.
 #[derive(Clone, Copy)]
 pub(crate) enum Input<'a> {
     /// f32.
@@ -168,7 +168,7 @@ pub(crate) enum Weight<'a> {
     /// The checkpoint's.
     Full(&'a Matrix),
     /// Draft tiles.
-    Draft(&'a w4::Tiles),
+    Tiles(&'a w4::Tiles),
     /// Planes, and what of them.
     Planes(&'a Planes, Read),
 }
@@ -177,12 +177,13 @@ impl<'a> Weight<'a> {
     fn panels(&self) -> usize {
         match self {
             Weight::Full(matrix) => matrix.panels,
-            Weight::Draft(tiles) => tiles.panels,
+            Weight::Tiles(tiles) => tiles.panels,
             Weight::Planes(planes, _) => planes.panels,
         }
     }
 
-    /// What `thread` reads in [`run`] in units of `per` panels, others' work apart; of planes the upper one.
+    /// The weights that `thread` reads in [`run`], in units of `per` panels and without work stealing; of planes only the
+    /// upper one.
     pub(crate) fn bytes_of_thread(&self, per: usize, thread: usize, threads: usize) -> &'a [u8] {
         let (panels, bytes) = match self {
             Weight::Full(Matrix { panels, store, .. }) => {
@@ -193,10 +194,10 @@ impl<'a> Weight<'a> {
                 };
                 (*panels, bytes)
             }
-            Weight::Draft(tiles) => (tiles.panels, tiles.data.as_bytes()),
+            Weight::Tiles(tiles) => (tiles.panels, tiles.data.as_bytes()),
             Weight::Planes(planes, _) => (planes.panels, planes.upper.as_bytes()),
         };
-        let (unit, mine) = (bytes.len() / (panels / per), part(panels / per, thread, threads));
+        let (unit, mine) = (bytes.len() / (panels / per), share(panels / per, thread, threads));
         &bytes[mine.start * unit..mine.end * unit]
     }
 }
@@ -212,8 +213,8 @@ pub(crate) fn to_bf16(simd: Simd, from: &[f32], to: &mut [u16]) {
     portable!(simd, body(from: &[f32], to: &mut [u16]));
 }
 
-/// Computes outputs in units of `per` neighbouring panels and hands each unit to `each(unit, tile)`, tile `[per][m][32]`, on
-/// the thread that computed it.
+/// Computes outputs in units of `per` adjacent panels. Calls `each(unit, tile)`, tile `[per][m][32]`, on the thread that
+/// computed the unit.
 pub(crate) fn run(
     pool: &Pool,
     simd: Simd,
@@ -230,7 +231,7 @@ pub(crate) fn run(
         (Weight::Full(w), Input::Bf16(x, stride)) => {
             matches!(w.store, Store::Bf16(_)) && simd.has_avx512() && stride >= row_stride(w.k) && x.len() >= m * stride
         }
-        (Weight::Draft(w), Input::Int8(x)) => x.fits(w, m),
+        (Weight::Tiles(w), Input::Int8(x)) => x.fits(w, m),
         (Weight::Planes(w, read), Input::F32(x, stride)) => {
             read.takes_f32(simd) && stride >= w.k && x.len() >= m * stride
         }
@@ -253,7 +254,7 @@ pub(crate) fn run(
     })
 }
 
-/// What a thread needs beside its output.
+/// Scratch of one thread.
 enum Scratch {
     None,
     /// Accumulators of the AVX-512 kernel.
@@ -269,7 +270,7 @@ impl Scratch {
     fn new(simd: Simd, input: Input, m: usize) -> Scratch {
         match (simd, input) {
             #[cfg(target_arch = "x86_64")]
-            // SAFETY: the path was chosen because the machine has tiles, and this thread holds no others.
+            // SAFETY: the machine has tiles, as this path was chosen, and this thread holds no others.
             (Simd::Amx, Input::Bf16(..)) => Scratch::Tiles(unsafe { crate::amx::tiles_for_rows(m) }),
             #[cfg(target_arch = "x86_64")]
             (_, Input::Bf16(..)) => Scratch::Chains(vec![0f32; m * avx512::CHAINS]),
@@ -281,7 +282,7 @@ impl Scratch {
 /// One panel: `out[m][32]`.
 fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, scratch: &mut Scratch, out: &mut [f32]) {
     match (weight, input) {
-        (Weight::Draft(tiles), Input::Int8(acts)) => tiles.panel(simd, index, acts, m, out),
+        (Weight::Tiles(tiles), Input::Int8(acts)) => tiles.panel(simd, index, acts, m, out),
         (Weight::Planes(planes, read), Input::Limbs(acts)) => planes.panel(simd, read, index, acts, m, out),
         (Weight::Planes(planes, _), Input::F32(x, stride)) => planes.panel_f32(simd, index, x, stride, m, out),
         (Weight::Full(matrix), input) => {
@@ -329,7 +330,7 @@ fn panel(simd: Simd, weight: Weight, index: usize, input: Input, m: usize, scrat
     }
 }
 
-/// Splits m rows into groups of at most `most`, as even as can be: (first row, rows).
+/// Splits m rows into groups of at most `most`, as even as possible: (first row, rows).
 pub(crate) fn groups(m: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
     let count = m.div_ceil(most);
     (0..count).map(move |i| {
@@ -338,7 +339,7 @@ pub(crate) fn groups(m: usize, most: usize) -> impl Iterator<Item = (usize, usiz
     })
 }
 
-/// How a stored pair of k becomes two f32 per lane.
+/// Conversion of a stored pair of k to two f32 per lane.
 trait Pair: Copy {
     /// Values of k = 2·pair and 2·pair + 1 for lanes `lane .. lane + L`; `w` is a panel.
     fn load<const L: usize>(w: &[Self], pair: usize, lane: usize) -> [[f32; L]; 2];
@@ -389,7 +390,7 @@ impl Pair for f32 {
     }
 }
 
-/// M rows against L lanes: one accumulator per (row, output), k upwards.
+/// M rows × L lanes: one accumulator per (row, output), k upwards.
 #[inline(always)]
 fn lanes<const FMA: bool, W: Pair, const M: usize, const L: usize>(
     w: &[W],
@@ -420,7 +421,7 @@ fn lanes<const FMA: bool, W: Pair, const M: usize, const L: usize>(
     }
 }
 
-/// A panel for up to GROUP rows: as many lanes at once as registers hold (the order of sums does not depend on it).
+/// A panel for up to GROUP rows, with as many lanes at once as registers hold; the order of sums does not depend on it.
 #[inline(always)]
 fn panel_body<const FMA: bool, W: Pair>(w: &[W], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
     match m {
@@ -461,14 +462,14 @@ mod avx2 {
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
-    /// Rows that share a pass: ten accumulators, and what they are made of, are what sixteen registers hold.
+    /// Rows that share a pass: ten accumulators and their operands fill sixteen registers.
     const GROUP: usize = 5;
 
-    /// Pairs of a chunk where lanes take two passes: 2 KiB of weights (F32: 4), which with as much fetched ahead and the rows' activations stay in L1
-    /// even where the rows lie a multiple of its ways apart. Of 8 to 256 the fastest on a Zen 4.
+    /// Pairs per chunk if the lanes take two passes: 2 KiB of weights (F32: 4 KiB). With as much prefetched, and the rows'
+    /// activations, this stays in L1 even if rows alias. The fastest of 8 to 256 on Zen 4.
     const CHUNK: usize = 16;
 
-    /// A panel with f32 activations; sums as `lanes` of the parent has them. T: what holds a number of the kind.
+    /// A panel with f32 activations, in the order of sums of the parent's `lanes`. T: storage type of a number.
     pub(super) fn rows<const KIND: u8, T>(w: &[T], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
         const { assert!(KIND <= F32 && size_of::<T>() == if KIND == F32 { 4 } else { 2 }) };
         let pairs = w.len() / (2 * PANEL);
@@ -517,8 +518,8 @@ mod avx2 {
         }
     }
 
-    /// V vectors of outputs at a time: with M rows, as many accumulators as registers hold beside the weights. They start from
-    /// zero, or from `out` where `add` says so.
+    /// V vectors of outputs at a time: with M rows, as many accumulators as fit in registers besides the weights. They start
+    /// from zero, or from `out` if `add`.
     ///
     /// # Safety
     /// AVX2, FMA and F16C. `w`: `[pairs]` as `pair` reads them; `x`: M rows of `2 · pairs`, `stride` apart; `out`: `[M][32]`.
@@ -533,7 +534,7 @@ mod avx2 {
         prefetch: Option<Prefetch>,
     ) {
         for lane in (0..PANEL).step_by(8 * V) {
-            // SAFETY: all offsets stay inside what the caller promises.
+            // SAFETY: all offsets are within the caller's promise.
             unsafe {
                 let mut acc = [[_mm256_setzero_ps(); V]; M];
                 if add {
@@ -581,10 +582,10 @@ mod avx512 {
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
-    /// Pairs of a chunk where rows take several passes: 16 KiB of weights, which stay in L1 for the passes after the first.
+    /// Pairs per chunk if rows take several passes: 16 KiB of weights, which stay in L1 after the first pass.
     const CHUNK: usize = 128;
 
-    /// Floats of accumulators of one row: two chains of 32 outputs.
+    /// Accumulators of one row, in floats: two chains of 32 outputs.
     pub(super) const CHAINS: usize = 2 * PANEL;
 
     /// Rows of a BF16 panel with BF16 activations; `chains`: scratch of `m · 64` floats.
@@ -599,7 +600,7 @@ mod avx512 {
                 let w = w[first * 2 * PANEL..].as_ptr();
                 let x = x[row * stride + 2 * first..].as_ptr();
                 let chains = chains[row * CHAINS..].as_mut_ptr();
-                // SAFETY: `run` lets BF16 activations through on the AVX-512 path only; the lengths were checked above.
+                // SAFETY: `run` allows BF16 activations on the AVX-512 path only; the lengths were checked above.
                 unsafe {
                     let prefetch = prefetch.filter(|_| row == 0);
                     match rows {
@@ -619,8 +620,8 @@ mod avx512 {
         }
     }
 
-    /// Two accumulators per (row, vector), for even and for odd pairs: one row alone would otherwise wait for the latency
-    /// of `vdpbf16ps`. The order is the same for every M. They start from zero, or from `chains` where `add` says so.
+    /// Two accumulators per (row, vector), for even and for odd pairs: one chain would expose the latency of `vdpbf16ps`. The
+    /// order is the same for every M. They start from zero, or from `chains` if `add`.
     ///
     /// # Safety
     /// AVX-512 F and BF16. `w`: `[pairs][32][2]`; `x`: M rows of `2 · pairs`, `stride` apart; `chains`: `[M][2][32]`.
@@ -634,7 +635,7 @@ mod avx512 {
         add: bool,
         prefetch: Option<Prefetch>,
     ) {
-        // SAFETY: all offsets stay inside what the caller promises; a prefetch may have any address.
+        // SAFETY: all offsets are within the caller's promise; a prefetch may have any address.
         unsafe {
             let place = |chain: usize, v: usize, j: usize| chains.add(j * CHAINS + chain * PANEL + 16 * v);
             let mut acc = [[[_mm512_setzero_ps(); M]; 2]; 2];
@@ -680,7 +681,7 @@ mod avx512 {
         }
     }
 
-    /// A panel of F16 or F32 with f32 activations; sums as `lanes` of the parent has them. T: what holds a number of the kind.
+    /// A panel of F16 or F32 with f32 activations, in the order of sums of the parent's `lanes`. T: storage type of a number.
     pub(super) fn single_rows<const KIND: u8, T>(w: &[T], x: &[f32], stride: usize, m: usize, out: &mut [f32]) {
         const { assert!(KIND == F16 && size_of::<T>() == 2 || KIND == F32 && size_of::<T>() == 4) };
         let pairs = w.len() / (2 * PANEL);
@@ -709,7 +710,7 @@ mod avx512 {
         }
     }
 
-    /// One accumulator per (row, vector), from zero, or from `out` where `add` says so.
+    /// One accumulator per (row, vector), from zero, or from `out` if `add`.
     ///
     /// # Safety
     /// AVX-512 F. `w`: `[k][32]`; `x`: M rows of k, `stride` apart; `out`: `[M][32]`.
@@ -723,7 +724,7 @@ mod avx512 {
         add: bool,
         prefetch: Option<Prefetch>,
     ) {
-        // SAFETY: all offsets stay inside what the caller promises.
+        // SAFETY: all offsets are within the caller's promise.
         unsafe {
             let mut acc = [[_mm512_setzero_ps(); 2]; M];
             if add {
@@ -799,7 +800,7 @@ mod tests {
         let pairs = crate::prefill::takes_pairs(simd, matrix);
         let input = if pairs { Input::Bf16(&halves, stride) } else { Input::F32(&rows, stride) };
         let mut y = vec![f32::NAN; m * n];
-        let out = crate::memory::Parts::new(&mut y);
+        let out = crate::memory::DisjointSlice::new(&mut y);
         run(pool, simd, Weight::Full(matrix), input, m, 1, &|panel, tile| {
             let width = PANEL.min(n - panel * PANEL);
             for j in 0..m {
@@ -812,7 +813,7 @@ mod tests {
     }
 
     #[test]
-    fn products_match_f64_and_rows_do_not_see_each_other() {
+    fn gemms_match_f64_and_rows_do_not_see_each_other() {
         let mut noise = Noise::new(7);
         let pools = [Pool::new(1).unwrap(), Pool::new(3).unwrap()];
         for (n, k) in [(96, 256), (40, 172), (33, 7), (64, 1376)] {
@@ -856,7 +857,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_that_are_no_numbers_are_seen() {
+    fn nan_weights_are_detected() {
         let mut panel = vec![0u16; Matrix::panel_len(4)];
         let raw = |bits: u16| [0x3f80, 0, bits, 0].iter().flat_map(|x: &u16| x.to_le_bytes()).collect::<Vec<_>>();
         for (bits, mask, finite) in [

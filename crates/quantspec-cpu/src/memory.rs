@@ -1,26 +1,27 @@
-//! Memory of weights, caches and scratch: 64-byte aligned, zeroed, in huge pages where large; failing is an error, not an abort.
+//! Memory of weights, caches and scratch: 64-byte aligned, zeroed, in huge pages if large. Lack of memory is an error, not an
+//! abort.
 
 use quantspec_core::{Error, Result};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
-/// Alignment of every array: a cache line, and a vector of AVX-512, so that no load straddles two lines.
+/// Alignment of every array: a cache line and an AVX-512 vector, so that no load straddles two lines.
 pub(crate) const ALIGN: usize = 64;
 
-/// Arrays from this size on are mapped by themselves, at this alignment: the size of a huge page on x86-64 and aarch64.
+/// Arrays of at least this size are mapped separately, with this alignment: the size of a huge page on x86-64 and aarch64.
 #[cfg(unix)]
 const HUGE: usize = 2 << 20;
 
-/// Arrays end at a multiple of this, which every system's page size divides. Not at a multiple of [`HUGE`]: the end of an
-/// array would then cost up to a huge page that the memory plan does not count, for every layer.
+/// Array sizes are rounded up to this, a multiple of every system's page size. Rounding to [`HUGE`] would waste up to a huge
+/// page per array, which the memory plan does not count.
 #[cfg(unix)]
 const PAGE: usize = 64 << 10;
 
-/// Gives freed memory that the allocator still holds back to the system, where the allocator can: what is resident then is what is in use.
+/// Returns freed memory from the allocator to the system, if the allocator supports it.
 pub fn give_back_freed() {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
-    // SAFETY: glibc's malloc_trim touches free memory only, under the allocator's own locks.
+    // SAFETY: glibc's malloc_trim changes free memory only, under the allocator's own locks.
     unsafe {
         libc::malloc_trim(0);
     }
@@ -44,16 +45,17 @@ unsafe impl Plain for i32 {}
 // SAFETY: as above.
 unsafe impl Plain for f32 {}
 
-/// A fixed array of numbers at a 64-byte boundary, zero at first. Pages of large arrays cost memory once they are written.
+/// A fixed array of numbers at a 64-byte boundary, initially zero. Pages of large arrays become resident when they are
+/// written.
 pub(crate) struct Array<T: Plain> {
     start: NonNull<T>,
     len: usize,
-    /// What was mapped, or 0 where the allocator gave the memory.
+    /// Bytes mapped, or 0 if the allocator provided the memory.
     #[cfg(unix)]
     mapped: usize,
 }
 
-// SAFETY: an array owns its memory and hands it out by the usual borrow rules.
+// SAFETY: an array owns its memory and lends it by the usual borrow rules.
 unsafe impl<T: Plain> Send for Array<T> {}
 // SAFETY: as above.
 unsafe impl<T: Plain> Sync for Array<T> {}
@@ -69,7 +71,7 @@ impl<T: Plain> Array<T> {
     /// `len` zeros.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system has no such memory.
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] if memory is short.
     pub(crate) fn zeros(len: usize) -> Result<Array<T>> {
         let bytes = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize / 2);
         let Some(bytes) = bytes else { return Err(too_large(usize::MAX)) };
@@ -95,8 +97,8 @@ impl<T: Plain> Array<T> {
     #[cfg(unix)]
     fn map(len: usize, bytes: usize) -> Result<Array<T>> {
         let wanted = bytes.next_multiple_of(PAGE);
-        // SAFETY: a fresh private anonymous mapping touches no memory of ours; it is one huge page longer than needed, and
-        // what lies outside the aligned part is given back. `munmap` and `madvise` get page-aligned parts of this mapping.
+        // SAFETY: a new private anonymous mapping does not touch other memory. It is one huge page longer than needed, and
+        // the unaligned ends are unmapped. `munmap` and `madvise` get page-aligned parts of this mapping.
         unsafe {
             let start = libc::mmap(
                 std::ptr::null_mut(),
@@ -115,7 +117,7 @@ impl<T: Plain> Array<T> {
                 libc::munmap(start, before);
             }
             libc::munmap(aligned.add(wanted), HUGE - before);
-            // Advice: a kernel without huge pages refuses it, and the array works all the same.
+            // Advice only: a kernel without huge pages refuses it, and the array works without.
             #[cfg(target_os = "linux")]
             libc::madvise(aligned, wanted, libc::MADV_HUGEPAGE);
             match NonNull::new(aligned.cast::<T>()) {
@@ -167,36 +169,36 @@ impl<T: Plain> DerefMut for Array<T> {
     }
 }
 
-/// A slice whose parts the threads of one dispatch write: every element by at most one of them.
+/// A slice that the threads of one dispatch write: every element is written by at most one thread.
 ///
-/// Holding one is safe; [`Parts::slice`] states what a caller must keep.
-pub(crate) struct Parts<'a, T> {
+/// Holding one is safe; [`DisjointSlice::slice`] states the caller's obligations.
+pub(crate) struct DisjointSlice<'a, T> {
     start: *mut T,
     len: usize,
     of: std::marker::PhantomData<&'a mut [T]>,
 }
 
-impl<T> Clone for Parts<'_, T> {
+impl<T> Clone for DisjointSlice<'_, T> {
     fn clone(&self) -> Self {
         *self
     }
 }
-impl<T> Copy for Parts<'_, T> {}
+impl<T> Copy for DisjointSlice<'_, T> {}
 // SAFETY: access goes through `slice`, whose callers keep parts disjoint between threads.
-unsafe impl<T: Send> Send for Parts<'_, T> {}
+unsafe impl<T: Send> Send for DisjointSlice<'_, T> {}
 // SAFETY: as above.
-unsafe impl<T: Send> Sync for Parts<'_, T> {}
+unsafe impl<T: Send> Sync for DisjointSlice<'_, T> {}
 
-impl<'a, T> Parts<'a, T> {
+impl<'a, T> DisjointSlice<'a, T> {
     /// Shares `slice` for the length of its borrow.
-    pub(crate) fn new(slice: &'a mut [T]) -> Parts<'a, T> {
-        Parts { start: slice.as_mut_ptr(), len: slice.len(), of: std::marker::PhantomData }
+    pub(crate) fn new(slice: &'a mut [T]) -> DisjointSlice<'a, T> {
+        DisjointSlice { start: slice.as_mut_ptr(), len: slice.len(), of: std::marker::PhantomData }
     }
 
     /// Elements `at .. at + len`.
     ///
     /// # Safety
-    /// While the returned slice lives, no other slice that overlaps it may.
+    /// No overlapping slice is alive at the same time.
     #[inline(always)]
     #[allow(clippy::mut_from_ref)]
     pub(crate) unsafe fn slice(&self, at: usize, len: usize) -> &'a mut [T] {
@@ -225,13 +227,13 @@ mod tests {
     #[test]
     #[cfg(unix)]
     fn an_array_takes_what_the_plan_counts() {
-        // Plans add up elements. A model has hundreds of arrays just above a multiple of a huge page.
+        // Plans add up elements, and a model has hundreds of arrays slightly larger than a multiple of a huge page.
         let array = Array::<u8>::zeros(HUGE + 1).unwrap();
         assert_eq!((array.as_ptr() as usize % HUGE, array.mapped), (0, HUGE + PAGE));
     }
 
     #[test]
-    fn memory_that_is_not_there_is_an_error() {
+    fn missing_memory_is_an_error() {
         for len in [usize::MAX, usize::MAX / 4, 1 << 60] {
             let error = Array::<f32>::zeros(len).err().map(|error| error.kind);
             assert_eq!(error, Some(quantspec_core::ErrorKind::DoesNotFit), "{len}");
@@ -242,7 +244,7 @@ mod tests {
     #[should_panic(expected = "part 3..+2 of 4")]
     fn a_part_outside_the_slice_panics() {
         let mut values = [0u8; 4];
-        let parts = Parts::new(&mut values);
+        let parts = DisjointSlice::new(&mut values);
         // SAFETY: the only slice alive.
         let _ = unsafe { parts.slice(3, 2) };
     }

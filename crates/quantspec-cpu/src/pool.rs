@@ -1,8 +1,8 @@
 //! A fixed pool of threads: every dispatch runs one closure once per thread and ends when all are done.
 //!
-//! The caller is thread 0; the others spin on an epoch for a moment and then park. Work is dealt in items whose results do not
-//! depend on the thread that computes them: by thread index ([`part`]), or so that all threads end together ([`Deal`]). So the
-//! caller takes the part of a worker that has not begun when it is done with its own: another program may have its core.
+//! The caller is thread 0; the workers spin on an epoch for a moment and then park. Work is split into items whose results do
+//! not depend on the thread: by thread index ([`share`]), or with work stealing ([`Deal`]). The caller also runs the share of
+//! a worker that has not started, since another program may occupy that worker's core.
 
 use crate::dispatch::{Prefetch, fetch_far};
 use quantspec_core::{Error, Result};
@@ -16,51 +16,52 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Spins before a worker parks. A PAUSE takes 40 to 140 cycles, so this is 100 to 500 µs: long against the gap between two
-/// operations of a token, short against a pause of the user.
+/// Spins before a worker parks. A PAUSE takes 40 to 140 cycles, so this is 100 to 500 µs: longer than the gap between two
+/// operations of a token.
 const SPINS: u32 = 10_000;
 
-/// Spins of the caller before it lets other threads run, and how often it does that before it sleeps, some 200 µs: on a busy machine a worker that was
-/// stopped in its work may need its core, and the system moves a thread to a core whose own thread sleeps, not to one where it yields.
+/// Spins of the caller before it yields, and yields before it sleeps, about 200 µs in total. A preempted worker may need the
+/// caller's core, and the system moves a thread to a core whose own thread sleeps, not to one that yields.
 const CALLER_SPINS: u32 = 2000;
 const CALLER_YIELDS: u32 = 300;
 
-/// How long the caller sleeps between two looks: what a worker is stopped for takes milliseconds.
+/// Sleep of the caller between two checks; a preempted worker resumes after milliseconds.
 const CALLER_SLEEP: Duration = Duration::from_micros(20);
 
-/// Bytes of what a thread reads next that it asks for at most while it waits: half of a small second-level cache. Half and
-/// three times as much gained less.
+/// Most bytes that a waiting thread prefetches of its next operands: half of a small L2 cache. Half and three times as much
+/// gain less.
 const NEXT_BYTES: usize = 256 << 10;
 
-/// Bytes it asks for between two looks at what it waits for.
+/// Bytes prefetched between two checks of the wait condition.
 const WAIT_BYTES: usize = 512;
 
-/// Numbers of elementwise work that take about as long as waking the pool on a busy machine (some microseconds).
+/// Elements of elementwise work that take about as long as waking the pool on a busy machine (some microseconds).
 const SMALL: usize = 32_768;
 
 fn panicked() -> Error {
     Error::internal("a kernel panicked; the line above says where")
 }
 
-/// A value alone on its cache lines (pairs of lines are fetched together).
+/// A value alone on its cache lines; lines are fetched in pairs.
 #[repr(align(128))]
 struct Line<T>(T);
 
-/// Memory that a thread is expected to read: a start and bytes, either of which may be of another time than the other.
+/// Memory that a thread is expected to read next. Start and length may be from different updates, as they only steer
+/// prefetching.
 #[derive(Default)]
-struct Next {
+struct Upcoming {
     start: AtomicPtr<u8>,
     bytes: AtomicUsize,
 }
 
-/// A loop in which a thread waits.
+/// A waiting loop of a thread.
 struct Wait<'a> {
-    next: &'a Next,
+    next: &'a Upcoming,
     asked: usize,
 }
 
 impl Wait<'_> {
-    /// Asks for some lines of what comes next, or pauses when all are there.
+    /// Prefetches some lines of the next operands, or pauses if all are fetched.
     fn turn(&mut self) {
         if self.asked < self.next.bytes.load(Relaxed) {
             let at = self.next.start.load(Relaxed).wrapping_add(self.asked);
@@ -77,34 +78,34 @@ impl Wait<'_> {
 type Job = *const (dyn Fn(usize) + Sync);
 
 struct Shared {
-    /// Dispatches so far. Written by the caller after `job`.
+    /// Number of dispatches. The caller writes it after `job`.
     epoch: Line<AtomicU64>,
-    /// Workers whose part of the dispatch is not done.
+    /// Workers whose share of the dispatch is not done.
     left: Line<AtomicUsize>,
     /// A worker's closure panicked.
     panicked: AtomicBool,
     stop: AtomicBool,
     asleep: Vec<Line<AtomicBool>>,
-    /// The last dispatch of which each worker's part was begun, by itself or by the caller.
+    /// Per worker, the last dispatch whose share was claimed, by the worker or by the caller.
     begun: Vec<Line<AtomicU64>>,
-    /// What each thread is expected to read next.
-    next: Vec<Line<Next>>,
-    /// Spins before a worker parks: [`SPINS`], or none where threads outnumber processors and one that waits keeps another
-    /// from its work.
+    /// Per thread, the memory it is expected to read next.
+    next: Vec<Line<Upcoming>>,
+    /// Spins before a worker parks: [`SPINS`], or 0 if threads outnumber processors, as a spinning thread then blocks a
+    /// working one.
     spins: u32,
     job: UnsafeCell<Option<Job>>,
 }
-// SAFETY: `job` is written by the caller only while no worker has a part of a dispatch (`left` is 0) and read by workers only after
-// they saw the epoch that followed the write and began their part of it, which the caller then waits for.
+// SAFETY: the caller writes `job` only while no worker runs a share (`left` is 0). Workers read it only after they saw the
+// epoch that followed the write and claimed their share, which the caller waits for.
 unsafe impl Sync for Shared {}
-// SAFETY: the pointer in `job` is only followed during a dispatch, whose closure is `Sync`.
+// SAFETY: the pointer in `job` is dereferenced only during a dispatch, and its closure is `Sync`.
 unsafe impl Send for Shared {}
 
 impl Shared {
-    /// Whether whoever asks is the first to begin a worker's part of a dispatch, and so has to do it.
+    /// Returns true if the caller of this function claimed the worker's share of the dispatch; it must then run it.
     fn begins(&self, thread: usize, epoch: u64) -> bool {
         let begun = &self.begun[thread - 1].0;
-        // A load first: the line stays shared where the part has long been begun.
+        // A plain load first keeps the line shared if the share is already claimed.
         begun.load(Relaxed) == epoch - 1 && begun.compare_exchange(epoch - 1, epoch, SeqCst, Relaxed).is_ok()
     }
 }
@@ -113,17 +114,17 @@ impl Shared {
 pub(crate) struct Pool {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
-    /// The process that started the workers: a fork of it has none.
+    /// The process that started the workers; a forked child has none.
     process: u32,
-    /// One thread dispatches at a time: a pool is not `Sync`, so no closure can hold one and dispatch inside a dispatch.
+    /// One thread dispatches at a time: a pool is not `Sync`, so no closure can dispatch inside a dispatch.
     one_caller: PhantomData<Cell<()>>,
 }
 
 impl Pool {
-    /// A pool of `threads` threads, the caller included.
+    /// A pool of `threads` threads, including the caller.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] where the system starts no more threads.
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] if the system cannot start the threads.
     pub(crate) fn new(threads: usize) -> Result<Pool> {
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
@@ -134,7 +135,7 @@ impl Pool {
             stop: AtomicBool::new(false),
             asleep: (1..threads).map(|_| Line(AtomicBool::new(false))).collect(),
             begun: (1..threads).map(|_| Line(AtomicU64::new(0))).collect(),
-            next: (0..threads).map(|_| Line(Next::default())).collect(),
+            next: (0..threads).map(|_| Line(Upcoming::default())).collect(),
             job: UnsafeCell::new(None),
         });
         let process = std::process::id();
@@ -160,7 +161,7 @@ impl Pool {
         self.workers.len() + 1
     }
 
-    /// Says what `first(thread)` each thread will read first after the dispatches to come: threads that wait in between ask for it.
+    /// Sets the memory that each thread reads first after the next dispatches (`first(thread)`); waiting threads prefetch it.
     pub(crate) fn will_read<'a>(&self, first: impl Fn(usize) -> &'a [u8]) {
         if Prefetch::here(false).is_none() {
             return;
@@ -172,12 +173,12 @@ impl Pool {
         }
     }
 
-    /// Threads worth waking for work on `numbers` numbers: below [`SMALL`] the caller alone is done sooner.
+    /// Number of threads to use for work on `numbers` numbers. Below [`SMALL`] the caller alone is faster.
     pub(crate) fn team(&self, numbers: usize) -> usize {
         if numbers < SMALL { 1 } else { self.threads() }
     }
 
-    /// Calls `f(0)` where `team` is 1, else `f(thread)` on every thread.
+    /// Calls `f(0)` if `team` is 1, else `f(thread)` on every thread.
     ///
     /// # Errors
     /// As [`Pool::run`].
@@ -191,13 +192,13 @@ impl Pool {
     /// Calls `f(thread)` once on every thread and returns when all are done.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where `f` panicked on any thread.
+    /// [`quantspec_core::ErrorKind::Internal`] if `f` panicked on any thread.
     pub(crate) fn run(&self, f: &(dyn Fn(usize) + Sync)) -> Result<()> {
         let shared = &*self.shared;
         let mut epoch = 0;
         if !self.workers.is_empty() {
-            // SAFETY: no worker has a part of a dispatch, so none reads `job`. The lifetime is erased, and the borrow outlives every
-            // use, because this function does not return or unwind before `left` is zero.
+            // SAFETY: no worker runs a share, so none reads `job`. The borrow, whose lifetime is erased, outlives every use:
+            // this function does not return or unwind before `left` is zero.
             unsafe { *shared.job.get() = Some(std::mem::transmute::<*const (dyn Fn(usize) + Sync + '_), Job>(f)) };
             shared.left.0.store(self.workers.len(), Relaxed);
             epoch = shared.epoch.0.fetch_add(1, SeqCst) + 1;
@@ -261,7 +262,7 @@ fn work(shared: &Shared, thread: usize) {
                 wait.turn();
                 continue;
             }
-            // Announced before the epoch is read again: the caller either sees the announcement or was seen.
+            // Announced before the epoch is read again, so the caller sees the announcement or this thread sees the epoch.
             let asleep = &shared.asleep[thread - 1].0;
             asleep.store(true, SeqCst);
             if shared.epoch.0.load(SeqCst) == seen {
@@ -269,7 +270,7 @@ fn work(shared: &Shared, thread: usize) {
             }
             asleep.store(false, SeqCst);
         }
-        // Dispatches in between were done without this thread.
+        // The caller ran this thread's share of any dispatch in between.
         seen = shared.epoch.0.load(SeqCst);
         if shared.stop.load(SeqCst) {
             return;
@@ -277,7 +278,8 @@ fn work(shared: &Shared, thread: usize) {
         if !shared.begins(thread, seen) {
             continue;
         }
-        // SAFETY: this thread began its part of the dispatch `seen`, so `job` holds that dispatch's closure, which lives until `left` is zero.
+        // SAFETY: this thread claimed its share of the dispatch `seen`, so `job` holds that dispatch's closure, which lives
+        // until `left` is zero.
         let job = unsafe { (*shared.job.get()).map(|job| &*job) };
         if let Some(job) = job
             && catch_unwind(AssertUnwindSafe(|| job(thread))).is_err()
@@ -288,18 +290,17 @@ fn work(shared: &Shared, thread: usize) {
     }
 }
 
-/// Items of a dispatch in which a core that is slower, or busy with other work, must not keep the others waiting: each thread
-/// has a run of neighbours that it takes from the front, in address order; one that is done takes from the back of the longest
-/// run left.
+/// Items of a dispatch with work stealing, so that a slow or busy core does not delay the others. Each thread takes from the
+/// front of its own run of adjacent items, in address order. When that is empty it takes from the back of the longest run.
 pub(crate) struct Deal {
-    /// Items left of each thread: the first, and 32 bits higher the end.
+    /// Each thread's remaining items: the first in the low 32 bits, the end in the high ones.
     left: Vec<Line<AtomicU64>>,
 }
 
 impl Deal {
-    /// Runs of `0..n`, as even as can be.
+    /// Splits `0..n` into runs as even as possible.
     pub(crate) fn new(n: usize, threads: usize) -> Deal {
-        Deal::of((0..threads).map(|thread| part(n, thread, threads)))
+        Deal::of((0..threads).map(|thread| share(n, thread, threads)))
     }
 
     /// These runs; numbers below 2³².
@@ -309,7 +310,7 @@ impl Deal {
 
     /// The next item of `thread`; None when none is left.
     pub(crate) fn take(&self, thread: usize) -> Option<usize> {
-        // An item's operands were written before the dispatch began, and its results are read after it: no order is needed.
+        // Operands were written before the dispatch began, and results are read after it, so relaxed ordering suffices.
         let mine = self.left[thread].0.fetch_update(Relaxed, Relaxed, |left| {
             let (start, end) = unpack(left);
             (start < end).then(|| pack(start + 1, end))
@@ -340,15 +341,15 @@ const fn unpack(left: u64) -> (u64, u64) {
     (left & 0xffff_ffff, left >> 32)
 }
 
-/// The part of `0..n` that `thread` of `threads` owns.
-pub(crate) fn part(n: usize, thread: usize, threads: usize) -> Range<usize> {
+/// The share of `0..n` that belongs to `thread` of `threads`.
+pub(crate) fn share(n: usize, thread: usize, threads: usize) -> Range<usize> {
     n * thread / threads..n * (thread + 1) / threads
 }
 
-/// The items `thread` of `threads` owns when item i costs `cost(i)`: neighbours, of about equal cost per thread.
-pub(crate) fn part_by_cost(n: usize, thread: usize, threads: usize, cost: impl Fn(usize) -> usize) -> Range<usize> {
+/// The items of `thread` of `threads` if item i costs `cost(i)`: adjacent, of about equal cost per thread.
+pub(crate) fn share_by_cost(n: usize, thread: usize, threads: usize, cost: impl Fn(usize) -> usize) -> Range<usize> {
     let total: usize = (0..n).map(&cost).sum();
-    // An item belongs to the thread in whose share its middle lies.
+    // An item belongs to the thread whose share contains the item's middle.
     let (mut before, mut start, mut end) = (0, n, n);
     for i in 0..n {
         let cost = cost(i);
@@ -390,8 +391,8 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_does_not_come_is_not_waited_for() {
-        // More threads than any processors: those that sleep are late, and the caller does their parts.
+    fn a_worker_that_does_not_start_is_not_waited_for() {
+        // More threads than processors: sleeping workers start late, and the caller runs their shares.
         let threads = 3 * std::thread::available_parallelism().map_or(1, usize::from) + 1;
         let (pool, caller) = (Pool::new(threads).unwrap(), std::thread::current().id());
         let (counts, taken) = ((0..threads).map(|_| AtomicUsize::new(0)).collect::<Vec<_>>(), AtomicUsize::new(0));
@@ -417,15 +418,15 @@ mod tests {
     }
 
     #[test]
-    fn parts_cover_everything_once() {
+    fn shares_cover_everything_once() {
         for n in [0, 1, 2, 7, 64, 1000] {
             for threads in [1, 2, 3, 16] {
                 for cost in [|_| 1, |i: usize| i, |i: usize| if i == 3 { 1000 } else { 1 }, |_| 0] {
-                    let parts: Vec<_> = (0..threads).map(|t| part_by_cost(n, t, threads, cost)).collect();
-                    let seen: Vec<usize> = parts.into_iter().flatten().collect();
+                    let shares: Vec<_> = (0..threads).map(|t| share_by_cost(n, t, threads, cost)).collect();
+                    let seen: Vec<usize> = shares.into_iter().flatten().collect();
                     assert_eq!(seen, (0..n).collect::<Vec<_>>(), "{n} items on {threads} threads");
                 }
-                let seen: Vec<usize> = (0..threads).flat_map(|t| part(n, t, threads)).collect();
+                let seen: Vec<usize> = (0..threads).flat_map(|t| share(n, t, threads)).collect();
                 assert_eq!(seen, (0..n).collect::<Vec<_>>());
             }
         }
@@ -435,9 +436,9 @@ mod tests {
     fn every_item_is_dealt_once_in_order_and_a_thread_that_is_done_helps() {
         for (n, threads) in [(0, 2), (1, 3), (7, 2), (100, 3)] {
             let deal = Deal::new(n, threads);
-            // One thread alone: its own run upwards, then what the others have left.
+            // A single thread takes its own run upwards, then the others' items.
             let taken: Vec<usize> = std::iter::from_fn(|| deal.take(threads - 1)).collect();
-            let own = part(n, threads - 1, threads);
+            let own = share(n, threads - 1, threads);
             assert!(taken.iter().copied().take(own.len()).eq(own));
             let mut all = taken;
             all.sort_unstable();
@@ -457,7 +458,7 @@ mod tests {
     #[test]
     fn costs_are_shared_evenly() {
         let cost = |i: usize| i + 1;
-        let shares: Vec<usize> = (0..4).map(|t| part_by_cost(1000, t, 4, cost).map(cost).sum()).collect();
+        let shares: Vec<usize> = (0..4).map(|t| share_by_cost(1000, t, 4, cost).map(cost).sum()).collect();
         let total: usize = shares.iter().sum();
         assert!(shares.iter().all(|share| share.abs_diff(total / 4) < 2000), "{shares:?}");
     }

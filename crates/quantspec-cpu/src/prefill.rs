@@ -1,11 +1,12 @@
-//! Prompt rows: matrices with tokens as lanes.
+//! GEMMs of prompt rows, with tokens as lanes.
 //!
-//! Activations are panels of 64 tokens, `[feature][64]`; the input of a matrix is f32, or BF16 pairs `[k/2][64][2]` where the
-//! path multiplies BF16. Weights are the decode kernels' repacked panels, read in place: a pair of k of one output is one
-//! broadcast word; for AMX they are turned into tiles first, once for all tokens of a block. Outputs come as `[n][64]`, the next operation's panel; norms, RoPE and SiLU are vertical in it.
+//! Activations are panels of 64 tokens, `[feature][64]`. The input of a GEMM is f32, or BF16 pairs `[k/2][64][2]` on paths
+//! with BF16 dot products. Weights are the decode kernels' repacked panels, read in place: a pair of k of one output is one
+//! broadcast word. For AMX they are converted to tiles, once for all tokens of a block. Outputs are `[n][64]`, the next
+//! operation's panel; norms, RoPE and SiLU work on it lane by lane.
 //!
-//! A token's result never depends on the block of rows it is computed with: panels lie at multiples of 64 tokens, and every
-//! (token, output) pair sums over k upwards in one accumulator.
+//! A token's result does not depend on its block of rows: panels start at multiples of 64 tokens, and every (token, output)
+//! sums over k upwards in one accumulator.
 
 #[cfg(target_arch = "x86_64")]
 use crate::amx;
@@ -15,26 +16,26 @@ use crate::elementwise::{LANES, PANEL_TOKENS};
 use crate::hierarchy::Planes;
 use crate::lanes::{bf16_bits, madd, widen};
 use crate::linear::{Matrix, PANEL, Store, pairs_of};
-use crate::memory::Parts;
-use crate::pool::{Pool, part};
+use crate::memory::DisjointSlice;
+use crate::pool::{Pool, share};
 use quantspec_core::{Error, Result};
 
-/// k of one block of f32: 64 tokens × 256 are 64 KiB and 32 outputs × 256 another 32 (from L2).
+/// k per f32 block: 64 tokens × 256 are 64 KiB, 32 outputs × 256 another 32 (from L2).
 const KC: usize = 256;
 
-/// k of one block of BF16 pairs: 64 tokens × 256 are 32 KiB (from L2), 32 outputs × 256 another 16 (from L1).
+/// k per block of BF16 pairs: 64 tokens × 256 are 32 KiB (from L2), 32 outputs × 256 another 16 (from L1).
 #[cfg(target_arch = "x86_64")]
 const PAIRS_KC: usize = 256;
 
-/// Outputs of one tile: with 64 tokens, 24 accumulators of AVX-512.
+/// Outputs per register tile: with 64 tokens, 24 AVX-512 accumulators.
 const TILE: usize = 6;
 
-/// k of one block on tiles: the pairs of 5 panels, 1.25 MiB, stay in L2, and so do the packed weights, 128 KiB.
+/// k per block with AMX: the pairs of 5 panels, 1.25 MiB, stay in L2, and so do the packed weights, 128 KiB.
 #[cfg(target_arch = "x86_64")]
 const TILE_KC: usize = 2048;
 
-/// Floating-point operations of one dispatch per thread, so that the caller is asked between dispatches at least every
-/// 0.1 s or so: AVX-512 reaches 115 Gflop/s per thread of a Sapphire Rapids, AVX2 75; for the others a few are assumed.
+/// Floating-point operations of one dispatch per thread, so that the poll hook runs at least about every 0.1 s. A Sapphire
+/// Rapids thread reaches 115 Gflop/s with AVX-512 and 75 with AVX2; for other paths a few are assumed.
 pub(crate) const fn slice_flops(simd: Simd) -> usize {
     match simd {
         Simd::Amx => 40_000_000_000,
@@ -45,23 +46,23 @@ pub(crate) const fn slice_flops(simd: Simd) -> usize {
     }
 }
 
-/// The input of `matrix` is BF16 pairs on this path.
+/// Returns true if the input of `matrix` is BF16 pairs on this path.
 pub(crate) fn takes_pairs(simd: Simd, matrix: &Matrix) -> bool {
     simd.has_avx512() && matches!(matrix.store, Store::Bf16(_) | Store::Planes(_))
 }
 
-/// Values of a panel, `[k][64]` f32 or `[k/2][64]` words of BF16 pairs: floats it takes, whole tiles of 16 pairs at least.
+/// Length of a panel in floats, `[k][64]` f32 or `[k/2][64]` words of BF16 pairs; at least whole tiles of 16 pairs.
 pub(crate) const fn panel_len(k: usize) -> usize {
     if k < 16 { 16 * PANEL_TOKENS } else { 2 * pairs_of(k) * PANEL_TOKENS }
 }
 
-/// Floats behind the pairs of a panel that tiles read and that must be zero.
+/// The floats after a panel's pairs that tiles read; they must be zero.
 pub(crate) const fn tile_padding(k: usize) -> std::ops::Range<usize> {
     pairs_of(k) * PANEL_TOKENS..pairs_of(k).div_ceil(16) * 16 * PANEL_TOKENS
 }
 
 /// Writes features `first ..` (an even number) of sixteen tokens from lane `lane` on into a panel that is the input of a
-/// matrix.
+/// GEMM.
 pub(crate) fn put_features(
     simd: Simd,
     pairs: bool,
@@ -95,7 +96,7 @@ pub(crate) fn put_features(
 /// `y[panel][n][64] = W · x[panel]` for `panels` panels of tokens; `x` as [`takes_pairs`] says, `panel_len(k)` apart.
 ///
 /// # Errors
-/// Those of `poll`, which is asked between slices of the outputs.
+/// Those of `poll`, which is called between slices of the outputs.
 pub(crate) fn gemm(
     pool: &Pool,
     simd: Simd,
@@ -115,22 +116,22 @@ pub(crate) fn gemm(
     let x = &*x;
     let flops = 2 * PANEL * k * panels * PANEL_TOKENS;
     let most = (slice_flops(simd) / flops.max(1)).max(1) * threads;
-    let y = Parts::new(y);
+    let y = DisjointSlice::new(y);
     let mut first = 0;
     while first < matrix.panels {
         let outputs = (matrix.panels - first).min(most);
         pool.run(&|thread| {
-            let mine = part(outputs, thread, threads);
+            let mine = share(outputs, thread, threads);
             let mine = first + mine.start..first + mine.end;
             #[cfg(target_arch = "x86_64")]
             if let (Simd::Amx | Simd::Avx512, Some(w)) = (simd, Pairs::of(simd, matrix)) {
                 let gemm = if simd == Simd::Amx { gemm_tiles } else { gemm_pairs };
-                // SAFETY: as below; the path was chosen because the machine has its instructions.
+                // SAFETY: as below; the machine has the path's instructions.
                 unsafe { gemm(w, k, n, x, &y, panels, mine) };
                 return;
             }
             // SAFETY: output panels belong to one thread, and rows of `y` to one output.
-            unsafe { gemm_part(simd, matrix, x, &y, panels, mine) };
+            unsafe { gemm_share(simd, matrix, x, &y, panels, mine) };
         })?;
         first += outputs;
         poll()?;
@@ -140,11 +141,11 @@ pub(crate) fn gemm(
 
 /// # Safety
 /// No other thread uses rows of `y` that belong to the output panels `mine`.
-unsafe fn gemm_part(
+unsafe fn gemm_share(
     simd: Simd,
     matrix: &Matrix,
     x: &[f32],
-    y: &Parts<f32>,
+    y: &DisjointSlice<f32>,
     panels: usize,
     mine: std::ops::Range<usize>,
 ) {
@@ -175,7 +176,7 @@ unsafe fn gemm_part(
     }
 }
 
-/// Weights that are multiplied as BF16 pairs: where they lie, or planes, whose values are rounded to BF16 block by block.
+/// Weights multiplied as BF16 pairs: stored as such, or planes whose values are rounded to BF16 block by block.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 enum Pairs<'a> {
@@ -193,7 +194,7 @@ impl<'a> Pairs<'a> {
         }
     }
 
-    /// Room for a block of kc inputs of one panel.
+    /// Scratch for a block of kc inputs of one panel.
     fn block(self, kc: usize) -> Vec<u16> {
         match self {
             Pairs::Stored(_) => Vec::new(),
@@ -215,7 +216,7 @@ impl<'a> Pairs<'a> {
         }
     }
 
-    /// Where stored weights from input `first` of a panel on lie, which may be behind the last.
+    /// Address of stored weights from input `first` of a panel on, possibly past the last.
     fn after(self, output: usize, first: usize, k2: usize) -> Option<*const u16> {
         match self {
             Pairs::Stored(w) => Some(w.as_ptr().wrapping_add((output * k2 + first) * PANEL)),
@@ -224,18 +225,18 @@ impl<'a> Pairs<'a> {
     }
 }
 
-/// [`gemm_part`] of BF16 pairs: `weights` are a matrix of k inputs and n outputs. An output panel is done for all tokens before the next: its outputs stay in
-/// L2 meanwhile, and the tokens are read from there (or from L3) once for 32 outputs.
+/// [`gemm_share`] with BF16 pairs: `weights` are a matrix of k inputs and n outputs. An output panel is completed for all
+/// tokens before the next. Its outputs stay in L2, and the tokens are read from there (or from L3) once per 32 outputs.
 ///
 /// # Safety
-/// As `gemm_part`.
+/// As `gemm_share`.
 #[cfg(target_arch = "x86_64")]
 unsafe fn gemm_pairs(
     weights: Pairs,
     k: usize,
     n: usize,
     x: &[f32],
-    y: &Parts<f32>,
+    y: &DisjointSlice<f32>,
     panels: usize,
     mine: std::ops::Range<usize>,
 ) {
@@ -245,7 +246,7 @@ unsafe fn gemm_pairs(
         for first in (0..k2).step_by(PAIRS_KC) {
             let kc = PAIRS_KC.min(k2 - first);
             let w = weights.take(output, first, kc, k2, &mut block);
-            // The next block of weights is on its way while this one is used by all panels.
+            // Prefetches the next block of weights while all panels use this one.
             let ahead = weights.after(output, first + kc, k2);
             for panel in 0..panels {
                 let x = &x[panel * panel_len(k) + first / 2 * PANEL_TOKENS..][..kc / 2 * PANEL_TOKENS];
@@ -257,17 +258,17 @@ unsafe fn gemm_pairs(
     }
 }
 
-/// [`gemm_part`] on tiles: `weights` are a matrix of k inputs and n outputs.
+/// [`gemm_share`] with AMX: `weights` are a matrix of k inputs and n outputs.
 ///
 /// # Safety
-/// As `gemm_part`; the machine has tiles, and this thread holds none.
+/// As `gemm_share`; the machine has tiles, and this thread holds none.
 #[cfg(target_arch = "x86_64")]
 unsafe fn gemm_tiles(
     weights: Pairs,
     k: usize,
     n: usize,
     x: &[f32],
-    y: &Parts<f32>,
+    y: &DisjointSlice<f32>,
     panels: usize,
     mine: std::ops::Range<usize>,
 ) {
@@ -281,7 +282,7 @@ unsafe fn gemm_tiles(
         let packed = &mut packed[..kc.next_multiple_of(32)];
         for output in mine.clone() {
             amx::pack(weights.take(output, first, kc, k2, &mut block), packed);
-            // The next block of weights is on its way while this one is used: all of it within four panels.
+            // Prefetches the next block of weights within four panels.
             let ahead = weights.after(output + 1, first, k2).map_or(packed.as_ptr().cast(), <*const u16>::cast::<u8>);
             for panel in 0..panels {
                 let x = &x[panel * panel_len(k) + first / 2 * PANEL_TOKENS..][..packed.len() / 2 * PANEL_TOKENS];
@@ -307,7 +308,7 @@ fn widen_pairs<const FMA: bool>(from: &[u16], to: &mut [f32]) {
     }
 }
 
-/// `c[j][64] (+)= Σ_p w[j·sj + p·sp] · x[p][64]` for j in 0..n, p in 0..kc; `add`: onto what is there.
+/// `c[j][64] (+)= Σ_p w[j·sj + p·sp] · x[p][64]` for j in 0..n, p in 0..kc; `add`: accumulate onto c.
 pub(crate) fn tiles(
     simd: Simd,
     w: &[f32],
@@ -373,10 +374,10 @@ fn tile<const FMA: bool, const N: usize, const L: usize>(
     }
     assert!(lane + L <= PANEL_TOKENS && x.len() >= kc * PANEL_TOKENS && w.len() > (N - 1) * sj + (kc - 1) * sp);
     for p in 0..kc {
-        // SAFETY: L floats from lane `lane` of row p, and the last weight there is, are inside the lengths checked above.
+        // SAFETY: L floats from lane `lane` of row p, and the last weight, are inside the lengths checked above.
         let x: [f32; L] = unsafe { x.as_ptr().add(p * PANEL_TOKENS + lane).cast::<[f32; L]>().read_unaligned() };
         for (j, acc) in acc.iter_mut().enumerate() {
-            // SAFETY: as above. Checked one by one, they would cost a fifth of the time.
+            // SAFETY: as above. Bounds checks would cost a fifth of the time.
             let w = unsafe { *w.get_unchecked(j * sj + p * sp) };
             for l in 0..L {
                 acc[l] = madd::<FMA>(x[l], w, acc[l]);
@@ -413,11 +414,11 @@ pub(crate) mod avx512 {
         }
     }
 
-    /// c[j][64] (+)= Σ over pairs p of b(j, p) · x[p][64]; b(j, p) is the 32-bit word at b + j·sj + p·sp (bytes). INIT 0: from
-    /// zero; 1: onto c; 2: onto c · alpha[64].
+    /// c[j][64] (+)= Σ over pairs p of b(j, p) · x[p][64]; b(j, p) is the 32-bit word at b + j·sj + p·sp (bytes). INIT 0:
+    /// from zero; 1: onto c; 2: onto c · alpha[64].
     ///
     /// # Safety
-    /// AVX-512 F and BF16, and that all of it is there.
+    /// AVX-512 F and BF16; all operands are in bounds.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bf16")]
     unsafe fn tile<const N: usize, const INIT: u8>(
@@ -543,7 +544,7 @@ mod tests {
 
     /// Tokens `[panels · 64][k]` as the input of `matrix`.
     fn input(simd: Simd, matrix: &Matrix, tokens: &[f32], k: usize) -> Vec<f32> {
-        // What lies between panels and behind k is no number, to be found out if it is read.
+        // Padding between panels and after k is NaN, so that reading it fails the test.
         let mut x = vec![f32::NAN; tokens.len() / k / PANEL_TOKENS * panel_len(k)];
         for (x, tokens) in x.chunks_exact_mut(panel_len(k)).zip(tokens.chunks_exact(k * PANEL_TOKENS)) {
             for lane in (0..PANEL_TOKENS).step_by(LANES) {
@@ -556,7 +557,7 @@ mod tests {
     }
 
     #[test]
-    fn products_match_f64_and_panels_do_not_see_each_other() {
+    fn gemms_match_f64_and_panels_do_not_see_each_other() {
         let mut noise = Noise::new(41);
         let (one, three) = (Pool::new(1).unwrap(), Pool::new(3).unwrap());
         // Less than a tile, parts of tiles, and more than one block of k.

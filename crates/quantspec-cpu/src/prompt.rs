@@ -1,4 +1,4 @@
-//! The prompt under way: hidden states of all its rows (prefill is layer-major) and full-precision keys and values of one
+//! The current prompt: hidden states of all its rows (prefill is layer-major), and full-precision keys and values of one
 //! layer.
 
 use crate::attend::{Shape, put_token};
@@ -7,10 +7,10 @@ use crate::dispatch::{Simd, portable};
 use crate::elementwise::{LANES, PANEL_TOKENS, rms_norm_panel};
 use crate::lanes::{f16_bits, f16_is_finite, silu, take};
 use crate::linear::PANEL;
-use crate::memory::{Array, Parts};
-use crate::pool::{Pool, part};
+use crate::memory::{Array, DisjointSlice};
+use crate::pool::{Pool, share};
 use crate::prefill::{self, panel_len, put_features, takes_pairs, tile_padding};
-use crate::weights::{Layer, Linear, Model, QkvPlaces, panels};
+use crate::weights::{Layer, Linear, Model, QkvOffsets, panels};
 use quantspec_core::config::ModelConfig;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Block;
@@ -28,7 +28,7 @@ const fn most_panels(rows: usize) -> usize {
     rows.div_ceil(PANEL_TOKENS) + 1
 }
 
-/// What the operations on a block share.
+/// Shared by the operations on a block.
 pub(crate) struct Machine<'a> {
     pub(crate) simd: Simd,
     pub(crate) pool: &'a Pool,
@@ -38,10 +38,10 @@ pub(crate) struct Machine<'a> {
 pub(crate) struct Prompt {
     config: ModelConfig,
     shape: Shape,
-    places: QkvPlaces,
+    places: QkvOffsets,
     /// Rows a block may have.
     block_rows: usize,
-    /// Tokens there is room for, whole panels.
+    /// Capacity in tokens, whole panels.
     tokens: usize,
     /// `[panel][hidden][64]`
     hidden: Array<f32>,
@@ -76,7 +76,7 @@ impl Lengths {
         let tokens = capacity.max(1).div_ceil(PANEL_TOKENS) * PANEL_TOKENS;
         let block = most_panels(block_rows.max(1)).min(tokens / PANEL_TOKENS);
         let widest = config.hidden.max(config.q_width()).max(config.intermediate);
-        let outputs = QkvPlaces::new(config)
+        let outputs = QkvOffsets::new(config)
             .width
             .max(2 * panels(config.intermediate) * PANEL)
             .max(panels(config.hidden) * PANEL);
@@ -102,7 +102,7 @@ impl Prompt {
         Ok(Prompt {
             config: config.clone(),
             shape: Shape::new(config.head_dim),
-            places: QkvPlaces::new(config),
+            places: QkvOffsets::new(config),
             block_rows: block_rows.max(1),
             tokens: len.tokens,
             hidden: Array::zeros(len.hidden)?,
@@ -167,11 +167,15 @@ impl Prompt {
             return Err(Error::internal(format!("token {token} is outside the vocabulary of {}", self.config.vocab)));
         }
         let (hidden, half, threads) = (self.config.hidden, self.config.head_dim / 2, machine.pool.threads());
-        let (states, cos, sin) = (Parts::new(&mut self.hidden), Parts::new(&mut self.cos), Parts::new(&mut self.sin));
+        let (states, cos, sin) = (
+            DisjointSlice::new(&mut self.hidden),
+            DisjointSlice::new(&mut self.cos),
+            DisjointSlice::new(&mut self.sin),
+        );
         machine.pool.run(&|thread| {
             let mut row = vec![0f32; hidden];
             let (mut c, mut s) = (vec![0f32; half], vec![0f32; half]);
-            for panel in part(count, thread, threads) {
+            for panel in share(count, thread, threads) {
                 let panel = first + panel;
                 // SAFETY: a panel is one item of one thread.
                 let (states, cos, sin) = unsafe {
@@ -207,10 +211,10 @@ impl Prompt {
             (self.config.hidden, self.config.rms_eps, machine.simd, machine.pool.threads());
         let pairs = takes_pairs(simd, &linear.full);
         let (states, len) = (&self.hidden, panel_len(hidden));
-        let x = Parts::new(&mut self.x);
+        let x = DisjointSlice::new(&mut self.x);
         machine.pool.run(&|thread| {
             let mut out = vec![[0f32; LANES]; hidden];
-            for panel in part(count, thread, threads) {
+            for panel in share(count, thread, threads) {
                 let states = &states[(first + panel) * hidden * PANEL_TOKENS..][..hidden * PANEL_TOKENS];
                 // SAFETY: a panel is one item of one thread.
                 let x = unsafe { x.slice(panel * len, len) };
@@ -226,7 +230,7 @@ impl Prompt {
         prefill::gemm(machine.pool, machine.simd, machine.poll, &linear.full, &mut self.x, &mut self.y, count)
     }
 
-    /// Adds a matrix's output to the hidden states of the block's rows.
+    /// Adds a linear layer's output to the hidden states of the block's rows.
     fn add(
         &mut self,
         machine: &mut Machine,
@@ -236,9 +240,9 @@ impl Prompt {
     ) -> Result<()> {
         let (hidden, threads, width) = (self.config.hidden, machine.pool.threads(), linear.full.panels * PANEL);
         let (y, bias) = (&self.y, &linear.bias);
-        let states = Parts::new(&mut self.hidden);
+        let states = DisjointSlice::new(&mut self.hidden);
         machine.pool.run(&|thread| {
-            for i in part(count, thread, threads) {
+            for i in share(count, thread, threads) {
                 let lanes = Prompt::lanes(block, first + i);
                 // SAFETY: a panel is one item of one thread.
                 let states = unsafe { states.slice((first + i) * hidden * PANEL_TOKENS, hidden * PANEL_TOKENS) };
@@ -263,13 +267,15 @@ impl Prompt {
         let pairs = takes_pairs(simd, &layer.output.full);
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
         let (y, cos, sin) = (&self.y, &self.cos, &self.sin);
-        let (q, keys, values) = (Parts::new(&mut self.q), Parts::new(&mut self.keys), Parts::new(&mut self.values));
+        let (q, keys, values) =
+            (DisjointSlice::new(&mut self.q), DisjointSlice::new(&mut self.keys), DisjointSlice::new(&mut self.values));
         let broken = AtomicBool::new(false);
-        // Per KV head the keys, then the values of all its panels are one thread's; queries are dealt one by one.
+        // Per KV head one thread does all panels of keys, another all panels of values; queries are one item per head and
+        // panel.
         let items = 2 * kv_heads + heads * count;
         machine.pool.run(&|thread| {
             let mut head = vec![[0f32; LANES]; d];
-            for item in part(items, thread, threads) {
+            for item in share(items, thread, threads) {
                 let (kind, index, from) = if item < kv_heads {
                     (Kind::Key, item, places.key + item * d)
                 } else if item < 2 * kv_heads {
@@ -329,7 +335,7 @@ impl Prompt {
                             for (out, x) in out.iter_mut().zip(&head) {
                                 let bits = f16_bits(x[l]);
                                 let number = f16_is_finite(bits);
-                                // A later prompt multiplies what lies behind its end by zero, which makes zero of numbers only.
+                                // Only finite numbers are stored: a later prompt multiplies entries after its end by zero.
                                 *out = if number { bits } else { 0 };
                                 finite &= number;
                             }
@@ -381,12 +387,12 @@ impl Prompt {
         let (simd, threads, n) = (machine.simd, machine.pool.threads(), self.config.intermediate);
         let pairs = takes_pairs(simd, &layer.down.full);
         let (y, bias, width, len) = (&self.y, &layer.gate_up.bias, layer.gate_up.full.panels * PANEL, panel_len(n));
-        let x = Parts::new(&mut self.x);
-        // Whole panels of outputs are even numbers of features, so words of pairs have one writer.
+        let x = DisjointSlice::new(&mut self.x);
+        // A panel of outputs is an even number of features, so words of pairs have one writer.
         let per = n.div_ceil(PANEL);
         machine.pool.run(&|thread| {
             let mut out = [[0f32; LANES]; PANEL];
-            for item in part(at.1 * per, thread, threads) {
+            for item in share(at.1 * per, thread, threads) {
                 let (panel, unit) = (item / per, item % per);
                 let features = PANEL.min(n - unit * PANEL);
                 let y = &y[(panel * width + 2 * unit * PANEL) * PANEL_TOKENS..][..2 * PANEL * PANEL_TOKENS];
@@ -447,7 +453,7 @@ impl Prompt {
         Ok(width)
     }
 
-    /// Copies keys and values of tokens out, `[token][keys, values][kv head][D]` little-endian halves.
+    /// Exports keys and values of tokens, `[token][keys, values][kv head][D]` little-endian f16.
     pub(crate) fn export(&self, tokens: Range<usize>, out: &mut [u8]) -> Result<()> {
         let width = self.rows(&tokens, out.len())?;
         let d = self.config.head_dim;
@@ -463,7 +469,7 @@ impl Prompt {
         Ok(())
     }
 
-    /// Takes keys and values of tokens as [`Prompt::export`] yields them.
+    /// Imports keys and values of tokens in the format of [`Prompt::export`].
     pub(crate) fn import(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()> {
         let width = self.rows(&tokens, bytes.len())?;
         let d = self.config.head_dim;
@@ -512,7 +518,7 @@ fn norm_head<const FMA: bool>(head: &mut [[f32; LANES]], weight: &[f32], eps: f3
     }
 }
 
-/// RoPE of one head of sixteen tokens; `cos`, `sin`: `[D/2][64]` from the first of their lanes on.
+/// RoPE of one head of sixteen tokens; `cos`, `sin`: `[D/2][64]`, from the first token's lane on.
 #[inline(always)]
 fn turn<const FMA: bool>(head: &mut [[f32; LANES]], cos: &[f32], sin: &[f32]) {
     let half = head.len() / 2;

@@ -1,4 +1,4 @@
-//! Flush: G tokens of one KV head become a page of nibble planes; the bytes are those of core's `quantize_page` and `layout`.
+//! Flush: G tokens of one KV head become a page of nibble planes, with the bytes of core's `quantize_page` and `layout`.
 
 use crate::attend::Shape;
 use crate::dispatch::{Simd, portable};
@@ -42,7 +42,7 @@ impl Scratch {
     }
 }
 
-/// Quantises `keys` and `values`, `[G][D]` halves, into the blocks of a page; `lower` is empty where only U is kept.
+/// Quantises `keys` and `values`, `[G][D]` f16, into the blocks of a page; `lower` is empty if only U is kept.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::NotFinite`] for NaN and infinities.
@@ -97,7 +97,7 @@ fn params(rounding: Rounding, low: f32, high: f32) -> (f32, f32) {
     (f16_value(f16_bits(scale.max(SCALE_MIN))), f16_value(f16_bits(zero)))
 }
 
-/// Codes of `x` with one scale and zero per element. Constant groups are given scale 1, which codes them 0.
+/// Codes of `x` with one scale and zero per element. Constant groups use scale 1, so their codes are 0.
 #[inline(always)]
 fn codes<const N: usize>(rounding: Rounding, x: [f32; N], scale: [f32; N], zero: [f32; N]) -> [u8; N] {
     let mut out = [0u8; N];
@@ -174,13 +174,13 @@ fn value_codes<const FMA: bool>(shape: Shape, rounding: Rounding, scratch: &mut 
 
 const NIBBLES: u64 = 0x0f0f_0f0f_0f0f_0f0f;
 
-/// Eight nibbles, one per byte, to a lane: bytes 0..4 to the even nibbles, 4..8 to the odd ones.
+/// Packs eight nibbles, one per byte, into a lane: bytes 0..4 to the even nibbles, 4..8 to the odd ones.
 #[inline(always)]
 fn lane(nibbles: u64) -> u32 {
     nibbles as u32 | ((nibbles >> 32) as u32) << 4
 }
 
-/// Lanes are tokens, a lane eight consecutive channels.
+/// Lanes are tokens; a lane holds eight consecutive channels.
 fn pack_keys(shape: Shape, codes: &[u8], upper: &mut [u8], lower: &mut [u8]) {
     let Shape { d, d16, .. } = shape;
     for token in 0..G {
@@ -197,7 +197,7 @@ fn pack_keys(shape: Shape, codes: &[u8], upper: &mut [u8], lower: &mut [u8]) {
     }
 }
 
-/// Lanes are channels, a lane eight consecutive tokens. Codes behind D are zeros.
+/// Lanes are channels; a lane holds eight consecutive tokens. Codes after D are zeros.
 #[inline(always)]
 fn pack_values<const FMA: bool>(shape: Shape, codes: &[u8], upper: &mut [u8], lower: &mut [u8]) {
     let d16 = shape.d16;
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_none_are_errors() {
+    fn non_finite_elements_are_errors() {
         let shape = Shape::new(16);
         for bad in [f16::NAN, f16::INFINITY, f16::NEG_INFINITY] {
             for at in 0..2 {

@@ -1,7 +1,7 @@
-//! What the operations of a step cost on this machine: kernels timed at a model's widths, without its weights. `quantspec plan`
-//! sums them up.
+//! Cost of a step's operations on this machine: kernels timed at a model's widths, without its weights. `quantspec plan` adds
+//! them up.
 
-use crate::bench::{Attention, AttentionCase, Product, PromptAttention, PromptMatrix, Stored, machine};
+use crate::bench::{Attention, AttentionCase, Gemm, PromptAttention, PromptMatrix, Stored, machine};
 use crate::linear::PANEL;
 use quantspec_core::Result;
 use quantspec_core::cache::{G, visible_pages};
@@ -9,26 +9,26 @@ use quantspec_core::config::{Dtype, ModelConfig, View, Weights};
 use quantspec_core::plan::{full_page_bytes, lower_page_bytes, upper_page_bytes};
 use std::time::{Duration, Instant};
 
-/// Rows of a step at which matrices are timed; costs between them are nearly linear.
+/// Rows of a step for which linear layers are timed; the cost between them is nearly linear.
 pub const ROWS: [usize; 4] = [1, 4, 8, 16];
 
 /// Rows of a sequence at which attention is timed.
 pub const WINDOW: [usize; 3] = [1, 4, 8];
 
-/// Calls that are timed: at least so many, and until so much time has passed.
+/// Fewest timed calls, and the time after which no further call starts.
 const CALLS: usize = 5;
 const ENOUGH: Duration = Duration::from_millis(120);
 
-/// Bytes of a timed matrix at most: a larger one costs as much a byte.
+/// Most bytes of a timed matrix; a larger one costs the same per byte.
 const MATRIX_BYTES: usize = 64 << 20;
 
-/// Tokens in pages of a timed attention at most: a longer context costs as much a byte.
+/// Most tokens in pages for timed attention; a longer context costs the same per byte.
 const CONTEXT: usize = 8192;
 
 /// Prompt rows that are timed.
 const PROMPT_ROWS: usize = 256;
 
-/// Seconds a byte read, by rows of [`ROWS`] or [`WINDOW`], and operations a second of a prompt.
+/// Seconds per byte read, by rows of [`ROWS`] or [`WINDOW`], and operations per second of a prompt.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
     /// The checkpoint's matrices.
@@ -43,19 +43,19 @@ pub struct Rates {
     pub int4: Vec<f64>,
     /// Upper nibbles, read by a draft.
     pub draft_int4: Vec<f64>,
-    /// Seconds that handing a matrix to the threads takes.
+    /// Seconds to dispatch one linear layer to the threads.
     pub dispatch_s: f64,
-    /// Floating-point operations a second of a prompt's matrices.
+    /// Floating-point operations per second of a prompt's GEMMs.
     pub prompt_matrix: f64,
-    /// Floating-point operations a second of a prompt's attention.
+    /// Floating-point operations per second of a prompt's attention.
     pub prompt_attention: f64,
 }
 
-/// Times every operation for sequences of `context` tokens, in some seconds. Up to [`crate::bench::SPREAD`] bytes are held at a time.
-/// `poll` is asked between calls; its error ends the measurement.
+/// Times every operation for sequences of `context` tokens, in some seconds. Holds at most [`crate::bench::SPREAD`] bytes at
+/// a time. `poll` is called between calls; its error ends the measurement.
 ///
 /// # Errors
-/// Those of `poll` and [`machine`], and [`quantspec_core::ErrorKind::DoesNotFit`] where there is no such memory.
+/// Those of `poll` and [`machine`], and [`quantspec_core::ErrorKind::DoesNotFit`] if memory is short.
 pub fn rates(
     config: &ModelConfig,
     context: usize,
@@ -67,19 +67,19 @@ pub fn rates(
     let n = (2 * config.intermediate).min(MATRIX_BYTES / (2 * k)).next_multiple_of(PANEL);
     let layer = config.hidden * (config.q_width() + config.kv_width()) * 2 + 3 * config.hidden * config.intermediate;
     let elements = config.layers * layer + config.vocab * config.hidden;
-    let mut products = |stored, bytes| -> Result<Vec<f64>> {
-        // As many matrices as make up the model, so that one which lies in a cache is timed in it.
-        let mut product = Product::new(machine.with_spread(bytes), stored, n, k, ROWS[ROWS.len() - 1])?;
-        let bytes = product.bytes() as f64;
+    let mut gemms = |stored, bytes| -> Result<Vec<f64>> {
+        // As many matrices as the model has, so that a model that fits in a cache is timed there.
+        let mut gemm = Gemm::new(machine.with_spread(bytes), stored, n, k, ROWS[ROWS.len() - 1])?;
+        let bytes = gemm.bytes() as f64;
         let mut of_rows = |rows| {
-            product.take(rows);
-            Ok(fastest(poll, || product.call())? / bytes)
+            gemm.take(rows);
+            Ok(fastest(poll, || gemm.call())? / bytes)
         };
         rising(ROWS.into_iter().map(&mut of_rows))
     };
     let stored = if config.dtype == Dtype::F16 { Stored::F16 } else { Stored::Bf16 };
-    let weights = products(stored, elements * config.dtype.bytes())?;
-    let draft_weights = products(Stored::Int4, elements / 2)?;
+    let weights = gemms(stored, elements * config.dtype.bytes())?;
+    let draft_weights = gemms(Stored::Int4, elements / 2)?;
     let tokens = (visible_pages(context) * G).clamp(G, CONTEXT);
     let (heads, group, kv_heads, head_dim) = (config.heads, config.group(), config.kv_heads, config.head_dim);
     let mut attention = |view, weights| -> Result<Vec<f64>> {
@@ -98,7 +98,7 @@ pub fn rates(
     let int8 = attention(View::Both, Weights::Full)?;
     let int4 = attention(View::Upper, Weights::Full)?;
     let draft_int4 = attention(View::Upper, Weights::Draft)?;
-    let mut smallest = Product::new(machine.with_spread(0), Stored::Int8, PANEL, G, 1)?;
+    let mut smallest = Gemm::new(machine.with_spread(0), Stored::Int8, PANEL, G, 1)?;
     let dispatch_s = fastest(poll, || smallest.call())?;
     let mut matrix = PromptMatrix::new(machine, n, k, PROMPT_ROWS)?;
     let prompt_matrix = matrix.flops() as f64 / fastest(poll, || matrix.call())?;
@@ -117,7 +117,7 @@ fn page_bytes(view: View, head_dim: usize) -> usize {
     }
 }
 
-/// Costs by rows, each at least the one before it: more rows do not take less, but may have met a quieter moment.
+/// Makes costs ascend with rows: a lower cost for more rows is a disturbed measurement.
 fn rising(costs: impl Iterator<Item = Result<f64>>) -> Result<Vec<f64>> {
     let mut most = 0f64;
     costs
@@ -128,8 +128,7 @@ fn rising(costs: impl Iterator<Item = Result<f64>>) -> Result<Vec<f64>> {
         .collect()
 }
 
-/// Seconds of the fastest of some calls, after one that is not counted: what others do on the machine makes calls slower, and
-/// differently slow.
+/// Seconds of the fastest of several calls after a warm-up. Other processes make calls slower by varying amounts.
 fn fastest(poll: &mut dyn FnMut() -> Result<()>, mut call: impl FnMut() -> Result<()>) -> Result<f64> {
     call()?;
     let (began, mut calls, mut best) = (Instant::now(), 0, f64::INFINITY);
@@ -179,7 +178,7 @@ mod tests {
         for per_byte in [&found.weights, &found.draft_weights, &found.fp16, &found.int8, &found.int4, &found.draft_int4]
         {
             assert!(per_byte.len() >= WINDOW.len());
-            // Between a cache of 10 TB/s and a byte a microsecond.
+            // Between 10 TB/s, a fast cache, and one byte per microsecond.
             assert!(per_byte.iter().all(|seconds| (1e-13..1e-6).contains(seconds)), "{found:?}");
         }
         assert!((1e-8..1e-2).contains(&found.dispatch_s), "{found:?}");

@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Helpers of this crate's tests.
 
 use crate::dispatch::Simd;
 
@@ -37,7 +37,7 @@ impl Noise {
     }
 }
 
-/// Distance of `a` from the reference, relative to the reference's length.
+/// Distance of `a` from the reference, relative to the reference's norm.
 pub(crate) fn distance(a: &[f32], reference: &[f64]) -> f64 {
     assert_eq!(a.len(), reference.len());
     let (mut d, mut n) = (0.0, 0.0);

@@ -88,7 +88,7 @@ impl Tiles {
         let tiles = &self.data[index * len..(index + 1) * len];
         for (half, tiles) in tiles.chunks_exact(len / 2).enumerate() {
             for (first, rows) in groups(m, ROWS) {
-                let part = Part {
+                let part = Operands {
                     bits: self.bits,
                     tiles,
                     q: &acts.q[first * acts.width..],
@@ -374,7 +374,7 @@ fn quantize_body<const FMA: bool>(largest: f32, x: &[f32], q: &mut [i8], scale: 
 }
 
 /// One column of tiles and a few rows of activations.
-struct Part<'a> {
+struct Operands<'a> {
     bits: Bits,
     tiles: &'a [u8],
     q: &'a [i8],
@@ -384,7 +384,7 @@ struct Part<'a> {
     groups: usize,
 }
 
-impl Part<'_> {
+impl Operands<'_> {
     /// `out[j][16]`, rows 32 apart.
     fn rows(&self, simd: Simd, m: usize, out: &mut [f32]) {
         assert!(
@@ -422,13 +422,13 @@ impl Part<'_> {
         let part = self;
         for j in 0..m {
             let out = &mut out[j * PANEL..][..TILE_ROWS];
-            portable!(simd, column_body(part: &Part, j: usize, out: &mut [f32]));
+            portable!(simd, column_body(part: &Operands, j: usize, out: &mut [f32]));
         }
     }
 }
 
 #[inline(always)]
-fn column_body<const FMA: bool>(part: &Part, j: usize, out: &mut [f32]) {
+fn column_body<const FMA: bool>(part: &Operands, j: usize, out: &mut [f32]) {
     let mut acc = [0f32; TILE_ROWS];
     for (g, tile) in part.tiles.chunks_exact(part.bits.tile_bytes()).enumerate() {
         let q = &part.q[j * part.width + g * GROUP..][..GROUP];
@@ -465,16 +465,16 @@ fn column_body<const FMA: bool>(part: &Part, j: usize, out: &mut [f32]) {
 
 #[cfg(target_arch = "x86_64")]
 mod avx512 {
-    use super::{Bits, GROUP, PANEL, PARAMS, Part};
+    use super::{Bits, GROUP, Operands, PANEL, PARAMS};
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
     /// `vpdpbusd` on codes. High nibbles are used in place, 16 times too large, and shifted once per group.
     ///
     /// # Safety
-    /// The lengths `Part::rows` checks for M rows; `out`: M rows of 16, 32 apart.
+    /// The lengths `Operands::rows` checks for M rows; `out`: M rows of 16, 32 apart.
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-    pub(super) unsafe fn column<const M: usize>(part: &Part, out: *mut f32) {
+    pub(super) unsafe fn column<const M: usize>(part: &Operands, out: *mut f32) {
         // SAFETY: passed on.
         unsafe {
             match part.bits {
@@ -487,7 +487,7 @@ mod avx512 {
     /// V code vectors to a tile.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-    unsafe fn tiles<const M: usize, const V: usize>(part: &Part, out: *mut f32) {
+    unsafe fn tiles<const M: usize, const V: usize>(part: &Operands, out: *mut f32) {
         // SAFETY: offsets stay inside the lengths promised by the caller.
         unsafe {
             let (low, prefetch) = (_mm512_set1_epi8(15), Prefetch::here(M > 1));
@@ -539,7 +539,7 @@ mod avx512 {
 
 #[cfg(target_arch = "x86_64")]
 mod avx2 {
-    use super::{GROUP, PARAMS, Part};
+    use super::{GROUP, Operands, PARAMS};
     use crate::dispatch::Prefetch;
     use std::arch::x86_64::*;
 
@@ -547,9 +547,9 @@ mod avx2 {
     /// widened, products of whole bytes would not. High nibbles of 8-bit codes count sixteen times.
     ///
     /// # Safety
-    /// The lengths `Part::rows` checks, for row j; `out`: 16 floats.
+    /// The lengths `Operands::rows` checks, for row j; `out`: 16 floats.
     #[target_feature(enable = "avx2,fma,f16c")]
-    pub(super) unsafe fn column<const V: usize>(part: &Part, j: usize, out: *mut f32) {
+    pub(super) unsafe fn column<const V: usize>(part: &Operands, j: usize, out: *mut f32) {
         // SAFETY: offsets stay inside the lengths promised by the caller.
         unsafe {
             let low = _mm256_set1_epi8(15);
@@ -677,7 +677,7 @@ mod tests {
     }
 
     #[test]
-    fn products_match_core_on_every_path() {
+    fn gemms_match_core_on_every_path() {
         let mut noise = Noise::new(12);
         for k in [100, 128, 704] {
             let (w, x) = (noise.normals(32 * k), noise.normals(5 * k));
@@ -713,7 +713,7 @@ mod tests {
     }
 
     #[test]
-    fn activations_that_are_no_numbers_have_a_scale_that_is_none() {
+    fn nan_activations_have_a_nan_scale() {
         let k = 3 * GROUP;
         let x = Noise::new(13).normals(k);
         for simd in paths() {

@@ -5,14 +5,14 @@ use crate::dispatch::Simd;
 use crate::hierarchy::{self, Planes, Read};
 use crate::lanes::{bf16_value, f16_value};
 use crate::linear::{Matrix, PANEL, Store, Weight, repack16, repack32};
-use crate::memory::{Array, Parts};
-use crate::pool::{Pool, part};
+use crate::memory::{Array, DisjointSlice};
+use crate::pool::{Pool, share};
 use crate::w4::{self, Bits, Tiles};
 use quantspec_core::config::{DraftWeights, Dtype, ModelConfig, Sensitive, TargetWeights, Weights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Hooks, Options};
 use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
-use quantspec_model::draft_cache::{self, Drafts};
+use quantspec_model::draft_cache::{self, DraftBlocks};
 use std::sync::Mutex;
 
 /// Bytes of a checkpoint one thread reads between two calls of the hooks: a quarter of a second of a slow disk.
@@ -26,7 +26,7 @@ pub(crate) const fn panels(n: usize) -> usize {
 /// A linear layer: the target's weights, what drafts read where that is something else, and biases in the order of its outputs.
 pub(crate) struct Linear {
     pub(crate) full: Matrix,
-    pub(crate) draft: Option<Draft>,
+    pub(crate) draft: Option<DraftMatrix>,
     /// Empty where the model has none.
     pub(crate) bias: Vec<f32>,
 }
@@ -35,11 +35,11 @@ impl Linear {
     /// What a pass multiplies by.
     pub(crate) fn weight(&self, weights: Weights) -> Weight<'_> {
         match (weights, &self.draft, &self.full.store) {
-            (Weights::Draft | Weights::Draft4, Some(Draft::Tiles(tiles)), _) => Weight::Draft(tiles),
-            (Weights::Draft4, Some(Draft::Planes(Read::Upper)), Store::Planes(planes)) => {
+            (Weights::Draft | Weights::Draft4, Some(DraftMatrix::Tiles(tiles)), _) => Weight::Tiles(tiles),
+            (Weights::Draft4, Some(DraftMatrix::Planes(Read::Upper)), Store::Planes(planes)) => {
                 Weight::Planes(planes, Read::Upper4)
             }
-            (Weights::Draft | Weights::Draft4, Some(Draft::Planes(read)), Store::Planes(planes)) => {
+            (Weights::Draft | Weights::Draft4, Some(DraftMatrix::Planes(read)), Store::Planes(planes)) => {
                 Weight::Planes(planes, *read)
             }
             (_, _, Store::Planes(planes)) => Weight::Planes(planes, Read::Target),
@@ -50,14 +50,14 @@ impl Linear {
     /// Draft weights of its own.
     fn tiles(&self) -> Option<&Tiles> {
         match &self.draft {
-            Some(Draft::Tiles(tiles)) => Some(tiles),
+            Some(DraftMatrix::Tiles(tiles)) => Some(tiles),
             _ => None,
         }
     }
 }
 
 /// What drafts read of a linear layer.
-pub(crate) enum Draft {
+pub(crate) enum DraftMatrix {
     /// Weights of their own.
     Tiles(Tiles),
     /// The target's planes.
@@ -95,16 +95,16 @@ pub(crate) struct Model {
 
 /// Where the three parts of the fused QKV output start.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct QkvPlaces {
+pub(crate) struct QkvOffsets {
     pub(crate) key: usize,
     pub(crate) value: usize,
     pub(crate) width: usize,
 }
 
-impl QkvPlaces {
-    pub(crate) fn new(config: &ModelConfig) -> QkvPlaces {
+impl QkvOffsets {
+    pub(crate) fn new(config: &ModelConfig) -> QkvOffsets {
         let (q, kv) = (panels(config.q_width()) * PANEL, panels(config.kv_width()) * PANEL);
-        QkvPlaces { key: q, value: q + kv, width: q + 2 * kv }
+        QkvOffsets { key: q, value: q + kv, width: q + 2 * kv }
     }
 }
 
@@ -125,10 +125,11 @@ impl Sizes {
     fn new(config: &ModelConfig, options: &Options) -> Sizes {
         let (kept, Sensitive(sensitive)) = (options.draft_weights.kinds(), options.sensitive);
         let bits = |kind: usize| {
-            let bits = if sensitive[kind] { Bits::Eight } else { Bits::Four };
+            let both = options.weights != TargetWeights::Int4;
+            let bits = if both && sensitive[kind] { Bits::Eight } else { Bits::Four };
             kept[kind].then_some(bits)
         };
-        let qkv = QkvPlaces::new(config).width / PANEL;
+        let qkv = QkvOffsets::new(config).width / PANEL;
         let hidden = panels(config.hidden);
         Sizes {
             layer: [
@@ -156,7 +157,7 @@ fn both_planes(weights: TargetWeights, head: bool) -> Option<bool> {
 }
 
 /// The drafts of a checkpoint on disk, where it keeps them: a block is a panel, in the order of [`Loader::linear`].
-fn drafts(checkpoint: &Checkpoint, options: &Options, sizes: &Sizes) -> Option<Drafts> {
+fn drafts(checkpoint: &Checkpoint, options: &Options, sizes: &Sizes) -> Option<DraftBlocks> {
     if options.weights != TargetWeights::Checkpoint {
         return None;
     }
@@ -175,7 +176,7 @@ fn drafts(checkpoint: &Checkpoint, options: &Options, sizes: &Sizes) -> Option<D
     let linears = std::iter::repeat_n(&sizes.layer, layers).flatten().chain([&sizes.head]);
     let panels = linears.filter_map(|(panels, k, bits)| Some((*panels, Tiles::panel_bytes(*k, (*bits)?))));
     let blocks = panels.flat_map(|(panels, bytes)| std::iter::repeat_n(bytes, panels));
-    Drafts::open(checkpoint.draft_cache()?, &kind, &recipe, blocks)
+    DraftBlocks::open(checkpoint.draft_cache()?, &kind, &recipe, blocks)
 }
 
 /// Bytes of the weights and of the draft weights.
@@ -212,7 +213,7 @@ fn vectors(config: &ModelConfig) -> usize {
     let when = |there: bool, n: usize| if there { n } else { 0 };
     let layer = 2 * config.hidden
         + when(config.qk_norm, 2 * config.head_dim)
-        + when(config.qkv_bias, QkvPlaces::new(config).width)
+        + when(config.qkv_bias, QkvOffsets::new(config).width)
         + when(config.output_bias, panels(config.hidden) * PANEL)
         + when(config.mlp_bias, (2 * panels(config.intermediate) + panels(config.hidden)) * PANEL);
     4 * (config.layers * layer + config.hidden)
@@ -236,7 +237,7 @@ impl Model {
         let drafts = drafts(checkpoint, options, &sizes);
         let weights = options.weights;
         let total: usize = matrices(config).map(|part| checkpoint.bytes(part)).sum();
-        let total = total + drafts.as_ref().map_or(0, Drafts::unsaved_bytes);
+        let total = total + drafts.as_ref().map_or(0, DraftBlocks::unsaved_bytes);
         let drafts_of = drafts.as_ref();
         let mut loader =
             Loader { checkpoint, weights, simd, pool, hooks, drafts: drafts_of, blocks: 0, done: 0, total };
@@ -340,7 +341,7 @@ struct Loader<'a> {
     simd: Simd,
     pool: &'a Pool,
     hooks: &'a mut Hooks,
-    drafts: Option<&'a Drafts>,
+    drafts: Option<&'a DraftBlocks>,
     /// Blocks of `drafts` before the linear layer under way.
     blocks: usize,
     done: usize,
@@ -363,7 +364,7 @@ impl Loader<'_> {
             first,
             step,
         };
-        let places = QkvPlaces::new(&config);
+        let places = QkvOffsets::new(&config);
         let when = |there: bool, bias: LayerPart| there.then_some(bias);
         let qkv = [
             source(LayerPart::Q, when(config.qkv_bias, LayerPart::QBias), 0, 1),
@@ -420,8 +421,8 @@ impl Loader<'_> {
         self.blocks += draft.as_ref().map_or(0, |tiles| tiles.panels);
         let read = |bits| if bits == Bits::Eight { Read::Both } else { Read::Upper };
         let draft = match planes {
-            Some(_) => bits.map(|bits| Draft::Planes(read(bits))),
-            None => draft.map(Draft::Tiles),
+            Some(_) => bits.map(|bits| DraftMatrix::Planes(read(bits))),
+            None => draft.map(DraftMatrix::Tiles),
         };
         Ok(Linear { full, draft, bias })
     }
@@ -434,19 +435,20 @@ impl Loader<'_> {
         let (len, count) = (Matrix::panel_len(k), panels(rows));
         let per_thread = (SLICE_BYTES / (PANEL * k * dtype.bytes()).max(1)).max(1);
         enum Out<'a> {
-            Bits16(Parts<'a, u16>),
-            Bits32(Parts<'a, f32>),
-            Planes(Parts<'a, u8>, Parts<'a, u8>, (usize, usize)),
+            Bits16(DisjointSlice<'a, u16>),
+            Bits32(DisjointSlice<'a, f32>),
+            Planes(DisjointSlice<'a, u8>, DisjointSlice<'a, u8>, (usize, usize)),
         }
         let out = match &mut full.store {
-            Store::Bf16(array) | Store::F16(array) => Out::Bits16(Parts::new(array)),
-            Store::F32(array) => Out::Bits32(Parts::new(array)),
+            Store::Bf16(array) | Store::F16(array) => Out::Bits16(DisjointSlice::new(array)),
+            Store::F32(array) => Out::Bits32(DisjointSlice::new(array)),
             Store::Planes(Planes { upper, lower, .. }) => {
                 let bytes = Planes::panel_bytes(k, !lower.is_empty());
-                Out::Planes(Parts::new(upper), Parts::new(lower), bytes)
+                Out::Planes(DisjointSlice::new(upper), DisjointSlice::new(lower), bytes)
             }
         };
-        let tiles = draft.map(|tiles| (tiles.bits, Tiles::panel_bytes(k, tiles.bits), Parts::new(&mut tiles.data)));
+        let tiles =
+            draft.map(|tiles| (tiles.bits, Tiles::panel_bytes(k, tiles.bits), DisjointSlice::new(&mut tiles.data)));
         let named = |error: Error| Error {
             message: format!("{}: {}", checkpoint.tensor_name(source.part), error.message),
             ..error
@@ -508,7 +510,7 @@ impl Loader<'_> {
         let ((rows, cols), dtype) = (checkpoint.shape(part), checkpoint.dtype(part));
         let row = cols * dtype.bytes();
         let mut bytes = Array::zeros(rows * row)?;
-        let out = Parts::new(&mut bytes);
+        let out = DisjointSlice::new(&mut bytes);
         let per = (SLICE_BYTES / 8 / row.max(1)).max(1);
         let one = |block: usize| -> Result<()> {
             let range = block * per..rows.min((block + 1) * per);
@@ -545,7 +547,7 @@ impl Loader<'_> {
         for first in (0..count).step_by(per_thread * threads) {
             let units = (count - first).min(per_thread * threads);
             self.pool.run(&|thread| {
-                let mine = part(units, thread, threads);
+                let mine = share(units, thread, threads);
                 if let Err(error) = work(first + mine.start..first + mine.end) {
                     // Threads do not panic while they hold the lock.
                     if let Ok(mut failure) = failure.lock() {

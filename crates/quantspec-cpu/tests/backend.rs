@@ -1,5 +1,4 @@
-//! What a caller of the backend relies on beside numbers: memory as planned, hooks that are asked, errors that name what is
-//! wrong, slots that do not see each other.
+//! Contract of the CPU backend apart from numerics: planned memory, hooks, errors, independent slots.
 
 #[path = "support/paths.rs"]
 mod paths;
@@ -13,7 +12,7 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind};
 use quantspec_cpu::dispatch::{Choice, Simd};
 use quantspec_cpu::{CpuBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Network, Options, Row, Step, TokenSampler, Turn};
+use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Network, Options, Row, Step, TokenSampler, Turn};
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::forward;
@@ -35,14 +34,14 @@ fn options(slots: usize, capacity: usize) -> Options {
         draft_weights: DraftWeights::Int4,
         sensitive: Sensitive::NONE,
         rejection: false,
-        // Automatic γ chooses by what was timed: room for all that any choice takes.
+        // Automatic γ depends on timing, so there is room for any choice.
         step_rows: slots * (GAMMA_MAX + 1),
         block_rows: 64,
         threads: 2,
     }
 }
 
-/// One decode row of a slot; logits.
+/// One decode row of a slot; returns its logits.
 fn step(backend: &mut CpuBackend, slot: usize, token: u32, position: usize) -> Result<Vec<f32>, Error> {
     backend.set_window(slot, &[token])?;
     let rows = [Row { slot, offset: 0, position }];
@@ -59,7 +58,7 @@ fn memory_is_what_was_planned() {
         (Shape::new("qwen3", "F16", (2, 2, 64)), DraftWeights::None),
         (Shape { tied: false, ..Shape::new("qwen2", "BF16", (2, 1, 64)) }, DraftWeights::Int4),
     ] {
-        // The last one mixes number formats: of tables, within a fused matrix, of a layer.
+        // The last checkpoint mixes number formats: of tables, within a fused matrix, of a layer.
         let checkpoint = shape.edited(1, &|name, _, dtype| {
             *dtype = match (shape.family, name) {
                 ("qwen2", "model.embed_tokens.weight" | "lm_head.weight") => "F32",
@@ -96,7 +95,7 @@ fn memory_is_what_was_planned() {
 }
 
 #[test]
-fn loading_tells_how_far_it_is_and_stops_when_asked() {
+fn loading_reports_progress_and_stops_on_request() {
     let checkpoint = LLAMA.checkpoint(2);
     let seen = Arc::new(AtomicUsize::new(0));
     let last = seen.clone();
@@ -121,7 +120,7 @@ fn loading_tells_how_far_it_is_and_stops_when_asked() {
 }
 
 #[test]
-fn prefill_asks_inside_its_operations() {
+fn prefill_polls_inside_its_operations() {
     let checkpoint = LLAMA.checkpoint(3);
     let calls = Arc::new(AtomicUsize::new(0));
     let counter = calls.clone();
@@ -135,15 +134,16 @@ fn prefill_asks_inside_its_operations() {
     let ids = random::tokens(300, 300, 4);
     let before = calls.load(Relaxed);
     forward::prefill(&mut backend, 0, &ids, 64, &mut |_, _| ()).expect("prefill");
-    // The forward pass asks behind every block's embedding, behind five operations of each of five blocks of two layers, and behind each layer.
+    // The forward pass polls after every block's embedding, after five operations of each of five blocks of two layers, and
+    // after each layer.
     let outside = 5 + 2 * (5 * 5 + 1);
-    // Five operations, and what ends a layer, ask once inside for work as small as this.
+    // Five operations, and the end of a layer, poll once inside for work as small as this.
     let inside = calls.load(Relaxed) - before - outside;
     assert_eq!(inside, 2 * (5 * 5 + 1));
 }
 
 #[test]
-fn weights_that_are_no_numbers_are_named() {
+fn nan_weights_are_named() {
     for name in ["model.embed_tokens.weight", "lm_head.weight", "model.layers.1.mlp.down_proj.weight"] {
         for bits in [0x7f80, 0xff80, 0x7fc0] {
             for weights in [TargetWeights::Checkpoint, TargetWeights::Int8, TargetWeights::Int4] {
@@ -159,7 +159,7 @@ fn weights_that_are_no_numbers_are_named() {
 
 #[test]
 fn keys_beyond_half_precision_are_an_error() {
-    // One weight of 1e6 in the value projection: finite in BF16, the values are not in f16.
+    // One weight of 1e6 in the value projection: finite in BF16, but the values overflow f16.
     let checkpoint = LLAMA.damaged(5, "model.layers.0.self_attn.v_proj.weight", 0x4974);
     let mut backend = CpuBackend::load(
         &checkpoint,
@@ -176,9 +176,9 @@ fn keys_beyond_half_precision_are_an_error() {
 }
 
 #[test]
-fn a_logit_may_mask_its_token_and_no_more() {
-    // Hidden states are embeddings: layers add nothing. Token 7 alone has a first channel, token 8 its opposite, and what the head
-    // makes of it for token 5 is beyond f32.
+fn a_logit_may_mask_its_own_token_only() {
+    // Hidden states are embeddings, as layers add nothing. Only token 7 has a non-zero first channel, token 8 the negative of
+    // it. The head's weights make its logit for token 5 overflow f32.
     let (above, below, masked) = (7, 8, 5);
     for (dtype, all) in [("F32", false), ("BF16", false), ("F32", true)] {
         let shape = Shape { dtype, ..LLAMA };
@@ -221,7 +221,7 @@ fn a_logit_may_mask_its_token_and_no_more() {
             };
             assert_eq!(infinite(&mut backend, 0), [], "{name}");
             assert_eq!(infinite(&mut backend, 1), [(masked, f32::NEG_INFINITY)], "{name}");
-            // A prompt's last row is no different.
+            // A prompt's last row behaves the same.
             forward::prefill(&mut backend, 0, &[9, below as u32], 64, &mut |_, _| ()).expect("a masked token");
             assert_eq!(infinite(&mut backend, 0), [(masked, f32::NEG_INFINITY)], "{name}");
             assert_ne!(backend.first(&Turn::new(0, 2, 0, Sampler::greedy())).expect("a token"), masked as u32);
@@ -245,7 +245,7 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
     for choice in choices() {
         let name = choice.simd.name();
         let load = || CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice.clone()).expect("load");
-        // The logits of a prompt and of steps up to where both that failed had got.
+        // The logits of a prompt and of steps up to the position of both failures.
         let decode = |backend: &mut CpuBackend| -> Vec<Vec<u32>> {
             backend.open(0, 256).expect("open");
             forward::prefill(backend, 0, &clean, 64, &mut |_, _| ()).expect("prefill");
@@ -269,12 +269,12 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
 }
 
 #[test]
-fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
-    // 6,600 · √96 fits half precision; in four bits it is one number with 6,800, between the two, which does not.
+fn a_failing_draft_ends_the_draft_only() {
+    // 6,600 · √96 fits in f16. In four bits it shares a code with 6,800, at a value between the two that does not fit.
     let (bad, shape) = (7, Shape::new("llama", "F32", (4, 2, 32)));
     let checkpoint = shape.overflowing(9, bad, [6600.0, 6800.0]);
     let options = Options { rejection: true, ..options(2, 512) };
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let prompt = random::tokens(300, 20, 6);
     for choice in choices() {
         let name = choice.simd.name();
@@ -290,7 +290,7 @@ fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
         step(&mut backend, 0, bad as u32, 0).expect("the target computes it");
 
         // Two answers, the first of which begins with that token.
-        let run = |accept: Accept, draft: Option<DraftPlan>, policy: Policy, gammas: [Option<usize>; 2]| {
+        let run = |accept: Accept, draft: Option<DraftConfig>, policy: Policy, gammas: [Option<usize>; 2]| {
             let method = Method { target: View::Both, drafter: draft.map(SelfQuantised::boxed), policy };
             let mut engine = Engine::new(load(), method, 2, 512, 64);
             let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, accept).expect("sampler");
@@ -325,23 +325,23 @@ fn what_the_draft_alone_cannot_compute_ends_the_draft_alone() {
             let (texts, ..) = run(Accept::Replay, Some(plan), policy, gammas);
             assert_eq!(texts, plain, "{name} {gammas:?}");
         }
-        // The first round drafts nothing: the other sequence's draft ends with the one that cannot be computed.
+        // The first round drafts nothing: the other sequence's draft ends with the failing one.
         let (_, rounds, drafted) = run(Accept::Rejection, Some(plan), Policy::fixed(3), [Some(3), Some(3)]);
         assert!(drafted > 0 && drafted <= 3 * (rounds - 2), "{name}: {drafted} drafted in {rounds}");
     }
 }
 
 #[test]
-fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
-    // The target cannot feed token 7. Drafts propose it, and plain decoding may choose another one.
+fn a_failing_drafted_token_ends_no_text() {
+    // The target fails on token 7. Drafts propose it, and plain decoding may choose another one.
     let (bad, shape) = (7, Shape { vocab: 32, ..LLAMA });
     let checkpoint = shape.overflowing(9, bad, [2e4, 0.0]);
     let options = Options { rejection: true, ..options(1, 256) };
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let prompt: Vec<u32> = (0..20).map(|i| i % 7).collect();
     for choice in choices() {
-        // The tokens up to the end or to what cannot be computed.
-        let run = |accept: Accept, seed: u64, draft: Option<DraftPlan>, policy: Policy| {
+        // The tokens up to the end, or up to the failure.
+        let run = |accept: Accept, seed: u64, draft: Option<DraftConfig>, policy: Policy| {
             let load = CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice.clone()).expect("load");
             let mut engine = Engine::new(
                 load,
@@ -382,16 +382,16 @@ fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
 }
 
 #[test]
-fn a_round_that_is_taken_again_costs_neighbours_no_token() {
-    // As above, three answers at once: what one of them drafted makes a plain step of the round of all.
+fn a_repeated_round_changes_no_token_of_neighbours() {
+    // As above, with three answers at once: a failing draft of one turns the round of all into a plain step.
     let (bad, shape) = (7, Shape { vocab: 32, ..LLAMA });
     let checkpoint = shape.overflowing(9, bad, [2e4, 0.0]);
     let options = options(3, 256);
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let prompt = |seed: u64| (0..20).map(|i| (i + seed as u32) % 7).collect::<Vec<u32>>();
     for choice in choices() {
         let name = choice.simd.name();
-        let engine = |draft: Option<DraftPlan>| {
+        let engine = |draft: Option<DraftConfig>| {
             let load = CpuBackend::load_on(&checkpoint, &options, Hooks::default(), choice.clone()).expect("load");
             let policy = Policy::fixed(if draft.is_some() { 5 } else { 0 });
             Engine::new(
@@ -402,8 +402,9 @@ fn a_round_that_is_taken_again_costs_neighbours_no_token() {
                 64,
             )
         };
-        // The texts of seeds, or None where plain decoding chose the token itself; and rounds that were taken again.
-        let run = |seeds: &[u64], draft: Option<DraftPlan>| -> Option<(Vec<Vec<u32>>, usize)> {
+        // The texts of the seeds, or None if plain decoding chose the failing token itself; and the number of repeated
+        // rounds.
+        let run = |seeds: &[u64], draft: Option<DraftConfig>| -> Option<(Vec<Vec<u32>>, usize)> {
             let mut engine = engine(draft);
             let (mut texts, mut again) = (Vec::new(), 0);
             for &seed in seeds {
@@ -415,8 +416,8 @@ fn a_round_that_is_taken_again_costs_neighbours_no_token() {
                 let running = (0..texts.len()).filter(|&slot| texts[slot].len() < 30);
                 let round: Vec<(usize, usize)> = running.map(|slot| (slot, engine.choose_gamma(slot))).collect();
                 engine.draft(&round).expect("draft");
-                // A draft ends with the token, which cannot be fed: it is verified wherever it is in a window, which may be
-                // shorter than was asked for then.
+                // A draft ends with the token, on which the target fails. It is verified at any window offset; the draft may
+                // then be shorter than requested.
                 let backend = engine.backend();
                 let in_vain = round.iter().any(|&(slot, gamma)| {
                     let drafted = (1..=gamma).rev().find_map(|n| backend.window(slot, n + 1).ok());
@@ -425,7 +426,7 @@ fn a_round_that_is_taken_again_costs_neighbours_no_token() {
                 let counts = |engine: &Engine<CpuBackend>| (engine.stats().drafted_tokens(), engine.stats().rounds());
                 let before = counts(&engine);
                 let emitted = engine.verify().ok()?;
-                // What was drafted in vain counts as drafted, and a round taken again as one.
+                // Tokens of a failed draft count as drafted, and a repeated round as one round.
                 let after = counts(&engine);
                 assert!(!in_vain || after.0 > before.0, "{name}: {after:?}");
                 assert_eq!(after.1, before.1 + round.len(), "{name}");
@@ -521,7 +522,7 @@ fn sequences_share_the_pages_of_a_pool() {
         let options = Options { pool_pages, ..options(slots, 720) };
         let backend = CpuBackend::load(&checkpoint, &options, Hooks::default()).expect("load");
         assert_eq!(backend.memory(), plan(&checkpoint, &options));
-        let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+        let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
         let method = Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy: Policy::fixed(3) };
         let mut engine = Engine::new(backend, method, slots, 720, 64);
         engine.share_pages(options.pages());
@@ -551,7 +552,7 @@ fn sequences_share_the_pages_of_a_pool() {
             text
         })
         .collect();
-    // Nine pages where three slots of the longest sequence would have fifteen.
+    // Nine pages; three slots of the longest sequence would need fifteen.
     let mut engine = open(3, 9);
     let plans = [open(3, 9).memory(), open(3, usize::MAX).memory()].map(|memory| memory.cache_upper_bytes);
     assert_eq!(plans[0] * 15, plans[1] * 9);
@@ -561,7 +562,7 @@ fn sequences_share_the_pages_of_a_pool() {
     let slots: Vec<usize> = begun.iter().map(|(slot, _)| *slot).collect();
     let mut texts: Vec<Vec<u32>> = begun.drain(..).map(|(_, text)| text).collect();
     decode(&mut engine, &slots, &mut texts);
-    // The shortest leaves, and its page is too few for the next.
+    // The shortest sequence ends; its page is not enough for the next one.
     engine.finish(slots[1]);
     assert!(engine.has_room(127) && !engine.has_room(prompts[3].len() + new_tokens));
     let error = engine.add(&prompts[3], Sampler::greedy(), new_tokens).expect_err("no pages");
@@ -576,7 +577,7 @@ fn sequences_share_the_pages_of_a_pool() {
         }
     }
     assert_eq!(texts, [alone[2].clone(), alone[3].clone()]);
-    // A backend holds to its pool by itself.
+    // The backend enforces its pool limit itself.
     let backend = engine.backend();
     let error = backend.open(0, 720).and_then(|()| backend.open(1, 720)).expect_err("beyond the pool");
     assert_eq!(error.kind, ErrorKind::DoesNotFit);

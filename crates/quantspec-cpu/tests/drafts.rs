@@ -1,4 +1,4 @@
-//! Draft weights from disk: the same bits as made ones, and never of other weights than the checkpoint's.
+//! Draft weights from disk equal computed ones bit for bit, and always belong to the checkpoint's weights.
 
 #[path = "support/random.rs"]
 #[allow(dead_code, reason = "one token is enough here")]
@@ -30,7 +30,7 @@ impl Drop for Folder {
     }
 }
 
-/// Bits of the logits of a draft step, and how the drafts came about.
+/// Bits of a draft step's logits, and the origin of the draft weights.
 fn load(checkpoint: Checkpoint, folder: Option<&Folder>, draft: DraftWeights, threads: usize) -> (Vec<u32>, Origin) {
     load_sensitive(checkpoint, folder, (draft, Sensitive::NONE), threads)
 }

@@ -1,11 +1,11 @@
 //! The law of exactness, on whole engines: emitted tokens are a function of the prompt, the target view, the sampling
-//! setting and the seed, and of nothing else. Bits are compared, never tolerances.
+//! settings and the seed alone. Comparisons are exact, without tolerances.
 //!
-//! Every run below is compared with autoregressive decoding of the same prompt alone on one thread. A covering selection of
-//! combinations runs at 320 tokens, long enough to cross two page borders from every prompt length; `QUANTSPEC_LAWS=long` runs
-//! it at the law's length (2,000 tokens, prompts of up to 5,000, one sequence of 10,000 tokens), `QUANTSPEC_LAWS=full` every
-//! combination at that length. Models beside the embedded one are taken from the directory `QUANTSPEC_TEST_MODELS`, where it is
-//! set.
+//! Every run is compared with autoregressive decoding of the same prompt alone on one thread. By default, a covering
+//! selection of combinations runs at 320 tokens, enough to cross two page borders from every prompt length.
+//! `QUANTSPEC_LAWS=long` runs the selection at the law's length (2,000 tokens, prompts of up to 5,000, one sequence of 10,000
+//! tokens), `QUANTSPEC_LAWS=full` every combination at that length. Models in the directory `QUANTSPEC_TEST_MODELS`, if set,
+//! run in addition to the embedded one.
 
 #![allow(clippy::print_stderr, reason = "tools/test.sh gathers what ran and what did not")]
 
@@ -25,7 +25,7 @@ use std::sync::Mutex;
 
 const BLOCK_ROWS: usize = 256;
 
-/// What `QUANTSPEC_LAWS` asks for.
+/// Value of `QUANTSPEC_LAWS`.
 #[derive(Clone, Copy, PartialEq, PartialOrd)]
 enum Laws {
     Short,
@@ -54,7 +54,7 @@ fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// A directory of the test collection, or None (said loudly) where it is not at hand.
+/// A directory of the test collection, or None with a printed notice if it is absent.
 fn collection(name: &str) -> Option<PathBuf> {
     let Some(folder) = std::env::var_os("QUANTSPEC_TEST_MODELS") else {
         eprintln!("SKIPPED: {name} needs QUANTSPEC_TEST_MODELS, a directory that holds the model {name}");
@@ -79,12 +79,12 @@ struct Run {
     method: &'static str,
     pages: Pages,
     gamma: usize,
-    /// γ is up to `gamma`, as the policy and the leads of the drafted tokens say.
+    /// γ is at most `gamma`; the policy and the logit margins of drafted tokens decide.
     auto: bool,
     threads: usize,
     rounding: Rounding,
     sensitive: Sensitive,
-    /// Rows of a prompt, over all layers, between two rounds of the sequences before it.
+    /// Rows of a prompt, over all layers, between two rounds of earlier sequences.
     chunk_rows: usize,
 }
 
@@ -108,8 +108,9 @@ impl Run {
         Run { method, pages, gamma, threads, ..Run::ar() }
     }
 
-    /// The method's drafter. As a second checkpoint the demo model drafts for every model of its tokenizer, others for themselves. Where the
-    /// target reads both nibbles and γ is even it reads the upper ones, so that it errs as its own target, too.
+    /// The method's drafter. As a second checkpoint, the demo model drafts for every model with its tokenizer, others for
+    /// themselves. If the target reads both nibbles and γ is even, the second checkpoint reads the upper ones, so that its
+    /// own target errs too.
     fn drafter(&self, model: &Path, target: &Options) -> Option<Box<dyn Drafter>> {
         let method = draft::Entry::named(self.method).expect("a method");
         if !matches!(method.source, draft::Source::Checkpoint) {
@@ -130,7 +131,7 @@ impl Run {
         self.decode_and_tell(model, prompts, sampler, new_tokens, None).into_iter().map(|(text, _)| text).collect()
     }
 
-    /// The same, and log-probabilities of every token with so many of the likeliest, where wanted.
+    /// As `decode`, also returning log-probabilities of every token and of the most likely ones, if requested.
     fn decode_and_tell(
         &self,
         model: &Path,
@@ -139,7 +140,7 @@ impl Run {
         new_tokens: usize,
         top: Option<usize>,
     ) -> Vec<(Vec<u32>, Vec<Logprob>)> {
-        // Tests run in parallel, and pools that share cores spend their time waiting for each other.
+        // Tests run in parallel, and pools that share cores would mostly wait for each other.
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
         let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         let checkpoint = Checkpoint::open(model).expect("checkpoint");
@@ -200,7 +201,7 @@ impl Run {
     }
 }
 
-/// A round of every text that is not at its end; false where all are.
+/// Runs a round for every unfinished text; returns false if there is none.
 fn round(engine: &mut Engine<CpuBackend>, texts: &mut [Vec<u32>], new_tokens: usize) -> bool {
     let gammas: Vec<(usize, usize)> = (0..texts.len())
         .filter(|&slot| texts[slot].len() < new_tokens)
@@ -224,7 +225,7 @@ fn replay() -> Sampler {
     Sampler::new(0.9, 50, 0.95, 0.01, 7, 0, Accept::Replay).expect("sampler")
 }
 
-/// Says where two texts part, which a plain assert_eq on thousands of tokens would bury.
+/// Reports the position at which two texts differ; assert_eq would print thousands of tokens.
 fn assert_same(what: &str, reference: &[u32], tokens: &[u32]) {
     if let Some(at) = (0..reference.len().min(tokens.len())).find(|&at| reference[at] != tokens[at]) {
         panic!("{what}: token {at} is {} and must be {}", tokens[at], reference[at]);
@@ -232,14 +233,14 @@ fn assert_same(what: &str, reference: &[u32], tokens: &[u32]) {
     assert_eq!(reference.len(), tokens.len(), "{what}: lengths differ");
 }
 
-/// Which of `prompts` prompts each run decodes. Runs of one batch begin at prompts three apart, so that eight of them meet every
-/// prompt, in every place and beside other neighbours.
+/// The prompts that each run decodes. Runs of the same batch size start three prompts apart, so that eight of them use every
+/// prompt, at every place and with different neighbours.
 fn chosen(runs: &[(Run, usize)], prompts: usize) -> Vec<Vec<usize>> {
     let begins = |at: usize| 3 * runs[..at].iter().filter(|(_, batch)| *batch == runs[at].1).count();
     (0..runs.len()).map(|at| (0..runs[at].1).map(|i| (begins(at) + i) % prompts).collect()).collect()
 }
 
-/// Runs every combination against decoding each prompt alone, with the weights of the first.
+/// Compares every combination with decoding each prompt alone, with the weights of the first run.
 fn law(model: &Path, prompts: &[Vec<u32>], new_tokens: usize, runs: &[(Run, usize)]) {
     law_of(model, prompts, new_tokens, runs, &[greedy(), replay()]);
 }
@@ -302,8 +303,8 @@ fn every_method_is_held() {
     }
 }
 
-/// Places of method, pages, γ, batch and threads in their lists: everything at full length, otherwise a selection in which every
-/// value of each meets every value of every other.
+/// Indices of method, pages, γ, batch and threads: all combinations at full length, otherwise a selection in which every
+/// value of each is combined with every value of every other.
 fn selection() -> Vec<[usize; 5]> {
     let mut all = Vec::new();
     for m in 0..METHODS.len() {
@@ -311,8 +312,8 @@ fn selection() -> Vec<[usize; 5]> {
             for g in 0..GAMMAS.len() {
                 for b in 0..BATCHES.len() {
                     for t in 0..THREADS.len() {
-                        // Each γ runs once with each batch. Any two of method, pages, batch and γ mod 3 decide about the other
-                        // two, so none of their pairs is left out.
+                        // Each γ runs once with each batch. Any two of method, pages, batch and γ mod 3 determine the other
+                        // two, so every pair occurs.
                         if full() || m == (g + b) % 3 && p == (g + 2 * b) % 3 && t == (g / 3 + b) % 2 {
                             all.push([m, p, g, b, t]);
                         }
@@ -324,7 +325,7 @@ fn selection() -> Vec<[usize; 5]> {
     all
 }
 
-/// The selection, then plain decoding, γ auto, windows, and prompt lookup, alone and in place of every network's drafts.
+/// The selection; plain decoding; γ auto; windows; and prompt lookup, alone and replacing any network's drafts.
 fn combinations() -> Vec<(Run, usize)> {
     let run = |[m, p, g, b, t]: [usize; 5]| (Run::new(METHODS[m], PAGES[p], GAMMAS[g], THREADS[t]), BATCHES[b]);
     let mut all: Vec<(Run, usize)> = selection().into_iter().map(run).collect();
@@ -375,7 +376,7 @@ fn the_selection_meets_every_pair() {
             assert!(meet, "value {i} of axis {a} never meets value {j} of axis {b}");
         }
     }
-    // Every prompt, whose lengths lie around page borders, is drafted for alone, with two neighbours and with seven.
+    // Every prompt, of a length near page borders, is decoded alone, with two neighbours and with seven.
     let (runs, prompts) = (combinations(), prompts());
     for batch in BATCHES {
         for (at, prompt) in prompts.iter().enumerate() {
@@ -416,7 +417,7 @@ fn speculation_changes_no_token_of_weights_in_planes() {
     let chosen = chosen.filter(|(at, run)| long() || at.is_multiple_of(6) || by_activations(run));
     let runs: Vec<_> = chosen.map(|(_, run)| int4(run)).collect();
     law(&root().join("python/quantspec_cli/demo"), &prompts(), new_tokens(), &runs);
-    // Another target view is another text, or the comparison above would show nothing of these weights.
+    // Another target view yields another text; otherwise the comparison above would not test these weights.
     let prompt = [book(40, 2 * G + 5)];
     let views = [TargetWeights::Int8, TargetWeights::Int4, TargetWeights::Checkpoint];
     let [int8, int4, full] = views.map(|weights| {
@@ -443,7 +444,7 @@ fn speculation_changes_no_token_with_many_heads() {
 
 #[test]
 fn speculation_changes_no_token_of_a_third_party_model() {
-    // 512 positions and 512 tokens of vocabulary: short prompts of ids that exist there.
+    // 512 positions and a vocabulary of 512: short prompts with valid ids.
     let prompts: Vec<Vec<u32>> = [1, G - 1, G + 1, 2 * G - 1]
         .iter()
         .map(|&length| book(0, length).into_iter().map(|id| id % 512).collect())
@@ -472,7 +473,7 @@ fn every_target_view_and_rounding_is_exact() {
 fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
     let model = root().join("python/quantspec_cli/demo");
     let sampler = |seed| Sampler::new(0.9, 50, 0.95, 0.01, seed, 0, Accept::Rejection).expect("sampler");
-    // Four visible pages and more, of which drafts read three.
+    // At least four visible pages, of which drafts read three.
     let prompts = vec![book(40, 6 * G - 7), book(700, 2 * G + 5)];
     for (method, gamma, pages) in [
         ("quantspec", 2, Pages::All),
@@ -499,7 +500,7 @@ fn under_rejection_a_seed_repeats_its_text_with_fixed_gamma_and_pages() {
 fn penalties_look_at_the_text_alone() {
     let model = root().join("python/quantspec_cli/demo");
     let prompts: Vec<Vec<u32>> = [1, G, 300, 2 * G + 1].iter().map(|&n| book(n, n)).collect();
-    // Texts that may not repeat leave prompt lookup nothing to propose.
+    // For texts that may not repeat, prompt lookup proposes nothing.
     let mut runs: Vec<(Run, usize)> = combinations()
         .into_iter()
         .filter(|(run, _)| run.method != "ngram")

@@ -1,4 +1,4 @@
-//! A prompt that begins like an earlier one is answered as if it were the first, bit for bit, whatever happened to what was kept.
+//! A prompt with a cached prefix is answered bit for bit as without a cache, whatever happened to the cached data.
 
 #[path = "support/paths.rs"]
 mod paths;
@@ -11,7 +11,7 @@ use quantspec_core::sample::Sampler;
 use quantspec_core::{Error, ErrorKind};
 use quantspec_cpu::CpuBackend;
 use quantspec_cpu::dispatch::{Choice, Simd};
-use quantspec_model::backend::{DraftPlan, Hooks, Options, TokenSampler};
+use quantspec_model::backend::{DraftConfig, Hooks, Options, TokenSampler};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 const LLAMA: Shape = Shape { tied: false, ..Shape::new("llama", "BF16", (4, 2, 32)) };
 const CAPACITY: usize = 1200;
 const NEW_TOKENS: usize = 12;
-/// Bytes of a block of [`LLAMA`]: two layers of keys and values of two heads of 32 halves.
+/// Bytes of a block of [`LLAMA`]: keys and values of two layers and two heads with 32 f16 channels.
 const BLOCK_BYTES: usize = BLOCK_TOKENS * 2 * 2 * 2 * 32 * 2;
 
 fn engine_on(checkpoint: &Checkpoint, simd: Simd, slots: usize, hooks: Hooks) -> Engine<CpuBackend> {
@@ -47,7 +47,7 @@ fn engine_on(checkpoint: &Checkpoint, simd: Simd, slots: usize, hooks: Hooks) ->
     };
     let choice = Choice { simd, reason: String::new() };
     let backend = CpuBackend::load_on(checkpoint, &options, hooks, choice).expect("load");
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let method = Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy: Policy::fixed(4) };
     Engine::new(backend, method, slots, CAPACITY, options.block_rows)
 }
@@ -60,7 +60,7 @@ fn engine() -> Engine<CpuBackend> {
     engine_on(&LLAMA.checkpoint(7), best(), 1, Hooks::default())
 }
 
-/// An engine that keeps prompts in a folder, at most `limit_bytes`.
+/// An engine that keeps prompts in a folder of at most `limit_bytes`.
 fn on_disk(folder: &Path, limit_bytes: u64) -> Engine<CpuBackend> {
     let checkpoint = LLAMA.checkpoint(7);
     let mut engine = engine_on(&checkpoint, best(), 1, Hooks::default());
@@ -90,7 +90,7 @@ fn in_memory(limit_bytes: usize) -> Engine<CpuBackend> {
     engine
 }
 
-/// What an engine makes of a prompt.
+/// An engine's result for a prompt.
 #[derive(Debug, PartialEq)]
 struct Answer {
     /// Bits of the logits after the prompt.
@@ -98,7 +98,7 @@ struct Answer {
     tokens: Vec<u32>,
 }
 
-/// The answer, and the tokens of the prompt that were not computed.
+/// The answer, and the number of prompt tokens restored from the cache.
 fn answer(engine: &mut Engine<CpuBackend>, prompt: &[u32], chunk_rows: usize) -> (Answer, usize) {
     engine.reset_stats();
     let slot = engine.add(prompt, Sampler::greedy(), NEW_TOKENS).expect("add");
@@ -155,7 +155,7 @@ fn note(engine: &mut Engine<CpuBackend>) -> Option<String> {
     engine.prompt_cache().expect("a cache").take_note()
 }
 
-/// Questions about beginnings that end anywhere, on one engine after the other.
+/// Questions about prefixes of any length, with several engines in turn.
 fn law(checkpoint: &Checkpoint, simd: Simd, lengths: &[usize]) {
     let mut plain = engine_on(checkpoint, simd, 1, Hooks::default());
     let mut kept = engine_on(checkpoint, simd, 1, Hooks::default());
@@ -171,14 +171,14 @@ fn law(checkpoint: &Checkpoint, simd: Simd, lengths: &[usize]) {
     for (number, &length) in lengths.iter().enumerate() {
         let prompt = question(length, 1 + number as u64);
         let (expected, _) = answer(&mut plain, &prompt, usize::MAX);
-        // Chunks of one block, of some, and of some layers.
+        // Chunks of one block, of a few blocks, and of a few layers.
         for (engine, rows) in [(&mut kept, [1, 250, usize::MAX][number % 3]), (&mut stored, [1000, 1, 300][number % 3])]
         {
             let (found, reused) = answer(engine, &prompt, rows);
             assert_eq!(found, expected, "{} tokens of the document on {}", length, simd.name());
             assert_eq!(reused, length / BLOCK_TOKENS * BLOCK_TOKENS, "{length} tokens");
         }
-        // The whole prompt again: its last row is computed.
+        // The whole prompt again: only its last row is computed.
         for engine in [&mut kept, &mut stored] {
             let (found, reused) = answer(engine, &prompt, 400);
             assert_eq!(
@@ -189,7 +189,7 @@ fn law(checkpoint: &Checkpoint, simd: Simd, lengths: &[usize]) {
     }
     assert_eq!((note(&mut kept), note(&mut stored)), (None, None));
     assert!(kept.prompt_cache().expect("a cache").held_bytes() > 7 * BLOCK_TOKENS);
-    // Another process finds what this one has kept, wherever it has the model from.
+    // Another process finds this one's prompts, whatever path it loads the model from.
     let mut other = engine_on(checkpoint, simd, 1, Hooks::default());
     keep_of("/elsewhere/copy", &mut other, checkpoint, &folder.0, u64::MAX);
     let prompt = question(700, 99);
@@ -197,10 +197,10 @@ fn law(checkpoint: &Checkpoint, simd: Simd, lengths: &[usize]) {
 }
 
 #[test]
-fn a_known_beginning_changes_no_bit() {
+fn a_cached_prefix_changes_no_bit() {
     for simd in paths::paths() {
         law(&LLAMA.checkpoint(7), simd, &[880, 1, 107, 108, 127, 128, 129, 255, 256, 500, 512, 768, 879]);
-        // Other kernels of a prompt: full weights in F32, and biases.
+        // Other prompt kernels: full weights in F32, and biases.
         law(&Shape { biases: true, ..Shape::new("qwen2", "F32", (2, 1, 64)) }.checkpoint(8), simd, &[880, 300]);
     }
 }
@@ -215,7 +215,7 @@ fn a_key_says_which_weights_made_it() {
 }
 
 #[test]
-fn a_known_beginning_is_read_between_the_rounds_of_others() {
+fn a_cached_prefix_is_restored_between_the_rounds_of_others() {
     let mut plain = engine();
     let mut batch = engine_on(&LLAMA.checkpoint(7), best(), 2, Hooks::default());
     let cache = PromptCache::in_memory(batch.backend(), usize::MAX);
@@ -284,7 +284,7 @@ fn damage_is_one_warning_and_never_a_token() {
         let mut engine = on_disk(&folder.0, u64::MAX);
         let (found, reused) = answer(&mut engine, &prompt, [usize::MAX, 300][case % 2]);
         assert_eq!((found, reused), (answer_of(&expected), 0), "case {case}");
-        // A file of another version is no damage.
+        // A file of another version does not count as damaged.
         let note = note(&mut engine);
         assert_eq!(
             note.is_none(),
@@ -310,7 +310,7 @@ fn a_sparse_file_is_not_allocated() {
     let folder = Folder::new();
     let prompt = question(640, 1);
     let (expected, _) = answer(&mut on_disk(&folder.0, u64::MAX), &prompt, usize::MAX);
-    // 4 TiB of index and as many segments as it has entries, which the length of the file confirms.
+    // The index claims 4 TiB, with as many segments as entries, and the sparse file is as long.
     let path = folder.file();
     let segments = (1u64 << 42) / 24 / 2 * 2;
     let data_bytes = segments * (BLOCK_BYTES / 2) as u64;
@@ -318,7 +318,7 @@ fn a_sparse_file_is_not_allocated() {
     let file = fs::File::options().write(true).open(&path).expect("file");
     file.write_all_at(&segments.to_le_bytes(), 16).expect("write");
     file.write_all_at(&data_bytes.to_le_bytes(), 24).expect("write");
-    // Not every file system takes a file of so many bytes; then its length is not what the header says.
+    // Some file systems refuse a file this long; its length then differs from the header.
     let _ = file.set_len(data_at + data_bytes);
     let mut engine = on_disk(&folder.0, u64::MAX);
     assert_eq!(answer(&mut engine, &prompt, usize::MAX), (answer_of(&expected), 0));
@@ -326,11 +326,11 @@ fn a_sparse_file_is_not_allocated() {
 }
 
 #[test]
-fn what_another_model_or_path_computed_is_not_met() {
+fn rows_of_another_model_or_path_are_not_used() {
     let folder = Folder::new();
     let prompt = question(640, 1);
     answer(&mut on_disk(&folder.0, u64::MAX), &prompt, usize::MAX);
-    // One weight of the last layer, which no key or value before it depends on.
+    // One weight of the last layer, on which no earlier key or value depends.
     let changed = LLAMA.edited(7, &|name, values, _| {
         if name == "model.layers.1.mlp.down_proj.weight" {
             values[5] += 1.0;
@@ -358,12 +358,12 @@ fn memory_is_bounded_and_the_least_recently_used_goes() {
     };
     assert_eq!(held(&mut engine, &question(640, 1)), (0, 5));
     assert_eq!(held(&mut engine, &other(1)), (0, 8));
-    // Using the document makes the other one the oldest.
+    // Use of the document makes the other one the oldest.
     assert_eq!(held(&mut engine, &question(640, 2)), (5, 8));
     assert_eq!(held(&mut engine, &other(2)), (0, 8));
     assert_eq!(held(&mut engine, &question(640, 3)), (5, 8));
     assert_eq!(held(&mut engine, &other(1)), (0, 8));
-    // A prompt longer than the room is kept as far as it goes.
+    // A prompt longer than the room is kept as far as it fits.
     let mut small = in_memory(3 * BLOCK_BYTES + BLOCK_BYTES / 2);
     assert_eq!(held(&mut small, &question(640, 1)), (0, 3));
     assert_eq!(held(&mut small, &question(640, 1)), (3, 3));
@@ -382,7 +382,7 @@ fn the_folder_is_bounded_and_the_least_recently_used_goes() {
         let reused = answer(&mut engine, prompt, usize::MAX).1 / BLOCK_TOKENS;
         let bytes: u64 = files(&folder.0).expect("files").iter().map(|file| file.bytes).sum();
         assert!(bytes <= limit, "{bytes}");
-        // Files have the times of a clock of milliseconds.
+        // File times have a resolution of milliseconds.
         std::thread::sleep(std::time::Duration::from_millis(20));
         (reused, bytes as usize / BLOCK_BYTES)
     };
@@ -450,7 +450,7 @@ fn processes_may_share_a_folder() {
                 })
             })
             .collect();
-        // A third one clears the folder now and then.
+        // A third thread clears the folder repeatedly.
         scope.spawn(|| {
             while !done.load(Relaxed) {
                 for file in files(&folder.0).expect("files") {

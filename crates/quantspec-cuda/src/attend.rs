@@ -1,4 +1,4 @@
-//! Decode attention: how a step's rows are cut into spans, parts and items, and the launches (kernels/attend.cu).
+//! Decode attention: division of a step's rows into spans, parts and items, and the launches (kernels/attend.cu).
 
 use crate::args;
 use crate::detect::DeviceInfo;
@@ -10,28 +10,29 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::Row;
 use std::sync::Arc;
 
-/// Fewest pages of an item: one of a single page would spend more on its start and its partial result than on the page.
+/// Fewest pages of an item; for a single page, start-up and partial result cost more than the page.
 const CHUNK_MIN: usize = 2;
-/// Items that share the recent tokens of a row which sees few pages.
+/// Items that share the recent tokens of a row that sees few pages.
 const RECENT_ITEMS: usize = 4;
-/// Slots that a ring of the copy engine fills before the kernel ahead has ended: the first keys and values. With all slots the last inputs of that kernel,
-/// on other multiprocessors, would queue behind 18 MB of pages.
+/// Pipeline stages of TMA loads issued before the previous kernel has ended: the first keys and values. With all stages, that
+/// kernel's last loads on other SMs would queue after 18 MB of pages.
 const EARLY: i32 = 2;
 /// Threads of a block of `bounds_*` and of `select` (kernels/attend.cu).
 const CHOICE_THREADS: u32 = 256;
 /// Threads of a ring.
 const RING: usize = 128;
-/// Most blocks of a view that are on a multiprocessor together without the copy engine, by their registers (`PER_SM` in kernels/attend.cu).
+/// Most blocks of a view per SM without TMA, limited by registers (`PER_SM` in kernels/attend.cu).
 const BLOCKS_MAX: usize = 4;
-/// Rings of a block that has half a multiprocessor, and by head width the slots of each: `attend_beside_*` in kernels/attend.cu.
+/// Pipelines of a block with half an SM, and their stages by head width: `attend_beside_*` in kernels/attend.cu.
 const BESIDE_RINGS: usize = 2;
 const BESIDE: [(usize, usize); 2] = [(64, 8), (128, 5)];
-/// Pages of an item up to which half a multiprocessor reads them as fast as it must: with 2, 8 and 16 pages an item rounds behind a text are 9 to 2 %
-/// faster, with 64 slower.
+/// Most pages of an item for which a block with half an SM keeps up. Rounds with 2 to 16 pages per item are 9 to 2 % faster
+/// with it, with 64 slower.
 const BESIDE_PAGES: usize = 16;
-/// Bytes per multiprocessor of the weights behind that are asked into L2 while attention ends: 4 and 8 MB in all gain, 16 MB lose.
+/// Bytes per SM of the following GEMM's weights that are prefetched into L2 while attention ends. 4 and 8 MB in total gain,
+/// 16 MB lose.
 const BEHIND: usize = 64 << 10;
-/// Rows one launch takes; more are attended in turns, so that partial results stay small.
+/// Most rows of one launch. More rows take several launches, which keeps partial results small.
 pub(crate) const PASS_ROWS: usize = 64;
 
 /// Consecutive rows of one slot that share a chunk length; `Span` in kernels/attend.cuh.
@@ -52,17 +53,17 @@ pub struct Span {
     fresh: i32,
 }
 
-/// Query rows of a span that one block works on; `Part` in kernels/attend.cuh.
+/// Query rows of a span that one block processes; `QueryTile` in kernels/attend.cuh.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Part {
+pub struct QueryTile {
     span: i32,
     row: i32,
     rows: i32,
     first: i32,
 }
 
-/// Where the items of a row lie in the partial results; `Merged` in kernels/attend.cu.
+/// Position of a row's items in the partial results; `Merged` in kernels/attend.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Merged {
@@ -72,7 +73,7 @@ pub struct Merged {
     unused: i32,
 }
 
-/// What a list of pages is chosen for; `Choice` in kernels/attend.cu.
+/// Input of a page choice; `Choice` in kernels/attend.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Choice {
@@ -84,13 +85,13 @@ pub struct Choice {
     pub pages: i32,
 }
 
-const _: () = assert!(size_of::<Span>() == 48 && size_of::<Part>() == 16 && size_of::<Merged>() == 16);
+const _: () = assert!(size_of::<Span>() == 48 && size_of::<QueryTile>() == 16 && size_of::<Merged>() == 16);
 const _: () = assert!(size_of::<Choice>() == 12);
 
 // SAFETY: thirty-two-bit numbers only.
 unsafe impl Plain for Span {}
 // SAFETY: see above.
-unsafe impl Plain for Part {}
+unsafe impl Plain for QueryTile {}
 // SAFETY: see above.
 unsafe impl Plain for Merged {}
 // SAFETY: see above.
@@ -101,7 +102,7 @@ unsafe impl Plain for Choice {}
 pub struct Chosen {
     /// Pages on the list.
     pub listed: usize,
-    /// Pages that were visible when they were chosen.
+    /// Pages that were visible at the choice.
     pub visible: usize,
 }
 
@@ -110,34 +111,34 @@ pub struct Chosen {
 pub struct Pass {
     /// Spans.
     pub spans: Vec<Span>,
-    /// Parts.
-    pub parts: Vec<Part>,
-    /// What is merged for each row of the pass.
+    /// Tiles of query rows.
+    pub tiles: Vec<QueryTile>,
+    /// Items to merge for each row of the pass.
     pub merged: Vec<Merged>,
     /// First row of the step.
     pub first_row: usize,
     /// Pages of the longest item.
     longest: usize,
     items: usize,
-    part_rows: usize,
+    tile_rows: usize,
     partial_rows: usize,
 }
 
 impl Pass {
-    /// What decides the launches of this pass, beside addresses.
+    /// Everything except addresses that determines the launches of this pass.
     pub(crate) fn launches(&self) -> [u64; 7] {
         let (rows, short) = (self.merged.len(), usize::from(self.short()));
-        [self.first_row, self.items, self.part_rows, self.parts.len(), self.spans.len(), rows, short].map(|n| n as u64)
+        [self.first_row, self.items, self.tile_rows, self.tiles.len(), self.spans.len(), rows, short].map(|n| n as u64)
     }
 
-    /// Whether blocks of half a multiprocessor are enough between products that have half, too.
+    /// Returns true if blocks with half an SM suffice, between GEMMs that also use half.
     fn short(&self) -> bool {
         self.longest <= BESIDE_PAGES
     }
 }
 
-/// (pages of an item, items of a KV head) for a row that sees `visible` pages: at most `items` items. The row's position decides alone, and by a
-/// ladder with steps of an eighth, so that neighbouring positions seldom differ.
+/// (pages per item, items per KV head) for a row that sees `visible` pages: at most `items` items. It depends on the row's
+/// position alone, in steps of an eighth, so that neighbouring positions seldom differ.
 fn cut(visible: usize, items: usize) -> (usize, usize) {
     let step = (visible.max(1).next_power_of_two() / 16).max(1);
     let rounded = visible.next_multiple_of(step);
@@ -148,26 +149,26 @@ fn cut(visible: usize, items: usize) -> (usize, usize) {
 /// One kernel of a view.
 #[derive(Clone, Copy, Debug)]
 struct Variant {
-    /// Query rows a KV head it takes.
+    /// Query rows per KV head.
     rows: usize,
     kernel: Kernel,
-    /// Slots of a ring: what the kernel was compiled for, or what fits where its threads copy.
+    /// Pipeline stages: those the kernel was compiled for, or as many as fit if its threads copy.
     stages: usize,
     shared: usize,
     threads: usize,
 }
 
-/// How a view is split and which kernels it has.
+/// Division of a view into items, and its kernels.
 #[derive(Debug)]
 struct Split {
     /// Kernels by rows, ascending.
     variants: Vec<Variant>,
-    /// Items per KV head that fill the device.
+    /// Items per KV head that fill the GPU.
     items: usize,
 }
 
-/// Kernels of a view with the copy engine: rings of a block, then (rows, slots of a ring), as instantiated in kernels/attend.cu.
-fn engine_kernels(view: View, d: usize) -> (usize, Vec<(usize, usize)>) {
+/// Kernels of a view with TMA: pipelines per block, then (rows, stages), as instantiated in kernels/attend.cu.
+fn tma_kernels(view: View, d: usize) -> (usize, Vec<(usize, usize)>) {
     match (view, d) {
         (View::Upper, 256) => (3, vec![(4, 3), (8, 3), (16, 3)]),
         (View::Upper, _) => (4, vec![(4, 4), (8, 4), (16, 4)]),
@@ -196,33 +197,33 @@ fn shared_bytes(view: View, d: usize, rows: usize, rings: usize, stages: usize, 
     rings * (stages * slot + rest) + query + rows * 8 * (rings + 1)
 }
 
-/// Partial results of `rows` rows with `heads` query heads where a view is cut into at most `items` items.
+/// Partial results of `rows` rows with `heads` query heads if a view has at most `items` items.
 fn most_partial_rows(heads: usize, items: usize, rows: usize) -> usize {
     rows * heads * items
 }
 
-/// Items per KV head that fill a device with `blocks` blocks at a time.
+/// Items per KV head that fill a GPU with `blocks` concurrent blocks.
 fn most_items(blocks: usize, kv_heads: usize) -> usize {
     (blocks / kv_heads).max(1)
 }
 
-/// [`Attend::partial_rows`] of a model before a device is open.
-pub(crate) fn partial_rows(config: &ModelConfig, multiprocessors: usize, architecture: u32, rows: usize) -> usize {
-    let blocks = if has_engine(architecture) { 1 } else { BLOCKS_MAX };
-    most_partial_rows(config.heads, most_items(multiprocessors * blocks, config.kv_heads), rows)
+/// [`Attend::partial_rows`] of a model, before a device is open.
+pub(crate) fn partial_rows(config: &ModelConfig, sms: usize, architecture: u32, rows: usize) -> usize {
+    let blocks = if has_tma(architecture) { 1 } else { BLOCKS_MAX };
+    most_partial_rows(config.heads, most_items(sms * blocks, config.kv_heads), rows)
 }
 
 /// Refuses head widths without kernels.
 pub(crate) fn check_head(device: &DeviceInfo, d: usize) -> Result<()> {
-    let hint = "the kernels know 64, 128 and, from compute capability 8.0 on, 256; use --device cpu";
+    let hint = "the kernels support 64, 128 and, from compute capability 8.0 on, 256; use --device cpu";
     if device.takes_heads_of(d) {
         return Ok(());
     }
     Err(Error::model(format!("head_dim {d} on a GPU of compute capability {}", device.compute_capability), hint))
 }
 
-/// Whether kernels use the copy engine: those compiled for compute capability 9.0 do.
-pub(crate) fn has_engine(architecture: u32) -> bool {
+/// Returns true if kernels use TMA: those compiled for compute capability 9.0.
+pub(crate) fn has_tma(architecture: u32) -> bool {
     architecture == 90
 }
 
@@ -234,7 +235,7 @@ const fn view_name(view: View) -> &'static str {
     }
 }
 
-/// Where one layer's cache lies.
+/// Addresses of one layer's cache.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Layer {
     /// Upper blocks.
@@ -253,11 +254,11 @@ pub struct Layer {
 
 /// Device addresses of a pass's description and of the partial results.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Places {
+pub struct PassAddresses {
     /// `Span`s.
     pub spans: u64,
-    /// `Part`s.
-    pub parts: u64,
+    /// `QueryTile`s.
+    pub tiles: u64,
     /// [`Merged`]s of the rows.
     pub merged: u64,
     /// Page tables `[slot][table_pitch]`.
@@ -272,12 +273,12 @@ pub struct Places {
     pub extremes: u64,
 }
 
-/// What runs around attention, which decides how it does.
+/// Operations around attention that affect its launch.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Around {
-    /// Between products of a draft, whose blocks have half a multiprocessor.
+    /// Between GEMMs of a draft whose blocks use half an SM.
     pub beside: bool,
-    /// Address of what a product behind reads first, asked into L2 while memory is idle, and its bytes.
+    /// Address and bytes that the following GEMM reads first; prefetched into L2 while memory is idle.
     pub behind: (u64, usize),
 }
 
@@ -291,14 +292,14 @@ struct AttendArgs {
     lists: u64,
     q: u64,
     spans: u64,
-    parts: u64,
+    tiles: u64,
     partial: u64,
     extremes: u64,
     table_pitch: i32,
     list_pitch: i32,
     kv_heads: i32,
     group: i32,
-    part_count: i32,
+    tile_count: i32,
     items: i32,
     stages: i32,
     centre: f32,
@@ -325,7 +326,7 @@ struct MergeArgs {
 }
 
 const _: () = assert!(size_of::<AttendArgs>() == 144 && size_of::<MergeArgs>() == 64);
-// SAFETY: numbers only, and the sizes above leave no room for padding.
+// SAFETY: integers and floats only, and the sizes above leave no padding.
 unsafe impl Plain for AttendArgs {}
 // SAFETY: see above.
 unsafe impl Plain for MergeArgs {}
@@ -341,11 +342,11 @@ pub struct Attend {
     upper: Split,
     both: Split,
     full: Split,
-    /// View Upper for blocks of half a multiprocessor, where draft products have such blocks too.
+    /// View Upper for blocks with half an SM, for drafts whose GEMMs have such blocks.
     beside: Vec<Variant>,
-    /// By output: for few blocks, and for more than the device has multiprocessors.
+    /// By output type: for few blocks, and for more blocks than SMs.
     merge: [[Kernel; 2]; 4],
-    /// With the pages of a block: for few blocks, and for more than there are multiprocessors, which would not find room beside the product before.
+    /// With the pages per block: for few blocks, and for more blocks than SMs, which would not fit next to the previous GEMM.
     bounds: [(Kernel, usize); 2],
     select: Kernel,
 }
@@ -358,11 +359,12 @@ impl Attend {
     pub fn new(device: &Arc<Device>, config: &ModelConfig, rounding: Rounding) -> Result<Attend> {
         let d = config.head_dim;
         check_head(&device.info, d)?;
-        // How many blocks fill the device is a constant of it, whatever the rows of a call: it belongs to the order of the sums.
-        let engine = device.has_engine();
+        // The number of blocks that fill the GPU is a constant of the GPU, independent of the call's rows: it determines the
+        // order of sums.
+        let engine = device.has_tma();
         let split = |view: View, rows: &[usize], registers: usize| -> Result<Split> {
-            let (rings, wanted) = if engine { engine_kernels(view, d) } else { (1, Vec::new()) };
-            // Without the engine: the next page under way while one is worked on, or not where shared memory is small.
+            let (rings, wanted) = if engine { tma_kernels(view, d) } else { (1, Vec::new()) };
+            // Without TMA: double buffering of pages, or a single buffer if shared memory is small.
             let copied = rows.iter().filter_map(|&rows| {
                 let fits = |&stages: &usize| shared_bytes(view, d, rows, 1, stages, false) <= device.shared_bytes;
                 Some((rows, [4, 2].into_iter().find(fits)?))
@@ -371,7 +373,7 @@ impl Attend {
             let variants = wanted.into_iter().map(|(rows, stages)| {
                 let shared = shared_bytes(view, d, rows, rings, stages, engine);
                 let kernel = device.kernel(&format!("attend_{}_{d}_{rows}", view_name(view)), shared)?;
-                // A warp per ring fills its slots; where these warps give registers up they are a whole group of four.
+                // One warp per pipeline issues loads; if these warps release registers, they form a warpgroup of four.
                 let fill = if !engine {
                     0
                 } else if rows > 16 || d == 256 {
@@ -383,7 +385,7 @@ impl Attend {
             });
             let per_block = shared_bytes(view, d, 8, 1, 4, false) + 1024;
             let blocks = if engine { 1 } else { (device.shared_bytes / per_block).clamp(1, registers) };
-            let items = most_items(device.multiprocessors * blocks, config.kv_heads);
+            let items = most_items(device.sms * blocks, config.kv_heads);
             Ok(Split { variants: variants.collect::<Result<_>>()?, items })
         };
         let beside = BESIDE.iter().filter(|&&(width, _)| engine && width == d).flat_map(|&(_, stages)| {
@@ -426,18 +428,18 @@ impl Attend {
         }
     }
 
-    /// Most rows of partial results a pass of `rows` rows can leave.
+    /// Most rows of partial results of a pass with `rows` rows.
     pub fn partial_rows(&self, rows: usize) -> usize {
         let splits = [self.upper.items, self.both.items, self.full.items];
         most_partial_rows(self.kv_heads * self.group, splits.into_iter().max().unwrap_or(1), rows)
     }
 
-    /// Cuts the rows of a step into passes. `chosen` gives the list of a slot's draft, or nothing for all pages, `fresh` whether this step chooses it: then it
-    /// is there once the kernel ahead of attention has ended.
+    /// Splits the rows of a step into passes. `chosen` gives the page list of a slot's draft, or None for all pages. `fresh`:
+    /// this step chooses the list, so it is ready only when the previous kernel has ended.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where no kernel of the view fits this device's shared memory.
-    pub fn plan(
+    /// [`quantspec_core::ErrorKind::Internal`] if no kernel of the view fits this device's shared memory.
+    pub fn passes(
         &self,
         view: View,
         rows: &[Row],
@@ -481,13 +483,13 @@ impl Attend {
                     fresh: (list.is_some() && fresh(first.slot)).into(),
                 };
                 let total = queries * self.group;
-                let part_rows = total.div_ceil(total.div_ceil(most_rows));
-                for row in (0..total).step_by(part_rows) {
-                    let rows = part_rows.min(total - row) as i32;
-                    pass.parts.push(Part { span: number, row: row as i32, rows, first: pass.items as i32 });
+                let tile_rows = total.div_ceil(total.div_ceil(most_rows));
+                for row in (0..total).step_by(tile_rows) {
+                    let rows = tile_rows.min(total - row) as i32;
+                    pass.tiles.push(QueryTile { span: number, row: row as i32, rows, first: pass.items as i32 });
                     pass.items += chunks * self.kv_heads;
                 }
-                pass.part_rows = pass.part_rows.max(part_rows);
+                pass.tile_rows = pass.tile_rows.max(tile_rows);
                 pass.merged.extend((0..queries).map(|query| Merged {
                     first: (pass.partial_rows + query * self.group) as i32,
                     items: chunks as i32,
@@ -507,28 +509,28 @@ impl Attend {
     /// Attention of a pass's rows in one layer, into the partial results.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the pass was planned for more rows than kernels of the view take. Device errors of the launch, named by
-    /// the kernel.
+    /// [`quantspec_core::ErrorKind::Internal`] if the pass was planned for more rows than kernels of the view take. Device
+    /// errors of the launch, named by the kernel.
     ///
     /// # Safety
-    /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `places` must be good until the stream has passed this call; `places` must hold `pass`
-    /// and room for its partial rows.
+    /// `q` f16 `[row of the step][heads][head_dim]`, `layer` and `places` must stay valid until the stream has completed this
+    /// call; `places` must hold `pass` and room for its partial rows.
     pub unsafe fn run(
         &self,
         view: View,
         pass: &Pass,
         q: u64,
         layer: &Layer,
-        places: &Places,
+        places: &PassAddresses,
         around: Around,
     ) -> Result<()> {
         let beside = self.beside.iter().filter(|_| around.beside && view == View::Upper && pass.short());
         let mut variants = beside.chain(&self.split(view).variants);
-        let variant = variants.find(|variant| variant.rows >= pass.part_rows);
+        let variant = variants.find(|variant| variant.rows >= pass.tile_rows);
         let Variant { kernel, stages, shared, threads, .. } =
             *variant.ok_or_else(|| Error::internal("more rows than attention takes"))?;
-        // With the engine a block has a multiprocessor, or half of one, and walks the items.
-        let engine = self.device.has_engine();
+        // With TMA a block has an SM, or half of one, and loops over items.
+        let engine = self.device.has_tma();
         let arguments = AttendArgs {
             pools: [layer.upper, layer.lower, layer.full],
             rings: [layer.ring_k, layer.ring_v],
@@ -536,24 +538,24 @@ impl Attend {
             lists: layer.lists,
             q,
             spans: places.spans,
-            parts: places.parts,
+            tiles: places.tiles,
             partial: places.partial,
             extremes: places.extremes,
             table_pitch: places.table_pitch as i32,
             list_pitch: places.list_pitch as i32,
             kv_heads: self.kv_heads as i32,
             group: self.group as i32,
-            part_count: pass.parts.len() as i32,
+            tile_count: pass.tiles.len() as i32,
             items: pass.items as i32,
             stages: if engine { EARLY } else { stages as i32 },
             centre: self.centre,
             behind: around.behind.0,
-            behind_bytes: around.behind.1.min(BEHIND * self.device.multiprocessors) as i32,
+            behind_bytes: around.behind.1.min(BEHIND * self.device.sms) as i32,
             unused: 0,
         };
-        let blocks = if engine { pass.items.min(self.device.multiprocessors) } else { pass.items };
+        let blocks = if engine { pass.items.min(self.device.sms) } else { pass.items };
         let grid = [blocks as u32, 1, 1];
-        // SAFETY: the argument is the kernel's; the caller vouches for what it points to.
+        // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {
             self.device.launch(
                 kernel,
@@ -563,7 +565,8 @@ impl Attend {
         }
     }
 
-    /// Merges the items of a pass's rows into the input of the output projection: x `[row][pitch]` of `dtype`, or (None) int8 with its scales `xs`.
+    /// Merges the items of a pass's rows into the input of the output projection: x `[row][pitch]` of `dtype`, or (None) int8
+    /// with its scales `xs`.
     ///
     /// # Errors
     /// Device errors of the launch, named by the kernel.
@@ -577,7 +580,7 @@ impl Attend {
         x: u64,
         xs: u64,
         pitch: usize,
-        places: &Places,
+        places: &PassAddresses,
     ) -> Result<()> {
         let [narrow, wide] = match dtype {
             Some(Dtype::Bf16) => self.merge[0],
@@ -599,15 +602,16 @@ impl Attend {
             unused: 0,
         };
         let groups = (self.kv_heads * self.group * self.head_dim).div_ceil(GROUP);
-        let kernel = if groups * pass.merged.len() > self.device.multiprocessors { wide } else { narrow };
+        let kernel = if groups * pass.merged.len() > self.device.sms { wide } else { narrow };
         let grid = [groups as u32, pass.merged.len() as u32, 1];
-        // SAFETY: the argument is the kernel's; the caller vouches for what it points to.
+        // SAFETY: the argument is the kernel's; the caller guarantees its addresses.
         unsafe {
             self.device.launch(kernel, Launch { grid, block: 128, shared: 0, overlap: true }, &[Arg::of(&arguments)])
         }
     }
 
-    /// Chooses pages: the first, the newest and the best of one layer, `n` per KV head, into `layer.lists[list]`. With `scores` 0 the newest are best.
+    /// Chooses pages of one layer, `n` per KV head: the first, the newest and those with the best scores, into
+    /// `layer.lists[list]`. With `scores` 0, the newest count as best.
     ///
     /// # Errors
     /// Device errors of the two launches, named by the kernel.
@@ -624,9 +628,9 @@ impl Attend {
         q: u64,
         scores: u64,
         layer: &Layer,
-        places: &Places,
+        places: &PassAddresses,
     ) -> Result<()> {
-        // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
+        // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
             if scores != 0 {
                 let arguments = args![
@@ -643,7 +647,7 @@ impl Attend {
                     self.centre
                 ];
                 let blocks = |of: usize| pages.div_ceil(of) * self.kv_heads * count;
-                let few = blocks(self.bounds[0].1) <= self.device.info.multiprocessors;
+                let few = blocks(self.bounds[0].1) <= self.device.info.sms;
                 let (bounds, of) = self.bounds[usize::from(!few)];
                 let grid = [pages.div_ceil(of) as u32, self.kv_heads as u32, count as u32];
                 self.device.launch(
@@ -675,7 +679,7 @@ mod tests {
             for visible in 0..10_000 {
                 let (pages, chunks) = cut(visible, items);
                 assert!(pages >= last && pages >= CHUNK_MIN && chunks <= items && pages * chunks >= visible);
-                // Not many fewer items than fill the device: the ladder rounds up by an eighth, and then to whole pages.
+                // Nearly as many items as fill the GPU: pages per item round up by at most an eighth, then to whole pages.
                 let exact = visible as f64 / items as f64;
                 assert!((pages as f64) <= (exact * 1.126 + 1.0).max(CHUNK_MIN as f64), "{visible} {items} {pages}");
                 last = pages;
@@ -687,14 +691,14 @@ mod tests {
     fn shared_memory_fits_a_block() {
         for view in [View::Upper, View::Both, View::Full] {
             for d in [64, 128, 256] {
-                let (rings, kernels) = engine_kernels(view, d);
+                let (rings, kernels) = tma_kernels(view, d);
                 for (rows, stages) in kernels {
                     // What Hopper gives a block.
                     assert!(shared_bytes(view, d, rows, rings, stages, true) <= 227 * 1024, "{view:?} {d} {rows}");
                 }
             }
         }
-        // Two blocks in a multiprocessor's 228 KiB, of which the driver keeps 1 KiB each.
+        // Two blocks in the SM's 228 KiB, of which the driver reserves 1 KiB each.
         for (d, stages) in BESIDE {
             assert!(shared_bytes(View::Upper, d, 8, BESIDE_RINGS, stages, true) <= 113 * 1024, "{d}");
         }

@@ -1,8 +1,8 @@
 //! [`CudaBackend`]: the operations of a pass as launches on one stream.
 //!
-//! A round is one copy to the device (rows, angles, spans and turns of every draft step and of the verification), one graph of all their
-//! launches, and one copy back. Positions are known before a round starts; drafted tokens never leave the device before its end. A step of a draft that
-//! is watched is a round of its own: a copy, a graph, and the logit margin of its token back.
+//! A round is one copy to the device (rows, angles, spans and turns of all its steps), one graph of all launches, and one
+//! copy back. Positions are known before a round starts, and drafted tokens stay on the device until its end. A step of a
+//! watched draft is a round of its own: a copy, a graph, and the logit margin of its token back.
 
 mod describe;
 mod executor;
@@ -15,7 +15,7 @@ mod workspace;
 use crate::attend::{Attend, PASS_ROWS, check_head};
 use crate::detect::DeviceInfo;
 use crate::device::{Buffer, Device, Graph, Kernel, Launch};
-use crate::draft::Draft;
+use crate::draft::DraftGemms;
 use crate::flags::check_flag;
 use crate::hierarchy::Hierarchies;
 use crate::linear::{Linear, name};
@@ -41,7 +41,7 @@ use workspace::{Input, PromptSpace, Sizes, StepSpace, TOKENS_OWN, prompt_bytes, 
 #[derive(Debug)]
 struct Kernels {
     embed: Kernel,
-    /// By input type: the weights' and the head's, and int8.
+    /// By input type: the weights', the head's, and int8.
     norm: [Kernel; 2],
     norm_i8: Kernel,
     /// Adds a product to the hidden stream, where a fused kernel follows.
@@ -66,9 +66,9 @@ pub struct CudaBackend {
     device: Arc<Device>,
     kernels: Kernels,
     linear: Linear,
-    /// Products of draft steps that take along what lies between them.
-    draft: Option<Draft>,
-    /// Products with weights in nibbles, and a layer of them in 16 bits for prompts.
+    /// GEMMs of draft steps with the operations between them fused in.
+    draft: Option<DraftGemms>,
+    /// GEMMs with weights in nibbles, and one layer of them in 16 bits for prompts.
     nibbles: Option<(Hierarchies, Expanded)>,
     attend: Attend,
     prefill: Prefill,
@@ -78,29 +78,30 @@ pub struct CudaBackend {
     sampling: Sampling,
     step: StepSpace,
     prompt: PromptSpace,
-    /// Lists of chosen pages, and the scores they are chosen by.
+    /// Lists of chosen pages, and the scores for choosing them.
     lists: Lists,
-    /// Rounds, and single steps of drafts that are watched.
+    /// Graphs of rounds, and of single steps of watched drafts.
     recorded: Recorded<Graph>,
-    /// The step under way.
+    /// Layout of the current step.
     layout: StepLayout,
-    /// Logits of the last verification, where penalties have replaced those on the device and the caller reads them.
+    /// Logits of the last verification before penalties, if the caller reads them; on the device the penalised ones replace
+    /// them.
     unpenalised: Vec<Vec<f32>>,
     /// Layouts of the round's steps that are not queued yet; `None` outside a round.
     ahead: Option<std::vec::IntoIter<StepLayout>>,
-    /// The bias of a projection in y that `reduce_residual` has yet to take; 0 where it has none.
+    /// Address of the bias of the projection in y, which `reduce_residual` has not added yet; 0 without a bias.
     unreduced: Option<u64>,
-    /// The same, once the next norm is to add y and it to the hidden states.
+    /// The same, when the next norm is to add y and the bias to the hidden states.
     residual: Option<u64>,
     staged: usize,
-    /// A prompt is under way, and nobody has looked at what it flags.
+    /// A prompt is unfinished, and its error flags are unread.
     prompting: bool,
-    /// A prompt was where the draft weights belong.
+    /// A prompt has overwritten the draft weights.
     overwritten: bool,
     clock: Clock,
 }
 
-/// Whether the kernels know a model on such a device: asked before anything is loaded.
+/// Checks that kernels support a model on such a device, before anything is loaded.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Model`]: head widths, sizes, vocabularies and mixtures of number formats without kernels.
@@ -115,10 +116,9 @@ pub fn check(checkpoint: &Checkpoint, device: &DeviceInfo) -> Result<()> {
 /// Bytes [`CudaBackend::load`] will hold on this device, before anything is loaded.
 pub fn plan(checkpoint: &Checkpoint, options: &Options, device: &DeviceInfo) -> Memory {
     let config = checkpoint.config();
-    let (multiprocessors, architecture) = (device.multiprocessors, device.architecture);
+    let (sms, architecture) = (device.sms, device.architecture);
     let cache = CacheBytes::of_pool(config, options.planes, options.pages(), options.slots);
-    let partial =
-        crate::attend::partial_rows(config, multiprocessors, architecture, options.step_rows.clamp(1, PASS_ROWS));
+    let partial = crate::attend::partial_rows(config, sms, architecture, options.step_rows.clamp(1, PASS_ROWS));
     let sizes = Sizes::new(config, options, partial);
     let way = Way::of(architecture, config.dtype);
     Memory {
@@ -154,12 +154,12 @@ impl CudaBackend {
         CudaBackend::load_on(&Device::open(index)?, checkpoint, options, hooks)
     }
 
-    /// The same on an open device.
+    /// Loads a checkpoint onto an open device.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] where [`check`] refuses the checkpoint, [`quantspec_core::ErrorKind::NotFinite`] for weights that are NaN, infinite
-    /// or beyond what draft weights can hold, [`quantspec_core::ErrorKind::DoesNotFit`] where the GPU is out of memory. Other device errors, and those of the
-    /// checkpoint and of `hooks.poll`.
+    /// [`quantspec_core::ErrorKind::Model`] if [`check`] refuses the checkpoint, [`quantspec_core::ErrorKind::NotFinite`] for
+    /// weights that are NaN, infinite or too large for draft weights, [`quantspec_core::ErrorKind::DoesNotFit`] if the GPU is
+    /// out of memory. Other device errors, and those of the checkpoint and of `hooks.poll`.
     pub fn load_on(
         device: &Arc<Device>,
         checkpoint: &Checkpoint,
@@ -169,7 +169,8 @@ impl CudaBackend {
         CudaBackend::load_lending(device, checkpoint, options, hooks, TOKENS_OWN)
     }
 
-    /// The same where prompts of more than `most` tokens borrow the memory of the draft weights, if they fit there.
+    /// As [`CudaBackend::load_on`]. Prompts of more than `most` tokens use the memory of the draft weights, if they fit
+    /// there.
     ///
     /// # Errors
     /// As [`CudaBackend::load_on`].
@@ -185,7 +186,7 @@ impl CudaBackend {
         let config = checkpoint.config().clone();
         let attend = Attend::new(device, &config, options.rounding)?;
         let linear = Linear::new(device)?;
-        let draft = Draft::new(device, config.head_dim)?;
+        let draft = DraftGemms::new(device, config.head_dim)?;
         let prefill = Prefill::new(device, Shape::of(&config), options.block_rows.max(1))?;
         let pitch = window_pitch(options);
         let sampling = Sampling::new(
@@ -299,7 +300,7 @@ impl CudaBackend {
         &self.device
     }
 
-    /// Kinds of rounds that are recorded as graphs now.
+    /// Number of kinds of rounds with a recorded graph.
     pub fn recorded(&self) -> usize {
         self.recorded.graphs()
     }
@@ -313,8 +314,9 @@ impl CudaBackend {
         arguments: &[crate::device::Arg],
     ) -> Result<()> {
         let launch = Launch { grid: grid.map(|n| n as u32), block, shared: shared as u32, overlap: true };
-        // SAFETY: every caller below passes the kernel's own argument list (kernels/elementwise.cu, quantize.cu) with buffers of this
-        // backend, which outlive the stream's work and have room for `step_rows` rows, `prompt_capacity` tokens or `block_rows` rows.
+        // SAFETY: every caller below passes the kernel's own argument list (kernels/elementwise.cu, quantize.cu) with buffers
+        // of this backend. They outlive the stream's work and have room for `step_rows` rows, `prompt_capacity` tokens or
+        // `block_rows` rows.
         unsafe { self.device.launch(kernel, launch, arguments) }
     }
 }

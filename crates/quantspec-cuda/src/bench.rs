@@ -1,13 +1,13 @@
-//! Times of the kernels at a model's shapes, beside the bytes each of them must at least move.
+//! Times of the kernels at a model's shapes, with the bytes that each must move at least.
 //!
-//! A measurement is a graph of one kernel over buffers that together exceed the L2 cache by far, replayed; the median counts. Contents are made
-//! up: small numbers of the right format, because no kernel's speed depends on more than that.
+//! A measurement is a graph of one kernel over buffers that together far exceed the L2 cache; the median of several replays
+//! counts. Contents are small numbers of the right format, since no kernel's speed depends on them otherwise.
 
 use crate::args;
-use crate::attend::{Around, Attend, Choice, Layer, Pass, Places};
+use crate::attend::{Around, Attend, Choice, Layer, Pass, PassAddresses};
 use crate::backend::{NORM_THREADS, page_shared};
 use crate::device::{Arg, Buffer, Device, Kernel, Launch};
-use crate::draft::{Draft, Heads, Hidden};
+use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::hierarchy::{Hierarchies, Hierarchy, Reads};
 use crate::linear::{Linear, Matrix, Quantised, name};
 use crate::prefill::{Prefill, Shape, padded, readable};
@@ -21,70 +21,70 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_model::backend::{Row, Turn};
 use std::sync::Arc;
 
-/// Bytes the buffers of a measurement come to together at least: several times the largest L2 there is.
+/// Least total bytes of a measurement's buffers: several times the largest L2.
 const ROTATED_BYTES: usize = 512 << 20;
-/// Replays of a graph that count, and before them.
+/// Timed replays of a graph, and warm-up replays.
 const REPEATED: usize = 11;
 const WARM_UP: usize = 3;
-/// Calls in a graph of kernels whose operands stay in the cache, as they do in a step.
+/// Calls in a graph for kernels whose operands stay in the cache in a step.
 const CALLS: usize = 32;
-/// Rows of a prefill block that is timed.
+/// Rows of the timed prefill block.
 const PREFILL_ROWS: usize = 2048;
-/// Pages of a list that is chosen: what a draft of a long text reads of each KV head.
+/// Pages of a chosen list: the number per KV head that a draft reads of a long text.
 const LISTED: usize = 16;
 
 /// One measurement.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Measured {
-    /// What was timed: "attend", "linear", "norm", …
+    /// Kernel: "attend", "linear", "norm", …
     pub kernel: &'static str,
-    /// Which form of it: the view, or the type of the weights.
+    /// Variant of the kernel: the view, or the type of the weights.
     pub form: &'static str,
     /// Rows of the call.
     pub rows: usize,
     /// Tokens before them, where that matters.
     pub context: Option<usize>,
-    /// Outputs and inputs of a product.
+    /// Outputs and inputs of a GEMM.
     pub shape: Option<(usize, usize)>,
     /// Seconds of a call.
     pub seconds: f64,
-    /// Bytes a call must at least read and write.
+    /// Bytes a call must read and write at least.
     pub bytes: usize,
     /// Floating-point operations of a call, for kernels of many rows.
     pub operations: Option<f64>,
 }
 
 impl Measured {
-    /// One for which neither tokens before the rows nor a product's shape matter.
+    /// A measurement without context or GEMM shape.
     fn of(kernel: &'static str, form: &'static str, rows: usize, seconds: f64, bytes: usize) -> Measured {
         Measured { kernel, form, rows, seconds, bytes, ..Measured::default() }
     }
 }
 
-/// Bytes a second that a kernel reads that does nothing else; of as much memory as may be had without crowding others out.
+/// Read bandwidth in bytes per second, measured with a kernel that only reads, on as much memory as is free.
 ///
 /// # Errors
-/// Device errors of the driver, [`quantspec_core::ErrorKind::DoesNotFit`] where the GPU has no memory for the buffer.
+/// Device errors of the driver, [`quantspec_core::ErrorKind::DoesNotFit`] if the GPU has no memory for the buffer.
 pub fn read_bytes_per_s(device: &Arc<Device>) -> Result<f64> {
     let bytes = (2 * ROTATED_BYTES).min(device.memory()?.0 / 2) / 16 * 16;
     let (from, to) = (filled(device, bytes)?, device.zeroed(4)?);
     let kernel = device.kernel("read_all", 0)?;
     let seconds = seconds(device, || {
-        // Small numbers never add up to this.
+        // The sum of small numbers never equals this.
         let arguments = [(&from).into(), Arg::Long(from.bytes() as u64 / 16), Arg::Int(i32::MIN), (&to).into()];
-        let launch = Launch { grid: [8 * device.multiprocessors as u32, 1, 1], block: 512, shared: 0, overlap: false };
+        let launch = Launch { grid: [8 * device.sms as u32, 1, 1], block: 512, shared: 0, overlap: false };
         // SAFETY: the buffer has that many pieces.
         unsafe { device.launch(kernel, launch, &arguments) }
     })?;
     Ok(from.bytes() as f64 / seconds)
 }
 
-/// Times every kernel of a step and of a prompt's block, at `rows` rows and behind each of `contexts`; `report` is told one after another and may end
-/// it with an error.
+/// Times every kernel of a step and of a prompt block, at `rows` rows and after each of `contexts` tokens. `report` gets the
+/// results one by one; its error ends the measurement.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Model`] for head widths and sizes without kernels, [`quantspec_core::ErrorKind::DoesNotFit`] where buffers do not fit on the
-/// GPU, other device errors of the driver, and those of `report`.
+/// [`quantspec_core::ErrorKind::Model`] for head widths and sizes without kernels, [`quantspec_core::ErrorKind::DoesNotFit`]
+/// if buffers do not fit on the GPU, other device errors of the driver, and those of `report`.
 pub fn measure(
     device: &Arc<Device>,
     config: &ModelConfig,
@@ -98,7 +98,7 @@ pub fn measure(
             bench.attend(view, context, rows, report)?;
         }
     }
-    bench.products(rows, report)?;
+    bench.gemms(rows, report)?;
     bench.drafts(rows, report)?;
     bench.small(rows, report)?;
     bench.ends(rows, report)?;
@@ -107,13 +107,13 @@ pub fn measure(
     bench.prompt(contexts, report)
 }
 
-/// Median seconds of what `work` queues, as a graph.
+/// Median seconds of the work that `work` queues, replayed as a graph.
 fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64> {
     let graph = device.record(work)?;
     let mut times = Vec::with_capacity(REPEATED);
     for round in 0..WARM_UP + REPEATED {
         let start = device.mark()?;
-        // SAFETY: callers keep what they recorded until this returns.
+        // SAFETY: callers keep the recorded memory until this returns.
         unsafe { graph.launch() }?;
         let took = start.seconds_to(&device.mark()?)?;
         if round >= WARM_UP {
@@ -124,7 +124,7 @@ fn seconds(device: &Arc<Device>, work: impl FnMut() -> Result<()>) -> Result<f64
     Ok(times[times.len() / 2])
 }
 
-/// Memory full of halves and bfloat16s of ordinary size.
+/// Memory filled with f16 or bf16 values of ordinary size.
 fn filled(device: &Arc<Device>, bytes: usize) -> Result<Buffer> {
     let ones: Vec<u16> = (0..1 << 19).map(|i: u32| 0x2c00 + (i.wrapping_mul(2_654_435_761) >> 22) as u16).collect();
     repeated(device, &device.copied(&ones)?, bytes)
@@ -146,14 +146,15 @@ struct Bench {
 }
 
 impl Bench {
-    /// Copies of something so that all of them exceed the cache.
+    /// Number of copies that together exceed the cache.
     fn copies(&self, bytes: usize) -> usize {
         (ROTATED_BYTES / bytes.max(1)).clamp(2, 96)
     }
 
     fn launch(&self, kernel: Kernel, grid: [usize; 3], block: u32, shared: usize, arguments: &[Arg]) -> Result<()> {
         let launch = Launch { grid: grid.map(|n| n as u32), block, shared: shared as u32, overlap: true };
-        // SAFETY: callers pass the kernel's own argument list, with buffers of its shapes that live until the measurement is done.
+        // SAFETY: callers pass the kernel's own argument list; buffers have its shapes and live until the measurement is
+        // done.
         unsafe { self.device.launch(kernel, launch, arguments) }
     }
 
@@ -168,7 +169,7 @@ impl Bench {
         let (device, config) = (&self.device, &self.config);
         let (d, heads, kv_heads) = (config.head_dim, config.heads, config.kv_heads);
         let most = rows.iter().copied().max().unwrap_or(1);
-        // Rows begin in the middle of a page, so that they see the same pages.
+        // Rows begin in the middle of a page, so that all see the same pages.
         let position = (context / G * G + G / 4).max(1);
         let pages = (position + most).div_ceil(G);
         let (upper, lower, full) = match view {
@@ -179,7 +180,7 @@ impl Bench {
         let layers = self.copies(pages * kv_heads * (upper + lower + full));
         let blocks = layers * pages * kv_heads;
         let pool = |bytes: usize| if bytes > 0 { filled(device, blocks * bytes) } else { device.allocate(16) };
-        // Codes may be anything; parameters must be numbers.
+        // Codes may have any bits; parameters must be finite.
         let upper_pool = if upper > 0 {
             let offsets = Layout::Cuda.offsets(d);
             let mut one: Vec<u8> = (0..upper as u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
@@ -203,13 +204,13 @@ impl Bench {
         for &count in rows {
             let steps: Vec<Row> =
                 (0..count).map(|offset| Row { slot: 0, offset, position: position + offset }).collect();
-            let mut launches: Vec<(Pass, Places, [Buffer; 3])> = Vec::new();
-            for pass in attend.plan(view, &steps, |_| None, |_| false)? {
+            let mut launches: Vec<(Pass, PassAddresses, [Buffer; 3])> = Vec::new();
+            for pass in attend.passes(view, &steps, |_| None, |_| false)? {
                 let described =
-                    [device.copied(&pass.spans)?, device.copied(&pass.parts)?, device.copied(&pass.merged)?];
-                let places = Places {
+                    [device.copied(&pass.spans)?, device.copied(&pass.tiles)?, device.copied(&pass.merged)?];
+                let places = PassAddresses {
                     spans: described[0].at(0),
-                    parts: described[1].at(0),
+                    tiles: described[1].at(0),
                     merged: described[2].at(0),
                     tables: table.at(0),
                     table_pitch: pages,
@@ -262,7 +263,8 @@ impl Bench {
         }
         let choice = device.copied(&[Choice { row: 0, slot: 0, pages: visible as i32 }])?;
         let (lists, scores) = (device.allocate(kv_heads * pages * 4)?, device.allocate(kv_heads * pages * 4)?);
-        let places = Places { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..Places::default() };
+        let places =
+            PassAddresses { tables: table.at(0), table_pitch: pages, list_pitch: pages, ..PassAddresses::default() };
         let seconds = seconds(device, || {
             (0..layers).try_for_each(|layer| {
                 let upper = upper_pool.at(layer * pages * kv_heads * upper);
@@ -271,7 +273,7 @@ impl Bench {
                 unsafe { attend.choose(choice.at(0), 1, visible, LISTED, q.at(0), scores.at(0), &at, &places) }
             })
         })? / layers as f64;
-        // Of every page a scale and a zero for each channel of its keys.
+        // A scale and a zero for each key channel of every page.
         let bytes = kv_heads * visible * 4 * d;
         let context = Some(context);
         report(Measured {
@@ -285,8 +287,8 @@ impl Bench {
         })
     }
 
-    /// The products of a layer and the head, with the checkpoint's weights and with those of a draft.
-    fn products(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
+    /// The GEMMs of a layer and the head, with the checkpoint's weights and with draft weights.
+    fn gemms(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
         let (device, config) = (&self.device, &self.config);
         let linear = Linear::new(device)?;
         let hierarchies = match config.dtype {
@@ -324,7 +326,7 @@ impl Bench {
             let xs = device.zeroed(most * k.div_ceil(128) * 8)?;
             for &rows in rows {
                 let seconds = seconds(device, || {
-                    // SAFETY: as above; the bytes of x are as good as codes.
+                    // SAFETY: as above; any bytes of x are valid codes.
                     drafts
                         .iter()
                         .try_for_each(|draft| unsafe { linear.run_quantised(draft, x.at(0), xs.at(0), y.at(0), rows) })
@@ -368,11 +370,11 @@ impl Bench {
         measured.into_iter().try_for_each(report)
     }
 
-    /// The products of a draft step that take along what lies between them, where the device has them and for as many rows as they take. Only weights
-    /// count as bytes: all else stays in the cache.
+    /// The fused GEMMs of a draft step, if the device has them, for the rows they support. Only weights count as bytes: all
+    /// else stays in the cache.
     fn drafts(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
         let (device, config) = (&self.device, &self.config);
-        let Some(draft) = Draft::new(device, config.head_dim)? else { return Ok(()) };
+        let Some(draft) = DraftGemms::new(device, config.head_dim)? else { return Ok(()) };
         let linear = Linear::new(device)?;
         let (hidden, inner, heads) = (config.hidden, config.intermediate, config.q_width());
         let most = rows.iter().copied().max().unwrap_or(1);
@@ -434,7 +436,8 @@ impl Bench {
         Ok(seconds(&self.device, || (0..CALLS).try_for_each(|_| call()))? / CALLS as f64)
     }
 
-    /// What lies between the products of a layer, for 16-bit products and for those of a draft. These buffers stay in the cache, as they do in a step.
+    /// The operations between a layer's GEMMs, for 16-bit GEMMs and for draft GEMMs. Their buffers stay in the cache, as in a
+    /// step.
     fn small(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
         let (device, config) = (&self.device, &self.config);
         let (hidden, width, dtype) = (config.hidden, config.intermediate, name(config.dtype));
@@ -497,14 +500,15 @@ impl Bench {
         Ok(())
     }
 
-    /// What begins and ends a step: the embedding, and the choice and judgement of tokens, one sequence's rows. These buffers stay in the cache, too.
+    /// Start and end of a step: the embedding, and choosing and judging tokens, for one sequence's rows. Their buffers stay
+    /// in the cache, too.
     fn ends(&self, rows: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
         let (device, config) = (&self.device, &self.config);
         let (hidden, vocab) = (config.hidden, config.vocab);
         let most = rows.iter().copied().max().unwrap_or(1);
         let embed = device.kernel(&format!("embed_{}", name(config.dtype)), 0)?;
         let table = filled(device, Matrix::bytes(config.dtype, vocab, hidden))?;
-        // Logits of a usual spread: sums of four numbers evenly distributed over 10.
+        // Logits of a usual spread: sums of four uniform numbers with a total range of 10.
         let even = |i: u32, seed: u32| {
             (i.wrapping_mul(4).wrapping_add(seed).wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 24) as f32
         };
@@ -581,7 +585,7 @@ impl Bench {
         report(Measured { kernel: "keep_recent", form: "f16", rows, seconds: took, bytes, ..Measured::default() })
     }
 
-    /// What loading runs: a matrix put in its order, and draft weights made of it.
+    /// Kernels of loading: reordering a matrix, and making draft weights of it.
     fn weights(&self, report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
         let (device, config) = (&self.device, &self.config);
         let linear = Linear::new(device)?;
@@ -610,7 +614,7 @@ impl Bench {
         Ok(())
     }
 
-    /// A block of a prompt: its products with everything fused to them, and its attention.
+    /// A block of a prompt: its GEMMs with all fused operations, and its attention.
     fn prompt(&self, contexts: &[usize], report: &mut dyn FnMut(Measured) -> Result<()>) -> Result<()> {
         let (device, config, rows) = (&self.device, &self.config, PREFILL_ROWS);
         let shape = Shape::of(config);
@@ -624,13 +628,13 @@ impl Bench {
         let most = contexts.iter().copied().max().unwrap_or(0) + rows;
         let (kv, flag) = (filled(device, most * kv_width * 2)?, device.zeroed(4)?);
         let weights = |n: usize, k: usize| filled(device, Matrix::bytes(dtype, n, k)).map(|buffer| (buffer, n, k));
-        let products = [
+        let gemms = [
             ("prefill_qkv", weights(q_width + kv_width, config.hidden)?),
             ("prefill_output", weights(config.hidden, q_width)?),
             ("prefill_gate_up", weights(2 * config.intermediate, config.hidden)?),
             ("prefill_down", weights(config.hidden, config.intermediate)?),
         ];
-        for (kernel, (weights, n, k)) in &products {
+        for (kernel, (weights, n, k)) in &gemms {
             let (n, k, w) = (*n, *k, weights.at(0));
             let took = seconds(device, || {
                 // SAFETY: all buffers have room for the block, and live until the measurement is done.
@@ -661,7 +665,7 @@ impl Bench {
                 // SAFETY: as above; kv has room for the context and the block.
                 unsafe { prefill.attend(q.at(0), kv.at(0), out.at(0), context, rows) }
             })?;
-            // Scores and sums over what a row sees, on average.
+            // Scores and weighted sums over the mean number of visible tokens.
             let seen = context as f64 + (rows as f64 + 1.0) / 2.0;
             report(Measured {
                 kernel: "prefill_attend",

@@ -1,4 +1,4 @@
-//! What GPUs there are, asked of the driver without any binding that could panic.
+//! Detection of GPUs through the driver, without a binding that could panic.
 
 use crate::images;
 use libloading::{Library, Symbol};
@@ -6,10 +6,10 @@ use quantspec_core::{Error, Result};
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::OnceLock;
 
-/// The driver's library: part of the driver, never of a toolkit.
+/// The driver's library, which is never part of a toolkit.
 const LIBRARY: &str = if cfg!(windows) { "nvcuda.dll" } else { "libcuda.so.1" };
 
-/// Oldest CUDA version of a driver that runs the images (12.0, driver 525), as the driver counts: 1000 major + 10 minor.
+/// Oldest CUDA version of a driver that runs the images (12.0, driver 525), in the driver's encoding: 1000 major + 10 minor.
 const OLDEST_DRIVER: c_int = 12000;
 
 const NO_DEVICE: c_int = 100;
@@ -26,24 +26,24 @@ pub struct DeviceInfo {
     pub compute_capability: String,
     /// Memory in all, in bytes.
     pub memory_bytes: u64,
-    /// Driver version, or the CUDA version it supports where that cannot be read.
+    /// Driver version, or the CUDA version it supports if that is unreadable.
     pub driver: String,
     /// Compute capability times ten.
     pub(crate) capability: u32,
-    /// The one its kernels were compiled for; 0 where there are none.
+    /// Architecture its kernels were compiled for; 0 if there are none.
     pub(crate) architecture: u32,
-    /// Streaming multiprocessors.
-    pub(crate) multiprocessors: usize,
+    /// Streaming multiprocessors (SMs).
+    pub(crate) sms: usize,
 }
 
 impl DeviceInfo {
-    /// Whether kernels exist here for heads of `d` channels: pages of 256 take the 96 KiB of shared memory that blocks have from
-    /// compute capability 8.0 on.
+    /// Returns true if there are kernels for heads of `d` channels. Pages of 256 channels need 96 KiB of shared memory per
+    /// block, available from compute capability 8.0 on.
     pub fn takes_heads_of(&self, d: usize) -> bool {
         self.is_usable() && (matches!(d, 64 | 128) || d == 256 && self.architecture >= 80)
     }
 
-    /// Whether this library has kernels for it.
+    /// Returns true if this library has kernels for the device.
     pub fn is_usable(&self) -> bool {
         self.refusal().is_none()
     }
@@ -66,18 +66,19 @@ impl DeviceInfo {
     }
 }
 
-/// Whether and why a GPU can be used.
+/// Whether a GPU can be used, and why not.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Detection {
     /// At least one device can run the kernels.
     pub available: bool,
-    /// One line: why not, or what was found.
+    /// One line: why no device is usable, or what was found.
     pub reason: String,
-    /// All devices the driver shows, usable or not, in its order.
+    /// All devices of the driver, in its order, including unusable ones.
     pub devices: Vec<DeviceInfo>,
 }
 
-/// Looks for GPUs. Never panics and never touches one: it opens the driver's library, initialises it and reads names.
+/// Detects GPUs. Never panics and never creates a context: it opens the driver's library, initialises it and reads
+/// properties.
 pub fn detect() -> Detection {
     if !images::present() {
         return Detection {
@@ -124,7 +125,7 @@ pub(crate) fn device(index: usize) -> Result<DeviceInfo> {
     device.refusal().map_or(Ok(device), Err)
 }
 
-/// An error and what caused it: the loader's own words, such as the name of a missing file, are in the cause.
+/// An error and its cause: the loader's message, such as the name of a missing file, is in the cause.
 fn with_cause(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(cause) => format!("{error}: {}", with_cause(cause)),
@@ -145,7 +146,7 @@ fn library() -> Result<&'static Library> {
     })
 }
 
-/// All devices, through the six calls every driver has.
+/// All devices, through six functions that every driver has.
 fn devices() -> Result<Vec<DeviceInfo>> {
     let library = library()?;
     // SAFETY: the signatures are those of cuda.h; they have not changed since CUDA 3.2. Every buffer has the length passed with it.
@@ -183,21 +184,21 @@ fn devices() -> Result<Vec<DeviceInfo>> {
         let driver = driver_version().unwrap_or_else(|| format!("CUDA {}.{}", cuda / 1000, cuda % 1000 / 10));
         let mut found = Vec::new();
         for index in 0..devices {
-            let (mut handle, mut bytes, mut major, mut minor, mut multiprocessors) = (0, 0usize, 0, 0, 0);
+            let (mut handle, mut bytes, mut major, mut minor, mut sms) = (0, 0usize, 0, 0, 0);
             let mut text = [0 as c_char; 256];
             check(library, "cuDeviceGet", get(&mut handle, index))?;
             check(library, "cuDeviceGetName", name(text.as_mut_ptr(), text.len() as c_int - 1, handle))?;
             check(library, "cuDeviceTotalMem", memory(&mut bytes, handle))?;
             check(library, "cuDeviceGetAttribute", attribute(&mut major, MAJOR, handle))?;
             check(library, "cuDeviceGetAttribute", attribute(&mut minor, MINOR, handle))?;
-            check(library, "cuDeviceGetAttribute", attribute(&mut multiprocessors, MULTIPROCESSORS, handle))?;
+            check(library, "cuDeviceGetAttribute", attribute(&mut sms, MULTIPROCESSORS, handle))?;
             let capability = u32::try_from(major * 10 + minor).unwrap_or(0);
             found.push(DeviceInfo {
                 name: CStr::from_ptr(text.as_ptr()).to_string_lossy().into_owned(),
                 compute_capability: format!("{major}.{minor}"),
                 memory_bytes: bytes as u64,
                 driver: driver.clone(),
-                multiprocessors: usize::try_from(multiprocessors).unwrap_or(0),
+                sms: usize::try_from(sms).unwrap_or(0),
                 capability,
                 architecture: images::architecture(capability).unwrap_or(0),
             });
@@ -207,13 +208,13 @@ fn devices() -> Result<Vec<DeviceInfo>> {
 }
 
 fn symbol<'a, T>(library: &'a Library, name: &str) -> Result<Symbol<'a, T>> {
-    // SAFETY: the caller states the type that cuda.h gives `name`.
+    // SAFETY: the caller passes the type that cuda.h gives `name`.
     unsafe { library.get(name.as_bytes()) }.map_err(|_| {
         Error::device(format!("{LIBRARY} has no {name}"), "install an NVIDIA driver from 525 on, or use --device cpu")
     })
 }
 
-/// The error for a driver without devices, which an empty CUDA_VISIBLE_DEVICES causes most often.
+/// The error for a driver without devices, most often due to an empty CUDA_VISIBLE_DEVICES.
 fn hidden() -> Error {
     match std::env::var("CUDA_VISIBLE_DEVICES") {
         Ok(value) => Error::device(
@@ -239,7 +240,7 @@ fn check(library: &Library, call: &str, status: c_int) -> Result<()> {
     Err(Error::device(format!("{call} failed: {name}"), "check that nvidia-smi works, or use --device cpu"))
 }
 
-/// The kernel module's version, where the system shows it.
+/// The kernel module's version, if the system shows it.
 fn driver_version() -> Option<String> {
     let text = std::fs::read_to_string("/sys/module/nvidia/version")
         .or_else(|_| std::fs::read_to_string("/proc/driver/nvidia/version"))
@@ -258,7 +259,7 @@ mod tests {
         let detection = detect();
         assert!(!detection.reason.is_empty() && !detection.reason.contains('\n'));
         assert_eq!(detection.available, detection.devices.iter().any(DeviceInfo::is_usable));
-        // The refusal of an index that cannot exist is typed, with or without a driver.
+        // An impossible index is refused with a typed error, with or without a driver.
         let refused = device(usize::MAX).unwrap_err();
         assert!(!refused.hint.is_empty());
     }

@@ -1,4 +1,4 @@
-//! One GPU as this crate uses it: a context, one stream, kernels by name, memory that frees itself, graphs.
+//! One GPU: a context, one stream, kernels by name, owned memory, graphs.
 
 use crate::{detect, images};
 use cudarc::driver::sys;
@@ -9,10 +9,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::{fmt, ptr};
 
-/// What products that load into registers want of a multiprocessor's memory as shared, in percent: their blocks' sums. The rest is L1, where their loads
-/// wait for memory. Without a wish they inherit what attention, which may come up just before, needs: nearly all, and run at three quarters.
+/// Shared-memory carve-out of GEMMs that load into registers, in percent of an SM's memory: enough for their blocks' sums.
+/// The rest is L1, where loads wait for memory. Without this they inherit attention's carve-out, nearly all, and run at three
+/// quarters of the speed.
 pub(crate) const LOADS_PERCENT: i32 = 30;
-/// What small kernels want where products have rings in shared memory: all, so that a multiprocessor's split never changes within a step.
+/// Carve-out of small kernels between GEMMs with pipelines in shared memory: all, so that an SM's split stays constant within
+/// a step.
 const RINGS_PERCENT: i32 = 100;
 
 /// A GPU with the crate's kernels loaded. Work is queued on one stream, in order.
@@ -25,21 +27,22 @@ pub struct Device {
     queued: Mutex<Queued>,
     /// Launches go into a graph.
     recording: AtomicBool,
-    /// Kernels in graphs wait for the one ahead, because the driver knows no others.
+    /// Kernels in graphs do not overlap, because the driver does not support it.
     apart: AtomicBool,
-    /// Every launch is waited for, and rounds are not recorded, so that an error names its kernel: what `CUDA_LAUNCH_BLOCKING=1` asks of CUDA programs.
+    /// Waits after every launch and records no rounds, so that an error names its kernel: `CUDA_LAUNCH_BLOCKING=1`, as in
+    /// other CUDA programs.
     pub(crate) one_by_one: bool,
     /// Name and compute capability.
     pub info: detect::DeviceInfo,
-    /// Streaming multiprocessors.
-    pub multiprocessors: usize,
-    /// Shared memory a block may have, in bytes.
+    /// Streaming multiprocessors (SMs).
+    pub sms: usize,
+    /// Most shared memory of a block, in bytes.
     pub shared_bytes: usize,
-    /// Shared memory of a multiprocessor, in bytes.
-    pub shared_per_multiprocessor: usize,
+    /// Shared memory of an SM, in bytes.
+    pub shared_per_sm: usize,
 }
 
-// SAFETY: handles of the driver may be used from any thread; every call binds the context to its thread first.
+// SAFETY: driver handles may be used from any thread; every call binds the context to its thread first.
 unsafe impl Send for Device {}
 // SAFETY: see above; the driver serialises calls on a stream.
 unsafe impl Sync for Device {}
@@ -51,7 +54,7 @@ pub struct Kernel {
     name: &'static str,
 }
 
-/// A name that lives as long as the process, so that a kernel can be copied with it. Each of the few hundred names is kept once.
+/// A copy of the name with static lifetime, so that [`Kernel`] can be `Copy`. Each of the few hundred names is leaked once.
 fn kept(name: &str) -> &'static str {
     static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
     let mut names = NAMES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -65,15 +68,15 @@ fn kept(name: &str) -> &'static str {
     }
 }
 
-/// The remedy for an error of something queued.
-const NAMED: &str = "check nvidia-smi and the kernel log (dmesg), or use --device cpu; run again with CUDA_LAUNCH_BLOCKING=1 in the environment to be told which kernel it was";
+/// The remedy for an error of queued work.
+const NAMED: &str = "check nvidia-smi and the kernel log (dmesg), or use --device cpu; run again with CUDA_LAUNCH_BLOCKING=1 in the environment to see which kernel failed";
 
 /// A grid in words.
 fn blocks([x, y, z]: [u32; 3]) -> String {
     format!("{x} × {y} × {z}")
 }
 
-/// What was queued last, for errors that only show when the GPU has worked: a kernel and its grid, or a recorded round.
+/// The last queued work, for errors that appear only after the GPU has run it: a kernel and its grid, or a recorded round.
 #[derive(Clone, Copy, Debug)]
 enum Queued {
     Nothing,
@@ -91,7 +94,7 @@ impl fmt::Display for Queued {
     }
 }
 
-// SAFETY: a function handle is valid in every thread while its module is loaded, which is as long as its device lives.
+// SAFETY: a function handle is valid in every thread while its module is loaded, and modules live as long as the device.
 unsafe impl Send for Kernel {}
 // SAFETY: see above.
 unsafe impl Sync for Kernel {}
@@ -105,11 +108,11 @@ pub struct Launch {
     pub block: u32,
     /// Dynamic shared memory, in bytes.
     pub shared: u32,
-    /// Come up while the kernel before still runs; the kernel waits for it by itself (`grid_wait`).
+    /// Launch while the previous kernel still runs (programmatic dependent launch); the kernel waits itself (`grid_wait`).
     pub overlap: bool,
 }
 
-/// One argument of a kernel: a value of up to eight bytes, or a struct by reference.
+/// A kernel argument: a value of up to eight bytes, or a struct by reference.
 #[derive(Clone, Copy, Debug)]
 pub enum Arg<'a> {
     /// A pointer or a 64-bit number.
@@ -118,14 +121,14 @@ pub enum Arg<'a> {
     Int(i32),
     /// A 32-bit float.
     Float(f32),
-    /// A struct passed by value, as its bytes.
+    /// A struct passed by value, as bytes.
     Bytes(&'a [u8]),
 }
 
 impl<'a> Arg<'a> {
     /// A struct passed by value.
     pub fn of<T: Plain>(value: &'a T) -> Arg<'a> {
-        // SAFETY: a plain type is its bytes, all of them initialised.
+        // SAFETY: a plain type has only initialised bytes.
         Arg::Bytes(unsafe { std::slice::from_raw_parts(ptr::from_ref(value).cast(), size_of::<T>()) })
     }
 }
@@ -149,7 +152,7 @@ impl From<i32> for Arg<'_> {
 }
 
 impl From<usize> for Arg<'_> {
-    /// A count as the kernels take it, in 32 bits.
+    /// A count, as a 32-bit kernel argument.
     fn from(value: usize) -> Self {
         debug_assert!(value <= i32::MAX as usize);
         Arg::Int(value as i32)
@@ -173,7 +176,7 @@ fn check(status: sys::CUresult, what: &str) -> Result<()> {
     check_with(status, || what.to_owned())
 }
 
-/// The same, with words that are made only when they are needed.
+/// As [`check`], with text built only on failure.
 fn check_with(status: sys::CUresult, what: impl FnOnce() -> String) -> Result<()> {
     if status == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
@@ -204,19 +207,18 @@ fn check_with(status: sys::CUresult, what: impl FnOnce() -> String) -> Result<()
 }
 
 impl Device {
-    /// Opens device `index` and loads every kernel. An absent driver, an old one, an index out of range (usage) and a GPU too old are
-    /// typed errors.
+    /// Opens device `index` and loads every kernel.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Usage`] where the driver shows no such device, [`quantspec_core::ErrorKind::Device`] for an absent or old driver, a GPU too
-    /// old, a library without kernels and failed calls. [`quantspec_core::ErrorKind::DoesNotFit`] where the GPU is out of memory,
-    /// [`quantspec_core::ErrorKind::Internal`] where an image is damaged or missing.
+    /// [`quantspec_core::ErrorKind::Usage`] if the driver has no such device, [`quantspec_core::ErrorKind::Device`] for an
+    /// absent or old driver, a GPU too old, a library without kernels and failed calls.
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] if the GPU is out of memory, [`quantspec_core::ErrorKind::Internal`] if an
+    /// image is damaged or missing.
     pub fn open(index: usize) -> Result<Arc<Device>> {
         Device::open_as(index, false)
     }
 
-    /// As [`Device::open`], from the PTX images: what GPUs newer than this library run. Tests reach with it what their GPU would not
-    /// choose.
+    /// As [`Device::open`], from the PTX images, which run on GPUs newer than this library. For tests of those images.
     ///
     /// # Errors
     /// As [`Device::open`]. On a GPU older than 8.0 the driver refuses the images, which is a device error.
@@ -240,12 +242,12 @@ impl Device {
             apart: AtomicBool::new(false),
             one_by_one: std::env::var_os("CUDA_LAUNCH_BLOCKING").is_some_and(|value| value == "1"),
             info,
-            multiprocessors: 0,
+            sms: 0,
             shared_bytes: 0,
-            shared_per_multiprocessor: 0,
+            shared_per_sm: 0,
         };
-        // SAFETY: detection has opened the driver's library and found it new enough for every symbol used here. Handles are stored in
-        // `device` as soon as they exist, so that its Drop releases them also on an early return.
+        // SAFETY: detection has opened the driver's library and found it new enough for every symbol used here. Handles are
+        // stored in `device` as soon as they exist, so that its Drop releases them also on an early return.
         unsafe {
             check(sys::cuInit(0), "cuInit")?;
             check(sys::cuDeviceGet(&mut device.handle, ordinal), "cuDeviceGet")?;
@@ -253,9 +255,8 @@ impl Device {
             device.bind()?;
             let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
             check(sys::cuStreamCreate(&mut device.stream, flags), "cuStreamCreate")?;
-            device.multiprocessors =
-                device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-            device.shared_per_multiprocessor =
+            device.sms = device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+            device.shared_per_sm =
                 device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR)?;
             device.shared_bytes =
                 device.attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
@@ -282,8 +283,8 @@ impl Device {
     /// Makes the context current in this thread.
     pub(crate) fn bind(&self) -> Result<()> {
         let mut current = ptr::null_mut();
-        // SAFETY: `current` outlives the call; the context is retained while `self` lives. Asked every time (a read of thread-local memory): another library in
-        // this thread may have set its own since.
+        // SAFETY: `current` outlives the call; the context is retained while `self` lives. Checked on every call (a read of
+        // thread-local memory): another library in this thread may have set its own context.
         unsafe {
             check(sys::cuCtxGetCurrent(&mut current), "cuCtxGetCurrent")?;
             if current != self.context {
@@ -293,11 +294,11 @@ impl Device {
         Ok(())
     }
 
-    /// The kernel `name` (extern "C" in kernels/). `shared` is the most dynamic shared memory it will be launched with.
+    /// The kernel `name` (extern "C" in kernels/). `shared` is the largest dynamic shared memory of its launches, in bytes.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where no image has a kernel of that name. Device errors of the driver, such as for more shared memory than a
-    /// block may have.
+    /// [`quantspec_core::ErrorKind::Internal`] if no image has a kernel of that name. Device errors of the driver, such as
+    /// for more shared memory than a block may have.
     pub fn kernel(&self, name: &str, shared: usize) -> Result<Kernel> {
         self.bind()?;
         let symbol = CString::new(name).map_err(|_| Error::internal("kernel name holds a NUL"))?;
@@ -308,7 +309,7 @@ impl Device {
                 == sys::CUresult::CUDA_SUCCESS
             {
                 let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                // What a kernel may be launched with unasked: 48 KiB less its own arrays.
+                // Dynamic shared memory available by default: 48 KiB minus the kernel's static arrays.
                 let mut unasked = 0;
                 // SAFETY: `unasked` outlives the call, and `function` was just found.
                 check(unsafe { sys::cuFuncGetAttribute(&mut unasked, attribute, function) }, "cuFuncGetAttribute")?;
@@ -319,7 +320,7 @@ impl Device {
                 }
                 let kernel = Kernel { function, name: kept(name) };
                 if shared == 0 {
-                    self.prefer_shared(kernel, if self.has_engine() { RINGS_PERCENT } else { LOADS_PERCENT })?;
+                    self.prefer_shared(kernel, if self.has_tma() { RINGS_PERCENT } else { LOADS_PERCENT })?;
                 }
                 return Ok(kernel);
             }
@@ -327,12 +328,12 @@ impl Device {
         Err(Error::internal(format!("no kernel {name} for compute capability {}", self.info.compute_capability)))
     }
 
-    /// Whether kernels use the copy engine.
-    pub(crate) fn has_engine(&self) -> bool {
-        crate::attend::has_engine(self.info.architecture)
+    /// True if kernels use TMA.
+    pub(crate) fn has_tma(&self) -> bool {
+        crate::attend::has_tma(self.info.architecture)
     }
 
-    /// Asks for `percent` of a multiprocessor's memory as shared while the kernel runs.
+    /// Sets the kernel's preferred shared-memory carve-out to `percent` of an SM's memory.
     pub(crate) fn prefer_shared(&self, kernel: Kernel, percent: i32) -> Result<()> {
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
         // SAFETY: kernels live as long as their module, which is the device's.
@@ -342,15 +343,15 @@ impl Device {
     /// Queues a kernel.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for more than 40 arguments. Device errors of the driver, named by kernel, grid and shared memory. What fails
-    /// while the kernel runs is an error of a later call, at the latest of the next wait.
+    /// [`quantspec_core::ErrorKind::Internal`] for more than 40 arguments. Device errors of the driver, named by kernel, grid
+    /// and shared memory. An error while the kernel runs is reported by a later call, at the latest by the next wait.
     ///
     /// # Safety
-    /// `arguments` must match the kernel's parameters in number and type, and every address must be good for what the kernel does with it
-    /// until the stream has passed it.
+    /// `arguments` must match the kernel's parameters in number and type, and every address must stay valid for the kernel's
+    /// accesses until the stream has completed it.
     pub unsafe fn launch(&self, kernel: Kernel, launch: Launch, arguments: &[Arg]) -> Result<()> {
         self.bind()?;
-        // A value of four bytes lies at the start of its eight on every machine CUDA runs on (little endian).
+        // CUDA hosts are little endian, so a four-byte value is at the start of its eight bytes.
         let mut values = [0u64; 40];
         let mut pointers = [ptr::null_mut::<c_void>(); 40];
         if arguments.len() > values.len() {
@@ -386,10 +387,10 @@ impl Device {
             sharedMemBytes: launch.shared,
             hStream: self.stream,
             attrs: &mut attribute,
-            // Code for older GPUs, PTX among it, does not wait for the kernel before.
+            // Code for older GPUs, including PTX, does not wait for the previous kernel itself.
             numAttrs: u32::from(launch.overlap && self.info.architecture >= 90 && !alone),
         };
-        // SAFETY: the caller vouches for the arguments; the driver copies them before it returns.
+        // SAFETY: the caller guarantees the arguments; the driver copies them before it returns.
         let status = unsafe { sys::cuLaunchKernelEx(&config, kernel.function, pointers.as_mut_ptr(), ptr::null_mut()) };
         self.note(Queued::Kernel(kernel.name, launch.grid));
         check_with(status, || {
@@ -408,7 +409,7 @@ impl Device {
         Ok(())
     }
 
-    /// The status of a wait: what failed is what was queued before it, which only a run that waits for every kernel can tell.
+    /// The status of a wait. A failure may be that of any work queued before; only waiting after every launch tells which.
     fn waited(&self, status: sys::CUresult) -> Result<()> {
         let waiting =
             || format!("waiting for the GPU, {}", self.queued.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
@@ -425,13 +426,13 @@ impl Device {
     /// Device memory of `bytes` bytes (at least one), uninitialised.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] naming the bytes asked for, free and in all. Other device errors of the driver.
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] with the requested, free and total bytes. Other device errors of the driver.
     pub fn allocate(self: &Arc<Device>, bytes: usize) -> Result<Buffer> {
         self.bind()?;
         let mut address = 0;
         // SAFETY: `address` outlives the call.
         let status = unsafe { sys::cuMemAlloc_v2(&mut address, bytes.max(1)) };
-        // Sizes that no address space holds may be invalid and not too large.
+        // A size beyond any address space may be reported as invalid instead of too large.
         if matches!(status, sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY | sys::CUresult::CUDA_ERROR_INVALID_VALUE) {
             let (free, total) = self.memory()?;
             return Err(Error::new(
@@ -454,7 +455,7 @@ impl Device {
         Ok(buffer)
     }
 
-    /// Device memory holding a copy of `values`.
+    /// Device memory with a copy of `values`.
     ///
     /// # Errors
     /// Those of [`Device::allocate`] and [`Buffer::write`].
@@ -476,10 +477,10 @@ impl Device {
         Ok((free, total))
     }
 
-    /// Page-locked host memory of `bytes` bytes, zeroed: what the device copies from without a detour.
+    /// Zeroed page-locked host memory of `bytes` bytes, which the device copies directly.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::DoesNotFit`] where no more memory can be locked. Other device errors of the driver.
+    /// [`quantspec_core::ErrorKind::DoesNotFit`] if no more memory can be locked. Other device errors of the driver.
     pub fn pinned(self: &Arc<Device>, bytes: usize) -> Result<Pinned> {
         self.bind()?;
         let mut pointer = ptr::null_mut();
@@ -497,17 +498,17 @@ impl Device {
         Ok(Pinned { device: self.clone(), pointer: pointer.cast(), bytes })
     }
 
-    /// Waits until everything queued is done.
+    /// Waits until all queued work is done.
     ///
     /// # Errors
-    /// Device errors of the driver and of what was queued, named by what was queued last.
+    /// Device errors of the driver and of queued work, named by the work queued last.
     pub fn synchronize(&self) -> Result<()> {
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
         self.waited(unsafe { sys::cuStreamSynchronize(self.stream) })
     }
 
-    /// Whether everything queued is done.
+    /// Returns true if all queued work is done.
     ///
     /// # Errors
     /// As [`Device::synchronize`].
@@ -520,11 +521,12 @@ impl Device {
         }
     }
 
-    /// Queues `work` into a graph instead of running it. Drivers before CUDA 12.3 do not know kernels in graphs that come up before the one ahead has ended:
-    /// where the driver refuses, `work` is recorded once more without that.
+    /// Records `work` into a graph instead of running it. Drivers before CUDA 12.3 refuse overlapping kernels in graphs;
+    /// `work` is then recorded again without overlap.
     ///
     /// # Errors
-    /// Those of `work`. Device errors of the driver while it records and builds, [`quantspec_core::ErrorKind::DoesNotFit`] where memory runs out.
+    /// Those of `work`. Device errors of the driver while it records and builds, [`quantspec_core::ErrorKind::DoesNotFit`] if
+    /// memory runs out.
     pub fn record(self: &Arc<Device>, mut work: impl FnMut() -> Result<()>) -> Result<Graph> {
         match self.record_once(&mut work) {
             Err(error) if error.kind == ErrorKind::Device && !self.apart.swap(true, Ordering::Relaxed) => {
@@ -559,7 +561,7 @@ impl Device {
         Ok(Graph { device: self.clone(), exec })
     }
 
-    /// An event at this point of the stream.
+    /// Records an event at this point of the stream.
     ///
     /// # Errors
     /// Device errors of the driver, named by the call.
@@ -581,7 +583,7 @@ impl Drop for Device {
         if self.context.is_null() || self.bind().is_err() {
             return;
         }
-        // SAFETY: every buffer, graph and mark holds an Arc of the device, so nothing uses these handles any more.
+        // SAFETY: every buffer, graph and mark holds an Arc of the device, so nothing else uses these handles.
         unsafe {
             if !self.stream.is_null() {
                 sys::cuStreamSynchronize(self.stream);
@@ -595,7 +597,7 @@ impl Drop for Device {
     }
 }
 
-/// Types whose bytes are their meaning: any bit pattern is a value and there is no padding.
+/// Types for which any bit pattern is a value and that have no padding.
 ///
 /// # Safety
 /// Implement it for such types only.
@@ -648,7 +650,7 @@ impl Buffer {
         }
     }
 
-    /// Queues setting every byte.
+    /// Queues setting every byte to `byte`.
     ///
     /// # Errors
     /// Device errors of the driver, named by the call.
@@ -661,10 +663,12 @@ impl Buffer {
         )
     }
 
-    /// Queues setting `width` bytes from byte `offset` on, and as many from every `pitch` bytes further, of `rows` rows.
+    /// Queues setting `width` bytes in each of `rows` rows; the first row begins at byte `offset`, rows are `pitch` bytes
+    /// apart.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the rows overlap or reach beyond the buffer. Device errors of the driver, named by the call.
+    /// [`quantspec_core::ErrorKind::Internal`] if the rows overlap or reach beyond the buffer. Device errors of the driver,
+    /// named by the call.
     pub fn fill_rows(&self, byte: u8, offset: usize, width: usize, pitch: usize, rows: usize) -> Result<()> {
         if width > pitch {
             return Err(Error::internal(format!("rows of {width} bytes every {pitch}")));
@@ -679,10 +683,11 @@ impl Buffer {
         )
     }
 
-    /// Copies `values` to byte `offset`, after everything queued so far, and waits.
+    /// Copies `values` to byte `offset` after all queued work, and waits.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the values reach beyond the buffer. Device errors of the copy, and those of [`Device::synchronize`].
+    /// [`quantspec_core::ErrorKind::Internal`] if the values reach beyond the buffer. Device errors of the copy, and those of
+    /// [`Device::synchronize`].
     pub fn write<T: Plain>(&self, offset: usize, values: &[T]) -> Result<()> {
         self.inside(offset, size_of_val(values))?;
         self.device.bind()?;
@@ -697,10 +702,11 @@ impl Buffer {
     /// Queues a copy from page-locked memory.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
+    /// [`quantspec_core::ErrorKind::Internal`] if the bytes reach beyond either buffer. Device errors of the driver, named by
+    /// the copy.
     ///
     /// # Safety
-    /// The bytes of `from` must stay as they are until the stream has passed the copy.
+    /// The bytes of `from` must not change until the stream has completed the copy.
     pub unsafe fn write_pinned(&self, offset: usize, from: &Pinned, start: usize, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         if start.checked_add(bytes).is_none_or(|end| end > from.bytes) {
@@ -714,10 +720,11 @@ impl Buffer {
         check(status, "copying to the GPU")
     }
 
-    /// Copies bytes to the start of page-locked memory, after everything queued so far, and waits.
+    /// Copies bytes to the start of page-locked memory after all queued work, and waits.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the bytes reach beyond either buffer. Device errors of the copy, and those of [`Device::synchronize`].
+    /// [`quantspec_core::ErrorKind::Internal`] if the bytes reach beyond either buffer. Device errors of the copy, and those
+    /// of [`Device::synchronize`].
     pub fn read_pinned(&self, offset: usize, to: &mut Pinned, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         if bytes > to.bytes {
@@ -731,10 +738,11 @@ impl Buffer {
         self.device.synchronize()
     }
 
-    /// `count` values from byte `offset`, after everything queued so far.
+    /// Reads `count` values from byte `offset` after all queued work, and waits.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the values reach beyond the buffer. Device errors of the copy, and those of [`Device::synchronize`].
+    /// [`quantspec_core::ErrorKind::Internal`] if the values reach beyond the buffer. Device errors of the copy, and those of
+    /// [`Device::synchronize`].
     pub fn read<T: Plain + Default>(&self, offset: usize, count: usize) -> Result<Vec<T>> {
         self.inside(offset, count.saturating_mul(size_of::<T>()))?;
         let mut values = vec![T::default(); count];
@@ -742,7 +750,7 @@ impl Buffer {
         Ok(values)
     }
 
-    /// Fills `values` from byte `offset` on, after everything queued so far.
+    /// Fills `values` from byte `offset` on after all queued work, and waits.
     ///
     /// # Errors
     /// As [`Buffer::read`].
@@ -765,7 +773,7 @@ impl Buffer {
     /// Queues a copy within the device.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
+    /// [`quantspec_core::ErrorKind::Internal`] if the bytes reach beyond either buffer. Device errors of the driver, named by the copy.
     pub fn copy_from(&self, offset: usize, from: &Buffer, start: usize, bytes: usize) -> Result<()> {
         self.inside(offset, bytes)?;
         from.inside(start, bytes)?;
@@ -808,7 +816,7 @@ impl Pinned {
     /// Writes `values` at byte `offset`.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the values reach beyond the memory.
+    /// [`quantspec_core::ErrorKind::Internal`] if the values reach beyond the memory.
     pub fn put<T: Plain>(&mut self, offset: usize, values: &[T]) -> Result<()> {
         let length = size_of_val(values);
         match offset.checked_add(length) {
@@ -825,7 +833,7 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         let _ = self.device.synchronize();
-        // SAFETY: the pointer came from cuMemHostAlloc and no copy is under way.
+        // SAFETY: the pointer came from cuMemHostAlloc, and no copy is running.
         unsafe { sys::cuMemFreeHost(self.pointer.cast()) };
     }
 }
@@ -837,17 +845,18 @@ pub struct Graph {
     exec: sys::CUgraphExec,
 }
 
-// SAFETY: handles of the driver may be used from any thread.
+// SAFETY: driver handles may be used from any thread.
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Queues the whole sequence.
+    /// Queues the recorded work.
     ///
     /// # Errors
-    /// Device errors of the driver. What fails while the recorded work runs is an error of a later call, as of [`Device::launch`].
+    /// Device errors of the driver. An error while the recorded work runs is reported by a later call, as for
+    /// [`Device::launch`].
     ///
     /// # Safety
-    /// Every address recorded must still be good.
+    /// Every recorded address must still be valid.
     pub unsafe fn launch(&self) -> Result<()> {
         self.device.bind()?;
         // SAFETY: the executable lives as long as `self`.
@@ -860,7 +869,7 @@ impl Graph {
 impl Drop for Graph {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
-            // SAFETY: owned; the driver keeps what still runs.
+            // SAFETY: owned; the driver keeps a running graph alive.
             unsafe { sys::cuGraphExecDestroy(self.exec) };
         }
     }
@@ -873,11 +882,11 @@ pub struct Mark {
     event: sys::CUevent,
 }
 
-// SAFETY: handles of the driver may be used from any thread.
+// SAFETY: driver handles may be used from any thread.
 unsafe impl Send for Mark {}
 
 impl Mark {
-    /// Moves the mark to this point of the stream; `recording`: to this point of every launch of the graph that is being recorded.
+    /// Moves the mark to this point of the stream. With `recording`, it is set in every launch of the graph being recorded.
     ///
     /// # Errors
     /// Device errors of the driver, named by the call.
@@ -888,10 +897,10 @@ impl Mark {
         check(unsafe { sys::cuEventRecordWithFlags(self.event, self.device.stream, flags) }, "cuEventRecord")
     }
 
-    /// Seconds from `self` to `later`, once both have passed.
+    /// Seconds from `self` to `later`; waits for `later`.
     ///
     /// # Errors
-    /// As [`Device::synchronize`], and device errors of the driver where `self` is not passed when `later` is.
+    /// As [`Device::synchronize`], and device errors of the driver if `self` comes after `later`.
     pub fn seconds_to(&self, later: &Mark) -> Result<f64> {
         self.device.bind()?;
         let mut milliseconds = 0.0;

@@ -1,4 +1,4 @@
-//! The products of a draft step together with everything between them (kernels/draft.cu), on Hopper and for one or two rows.
+//! GEMMs of a draft step fused with all operations between them (kernels/draft.cu), on Hopper and for one or two rows.
 
 use crate::args;
 use crate::device::{Arg, Device, Kernel, Launch};
@@ -7,22 +7,23 @@ use crate::linear::{GROUP, Quantised, TILE, WARPS, block_bytes};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
-/// Rows of the largest step: every block makes every row's input, and for three rows that takes longer than kernels between the products.
+/// Rows of the largest step. Every block computes every row's input; from three rows on, separate kernels are faster.
 pub const ROWS_MAX: usize = 2;
-/// Tiles of a batch, tiles of a chunk, and threads of a block; as in kernels/draft.cu.
+/// Output tiles per batch, tiles per chunk, and threads per block, as in kernels/draft.cu.
 const TOGETHER: usize = 4;
 const CHUNK_TILES: usize = 2;
 const THREADS: u32 = 384;
-/// Chunks under way below which a ring is too short to keep memory busy; no fewer than a producer has ahead (`DRAFT_AHEAD` of kernels/draft.cu).
+/// Fewest pipeline stages that keep memory busy, at least those a producer runs ahead (`DRAFT_AHEAD` of kernels/draft.cu).
 const STAGES_MIN: usize = 3;
-/// Shared memory that the driver keeps of every block.
+/// Shared memory that the driver reserves per block, in bytes.
 const KEPT: usize = 1024;
-/// Bytes of an upper plane of 16 outputs and 128 inputs.
+/// Bytes of an upper plane for 16 outputs and 128 inputs.
 const UPPER_BLOCKS: usize = 2 * crate::hierarchy::UPPER_BLOCK;
-/// What a block of `merge` takes (kernels/attend.cu), with what is kept of it: where it comes up beside two blocks, the product behind it can, too.
+/// Shared memory of a block of `merge` (kernels/attend.cu) with the driver's share. If it fits next to two GEMM blocks, the
+/// following GEMM can start early.
 const SMALL: usize = 3072 + KEPT;
 
-/// The hidden stream, f32 `[rows][width]`, and the norm ahead of a product.
+/// The hidden stream, f32 `[rows][width]`, and the norm before a GEMM.
 #[derive(Clone, Copy, Debug)]
 pub struct Hidden {
     /// Address of the first row.
@@ -35,12 +36,12 @@ pub struct Hidden {
     pub width: usize,
 }
 
-/// Where queries, keys and values go, as kernels `append_*` take it; 0 where there is no bias.
+/// Destinations of queries, keys and values, as kernels `append_*` take them; a bias of 0 means none.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
     /// Rows of the step.
     pub rows: u64,
-    /// f32 of the product's width.
+    /// f32 of the GEMM's width.
     pub bias: u64,
     /// float2 `[row][head_dim / 2]`.
     pub cos_sin: u64,
@@ -60,7 +61,7 @@ pub struct Heads {
     pub flag: u64,
 }
 
-/// Weights that a draft multiplies by int8.
+/// Weights that a draft multiplies with int8 activations.
 #[derive(Clone, Copy, Debug)]
 pub enum DraftMatrix<'a> {
     /// The draft's own, of four bits.
@@ -102,22 +103,23 @@ struct Kernels {
     gated: Kernel,
     add_i8: Kernel,
     add_bf16: Kernel,
-    /// Bytes of weights of 16 outputs and 128 inputs.
+    /// Bytes of weights for 16 outputs and 128 inputs.
     block: usize,
 }
 
-/// Launches the products of draft steps.
+/// Launches the GEMMs of draft steps.
 #[derive(Debug)]
-pub struct Draft {
+pub struct DraftGemms {
     device: Arc<Device>,
     own: Kernels,
     upper: Kernels,
-    /// Most dynamic shared memory of a block, so that two share a multiprocessor.
+    /// Most dynamic shared memory of a block if two share an SM, in bytes.
     shared: usize,
 }
 
-/// Chunks of weights, in blocks of `block` bytes, that fit beside the inputs of `rows` rows into at most `most` bytes of shared memory, and the bytes a block is
-/// given: less, for a small block beside two, where that costs no chunk (kernels/draft.cu, `DraftShared`).
+/// Pipeline stages and shared memory of a block: chunks of weights, in blocks of `block` bytes, that fit next to the inputs
+/// of `rows` rows in `most` bytes. Leaves room for a small block next to two of these, if that costs no stage (`DraftShared`
+/// in kernels/draft.cu).
 fn ring(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize) {
     let inputs = rows * (groups * (GROUP + 8) + 64);
     let sums = TOGETHER * WARPS * TILE * 4 * rows + WARPS * ROWS_MAX * 4;
@@ -126,16 +128,16 @@ fn ring(most: usize, block: usize, groups: usize, rows: usize) -> (usize, usize)
     (stages(most), if stages(less) == stages(most) { less } else { most })
 }
 
-impl Draft {
-    /// Finds the kernels; `None` on devices that have none.
+impl DraftGemms {
+    /// Finds the kernels; `None` on devices without them.
     ///
     /// # Errors
-    /// Those of [`Device::kernel`], which knows head widths of 64, 128 and 256.
-    pub fn new(device: &Arc<Device>, head_dim: usize) -> Result<Option<Draft>> {
-        if !device.has_engine() {
+    /// Those of [`Device::kernel`]; there are kernels for head widths of 64, 128 and 256.
+    pub fn new(device: &Arc<Device>, head_dim: usize) -> Result<Option<DraftGemms>> {
+        if !device.has_tma() {
             return Ok(None);
         }
-        let shared = device.shared_per_multiprocessor / 2 - KEPT;
+        let shared = device.shared_per_sm / 2 - KEPT;
         let kernel = |name: &str| {
             let kernel = device.kernel(name, shared)?;
             device.prefer_shared(kernel, 100)?;
@@ -151,7 +153,7 @@ impl Draft {
                 block,
             })
         };
-        Ok(Some(Draft {
+        Ok(Some(DraftGemms {
             own: kernels("", block_bytes(4))?,
             upper: kernels("_planes", UPPER_BLOCKS)?,
             shared,
@@ -159,7 +161,7 @@ impl Draft {
         }))
     }
 
-    /// Whether products of `k` inputs with a draft's own weights take `rows` rows.
+    /// Returns true if GEMMs with `k` inputs and a draft's own weights support `rows` rows.
     pub fn takes(&self, k: usize, rows: usize) -> bool {
         self.has_room(&self.own, k, rows)
     }
@@ -188,25 +190,25 @@ impl Draft {
         };
         let (kernel, groups, tiles) = (kernel(kernels), k.div_ceil(GROUP), n.div_ceil(TILE));
         if bits != 4 || !self.has_room(kernels, k, rows) {
-            return Err(Error::internal(format!("a draft product of {rows} rows and {k} inputs")));
+            return Err(Error::internal(format!("a draft GEMM of {rows} rows and {k} inputs")));
         }
         let (stages, shared) = ring(self.shared, kernels.block, groups, rows);
         let mut arguments = args![address, groups, tiles, rows, stages].to_vec();
         arguments.extend_from_slice(rest);
-        let grid = [tiles.min(self.device.multiprocessors) as u32, 1, 1];
+        let grid = [tiles.min(self.device.sms) as u32, 1, 1];
         let launch = Launch { grid, block: THREADS, shared: shared as u32, overlap: true };
-        // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
+        // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
     /// Queries, keys and values of the normed stream; `weights` with paired rows ([`crate::linear::Linear::quantise`]).
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for weights of the draft's own that have not four bits, and where [`Draft::takes`] says no. Device errors of the launch, named by
-    /// the kernel.
+    /// [`quantspec_core::ErrorKind::Internal`] for draft weights not in four bits, and if [`DraftGemms::takes`] returns false.
+    /// Device errors of the launch, named by the kernel.
     ///
     /// # Safety
-    /// Every address must be good for `rows` rows until the stream has passed this call.
+    /// Every address must stay valid for `rows` rows until the stream has completed this call.
     pub unsafe fn heads<'a>(
         &self,
         weights: impl Into<DraftMatrix<'a>>,
@@ -240,10 +242,10 @@ impl Draft {
     /// y f32 `[rows][n]` = the normed stream · weightsᵀ.
     ///
     /// # Errors
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     ///
     /// # Safety
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     pub unsafe fn rows<'a>(
         &self,
         weights: impl Into<DraftMatrix<'a>>,
@@ -260,10 +262,10 @@ impl Draft {
     /// x bf16 `[rows][pitch]` = SiLU(gate) · up of the normed stream; gate, up and `bias` (or 0) interleaved by eight.
     ///
     /// # Errors
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     ///
     /// # Safety
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     pub unsafe fn gated<'a>(
         &self,
         weights: impl Into<DraftMatrix<'a>>,
@@ -280,13 +282,13 @@ impl Draft {
         unsafe { self.launch(|kernels| kernels.gated, weights, rows, &rest) }
     }
 
-    /// hidden f32 `[rows][n]` += x · weightsᵀ + bias; x and xs as of [`crate::linear::Linear::run_quantised`].
+    /// hidden f32 `[rows][n]` += x · weightsᵀ + bias; x and xs as in [`crate::linear::Linear::run_quantised`].
     ///
     /// # Errors
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     ///
     /// # Safety
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     pub unsafe fn add_i8<'a>(
         &self,
         weights: impl Into<DraftMatrix<'a>>,
@@ -305,10 +307,10 @@ impl Draft {
     /// hidden f32 `[rows][n]` += x · weightsᵀ + bias; x bf16 `[rows][pitch]`.
     ///
     /// # Errors
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     ///
     /// # Safety
-    /// As [`Draft::heads`].
+    /// As [`DraftGemms::heads`].
     pub unsafe fn add_bf16<'a>(
         &self,
         weights: impl Into<DraftMatrix<'a>>,
@@ -345,7 +347,7 @@ mod tests {
             let taken = 2 * (shared + KEPT) + if small { SMALL } else { 0 };
             assert!(taken <= HOPPER, "{inputs} inputs, {rows} rows: {taken} bytes");
         }
-        // Blocks of an upper plane are a seventeenth larger.
+        // Blocks of an upper plane are 1/17 larger.
         for (inputs, rows, chunks) in [(4096, 1, 5), (14_336, 1, 5), (14_336, 2, 4)] {
             assert_eq!(
                 ring(HOPPER / 2 - KEPT, UPPER_BLOCKS, inputs / GROUP, rows).0,

@@ -1,4 +1,4 @@
-//! The device's error flag: what kernels found that is not finite.
+//! The device's error flag: non-finite results of kernels.
 
 use quantspec_core::{Error, Result};
 
@@ -7,7 +7,7 @@ const FLAG_CACHE: u32 = 1;
 const FLAG_LOGITS: u32 = 2;
 pub(crate) const FLAG_WEIGHTS: u32 = 4;
 
-/// Turns what kernels flagged since the last look into an error.
+/// Converts the flags set by kernels to an error.
 pub(crate) fn check_flag(flag: u32) -> Result<()> {
     Err(Error::not_finite(match flag {
         0 => return Ok(()),

@@ -1,5 +1,5 @@
-//! Matrices of the weight hierarchy on the device (`quantspec_core::weights`, docs/design/weights.md): their quantiser, their products with the few rows of a
-//! step (kernels/hierarchy.cu), and the 16-bit matrix they stand for, which a prompt's products read.
+//! Matrices of the weight hierarchy on the device (`quantspec_core::weights`, docs/design/weights.md): their quantiser, their
+//! GEMMs with the few rows of a step (kernels/hierarchy.cu), and the dequantised 16-bit matrix for a prompt's GEMMs.
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch};
@@ -13,24 +13,24 @@ use std::sync::Arc;
 pub(crate) const UPPER_BLOCK: usize = TILE * GROUP / 2 + TILE * 4;
 const LOWER_BLOCK: usize = TILE * GROUP / 2;
 
-// A warp of the kernels takes a group of weights where it takes an atom of 16-bit ones.
+// A warp processes a group of these weights where it processes an atom of 16-bit weights.
 const _: () = assert!(GROUP == ATOM);
 
 /// A weight matrix `[n][k]` in nibbles.
 #[derive(Debug)]
 pub struct Hierarchy {
     upper: Buffer,
-    /// None where the weights have four bits.
+    /// None if the weights have four bits.
     lower: Option<Buffer>,
     n: usize,
     k: usize,
     /// As of [`crate::linear::Quantised`].
     paired: usize,
-    /// Number format of a product's inputs.
+    /// Number format of a GEMM's inputs.
     dtype: Dtype,
 }
 
-/// Which planes a product reads.
+/// Planes that a GEMM reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reads {
     /// All there are: the target.
@@ -39,13 +39,13 @@ pub enum Reads {
     Upper,
 }
 
-/// Blocks of a tile in memory: an even number, so that draft kernels read 128 inputs at a time.
+/// Blocks per tile of outputs, rounded up to even, so that draft kernels read 128 inputs at a time.
 const fn stride(k: usize) -> usize {
     2 * k.div_ceil(2 * GROUP)
 }
 
 impl Hierarchy {
-    /// Bytes of the upper and of the lower plane of a matrix of that shape.
+    /// Bytes of the upper and of the lower plane of an `n` × `k` matrix.
     pub const fn bytes(n: usize, k: usize) -> [usize; 2] {
         let blocks = n.div_ceil(TILE) * stride(k);
         [blocks * UPPER_BLOCK, blocks * LOWER_BLOCK]
@@ -71,7 +71,7 @@ impl Hierarchy {
         &self.upper
     }
 
-    /// The lower plane; none where the weights have four bits.
+    /// The lower plane; None if the weights have four bits.
     pub fn lower(&self) -> Option<&Buffer> {
         self.lower.as_ref()
     }
@@ -81,7 +81,7 @@ impl Hierarchy {
     }
 }
 
-/// How a product of so many row tiles runs on Hopper (kernels/hierarchy.cu asserts the bytes).
+/// Pipeline of a GEMM with this many row tiles on Hopper; None if it has none (kernels/hierarchy.cu asserts the bytes).
 const fn ringed(planes: usize, tiles: usize) -> Option<Ringed> {
     let (shared, copying, cluster) = match (planes, tiles) {
         (2, 1) => (206_728, 2, 1),
@@ -110,7 +110,7 @@ pub struct Hierarchies {
 }
 
 impl Hierarchies {
-    /// Finds the kernels for products whose inputs are `dtype`.
+    /// Finds the kernels for GEMMs whose inputs are `dtype`.
     ///
     /// # Errors
     /// [`quantspec_core::ErrorKind::Model`] for inputs in f32. Those of [`Device::kernel`].
@@ -128,12 +128,12 @@ impl Hierarchies {
         })
     }
 
-    /// Queues quantising a matrix to both planes, or to the upper one alone; `paired` as of [`crate::linear::Quantised`]. `flag` begins with the device's
-    /// error flag, a u32.
+    /// Queues quantising a matrix to both planes, or to the upper one alone; `paired` as in [`crate::linear::Quantised`].
+    /// `flag` begins with the device's error flag, a u32.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the matrix or the flag is shorter than its shape, and where rows do not make whole heads. Those of
-    /// [`Device::allocate`] and of the launch.
+    /// [`quantspec_core::ErrorKind::Internal`] if the matrix or the flag is shorter than its shape, or if rows are not whole
+    /// heads. Those of [`Device::allocate`] and of the launch.
     pub fn quantise(&self, weights: &Matrix, both: bool, paired: usize, flag: &Buffer) -> Result<Hierarchy> {
         let (n, k) = (weights.n, weights.k);
         let full = Matrix::bytes(weights.dtype, n, k);
@@ -161,13 +161,15 @@ impl Hierarchies {
         Ok(to)
     }
 
-    /// y f32 `[rows][n]` = x · weightsᵀ; x `[rows][k padded to 64]` in 16 bits, padding zero. Rows of `weights` that are paired are so in y.
+    /// y f32 `[rows][n]` = x · weightsᵀ; x `[rows][k padded to 64]` in 16 bits, padding zero. Paired rows of `weights` are
+    /// also paired in y.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for weights of inputs of another number format. Device errors of the launch, named by the kernel.
+    /// [`quantspec_core::ErrorKind::Internal`] for weights of another input type. Device errors of the launch, named by the
+    /// kernel.
     ///
     /// # Safety
-    /// Both addresses must be good for their shapes until the stream has passed this call.
+    /// Both addresses must stay valid for their shapes until the stream has completed this call.
     pub unsafe fn run(&self, weights: &Hierarchy, reads: Reads, x: u64, y: u64, rows: usize) -> Result<()> {
         self.check(weights)?;
         let tiles = weights.n.div_ceil(TILE);
@@ -186,14 +188,14 @@ impl Hierarchies {
             rows,
             pitch
         ];
-        // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
+        // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
-    /// Queues writing the matrix that all planes stand for, in 16 bits and atoms, rows in the checkpoint's order, to byte `at` of `to`.
+    /// Queues writing the dequantised matrix, in 16 bits and atoms, rows in the checkpoint's order, to byte `at` of `to`.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where it does not fit there, and as [`Hierarchies::run`].
+    /// [`quantspec_core::ErrorKind::Internal`] if it does not fit there, and as [`Hierarchies::run`].
     pub fn expand(&self, weights: &Hierarchy, to: &Buffer, at: usize) -> Result<()> {
         self.check(weights)?;
         let (n, k) = (weights.n, weights.k);
@@ -235,16 +237,16 @@ pub(crate) fn check(dtype: Dtype) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// Of an 8-bit matrix 8.5 bits a weight, 4.5 of them in the upper plane.
+    /// An 8-bit matrix has 8.5 bits per weight, 4.5 of them in the upper plane.
     #[test]
     fn planes_take_eight_and_a_half_bits() {
         let [upper, lower] = Hierarchy::bytes(4096, 14_336);
         assert_eq!([upper * 16, lower * 16], [4096 * 14_336 * 9, 4096 * 14_336 * 8]);
-        // A tile begins where 128 inputs begin.
+        // Blocks per tile are rounded up to whole 128 inputs.
         assert_eq!(Hierarchy::bytes(17, 64), [2 * 2 * 576, 2 * 2 * 512]);
     }
 
-    /// The numbers of kernels/hierarchy.cu: shared memory, warps that copy, blocks of a cluster.
+    /// Shared memory, loading warps and cluster size match kernels/hierarchy.cu.
     #[test]
     #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     fn rings_are_launched_as_they_are_compiled() {

@@ -1,4 +1,4 @@
-//! The kernel images embedded by build.rs, and which of them a device runs.
+//! The kernel images embedded by build.rs, and the choice for a device.
 
 use quantspec_core::{Error, Result};
 
@@ -22,7 +22,7 @@ pub(crate) const OLDEST: u32 = 75;
 /// Compute capability (times ten) that PTX is written for.
 pub(crate) const PTX: u32 = 80;
 
-/// What the library carries, for people: `attend sm_90a`, ... Empty where it was built without kernels.
+/// Names of the embedded images: `attend sm_90a`, ... Empty if the library was built without kernels.
 pub fn kernels() -> Vec<String> {
     let name = |image: &Image| match image.architecture {
         0 => format!("{} ptx compute_80", image.stem),
@@ -32,7 +32,7 @@ pub fn kernels() -> Vec<String> {
     IMAGES.iter().map(name).collect()
 }
 
-/// Whether the library carries kernels at all.
+/// Returns true if the library has kernels.
 pub(crate) fn present() -> bool {
     !IMAGES.is_empty()
 }
@@ -42,10 +42,11 @@ pub(crate) fn stems() -> impl Iterator<Item = &'static str> {
     IMAGES.iter().filter(|image| image.architecture == 0).map(|image| image.stem)
 }
 
-/// The best image of a stem for a compute capability (times ten): machine code of the same major and the nearest minor below, else PTX.
+/// The best image of a stem for a compute capability (times ten): machine code of the same major and the nearest lower minor,
+/// else PTX.
 pub(crate) fn choose(stem: &str, capability: u32) -> Option<&'static Image> {
     let of_stem = || IMAGES.iter().filter(|image| image.stem == stem);
-    // sm_90a code runs on 9.0 and on nothing newer.
+    // sm_90a code runs on 9.0 only.
     let native = |image: &&Image| {
         image.architecture / 10 == capability / 10
             && image.architecture <= capability
@@ -57,8 +58,8 @@ pub(crate) fn choose(stem: &str, capability: u32) -> Option<&'static Image> {
         .or_else(|| of_stem().find(|image| image.architecture == 0 && capability >= PTX))
 }
 
-/// The compute capability (times ten) that a device's images were compiled for, 80 where they are PTX. What the code does follows from it: PTX knows neither
-/// the copy engine nor how to wait for the kernel before.
+/// The compute capability (times ten) that a device's images were compiled for; 80 for PTX. PTX images use neither TMA nor
+/// programmatic dependent launch.
 pub(crate) fn architecture(capability: u32) -> Option<u32> {
     let compiled = |image: &Image| if image.architecture == 0 { PTX } else { image.architecture };
     stems().map(|stem| choose(stem, capability).map(compiled)).min().flatten()
@@ -70,7 +71,7 @@ pub(crate) fn portable(stem: &str) -> Option<&'static Image> {
 }
 
 impl Image {
-    /// The image as the driver takes it.
+    /// The inflated image.
     pub(crate) fn inflate(&self) -> Result<Vec<u8>> {
         match miniz_oxide::inflate::decompress_to_vec_with_limit(self.deflated, self.bytes) {
             Ok(bytes) if bytes.len() == self.bytes => Ok(bytes),

@@ -1,7 +1,7 @@
 //! Backend on NVIDIA GPUs.
 //!
-//! The kernels are compiled when this crate is built and the driver is opened when a device is asked for, so a library built anywhere
-//! loads everywhere: [`detect`] says what is there and why a GPU is off. Nothing links to the CUDA runtime, cuBLAS or cuDNN.
+//! Kernels are compiled when this crate is built; the driver is opened when a device is requested. So the library loads on
+//! any machine, and [`detect`] reports which GPUs can be used. It does not link to the CUDA runtime, cuBLAS or cuDNN.
 
 pub mod attend;
 mod backend;

@@ -1,4 +1,4 @@
-//! Weights on the device and their products with the few rows of a step (kernels/linear.cu).
+//! Weights on the device, and their GEMMs with the few rows of a step (kernels/linear.cu).
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, LOADS_PERCENT, Launch};
@@ -14,23 +14,23 @@ pub(crate) const ATOM: usize = 64;
 pub(crate) const GROUP: usize = 128;
 /// Warps of a block.
 pub(crate) const WARPS: usize = 8;
-/// Blocks that should be on a multiprocessor together where weights go through no ring of a whole one: one alone is bound by its latencies.
+/// Blocks per SM for GEMMs without a pipeline over the whole SM: a single one is latency-bound.
 const RESIDENT: usize = 2;
 
-/// How a product runs on Hopper, where weights and inputs go through rings (`Ring` of kernels/linear.cuh; a test below holds this to kernels/linear.cu, which
-/// asserts its bytes).
+/// Pipeline of a GEMM on Hopper (`Ring` of kernels/linear.cuh). A test below checks it against kernels/linear.cu, which
+/// asserts its bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ringed {
     /// Bytes of shared memory.
     pub(crate) shared: usize,
-    /// Warps that copy: two, or four where they hand registers over to those that multiply.
+    /// Warps that load: two, or four if they release registers to the computing warps.
     pub(crate) copying: usize,
-    /// Blocks that share what they copy of the inputs.
+    /// Blocks that share loads of the inputs by multicast.
     pub(crate) cluster: usize,
 }
 
 impl Ringed {
-    /// Of a kernel for weights of that many bits and row tiles.
+    /// The pipeline for weights of `bits` bits and `tiles` row tiles.
     const fn of(bits: usize, tiles: usize) -> Option<Ringed> {
         let (shared, copying, cluster) = match (bits, tiles) {
             (16, 1) => (222_448, 2, 1),
@@ -51,7 +51,7 @@ impl Ringed {
     }
 }
 
-/// Name of a type in kernel names.
+/// A type's part of kernel names.
 pub(crate) const fn name(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::Bf16 => "bf16",
@@ -60,7 +60,7 @@ pub(crate) const fn name(dtype: Dtype) -> &'static str {
     }
 }
 
-/// A weight matrix `[n][k]` as the checkpoint's precision keeps it: 16-bit types in atoms, f32 row-major.
+/// A weight matrix `[n][k]` in the checkpoint's precision: 16-bit types in atoms, f32 row-major.
 #[derive(Debug)]
 pub struct Matrix {
     /// The elements.
@@ -74,7 +74,7 @@ pub struct Matrix {
 }
 
 impl Matrix {
-    /// Bytes of a matrix of that shape.
+    /// Bytes of an `n` × `k` matrix.
     pub const fn bytes(dtype: Dtype, n: usize, k: usize) -> usize {
         match dtype {
             Dtype::F32 => 4 * n * k,
@@ -86,7 +86,7 @@ impl Matrix {
 /// Draft weights `[n][k]`: blocks of 16 outputs and 128 inputs with their parameters.
 #[derive(Debug)]
 pub struct Quantised {
-    /// Memory that holds the blocks, and where they begin.
+    /// Memory that holds the blocks, and their first byte.
     pub buffer: Arc<Buffer>,
     /// Byte of the first block.
     pub offset: usize,
@@ -96,7 +96,7 @@ pub struct Quantised {
     pub n: usize,
     /// Inputs.
     pub k: usize,
-    /// 0, or the width of the heads that the rows are, whose channels c … c + 7 and width / 2 + c … then share a tile.
+    /// 0, or the width of the heads that the rows form. Channels c … c + 7 and width / 2 + c … of a head then share a tile.
     pub paired: usize,
 }
 
@@ -117,55 +117,55 @@ impl Quantised {
     }
 }
 
-/// Kernels of one weight type by row tiles (of 8 rows).
+/// Kernels of one weight type by number of row tiles (of 8 rows).
 #[derive(Debug)]
 pub(crate) struct Family {
-    kernels: Vec<Product>,
+    kernels: Vec<Gemm>,
 }
 
 /// One of them.
 #[derive(Clone, Copy, Debug)]
-struct Product {
+struct Gemm {
     tiles: usize,
     ringed: Option<Ringed>,
     kernel: Kernel,
 }
 
 impl Family {
-    /// `stem_1` to `stem_8`; `ringed` says how each runs on Hopper.
+    /// `stem_1` to `stem_8`; `ringed` gives each one's pipeline on Hopper.
     pub(crate) fn new(device: &Device, stem: &str, ringed: impl Fn(usize) -> Option<Ringed>) -> Result<Family> {
         let kernels = [1, 2, 4, 8].map(|tiles| {
-            let ringed = ringed(tiles).filter(|_| device.has_engine());
+            let ringed = ringed(tiles).filter(|_| device.has_tma());
             let kernel = device.kernel(&format!("{stem}_{tiles}"), ringed.map_or(0, |ringed| ringed.shared))?;
             device.prefer_shared(kernel, if ringed.is_some() { 100 } else { LOADS_PERCENT })?;
-            Ok(Product { tiles, ringed, kernel })
+            Ok(Gemm { tiles, ringed, kernel })
         });
         Ok(Family { kernels: kernels.into_iter().collect::<Result<_>>()? })
     }
 
-    /// The smallest kernel that takes all rows at once, or the largest.
-    fn choose(&self, rows: usize) -> Result<Product> {
-        let fits = self.kernels.iter().find(|product| product.tiles * 8 >= rows).or(self.kernels.last());
-        fits.copied().ok_or_else(|| Error::internal("a product without kernels"))
+    /// The smallest kernel that takes all rows at once, or else the largest.
+    fn choose(&self, rows: usize) -> Result<Gemm> {
+        let fits = self.kernels.iter().find(|gemm| gemm.tiles * 8 >= rows).or(self.kernels.last());
+        fits.copied().ok_or_else(|| Error::internal("a GEMM without kernels"))
     }
 
-    /// The kernel for so many rows, and its launch for so many tiles of outputs.
+    /// The kernel for this number of rows, and its launch for this number of output tiles.
     pub(crate) fn launch(&self, device: &Device, rows: usize, tiles: usize) -> Result<(Kernel, Launch)> {
-        let product = self.choose(rows)?;
-        let (blocks, warps, shared) = match product.ringed {
+        let gemm = self.choose(rows)?;
+        let (blocks, warps, shared) = match gemm.ringed {
             Some(Ringed { shared, copying, cluster }) => {
-                let clusters = (device.multiprocessors / cluster).max(1).min(tiles.div_ceil(cluster));
+                let clusters = (device.sms / cluster).max(1).min(tiles.div_ceil(cluster));
                 (clusters * cluster, WARPS + copying, shared)
             }
-            // A block of the largest kernel takes a multiprocessor; two of the others fit.
-            None => (tiles.min(device.multiprocessors * if product.tiles == 8 { 1 } else { RESIDENT }), WARPS, 0),
+            // A block of the largest kernel needs a whole SM; two blocks of the others fit.
+            None => (tiles.min(device.sms * if gemm.tiles == 8 { 1 } else { RESIDENT }), WARPS, 0),
         };
-        let grid = [blocks as u32, rows.div_ceil(8 * product.tiles) as u32, 1];
-        Ok((product.kernel, Launch { grid, block: 32 * warps as u32, shared: shared as u32, overlap: true }))
+        let grid = [blocks as u32, rows.div_ceil(8 * gemm.tiles) as u32, 1];
+        Ok((gemm.kernel, Launch { grid, block: 32 * warps as u32, shared: shared as u32, overlap: true }))
     }
 }
 
-/// A kernel for draft weights: row tiles, and blocks of weights that each warp has under way.
+/// A kernel for draft weights: row tiles, and weight blocks per warp in flight.
 #[derive(Clone, Copy, Debug)]
 struct WarpRing {
     tiles: usize,
@@ -174,19 +174,19 @@ struct WarpRing {
 }
 
 impl WarpRing {
-    /// Dynamic shared memory: the weights under way, and the activations where the kernel has one row tile.
+    /// Dynamic shared memory: weights in flight, and the activations if the kernel has one row tile.
     const fn shared(&self, bits: usize, groups: usize, rows: usize) -> usize {
         let staged = if self.tiles == 1 { rows * (groups * (GROUP + 8) + 64) } else { 0 };
         WARPS * self.stages * block_bytes(bits) + staged
     }
 
-    /// Shared memory that a block takes in all: the sums of the warps, and what the driver keeps.
+    /// Total shared memory of a block, including the warps' sums and the driver's share.
     const fn resident(&self, shared: usize) -> usize {
         shared + self.tiles * WARPS * 128 * 4 + 1024
     }
 }
 
-/// Kernels of one width of draft weights, in the order they are tried: deep rings first, and activations from the cache last.
+/// Kernels of one width of draft weights, in the order of preference: deep pipelines first, activations from L1 last.
 #[derive(Debug)]
 struct WarpRings {
     kernels: Vec<WarpRing>,
@@ -201,24 +201,24 @@ impl WarpRings {
         Ok(WarpRings { kernels: kernels.collect::<Result<_>>()? })
     }
 
-    /// The first kernel that takes the rows at once (the largest in turns) and leaves room for a second block; else the last, which is small.
+    /// The first kernel that takes the rows at once (the largest takes them in turns) and leaves room for a second block;
+    /// otherwise the last, which is small.
     fn choose(&self, device: &Device, bits: usize, groups: usize, rows: usize) -> Result<WarpRing> {
         let fits = |ring: &&WarpRing| {
             let shared = ring.shared(bits, groups, rows);
-            ring.tiles * 8 >= rows.min(8 * TILES_MAX)
-                && RESIDENT * ring.resident(shared) <= device.shared_per_multiprocessor
+            ring.tiles * 8 >= rows.min(8 * TILES_MAX) && RESIDENT * ring.resident(shared) <= device.shared_per_sm
         };
         let ring = self.kernels.iter().find(fits).or(self.kernels.last());
-        ring.copied().ok_or_else(|| Error::internal("a product without kernels"))
+        ring.copied().ok_or_else(|| Error::internal("a GEMM without kernels"))
     }
 }
 
 /// Row tiles of the largest kernel for draft weights.
 const TILES_MAX: usize = 4;
-/// Its static shared memory, and what the driver keeps.
+/// Its static shared memory and the driver's share, in bytes.
 const STATIC_MAX: usize = TILES_MAX * WARPS * 128 * 4 + 1024;
 
-/// Launches products.
+/// Launches GEMMs.
 #[derive(Debug)]
 pub struct Linear {
     device: Arc<Device>,
@@ -246,7 +246,7 @@ impl Linear {
         Ok(Linear {
             bf16: family("linear_bf16", 16)?,
             f16: family("linear_f16", 16)?,
-            ringed: if device.has_engine() {
+            ringed: if device.has_tma() {
                 Some([family("linear_w4_ring", 4)?, family("linear_w8_ring", 8)?])
             } else {
                 None
@@ -265,7 +265,7 @@ impl Linear {
     /// Device errors of the launch, named by the kernel.
     ///
     /// # Safety
-    /// Both addresses must be good for their shapes until the stream has passed this call.
+    /// Both addresses must stay valid for their shapes until the stream has completed this call.
     pub unsafe fn run(&self, weights: &Matrix, x: u64, y: u64, rows: usize) -> Result<()> {
         let pitch = weights.k.next_multiple_of(ATOM);
         let family = match weights.dtype {
@@ -274,7 +274,7 @@ impl Linear {
             Dtype::F32 => {
                 let grid = [weights.n.div_ceil(WARPS) as u32, rows.div_ceil(8) as u32, 1];
                 let arguments = args![&weights.buffer, x, y, weights.k, weights.n, rows, pitch];
-                // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
+                // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
                 return unsafe {
                     self.device.launch(self.single, Launch { grid, block: 256, shared: 0, overlap: true }, &arguments)
                 };
@@ -297,7 +297,7 @@ impl Linear {
     pub unsafe fn run_quantised(&self, weights: &Quantised, x: u64, xs: u64, y: u64, rows: usize) -> Result<()> {
         let (groups, tiles) = (weights.k.div_ceil(GROUP), weights.n.div_ceil(TILE));
         let arguments = args![weights.address(), x, xs, y, groups, tiles, weights.n, rows];
-        // Scales are copied by sixteen bytes, two groups of a row.
+        // Scales are copied by sixteen bytes: two groups of a row.
         let (kernel, launch) = match &self.ringed {
             Some(families) if groups.is_multiple_of(2) => {
                 let [w4, w8] = families;
@@ -307,17 +307,18 @@ impl Linear {
                 let rings = if weights.bits == 4 { &self.w4 } else { &self.w8 };
                 let ring = rings.choose(&self.device, weights.bits, groups, rows)?;
                 let shared = ring.shared(weights.bits, groups, rows);
-                let resident = (self.device.shared_per_multiprocessor / ring.resident(shared)).clamp(1, RESIDENT);
-                let blocks = tiles.min(self.device.multiprocessors * resident) as u32;
+                let resident = (self.device.shared_per_sm / ring.resident(shared)).clamp(1, RESIDENT);
+                let blocks = tiles.min(self.device.sms * resident) as u32;
                 let grid = [blocks, rows.div_ceil(8 * ring.tiles) as u32, 1];
                 (ring.kernel, Launch { grid, block: 256, shared: shared as u32, overlap: true })
             }
         };
-        // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
+        // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
         unsafe { self.device.launch(kernel, launch, &arguments) }
     }
 
-    /// Draft weights of a matrix in memory of their own; `paired` as in [`Quantised`]. `flag` begins with the device's error flag, a u32.
+    /// Draft weights of a matrix in newly allocated memory; `paired` as in [`Quantised`]. `flag` begins with the device's
+    /// error flag, a u32.
     ///
     /// # Errors
     /// Those of [`Device::allocate`] and of [`Linear::quantise_into`].
@@ -328,11 +329,11 @@ impl Linear {
         Ok(draft)
     }
 
-    /// Queues making the draft weights `to` of a matrix of its shape.
+    /// Queues quantising a matrix into `to`, draft weights of the same shape.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the shapes differ, a buffer is shorter than its shape or rows do not make whole heads. Device errors of the
-    /// launch, named by the kernel.
+    /// [`quantspec_core::ErrorKind::Internal`] if the shapes differ, a buffer is shorter than its shape or rows are not whole
+    /// heads. Device errors of the launch, named by the kernel.
     pub fn quantise_into(&self, weights: &Matrix, to: &Quantised, flag: &Buffer) -> Result<()> {
         let bytes = Quantised::bytes(to.bits, to.n, to.k);
         let full = Matrix::bytes(weights.dtype, weights.n, weights.k);
@@ -372,7 +373,8 @@ impl Linear {
 mod tests {
     use super::*;
 
-    /// The numbers of kernels/linear.cu, whose macros assert them, by weight bits and row tiles: shared memory, warps that copy, blocks of a cluster.
+    /// Shared memory, loading warps and cluster size match kernels/linear.cu, whose macros assert them, by weight bits and
+    /// row tiles.
     #[test]
     #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
     fn rings_are_launched_as_they_are_compiled() {

@@ -1,4 +1,4 @@
-//! Penalties on the device (kernels/penalty.cu): the committed text of every slot, mirrored from [`History`] as it grows.
+//! Penalties on the device (kernels/penalty.cu). The committed text of every slot is mirrored from [`History`] as it grows.
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Plain};
@@ -7,16 +7,16 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::Turn;
 use std::sync::Arc;
 
-/// Tokens of a block of `penalty_apply` (`PENALTY_TOKENS` in kernels/penalty.cu).
+/// Tokens per block of `penalty_apply` (`PENALTY_TOKENS` in kernels/penalty.cu).
 const TOKENS: usize = 1024;
 /// Threads of the blocks there.
 const THREADS: u32 = 256;
-/// Blocks that search a text for n-grams: enough for the bandwidth of a text of 100,000 tokens.
+/// Blocks that search a text for n-grams: enough to read 100,000 tokens at full bandwidth.
 const SEARCHERS: u32 = 32;
-/// Tokens that travel with a commit; a longer text is written by itself.
+/// Most tokens sent with a commit; a longer text is copied separately.
 const MORE: usize = 30;
 
-/// How a slot penalises; `History` in kernels/penalty.cu.
+/// A slot's penalties; `History` in kernels/penalty.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct DeviceHistory {
@@ -30,7 +30,7 @@ struct DeviceHistory {
     unused: i32,
 }
 
-/// Committed tokens of a slot; `Commit` there.
+/// Committed tokens of a slot; `Commit` in kernels/penalty.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 struct DeviceCommit {
@@ -48,12 +48,12 @@ const _: () = assert!(HISTORY_BYTES == 32 && COMMIT_BYTES == 160);
 // SAFETY: numbers only, without padding.
 unsafe impl Plain for DeviceCommit {}
 
-/// What the device has of a slot's text.
+/// The part of a slot's text that the device holds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Known {
     /// It penalises.
     on: bool,
-    /// [`History::answer`] of the text, and its tokens; `None` where the slot has another sequence.
+    /// [`History::answer`] of the text, and its number of tokens; `None` if the slot has another sequence.
     text: Option<(usize, usize)>,
 }
 
@@ -105,14 +105,14 @@ impl Penalising {
         [&self.histories, &self.commits, &self.texts, &self.counts].into_iter().map(Buffer::bytes).sum()
     }
 
-    /// The slot has another sequence from here on.
+    /// Call when the slot gets another sequence.
     pub(crate) fn forget(&mut self, slot: usize) {
         if let Some(known) = self.known.get_mut(slot) {
             known.text = None;
         }
     }
 
-    /// Tells the device what the texts of `turns` grew by. Whether one of them penalises.
+    /// Sends the new tokens of the texts of `turns` to the device. Returns true if one of them has penalties.
     pub(crate) fn learn(&mut self, turns: &[Turn]) -> Result<bool> {
         let mut commits = Vec::new();
         for turn in turns {
@@ -173,7 +173,7 @@ impl Penalising {
         Ok(Some(commit))
     }
 
-    /// Queues the penalties of `count` rows of logits, in place. `windows` have `pitch` tokens.
+    /// Queues the penalties of `count` rows of logits, in place. Windows are `pitch` tokens apart.
     pub(crate) fn apply(&self, rows: u64, count: usize, windows: u64, pitch: usize, logits: u64) -> Result<()> {
         let launch = |blocks: u32| Launch { grid: [blocks, count as u32, 1], block: THREADS, shared: 0, overlap: true };
         let arguments = args![rows, &self.histories, &self.counts, windows, pitch, logits, self.vocab];

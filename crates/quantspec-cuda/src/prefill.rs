@@ -1,12 +1,14 @@
-//! Prompt rows: the products with their fused epilogues, and causal attention over one layer's full-precision keys and values.
+//! Prompt rows: GEMMs with fused epilogues, and causal attention over one layer's full-precision keys and values.
 //!
-//! Three ways, by compute capability and weight type; results differ between them in the last bits, and within one of them a row's bits depend on that
-//! row alone, whatever block it comes in:
+//! There are three paths, by compute capability and weight type. Results differ between them in the last bits. Within a path,
+//! a row's bits depend on that row alone, in any block:
 //!
-//! * [`Way::Hopper`] (9.0, 16-bit weights): wgmma. The QKV product turns and normalises heads and writes f16, the residual is added by the product, gate
-//!   and up meet in registers. The tile is chosen by the number of rows; it changes no bit.
-//! * [`Way::Tensor`] (8.0 and newer, and 7.5 with f16 weights): mma.sync, the same but for QKV, whose f32 product `rope_store` finishes.
-//! * [`Way::Plain`] (f32 weights; bfloat16 on 7.5): scalar products to f32, everything else in its own kernel.
+//! * [`Way::Hopper`] (9.0, 16-bit weights): wgmma. The QKV GEMM applies norms and RoPE per head and writes f16; the residual
+//!   is added in the epilogue; gate and up are combined in registers. The tile shape depends on the number of rows and does
+//!   not affect a bit.
+//! * [`Way::Tensor`] (8.0 and newer, and 7.5 with f16 weights): mma.sync. The same, except that `rope_store` finishes the f32
+//!   output of the QKV GEMM.
+//! * [`Way::Plain`] (f32 weights; bfloat16 on 7.5): scalar GEMMs to f32, all other operations in kernels of their own.
 
 use crate::args;
 use crate::attend::check_head;
@@ -17,7 +19,7 @@ use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_core::{Error, Result};
 use std::sync::Arc;
 
-/// What the kernels need to know of the model.
+/// The model's parameters that the kernels need.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
     /// Width of the hidden stream; a multiple of 8.
@@ -32,7 +34,7 @@ pub struct Shape {
     pub head_dim: usize,
     /// Epsilon of the per-head norms.
     pub rms_eps: f32,
-    /// Type of the weights, and of the products' inputs.
+    /// Type of the weights, and of the GEMMs' inputs.
     pub dtype: Dtype,
 }
 
@@ -75,7 +77,7 @@ pub enum Way {
 }
 
 impl Way {
-    /// The fastest way for weights of `dtype` of kernels compiled for a compute capability (times ten).
+    /// The fastest path for weights of `dtype` with kernels compiled for a compute capability (times ten).
     pub fn of(architecture: u32, dtype: Dtype) -> Way {
         match (architecture, dtype) {
             (_, Dtype::F32) => Way::Plain,
@@ -86,18 +88,18 @@ impl Way {
     }
 }
 
-/// A product's input pitch: K padded to whole atoms of 64 elements.
+/// A GEMM's input pitch: K padded to whole atoms of 64 elements.
 pub const fn padded(width: usize) -> usize {
     width.next_multiple_of(64)
 }
 
-/// Rows that memory for `rows` rows of a product's inputs has: whole tiles are read. The copy engine would make zeros of rows beyond a tensor, which takes it
-/// two to three times as long as reading them.
+/// Rows that must be allocated for `rows` rows of a GEMM's input, since whole tiles are read. TMA zero-fill of out-of-range
+/// rows takes two to three times as long as reading them.
 pub const fn readable(rows: usize) -> usize {
     rows.next_multiple_of(WIDE.rows)
 }
 
-/// Rows of the tile of a CTA (Hopper: of a pair of CTAs), columns, CTAs that share a tile of W, and the stages of its ring.
+/// Tile of a CTA: rows (Hopper: of a pair of CTAs), columns, CTAs that share a tile of W by multicast, and pipeline stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Tile {
     name: &'static str,
@@ -105,8 +107,8 @@ struct Tile {
     columns: usize,
     cluster: usize,
     stages: usize,
-    /// Clocks a k block of 64 takes: tensor work of the wide one, what a multiprocessor takes in from L2, 64 bytes a clock, for those of 64 rows or
-    /// columns. Tiles of 128 x 128 are bound by both (512); what they take beyond is measured.
+    /// Clocks per k block of 64. The wide tile is bound by tensor cores; tiles with 64 rows or columns by loads from L2, 64
+    /// bytes per clock and SM. 128 × 128 tiles are bound by both (512). The excess is measured.
     clocks: usize,
 }
 
@@ -118,7 +120,7 @@ const SLIM: Tile = Tile { name: "slim", rows: 256, columns: 64, cluster: 2, stag
 const SMALL: Tile = Tile { name: "small", rows: 64, columns: 128, cluster: 1, stages: 8, clocks: 384 };
 const NARROW: Tile = Tile { name: "narrow", rows: 64, columns: 64, cluster: 1, stages: 12, clocks: 256 };
 
-/// Tile rows that are walked column by column together, so that L2 serves most loads; 4 to 16 measure alike.
+/// Tile rows that are walked column by column together, so that L2 serves most loads. 4 to 16 perform alike.
 const TILE_ROW_GROUP: usize = 8;
 
 impl Tile {
@@ -126,13 +128,13 @@ impl Tile {
         rows.div_ceil(self.rows) * columns.div_ceil(self.columns)
     }
 
-    /// Time of a product, in clocks per k block of 64.
-    fn cost(&self, rows: usize, columns: usize, multiprocessors: usize) -> usize {
-        self.tiles(rows, columns).div_ceil((multiprocessors / self.cluster).max(1)) * self.clocks
+    /// Time of a GEMM, in clocks per k block of 64.
+    fn cost(&self, rows: usize, columns: usize, sms: usize) -> usize {
+        self.tiles(rows, columns).div_ceil((sms / self.cluster).max(1)) * self.clocks
     }
 
-    fn blocks(&self, rows: usize, columns: usize, multiprocessors: usize) -> usize {
-        let resident = multiprocessors / self.cluster;
+    fn blocks(&self, rows: usize, columns: usize, sms: usize) -> usize {
+        let resident = sms / self.cluster;
         self.tiles(rows, columns).min(resident.max(1)) * self.cluster
     }
 
@@ -148,36 +150,36 @@ impl Tile {
     fn shared_bytes(&self) -> usize {
         let consumers = self.consumers();
         let stage = consumers * 64 * 128 + self.columns * 128;
-        // Outgoing blocks of 64 x 64 values (two per warpgroup where there are two warpgroups), barriers, and room to align.
+        // Output staging of 64 × 64 values (two per warpgroup with two warpgroups), barriers, and alignment.
         self.stages * stage + consumers * consumers * 8192 + 16 * self.stages + 1024
     }
 }
 
-/// A matrix product and its epilogue, in every tile it has.
+/// A GEMM with its epilogue, in every tile shape it has.
 #[derive(Clone, Debug)]
-struct Product {
+struct Gemm {
     tiles: Vec<(Tile, Kernel)>,
 }
 
-impl Product {
-    fn new(device: &Device, stem: &str, dtype: &str, tiles: &[Tile]) -> Result<Product> {
+impl Gemm {
+    fn new(device: &Device, stem: &str, dtype: &str, tiles: &[Tile]) -> Result<Gemm> {
         let tiles = tiles
             .iter()
             .map(|&tile| Ok((tile, device.kernel(&format!("{stem}_{dtype}_{}", tile.name), tile.shared_bytes())?)))
             .collect::<Result<_>>()?;
-        Ok(Product { tiles })
+        Ok(Gemm { tiles })
     }
 
-    /// The tile that should take the least time; the widest among equals.
-    fn choose(&self, rows: usize, columns: usize, multiprocessors: usize) -> Result<(Tile, Kernel)> {
-        let best = self.tiles.iter().min_by_key(|(tile, _)| tile.cost(rows, columns, multiprocessors));
-        best.copied().ok_or_else(|| Error::internal("a product without tiles"))
+    /// The tile with the least predicted time; the widest wins ties.
+    fn choose(&self, rows: usize, columns: usize, sms: usize) -> Result<(Tile, Kernel)> {
+        let best = self.tiles.iter().min_by_key(|(tile, _)| tile.cost(rows, columns, sms));
+        best.copied().ok_or_else(|| Error::internal("a GEMM without tiles"))
     }
 }
 
 #[derive(Clone, Debug)]
 enum Kernels {
-    Hopper { qkv: Product, residual: Product, gated: Product },
+    Hopper { qkv: Gemm, residual: Gemm, gated: Gemm },
     Tensor { plain: Kernel, residual: Kernel, gated: Kernel },
     Plain { plain: Kernel, silu_mul: Kernel, add_rows: Kernel },
 }
@@ -191,12 +193,12 @@ pub struct Prefill {
     attend: Kernel,
     rope_store: Kernel,
     widen: Kernel,
-    /// f32 products of the ways without fused epilogues, and the f16 attention output of f32 models.
+    /// f32 GEMM outputs of the paths without fused epilogues, and the f16 attention output of f32 models.
     scratch: Option<Arc<Buffer>>,
     rows: usize,
 }
 
-/// Addresses of optional per-head norms: query, key.
+/// Addresses of the optional per-head norm weights: query, key.
 pub type HeadNorms = Option<(u64, u64)>;
 
 /// Shared memory of `prefill_gemm.cu`'s mma kernels.
@@ -206,7 +208,7 @@ impl Prefill {
     /// Prepares blocks of up to `rows` rows.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] for other head widths, or widths that are no multiples of 8.
+    /// [`quantspec_core::ErrorKind::Model`] for other head widths, or widths that are not multiples of 8.
     pub fn new(device: &Arc<Device>, shape: Shape, rows: usize) -> Result<Prefill> {
         let way = Way::of(device.info.architecture, shape.dtype);
         check(&shape)?;
@@ -214,15 +216,15 @@ impl Prefill {
         let (d, dtype) = (shape.head_dim, name(shape.dtype));
         let kernels = match way {
             Way::Hopper => Kernels::Hopper {
-                // A head lies in one tile.
-                qkv: Product::new(
+                // A head is within one tile.
+                qkv: Gemm::new(
                     device,
                     &format!("prefill_qkv_{d}"),
                     dtype,
                     if d > MIDDLE.columns { &[WIDE] } else { &[WIDE, MIDDLE, TALL, SMALL] },
                 )?,
-                residual: Product::new(device, "prefill_residual", dtype, &[WIDE, MIDDLE, SLIM, NARROW])?,
-                gated: Product::new(device, "prefill_gated", dtype, &[WIDE, MIDDLE, TALL, SMALL])?,
+                residual: Gemm::new(device, "prefill_residual", dtype, &[WIDE, MIDDLE, SLIM, NARROW])?,
+                gated: Gemm::new(device, "prefill_gated", dtype, &[WIDE, MIDDLE, TALL, SMALL])?,
             },
             Way::Tensor => Kernels::Tensor {
                 plain: device.kernel(&format!("prefill_plain_{dtype}"), MMA_SHARED_BYTES)?,
@@ -242,7 +244,7 @@ impl Prefill {
             attend: device.kernel(&attend, attend_shared_bytes(device, d))?,
             rope_store: device.kernel(&format!("rope_store_{d}"), 0)?,
             widen: device.kernel("widen", 0)?,
-            // Zeroed, because compute-sanitizer does not see what the copy engine stores there.
+            // Zeroed, because compute-sanitizer does not track TMA stores.
             scratch: if bytes == 0 { None } else { Some(Arc::new(device.zeroed(bytes)?)) },
             device: device.clone(),
             shape,
@@ -267,16 +269,18 @@ impl Prefill {
 
     /// Queries, keys and values of a block.
     ///
-    /// x `[rows][padded(hidden)]` in the weights' type; weights `[q | k | v]` atoms (f32: row-major); bias f32 of that width; norms f32 `[head_dim]`;
-    /// cos_sin float2 `[rows][head_dim / 2]` -> q f16 `[rows][heads · head_dim]`, kv f16 `[rows][2 · kv_heads · head_dim]` (keys, then values). What is beyond half precision is stored as it
-    /// is, or as 0 and noted in `flag`, the device's error flag.
+    /// x `[rows][padded(hidden)]` in the weights' type; weights `[q | k | v]` atoms (f32: row-major); bias f32 of that width;
+    /// norms f32 `[head_dim]`; cos_sin float2 `[rows][head_dim / 2]` -> q f16 `[rows][heads · head_dim]`, kv f16 `[rows][2 ·
+    /// kv_heads · head_dim]` (keys, then values). A value beyond f16 is stored as infinity or NaN, or as 0 and noted in
+    /// `flag`, the device's error flag.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for a block of no rows or of more than were prepared, and where the driver refuses to map a tensor. Device
-    /// errors of the launches, named by the kernel.
+    /// [`quantspec_core::ErrorKind::Internal`] for a block without rows or with more than were prepared, and if the driver
+    /// refuses to encode a tensor map. Device errors of the launches, named by the kernel.
     ///
     /// # Safety
-    /// Every address must be good for its shape until the stream has passed this call, x for [`readable`] rows, of which those beyond `rows` may hold anything.
+    /// Every address must stay valid for its shape until the stream has completed this call, x for [`readable`] rows; rows of
+    /// x beyond `rows` may have any content.
     #[allow(clippy::too_many_arguments, reason = "one address per matrix; a struct would only rename them")]
     pub unsafe fn qkv(
         &self,
@@ -296,7 +300,7 @@ impl Prefill {
         let bias = bias.unwrap_or(0);
         if let Kernels::Hopper { qkv, .. } = &self.kernels {
             let n = s.qkv_width();
-            let (tile, kernel) = qkv.choose(rows, n, self.device.multiprocessors)?;
+            let (tile, kernel) = qkv.choose(rows, n, self.device.sms)?;
             let (a, w) = self.inputs(&tile, x, s.hidden, weights, n, rows)?;
             let to_q = TensorMap::matrix(Dtype::F16, q, s.q_width(), rows, s.q_width(), [64, 64])?;
             let kv_width = 2 * s.kv_width();
@@ -318,7 +322,7 @@ impl Prefill {
                 s.hidden.into(),
                 TILE_ROW_GROUP.into(),
             ];
-            // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
+            // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
             return unsafe { self.launch_tile(&tile, kernel, rows, n, &arguments) };
         }
         let y = self.scratch()?;
@@ -350,9 +354,9 @@ impl Prefill {
         let tile = if d > 128 { 64 } else { 128 };
         let grid = [(rows.div_ceil(tile) * s.heads) as u32, 1, 1];
         let shared = attend_shared_bytes(&self.device, d) as u32;
-        // f32 models: the output passes through f16, which is what the values are.
+        // f32 models: the output passes through f16, like the values.
         let (out, out_pitch) = if s.dtype == Dtype::F32 { (self.scratch()?, s.q_width()) } else { (x, pitch) };
-        // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
+        // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
             if wgmma_attention(&self.device, d) {
                 let from_q = TensorMap::heads(Dtype::F16, q, d, rows, s.heads, s.q_width(), 128)?;
@@ -378,7 +382,7 @@ impl Prefill {
                 self.device.launch(self.attend, Launch { grid, block: 128, shared, overlap: false }, &arguments)?;
             }
             if s.dtype == Dtype::F32 {
-                // Heads have 64 channels or multiples of that, so rows are not padded.
+                // Heads have a multiple of 64 channels, so rows have no padding.
                 let count = rows * s.q_width();
                 let grid = [count.div_ceil(256) as u32, 1, 1];
                 let arguments = args![out, x, count as u64];
@@ -425,11 +429,11 @@ impl Prefill {
         self.begin(rows)?;
         let s = &self.shape;
         let (n, pitch, bias) = (2 * s.intermediate, padded(s.intermediate), bias.unwrap_or(0));
-        // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
+        // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
             match &self.kernels {
                 Kernels::Hopper { gated, .. } => {
-                    let (tile, kernel) = gated.choose(rows, n, self.device.multiprocessors)?;
+                    let (tile, kernel) = gated.choose(rows, n, self.device.sms)?;
                     let (a, w) = self.inputs(&tile, x, s.hidden, weights, n, rows)?;
                     let to = TensorMap::matrix(s.dtype, out, s.intermediate, rows, pitch, [64, 64])?;
                     let arguments = [
@@ -471,11 +475,11 @@ impl Prefill {
     ) -> Result<()> {
         self.begin(rows)?;
         let (n, bias) = (self.shape.hidden, bias.unwrap_or(0));
-        // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
+        // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
             match &self.kernels {
                 Kernels::Hopper { residual, .. } => {
-                    let (tile, kernel) = residual.choose(rows, n, self.device.multiprocessors)?;
+                    let (tile, kernel) = residual.choose(rows, n, self.device.sms)?;
                     let (a, w) = self.inputs(&tile, x, k, weights, n, rows)?;
                     let to = TensorMap::matrix(Dtype::F32, hidden, n, rows, n, [32, 64])?;
                     let arguments = [
@@ -505,9 +509,9 @@ impl Prefill {
         }
     }
 
-    /// y f32 `[rows][n]` = x · weightsᵀ by the ways that have such a product.
+    /// y f32 `[rows][n]` = x · weightsᵀ, on the paths with such a GEMM.
     unsafe fn plain(&self, x: u64, k: usize, weights: u64, y: u64, n: usize, rows: usize) -> Result<()> {
-        // SAFETY: the argument lists are the kernels'; the caller vouches for the addresses.
+        // SAFETY: the argument lists are the kernels'; the caller guarantees the addresses.
         unsafe {
             match &self.kernels {
                 Kernels::Tensor { plain, .. } => {
@@ -519,12 +523,12 @@ impl Prefill {
                     let arguments = args![x, weights, y, rows, n, k, padded(k)];
                     self.device.launch(*plain, Launch { grid, block: 256, shared: 0, overlap: false }, &arguments)
                 }
-                Kernels::Hopper { .. } => Err(Error::internal("no plain product on this way")),
+                Kernels::Hopper { .. } => Err(Error::internal("no plain GEMM on this way")),
             }
         }
     }
 
-    /// Refuses blocks that nothing is prepared for; tensor maps are encoded where the device's context is current.
+    /// Refuses blocks larger than prepared, and makes the device's context current, which encoding tensor maps needs.
     fn begin(&self, rows: usize) -> Result<()> {
         if rows == 0 || rows > self.rows {
             return Err(Error::internal(format!("a prefill block of {rows} rows where {} are prepared", self.rows)));
@@ -536,7 +540,8 @@ impl Prefill {
         self.scratch.as_ref().map(|buffer| buffer.at(0)).ok_or_else(|| Error::internal("prefill without scratch"))
     }
 
-    /// Maps of a product's activations and weights. Whole tiles of rows are read: what those beyond the block hold reaches no row of it.
+    /// Tensor maps of a GEMM's activations and weights. Whole tiles of rows are read; rows beyond the block affect no row of
+    /// it.
     fn inputs(
         &self,
         tile: &Tile,
@@ -554,7 +559,7 @@ impl Prefill {
     }
 
     unsafe fn launch_tile(&self, tile: &Tile, kernel: Kernel, rows: usize, n: usize, arguments: &[Arg]) -> Result<()> {
-        let blocks = tile.blocks(rows, n, self.device.multiprocessors);
+        let blocks = tile.blocks(rows, n, self.device.sms);
         let launch = Launch {
             grid: [blocks as u32, 1, 1],
             block: tile.threads(),
@@ -589,13 +594,14 @@ pub(crate) fn check(shape: &Shape) -> Result<()> {
     Ok(())
 }
 
-/// Whether attention has its Hopper kernel: not for heads whose outputs would fill all registers.
+/// Returns true if attention has its Hopper kernel; outputs of 256 channels would fill all registers.
 fn wgmma_attention(device: &Device, head_dim: usize) -> bool {
     device.info.architecture == 90 && head_dim <= 128
 }
 
 fn attend_shared_bytes(device: &Device, head_dim: usize) -> usize {
-    // Hopper: Q and two stages of K and V, tiles of 128 rows; nine barriers; room to align. Else 128 rows of Q (64 of wide heads), 64 each of K and V.
+    // Hopper: Q and two stages of K and V, tiles of 128 rows; nine barriers; alignment. Otherwise: 128 rows of Q (64 for wide
+    // heads), 64 each of K and V.
     match head_dim {
         _ if wgmma_attention(device, head_dim) => 5 * 256 * head_dim + 72 + 1024,
         ..=128 => 512 * head_dim,
@@ -603,7 +609,7 @@ fn attend_shared_bytes(device: &Device, head_dim: usize) -> usize {
     }
 }
 
-/// A CUtensorMap: what the copy engine knows of a tensor.
+/// A CUtensorMap: the TMA descriptor of a tensor.
 #[repr(C, align(64))]
 struct TensorMap([u8; 128]);
 
@@ -614,7 +620,7 @@ impl TensorMap {
         Arg::Bytes(&self.0)
     }
 
-    /// Row-major `[rows][width]` with a pitch in elements, cut into boxes of `[columns, rows]`, swizzled by 128 bytes.
+    /// Row-major `[rows][width]` with a pitch in elements, in boxes of `[columns, rows]`, swizzled by 128 bytes.
     fn matrix(
         element: Dtype,
         address: u64,
@@ -626,7 +632,7 @@ impl TensorMap {
         TensorMap::new(element, address, [width, rows], [pitch * element.bytes()], part, true)
     }
 
-    /// `heads` of `d` channels of `[rows]` rows, cut into boxes of 64 channels and `part` rows, swizzled by 128 bytes.
+    /// `heads` of `d` channels of `[rows]` rows, in boxes of 64 channels and `part` rows, swizzled by 128 bytes.
     fn heads(
         element: Dtype,
         address: u64,
@@ -646,7 +652,7 @@ impl TensorMap {
         )
     }
 
-    /// A weight matrix `[n][k]` in atoms, cut into boxes of one k block and `part` times 16 rows. The atoms are stored swizzled.
+    /// A weight matrix `[n][k]` in atoms, in boxes of one k block and `part` times 16 rows. The atoms are stored swizzled.
     fn atoms(element: Dtype, address: u64, n: usize, k: usize, part: u32) -> Result<TensorMap> {
         let blocks = k.div_ceil(64);
         let sizes = [64, 16, blocks, n.div_ceil(16)];
@@ -669,7 +675,7 @@ impl TensorMap {
         };
         let (sizes, strides) = (sizes.map(|size| size as u64), strides.map(|stride| stride as u64));
         let steps = [1u32; RANK];
-        // SAFETY: every array has the rank's length (strides one less), and the map has the size and alignment the driver asks for.
+        // SAFETY: every array has the rank's length (strides one less), and the map has the driver's size and alignment.
         let status = unsafe {
             sys::cuTensorMapEncodeTiled(
                 std::ptr::from_mut(&mut map).cast(),
@@ -707,7 +713,7 @@ mod tests {
         let best = |tiles: [Tile; 4], rows: usize, n: usize| {
             tiles.iter().min_by_key(|tile| tile.cost(rows, n, 132)).map(|tile| tile.name)
         };
-        // What was measured to be fastest on 132 multiprocessors, or within some per cent of it.
+        // The fastest measured tile on 132 SMs, or one within a few per cent of it.
         for (rows, name) in
             [(1, "narrow"), (128, "narrow"), (129, "slim"), (256, "slim"), (512, "middle"), (2048, "wide")]
         {

@@ -1,24 +1,24 @@
-//! Rounds recorded as graphs, found again by everything their launches depend on.
+//! Rounds recorded as graphs, by a key of everything their launches depend on.
 
 use std::collections::HashMap;
 
-/// Steps in graphs that are kept: dozens of kinds of rounds, and some hundred bytes per launch.
+/// Most steps in kept graphs: dozens of kinds of rounds, at some hundred bytes per launch.
 const STEPS_MAX: usize = 512;
-/// Kinds of rounds that are known. Ragged batches make new ones all the time, most of which never come again.
+/// Most known kinds of rounds. Ragged batches produce many kinds, most of which do not recur.
 const KINDS_MAX: usize = 4096;
 
-/// What became of a kind of round.
+/// State of a kind of round.
 #[derive(Debug)]
 pub(crate) enum Kind<T> {
     /// It came once, launch by launch.
     Seen,
     /// The graph to launch.
     Graph(T),
-    /// It could not be recorded: it goes on launch by launch.
+    /// Recording failed; it is launched kernel by kernel.
     Refused,
 }
 
-/// Kinds of rounds by key; at most [`KINDS_MAX`], with [`STEPS_MAX`] recorded steps. Where more come, all are forgotten.
+/// Kinds of rounds by key: at most [`KINDS_MAX`], with [`STEPS_MAX`] recorded steps. If a limit is exceeded, all are dropped.
 #[derive(Debug)]
 pub(crate) struct Recorded<T> {
     kinds: HashMap<Vec<u64>, Kind<T>>,
@@ -39,7 +39,7 @@ impl<T> Recorded<T> {
         self.kinds.values().filter(|kind| matches!(kind, Kind::Graph(_))).count()
     }
 
-    /// Notes a kind of round of `steps` steps.
+    /// Records the state of a kind of round of `steps` steps.
     pub(crate) fn note(&mut self, key: Vec<u64>, kind: Kind<T>, steps: usize) {
         let steps = if matches!(kind, Kind::Graph(_)) { steps } else { 0 };
         let more = !self.kinds.contains_key(&key);
@@ -59,7 +59,7 @@ mod tests {
     #[test]
     fn what_is_kept_is_bounded() {
         let mut recorded = Recorded::new();
-        // All kinds once, then all of them again: five steps each.
+        // All kinds twice, five steps each.
         for kind in [|_| Kind::Seen, Kind::Graph] {
             for key in 0..10_000 {
                 recorded.note(vec![key], kind(key), 5);
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_again_is_found() {
+    fn a_repeated_round_is_found() {
         let mut recorded = Recorded::new();
         recorded.note(vec![1, 2], Kind::Seen, 3);
         assert!(matches!(recorded.find(&[1, 2]), Some(Kind::Seen)));

@@ -1,6 +1,7 @@
 //! Choosing and judging tokens on the device (kernels/sample.cu), and the windows they are written to.
 //!
-//! Windows, verdicts, the error flag and the lead of a drafted token lie in one buffer, so that a round ends with one copy to the host.
+//! Windows, verdicts, the error flag and the logit margin of a drafted token are in one buffer, so that a round ends with one
+//! copy to the host.
 
 use crate::args;
 use crate::device::{Buffer, Device, Kernel, Launch, Pinned, Plain};
@@ -12,23 +13,23 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Row, Turn};
 use std::sync::Arc;
 
-/// Tokens of a block that chooses (`CHUNK` in kernels/sample.cu).
+/// Tokens per block of a choice (`CHUNK` in kernels/sample.cu).
 const CHUNK: usize = 2048;
 /// Threads of that block (`SAMPLE_THREADS` there).
 const SAMPLE_THREADS: u32 = 256;
 
-/// Bytes of what the blocks that search a row find: `Race` in kernels/sample.cu for each.
+/// Bytes of a row's partial results, one `Race` (kernels/sample.cu) per block.
 const fn race_bytes(vocab: usize) -> usize {
     16 * vocab.div_ceil(CHUNK)
 }
-/// Most tokens `sample_cut` takes: as many masses of 2^14 fit into the 32 bits of a bin.
+/// Most tokens that `sample_cut` supports: their masses of 2^14 fit in the 32 bits of a bin.
 const VOCAB_MAX: usize = (1 << 18) - 1;
-/// Where the lead of a proposed token lies, behind the flag, and where verdicts begin.
-const LEAD_AT: usize = 4;
+/// Bytes from the flag to the margin of a proposed token, to the flag of drafts and to the verdicts.
+const MARGIN_AT: usize = 4;
 const DRAFT_FLAG_AT: usize = 8;
 const VERDICTS_AT: usize = 16;
 
-/// How a slot chooses; `Sampler` in kernels/sample.cu.
+/// A slot's sampler; `Sampler` in kernels/sample.cu.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct DeviceSampler {
@@ -65,7 +66,7 @@ unsafe impl Plain for DeviceTurn {}
 /// Bytes of a `Cut`.
 const CUT_BYTES: usize = 24;
 
-/// What the choices of some slots take.
+/// Features that the choices of some slots need.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Manner {
     /// One of them has a temperature.
@@ -107,42 +108,42 @@ pub(crate) struct Sampling {
     slots: usize,
     /// Tokens of a window.
     pitch: usize,
-    /// Flag, lead, flag of drafts, verdicts `[slots]`, windows `[slots][pitch]`.
+    /// Flag, margin, flag of drafts, verdicts `[slots]`, windows `[slots][pitch]`.
     shared: Buffer,
     result: Pinned,
     samplers: Buffer,
     turns: Buffer,
     cuts: Buffer,
     choices: Buffer,
-    /// What the blocks that search a row found, `[rows][blocks]`.
+    /// Partial results of the blocks that search a row, `[rows][blocks]`.
     races: Buffer,
     arrived: Buffer,
     penalties: Penalising,
-    /// Draft logits `[slot][GAMMA_MAX][vocab]` and their cuts, of a backend that was loaded for rejection.
+    /// Draft logits `[slot][GAMMA_MAX][vocab]` and their cut-offs, of a backend loaded for rejection.
     draft: Option<(Buffer, Buffer)>,
-    /// What the device holds.
+    /// Samplers on the device, per slot.
     known: Vec<Option<DeviceSampler>>,
-    /// The windows as the host knows them, `[slots][pitch]`.
+    /// Host copy of the windows, `[slots][pitch]`.
     windows: Vec<u32>,
-    /// Tokens of a slot's window that the host set and no draft has replaced: rows carry them to the device.
+    /// Per slot, the leading window tokens that the host set and no draft has replaced. Rows carry them to the device.
     set: Vec<usize>,
-    /// The device has written no window since the host read them.
+    /// True if `windows` is current: the device has not written since the host read them.
     fresh: bool,
 }
 
-/// Refuses vocabularies that the kernels do not take.
+/// Refuses vocabularies that the kernels do not support.
 pub(crate) fn check(vocab: usize) -> Result<()> {
     if vocab > VOCAB_MAX {
         return Err(Error::model(
             format!("a vocabulary of {vocab} tokens on the GPU"),
-            format!("the kernels take {VOCAB_MAX}; use --device cpu"),
+            format!("the kernels support up to {VOCAB_MAX}; use --device cpu"),
         ));
     }
     Ok(())
 }
 
 impl Sampling {
-    /// Bytes taken on the device, those of rejection's draft logits included.
+    /// Device bytes, including rejection's draft logits.
     pub(crate) fn bytes(
         vocab: usize,
         slots: usize,
@@ -211,7 +212,7 @@ impl Sampling {
         buffers.into_iter().chain(drafted).map(Buffer::bytes).sum::<usize>() + self.penalties.held_bytes()
     }
 
-    /// What the host reads after a round; begins with the device's error flag.
+    /// The buffer that the host reads after a round; begins with the device's error flag.
     pub(crate) fn shared(&self) -> &Buffer {
         &self.shared
     }
@@ -221,7 +222,7 @@ impl Sampling {
         self.shared.at(0)
     }
 
-    /// Address of the flag of draft steps, at which no round looks: what the draft alone cannot compute is no fault of the text.
+    /// Address of the error flag of draft steps. Rounds do not read it: non-finite values of a draft do not affect the text.
     pub(crate) fn draft_flag(&self) -> u64 {
         self.shared.at(DRAFT_FLAG_AT)
     }
@@ -240,7 +241,7 @@ impl Sampling {
         VERDICTS_AT + self.slots * 8
     }
 
-    /// Reads flag, verdicts and windows; waits for all that was queued. Returns the flag, and clears it.
+    /// Waits for all queued work and reads flag, verdicts and windows. Returns the flag and clears it.
     pub(crate) fn read(&mut self) -> Result<u32> {
         let bytes = Sampling::shared_bytes(self.slots, self.pitch);
         self.shared.read_pinned(0, &mut self.result, bytes)?;
@@ -261,7 +262,8 @@ impl Sampling {
         Ok(flag)
     }
 
-    /// What the target has flagged, and where `drafts` the drafts; clears it. For whoever reads logits by themselves.
+    /// Returns the target's error flag, with `drafts` also that of drafts, and clears it. For callers that read logits
+    /// outside a round.
     pub(crate) fn take_flag(&self, drafts: bool) -> Result<u32> {
         let words = self.shared.read::<u32>(0, VERDICTS_AT / 4)?;
         let at = |byte: usize| words.get(byte / 4).copied().unwrap_or(0);
@@ -272,7 +274,7 @@ impl Sampling {
         Ok(flag)
     }
 
-    /// Clears the device's error flag and that of drafts; waits for all that was queued.
+    /// Waits for all queued work and clears the error flags of target and drafts.
     pub(crate) fn clear_flag(&self) -> Result<()> {
         self.shared.write(0, &[0u32; DRAFT_FLAG_AT / 4 + 1])
     }
@@ -288,7 +290,7 @@ impl Sampling {
         }
     }
 
-    /// Puts tokens into a slot's window; rows carry them to the device.
+    /// Writes tokens into a slot's window; rows carry them to the device.
     pub(crate) fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
         if tokens.len() > self.pitch || slot >= self.slots {
             return Err(Error::internal(format!("{} tokens for a window of {}", tokens.len(), self.pitch)));
@@ -312,18 +314,18 @@ impl Sampling {
         Ok(self.windows[slot * self.pitch..][..n].to_vec())
     }
 
-    /// The token at a place of a slot's window, or -1 where only the device knows it.
+    /// The token at an offset of a slot's window, or -1 if only the device has it.
     pub(crate) fn token(&self, slot: usize, offset: usize) -> i32 {
         let set = self.set.get(slot).is_some_and(|&set| offset < set);
         if set { self.windows[slot * self.pitch + offset] as i32 } else { -1 }
     }
 
-    /// The slot has another sequence from here on.
+    /// Call when the slot gets another sequence.
     pub(crate) fn forget(&mut self, slot: usize) {
         self.penalties.forget(slot);
     }
 
-    /// Tells the device how the slots choose and what their texts grew by, where that has changed. Returns what that takes.
+    /// Sends changed samplers and new tokens of texts to the device. Returns the features that the slots' choices need.
     pub(crate) fn learn(&mut self, turns: &[Turn]) -> Result<Manner> {
         let mut manner = Manner { penalises: self.penalties.learn(turns)?, ..Manner::default() };
         for turn in turns {
@@ -351,12 +353,12 @@ impl Sampling {
         Ok(Manner { warm, rejects, penalises: false })
     }
 
-    /// Where the draft logits of rejection lie; 0 where they are not kept.
+    /// Address of rejection's draft logits; 0 if they are not kept.
     pub(crate) fn draft_address(&self) -> u64 {
         self.draft.as_ref().map_or(0, |(logits, _)| logits.at(0))
     }
 
-    /// What is kept of a slot's drafted token at `offset`: its logits, and the words that say where they are cut off.
+    /// The kept distribution of a slot's drafted token at `offset`: its logits, and the words of its cut-off.
     pub(crate) fn distribution(&self, slot: usize, offset: usize) -> Result<Vec<f32>> {
         let (logits, cuts, index) = self.kept(slot, offset)?;
         let mut q = logits.read::<f32>(index * self.vocab * 4, self.vocab)?;
@@ -367,7 +369,7 @@ impl Sampling {
         Ok(q)
     }
 
-    /// Keeps what [`Sampling::distribution`] of another backend returned.
+    /// Stores the result of another backend's [`Sampling::distribution`].
     pub(crate) fn set_distribution(&self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
         let (logits, cuts, index) = self.kept(slot, offset)?;
         if q.len() != self.vocab + CUT_BYTES / 4 {
@@ -386,7 +388,7 @@ impl Sampling {
         }
     }
 
-    /// A draft step writes the token after `offset` of the slot's window.
+    /// Records that a draft step writes the token after `offset` of the slot's window.
     pub(crate) fn drafts(&mut self, slot: usize, offset: usize) {
         self.fresh = false;
         if let Some(set) = self.set.get_mut(slot) {
@@ -394,9 +396,9 @@ impl Sampling {
         }
     }
 
-    /// Queues the choice of the token after every row: of drafted ones, or the target's.
+    /// Queues choosing the token after every row: drafted ones, or the target's.
     fn choose(&self, drafts: bool, rows: u64, count: usize, logits: u64, manner: Manner) -> Result<()> {
-        // Rejection divides by what the draft computed: where that is no number, the engine takes a plain step instead.
+        // Rejection divides by the draft's probabilities: if they are NaN, the engine takes a plain step instead.
         let careless = drafts && !manner.rejects;
         let (vocab, flag) = (self.vocab, if careless { self.draft_flag() } else { self.flag() });
         let launch = |grid: [usize; 2], block: u32| Launch {
@@ -430,28 +432,28 @@ impl Sampling {
                 GAMMA_MAX,
                 &self.races,
                 &self.arrived,
-                self.shared.at(LEAD_AT),
+                self.shared.at(MARGIN_AT),
                 flag,
             ];
             self.device.launch(self.choose, launch([vocab.div_ceil(CHUNK), count], SAMPLE_THREADS), &arguments)
         }
     }
 
-    /// Queues the choice of the drafted token after every row of a draft step; `manner` is what [`Sampling::learn`] returned.
+    /// Queues choosing the drafted token after every row of a draft step; `manner` is the result of [`Sampling::learn`].
     pub(crate) fn propose(&self, count: usize, rows: u64, logits: u64, manner: Manner) -> Result<()> {
         self.choose(true, rows, count, logits, manner)
     }
 
-    /// By how much, in logits, the first row's token of the last [`Sampling::propose`] led its runner-up; waits for it.
-    pub(crate) fn lead(&mut self) -> Result<f32> {
-        self.shared.read_pinned(0, &mut self.result, LEAD_AT + 4)?;
-        match self.result.bytes().get(LEAD_AT..LEAD_AT + 4) {
+    /// The logit margin of the first row's token of the last [`Sampling::propose`]; waits for it.
+    pub(crate) fn margin(&mut self) -> Result<f32> {
+        self.shared.read_pinned(0, &mut self.result, MARGIN_AT + 4)?;
+        match self.result.bytes().get(MARGIN_AT..MARGIN_AT + 4) {
             Some(&[a, b, c, d]) => Ok(f32::from_le_bytes([a, b, c, d])),
-            _ => Err(Error::internal("no lead")),
+            _ => Err(Error::internal("no margin")),
         }
     }
 
-    /// The token after a prompt's last row. `rows` describes that row.
+    /// The token after a prompt's last row, which `rows` describes.
     pub(crate) fn first(&mut self, turn: &Turn, rows: u64, logits: u64) -> Result<u32> {
         let manner = self.learn(std::slice::from_ref(turn))?;
         self.choose(false, rows, 1, logits, manner)?;
@@ -459,7 +461,7 @@ impl Sampling {
         token.first().copied().ok_or_else(|| Error::internal("no choice"))
     }
 
-    /// Turns as the device knows them. `rows` are those of the verification.
+    /// Turns in the device's format. `rows` are those of the verification.
     pub(crate) fn describe(&self, rows: &[Row], turns: &[Turn]) -> Result<Vec<DeviceTurn>> {
         if turns.len() > self.slots {
             return Err(Error::internal("more turns than slots"));
@@ -478,12 +480,12 @@ impl Sampling {
         described.collect()
     }
 
-    /// Where turns lie that are not part of a round's description.
+    /// Address of turns that are not part of a round's description.
     pub(crate) fn turns(&self) -> &Buffer {
         &self.turns
     }
 
-    /// Queues the judgement of `turns` turns, described at an address, over the logits of `count` rows.
+    /// Queues judging `turns` turns, described at an address, over the logits of `count` rows.
     pub(crate) fn judge(
         &self,
         described: u64,
@@ -497,12 +499,12 @@ impl Sampling {
         self.judge_chosen(described, turns, logits)
     }
 
-    /// Queues the target's choice after every row.
+    /// Queues choosing the target's token after every row.
     pub(crate) fn choose_all(&self, count: usize, rows: u64, logits: u64, manner: Manner) -> Result<()> {
         self.choose(false, rows, count, logits, manner)
     }
 
-    /// Queues the judgement of turns whose rows have their choices.
+    /// Queues judging turns whose rows have their choices.
     pub(crate) fn judge_chosen(&self, described: u64, turns: usize, logits: u64) -> Result<()> {
         let (q_logits, q_cuts) = self.draft.as_ref().map_or((0, 0), |(logits, cuts)| (logits.at(0), cuts.at(0)));
         let arguments = args![
@@ -524,7 +526,7 @@ impl Sampling {
         unsafe { self.device.launch(self.judge, launch, &arguments) }
     }
 
-    /// Waits for what [`Sampling::judge`] queued; returns the verdicts and the error flag.
+    /// Waits for [`Sampling::judge`]; returns the verdicts and the error flag.
     pub(crate) fn verdicts(&mut self, turns: &[Turn]) -> Result<(Vec<Verdict>, u32)> {
         let flag = self.read()?;
         let verdicts = (0..turns.len()).map(|index| self.verdict(index)).collect::<Result<Vec<_>>>()?;

@@ -1,4 +1,4 @@
-//! A checkpoint's weights on the device, and the draft's copies of them.
+//! A checkpoint's weights on the device, and its draft weights.
 
 use crate::args;
 use crate::device::{Arg, Buffer, Device, Kernel, Launch, Pinned};
@@ -13,15 +13,15 @@ use quantspec_model::checkpoint::{Checkpoint, LayerPart, Part};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes of a chunk on its way to the device: long enough for full speed over PCIe, short enough to overlap with reading.
+/// Bytes of a chunk copied to the device: long enough for full PCIe speed, short enough to overlap with reading.
 const CHUNK_BYTES: usize = 16 << 20;
 
-/// Threads that read a chunk: one copies out of the page cache at a quarter of what the bus to the device takes.
+/// Threads that read a chunk. One thread copies from the page cache at a quarter of PCIe speed.
 const READERS: usize = 4;
-/// Bytes for which a thread is worth its start.
+/// Fewest bytes for which another thread pays.
 const READ_MIN: usize = 1 << 20;
 
-/// Rows of a matrix as they are stored, read by several threads.
+/// Reads rows of a matrix in their stored format with several threads.
 fn read_rows(checkpoint: &Checkpoint, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
     let row_bytes = out.len() / rows.len().max(1);
     let each = rows.len().div_ceil(READERS.min(out.len() / READ_MIN).max(1)).max(1);
@@ -51,7 +51,7 @@ fn read_rows(checkpoint: &Checkpoint, part: Part, rows: Range<usize>, out: &mut 
 pub(crate) enum Full {
     /// In the checkpoint's precision.
     Whole(Matrix),
-    /// In nibbles, of which a draft reads the upper ones.
+    /// In nibbles; a draft reads the upper plane.
     Nibbles(Hierarchy),
 }
 
@@ -63,7 +63,7 @@ impl Full {
         }
     }
 
-    /// What a draft multiplies by int8: its own weights, or upper nibbles.
+    /// The weights that a draft multiplies with int8 activations: its own, or upper planes.
     pub(crate) fn drafted<'a>(&'a self, own: &'a Option<Quantised>) -> Option<DraftMatrix<'a>> {
         match (own, self) {
             (Some(own), _) => Some(own.into()),
@@ -72,7 +72,7 @@ impl Full {
         }
     }
 
-    /// Address and bytes of what a product reads first.
+    /// Address and bytes that a GEMM reads first.
     pub(crate) fn ahead(&self) -> (u64, usize) {
         let buffer = match self {
             Full::Whole(matrix) => &matrix.buffer,
@@ -86,7 +86,7 @@ impl Full {
 #[derive(Debug)]
 pub(crate) struct Layer {
     pub(crate) attention_norm: Buffer,
-    /// `[q | k | v]`; in nibbles the channels of a head that RoPE turns together are side by side.
+    /// `[q | k | v]`; in nibbles, channels that RoPE rotates together are adjacent.
     pub(crate) qkv: Full,
     pub(crate) qkv_bias: Option<Buffer>,
     /// Per-head norms of queries and keys.
@@ -109,10 +109,10 @@ impl Layer {
     }
 }
 
-/// The draft's own weights of a layer; what is absent is drafted with in full, or by the upper nibbles.
+/// The draft's own weights of a layer. A missing one is replaced by the full weights, or by the upper plane.
 #[derive(Debug, Default)]
 pub(crate) struct DraftLayer {
-    /// Channels of a head that RoPE turns together side by side.
+    /// Channels that RoPE rotates together are adjacent.
     pub(crate) qkv: Option<Quantised>,
     pub(crate) output: Option<Quantised>,
     pub(crate) gate_up: Option<Quantised>,
@@ -122,11 +122,11 @@ pub(crate) struct DraftLayer {
 /// All weights.
 #[derive(Debug)]
 pub(crate) struct Weights {
-    /// In nibbles only where it is the head, too.
+    /// In nibbles only if it is also the head.
     pub(crate) embedding: Full,
     pub(crate) layers: Vec<Layer>,
     pub(crate) final_norm: Buffer,
-    /// None where the head is the embedding.
+    /// None if the head is the embedding.
     pub(crate) head: Option<Full>,
     pub(crate) draft_head: Option<Quantised>,
     /// What holds all draft weights.
@@ -138,7 +138,7 @@ impl Weights {
         self.head.as_ref().unwrap_or(&self.embedding)
     }
 
-    /// Bytes held on the device, without the draft's.
+    /// Bytes on the device, without draft weights.
     pub(crate) fn held_bytes(&self) -> usize {
         let layer = |layer: &Layer| -> usize {
             let matrices = layer.matrices().map(Full::held_bytes);
@@ -154,12 +154,12 @@ impl Weights {
             + self.head.as_ref().map_or(0, Full::held_bytes)
     }
 
-    /// Bytes of the draft's weights held on the device.
+    /// Bytes of draft weights on the device.
     pub(crate) fn held_draft_bytes(&self) -> usize {
         self.drafts.as_ref().map_or(0, |drafts| drafts.bytes())
     }
 
-    /// Queues making all draft weights anew, where something else was in their memory.
+    /// Queues making all draft weights anew, after their memory was used for a prompt.
     pub(crate) fn quantise(&self, linear: &Linear, flag: &Buffer) -> Result<()> {
         for layer in &self.layers {
             let DraftLayer { qkv, output, gate_up, down } = &layer.draft;
@@ -176,17 +176,17 @@ impl Weights {
     }
 }
 
-/// Draft weights begin at multiples of this.
+/// Alignment of draft weights, in bytes.
 const ALIGNED: usize = 256;
 
-/// Hands out places in the memory of the draft weights, one behind the other.
-struct Places {
+/// Allocates consecutive parts of the draft weights' memory.
+struct DraftArena {
     buffer: Option<Arc<Buffer>>,
     taken: usize,
 }
 
-impl Places {
-    /// Draft weights of so many bits of a matrix, queued to be made; None for none.
+impl DraftArena {
+    /// Allocates draft weights of a matrix in `bits` bits, and queues making them; None without bits.
     fn quantise(
         &mut self,
         linear: &Linear,
@@ -203,7 +203,7 @@ impl Places {
     }
 }
 
-/// Refuses layers whose matrices have several number formats: the activations of all layers have one.
+/// Refuses layers whose matrices have different number formats: the activations of all layers have one.
 pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
     let first = Part::Layer(0, LayerPart::Q);
     let mut parts =
@@ -221,7 +221,7 @@ pub(crate) fn check(checkpoint: &Checkpoint) -> Result<()> {
     }
 }
 
-/// Whether the GPU has kernels for such weights of the target.
+/// Checks that the GPU has kernels for these target weights.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Model`] for int8 and int4 weights of a checkpoint in F32.
@@ -232,7 +232,7 @@ pub fn check_weights(checkpoint: &Checkpoint, weights: TargetWeights) -> Result<
     }
 }
 
-/// Whether the target's weights are in nibbles.
+/// Returns true if the target's weights are in nibbles.
 pub(crate) fn nibbles(options: &Options) -> bool {
     options.weights != TargetWeights::Checkpoint
 }
@@ -250,7 +250,7 @@ pub(crate) fn draft_bits(options: &Options) -> [Option<usize>; 4] {
     std::array::from_fn(|kind| kept[kind].then_some(if eight && sensitive[kind] { 8 } else { 4 }))
 }
 
-/// (N, K) of a layer's matrices: attention's two, the feed-forward network's two.
+/// (N, K) of a layer's matrices: QKV, output, gate and up, down.
 fn shapes(config: &ModelConfig) -> [(usize, usize); 4] {
     let (hidden, inter, q, kv) = (config.hidden, config.intermediate, config.q_width(), config.kv_width());
     [(q + 2 * kv, hidden), (hidden, q), (2 * inter, hidden), (hidden, inter)]
@@ -297,7 +297,7 @@ fn head_bits(options: &Options) -> Option<usize> {
     (options.draft_weights == DraftWeights::Int4).then_some(8)
 }
 
-/// Carries weights from the checkpoint to the device through two page-locked chunks: one is read while the other is copied.
+/// Loads weights through two page-locked chunks: one is read while the other is copied.
 struct Loader<'a> {
     checkpoint: &'a Checkpoint,
     device: &'a Arc<Device>,
@@ -311,7 +311,7 @@ struct Loader<'a> {
     total: usize,
 }
 
-/// A part of a matrix: which rows it fills, and how (`matrix_row` in kernels/quantize.cu).
+/// A part of a matrix: the rows it fills, and their order (`matrix_row` in kernels/quantize.cu).
 struct Piece {
     part: Part,
     first: usize,
@@ -353,10 +353,10 @@ impl Loader<'_> {
                 let bytes = count * row_bytes;
                 let turn = self.turn;
                 self.turn = 1 - turn;
-                // The chunk before the last was copied out of this buffer: the wait below saw to it.
+                // The chunk before the last was copied out of this buffer: the wait below ensures it.
                 read_rows(self.checkpoint, piece.part, start..start + count, &mut self.pinned[turn].bytes()[..bytes])?;
                 self.device.synchronize()?;
-                // SAFETY: the buffer is read into again when the wait of the chunk after this one has seen the copy done.
+                // SAFETY: the buffer is rewritten only after the wait of the next chunk has seen this copy complete.
                 unsafe { self.chunks[turn].write_pinned(0, &self.pinned[turn], 0, bytes)? };
                 let arguments = args![&self.chunks[turn], &buffer, piece.first + start, count, k, piece.interleave];
                 let (kernel, elements) = match dtype {
@@ -380,7 +380,7 @@ impl Loader<'_> {
     }
 }
 
-/// Waits for the draft weights made so far: what they were made of must be numbers.
+/// Waits for the draft weights made so far, and refuses non-finite weights.
 fn check_flag(flag: &Buffer, what: impl Fn() -> String) -> Result<()> {
     match flag.read::<u32>(0, 1)?.first() {
         Some(&bits) if bits & FLAG_WEIGHTS != 0 => {
@@ -393,18 +393,18 @@ fn check_flag(flag: &Buffer, what: impl Fn() -> String) -> Result<()> {
     }
 }
 
-/// One layer's matrices in 16 bits, which a prompt's products read where the weights are in nibbles.
+/// One layer's matrices in 16 bits, for a prompt's GEMMs with weights in nibbles.
 #[derive(Debug)]
 pub(crate) struct Expanded {
     buffer: Buffer,
-    /// Byte of each matrix, in the order of [`Layer::matrices`].
+    /// Byte offset of each matrix, in the order of [`Layer::matrices`].
     places: [usize; 4],
     /// The layer that is there.
     layer: Option<usize>,
 }
 
 impl Expanded {
-    /// Bytes of the four matrices, each from a multiple of [`ALIGNED`] on: places and what they take in all.
+    /// Offsets and total bytes of the four matrices, each aligned to [`ALIGNED`].
     fn places(config: &ModelConfig) -> ([usize; 4], usize) {
         let mut end = 0;
         let places = shapes(config).map(|(n, k)| {
@@ -431,7 +431,7 @@ impl Expanded {
         self.buffer.bytes()
     }
 
-    /// Addresses of a layer's matrices, queued to be written where another layer's are there.
+    /// Addresses of a layer's matrices. Queues writing them if the buffer holds another layer's.
     pub(crate) fn layer(&mut self, hierarchies: &Hierarchies, index: usize, layer: &Layer) -> Result<[u64; 4]> {
         if self.layer != Some(index) {
             self.layer = None;
@@ -446,7 +446,8 @@ impl Expanded {
     }
 }
 
-/// Reads a checkpoint onto the device and makes the draft weights; with `hierarchies` in nibbles, as `options` say. `flag` is the device's error flag.
+/// Loads a checkpoint onto the device and makes the draft weights; with `hierarchies` in nibbles, as `options` say. `flag` is
+/// the device's error flag.
 pub(crate) fn load(
     checkpoint: &Checkpoint,
     device: &Arc<Device>,
@@ -476,12 +477,12 @@ pub(crate) fn load(
     };
     let draft_bytes = draft_bytes(&config, options);
     let buffer = if draft_bytes > 0 { Some(Arc::new(device.allocate(draft_bytes)?)) } else { None };
-    let mut places = Places { buffer, taken: 0 };
+    let mut places = DraftArena { buffer, taken: 0 };
     let in_nibbles = |matrix: Matrix, both: bool, paired: usize| match hierarchies {
         Some(hierarchies) => hierarchies.quantise(&matrix, both, paired, flag).map(Full::Nibbles),
         None => Ok(Full::Whole(matrix)),
     };
-    // Tables first: the largest matrix is on the device as a whole until it is in nibbles.
+    // Tables first: the largest matrix needs its full size on the device until it is in nibbles.
     let embedding = loader.plain(Part::Embedding)?;
     let embedding = if config.tied_embeddings { in_nibbles(embedding, true, 0)? } else { Full::Whole(embedding) };
     let head = if config.tied_embeddings { None } else { Some(in_nibbles(loader.plain(Part::Head)?, true, 0)?) };
@@ -544,7 +545,7 @@ pub(crate) fn load(
     Ok(Weights { embedding, layers, final_norm, head, draft_head, drafts: places.buffer })
 }
 
-/// Address of an optional vector, as kernels take it.
+/// Address of an optional vector as a kernel argument; 0 for None.
 pub(crate) fn address(buffer: &Option<Buffer>) -> u64 {
     buffer.as_ref().map_or(0, |buffer| buffer.at(0))
 }
@@ -588,7 +589,7 @@ mod tests {
                 }
             }))
         };
-        // Tables may have a format of their own; one matrix may not, nor a whole layer.
+        // Tables may have a format of their own; a single matrix or layer may not.
         assert!(edited("nothing").is_ok() && edited("lm_head").is_ok() && edited("embed_tokens").is_ok());
         for odd in ["layers.0.mlp.up_proj", "layers.1.self_attn.q_proj", "layers.1."] {
             let error = edited(odd).unwrap_err();

@@ -1,43 +1,20 @@
-//! Decode attention against quantspec-core in f64, its row invariance bit by bit, and the choice of pages.
+//! Decode attention compared with quantspec-core in f64, its row invariance bit by bit, and the choice of pages.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
 
-use gpu::{Random, device, distance, poisoned, run, while_busy};
+use gpu::{Random, config, device, distance, poisoned, run, while_busy};
 use half::f16;
 use quantspec_core::attend::{Cache, FullPage, attend, page_bound, select_pages, window_pages};
 use quantspec_core::cache::{BUFFER_TOKENS, G, buffer_slot, visible_pages, visible_quantised};
-use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling, Rounding, View};
+use quantspec_core::config::{Dtype, ModelConfig, Rounding, View};
 use quantspec_core::layout::Layout;
 use quantspec_core::quantize::{Page, quantize_page};
 use quantspec_cuda::args;
-use quantspec_cuda::attend::{Around, Attend, Choice, Chosen, Layer, Pass, Places};
+use quantspec_cuda::attend::{Around, Attend, Choice, Chosen, Layer, Pass, PassAddresses};
 use quantspec_cuda::device::{Buffer, Device};
 use quantspec_model::backend::Row;
 use std::sync::Arc;
-
-fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelConfig {
-    ModelConfig {
-        family: "llama".to_owned(),
-        layers: 1,
-        hidden: 64,
-        intermediate: 64,
-        heads,
-        kv_heads,
-        head_dim,
-        vocab: 64,
-        max_positions: 1 << 20,
-        rms_eps: 1e-5,
-        rope: Rope { theta: 1e4, scaling: RopeScaling::None },
-        tied_embeddings: true,
-        qkv_bias: false,
-        output_bias: false,
-        mlp_bias: false,
-        qk_norm: false,
-        dtype: Dtype::Bf16,
-        eos: Vec::new(),
-    }
-}
 
 /// One slot's cache of one layer on the host.
 struct Slot {
@@ -55,7 +32,7 @@ struct Merged {
 }
 
 impl Merged {
-    /// The distance to `want` of what rounding to codes does not explain.
+    /// The distance to `want`, in excess of the rounding to codes.
     fn distance(&self, want: &[f64]) -> f64 {
         let mut nearest = vec![0.0f32; want.len()];
         for (group, want) in want.chunks(128).enumerate() {
@@ -72,7 +49,7 @@ impl Merged {
     }
 }
 
-/// A layer with two slots, of which the second is the one under test, on host and device.
+/// A layer with two slots on host and device; the second slot is under test.
 struct World {
     device: Arc<Device>,
     config: ModelConfig,
@@ -90,7 +67,7 @@ const SLOTS: usize = 2;
 const SLOT: usize = 1;
 
 impl World {
-    /// `tokens` cached tokens; the ring is that of a decoder which has just written the last of them.
+    /// `tokens` cached tokens; the ring is that of a decoder that has just written the last of them.
     fn new(device: &Arc<Device>, config: ModelConfig, rounding: Rounding, tokens: usize, seed: u64) -> World {
         let mut random = Random(seed);
         let (d, heads) = (config.head_dim, config.kv_heads);
@@ -126,7 +103,7 @@ impl World {
                 (0..count).map(page).collect()
             })
             .collect();
-        // A permuted table with a hole, so that a wrong page shows.
+        // A permuted table with a hole, so that reading a wrong page fails.
         let physical = |page: usize| (page * 7 + 3) % (count + 2).next_power_of_two().max(8);
         let room = (count + 2).next_power_of_two().max(8);
         let (up, low, full) = (Layout::Cuda.upper_bytes(d), Layout::Cuda.lower_bytes(d), 4 * G * d);
@@ -183,18 +160,18 @@ impl World {
         }
     }
 
-    fn places(&self, pass: &Pass, list_pitch: usize) -> (Places, Vec<Buffer>) {
+    fn places(&self, pass: &Pass, list_pitch: usize) -> (PassAddresses, Vec<Buffer>) {
         let rows = self.attend.partial_rows(pass.merged.len());
         let buffers = vec![
             self.device.copied(&pass.spans).unwrap(),
-            self.device.copied(&pass.parts).unwrap(),
+            self.device.copied(&pass.tiles).unwrap(),
             self.device.copied(&pass.merged).unwrap(),
             poisoned(&self.device, rows * self.config.head_dim * 4),
             poisoned(&self.device, rows * 8),
         ];
-        let places = Places {
+        let places = PassAddresses {
             spans: buffers[0].at(0),
-            parts: buffers[1].at(0),
+            tiles: buffers[1].at(0),
             merged: buffers[2].at(0),
             tables: self.tables.at(0),
             table_pitch: self.table.len() / SLOTS,
@@ -205,15 +182,15 @@ impl World {
         (places, buffers)
     }
 
-    /// Attention of consecutive rows from `position` on; q f16 [row][heads][d], scaled as the append kernel does.
+    /// Attention of consecutive rows from `position` on; q f16 [row][heads][d], scaled as by the append kernel.
     fn run(&self, view: View, position: usize, q: &[f16], chosen: Option<(Chosen, u64, usize)>) -> Vec<f32> {
         let rows = q.len() / (self.config.heads * self.config.head_dim);
         let rows: Vec<Row> = (0..rows).map(|i| Row { slot: SLOT, offset: i, position: position + i }).collect();
         self.run_rows(view, &rows, q, chosen)
     }
 
-    /// A draft's rows of both slots between its products: the codes of the last row. Short items go by blocks of half a multiprocessor. What lies behind is
-    /// asked for.
+    /// A draft's rows of both slots between its GEMMs; returns the codes of the last row. Short items use blocks with half an
+    /// SM, and the following weights are prefetched.
     fn between(&self, rows: &[Row], q: &[f16], chosen: Option<(Chosen, u64, usize)>) -> Merged {
         let width = self.config.heads * self.config.head_dim;
         let groups = width.div_ceil(128);
@@ -223,7 +200,7 @@ impl World {
         let around = Around { beside: true, behind: (self.pools[0].at(0), self.pools[0].bytes()) };
         let list = |slot| chosen.map(|(chosen, ..)| chosen).filter(|_| slot == SLOT);
         // Lists are of an earlier step.
-        let pass = self.attend.plan(View::Upper, rows, list, |_| false).unwrap().remove(0);
+        let pass = self.attend.passes(View::Upper, rows, list, |_| false).unwrap().remove(0);
         let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
         let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
         // SAFETY: everything lives until the reads below, which wait.
@@ -238,7 +215,7 @@ impl World {
         }
     }
 
-    /// The same of one row, which must not depend on whether there is another.
+    /// The same for one row; the result must not depend on the other row.
     fn run_between(&self, position: usize, q: &[f16], chosen: Option<(Chosen, u64, usize)>) -> Merged {
         let row = Row { slot: SLOT, offset: 0, position };
         let alone = self.between(&[row], q, chosen);
@@ -252,7 +229,7 @@ impl World {
         let q = self.device.copied(q).unwrap();
         let x = poisoned(&self.device, rows.len() * width * 4);
         let list = |_| chosen.map(|(chosen, ..)| chosen);
-        for pass in self.attend.plan(view, rows, list, |_| true).unwrap() {
+        for pass in self.attend.passes(view, rows, list, |_| true).unwrap() {
             let (places, _keep) = self.places(&pass, chosen.map_or(0, |(.., pitch)| pitch));
             let layer = self.layer(chosen.map_or(0, |(_, lists, _)| lists));
             // SAFETY: everything lives until the wait below.
@@ -308,7 +285,7 @@ fn queries(random: &mut Random, rows: usize, config: &ModelConfig) -> Vec<f16> {
 
 const VIEWS: [View; 3] = [View::Upper, View::Both, View::Full];
 
-/// Heads, KV heads and their width: groups of 1 to 16.
+/// Query heads, KV heads and head width: groups of 1 to 16.
 const HEADS: [(usize, usize, usize); 11] = [
     (2, 2, 128),
     (4, 1, 128),
@@ -323,7 +300,7 @@ const HEADS: [(usize, usize, usize); 11] = [
     (4, 2, 256),
 ];
 
-/// (position of the first row, rows): windows over the edges of pages and of what is visible.
+/// (position of the first row, rows): windows across page borders and visibility borders.
 fn check_against_core(device: &Arc<Device>, shapes: &[(usize, usize, usize)], windows: &[(usize, usize)]) {
     for &(heads, kv_heads, d) in shapes {
         for (index, &(position, rows)) in windows.iter().enumerate() {
@@ -358,7 +335,8 @@ fn long_contexts_equal_core() {
     check_against_core(&device, &HEADS, &[(2815, 7), (9470, 5)]);
 }
 
-/// Blocks of GPUs of compute capability 7.5 have 64 KiB of shared memory, of 8.6, 8.9 and 12.0 99: where four slots do not fit, threads copy into two.
+/// GPUs of compute capability 7.5 have 64 KiB of shared memory per block; 8.6, 8.9 and 12.0 have 99. Where four stages do not
+/// fit, two are used.
 #[test]
 fn two_slots_serve_where_shared_memory_is_small() {
     if device().is_none() {
@@ -377,7 +355,7 @@ fn rows_do_not_depend_on_each_other() {
     for (heads, kv_heads, d) in
         [(2, 2, 128), (4, 1, 128), (8, 1, 128), (12, 1, 128), (3, 1, 64), (8, 1, 64), (2, 1, 256)]
     {
-        // Windows over page edges, visibility edges, and (long) changes of the chunk length.
+        // Windows over page borders, visibility borders, and (long) changes of the chunk length.
         for position in [120, 250, 380, 1275, 2170, 4600, 17_400, 36_990] {
             let most = 17;
             let world =
@@ -406,7 +384,7 @@ fn rows_do_not_depend_on_each_other() {
 #[test]
 fn other_work_changes_no_bit() {
     let Some(device) = device() else { return };
-    // Each a kernel of its own: one to four row tiles, three head widths, and the blocks of half a multiprocessor that drafts have.
+    // Each uses a different kernel: one to four row tiles, three head widths, and the drafts' blocks with half an SM.
     for (heads, kv_heads, d, position) in [(8, 8, 128, 9000), (8, 2, 128, 9000), (4, 4, 64, 4000), (2, 2, 256, 4000)] {
         let most = 8;
         let world = World::new(&device, config(heads, kv_heads, d), Rounding::Balanced, position + most, 4);
@@ -433,7 +411,7 @@ fn other_work_changes_no_bit() {
 fn rows_do_not_depend_on_the_batch() {
     let Some(device) = device() else { return };
     for (heads, kv_heads, d) in [(4, 4, 128), (8, 2, 128), (4, 2, 64), (4, 1, 256)] {
-        // More rows than a pass takes, in windows of two slots, of which the other one is short and of no interest.
+        // More rows than a pass takes, in windows of two slots; the other slot is short and not compared.
         for position in [300, 5000, 21_000] {
             let world = World::new(&device, config(heads, kv_heads, d), Rounding::Balanced, position + 64, 3);
             let windows = [(0, 17), (9, 1), (20, 16), (2, 9), (31, 17), (15, 4)];
@@ -457,7 +435,8 @@ fn rows_do_not_depend_on_the_batch() {
     }
 }
 
-/// Page lists by made-up scores, many of them equal, all of them, or none: slabs of 1,024 pages, keys that shared memory holds and those made again, and lists longer than there are pages.
+/// Page lists by synthetic scores, many, all or none of them equal. Covers slabs of 1,024 pages, keys in shared memory and
+/// recomputed ones, and lists longer than the number of pages.
 #[test]
 fn lists_by_any_scores_equal_core() {
     let Some(device) = device() else { return };
@@ -468,12 +447,12 @@ fn lists_by_any_scores_equal_core() {
             let (score_pitch, list_pitch) = (pages + 5, n + 3);
             let values = [-3.5f32, -0.0, 0.0, 1.25, 1e30];
             let mut scores: Vec<f32> = (0..2 * KV_HEADS * score_pitch).map(|_| values[random.below(5)]).collect();
-            // Bounds as they are, close to each other, and all the same.
+            // Random bounds, close ones, and equal ones.
             scores[score_pitch..2 * score_pitch].iter_mut().for_each(|score| *score = 30.0 + 4.0 * random.normal());
             scores[2 * score_pitch..3 * score_pitch].iter_mut().for_each(|score| *score = 7.0 + 1e-6 * random.normal());
             scores[3 * score_pitch..].fill(-7.25);
             let on_device = device.copied(&scores).unwrap();
-            // List 0 is of slot 1, and the other way round.
+            // List 0 belongs to slot 1 and vice versa.
             let choices = device.copied(&[1, 0].map(|slot| Choice { row: 0, slot, pages: pages as i32 })).unwrap();
             for best in [true, false] {
                 let lists = poisoned(&device, 2 * KV_HEADS * list_pitch * 4);
@@ -504,16 +483,16 @@ fn chosen_pages_equal_core() {
             let visible = visible_pages(position);
             let q = queries(&mut Random(6), 1, &world.config);
             let on_device = device.copied(&q).unwrap();
-            let (asked, n) = (n, n.max(2)); // the first and the newest are always in
+            let (asked, n) = (n, n.max(2)); // the first and the newest page are always included
             let pitch = n + 3;
             let lists = poisoned(&device, SLOTS * kv_heads * pitch * 4);
             let scores = poisoned(&device, kv_heads * (world.table.len() / SLOTS) * 4);
             let choices = device.copied(&[Choice { row: 0, slot: SLOT as i32, pages: visible as i32 }]).unwrap();
-            let places = Places {
+            let places = PassAddresses {
                 tables: world.tables.at(0),
                 table_pitch: world.table.len() / SLOTS,
                 list_pitch: pitch,
-                ..Places::default()
+                ..PassAddresses::default()
             };
             let centre = if world.rounding == Rounding::Balanced { 1.0f32 / 32.0 } else { 0.0 };
             for best in [true, false] {

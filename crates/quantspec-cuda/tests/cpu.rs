@@ -1,4 +1,4 @@
-//! Logits of a whole model on the GPU against those of the CPU backend, which is held to the reference.
+//! Logits of a whole model on the GPU compared with the CPU backend, which is tested against the reference.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stderr, reason = "errors are worth seeing")]
 
@@ -17,7 +17,7 @@ use quantspec_model::forward;
 use small::{checkpoints, options, prompt};
 use std::sync::Arc;
 
-/// Root mean square of the difference of two rows of logits, against the spread of the second.
+/// Root mean square of the difference of two rows of logits, relative to the spread of the second.
 fn apart(a: &[f32], b: &[f32]) -> f64 {
     let n = b.len() as f64;
     let mean = b.iter().map(|&x| f64::from(x)).sum::<f64>() / n;
@@ -51,13 +51,14 @@ fn compare(device: &Arc<Device>, checkpoint: &Checkpoint) {
     let first = (prepare(&mut gpu, &tokens, &window), prepare(&mut reference, &tokens, &window));
     let error = apart(&first.0, &first.1);
     eprintln!("prefill: {error:.4} of the logits' spread");
-    // Both round the inputs of products to bfloat16, in different places.
+    // Both round GEMM inputs to bfloat16, at different points.
     assert!(error < 0.03, "prefill {error}");
     for (weights, view, count, bound) in [
         (Weights::Full, View::Both, 5, 0.03),
         (Weights::Full, View::Full, 5, 0.03),
         (Weights::Full, View::Upper, 5, 0.06),
-        // A difference in the last bit of an activation may become one step of its int8 code. Drafts of one and two rows have kernels of their own.
+        // A difference in the last bit of an activation can change its int8 code by one. Drafts of one and two rows use
+        // separate kernels.
         (Weights::Draft, View::Upper, 1, 0.25),
         (Weights::Draft, View::Upper, 2, 0.25),
         (Weights::Draft, View::Upper, 5, 0.25),

@@ -1,4 +1,4 @@
-//! The device itself: what it refuses and how it says so, what works behind a refusal, threads, several GPUs, and where memory goes.
+//! The device layer: refusals and their errors, use after a refusal, threads, several GPUs, and memory accounting.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stderr, reason = "a skipped test must say so, and figures are worth seeing")]
 
@@ -13,7 +13,7 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind, Result};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use quantspec_cuda::{CudaBackend, detect, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, Memory, Options};
+use quantspec_model::backend::{Backend, DraftConfig, Hooks, Memory, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
@@ -21,18 +21,18 @@ use small::{checkpoints, options, prompt};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Tests of this file run one after the other: some look at how much memory is free.
+/// Serialises the tests of this file: some measure free memory.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// A device by its index, from the images that `device()` takes.
+/// Opens a device by its index, with the images that `device()` uses.
 fn open(index: usize) -> Result<Arc<Device>> {
     if std::env::var_os("QUANTSPEC_TEST_PTX").is_some() { Device::open_ptx(index) } else { Device::open(index) }
 }
 
-/// Random bytes are copied there and back, and a kernel runs.
+/// Copies random bytes to the device and back, and runs a kernel.
 fn works(device: &Arc<Device>) {
     let mut random = Random(4);
     let bytes: Vec<u64> = (0..1 << 17).map(|_| random.next()).collect();
@@ -71,7 +71,7 @@ fn a_launch_that_fails_is_named() {
     for part in ["widen", "3 × 2 × 1", "2048 threads", "CUDA_ERROR"] {
         assert!(error.message.contains(part), "{part} is not in: {}", error.message);
     }
-    // Nothing ran, and the next launch does.
+    // No launch ran, and the next one works.
     assert!(to.read::<u8>(0, to.bytes()).unwrap().iter().all(|&byte| byte == 0xff));
     works(&device);
     refused(device.kernel("no_such_kernel", 0), ErrorKind::Internal);
@@ -79,10 +79,10 @@ fn a_launch_that_fails_is_named() {
     works(&device);
 }
 
-/// The bytes that a refused allocation names: asked for, free, and in all.
+/// The bytes in a refused allocation's message: requested, free, and total.
 fn named(error: &Error) -> [usize; 3] {
     let number = |text: &str| text.split_whitespace().next().and_then(|word| word.parse().ok());
-    // A GPU's name may hold digits, so numbers are taken from around it.
+    // A GPU's name may contain digits, so only the text after it is parsed.
     let behind = error.message.rsplit(": ").next().unwrap();
     let total = behind.split(" of ").nth(1).and_then(number);
     match (number(&error.message), number(behind), total) {
@@ -102,14 +102,14 @@ fn what_does_not_fit_is_refused_with_its_numbers() {
         let error = refused(device.allocate(bytes), ErrorKind::DoesNotFit);
         let [asked, named_free, named_total] = named(&error);
         assert_eq!((asked, named_total), (bytes, total), "{}", error.message);
-        // Nothing else of this process allocates meanwhile.
+        // Nothing else in this process allocates meanwhile.
         assert!(named_free.abs_diff(free) < 64 << 20, "{}, and {free} were", error.message);
         works(&device);
     }
     assert!(device.memory().unwrap().0.abs_diff(free) < 64 << 20);
 }
 
-/// Bytes a model would take, by the plan of it.
+/// Bytes of a model according to its plan.
 fn sum(memory: &Memory) -> usize {
     let Memory {
         weights_bytes,
@@ -128,7 +128,7 @@ fn load(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options) -> Res
     CudaBackend::load_on(device, checkpoint, options, Hooks::default())
 }
 
-/// Options under which the plan of a model is about `bytes`, nearly all of it cache.
+/// Options with which a model's plan is about `bytes`, nearly all of it cache.
 fn filling(checkpoint: &Checkpoint, device: &Device, bytes: usize) -> Options {
     let of = |capacity: usize| Options { capacity, prompt_capacity: 512, ..options(512, 1) };
     let planned = |capacity: usize| sum(&plan(checkpoint, &of(capacity), &device.info));
@@ -142,7 +142,7 @@ fn a_model_that_does_not_fit_gives_everything_back() {
     let _alone = alone();
     let Some(device) = device() else { return };
     let checkpoint = &checkpoints(&device, 512)[0];
-    // What a first load leaves, such as kernels' code, is not the model's.
+    // Memory that a first load leaves, such as kernel code, is not the model's.
     drop(load(&device, checkpoint, &options(512, 1)).unwrap());
     let (free, total) = device.memory().unwrap();
     // Some of its parts fit.
@@ -177,7 +177,7 @@ fn a_model_takes_what_its_plan_says_and_gives_it_back() {
         eprintln!("planned {planned}, held {held}, taken {taken}, left {}", before.saturating_sub(after));
         for (what, bytes) in [("holds", held), ("takes", taken)] {
             assert!(bytes <= planned + planned / 20 + (64 << 20), "it {what} {bytes}, and {planned} were planned");
-            // A plan of far more than is taken would refuse models that fit.
+            // A plan much larger than actual use would refuse models that fit.
             assert!(bytes + planned / 20 + (64 << 20) >= planned, "it {what} {bytes}, and {planned} were planned");
         }
         assert!(after + (16 << 20) >= before, "{before} bytes were free, and {after} are");
@@ -188,7 +188,7 @@ fn a_model_takes_what_its_plan_says_and_gives_it_back() {
 fn what_lies_beyond_a_buffer_is_refused_and_changes_nothing() {
     let _alone = alone();
     let Some(device) = device() else { return };
-    // Between two others of the same size, which the driver may have put right beside it.
+    // Between two others of the same size, which the driver may have placed next to it.
     let buffers: Vec<Buffer> = (0..3u8).map(|i| device.copied(&[0x50 + i; 64]).unwrap()).collect();
     let (buffer, other) = (&buffers[1], device.copied(&[9u8; 256]).unwrap());
     let mut pinned = device.pinned(128).unwrap();
@@ -223,7 +223,7 @@ fn what_lies_beyond_a_buffer_is_refused_and_changes_nothing() {
         buffer.read_pinned(0, &mut pinned, 65),
         other.read_pinned(0, &mut pinned, 129),
     ];
-    // SAFETY: nothing is copied; the memory stays as it is until the end of the test.
+    // SAFETY: nothing is copied; the memory does not change until the end of the test.
     unsafe {
         refusals.push(buffer.write_pinned(60, &pinned, 0, 5));
         refusals.push(buffer.write_pinned(0, &pinned, 0, 65));
@@ -242,7 +242,7 @@ fn what_lies_beyond_a_buffer_is_refused_and_changes_nothing() {
     }
     assert_eq!(other.read::<u8>(0, 256).unwrap(), [9; 256]);
     assert_eq!(pinned.bytes(), [7; 128]);
-    // What reaches to the end is taken.
+    // A write that ends exactly at the buffer's end is accepted.
     buffer.write(54, &ten).unwrap();
     buffer.copy_from(0, &other, 246, 10).unwrap();
     buffer.fill_rows(2, 16, 8, 16, 2).unwrap();
@@ -257,7 +257,7 @@ fn what_lies_beyond_a_buffer_is_refused_and_changes_nothing() {
     assert_eq!(buffer.read::<u8>(0, 64).unwrap(), expected);
 }
 
-/// Every thread writes and reads its own parts of one buffer while the others do.
+/// Threads write and read their own parts of one buffer concurrently.
 #[test]
 fn threads_share_a_buffer() {
     const THREADS: usize = 8;
@@ -276,7 +276,7 @@ fn threads_share_a_buffer() {
                 for turn in 0..20 {
                     let (at, expected) = (thread * WORDS * 8, words(thread, turn));
                     buffer.write(at, &expected).unwrap();
-                    // A copy on the device comes between, through memory that this thread allocates and frees.
+                    // A device-to-device copy in between, through memory that this thread allocates and frees.
                     let copy = device.allocate(WORDS * 8).unwrap();
                     copy.copy_from(0, buffer, at, WORDS * 8).unwrap();
                     assert!(copy.read::<u64>(0, WORDS).unwrap() == expected, "copy of thread {thread}, turn {turn}");
@@ -311,7 +311,7 @@ fn a_device_that_does_not_exist_is_a_usage_error() {
 
 const TOKENS: usize = 160;
 
-/// A sequence under way on one device: drafts of a replay sampler, which take many decisions on numbers that are close.
+/// An unfinished sequence on one device: drafts of a replay sampler, which decides many near ties.
 struct Session {
     engine: Engine<CudaBackend>,
     slot: usize,
@@ -320,7 +320,7 @@ struct Session {
 
 impl Session {
     fn new(device: &Arc<Device>, checkpoint: &Checkpoint) -> Session {
-        let draft = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+        let draft = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
         let method =
             Method { target: View::Both, drafter: Some(SelfQuantised::boxed(draft)), policy: Policy::fixed(4) };
         let backend = load(device, checkpoint, &options(1000, 1)).unwrap();
@@ -358,7 +358,7 @@ fn two_devices_give_the_same_tokens_from_any_thread() {
     let Some(first) = device() else { return };
     let found = detect().devices;
     let kind = |index: usize| (&found[index].name, &found[index].compute_capability);
-    // Where sums are split depends on the device, so only two of a kind agree.
+    // Splits of sums depend on the device, so only devices of the same kind agree.
     let Some(index) = (1..found.len()).find(|&index| kind(index) == kind(0)) else {
         eprintln!("SKIPPED: the driver shows {} devices, and none beside the first of its kind", found.len());
         return;
@@ -378,7 +378,8 @@ fn two_devices_give_the_same_tokens_from_any_thread() {
     let texts = both.map(|session| session.text);
     assert!(texts.iter().all(|text| *text == expected), "alternating: {texts:?}, and not {expected:?}");
 
-    // Two threads swap their sessions behind every third round, so each comes to a device from the other one. A round emits a token at the least.
+    // Two threads swap their sessions after every third round, so each device is used from both threads. A round emits at
+    // least one token.
     let drive = |mut session: Session, to: Sender<Session>, from: Receiver<Session>| -> Vec<u32> {
         for _ in 0..TOKENS.div_ceil(3) {
             (0..3).for_each(|_| session.round());
@@ -400,7 +401,7 @@ fn two_devices_give_the_same_tokens_from_any_thread() {
     });
     assert!(texts.iter().all(|text| *text == expected), "swapped between threads: {texts:?}, and not {expected:?}");
 
-    // Memory of the second is the second's: a buffer there takes nothing of the first.
+    // An allocation on the second device takes no memory of the first.
     let before = devices.each_ref().map(|device| device.memory().unwrap().0);
     let buffer = poisoned(&devices[1], 512 << 20);
     let after = devices.each_ref().map(|device| device.memory().unwrap().0);

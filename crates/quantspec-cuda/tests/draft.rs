@@ -1,4 +1,4 @@
-//! The products of a draft step with what they take along, against f64, and every row's bits against other numbers of rows.
+//! Fused GEMMs of a draft step compared with f64, and every row's bits with other numbers of rows.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stderr, reason = "a skipped test must say so")]
 
@@ -10,29 +10,29 @@ use quantspec_core::config::Dtype;
 use quantspec_core::quantize::{quantize_activations, quantize_weights_row};
 use quantspec_core::weights::quantize_row;
 use quantspec_cuda::device::{Buffer, Device};
-use quantspec_cuda::draft::{Draft, DraftMatrix, Heads, Hidden};
+use quantspec_cuda::draft::{DraftGemms, DraftMatrix, Heads, Hidden};
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy};
 use quantspec_cuda::linear::{Linear, Matrix, Quantised};
 use std::sync::Arc;
 
-/// A code that rounds the other way changes a result by less.
+/// Bound above the effect of one code rounded the other way.
 const BOUND: f64 = 1e-3;
-/// The same behind a rounding to f16, and to bfloat16.
+/// The same after rounding to f16, and to bfloat16.
 const BOUND_F16: f64 = 1.2e-3;
 const BOUND_BF16: f64 = 3e-3;
 const EPS: f32 = 1e-5;
 const MOST: usize = 2;
 
-/// The kernels, which GPUs of compute capability 9.0 have.
-fn kernels(device: &Arc<Device>, head_dim: usize) -> Option<Draft> {
-    let draft = Draft::new(device, head_dim).unwrap();
+/// The kernels, on GPUs of compute capability 9.0.
+fn kernels(device: &Arc<Device>, head_dim: usize) -> Option<DraftGemms> {
+    let draft = DraftGemms::new(device, head_dim).unwrap();
     if draft.is_none() {
         eprintln!("SKIPPED: compute capability {} has no products of draft steps", device.info.compute_capability);
     }
     draft
 }
 
-/// Whose weights a draft reads: its own, or the upper nibbles of the target's.
+/// Weights that a draft reads: its own, or the upper plane of the target's.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Own,
@@ -55,7 +55,7 @@ impl<'a> From<&'a Weights> for DraftMatrix<'a> {
     }
 }
 
-/// Draft weights `[n][k]` of bfloat16 values, and the values that they stand for.
+/// Draft weights `[n][k]` of bfloat16 values, and the dequantised values.
 fn weights(
     device: &Arc<Device>,
     random: &mut Random,
@@ -84,7 +84,7 @@ fn weights(
 }
 
 /// x `[rows][k]`, in int8 by groups, times w `[n][k]`: f64 `[rows][n]`.
-fn product(x: &[f32], w: &[f32], k: usize) -> Vec<f64> {
+fn gemm(x: &[f32], w: &[f32], k: usize) -> Vec<f64> {
     let mut out = Vec::new();
     for x in x.chunks(k) {
         let codes = quantize_activations(x).unwrap();
@@ -95,7 +95,7 @@ fn product(x: &[f32], w: &[f32], k: usize) -> Vec<f64> {
     out
 }
 
-/// A hidden stream on the device with its norm, and what the norm makes of it: values before the factor, and the factors.
+/// A hidden stream with its norm on the device, and the expected norm: values before the factor, and the factors.
 struct Stream {
     hidden: Buffer,
     weight: Buffer,
@@ -107,7 +107,7 @@ struct Stream {
 
 impl Stream {
     fn new(device: &Arc<Device>, random: &mut Random, width: usize) -> Stream {
-        // Rows of different sizes: one that took another's factor or scale would show.
+        // Rows of different magnitude, so that another row's factor or scale would be detected.
         let values = (0..MOST).flat_map(|row| random.normals(width).into_iter().map(move |v| v * (row + 1) as f32));
         let values = values.collect();
         Stream::of(device, random, width, values)
@@ -136,13 +136,13 @@ impl Stream {
     /// The normed stream times the weights.
     fn times(&self, w: &[f32]) -> Vec<f64> {
         let n = w.len() / self.width;
-        let y = product(&self.weighted, w, self.width);
+        let y = gemm(&self.weighted, w, self.width);
         y.iter().enumerate().map(|(i, y)| y * self.factors[i / n]).collect()
     }
 }
 
-/// Runs `work` for several numbers of rows and holds the rows of each to the bits of the most; returns those.
-fn invariant(what: &str, draft: &Draft, k: usize, work: impl Fn(usize) -> Vec<f32>) -> Vec<f32> {
+/// Runs `work` for several numbers of rows and compares each row's bits with the largest run, which is returned.
+fn invariant(what: &str, draft: &DraftGemms, k: usize, work: impl Fn(usize) -> Vec<f32>) -> Vec<f32> {
     let most = (1..=MOST).filter(|&rows| draft.takes(k, rows)).max().unwrap();
     let all = work(most);
     let width = all.len() / most;
@@ -164,7 +164,7 @@ fn rows_of(kind: Kind) {
     let Some(device) = device() else { return };
     let Some(draft) = kernels(&device, 64) else { return };
     let mut random = Random(21);
-    // A whole number of tiles and not, fewer groups than warps, more than a warp keeps, several batches of tiles.
+    // Whole tiles and remainders, fewer groups than warps, more than a warp keeps, several batches of tiles.
     for (n, k) in [(256, 512), (40, 200), (9000, 256), (17, 64), (129, 9216), (4800, 4096)] {
         let (weights, w) = weights(&device, &mut random, kind, n, k, 0);
         let stream = Stream::new(&device, &mut random, k);
@@ -196,7 +196,7 @@ fn zeros(kind: Kind) {
     let y = poisoned(&device, n * 4);
     // SAFETY: the stream and y have one row.
     unsafe { draft.rows(&weights, stream.at(), y.at(0), 1) }.unwrap();
-    // Its codes are zero, and no quotient of zeros.
+    // Its codes are zero, without 0/0.
     assert!(y.read::<f32>(0, n).unwrap().iter().all(|&v| v == 0.0));
 }
 
@@ -272,7 +272,7 @@ fn added(kind: Kind) {
         }
         let x16 = gpu::upload(&device, &padded, Dtype::Bf16);
         let (x8, xs) = (device.copied(&codes).unwrap(), device.copied(&scales).unwrap());
-        let y = product(&x, &w, k);
+        let y = gemm(&x, &w, k);
         for with in [false, true] {
             let at = if with { bias_on.at(0) } else { 0 };
             for int8 in [false, true] {
@@ -391,7 +391,7 @@ fn heads_of(kind: Kind) {
     }
 }
 
-/// As `append` does it: rows before multiply what lies behind them by zero, which infinity does not bear.
+/// As in `append`: earlier rows multiply later entries by zero, which fails for infinity.
 #[test]
 fn heads_beyond_half_precision_are_flagged_and_stored_as_zero() {
     KINDS.into_iter().for_each(heads_beyond);
@@ -407,7 +407,7 @@ fn heads_beyond(kind: Kind) {
     let stream = Stream::new(&device, &mut random, k);
     let rows_on = device.copied(&[0, 0, 5, 0]).unwrap();
     let angles_on = device.copied(&[1.0f32, 0.0].repeat(d / 2)).unwrap();
-    // Channel 3 of the values, and channel 40 of the keys, which RoPE turns together with channel 8.
+    // Channel 3 of the values, and channel 40 of the keys, which RoPE rotates together with channel 8.
     let mut bias = vec![0.0f32; all * d];
     (bias[(heads + kv_heads) * d + 3], bias[heads * d + 40]) = (1e6, f32::NAN);
     let (bias_on, flag) = (device.copied(&bias).unwrap(), device.zeroed(4).unwrap());

@@ -1,4 +1,4 @@
-//! Norms, RoPE, SiLU and conversions against f64, and every row's bits against the same row alone.
+//! Norms, RoPE, SiLU and conversions compared with f64, and every row's bits with the same row alone.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
@@ -14,7 +14,7 @@ use std::sync::Arc;
 
 const DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 
-/// Largest relative error of a value rounded to a type, as a distance over many values.
+/// Relative rounding error of a type, as a distance over many values.
 fn rounding(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::Bf16 => 3e-3,
@@ -32,7 +32,7 @@ fn norms_add_the_branch_and_normalise() {
     let Some(device) = device() else { return };
     let mut random = Random(1);
     let eps = 1e-5f32;
-    // Below one group, several groups per warp, more than a thread keeps.
+    // Less than one group, several groups per warp, more than a thread keeps.
     for width in [72, 4096, 9216] {
         let rows = 9;
         let (hidden, y) = (random.normals(rows * width), random.normals(rows * width));
@@ -81,7 +81,7 @@ fn norms_add_the_branch_and_normalise() {
                     assert!(alone == got[row * pitch..][..width], "row {row} of {kernel} alone");
                 }
             }
-            // Int8: codes and scales as core makes them of the f32 result.
+            // Int8: codes and scales must equal core's for the f32 result.
             let exact = poisoned(&device, rows * pitch * 4);
             launch("norm_f32", 0, rows, &args![&exact]);
             let exact = exact.read::<f32>(0, rows * pitch).unwrap();
@@ -135,12 +135,14 @@ fn inputs_on_the_grid_of_4_bits() {
     x[pitch..pitch + 128].fill(0.0);
     let of_rows: Vec<_> = x.chunks(pitch).map(|row| quantize_activations(row).unwrap()).collect();
     let codes: Vec<i8> = of_rows.iter().flat_map(|row| row.codes.clone()).collect();
-    let scales: Vec<f32> = of_rows.iter().flat_map(|row| row.scales.iter().flat_map(|&scale| [scale, f32::NAN])).collect();
+    let scales: Vec<f32> =
+        of_rows.iter().flat_map(|row| row.scales.iter().flat_map(|&scale| [scale, f32::NAN])).collect();
     let (x8, xs) = (device.copied(&codes).unwrap(), device.copied(&scales).unwrap());
     run(&device, "coarse_i8", [groups, rows, 1], 32, 0, &args![&x8, &xs, pitch]);
     let (found, told) = (x8.read::<i8>(0, codes.len()).unwrap(), xs.read::<f32>(0, scales.len()).unwrap());
     for (group, (codes, found)) in codes.chunks(128).zip(found.chunks(128)).enumerate() {
-        let want: Vec<i8> = codes.iter().map(|&code| (f32::from(code) * (7.0 / 127.0)).round_ties_even() as i8).collect();
+        let want: Vec<i8> =
+            codes.iter().map(|&code| (f32::from(code) * (7.0 / 127.0)).round_ties_even() as i8).collect();
         assert!(found == want, "codes of group {group}");
         let scale = scales[2 * group] * (127.0 / 7.0);
         let sum: i32 = want.iter().map(|&code| i32::from(code)).sum();
@@ -226,7 +228,7 @@ fn silu_times_up() {
 #[test]
 fn embeddings_come_from_windows_or_prompts() {
     let Some(device) = device() else { return };
-    // 8,212 columns: more than all threads take at once, and the last eight are half outside.
+    // 8,212 columns: more than all threads take at once; half of the last eight are outside.
     for width in [200, 8212] {
         embeddings(&device, 50, width);
     }
@@ -234,7 +236,7 @@ fn embeddings_come_from_windows_or_prompts() {
 
 fn embeddings(device: &Arc<Device>, vocab: usize, width: usize) {
     let values = Random(3).normals(vocab * width);
-    // The middle row brings its token along.
+    // The middle row carries its own token.
     let rows = [[1, 2, 700, -1], [0, 0, 5, 31], [1, 3, 701, -1]];
     let (windows, pitch) = ([[7, 8, 9, 10, 11], [20, 21, 49, 0, 13]].concat(), 5);
     for dtype in DTYPES {
@@ -261,7 +263,7 @@ fn embeddings(device: &Arc<Device>, vocab: usize, width: usize) {
     }
 }
 
-/// One head after bias, norm and rotation, in f64.
+/// One head after bias, norm and RoPE, in f64.
 fn head(y: &[f32], bias: Option<&[f32]>, norm: Option<&[f32]>, angles: Option<&[[f32; 2]]>, eps: f32) -> Vec<f64> {
     let d = y.len();
     let mut v: Vec<f64> = (0..d).map(|i| f64::from(y[i]) + bias.map_or(0.0, |b| f64::from(b[i]))).collect();
@@ -279,9 +281,10 @@ fn head(y: &[f32], bias: Option<&[f32]>, norm: Option<&[f32]>, angles: Option<&[
     v
 }
 
-/// A key or a value beyond half precision is 0 in memory, so that it multiplies nothing, and flagged: nobody could see it there.
+/// A key or value beyond f16 is stored as 0, so that it multiplies to nothing, and flagged, as it cannot be detected in
+/// memory.
 #[test]
-fn what_does_not_fit_is_flagged() {
+fn values_beyond_f16_are_flagged() {
     let Some(device) = device() else { return };
     let (heads, kv_heads, d) = (2, 1, 64);
     let all = heads + 2 * kv_heads;
@@ -373,7 +376,7 @@ fn heads_are_turned_and_appended() {
             ];
             run(&device, &format!("append_{d}"), [all.div_ceil(4), rows.len(), 1], 128, 0, &arguments);
             assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
-            // Heads whose halves alternate by eight channels, as draft weights make them: the same bits.
+            // Heads whose halves alternate by eight channels, as in paired draft weights, must give the same bits.
             let pairs = |at: usize| at - at % d + at % d / 16 * 8 + at % 8 + at / 8 % 2 * (d / 2);
             let paired_on = device.copied(&(0..y.len()).map(|at| y[pairs(at)]).collect::<Vec<_>>()).unwrap();
             let [q2, k2, v2] = [&q, &ring_k, &ring_v].map(|like| poisoned(&device, like.bytes()));
@@ -406,7 +409,7 @@ fn heads_are_turned_and_appended() {
                 }
                 assert!(got.iter().all(|x| x.is_nan()), "append_{d} wrote elsewhere");
             }
-            // The prompt's variant: the same heads, in matrices, to the bit (the scale apart).
+            // The prompt's variant gives the same heads as matrices, to the bit, apart from the scale.
             let (q, kv) =
                 (poisoned(&device, rows.len() * heads * d * 2), poisoned(&device, rows.len() * 2 * kv_heads * d * 2));
             let arguments = args![&on, b, qn, kn, &angles_on, &q, &kv, eps, heads, kv_heads, &flag];
@@ -425,7 +428,7 @@ fn heads_are_turned_and_appended() {
                 }
             }
         }
-        // A row alone has the same bits: row 3 as the only one.
+        // Row 3 alone has the same bits.
         let appended = |rows: &[[i32; 4]], first: usize| {
             let rows_on = rows_of(&device, rows);
             let (ring_k, ring_v) = (
@@ -442,7 +445,7 @@ fn heads_are_turned_and_appended() {
             q.read::<u16>(0, rows.len() * heads * d).unwrap()
         };
         assert!(appended(&rows[3..4], 3)[..] == appended(&rows, 0)[3 * heads * d..4 * heads * d]);
-        // A value f16 cannot hold raises the flag.
+        // A value beyond f16 raises the flag.
         let mut big = y.clone();
         big[(heads + kv_heads) * d + 3] = 1e6;
         let big = device.copied(&big).unwrap();

@@ -1,4 +1,4 @@
-//! What goes wrong in one sequence, or is interrupted, changes nothing of the next.
+//! A failure or interrupt in one sequence does not affect the next.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
@@ -15,7 +15,7 @@ use quantspec_core::sample::{Accept, Sampler};
 use quantspec_core::{Error, ErrorKind, Result};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Memory, Options, Row, Step, TokenSampler, Turn};
+use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Options, Row, Step, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
@@ -25,18 +25,18 @@ use small::{checkpoints, options, prompt};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-const QUANTSPEC: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+const QUANTSPEC: DraftConfig = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
 const LLAMA: Shape = Shape { hidden: 128, intermediate: 256, tied: false, ..Shape::new("llama", "BF16", (4, 2, 64)) };
 
 fn load(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options) -> CudaBackend {
     CudaBackend::load_on(device, checkpoint, options, Hooks::default()).unwrap()
 }
 
-fn method(draft: Option<DraftPlan>, policy: Policy) -> Method {
+fn method(draft: Option<DraftConfig>, policy: Policy) -> Method {
     Method { target: View::Both, drafter: draft.map(SelfQuantised::boxed), policy }
 }
 
-/// One decode row of slot 0; its logits' bits.
+/// One decode row of slot 0; returns its logits' bits.
 fn step(backend: &mut CudaBackend, weights: Weights, token: u32, position: usize) -> Result<Vec<u32>> {
     backend.set_window(0, &[token])?;
     let rows = [Row { slot: 0, offset: 0, position }];
@@ -45,7 +45,7 @@ fn step(backend: &mut CudaBackend, weights: Weights, token: u32, position: usize
     Ok(backend.logits(0)?.iter().map(|x| x.to_bits()).collect())
 }
 
-/// A text of `tokens` tokens; where `bad` is given, the answer begins with it.
+/// A text of `tokens` tokens; if `bad` is given, the answer begins with it.
 fn decode<B: Backend>(
     engine: &mut Engine<B>,
     prompt: &[u32],
@@ -123,7 +123,7 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
     let options = Options { draft_weights: DraftWeights::None, ..options(256, 1) };
     let clean: Vec<u32> =
         random::tokens(300, 70, 5).into_iter().map(|id| if id == bad as u32 { 8 } else { id }).collect();
-    // The logits of a prompt and of steps up to where both that failed had got.
+    // The logits of a prompt and of steps up to the position of both failures.
     let decode = |backend: &mut CudaBackend| -> Vec<Vec<u32>> {
         backend.open(0, 256).unwrap();
         forward::prefill(backend, 0, &clean, 64, &mut |_, _| ()).unwrap();
@@ -139,7 +139,7 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
     forward::prefill(&mut backend, 0, &long, 64, &mut |_, _| ()).unwrap();
     assert_eq!(backend.first(&Turn::new(0, 100, 0, Sampler::greedy())).unwrap_err().kind, ErrorKind::NotFinite);
     assert_eq!(decode(&mut backend), expected, "behind a prompt that failed");
-    // Nobody reads what this prompt and this step flag.
+    // The flags of this prompt and this step are never read.
     backend.open(0, 256).unwrap();
     forward::prefill(&mut backend, 0, &long, 64, &mut |_, _| ()).unwrap();
     assert_eq!(decode(&mut backend), expected, "behind a prompt that nobody asked about");
@@ -149,7 +149,7 @@ fn a_sequence_that_failed_leaves_nothing_behind() {
     assert_eq!(decode(&mut backend), expected, "behind a step that failed");
 }
 
-/// A prompt that was interrupted behind what it flagged, beside a sequence that goes on.
+/// A prompt interrupted after it set a flag, next to a sequence that continues.
 #[test]
 fn an_interrupted_prompt_fails_no_neighbour() {
     let Some(device) = device() else { return };
@@ -175,7 +175,7 @@ fn an_interrupted_prompt_fails_no_neighbour() {
     assert!(backend.judge(&step, &turns).is_ok());
 }
 
-/// Scores of a text whose keys or values overflow would be scores of another one.
+/// A text whose keys or values overflow must not be scored.
 #[test]
 fn an_evaluation_that_overflows_is_an_error() {
     let Some(device) = device() else { return };
@@ -195,9 +195,9 @@ fn an_evaluation_that_overflows_is_an_error() {
 }
 
 #[test]
-fn what_the_draft_alone_cannot_compute_ends_no_text() {
+fn a_failing_draft_ends_no_text() {
     let Some(device) = device() else { return };
-    // 5,700 · √128 fits half precision; in four bits it is one number with 5,900, between the two, which does not.
+    // 5,700 · √128 fits in f16. In four bits it shares a code with 5,900, at a value between the two that does not fit.
     let bad = 7;
     let checkpoint = Shape { dtype: "F32", ..LLAMA }.overflowing(9, bad, [5700.0, 5900.0]);
     let text = random::tokens(300, 20, 6);
@@ -223,7 +223,7 @@ fn what_the_draft_alone_cannot_compute_ends_no_text() {
             }
         }
         if rejection {
-            // Rejection compares with the draft's probabilities, which are none: a plain step takes the place of the round.
+            // Rejection needs the draft's probabilities, which are NaN here: a plain step replaces the round.
             let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, Accept::Rejection).unwrap();
             let run = || {
                 let method = method(Some(QUANTSPEC), Policy::fixed(3));
@@ -239,14 +239,14 @@ fn what_the_draft_alone_cannot_compute_ends_no_text() {
 }
 
 #[test]
-fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
+fn a_failing_drafted_token_ends_no_text() {
     let Some(device) = device() else { return };
-    // The target cannot feed token 7. Drafts propose it, and plain decoding may choose another one.
+    // The target fails on token 7. Drafts propose it, and plain decoding may choose another one.
     let checkpoint = Shape { vocab: 32, ..LLAMA }.overflowing(9, 7, [2e4, 0.0]);
     let options = options(512, 1);
     let prompt: Vec<u32> = (0..20).map(|i| i % 7).collect();
     let mut engine = Engine::new(load(&device, &checkpoint, &options), method(None, Policy::fixed(0)), 1, 512, 64);
-    // The tokens up to the end or to what cannot be computed.
+    // The tokens up to the end, or up to the failure.
     let mut run = |seed: u64, draft, policy: &Policy| {
         engine.set_method(method(draft, policy.clone())).unwrap();
         let sampler = Sampler::new(0.7, 0, 1.0, 0.0, seed, 0, Accept::Replay).unwrap();
@@ -276,7 +276,7 @@ fn what_a_drafted_token_alone_cannot_compute_ends_no_text() {
     assert!((5..55).contains(&finished), "{finished} of 60 texts do without the token");
 }
 
-/// Rounds that are queued whole and recorded, against their steps one after another.
+/// Rounds queued whole and recorded, compared with their steps one after another.
 #[test]
 fn rounds_are_their_steps() {
     let Some(device) = device() else { return };
@@ -294,7 +294,7 @@ fn rounds_are_their_steps() {
             let mut last = backend.first(&Turn::new(0, text.len(), 0, sampler.clone())).unwrap();
             let (mut committed, mut out) = (text.len(), vec![(0, last)]);
             for gamma in [3, 3, 3, 3, 5, 0, 3, 1] {
-                // No page is completed on the way.
+                // No page becomes complete during the test.
                 backend.set_window(0, &[last]).unwrap();
                 let sampler = sampler.clone();
                 let mut turns = [Turn::new(0, committed, gamma, sampler)];
@@ -311,7 +311,7 @@ fn rounds_are_their_steps() {
                 );
                 (committed, last) = (committed + verdict.accepted + 1, verdict.token);
             }
-            // Rounds of γ 3 came four times, the third time as a graph; single steps are never recorded.
+            // Rounds with γ 3 ran four times, the third time as a graph; single steps are never recorded.
             assert_eq!(backend.recorded() > 0, whole, "{} kinds of rounds are recorded", backend.recorded());
             out
         };

@@ -1,4 +1,5 @@
-//! Matrices in nibbles: their bytes against core's quantiser, products against sums in f64 and row by row in bits, and the matrix they stand for.
+//! Matrices in nibbles: their bytes compared with core's quantiser, GEMMs with sums in f64 and row by row in bits, and the
+//! dequantised matrix.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
@@ -12,7 +13,8 @@ use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
 use quantspec_cuda::linear::Matrix;
 use std::sync::Arc;
 
-/// Weights as trained ones are: most are small, some rows have outliers, some groups are constant or all zero.
+/// Weights with the statistics of trained ones: most are small, some rows have outliers, some groups are constant or all
+/// zero.
 fn weights(random: &mut Random, n: usize, k: usize, dtype: Dtype) -> Vec<f32> {
     let mut w = random.normals(n * k);
     for (row, w) in w.chunks_mut(k).enumerate() {
@@ -33,7 +35,7 @@ fn on_device(device: &Arc<Device>, w: &[f32], n: usize, k: usize, dtype: Dtype) 
     Matrix { buffer: matrix(device, w, n, k, dtype), dtype, n, k }
 }
 
-/// Place of a row among rows in heads of `paired` channels: a tile of 16 holds channels c … c + 7 and paired / 2 + c ….
+/// Source row of a row index in heads of `paired` channels: a tile of 16 holds channels c … c + 7 and paired / 2 + c ….
 fn source_row(place: usize, paired: usize) -> usize {
     if paired == 0 {
         return place;
@@ -54,7 +56,7 @@ fn packed(rows: &[Row], n: usize, k: usize, paired: usize) -> [Vec<u8>; 2] {
     for tile in 0..tiles {
         for block in 0..blocks {
             let row = |r: usize| (tile * 16 + r < n).then(|| &rows[source_row(tile * 16 + r, paired)]);
-            // Where there is no weight, U and L are 0.
+            // U and L are 0 outside the matrix.
             let code =
                 |r: usize, at: usize| row(r).and_then(|row| row.codes.get(block * 64 + at)).copied().unwrap_or(8);
             for lane in 0..32 {
@@ -75,7 +77,7 @@ fn packed(rows: &[Row], n: usize, k: usize, paired: usize) -> [Vec<u8>; 2] {
     [upper, lower]
 }
 
-/// The largest difference between bytes is none, but for the sign of a zero parameter.
+/// Bytes must be equal, except for the sign of a zero parameter.
 fn equal(got: &[u8], want: &[u8], what: &str) {
     assert_eq!(got.len(), want.len(), "{what}");
     let differs = got.iter().zip(want).enumerate().filter(|(_, (a, b))| a != b);
@@ -117,7 +119,7 @@ fn planes_have_cores_bytes() {
 }
 
 #[test]
-fn weights_that_are_no_numbers_are_flagged() {
+fn nan_weights_are_flagged() {
     let Some(device) = device() else { return };
     let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
     let mut random = Random(8);
@@ -154,29 +156,29 @@ fn the_matrix_of_both_planes() {
                 for (at, (got, want)) in got.iter().zip(&want).enumerate().filter(|(at, _)| inside[*at] == 1) {
                     assert!(got == want || (got | want) == 0x8000, "{dtype:?} {n} x {k}: {at}: {got:#x} {want:#x}");
                 }
-                // Beyond the matrix numbers are finite: inputs there are zeros.
+                // Values outside the matrix are finite: they meet zero inputs.
                 assert!(download(&to, to.bytes() / 2, dtype).iter().all(|v| v.is_finite()));
             }
         }
     }
 }
 
-/// As the tests of `linear`: every count that a verification of one sequence may have, and the edges of larger kernels.
+/// As in the tests of `linear`: every row count of a verification of one sequence, and the limits of larger kernels.
 const COUNTS: [usize; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 32, 33, 63, 64, 71];
-/// Many tiles per block, and passes over the inputs.
+/// Many tiles per block, and several passes over the inputs.
 const LARGE: [(usize, usize); 3] = [(8192, 256), (4800, 4096), (16 * (12 * 132 + 1) - 5, 256)];
 
 #[test]
-fn products() {
-    check_products(&SHAPES);
+fn gemms() {
+    check_gemms(&SHAPES);
 }
 
 #[test]
-fn products_of_many_tiles() {
-    check_products(&LARGE);
+fn gemms_of_many_tiles() {
+    check_gemms(&LARGE);
 }
 
-fn check_products(shapes: &[(usize, usize)]) {
+fn check_gemms(shapes: &[(usize, usize)]) {
     let Some(device) = device() else { return };
     let flag = device.zeroed(4).unwrap();
     let mut random = Random(10);
@@ -231,7 +233,7 @@ fn other_work_changes_no_bit() {
     let hierarchies = Hierarchies::new(&device, Dtype::Bf16).unwrap();
     let flag = device.zeroed(4).unwrap();
     let mut random = Random(11);
-    // Several tiles a multiprocessor, and a last chunk that only some warps have a part of.
+    // Several tiles per SM, and a last chunk that only some warps share.
     for (n, k) in [(12_288, 4096), (4096, 5504)] {
         let some = weights(&mut random, 64, k, Dtype::Bf16);
         let w: Vec<f32> = some.iter().cycle().take(n * k).copied().collect();

@@ -1,4 +1,4 @@
-//! Products of few rows against sums in f64, and their row invariance bit by bit.
+//! GEMMs of few rows compared with sums in f64, and their row invariance bit by bit.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
@@ -24,7 +24,7 @@ fn read(y: &Buffer, count: usize) -> Vec<f32> {
     y.read::<f32>(0, count).unwrap()
 }
 
-/// Runs `work` for 1 row and for each of `counts`, and holds every row to the bits of the largest run.
+/// Runs `work` for 1 row and for each of `counts`; compares every row's bits with the largest run.
 fn invariant(device: &Arc<Device>, n: usize, counts: &[usize], work: impl Fn(u64, usize)) -> Vec<f32> {
     let most = counts.iter().copied().max().unwrap();
     let y = poisoned(device, most * n * 4);
@@ -41,12 +41,13 @@ fn invariant(device: &Arc<Device>, n: usize, counts: &[usize], work: impl Fn(u64
     all
 }
 
-/// Every count that a verification of one sequence may have, and the edges of larger kernels.
+/// Every row count of a verification of one sequence, and the limits of larger kernels.
 const COUNTS: [usize; 22] = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 32, 33, 63, 64, 71];
 /// Outputs and inputs: whole tiles, remainders of both, and fewer inputs than warps share.
 const SHAPES: [(usize, usize); 5] = [(256, 512), (40, 200), (17, 64), (129, 1376), (129, 1280)];
-/// Many tiles per block. Tests of their own, for they are most of what compute-sanitizer has to follow. The last has 13 tiles in the first block and 12 in the
-/// second where 132 multiprocessors share them: one more pass over the inputs, by three or four tiles a pass.
+/// Many tiles per block, in separate tests, since they dominate the time under compute-sanitizer. With 132 SMs, the last
+/// shape has 13 tiles in the first block and 12 in the second: one more pass over the inputs, at three or four tiles per
+/// pass.
 const LARGE: [(usize, usize); 3] = [(8192, 256), (4800, 4096), (16 * (12 * 132 + 1) - 5, 256)];
 
 #[test]
@@ -153,9 +154,10 @@ fn check_draft(shapes: &[(usize, usize)]) {
     assert_eq!(flag.read::<u32>(0, 1).unwrap(), [0]);
 }
 
-/// Kernels with arrays of their own have less than 48 KiB unasked: what a device of small shared memory takes for the head of drafts.
+/// Kernels with static arrays have less than 48 KiB of dynamic shared memory by default, which GPUs with little shared memory
+/// use for the draft's head.
 #[test]
-fn kernels_take_the_shared_memory_they_asked_for() {
+fn kernels_get_the_shared_memory_they_request() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
     let mut random = Random(6);
@@ -170,7 +172,7 @@ fn kernels_take_the_shared_memory_they_asked_for() {
     let kernel = device.kernel("linear_w8_4_2", asked).unwrap();
     let arguments = args![draft.address(), &x, &xs, &y, k / 128, n / 16, n, 1usize];
     let launch = Launch { grid: [16, 1, 1], block: 256, shared, overlap: false };
-    // SAFETY: the buffers have the shapes of the product.
+    // SAFETY: the buffers have the shapes of the GEMM.
     unsafe {
         device.launch(kernel, launch, &arguments).unwrap();
         linear.run_quantised(&draft, x.at(0), xs.at(0), expected.at(0), 1).unwrap();
@@ -183,7 +185,7 @@ fn other_work_changes_no_bit() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
     let mut random = Random(5);
-    // Several tiles a multiprocessor, and a last chunk that only some warps have a part of: of full weights, of draft weights.
+    // Several tiles per SM, and a last chunk that only some warps share, for full weights and draft weights.
     for (n, k) in [(12_288, 4096), (4096, 5504), (4096, 5632)] {
         let some: Vec<f32> = random.normals(1 << 18).iter().map(|&v| round(v, Dtype::Bf16)).collect();
         let w: Vec<f32> = some.iter().cycle().take(n * k).copied().collect();

@@ -1,30 +1,31 @@
-//! Times of the decode kernels and of whole rounds. Not tests: `cargo test --release -p quantspec-cuda --test measure -- --ignored --nocapture`.
+//! Times of decode kernels and of whole rounds. Not tests: `cargo test --release -p quantspec-cuda --test measure --
+//! --ignored --nocapture`.
 //!
-//! Kernels run in graphs over rotating buffers larger than L2; medians. `QUANTSPEC_MEASURE_MODEL` names the model of `rounds`,
-//! `QUANTSPEC_MEASURE_TOKENS` a file of its token ids (u16, little endian), `QUANTSPEC_MEASURE_CONTEXTS` prompt lengths.
+//! Kernels run in graphs over rotating buffers larger than L2; results are medians. `QUANTSPEC_MEASURE_MODEL` names the model
+//! of `rounds`, `QUANTSPEC_MEASURE_TOKENS` a file of its token ids (u16, little endian), `QUANTSPEC_MEASURE_CONTEXTS` prompt
+//! lengths.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a measurement fails by panicking")]
 #![allow(clippy::print_stderr, reason = "numbers go to the terminal")]
 
 mod gpu;
 
-use gpu::{Random, device};
+use gpu::{Random, config, device};
 use half::f16;
 use quantspec_core::cache::{BUFFER_TOKENS, G, visible_pages};
 use quantspec_core::config::{
-    DraftWeights, Dtype, ModelConfig, Pages, Planes, Rope, RopeScaling, Rounding, Sensitive, TargetWeights, View,
-    Weights,
+    DraftWeights, Dtype, ModelConfig, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights,
 };
 use quantspec_core::layout::Layout;
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_cuda::CudaBackend;
-use quantspec_cuda::attend::{Around, Attend, Layer, Pass, Places};
+use quantspec_cuda::attend::{Around, Attend, Layer, Pass, PassAddresses};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch, Plain};
-use quantspec_cuda::draft::{Draft, Heads, Hidden};
+use quantspec_cuda::draft::{DraftGemms, Heads, Hidden};
 use quantspec_cuda::hierarchy::{Hierarchies, Hierarchy, Reads};
 use quantspec_cuda::linear::{Linear, Matrix};
 use quantspec_cuda::prefill::{Prefill, Shape, readable};
-use quantspec_model::backend::{DraftPlan, Hooks, Options, Row};
+use quantspec_model::backend::{DraftConfig, Hooks, Options, Row};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
@@ -32,7 +33,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
-/// Bytes that buffers rotate over: many times the largest L2.
+/// Total bytes of the rotating buffers: many times the largest L2.
 const ROTATED_BYTES: usize = 1 << 30;
 
 /// Median seconds of a graph of `work` over `repeat` replays.
@@ -72,7 +73,7 @@ fn repeated<T: Plain>(device: &Arc<Device>, pattern: &[T], bytes: usize) -> Buff
     buffer
 }
 
-/// Upper blocks with random codes and parameters that decode to small numbers in every block: random bits would hold NaN.
+/// Upper blocks with random codes, and parameters that decode to small numbers; random bits would contain NaN.
 fn upper_blocks(device: &Arc<Device>, blocks: usize, d: usize) -> Buffer {
     let bytes = Layout::Cuda.upper_bytes(d);
     let mut random = Random(9);
@@ -94,45 +95,22 @@ fn read_bandwidth(device: &Arc<Device>) -> f64 {
     let kernel = device.kernel("read_all", 0).unwrap();
     let seconds = graph_seconds(device, 11, || {
         let arguments = [(&from).into(), Arg::Long(from.bytes() as u64 / 16), Arg::Int(0x1234_5678), (&to).into()];
-        let launch = Launch { grid: [8 * device.multiprocessors as u32, 1, 1], block: 512, shared: 0, overlap: false };
+        let launch = Launch { grid: [8 * device.sms as u32, 1, 1], block: 512, shared: 0, overlap: false };
         // SAFETY: the buffer has that many pieces.
         unsafe { device.launch(kernel, launch, &arguments) }.unwrap();
     });
     from.bytes() as f64 / seconds
 }
 
-fn config(heads: usize, kv_heads: usize) -> ModelConfig {
-    ModelConfig {
-        family: "llama".to_owned(),
-        layers: 1,
-        hidden: 64,
-        intermediate: 64,
-        heads,
-        kv_heads,
-        head_dim: 128,
-        vocab: 64,
-        max_positions: 1 << 20,
-        rms_eps: 1e-5,
-        rope: Rope { theta: 1e4, scaling: RopeScaling::None },
-        tied_embeddings: true,
-        qkv_bias: false,
-        output_bias: false,
-        mlp_bias: false,
-        qk_norm: false,
-        dtype: Dtype::Bf16,
-        eos: Vec::new(),
-    }
-}
-
-/// Outputs × inputs of a layer's four products.
+/// Outputs × inputs of a layer's four GEMMs.
 type Products = [(usize, usize); 4];
-/// Name, KV heads of 32 heads, products.
+/// Name, KV heads (of 32 query heads), GEMMs.
 const SHAPES: [(&str, usize, Products); 2] = [
     ("Llama-2-7B", 32, [(12_288, 4096), (4096, 4096), (22_016, 4096), (4096, 11_008)]),
     ("Llama-3.1-8B", 8, [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)]),
 ];
 
-/// Bytes that a view reads of a page of one KV head.
+/// Bytes of a page of one KV head that a view reads.
 fn block_bytes(view: View, d: usize) -> usize {
     match view {
         View::Upper => Layout::Cuda.upper_bytes(d),
@@ -141,7 +119,7 @@ fn block_bytes(view: View, d: usize) -> usize {
     }
 }
 
-/// The pass of a step of consecutive rows of one sequence, whose pages lie in order, described on the device.
+/// The pass of a step of consecutive rows of one sequence with pages in order, described on the device.
 struct Described {
     pass: Pass,
     pages: usize,
@@ -152,13 +130,13 @@ struct Described {
 impl Described {
     fn new(device: &Arc<Device>, attend: &Attend, view: View, position: usize, rows: usize, d: usize) -> Described {
         let rows: Vec<Row> = (0..rows).map(|i| Row { slot: 0, offset: i, position: position + i }).collect();
-        let pass = attend.plan(view, &rows, |_| None, |_| false).unwrap().remove(0);
+        let pass = attend.passes(view, &rows, |_| None, |_| false).unwrap().remove(0);
         let pages = (position + rows.len()).div_ceil(G);
         let table: Vec<i32> = (0..pages as i32).collect();
         let partial_rows = attend.partial_rows(rows.len());
         let buffers = [
             device.copied(&pass.spans).unwrap(),
-            device.copied(&pass.parts).unwrap(),
+            device.copied(&pass.tiles).unwrap(),
             device.copied(&pass.merged).unwrap(),
             device.copied(&table).unwrap(),
             device.allocate(partial_rows * d * 4).unwrap(),
@@ -167,9 +145,9 @@ impl Described {
         Described { pass, pages, buffers }
     }
 
-    fn places(&self) -> Places {
-        let [spans, parts, merged, tables, partial, extremes] = self.buffers.each_ref().map(|buffer| buffer.at(0));
-        Places { spans, parts, merged, tables, table_pitch: self.pages, list_pitch: 0, partial, extremes }
+    fn places(&self) -> PassAddresses {
+        let [spans, tiles, merged, tables, partial, extremes] = self.buffers.each_ref().map(|buffer| buffer.at(0));
+        PassAddresses { spans, tiles, merged, tables, table_pitch: self.pages, list_pitch: 0, partial, extremes }
     }
 }
 
@@ -185,7 +163,7 @@ fn attention() {
     eprintln!("read {:.0} GB/s", read_bandwidth(&device) / 1e9);
     let d = 128;
     for (heads, kv_heads) in [(32, 8), (32, 32)] {
-        let config = config(heads, kv_heads);
+        let config = config(heads, kv_heads, 128);
         let attend = Attend::new(&device, &config, Rounding::Balanced).unwrap();
         for context in contexts("192,4096,32768,65536,131072") {
             for view in [View::Upper, View::Both, View::Full] {
@@ -257,7 +235,7 @@ fn attention() {
 
 #[test]
 #[ignore = "a measurement"]
-fn products() {
+fn gemms() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
     let flag = device.zeroed(4).unwrap();
@@ -324,13 +302,13 @@ fn products() {
     }
 }
 
-/// The products of layers in sequence, as a step runs them, and the share of the bandwidth that a copy reaches.
+/// GEMMs of layers in sequence, as in a step, and their share of a copy's bandwidth.
 #[test]
 #[ignore = "a measurement"]
 fn sequence() {
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
-    let draft = Draft::new(&device, 128).unwrap().expect("kernels for Hopper");
+    let draft = DraftGemms::new(&device, 128).unwrap().expect("kernels for Hopper");
     let bandwidth = read_bandwidth(&device);
     eprintln!("read {:.0} GB/s", bandwidth / 1e9);
     let flag = device.zeroed(4).unwrap();
@@ -374,7 +352,7 @@ fn sequence() {
             slots: 1,
             flag: flag.at(0),
         };
-        // What lies between two products of a step: a kernel that waits for one and is waited for by the next.
+        // A norm between two GEMMs of a step, which waits for one and is waited for by the next.
         let between = |rows: usize| {
             let arguments = quantspec_cuda::args![&hidden, 0u64, 0u64, &weight, &x, 1e-5f32, 4096usize, 4096usize];
             let launch = Launch { grid: [rows as u32, 1, 1], block: 512, shared: 0, overlap: true };
@@ -435,7 +413,7 @@ fn sequence() {
     }
 }
 
-/// The same of weights in nibbles, and what it takes to write a layer of them in 16 bits for a prompt.
+/// The same for weights in nibbles, and the time to write a layer of them in 16 bits for a prompt.
 #[test]
 #[ignore = "a measurement"]
 fn nibbles_in_sequence() {
@@ -445,7 +423,7 @@ fn nibbles_in_sequence() {
     eprintln!("read {:.0} GB/s", bandwidth / 1e9);
     let flag = device.zeroed(4).unwrap();
     let norm = device.kernel("norm_bf16", 0).unwrap();
-    let draft = Draft::new(&device, 128).unwrap().expect("kernels for Hopper");
+    let draft = DraftGemms::new(&device, 128).unwrap().expect("kernels for Hopper");
     let (x8, xs) = (device.zeroed(2 * 14_336).unwrap(), device.zeroed(2 * 112 * 8).unwrap());
     let (rows_on, angles) = (device.zeroed(16 * 16).unwrap(), device.zeroed(16 * 64 * 8).unwrap());
     let ring = device.zeroed(32 * BUFFER_TOKENS * 128 * 2).unwrap();
@@ -496,10 +474,10 @@ fn nibbles_in_sequence() {
         }
         for rows in [1, 2, 5, 8, 9, 16, 32, 64] {
             for between in [false, true] {
-                let time = |layers: usize, product: &dyn Fn(usize, usize)| {
+                let time = |layers: usize, gemm: &dyn Fn(usize, usize)| {
                     let seconds = graph_seconds(&device, 15, || {
                         for (layer, matrix) in (0..layers).flat_map(|layer| (0..4).map(move |matrix| (layer, matrix))) {
-                            product(layer, matrix);
+                            gemm(layer, matrix);
                             if between {
                                 let (width, eps) = (4096usize, 1e-5f32);
                                 let arguments =
@@ -549,11 +527,11 @@ fn draft_layers() {
     const LAYERS: usize = 12;
     let Some(device) = device() else { return };
     let linear = Linear::new(&device).unwrap();
-    let draft = Draft::new(&device, 128).unwrap().expect("kernels for Hopper");
+    let draft = DraftGemms::new(&device, 128).unwrap().expect("kernels for Hopper");
     let bandwidth = read_bandwidth(&device);
     let flag = device.zeroed(4).unwrap();
     for (name, kv_heads, shapes) in SHAPES {
-        let config = config(32, kv_heads);
+        let config = config(32, kv_heads, 128);
         let attend = Attend::new(&device, &config, Rounding::Balanced).unwrap();
         let matrices = shapes.map(|(n, k)| {
             let buffer = device.zeroed(Matrix::bytes(Dtype::Bf16, n, k)).unwrap();
@@ -637,7 +615,7 @@ fn target_layers() {
     let flag = device.zeroed(4).unwrap();
     let [norm, append, silu] = ["norm_bf16", "append_128", "silu_mul_bf16"].map(|name| device.kernel(name, 0).unwrap());
     for (name, kv_heads, shapes) in SHAPES {
-        let attend = Attend::new(&device, &config(32, kv_heads), Rounding::Balanced).unwrap();
+        let attend = Attend::new(&device, &config(32, kv_heads, 128), Rounding::Balanced).unwrap();
         let layers: Vec<_> = (0..LAYERS)
             .map(|_| {
                 shapes.map(|(n, k)| {
@@ -688,12 +666,12 @@ fn target_layers() {
                                 ring_v: rings[1].at(ring),
                                 ..Layer::default()
                             };
-                            let product = |matrix: &Matrix| {
+                            let gemm = |matrix: &Matrix| {
                                 // SAFETY: as above.
                                 unsafe { linear.run(matrix, x.at(0), y.at(0), m) }.unwrap();
                             };
                             norm_of();
-                            product(&weights[0]);
+                            gemm(&weights[0]);
                             let arguments = quantspec_cuda::args![
                                 &rows, &y, 0u64, 0u64, 0u64, &angles, &q, &rings[0], &rings[1], 1e-5f32, 1.0f32,
                                 32usize, kv_heads, layer, 1usize, 0usize, &flag
@@ -707,12 +685,12 @@ fn target_layers() {
                                     attend.merge(pass, Some(Dtype::Bf16), x.at(0), 0, 4096, &places).unwrap();
                                 }
                             }
-                            product(&weights[1]);
+                            gemm(&weights[1]);
                             norm_of();
-                            product(&weights[2]);
+                            gemm(&weights[2]);
                             let arguments = quantspec_cuda::args![&y, 0u64, &x, inner, inner];
                             launch(silu, [inner.div_ceil(1024) as u32, m as u32, 1], 256, &arguments);
-                            product(&weights[3]);
+                            gemm(&weights[3]);
                         }
                     }) / LAYERS as f64
                         * 1e6
@@ -736,15 +714,15 @@ fn random_singles(device: &Arc<Device>, count: usize) -> Buffer {
     device.copied(&Random(11).normals(count)).unwrap()
 }
 
-/// Halves or bfloat16s of ordinary size with random mantissas and signs: what multiplying costs in power depends on them.
+/// f16 or bfloat16 of ordinary size with random mantissas and signs, which determine the power of multiplications.
 fn random_numbers(device: &Arc<Device>, bytes: usize) -> Buffer {
     let mut random = Random(5);
     let part: Vec<u16> = (0..(bytes / 2).min(1 << 22)).map(|_| (random.next() as u16 & 0x83ff) | 0x3800).collect();
     repeated(device, &part, bytes)
 }
 
-/// Causal attention of prompts by itself, then whole layers of a prompt with everything between their products, in blocks of 8,192 rows.
-/// `QUANTSPEC_MEASURE_CONTEXTS` are the prompts' lengths; `tools/torch_prefill.py` times the same in PyTorch.
+/// Causal attention of prompts alone, then whole layers of a prompt, in blocks of 8,192 rows. `QUANTSPEC_MEASURE_CONTEXTS`
+/// are the prompts' lengths; `tools/torch_prefill.py` times the same in PyTorch.
 #[test]
 #[ignore = "a measurement"]
 fn prompts() {
@@ -753,7 +731,7 @@ fn prompts() {
     let flag = device.zeroed(4).unwrap();
     let repeat = |rows: usize| if rows > 32_768 { 3 } else { 9 };
     for (heads, kv_heads, d) in [(32, 32, 128), (32, 8, 128), (32, 8, 64), (16, 8, 256)] {
-        let config = ModelConfig { head_dim: d, ..config(heads, kv_heads) };
+        let config = config(heads, kv_heads, d);
         let prefill = Prefill::new(&device, Shape::of(&config), BLOCK).unwrap();
         for rows in contexts("8192,32768") {
             let q = random_numbers(&device, BLOCK.min(rows) * heads * d * 2);
@@ -778,7 +756,7 @@ fn prompts() {
     let states = Random(7).normals(1 << 20);
     for (name, kv_heads, shapes) in SHAPES {
         let inner = shapes[3].1;
-        let config = ModelConfig { hidden: 4096, intermediate: inner, ..config(32, kv_heads) };
+        let config = ModelConfig { hidden: 4096, intermediate: inner, ..config(32, kv_heads, 128) };
         let prefill = Prefill::new(&device, Shape::of(&config), BLOCK).unwrap();
         let weights = shapes.map(|(n, k)| random_numbers(&device, Matrix::bytes(Dtype::Bf16, n, k)));
         for rows in contexts("128,192,256,512,2048,8192,32768") {
@@ -829,7 +807,7 @@ fn prompts() {
     }
 }
 
-/// What starting work costs: seconds until a call returns, and until what it queued is done, for graphs of small kernels.
+/// Launch overhead: seconds until a call returns, and until its work is done, for graphs of small kernels.
 #[test]
 #[ignore = "a measurement"]
 fn launches() {
@@ -880,7 +858,7 @@ fn launches() {
         }
     }
     let (queued, done) = timed(&mut || {
-        // SAFETY: nobody writes to the pinned memory.
+        // SAFETY: the pinned memory is not written.
         unsafe { a.write_pinned(0, &pinned, 0, 1024) }.unwrap();
     });
     eprintln!("copy of 1 kB to the device: {queued:.1} us queued, {done:.1} us done");
@@ -931,7 +909,7 @@ fn rounds() {
     eprintln!("loaded in {:.1} s", start.elapsed().as_secs_f64());
     let plain = |target: View| Method { target, drafter: None, policy: Policy::fixed(0) };
     let mut engine = Engine::new(backend, plain(View::Both), 1, capacity, options.block_rows);
-    let draft = |pages: Pages| DraftPlan { weights: Weights::Draft, view: View::Upper, pages };
+    let draft = |pages: Pages| DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
     for context in contexts {
         let prompt = &tokens[..context];
         let slot = engine.add(prompt, Sampler::greedy(), new).unwrap();
@@ -1001,7 +979,7 @@ fn rounds() {
     }
 }
 
-/// Single steps of each view behind a short prompt, where all of them read the same bytes: what the views themselves cost.
+/// Single steps of each view after a short prompt, where all views read the same bytes: the overhead of the views themselves.
 #[test]
 #[ignore = "a measurement"]
 fn steps() {
@@ -1031,7 +1009,7 @@ fn steps() {
     let mut engine = Engine::new(backend, plain(View::Both), 1, capacity, options.block_rows);
     let prompt: Vec<u32> = (0..capacity as u32).map(|i| 3 + i.wrapping_mul(2_654_435_761) % 8000).collect();
     for context in [2, 140] {
-        // Forth and back, so that a drift of the machine favours nobody.
+        // In both directions, so that a drift of the machine affects all views alike.
         for view in [View::Full, View::Both, View::Upper, View::Upper, View::Both, View::Full] {
             engine.set_method(plain(view)).unwrap();
             let slot = engine.add(&prompt[..context], Sampler::greedy(), new).unwrap();

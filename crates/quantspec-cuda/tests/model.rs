@@ -1,6 +1,6 @@
-//! A whole model on the GPU: speculation changes no token, neighbours change no token, and memory is what was planned.
+//! A whole model on the GPU: speculation and neighbours change no token, and memory is as planned.
 //!
-//! The models are the demo model of the repository and those in the directory that `QUANTSPEC_TEST_MODELS` names.
+//! The models are the demo model of the repository and those in the directory `QUANTSPEC_TEST_MODELS`.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stderr, reason = "acceptance is worth seeing")]
 
@@ -17,7 +17,7 @@ use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
 use quantspec_cuda::device::Device;
 use quantspec_cuda::{CudaBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Memory, Options, TokenSampler, Turn};
+use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Options, TokenSampler, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{Copying, DraftModel, Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
@@ -25,15 +25,15 @@ use quantspec_model::forward;
 use small::{checkpoints, options, prompt};
 use std::sync::Arc;
 
-const QUANTSPEC: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
-const KV4: DraftPlan = DraftPlan { weights: Weights::Full, ..QUANTSPEC };
-const W4: DraftPlan = DraftPlan { view: View::Both, ..QUANTSPEC };
+const QUANTSPEC: DraftConfig = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+const KV4: DraftConfig = DraftConfig { weights: Weights::Full, ..QUANTSPEC };
+const W4: DraftConfig = DraftConfig { view: View::Both, ..QUANTSPEC };
 
-/// Rows of a prompt, over all layers, between two rounds of the sequences before it: several blocks, and no whole layers.
+/// Rows of a prompt, over all layers, between two rounds of earlier sequences: several blocks, and no whole layers.
 const CHUNK_ROWS: usize = 700;
 
-/// Decodes every prompt as one batch, `tokens[i]` of the i-th; γ of each round cycles through `gammas`. Prompts are read in chunks,
-/// between which the sequences before them decode.
+/// Decodes every prompt as one batch, `tokens[i]` tokens of the i-th; γ of each round cycles through `gammas`. Prompts are
+/// prefilled in chunks, between which earlier sequences decode.
 fn decode(
     engine: &mut Engine<CudaBackend>,
     method: Method,
@@ -86,7 +86,7 @@ fn decode(
     out
 }
 
-fn method(target: View, draft: Option<DraftPlan>) -> Method {
+fn method(target: View, draft: Option<DraftConfig>) -> Method {
     Method { target, drafter: draft.map(SelfQuantised::boxed), policy: Policy::fixed(4) }
 }
 
@@ -95,8 +95,8 @@ fn lookup(target: View) -> Method {
     Method { target, drafter: Some(Box::<Ngram>::default()), policy: Policy::fixed(4) }
 }
 
-/// Earlier text where that has proved reliable, a plan elsewhere: rounds hold copied windows and drafted ones.
-fn copying(target: View, plan: DraftPlan) -> Method {
+/// Copies earlier text if that has proved reliable, else drafts by a plan. So rounds mix copied and drafted windows.
+fn copying(target: View, plan: DraftConfig) -> Method {
     Method { target, drafter: Some(Copying::boxed(SelfQuantised::boxed(plan))), policy: Policy::fixed(4) }
 }
 
@@ -119,7 +119,7 @@ fn speculation_and_neighbours_change_no_token() {
     }
 }
 
-/// The same with weights in nibbles, of which drafts read the upper ones.
+/// The same with weights in nibbles; drafts read the upper plane.
 #[test]
 fn speculation_with_weights_in_nibbles_changes_no_token() {
     let Some(device) = device() else { return };
@@ -143,7 +143,7 @@ fn speculation_with_sensitive_matrices_changes_no_token() {
     }
 }
 
-/// Those that a GPU keeps in nibbles.
+/// The checkpoints that a GPU can store in nibbles.
 fn in_nibbles(checkpoints: Vec<Checkpoint>) -> impl Iterator<Item = Checkpoint> {
     checkpoints.into_iter().filter(|checkpoint| checkpoint.config().dtype != Dtype::F32)
 }
@@ -153,7 +153,7 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
     let mut engine = Engine::new(load(device, checkpoint, options), method(View::Both, None), 3, 3200, 256);
     let prompts: Vec<Vec<u32>> = [2330, 120, 1015].iter().map(|&n| prompt(vocab, n, n as u64)).collect();
     let tokens = [600; 3];
-    // The model drafts for itself, on a backend of its own.
+    // The model drafts for itself, on a separate backend.
     let model = DraftModel::new(load(device, checkpoint, options), View::Both, &[Pages::All], 3200, 256);
     let second = |target: View, pages: Pages| {
         let drafter = Box::new(model.reading(target, &[pages]));
@@ -174,15 +174,15 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
                 );
                 plain.extend(one);
             }
-            let itself = |plan: DraftPlan| (format!("{plan:?}"), method(target, Some(plan)));
+            let itself = |plan: DraftConfig| (format!("{plan:?}"), method(target, Some(plan)));
             let drafts = [
                 (itself(QUANTSPEC), vec![4]),
                 (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
                 (itself(KV4), vec![6]),
-                (itself(DraftPlan { view: target, ..W4 }), vec![7]),
-                (itself(DraftPlan { view: target, weights: Weights::Draft4, ..W4 }), vec![3]),
-                (itself(DraftPlan { pages: Pages::Best(4), ..QUANTSPEC }), vec![5]),
-                (itself(DraftPlan { pages: Pages::Window(3), view: target, weights: Weights::Draft }), vec![5]),
+                (itself(DraftConfig { view: target, ..W4 }), vec![7]),
+                (itself(DraftConfig { view: target, weights: Weights::Draft4, ..W4 }), vec![3]),
+                (itself(DraftConfig { pages: Pages::Best(4), ..QUANTSPEC }), vec![5]),
+                (itself(DraftConfig { pages: Pages::Window(3), view: target, weights: Weights::Draft }), vec![5]),
                 (("prompt lookup".to_string(), lookup(target)), vec![1, 16, 0, 7, 3]),
                 (("copies".to_string(), copying(target, QUANTSPEC)), vec![4, 0, 9]),
                 (("a second model".to_string(), second(target, Pages::All)), vec![1, 16, 0, 7, 3]),
@@ -202,7 +202,7 @@ fn speculation(device: &Arc<Device>, checkpoint: &Checkpoint, options: &Options,
     eprintln!("acceptance over all drafts {:?}", stats.acceptance_rate());
 }
 
-/// Penalties of some sequences of a batch, over drafted tokens and over those of prompt lookup, which the host sets.
+/// Penalties of some sequences of a batch, over drafted tokens and over tokens of prompt lookup, which the host sets.
 #[test]
 fn penalties_look_at_the_text_alone() {
     let Some(device) = device() else { return };
@@ -225,7 +225,7 @@ fn penalties_look_at_the_text_alone() {
             let plain: Vec<Vec<u32>> = (0..3).map(|i| alone(&mut engine, i, &samplers[i])).collect();
             assert!(plain[2].windows(3).enumerate().all(|(at, gram)| plain[2][..at + 2].windows(3).all(|g| g != gram)));
             assert_ne!(plain[0], alone(&mut engine, 0, &sampler(accept, 11, 0)), "a penalty changed nothing");
-            let itself = |plan: DraftPlan| method(View::Both, Some(plan));
+            let itself = |plan: DraftConfig| method(View::Both, Some(plan));
             let drafts = [
                 (itself(QUANTSPEC), vec![4]),
                 (itself(QUANTSPEC), vec![1, 16, 0, 7, 3]),
@@ -240,7 +240,7 @@ fn penalties_look_at_the_text_alone() {
     }
 }
 
-/// A text with its log-probabilities, by a policy that looks at every drafted token where it is automatic.
+/// A text with its log-probabilities. An automatic policy reads the margin of every drafted token.
 fn told(
     engine: &mut Engine<CudaBackend>,
     method: Method,
@@ -285,7 +285,7 @@ fn logprobs_do_not_depend_on_how_tokens_were_drafted() {
     }
 }
 
-/// A cache of full precision alone has no quantised keys to choose pages by: a draft that wants the best keeps to the window.
+/// A full-precision cache has no quantised keys to choose pages by: a draft with the best pages reads the newest ones.
 #[test]
 fn without_quantised_keys_drafts_keep_to_the_window() {
     let Some(device) = device() else { return };
@@ -295,14 +295,14 @@ fn without_quantised_keys_drafts_keep_to_the_window() {
         let mut engine = Engine::new(load(&device, &checkpoint, &options), method(View::Full, None), 1, 2000, 256);
         let prompts = [prompt(checkpoint.config().vocab, 1500, 9)];
         let samplers = [sampler(Accept::Replay, 3, 0)];
-        let mut decode = |draft: Option<DraftPlan>| {
+        let mut decode = |draft: Option<DraftConfig>| {
             let gamma = if draft.is_some() { 4 } else { 0 };
             decode(&mut engine, method(View::Full, draft), &prompts, &[200], &samplers, &[gamma])
         };
         let plain = decode(None);
         for pages in [Pages::Best(3), Pages::Window(3)] {
             assert_eq!(
-                decode(Some(DraftPlan { weights: Weights::Draft, view: View::Full, pages })),
+                decode(Some(DraftConfig { weights: Weights::Draft, view: View::Full, pages })),
                 plain,
                 "{pages:?}"
             );
@@ -310,8 +310,8 @@ fn without_quantised_keys_drafts_keep_to_the_window() {
     }
 }
 
-/// Long prompts of an engine with one slot put their hidden states where the draft weights are: the weights made anew draft the same tokens, which are
-/// accepted as often.
+/// In an engine with one slot, long prompts store their hidden states in the memory of the draft weights. Draft weights made
+/// anew draft the same tokens, with the same acceptance.
 #[test]
 fn drafts_are_the_same_behind_a_prompt_in_their_place() {
     let Some(device) = device() else { return };
@@ -324,7 +324,7 @@ fn drafts_are_the_same_behind_a_prompt_in_their_place() {
             let backend = CudaBackend::load_lending(&device, &checkpoint, &options, Hooks::default(), most).unwrap();
             let held = backend.memory().workspace_bytes;
             let mut engine = Engine::new(backend, method(View::Both, Some(QUANTSPEC)), 1, 1000, 256);
-            // The long prompt comes before drafts, then after some.
+            // The long prompt precedes drafts, then follows some.
             let mut texts = Vec::new();
             for i in [0, 1, 0] {
                 let (prompt, sampler) = (prompts[i].clone(), samplers[i].clone());
@@ -339,7 +339,7 @@ fn drafts_are_the_same_behind_a_prompt_in_their_place() {
     }
 }
 
-/// A draft that ends where its tokens are in doubt has the tokens, up to there, of one that does not look.
+/// A draft that ends early has the same tokens, up to its end, as one that does not.
 #[test]
 fn drafts_end_where_their_tokens_are_in_doubt() {
     let Some(device) = device() else { return };
@@ -384,7 +384,8 @@ fn drafts_end_where_their_tokens_are_in_doubt() {
     }
 }
 
-/// Decodes `new` tokens by rounds of a backend whose drafts, of up to 12 tokens, end by `stop`; plainly without one. Also how many drafts ended early.
+/// Decodes `new` tokens in rounds whose drafts, of up to 12 tokens, end by `stop`; plainly without one. Also returns the
+/// number of drafts that ended early.
 fn rounds<B: Backend>(
     backend: &mut B,
     prompt: &[u32],
@@ -404,7 +405,7 @@ fn rounds<B: Backend>(
         let committed = extent.committed();
         let mut turns = [Turn { stop, ..Turn::new(0, committed, gamma, sampler.clone()) }];
         if gamma > 0 {
-            forward::draft(backend, &DraftPlan { pages, ..QUANTSPEC }, &mut turns).unwrap();
+            forward::draft(backend, &DraftConfig { pages, ..QUANTSPEC }, &mut turns).unwrap();
             ended += usize::from(turns[0].gamma < gamma);
         }
         let verdict = forward::verify(backend, View::Both, &turns).unwrap().remove(0);
@@ -420,7 +421,7 @@ fn rounds<B: Backend>(
     (text, ended)
 }
 
-/// Rounds whose drafts end early give the tokens of plain decoding, over the borders of pages and where lists of pages come into being.
+/// Rounds whose drafts end early give the tokens of plain decoding, across page borders and where page lists first appear.
 #[test]
 fn rounds_of_drafts_that_end_early_change_no_token() {
     let Some(device) = device() else { return };
@@ -434,14 +435,14 @@ fn rounds_of_drafts_that_end_early_change_no_token() {
                 let stop = Some(Stop { min_acceptance: 0.9, margin_scale: 1.0 });
                 let (got, ended) = rounds(&mut backend, &prompt, &sampler, pages, stop, 400);
                 assert!(got == want, "{accept:?} {pages:?}");
-                // A greedy text repeats itself, and little of it is in doubt.
+                // A greedy text repeats itself, so few of its margins are small.
                 assert!(accept == Accept::Greedy || ended > 0, "{pages:?}: no draft ended early");
             }
         }
     }
 }
 
-/// The automatic policy, which lets drafts end early, on one sequence.
+/// The automatic policy, with drafts that end early, on one sequence.
 #[test]
 fn automatic_drafts_change_no_token() {
     let Some(device) = device() else { return };
@@ -453,7 +454,7 @@ fn automatic_drafts_change_no_token() {
             let (prompts, samplers) = ([prompt(vocab, 700, 5)], [sampler(accept, 21, 0)]);
             let plain = decode(&mut engine, method(View::Both, None), &prompts, &[900], &samplers, &[0]);
             for pages in [Pages::All, Pages::Best(3)] {
-                let draft = Some(DraftPlan { pages, ..QUANTSPEC });
+                let draft = Some(DraftConfig { pages, ..QUANTSPEC });
                 engine
                     .set_method(Method {
                         target: View::Both,
@@ -471,9 +472,9 @@ fn automatic_drafts_change_no_token() {
                 }
                 engine.finish(slot);
                 assert!(text == plain[0], "{accept:?} {pages:?}");
-                // Every draft of one sequence under this policy is looked at.
+                // Every draft of one sequence under this policy is watched.
                 assert!(engine.stats().drafted_tokens() > 0, "nothing was drafted");
-                // What a wrong draft computes does not stand, and changes no token otherwise.
+                // A wrong draft is rejected and changes no token, so only acceptance detects it.
                 let accepted = engine.stats().acceptance_rate().unwrap();
                 assert!(accepted > 0.5, "{accept:?} {pages:?}: of drafted tokens {accepted} stand");
             }
@@ -481,7 +482,8 @@ fn automatic_drafts_change_no_token() {
     }
 }
 
-/// Ragged batches: prompts from one token to eleven pages, some ending at the borders of pages, answers of different lengths, γ from 0 to 16 mixed.
+/// Ragged batches: prompts of one token to eleven pages, some ending at page borders, answers of different lengths, γ from 0
+/// to 16 mixed.
 #[test]
 fn batches_of_any_size_change_no_token() {
     let Some(device) = device() else { return };
@@ -509,9 +511,9 @@ fn batches(device: &Arc<Device>, checkpoint: &Checkpoint) {
             alone.extend(decode(&mut engine, method(View::Both, None), prompts, tokens, samplers, &[0]));
         }
         for batch in [1, 3, 8, SLOTS] {
-            for draft in [QUANTSPEC, DraftPlan { pages: Pages::Best(3), ..QUANTSPEC }, KV4, W4] {
+            for draft in [QUANTSPEC, DraftConfig { pages: Pages::Best(3), ..QUANTSPEC }, KV4, W4] {
                 let method = method(View::Both, Some(draft));
-                // Small batches take others of the prompts.
+                // Small batches use other prompts.
                 let of = SLOTS - batch..SLOTS;
                 let (prompts, samplers) = (&prompts[of.clone()], &samplers[of.clone()]);
                 let together = decode(&mut engine, method, prompts, &tokens[of.clone()], samplers, &gammas);
@@ -570,7 +572,7 @@ fn rejection(device: &Arc<Device>, checkpoint: &Checkpoint) {
         let mut run = || decode(&mut engine, method(), &prompts, &[200; 2], &samplers, &[4]);
         assert_eq!(run(), run());
     }
-    // The model drafts for itself on a backend of its own: p and q differ by rounding, unless q were of another token.
+    // The model drafts for itself on a separate backend: p and q differ by rounding only, unless q belongs to another token.
     let second = DraftModel::new(load(device, checkpoint, &options), View::Both, &[Pages::All], 900, 256);
     let second =
         || Method { drafter: Some(Box::new(second.reading(View::Both, &[Pages::All]))), ..method(View::Both, None) };
@@ -597,7 +599,7 @@ fn known_tokens_are_verified_as_they_are() {
         let first = backend.first(&Turn::new(0, 300, 0, Sampler::greedy())).unwrap();
         backend.set_window(0, &[first]).unwrap();
         let turn = Turn::new(0, 300, 2, Sampler::greedy());
-        // A round that ends before its verification, to which its draft was left.
+        // A round that ends before its verification, which its draft was deferred to.
         let mut left = [turn.clone()];
         forward::draft(&mut backend, &QUANTSPEC, &mut left).unwrap();
         assert_eq!(left[0].to_draft, Some(QUANTSPEC));

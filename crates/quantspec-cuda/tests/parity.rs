@@ -1,10 +1,10 @@
-//! Whole models of every shape on the GPU against the CPU backend without SIMD, which rounds no activation of the target and is itself held to the
-//! reference backend.
+//! Whole models of every shape on the GPU compared with the CPU backend without SIMD, which rounds no activation of the
+//! target and is itself tested against the reference backend.
 //!
-//! Two sequences are decoded side by side as an engine would decode them: prompts in blocks that end anywhere, then steps of one to five rows in every
-//! view and with every kind of page list, and between them steps of the target whose tokens are committed and whose pages are flushed, up to where such a
-//! page is read. Biases, norm weights and the sizes of tokens are spread so far that a wrong one shows; the last test, which needs no GPU, holds the
-//! bounds to that.
+//! Two sequences are decoded together as an engine would: prompts in blocks that end anywhere, then steps of one to five rows
+//! in every view and with every kind of page list. In between, target steps commit tokens and flush pages, until such a page
+//! is read. Biases, norm weights and token norms vary so much that a wrong one exceeds the bounds; the last test, which needs
+//! no GPU, checks that.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stderr, reason = "errors are worth seeing")]
 
@@ -25,20 +25,22 @@ use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::forward;
 use random::Shape;
 
-/// Tokens of the first prompt: five pages are complete, of which rows behind it see four, and a sixth is complete nine tokens later.
+/// Tokens of the first prompt: five pages are complete, of which rows after it see four. A sixth is complete nine tokens
+/// later.
 const PROMPT: usize = 6 * G - 9;
-/// No multiple of what kernels work on at a time.
+/// Not a multiple of any kernel's tile.
 const BLOCK_ROWS: usize = 200;
 const CAPACITY: usize = 7 * G + 32;
 
-/// Sizes of token t's embedding, by t modulo 3: where rows of a step have very different norms, another row's factor shows.
+/// Norm of token t's embedding, by t modulo 3. Rows of a step have very different norms, so another row's factor exceeds the
+/// bounds.
 const SIZES: [f32; 3] = [0.25, 1.0, 4.0];
 
 /// A random model, and how it is loaded.
 #[derive(Clone, Copy, Debug)]
 struct Model {
     shape: Shape,
-    /// Number format of embedding and head where it is not that of the layers.
+    /// Number format of embedding and head if it differs from the layers'.
     tables: Option<&'static str>,
     drafts: DraftWeights,
     rounding: Rounding,
@@ -66,7 +68,7 @@ impl Model {
         Model { shape: Shape { tied: false, ..self.shape }, ..self }
     }
 
-    /// Biases of attention and of the feed-forward network, which llama may have.
+    /// With biases of attention and of the feed-forward network, which llama allows.
     const fn biased(self) -> Model {
         Model { shape: Shape { biases: true, ..self.shape }, ..self }
     }
@@ -86,7 +88,7 @@ impl Model {
                 // Of 0.5.
                 spread(values, 2.5);
             } else if name.ends_with(".bias") {
-                // Of 0.9 and 1.2, where products have 1.7. More would leave attention too small a part.
+                // Deviations of 0.9 and 1.2; GEMMs have 1.7. Larger ones would make attention's contribution too small.
                 let by =
                     if ["v_proj", "gate_proj", "up_proj"].iter().any(|part| name.contains(part)) { 3.0 } else { 4.0 };
                 values.iter_mut().for_each(|x| *x *= by);
@@ -103,7 +105,7 @@ impl Model {
         })
     }
 
-    /// Makes of a tensor what its nibbles stand for, where `weights` keep it in nibbles.
+    /// Replaces a tensor by its dequantised nibbles, if `weights` stores it in nibbles.
     fn quantise(&self, weights: TargetWeights, name: &str, values: &mut [f32]) {
         let Shape { dtype, hidden, intermediate, heads, head_dim, tied, .. } = self.shape;
         let (k, format) = match name {
@@ -138,22 +140,23 @@ impl Model {
             draft_weights: self.drafts,
             sensitive: Sensitive::NONE,
             rejection: false,
-            // More than attention takes in a pass.
+            // More rows than attention takes in a pass.
             step_rows: 70,
             block_rows: BLOCK_ROWS,
             threads: std::thread::available_parallelism().map_or(1, |n| n.get().min(4)),
         }
     }
 
-    /// Both texts. Neighbours in a step have different sizes. Pages two to four of the first text are one token each: their keys lie close together, so
-    /// that which page has the best bound is never in doubt. It is page one, which no window of three reads.
+    /// Both texts. Neighbours in a step have different norms. Pages two to four of the first text repeat one token each, so
+    /// their keys are close together and the page with the best bound is never in doubt. It is page one, which no window of
+    /// three pages includes.
     fn texts(&self, seed: u64) -> [Vec<u32>; 2] {
         let text = |seed: u64, first: usize| -> Vec<u32> {
             let random = random::tokens(self.shape.vocab - 2, CAPACITY, seed);
             let size = |position: usize| [0, 2, 1][(position + first) % 3];
             random.iter().enumerate().map(|(position, token)| token / 3 * 3 + size(position)).collect()
         };
-        // The first row of the second text behind its prompt has another size than that of the first.
+        // The first row of the second text after its prompt has another norm than that of the first.
         let mut texts = [text(seed, 0), text(seed + 50, 4 - self.beside % 3)];
         for page in texts[0].chunks_exact_mut(G).take(5).skip(2) {
             page.fill(page[0]);
@@ -162,8 +165,8 @@ impl Model {
     }
 }
 
-// Groups of 1, 2, 3, 5, 6, 7, 8 and 12 heads, and every head width in every number format. Widths end within atoms of 64 inputs and groups of 128,
-// vocabularies within tiles of 16 tokens and, above 2,048, within what a block chooses from.
+// Groups of 1, 2, 3, 5, 6, 7, 8 and 12 heads, and every head width in every number format. Widths end within atoms of 64
+// inputs and groups of 128, vocabularies within tiles of 16 tokens and, above 2,048, within a block's share of a choice.
 const HEADS_OF_64: [Model; 8] = [
     Model::new("llama", "BF16", (7, 1, 64)).biased().untied().sized((136, 184, 2049)),
     Model::new("llama", "F16", (5, 1, 64)).biased().sized((96, 296, 300)).beside(100),
@@ -208,19 +211,19 @@ const PLANS: [Plan; 8] = [
     (Weights::Draft, View::Both, Pages::All),
 ];
 
-/// Rows of either sequence in a step, and whether it chooses pages anew, which steps do that have one row of a sequence. Up to two rows of a draft go by
-/// other kernels than more rows do.
+/// Rows of either sequence in a step, and whether it chooses pages, which only steps with one row per sequence do. Drafts of
+/// up to two rows use separate kernels.
 const ROWS: [([usize; 2], bool); 4] = [([1, 0], true), ([1, 1], true), ([2, 0], false), ([3, 2], false)];
 
-/// Tokens committed of either sequence, by rounds; and whether all plans run ahead of that. The second round begins two tokens before a page is
-/// complete, the fifth reads that page.
+/// Tokens committed of either sequence, by rounds; and whether all plans run before that. The second round begins two tokens
+/// before a page is complete; the fifth reads that page.
 const ROUNDS: [(bool, [usize; 2]); 5] =
     [(true, [7, 3]), (true, [5, 4]), (true, [70, 0]), (false, [56, 0]), (true, [1, 1])];
 
 /// The logits of a step or of a prompt.
 struct Seen {
     plan: Plan,
-    /// Rows of either sequence; none for a prompt.
+    /// Rows of either sequence; 0 for a prompt.
     rows: [usize; 2],
     logits: Vec<Vec<f32>>,
 }
@@ -247,7 +250,7 @@ fn step<B: Backend>(
     Seen { plan: (weights, view, pages), rows, logits }
 }
 
-/// Decodes both texts; everything there is to see on the way.
+/// Decodes both texts; returns all logits on the way.
 fn decode<B: Backend>(backend: &mut B, texts: &[Vec<u32>; 2], beside: usize, plans: &[Plan]) -> Vec<Seen> {
     let mut seen = Vec::new();
     let mut extents = [Extent::default(), Extent::default()];
@@ -261,7 +264,8 @@ fn decode<B: Backend>(backend: &mut B, texts: &[Vec<u32>; 2], beside: usize, pla
     for (all, commits) in ROUNDS {
         for &plan in plans.iter().filter(|_| all) {
             for (rows, choose) in ROWS {
-                // Drafts have one row of a sequence in a step, so backends may read differently behind a border that a list of pages does not know.
+                // Drafts have one row per sequence in a step, so backends may differ after a border that a page list does not
+                // include.
                 let border = |slot: usize| {
                     let first = extents[slot].committed();
                     rows[slot] > 0 && visible_pages(first) != visible_pages(first + rows[slot] - 1)
@@ -282,7 +286,8 @@ fn decode<B: Backend>(backend: &mut B, texts: &[Vec<u32>; 2], beside: usize, pla
     seen
 }
 
-/// How far logits lie from what is expected, in deviations of the expected row: the root mean square of the worst row, and the worst of all.
+/// Difference of logits, in deviations of the expected row: the root mean square of the worst row, and the worst single
+/// logit.
 #[derive(Clone, Copy, Debug, Default)]
 struct Apart {
     row: f32,
@@ -313,20 +318,17 @@ impl Apart {
     }
 }
 
-/// The larger number; NaN is larger than all others, and stays.
+/// The larger number; NaN if either is NaN.
 fn most(a: f32, b: f32) -> f32 {
     if a >= b || a.is_nan() { a } else { b }
 }
 
-/// What rounding explains, with room for about as much again. The reference backend with its activations rounded as the GPU rounds them lies this far
-/// from the CPU backend at most: in full views 0.015 (bfloat16), 0.003 (f16) and 0.001 (f32), in views Both 0.03, 0.018 and 0.004, where drafts are off by
-/// 0.06, 0.05 and 0.04, because an activation at a tie has one int8 code or the next in every format. In view Upper a key that differs in its last bit may
-/// have the next code, a sixteenth of the range away: 0.09, 0.12 and 0.02, and 0.14, 0.17 and 0.06 for drafts.
+/// Upper limit of rounding errors, about twice those measured with the reference backend's activations rounded as on the GPU.
+/// In views Both an activation at a tie can have either of two int8 codes in every format. In view Upper a key that differs
+/// in its last bit can have the next code, a sixteenth of the range away.
 ///
-/// What is wrong measures more ([`what_is_wrong_shows`]): an absent bias of one layer 0.16 to 0.4, norm weights of 1 there 0.14 to 0.5, two heads in each
-/// other's place 0.19 to 1, a list of other pages 0.4 to 1.2, view Upper for Both 0.2 to 0.4. In the reference backend the factor that a norm has for
-/// another row of the step measures 0.16 to 1 (behind norms of heads 0.02: they undo it) and the scale of another row's int8 codes 0.03 to 0.2, which only
-/// some models show.
+/// Defects exceed these bounds ([`defects_exceed_the_bounds`]): an absent bias, norm weights of 1, two exchanged heads, wrong page
+/// lists, view Upper for Both. Another row's norm factor or int8 scale exceeds them in some models only.
 fn bound(model: &Model, (weights, view, _): Plan) -> Apart {
     let [full, both, upper, draft, draft_upper] = match model.shape.dtype {
         "BF16" => [0.05, 0.07, 0.2, 0.12, 0.25],
@@ -340,8 +342,8 @@ fn bound(model: &Model, (weights, view, _): Plan) -> Apart {
         (Weights::Draft, View::Upper) => draft_upper,
         (Weights::Draft, _) => draft,
     };
-    // Rounding spreads over the logits of a row: the worst of some thousand are 3 to 7 times the root mean square. A single wrong one, such as the last of
-    // a vocabulary, is off by about 1.4 in rows of all steps.
+    // Rounding spreads over the logits of a row: the worst of some thousand is 3 to 7 times the root mean square. A single
+    // wrong one, such as the last of a vocabulary, is off by about 1.4 in rows of all steps.
     Apart { row, one: 8.0 * row }
 }
 
@@ -366,11 +368,11 @@ fn compare(models: &[Model]) {
         let expected = decode(&mut slow(&checkpoint, &options), &texts, model.beside, &PLANS);
         failures.extend(report(model, &found, &expected));
     }
-    // All models first, so that one run shows all.
+    // All models run before any assertion, so that one run reports all.
     assert!(failures.is_empty(), "{} of all are too far apart:\n{}", failures.len(), failures.join("\n"));
 }
 
-/// Errors by plans and numbers of rows: the worst of all such steps.
+/// Errors by plan and number of rows: the worst over all such steps.
 fn by_plan(found: &[Seen], expected: &[Seen]) -> Vec<(Plan, [usize; 2], Apart)> {
     assert_eq!(found.len(), expected.len());
     let mut all: Vec<(Plan, [usize; 2], Apart)> = Vec::new();
@@ -419,8 +421,8 @@ fn models_with_heads_of_256() {
     compare(&HEADS_OF_256);
 }
 
-/// Weights in nibbles against the CPU backend on a checkpoint that has what core's nibbles stand for. Drafts, which read the cache of another target there, have
-/// their products compared in the tests of `hierarchy`.
+/// Weights in nibbles compared with the CPU backend on a checkpoint of the dequantised values. Drafts read a different
+/// target's cache there; their GEMMs are compared in the tests of `hierarchy`.
 #[test]
 fn weights_in_nibbles() {
     let Some(device) = device() else { return };
@@ -484,7 +486,8 @@ fn four_bit_activations() {
             let expected = decode(&mut cpu, &texts, model.beside, &plan(Weights::Draft4));
             let others = decode(&mut cpu, &texts, model.beside, &plan(Weights::Draft));
             let drafts = found.iter().zip(&expected).zip(&others).filter(|((found, _), _)| found.plan.0.is_draft());
-            let apart = |a: &Seen, b: &Seen| Apart::of(&Seen { plan: b.plan, rows: b.rows, logits: a.logits.clone() }, b).row;
+            let apart =
+                |a: &Seen, b: &Seen| Apart::of(&Seen { plan: b.plan, rows: b.rows, logits: a.logits.clone() }, b).row;
             let (near, far) = drafts.fold((0.0, 0.0), |(near, far), ((found, expected), other)| {
                 (most(near, apart(found, expected)), most(far, apart(other, expected)))
             });
@@ -517,7 +520,7 @@ fn matrices_in_eight_bits_show() {
     }
 }
 
-/// What may be wrong with the second layer or the final norm.
+/// Defects of the second layer or the final norm.
 fn defects(model: &Model) -> Vec<(String, Box<Edit>)> {
     let Shape { family, heads, kv_heads, .. } = model.shape;
     let mut all: Vec<(String, Box<Edit>)> = Vec::new();
@@ -571,16 +574,16 @@ fn defects(model: &Model) -> Vec<(String, Box<Edit>)> {
 
 type Edit = dyn Fn(&str, &mut [f32]);
 
-/// Each defect of a model is beyond the bounds of each number of rows, with full weights and with the draft's. In view Upper, where bounds are wide, lists of
-/// other pages are.
+/// Each defect of a model exceeds the bounds for each number of rows, with full weights and draft weights. In view Upper,
+/// where bounds are wide, other page lists do.
 #[test]
-fn what_is_wrong_shows() {
+fn defects_exceed_the_bounds() {
     // Every bias, and norms of heads, where bounds are widest.
     for index in [1, 3] {
         let (model, seed) = (&HEADS_OF_256[index], 1 + index as u64);
         let (options, texts) = (model.options(), model.texts(99 + seed));
         let decode = |plans: &[Plan], edit: &Edit| {
-            // On the machine's fastest path: it is compared with itself.
+            // On the machine's fastest path, as it is compared with itself.
             let mut backend = CpuBackend::load(&model.checkpoint(seed, edit), &options, Hooks::default()).unwrap();
             decode(&mut backend, &texts, model.beside, plans)
         };

@@ -1,4 +1,4 @@
-//! Penalties of the device against quantspec-core, bit for bit.
+//! Penalties on the device compared with quantspec-core, bit for bit.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
@@ -14,7 +14,7 @@ const CAPACITY: usize = 4000;
 /// Tokens that travel with a commit.
 const MORE: usize = 30;
 
-/// What the kernels know of some slots.
+/// Device buffers of some slots' penalties.
 struct Stage {
     device: Arc<Device>,
     histories: Buffer,
@@ -65,7 +65,7 @@ impl Stage {
         let arguments = args![&rows, &self.histories, &self.counts, &windows, WINDOW, &logits, self.vocab];
         run(&self.device, "penalty_apply", [self.vocab.div_ceil(1024), count, 1], 256, 0, &arguments);
         let arguments = args![&rows, &self.histories, &self.texts, CAPACITY, &windows, WINDOW, &logits, self.vocab];
-        // Fewer blocks than a text has tokens for.
+        // Fewer blocks than the text needs at one position per thread.
         run(&self.device, "penalty_forbid", [3, count, 1], 256, 0, &arguments);
         logits.read(0, count * self.vocab).unwrap()
     }
@@ -100,7 +100,7 @@ fn penalties_equal_core() {
             if more > 0 {
                 commit(&histories, more);
             }
-            // Every slot's window: the last emitted token, and seven drafted ones, of which a row sees those before it.
+            // Every slot's window: the last emitted token, and seven drafted ones; a row sees those before it.
             let drafted = tokens(&mut random, slots * (WINDOW - 1));
             let windows: Vec<i32> = drafted
                 .chunks(WINDOW - 1)
@@ -116,7 +116,7 @@ fn penalties_equal_core() {
                 let mut want = logits[row * vocab..(row + 1) * vocab].to_vec();
                 if let Some(history) = &histories[slot] {
                     apply(&mut want, history, &drafted[slot * (WINDOW - 1)..][..offset as usize]);
-                    // Frequency and presence look at the answer alone, which is empty at first.
+                    // Frequency and presence concern the answer alone, which is empty at first.
                     let answered = history.text().len() > history.prompt_tokens() || offset > 0;
                     let changed = want != logits[row * vocab..(row + 1) * vocab];
                     assert!(changed || vocab == 1 || settings[slot].3 > 3 || spread > 100 || !answered);
@@ -130,7 +130,7 @@ fn penalties_equal_core() {
 }
 
 #[test]
-fn a_slot_that_stops_penalising_is_left_alone() {
+fn a_slot_without_penalties_is_not_changed() {
     let Some(device) = device() else { return };
     let stage = Stage::new(&device, 1, 100);
     let history = History::new(&[1, 2, 3, 1, 2], Penalties::new(2.0, 0.0, 0.0, 2).unwrap(), 0);

@@ -1,4 +1,4 @@
-//! Prefill's products and attention against f64, and every row's bits whatever the block it comes in.
+//! Prefill's GEMMs and attention compared with f64, and every row's bits across different blocks.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 #![allow(clippy::print_stderr, reason = "the errors found belong into the test's log")]
 
@@ -20,7 +20,7 @@ fn output_error(dtype: Dtype) -> f64 {
     }
 }
 
-/// Activations as the kernels read them: padded with zeros, and NaN in the rows beyond that whole tiles take along.
+/// Activations in the kernels' format: padded with zeros, and NaN in rows beyond that belong to a whole tile.
 fn activations(device: &Arc<Device>, x: &[f32], rows: usize, width: usize, dtype: Dtype) -> Buffer {
     let pitch = padded(width);
     let mut padded = vec![0.0; rows * pitch];
@@ -39,7 +39,7 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(&x, &y)| f64::from(x) * f64::from(y)).sum()
 }
 
-/// Rows worth looking at: tile edges and some between.
+/// Rows to compare: tile edges and some between.
 fn sample(rows: usize) -> Vec<usize> {
     let mut all: Vec<usize> = [0, 1, 63, 64, 127, 128, 255, 256, rows / 3, rows / 2, rows - 1]
         .into_iter()
@@ -68,7 +68,7 @@ fn cuts(rows: usize) -> Vec<Vec<usize>> {
     all
 }
 
-/// Runs `work(first, count)` for every way of cutting, and compares the bytes that `read` gives.
+/// Runs `work(first, count)` for every division into blocks, and compares the bytes that `read` returns.
 fn same_for_all_cuts(rows: usize, what: &str, mut work: impl FnMut(&[usize]) -> Vec<u8>) -> Vec<u8> {
     let mut first: Option<Vec<u8>> = None;
     for parts in cuts(rows) {
@@ -100,7 +100,7 @@ fn shape(hidden: usize, intermediate: usize, heads: usize, kv_heads: usize, head
     Shape { hidden, intermediate, heads, kv_heads, head_dim, rms_eps: 1e-6, dtype }
 }
 
-/// Narrow widths, and widths that are no multiple of a tile or an atom.
+/// Narrow widths, and widths that are not multiples of a tile or an atom.
 fn odd() -> Vec<(Shape, usize)> {
     let of = |dtype| {
         [
@@ -113,7 +113,7 @@ fn odd() -> Vec<(Shape, usize)> {
     DTYPES.into_iter().flat_map(of).collect()
 }
 
-/// Widths and rows that between them use every tile.
+/// Widths and rows that together use every tile shape.
 fn large() -> Vec<(Shape, usize)> {
     vec![
         (shape(200, 64, 32, 32, 128, Dtype::Bf16), 2100),
@@ -199,7 +199,7 @@ fn check_qkv(cases: Vec<(Shape, usize)>) {
                     }
                     if turned {
                         for i in 0..d / 2 {
-                            // sin_cos gave (sin, cos): the pair is read as (cos, sin), which is as good a rotation.
+                            // sin_cos gives (sin, cos), used here as (cos, sin), which is a rotation as well.
                             let at = (row * d / 2 + i) * 2;
                             let (cos, sin) = (f64::from(angles[at]), f64::from(angles[at + 1]));
                             let (a, b) = (v[i], v[d / 2 + i]);
@@ -275,7 +275,7 @@ fn check_residual(cases: Vec<(Shape, usize)>) {
                 }
                 let error = distance(&seen, &want);
                 eprintln!("residual {s:?} rows {rows} k {k}: {error:.2e}");
-                // The tensor cores truncate their sums, so the error grows with k.
+                // Tensor cores truncate their sums, so the error grows with k.
                 assert!(error < 1e-6 + 1.5e-9 * k as f64, "{error}");
             }
         }
@@ -360,7 +360,7 @@ fn causal_attention() {
             let mut random = Random((heads * 1000 + rows) as u64);
             let mut q = rounded(&mut random, rows * heads * d, 1.0, Dtype::F16);
             let mut kv = rounded(&mut random, rows * 2 * kv_heads * d, 1.0, Dtype::F16);
-            // A sharp head, a first token that draws most of the mass, and a biased channel of values.
+            // A head with sharp attention, a first token with most of the mass, and a biased channel of values.
             for row in 0..rows {
                 q[row * heads * d..][..d].iter_mut().for_each(|x| *x *= 4.0);
                 kv[(row * 2 * kv_heads + kv_heads) * d + 5] += 10.0;

@@ -1,4 +1,4 @@
-//! A prompt that begins like an earlier one is answered as if it were the first, bit for bit, wherever its keys and values are, and
+//! A prompt with a cached prefix is answered bit for bit as without a cache, wherever its keys and values are stored, and
 //! sequences share the pages of a pool.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
@@ -12,7 +12,7 @@ use quantspec_core::policy::Policy;
 use quantspec_core::sample::Sampler;
 use quantspec_core::{Error, ErrorKind};
 use quantspec_cuda::{CudaBackend, plan};
-use quantspec_model::backend::{Backend, DraftPlan, Hooks, KvCache, Memory, Options, TokenSampler};
+use quantspec_model::backend::{Backend, DraftConfig, Hooks, KvCache, Memory, Options, TokenSampler};
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::prompt_cache::{BLOCK_TOKENS, PromptCache, PromptFolder};
@@ -22,14 +22,14 @@ use std::path::PathBuf;
 const NEW_TOKENS: usize = 40;
 
 fn engine(backend: CudaBackend, options: &Options) -> Engine<CudaBackend> {
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let method = Method { target: View::Both, drafter: Some(SelfQuantised::boxed(plan)), policy: Policy::fixed(4) };
     let mut engine = Engine::new(backend, method, options.slots, options.capacity, options.block_rows);
     engine.share_pages(options.pages());
     engine
 }
 
-/// Bits of the logits after a prompt, the tokens after it, and the tokens that were not computed.
+/// Bits of the logits after a prompt, the tokens after it, and the number of restored tokens.
 fn answer(engine: &mut Engine<CudaBackend>, prompt: &[u32], chunk_rows: usize) -> (Vec<u32>, Vec<u32>, usize) {
     engine.reset_stats();
     let slot = engine.add(prompt, Sampler::greedy(), NEW_TOKENS).unwrap();
@@ -49,13 +49,13 @@ fn answer(engine: &mut Engine<CudaBackend>, prompt: &[u32], chunk_rows: usize) -
 }
 
 #[test]
-fn a_known_beginning_changes_no_bit() {
+fn a_cached_prefix_changes_no_bit() {
     let Some(device) = device() else { return };
     let folder = std::env::temp_dir().join(format!("quantspec-prompts-gpu-{}", std::process::id()));
     for (number, checkpoint) in checkpoints(&device, 2000).into_iter().enumerate() {
         let vocab = checkpoint.config().vocab;
         let document = prompt(vocab, 1700, 3);
-        // Keys and values of their own, and where the draft weights are.
+        // Keys and values in memory of their own, and in that of the draft weights.
         for (slots, most) in [(1, usize::MAX), (1, 64), (2, 64)] {
             let options = options(2000, slots);
             let load = || CudaBackend::load_lending(&device, &checkpoint, &options, Hooks::default(), most).unwrap();
@@ -101,7 +101,7 @@ fn sequences_share_the_pages_of_a_pool() {
     let (long, short) = (prompt(vocab, 1500, 1), prompt(vocab, 500, 2));
     let mut engine = engine(backend, &options);
     let alone = answer(&mut engine, &short, usize::MAX);
-    // Pages in the order in which sequences left them.
+    // Pages in the order in which sequences released them.
     let first = engine.add(&long, Sampler::greedy(), NEW_TOKENS).unwrap();
     assert!(engine.has_room(600) && !engine.has_room(800));
     assert_eq!(engine.add(&long, Sampler::greedy(), NEW_TOKENS).unwrap_err().kind, ErrorKind::Usage);

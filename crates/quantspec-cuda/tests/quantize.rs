@@ -1,4 +1,4 @@
-//! The device's quantisers against quantspec-core, byte by byte.
+//! The device's quantisers compared with quantspec-core, byte by byte.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
@@ -11,7 +11,8 @@ use quantspec_core::layout::Layout;
 use quantspec_core::quantize::{quantize_head_row, quantize_page, quantize_weights_row};
 use quantspec_cuda::args;
 
-/// A page's keys or values `[G][d]`: outlier channels, biases, constant channels and tokens, f16's extremes, subnormals, ranges below the least scale.
+/// A page's keys or values `[G][d]`: outlier channels, biases, constant channels and tokens, f16's extremes, subnormals,
+/// ranges below the smallest scale.
 fn page(random: &mut Random, d: usize) -> Vec<f16> {
     let mut x: Vec<f32> = random.normals(G * d);
     for token in 0..G {
@@ -28,7 +29,7 @@ fn page(random: &mut Random, d: usize) -> Vec<f16> {
     for (channel, value) in x[21 * d..22 * d].iter_mut().enumerate() {
         *value = if channel % 3 == 0 { -1.0 } else { 1.0 };
     }
-    // Both zeros in a group would leave the sign of its zero parameter open.
+    // Both zeros in a group would make the sign of its zero parameter ambiguous.
     x.iter()
         .map(|&v| f16::from_f32(if v == 0.0 { 0.0 } else { v }))
         .map(|v| if v.to_f32() == 0.0 { f16::ZERO } else { v })
@@ -166,7 +167,7 @@ fn stored_pages_and_recent_tokens_equal_the_scratch() {
             }
         }
     }
-    // Where there are full pages alone, nobody behind looks at numbers.
+    // With full pages only, no later kernel checks for non-finite values.
     for (bad, flagged) in [(None, 0), (Some(f16::INFINITY), 1), (Some(f16::NAN), 1)] {
         let mut scratch = scratch.clone();
         scratch[(2 * G + 9) * 2 * heads * d + 5] = bad.unwrap_or(f16::ONE);
@@ -177,7 +178,7 @@ fn stored_pages_and_recent_tokens_equal_the_scratch() {
         run(&device, "store_128", [heads, 4, 2], 256, 256 * d + 4096, &arguments);
         assert_eq!(flags(&flag), flagged, "{bad:?}");
     }
-    // Recent tokens land at their place of the ring and nowhere else.
+    // Recent tokens are written to their slot of the ring and nowhere else.
     let ring_elements = 2 * slots * heads * BUFFER_TOKENS * d;
     let (ring_k, ring_v) = (poisoned(&device, ring_elements * 2), poisoned(&device, ring_elements * 2));
     let flag = device.zeroed(4).unwrap();
@@ -228,7 +229,7 @@ fn weights_are_repacked_and_interleaved() {
     let blocks = 4usize;
     let target = device.zeroed(3 * blocks * 2048).unwrap();
     for (part, values) in [(1, &gate), (2, &up)] {
-        // In two pieces, as an upload does it.
+        // In two pieces, like an upload.
         for (first, count) in [(0, 9), (9, 15)] {
             let staging = upload(&device, &values[first * k..(first + count) * k], Dtype::Bf16);
             let grid = [(count * k.div_ceil(8)).div_ceil(256), 1, 1];

@@ -1,16 +1,16 @@
-//! Choices, cuts and verdicts of the device against quantspec-core.
+//! Choices, cuts and verdicts of the device compared with quantspec-core.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod gpu;
 
 use gpu::{Random, device, poisoned, run};
-use quantspec_core::sample::{Accept, Sampler, Stream, argmax, choose, choose_with_lead};
+use quantspec_core::sample::{Accept, Sampler, Stream, argmax, choose, choose_with_margin};
 use quantspec_core::verify::{DraftDistribution, Judge};
 use quantspec_cuda::args;
 use quantspec_cuda::device::{Buffer, Device};
 use std::sync::Arc;
 
-/// What `sample_choose` is told of its rows: drafts, or the target.
+/// `sample_choose`'s flag for its rows: drafts, or the target.
 const DRAFTS: i32 = 1;
 const TARGET: i32 = 0;
 
@@ -46,7 +46,7 @@ struct Stage {
     q_cuts: Buffer,
     races: Buffer,
     arrived: Buffer,
-    lead: Buffer,
+    margin: Buffer,
     flag: Buffer,
     vocab: usize,
     slots: usize,
@@ -66,14 +66,14 @@ impl Stage {
             q_cuts: poisoned(device, slots * WINDOW * CUT_BYTES),
             races: poisoned(device, 64 * 16 * vocab.div_ceil(2048)),
             arrived: device.zeroed(64 * 4).unwrap(),
-            lead: device.zeroed(4).unwrap(),
+            margin: device.zeroed(4).unwrap(),
             flag: device.zeroed(4).unwrap(),
             vocab,
             slots,
         }
     }
 
-    /// Chooses for rows `[slot, offset, position, 0]`; returns the choices, and leaves the cuts.
+    /// Chooses for rows `[slot, offset, position, 0]`; returns the choices and the cuts.
     fn choose(&self, rows: &[[i32; 4]], logits: &[f32], drafts: i32) -> (Vec<i32>, Buffer, Buffer) {
         let count = rows.len();
         let (rows, logits) = (self.device.copied(&rows.concat()).unwrap(), self.device.copied(logits).unwrap());
@@ -101,7 +101,7 @@ impl Stage {
             WINDOW,
             &self.races,
             &self.arrived,
-            &self.lead,
+            &self.margin,
             &self.flag
         ];
         run(&self.device, "sample_choose", [self.vocab.div_ceil(2048), count, 1], 256, 0, &arguments);
@@ -113,9 +113,9 @@ impl Stage {
         self.flag.read::<u32>(0, 1).unwrap()[0]
     }
 
-    /// Of row 0 of the last choice that proposed.
-    fn lead(&self) -> f32 {
-        self.lead.read::<f32>(0, 1).unwrap()[0]
+    /// Logit margin of row 0 in the last draft choice.
+    fn margin(&self) -> f32 {
+        self.margin.read::<f32>(0, 1).unwrap()[0]
     }
 
     fn windows(&self) -> Vec<i32> {
@@ -149,7 +149,7 @@ fn greedy_takes_the_lowest_id_among_equals() {
         let stage = Stage::new(&device, &[Sampler::greedy(), Sampler::greedy()], vocab);
         let rows: Vec<[i32; 4]> = (0..7).map(|i| [i % 2, i / 2, 10 + i, 0]).collect();
         let mut all: Vec<f32> = (0..rows.len()).flat_map(|_| logits(&mut random, vocab)).collect();
-        // A tie between far apart tokens, both zeros, and a row of masked tokens but one.
+        // A tie between distant tokens, both zeros, and a row in which all tokens but one are masked.
         if vocab > 50 {
             let most = all[..vocab].iter().copied().fold(f32::MIN, f32::max) + 1.0;
             (all[vocab - 1], all[vocab / 2], all[37]) = (most, most, most);
@@ -165,18 +165,19 @@ fn greedy_takes_the_lowest_id_among_equals() {
             assert_eq!(choices[row], want as i32, "row {row} of {vocab}");
             assert_eq!(windows[slot as usize * WINDOW + offset as usize + 1], want as i32);
         }
-        // Of row 0 of many, and of every row alone: a tie, zeros of both signs, a row of masked tokens but one, a vocabulary of one.
-        let (greedy, told) = (Sampler::greedy(), stage.lead());
-        let leads = rows.iter().enumerate().map(|(row, place)| {
+        // Margins of row 0 of many, and of every row alone: a tie, zeros of both signs, a row with one unmasked token, a
+        // vocabulary of one.
+        let (greedy, told) = (Sampler::greedy(), stage.margin());
+        let margins = rows.iter().enumerate().map(|(row, place)| {
             let logits = &all[row * vocab..(row + 1) * vocab];
             stage.choose(&[*place], logits, DRAFTS);
-            (stage.lead(), choose_with_lead(logits, &greedy, place[2] as usize + 1, Stream::Sample).1)
+            (stage.margin(), choose_with_margin(logits, &greedy, place[2] as usize + 1, Stream::Sample).1)
         });
-        let leads: Vec<(f32, f32)> = leads.collect();
-        assert!(leads.iter().all(|(got, want)| got == want), "leads of {vocab}: {leads:?}");
-        assert!(told == leads[0].0 && (vocab <= 50 || leads[0].0 == 0.0 && leads[2].0 == f32::INFINITY));
+        let margins: Vec<(f32, f32)> = margins.collect();
+        assert!(margins.iter().all(|(got, want)| got == want), "margins of {vocab}: {margins:?}");
+        assert!(told == margins[0].0 && (vocab <= 50 || margins[0].0 == 0.0 && margins[2].0 == f32::INFINITY));
         stage.choose(&rows[1..2], &all[vocab..2 * vocab], TARGET);
-        assert!(stage.lead() == leads[rows.len() - 1].0, "a judgement told a lead");
+        assert!(stage.margin() == margins[rows.len() - 1].0, "a judgement wrote a margin");
         assert_eq!(stage.flag(), 0);
     }
 }
@@ -217,8 +218,12 @@ fn sampled_choices_equal_core() {
                 let s = &samplers[place[0] as usize];
                 let logits = &all[row * vocab..(row + 1) * vocab];
                 stage.choose(&[*place], logits, DRAFTS);
-                let (_, want) = choose_with_lead(logits, s, place[2] as usize + 1, s.draft_stream());
-                assert!((stage.lead() - want).abs() <= 1e-4 * (1.0 + want), "{} {want}: {vocab}, {s:?}", stage.lead());
+                let (_, want) = choose_with_margin(logits, s, place[2] as usize + 1, s.draft_stream());
+                assert!(
+                    (stage.margin() - want).abs() <= 1e-4 * (1.0 + want),
+                    "{} {want}: {vocab}, {s:?}",
+                    stage.margin()
+                );
             }
         }
         assert_eq!(stage.flag(), 0);
@@ -257,7 +262,7 @@ fn verdicts_equal_core() {
         sampler(1.0, 0, 1.0, 0.0, Accept::Replay),
         sampler(1.0, 0, 1.0, 0.0, Accept::Rejection),
         sampler(0.8, 100, 0.95, 0.0, Accept::Rejection),
-        // The next two are told that nothing was drawn.
+        // For the next two samplers, nothing was drawn from a distribution.
         sampler(1.0, 0, 1.0, 0.0, Accept::Rejection),
         sampler(0.6, 0, 1.0, 0.02, Accept::Rejection),
     ];
@@ -277,7 +282,7 @@ fn verdicts_equal_core() {
             turns.extend([slot as i32, target_rows.len() as i32, gamma as i32, committed as i32 + 1, one_hot]);
             for i in 0..=gamma {
                 let p = logits(&mut random, vocab);
-                // The draft is the target, blurred: sometimes a good one.
+                // The draft is the target plus noise, small in most trials.
                 let blur = if (trial + i) % 3 == 0 { 1.5 } else { 0.05 };
                 draft_logits[slot].push(p.iter().map(|x| x + random.normal() * blur).collect::<Vec<f32>>());
                 target_rows.push([slot as i32, i as i32, (committed + i) as i32, 0]);
@@ -317,7 +322,7 @@ fn verdicts_equal_core() {
             let drafted: Vec<u32> = (0..gamma).map(|i| windows[slot * WINDOW + i + 1] as u32).collect();
             let first = turns[slot * 5 + 1] as usize;
             let row = |i: usize| &target[(first + i) * vocab..(first + i + 1) * vocab];
-            // Core drafts the same tokens, and keeps what rejection asks for.
+            // Core must draft the same tokens; it keeps the distributions for rejection.
             let mut judge = Judge::new();
             let by_core = |i: usize| judge.propose(slot, i, committed + 1 + i, &draft_logits[slot][i], s);
             assert_eq!((0..gamma).map(by_core).collect::<Vec<u32>>(), drafted, "trial {trial}, {s:?}");
@@ -332,12 +337,12 @@ fn verdicts_equal_core() {
         }
         assert_eq!(stage.flag(), 0);
     }
-    // The cases must reach acceptance and refusal both; known tokens are accepted seldom, for no draft chose them.
+    // The cases must cover both acceptance and rejection. Known tokens are rarely accepted, as no draft chose them.
     assert!(accepted.iter().all(|&n| n > 5 && n < 40 * gamma), "{accepted:?}");
 }
 
 #[test]
-fn logits_nothing_can_be_chosen_from_raise_the_flag() {
+fn unusable_logits_raise_the_flag() {
     let Some(device) = device() else { return };
     let vocab = 9000;
     let samplers = [Sampler::greedy(), sampler(1.0, 10, 0.9, 0.1, Accept::Replay)];
@@ -354,10 +359,10 @@ fn logits_nothing_can_be_chosen_from_raise_the_flag() {
         let stage = Stage::new(&device, &samplers, vocab);
         let (choices, ..) = stage.choose(&[[slot, 0, 5, 0]], &vec![f32::NEG_INFINITY; vocab], TARGET);
         assert_eq!((stage.flag(), choices[0]), (2, 0));
-        // A draft that computed no number leads by nothing: the host ends it there.
-        stage.lead.write(0, &[f32::INFINITY]).unwrap();
+        // A draft that computed no number has no margin: the host ends it there.
+        stage.margin.write(0, &[f32::INFINITY]).unwrap();
         stage.choose(&[[slot, 0, 5, 0]], &vec![f32::NAN; vocab], DRAFTS);
-        let lead = stage.lead();
-        assert!(lead.is_nan() || lead == 0.0, "{lead} with sampler {slot}");
+        let margin = stage.margin();
+        assert!(margin.is_nan() || margin == 0.0, "{margin} with sampler {slot}");
     }
 }

@@ -1,13 +1,13 @@
-//! What a device must be able to do, and how a backend is built.
+//! The `Backend` trait, its options, hooks and memory report.
 //!
-//! The forward pass ([`crate::forward`]) and the engine ([`crate::engine`]) are written once over these traits; the
-//! reference, CPU and CUDA backends implement them. A backend owns the weights, the cache of every slot and the activations
-//! of the pass under way; the engine owns extents, γ and statistics.
+//! The forward pass ([`crate::forward`]) and the engine ([`crate::engine`]) are generic over these traits; the reference, CPU
+//! and CUDA backends implement them. A backend owns the weights, the cache of every slot and the activations of the current
+//! pass. The engine owns extents, γ and statistics.
 
 pub use crate::forward::{Executor, Round};
 pub use crate::kv_cache::KvCache;
-pub use crate::network::{Block, DraftPlan, Network, Pass, Row, Step};
-pub use crate::prompt_cache::PromptRows;
+pub use crate::network::{Block, DraftConfig, Network, Pass, Row, Step};
+pub use crate::prompt_cache::{HeldRows, PromptRows};
 pub use crate::sampler::{TokenSampler, Turn};
 
 use crate::draft_cache::Origin;
@@ -18,13 +18,13 @@ use quantspec_core::plan::pages;
 /// How a backend is built.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Options {
-    /// Sequences held at once.
+    /// Concurrent sequences.
     pub slots: usize,
     /// Tokens of the longest sequence, prompt and output together.
     pub capacity: usize,
-    /// Most pages, of each layer and KV head, that all sequences share ([`Options::pages`]).
+    /// Upper limit for [`Options::pages`].
     pub pool_pages: usize,
-    /// Tokens of the longest prompt, at most `capacity`: prefill holds the hidden states of all of them.
+    /// Tokens of the longest prompt, at most `capacity`. Prefill holds the hidden states of the whole prompt.
     pub prompt_capacity: usize,
     /// Planes every page keeps.
     pub planes: Planes,
@@ -32,12 +32,11 @@ pub struct Options {
     pub rounding: Rounding,
     /// How the target's weights are kept.
     pub weights: TargetWeights,
-    /// Which draft weights are made; of weights in planes, which are read from the upper one.
+    /// Which draft weights are made. If the target's weights are in planes, draft weights are read from the upper plane.
     pub draft_weights: DraftWeights,
     /// Matrices that drafts read in 8 bits, of those that `draft_weights` has in 4; none of weights in one plane.
     pub sensitive: Sensitive,
-    /// Keep the distributions of a round's drafted tokens: acceptance by rejection compares with those that
-    /// [`TokenSampler::propose`] drew from.
+    /// Keep the distributions that [`TokenSampler::propose`] draws from; acceptance by rejection needs them.
     pub rejection: bool,
     /// Rows of the largest step: slots · (γ_max + 1), or more for scoring.
     pub step_rows: usize,
@@ -48,41 +47,43 @@ pub struct Options {
 }
 
 impl Options {
-    /// Pages, of each layer and KV head, that all sequences share: as many as every slot can use, at most `pool_pages`.
+    /// Pages, per layer and KV head, that all sequences share: as many as every slot can use, at most `pool_pages`.
     pub fn pages(&self) -> usize {
         self.pool_pages.min(self.slots.saturating_mul(pages(self.capacity)))
     }
 }
 
-/// Hooks of a caller into long operations.
+/// Callbacks from long operations.
 pub struct Hooks {
-    /// Asked between operations; an error (usually [`quantspec_core::Error::interrupted`]) ends the operation.
+    /// Called between operations. An error (usually [`quantspec_core::Error::interrupted`]) ends the operation.
     pub poll: Box<dyn FnMut() -> Result<()> + Send>,
-    /// Told bytes done and bytes in all while weights are loaded.
+    /// Called with loaded bytes and total bytes while weights load.
     pub loading: Box<dyn FnMut(usize, usize) + Send>,
-    /// Told once, by a backend that looked for draft weights on disk, how they came about.
+    /// Called once with the origin of the draft weights, by a backend that looked for them on disk.
     pub drafts: Box<dyn FnMut(Origin) + Send>,
 }
 
 impl Default for Hooks {
-    /// Hooks that never interrupt and show nothing.
+    /// Hooks that never interrupt and report nothing.
     fn default() -> Hooks {
         Hooks { poll: Box::new(|| Ok(())), loading: Box::new(|_, _| ()), drafts: Box::new(|_| ()) }
     }
 }
 
-/// A device that runs the network. All calls are made from one thread. A failed call leaves the sequences in its slots in an
-/// undefined state (close them), never memory, and nothing that a sequence opened there later could meet. A draft step that is not
-/// finite leaves only what verification computes anew, the rows of its window: [`crate::forward::draft`] goes on with them.
+/// A device that runs the network. All calls come from one thread.
+///
+/// After a failed call the sequences in the backend's slots are undefined and must be closed. Memory stays sound, and a
+/// sequence opened later in the same slot is not affected. A draft step with a result that is not finite only leaves rows of
+/// its window undefined; verification computes those anew, so [`crate::forward::draft`] goes on.
 pub trait Backend: Executor + KvCache + PromptRows {
-    /// Bytes the device holds now: weights, draft weights, planes, buffers, workspace.
+    /// Bytes the device holds: weights, draft weights, planes, buffers, workspace.
     fn memory(&self) -> Memory;
 }
 
 /// Bytes held by a backend, by purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
-    /// Checkpoint weights as the device keeps them.
+    /// Checkpoint weights in the device's format.
     pub weights_bytes: usize,
     /// Draft weights.
     pub draft_weights_bytes: usize,
@@ -99,14 +100,14 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// The same of a backend that only drafts: its weights are draft weights.
+    /// The memory of a backend that only drafts: its weights count as draft weights.
     #[must_use]
     pub fn of_draft(self) -> Memory {
         let draft_weights_bytes = self.weights_bytes.saturating_add(self.draft_weights_bytes);
         Memory { weights_bytes: 0, draft_weights_bytes, ..self }
     }
 
-    /// Of two backends together. Saturating, as a plan of any size is asked for.
+    /// The sum of two backends, saturating: a plan may have any size.
     #[must_use]
     pub fn and(self, other: Memory) -> Memory {
         Memory {

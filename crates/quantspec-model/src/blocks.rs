@@ -1,7 +1,8 @@
-//! Tensor types of GGUF files: their names, their block sizes, and their values as f32.
+//! Tensor types of GGUF files: names, block sizes, and decoding to f32.
 //!
-//! A quantised row is a sequence of blocks, each with one or two f16 scales and packed codes. The f32 arithmetic follows the order
-//! of ggml's reference (scale times sub-scale, times code, minus offset) without fused operations, so results are bit-exact.
+//! A quantised row is a sequence of blocks, each with one or two f16 scales and packed codes. The f32 arithmetic follows
+//! ggml's reference order (scale times sub-scale, times code, minus offset) without fused operations, so results are
+//! bit-exact.
 
 use half::{bf16, f16};
 
@@ -39,7 +40,7 @@ pub enum Encoding {
 /// Values of a k-quant's block.
 const K: usize = 256;
 
-/// Types that are read: number in the file, name, values and bytes of a block.
+/// Supported types: number in the file, encoding, name, values and bytes of a block.
 const READ: [(u32, Encoding, &str, usize, usize); 13] = [
     (0, Encoding::F32, "F32", 1, 4),
     (1, Encoding::F16, "F16", 1, 2),
@@ -56,7 +57,7 @@ const READ: [(u32, Encoding, &str, usize, usize); 13] = [
     (14, Encoding::Q6K, "Q6_K", K, 210),
 ];
 
-/// Types that exist and are not read, so that an error can call them by their names.
+/// Known types that are not supported; errors print their names.
 const OTHERS: [(u32, &str); 18] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
@@ -79,10 +80,10 @@ const OTHERS: [(u32, &str); 18] = [
 ];
 
 impl Encoding {
-    /// The type of this number in a file.
+    /// The type with this number.
     ///
     /// # Errors
-    /// The name of a type that is not read; None where no type has the number.
+    /// The name of a type that is not supported, or None for an unknown number.
     pub fn of(number: u32) -> Result<Encoding, Option<&'static str>> {
         match READ.iter().find(|entry| entry.0 == number) {
             Some(entry) => Ok(entry.1),
@@ -90,7 +91,7 @@ impl Encoding {
         }
     }
 
-    /// The names of all types that are read, for hints.
+    /// The names of all supported types, for hints.
     pub fn names() -> String {
         READ.map(|entry| entry.2).join(", ")
     }
@@ -105,7 +106,7 @@ impl Encoding {
         READ.iter().find(|entry| entry.1 == self).map_or((1, 1), |entry| (entry.3, entry.4))
     }
 
-    /// Converts whole blocks; `raw` and `out` hold the same number of them.
+    /// Decodes whole blocks; `raw` and `out` hold the same number of blocks.
     pub fn decode(self, raw: &[u8], out: &mut [f32]) {
         match self {
             Encoding::F32 => each(raw, out, |raw, out: &mut [f32; 1]| out[0] = f32::from_le_bytes(*raw)),
@@ -177,7 +178,7 @@ fn q5_1(raw: &[u8; 24], out: &mut [f32; 32]) {
     }
 }
 
-/// Four bits with the fifth at `at` of `high`.
+/// A 5-bit code: the low four bits, and bit `at` of `high` as the fifth.
 fn code5(low: u8, high: u32, at: usize) -> f32 {
     f32::from(low | ((high >> at & 1) << 4) as u8)
 }
@@ -194,7 +195,7 @@ fn q2_k(raw: &[u8; 84], out: &mut [f32; K]) {
     let (d, dmin) = (half_at(raw, 80), half_at(raw, 82));
     for (group, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
         let (scale, min) = (d * f32::from(scales[group] & 15), dmin * f32::from(scales[group] >> 4));
-        // 128 values share 32 bytes: each quarter of 32 values has its own two bits.
+        // 128 values share 32 bytes: each quarter of 32 values uses two bits of every byte.
         let (bytes, shift) = (&codes[group / 8 * 32 + group % 2 * 16..], group / 2 % 4 * 2);
         for (out, byte) in out.iter_mut().zip(bytes) {
             *out = scale * f32::from(byte >> shift & 3) - min;
@@ -211,7 +212,7 @@ fn q3_k(raw: &[u8; 110], out: &mut [f32; K]) {
         let scale = d * (f32::from(low | high << 4) - 32.0);
         let (bytes, shift) = (&codes[group / 8 * 32 + group % 2 * 16..], group / 2 % 4 * 2);
         for ((out, byte), mask) in out.iter_mut().zip(bytes).zip(&mask[group % 2 * 16..]) {
-            // A bit that is not set subtracts 4.
+            // A clear mask bit subtracts 4.
             let offset = if mask >> (group / 2) & 1 == 1 { 0.0 } else { 4.0 };
             *out = scale * (f32::from(byte >> shift & 3) - offset);
         }
@@ -258,7 +259,7 @@ fn q6_k(raw: &[u8; 210], out: &mut [f32; K]) {
     let d = half_at(raw, 208);
     for (group, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
         let scale = d * f32::from(scales[group] as i8);
-        // 128 values share 64 bytes of low nibbles and 32 bytes of high pairs.
+        // 128 values share 64 bytes of low nibbles and 32 bytes of high bit pairs.
         let (half, within) = (group / 8, group % 8);
         let low = &low[half * 64 + within % 4 * 16..];
         let high = &high[half * 32 + within % 2 * 16..];
@@ -303,7 +304,7 @@ mod tests {
         q4.splice(2..2, half(-1.0));
         Encoding::Q4_1.decode(&q4, &mut out);
         assert_eq!((out[0], out[16]), (6.5, 3.5));
-        // Fifth bits of the first and the last code.
+        // Sets the fifth bit of the first and of the last code.
         let q5 = [&half(1.0)[..], &[1, 0, 0, 0x80], &[0x21; 16]].concat();
         Encoding::Q5_0.decode(&q5, &mut out);
         assert_eq!((out[0], out[1], out[16], out[31]), (1.0, -15.0, -14.0, 2.0));

@@ -1,6 +1,6 @@
-//! Files of the caches on disk, and the folders that hold them.
+//! Cache files on disk, and the folders that hold them.
 //!
-//! A file is a list of *segments*. Next to each stands a hash of what it was made of, and a checksum. All numbers are
+//! A file is a list of *segments*. The index stores a hash of each segment's source, and a checksum. All numbers are
 //! little-endian:
 //!
 //! ```text
@@ -13,9 +13,9 @@
 //!     segments, in order
 //! ```
 //!
-//! Hashes are XXH3. A file is written under a temporary name and renamed when it is complete, so processes may share a folder. It
-//! is not synced: a power failure may leave a file of zeros, which the checksums reveal. A reader that has a file open keeps it
-//! when another process removes it.
+//! Hashes are XXH3. A file is written under a temporary name and renamed when it is complete, so processes may share a
+//! folder. It is not synced: a power failure may leave a file of zeros, which the checksums detect. A reader that has a file
+//! open can read it even after another process has removed it.
 
 mod folder;
 
@@ -30,31 +30,31 @@ use std::time::SystemTime;
 use twox_hash::XxHash3_64;
 
 pub(crate) const HEADER_BYTES: usize = 40;
-/// Where the header's checksum is; it covers the bytes before it.
+/// Offset of the header's checksum, which covers the bytes before it.
 const CHECKSUM_AT: usize = 32;
 pub(crate) const ENTRY_BYTES: usize = 24;
-/// Longest description read: far above a path and a recipe.
+/// Longest description accepted, far above a path and a recipe.
 const DESCRIPTION_MAX: u32 = 64 << 10;
 
-/// What a kind of files is known by.
+/// Magic, version and file names of one kind of cache file.
 #[derive(Debug)]
 pub(crate) struct Format {
     pub(crate) magic: [u8; 8],
     pub(crate) version: u32,
     /// Extension of a file.
     pub(crate) suffix: &'static str,
-    /// Temporary files are `prefix*.tmp`: users may keep files of their own in the folder.
+    /// Prefix of temporary files, `prefix*.tmp`. Other files in the folder belong to users and stay.
     pub(crate) prefix: &'static str,
-    /// What the files hold, for messages.
+    /// Content of the files, for messages.
     pub(crate) holds: &'static str,
 }
 
 /// Why a file is not used.
 #[derive(Debug)]
 pub(crate) enum Fault {
-    /// There is none, or it was made for other code or another shape: nothing to tell.
+    /// The file is missing, or of another version or shape. This is not reported.
     Other,
-    /// What is wrong with it.
+    /// Description of the damage.
     Damaged(String),
     Io(io::Error),
 }
@@ -65,7 +65,7 @@ impl From<io::Error> for Fault {
     }
 }
 
-/// What the system says of a failure, without its number.
+/// The operating system's message for an error, without the error number.
 pub(crate) fn reason(error: &io::Error) -> String {
     let text = error.to_string();
     text.split(" (os error").next().unwrap_or(&text).to_lowercase()
@@ -80,7 +80,8 @@ pub(crate) struct Header {
 }
 
 impl Format {
-    /// Opens a regular file (opening a pipe would block) and reads the fixed part; the last value is the file's length.
+    /// Opens a regular file and reads the fixed part of its header; the last value is the file's length. Other files are
+    /// refused, as opening a pipe would block.
     fn open(&self, path: &Path) -> Result<(File, Header, u64), Fault> {
         if !fs::metadata(path)?.is_file() {
             return Err(Fault::Damaged("not a file".to_string()));
@@ -117,12 +118,12 @@ impl Format {
     }
 }
 
-/// Checksum of everything before the segments but the checksum itself.
+/// Checksum of everything before the segments, except the checksum itself.
 fn checksum(head: &[u8]) -> u64 {
     XxHash3_64::oneshot_with_seed(XxHash3_64::oneshot(&head[..CHECKSUM_AT]), &head[HEADER_BYTES..])
 }
 
-/// A file of which everything but the segments has been checked.
+/// An open file; everything except the segments has been checked.
 #[derive(Debug)]
 pub(crate) struct Stored {
     file: File,
@@ -131,8 +132,8 @@ pub(crate) struct Stored {
 }
 
 impl Stored {
-    /// Opens a file of this recipe, whatever the directory of its model. `fits` says whether the sizes of the header can be those of such a file, before anything
-    /// is allocated by them: a sparse file is as long as its header likes.
+    /// Opens a file of this recipe, whatever the directory of its model. `fits` checks the header's sizes before anything is
+    /// allocated: a sparse file can have any length that its header claims.
     pub(crate) fn open(
         format: &Format,
         path: &Path,
@@ -163,7 +164,7 @@ impl Stored {
         Ok(Stored { index: index.to_vec(), file, data_at })
     }
 
-    /// Notes that the file is used now, or a little before: many file systems do not record reads.
+    /// Sets the file's modification time to its last use: many file systems do not record reads.
     pub(crate) fn touch(&self, when: SystemTime) {
         let _ = self.file.set_times(FileTimes::new().set_accessed(when));
     }
@@ -179,19 +180,19 @@ impl Stored {
         Some((u128::from_le_bytes(source.try_into().ok()?), u64::from_le_bytes(sum.try_into().ok()?)))
     }
 
-    /// Hash of what a segment was made of.
+    /// Hash of a segment's source.
     pub(crate) fn source(&self, segment: usize) -> Option<u128> {
         Some(self.entry(segment)?.0)
     }
 
-    /// Reads a segment that begins `start` bytes after the first one; false where it is damaged.
+    /// Reads a segment that begins `start` bytes after the first one. Returns false if it is damaged.
     pub(crate) fn read(&self, segment: usize, start: u64, out: &mut [u8]) -> bool {
         let Some((_, sum)) = self.entry(segment) else { return false };
         read_at(&self.file, out, self.data_at + start).is_ok() && XxHash3_64::oneshot(out) == sum
     }
 }
 
-/// A file under way. It gets its name when it is complete; dropping it earlier removes it.
+/// A file being written. It gets its final name when it is complete; dropping it earlier removes it.
 #[derive(Debug)]
 pub(crate) struct Writer {
     file: File,
@@ -205,7 +206,7 @@ pub(crate) struct Writer {
 }
 
 impl Writer {
-    /// Begins a file of `segments` segments, and makes its folder where there is none.
+    /// Begins a file of `segments` segments; creates its folder if needed.
     pub(crate) fn new(format: &Format, place: &Path, description: &[u8], segments: usize) -> io::Result<Writer> {
         let folder = place.parent().unwrap_or(Path::new("."));
         fs::create_dir_all(folder)?;
@@ -233,7 +234,7 @@ impl Writer {
         Ok(writer)
     }
 
-    /// Appends a segment; `source` is the hash of what it was made of.
+    /// Appends a segment; `source` is the hash of its source.
     pub(crate) fn put(&mut self, source: u128, segment: &[u8]) -> io::Result<()> {
         self.file.write_all(segment)?;
         self.index.extend_from_slice(&source.to_le_bytes());
@@ -247,7 +248,7 @@ impl Writer {
         &self.place
     }
 
-    /// Writes the head over the room left for it, and moves the file to its place.
+    /// Writes the head into the space reserved for it, and moves the file to its final path.
     pub(crate) fn publish(mut self) -> io::Result<()> {
         if self.index.len() != self.head.len() - self.index_at {
             return Err(io::Error::other("not as many segments as were announced"));
@@ -272,22 +273,22 @@ impl Drop for Writer {
     }
 }
 
-/// The directory that has the model's name: `models--owner--name` of Hugging Face's models--owner--name/snapshots/revision.
+/// The path component that names the model: `models--owner--name` for Hugging Face's models--owner--name/snapshots/revision.
 fn named(model: &Path) -> &Path {
     let snapshots = model.parent().filter(|parent| parent.ends_with("snapshots"));
     snapshots.and_then(Path::parent).unwrap_or(model)
 }
 
-/// The model as the beginning of a file name.
+/// The model as the first part of a file name.
 pub(crate) fn model_name(model: &Path) -> String {
     let name = named(model).file_name().unwrap_or_default().to_string_lossy();
     let name = name.strip_prefix("models--").unwrap_or(&name);
     let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
-    // A file name may have 255 bytes.
+    // File names are limited to 255 bytes.
     name.chars().map(plain).take(100).collect()
 }
 
-/// What stands in a file for people and for listings: the recipe, and the model unless its path is not UTF-8.
+/// The description, for people and listings: the recipe, and the model's path if it is UTF-8.
 pub(crate) fn description(recipe: &str, model: &Path) -> Vec<u8> {
     format!("{recipe}\n{}", model.to_str().unwrap_or_default()).into_bytes()
 }

@@ -1,7 +1,7 @@
-//! A checkpoint on disk, safetensors or GGUF: its configuration and a checked index of its tensors over all shards, read in row blocks.
+//! A checkpoint on disk, safetensors or GGUF: its configuration, and a checked index of its tensors over all shards.
 //!
-//! Everything is checked when the checkpoint is opened (names, shapes, types, offsets, file lengths), so that a backend only
-//! reads. No weight is held here: a backend asks for a few rows at a time and keeps them in its own layout.
+//! Names, shapes, types, offsets and file lengths are checked when the checkpoint is opened, so a backend only reads. The
+//! checkpoint holds no weights: a backend reads a few rows at a time and stores them in its own layout.
 
 use crate::config;
 use crate::draft_cache::DraftCache;
@@ -27,7 +27,7 @@ pub enum Part {
     Embedding,
     /// RMSNorm before the head, `[hidden]`.
     FinalNorm,
-    /// Head, `[vocab][hidden]`; of a tied model the embedding.
+    /// LM head, `[vocab][hidden]`; for a tied model the embedding.
     Head,
     /// A weight of one decoder layer.
     Layer(usize, LayerPart),
@@ -113,7 +113,7 @@ impl LayerPart {
         }
     }
 
-    /// The tensor's name behind `model.layers.i.`.
+    /// The tensor's name after `model.layers.i.`.
     fn suffix(self) -> &'static str {
         match self {
             AttentionNorm => "input_layernorm.weight",
@@ -177,7 +177,7 @@ impl Part {
         }
     }
 
-    /// Every part a model of this configuration stores, in the order of computation. A tied head is not listed.
+    /// Every part that a model of this configuration stores, in the order of computation. A tied head is not listed.
     pub fn all(config: &ModelConfig) -> Vec<Part> {
         let layers = (0..config.layers).flat_map(|layer| {
             LAYER_PARTS.into_iter().filter(|part| part.exists(config)).map(move |part| Part::Layer(layer, part))
@@ -186,7 +186,7 @@ impl Part {
         std::iter::once(Part::Embedding).chain(layers).chain([Part::FinalNorm]).chain(head).collect()
     }
 
-    /// Whether the part is a vector rather than a matrix.
+    /// Returns true for vectors, false for matrices.
     pub(crate) fn is_vector(self) -> bool {
         match self {
             Part::Embedding | Part::Head => false,
@@ -206,9 +206,9 @@ impl Part {
     }
 }
 
-/// Where a part's bytes are in safetensors files.
+/// Location of a part's bytes in safetensors files.
 #[derive(Clone, Copy, Debug)]
-struct Place {
+struct TensorLocation {
     shard: usize,
     offset: u64,
     dtype: Dtype,
@@ -222,29 +222,29 @@ pub struct Checkpoint {
     draft_cache: Option<DraftCache>,
 }
 
-/// Open files, and where they hold each part.
+/// Open files, and the location of each part.
 #[derive(Debug)]
 enum Weights {
-    SafeTensors { shards: Vec<SafeTensors>, places: HashMap<Part, Place>, quantised: Quantised },
+    SafeTensors { shards: Vec<SafeTensors>, places: HashMap<Part, TensorLocation>, quantised: Quantised },
     Gguf { gguf: Gguf, places: HashMap<Part, Packed> },
 }
 
-/// Largest JSON file read beside the weights. A config.json has kilobytes, the index of a 405B model 0.1 MB, of the most layers that
-/// are read ([`config::parse`]) 2 MB; parsed, JSON takes up to 16 times its bytes.
+/// Largest JSON file read. A config.json has some kilobytes; the index of a 405B model has 0.1 MB, that of the deepest model
+/// accepted ([`config::parse`]) 2 MB. Parsed JSON takes up to 16 times its bytes.
 const JSON_BYTES_MAX: u64 = 4 << 20;
-/// Most shards of a checkpoint; every one stays open.
+/// Most shards of a checkpoint; all stay open.
 const SHARDS_MAX: usize = 512;
-/// Bytes converted at a time by [`Checkpoint::read_f32`]; fits a core's L2 cache with its result.
+/// Bytes that [`Checkpoint::read_f32`] converts at a time; input and result fit in a core's L2 cache.
 const CHUNK_BYTES: usize = 64 << 10;
 
 impl Checkpoint {
-    /// Opens a GGUF file (the first part of a split one), or a directory with config.json, optionally generation_config.json, and
-    /// model.safetensors or shards named by model.safetensors.index.json.
+    /// Opens a GGUF file (for a split model its first part), or a directory. A directory has config.json, optionally
+    /// generation_config.json, and model.safetensors or the shards named by model.safetensors.index.json.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] where a file is missing or damaged, where [`config::parse`] refuses the
-    /// configuration, and where a tensor is missing, foreign, or of another shape or type. [`quantspec_core::ErrorKind::Io`]
-    /// where the file system refuses.
+    /// [`quantspec_core::ErrorKind::Model`] if a file is missing or damaged, if [`config::parse`] refuses the configuration,
+    /// or if a tensor is missing, unknown, or of the wrong shape or type. [`quantspec_core::ErrorKind::Io`] if a file cannot
+    /// be read.
     pub fn open(path: &Path) -> Result<Checkpoint> {
         if path.is_file() {
             let gguf = Gguf::open(path)?;
@@ -257,28 +257,27 @@ impl Checkpoint {
         Checkpoint::new(config, scheme, shards, &names)
     }
 
-    /// A checkpoint as config.json of a directory describes it, or a GGUF file's header: for plans. Its sizes are those that
-    /// [`Checkpoint::open`] finds where the weights are as described; weights of a directory may be absent, and reading one
-    /// is an internal error.
+    /// A checkpoint from config.json or a GGUF header alone, for plans. Its sizes are those of [`Checkpoint::open`] if the
+    /// weights match the configuration. The weights of a directory may be absent; reading one is an internal error.
     ///
     /// # Errors
-    /// As [`Checkpoint::open`], but for those of safetensors files.
+    /// As [`Checkpoint::open`], without those of safetensors files.
     pub fn describe(path: &Path) -> Result<Checkpoint> {
         if path.is_file() {
             return Checkpoint::open(path);
         }
         let (config, ..) = configuration(path)?;
-        let place = Place { shard: 0, offset: 0, dtype: config.dtype };
+        let place = TensorLocation { shard: 0, offset: 0, dtype: config.dtype };
         let tied = config.tied_embeddings.then_some(Part::Head);
         let places = Part::all(&config).into_iter().chain(tied).map(|part| (part, place)).collect();
         let weights = Weights::SafeTensors { shards: Vec::new(), places, quantised: Quantised::new(config.dtype) };
         Ok(Checkpoint { config, weights, draft_cache: None })
     }
 
-    /// The same from memory: config.json and one safetensors file.
+    /// A checkpoint from memory: config.json and one safetensors file.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`], as of [`Checkpoint::open`].
+    /// [`quantspec_core::ErrorKind::Model`], as for [`Checkpoint::open`].
     pub fn from_bytes(config: &[u8], safetensors: &'static [u8]) -> Result<Checkpoint> {
         let scheme = quantised::scheme(config)?;
         let wrapped = config::is_wrapped(config)?;
@@ -319,23 +318,23 @@ impl Checkpoint {
         Ok(Checkpoint { config, weights: Weights::SafeTensors { shards, places, quantised }, draft_cache: None })
     }
 
-    /// The model's shape. Its dtype is the one of the first layer's query projection, and its head is tied where the weights
-    /// say so too.
+    /// The model's shape. Its dtype is that of the first layer's query projection. Its head is tied if configuration and
+    /// weights agree.
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Keeps draft weights made of this checkpoint on disk, where the backend makes them on the CPU.
+    /// Keeps draft weights of this checkpoint on disk, if the backend makes them on the CPU.
     pub fn cache_drafts(&mut self, cache: DraftCache) {
         self.draft_cache = Some(cache);
     }
 
-    /// Where draft weights of this checkpoint are kept; None where they are made at every load.
+    /// Cache of this checkpoint's draft weights; None if they are made at every load.
     pub fn draft_cache(&self) -> Option<&DraftCache> {
         self.draft_cache.as_ref()
     }
 
-    /// Number format in which a part is read (of the whole model where the part does not exist).
+    /// Number format in which a part is read; that of the model if the part does not exist.
     pub fn dtype(&self, part: Part) -> Dtype {
         let own = match &self.weights {
             Weights::SafeTensors { places, quantised, .. } => {
@@ -351,13 +350,13 @@ impl Checkpoint {
         part.shape(&self.config)
     }
 
-    /// Bytes of a part as it is read.
+    /// Bytes of a part in its read format.
     pub fn bytes(&self, part: Part) -> usize {
         let (rows, columns) = self.shape(part);
         rows * columns * self.dtype(part).bytes()
     }
 
-    /// Whether the checkpoint has the part (biases and norms are optional; a tied head counts).
+    /// Returns true if the checkpoint has the part. Biases and norms are optional; a tied head counts.
     pub fn has(&self, part: Part) -> bool {
         match &self.weights {
             Weights::SafeTensors { places, quantised, .. } => {
@@ -376,12 +375,12 @@ impl Checkpoint {
         }
     }
 
-    /// Reads the little-endian bytes of some rows, `[rows][columns]` in the number format of [`Checkpoint::dtype`]: a quantised
-    /// tensor's values, rounded to it.
+    /// Reads the little-endian bytes of some rows, `[rows][columns]` in the number format of [`Checkpoint::dtype`]. Values of
+    /// a quantised tensor are rounded to that format.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the part or the rows do not exist or `out` has another length,
-    /// [`quantspec_core::ErrorKind::Io`] where the file cannot be read.
+    /// [`quantspec_core::ErrorKind::Internal`] if the part or the rows do not exist or `out` has another length,
+    /// [`quantspec_core::ErrorKind::Io`] if the file cannot be read.
     pub fn read(&self, part: Part, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
         let (height, width) = self.shape(part);
         if !self.has(part) || rows.start > rows.end || rows.end > height {
@@ -401,17 +400,21 @@ impl Checkpoint {
                 let Some(&place) = places.get(&part) else {
                     return quantised.read(shards, &part.name(), rows, out);
                 };
-                read_at(shards, Place { offset: place.offset + rows.start as u64 * row_bytes as u64, ..place }, out)
+                read_at(
+                    shards,
+                    TensorLocation { offset: place.offset + rows.start as u64 * row_bytes as u64, ..place },
+                    out,
+                )
             }
             Weights::Gguf { gguf, places } if part.is_vector() => read_vector(gguf, &places[&part], width, out),
             Weights::Gguf { gguf, places } => read_rows(gguf, &places[&part], rows, width, out),
         }
     }
 
-    /// Reads some rows as f32, `[rows][columns]`. NaN and infinity are an error that names the tensor.
+    /// Reads some rows as f32, `[rows][columns]`.
     ///
     /// # Errors
-    /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] naming the tensor and the element.
+    /// As [`Checkpoint::read`], and [`quantspec_core::ErrorKind::NotFinite`] with the tensor and the element.
     pub fn read_f32(&self, part: Part, rows: Range<usize>, out: &mut [f32]) -> Result<()> {
         let (width, dtype) = (self.shape(part).1, self.dtype(part));
         if out.len() != rows.len() * width {
@@ -443,8 +446,8 @@ impl Checkpoint {
     }
 }
 
-/// Reads config.json and generation_config.json of a directory: the language model, how its matrices are quantised, and whether it is
-/// beside a vision tower.
+/// Reads config.json and generation_config.json of a directory: the model, the scheme of its quantised matrices, and whether
+/// it has a vision tower.
 fn configuration(dir: &Path) -> Result<(ModelConfig, Option<Scheme>, bool)> {
     if !dir.is_dir() {
         return Err(Error::model(
@@ -464,11 +467,11 @@ fn configuration(dir: &Path) -> Result<(ModelConfig, Option<Scheme>, bool)> {
     Ok((config::parse(&config, generation.as_deref())?, scheme, wrapped))
 }
 
-/// Reads rows of a matrix of a GGUF file in their number format.
+/// Reads rows of a GGUF matrix in its read format.
 fn read_rows(gguf: &Gguf, place: &Packed, rows: Range<usize>, width: usize, out: &mut [u8]) -> Result<()> {
     let (values, block_bytes) = place.encoding.block();
     let raw_row = width / values * block_bytes;
-    // Rows that lie one after another are read together.
+    // Consecutive rows are read in one call.
     let at_once = if place.interleaved.is_none() { (CHUNK_BYTES / raw_row).max(1) } else { 1 };
     let row_bytes = width * place.dtype.bytes();
     let mut raw = vec![0; at_once.min(rows.len()) * raw_row];
@@ -485,7 +488,7 @@ fn read_rows(gguf: &Gguf, place: &Packed, rows: Range<usize>, width: usize, out:
     Ok(())
 }
 
-/// The same of a vector, whose elements a permutation concerns.
+/// Reads a GGUF vector in its read format. A permutation of rows permutes the vector's elements.
 fn read_vector(gguf: &Gguf, place: &Packed, width: usize, out: &mut [u8]) -> Result<()> {
     let (values, block_bytes) = place.encoding.block();
     let mut raw = vec![0; width / values * block_bytes];
@@ -497,7 +500,7 @@ fn read_vector(gguf: &Gguf, place: &Packed, width: usize, out: &mut [u8]) -> Res
     Ok(())
 }
 
-/// Writes values as little-endian bytes of a format, to the nearest; `values` and `out` have the same number of elements.
+/// Writes values as little-endian bytes of a format, rounded to nearest; `values` and `out` have the same number of elements.
 pub(crate) fn round(dtype: Dtype, values: &[f32], out: &mut [u8]) {
     match dtype {
         Dtype::Bf16 => {
@@ -518,7 +521,7 @@ pub(crate) fn round(dtype: Dtype, values: &[f32], out: &mut [u8]) {
     }
 }
 
-/// Converts little-endian values; `bytes` and `out` have the same number of elements.
+/// Converts little-endian bytes to f32; `bytes` and `out` have the same number of elements.
 fn convert(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
     match dtype {
         Dtype::Bf16 => {
@@ -539,15 +542,15 @@ fn convert(dtype: Dtype, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Whether anything is at a place. A folder that may not be searched hides it, which is another error than its absence, and a link
-/// to nothing says that a file belongs there.
+/// Returns true if the path exists. A link without a target counts as existing: a file belongs there. A folder without search
+/// permission is an error, not an absent file.
 fn is_there(path: &Path) -> Result<bool> {
     let refused = |message, hint: &str| Err(Error::new(ErrorKind::Io, message, hint));
     match path.try_exists() {
         Ok(true) => Ok(true),
         Ok(false) => match path.read_link() {
             Ok(target) => refused(
-                format!("{} is a link to {}, where nothing is", path.display(), target.display()),
+                format!("{} is a link to {}, which does not exist", path.display(), target.display()),
                 "restore that file or remove the link; a model of the hub can be downloaded again",
             ),
             Err(_) => Ok(false),
@@ -559,7 +562,7 @@ fn is_there(path: &Path) -> Result<bool> {
     }
 }
 
-/// Reads a whole JSON file of the directory; None where it does not exist.
+/// Reads a whole JSON file of the directory; None if it does not exist.
 fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
     let refused = |why: &str, hint: &str| {
         Error::new(ErrorKind::Io, format!("cannot read {}: {why}", dir.join(name).display()), hint)
@@ -568,7 +571,7 @@ fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
     if !is_there(&dir.join(name))? {
         return Ok(None);
     }
-    // Asked before opening: to open a pipe would wait for its writer.
+    // Checked before opening: opening a pipe would block.
     if !dir.join(name).metadata().map_err(failed)?.is_file() {
         return Err(refused("it is not a file", "put there the file that is published with the model"));
     }
@@ -578,20 +581,20 @@ fn read_json(dir: &Path, name: &str) -> Result<Option<Vec<u8>>> {
     if bytes.len() as u64 > JSON_BYTES_MAX {
         return Err(Error::model(
             format!("{name} is larger than {JSON_BYTES_MAX} bytes"),
-            "this is not a checkpoint's file; fetch it again from where the model is published",
+            "this is not a checkpoint's file; download it again",
         ));
     }
     Ok(Some(bytes))
 }
 
-/// What says that an adapter belongs to the weights beside it, and what to do then.
+/// File that marks a LoRA adapter; its weights alone are no model.
 const ADAPTER: &str = "adapter_config.json";
 const MERGE: &str = "merge the LoRA adapter into its base model and save that as safetensors";
 
-/// A layer's tensor that old checkpoints hold and nobody reads: it follows from config.json.
+/// Old checkpoints store this tensor. It follows from config.json and is ignored.
 const RECOMPUTED: &str = "self_attn.rotary_emb.inv_freq";
 
-/// Opens model.safetensors or the shards of the index; the map says which shard holds a tensor.
+/// Opens model.safetensors or the shards of the index. The map gives the shard of every tensor.
 fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)> {
     if is_there(&dir.join(ADAPTER))? {
         return Err(Error::model(format!("{} holds a LoRA adapter ({ADAPTER})", dir.display()), MERGE));
@@ -606,10 +609,7 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
         return Err(no_weights(dir));
     };
     let damaged = |what: String| {
-        Error::model(
-            format!("model.safetensors.index.json {what}"),
-            "the file is damaged; fetch it again from where the model is published",
-        )
+        Error::model(format!("model.safetensors.index.json {what}"), "the file is damaged; download it again")
     };
     let index: Value = serde_json::from_slice(&index)
         .map_err(|error| damaged(format!("is not valid JSON: {}", shown(&error.to_string()))))?;
@@ -622,7 +622,7 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
     for (tensor, file) in map {
         let Some(file) = file.as_str().filter(|file| is_plain_name(file)) else {
             let file = shown(&file.to_string());
-            return Err(damaged(format!("names the shard {file}, which is not the name of a file beside it")));
+            return Err(damaged(format!("names the shard {file}, which is not a plain file name")));
         };
         let number = *numbers.entry(file).or_insert_with(|| {
             files.push(file);
@@ -651,7 +651,8 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
             return Err(damaged(format!("places \"{tensor}\" in {file}, which does not hold it")));
         }
     }
-    // Left out, a head or a bias would silently be another network; transformers loads whatever a shard holds.
+    // A tensor that the index omits is refused: transformers loads it, and ignoring a head or a bias would silently change the
+    // network.
     for (number, shard) in shards.iter().enumerate() {
         let unnamed = |tensor: &&String| names.get(*tensor) != Some(&number) && !tensor.ends_with(RECOMPUTED);
         if let Some(tensor) = shard.tensors().keys().find(unnamed) {
@@ -661,7 +662,7 @@ fn open_shards(dir: &Path) -> Result<(Vec<SafeTensors>, HashMap<String, usize>)>
     Ok((shards, names))
 }
 
-/// Whether text is one plain path component: no directory, no parent, no drive.
+/// Returns true if text is one plain path component: no directory, no parent, no drive.
 fn is_plain_name(name: &str) -> bool {
     let mut components = Path::new(name).components();
     matches!((components.next(), components.next()), (Some(Component::Normal(_)), None))
@@ -669,7 +670,7 @@ fn is_plain_name(name: &str) -> bool {
         && name.len() <= 255
 }
 
-/// Names what is there instead of safetensors weights.
+/// The error for a directory without safetensors weights; it names the weights that are there.
 fn no_weights(dir: &Path) -> Error {
     let names: Vec<String> = std::fs::read_dir(dir)
         .map(|entries| entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect())
@@ -687,9 +688,9 @@ fn no_weights(dir: &Path) -> Error {
     Error::model(format!("{} has neither model.safetensors nor model.safetensors.index.json", dir.display()), hint)
 }
 
-/// Refuses tensors of the network's modules that it does not use as configured: ignoring a bias or a quantised tensor's
-/// scale would silently compute another function. [`RECOMPUTED`] may be present, and so may biases of zeros beside quantised
-/// matrices: exporters of GPTQ write them for networks without biases.
+/// Refuses tensors of the network's modules that the configured network does not use. Ignoring a bias or a scale would
+/// silently compute another function. Allowed are [`RECOMPUTED`], and biases of zeros next to quantised matrices: GPTQ
+/// exporters write them for networks without biases.
 fn refuse_foreign(
     config: &ModelConfig,
     scheme: Option<Scheme>,
@@ -712,7 +713,7 @@ fn refuse_foreign(
         let beside = [Part::Embedding, Part::FinalNorm, Part::Head].map(Part::name);
         let (layer, suffix) = match in_layer {
             Some((layer, suffix)) => (Some(layer), suffix),
-            // Of the embedding, the final norm or the head, but not their weight: a bias of the head, for example.
+            // Any other tensor of the embedding, the final norm or the head, for example a bias of the head.
             None if beside.iter().any(|weight| name != weight && module(name) == module(weight)) => {
                 (None, name.as_str())
             }
@@ -738,7 +739,7 @@ fn refuse_foreign(
                 format!(
                     "tensor \"{shown}\" is of a quantised matrix, which quantization_config of config.json does not describe"
                 ),
-                "fetch config.json again from where the model is published, or use the unquantised checkpoint",
+                "download config.json again, or use the unquantised checkpoint",
             ));
         }
         let inside = layer.is_none_or(|layer| layer.parse::<usize>().is_ok_and(|layer| layer < config.layers));
@@ -763,7 +764,7 @@ fn refuse_foreign(
     Ok(())
 }
 
-/// Whether all bytes of a tensor are zero.
+/// Returns true if all bytes of a tensor are zero.
 fn is_zero(shards: &[SafeTensors], names: &HashMap<String, usize>, name: &str) -> Result<bool> {
     let Some(shard) = names.get(name).and_then(|shard| shards.get(*shard)) else { return Ok(false) };
     let Some(tensor) = shard.tensors().get(name) else { return Ok(false) };
@@ -777,9 +778,13 @@ fn module(name: &str) -> Option<&str> {
     name.rsplit_once('.').map(|(module, _)| module)
 }
 
-/// Finds the embedding. Where the configuration ties the head to it, a stored head decides, as in transformers 5: alone it is
-/// both; an equal one is tied; a different one is a head of its own.
-fn embedding_of(config: &mut ModelConfig, shards: &[SafeTensors], names: &HashMap<String, usize>) -> Result<Place> {
+/// Finds the embedding. If the configuration ties the head to it, a stored head decides, as in transformers 5. A head alone
+/// is both; an equal head is tied; a different head is separate.
+fn embedding_of(
+    config: &mut ModelConfig,
+    shards: &[SafeTensors],
+    names: &HashMap<String, usize>,
+) -> Result<TensorLocation> {
     if !config.tied_embeddings || !names.contains_key(&Part::Head.name()) {
         return locate(config, shards, names, Part::Embedding);
     }
@@ -793,14 +798,14 @@ fn embedding_of(config: &mut ModelConfig, shards: &[SafeTensors], names: &HashMa
     Ok(table)
 }
 
-/// Whether two places hold the same bytes.
-fn same_bytes(shards: &[SafeTensors], one: Place, other: Place, bytes: usize) -> Result<bool> {
+/// Returns true if both locations hold the same bytes.
+fn same_bytes(shards: &[SafeTensors], one: TensorLocation, other: TensorLocation, bytes: usize) -> Result<bool> {
     let room = bytes.min(CHUNK_BYTES);
     let (mut a, mut b) = (vec![0; room], vec![0; room]);
     for done in (0..bytes).step_by(CHUNK_BYTES) {
         let length = (bytes - done).min(CHUNK_BYTES);
         for (place, chunk) in [(one, &mut a), (other, &mut b)] {
-            let place = Place { offset: place.offset + done as u64, ..place };
+            let place = TensorLocation { offset: place.offset + done as u64, ..place };
             read_at(shards, place, &mut chunk[..length])?;
         }
         if a[..length] != b[..length] {
@@ -811,7 +816,7 @@ fn same_bytes(shards: &[SafeTensors], one: Place, other: Place, bytes: usize) ->
 }
 
 /// Fills `out` from a place.
-fn read_at(shards: &[SafeTensors], place: Place, out: &mut [u8]) -> Result<()> {
+fn read_at(shards: &[SafeTensors], place: TensorLocation, out: &mut [u8]) -> Result<()> {
     match shards.get(place.shard) {
         Some(shard) => shard.read(place.offset, out),
         None => Err(Error::internal(format!("shard {} is not open", place.shard))),
@@ -819,7 +824,12 @@ fn read_at(shards: &[SafeTensors], place: Place, out: &mut [u8]) -> Result<()> {
 }
 
 /// Finds a part and checks its type and shape.
-fn locate(config: &ModelConfig, shards: &[SafeTensors], names: &HashMap<String, usize>, part: Part) -> Result<Place> {
+fn locate(
+    config: &ModelConfig,
+    shards: &[SafeTensors],
+    names: &HashMap<String, usize>,
+    part: Part,
+) -> Result<TensorLocation> {
     let name = part.name();
     let found = names.get(&name).and_then(|&number| Some((number, shards.get(number)?.tensors().get(&name)?)));
     let Some((shard, tensor)) = found else {
@@ -844,9 +854,9 @@ fn locate(config: &ModelConfig, shards: &[SafeTensors], names: &HashMap<String, 
     let expected = if part.is_vector() { vec![columns] } else { vec![rows, columns] };
     if tensor.shape != expected {
         return Err(Error::model(
-            format!("tensor \"{name}\" has shape {:?}, config.json asks for {expected:?}", tensor.shape),
+            format!("tensor \"{name}\" has shape {:?}, config.json expects {expected:?}", tensor.shape),
             "config.json and the weights are of different models; fetch both again",
         ));
     }
-    Ok(Place { shard, offset: tensor.offset, dtype })
+    Ok(TensorLocation { shard, offset: tensor.offset, dtype })
 }

@@ -1,7 +1,7 @@
-//! `config.json` and `generation_config.json` of Hugging Face checkpoints, read into [`ModelConfig`] or refused.
+//! `config.json` and `generation_config.json` of Hugging Face checkpoints, converted to [`ModelConfig`] or refused.
 //!
-//! A value is never guessed where the families' own code would not: absent fields take the family's defaults, everything
-//! that would change the function computed and is not implemented is refused by its name.
+//! An absent field takes the default of its model family, as in transformers. A setting that changes the computed function
+//! and is not implemented is refused by name.
 
 use crate::safetensors::shown;
 use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling};
@@ -12,8 +12,8 @@ use std::ops::RangeInclusive;
 /// What may be loaded, for hints.
 pub const SUPPORTED: &str = "supported are dense Llama 2/3/3.1/3.2, Mistral, Qwen2/2.5, Qwen3 and Phi-3/4 checkpoints in BF16, F16 or F32, or quantised by FP8, compressed-tensors, GPTQ or AWQ";
 
-/// Bounds of sane shapes. Each is several times what any published model of these families has, and small enough that no
-/// product of two of them overflows 64 bits.
+/// Limits of shapes: several times those of any published model of these families, and small enough that no product of two
+/// overflows 64 bits.
 pub(crate) const HIDDEN: RangeInclusive<usize> = 1..=65_536;
 pub(crate) const INTERMEDIATE: RangeInclusive<usize> = 1..=1_048_576;
 pub(crate) const LAYERS: RangeInclusive<usize> = 1..=1_024;
@@ -22,28 +22,29 @@ pub(crate) const HEAD_DIM: RangeInclusive<usize> = 4..=256;
 pub(crate) const VOCAB: RangeInclusive<usize> = 1..=16_777_216;
 pub(crate) const POSITIONS: RangeInclusive<usize> = 1..=268_435_456;
 
-/// One supported `model_type` with the defaults of its Hugging Face configuration class.
+/// One supported `model_type`, with the defaults of its Hugging Face configuration class.
 struct Family {
     name: &'static str,
     kv_heads: Option<usize>,
     head_dim: Option<usize>,
     max_positions: usize,
-    /// Q, K and V always have biases, whatever `attention_bias` says.
+    /// Q, K and V always have biases; `attention_bias` is ignored.
     always_qkv_bias: bool,
-    /// `attention_bias` is honoured, for all four projections.
+    /// `attention_bias` applies to all four projections.
     attention_bias: bool,
     mlp_bias: bool,
     qk_norm: bool,
     window: Window,
 }
 
-/// How a family decides that attention is limited to a sliding window.
+/// How a family limits attention to a sliding window.
 enum Window {
-    /// `sliding_window` where there is one, unless `use_sliding_window` says no: the family's attention knows none, but its cache keeps no more.
+    /// `sliding_window`, unless `use_sliding_window` is false. The family's attention is full, but its cache in transformers
+    /// is limited to the window.
     Stated,
-    /// `sliding_window`, unless it is null; absent means this many tokens.
+    /// `sliding_window`, or this many tokens if the field is absent; null means none.
     Always(usize),
-    /// `sliding_window` where `use_sliding_window` is set, from layer `max_window_layers` on.
+    /// `sliding_window` if `use_sliding_window` is set, from layer `max_window_layers` on.
     Optional,
 }
 
@@ -105,16 +106,16 @@ const FAMILIES: [Family; 5] = [
     },
 ];
 
-/// Models with a vision tower, whose language model is that of `text_config`.
+/// Models with a vision tower; `text_config` describes their language model.
 const WRAPPERS: [&str; 1] = ["mistral3"];
 
-/// Reads the bytes of `config.json` and, where the checkpoint has one, of `generation_config.json`.
+/// Parses the bytes of `config.json` and of the optional `generation_config.json`.
 ///
-/// [`ModelConfig::dtype`] is what the file claims; [`crate::checkpoint::Checkpoint`] replaces it by what the tensors are.
+/// [`ModelConfig::dtype`] is the file's claim; [`crate::checkpoint::Checkpoint`] replaces it by the tensors' type.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Model`] where a file is not valid JSON, where a field is missing or has an absurd value, and
-/// for what is not implemented, by its name.
+/// [`quantspec_core::ErrorKind::Model`] if a file is not valid JSON, if a field is missing or out of range, or if it names
+/// something that is not implemented.
 pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     let object = object(config, "config.json")?;
     let outer = Fields { map: &object, place: "config.json" };
@@ -186,10 +187,10 @@ pub fn parse(config: &[u8], generation: Option<&[u8]>) -> Result<ModelConfig> {
     })
 }
 
-/// Whether config.json is of a model with a vision tower around the language model.
+/// Returns true if config.json describes a language model with a vision tower.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Model`] where it is not valid JSON.
+/// [`quantspec_core::ErrorKind::Model`] if it is not valid JSON.
 pub fn is_wrapped(config: &[u8]) -> Result<bool> {
     let object = object(config, "config.json")?;
     wraps(&Fields { map: &object, place: "config.json" })
@@ -199,27 +200,24 @@ fn wraps(fields: &Fields) -> Result<bool> {
     Ok(fields.text("model_type")?.is_some_and(|name| WRAPPERS.contains(&name)))
 }
 
-/// The JSON object of a whole file.
+/// Parses a whole file as a JSON object.
 fn object(bytes: &[u8], place: &str) -> Result<Map<String, Value>> {
     match serde_json::from_slice(bytes) {
         Ok(Value::Object(map)) => Ok(map),
-        Ok(_) => Err(Error::model(
-            format!("{place} is not a JSON object"),
-            "fetch the file again from where the model is published",
-        )),
+        Ok(_) => Err(Error::model(format!("{place} is not a JSON object"), "download the file again")),
         Err(error) => Err(Error::model(
             format!("{place} is not valid JSON: {}", shown(&error.to_string())),
-            "the file is damaged or cut short; fetch it again from where the model is published",
+            "the file is damaged or cut short; download it again",
         )),
     }
 }
 
-/// An error about a value no model of these families has.
+/// An error for a value that no model of these families has.
 fn absurd(message: String) -> Error {
-    Error::model(message, "the file is damaged or not of this model; fetch it again from where the model is published")
+    Error::model(message, "the file is damaged or not of this model; download it again")
 }
 
-/// An error about something real that is not implemented.
+/// An error for a real setting that is not implemented.
 fn unsupported(what: String) -> Error {
     Error::model(format!("{what} is not supported"), SUPPORTED)
 }
@@ -299,7 +297,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// The family of `model_type`; the architecture must be its causal language model.
+/// The family of `model_type`; `architectures` must be its causal language model.
 fn family(fields: &Fields) -> Result<&'static Family> {
     let Some(name) = fields.text("model_type")? else {
         return Err(Error::model(
@@ -321,7 +319,7 @@ fn family(fields: &Fields) -> Result<&'static Family> {
     Ok(family)
 }
 
-/// Refuses feed-forward networks that are not SwiGLU.
+/// Refuses feed-forward networks other than SwiGLU.
 fn refuse_activation(fields: &Fields) -> Result<()> {
     match fields.text("hidden_act")? {
         None | Some("silu" | "swish") => Ok(()),
@@ -329,7 +327,8 @@ fn refuse_activation(fields: &Fields) -> Result<()> {
     }
 }
 
-/// Refuses what every family of transformers obeys and this network does not, unless its value changes nothing.
+/// Refuses settings that transformers applies to every family and this network does not have, unless their value has no
+/// effect.
 fn refuse_others(fields: &Fields) -> Result<()> {
     for name in ["attention_chunk_size", "kv_sharing_modes", "per_layer_config", "transformers_weights"] {
         if let Some(value) = fields.get(name) {
@@ -347,7 +346,8 @@ fn refuse_others(fields: &Fields) -> Result<()> {
     }
 }
 
-/// The longest context in which dual chunk attention (Qwen2.5's models for a million tokens) is plain attention: a chunk less what it shares with the next.
+/// The longest context in which dual chunk attention (Qwen2.5-1M) equals plain attention: one chunk minus its overlap with
+/// the next.
 fn plain_positions(fields: &Fields) -> Result<usize> {
     let Some(chunks) = fields.inner("dual_chunk_attention_config")? else { return Ok(usize::MAX) };
     let (chunk, local) =
@@ -359,7 +359,7 @@ fn plain_positions(fields: &Fields) -> Result<usize> {
     }
 }
 
-/// Refuses attention limited to a window shorter than the context. A window at least as long as the context changes nothing.
+/// Refuses attention limited to a window shorter than the context. A window at least as long as the context has no effect.
 fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions: usize) -> Result<()> {
     let window = match family.window {
         Window::Stated if fields.get("sliding_window").is_some() && fields.flag("use_sliding_window", true)? => {
@@ -406,9 +406,9 @@ fn refuse_window(fields: &Fields, family: &Family, layers: usize, max_positions:
     }
 }
 
-/// RoPE from either spelling (`rope_theta` with `rope_scaling`, or `rope_parameters`), and the context it reaches.
+/// RoPE from `rope_theta` and `rope_scaling`, or from `rope_parameters`; also returns the longest context.
 fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
-    // Where a file has both spellings, the old one wins, as in transformers 5.
+    // If a file has both spellings, the old one wins, as in transformers 5.
     let old = fields.inner("rope_scaling")?.filter(|inner| !inner.map.is_empty());
     let scaling = match old {
         Some(inner) => Some(inner),
@@ -418,7 +418,7 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
         Some(inner) if inner.get("rope_theta").is_some() => inner.number("rope_theta", None)?,
         _ => fields.number("rope_theta", Some(10_000.0))?,
     };
-    // At a base of 1 all wavelengths coincide; 1e12 is far beyond the longest context.
+    // At a base of 1 all wavelengths are equal; 1e12 is far beyond the longest context.
     if !(theta > 1.0 && theta <= 1e12) {
         return Err(absurd(format!("config.json: rope_theta {theta} is not above 1 and up to 1e12")));
     }
@@ -447,7 +447,7 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
             Err(absurd(format!("{}: factor {factor} is not from 1 to 65536", inner.place)))
         }
     };
-    // Beside the scaling it has priority over inside it, as in transformers 5.
+    // The top-level field has priority over the one inside the scaling, as in transformers 5.
     let original = || match fields.get("original_max_position_embeddings") {
         Some(_) => fields.size("original_max_position_embeddings", POSITIONS, None),
         None => inner.size("original_max_position_embeddings", POSITIONS, Some(stated_positions)),
@@ -460,7 +460,7 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
             Err(absurd(format!("{}: {name} {value} is not from 1e-6 to 1e6", inner.place)))
         }
     };
-    // YaRN and dynamic checkpoints often state the context before stretching; never shorten what is stated.
+    // YaRN and dynamic checkpoints often state the context before stretching; the longer of both counts.
     let stretched =
         |factor: f64, original: usize| stated_positions.max((factor * original as f64) as usize).min(*POSITIONS.end());
     let (scaling, max_positions) = match kind {
@@ -469,7 +469,7 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
             RopeScaling::Linear { factor: factor(None)? },
             fields.size("max_sequence_length", POSITIONS, Some(0))?.max(stated_positions),
         ),
-        // Dynamic scaling grows from the stated context; `original_max_position_embeddings` does not enter.
+        // Dynamic scaling starts at the stated context; `original_max_position_embeddings` is not used.
         "dynamic" => {
             let factor = factor(None)?;
             (RopeScaling::Dynamic { factor, original: stated_positions }, stretched(factor, stated_positions))
@@ -513,7 +513,7 @@ fn rope(fields: &Fields, stated_positions: usize) -> Result<(Rope, usize)> {
     Ok((Rope { theta, scaling }, max_positions))
 }
 
-/// The factor YaRN puts on cos and sin: stated, or 0.1·ln(factor) + 1 with DeepSeek's two `mscale` fields where present.
+/// YaRN's factor on cos and sin: the stated one, or 0.1·ln(factor) + 1 with DeepSeek's two `mscale` fields if present.
 fn yarn_attention_factor(fields: &Fields, factor: f64) -> Result<f64> {
     let mscale = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
     let value = match fields.get("attention_factor") {
@@ -530,7 +530,7 @@ fn yarn_attention_factor(fields: &Fields, factor: f64) -> Result<f64> {
     }
 }
 
-/// The weights' type as the file claims it; checkpoints without the field are F32.
+/// The weights' type by the file's claim; checkpoints without the field are F32.
 fn dtype(fields: &Fields) -> Result<Dtype> {
     let name = match fields.text("dtype")? {
         Some(name) => Some(name),
@@ -544,7 +544,7 @@ fn dtype(fields: &Fields) -> Result<Dtype> {
     }
 }
 
-/// Tokens that end a text: of `generation_config.json` where it names any, of `config.json` otherwise.
+/// End-of-text tokens: those of `generation_config.json` if it lists any, otherwise those of `config.json`.
 fn eos(fields: &Fields, generation: Option<&[u8]>, vocab: usize) -> Result<Vec<u32>> {
     if let Some(bytes) = generation {
         let map = object(bytes, "generation_config.json")?;

@@ -1,13 +1,12 @@
-//! Draft weights on disk, so that a model is not quantised at every load.
+//! Draft weights on disk, which saves quantising a model at every load.
 //!
-//! A file holds *blocks*: what a backend makes of a few rows of one tensor, in its own layout. Next to each block is a hash of the
-//! checkpoint's bytes that it was made of. A backend reads those bytes at every load, so each block is checked against the
-//! checkpoint's content, not against names, sizes or times, and hashing costs a hundredth of quantising. Each block also has a
-//! checksum. A block that fails either test is made anew, and the file is then replaced. Drafts decide about speed only: nothing
-//! in a file can change a token.
+//! A file holds *blocks*: the backend's form of a few rows of one tensor. Each block has a checksum, and a hash of the
+//! checkpoint bytes it was made from. A backend reads those bytes at every load, so the hash compares content, not names,
+//! sizes or times. Hashing costs a hundredth of quantising. A block that fails either check is made anew, and the file is
+//! then replaced. Draft weights affect speed only: nothing in a file can change a token.
 //!
-//! A segment of the file (`cache_file.rs`) is a block. When a file is written, those that were used least recently are removed
-//! until the folder holds no more than its limit.
+//! A segment of the file (`cache_file.rs`) is a block. After a file is written, the least recently used files are removed
+//! until the folder is within its limit.
 
 use crate::cache_file::{self, CachedFile, Fault, Format, Stored, Writer, description, make_room, model_name, reason};
 use quantspec_core::Result;
@@ -23,45 +22,45 @@ const FORMAT: Format =
 /// Bytes written between two calls of the poll hook: about 10 ms on an SSD.
 const POLLED_BYTES: usize = 8 << 20;
 
-/// Where the drafts of one model are kept.
+/// Where the draft weights of one model are kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DraftCache {
-    /// Folder of the files; made when it is needed.
+    /// Folder of the files; created when needed.
     pub folder: PathBuf,
-    /// Directory of the model: names its file.
+    /// Directory of the model; its file is named after it.
     pub model: PathBuf,
-    /// Drafts of fewer bytes are not worth a file.
+    /// Smallest draft weights that are written to a file, in bytes.
     pub smallest_bytes: usize,
-    /// Most bytes that the folder holds after a file was written, unless that file alone has more.
+    /// Limit of the folder's bytes after a write. A single larger file is allowed.
     pub limit_bytes: u64,
 }
 
-/// How the draft weights of a load came about.
+/// Where the draft weights of a load came from.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Origin {
     /// Blocks in all.
     pub blocks: usize,
     /// Blocks taken from the file.
     pub cached: usize,
-    /// One line about a damaged file or a folder that cannot be used.
+    /// One line about a damaged file or an unusable folder.
     pub note: Option<String>,
 }
 
-/// Hash of what a block is made of: `bytes` of rows whose number format is `format`.
+/// Hash of a block's source: `bytes` of rows in number format `format`.
 pub fn source(format: u64, bytes: &[u8]) -> u128 {
     XxHash3_128::oneshot_with_seed(format, bytes)
 }
 
-/// The drafts of one load: each block is taken from the file where that holds it, and made otherwise.
+/// The draft weights of one load. Each block is read from the file if that holds it, and made otherwise.
 #[derive(Debug)]
-pub struct Drafts {
+pub struct DraftBlocks {
     cache: DraftCache,
     path: PathBuf,
     description: Vec<u8>,
-    /// Where each block starts among the blocks, and where the last one ends.
+    /// Byte offset of every block, and the end of the last one.
     starts: Vec<usize>,
     stored: Option<Stored>,
-    /// Set once per block: the hash of its source.
+    /// Hash of every block's source, set once.
     sources: Vec<OnceLock<u128>>,
     cached: AtomicUsize,
     changed: AtomicUsize,
@@ -69,8 +68,8 @@ pub struct Drafts {
     note: Option<String>,
 }
 
-/// Every file of draft weights in `folder`, least recently used first, as [`CachedFile`] describes it. A folder that does not exist
-/// is empty; other files and links are left out.
+/// Every file of draft weights in `folder`, least recently used first ([`CachedFile`]). A folder that does not exist counts
+/// as empty; other files and links are left out.
 ///
 /// # Errors
 /// The folder cannot be read.
@@ -78,18 +77,18 @@ pub fn files(folder: &Path) -> io::Result<Vec<CachedFile>> {
     cache_file::files(&FORMAT, folder)
 }
 
-impl Drafts {
-    /// Looks for the file of a model's drafts.
+impl DraftBlocks {
+    /// Looks for the file of a model's draft weights.
     ///
-    /// `kind` distinguishes files of one model. `recipe` is everything that decides about a block beside its source: layout,
-    /// shapes, number of bits; a file of another recipe is replaced. `sizes` are the bytes of every block in order. `None`
-    /// where the drafts are too small to be kept.
+    /// `kind` distinguishes files of one model. `recipe` holds everything besides the source that determines a block: layout,
+    /// shapes, number of bits. A file of another recipe is replaced. `sizes` are the bytes of every block, in order. Returns
+    /// `None` if the draft weights are too small to be kept.
     pub fn open(
         cache: &DraftCache,
         kind: &str,
         recipe: &str,
         sizes: impl IntoIterator<Item = usize>,
-    ) -> Option<Drafts> {
+    ) -> Option<DraftBlocks> {
         let mut starts = vec![0];
         let mut end = 0;
         for size in sizes {
@@ -113,7 +112,7 @@ impl Drafts {
             Err(Fault::Damaged(what)) => (None, Some(damaged(&path, &what))),
             Err(Fault::Io(error)) => (None, Some(unusable(&path, &error))),
         };
-        Some(Drafts {
+        Some(DraftBlocks {
             cache: cache.clone(),
             path,
             description,
@@ -127,7 +126,7 @@ impl Drafts {
         })
     }
 
-    /// Bytes that [`Drafts::save`] will write as far as is known: none once a file was found.
+    /// Bytes that [`DraftBlocks::save`] is expected to write; 0 if a file was found.
     pub fn unsaved_bytes(&self) -> usize {
         if self.stored.is_some() { 0 } else { self.bytes() }
     }
@@ -136,8 +135,8 @@ impl Drafts {
         self.starts.last().copied().unwrap_or(0)
     }
 
-    /// Fills `out`, all of a block and zero so far, from the file where that holds a sound block of this source, and by `make` otherwise.
-    /// Threads may ask for different blocks at once.
+    /// Fills `out`, which holds a whole block and is zeroed, from a sound block of the file with this source, or else by
+    /// `make`. Threads may call this for different blocks at once.
     ///
     /// # Errors
     /// Those of `make`.
@@ -169,12 +168,12 @@ impl Drafts {
         make(out)
     }
 
-    /// After all blocks were asked for: writes the file unless the one that was found is sound and of this checkpoint.
-    /// `blocks` yields them in order; `poll` is called now and then with the bytes written so far. Whatever the disk does is
-    /// no error but a note of the origin.
+    /// Writes the file after all blocks were requested, unless the file found is sound and of this checkpoint. `blocks`
+    /// yields them in order; `poll` is called with the bytes written so far. A disk error is no error here but a note of the
+    /// origin.
     ///
     /// # Errors
-    /// Those of `poll`; nothing is left behind then.
+    /// Those of `poll`; no partial file remains.
     pub fn save<'a>(
         mut self,
         blocks: impl Iterator<Item = &'a [u8]>,
@@ -204,7 +203,7 @@ impl Drafts {
         };
         let (mut done, mut asked) = (0, 0);
         for (block, source) in blocks.zip(&self.sources) {
-            // A block whose source was never given could not be checked by a later load.
+            // A later load cannot check a block without the hash of its source.
             if let Err(error) = file.put(source.get().copied().unwrap_or_default(), block) {
                 return Ok(Err(error));
             }
@@ -221,14 +220,14 @@ impl Drafts {
     }
 }
 
-/// Named for people by the model, and for certain by its whole path: `owner--name-int4-0123456789abcdef.draft`.
+/// Readable by the model's name, unique by a hash of its path: `owner--name-int4-0123456789abcdef.draft`.
 fn file_name(model: &Path, kind: &str) -> String {
     let (name, hash) = (model_name(model), XxHash3_64::oneshot(model.as_os_str().as_encoded_bytes()));
     format!("{name}-{kind}-{hash:016x}.{}", FORMAT.suffix)
 }
 
 fn damaged(path: &Path, what: &str) -> String {
-    format!("cached draft weights {} are damaged ({what}); they were made anew", path.display())
+    format!("cached draft weights {} are damaged ({what}); they were made again", path.display())
 }
 
 fn unusable(path: &Path, error: &io::Error) -> String {

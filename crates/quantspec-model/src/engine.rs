@@ -82,7 +82,7 @@ pub struct Emitted {
 }
 
 /// The backend, the drafter and a sequence of an engine.
-type Parts<'a, B> = (&'a mut B, Option<&'a mut (dyn Drafter + 'static)>, &'a mut Sequence);
+type Working<'a, B> = (&'a mut B, Option<&'a mut (dyn Drafter + 'static)>, &'a mut Sequence);
 
 /// Decodes batches of sequences of any lengths on one backend.
 pub struct Engine<B: Backend> {
@@ -179,7 +179,7 @@ impl<B: Backend> Engine<B> {
         }
         check_ids(prompt, vocab)?;
         if max_new_tokens == 0 {
-            return Err(Error::usage("0 new tokens were asked for", "ask for at least 1 with -n"));
+            return Err(Error::usage("0 new tokens were requested", "ask for at least 1 with -n"));
         }
         let wanted = prompt.len().saturating_add(max_new_tokens);
         if wanted > self.capacity {
@@ -227,7 +227,7 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence, or a token was emitted.
     pub fn want_logprobs(&mut self, slot: usize, top: usize) -> Result<()> {
-        let (_, _, sequence) = self.parts(slot)?;
+        let (_, _, sequence) = self.working(slot)?;
         if sequence.running {
             return Err(Error::usage(
                 format!("slot {slot} has emitted a token"),
@@ -243,7 +243,7 @@ impl<B: Backend> Engine<B> {
     /// # Errors
     /// [`quantspec_core::ErrorKind::Usage`] where the slot holds no sequence.
     pub fn take_logprobs(&mut self, slot: usize) -> Result<Vec<Logprob>> {
-        let (_, _, sequence) = self.parts(slot)?;
+        let (_, _, sequence) = self.working(slot)?;
         Ok(std::mem::take(&mut sequence.told))
     }
 
@@ -271,10 +271,10 @@ impl<B: Backend> Engine<B> {
         let mut computed = self.begin_prompt(slot)?;
         let (block_rows, most_rows) = (self.block_rows, most_rows.max(1));
         let ended = loop {
-            let (backend, _, sequence) = self.parts(slot)?;
+            let (backend, _, sequence) = self.working(slot)?;
             let cursor = sequence.cursor.get_or_insert_default();
             match forward::prefill_chunk(backend, slot, &sequence.text, block_rows, cursor, most_rows, progress)? {
-                Chunk::Part => break false,
+                Chunk::More => break false,
                 Chunk::End => break true,
                 Chunk::Damaged => {
                     let reuse = sequence.cursor.take().and_then(|mut cursor| cursor.take_reuse());
@@ -285,7 +285,7 @@ impl<B: Backend> Engine<B> {
                 }
             }
         };
-        let (backend, drafter, sequence) = self.parts(slot)?;
+        let (backend, drafter, sequence) = self.working(slot)?;
         let tokens = sequence.text.len();
         let mut first = None;
         if ended {
@@ -391,7 +391,7 @@ impl<B: Backend> Engine<B> {
     /// [`quantspec_core::ErrorKind::Model`] where `token` is outside the vocabulary, and those of [`crate::backend::KvCache::set_window`] and
     /// [`Drafter::prefill`].
     pub fn restart(&mut self, slot: usize, token: u32, sampler: Sampler) -> Result<bool> {
-        let (backend, drafter, sequence) = self.parts(slot)?;
+        let (backend, drafter, sequence) = self.working(slot)?;
         check_ids(&[token], backend.config().vocab)?;
         let prompt = sequence.prompt_tokens;
         if !sequence.running {
@@ -474,7 +474,7 @@ impl<B: Backend> Engine<B> {
         for &(slot, gamma) in gammas {
             let copied = self.copies(slot, gamma);
             let stop = self.method.policy.stop().filter(|_| copied == 0 && self.watches(slot));
-            let (_, _, sequence) = self.parts(slot)?;
+            let (_, _, sequence) = self.working(slot)?;
             if !sequence.running || sequence.remaining == 0 {
                 return Err(Error::usage(
                     format!("slot {slot} is not decoding"),
@@ -569,7 +569,7 @@ impl<B: Backend> Engine<B> {
         turns.iter_mut().for_each(|turn| turn.history = None);
         let (mut round, mut row, mut telling_s) = (Vec::with_capacity(turns.len()), 0, 0.0);
         for ((turn, verdict), drafted) in turns.iter().zip(verdicts).zip(drafted) {
-            let (backend, drafter, sequence) = self.parts(turn.slot)?;
+            let (backend, drafter, sequence) = self.working(turn.slot)?;
             let mut tokens = backend.window(turn.slot, verdict.accepted + 1)?.split_off(1);
             tokens.push(verdict.token);
             if let Some(top) = sequence.logprobs {
@@ -682,7 +682,7 @@ impl<B: Backend> Engine<B> {
         &mut self.backend
     }
 
-    fn parts(&mut self, slot: usize) -> Result<Parts<'_, B>> {
+    fn working(&mut self, slot: usize) -> Result<Working<'_, B>> {
         let sequence = found(&mut self.sequences, slot)?;
         Ok((&mut self.backend, self.method.drafter.as_deref_mut(), sequence))
     }

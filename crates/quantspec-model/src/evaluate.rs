@@ -1,11 +1,10 @@
-//! Teacher-forced scores: how far each view of the cache is from full precision, and how often each draft would be accepted.
+//! Teacher-forced scores: how far each cache view is from full precision, and how often each draft would be accepted.
 //!
-//! Every view decodes the text for itself, in slots of its own, exactly as a decode step would (visibility law, pages
-//! quantised as they complete), so keys and values of later layers carry the view's own errors. Because target rows are
-//! row-invariant, a window of rows scores what single steps would score. Tokens before the first scored position may be
-//! given as context: they are processed as a prompt is, exactly.
+//! Every view decodes the text in a slot of its own, exactly as a decode step would. So keys and values of later layers carry
+//! the view's own errors. Target rows are row-invariant, so a window of rows scores like single steps. Tokens before the
+//! first scored position may be context: they are prefilled, in full precision.
 
-use crate::backend::{Backend, DraftPlan, Row, Step};
+use crate::backend::{Backend, DraftConfig, Row, Step};
 use crate::draft::METHODS;
 use crate::engine::check_ids;
 use crate::forward;
@@ -17,10 +16,10 @@ use quantspec_core::logprob;
 use quantspec_core::sample::argmax;
 use quantspec_core::{Error, Result};
 
-/// Rows scored in one step. A window must fit behind the 2G tokens a row may read from the buffer.
+/// Rows scored in one step. A window must fit into the ring after the 2G tokens that a row may read.
 pub const WINDOW_ROWS: usize = 64;
 
-/// Rows of a prefill block of the context, where the device has no wish of its own.
+/// Rows of a prefill block of the context, if the device has no preference.
 const BLOCK_ROWS: usize = 256;
 
 const _: () = assert!(WINDOW_ROWS + 2 * G <= BUFFER_TOKENS);
@@ -29,18 +28,18 @@ const _: () = assert!(WINDOW_ROWS + 2 * G <= BUFFER_TOKENS);
 type Target = (&'static str, View, usize);
 
 /// A draft of the model itself: name, and what it reads where the target reads INT8.
-type Draft = (&'static str, DraftPlan);
+type Draft = (&'static str, DraftConfig);
 
 /// The target views, in report order.
 const TARGETS: [Target; 3] = [("fp16", View::Full, 0), ("int8", View::Both, 1), ("int4", View::Upper, 2)];
 
-/// The INT8 slot, against which drafts are scored.
+/// The slot of view Both, against which drafts are scored.
 const INT8: usize = 1;
 
 /// The drafts of the model itself, in report order; the default method's first.
 fn drafts() -> Vec<Draft> {
     let networks = METHODS.iter().filter(|method| !method.copies);
-    networks.filter_map(|method| Some((method.name, method.plan(View::Both)?))).collect()
+    networks.filter_map(|method| Some((method.name, method.draft_config(View::Both)?))).collect()
 }
 
 /// Score of one target view over all positions.
@@ -50,38 +49,38 @@ pub struct TargetScore {
     pub nll: f64,
     /// Mean Kullback–Leibler divergence from the FP16 view, nats.
     pub kld: f64,
-    /// Share of positions with the FP16 view's argmax.
+    /// Share of positions at which the FP16 view has the same argmax.
     pub top1: f64,
 }
 
 /// Score of one draft against the INT8 target.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DraftScore {
-    /// Mean of Σ_v min(p, q) at temperature 1: acceptance of one sampled draft token.
+    /// Mean of Σ_v min(p, q) at temperature 1: acceptance probability of one sampled draft token.
     pub acceptance: f64,
-    /// Share of positions with the target's argmax: greedy acceptance.
+    /// Share of positions at which the target has the same argmax: greedy acceptance.
     pub top1: f64,
 }
 
-/// How far weights of the target are from the checkpoint's, both over the FP16 cache.
+/// Distance of the target's weights from the checkpoint's, both over the FP16 cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct WeightsScore {
     /// Mean Kullback–Leibler divergence from the checkpoint's weights, nats.
     pub kld: f64,
-    /// Share of positions with the argmax of the checkpoint's weights.
+    /// Share of positions at which the checkpoint's weights give the same argmax.
     pub top1: f64,
 }
 
 /// Scores of a text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluation {
-    /// Positions scored: all tokens but the context's and the first of the rest.
+    /// Positions scored: all tokens except the context and the first one after it.
     pub positions: usize,
     /// (name, score) per target view.
     pub targets: Vec<(&'static str, TargetScore)>,
     /// (name, score) per draft.
     pub drafts: Vec<(&'static str, DraftScore)>,
-    /// None where the target's weights are the checkpoint's.
+    /// None if the target's weights are the checkpoint's.
     pub weights: Option<WeightsScore>,
 }
 
@@ -104,8 +103,8 @@ pub fn options(tokens: usize, rounding: Rounding, threads: usize) -> crate::back
     }
 }
 
-/// The options of the backend that holds the checkpoint's weights, where those of the target are compared with them: one slot over the
-/// FP16 cache, no draft weights.
+/// The options of the backend with the checkpoint's weights, for the comparison of weights: one slot over the FP16 cache, no
+/// draft weights.
 pub fn checkpoint_options(options: &crate::backend::Options) -> crate::backend::Options {
     crate::backend::Options {
         slots: 1,
@@ -116,7 +115,8 @@ pub fn checkpoint_options(options: &crate::backend::Options) -> crate::backend::
     }
 }
 
-/// Bytes of the process that [`evaluate`] takes beside the backend: a window's logits of two targets, a row of what is compared with them, and one of the checkpoint's weights.
+/// Host bytes that [`evaluate`] needs besides the backend: a window's logits of two targets, a row of the view compared, and
+/// a row of the checkpoint's weights.
 pub fn bytes(config: &ModelConfig) -> usize {
     (2 * WINDOW_ROWS + 2) * config.vocab * size_of::<f32>()
 }
@@ -138,14 +138,16 @@ pub fn acceptance<B: Backend>(
     score.ok_or_else(|| Error::internal("no method drafts with the model itself"))
 }
 
-/// Scores `tokens` on a backend loaded with [`options`]; where its weights are not the checkpoint's, `checkpoint` is one loaded with
-/// [`checkpoint_options`], and they are compared. The first `context` tokens are a prompt, taken in blocks of `block_rows`, those
-/// the backend was loaded with; of the others, at least two, the first is fed and every later one is predicted. `progress` is
-/// told tokens done and in all: those of the context, once for every target, and the positions that are scored.
+/// Scores `tokens` on a backend loaded with [`options`].
+///
+/// If its weights are not the checkpoint's, `checkpoint` is a backend loaded with [`checkpoint_options`], and both are
+/// compared. The first `context` tokens are prefilled in blocks of `block_rows`, as at the backend's load. At least two
+/// tokens follow; the first of them is fed, and every later one is predicted. `progress` is called with tokens done and
+/// tokens in total: the context once per target, and the scored positions.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens beyond the context, [`quantspec_core::ErrorKind::Model`]
-/// for ids outside the vocabulary, [`quantspec_core::ErrorKind::NotFinite`] where a score is NaN or infinite, and those of the
+/// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens after the context, [`quantspec_core::ErrorKind::Model`] for
+/// ids outside the vocabulary, [`quantspec_core::ErrorKind::NotFinite`] if a score is NaN or infinite, and those of the
 /// backend's operations.
 pub fn evaluate<B: Backend>(
     backend: &mut B,
@@ -201,7 +203,7 @@ fn score_views<B: Backend>(
     for start in (context..positions).step_by(WINDOW_ROWS) {
         let rows = WINDOW_ROWS.min(positions - start);
         let (window, next) = (&tokens[start..start + rows], &tokens[start + 1..start + rows + 1]);
-        // The windows' rows of the two targets that others are compared with; no more than these is held (`bytes`).
+        // A window's rows of the two targets that others are compared with; [`bytes`] counts these.
         let (mut full, mut int8) = (Vec::with_capacity(rows), Vec::with_capacity(rows));
         for (score, &(_, view, slot)) in targets.iter_mut().zip(views) {
             feed(backend, slot, start, window, view)?;
@@ -230,22 +232,23 @@ fn score_views<B: Backend>(
             }
             checkpoint.poll()?;
         }
-        // Backwards: a draft's own keys and values overwrite only its position, and those before it are the target's.
+        // From the last offset to the first: a draft's keys and values overwrite its own position, and all earlier ones are
+        // the target's.
         for offset in (0..rows).rev() {
-            for ((_, DraftPlan { weights, view, pages }), score) in &mut drafts {
+            for ((_, DraftConfig { weights, view, pages }), score) in &mut drafts {
                 let row = [Row { slot: INT8, offset, position: start + offset }];
                 let step = Step { weights: *weights, view: *view, pages: *pages, choose_pages: true, rows: &row };
                 forward::step(backend, &step)?;
                 let (p, q) = (&int8[offset], Scored::new(backend.logits(0)?));
                 let shared: f64 = q.logs().zip(p.logs()).map(|(q, p)| q.min(p).exp()).sum();
-                // Rounding may end a little above 1.
+                // Rounding may yield slightly more than 1.
                 score.acceptance += if shared > 1.0 { 1.0 } else { shared };
                 score.top1 += f64::from(u8::from(q.best() == p.best()));
             }
             backend.poll()?;
             progress(read + start + rows - offset - context, total);
         }
-        // The target's keys and values again, over the drafts'.
+        // The target's keys and values replace the drafts'.
         feed(backend, INT8, start, window, View::Both)?;
         for (extent, &(_, _, slot)) in extents.iter_mut().zip(views) {
             for page in extent.commit(rows) {
@@ -272,7 +275,7 @@ fn score_views<B: Backend>(
         targets.iter().flat_map(|score| [score.nll, score.kld]).chain(drafts.iter().map(|(_, score)| score.acceptance));
     let sums = sums.chain([weights.kld]);
     if !sums.into_iter().all(f64::is_finite) {
-        // A GPU flags keys and values for `first` and `judge`, which nobody calls here.
+        // A GPU reports non-finite keys and values in `first` and `judge`, which are not called here.
         return Err(Error::not_finite("logits are NaN or infinite"));
     }
     Ok(Evaluation {
@@ -283,12 +286,12 @@ fn score_views<B: Backend>(
     })
 }
 
-/// Log-probabilities of `tokens` from the second on, each given those before it, under one view of the target: `[tokens − 1]`, in nats.
-/// `slot` is free before and after. A step has `step_rows` rows.
+/// Log-probabilities of `tokens` from the second on, each given the tokens before it, under one view of the target: `[tokens
+/// − 1]`, in nats. `slot` is free before and after. A step has `step_rows` rows.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens, [`quantspec_core::ErrorKind::Model`] for ids outside the vocabulary,
-/// [`quantspec_core::ErrorKind::NotFinite`] where a logit is NaN or infinite, and those of the backend's operations.
+/// [`quantspec_core::ErrorKind::Usage`] for fewer than two tokens, [`quantspec_core::ErrorKind::Model`] for ids outside the
+/// vocabulary, [`quantspec_core::ErrorKind::NotFinite`] if a logit is NaN or infinite, and those of the backend's operations.
 pub fn score<B: Backend>(
     backend: &mut B,
     view: View,
@@ -338,7 +341,8 @@ fn feed_all<B: Backend>(
     Ok(scored)
 }
 
-/// Runs a window of known tokens through a view of the target: logits of every row, keys and values in the buffer.
+/// Runs a window of known tokens through a view of the target: yields logits of every row, and writes keys and values to the
+/// buffer.
 fn feed<B: Backend>(backend: &mut B, slot: usize, start: usize, window: &[u32], view: View) -> Result<()> {
     backend.set_window(slot, window)?;
     let rows: Vec<Row> = (0..window.len()).map(|offset| Row { slot, offset, position: start + offset }).collect();
@@ -346,10 +350,10 @@ fn feed<B: Backend>(backend: &mut B, slot: usize, start: usize, window: &[u32], 
     forward::step(backend, &step)
 }
 
-/// A row of logits, and what makes log-probabilities of them: kept as the backend gave them, they take half the memory.
+/// A row of logits and its log-sum-exp. Keeping the f32 logits takes half the memory of f64 log-probabilities.
 struct Scored {
     logits: Vec<f32>,
-    /// Largest logit plus the logarithm of the sum behind it.
+    /// log Σ exp(logit).
     shift: f64,
 }
 
@@ -367,13 +371,13 @@ impl Scored {
         self.logits.iter().map(|&logit| f64::from(logit) - self.shift)
     }
 
-    /// The likeliest token, the lowest id among equals.
+    /// The most likely token; the lowest id wins ties.
     fn best(&self) -> u32 {
         argmax(&self.logits)
     }
 }
 
-/// KL(p ‖ q) in nats. A token that p excludes adds nothing, whatever q thinks of it.
+/// KL(p ‖ q) in nats. A token with p = 0 adds nothing.
 fn divergence(p: &Scored, q: &Scored) -> f64 {
     p.logs().zip(q.logs()).map(|(p, q)| if p == f64::NEG_INFINITY { 0.0 } else { p.exp() * (p - q) }).sum()
 }
@@ -386,11 +390,11 @@ mod tests {
     fn a_masked_token_adds_nothing_to_a_divergence() {
         let masked = f32::NEG_INFINITY;
         let p = Scored::new(vec![0.0, masked, 0.0, masked]);
-        // Two halves against 1/2, 1/4, 1/4: the second token is no part of p.
+        // p is two halves, q is 1/2, 1/4, 1/4; p excludes the second token.
         let q = Scored::new(vec![2f32.ln(), 0.0, 0.0, masked]);
         assert!((divergence(&p, &q) - 0.5 * 2f64.ln()).abs() < 1e-6, "{}", divergence(&p, &q));
         assert_eq!(divergence(&p, &p), 0.0);
-        // What q excludes and p does not is infinitely far.
+        // The divergence is infinite if q excludes a token that p allows.
         assert_eq!(divergence(&q, &p), f64::INFINITY);
         assert!(divergence(&Scored::new(vec![0.0, f32::NAN]), &p).is_nan());
         assert_eq!((p.best(), q.best(), p.log(1)), (0, 0, f64::NEG_INFINITY));

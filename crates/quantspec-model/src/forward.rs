@@ -1,16 +1,17 @@
-//! The network and its rounds, once: every backend runs these lines.
+//! The forward pass and the steps of a round. Every backend runs this code.
 //!
-//! A backend brings the operations ([`Network`], [`TokenSampler`]) and may run a [`Round`] in a way of its own ([`Executor`]): as the steps here one
-//! after another, or as a graph that it recorded of them.
+//! A backend implements the operations ([`Network`], [`TokenSampler`]). It may run a [`Round`] in its own way ([`Executor`]):
+//! as the steps below, one after another, or as a recorded graph of them.
 
-use crate::network::{Block, DraftPlan, Network, Pass, Row, Step};
+use crate::network::{Block, DraftConfig, Network, Pass, Row, Step};
 use crate::prompt_cache::{PromptRows, Reuse};
 use crate::sampler::{TokenSampler, Turn};
 use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
 
-/// One decoder layer. Where a model is split over devices, each holds a part of the sum that [`Network::reduce_residual`] adds, and an all-reduce belongs there.
+/// One decoder layer. For tensor parallelism, each device holds a partial sum before [`Network::reduce_residual`]; the
+/// all-reduce belongs there.
 fn layer<B: Network>(backend: &mut B, layer: usize, pass: &Pass) -> Result<()> {
     backend.qkv(layer, pass)?;
     backend.poll()?;
@@ -39,21 +40,21 @@ pub fn step<B: Network>(backend: &mut B, step: &Step) -> Result<()> {
     backend.head(&pass)
 }
 
-/// Known rows that are restored in the time of one computed row, at least: a chunk counts them so.
+/// Lower bound of the restored rows that cost as much as one computed row; a chunk counts them by it.
 const RESTORED_PER_ROW: usize = 32;
 
-/// How far a prompt has been processed: layers that are done, and rows of the one under way.
+/// Progress of a prompt: finished layers, and rows of the current one.
 #[derive(Debug, Default)]
 pub struct PrefillCursor {
     embedded: bool,
     layer: usize,
     row: usize,
-    /// Rows that are known, and those that are to be kept.
+    /// Rows restored from the prompt cache, and rows to record for it.
     reuse: Option<Reuse>,
 }
 
 impl PrefillCursor {
-    /// The beginning of a prompt of which some rows are known.
+    /// Start of a prompt of which the prompt cache holds some rows.
     pub fn reusing(reuse: Reuse) -> PrefillCursor {
         PrefillCursor { reuse: Some(reuse), ..PrefillCursor::default() }
     }
@@ -63,7 +64,7 @@ impl PrefillCursor {
         self.reuse.as_ref().map_or(0, Reuse::tokens)
     }
 
-    /// Takes what was known and kept.
+    /// Takes the restored and recorded rows.
     pub fn take_reuse(&mut self) -> Option<Reuse> {
         self.reuse.take()
     }
@@ -72,18 +73,18 @@ impl PrefillCursor {
 /// Where a call of [`prefill_chunk`] stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chunk {
-    /// The prompt goes on with the next call.
-    Part,
+    /// The prompt continues with the next call.
+    More,
     /// It has been read.
     End,
-    /// Known rows are damaged: it is to be begun anew.
+    /// Restored rows are damaged; the caller must restart the prompt.
     Damaged,
 }
 
-/// Runs a whole prompt, as [`prefill_chunk`], and reuses nothing.
+/// Runs a whole prompt without a prompt cache; see [`prefill_chunk`].
 ///
 /// # Errors
-/// As there.
+/// As [`prefill_chunk`].
 pub fn prefill<B: Network + PromptRows>(
     backend: &mut B,
     slot: usize,
@@ -94,11 +95,12 @@ pub fn prefill<B: Network + PromptRows>(
     prefill_chunk(backend, slot, prompt, block_rows, &mut PrefillCursor::default(), usize::MAX, progress).map(|_| ())
 }
 
-/// Runs a prompt layer by layer in blocks of `block_rows`, so that full-precision keys and values exist for one layer at a
-/// time; leaves the logits of the last row. Stops where `most_rows` rows, counted over all layers, were processed: the next call
-/// goes on at the cursor. Steps of other slots may run in between, and change no bit. Rows that the cursor's [`Reuse`] knows are
-/// not computed, but for the last of the prompt. `progress` is told the computed rows done, counted over all layers, after each
-/// block and again after each layer.
+/// Runs a prompt layer by layer in blocks of `block_rows`, and leaves the logits of the last row.
+///
+/// Layer-major order keeps full-precision keys and values of one layer at a time. The call stops after `most_rows` rows,
+/// counted over all layers; the next call continues at the cursor. Steps of other slots may run in between without affecting
+/// a bit. Rows known to the cursor's [`Reuse`] are restored, except the prompt's last row. `progress` is called with the
+/// computed rows, counted over all layers, after each block and each layer.
 ///
 /// # Errors
 /// Those of the operations of [`step`], of [`Network::store`], of [`Network::end_chunk`], and of [`Reuse`].
@@ -126,7 +128,7 @@ pub fn prefill_chunk<B: Network + PromptRows>(
     while cursor.layer < layers {
         if processed >= most_rows {
             backend.end_chunk()?;
-            return Ok(Chunk::Part);
+            return Ok(Chunk::More);
         }
         if cursor.row == first
             && let Some(reuse) = &mut cursor.reuse
@@ -155,36 +157,36 @@ pub fn prefill_chunk<B: Network + PromptRows>(
     Ok(Chunk::End)
 }
 
-/// The steps of a round: draft steps, then the verification. Every step of a watched draft is a round of its own.
+/// The steps of a round: draft steps, then the verification. Each step of a watched draft is a separate round.
 #[derive(Clone, Debug)]
 pub struct Round<'a> {
     /// What each sequence does.
     pub turns: &'a [Turn],
-    /// Draft steps: what they read, and their rows.
-    drafts: Vec<(DraftPlan, Vec<Row>)>,
-    /// The verification: the target view, and its rows.
+    /// Draft steps: their plan and their rows.
+    drafts: Vec<(DraftConfig, Vec<Row>)>,
+    /// The verification: the target view and its rows.
     verification: Option<(View, Vec<Row>)>,
 }
 
 impl<'a> Round<'a> {
-    /// One draft step: offset `offset` of every turn with γ > `offset`. `None` where there is no such turn.
-    pub fn of_draft(plan: &DraftPlan, turns: &'a [Turn], offset: usize) -> Option<Round<'a>> {
+    /// One draft step: offset `offset` of every turn with γ > `offset`. `None` if there is no such turn.
+    pub fn of_draft(config: &DraftConfig, turns: &'a [Turn], offset: usize) -> Option<Round<'a>> {
         let rows = draft_rows(turns.iter(), offset);
-        (!rows.is_empty()).then(|| Round { turns, drafts: vec![(*plan, rows)], verification: None })
+        (!rows.is_empty()).then(|| Round { turns, drafts: vec![(*config, rows)], verification: None })
     }
 
-    /// The verification of every turn's window over the target view, after the draft steps of turns that [`draft`] left to it.
+    /// The verification of every turn's window over the target view, preceded by the draft steps that [`draft`] deferred.
     pub fn of_verification(view: View, turns: &'a [Turn]) -> Round<'a> {
-        let plan = turns.iter().find_map(|turn| turn.to_draft);
+        let config = turns.iter().find_map(|turn| turn.to_draft);
         let left = |offset: usize| draft_rows(turns.iter().filter(|turn| turn.to_draft.is_some()), offset);
         let steps = (0..).map(left).take_while(|rows| !rows.is_empty());
-        let drafts = plan.map_or_else(Vec::new, |plan| steps.map(|rows| (plan, rows)).collect());
+        let drafts = config.map_or_else(Vec::new, |config| steps.map(|rows| (config, rows)).collect());
         Round { turns, drafts, verification: Some((view, verify_rows(turns))) }
     }
 
-    /// The draft steps, in order. The first token of a window chooses the pages.
+    /// The draft steps, in order. The first step of a window chooses the pages.
     pub fn drafts(&self) -> impl Iterator<Item = Step<'_>> {
-        self.drafts.iter().map(|(DraftPlan { weights, view, pages }, rows)| Step {
+        self.drafts.iter().map(|(DraftConfig { weights, view, pages }, rows)| Step {
             weights: *weights,
             view: *view,
             pages: *pages,
@@ -193,7 +195,7 @@ impl<'a> Round<'a> {
         })
     }
 
-    /// The verification: full weights over the target view.
+    /// The verification: the target's weights over the target view.
     pub fn verification(&self) -> Option<Step<'_>> {
         let (view, rows) = self.verification.as_ref()?;
         Some(Step { weights: Weights::Full, view: *view, pages: Pages::All, choose_pages: false, rows })
@@ -204,7 +206,7 @@ fn row(turn: &Turn, offset: usize) -> Row {
     Row { slot: turn.slot, offset, position: turn.committed + offset }
 }
 
-/// Rows of a draft step: offset `offset` of every turn that drafts there.
+/// Rows of a draft step: one for each turn that drafts at this offset.
 fn draft_rows<'a>(turns: impl Iterator<Item = &'a Turn>, offset: usize) -> Vec<Row> {
     turns.filter(|turn| turn.drafts(offset)).map(|turn| row(turn, offset)).collect()
 }
@@ -214,22 +216,23 @@ fn verify_rows(turns: &[Turn]) -> Vec<Row> {
     turns.iter().flat_map(|turn| (0..=turn.gamma).map(|offset| row(turn, offset))).collect()
 }
 
-/// Runs rounds. The provided methods run their steps one after another.
+/// Runs rounds. The provided methods run the steps one after another.
 pub trait Executor: Network + TokenSampler {
-    /// Whether a round as a whole takes less time than its steps by themselves. [`draft`] then leaves drafts that are not watched to [`verify`].
+    /// Returns true if a whole round takes less time than its single steps. [`draft`] then defers unwatched drafts to
+    /// [`verify`].
     fn runs_rounds_whole(&self) -> bool {
         false
     }
 
-    /// Prepares what draft steps read. [`draft`] calls it, so that its time is not measured as the verification's.
+    /// Prepares the data of draft steps. [`draft`] calls it, so that its time does not count as verification.
     ///
     /// # Errors
     /// Device errors of a GPU. The provided method has none.
-    fn prepare_draft(&mut self, _plan: &DraftPlan) -> Result<()> {
+    fn prepare_draft(&mut self, _plan: &DraftConfig) -> Result<()> {
         Ok(())
     }
 
-    /// Runs a round: one verdict per turn where it verifies, in order.
+    /// Runs a round. Returns one verdict per turn if the round verifies, in order.
     ///
     /// # Errors
     /// Those of [`run_steps`].
@@ -240,10 +243,10 @@ pub trait Executor: Network + TokenSampler {
         run_steps(self, round)
     }
 
-    /// Seconds that draft steps took in the round of the last verification; `None` where it had none.
+    /// Seconds of the draft steps in the round of the last verification; `None` if it had none.
     ///
     /// # Errors
-    /// Device errors of a GPU whose clock is read. The provided method has none.
+    /// Device errors while reading a GPU's timer. The provided method has none.
     fn draft_seconds(&mut self) -> Result<Option<f64>> {
         Ok(None)
     }
@@ -262,7 +265,7 @@ pub fn run_steps<B: Network + TokenSampler>(backend: &mut B, round: &Round) -> R
     backend.judge(&window, round.turns)
 }
 
-/// A draft step, and the choice of its tokens.
+/// Runs a draft step and chooses its tokens.
 ///
 /// # Errors
 /// Those of [`step`] and [`TokenSampler::propose`].
@@ -271,37 +274,41 @@ pub fn draft_step<B: Network + TokenSampler>(backend: &mut B, next: &Step, turns
     backend.propose(next, turns)
 }
 
-/// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i. The draft of a single turn that has a [`Turn::stop`] is watched: it ends
-/// where it is unlikely enough that all its tokens stand. Other drafts may be left to [`verify`], which [`Turn::to_draft`] says.
+/// Drafts γ tokens per turn: step i feeds offset i of every turn with γ > i.
+///
+/// The draft of a single turn with a [`Turn::stop`] is watched: it ends once acceptance of all its tokens is unlikely enough.
+/// Other drafts may be deferred to [`verify`], as [`Turn::to_draft`] then says.
 ///
 /// # Errors
-/// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`], but for [`ErrorKind::NotFinite`]: there the draft ends.
-pub fn draft<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
+/// Those of [`Executor::prepare_draft`], [`Network::poll`], [`Executor::run`] and [`TokenSampler::margin`].
+/// [`ErrorKind::NotFinite`] is not among them: it ends the draft.
+pub fn draft<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
     if backend.runs_rounds_whole() && !is_watched(turns) {
-        backend.prepare_draft(plan)?;
-        turns.iter_mut().filter(|turn| !turn.copied).for_each(|turn| turn.to_draft = Some(*plan));
+        backend.prepare_draft(config)?;
+        turns.iter_mut().filter(|turn| !turn.copied).for_each(|turn| turn.to_draft = Some(*config));
         return Ok(());
     }
-    draft_now(backend, plan, turns)
+    draft_now(backend, config, turns)
 }
 
-/// Whether somebody looks at every token of a draft.
+/// Returns true if the draft's logit margins are read after every token.
 fn is_watched(turns: &[Turn]) -> bool {
     matches!(turns, [turn] if turn.stop.is_some())
 }
 
-/// [`draft`], with all tokens in the windows when it returns.
+/// As [`draft`], but never deferred: all tokens are in the windows on return.
 ///
 /// # Errors
-/// As there.
-pub fn draft_now<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
-    backend.prepare_draft(plan)?;
+/// As [`draft`].
+pub fn draft_now<B: Executor>(backend: &mut B, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
+    backend.prepare_draft(config)?;
     backend.poll()?;
     let watched = is_watched(turns);
     for offset in 0.. {
-        let Some(round) = Round::of_draft(plan, turns, offset) else { break };
+        let Some(round) = Round::of_draft(config, turns, offset) else { break };
         match backend.run(&round) {
-            // What the draft alone cannot compute is no fault of the text. What was drafted before is verified, and its rows take the place of these.
+            // Non-finite values of a draft do not affect the text. The tokens drafted before are verified, and their rows
+            // overwrite the draft's.
             Err(error) if error.kind == ErrorKind::NotFinite => {
                 turns.iter_mut().filter(|turn| turn.drafts(offset)).for_each(|turn| turn.gamma = offset);
                 break;
@@ -315,7 +322,7 @@ pub fn draft_now<B: Executor>(backend: &mut B, plan: &DraftPlan, turns: &mut [Tu
     Ok(())
 }
 
-/// Verifies `[last, g_0 … g_{γ−1}]` of every turn in one pass of full weights over the target view.
+/// Verifies `[last, g_0 … g_{γ−1}]` of every turn in one pass of the target's weights over the target view.
 ///
 /// # Errors
 /// Those of [`Network::poll`] and of [`Executor::run`].
@@ -329,7 +336,7 @@ mod tests {
     use super::*;
     use quantspec_core::sample::Sampler;
 
-    const PLAN: DraftPlan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::Best(4) };
+    const PLAN: DraftConfig = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::Best(4) };
 
     fn rows(step: &Step) -> Vec<(usize, usize, usize)> {
         step.rows.iter().map(|row| (row.slot, row.offset, row.position)).collect()
@@ -350,22 +357,22 @@ mod tests {
         }
         assert!(Round::of_draft(&PLAN, &turns, 2).is_none());
 
-        // What stands in the windows is verified alone.
+        // Tokens that are in the windows are verified without draft steps.
         let round = Round::of_verification(View::Both, &turns);
         assert_eq!((round.drafts().count(), rows(&round.verification().unwrap())), (0, window.to_vec()));
-        // What was left to the verification is drafted ahead of it.
+        // Deferred drafts run before the verification.
         turns.iter_mut().for_each(|turn| turn.to_draft = Some(PLAN));
         let round = Round::of_verification(View::Both, &turns);
         assert_eq!(round.drafts().map(|step| rows(&step)).collect::<Vec<_>>(), drafted);
         assert_eq!(round.drafts().map(|step| step.choose_pages).collect::<Vec<_>>(), [true, false]);
         for Step { weights, view, pages, .. } in round.drafts() {
-            assert_eq!(DraftPlan { weights, view, pages }, PLAN);
+            assert_eq!(DraftConfig { weights, view, pages }, PLAN);
         }
         let verification = round.verification().unwrap();
         assert_eq!(rows(&verification), window);
         let Step { weights, view, pages, choose_pages, .. } = verification;
         assert_eq!((weights, view, pages, choose_pages), (Weights::Full, View::Both, Pages::All, false));
-        // A round that is taken again without its drafts has none.
+        // A round that is repeated without its drafts has no draft steps.
         turns.iter_mut().for_each(|turn| turn.gamma = 0);
         assert_eq!(Round::of_verification(View::Both, &turns).drafts().count(), 0);
     }

@@ -1,11 +1,12 @@
 //! A strict reader of GGUF files, the format of llama.cpp: versions 2 and 3, little-endian, in one part or several.
 //!
-//! Layout of a file: magic "GGUF", u32 version, u64 tensors, u64 metadata entries; each entry is a key, a u32 type and a value; each
-//! tensor is a name, u32 dimensions, a u64 extent of each (innermost first), a u32 type and a u64 offset; then, aligned, the tensors'
-//! bytes, from where offsets count. A text is a u64 length and its bytes.
+//! Layout of a file: magic "GGUF", u32 version, u64 number of tensors, u64 number of metadata entries. Each entry is a key, a
+//! u32 type and a value. Each tensor is a name, a u32 number of dimensions, a u64 extent of each (innermost first), a u32
+//! type and a u64 offset. The tensors' bytes follow, aligned; offsets count from their start. A text is a u64 length and its
+//! bytes.
 //!
-//! Every count and length is checked against what is left of the file before anything is allocated. Texts and arrays of the metadata
-//! stay in the file until they are read by name: a vocabulary of 150,000 tokens costs nothing to a caller that needs the weights only.
+//! Every count and length is checked against the rest of the file before anything is allocated. Texts and arrays of the
+//! metadata are read only on request, so a vocabulary of 150,000 tokens costs nothing while loading weights.
 
 use crate::blocks::Encoding;
 use crate::safetensors::{damaged, read_at, shown, unreadable};
@@ -14,21 +15,21 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::path::{Path, PathBuf};
 
-/// Bytes read at a time while walking a header.
+/// Bytes per read while parsing a header.
 const WINDOW_BYTES: usize = 64 << 10;
 /// Most metadata entries; published files have up to 100.
 const ENTRIES_MAX: u64 = 65_536;
-/// Most elements of a list: those of the largest vocabulary that is read.
+/// Most elements of a list, as in the largest supported vocabulary.
 const ELEMENTS_MAX: u64 = 16_777_216;
-/// Most tensors of a model: a network of 1,024 layers has 18,435.
+/// Most tensors of a model; a network of 1,024 layers has 18,435.
 const TENSORS_MAX: usize = 65_536;
-/// Longest name of a tensor or key, the format's own limit for keys.
+/// Longest name of a tensor or key: the format's limit for keys.
 const NAME_BYTES_MAX: u64 = 65_535;
 /// Most dimensions of a tensor, as in ggml.
 const DIMENSIONS_MAX: u32 = 4;
-/// Where tensors start unless the metadata says otherwise.
+/// Alignment of tensors, unless the metadata states another.
 const ALIGNMENT: u64 = 32;
-/// Most parts of a model; every one stays open.
+/// Most parts of a model; all stay open.
 const PARTS_MAX: u64 = 512;
 
 /// A value of the metadata.
@@ -69,12 +70,12 @@ pub enum Element<'a> {
     Text(&'a str),
 }
 
-/// Type of a value, without what it takes to be a list.
+/// Type of a value; lists are excluded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Unsigned whole numbers of this many bytes.
+    /// Unsigned integers of this many bytes.
     Unsigned(u64),
-    /// Signed whole numbers of this many bytes.
+    /// Signed integers of this many bytes.
     Signed(u64),
     /// Floating-point numbers of this many bytes.
     Float(u64),
@@ -131,7 +132,7 @@ pub struct Tensor {
 
 /// An open file whose header has been checked.
 #[derive(Debug)]
-struct Part {
+struct GgufFile {
     file: File,
     name: String,
     entries: BTreeMap<String, Value>,
@@ -141,27 +142,27 @@ struct Part {
 /// An open model: one file, or all parts of a split one.
 #[derive(Debug)]
 pub struct Gguf {
-    parts: Vec<Part>,
+    files: Vec<GgufFile>,
     tensors: BTreeMap<String, (usize, Tensor)>,
 }
 
 impl Gguf {
-    /// Opens a file and, where it is the first of several parts, the others beside it.
+    /// Opens a file and, for the first part of a split model, the other parts in the same directory.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] where the path is not a GGUF file, where a header is damaged or of an unknown version,
-    /// and where a part is missing or of another model. [`quantspec_core::ErrorKind::Io`] where a file cannot be read.
+    /// [`quantspec_core::ErrorKind::Model`] if the path is not a GGUF file, if a header is damaged or of an unknown version,
+    /// or if a part is missing or of another model. [`quantspec_core::ErrorKind::Io`] if a file cannot be read.
     pub fn open(path: &Path) -> Result<Gguf> {
-        let first = Part::open(path)?;
+        let first = GgufFile::open(path)?;
         let count = first.whole("split.count")?.unwrap_or(1);
-        let mut parts = vec![first];
+        let mut files = vec![first];
         if count > 1 {
-            for other in other_parts(&parts[0], path, count)? {
-                parts.push(Part::open(&other)?);
+            for other in other_parts(&files[0], path, count)? {
+                files.push(GgufFile::open(&other)?);
             }
         }
         let mut tensors = BTreeMap::new();
-        for (number, part) in parts.iter_mut().enumerate() {
+        for (number, part) in files.iter_mut().enumerate() {
             let stated = (part.whole("split.no")?, part.whole("split.count")?);
             if count > 1 && stated != (Some(number as u64), Some(count)) {
                 return Err(damaged(&part.name, &format!("is not part {} of {count} of a model", number + 1)));
@@ -176,45 +177,46 @@ impl Gguf {
                 }
             }
         }
-        if let Some(stated) = parts[0].whole("split.tensors.count")?
+        if let Some(stated) = files[0].whole("split.tensors.count")?
             && stated != tensors.len() as u64
         {
             return Err(damaged(
-                &parts[0].name,
+                &files[0].name,
                 &format!("claims {stated} tensors in all parts, which hold {}", tensors.len()),
             ));
         }
-        Ok(Gguf { parts, tensors })
+        Ok(Gguf { files, tensors })
     }
 
     /// The first file's path, for messages.
     pub fn name(&self) -> &str {
-        &self.parts[0].name
+        &self.files[0].name
     }
 
-    /// Part and place of every tensor, by name.
+    /// File number and location of every tensor, by name.
     pub fn tensors(&self) -> &BTreeMap<String, (usize, Tensor)> {
         &self.tensors
     }
 
     /// The metadata of the first part, by key.
     pub fn entries(&self) -> &BTreeMap<String, Value> {
-        &self.parts[0].entries
+        &self.files[0].entries
     }
 
-    /// The error about an entry of another type than `wanted`, such as "a text".
+    /// The error for an entry whose type is not `wanted`, such as "a text".
     pub fn wrong(&self, key: &str, wanted: &str) -> Error {
-        self.parts[0].wrong(key, wanted)
+        self.files[0].wrong(key, wanted)
     }
 
-    /// The text of an entry; None where there is no such entry.
+    /// The text of an entry; None if there is no such entry.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] where it is no text or not UTF-8, [`quantspec_core::ErrorKind::Io`] where it cannot be read.
+    /// [`quantspec_core::ErrorKind::Model`] if it is not a text or not UTF-8, [`quantspec_core::ErrorKind::Io`] if it cannot
+    /// be read.
     pub fn text(&self, key: &str) -> Result<Option<String>> {
         match self.entries().get(key) {
             None => Ok(None),
-            Some(&Value::Text { at, bytes }) => self.parts[0].text_at(key, at, bytes).map(Some),
+            Some(&Value::Text { at, bytes }) => self.files[0].text_at(key, at, bytes).map(Some),
             Some(_) => Err(self.wrong(key, "a text")),
         }
     }
@@ -222,10 +224,10 @@ impl Gguf {
     /// Calls `take` with every element of a list.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] where the entry is no list or a text of it is not UTF-8,
-    /// [`quantspec_core::ErrorKind::Io`] where the file cannot be read.
+    /// [`quantspec_core::ErrorKind::Model`] if the entry is not a list or one of its texts is not UTF-8,
+    /// [`quantspec_core::ErrorKind::Io`] if the file cannot be read.
     pub fn elements(&self, key: &str, mut take: impl FnMut(Element)) -> Result<()> {
-        let part = &self.parts[0];
+        let part = &self.files[0];
         let Some(&Value::List { kind, count, at }) = part.entries.get(key) else {
             return Err(part.wrong(key, "a list"));
         };
@@ -245,18 +247,18 @@ impl Gguf {
     /// Fills `out` with the bytes at `offset` of a part.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Io`] where the file cannot be read or ends before the bytes do.
+    /// [`quantspec_core::ErrorKind::Io`] if the file cannot be read or ends before the bytes do.
     pub fn read(&self, part: usize, offset: u64, out: &mut [u8]) -> Result<()> {
-        let part = self.parts.get(part).ok_or_else(|| Error::internal(format!("part {part} is not open")))?;
+        let part = self.files.get(part).ok_or_else(|| Error::internal(format!("part {part} is not open")))?;
         read_at(&part.file, out, offset).map_err(|error| unreadable(&part.name, &error))
     }
 }
 
-impl Part {
-    fn open(path: &Path) -> Result<Part> {
+impl GgufFile {
+    fn open(path: &Path) -> Result<GgufFile> {
         let name = path.to_string_lossy().into_owned();
         let failed = |error: std::io::Error| unreadable(&name, &error);
-        // Asked before opening: to open a pipe would wait for its writer.
+        // Checked before opening: opening a pipe would block.
         if !path.metadata().map_err(failed)?.is_file() {
             return Err(damaged(&name, "is not a file"));
         }
@@ -265,10 +267,10 @@ impl Part {
         let tensors = header(&mut cursor)?;
         let entries = entries(&mut cursor)?;
         let tensors = tensor_table(&mut cursor, tensors, &entries)?;
-        Ok(Part { file, name, entries, tensors })
+        Ok(GgufFile { file, name, entries, tensors })
     }
 
-    /// A whole number of the metadata; None where there is no such entry.
+    /// An integer of the metadata; None if there is no such entry.
     fn whole(&self, key: &str) -> Result<Option<u64>> {
         match self.entries.get(key) {
             None => Ok(None),
@@ -288,7 +290,7 @@ impl Part {
 }
 
 impl Value {
-    /// The number, where it is a whole one that is not negative.
+    /// The value if it is a non-negative integer.
     pub fn whole(self) -> Option<u64> {
         match self {
             Value::Unsigned(number) => Some(number),
@@ -308,8 +310,8 @@ impl Value {
     }
 }
 
-/// The other parts of a split model, by the names that llama.cpp gives them: NAME-00001-of-00003.gguf.
-fn other_parts(first: &Part, path: &Path, count: u64) -> Result<Vec<PathBuf>> {
+/// Paths of the other parts of a split model, in llama.cpp's naming: NAME-00001-of-00003.gguf.
+fn other_parts(first: &GgufFile, path: &Path, count: u64) -> Result<Vec<PathBuf>> {
     if count > PARTS_MAX {
         return Err(damaged(&first.name, &format!("claims {count} parts; up to {PARTS_MAX} are opened")));
     }
@@ -364,7 +366,7 @@ impl<'a> Cursor<'a> {
         damaged(self.name, what)
     }
 
-    /// Moves on by some bytes, which the file must have.
+    /// Skips some bytes; an error if the file ends before.
     fn skip(&mut self, bytes: u64) -> Result<u64> {
         if bytes > self.left() {
             return Err(self.damaged(&format!(
@@ -473,7 +475,7 @@ impl<'a> Cursor<'a> {
     }
 }
 
-/// Magic and version; returns the number of tensors.
+/// Checks magic and version; returns the number of tensors.
 fn header(cursor: &mut Cursor) -> Result<u64> {
     if cursor.length < 4 || &cursor.take::<4>()? != b"GGUF" {
         return Err(Error::model(
@@ -483,14 +485,14 @@ fn header(cursor: &mut Cursor) -> Result<u64> {
     }
     match cursor.u32()? {
         2 | 3 => cursor.u64(),
-        // The number's bytes in the other order.
+        // A version number with its bytes swapped: the file is big-endian.
         version if (1..=0xffff).contains(&version.swap_bytes()) => Err(Error::model(
             format!("{} is a big-endian GGUF file", cursor.name),
             "fetch the little-endian file of the same model",
         )),
         version => Err(Error::model(
             format!("{} is a GGUF file of version {version}", cursor.name),
-            "versions 2 and 3 are read; convert the model anew with a current llama.cpp",
+            "versions 2 and 3 are supported; convert the model again with a current llama.cpp",
         )),
     }
 }
@@ -579,7 +581,7 @@ fn tensor_table(
     Ok(tensors)
 }
 
-/// One entry of the table behind its name; its offset is from the start of the data.
+/// One entry of the tensor table, after its name; the offset counts from the start of the data.
 fn tensor(cursor: &mut Cursor, name: &str) -> Result<Tensor> {
     let file = cursor.name;
     let fault = |what: String| damaged(file, &format!("has tensor \"{}\" of {what}", shown(name)));

@@ -1,7 +1,7 @@
-//! What a GGUF file says of a network: its configuration from the metadata, and where each weight lies.
+//! The model configuration of a GGUF file, from its metadata, and the location of each weight.
 //!
-//! Names are llama.cpp's: `llama.embedding_length`, `blk.0.attn_q.weight`. As for config.json, a value is never guessed, and what
-//! would change the function computed and is not implemented is refused by its name.
+//! Names are llama.cpp's: `llama.embedding_length`, `blk.0.attn_q.weight`. As with config.json, values are not guessed, and a
+//! setting that changes the computed function and is not implemented is refused by name.
 
 use crate::blocks::Encoding;
 use crate::checkpoint::{LayerPart, Part};
@@ -16,10 +16,10 @@ use std::ops::RangeInclusive;
 /// What may be loaded, for hints.
 const SUPPORTED: &str = "supported are GGUF files of dense llama (Llama 2/3, Mistral), qwen2 and qwen3 networks";
 
-/// Factors on RoPE's wavelengths, by which llama.cpp stores Llama 3's scaling.
+/// Tensor of factors on RoPE's wavelengths, in which llama.cpp stores Llama 3's scaling.
 const ROPE_FACTORS: &str = "rope_freqs.weight";
 
-/// Metadata below the architecture's name that changes the network, with the value that does not.
+/// Keys (after the architecture's name) that change the network, each with the value that has no effect.
 const NEUTRAL: [(&str, f64); 10] = [
     ("expert_count", 0.0),
     ("attention.clamp_kqv", 0.0),
@@ -33,7 +33,7 @@ const NEUTRAL: [(&str, f64); 10] = [
     ("embedding_scale", 0.0),
 ];
 
-/// Where a weight is, and what it becomes when it is read.
+/// Location of a weight, and the format it is read as.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Packed {
     /// The file of several.
@@ -42,15 +42,15 @@ pub(crate) struct Packed {
     pub(crate) offset: u64,
     /// How it is stored.
     pub(crate) encoding: Encoding,
-    /// What it is read as.
+    /// Format it is read as.
     pub(crate) dtype: Dtype,
-    /// Channels of the heads whose rows llama.cpp stores in another order.
+    /// Channels per head if llama.cpp stores the rows in interleaved order.
     pub(crate) interleaved: Option<usize>,
 }
 
 impl Packed {
-    /// Where the file has a row of a matrix. RoPE turns channel i together with i + D/2 here, and 2i with 2i + 1 in files of the llama
-    /// architecture, whose rows of Q and K are ordered to suit.
+    /// The file's row for a row of the matrix. RoPE here pairs channel i with i + D/2. Files of the llama architecture order
+    /// the rows of Q and K for pairs (2i, 2i + 1).
     pub(crate) fn row(&self, row: usize) -> usize {
         match self.interleaved {
             None => row,
@@ -154,18 +154,14 @@ fn tensor<'a>(gguf: &'a Gguf, name: &str, shape: &[usize]) -> Result<&'a (usize,
     };
     if found.1.shape != shape {
         return Err(Error::model(
-            format!(
-                "{}: tensor \"{name}\" has shape {:?}, the metadata asks for {shape:?}",
-                gguf.name(),
-                found.1.shape
-            ),
-            "the file is damaged or not of this model; fetch it again from where the model is published",
+            format!("{}: tensor \"{name}\" has shape {:?}, the metadata expects {shape:?}", gguf.name(), found.1.shape),
+            "the file is damaged or not of this model; download it again",
         ));
     }
     Ok(found)
 }
 
-/// What a vector is read as: its own format, or F32.
+/// The format a vector is read as: its own, or F32 if it is quantised.
 fn own_dtype(encoding: Encoding) -> Dtype {
     match encoding {
         Encoding::F16 => Dtype::F16,
@@ -174,8 +170,8 @@ fn own_dtype(encoding: Encoding) -> Dtype {
     }
 }
 
-/// The one format that all matrices are read as, for activations have one: F32 where any is F32, BF16 where all are, F16 otherwise. F16
-/// rounds a dequantised weight by up to 2⁻¹¹ of it, a sixteenth of half a step of Q8_0.
+/// The format that all matrices are read as, since activations have one format: F32 if any matrix is F32, BF16 if all are,
+/// F16 otherwise. F16 rounds a dequantised weight by at most 2⁻¹¹ of it, a sixteenth of half a step of Q8_0.
 fn common_dtype(matrices: impl Iterator<Item = Encoding> + Clone) -> Dtype {
     let mut all = matrices.clone();
     if matrices.clone().any(|encoding| encoding == Encoding::F32) {
@@ -213,7 +209,7 @@ impl Fields<'_> {
         value.ok_or_else(|| {
             Error::model(
                 format!("{} has no metadata {}", self.gguf.name(), self.key(name)),
-                "convert the model anew with a current llama.cpp, or fetch another file of it",
+                "convert the model again with a current llama.cpp, or fetch another file of it",
             )
         })
     }
@@ -282,7 +278,7 @@ fn config(gguf: &Gguf) -> Result<ModelConfig> {
     let has = |part| gguf.tensors().contains_key(&tensor_name(part));
     let has_in_layer = |part| has(Part::Layer(0, part));
     let vocab = gguf.tensors().get(&tensor_name(Part::Embedding)).and_then(|(_, table)| table.shape.first().copied());
-    // What has no table of sane size is refused with that tensor.
+    // A vocabulary without a plausible size is refused later, with its tensor.
     let vocab = vocab.filter(|vocab| VOCAB.contains(vocab)).unwrap_or(*VOCAB.end());
     Ok(ModelConfig {
         layers,
@@ -314,7 +310,7 @@ fn rope(fields: &Fields, head_dim: usize, stated_positions: usize) -> Result<(Ro
     }
     let kind = fields.gguf.text(&fields.key("rope.scaling.type"))?;
     let factor = |name| fields.number(name, 1.0..=65_536.0);
-    // Files of before 2024 have a name of their own for the factor of linear scaling.
+    // Files from before 2024 use another key for the factor of linear scaling.
     let (factor, old) = (factor("rope.scaling.factor")?, factor("rope.scale_linear")?);
     let kind = kind.unwrap_or_else(|| if old.is_some() { "linear" } else { "none" }.to_string());
     let stretch = factor.or(old);
@@ -377,13 +373,13 @@ fn factors(fields: &Fields, head_dim: usize) -> Result<Option<Vec<f32>>> {
     match factors.iter().find(|factor| !(1e-6..=1e6).contains(*factor)) {
         Some(factor) => Err(Error::model(
             format!("{}: {ROPE_FACTORS} has the factor {factor}, which is not from 1e-6 to 1e6", gguf.name()),
-            "the file is damaged; fetch it again from where the model is published",
+            "the file is damaged; download it again",
         )),
         None => Ok(Some(factors)),
     }
 }
 
-/// Tokens that end a text: its end, the end of a turn and of a message.
+/// End-of-text tokens: end of text, of a turn and of a message.
 fn eos(gguf: &Gguf, vocab: usize) -> Result<Vec<u32>> {
     let mut ids = Vec::new();
     for name in ["eos", "eot", "eom"] {

@@ -1,4 +1,4 @@
-//! Checkpoints and the network.
+//! Checkpoints, the forward pass, drafters, and the engine that runs rounds.
 #![forbid(unsafe_code)]
 
 pub mod backend;

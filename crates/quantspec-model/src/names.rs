@@ -1,22 +1,22 @@
-//! Tensors of other families under the names that Llama's have, so that a checkpoint is looked up in one way.
+//! Renames tensors of other model families to Llama's names, so that all checkpoints are read alike.
 //!
-//! Phi-3 keeps Q, K and V in one matrix, gate and up in another: their rows become matrices of their own. Models with a vision
-//! tower keep the language model under a prefix, which is removed; the tower's tensors are left out.
+//! Phi-3 stores Q, K and V in one matrix, gate and up in another; their rows become separate matrices. In models with a
+//! vision tower the prefix of the language model is removed, and the tower's tensors are left out.
 
 use crate::safetensors::{SafeTensors, Tensor, shown};
 use quantspec_core::config::ModelConfig;
 use quantspec_core::{Error, Result};
 use std::collections::HashMap;
 
-/// Prefixes of the language model in checkpoints with a vision tower, as transformers 4 and 5 write them, and what they become.
+/// Prefixes of the language model next to a vision tower, as transformers 4 and 5 write them, and their replacements.
 const PREFIXES: [(&str, &str); 2] = [("language_model.", ""), ("model.language_model.", "model.")];
 
-/// Renames the tensors of `shards`, where `names` says which shard holds each; returns the new names. `wrapped`: the model has a
+/// Renames the tensors of `shards`; `names` maps a tensor to its shard. Returns the new map. `wrapped`: the model has a
 /// vision tower.
 ///
 /// # Errors
-/// [`quantspec_core::ErrorKind::Model`] where a fused matrix has other rows than config.json says, or where two tensors would
-/// have one name.
+/// [`quantspec_core::ErrorKind::Model`] if a fused matrix has a number of rows that differs from config.json, or if two
+/// tensors would get the same name.
 pub(crate) fn rename(
     config: &ModelConfig,
     wrapped: bool,
@@ -43,7 +43,7 @@ pub(crate) fn rename(
                 if renamed.insert(part.clone(), number).is_some() {
                     return Err(Error::model(
                         format!("two tensors of the checkpoint are \"{}\"", shown(part)),
-                        "the checkpoint is damaged; fetch it again from where the model is published",
+                        "the checkpoint is damaged; download it again",
                     ));
                 }
             }
@@ -53,13 +53,13 @@ pub(crate) fn rename(
     Ok(renamed)
 }
 
-/// A tensor's name in the language model; `None` outside of it.
+/// A tensor's name in the language model; `None` for other tensors.
 fn inner(name: &str) -> Option<String> {
     let of = |(prefix, becomes): &(&str, &str)| name.strip_prefix(prefix).map(|rest| format!("{becomes}{rest}"));
     PREFIXES.iter().find_map(of).or_else(|| (name == "lm_head.weight").then(|| name.to_string()))
 }
 
-/// The matrices in a fused one with their rows, in order.
+/// Names and row counts of the matrices in a fused one, in order; `None` for other names.
 fn fused(config: &ModelConfig, name: &str) -> Option<Vec<(String, usize)>> {
     if config.family != "phi3" {
         return None;
@@ -74,7 +74,7 @@ fn fused(config: &ModelConfig, name: &str) -> Option<Vec<(String, usize)>> {
     parts(name.strip_suffix("gate_up_proj.weight")?, &[("gate", intermediate), ("up", intermediate)])
 }
 
-/// The rows of a fused matrix as tensors of their own.
+/// Splits a fused matrix by rows into tensors.
 fn divide(name: &str, tensor: &Tensor, parts: Vec<(String, usize)>) -> Result<Vec<(String, Tensor)>> {
     let rows: usize = parts.iter().map(|(_, rows)| rows).sum();
     let &[height, width] = tensor.shape.as_slice() else { return Err(unfit(name, &tensor.shape, rows)) };
@@ -96,7 +96,7 @@ fn divide(name: &str, tensor: &Tensor, parts: Vec<(String, usize)>) -> Result<Ve
 
 fn unfit(name: &str, shape: &[usize], rows: usize) -> Error {
     Error::model(
-        format!("tensor \"{}\" has shape {shape:?}, config.json asks for {rows} rows", shown(name)),
+        format!("tensor \"{}\" has shape {shape:?}, config.json expects {rows} rows", shown(name)),
         "config.json and the weights are of different models; fetch both again",
     )
 }

@@ -1,7 +1,7 @@
-//! The operations of the network: about ten fused ones, at the grain a GPU wants.
+//! The operations of the network: about ten fused ones, each the size of a GPU kernel.
 //!
-//! **Target operations are row-invariant to the bit**: what a row yields never depends on the other rows of the pass, on the
-//! thread count or on earlier calls. Draft weights and the Upper view may be lossy in any way.
+//! **Target operations are row-invariant to the bit**: a row's result does not depend on the other rows of the pass, on the
+//! thread count or on earlier calls. Draft weights and the Upper view may lose precision.
 
 use quantspec_core::Result;
 use quantspec_core::config::{ModelConfig, Pages, View, Weights};
@@ -11,29 +11,29 @@ use quantspec_core::config::{ModelConfig, Pages, View, Weights};
 pub struct Row {
     /// Sequence slot.
     pub slot: usize,
-    /// Place in the slot's window: 0 is the emitted token whose keys and values are not cached, i the i-th drafted token.
+    /// Offset in the slot's window: 0 is the emitted token whose keys and values are not cached, i the i-th drafted token.
     pub offset: usize,
     /// Position in the sequence: committed + offset. Its keys and values go to buffer slot `position mod 3G`.
     pub position: usize,
 }
 
-/// One decode pass over rows of any number of slots; rows of a slot are neighbours with consecutive offsets, so a row attends
-/// to the rows before it through the buffer.
+/// One decode pass over rows of any number of slots. The rows of a slot are adjacent, with consecutive offsets; a row attends
+/// to the ones before it through the buffer.
 #[derive(Clone, Debug)]
 pub struct Step<'a> {
     /// Which weights.
     pub weights: Weights,
-    /// Which view of the pages before `Q(position)`; the law is applied row by row.
+    /// View of the pages before `Q(position)`; visibility is applied row by row.
     pub view: View,
     /// Which of the visible pages.
     pub pages: Pages,
-    /// Choose the pages anew (first drafted token of a round); otherwise the slot's last choice stays.
+    /// True: choose the pages to read (first drafted token of a round). False: keep the slot's last choice.
     pub choose_pages: bool,
     /// The rows.
     pub rows: &'a [Row],
 }
 
-/// One block of consecutive prompt rows, in the layer under way.
+/// One block of consecutive prompt rows, in the current layer.
 #[derive(Clone, Copy, Debug)]
 pub struct Block<'a> {
     /// Sequence slot.
@@ -46,7 +46,7 @@ pub struct Block<'a> {
     pub rows: usize,
 }
 
-/// What a forward operation works on.
+/// Input of a forward operation.
 #[derive(Clone, Copy, Debug)]
 pub enum Pass<'a> {
     /// Draft or verify rows: attention over the cache.
@@ -55,9 +55,9 @@ pub enum Pass<'a> {
     Prefill(Block<'a>),
 }
 
-/// How the model drafts for itself: what a draft step reads of it.
+/// What a draft step of a self-drafting model reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DraftPlan {
+pub struct DraftConfig {
     /// Draft weights.
     pub weights: Weights,
     /// Draft view.
@@ -66,8 +66,9 @@ pub struct DraftPlan {
     pub pages: Pages,
 }
 
-impl DraftPlan {
-    /// Whether it is worth trying as a candidate: pages that leave out less than half of the `visible` ones save too little. The first candidate always is.
+impl DraftConfig {
+    /// Returns true if this draft is worth measuring as a candidate. A choice of more than half of the `visible` pages saves
+    /// too little. The first candidate always is usable.
     pub fn is_usable(&self, candidate: usize, visible: usize) -> bool {
         match self.pages {
             Pages::Best(n) | Pages::Window(n) => candidate == 0 || 2 * n <= visible,
@@ -76,48 +77,50 @@ impl DraftPlan {
     }
 }
 
-/// Runs the network operation by operation, in the order of [`crate::forward::step`] and [`crate::forward::prefill`].
+/// The network's operations, in the order of [`crate::forward::step`] and [`crate::forward::prefill`].
 pub trait Network: Send {
     /// The model's shape.
     fn config(&self) -> &ModelConfig;
 
     /// Hidden state of each row := its token's embedding. A step reads tokens from windows, a prefill block from the prompt.
-    /// Prefill is layer-major: a backend keeps the hidden states of all embedded prompt rows between layers. The first block that is
-    /// embedded begins a prompt; the rows before it are imported ([`crate::prompt_cache::PromptRows::import_rows`]).
+    ///
+    /// Prefill is layer-major: a backend keeps the hidden states of all embedded prompt rows between layers. The first
+    /// embedded block begins a prompt; the rows before it are imported ([`crate::prompt_cache::PromptRows::import_rows`]).
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where the backend has no such rows, slots, tokens or planes, or its threads
-    /// panicked. [`quantspec_core::ErrorKind::DoesNotFit`] where a row or the prompt is beyond its slot (CPU). Device errors
-    /// of a GPU.
+    /// [`quantspec_core::ErrorKind::Internal`] if the backend has no such rows, slots, tokens or planes, or a thread
+    /// panicked. [`quantspec_core::ErrorKind::DoesNotFit`] if a row or the prompt exceeds its slot (CPU). Device errors of a
+    /// GPU.
     fn embed(&mut self, pass: &Pass) -> Result<()>;
 
-    /// RMSNorm, Q/K/V projections and biases, per-head q/k norms where the model has them, RoPE at each row's position; a
-    /// step's keys and values go to the buffer (overwriting drafted ones), a prefill block's to the layer's scratch.
+    /// RMSNorm, Q/K/V projections with biases, q/k norms per head (if the model has them), and RoPE at each row's position.
+    /// Keys and values of a step go to the buffer, over drafted ones; those of a prefill block to the layer's scratch.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::NotFinite`] where keys or values are beyond half precision, which a GPU says in
-    /// [`crate::sampler::TokenSampler::first`] or [`crate::sampler::TokenSampler::judge`]. [`quantspec_core::ErrorKind::Internal`] for a block that was not prepared
-    /// for, and where threads panicked. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
+    /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values overflow f16; a GPU reports this in
+    /// [`crate::sampler::TokenSampler::first`] or [`crate::sampler::TokenSampler::judge`].
+    /// [`quantspec_core::ErrorKind::Internal`] for a block without preparation, or if a thread panicked. Device errors of a
+    /// GPU, and those of [`crate::backend::Hooks::poll`].
     fn qkv(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Attention of every row. A step reads pages by `step.view` and `step.pages` and the buffer by the visibility law; a
+    /// Attention of every row. A step reads pages by `step.view` and `step.pages`, and the buffer by the visibility law. A
     /// prefill block reads the layer's scratch causally.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where planes or pages of the view are not kept, for a block that was not
-    /// prepared for, and where threads panicked. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
+    /// [`quantspec_core::ErrorKind::Internal`] if planes or pages of the view are not kept, for a block without preparation,
+    /// or if a thread panicked. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
     fn attend(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Output projection, which [`Network::reduce_residual`] adds to the hidden state.
+    /// Output projection; [`Network::reduce_residual`] adds it to the hidden state.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] for a block that was not prepared for, and where threads panicked. Device
-    /// errors of a GPU, those of [`crate::backend::Hooks::poll`], and in the reference [`quantspec_core::ErrorKind::NotFinite`] where inputs
-    /// of draft weights are NaN or infinite.
+    /// [`quantspec_core::ErrorKind::Internal`] for a block without preparation, or if a thread panicked. Device errors of a
+    /// GPU, and those of [`crate::backend::Hooks::poll`]. In the reference, [`quantspec_core::ErrorKind::NotFinite`] if
+    /// inputs of draft weights are NaN or infinite.
     fn output(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Hidden state of each row += the projection just computed. A backend may fuse the addition into the projection, and do nothing here,
-    /// or into the norm that follows.
+    /// Hidden state of each row += the last projection. A backend may fuse the addition into the projection or into the
+    /// following norm, and do nothing here.
     ///
     /// # Errors
     /// None but those of defects.
@@ -129,7 +132,7 @@ pub trait Network: Send {
     /// As [`Network::output`].
     fn gate_up(&mut self, layer: usize, pass: &Pass) -> Result<()>;
 
-    /// Down projection, which [`Network::reduce_residual`] adds to the hidden state.
+    /// Down projection; [`Network::reduce_residual`] adds it to the hidden state.
     ///
     /// # Errors
     /// As [`Network::output`].
@@ -138,29 +141,31 @@ pub trait Network: Send {
     /// Ends a prefill layer: quantises the prompt's complete pages and copies the last (up to 3G) tokens to the buffer.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::NotFinite`] where keys or values cannot be quantised, which a GPU says in
-    /// [`crate::sampler::TokenSampler::first`]. [`quantspec_core::ErrorKind::Internal`] where the slot is not open or holds fewer tokens, and
-    /// where threads panicked. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
+    /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values cannot be quantised; a GPU reports this in
+    /// [`crate::sampler::TokenSampler::first`]. [`quantspec_core::ErrorKind::Internal`] if the slot is not open or holds
+    /// fewer tokens, or if a thread panicked. Device errors of a GPU, and those of [`crate::backend::Hooks::poll`].
     fn store(&mut self, layer: usize, slot: usize, tokens: usize) -> Result<()>;
 
-    /// Ends a chunk of a prefill that goes on later: waits for it, and says what it found. Steps of other slots may follow, so
-    /// nothing that the prompt flagged may be taken for theirs. The provided method is for backends that say so at once.
+    /// Ends a chunk of an unfinished prefill: waits for it and reports its errors, so that they do not appear in steps of
+    /// other slots. The provided method is for backends that report errors immediately.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::NotFinite`] where keys or values of the prompt are beyond half precision. Device errors of
-    /// a GPU.
+    /// [`quantspec_core::ErrorKind::NotFinite`] if keys or values of the prompt overflow f16. Device errors of a GPU.
     fn end_chunk(&mut self) -> Result<()> {
         Ok(())
     }
 
-    /// Final norm and head. A step yields logits for every row; a prefill block only for its last row.
+    /// Final norm and LM head. A step yields logits for every row; a prefill block only for its last row.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::NotFinite`] where [`quantspec_core::sample::check_finite`] refuses a row, which a GPU says in
-    /// [`crate::sampler::TokenSampler::first`] or [`crate::sampler::TokenSampler::judge`]: −∞ masks a token and is allowed. [`quantspec_core::ErrorKind::Internal`] where threads panicked. Device errors of a GPU.
+    /// [`quantspec_core::ErrorKind::NotFinite`] if [`quantspec_core::sample::check_finite`] refuses a row; −∞ masks a token
+    /// and is allowed. A GPU reports this in [`crate::sampler::TokenSampler::first`] or
+    /// [`crate::sampler::TokenSampler::judge`]. [`quantspec_core::ErrorKind::Internal`] if a thread panicked. Device errors
+    /// of a GPU.
     fn head(&mut self, pass: &Pass) -> Result<()>;
 
-    /// Called between operations: an [`quantspec_core::ErrorKind::Interrupted`] error ends the pass. Long operations poll it too.
+    /// Called between operations. An [`quantspec_core::ErrorKind::Interrupted`] error ends the pass. Long operations poll as
+    /// well.
     ///
     /// # Errors
     /// Those of [`crate::backend::Hooks::poll`].

@@ -1,17 +1,18 @@
-//! Keys and values of prompts read before, so that a second question about a document does not read the document again.
+//! Cache of prompts' keys and values: a second question about a document does not process the document again.
 //!
-//! Prefill attends over *unquantised* keys and values, so pages of a prefix are not enough to compute what follows it bit for bit.
-//! The cache keeps what prefill itself stored: the 16-bit keys and values of every layer. A prompt that begins like an earlier one
-//! takes the common blocks from there, layer by layer, and computes the rows after them ([`crate::forward::prefill_chunk`]). Rows
-//! do not depend on their block, so no bit changes.
+//! Prefill attends over *unquantised* keys and values, so a prefix's pages do not suffice to compute the following rows bit
+//! for bit. The cache keeps the 16-bit keys and values of every layer, as prefill stores them. A prompt with a cached prefix
+//! restores the common blocks layer by layer and computes the rows after them ([`crate::forward::prefill_chunk`]). Rows do
+//! not depend on their block, so no bit changes.
 //!
-//! A prompt is a chain of blocks of [`BLOCK_TOKENS`] tokens. A block's hash covers its tokens, all blocks before it, and everything
-//! else that its keys and values depend on: the weights, the kernels, the version of this program, and the prompt's length where
-//! RoPE depends on it. A *branch* holds the consecutive blocks that one prompt added. Branches are in memory or in files
-//! (`cache_file.rs`; a segment is a block of one layer, `[layer][block]`), and the least recently used go when there is no room.
+//! A prompt is a chain of blocks of [`BLOCK_TOKENS`] tokens. A block's hash covers its tokens, all blocks before it, and
+//! everything else that its keys and values depend on: the weights, the kernels, the program's version, and the prompt's
+//! length where RoPE depends on it. A *branch* holds the consecutive blocks that one prompt added. Branches are in memory or
+//! in files (`cache_file.rs`; a segment is a block of one layer, `[layer][block]`). The least recently used go when there is
+//! no room.
 //!
-//! A file's segments are checked as they are read, when earlier layers may be done already: where one is damaged, the file is
-//! removed, and the prompt is begun anew without it.
+//! A file's segments are checked when they are read, which may be after earlier layers were computed. If one is damaged, the
+//! file is removed and the prompt restarts without it.
 
 use crate::backend::{Backend, Network};
 use crate::cache_file::{self, CachedFile, Fault, Format, Stored, Writer, description, make_room, model_name, reason};
@@ -19,7 +20,8 @@ use crate::checkpoint::{Checkpoint, Part};
 use crate::rope::RopeTable;
 use quantspec_core::cache::G;
 use quantspec_core::config::{ModelConfig, TargetWeights};
-use quantspec_core::{Error, Result};
+use quantspec_core::{Error, ErrorKind, Result};
+use std::any::Any;
 use std::collections::HashSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -34,38 +36,63 @@ pub const BLOCK_TOKENS: usize = G;
 
 const FORMAT: Format =
     Format { magic: *b"QSPROMPT", version: 1, suffix: "prompt", prefix: ".quantspec-prompt-", holds: "prompts" };
-/// Bytes that are read or copied between two calls of the poll hook.
+/// Bytes read or copied between two calls of the poll hook.
 const PIECE_BYTES: usize = 32 << 20;
-/// Threads that read and check a piece: enough for the fastest disks.
+/// Threads that read and check a piece, enough for the fastest disks.
 const READERS: usize = 8;
-/// Bytes that are worth a thread of their own.
+/// Fewest bytes for which another reader thread pays.
 const READER_BYTES: usize = 1 << 20;
 
-/// Hands out and takes in what a backend stores of the prompt under way.
+/// Exports and imports keys and values of the current prompt.
 pub trait PromptRows {
-    /// The kernels that decide about the bits of a prompt's keys and values: a CPU's path, or a GPU.
+    /// Names the kernels that determine the bits of a prompt's keys and values: a CPU's SIMD path, or a GPU.
     fn kernels(&self) -> String;
 
     /// Bytes of a token's keys and values in one layer, as [`PromptRows::export_rows`] yields them.
     fn row_bytes(&self) -> usize;
 
-    /// Copies keys and values of prompt tokens in the layer under way, after they were computed and before the layer is stored,
-    /// bit for bit: `[token][row_bytes]`, keys first.
+    /// Copies keys and values of prompt tokens in the current layer, after they were computed and before the layer is stored.
+    /// Bit for bit, `[token][row_bytes]`, keys first.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where there are no such tokens or `out` has another length. Device errors of a
+    /// [`quantspec_core::ErrorKind::Internal`] if there are no such tokens or `out` has another length. Device errors of a
     /// GPU.
     fn export_rows(&mut self, tokens: Range<usize>, out: &mut [u8]) -> Result<()>;
 
-    /// Puts what [`PromptRows::export_rows`] yielded for the same tokens and layer of a prompt with the same beginning in place of
-    /// computing them. The tokens follow those that the layer has already; later ones are computed.
+    /// Restores the bytes that [`PromptRows::export_rows`] gave for the same tokens and layer of a prompt with the same
+    /// prefix. The tokens follow those the layer already has; later ones are computed.
     ///
     /// # Errors
     /// As [`PromptRows::export_rows`].
     fn import_rows(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()>;
+
+    /// Copies what [`PromptRows::export_rows`] yields into memory of the backend's choice: the host's unless a device has its own.
+    ///
+    /// # Errors
+    /// As [`PromptRows::export_rows`], and [`ErrorKind::DoesNotFit`] where a device has no memory for the copy.
+    fn hold_rows(&mut self, tokens: Range<usize>) -> Result<HeldRows> {
+        let mut bytes = vec![0; tokens.len() * self.row_bytes()];
+        self.export_rows(tokens, &mut bytes)?;
+        Ok(Box::new(bytes))
+    }
+
+    /// [`PromptRows::import_rows`] of rows that [`PromptRows::hold_rows`] has copied, from its row `first` on.
+    ///
+    /// # Errors
+    /// As [`PromptRows::import_rows`], and [`ErrorKind::Internal`] where `held` has no such rows.
+    fn import_held(&mut self, tokens: Range<usize>, held: &HeldRows, first: usize) -> Result<()> {
+        let bytes = first * self.row_bytes()..(first + tokens.len()) * self.row_bytes();
+        match held.downcast_ref::<Vec<u8>>().and_then(|held| held.get(bytes)) {
+            Some(rows) => self.import_rows(tokens, rows),
+            None => Err(Error::internal(format!("no rows are held for prompt tokens {tokens:?}"))),
+        }
+    }
 }
 
-/// Every file of prompts in `folder`, least recently used first, as [`CachedFile`] describes it. A folder that does not exist is
+/// Keys and values of consecutive prompt tokens in one layer, in a backend's memory ([`PromptRows::hold_rows`]).
+pub type HeldRows = Box<dyn Any + Send + Sync>;
+
+/// Every file of prompts in `folder`, least recently used first ([`CachedFile`]). A folder that does not exist counts as
 /// empty; other files and links are left out.
 ///
 /// # Errors
@@ -74,8 +101,8 @@ pub fn files(folder: &Path) -> io::Result<Vec<CachedFile>> {
     cache_file::files(&FORMAT, folder)
 }
 
-/// Hash of everything in a model that a prompt's keys and values depend on: its configuration, all of its weights as they are read, and
-/// what the target makes of them. Threads share the reading.
+/// Hash of all properties of a model that affect a prompt's keys and values: its configuration, all of its weights, and the
+/// target's weight format. Several threads read.
 ///
 /// # Errors
 /// Those of [`Checkpoint::read`] and of `poll`.
@@ -131,7 +158,7 @@ pub fn fingerprint(
 /// A folder for the prompts of one model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PromptFolder {
-    /// The folder; made when it is needed.
+    /// The folder; created when needed.
     pub folder: PathBuf,
     /// Directory of the model, for people.
     pub model: PathBuf,
@@ -144,7 +171,7 @@ pub struct PromptFolder {
 /// The prompts that one engine keeps.
 #[derive(Debug)]
 pub struct PromptCache {
-    place: Place,
+    place: Storage,
     rope: RopeTable,
     layers: usize,
     /// Bytes of a block in one layer.
@@ -154,14 +181,14 @@ pub struct PromptCache {
     /// Hash before the first block.
     root: u128,
     note: Option<String>,
-    /// Notes that were given: each is given once.
+    /// Notes already given; each is given once.
     told: HashSet<String>,
-    /// Damaged files, which a folder that cannot be written to still holds.
+    /// Damaged files that could not be removed, as the folder is read-only.
     damaged: HashSet<PathBuf>,
 }
 
 #[derive(Debug)]
-enum Place {
+enum Storage {
     /// The least recently used branch first.
     Memory {
         branches: Vec<Arc<Held>>,
@@ -177,17 +204,12 @@ enum Place {
 #[derive(Debug)]
 struct Held {
     chain: Vec<u128>,
-    /// Per layer the bytes of all blocks.
-    layers: Vec<Vec<u8>>,
+    /// Per layer, the rows of all blocks.
+    layers: Vec<HeldRows>,
+    bytes: usize,
 }
 
-impl Held {
-    fn bytes(&self) -> usize {
-        self.layers.iter().map(Vec::len).sum()
-    }
-}
-
-/// A branch that a prompt begins with, or goes on with.
+/// A branch that matches the start or the continuation of a prompt.
 #[derive(Debug)]
 enum Branch {
     Held(Arc<Held>),
@@ -197,17 +219,17 @@ enum Branch {
 impl PromptCache {
     /// Prompts in memory, at most `limit_bytes` of them.
     pub fn in_memory<B: Backend>(backend: &B, limit_bytes: usize) -> PromptCache {
-        PromptCache::new(backend, Place::Memory { branches: Vec::new(), limit_bytes }, 0)
+        PromptCache::new(backend, Storage::Memory { branches: Vec::new(), limit_bytes }, 0)
     }
 
     /// Prompts in a folder.
     pub fn on_disk<B: Backend>(backend: &B, at: PromptFolder) -> PromptCache {
         let recipe = format!("{:032x} {} {}", at.fingerprint, backend.kernels(), env!("CARGO_PKG_VERSION"));
         let root = XxHash3_128::oneshot(recipe.as_bytes());
-        PromptCache::new(backend, Place::Disk { at, recipe }, root)
+        PromptCache::new(backend, Storage::Disk { at, recipe }, root)
     }
 
-    fn new<B: Backend>(backend: &B, place: Place, root: u128) -> PromptCache {
+    fn new<B: Backend>(backend: &B, place: Storage, root: u128) -> PromptCache {
         let config: &ModelConfig = backend.config();
         PromptCache {
             place,
@@ -222,15 +244,15 @@ impl PromptCache {
         }
     }
 
-    /// Bytes of memory that are held now.
+    /// Bytes held in memory.
     pub fn held_bytes(&self) -> usize {
         match &self.place {
-            Place::Memory { branches, .. } => branches.iter().map(|branch| branch.bytes()).sum(),
-            Place::Disk { .. } => 0,
+            Storage::Memory { branches, .. } => branches.iter().map(|branch| branch.bytes).sum(),
+            Storage::Disk { .. } => 0,
         }
     }
 
-    /// One line about a damaged file or a folder that cannot be used; each is told once.
+    /// One line about a damaged file or an unusable folder; each is reported once.
     pub fn take_note(&mut self) -> Option<String> {
         self.note.take()
     }
@@ -256,12 +278,12 @@ impl PromptCache {
         prompt.chunks_exact(BLOCK_TOKENS).map(step).collect()
     }
 
-    /// The longest known beginning of a prompt, at least one row short of it, and what is to be kept of the rest.
+    /// The longest known prefix of a prompt, at least one row shorter than it, and the rows to record.
     pub fn find(&mut self, prompt: &[u32]) -> Reuse {
         let chain = self.chain(prompt);
         let branches = match &mut self.place {
-            Place::Memory { branches, .. } => find_held(branches, &chain),
-            Place::Disk { .. } => self.find_stored(&chain),
+            Storage::Memory { branches, .. } => find_held(branches, &chain),
+            Storage::Disk { .. } => self.find_stored(&chain),
         };
         let found: usize = branches.iter().map(|(_, blocks)| blocks).sum();
         let mut reuse = Reuse {
@@ -279,29 +301,29 @@ impl PromptCache {
         reuse
     }
 
-    /// Begins to keep the blocks of a prompt from `from` on, as many as there is room for.
+    /// Starts recording the blocks of a prompt from `from` on, as many as there is room for.
     fn record(&mut self, reuse: &mut Reuse, from: usize) {
         let block_bytes = self.layers * self.segment_bytes;
         let new = reuse.chain.len().saturating_sub(from);
         let blocks = match &mut self.place {
-            Place::Memory { branches, limit_bytes } => {
+            Storage::Memory { branches, limit_bytes } => {
                 let in_use: usize =
-                    reuse.branches.iter().filter_map(|(branch, _)| branch.held()).map(|branch| branch.bytes()).sum();
+                    reuse.branches.iter().filter_map(|(branch, _)| branch.held()).map(|branch| branch.bytes).sum();
                 let blocks = new.min(limit_bytes.saturating_sub(in_use) / block_bytes);
                 // Branches in use are the last.
-                let mut held: usize = branches.iter().map(|branch| branch.bytes()).sum();
+                let mut held: usize = branches.iter().map(|branch| branch.bytes).sum();
                 while held + blocks * block_bytes > *limit_bytes && !branches.is_empty() {
-                    held -= branches.remove(0).bytes();
+                    held -= branches.remove(0).bytes;
                 }
                 blocks
             }
-            Place::Disk { at, .. } => new.min(usize::try_from(at.limit_bytes).unwrap_or(usize::MAX) / block_bytes),
+            Storage::Disk { at, .. } => new.min(usize::try_from(at.limit_bytes).unwrap_or(usize::MAX) / block_bytes),
         };
         let chain = reuse.chain[from..from + blocks].to_vec();
         reuse.recorder = match &self.place {
             _ if blocks == 0 => None,
-            Place::Memory { .. } => Some(Recorder { from, to: Kept::Memory(Vec::new()), chain }),
-            Place::Disk { at, recipe } => {
+            Storage::Memory { .. } => Some(Recorder { from, to: Kept::Memory(Vec::new()), chain }),
+            Storage::Disk { at, recipe } => {
                 let (model, suffix) = (model_name(&at.model), FORMAT.suffix);
                 let path = at.folder.join(format!("{model}-{:032x}-{:032x}.{suffix}", chain[0], chain[blocks - 1]));
                 make_room(&FORMAT, &path, at.limit_bytes.saturating_sub((blocks * block_bytes) as u64));
@@ -316,9 +338,9 @@ impl PromptCache {
         };
     }
 
-    /// Walks the chain through the files of the folder, and notes which of them are used.
+    /// Follows the chain through the folder's files, and lists the files used.
     fn find_stored(&mut self, chain: &[u128]) -> Vec<(Branch, usize)> {
-        let Place::Disk { at: PromptFolder { folder, .. }, recipe } = &self.place else { return Vec::new() };
+        let Storage::Disk { at: PromptFolder { folder, .. }, recipe } = &self.place else { return Vec::new() };
         let (mut notes, mut found, mut walked) = (Vec::new(), Vec::new(), 0);
         let names: Vec<String> = match fs::read_dir(folder) {
             Ok(entries) => entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect(),
@@ -329,7 +351,7 @@ impl PromptCache {
             }
         };
         while let Some(first) = chain.get(walked) {
-            // Whatever the directory of the model is called.
+            // The name of the model's directory does not matter.
             let begins = format!("-{first:032x}-");
             let mut longest: Option<(Branch, usize)> = None;
             for name in names.iter().filter(|name| name.contains(&begins) && name.ends_with(".prompt")) {
@@ -372,28 +394,29 @@ impl PromptCache {
         found
     }
 
-    /// Takes the blocks that a prompt added, once its prefill has succeeded.
+    /// Adds the blocks of a prompt to the cache, after its prefill succeeded.
     pub fn keep(&mut self, mut reuse: Reuse) {
         if let Some(Recorder { chain, to, .. }) = reuse.recorder.take() {
             match (to, &mut self.place) {
-                (Kept::Memory(layers), Place::Memory { branches, .. }) => {
-                    let new = Arc::new(Held { chain, layers });
+                (Kept::Memory(layers), Storage::Memory { branches, .. }) => {
+                    let bytes = chain.len() * self.layers * self.segment_bytes;
+                    let new = Arc::new(Held { chain, layers, bytes });
                     let used = reuse.branches.iter().filter_map(|(branch, _)| branch.held()).chain([&new]);
                     use_held(branches, &used.cloned().collect::<Vec<_>>());
                 }
                 (Kept::Disk(file), _) => {
-                    // A sound file takes the place of a damaged one.
+                    // A sound file replaces a damaged one.
                     self.damaged.remove(file.place());
                     reuse.failed = file.publish().err();
                     touch(&reuse.branches);
                 }
-                (Kept::Memory(_), Place::Disk { .. }) => (),
+                (Kept::Memory(_), Storage::Disk { .. }) => (),
             }
         }
         self.note_failure(&mut reuse);
     }
 
-    /// Drops a prompt that [`Reuse::restore`] found damaged: the next [`PromptCache::find`] does without the file.
+    /// Removes a prompt that [`Reuse::restore`] found damaged, so that the next [`PromptCache::find`] does not use its file.
     pub fn forget(&mut self, mut reuse: Reuse) {
         if let Some(path) = reuse.damaged.take() {
             self.tell(damaged(&path, "its keys and values"));
@@ -403,14 +426,14 @@ impl PromptCache {
     }
 
     fn note_failure(&mut self, reuse: &mut Reuse) {
-        if let (Some(error), Place::Disk { at, .. }) = (reuse.failed.take(), &self.place) {
+        if let (Some(error), Storage::Disk { at, .. }) = (reuse.failed.take(), &self.place) {
             let note = unusable(&at.folder, &error);
             self.tell(note);
         }
     }
 }
 
-/// Walks the chain through branches in memory.
+/// Follows the chain through branches in memory.
 fn find_held(branches: &mut Vec<Arc<Held>>, chain: &[u128]) -> Vec<(Branch, usize)> {
     let (mut found, mut walked) = (Vec::new(), 0);
     while walked < chain.len() {
@@ -425,13 +448,13 @@ fn find_held(branches: &mut Vec<Arc<Held>>, chain: &[u128]) -> Vec<(Branch, usiz
     found.into_iter().map(|(branch, blocks)| (Branch::Held(branch), blocks)).collect()
 }
 
-/// Moves the branches of one prompt to the end of the list, the first of them last: without it, the others are of no use.
+/// Moves the branches of one prompt to the end of the list, its first branch last: the others are useless without it.
 fn use_held(branches: &mut Vec<Arc<Held>>, used: &[Arc<Held>]) {
     branches.retain(|branch| !used.iter().any(|other| Arc::ptr_eq(branch, other)));
     branches.extend(used.iter().rev().cloned());
 }
 
-/// Notes that the files of one prompt are used, the first of them last, as [`use_held`].
+/// Marks the files of one prompt as used, the first of them last, as [`use_held`] does.
 fn touch(branches: &[(Branch, usize)]) {
     let now = SystemTime::now();
     for (back, (branch, _)) in branches.iter().enumerate() {
@@ -451,19 +474,19 @@ impl Branch {
 }
 
 fn damaged(path: &Path, what: &str) -> String {
-    format!("the cached prompt {} is damaged ({what}); the prompt was read anew", path.display())
+    format!("the cached prompt {} is damaged ({what}); the prompt was processed again", path.display())
 }
 
 fn unusable(path: &Path, error: &io::Error) -> String {
     format!("prompts are not cached: {}: {}; name another folder with --prompt-cache", path.display(), reason(error))
 }
 
-/// What becomes of one prompt: the rows that are known, and those that are to be kept.
+/// The cached rows of one prompt, and the rows to record.
 #[derive(Debug)]
 pub struct Reuse {
     /// Blocks that need no computing.
     blocks: usize,
-    /// Where they are: so many blocks of each branch.
+    /// The branches, and the number of blocks used of each.
     branches: Vec<(Branch, usize)>,
     recorder: Option<Recorder>,
     layers: usize,
@@ -471,13 +494,13 @@ pub struct Reuse {
     buffer: Vec<u8>,
     /// Hashes of the prompt's complete blocks.
     chain: Vec<u128>,
-    /// The file that turned out to be damaged.
+    /// The file found to be damaged.
     damaged: Option<PathBuf>,
-    /// Why what was recorded is not kept.
+    /// Why the recorded rows are not kept.
     failed: Option<io::Error>,
 }
 
-/// Takes down a prompt's blocks from one on, layer by layer.
+/// Records a prompt's blocks from one on, layer by layer.
 #[derive(Debug)]
 struct Recorder {
     from: usize,
@@ -487,18 +510,18 @@ struct Recorder {
 
 #[derive(Debug)]
 enum Kept {
-    Memory(Vec<Vec<u8>>),
+    Memory(Vec<HeldRows>),
     Disk(Writer),
 }
 
 impl Reuse {
-    /// Rows at the beginning of the prompt that need no computing.
+    /// Rows at the beginning of the prompt that are restored.
     pub fn tokens(&self) -> usize {
         self.blocks * BLOCK_TOKENS
     }
 
-    /// Puts the known keys and values of a layer into the backend's prompt under way. False where they are damaged: the file is
-    /// removed, and the prompt is to be begun anew.
+    /// Restores the known keys and values of a layer into the backend's current prompt. Returns false if they are damaged:
+    /// the file is removed, and the caller must restart the prompt.
     ///
     /// # Errors
     /// Those of [`PromptRows::import_rows`] and [`Network::poll`].
@@ -511,10 +534,7 @@ impl Reuse {
                 let count = per_piece.min(blocks - start);
                 let rows = (done + start) * BLOCK_TOKENS..(done + start + count) * BLOCK_TOKENS;
                 match branch {
-                    Branch::Held(held) => {
-                        let bytes = start * self.segment_bytes..(start + count) * self.segment_bytes;
-                        backend.import_rows(rows, &held.layers[layer][bytes])?;
-                    }
+                    Branch::Held(held) => backend.import_held(rows, &held.layers[layer], start * BLOCK_TOKENS)?,
                     Branch::Stored { path, file } => {
                         self.buffer.resize(count * self.segment_bytes, 0);
                         let first = layer * (file.segments() / self.layers) + start;
@@ -533,48 +553,45 @@ impl Reuse {
         Ok(true)
     }
 
-    /// Takes down what the backend has computed of a layer. A disk that takes no more ends the recording, not the prefill.
+    /// Records a layer's computed rows. A full disk or device memory ends the recording, not the prefill.
     ///
     /// # Errors
     /// Those of [`PromptRows::export_rows`] and [`Network::poll`].
     pub fn record<B: Network + PromptRows>(&mut self, backend: &mut B, layer: usize) -> Result<()> {
         let Some(recorder) = &mut self.recorder else { return Ok(()) };
         let (from, blocks, segment_bytes) = (recorder.from, recorder.chain.len(), self.segment_bytes);
-        let per_piece = (PIECE_BYTES / segment_bytes).max(1);
-        let mut whole = match recorder.to {
-            Kept::Memory(_) => vec![0; blocks * segment_bytes],
-            Kept::Disk(_) => Vec::new(),
-        };
-        for start in (0..blocks).step_by(per_piece) {
-            let count = per_piece.min(blocks - start);
-            let rows = (from + start) * BLOCK_TOKENS..(from + start + count) * BLOCK_TOKENS;
-            match &mut recorder.to {
-                Kept::Memory(_) => {
-                    let bytes = start * segment_bytes..(start + count) * segment_bytes;
-                    backend.export_rows(rows, &mut whole[bytes])?;
+        let rows = |start: usize, count: usize| (from + start) * BLOCK_TOKENS..(from + start + count) * BLOCK_TOKENS;
+        match &mut recorder.to {
+            Kept::Memory(layers) => {
+                debug_assert_eq!(layers.len(), layer, "layers are recorded in order");
+                match backend.hold_rows(rows(0, blocks)) {
+                    Ok(held) => layers.push(held),
+                    Err(error) if error.kind == ErrorKind::DoesNotFit => self.recorder = None,
+                    Err(error) => return Err(error),
                 }
-                Kept::Disk(file) => {
+                backend.poll()?;
+            }
+            Kept::Disk(file) => {
+                let per_piece = (PIECE_BYTES / segment_bytes).max(1);
+                for start in (0..blocks).step_by(per_piece) {
+                    let count = per_piece.min(blocks - start);
                     self.buffer.resize(count * segment_bytes, 0);
-                    backend.export_rows(rows, &mut self.buffer)?;
+                    backend.export_rows(rows(start, count), &mut self.buffer)?;
                     let mut segments = self.buffer.chunks_exact(segment_bytes).zip(&recorder.chain[start..]);
                     if let Err(error) = segments.try_for_each(|(segment, hash)| file.put(*hash, segment)) {
                         self.failed = Some(error);
                         self.recorder = None;
                         return Ok(());
                     }
+                    backend.poll()?;
                 }
             }
-            backend.poll()?;
-        }
-        if let Kept::Memory(layers) = &mut recorder.to {
-            debug_assert_eq!(layers.len(), layer, "layers are recorded in order");
-            layers.push(whole);
         }
         Ok(())
     }
 }
 
-/// Reads consecutive segments from `first` on, by several threads; false where one is damaged.
+/// Reads consecutive segments from `first` on with several threads. Returns false if one is damaged.
 fn read(file: &Stored, first: usize, segment_bytes: usize, out: &mut [u8]) -> bool {
     let threads = READERS.min(thread::available_parallelism().map_or(1, usize::from)).min(out.len() / READER_BYTES + 1);
     let per_thread = (out.len() / segment_bytes).div_ceil(threads);

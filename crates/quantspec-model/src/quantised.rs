@@ -1,7 +1,9 @@
-//! Quantised matrices of safetensors files: FP8, compressed-tensors (INT8, INT4, FP8), GPTQ and AWQ, dequantised when they are read.
+//! Quantised matrices of safetensors files: FP8, compressed-tensors (INT8, INT4, FP8), GPTQ and AWQ, dequantised when they
+//! are read.
 //!
-//! `quantization_config` of config.json names the method; a module with a plain `weight` is not quantised, whatever the method.
-//! A value is (code − zero point) · scale in f32, rounded to the scales' type where the method's library computes in it, then to the model's type.
+//! `quantization_config` of config.json names the method. A module with a plain `weight` is not quantised. A value is (code −
+//! zero point) · scale in f32. It is rounded to the scales' type if the method's library computes in it, then to the model's
+//! type.
 
 use crate::safetensors::{SafeTensors, Tensor, shown};
 use half::{bf16, f16};
@@ -12,43 +14,43 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Matrices whose codes are kept in memory: backends read queries, keys and values side by side.
+/// Matrices whose codes stay in memory: backends read Q, K and V alternately.
 const KEPT: usize = 3;
 
-/// How a method stores codes; one file's quantised matrices are all stored alike.
+/// How a method stores codes; all quantised matrices of a checkpoint use the same storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Codes {
     /// e4m3 without infinities, `[outputs][inputs]`.
     Fp8,
     /// Signed bytes, `[outputs][inputs]`.
     Int8,
-    /// Codes plus half their range in words, `[outputs][inputs / codes of a word]`.
+    /// Codes plus half their range, packed in words: `[outputs][inputs / codes per word]`.
     Words { bits: usize },
-    /// Words of inputs, `[inputs / codes of a word][outputs]`; `v1` stores zero points less one.
+    /// Words pack inputs, `[inputs / codes per word][outputs]`; with `v1`, zero points are stored minus one.
     Gptq { bits: usize, v1: bool },
-    /// Words of 8 outputs in interleaved order, `[inputs][outputs / 8]`.
+    /// Words pack 8 outputs in interleaved order, `[inputs][outputs / 8]`.
     Awq,
 }
 
-/// Weights that share a scale: rows (outputs) and columns (inputs). None stands for all of them.
+/// Weights that share a scale: rows (outputs) × columns (inputs). None means all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Block {
     rows: Option<usize>,
     columns: Option<usize>,
 }
 
-/// What `quantization_config` says.
+/// Scheme of `quantization_config`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Scheme {
     codes: Codes,
-    /// None where the shape of the scales says it.
+    /// None if the scales' shape determines it.
     block: Option<Block>,
     zeros: bool,
     /// The method's library multiplies in the scales' type.
     through_scales: bool,
 }
 
-/// Place in a 32-bit word of AWQ of the output of this index modulo 8.
+/// Position in a 32-bit AWQ word of the output with this index modulo 8.
 const AWQ_PLACES: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 fn unsupported(what: String) -> Error {
@@ -58,7 +60,7 @@ fn unsupported(what: String) -> Error {
     )
 }
 
-/// Reads the scheme from the bytes of config.json; None where the checkpoint is not quantised.
+/// Reads the scheme from the bytes of config.json; None if the checkpoint is not quantised.
 ///
 /// # Errors
 /// [`quantspec_core::ErrorKind::Model`] naming a method, an option or a value that is not supported.
@@ -86,7 +88,7 @@ fn said(value: &Value) -> String {
     shown(&value.to_string())
 }
 
-/// The option must be absent or have one of these values.
+/// Refuses an option that is present with none of these values.
 fn one_of(fields: &Map<String, Value>, name: &str, allowed: &[Value]) -> Result<()> {
     match present(fields, name) {
         Some(value) if !allowed.contains(value) => Err(unsupported(format!("{name} {}", said(value)))),
@@ -101,7 +103,7 @@ fn size(name: &str, value: Option<&Value>) -> Result<usize> {
     }
 }
 
-/// Inputs of a group: all where the value is −1.
+/// Inputs per group; −1 means all.
 fn group_size(fields: &Map<String, Value>) -> Result<Option<usize>> {
     match present(fields, "group_size") {
         Some(value) if value.as_i64() == Some(-1) => Ok(None),
@@ -195,7 +197,7 @@ fn awq(fields: &Map<String, Value>) -> Result<Scheme> {
 }
 
 impl Scheme {
-    /// Names of the codes, the scales (the first that is there), the zero points and each input's group, after the module's.
+    /// Suffixes after the module's name: codes, scales (the first that exists), zero points, and the group of each input.
     fn names(&self) -> (&'static str, &'static [&'static str], &'static str, &'static str) {
         match self.codes {
             Codes::Fp8 | Codes::Int8 => {
@@ -206,7 +208,8 @@ impl Scheme {
         }
     }
 
-    /// Whether a tensor of this name belongs to a quantised matrix. Scales of activations are not needed: these are not quantised.
+    /// Returns true if a tensor with this suffix belongs to a quantised matrix. Scales of activations are unused, as
+    /// activations are not quantised.
     pub(crate) fn owns(&self, suffix: &str) -> bool {
         let (codes, scales, zeros, groups) = self.names();
         suffix == codes
@@ -261,7 +264,7 @@ struct Loaded {
     order: Vec<u32>,
 }
 
-/// The quantised matrices of a checkpoint, by the name of the weight that each stands for.
+/// The quantised matrices of a checkpoint, by the name of the plain weight that each replaces.
 pub(crate) struct Quantised {
     matrices: HashMap<String, Matrix>,
     dtype: Dtype,
@@ -275,17 +278,18 @@ impl std::fmt::Debug for Quantised {
 }
 
 impl Quantised {
-    /// No matrices, which will be read in a number format.
+    /// An empty set; its matrices will be read as `dtype`.
     pub(crate) fn new(dtype: Dtype) -> Quantised {
         Quantised { matrices: HashMap::new(), dtype, kept: Mutex::new(Vec::new()) }
     }
 
-    /// The number format of a matrix; None where it is not quantised.
+    /// The read format of a matrix; None if it is not quantised.
     pub(crate) fn dtype(&self, name: &str) -> Option<Dtype> {
         self.matrices.get(name).map(|_| self.dtype)
     }
 
-    /// Finds and checks the tensors of the matrix that stands for a weight. False where its weight is stored plainly or not at all.
+    /// Finds and checks the tensors of the matrix that replaces a weight. Returns false if the weight is stored plainly or
+    /// not at all.
     pub(crate) fn add(
         &mut self,
         scheme: Scheme,
@@ -308,7 +312,7 @@ impl Quantised {
         }
         let missing = |suffix: &str| {
             Error::model(
-                format!("the checkpoint has no tensor \"{module}.{suffix}\", which quantization_config asks for"),
+                format!("the checkpoint has no tensor \"{module}.{suffix}\", which quantization_config requires"),
                 "config.json and the weights are of different models, or the download is incomplete; fetch both again",
             )
         };
@@ -328,7 +332,7 @@ impl Quantised {
             let wanted = shapes.first().map(Vec::as_slice).unwrap_or_default();
             Err(Error::model(
                 format!(
-                    "tensor \"{module}.{suffix}\" is {dtype} {shape:?}, config.json asks for {} {wanted:?}",
+                    "tensor \"{module}.{suffix}\" is {dtype} {shape:?}, config.json expects {} {wanted:?}",
                     dtypes.join(" or ")
                 ),
                 "config.json and the weights are of different models; fetch both again",
@@ -337,7 +341,7 @@ impl Quantised {
         check(&codes, codes_name, &[dtype], &[shape])?;
         let found = scale_names.iter().find_map(|name| Some((*name, find(name)?)));
         let (scales_name, scales) = found.ok_or_else(|| missing(scale_names[0]))?;
-        // Without a stated block, scales are for the whole matrix or for each row.
+        // Without a stated block, scales are per matrix or per row.
         let block = scheme.block.unwrap_or(match scales.tensor.shape.as_slice() {
             [] | [1] | [1, 1] => Block { rows: None, columns: None },
             _ => Block { rows: Some(1), columns: None },
@@ -382,7 +386,7 @@ impl Quantised {
         Ok(true)
     }
 
-    /// Reads rows of a matrix in its number format.
+    /// Reads rows of a matrix in its read format.
     pub(crate) fn read(&self, shards: &[SafeTensors], weight: &str, rows: Range<usize>, out: &mut [u8]) -> Result<()> {
         let Some(matrix) = self.matrices.get(weight) else {
             return Err(Error::internal(format!("{weight} is not quantised")));
@@ -439,7 +443,7 @@ impl Matrix {
         match order.iter().find(|&&group| group as usize >= groups) {
             Some(&group) => Err(Error::model(
                 format!("tensor \"{}.g_idx\" names group {} of {groups}", self.name, group as i32),
-                "the file is damaged; fetch it again from where the model is published",
+                "the file is damaged; download it again",
             )),
             None => Ok(Loaded { codes, scales, zeros, order }),
         }
@@ -493,7 +497,7 @@ impl Matrix {
     }
 }
 
-/// A field of a 32-bit word, counted from its lowest bits.
+/// Field `place` of a 32-bit word, counted from its lowest bits.
 fn field(raw: &[u8], word: usize, place: usize, bits: usize) -> i16 {
     let bit = place * bits;
     i16::from(raw[4 * word + bit / 8] >> (bit % 8)) & ((1 << bits) - 1)

@@ -1,9 +1,9 @@
-//! The second opinion: a [`Backend`] in plain candle tensors, f32, literal and slow.
+//! The reference [`Backend`]: plain candle tensors in f32, slow.
 //!
-//! Every operation is written the way its definition reads, with no layout, no kernel and no cleverness, so that a fast
-//! backend can be compared with it. Decode rows are computed one at a time, which makes them row-invariant by
-//! construction. The cache holds canonical pages ([`quantspec_core::quantize::Page`]) and f16 buffers, as the method defines
-//! them; weights are the checkpoint's values in f32, draft weights the values their codes stand for.
+//! Every operation follows its definition literally, so fast backends can be compared with it. Decode rows are computed one
+//! at a time, which makes them row-invariant by construction. The cache holds canonical pages
+//! ([`quantspec_core::quantize::Page`]) and f16 buffers. Weights are the checkpoint's values in f32; draft weights are
+//! dequantised codes.
 
 use crate::backend::{
     Backend, Block, Executor, Hooks, KvCache, Memory, Network, Options, Pass, Step, TokenSampler, Turn,
@@ -18,8 +18,8 @@ use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX, buffer_slot, visible_bu
 use quantspec_core::config::{DraftWeights, ModelConfig, Pages, Planes, Rounding, TargetWeights, View, Weights};
 use quantspec_core::penalty::penalised;
 use quantspec_core::quantize::{
-    ACTIVATION_4, ACTIVATION_8, Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations_to, quantize_head_row, quantize_page,
-    quantize_weights_row,
+    ACTIVATION_4, ACTIVATION_8, Page, WEIGHT_GROUP, dequantize_both, dequantize_upper, quantize_activations_to,
+    quantize_head_row, quantize_page, quantize_weights_row,
 };
 use quantspec_core::sample::{Stream, check_finite, choose};
 use quantspec_core::verify::{Judge, Verdict};
@@ -37,17 +37,18 @@ pub struct ReferenceBackend {
     rope: RopeTable,
     /// Weights in f32: matrices [outputs][inputs], vectors [n].
     full: HashMap<Part, Tensor>,
-    /// Values of the draft's codes; parts that are not here are drafted with in full.
+    /// Dequantised draft weights. A missing part drafts with its full weights.
     draft: HashMap<Part, Tensor>,
     slots: Vec<Option<Slot>>,
     judge: Judge,
-    /// Hidden states of the step under way, [1][hidden] per row.
+    /// Hidden states of the current step, [1][hidden] per row.
     rows: Vec<Tensor>,
-    /// Hidden states of the prompt under way, [rows][hidden] by the block's first row.
+    /// Hidden states of the current prompt, [rows][hidden], by the block's first row.
     blocks: HashMap<usize, Tensor>,
-    /// What the last operation left for the next: queries, attention output, gated activations or a projection, [rows][n] each.
+    /// Result of the last operation for the next: queries, attention output, gated activations or a projection, [rows][n]
+    /// each.
     between: Vec<Tensor>,
-    /// Keys and values of the prompt in the layer under way, [tokens][kv_width] each.
+    /// Keys and values of the current prompt and layer, [tokens][kv_width] each.
     scratch: Option<(Tensor, Tensor)>,
     logits: Vec<Vec<f32>>,
 }
@@ -65,7 +66,7 @@ struct Head {
     recent_keys: Vec<f16>,
     recent_values: Vec<f16>,
     pages: Vec<Option<Stored>>,
-    /// Pages the current draft reads; None before the first choice.
+    /// Pages that the current draft reads; None before the first choice.
     chosen: Option<Vec<usize>>,
 }
 
@@ -76,7 +77,7 @@ struct Stored {
     full: Option<(Vec<f16>, Vec<f16>)>,
 }
 
-/// The value of a computation on tensors. It fails only by a defect of ours: shapes were checked when the checkpoint was opened.
+/// Unwraps a tensor operation. It fails only through a defect: shapes were checked when the checkpoint was opened.
 fn tensor<T>(compute: impl FnOnce() -> candle_core::Result<T>) -> Result<T> {
     compute().map_err(|error| Error::internal(format!("reference backend: {error}")))
 }
@@ -85,15 +86,15 @@ impl ReferenceBackend {
     /// Reads a whole checkpoint into f32 tensors and makes the draft weights.
     ///
     /// # Errors
-    /// Those of [`Checkpoint::read_f32`] and of `hooks.poll`, and [`quantspec_core::ErrorKind::NotFinite`] where a group of
-    /// draft weights spans more than f16 can hold.
+    /// Those of [`Checkpoint::read_f32`] and of `hooks.poll`, and [`quantspec_core::ErrorKind::NotFinite`] if the range of a
+    /// group of draft weights exceeds f16.
     pub fn load(checkpoint: &Checkpoint, options: &Options, mut hooks: Hooks) -> Result<ReferenceBackend> {
         let config = checkpoint.config().clone();
         let mut full = HashMap::new();
         let mut draft = HashMap::new();
         let mut parts = Part::all(&config);
         if config.tied_embeddings {
-            parts.push(Part::Head); // a table of its own, because the draft's head is quantised and the embedding is not
+            parts.push(Part::Head); // separate even if tied: the draft's head is quantised, the embedding is not
         }
         for (done, &part) in parts.iter().enumerate() {
             let (rows, columns) = checkpoint.shape(part);
@@ -102,7 +103,7 @@ impl ReferenceBackend {
             let codes = match options.weights {
                 TargetWeights::Checkpoint => draft_values(part, options, &values, columns)?,
                 TargetWeights::Int8 | TargetWeights::Int4 => {
-                    // The embedding of a tied model is read out of the head.
+                    // The embedding of a tied model is read from the head.
                     let part = if part == Part::Embedding && config.tied_embeddings { Part::Head } else { part };
                     hierarchy_values(part, options, &mut values, columns)?
                 }
@@ -163,7 +164,7 @@ impl ReferenceBackend {
         }
     }
 
-    /// `x · wᵀ + bias`, [rows][outputs]; a quantised weight sees int8 activations, or those of 4 bits.
+    /// `x · wᵀ + bias`, [rows][outputs]; quantised weights use int8 activations, or those of 4 bits.
     fn linear(&self, x: &Tensor, part: Part, bias: Option<Part>, weights: Weights) -> Result<Tensor> {
         let (weight, quantised) = self.weight(part, weights)?;
         let group = if self.options.weights == TargetWeights::Checkpoint { WEIGHT_GROUP } else { GROUP };
@@ -184,7 +185,7 @@ impl ReferenceBackend {
         tensor(|| x.broadcast_div(&(x.sqr()?.mean_keepdim(D::Minus1)? + eps)?.sqrt()?)?.broadcast_mul(weight))
     }
 
-    /// Rotates [rows][heads · head_dim] to the given (position, length) of each row.
+    /// Applies RoPE to [rows][heads · head_dim]; `places` holds the (position, length) of each row.
     fn rotate(&self, x: &Tensor, heads: usize, places: &[(usize, usize)]) -> Result<Tensor> {
         let half = self.config.head_dim / 2;
         let (mut cos, mut sin) = (vec![0.0; places.len() * half], vec![0.0; places.len() * half]);
@@ -279,7 +280,7 @@ impl ReferenceBackend {
     }
 }
 
-/// The draft reads quantised weights of this part.
+/// Returns true if the draft reads quantised weights of this part.
 fn draft_kept(part: Part, kind: DraftWeights) -> bool {
     use LayerPart::*;
     match (part, kind) {
@@ -290,7 +291,7 @@ fn draft_kept(part: Part, kind: DraftWeights) -> bool {
     }
 }
 
-/// The values a part's draft codes stand for, or None where the draft uses the part in full.
+/// Dequantised draft weights of a part, or None if the draft uses its full weights.
 fn draft_values(part: Part, options: &Options, values: &[f32], columns: usize) -> Result<Option<Vec<f32>>> {
     if !draft_kept(part, options.draft_weights) {
         return Ok(None);
@@ -304,7 +305,7 @@ fn draft_values(part: Part, options: &Options, values: &[f32], columns: usize) -
     Ok(Some(out))
 }
 
-/// The values of a part's planes in place of its own, and those that the draft reads, or None where it reads the same in full.
+/// The target's values from a part's planes, and the draft's values, or None if the draft reads the target's.
 fn hierarchy_values(part: Part, options: &Options, values: &mut [f32], columns: usize) -> Result<Option<Vec<f32>>> {
     use LayerPart::*;
     if !matches!(part, Part::Head | Part::Layer(_, Q | K | V | Output | Gate | Up | Down)) {
@@ -322,7 +323,7 @@ fn hierarchy_values(part: Part, options: &Options, values: &mut [f32], columns: 
     Ok(kept.then_some(draft))
 }
 
-/// Activations as codes of at most `most` give them back, row by row, in groups of `group`.
+/// Activations rounded to codes of at most `most`, row by row, in groups of `group`.
 fn rounded_activations(x: &Tensor, group: usize, most: f32) -> Result<Tensor> {
     let mut out = Vec::new();
     for row in tensor(|| x.to_vec2::<f32>())? {
@@ -355,7 +356,7 @@ fn check_view(view: View, planes: Planes) -> Result<()> {
     if kept { Ok(()) } else { Err(Error::internal(format!("view {view:?} of a cache that keeps {planes:?}"))) }
 }
 
-/// f16 of keys or values; what half precision cannot hold is an error, never a silent infinity.
+/// Converts keys or values to f16; values beyond its range are an error, never infinity.
 fn halves(values: &[f32], what: &str, layer: usize) -> Result<Vec<f16>> {
     let halves: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
     match halves.iter().position(|x| !x.is_finite()) {
@@ -376,8 +377,7 @@ impl Head {
         }
     }
 
-    /// The pages a row reads. `query` is [group][head_dim].
-    /// `upper`: pages have quantised keys.
+    /// The pages a row reads. `query` is [group][head_dim]; `upper` says whether pages have quantised keys.
     fn choose_pages(
         &mut self,
         step: &Step,
@@ -391,7 +391,7 @@ impl Head {
             (Pages::All, _) => return Ok((0..visible).collect()),
             (Pages::Window(_) | Pages::Best(_), Some(chosen)) if !step.choose_pages => chosen.clone(),
             (Pages::Window(n), _) => window_pages(visible, n),
-            // Quantised keys are what is scored; a cache without them keeps to the window.
+            // Scores need quantised keys; without them the newest pages are read.
             (Pages::Best(n), _) if !upper => window_pages(visible, n),
             (Pages::Best(n), _) => {
                 let queries = tensor(|| query.to_vec2::<f32>())?;
@@ -417,7 +417,7 @@ impl Head {
         self.stored(page)?.quantised.as_ref().ok_or_else(|| Error::internal("quantised planes are not kept"))
     }
 
-    /// Appends the page's keys and values, [G][head_dim] each, as the view sees them.
+    /// Appends the page's keys and values, [G][head_dim] each, as the view dequantises them.
     fn page_values(
         &self,
         page: usize,
@@ -446,7 +446,7 @@ impl Head {
         Ok(())
     }
 
-    /// Keeps a complete page in the wanted planes.
+    /// Stores a complete page in the requested planes.
     fn keep(
         &mut self,
         page: usize,
@@ -473,7 +473,7 @@ impl PromptRows for ReferenceBackend {
         "reference".to_string()
     }
 
-    /// Keys and values of a prompt are f32 here.
+    /// The reference keeps a prompt's keys and values in f32.
     fn row_bytes(&self) -> usize {
         2 * self.config.kv_width() * size_of::<f32>()
     }
@@ -733,7 +733,7 @@ impl TokenSampler for ReferenceBackend {
     }
 
     fn margin(&mut self, slot: usize) -> Result<f32> {
-        Ok(self.judge.lead(slot))
+        Ok(self.judge.margin(slot))
     }
 
     fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
@@ -741,9 +741,6 @@ impl TokenSampler for ReferenceBackend {
     }
 
     fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
-        if q.len() != self.config.vocab {
-            return Err(Error::internal(format!("a distribution of {} tokens of {}", q.len(), self.config.vocab)));
-        }
         self.judge.keep(slot, offset, q.to_vec());
         Ok(())
     }
@@ -787,7 +784,7 @@ impl Backend for ReferenceBackend {
 }
 
 impl ReferenceBackend {
-    /// Projects what the last operation left.
+    /// Applies the projection to the last operation's result.
     fn linear_between(&mut self, layer: usize, pass: &Pass, part: LayerPart, bias: LayerPart) -> Result<()> {
         let (part, bias) = (Part::Layer(layer, part), Part::Layer(layer, bias));
         let project = |x| self.linear(x, part, Some(bias), weights_of(pass));
@@ -796,7 +793,7 @@ impl ReferenceBackend {
     }
 }
 
-/// Prompts are always processed with full weights.
+/// Prompts always use the target's weights.
 fn weights_of(pass: &Pass) -> Weights {
     match pass {
         Pass::Step(step) => step.weights,

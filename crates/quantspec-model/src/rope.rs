@@ -1,13 +1,13 @@
 //! Rotary position embeddings: cosines and sines of a position, for every kind of scaling.
 //!
-//! Convention of Hugging Face's Llama ("rotate half"): channel i is paired with i + D/2,
-//! `y1 = x1·cos − x2·sin`, `y2 = x2·cos + x1·sin`, angle = position · inverse frequency of i. Angles are computed in f64: in
-//! f32 a position of 10⁵ would turn the fastest channel by 0.004 rad too much or too little.
+//! The convention is Hugging Face's Llama ("rotate half"): channel i is paired with i + D/2, `y1 = x1·cos − x2·sin`, `y2 =
+//! x2·cos + x1·sin`, angle = position · inverse frequency of i. Angles are computed in f64: in f32 the angle of the fastest
+//! channel is wrong by up to 0.004 rad at position 10⁵.
 
 use quantspec_core::config::{ModelConfig, RopeScaling};
 use std::f64::consts::PI;
 
-/// Inverse frequencies of a model, [D/2], and what scales them.
+/// Inverse frequencies of a model, [D/2], with their scaling.
 #[derive(Clone, Debug)]
 pub struct RopeTable {
     inverse: Vec<f64>,
@@ -39,7 +39,8 @@ impl RopeTable {
             RopeScaling::Dynamic { factor, original } => table.dynamic = Some(Dynamic { theta, factor, original }),
             RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original } => {
                 for f in &mut table.inverse {
-                    // Rotations within the pre-training's context: few (long waves) are stretched, many are kept.
+                    // Rotations within the pre-training context: channels with few are stretched, channels with many are
+                    // kept.
                     let rotations = original as f64 * *f / (2.0 * PI);
                     let keep = ((rotations - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
                     *f *= keep + (1.0 - keep) / factor;
@@ -51,7 +52,7 @@ impl RopeTable {
                 }
             }
             RopeScaling::Yarn { factor, original, beta_fast, beta_slow, attention_factor, truncate } => {
-                // The (fractional) channel that makes `rotations` turns within the pre-training's context.
+                // The (fractional) channel that makes `rotations` turns within the pre-training context.
                 let channel =
                     |rotations: f64| dim as f64 * (original as f64 / (rotations * 2.0 * PI)).ln() / (2.0 * theta.ln());
                 let (mut low, mut high) = (channel(beta_fast), channel(beta_slow));
@@ -72,15 +73,15 @@ impl RopeTable {
         table
     }
 
-    /// What angles depend on beside the position: 0, or the sequence's length where dynamic scaling stretches them by it.
+    /// The part of the sequence's length that angles depend on: 0, or the length itself if dynamic scaling uses it.
     pub fn length_class(&self, length: usize) -> usize {
         self.dynamic.filter(|dynamic| length > dynamic.original).map_or(0, |_| length)
     }
 
     /// Cosines and sines of `position`, [D/2] each, with YaRN's attention factor in both.
     ///
-    /// `length` is the sequence length the position is seen in and matters for dynamic scaling only: a prefill row passes
-    /// the prompt's length, a step row position + 1.
+    /// `length` is the sequence length at this row and matters for dynamic scaling only: a prefill row passes the prompt's
+    /// length, a step row position + 1.
     pub fn fill(&self, position: usize, length: usize, cos: &mut [f32], sin: &mut [f32]) {
         let grown;
         let inverse = match self.dynamic {
@@ -137,7 +138,7 @@ mod tests {
 
     #[test]
     fn far_angles_are_exact() {
-        // The first channel turns by 1 rad per token: cos and sin of 131071 from 60 digits.
+        // The first channel turns by 1 rad per token: cos and sin of 131071, computed with 60 digits.
         let (cos, sin) = fill(&table(64, RopeScaling::None), 131_071, 131_072);
         assert_eq!((cos[0], sin[0]), (-0.817_983_5_f32, -0.575_241_7_f32));
     }
@@ -193,7 +194,7 @@ mod tests {
             truncate: false,
         };
         let (plain, scaled) = (table(64, RopeScaling::None).inverse, table(64, scaling).inverse);
-        // Channels that turn more than 4 times within the context are kept, the others stretched.
+        // Channels with more than 4 turns within the context are kept, the others stretched.
         for (plain, scaled) in plain.iter().zip(scaled) {
             let factor = if 1024.0 * plain / (2.0 * PI) > 4.0 { 1.0 } else { 4.0 };
             assert!((plain / scaled - factor).abs() < 1e-12, "{plain} {scaled}");

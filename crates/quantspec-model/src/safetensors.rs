@@ -1,9 +1,9 @@
 //! A strict reader of safetensors headers.
 //!
-//! Layout of a file: header length n as little-endian u64, n bytes of JSON `{name: {dtype, shape, data_offsets: [begin, end]}}`,
-//! then the tensors' bytes; offsets count from the end of the header. Every number is checked against the file's length
-//! before anything is allocated, the tensors must tile the data without holes or overlaps, and names must be unique.
-//! Files are read at offsets and never mapped: mapped pages would count as resident memory beside the repacked weights.
+//! Layout of a file: header length n as little-endian u64, n bytes of JSON `{name: {dtype, shape, data_offsets: [begin,
+//! end]}}`, then the tensors' bytes. Offsets count from the end of the header. Every number is checked against the file's
+//! length before anything is allocated. Tensors must tile the data without holes or overlaps, and names must be unique. Files
+//! are read at offsets, not mapped: mapped pages would count as resident memory in addition to the repacked weights.
 
 use quantspec_core::{Error, ErrorKind, Result};
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
@@ -14,20 +14,20 @@ use std::fmt;
 use std::fs::File;
 use std::path::Path;
 
-/// Largest header read: the format's own limit.
+/// Largest header accepted: the format's own limit.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 
-/// Most tensors of a file: a network of 1,024 layers, the most that config.json may ask for, has 18,435.
+/// Most tensors of a file; a network of 1,024 layers, the configured maximum, has 18,435.
 const TENSORS_MAX: usize = 65_536;
 
-/// Longest entry of a tensor: a type, [`DIMENSIONS_MAX`] extents and two offsets take 300 bytes. What is longer is not taken apart,
-/// for parsed JSON is 16 times as large as its text.
+/// Longest entry of a tensor; a type, [`DIMENSIONS_MAX`] extents and two offsets take 300 bytes. Longer entries are not
+/// parsed: parsed JSON takes 16 times the memory of its text.
 const ENTRY_BYTES_MAX: usize = 4096;
 
 /// Most dimensions of a tensor; weights of these networks have 2.
 const DIMENSIONS_MAX: usize = 8;
 
-/// Element types the format knows, with their bits.
+/// Element types of the format, with their bits.
 const DTYPES: [(&str, u64); 20] = [
     ("BF16", 16),
     ("F16", 16),
@@ -106,12 +106,12 @@ impl SafeTensors {
     /// Opens a file and checks its header.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] where the path is not a file or its header is damaged,
-    /// [`quantspec_core::ErrorKind::Io`] where it cannot be read.
+    /// [`quantspec_core::ErrorKind::Model`] if the path is not a file or its header is damaged,
+    /// [`quantspec_core::ErrorKind::Io`] if it cannot be read.
     pub fn open(path: &Path) -> Result<SafeTensors> {
         let name = path.to_string_lossy().into_owned();
         let failed = |error: std::io::Error| unreadable(&name, &error);
-        // Asked before opening: to open a pipe would wait for its writer.
+        // Checked before opening: opening a pipe would block.
         if !path.metadata().map_err(failed)?.is_file() {
             return Err(damaged(&name, "is not a file"));
         }
@@ -120,10 +120,10 @@ impl SafeTensors {
         SafeTensors::new(Source::File(file), name, length)
     }
 
-    /// Reads the same from memory; `name` is for messages.
+    /// Reads a file from memory; `name` is for messages.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] where the header is damaged.
+    /// [`quantspec_core::ErrorKind::Model`] if the header is damaged.
     pub fn from_static(name: &str, bytes: &'static [u8]) -> Result<SafeTensors> {
         SafeTensors::new(Source::Static(bytes), name.to_string(), bytes.len() as u64)
     }
@@ -161,7 +161,7 @@ impl SafeTensors {
         &self.tensors
     }
 
-    /// Replaces every tensor by those that `parts` makes of it, with their names.
+    /// Replaces every tensor by the tensors that `parts` makes from it, with their names.
     ///
     /// # Errors
     /// Those of `parts`.
@@ -178,13 +178,13 @@ impl SafeTensors {
     /// Fills `out` with the bytes at `offset` of the file.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Io`] where the file cannot be read or ends before the bytes do.
+    /// [`quantspec_core::ErrorKind::Io`] if the file cannot be read or ends before the bytes do.
     pub fn read(&self, offset: u64, out: &mut [u8]) -> Result<()> {
         self.source.read(out, offset).map_err(|error| unreadable(&self.name, &error))
     }
 }
 
-/// Whether the format knows an element type of this name.
+/// The format's element type of this name, with its bits.
 fn dtype(name: &str) -> Option<(&'static str, u64)> {
     DTYPES.iter().copied().find(|(known, _)| *known == name)
 }
@@ -204,14 +204,14 @@ pub(crate) fn unreadable(file: &str, error: &std::io::Error) -> Error {
     )
 }
 
-/// Text of foreign origin made fit for a one-line message: at most 120 characters, none that a terminal would obey.
+/// Makes foreign text safe for a one-line message: at most 120 characters, without control characters.
 pub(crate) fn shown(text: &str) -> String {
     let end = if text.chars().nth(120).is_some() { "..." } else { "" };
     let plain = text.chars().take(120).map(|c| if c.is_control() { char::REPLACEMENT_CHARACTER } else { c });
     plain.chain(end.chars()).collect()
 }
 
-/// JSON members by name, as text that was not taken apart, refusing a name that comes twice (a plain map would keep the last one).
+/// JSON members by name, as unparsed text. Duplicate names are refused; a plain map would keep the last one.
 struct Members<'a>(BTreeMap<String, &'a RawValue>);
 
 impl<'de> Deserialize<'de> for Members<'de> {

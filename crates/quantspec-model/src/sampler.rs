@@ -1,6 +1,6 @@
-//! Choosing tokens from the last head's logits, and judging drafted ones.
+//! Choosing tokens from the logits of the last head, and verifying drafted tokens.
 
-use crate::network::{DraftPlan, Step};
+use crate::network::{DraftConfig, Step};
 use quantspec_core::Result;
 use quantspec_core::penalty::History;
 use quantspec_core::policy::Stop;
@@ -8,35 +8,36 @@ use quantspec_core::sample::Sampler;
 use quantspec_core::verify::{DraftDistribution, Verdict};
 use std::sync::Arc;
 
-/// What one slot does in a round.
+/// One slot's part of a round.
 #[derive(Clone, Debug)]
 pub struct Turn {
     /// Sequence slot.
     pub slot: usize,
     /// Committed tokens.
     pub committed: usize,
-    /// Tokens to draft, 0..=GAMMA_MAX; after the draft, tokens that were drafted.
+    /// Tokens to draft, 0..=GAMMA_MAX; after the draft, the number of drafted tokens.
     pub gamma: usize,
-    /// How its tokens are drafted with the verification, where they do not stand in the window yet.
-    pub to_draft: Option<DraftPlan>,
-    /// When to draft fewer: the draft of a turn that is alone in its round then looks at the logit margin of every token.
+    /// The plan of a draft deferred to the verification; its tokens are not in the window yet.
+    pub to_draft: Option<DraftConfig>,
+    /// When to end the draft early. Applies to a turn that is alone in its round; the logit margin of every token is then
+    /// read.
     pub stop: Option<Stop>,
-    /// Logit margins of the drafted tokens; empty where they were not looked at.
+    /// Logit margins of the drafted tokens; empty if they were not read.
     pub margins: Vec<f32>,
-    /// Its tokens are copied from the sequence's text, in place of a draft by the network, which leaves this turn out.
+    /// The drafted tokens are copied from earlier text. The drafting network skips this turn.
     pub copied: bool,
-    /// What the drafted tokens were drawn from.
+    /// The distribution that the drafted tokens were drawn from.
     pub q: DraftDistribution,
     /// How tokens are chosen and accepted.
     pub sampler: Sampler,
-    /// The committed text, where the sampler has penalties.
+    /// The committed text, if the sampler has penalties.
     pub history: Option<Arc<History>>,
     /// The caller reads [`TokenSampler::logits`] of the turn's rows after they are judged.
     pub reads_logits: bool,
 }
 
 impl Turn {
-    /// A turn of γ tokens that no margin ends, with nothing drafted.
+    /// A turn of γ tokens without early end, with nothing drafted.
     pub fn new(slot: usize, committed: usize, gamma: usize, sampler: Sampler) -> Turn {
         Turn {
             slot,
@@ -53,14 +54,15 @@ impl Turn {
         }
     }
 
-    /// Whether the network drafts a token after the one at `offset` of the window.
+    /// Returns true if the network drafts a token after the one at `offset` of the window.
     pub fn drafts(&self, offset: usize) -> bool {
         !self.copied && self.gamma > offset
     }
 
-    /// Notes the logit margin of the token just drafted. The draft ends with it where it has become unlikely enough that all of its tokens stand.
+    /// Records the logit margin of the token just drafted. Ends the draft if acceptance of all its tokens has become unlikely
+    /// enough.
     pub fn drafted(&mut self, margin: f32) {
-        // A draft that computed no number is in doubt.
+        // NaN counts as margin 0, the least certain.
         self.margins.push(if margin.is_nan() { 0.0 } else { margin });
         let Some(stop) = self.stop else { return };
         let all: f64 = self.margins.iter().map(|&margin| stop.acceptance(margin)).product();
@@ -70,51 +72,52 @@ impl Turn {
     }
 }
 
-/// Chooses and judges tokens after [`crate::network::Network::head`], where the logits are.
+/// Chooses and judges tokens after [`crate::network::Network::head`], on the device that holds the logits.
 pub trait TokenSampler: Send {
-    /// The logits of row `row` of the last [`crate::network::Network::head`] (a prefill block has one row), `[vocab]`, before penalties
-    /// and warpers. After [`TokenSampler::judge`] they may be read of turns that said so ([`Turn::reads_logits`]), after
-    /// [`TokenSampler::first`] not at all.
+    /// The logits of row `row` of the last [`crate::network::Network::head`] (a prefill block has one row), `[vocab]`, before
+    /// penalties and warpers. After [`TokenSampler::judge`] they are valid for turns with [`Turn::reads_logits`]; after
+    /// [`TokenSampler::first`] for none.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where there is no such row. Device errors of a GPU.
+    /// [`quantspec_core::ErrorKind::Internal`] if there is no such row. Device errors of a GPU.
     fn logits(&mut self, row: usize) -> Result<Vec<f32>>;
 
-    /// Samples the token after a prefill block from the last head's only row, at position `turn.committed`, the length of the prompt.
+    /// Samples the token after a prefill block from the head's only row, at position `turn.committed`, the length of the
+    /// prompt.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::NotFinite`] where no token can be chosen, and on a GPU where keys or values of the prompt
-    /// are beyond half precision. On a GPU [`quantspec_core::ErrorKind::Internal`] where there is no such slot, and device
-    /// errors.
+    /// [`quantspec_core::ErrorKind::NotFinite`] if no token can be chosen, and on a GPU if keys or values of the prompt
+    /// overflow f16. On a GPU also [`quantspec_core::ErrorKind::Internal`] if there is no such slot, and device errors.
     fn first(&mut self, turn: &Turn) -> Result<u32>;
 
-    /// Chooses the next token of every row of a draft step (after [`crate::network::Network::head`]) and writes it into the window at
-    /// `row.offset + 1`; keeps q where the sampler's acceptance rule needs it. `turns` holds the turn of every slot.
+    /// Chooses the next token of every row of a draft step and writes it into the window at `row.offset + 1`. Keeps q if the
+    /// sampler's acceptance rule needs it. `turns` holds the turn of every slot.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where a row's slot has no turn or its window no room, and on a GPU where
-    /// [`crate::backend::Options::rejection`] was not set. Device errors of a GPU.
+    /// [`quantspec_core::ErrorKind::Internal`] if a row's slot has no turn or its window no room, and on a GPU if
+    /// [`crate::backend::Options::rejection`] is not set. Device errors of a GPU.
     fn propose(&mut self, step: &Step, turns: &[Turn]) -> Result<()>;
 
-    /// The logit margin of the slot's last proposed token, whose step had this row alone; infinite where it was drawn for rejection.
+    /// The logit margin of the slot's last proposed token, from a step with this row alone. Infinite for a token drawn for
+    /// rejection.
     ///
     /// # Errors
-    /// Device errors of a GPU, which waits for the token here.
+    /// Device errors of a GPU, which synchronises here.
     fn margin(&mut self, slot: usize) -> Result<f32>;
 
-    /// What was kept of the distribution that a slot's token after `offset` was drawn from, as backends of this kind hand it to
-    /// one another ([`TokenSampler::set_distribution`]); acceptance by rejection only.
+    /// The kept distribution of a slot's token after `offset`, in the form that [`TokenSampler::set_distribution`] of the
+    /// same kind of backend takes. For acceptance by rejection only.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where nothing was kept. On a GPU [`quantspec_core::ErrorKind::NotFinite`] for what
-    /// is no number, and device errors.
+    /// [`quantspec_core::ErrorKind::Internal`] if nothing was kept. On a GPU [`quantspec_core::ErrorKind::NotFinite`] for
+    /// NaN, and device errors.
     fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>>;
 
-    /// Keeps the distribution of a token that another backend proposed, in place of what [`TokenSampler::propose`] keeps; by
-    /// offset, ascending.
+    /// Keeps the distribution of a token that another backend proposed, as [`TokenSampler::propose`] would. Called by
+    /// ascending offset.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Internal`] where it is of another vocabulary, and on a GPU where there is no room for it.
+    /// [`quantspec_core::ErrorKind::Internal`] if it has another vocabulary size, and on a GPU if there is no room for it.
     /// Device errors of a GPU.
     fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()>;
 
@@ -122,8 +125,8 @@ pub trait TokenSampler: Send {
     /// after it. One verdict per turn, in order.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::NotFinite`] where no token can be chosen, and on a GPU where keys or values since the
-    /// last look are beyond half precision. [`quantspec_core::ErrorKind::Internal`] where rows, drafted tokens or kept
-    /// distributions do not match the turns. Device errors of a GPU.
+    /// [`quantspec_core::ErrorKind::NotFinite`] if no token can be chosen, and on a GPU if keys or values overflowed f16
+    /// after the last check. [`quantspec_core::ErrorKind::Internal`] if rows, drafted tokens or kept distributions do not
+    /// match the turns. Device errors of a GPU.
     fn judge(&mut self, step: &Step, turns: &[Turn]) -> Result<Vec<Verdict>>;
 }

@@ -1,4 +1,4 @@
-//! Checkpoints that cannot be used: each is refused with one line that names what is wrong, and one that says what to do.
+//! Unusable checkpoints: each is refused with one line that names the problem, and one line with the remedy.
 
 #[path = "support/tiny.rs"]
 mod tiny;
@@ -10,7 +10,7 @@ use quantspec_model::config::parse;
 use serde_json::{Value, json};
 use tiny::Folder;
 
-/// The checkpoint must be refused with a message that contains `expected`.
+/// The checkpoint must be refused, with a message that contains `expected`.
 fn refused(folder: &Folder, expected: &str) -> Error {
     let error = match Checkpoint::open(folder.path()) {
         Ok(_) => panic!("accepted, expected: {expected}"),
@@ -69,7 +69,7 @@ fn the_undamaged_checkpoint_is_read() {
     let checkpoint = Checkpoint::open(Folder::valid().path()).expect("checkpoint");
     let part = Part::Layer(0, LayerPart::K);
     assert_eq!((checkpoint.shape(part), checkpoint.dtype(part)), ((4, 8), Dtype::F32));
-    // The k projection's data starts behind 16·8 + 8 + 8·8 values; row 2 is 16 further.
+    // The k projection's data starts after 16·8 + 8 + 8·8 values; row 2 is 16 further.
     let mut row = [0.0; 8];
     checkpoint.read_f32(part, 2..3, &mut row).expect("row");
     let first = 16 * 8 + 8 + 8 * 8 + 16;
@@ -160,7 +160,7 @@ fn missing_files() {
     );
 }
 
-/// transformers applies an adapter that lies beside weights, so the weights alone are another model.
+/// transformers applies an adapter next to weights, so the weights alone are another model.
 #[test]
 fn an_adapter_beside_weights() {
     let folder = Folder::valid();
@@ -190,7 +190,7 @@ fn pipes_are_no_files() {
         let _ = std::fs::remove_file(&path);
         let made = std::process::Command::new("mkfifo").arg(&path).status().expect("mkfifo");
         assert!(made.success());
-        // Opening it would wait for a writer that never comes.
+        // Opening it would block until a writer opens it.
         refused(&folder, "not a file");
     }
 }
@@ -223,8 +223,8 @@ fn damaged_weights() {
     cases.push((changed(|h| h[q]["shape"] = json!([8, 9])), "of 256 bytes, but F32 [8, 9] needs 288"));
     cases.push((changed(|h| h[q]["shape"] = json!([1u64 << 40, 1u64 << 40])), "of impossible shape"));
     cases.push((changed(|h| h[q]["shape"] = json!(vec![1; 1000])), "of 1000 dimensions"));
-    cases.push((changed(|h| h[q]["shape"] = json!([16, 4])), "has shape [16, 4], config.json asks for [8, 8]"));
-    cases.push((changed(|h| h[q]["shape"] = json!([64])), "has shape [64], config.json asks for [8, 8]"));
+    cases.push((changed(|h| h[q]["shape"] = json!([16, 4])), "has shape [16, 4], config.json expects [8, 8]"));
+    cases.push((changed(|h| h[q]["shape"] = json!([64])), "has shape [64], config.json expects [8, 8]"));
     cases.push((changed(|h| h[q]["dtype"] = json!("I32")), "has dtype I32, which is not supported"));
     cases.push((changed(|h| h[q]["dtype"] = json!("F33")), "of unknown dtype \"F33\""));
     cases.push((changed(|h| h[q] = json!(7)), "without a dtype"));
@@ -278,7 +278,7 @@ fn weights_that_are_not_numbers() {
         let error = checkpoint.read_f32(Part::FinalNorm, 0..1, &mut [0.0; 8]).expect_err("not finite");
         assert_eq!(error.kind, ErrorKind::NotFinite);
         check(&error, &format!("model.norm.weight is {shown} at element 5"));
-        // Elements are counted from the tensor's first row, whichever rows are read.
+        // Elements are counted from the tensor's first row, for any rows read.
         let mut weights = tiny::weights();
         let at = weights.len() - 4 * (16 * 8) + 4 * (2 * 8 + 3);
         weights[at..at + 4].copy_from_slice(&value.to_le_bytes());
@@ -303,7 +303,7 @@ fn a_file_that_shrinks_after_it_was_opened() {
 
 #[cfg(unix)]
 #[test]
-fn weights_that_cannot_be_looked_at_are_not_missing() {
+fn unreadable_weights_are_not_missing() {
     let folder = Folder::valid();
     remove(&folder, "model.safetensors");
     let path = folder.path().join("model.safetensors");
@@ -312,16 +312,17 @@ fn weights_that_cannot_be_looked_at_are_not_missing() {
     assert_eq!(error.kind, ErrorKind::Io);
 }
 
-/// As a half-pruned hub cache has them.
+/// The state of a half-pruned hub cache.
 #[cfg(unix)]
 #[test]
-fn links_to_nothing_are_not_missing_files() {
+fn dangling_links_are_not_missing_files() {
     for name in ["generation_config.json", "config.json", "adapter_config.json", "model.safetensors"] {
         let folder = Folder::valid();
         let path = folder.path().join(name);
         let _ = std::fs::remove_file(&path);
         std::os::unix::fs::symlink("../../blobs/4e20", &path).expect("a link");
-        let error = refused(&folder, &format!("{} is a link to ../../blobs/4e20, where nothing is", path.display()));
+        let error =
+            refused(&folder, &format!("{} is a link to ../../blobs/4e20, which does not exist", path.display()));
         assert_eq!(error.kind, ErrorKind::Io);
     }
 }
@@ -332,7 +333,7 @@ fn shards() {
     remove(&folder, "model.safetensors");
     let tensors = tiny::tensors();
     let (one, two) = tensors.split_at(5);
-    // What is recomputed need not be named.
+    // Recomputed tensors may be absent from the index.
     let one = [one, &[("model.layers.0.self_attn.rotary_emb.inv_freq", vec![2])]].concat();
     for (name, tensors) in [("one.safetensors", &one[..]), ("two.safetensors", two)] {
         let (header, bytes) = tiny::header(tensors);
@@ -352,11 +353,11 @@ fn shards() {
     let checkpoint = Checkpoint::open(folder.path()).expect("shards");
     let mut norm = [0.0; 8];
     checkpoint.read_f32(Part::Layer(0, LayerPart::MlpNorm), 0..1, &mut norm).expect("second shard");
-    assert_eq!(norm[0], 64.0 / 64.0 - 2.0); // behind the 8·8 values of o_proj
+    assert_eq!(norm[0], 64.0 / 64.0 - 2.0); // after the 8·8 values of o_proj
 
     for file in ["../one.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "C:x", "a\\b"] {
         write(with("lm_head.weight", json!(file)));
-        refused(&folder, "which is not the name of a file beside it");
+        refused(&folder, "which is not a plain file name");
     }
     write(with("lm_head.weight", json!(17)));
     refused(&folder, "names the shard 17");
@@ -466,7 +467,7 @@ fn unsupported_models_are_named() {
         window,
     );
     config_refused(json!({"model_type": "qwen3", "sliding_window": 32, "layer_types": ["sliding_attention"]}), window);
-    // A mistral configuration without the field has the family's window of 4096 tokens.
+    // Without the field, a mistral configuration has the family's window of 4096 tokens.
     config_refused(
         json!({"model_type": "mistral", "max_position_embeddings": 8192}),
         "sliding-window attention (4096 tokens",
@@ -474,7 +475,7 @@ fn unsupported_models_are_named() {
 }
 
 #[test]
-fn what_transformers_obeys_is_refused_where_it_changes_something() {
+fn settings_of_transformers_are_refused_if_they_have_an_effect() {
     for (fields, message) in [
         (json!({"is_causal": false}), "attention to later tokens (is_causal false)"),
         (json!({"attention_chunk_size": 16}), "attention_chunk_size (16)"),
@@ -490,7 +491,7 @@ fn what_transformers_obeys_is_refused_where_it_changes_something() {
     );
 }
 
-/// Dual chunk attention is plain attention up to a chunk less what it shares with the next.
+/// Dual chunk attention equals plain attention up to one chunk minus its overlap with the next.
 #[test]
 fn chunks_bound_the_context() {
     let chunks = |chunk: usize, local: usize| {
@@ -533,19 +534,19 @@ fn families_have_their_own_defaults() {
     assert_eq!((qwen3.head_dim, qwen3.qkv_bias, qwen3.qk_norm), (128, false, true));
     let mistral = parsed(json!({"model_type": "mistral", "sliding_window": null, "attention_bias": true}));
     assert_eq!((mistral.qkv_bias, mistral.rope.theta), (false, 10_000.0));
-    // The context reaches as far as the scaling stretches it, where the file states the original one.
+    // If the file states the original context, the context is the stretched one.
     let yarn = parsed(json!({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}));
     assert_eq!(yarn.max_positions, 256);
     assert!(matches!(yarn.rope.scaling, RopeScaling::Yarn { original: 64, truncate: true, .. }));
     assert_eq!(parsed(json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}})).max_positions, 128);
-    // An original context beside the scaling wins over one inside it; a stated context is never shortened.
+    // An original context next to the scaling wins over one inside it; a stated context is never shortened.
     let both = parsed(json!({
         "original_max_position_embeddings": 32,
         "rope_scaling": {"type": "yarn", "factor": 1.5, "original_max_position_embeddings": 16}
     }));
     assert!(matches!(both.rope.scaling, RopeScaling::Yarn { original: 32, .. }));
     assert_eq!(both.max_positions, 64);
-    // Values of transformers 5.23 where the file is silent.
+    // Defaults of transformers 5.23.
     let heads = json!({"num_attention_heads": 32, "num_key_value_heads": "REMOVE", "head_dim": 8});
     for (family, kv_heads, positions) in
         [("llama", 32, 2048), ("mistral", 8, 131_072), ("qwen2", 32, 32_768), ("qwen3", 32, 32_768)]

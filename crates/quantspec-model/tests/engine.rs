@@ -1,5 +1,5 @@
-//! What the engine refuses, and that a refusal leaves it as it was. That it decodes well is held by the stories and, with the
-//! fast backends, by the laws of exactness.
+//! Requests that the engine refuses, and that a refusal changes nothing. Correct decoding is tested by the stories and, with
+//! the fast backends, by the laws of exactness.
 #![cfg(feature = "reference")]
 
 #[path = "support/tiny.rs"]
@@ -11,7 +11,7 @@ use quantspec_core::cache::{BUFFER_TOKENS, G, GAMMA_MAX};
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::policy::{Policy, Stop};
 use quantspec_core::sample::{Accept, Sampler};
-use quantspec_model::backend::{DraftPlan, Hooks, KvCache, Options, Turn};
+use quantspec_model::backend::{DraftConfig, Hooks, KvCache, Options, Turn};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::{Ngram, SelfQuantised};
 use quantspec_model::engine::{Engine, Method};
@@ -26,7 +26,7 @@ fn engine(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBacken
 
 fn engine_of(folder: &tiny::Folder, gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBackend> {
     let checkpoint = Checkpoint::open(folder.path()).expect("checkpoint");
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let options = Options {
         slots,
         capacity,
@@ -67,7 +67,7 @@ fn prompts_that_cannot_be_taken() {
     assert_eq!(add(&mut engine, &[1], 0), Err(ErrorKind::Usage));
     assert_eq!(add(&mut engine, &[1; 30], 11), Err(ErrorKind::DoesNotFit));
     assert_eq!(add(&mut engine, &[1], usize::MAX), Err(ErrorKind::DoesNotFit));
-    // A hint names what can be done: of an engine of 40 tokens neither side may take all.
+    // A hint names what can be done; in an engine of 40 tokens neither side may take all.
     for (prompt, new, hint) in [
         (30, 11, "shorten the prompt to at most 29 tokens, or ask for at most 10 new ones"),
         (40, 1, "shorten the prompt to at most 39 tokens"),
@@ -79,7 +79,7 @@ fn prompts_that_cannot_be_taken() {
         let error = engine.add(&vec![1; prompt], Sampler::greedy(), new).expect_err("too much");
         assert_eq!(error.hint, hint, "{prompt} and {new}");
     }
-    // Exactly full is not too much, and refusals took no slot.
+    // An exactly full engine is accepted, and refusals took no slot.
     assert_eq!(add(&mut engine, &[1; 30], 10), Ok(0));
     assert_eq!(add(&mut engine, &[1], 5), Ok(1));
     assert_eq!(add(&mut engine, &[1], 5), Err(ErrorKind::Usage));
@@ -107,7 +107,7 @@ fn rounds_that_cannot_be_run() {
         // No part of a refused round is left to verify.
         assert_eq!(engine.verify().expect_err("nothing drafted").kind, ErrorKind::Usage, "{round:?}");
     }
-    // Five tokens are left: γ 4 may emit all of them and is what the policy's 4 becomes; then there is nothing to do.
+    // Five tokens are left: γ 4 may emit all of them, and the policy's γ becomes 4. Then nothing is left to do.
     let mut emitted = 0;
     while emitted < 5 {
         let gamma = engine.choose_gamma(slot);
@@ -138,8 +138,8 @@ fn a_draft_ends_where_its_tokens_are_in_doubt() {
     let mut engine = engine(4, 1, 40);
     let slot = add(&mut engine, &[1, 2, 3], 9).expect("add");
     prefill(&mut engine, slot).expect("prefill");
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
-    // No margin counts beside such an error: each token halves the chance.
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    // No margin matters next to such a scale: each token halves the probability.
     for (enough, drafted) in [(0.0, 4), (0.2, 3), (0.4, 2), (0.9, 1)] {
         let stop = Stop { min_acceptance: enough, margin_scale: 1e9 };
         let mut turns = [Turn { stop: Some(stop), ..Turn::new(slot, 3, 4, Sampler::greedy()) }];
@@ -149,10 +149,10 @@ fn a_draft_ends_where_its_tokens_are_in_doubt() {
     }
 }
 
-/// A draft that is left to the verification, as on a GPU, has the tokens and the verdict of one that is not.
+/// A draft deferred to the verification, as on a GPU, has the same tokens and verdict.
 #[test]
 fn a_draft_may_be_left_to_the_verification() {
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages: Pages::All };
     let run = |left: bool| {
         let mut engine = varied(4, 1, 40);
         let slot = add(&mut engine, &[1, 2, 3], 9).expect("add");
@@ -188,20 +188,20 @@ fn a_drafter_is_told_the_text_whenever_it_begins() {
     let slot = add(&mut engine, &[1, 2, 0, 0, 3], 50).expect("add");
     assert_eq!(prefill(&mut engine, slot), Ok(0));
     round(&mut engine, slot, 0);
-    // Now the text ends with two zeros, which the prompt has, followed by 3; the answer has none yet.
+    // The text now ends with two zeros, which the prompt contains, followed by 3; the answer has none yet.
     engine.set_method(lookup(4)).expect("method");
     assert_eq!(round(&mut engine, slot, 4), [0]);
     assert_eq!(engine.stats().drafted_tokens(), 4, "the prompt's continuation, refused");
-    // The newest occurrence overlaps the end, and goes on as far as it is asked to.
+    // The newest occurrence overlaps the end and continues as far as requested.
     assert_eq!(round(&mut engine, slot, 3), [0; 4]);
     assert_eq!(round(&mut engine, slot, 4), [0; 5]);
     assert_eq!((engine.stats().drafted_tokens(), engine.stats().accepted_tokens()), (11, 7));
-    // The answer begins anew, and with it the text: nothing in it agrees with its end.
+    // The answer restarts, and its end now has no match in the text.
     engine.reset_stats();
     assert!(engine.restart(slot, 7, Sampler::greedy()).expect("restart"));
     assert_eq!(round(&mut engine, slot, 4), [0]);
     assert_eq!(engine.stats().drafted_tokens(), 0);
-    // A slot's next sequence knows nothing of the one before.
+    // A slot's next sequence starts without the previous text.
     engine.finish(slot);
     let slot = add(&mut engine, &[5, 6], 9).expect("add");
     prefill(&mut engine, slot).expect("prefill");
@@ -212,7 +212,7 @@ fn a_drafter_is_told_the_text_whenever_it_begins() {
 fn rejection_needs_no_distribution_of_drafts_that_are_certain() {
     let mut engine = engine(4, 1, 60);
     engine.set_method(lookup(4)).expect("method");
-    // So far apart are the logits that nothing but 0 is ever drawn.
+    // The logits are so far apart that only 0 is ever drawn.
     let sampler = Sampler::new(1.0, 0, 1.0, 0.0, 3, 0, Accept::Rejection).expect("sampler");
     let slot = engine.add(&[1, 0, 0, 3], sampler, 30).expect("add");
     assert_eq!(prefill(&mut engine, slot), Ok(0));
@@ -234,7 +234,7 @@ fn an_answer_begins_anew_while_the_buffer_holds_what_its_first_row_reads() {
         };
         (0..count).map(step).collect()
     };
-    // Three tokens of prompt: the ring is written once around, then its oldest token is lost.
+    // Three prompt tokens: the ring is filled once, then its oldest token is overwritten.
     let answer = steps(&mut engine, BUFFER_TOKENS - 3);
     assert!(engine.restart(slot, first, Sampler::greedy()).expect("restart"));
     assert_eq!(steps(&mut engine, BUFFER_TOKENS - 3), answer);
@@ -243,16 +243,17 @@ fn an_answer_begins_anew_while_the_buffer_holds_what_its_first_row_reads() {
     assert_eq!(engine.restart(slot, 16, Sampler::greedy()).expect_err("no such token").kind, ErrorKind::Model);
 }
 
-/// Lengths of prompts whose answers cross the end of a page, the place where the first page becomes visible, and the end of the ring.
+/// Lengths of prompts whose answers cross the end of a page, the point where the first page becomes visible, and the end of
+/// the ring.
 const PROMPTS: [usize; 4] = [3, 2 * G - 8, 2 * G + 20, BUFFER_TOKENS - 9];
 
 /// Tokens of each answer.
 const ANSWER: usize = 30;
 
-/// Slots of an engine that is given answers to and taken some away from.
+/// Slots of an engine to which answers are added and from which some are removed.
 const SLOTS: usize = 3;
 
-/// The valid checkpoint with random weights, whose texts vary and whose drafts err now and then.
+/// The valid checkpoint with random weights: its texts vary, and its drafts err sometimes.
 fn varied(gamma: usize, slots: usize, capacity: usize) -> Engine<ReferenceBackend> {
     engine_of(&varied_folder(), gamma, slots, capacity)
 }
@@ -262,7 +263,7 @@ fn varied_folder() -> tiny::Folder {
     let mut file = tiny::file(&header.to_string(), bytes);
     let data = file.len() - bytes;
     let mut noise = 0x9e37_79b9_7f4a_7c15_u64;
-    // Layers of twice the size of embedding and head: four bits of them miss more.
+    // Layers of twice the size of embedding and head, so that four bits lose more.
     let head = bytes - 16 * 8 * 4;
     for (at, value) in file[data..].chunks_exact_mut(4).enumerate() {
         noise ^= noise << 13;
@@ -278,7 +279,7 @@ fn varied_folder() -> tiny::Folder {
 }
 
 #[test]
-fn a_known_beginning_is_reused_where_no_angle_depends_on_what_follows() {
+fn a_cached_prefix_is_reused_if_no_angle_depends_on_later_tokens() {
     let text = |tail: usize| -> Vec<u32> {
         let document = (0..290).map(|i: u32| (i * i + 3 * i) % 16);
         document.chain((0..tail as u32).map(|i| (7 * i + tail as u32) % 16)).collect()
@@ -313,7 +314,7 @@ fn a_known_beginning_is_reused_where_no_angle_depends_on_what_follows() {
     }
 }
 
-/// A prompt, and how its answer is chosen: greedily or by replay.
+/// A prompt, and its sampler: greedy or replay.
 fn request(index: usize) -> (Vec<u32>, Sampler) {
     let prompt = (0..PROMPTS[index / 2]).map(|i| ((i * i + 3 * i + index) % 16) as u32).collect();
     let replay = Sampler::new(0.5, 0, 1.0, 0.0, index as u64, 0, Accept::Replay).expect("sampler");
@@ -340,7 +341,7 @@ fn plain() -> &'static Vec<Vec<u32>> {
 }
 
 #[test]
-fn what_is_compared_varies_and_its_drafts_err() {
+fn compared_texts_vary_and_their_drafts_err() {
     let (mut drafted, mut accepted) = (0, 0);
     for (index, text) in plain().iter().enumerate() {
         let mut tokens = text.clone();
@@ -366,19 +367,19 @@ fn what_is_compared_varies_and_its_drafts_err() {
 proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(32) })]
 
-    /// Rounds of any γ for any of the slots, and sequences that leave midway for others: every answer is that of plain decoding.
+    /// Rounds with any γ for any of the slots, and sequences that leave midway: every answer is that of plain decoding.
     #[test]
-    fn whatever_is_drafted_and_whoever_shares_the_engine_an_answer_is_plain_decodings(
+    fn any_drafts_and_neighbours_give_the_answers_of_plain_decoding(
         rounds in prop::collection::vec([(0..=GAMMA_MAX, 0..4), (0..=GAMMA_MAX, 0..4), (0..=GAMMA_MAX, 0..4)], 8..30),
         ends in prop::collection::vec(0..6 * SLOTS, 8..30),
         first in 0..2 * PROMPTS.len(),
     ) {
         let mut engine = varied(GAMMA_MAX, SLOTS, PROMPTS[3] + ANSWER);
-        // Per slot the request under way and its answer so far.
+        // Per slot, the current request and its answer so far.
         let mut answers: [Option<(usize, Vec<u32>)>; SLOTS] = Default::default();
         let mut next = first;
         for (round, end) in rounds.iter().zip(ends.iter().cycle()) {
-            // Now and then one leaves where it is; whoever is done leaves.
+            // Some sequences leave midway; finished ones always do.
             for (slot, answer) in answers.iter_mut().enumerate() {
                 let done = answer.as_ref().is_some_and(|(_, text)| text.len() == ANSWER);
                 if done || *end == slot {
@@ -393,7 +394,7 @@ proptest! {
                 let slot = engine.add(&prompt, sampler, ANSWER).expect("add");
                 answers[slot] = Some((index, vec![prefill(&mut engine, slot).expect("prefill")]));
             }
-            // One slot of four sits a round out.
+            // One slot of four skips a round.
             let gammas: Vec<(usize, usize)> = (0..SLOTS)
                 .filter(|&slot| round[slot].1 > 0)
                 .filter_map(|slot| Some((slot, answers[slot].as_ref()?.1.len())))

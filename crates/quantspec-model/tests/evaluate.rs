@@ -1,4 +1,5 @@
-//! What a caller of the evaluation sees of it on the way. Its numbers are held by the goldens of the command line (tests/test_eval.py).
+//! Progress calls and errors of the evaluation. Its numbers are tested by the goldens of the command line
+//! (tests/test_eval.py).
 #![cfg(feature = "reference")]
 
 #[path = "support/tiny.rs"]
@@ -22,13 +23,13 @@ fn progress_goes_on_from_the_context_to_the_last_position() {
         let scored =
             evaluate(&mut backend, None, &tokens, context, block_rows, &mut |done, total| seen.push((done, total)))
                 .expect("scores");
-        // Each of three targets reads the context; the first token behind it is only fed.
+        // Each of three targets prefills the context; the first token after it is only fed.
         let total = 3 * context + scored.positions;
         assert_eq!(scored.positions, 119 - context);
         assert!(seen.iter().all(|(done, all)| *all == total && (1..=total).contains(done)), "{seen:?}");
         assert!(seen.is_sorted(), "context {context}: {seen:?}");
         assert_eq!(seen.last(), Some(&(total, total)));
-        // The context moves the bar by blocks.
+        // Progress through the context advances by blocks.
         let reading = seen.iter().filter(|(done, _)| *done <= 3 * context).count();
         assert!(reading >= 3 * context.div_ceil(block_rows), "{reading} calls for a context of {context}");
     }

@@ -1,5 +1,5 @@
-//! Mutated checkpoint files: whatever they hold, reading ends soon, in a checkpoint that can be read or in an error of one
-//! line with a hint. The mutations come from a fixed generator, so a failure can be repeated.
+//! Mutated checkpoint files: for any content, reading ends soon, in a readable checkpoint or in an error of one line with a
+//! hint. Mutations come from a fixed generator, so failures are reproducible.
 
 #[path = "support/mutate.rs"]
 mod mutate;
@@ -15,10 +15,10 @@ use serde_json::{Map, Value, json};
 use std::time::{Duration, Instant};
 use tiny::Folder;
 
-/// Far above what a few kilobytes take, far below what reading a claimed terabyte would.
+/// Far above the time for a few kilobytes, far below that for reading a claimed terabyte.
 const SOON: Duration = Duration::from_secs(2);
 
-/// How many times the usual number of inputs a run tries: `QUANTSPEC_LAWS` asks for the long one.
+/// Multiplier of the number of inputs: larger with `QUANTSPEC_LAWS`.
 fn times() -> usize {
     if std::env::var_os("QUANTSPEC_LAWS").is_some() { 20 } else { 1 }
 }
@@ -28,7 +28,7 @@ fn assert_error(error: &Error, what: &str) {
     assert!(one_line(&error.message) && one_line(&error.hint) && error.message.len() < 2000, "{what}: {error:?}");
 }
 
-/// The work's outcome; fails where none of three attempts ends soon: one that a busy machine holds up says nothing.
+/// The work's result; fails if all of three attempts are slow, so that a busy machine does not fail the test.
 fn soon<T>(what: &str, work: impl Fn() -> T) -> T {
     let mut took = Vec::new();
     while took.len() < 3 {
@@ -42,7 +42,7 @@ fn soon<T>(what: &str, work: impl Fn() -> T) -> T {
     panic!("{what}: took {took:?}");
 }
 
-/// Opens the folder's checkpoint and, where it is accepted, reads all of it. True where it was accepted.
+/// Opens the folder's checkpoint and, if it is accepted, reads all of it. Returns true if it is accepted.
 fn open(folder: &Folder, what: &str) -> bool {
     soon(what, || match Checkpoint::open(folder.path()) {
         Ok(checkpoint) => {
@@ -72,7 +72,7 @@ fn mutated_safetensors() {
     let rounds = 10_000 * times();
     for round in 0..rounds {
         let file = match random.below(4) {
-            // Anything, the length of the header included.
+            // Mutates anything, including the header's length.
             0 => {
                 let mut file = valid.clone();
                 mutate(&mut file, &mut random);
@@ -89,7 +89,7 @@ fn mutated_safetensors() {
                 };
                 [length.to_le_bytes().as_slice(), &valid[8..]].concat()
             }
-            // A changed header with its right length.
+            // A changed header with the correct length.
             _ => {
                 let mut changed = header.clone().into_bytes();
                 mutate(&mut changed, &mut random);
@@ -177,7 +177,7 @@ fn mutated_shard_indexes() {
     assert!((20 * times()..1_500 * times()).contains(&accepted), "{accepted} of {rounds} were accepted");
 }
 
-/// Most memory this process has held, in bytes.
+/// Peak memory of this process, in bytes.
 #[cfg(target_os = "linux")]
 fn peak() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").expect("status");
@@ -225,7 +225,7 @@ fn deep_and_wide_json() {
             open(&folder, file);
         }
     }
-    // A sparse file as long as it claims: the header's own limit keeps it from being read.
+    // A sparse file as long as it claims; the header's own limit prevents reading it.
     let path = folder.path().join("model.safetensors");
     std::fs::write(&path, (1u64 << 36).to_le_bytes()).expect("write");
     std::fs::OpenOptions::new().write(true).open(&path).and_then(|file| file.set_len(1 << 37)).expect("sparse file");

@@ -1,4 +1,4 @@
-//! GGUF files: what a sound one is read as, and that a damaged one ends in one error line.
+//! GGUF files: the values of a sound one, and a one-line error for a damaged one.
 
 #[path = "support/folder.rs"]
 mod folder;
@@ -21,7 +21,7 @@ fn open(file: &File) -> Result<Checkpoint, Error> {
     open_bytes(&file.bytes())
 }
 
-/// The directory goes with the call: an open file stays readable.
+/// The directory is removed on return: an open file stays readable.
 fn open_bytes(bytes: &[u8]) -> Result<Checkpoint, Error> {
     let folder = Folder::empty();
     folder.write("model.gguf", bytes);
@@ -62,7 +62,7 @@ fn a_sound_file_is_read() {
     let table: Vec<f32> = (0..16 * 32).map(value).collect();
     assert_eq!(values(&checkpoint, Part::Embedding), table);
     assert_eq!(values(&checkpoint, Part::Head), table);
-    // A few rows are those of the whole.
+    // A few rows must equal those of the whole.
     let mut rows = vec![0.0; 2 * 32];
     checkpoint.read_f32(Part::Layer(0, LayerPart::V), 1..3, &mut rows).expect("rows");
     assert_eq!(rows, (32..96).map(value).collect::<Vec<f32>>());
@@ -135,7 +135,7 @@ fn to_bf16(values: &[f32]) -> Vec<u8> {
     values.iter().flat_map(|&x| half::bf16::from_f32(x).to_le_bytes()).collect()
 }
 
-/// Q8_0 with a scale that makes no value exact in half precision.
+/// Q8_0 with a scale for which no value is exact in f16.
 fn to_q8(values: &[f32]) -> Vec<u8> {
     let block = |block: &[f32]| {
         let codes = block.iter().map(|x| (x / 0.0571) as i8 as u8);
@@ -146,13 +146,13 @@ fn to_q8(values: &[f32]) -> Vec<u8> {
 
 #[test]
 fn all_matrices_are_read_in_one_format() {
-    // What is in it, and what it is read as.
+    // Quantised matrices, and the format they are read as.
     let (all, most) = (&MATRICES[..], &MATRICES[1..]);
     let file = |f16: &[&str], bf16: &[&str], q8: &[&str]| {
         let mut file = llama();
         stored(&mut file, f16, 1, to_f16);
         stored(&mut file, bf16, 30, to_bf16);
-        // Rows of 8 values are no whole blocks.
+        // Rows of 8 values are not whole blocks.
         let q8: Vec<&str> = q8.iter().copied().filter(|name| *name != "blk.0.attn_output.weight").collect();
         stored(&mut file, &q8, 8, to_q8);
         file
@@ -163,7 +163,7 @@ fn all_matrices_are_read_in_one_format() {
         (file(&[], all, &[]), Dtype::Bf16),
         (file(&["blk.0.attn_output.weight"], &[], all), Dtype::F16),
         (file(&["blk.0.attn_output.weight"], &["token_embd.weight"], most), Dtype::F16),
-        // Nothing is rounded where an F32 matrix says that precision matters.
+        // An F32 matrix implies full precision for all.
         (file(&[], &[], most), Dtype::F32),
     ] {
         let checkpoint = open(&file).expect("checkpoint");
@@ -313,7 +313,7 @@ fn damaged_files_are_refused() {
     refused_bytes(&with(8, 1 << 63), "claims 9223372036854775808 tensors");
     refused_bytes(&with(16, u64::MAX), "claims 18446744073709551615 metadata entries");
     refused_bytes(&with(24, 1 << 63), "has a name of 9223372036854775808 bytes");
-    // The text of the first entry, of 4 GB.
+    // The first entry's text claims 4 GB.
     let at = 24 + 8 + "general.architecture".len() + 4;
     refused_bytes(&with(at, 4 << 30), "claims 4294967296 bytes at byte 64");
     // What ends early anywhere is refused.
@@ -347,7 +347,7 @@ fn tensors_outside_the_file_are_refused() {
     refused(&changed(&|tensor| tensor.1 = vec![1; 5]), "of 5 dimensions");
     refused(&changed(&|tensor| tensor.1 = vec![32, 1 << 33]), "of which the file has");
     refused(&changed(&|tensor| tensor.1 = vec![32, 65]), "that overlap");
-    refused(&changed(&|tensor| tensor.1 = vec![32, 32]), "has shape [32, 32], the metadata asks for [64, 32]");
+    refused(&changed(&|tensor| tensor.1 = vec![32, 32]), "has shape [32, 32], the metadata expects [64, 32]");
     let mut missing = llama();
     missing.tensors.remove(0);
     refused(&missing, "has no tensor \"token_embd.weight\"");
@@ -359,7 +359,7 @@ fn tensors_outside_the_file_are_refused() {
     refused_bytes(&with(33), "which is not aligned to 32");
 }
 
-/// The network in parts: the metadata in the first, each tensor in the part of its index modulo their number.
+/// The network in parts: the metadata in the first, each tensor in the part of its index modulo the number of parts.
 fn parts(count: usize) -> Vec<File> {
     let whole = llama();
     let u16_value = |number: usize| Some(Value(2, (number as u16).to_le_bytes().to_vec()));
@@ -460,7 +460,7 @@ impl Random {
     }
 }
 
-/// About as long as the headers of the files that are mutated.
+/// About the length of the mutated files' headers.
 const HEADER_BYTES: usize = 1400;
 
 /// One to three changes, most of them in the header.
@@ -529,7 +529,7 @@ fn mutated_files() {
     assert!(accepted > 300 && refused > 5_000, "{accepted} accepted, {refused} refused");
 }
 
-/// Most memory this process has held, in bytes.
+/// Peak memory of this process, in bytes.
 #[cfg(target_os = "linux")]
 fn peak() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").expect("status");
@@ -541,7 +541,7 @@ fn peak() -> usize {
 #[cfg(target_os = "linux")]
 fn a_header_takes_no_more_memory_than_its_bytes() {
     const BYTES: usize = 64 << 20;
-    // A vocabulary of a million tokens and one text of the rest: neither is read before somebody asks for it.
+    // A vocabulary of a million tokens, and one text in the rest of the file: neither is read before it is requested.
     let tokens: Vec<u8> = (0..1_000_000).flat_map(|_| text("token")).collect();
     let tokens = Value(9, [&8u32.to_le_bytes()[..], &1_000_000u64.to_le_bytes(), &tokens].concat());
     let file = llama().with("tokens", Some(tokens)).with("x", Some(text_value(&"x".repeat(BYTES)))).bytes();

@@ -8,11 +8,11 @@ use quantspec_core::config::View;
 use quantspec_model::backend::{Hooks, KvCache, TokenSampler};
 use quantspec_model::reference::ReferenceBackend;
 
-/// Both sides compute in f32 and differ by the order of sums and by their angles (f64 here, f32 there). Measured: up to 1.6e-5 of
-/// the logits' deviation; a wrong angle, norm or bias moves them by tenths.
+/// Both sides compute in f32; they differ in the order of sums and in angles (f64 here, f32 there). Measured: up to 1.6e-5 of
+/// the logits' deviation; a wrong angle, norm or bias changes them by tenths.
 const EXACT: f32 = 1e-4;
-/// Decode steps read keys and values rounded to f16 (half a unit is 2⁻¹² of the value), which moves the scores of sharp attention
-/// by thousandths. Measured: up to 6e-3.
+/// Decode steps read keys and values rounded to f16 (half a unit is 2⁻¹² of the value), which changes the scores of sharp
+/// attention by thousandths. Measured: up to 6e-3.
 const HALF: f32 = 2e-2;
 /// The INT8 view adds half a step of 1/255 of each group's range. Measured: up to 4e-2 over four pages.
 const INT8: f32 = 1e-1;
@@ -41,7 +41,7 @@ fn steps_agree_with_transformers() {
 
 #[test]
 fn a_wrong_function_is_noticed() {
-    // The comparison must be able to fail: the logits of one kind of RoPE against the goldens of another.
+    // The comparison must be able to fail: logits of one kind of RoPE against the goldens of another.
     let goldens = golden::all();
     let of = |name: &str| goldens.iter().find(|golden| golden.name == name).expect("golden");
     let (plain, linear) = (of("llama-rope/config"), of("llama-rope/linear"));

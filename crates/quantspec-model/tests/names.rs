@@ -1,4 +1,4 @@
-//! Checkpoints whose tensors have other names than Llama's: they hold what the same weights under Llama's names hold.
+//! Checkpoints whose tensor names differ from Llama's read like the same weights under Llama's names.
 
 #[path = "support/tiny.rs"]
 mod tiny;
@@ -38,7 +38,7 @@ fn written(tensors: &Tensors) -> Vec<u8> {
     [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &body].concat()
 }
 
-/// Replaces tensors of a layer by one that holds their rows, in order.
+/// Replaces tensors of a layer by one with their rows, in order.
 fn fuse(tensors: &mut Tensors, parts: &[&str], into: &str) {
     let place = |tensors: &Tensors, suffix: &str| tensors.iter().position(|(name, ..)| name.ends_with(suffix));
     while place(tensors, parts[0]).is_some() {
@@ -75,7 +75,7 @@ fn phi3() -> (Value, Tensors) {
     (config, tensors)
 }
 
-/// As Mistral 3.1 is published: tensors under a prefix, beside those of a vision tower.
+/// The published form of Mistral 3.1: tensors under a prefix, next to those of a vision tower.
 fn wrapped(prefix: impl Fn(&str) -> String) -> (Value, Tensors) {
     let mut tensors = tensors(&tiny::weights());
     tensors.iter_mut().for_each(|(name, ..)| *name = prefix(name));
@@ -130,7 +130,7 @@ fn what_does_not_fit_is_refused() {
     let width = rows.1[1];
     rows.1[0] -= 1;
     rows.2.truncate(rows.1[0] * width * 4);
-    refused((config, fused), "config.json asks for");
+    refused((config, fused), "config.json expects");
     let (config, mut tensors) = wrapped(|name| format!("language_model.{name}"));
     tensors.push(("model.language_model.norm.weight".into(), vec![1], vec![0; 4]));
     refused((config, tensors), "two tensors of the checkpoint are \"model.norm.weight\"");

@@ -1,4 +1,4 @@
-//! Quantised safetensors against the values of NumPy (golden/quantised.py), bit for bit, and files that cannot be used.
+//! Quantised safetensors compared with NumPy's values (golden/quantised.py), bit for bit, and unusable files.
 
 #[path = "support/folder.rs"]
 mod folder;
@@ -34,7 +34,7 @@ fn formats() -> Map<String, Value> {
     serde_json::from_slice(&text).expect("JSON")
 }
 
-/// All tensors of a format, the plain ones too, and the expected matrices.
+/// All tensors of a format, including plain ones, and the expected matrices.
 fn tensors(format: &str) -> (Tensors, Tensors) {
     let file = SafeTensors::open(&golden().join("quantised.safetensors")).expect("golden");
     let plain = [
@@ -167,7 +167,7 @@ fn mutated_files_are_read_or_refused_in_one_line() {
         write(&folder, quantisation, &tensors(format).0);
         let file = folder.path().join(["config.json", "model.safetensors"][random.below(2)]);
         let mut bytes = std::fs::read(&file).expect("file");
-        // The header of safetensors, and not the 8 bytes of its length or the values.
+        // The header of safetensors, without its length and the values.
         let length = bytes.first_chunk().map_or(0, |length| u64::from_le_bytes(*length)) as usize;
         if file.ends_with("config.json") {
             mutate(&mut bytes, &mut random);

@@ -1,21 +1,21 @@
-//! stories260K, a third party's trained checkpoint, tells its reference story token for token, plainly and drafted.
+//! stories260K, a third party's trained checkpoint, emits its reference story token for token, plainly and with drafts.
 #![cfg(feature = "reference")]
 
 use quantspec_core::cache::G;
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_core::policy::Policy;
 use quantspec_core::sample::{Accept, Sampler};
-use quantspec_model::backend::{DraftPlan, Hooks, Options};
+use quantspec_model::backend::{DraftConfig, Hooks, Options};
 use quantspec_model::checkpoint::Checkpoint;
 use quantspec_model::draft::SelfQuantised;
 use quantspec_model::engine::{Engine, Method};
 use quantspec_model::reference::ReferenceBackend;
 use std::path::Path;
 
-/// Ends a story; the checkpoint's config.json names another token.
+/// End of a story; the checkpoint's config.json names another token.
 const STOP: u32 = 1;
 
-/// Tokens of every prompt, decoded as one batch until [`STOP`] or `max_new_tokens`.
+/// Tokens of every prompt, decoded as one batch up to [`STOP`] or `max_new_tokens`.
 fn decode(
     prompts: &[Vec<u32>],
     target: View,
@@ -28,7 +28,7 @@ fn decode(
     let checkpoint = Checkpoint::open(&directory).expect("checkpoint");
     let slots = prompts.len();
     let capacity = prompts.iter().map(Vec::len).max().unwrap_or(0) + max_new_tokens;
-    let plan = DraftPlan { weights: Weights::Draft, view: View::Upper, pages };
+    let plan = DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
     let options = Options {
         slots,
         capacity,
@@ -91,7 +91,7 @@ fn the_reference_story_is_told_exactly() {
 }
 
 #[test]
-fn every_view_tells_its_story_drafted_or_not() {
+fn every_view_emits_its_story_with_and_without_drafts() {
     // Pages are read from position 256 on; the story ends at 345 or later.
     for (target, gammas) in [(View::Both, [1, 16].as_slice()), (View::Full, &[5]), (View::Upper, &[5])] {
         let plain = story(target, 0, 380);
@@ -104,7 +104,7 @@ fn every_view_tells_its_story_drafted_or_not() {
 
 #[test]
 fn neighbours_selected_pages_and_sampling_change_no_token() {
-    // The reference story as prompts that end on both sides of page borders, the last with three pages to select from.
+    // Prefixes of the reference story that end on both sides of page borders, the last with three pages to choose from.
     let told = expected();
     let prompt = |length: usize| std::iter::once(STOP).chain(told.iter().copied().cycle()).take(length).collect();
     let prompts: Vec<Vec<u32>> = [1, G - 1, 2 * G + 1, 4 * G + 40].into_iter().map(prompt).collect();

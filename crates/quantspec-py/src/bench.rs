@@ -1,6 +1,6 @@
-//! What `quantspec bench` relates its times to: bytes a step must read, and how fast this machine reads.
+//! Reference values of `quantspec bench`: bytes a step must read, and this machine's memory bandwidth.
 
-use crate::device::{Models, Place};
+use crate::device::{ChosenDevice, Models};
 use crate::engine::{Raised, default_threads, poll};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{Request, sensitive, target_weights};
@@ -21,8 +21,8 @@ const PARAMS: usize = 4;
 /// Bytes of one f16 key or value.
 const HALF: usize = 2;
 
-/// Bytes of the weights that one pass streams: every projection of every layer, and the head. Norms and biases are less
-/// than a thousandth; of the embedding, a step reads one row.
+/// Bytes of the weights that one pass reads: every projection of every layer, and the head. Norms and biases are less than a
+/// thousandth; a step reads one row of the embedding.
 fn streamed_weights(checkpoint: &Checkpoint, bytes: impl Fn(Part) -> usize) -> usize {
     let layers = 0..checkpoint.config().layers;
     layers
@@ -32,15 +32,15 @@ fn streamed_weights(checkpoint: &Checkpoint, bytes: impl Fn(Part) -> usize) -> u
         .sum()
 }
 
-/// Bytes of a matrix in nibbles: of both planes, and of the upper one.
+/// Bytes of a matrix in nibbles: both planes, and the upper one.
 fn nibble_bytes(checkpoint: &Checkpoint, part: Part) -> (usize, usize) {
     let (rows, columns) = checkpoint.shape(part);
     let groups = rows * columns.div_ceil(GROUP);
     (groups * (GROUP + PARAMS), groups * (GROUP / 2 + PARAMS))
 }
 
-/// `traffic(model, start, tokens, weights)`: what steps at positions `start .. start + tokens` read, on average, from the cache (of
-/// all layers and KV heads) and from the target's weights; and what drafts read of weights in nibbles. `described`: as of
+/// `traffic(model, start, tokens, weights)`: mean bytes that steps at positions `start .. start + tokens` read from the cache
+/// (all layers and KV heads) and from the target's weights, and that drafts read from weights in nibbles. `described` as in
 /// [`crate::plan::plan`].
 #[pyfunction]
 #[pyo3(signature = (model, start, tokens, weights, *, draft_precision="none", described=false))]
@@ -83,8 +83,8 @@ pub(crate) fn traffic<'py>(
     Ok(out)
 }
 
-/// `planned(model, …)`: bytes that an engine of every view and of this capacity will hold at its peak, or the refusal of a model that the device does not know, of
-/// its context or of its memory. No weights are read.
+/// `planned(model, …)`: peak bytes of an engine with every view and this capacity. Refuses a model that the device does not
+/// support, and a context or memory that is too small. Reads no weights.
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, device, threads, weights, kv_rounding, draft_precision, page_choice, accept, draft_model=None))]
 #[expect(clippy::too_many_arguments, reason = "those of the engine's constructor")]
@@ -124,14 +124,14 @@ pub(crate) fn planned(
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let draft = draft_model.map(|model| Checkpoint::open(Path::new(model))).transpose()?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
-        let place = Place::choose(device, &checkpoint)?;
+        let place = ChosenDevice::choose(device, &checkpoint)?;
         place.settle(models, &mut resolved)?;
         place.plan(models, &resolved.options, 0)
     })
 }
 
-/// `kernels(model, …)`: times of the GPU's kernels at the shapes of a model. Returns what the GPU is called, the bytes per second it reads, and one
-/// dict per measurement.
+/// `kernels(model, …)`: times of the GPU's kernels at the shapes of a model. Returns the GPU's name, its read bandwidth in
+/// bytes per second, and one dict per measurement.
 #[pyfunction]
 #[pyo3(signature = (model, *, device, contexts, rows))]
 pub(crate) fn kernels<'py>(
@@ -146,11 +146,11 @@ pub(crate) fn kernels<'py>(
     let (place, config, read, measured) = interruptible(py, &raised, || {
         let checkpoint = Checkpoint::open(Path::new(model))?;
         let config = checkpoint.config().clone();
-        let place = Place::choose(device, &checkpoint)?;
-        let Place::Cuda { gpu, .. } = &place else {
+        let place = ChosenDevice::choose(device, &checkpoint)?;
+        let ChosenDevice::Cuda { gpu, .. } = &place else {
             return Err(Error::usage(
                 "bench kernels times the kernels of a GPU, and this engine runs on the CPU",
-                "use --device cuda where there is one (quantspec doctor says why not); bench without kernels relates whole steps to the bandwidth",
+                "use --device cuda (quantspec doctor shows the usable GPUs); bench without kernels compares whole steps with the bandwidth",
             ));
         };
         let read = quantspec_cuda::bench::read_bytes_per_s(gpu)?;

@@ -1,4 +1,4 @@
-//! Where an engine runs: choosing the device, planning its memory, loading the model onto it.
+//! The device of an engine: choosing it, planning its memory, loading the model onto it.
 
 use crate::machine;
 use crate::options::{Resolved, STEP_ROWS_MAX, Second, of_draft};
@@ -14,21 +14,21 @@ use quantspec_model::draft::{DraftModel, Drafter};
 use quantspec_model::engine::Engine;
 use std::sync::Arc;
 
-/// Rows of a prefill block on a GPU: its products reach their full rate from about 4,000 rows on.
+/// Rows of a prefill block on a GPU: GEMMs reach their full rate from about 4,000 rows on.
 const CUDA_BLOCK_ROWS: usize = 4096;
 
-/// What the process grows by beside what an engine holds: stacks of workers, the allocator's own, pages of code. 1.2 to 1.9 MB for the
-/// demo model and prompts of 35 to 4,000 tokens.
+/// Growth of the process beyond the engine: stacks of workers, the allocator's own, pages of code. 1.2 to 1.9 MB for the demo
+/// model and prompts of 35 to 4,000 tokens.
 const PROCESS_BYTES: usize = 3 << 19;
 
-/// An engine on whichever device was chosen.
+/// An engine on the chosen device.
 pub(crate) enum Device {
     Cpu(Box<Engine<CpuBackend>>),
     Cuda(Box<Engine<CudaBackend>>),
 }
 
-/// Drafts with a second network that is loaded, in any method.
-pub(crate) type Drafts = Box<dyn Fn(&Second) -> Box<dyn Drafter> + Send + Sync>;
+/// Makes a drafter with the loaded second network, for any method.
+pub(crate) type MakeDrafter = Box<dyn Fn(&Second) -> Box<dyn Drafter> + Send + Sync>;
 
 /// The checkpoints of an engine.
 #[derive(Clone, Copy)]
@@ -39,12 +39,12 @@ pub(crate) struct Models<'a> {
 }
 
 impl<'a> Models<'a> {
-    /// A model that drafts for itself, if anything does.
+    /// A model without a second network.
     pub(crate) fn alone(target: &'a Checkpoint) -> Models<'a> {
         Models { target, draft: None }
     }
 
-    /// Refuses a draft model of another vocabulary, or with less context than is asked for.
+    /// Refuses a draft model with another vocabulary, or with less context than requested.
     fn check(&self, options: &Options) -> Result<()> {
         let Some(draft) = self.draft else { return Ok(()) };
         let (target, draft) = (self.target.config(), draft.config());
@@ -73,19 +73,19 @@ impl<'a> Models<'a> {
     }
 }
 
-/// What an engine would hold, in bytes.
+/// Memory of an engine, in bytes.
 pub(crate) struct Weighed {
     /// By purpose.
     pub(crate) parts: Memory,
-    /// All of it, with what its user takes beside it.
+    /// Total, including its user's memory.
     pub(crate) needed_bytes: usize,
-    /// What the process holds already; 0 for a GPU.
+    /// Bytes the process already uses; 0 for a GPU.
     pub(crate) used_bytes: usize,
-    /// What is there to be taken.
+    /// Bytes available.
     pub(crate) available_bytes: usize,
-    /// Tokens of the longest sequences, as many at once, that fit; 0 where none does.
+    /// Longest context that fits for this many sequences; 0 if none fits.
     pub(crate) longest_context: usize,
-    /// Most sequences of as many tokens that fit at once; 0 where none does.
+    /// Most sequences of this length that fit; 0 if none fits.
     pub(crate) largest_batch: usize,
 }
 
@@ -100,96 +100,98 @@ macro_rules! on_device {
 }
 pub(crate) use on_device;
 
-/// The device an engine will run on.
-pub(crate) enum Place {
+/// The device of an engine.
+pub(crate) enum ChosenDevice {
     Cpu,
     Cuda { gpu: Arc<quantspec_cuda::device::Device>, index: usize, name: String, free_bytes: usize },
 }
 
-impl Place {
-    /// Resolves `auto`, `cpu`, `cuda` or `cuda:i` for a model. `cuda` is the first GPU that there are kernels for. `auto` takes the first whose kernels
-    /// know the model and that opens, and the CPU where none knows it: one that knows it and fails is an error, for the CPU would be far slower.
-    pub(crate) fn choose(wanted: &str, checkpoint: &Checkpoint) -> Result<Place> {
+impl ChosenDevice {
+    /// Resolves `auto`, `cpu`, `cuda` or `cuda:i` for a model. `cuda` is the first GPU with kernels. `auto` is the first GPU
+    /// whose kernels support the model, or the CPU if none does. A supporting GPU that fails to open is an error: falling
+    /// back to the CPU would be far slower.
+    pub(crate) fn choose(wanted: &str, checkpoint: &Checkpoint) -> Result<ChosenDevice> {
         match wanted {
-            "cpu" => Ok(Place::Cpu),
+            "cpu" => Ok(ChosenDevice::Cpu),
             "auto" => {
                 let gpus = quantspec_cuda::detect().devices;
                 let mut failed = None;
                 for (index, gpu) in gpus.iter().enumerate() {
                     if quantspec_cuda::check(checkpoint, gpu).is_ok() {
-                        match Place::open(index) {
+                        match ChosenDevice::open(index) {
                             Ok(place) => return Ok(place),
                             Err(error) => failed = failed.or(Some(error)),
                         }
                     }
                 }
-                failed.map_or(Ok(Place::Cpu), Err)
+                failed.map_or(Ok(ChosenDevice::Cpu), Err)
             }
             "cuda" => {
                 let gpus = quantspec_cuda::detect().devices;
-                Place::open(gpus.iter().position(quantspec_cuda::DeviceInfo::is_usable).unwrap_or(0))
+                ChosenDevice::open(gpus.iter().position(quantspec_cuda::DeviceInfo::is_usable).unwrap_or(0))
             }
             other => match other.strip_prefix("cuda:").and_then(|index| index.parse().ok()) {
-                Some(index) => Place::open(index),
+                Some(index) => ChosenDevice::open(index),
                 None => Err(Error::usage(format!("device is {other:?}"), "use auto, cpu, cuda or cuda:0")),
             },
         }
     }
 
-    fn open(index: usize) -> Result<Place> {
+    fn open(index: usize) -> Result<ChosenDevice> {
         let gpu = quantspec_cuda::device::Device::open(index)?;
         let (free_bytes, _) = gpu.memory()?;
         let name = gpu.info.name.clone();
-        Ok(Place::Cuda { gpu, index, name, free_bytes })
+        Ok(ChosenDevice::Cuda { gpu, index, name, free_bytes })
     }
 
     /// The GPU, where it is one.
     pub(crate) fn gpu(&self) -> Option<&Arc<quantspec_cuda::device::Device>> {
         match self {
-            Place::Cpu => None,
-            Place::Cuda { gpu, .. } => Some(gpu),
+            ChosenDevice::Cpu => None,
+            ChosenDevice::Cuda { gpu, .. } => Some(gpu),
         }
     }
 
     /// "cpu" or "cuda:i".
     pub(crate) fn name(&self) -> String {
         match self {
-            Place::Cpu => "cpu".to_string(),
-            Place::Cuda { index, .. } => format!("cuda:{index}"),
+            ChosenDevice::Cpu => "cpu".to_string(),
+            ChosenDevice::Cuda { index, .. } => format!("cuda:{index}"),
         }
     }
 
-    /// The processor's or the GPU's own name.
+    /// Name of the processor or GPU.
     pub(crate) fn hardware(&self) -> String {
         match self {
-            Place::Cpu => machine::cpu_name(),
-            Place::Cuda { name, .. } => name.clone(),
+            ChosenDevice::Cpu => machine::cpu_name(),
+            ChosenDevice::Cuda { name, .. } => name.clone(),
         }
     }
 
-    /// Adapts options that depend on the device.
+    /// Adjusts options that depend on the device.
     pub(crate) fn adapt(&self, options: &Options) -> Options {
         let block_rows = match self {
-            Place::Cpu => options.block_rows,
-            Place::Cuda { .. } => CUDA_BLOCK_ROWS,
+            ChosenDevice::Cpu => options.block_rows,
+            ChosenDevice::Cuda { .. } => CUDA_BLOCK_ROWS,
         };
-        // No block is longer than the longest prompt, rounded up to whole pages.
+        // A block is at most as long as the longest prompt, rounded up to whole pages.
         Options { block_rows: block_rows.min(options.prompt_capacity.next_multiple_of(G)), ..options.clone() }
     }
 
     fn memory(&self, models: Models, options: &Options) -> Memory {
         let of = |checkpoint: &Checkpoint, options: &Options| match self {
-            Place::Cpu => quantspec_cpu::plan(checkpoint, options),
-            Place::Cuda { gpu, .. } => quantspec_cuda::plan(checkpoint, options, &gpu.info),
+            ChosenDevice::Cpu => quantspec_cpu::plan(checkpoint, options),
+            ChosenDevice::Cuda { gpu, .. } => quantspec_cuda::plan(checkpoint, options, &gpu.info),
         };
         let draft = models.draft.map(|draft| of(draft, &of_draft(options)).of_draft());
         of(models.target, options).and(draft.unwrap_or_default())
     }
 
-    /// What an engine would hold on this device, and what there is. `beside` are bytes that its user takes of a CPU's memory.
+    /// Memory that an engine needs on this device, and memory available. `beside`: bytes that its user needs in CPU memory.
     ///
     /// # Errors
-    /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not know, and for a draft model of another vocabulary.
+    /// [`quantspec_core::ErrorKind::Model`] for a model that the device does not support, or a draft model with another
+    /// vocabulary.
     pub(crate) fn weigh(&self, models: Models, options: &Options, beside: usize) -> Result<Weighed> {
         for checkpoint in std::iter::once(models.target).chain(models.draft) {
             match self.gpu() {
@@ -203,17 +205,17 @@ impl Place {
         let config = models.target.config();
         let context = models.draft.map_or(usize::MAX, |draft| draft.config().max_positions).min(config.max_positions);
         let (used, available) = match self {
-            Place::Cpu => {
-                // What reading the prompt has freed must not count twice.
+            ChosenDevice::Cpu => {
+                // Otherwise memory freed after reading the prompt would count twice.
                 quantspec_cpu::give_back_freed();
                 (machine::resident().unwrap_or(0) + PROCESS_BYTES, machine::memory_available().unwrap_or(usize::MAX))
             }
-            Place::Cuda { free_bytes, .. } => (0, *free_bytes),
+            ChosenDevice::Cuda { free_bytes, .. } => (0, *free_bytes),
         };
-        // What is beside a GPU is the process's.
+        // With a GPU, the user's memory is not on the engine's device.
         let beside = if self.gpu().is_none() { beside } else { 0 };
         let needed = |capacity: usize| {
-            // A pool that was asked for grows where it would not hold one sequence.
+            // A requested pool grows if it would not hold one sequence.
             let pool_pages = options.pool_pages.max(pages(capacity));
             let options = self.adapt(&Options { capacity, pool_pages, prompt_capacity: capacity, ..options.clone() });
             total(&self.memory(models, &options)).saturating_add(beside)
@@ -234,11 +236,11 @@ impl Place {
         })
     }
 
-    /// Settles what `auto` is: of the target's weights the checkpoint's where an engine with them fits, else int8; of the sensitive matrices those that
-    /// pay beside the cache that a draft reads, unless the engine would not fit with them.
+    /// Resolves `auto`: of the target's weights the checkpoint's if an engine with them fits, else int8; of sensitive matrices those that
+    /// pay, unless the engine would not fit with them.
     ///
     /// # Errors
-    /// As [`Place::weigh`].
+    /// As [`ChosenDevice::weigh`].
     pub(crate) fn settle(&self, models: Models, resolved: &mut Resolved) -> Result<()> {
         if resolved.auto_weights {
             let weighed = self.weigh(models, &resolved.options, 0)?;
@@ -262,8 +264,8 @@ impl Place {
         Ok(())
     }
 
-    /// Bytes at the peak of an engine: of the process (resident now plus what the engine will hold, and what its user takes beside it), or of
-    /// the GPU. Refuses a model that the device does not know, and what does not fit in the model's context or the device's memory.
+    /// Peak bytes of an engine: of the process (resident now plus the engine and its user), or of the GPU. Refuses a model
+    /// that the device does not support, and anything beyond the model's context or the device's memory.
     pub(crate) fn plan(&self, models: Models, options: &Options, beside: usize) -> Result<usize> {
         models.check(options)?;
         let config = models.target.config();
@@ -310,30 +312,33 @@ impl Place {
         Ok(used + bytes)
     }
 
-    /// Bytes of the process's memory that would be left beside an engine of `planned_bytes`.
-    pub(crate) fn spare_bytes(&self, planned_bytes: usize) -> usize {
-        let taken = match self {
-            Place::Cpu => planned_bytes.saturating_sub(machine::resident().unwrap_or(0)),
-            Place::Cuda { .. } => 0,
-        };
-        machine::memory_available().unwrap_or(0).saturating_sub(taken)
+    /// Bytes that the prompt cache may use next to an engine of `planned_bytes`: an eighth of the memory left to the process,
+    /// or half of a GPU's, which other programs seldom share.
+    pub(crate) fn bytes_for_prompts(&self, planned_bytes: usize) -> usize {
+        match self {
+            ChosenDevice::Cpu => {
+                let taken = planned_bytes.saturating_sub(machine::resident().unwrap_or(0));
+                machine::memory_available().unwrap_or(0).saturating_sub(taken) / 8
+            }
+            ChosenDevice::Cuda { free_bytes, .. } => free_bytes.saturating_sub(planned_bytes) / 2,
+        }
     }
 
-    /// Loads the models and opens an engine. `hooks` are of the model's backend, and of the draft model's.
+    /// Loads the models and opens an engine. `hooks`: for the model's backend, and for the draft model's.
     pub(crate) fn engine(
         &self,
         models: Models,
         resolved: Resolved,
         hooks: [Hooks; 2],
-    ) -> Result<(Device, Option<Drafts>)> {
+    ) -> Result<(Device, Option<MakeDrafter>)> {
         let options = self.adapt(&resolved.options);
         let (slots, capacity, rows) = (options.slots, options.capacity, options.block_rows);
         let [hooks, of_second] = hooks;
         let mut method = resolved.method;
         let draft = models.draft.map(|draft| (draft, of_draft(&options)));
-        // The target first: what it lacks memory for is said of it.
+        // The target loads first, so that an out-of-memory error concerns it.
         Ok(match self {
-            Place::Cpu => {
+            ChosenDevice::Cpu => {
                 let backend = CpuBackend::load(models.target, &options, hooks)?;
                 let second = draft.map(|(draft, options)| CpuBackend::load(draft, &options, of_second)).transpose()?;
                 let drafts = second.map(|second| drafts(second, capacity, rows));
@@ -342,7 +347,7 @@ impl Place {
                 engine.share_pages(options.pages());
                 (Device::Cpu(Box::new(engine)), drafts)
             }
-            Place::Cuda { gpu, .. } => {
+            ChosenDevice::Cuda { gpu, .. } => {
                 let backend = CudaBackend::load_on(gpu, models.target, &options, hooks)?;
                 let second =
                     draft.map(|(draft, options)| CudaBackend::load_on(gpu, draft, &options, of_second)).transpose()?;
@@ -355,16 +360,18 @@ impl Place {
         })
     }
 
-    /// Largest number of bytes taken so far: of the process, or of the GPU since it was opened (pools never shrink).
+    /// Peak bytes so far: of the process, or of the GPU after it was opened (pools never shrink).
     pub(crate) fn peak_bytes(&self) -> Option<usize> {
         match self {
-            Place::Cpu => machine::peak_resident(),
-            Place::Cuda { gpu, free_bytes, .. } => gpu.memory().ok().map(|(free, _)| free_bytes.saturating_sub(free)),
+            ChosenDevice::Cpu => machine::peak_resident(),
+            ChosenDevice::Cuda { gpu, free_bytes, .. } => {
+                gpu.memory().ok().map(|(free, _)| free_bytes.saturating_sub(free))
+            }
         }
     }
 }
 
-/// The sensitive matrices of drafts that read a view of so many tokens; none where the draft reads one plane.
+/// The sensitive matrices of drafts that read a view of so many tokens; none of weights in one plane.
 pub(crate) fn sensitive_of(checkpoint: &Checkpoint, options: &Options, (view, tokens): (View, usize)) -> Sensitive {
     match options.weights {
         TargetWeights::Int4 => Sensitive::NONE,
@@ -372,16 +379,16 @@ pub(crate) fn sensitive_of(checkpoint: &Checkpoint, options: &Options, (view, to
     }
 }
 
-fn drafts<B: Backend + 'static>(second: B, capacity: usize, block_rows: usize) -> Drafts {
+fn drafts<B: Backend + 'static>(second: B, capacity: usize, block_rows: usize) -> MakeDrafter {
     let model = DraftModel::new(second, View::Both, &[Pages::All], capacity, block_rows);
     Box::new(move |second| second.entry.with(Box::new(model.reading(second.view, &second.pages))))
 }
 
-/// A method's drafter: its own, or one of the second network.
+/// A method's drafter: its own, or one with the second network.
 pub(crate) fn drafter(
     own: Option<Box<dyn Drafter>>,
     second: Option<&Second>,
-    drafts: Option<&Drafts>,
+    drafts: Option<&MakeDrafter>,
 ) -> Result<Option<Box<dyn Drafter>>> {
     match (second, drafts) {
         (None, _) => Ok(own),
@@ -392,7 +399,7 @@ pub(crate) fn drafter(
     }
 }
 
-/// Sum of all parts. Saturating: what a plan is of is bounded (options.rs), so each part is right, and their sum must not wrap around to one that fits.
+/// Sum of all parts, saturating: each part is bounded (options.rs), but the sum must not wrap to one that fits.
 fn total(memory: &Memory) -> usize {
     [
         memory.weights_bytes,

@@ -1,6 +1,6 @@
-//! `_native.Engine`: one engine on one device, driven round by round from Python.
+//! `_native.Engine`: one engine on one device, driven by Python one round at a time.
 
-use crate::device::{Device, Drafts, Models, Place, drafter, on_device};
+use crate::device::{ChosenDevice, Device, MakeDrafter, Models, drafter, on_device};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request, weights_name};
 use pyo3::exceptions::PyException;
@@ -19,22 +19,22 @@ use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 use std::thread::{self, ThreadId};
 use std::time::{Duration, Instant};
 
-/// How often a long operation asks Python for pending signals: well under the 0.3 s in which Ctrl-C must act, and far
-/// longer than taking the GIL costs.
+/// Interval of checks for pending Python signals: well below the 0.3 s in which Ctrl-C must act, and much longer than taking
+/// the GIL.
 const POLL_EVERY: Duration = Duration::from_millis(40);
 
-/// How often a call looks whether another thread has left the engine: a step of the smallest model takes longer.
+/// Interval of checks for whether another thread has left the engine; a step of the smallest model takes longer.
 const LOOK_EVERY: Duration = Duration::from_micros(200);
 
 /// How often progress is shown.
 const SHOW_EVERY: Duration = Duration::from_millis(50);
 
-/// What a signal's handler or a callback raised and the operation under way ends with, until its caller gets it.
+/// Exception of a signal handler or a callback, kept until the current operation has ended.
 #[derive(Clone, Default)]
 pub(crate) struct Raised(Arc<Mutex<Option<PyErr>>>);
 
 impl Raised {
-    /// Keeps an exception; of several, the first. The answer is what ends the operation.
+    /// Keeps the first exception. Returns the error that ends the operation.
     fn keep(&self, error: PyErr) -> Error {
         self.place().get_or_insert(error);
         Error::interrupted()
@@ -49,13 +49,13 @@ impl Raised {
         self.place().take()
     }
 
-    /// Nobody waits for the GIL while holding this.
+    /// Never held while waiting for the GIL.
     fn place(&self) -> MutexGuard<'_, Option<PyErr>> {
         locked(&self.0)
     }
 }
 
-/// Runs pending Python signal handlers now and then; their exception, or one that a progress callback left in `raised`, ends
+/// Runs pending Python signal handlers periodically. Their exception, or one that a progress callback left in `raised`, ends
 /// the operation.
 pub(crate) fn poll(raised: Raised) -> impl FnMut() -> Result<()> + Send {
     let mut last = Instant::now();
@@ -71,9 +71,9 @@ pub(crate) fn poll(raised: Raised) -> impl FnMut() -> Result<()> + Send {
     }
 }
 
-/// Hands (done, total) to a Python callable at most every [`SHOW_EVERY`], and always at the end. What ends a program
-/// (KeyboardInterrupt, SystemExit) and what a signal's handler raises inside the callable is left to [`poll`]; any other
-/// exception is reported as unraisable, because progress must not decide about an answer.
+/// Calls a Python callable with (done, total) at most every [`SHOW_EVERY`], and always at the end. KeyboardInterrupt,
+/// SystemExit and exceptions of signal handlers inside the callable are left to [`poll`]. Other exceptions are reported as
+/// unraisable, because a progress callback must not end an answer.
 pub(crate) fn progress(callback: Option<Py<PyAny>>, raised: Raised) -> impl FnMut(usize, usize) + Send {
     let mut last = Instant::now();
     move |done, total| {
@@ -83,7 +83,7 @@ pub(crate) fn progress(callback: Option<Py<PyAny>>, raised: Raised) -> impl FnMu
         }
         last = Instant::now();
         Python::attach(|py| {
-            // A handler that waits already would run inside the callable, though it has nothing to do with it.
+            // Runs pending handlers here, so that their exceptions are not attributed to the callable.
             if let Err(error) = py.check_signals() {
                 raised.keep(error);
                 return;
@@ -101,7 +101,7 @@ pub(crate) fn progress(callback: Option<Py<PyAny>>, raised: Raised) -> impl FnMu
     }
 }
 
-/// Whether a signal's handler raised this: its code is among what the exception has passed.
+/// Returns true if a signal handler raised this: the handler's code is in the exception's traceback.
 fn is_a_handlers(py: Python<'_>, error: &PyErr) -> bool {
     let codes = handlers_codes(py).unwrap_or_default();
     let mut passed = error.traceback(py).map(Bound::into_any);
@@ -115,7 +115,7 @@ fn is_a_handlers(py: Python<'_>, error: &PyErr) -> bool {
     false
 }
 
-/// The code of every signal's handler that is written in Python: a function or method, a partial of one, or an object that is called.
+/// Code objects of all Python signal handlers: a function or method, a partial of one, or a callable object.
 fn handlers_codes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
     let signal = py.import("signal")?;
     let mut codes = Vec::new();
@@ -127,33 +127,30 @@ fn handlers_codes(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyAny>>> {
     Ok(codes)
 }
 
-/// What a mutex holds, also behind a panic: each of these values is whole at any time.
+/// A mutex's value, even after a panic: each of these values is valid at any time.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
-/// Most bytes of the folder of draft weights (docs/cli.md): those of a model of 70 billion weights take 38 GB.
+/// Most bytes of the folder of draft weights (docs/cli.md); those of a 70-billion-parameter model take 38 GB.
 pub(crate) const DRAFTS_LIMIT_BYTES: u64 = 64 << 30;
 
-/// Most bytes of a folder of prompts (docs/cli.md): of a model of 8 billion weights some 500,000 tokens.
+/// Most bytes of a folder of prompts (docs/cli.md): about 500,000 tokens of an 8-billion-parameter model.
 pub(crate) const PROMPTS_LIMIT_BYTES: u64 = 64 << 30;
 
-/// The share of the memory left beside an engine that its prompts may take.
-const PROMPTS_SHARE: usize = 8;
-
-/// Opens a checkpoint; `draft_cache` is the folder of its draft weights and the least bytes that are kept there.
+/// Opens a checkpoint. `draft_cache`: folder of its draft weights, and the fewest bytes worth keeping there.
 pub(crate) fn open(model: &str, draft_cache: Option<(PathBuf, usize)>) -> Result<Checkpoint> {
     let model = Path::new(model);
     let mut checkpoint = Checkpoint::open(model)?;
     if let Some((folder, smallest_bytes)) = draft_cache {
-        // A snapshot of the hub's cache is found again by any path that leads to it.
+        // Canonical, so that any path to a snapshot of the hub's cache finds its drafts.
         let model = model.canonicalize().unwrap_or_else(|_| model.to_path_buf());
         checkpoint.cache_drafts(DraftCache { folder, model, smallest_bytes, limit_bytes: DRAFTS_LIMIT_BYTES });
     }
     Ok(checkpoint)
 }
 
-/// Where a hook leaves how the draft weights came about.
+/// Where a hook stores the origin of the draft weights.
 #[derive(Clone, Default)]
 pub(crate) struct OriginSlot(Arc<Mutex<Option<Origin>>>);
 
@@ -162,14 +159,14 @@ impl OriginSlot {
     pub(crate) fn hook(&self) -> Box<dyn FnMut(Origin) + Send> {
         let slot = self.clone();
         Box::new(move |origin| {
-            // Nobody panics while holding the lock.
+            // No code panics while holding the lock.
             if let Ok(mut place) = slot.0.lock() {
                 *place = Some(origin);
             }
         })
     }
 
-    /// `cached_drafts` (share of the draft weights that was read; None without a cache) and `note`.
+    /// Sets `cached_drafts` (share of the draft weights that was read; None without a cache) and `note`.
     pub(crate) fn describe(&self, out: &Bound<'_, PyDict>) -> PyResult<()> {
         let origin = self.0.lock().ok().and_then(|mut place| place.take());
         out.set_item("cached_drafts", origin.as_ref().map(|o| o.cached as f64 / o.blocks.max(1) as f64))?;
@@ -189,10 +186,10 @@ pub(crate) fn memory_dict<'py>(py: Python<'py>, memory: &Memory) -> PyResult<Bou
     Ok(parts)
 }
 
-/// A token's log-probability, and the likeliest tokens of its place with theirs.
+/// A token's log-probability, and the most likely tokens at its position with theirs.
 type Told = (f64, Vec<(u32, f64)>);
 
-/// Notes that no thread is in the engine; dropped before its lock.
+/// Marks the engine as free of threads; dropped before its lock.
 struct Leaving<'a>(&'a PyEngine);
 
 impl Drop for Leaving<'_> {
@@ -201,15 +198,15 @@ impl Drop for Leaving<'_> {
     }
 }
 
-/// Decodes sequences on one device. See `_native.pyi` for the contract of each method.
+/// Decodes sequences on one device. `_native.pyi` documents each method.
 #[pyclass(name = "Engine", module = "quantspec_cli._native")]
 pub(crate) struct PyEngine {
     device: Mutex<Device>,
     /// The thread that holds `device`.
     user: Mutex<Option<ThreadId>>,
-    /// Slots of sequences that were ended while a thread held `device`: whoever has it next frees them.
+    /// Slots of sequences that ended while another thread held `device`; the next holder frees them.
     ended: Mutex<Vec<usize>>,
-    place: Place,
+    place: ChosenDevice,
     threads: usize,
     raised: Raised,
     accept: Accept,
@@ -219,12 +216,12 @@ pub(crate) struct PyEngine {
     prompt_capacity: usize,
     step_rows: usize,
     every_view: bool,
-    /// Drafts with another checkpoint, where one was loaded.
-    second: Option<Drafts>,
+    /// Makes drafters with another checkpoint, if one was loaded.
+    second: Option<MakeDrafter>,
 }
 
 impl PyEngine {
-    /// One call at a time: other threads wait, and Ctrl-C ends their waiting.
+    /// Runs one call at a time: other threads wait, and Ctrl-C ends their wait.
     fn run<T: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut Device) -> Result<T> + Send) -> PyResult<T> {
         let own = Raised::default();
         interruptible(py, &own, || {
@@ -255,7 +252,7 @@ impl PyEngine {
             let _leaving = Leaving(self);
             self.free_ended(&mut device);
             let done = work(&mut device);
-            // While the engine is ours: what comes later is of whoever has it next.
+            // Taken while this thread holds the engine; a later exception belongs to the next holder.
             if let Some(error) = self.raised.take() {
                 own.keep(error);
             }
@@ -270,7 +267,7 @@ impl PyEngine {
         }
     }
 
-    /// Ends a prefill, or loading, whose callback raised at its very last call, behind which nobody asks.
+    /// Reports an exception of a callback's very last call in a prefill or load, after which no poll follows.
     fn unless_raised<T>(raised: &Raised, result: Result<T>) -> Result<T> {
         result.and_then(|done| if raised.is_set() { Err(Error::interrupted()) } else { Ok(done) })
     }
@@ -279,8 +276,7 @@ impl PyEngine {
         locked(&self.user)
     }
 
-    /// One sample per prompt: the sequence key of the noise is 0, so that a prompt's text does not depend on its place in a
-    /// batch.
+    /// One sample per prompt: the noise's sequence key is 0, so a prompt's text does not depend on its place in a batch.
     fn sampler(&self, temperature: f32, top_k: usize, top_p: f32, min_p: f32, seed: u64) -> PyResult<Sampler> {
         let accept = if temperature == 0.0 { Accept::Greedy } else { self.accept };
         Sampler::new(temperature, top_k, top_p, min_p, seed, 0, accept).map_err(to_python)
@@ -292,7 +288,7 @@ impl PyEngine {
     #[new]
     #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8",
         method="quantspec", kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", accept="replay", gamma=None,
-        slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=Some(false), prompt_folder=None,
+        slots=1, pool_tokens=None, every_view=false, draft_model=None, draft_cache=None, prompt_memory=false, prompt_folder=None,
         on_loading=None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python constructor")]
     fn new(
@@ -317,7 +313,7 @@ impl PyEngine {
         every_view: bool,
         draft_model: Option<&str>,
         draft_cache: Option<(PathBuf, usize)>,
-        prompt_memory: Option<bool>,
+        prompt_memory: bool,
         prompt_folder: Option<PathBuf>,
         on_loading: Option<Py<PyAny>>,
     ) -> PyResult<PyEngine> {
@@ -361,16 +357,14 @@ impl PyEngine {
                 let checkpoint = open(model, draft_cache)?;
                 let draft = draft_model.map(|model| open(model, None)).transpose()?;
                 let models = Models { target: &checkpoint, draft: draft.as_ref() };
-                let place = Place::choose(device, &checkpoint)?;
+                let place = ChosenDevice::choose(device, &checkpoint)?;
                 place.settle(models, &mut resolved)?;
                 let (kept, sensitive) = (resolved.options.weights, resolved.options.sensitive);
                 let planned_bytes = place.plan(models, &resolved.options, 0)?;
                 let hooks = Hooks { poll: Box::new(polled), loading: Box::new(show), drafts };
                 let of_second = Hooks { poll: Box::new(polled_by_second), ..Hooks::default() };
-                // Copying keys and values from a GPU takes time from every prompt, of a CPU's none that could be measured.
-                let in_memory = prompt_memory.unwrap_or(place.gpu().is_none());
                 let prompt_bytes =
-                    (in_memory && prompt_folder.is_none()).then(|| place.spare_bytes(planned_bytes) / PROMPTS_SHARE);
+                    (prompt_memory && prompt_folder.is_none()).then(|| place.bytes_for_prompts(planned_bytes));
                 let (mut engine, second) =
                     PyEngine::unless_raised(&raised, place.engine(models, resolved, [hooks, of_second]))?;
                 if let Some(limit_bytes) = prompt_bytes {
@@ -391,8 +385,8 @@ impl PyEngine {
                 Ok((engine, second, place, checkpoint.config().clone(), kept, sensitive, planned_bytes, prompt_bytes))
             })?;
         let load_s = started.elapsed().as_secs_f64();
-        // A backend keeps its hooks as long as it lives. Python's collector does not look into it: a callback that leads back
-        // to the engine would keep both for ever.
+        // A backend keeps its hooks for its lifetime, and Python's garbage collector does not traverse it. A callback that
+        // refers to the engine would leak both.
         drop(locked(&loading).take());
         let info = PyDict::new(py);
         info.set_item("device", place.name())?;
@@ -477,7 +471,7 @@ impl PyEngine {
         })
     }
 
-    /// Log-probabilities of the slot's tokens since the last call, each with the likeliest tokens of its place and theirs.
+    /// Log-probabilities of the slot's tokens after the last call, each with the most likely tokens at its position.
     fn take_logprobs(&self, py: Python<'_>, slot: usize) -> PyResult<Vec<Told>> {
         let told = self.run(py, |device| on_device!(device, engine => engine.take_logprobs(slot)))?;
         Ok(told.into_iter().map(|told| (told.logprob, told.top)).collect())
@@ -489,7 +483,7 @@ impl PyEngine {
         self.run(py, |device| on_device!(device, engine => engine.score(&tokens, rows)))
     }
 
-    /// Whether a sequence of so many tokens can be taken now.
+    /// Returns true if a sequence of this many tokens can be admitted now.
     fn has_room(&self, py: Python<'_>, tokens: usize) -> PyResult<bool> {
         self.run(py, |device| Ok(on_device!(device, engine => engine.has_room(tokens))))
     }
@@ -517,7 +511,7 @@ impl PyEngine {
         })
     }
 
-    /// Prefill, and the seconds that the prompt's rows from `rows_from` on took.
+    /// Prefill; also returns the seconds spent on the prompt's rows from `rows_from` on.
     #[pyo3(signature = (slot, rows_from, on_progress=None))]
     fn prefill_timed(
         &self,
@@ -533,7 +527,7 @@ impl PyEngine {
         })
     }
 
-    /// Decodes by another method from now on, with a policy and statistics that begin anew.
+    /// Changes the method; policy and statistics restart.
     #[pyo3(signature = (*, method="quantspec", kv_target="int8", draft_pages=None, page_choice="best", gamma=None))]
     fn configure(
         &self,
@@ -556,7 +550,7 @@ impl PyEngine {
             draft_pages,
             page_choice,
             gamma,
-            // Neither these nor the sizes change with the method.
+            // Weights and sizes do not depend on the method.
             weights: "checkpoint",
             kv_rounding: "balanced",
             draft_weights: "int4",
@@ -581,7 +575,7 @@ impl PyEngine {
         })
     }
 
-    /// Begins the slot's answer anew with `token`; False where the prompt must be prefilled again.
+    /// Restarts the slot's answer with `token`; False if the prompt must be prefilled again.
     #[pyo3(signature = (slot, token, *, temperature, top_k, top_p, min_p, seed))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of the Python method")]
     fn restart(
@@ -612,7 +606,7 @@ impl PyEngine {
         Ok(round.into_iter().map(|Emitted { slot, tokens }| (slot, tokens)).collect())
     }
 
-    /// How fast the engine's device reads memory now, in 10⁹ bytes a second.
+    /// Memory bandwidth of the engine's device, measured now, in 10⁹ bytes per second.
     fn read_gb_per_s(&self, py: Python<'_>) -> PyResult<f64> {
         let threads = self.threads;
         let gpu = self.place.gpu();
@@ -622,7 +616,7 @@ impl PyEngine {
         })
     }
 
-    /// Waits for nobody, and nothing can end it half way: a slot whose owner was interrupted would be lost.
+    /// Does not wait and cannot be interrupted: otherwise an interrupted caller would leak the slot.
     fn finish(&self, py: Python<'_>, slot: usize) -> PyResult<()> {
         detached(py, || {
             locked(&self.ended).push(slot);
@@ -633,7 +627,7 @@ impl PyEngine {
         })
     }
 
-    /// One line about trouble with the prompt cache since the last call, or None.
+    /// One line about a prompt cache problem after the last call, or None.
     fn prompt_note(&self, py: Python<'_>) -> PyResult<Option<String>> {
         self.run(
             py,
@@ -674,7 +668,7 @@ impl PyEngine {
     }
 }
 
-/// Worker threads where nobody asked: one per processor the process may use.
+/// Default number of worker threads: one per processor the process may use.
 pub(crate) fn default_threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }

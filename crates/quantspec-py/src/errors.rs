@@ -1,4 +1,4 @@
-//! The one place where Rust errors become Python exceptions.
+//! Conversion of Rust errors to Python exceptions.
 
 use crate::engine::Raised;
 use pyo3::create_exception;
@@ -9,7 +9,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 create_exception!(_native, NativeError, PyException, "An error of the engine; has `kind`, `message` and `hint`.");
 
-/// Interrupts that nothing in Python raised become KeyboardInterrupt, everything else a NativeError with its kind, message and hint as attributes.
+/// An interrupt without a Python exception becomes KeyboardInterrupt; every other error a NativeError with kind, message and
+/// hint as attributes.
 pub(crate) fn to_python(error: Error) -> PyErr {
     if error.kind == ErrorKind::Interrupted {
         return PyKeyboardInterrupt::new_err(());
@@ -28,7 +29,7 @@ pub(crate) fn to_python(error: Error) -> PyErr {
     })
 }
 
-/// Runs `work` without the GIL. A panic, which is always a defect of ours, becomes an error instead of unwinding into Python.
+/// Runs `work` without the GIL. A panic, which is always a defect, becomes an error instead of unwinding into Python.
 pub(crate) fn detached<T: Send>(
     py: Python<'_>,
     work: impl FnOnce() -> quantspec_core::Result<T> + Send,
@@ -36,8 +37,8 @@ pub(crate) fn detached<T: Send>(
     interruptible(py, &Raised::default(), work)
 }
 
-/// [`detached`] for work that asks [`crate::engine::poll`]: what ended it is raised again, be it KeyboardInterrupt or whatever
-/// else a signal's handler raised.
+/// [`detached`] for work that calls [`crate::engine::poll`]: raises again the exception that ended it, KeyboardInterrupt or
+/// any other of a signal handler.
 pub(crate) fn interruptible<T: Send>(
     py: Python<'_>,
     raised: &Raised,

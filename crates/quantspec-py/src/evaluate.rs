@@ -1,6 +1,6 @@
 //! `_native.evaluate`: teacher-forced scores of target views and drafts.
 
-use crate::device::{Models, Place, sensitive_of};
+use crate::device::{ChosenDevice, Models, sensitive_of};
 use crate::engine::{OriginSlot, Raised, default_threads, open, poll, progress};
 use crate::errors::{interruptible, to_python};
 use crate::options::{rounding, sensitive, target_weights, weights_name};
@@ -54,7 +54,7 @@ pub(crate) fn scores<'py>(
     let drafts = origin.hook();
     let (place, read, scored) = interruptible(py, &raised, || {
         let checkpoint = open(model, draft_cache)?;
-        let place = Place::choose(device, &checkpoint)?;
+        let place = ChosenDevice::choose(device, &checkpoint)?;
         let read = sensitive_of(&checkpoint, &Options { slots: 1, ..options.clone() }, (View::Upper, tokens.len()));
         options.sensitive = precision.unwrap_or(read);
         let stored = (weights != TargetWeights::Checkpoint).then(|| evaluate::checkpoint_options(&options));
@@ -64,13 +64,13 @@ pub(crate) fn scores<'py>(
         let (options, stored) = (place.adapt(&options), stored.map(|stored| place.adapt(&stored)));
         let hooks = Hooks { poll: Box::new(polled), loading: Box::new(loading), drafts };
         let scored = match &place {
-            Place::Cpu => {
+            ChosenDevice::Cpu => {
                 let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
                 let load = |stored| CpuBackend::load(&checkpoint, stored, Hooks::default());
                 let mut stored = stored.as_ref().map(load).transpose()?;
                 evaluate::evaluate(&mut backend, stored.as_mut(), &tokens, context, options.block_rows, &mut show)
             }
-            Place::Cuda { gpu, .. } => {
+            ChosenDevice::Cuda { gpu, .. } => {
                 let mut backend = CudaBackend::load_on(gpu, &checkpoint, &options, hooks)?;
                 let load = |stored| CudaBackend::load_on(gpu, &checkpoint, stored, Hooks::default());
                 let mut stored = stored.as_ref().map(load).transpose()?;
@@ -81,7 +81,7 @@ pub(crate) fn scores<'py>(
     })?;
     let targets = PyDict::new(py);
     for (name, score) in &scored.targets {
-        // e^709 is the largest power that a number holds, and JSON knows no infinity.
+        // Beyond e^709 f64 overflows, and JSON has no infinity.
         if score.nll.exp().is_infinite() {
             let what = format!("{} nats per token of the target {name} have no perplexity", score.nll);
             return Err(to_python(Error::not_finite(what)));
@@ -89,7 +89,7 @@ pub(crate) fn scores<'py>(
         let entry = PyDict::new(py);
         entry.set_item("nll", score.nll)?;
         entry.set_item("perplexity", score.nll.exp())?;
-        // The first target is the yardstick of the others.
+        // The other targets are compared with the first.
         if targets.len() > 0 {
             entry.set_item("kld", score.kld)?;
             entry.set_item("top1", score.top1)?;
@@ -148,7 +148,7 @@ pub(crate) fn sensitivity<'py>(
     let read = std::iter::once("none").chain(kinds).map(|name| (name, Sensitive::named(name).unwrap_or_default()));
     let (config, scores) = interruptible(py, &raised, || {
         let checkpoint = open(model, None)?;
-        let place = Place::choose(device, &checkpoint)?;
+        let place = ChosenDevice::choose(device, &checkpoint)?;
         let mut scores = Vec::new();
         for (index, (name, sensitive)) in read.enumerate() {
             let options = Options { sensitive, ..options.clone() };
@@ -158,11 +158,11 @@ pub(crate) fn sensitivity<'py>(
             let mut show = |done, all| show(index * all + done, (1 + kinds.len()) * all);
             let rows = options.block_rows;
             let score = match &place {
-                Place::Cpu => {
+                ChosenDevice::Cpu => {
                     let mut backend = CpuBackend::load(&checkpoint, &options, hooks)?;
                     evaluate::acceptance(&mut backend, &tokens, context, rows, &mut show)?
                 }
-                Place::Cuda { gpu, .. } => {
+                ChosenDevice::Cuda { gpu, .. } => {
                     let mut backend = CudaBackend::load_on(gpu, &checkpoint, &options, hooks)?;
                     evaluate::acceptance(&mut backend, &tokens, context, rows, &mut show)?
                 }

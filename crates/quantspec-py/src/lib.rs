@@ -1,5 +1,5 @@
-//! `quantspec_cli._native`: the only door between Python and the engine. Python owns text, files, the network and the loop;
-//! Rust sees token ids.
+//! `quantspec_cli._native`: the only interface between Python and the engine. Python owns text, files, the network and the
+//! loop; Rust handles token ids.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -13,7 +13,7 @@ mod plan;
 
 use pyo3::prelude::*;
 
-/// Native half of quantspec: see `_native.pyi` for types and documentation.
+/// Native half of quantspec; `_native.pyi` has types and documentation.
 #[pymodule]
 mod _native {
     use super::*;
@@ -36,7 +36,7 @@ mod _native {
     #[pymodule_export]
     use super::plan::{fitting, plan, rates};
 
-    /// `gguf_metadata(path)`: what a GGUF file says of its tokenizer.
+    /// `gguf_metadata(path)`: the tokenizer metadata of a GGUF file.
     #[pyfunction]
     fn gguf_metadata<'py>(py: Python<'py>, path: &str) -> PyResult<Bound<'py, PyDict>> {
         let gguf = errors::detached(py, || Gguf::open(Path::new(path)))?;
@@ -74,7 +74,8 @@ mod _native {
         object
     }
 
-    /// `model_info(path)`: the configuration of a checkpoint, parsed and validated; of a directory, where it is `described`, by config.json alone.
+    /// `model_info(path)`: the configuration of a checkpoint, parsed and validated. If `described`, a directory's config.json
+    /// suffices.
     #[pyfunction]
     #[pyo3(signature = (path, *, described=false))]
     fn model_info<'py>(py: Python<'py>, path: &str, described: bool) -> PyResult<Bound<'py, PyDict>> {
@@ -93,7 +94,7 @@ mod _native {
         Ok(out)
     }
 
-    /// `methods()`: every way to decode, and the settings that it knows.
+    /// `methods()`: every decoding method, and its settings.
     #[pyfunction]
     fn methods(py: Python<'_>) -> PyResult<Vec<Bound<'_, PyDict>>> {
         let describe = |method: &Entry| {
@@ -133,20 +134,20 @@ mod _native {
         files.into_iter().map(|file| (file.path, file.model, file.bytes, seconds(file.used))).collect()
     }
 
-    /// `draft_files(folder)`: the draft weights kept there, least recently used first, as (path, model, bytes, seconds since the epoch of
-    /// the last use). The model is None if another version wrote the file.
+    /// `draft_files(folder)`: the folder's draft weights, least recently used first, as (path, model, bytes, seconds since
+    /// the epoch of the last use). The model is None if another version wrote the file.
     #[pyfunction]
     fn draft_files(py: Python<'_>, folder: &str) -> PyResult<Vec<KeptFile>> {
         Ok(described(py.detach(|| draft_cache::files(Path::new(folder)))?))
     }
 
-    /// `prompt_files(folder)`: the prompts kept there, as `draft_files`.
+    /// `prompt_files(folder)`: the folder's prompts, in the form of `draft_files`.
     #[pyfunction]
     fn prompt_files(py: Python<'_>, folder: &str) -> PyResult<Vec<KeptFile>> {
         Ok(described(py.detach(|| prompt_cache::files(Path::new(folder)))?))
     }
 
-    /// `doctor()`: what this machine offers, and why a device or a fast path is off.
+    /// `doctor()`: what this machine offers, and why a device or a fast path is unavailable.
     #[pyfunction]
     fn doctor(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         let cpu = PyDict::new(py);

@@ -1,9 +1,9 @@
-//! What the operating system says about this machine and process.
+//! Operating-system information about this machine and process.
 
 use std::fs;
 use std::path::Path;
 
-/// A field of a `/proc` file in bytes: lines look like `MemAvailable:   123 kB`.
+/// A field of a `/proc` file in bytes, from a line like `MemAvailable:   123 kB`.
 fn proc_bytes(path: &str, field: &str) -> Option<usize> {
     let text = fs::read_to_string(path).ok()?;
     let line = text.lines().find(|line| line.starts_with(field))?;
@@ -11,7 +11,7 @@ fn proc_bytes(path: &str, field: &str) -> Option<usize> {
     kilobytes.checked_mul(1024)
 }
 
-/// The files of a version of control groups: limit, use, and in `memory.stat` the cached files.
+/// File names of a cgroup version: limit, use, and the cached files' entry in `memory.stat`.
 struct Groups {
     limit: &'static str,
     used: &'static str,
@@ -26,10 +26,11 @@ const VERSION_1: Groups = Groups {
     cached: ["total_inactive_file", "total_active_file"],
 };
 
-/// Bytes the control groups of this process leave it, where one of them has a limit.
+/// Bytes left to this process by its cgroups, if one of them has a limit.
 fn group_available() -> Option<usize> {
     let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    // Version 2 has one line, "0::/path", version 1 one a controller, "9:memory:/path"; inside a container the path is that of the host and may not be there.
+    // Version 2 has one line, "0::/path"; version 1 one per controller, "9:memory:/path". Inside a container the path is the
+    // host's and may not exist.
     let own = |controller: &str| {
         groups.lines().find_map(|line| {
             let (names, path) = line.split_once(':')?.1.split_once(':')?;
@@ -44,8 +45,8 @@ fn group_available() -> Option<usize> {
     places.iter().filter_map(|(root, own, version)| tightest(Path::new(root), own.unwrap_or_default(), version)).min()
 }
 
-/// The least that the group `own` below `root`, or a group above it, leaves: its limit less what it uses. Cached files count
-/// as used (the checkpoint just downloaded, for example), but the kernel gives them back before it refuses memory.
+/// The least bytes left by the cgroup `own` below `root` or by a parent group: its limit minus its use. Cached files count as
+/// used (for example a checkpoint just downloaded), but the kernel reclaims them before it refuses memory.
 fn tightest(root: &Path, own: &str, version: &Groups) -> Option<usize> {
     let left = |group: &Path| {
         let read = |file: &str| fs::read_to_string(group.join(file)).ok();
@@ -61,7 +62,7 @@ fn tightest(root: &Path, own: &str, version: &Groups) -> Option<usize> {
     root.join(own).ancestors().take_while(|group| group.starts_with(root)).filter_map(left).min()
 }
 
-/// Bytes this process may still take without swapping, or None where the system does not say.
+/// Bytes this process can still allocate without swapping, or None if unknown.
 pub(crate) fn memory_available() -> Option<usize> {
     let machine = proc_bytes("/proc/meminfo", "MemAvailable:");
     match (machine, group_available()) {
@@ -80,12 +81,12 @@ pub(crate) fn resident() -> Option<usize> {
     proc_bytes("/proc/self/status", "VmRSS:")
 }
 
-/// Largest resident size this process ever had, in bytes.
+/// Peak resident size of this process, in bytes.
 pub(crate) fn peak_resident() -> Option<usize> {
     proc_bytes("/proc/self/status", "VmHWM:")
 }
 
-/// Name of the processor, or of its architecture where the system does not say.
+/// Name of the processor, or of its architecture if unknown.
 pub(crate) fn cpu_name() -> String {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     info.lines()
@@ -118,7 +119,7 @@ mod tests {
             assert_eq!(tightest("a/b"), Some(550));
             group("a/b", "500\n", "450\n", "anon 450\n");
             assert_eq!(tightest("a/b"), Some(50));
-            // A group of the host that is not here: the nearest one above that is.
+            // For a host cgroup that does not exist here, the nearest existing parent counts.
             assert_eq!(tightest("a/gone/deep"), Some(550));
             group("a/b", "500\n", "900\n", "");
             assert_eq!(tightest("a/b"), Some(0));

@@ -1,4 +1,4 @@
-//! What Python asks for, in Rust's words.
+//! Conversion of Python arguments to engine options.
 
 use pyo3::prelude::*;
 use quantspec_core::cache::{G, GAMMA_MAX};
@@ -10,21 +10,22 @@ use quantspec_model::backend::Options;
 use quantspec_model::draft::{CATCH_UP_ROWS, Entry, METHODS, Needs, Source};
 use quantspec_model::engine::Method;
 
-/// Rows of a prefill block: enough to amortise reading the weights once per block, few enough that one operation of a
-/// 7B model stays under the 0.3 s in which an interrupt must act.
+/// Rows of a prefill block on a CPU. Enough to amortise reading the weights; few enough that one operation of a 7B model
+/// stays below the 0.3 s in which an interrupt must act.
 pub(crate) const BLOCK_ROWS: usize = 256;
 
-/// Longest γ the automatic policy tries. Acceptance of long runs decays geometrically, and beyond 12 the best γ of every
-/// measured cost table is flat.
+/// Longest γ of the automatic policy. Acceptance of long runs decays geometrically; beyond 12 the optimum of every measured
+/// cost table is flat.
 const GAMMA_AUTO: usize = 12;
 
-/// Rows of the largest step: what a launch may have in its second dimension. Logits of this many rows take gigabytes.
+/// Rows of the largest step: CUDA's limit for a grid's second dimension. Logits of this many rows take gigabytes.
 pub(crate) const STEP_ROWS_MAX: usize = (1 << 16) - 1;
 
-/// Pages that drafts choose among when their number is chosen by measurement: all, and powers of four from what barely costs anything on.
+/// Candidate numbers of draft pages for the measured choice: powers of four, from the number whose reading is nearly free on.
+/// "All" is a candidate as well.
 const PAGES_AUTO: [usize; 3] = [16, 64, 256];
 
-/// Pages of a draft, as Python passes them; all of them where it passes None.
+/// Pages of a draft, as Python passes them; None means all.
 #[derive(Clone, FromPyObject)]
 pub(crate) enum DraftPages {
     Count(usize),
@@ -47,10 +48,10 @@ pub(crate) struct Request<'a> {
     pub(crate) capacity: usize,
     pub(crate) prompt_capacity: usize,
     pub(crate) slots: usize,
-    /// Tokens that all sequences share; `None` for the longest in every slot.
+    /// Tokens that all sequences share; `None` for the longest context in every slot.
     pub(crate) pool_tokens: Option<usize>,
     pub(crate) threads: usize,
-    /// Keep all that any method needs and room for the longest γ, so that the method may be changed later.
+    /// Keep the planes of every method and room for the longest γ, so that the method can be changed later.
     pub(crate) every_view: bool,
 }
 
@@ -58,18 +59,18 @@ pub(crate) struct Request<'a> {
 pub(crate) struct Resolved {
     pub(crate) method: Method,
     pub(crate) options: Options,
-    /// The target's weights are those that fit ([`crate::device::Place::settle`]); `options` has the checkpoint's.
+    /// [`crate::device::ChosenDevice::settle`] chooses the target's weights; `options` has the checkpoint's.
     pub(crate) auto_weights: bool,
-    /// Which matrices are sensitive is decided by what a draft step reads ([`crate::device::Place::settle`]); `options` has none.
+    /// Which matrices are sensitive is decided by what a draft step reads ([`crate::device::ChosenDevice::settle`]); `options` has none.
     pub(crate) auto_precision: bool,
     /// The view of the cache that a draft reads, and tokens of it at most.
     pub(crate) drafted: (View, usize),
     pub(crate) accept: Accept,
-    /// How another checkpoint drafts, where one does: the method's drafter is then made of its network.
+    /// Options for drafting with another checkpoint; the method's drafter then uses that network.
     pub(crate) second: Option<Second>,
 }
 
-/// How the network of another checkpoint drafts.
+/// Options of a second network for drafting.
 pub(crate) struct Second {
     pub(crate) entry: &'static Entry,
     pub(crate) view: View,
@@ -77,9 +78,9 @@ pub(crate) struct Second {
     pub(crate) pages: Vec<Pages>,
 }
 
-/// Options of a backend that only drafts, beside the target's.
+/// Options of the draft's backend, next to the target's.
 pub(crate) fn of_draft(target: &Options) -> Options {
-    // The target admits sequences by the pages of its own pool, so the draft's has room for every slot.
+    // The target admits sequences by its own pool, so the draft's pool has room for every slot.
     Options {
         draft_weights: DraftWeights::None,
         step_rows: target.slots.max(CATCH_UP_ROWS),
@@ -88,7 +89,7 @@ pub(crate) fn of_draft(target: &Options) -> Options {
     }
 }
 
-/// Kinds of the target's weights as `weights` names them.
+/// Values of the `weights` argument.
 const WEIGHTS: [(&str, TargetWeights); 3] =
     [("checkpoint", TargetWeights::Checkpoint), ("int8", TargetWeights::Int8), ("int4", TargetWeights::Int4)];
 
@@ -97,7 +98,7 @@ pub(crate) fn weights_name(weights: TargetWeights) -> &'static str {
     WEIGHTS.iter().find(|(_, known)| *known == weights).map_or("", |(name, _)| name)
 }
 
-/// The target's weights that `weights` names; None for "auto".
+/// The target's weights for a `weights` argument; None for "auto".
 pub(crate) fn target_weights(name: &str) -> Result<Option<TargetWeights>> {
     let [checkpoint, int8, int4] = WEIGHTS.map(|(name, weights)| (name, Some(weights)));
     one_of("weights", name, &[checkpoint, int8, int4, ("auto", None)])
@@ -127,7 +128,7 @@ pub(crate) fn sensitive(names: &str, weights: Option<TargetWeights>, draft: Draf
     Ok(Some(named))
 }
 
-/// Views of the cache as `kv_target` names them.
+/// Values of the `kv_target` argument.
 const KV_TARGETS: [(&str, View); 3] = [("int8", View::Both), ("fp16", View::Full), ("int4", View::Upper)];
 
 /// What `kv_target` calls a view.
@@ -148,7 +149,7 @@ pub(crate) fn rounding(name: &str) -> Result<Rounding> {
 }
 
 impl Request<'_> {
-    /// Checks every value and derives the planes, the draft and the policy.
+    /// Checks every value and derives planes, draft and policy.
     pub(crate) fn resolve(&self) -> Result<Resolved> {
         let weights = target_weights(self.weights)?;
         let target = one_of("kv_target", self.kv_target, &KV_TARGETS)?;

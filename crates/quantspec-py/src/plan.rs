@@ -1,6 +1,7 @@
-//! `plan(model, …)`, `fitting(models, …)` and `rates(model, …)`: what an engine would hold, and what its operations cost on a machine, before any weight is read.
+//! `plan(model, …)`, `fitting(models, …)` and `rates(model, …)`: an engine's memory, and the cost of its operations on a
+//! machine, before any weight is read.
 
-use crate::device::{Models, Place};
+use crate::device::{ChosenDevice, Models};
 use crate::engine::{Raised, default_threads, memory_dict, poll};
 use crate::errors::{detached, interruptible, to_python};
 use crate::options::{DraftPages, Request, weights_name};
@@ -10,9 +11,9 @@ use quantspec_core::Result;
 use quantspec_model::checkpoint::Checkpoint;
 use std::path::Path;
 
-/// Memory of an engine with these arguments, on the device that it would run on: `device`, `weights` and `draft_precision` (which, where "auto" asks), `fits`, `planned_bytes`,
-/// `available_bytes`, `longest_context` (of as many sequences), `largest_batch` (of as many tokens) and the bytes of each part.
-/// `described`: of a directory config.json alone is looked at ([`Checkpoint::describe`]).
+/// Memory of an engine with these arguments on its device: `device`, `weights` and `draft_precision` (resolved from "auto"), `fits`,
+/// `planned_bytes`, `available_bytes`, `longest_context` (for this many sequences), `largest_batch` (for this many tokens),
+/// and the bytes of each part. `described`: only config.json of a directory is read ([`Checkpoint::describe`]).
 #[pyfunction]
 #[pyo3(signature = (model, *, capacity, prompt_capacity=None, device="auto", threads=None, weights="checkpoint", kv_target="int8", method="quantspec",
     kv_rounding="balanced", draft_weights="int4", draft_precision="auto", draft_pages=None, page_choice="best", accept="replay", gamma=None, slots=1,
@@ -62,7 +63,7 @@ pub(crate) fn plan<'py>(
     let (name, kept, sensitive, weighed, limit) = detached(py, || {
         let checkpoint = checkpoint_of(model, described)?;
         let draft = draft_model.map(|model| checkpoint_of(model, described)).transpose()?;
-        let place = Place::choose(device, &checkpoint)?;
+        let place = ChosenDevice::choose(device, &checkpoint)?;
         let models = Models { target: &checkpoint, draft: draft.as_ref() };
         place.settle(models, &mut resolved)?;
         let weighed = place.weigh(models, &resolved.options, 0)?;
@@ -83,14 +84,15 @@ pub(crate) fn plan<'py>(
     Ok(out)
 }
 
-/// A checkpoint, or what config.json says of it.
+/// A checkpoint, or its description by config.json.
 pub(crate) fn checkpoint_of(model: &str, described: bool) -> Result<Checkpoint> {
     let path = Path::new(model);
     if described { Checkpoint::describe(path) } else { Checkpoint::open(path) }
 }
 
-/// `fitting(models, …)`: of each model that a config.json describes, the bytes of its weights and draft weights and the longest context of one sequence
-/// that fits the device, by the defaults of an engine. The device is opened once, as the first model chooses it.
+/// `fitting(models, …)`: for each model that a config.json describes, the bytes of its weights and draft weights, and the
+/// longest context of one sequence that fits the device, with an engine's defaults. The device is opened once, chosen for the
+/// first model.
 #[pyfunction]
 #[pyo3(signature = (models, *, device))]
 pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyResult<Vec<(usize, usize, usize)>> {
@@ -116,7 +118,7 @@ pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyRe
     detached(py, || {
         let described: Vec<_> = models.iter().map(|model| checkpoint_of(model, true)).collect::<Result<_>>()?;
         let Some(first) = described.first() else { return Ok(Vec::new()) };
-        let place = Place::choose(device, first)?;
+        let place = ChosenDevice::choose(device, first)?;
         let weigh = |checkpoint| {
             let weighed = place.weigh(Models::alone(checkpoint), &resolved.options, 0)?;
             Ok((weighed.parts.weights_bytes, weighed.parts.draft_weights_bytes, weighed.longest_context))
@@ -125,8 +127,8 @@ pub(crate) fn fitting(py: Python<'_>, models: Vec<String>, device: &str) -> PyRe
     })
 }
 
-/// `rates(model, …)`: what the device reads a second, and on a CPU what each operation of a step costs at the widths of a model that
-/// config.json describes, for sequences of `context` tokens.
+/// `rates(model, …)`: memory bandwidth of the device and, on a CPU, the cost of each operation of a step at the widths of a
+/// model that config.json describes, for sequences of `context` tokens.
 #[pyfunction]
 #[pyo3(signature = (model, *, device, threads, context))]
 pub(crate) fn rates<'py>(
@@ -141,7 +143,7 @@ pub(crate) fn rates<'py>(
     let mut interrupted = poll(raised.clone());
     let (place, read, rates) = interruptible(py, &raised, || {
         let checkpoint = checkpoint_of(model, true)?;
-        let place = Place::choose(device, &checkpoint)?;
+        let place = ChosenDevice::choose(device, &checkpoint)?;
         Ok(match place.gpu() {
             Some(gpu) => {
                 let read = quantspec_cuda::bench::read_bytes_per_s(gpu)?;

@@ -1,11 +1,11 @@
-"""Documents as people have them: the text of PDF, DOCX, HTML and EPUB, whole or refused with the reason.
+"""Text of PDF, DOCX, HTML and EPUB documents, complete or refused with the reason.
 
-A kind is told by content first and by the name's suffix second. Only PDF needs a library (pypdf, extra `documents`).
-DOCX, EPUB and HTML are read with the standard library, because the text must be whole: python-docx leaves out tracked
-insertions, content controls, text boxes, notes and the numbers of clauses; extractors of "main text" leave out
-what they take for boilerplate, and a court file must be whole.
+The kind is determined by content first and by the name's suffix second. Only PDF needs a library (pypdf, extra
+`documents`). DOCX, EPUB and HTML are read with the standard library, because the text must be complete. python-docx omits
+tracked insertions, content controls, text boxes, notes and clause numbers; extractors of "main text" omit what they
+classify as boilerplate.
 
-Readers are imported when a document of their kind is read.
+A reader is imported when a document of its kind is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"
 _HTML = {".html", ".htm", ".xhtml", ".xht"}
 _BOM = b"\xef\xbb\xbf"
 
-# How files begin that hold no text for us: what they are, and what to do.
+# First bytes of files without usable text: what they are, and what to do.
 _CONVERT = "convert it to PDF, DOCX or plain text"
 _OCR = "run OCR and give its text or PDF"
 _REFUSED: tuple[tuple[bytes, str, str], ...] = (
@@ -45,7 +45,7 @@ _REFUSED: tuple[tuple[bytes, str, str], ...] = (
     (b"Rar!\x1a\x07", "a binary file, a RAR archive", "unpack it"),
 )
 
-# Ligatures of the presentation forms: Latin, Armenian, Hebrew and Arabic. Fonts use them; readers and models do not.
+# Ligatures of the presentation forms (Latin, Armenian, Hebrew, Arabic), which fonts use and models do not.
 _LIGATURES = {
     code: unicodedata.normalize("NFKC", chr(code))
     for code in range(0xFB00, 0xFE00)
@@ -55,7 +55,7 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def kind(name: str, raw: bytes | bytearray) -> str | None:
-    """The reader that a document needs ("pdf", "zip", "ole" or "html"), from how it begins; None for plain text."""
+    """The reader that a document needs ("pdf", "zip", "ole" or "html"), by its first bytes; None for plain text."""
     head = bytes(raw[:1024])
     suffix = PurePath(name).suffix.lower()
     start = head.removeprefix(_BOM).lstrip()
@@ -69,7 +69,7 @@ def kind(name: str, raw: bytes | bytearray) -> str | None:
 
 
 def refuse(name: str, raw: bytes) -> None:
-    """Refuses what is known to be no plain text."""
+    """Refuses bytes that are known not to be plain text."""
     for magic, what, hint in _REFUSED:
         if raw.startswith(magic):
             raise InputError(f"{name} is {what}", hint)
@@ -78,15 +78,15 @@ def refuse(name: str, raw: bytes) -> None:
 
 
 def extract(which: str, name: str, raw: bytes, limit: int) -> tuple[str, tuple[str, ...]]:
-    """The text of a document of that `kind`, never empty, and warnings about what is missing.
+    """The text of a document of kind `which`, never empty, and warnings about missing parts.
 
-    `limit` bounds the bytes that an archive may unpack to. Everything that goes wrong is an `InputError`.
+    `limit` bounds the unpacked bytes of an archive. Any failure is an `InputError`.
     """
     try:
         text, warnings = _read(which, name, raw, limit)
     except QuantspecError:
         raise
-    except Exception as error:  # readers of damaged files fail in every way: RecursionError and MemoryError too
+    except Exception as error:  # readers fail on damaged files in many ways, including RecursionError and MemoryError
         raise InputError(f"{name} is damaged: {_said(error)}", "open it in its program and save it again") from error
     text = _SURROGATES.sub(lambda _: "\N{REPLACEMENT CHARACTER}", _pairs(text)).translate(_LIGATURES).strip("\n")
     if not text or text.isspace():
@@ -131,13 +131,13 @@ def _refuse_ole(name: str, raw: bytes) -> None:
 
 
 def _said(error: Exception) -> str:
-    """An exception of a reader in few words."""
+    """A short description of a reader's exception."""
     text = one_line(str(error))[:200]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _pairs(text: str) -> str:
-    """Text in which two halves of a surrogate pair are one character."""
+    """Joins the two halves of surrogate pairs."""
     if _SURROGATES.search(text) is None:
         return text
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

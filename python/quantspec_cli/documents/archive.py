@@ -1,4 +1,4 @@
-"""Zip archives and the XML in them, read without trust: sizes are bounded, entities refused, nothing fetched."""
+"""Zip archives and their XML, read as untrusted input: sizes are bounded, entities refused, nothing is fetched."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _AGAIN = "open it in its program and save it again"
 _OFFICE_DOCUMENT = "/officeDocument"
-# What else people may hold for a document, by a name in the archive or by its member `mimetype`.
+# Other document formats, recognised by a member's name or by the member `mimetype`.
 _KINDS = {
     "xl/workbook.xml": "an Excel workbook",
     "ppt/presentation.xml": "a PowerPoint presentation",
@@ -31,7 +31,7 @@ class Archive:
     """Members of a zip archive.
 
     Attributes:
-        name: the document's, for errors.
+        name: the document's name, for errors.
     """
 
     def __init__(self, name: str, raw: bytes, limit: int) -> None:
@@ -51,7 +51,7 @@ class Archive:
         return member in self._members
 
     def read(self, member: str) -> bytes:
-        """A whole member; refuses what is encrypted, damaged or unpacks to more than the limit."""
+        """A whole member; refuses encrypted or damaged members, and more unpacked bytes than the limit."""
         try:
             info = self._members[member]
         except KeyError as error:
@@ -63,7 +63,7 @@ class Archive:
         whole = bytearray()
         try:
             with self._zip.open(info) as file:
-                # The declared size may be a lie: what comes out counts.
+                # The declared size may be wrong, so the actual size counts.
                 while chunk := file.read(1 << 20):
                     whole += chunk
                     if len(whole) > self._left:
@@ -83,7 +83,7 @@ class Archive:
         return self.main_part() in self._members and not any(member in _KINDS for member in self._members)
 
     def main_part(self) -> str:
-        """Where a Word document keeps its body."""
+        """Path of a Word document's body."""
         return next((path for path, what in self.relations("").values() if what.endswith(_OFFICE_DOCUMENT)), "")
 
     def is_epub(self) -> bool:
@@ -91,7 +91,7 @@ class Archive:
         return self._mimetype() == "application/epub+zip" or "META-INF/container.xml" in self._members
 
     def describe(self) -> str:
-        """What an archive holds that is neither."""
+        """Describes an archive that is neither DOCX nor EPUB."""
         names = [*self._members, self._mimetype()]
         return next((_KINDS[name] for name in names if name in _KINDS), "a zip archive")
 
@@ -101,7 +101,7 @@ class Archive:
         return self.read("mimetype").decode("ascii", "replace").strip()
 
     def relations(self, part: str) -> dict[str, tuple[str, str]]:
-        """The parts that a part of an Office document names: by id the path and the type."""
+        """The parts that a part of an Office document refers to: path and type, by id."""
         folder, base = posixpath.split(part)
         member = posixpath.join(folder, "_rels", f"{base}.rels")
         found: dict[str, tuple[str, str]] = {}
@@ -122,7 +122,7 @@ class Archive:
         end: Callable[[str], object] | None = None,
         text: Callable[[str], object] | None = None,
     ) -> None:
-        """Parses an XML member; tags come as "namespace name". Depth costs no stack, since no tree is built."""
+        """Parses an XML member; tags are "namespace name". Depth uses no stack, since no tree is built."""
         parser = expat.ParserCreate(namespace_separator=" ")
         parser.buffer_text = True
         parser.StartElementHandler = start
@@ -132,9 +132,9 @@ class Archive:
             parser.CharacterDataHandler = text
 
         def refuse(*_: object) -> None:
-            raise InputError(f"{self.name} defines XML entities in {member}", "save it anew in a word processor")
+            raise InputError(f"{self.name} defines XML entities in {member}", "save it again in a word processor")
 
-        # No entity of its own, so none that grows or reads files; expat fetches no external DTD by itself.
+        # Entities are refused, as they can expand or read files; expat does not fetch external DTDs.
         parser.EntityDeclHandler = refuse
         try:
             parser.Parse(self.read(member), True)
@@ -148,6 +148,6 @@ def local(tag: str) -> str:
 
 
 def resolve(folder: str, target: str) -> str:
-    """The member that a reference in a part of `folder` means."""
+    """The member that a reference in a part of `folder` points to."""
     path = unquote(target.partition("#")[0])
     return posixpath.normpath(posixpath.join("/", folder, path)).lstrip("/")

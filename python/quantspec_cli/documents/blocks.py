@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-# Tables in tables are page layout; deeper ones only waste time.
+# Nested tables are page layout; deeper nesting only costs time.
 _NESTING_MAX = 16
-# A row of several cells in which one has more paragraphs than this is page layout.
+# A row with several cells, one of which has more paragraphs than this, is page layout.
 _CELL_MAX = 4
 _BLANK_LINES = re.compile(r"\n(?:[ \t]*\n)+")
 
@@ -18,7 +18,7 @@ class Block:
 
     Attributes:
         text: at least one line.
-        group: blocks of one group stand on lines below each other; other blocks have blank lines between them.
+        group: blocks of one group are on adjacent lines; other blocks are separated by blank lines.
         flat: may be part of a row.
     """
 
@@ -29,7 +29,7 @@ class Block:
 
 @dataclass
 class _Table:
-    """A table as it grows; `row` and `cell` are None between rows and cells."""
+    """A table under construction; `row` and `cell` are None between rows and cells."""
 
     blocks: list[Block] = field(default_factory=list)
     row: list[list[Block]] | None = None
@@ -42,11 +42,11 @@ class Blocks:
     def __init__(self) -> None:
         self._root: list[Block] = []
         self._tables: list[_Table] = []
-        # Tables that are not kept as such.
+        # Nesting depth of tables treated as layout.
         self._ignored = 0
 
     def add(self, text: str, group: object = None, *, flat: bool = True) -> None:
-        """Adds a block, unless it is blank; white space at the ends of lines goes."""
+        """Adds a block, unless it is blank; strips white space at the ends of lines."""
         text = "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")
         if text.strip():
             self._target().append(Block(text, group, flat))
@@ -59,13 +59,13 @@ class Blocks:
             self._tables.append(_Table())
 
     def open_row(self) -> None:
-        """A row begins; one that is open ends."""
+        """Begins a row, and ends an open one."""
         if self._tables and not self._ignored:
             self.close_row()
             self._tables[-1].row = []
 
     def open_cell(self) -> None:
-        """A cell begins; one that is open ends."""
+        """Begins a cell, and ends an open one."""
         if self._tables and not self._ignored:
             table = self._tables[-1]
             if table.row is None:
@@ -106,7 +106,7 @@ class Blocks:
                 self._target().append(Block(text, flat=False))
 
     def text(self) -> str:
-        """All blocks; tables that are open end."""
+        """All blocks; open tables are closed."""
         self._ignored = 0
         while self._tables:
             self.close_table()
@@ -118,7 +118,7 @@ class Blocks:
         table = self._tables[-1]
         if table.cell is not None:
             return table.cell
-        # What stands between cells follows the cell before.
+        # Text between cells belongs to the preceding cell.
         return table.row[-1] if table.row else table.blocks
 
 

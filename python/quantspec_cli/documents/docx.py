@@ -1,7 +1,7 @@
-"""DOCX: body, tables, text boxes, notes, headers and footers as Word shows them with all changes accepted.
+"""DOCX: body, tables, text boxes, notes, headers and footers, as Word shows them with all changes accepted.
 
-The XML is read as a stream of events. Deleted text, field codes and comments are left out; the numbers of clauses,
-which Word computes, are computed here.
+The XML is read as a stream of events. Deleted text, field codes and comments are left out. Clause numbers, which Word
+computes, are computed here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _MATH = (
     "http://purl.oclc.org/ooxml/officeDocument/math ",
 )
 _COMPATIBILITY = "http://schemas.openxmlformats.org/markup-compatibility/2006 "
-# Elements whose content is not shown: what was deleted, properties as they were, stops of tabs, codes of fields.
+# Elements whose content is not shown: deletions, previous properties, tab stops, field codes.
 _UNSEEN = frozenset({"w:del", "w:moveFrom", "w:pPrChange", "w:rPrChange", "w:tabs", "w:instrText", "w:delText"})
 _INLINE = {"w:tab": "\t", "w:ptab": "\t", "w:br": "\n", "w:cr": "\n", "w:noBreakHyphen": "\N{NON-BREAKING HYPHEN}"}
 _SEPARATORS = {"separator", "continuationSeparator", "continuationNotice"}
 _DEPTH_MAX = 20
-# Parts that may hold text and are not read.
+# Parts that may contain text and are not read.
 _UNREAD = {
     "aFChunk": "inserted file",
     "subDocument": "subdocument",
@@ -57,7 +57,7 @@ def read(archive: Archive) -> tuple[str, tuple[str, ...]]:
         archive.parse(path, reader.start, reader.end, reader.data)
         return reader.blocks.text()
 
-    # Headers and footers are shown on every page and read once.
+    # Headers and footers, shown on every page, are read once.
     headers = dict.fromkeys(story(path) for path in parts.get("header", []))
     body = story(main)
     ends = [story(path) for kind in ("footnotes", "endnotes") for path in parts.get(kind, [])]
@@ -72,7 +72,7 @@ def read(archive: Archive) -> tuple[str, tuple[str, ...]]:
 
 @dataclass
 class _Style:
-    """What a paragraph style says; None and "" where it says nothing itself."""
+    """Properties of a paragraph style; None and "" if the style does not set them."""
 
     based_on: str = ""
     heading: int | None = None
@@ -82,7 +82,7 @@ class _Style:
 
 class _Styles(dict[str, _Style]):
     def chain(self, name: str) -> list[tuple[str, _Style]]:
-        """A style and those it is based on."""
+        """A style, followed by the styles it is based on."""
         found: list[tuple[str, _Style]] = []
         while name in self and len(found) < _DEPTH_MAX:
             found.append((name, self[name]))
@@ -138,7 +138,7 @@ class _Story:
         self._styles = styles
         self._numbering = numbering
         self._notes = notes
-        # A text box stands inside of a paragraph and has paragraphs of its own.
+        # A text box is inside a paragraph and contains paragraphs.
         self._paragraphs: list[_Paragraph] = []
         self._unseen = 0
         self._taking = False
@@ -211,7 +211,7 @@ class _Story:
             self._write(text)
 
     def _is_unseen(self, name: str, values: Mapping[str, str]) -> bool:
-        if name == "mc:Fallback":  # the same content for programs that do not know its newer form
+        if name == "mc:Fallback":  # the same content for programs without support for the newer form
             return bool(self._alternatives) and self._written > self._alternatives[-1]
         if name in {"w:footnote", "w:endnote"}:
             return _attribute(values, "type") in _SEPARATORS
@@ -226,7 +226,7 @@ class _Story:
             self._paragraphs[-1].pieces.append(text)
 
     def _finish(self, paragraph: _Paragraph) -> None:
-        """Adds a paragraph with what stands before it: the number, the mark of its list, of a heading or of a note."""
+        """Adds a paragraph with its prefix: the number, or the mark of a list, a heading or a note."""
         chain = self._styles.chain(paragraph.style)
         heading = paragraph.heading
         if heading is None:
@@ -247,7 +247,7 @@ class _Story:
             self.blocks.add(text)
 
     def _label(self, paragraph: _Paragraph, chain: list[tuple[str, _Style]]) -> tuple[str, int]:
-        """The number or bullet that Word shows before a paragraph, and how deep it stands."""
+        """The number or bullet that Word shows before a paragraph, and its depth."""
         number, level = paragraph.number, paragraph.level
         if number is None:
             for name, style in chain:
@@ -262,7 +262,7 @@ class _Story:
 
 
 def _short(tag: str) -> str:
-    """A tag with a short name of its namespace."""
+    """A tag with a short name for its namespace."""
     name = local(tag)
     if tag.startswith(_WORD):
         return f"w:{name}"

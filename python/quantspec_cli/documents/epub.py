@@ -20,7 +20,7 @@ _PAGES = {"application/xhtml+xml", "text/html", "application/x-dtbook+xml", "tex
 
 
 def read(archive: Archive) -> tuple[str, tuple[str, ...]]:
-    """The text of a book, and warnings about chapters that are named but not there."""
+    """The text of a book, and warnings about missing chapters."""
     package = _package(archive)
     chapters = _spine(archive, package)
     protected = _encrypted(archive)
@@ -56,7 +56,7 @@ def _package(archive: Archive) -> str:
 
 
 def _spine(archive: Archive, package: str) -> list[str]:
-    """The members that hold the chapters, in reading order."""
+    """The chapters' members, in reading order."""
     pages: dict[str, str] = {}
     others: set[str] = set()
     spine: list[str] = []
@@ -75,7 +75,7 @@ def _spine(archive: Archive, package: str) -> list[str]:
 
 
 def _encrypted(archive: Archive) -> set[str]:
-    """Members that are protected; fonts may be, which nobody reads."""
+    """Encrypted members; fonts may be encrypted, as they are not read."""
     found: set[str] = set()
 
     def start(tag: str, values: Mapping[str, str]) -> None:

@@ -1,6 +1,6 @@
-"""HTML: every word of the page in its order, whether or not the page is well formed.
+"""HTML: every word of the page in order, for well-formed and malformed pages.
 
-The standard library's parser makes no tree, so depth costs nothing, and nothing is judged to be boilerplate.
+The standard library's parser builds no tree, so depth is free, and no text is dropped as boilerplate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCKS = (
 _BREAKING = frozenset(_BLOCKS.split())
 _PREFORMATTED = frozenset({"pre", "textarea", "listing", "xmp"})
 _LISTS = frozenset({"ul", "ol", "menu", "dir"})
-# Not part of the page. A title stands in the window's frame; an element that is never closed ends with the head.
+# Not part of the page. A title is shown in the window frame; an unclosed element ends with the head.
 _UNSEEN = frozenset({"script", "style", "template", "title"})
 _SPACE = re.compile(r"[ \t\r\n\f]+")
 
@@ -38,13 +38,13 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _DECLARED = re.compile(rb"""<(?:meta|\?xml)\b[^>]*?\b(?:charset|encoding)\s*=\s*["']?\s*([A-Za-z0-9_.:-]+)""", re.I)
-# What browsers read pages of these labels as.
+# Encodings that browsers use for these labels.
 _WINDOWS = {"iso8859-1": "cp1252", "ascii": "cp1252", "iso8859-9": "cp1254", "gb2312": "gb18030", "gbk": "gb18030"}
 _FAMILIES = ("utf-8", "iso8859", "iso2022", "cp", "koi8", "gb", "big5", "euc", "shift_jis", "mac", "ascii", "tis")
 
 
 def decode(name: str, raw: bytes) -> str:
-    """The characters of a page: by its byte order mark, what it declares, or UTF-8. Nothing is replaced."""
+    """The decoded page: by its byte order mark, its declaration, or UTF-8. Invalid bytes are not replaced."""
     encoding = next((encoding for mark, encoding in _MARKS if raw.startswith(mark)), None)
     encodings = ["utf-8-sig" if encoding == "utf-8" else encoding] if encoding else [*_declared(raw), "utf-8"]
     failure: UnicodeDecodeError | None = None
@@ -67,7 +67,7 @@ def decode(name: str, raw: bytes) -> str:
 
 
 def _declared(raw: bytes) -> list[str]:
-    """The encoding that a page names, if it is one of text."""
+    """Text encodings that a page declares."""
     found = _DECLARED.search(raw[:4096])
     if found is None:
         return []
@@ -84,8 +84,8 @@ def text_of(page: str) -> str:
 
 
 class _Reader(HTMLParser):
-    """Reads a page. Where nothing closes a tag, a comment or a section any more, it is not looked for: the parser would
-    search the rest of the page for each.
+    """Reads a page. If no later text closes a tag, a comment or a section, the closing is not searched for: the parser would
+    scan the rest of the page for each.
     """
 
     def __init__(self, page: str) -> None:
@@ -97,7 +97,7 @@ class _Reader(HTMLParser):
         self._pieces: list[str] = []
         self._prefix = ""
         self._heading = 0
-        # An item's number, or 0 in a list of bullets.
+        # The current item number, or 0 in a bullet list.
         self._lists: list[int] = []
         self._unseen = ""
         self._preformatted = 0

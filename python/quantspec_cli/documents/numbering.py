@@ -31,14 +31,14 @@ class _Level:
 
 @dataclass
 class _Number:
-    """One use of a list: which list it is, and where it begins anew."""
+    """One use of a list: the list, and where its numbers restart."""
 
     abstract: str = ""
     starts: dict[int, int] = field(default_factory=dict)
 
 
 class Numbering:
-    """The lists of a document and how far each has counted."""
+    """The lists of a document and their current counts."""
 
     def __init__(self, archive: Archive, paths: list[str]) -> None:
         self._lists: dict[str, dict[int, _Level]] = {}
@@ -48,16 +48,16 @@ class Numbering:
             self._parse(archive, path)
 
     def level_of(self, number: str, style: str, level: int | None) -> int:
-        """The level of a list that a style stands for."""
+        """The list level that a style implies."""
         if level is not None:
             return level
         levels = self._lists.get(self._numbers.get(number, _Number()).abstract, {})
         return next((index for index, one in levels.items() if one.style == style), 0)
 
     def next(self, number: str, level: int) -> str:
-        """Counts one paragraph; what stands before it, "-" for a bullet, "" for nothing."""
+        """Counts one paragraph. Returns its prefix: "-" for a bullet, "" for none."""
         use = self._numbers.get(number)
-        if use is None:  # number 0 takes a paragraph out of its list
+        if use is None:  # number 0 removes a paragraph from its list
             return ""
         levels = self._lists.get(use.abstract, {})
         counts = self._counts.setdefault(use.abstract, [None] * _LEVELS)
@@ -124,7 +124,7 @@ def _number(text: str, most: int = 32767) -> int:
 
 
 def _formatted(value: int, form: str) -> str:
-    """A count in one of Word's forms; those of other scripts are digits."""
+    """A count in one of Word's formats; formats of other scripts become digits."""
     if form in {"lowerLetter", "upperLetter"} and value > 0:
         letters = chr(ord("a") + (value - 1) % 26) * ((value - 1) // 26 + 1)
         return letters.upper() if form == "upperLetter" else letters

@@ -1,6 +1,6 @@
-"""PDF, by pypdf: the text layer in the order of the pages, with blank lines where lines stand farther apart than usual.
+"""PDF, by pypdf: the text layer in page order, with blank lines where lines are farther apart than usual.
 
-pypdf logs what it cannot read. Here that becomes warnings of the document: nothing is missing silently.
+pypdf logs what it cannot read. These messages become warnings of the document, so nothing is missing silently.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 _INSTALL = "pip install 'quantspec[documents]'"
 _AGAIN = "download it again, or print it to a new PDF"
-# What fonts without names for their glyphs leave. Line breaks and tabs are text.
+# Remains of fonts without glyph names. Line breaks and tabs are text.
 _CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")
 _WORDLESS = re.compile("[\\s\N{REPLACEMENT CHARACTER}\ue000-\uf8ff]*")
-# A gap between lines that is wider than the page's usual one by this factor separates paragraphs.
+# Factor over the page's usual line distance from which a gap separates paragraphs.
 _GAP = 1.3
-# A page with a picture of at least its size and fewer words is likely to be a scan with a stamp on it.
+# A page with a page-sized picture and fewer words than this is probably a scan with a stamp.
 _SCAN_WORDS = 25
-# Messages of pypdf that are shown; the others are counted.
+# Messages of pypdf shown in full; the others are counted.
 _MESSAGES_MAX = 3
 
 
 def read(name: str, raw: bytes) -> tuple[str, tuple[str, ...]]:
-    """The text of a document and warnings about pages whose text is missing or in doubt."""
+    """The text of a document, and warnings about pages whose text is missing or doubtful."""
     try:
         import pypdf
         from pypdf.errors import DependencyError, PyPdfError
@@ -49,7 +49,7 @@ def read(name: str, raw: bytes) -> tuple[str, tuple[str, ...]]:
         return _read(name, pypdf.PdfReader(io.BytesIO(raw)), log)
     except DependencyError as error:
         raise InputError(f"{name} is an encrypted PDF, which needs the package cryptography", _INSTALL) from error
-    except NotImplementedError as error:  # protected in other ways than by a password
+    except NotImplementedError as error:  # protected by other means than a password
         raise InputError(f"{name} is a PDF that pypdf cannot open: {error}", "print it to a new PDF") from error
     except PyPdfError as error:
         raise InputError(
@@ -62,7 +62,7 @@ def read(name: str, raw: bytes) -> tuple[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class _Page:
-    """What was had of a page: its text, "" where it has none, or why it cannot be read."""
+    """Result of a page: its text, "" if it has none, or why it cannot be read."""
 
     number: int
     text: str = ""
@@ -100,7 +100,7 @@ def _page(number: int, page: PageObject, log: _Log) -> _Page:
         text = _CONTROLS.sub("\N{REPLACEMENT CHARACTER}", _text(page))
     except DependencyError:
         raise
-    except Exception as error:  # pypdf fails in every way on what is damaged
+    except Exception as error:  # pypdf fails on damaged pages in many ways
         return _Page(number, failure=f"{type(error).__name__}: {str(error)[:200]}")
     if _WORDLESS.fullmatch(text):
         text = ""
@@ -137,7 +137,7 @@ def _warnings(pages: Sequence[_Page], log: _Log) -> Iterator[str]:
 
 
 def _text(page: PageObject) -> str:
-    """The text of a page, then what was filled into its form."""
+    """The text of a page, followed by its filled-in form fields."""
     pieces: list[tuple[str, float]] = []
 
     def visit(text: str, matrix: list[float], at: list[float], *_: object) -> None:
@@ -145,15 +145,15 @@ def _text(page: PageObject) -> str:
             pieces.append((text, at[4] * matrix[1] + at[5] * matrix[3] + matrix[5]))
 
     whole = page.extract_text(visitor_text=visit)
-    # The pieces place the words; where they are not the whole, the words come first.
+    # The pieces give the positions; if they do not contain the whole text, the text is used as it is.
     if "".join(text for text, _ in pieces).split() == whole.split():
         whole = _paragraphs(pieces)
     return "\n".join(filter(None, [whole.strip(), *_filled(page)]))
 
 
 def _has_scan(page: PageObject) -> bool:
-    """Whether a page shows a picture with a pixel or more for each point of the page, 1/72 inch."""
-    with suppress(Exception):  # what is damaged in the pictures of a page that has text is no error
+    """True if the page shows a picture with at least one pixel per point (1/72 inch) of the page."""
+    with suppress(Exception):  # damaged pictures are no error on a page with text
         resources: Any = page["/Resources"]
         for reference in resources["/XObject"].values():
             picture: Any = reference.get_object()
@@ -166,7 +166,7 @@ def _has_scan(page: PageObject) -> bool:
 
 
 def _paragraphs(pieces: Iterable[tuple[str, float]]) -> str:
-    """Lines with blank lines between paragraphs; pieces are given with their height on the page."""
+    """Lines, with blank lines between paragraphs; each piece has its height on the page."""
     lines: list[str] = [""]
     heights: list[float | None] = [None]
     for text, height in pieces:
@@ -186,7 +186,7 @@ def _paragraphs(pieces: Iterable[tuple[str, float]]) -> str:
 
 
 def _filled(page: PageObject) -> list[str]:
-    """Text fields of a form and notes typed onto the page: annotations, which are not part of the page's own text."""
+    """Form fields and typed notes: annotations, which are not part of the page's own text."""
     found: list[str] = []
     for reference in page.annotations or ():
         annotation: Any = reference.get_object()
@@ -204,7 +204,7 @@ def _filled(page: PageObject) -> list[str]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Page numbers for people: "page 3", "pages 3-4, 7"."""
+    """Page ranges for people: "page 3", "pages 3-4, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -216,7 +216,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 class _Log(logging.Handler):
-    """Keeps what pypdf says on this thread. That it is there keeps Python from printing the messages."""
+    """Collects pypdf's messages of this thread. Installing it keeps Python from printing them."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,7 +1,7 @@
-"""`--report FILE`: what `bench`, `eval` or `batch` found, as one page of charts with their numbers.
+"""`--report FILE`: the results of `bench`, `eval` or `batch` as one page of charts with their numbers.
 
-`charts` draws, `page` lays out, this module chooses what there is to show. A chart without data is left out, and a page says
-so where nothing is left.
+`charts` draws, `page` lays out, and this module selects the content. A chart without data is left out; a page without
+charts says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Row = Mapping[str, Any]
 
-# Parts of an engine's memory, as statistics name them.
+# Parts of an engine's memory, as named in statistics.
 PARTS = {
     "weights_bytes": "weights",
     "draft_weights_bytes": "draft weights",
@@ -35,13 +35,13 @@ PARTS = {
     "buffer_bytes": "recent tokens",
     "workspace_bytes": "workspace",
 }
-# Documents of a table: a page of more is too long to read.
+# Most documents in a table; a longer page is unreadable.
 DOCUMENTS_MAX = 200
 
 
 @contextlib.contextmanager
 def opened(path: str | None, inputs: Iterable[str], other: str | None = None) -> Iterator[output.AtomicFile | None]:
-    """The file of `--report` while the body runs, None where none is asked for. No input is overwritten, nor the file of
+    """The file of `--report` while the body runs, None if there is none. Refuses to overwrite an input or the file of
     `--output`, which is `other`.
     """
     if path is not None and (path == "-" or output.descriptor(path) is not None):
@@ -61,7 +61,7 @@ def bench(rows: Sequence[Row], memory: Mapping[str, Row]) -> str:
         *_acceptance_by_position(_longest_drafts(decoded)),
         *_roofline(rows),
         *_rounds(decoded),
-        *_memory(memory, "What the engine holds: a benchmark keeps every view of the cache."),
+        *_memory(memory, "Memory of the engine; a benchmark keeps every view of the cache."),
         *_all_rows(rows),
     ]
     first = rows[0] if rows else {}
@@ -127,7 +127,7 @@ def evaluation(found: Row) -> str:
 
 
 def batch(document: Row, engine: Row) -> str:
-    """The page of `batch`: its document, and the engine's `info`, empty where nothing was decoded."""
+    """The page of `batch`: its document, and the engine's `info`, empty if nothing was decoded."""
     stats = document["stats"]
     sections = []
     if stats.get("decode_s") is not None:
@@ -144,7 +144,7 @@ def batch(document: Row, engine: Row) -> str:
             )
         )
         sections += _acceptance_by_position([(document["model"], stats["acceptance_rate_per_position"])])
-        sections += _memory({document["model"]: stats}, "What the engine held.")
+        sections += _memory({document["model"]: stats}, "Memory of the engine.")
     results = document["results"]
     listed = results[:DOCUMENTS_MAX]
     more = f" The first {DOCUMENTS_MAX} of {len(results):,}." if len(results) > len(listed) else ""
@@ -200,7 +200,7 @@ def _page(
 
 
 def _version() -> str:
-    """The version, with the commit where pip has installed one."""
+    """The version, with the commit if pip installed one."""
     with contextlib.suppress(metadata.PackageNotFoundError, ValueError, AttributeError):
         about = json.loads(metadata.distribution("quantspec").read_text("direct_url.json") or "{}")
         if commit := about.get("vcs_info", {}).get("commit_id"):
@@ -213,7 +213,7 @@ def _unique(names: Iterable[str]) -> list[str]:
 
 
 def _method(row: Row) -> str:
-    """A row's method with what distinguishes it."""
+    """A row's method with its distinguishing settings."""
     drafts = METHODS.get(row["method"], METHODS["ar"])
     name = "plain" if row["method"] == "ar" else row["method"]
     gamma = f", γ {row['gamma']}" if drafts.drafts else ""
@@ -222,7 +222,7 @@ def _method(row: Row) -> str:
 
 
 def _place(row: Row, *, models: bool) -> str:
-    """A row's context, with batch and model where there are several."""
+    """A row's context, with batch and model if there are several."""
     batch = f" × {row['batch']}" if row["batch"] > 1 else ""
     return (f"{row['model']}, " if models else "") + f"{row['n_depth']:,}{batch}"
 
@@ -232,7 +232,7 @@ def _test(row: Row) -> str:
 
 
 def _grid(rows: Sequence[Row], value: Callable[[Row], float | None]) -> tuple[list[str], list[Series]]:
-    """Values by context (the categories) and method (the series). Of several answer lengths the last counts."""
+    """Values by context (the categories) and method (the series). The last answer length counts."""
     models = len({row["model"] for row in rows}) > 1
     categories = _unique(_place(row, models=models) for row in rows)
     found = {(_method(row), _place(row, models=models)): value(row) for row in rows}
@@ -271,9 +271,7 @@ def _speedups(rows: Sequence[Row]) -> list[Section]:
     if not rows:
         return []
     chart = bars(categories, series, x_title="context, tokens", y_title="tokens/s", shown=render.number)
-    text = (
-        "Of all sequences together. There is no speed-up to show without plain decoding over an FP16 cache (ar-fp16)."
-    )
+    text = "Of all sequences together. Speed-ups need rows of plain decoding over an FP16 cache (ar-fp16)."
     names = [one.name for one in series]
     return [
         Section(
@@ -283,7 +281,7 @@ def _speedups(rows: Sequence[Row]) -> list[Section]:
 
 
 def _acceptance_by_gamma(rows: Sequence[Row]) -> list[Section]:
-    """Where some γ was fixed: one line for each method and context."""
+    """Acceptance by fixed γ: one line for each method and context."""
     fixed = [row for row in rows if row["acceptance_rate"] is not None and isinstance(row["gamma"], int)]
     by_line: dict[str, list[tuple[float, float]]] = {}
     for row in fixed:
@@ -307,7 +305,7 @@ def _acceptance_by_gamma(rows: Sequence[Row]) -> list[Section]:
 
 
 def _longest_drafts(rows: Sequence[Row]) -> list[tuple[str, Sequence[float] | None]]:
-    """Of each method and context the row that drafted furthest, with its acceptance by position."""
+    """For each method and context, the row with the longest drafts and its acceptance by position."""
     found: dict[str, tuple[str, Sequence[float]]] = {}
     for row in rows:
         rates = row.get("acceptance_rate_per_position") or []
@@ -339,7 +337,7 @@ def _whole_percent(value: float) -> str:
 
 
 def _roofline(rows: Sequence[Row]) -> list[Section]:
-    """All measurements under the bandwidth that was measured around them, and the fastest prompt's arithmetic."""
+    """All measurements under the bandwidth measured around them, and the fastest prompt's compute rate."""
     known = [row for row in rows if row.get("flops_per_token") and row["bytes_per_token"] > 0]
     if not known:
         return []
@@ -386,7 +384,7 @@ def _rounds(rows: Sequence[Row]) -> list[Section]:
         Series("verify", [row["verify_ms"] for row in timed]),
         Series("loop", [max(row["loop_us"], 0) / 1e3 for row in timed]),
     ]
-    text = "Mean time of a round: drafting, one pass of the target, and what the loop around both takes."
+    text = "Mean time of a round: drafting, one pass of the target, and the loop around both."
     shown: Callable[[float], str] = lambda value: render.seconds(value / 1e3)  # noqa: E731
     models = len({row["model"] for row in rows}) > 1
     names = [(f"{row['model']}: " if models else "") + _test(row) for row in timed]
@@ -444,5 +442,5 @@ def _all_rows(rows: Sequence[Row]) -> list[Section]:
         "of read",
         "accepted",
     ]
-    text = "pp is a prompt of so many tokens, tg decoding of so many; all fields are in bench --json."
+    text = "pp is prefill of this many tokens, tg decoding; all fields are in bench --json."
     return [Section("All measurements", text, None, [], Table(head, listed))]

@@ -1,7 +1,7 @@
 """Charts as SVG text: pure functions of numbers and names.
 
-Colours and fonts are classes, which the page defines for light and dark (`page.STYLE`): `s0` to `s7` are series, with `pale`
-eight more, `grid`, `axis` and `label` what is around them. Values that are None, NaN or beyond `LARGEST` are left out.
+Colours and fonts are classes, which the page defines for light and dark (`page.STYLE`). `s0` to `s7` are series, with
+`pale` eight more; `grid`, `axis` and `label` are the rest. Values that are None, NaN or beyond `LARGEST` are left out.
 All text is escaped.
 """
 
@@ -22,19 +22,19 @@ WIDTH = 720
 # Height of a plot with two axes, its margins, and of a row of bars.
 HEIGHT, TOP, RIGHT, BOTTOM, LEFT = 300, 18, 18, 46, 62
 ROW = 30
-# Width of a character of labels of 12 pixels, generously.
+# Width of a character in labels of 12 pixels, rounded up.
 CHARACTER = 6.8
-# Distinct colours; as many further series have the same ones pale, then they begin again.
+# Distinct colours. As many further series use pale versions, then colours repeat.
 COLOURS = 8
-# Beyond every quantity that is measured; sums and axes of such numbers stay finite.
+# Beyond every measured quantity; sums and axes of such numbers stay finite.
 LARGEST = 1e30
-# Characters of a label at the side of a row, before it is cut.
+# Most characters of a row's label; longer ones are cut.
 LABEL_MAX = 50
 
 
 @dataclass(frozen=True)
 class Series:
-    """A name and its values, one for each category; None where there is none."""
+    """A name and one value per category; None for a missing value."""
 
     name: str
     values: Sequence[float | None]
@@ -42,7 +42,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Point:
-    """A measured point of a plot, of the series with that number."""
+    """A measured point of a plot; belongs to the series with that number."""
 
     x: float
     y: float
@@ -66,7 +66,7 @@ def number(value: float) -> str:
 
 
 def is_usable(value: float | None) -> TypeGuard[float]:
-    """Whether a value can be drawn: a number that something can measure."""
+    """True if a value can be drawn: finite and within `LARGEST`."""
     return value is not None and abs(value) <= LARGEST
 
 
@@ -143,8 +143,8 @@ def bars(
     marked: Callable[[float], str] | None = None,
     reference: float | None = None,
 ) -> str:
-    """Bars side by side, a group for each category. `shown` writes values, `marked` those of the axis. `reference` is a line
-    across, such as 1 for speed-ups.
+    """Grouped bars, one group per category. `shown` formats values, `marked` those of the axis. `reference` is a horizontal
+    line, such as 1 for speed-ups.
     """
     values = usable(value for one in series for value in one.values)
     marks = ticks(max([*values, reference or 0, 0]))
@@ -155,7 +155,7 @@ def bars(
     body = _y_axis(marks, y, y_title, marked or shown)
     group = (WIDTH - LEFT - RIGHT) / max(len(categories), 1)
     bar = min(group * 0.8 / max(len(series), 1), 64)
-    # Value labels stand above bars where neighbours leave room.
+    # Value labels are above bars if there is room.
     room = bar >= CHARACTER * max((len(shown(value)) for value in values), default=0)
     for index, category in enumerate(categories):
         middle = LEFT + group * (index + 0.5)
@@ -183,10 +183,10 @@ def lines(
     shown: Callable[[float], str] = number,
     top: float | None = None,
 ) -> str:
-    """Points joined by lines over an axis of whole numbers from 1; `top` is the end of the other one."""
+    """Points joined by lines over an axis of whole numbers from 1; `top` is the end of the other axis."""
     points = [point for _, of_series in series for point in of_series if all(map(is_usable, point))]
     last = max(2, math.ceil(max((x for x, _ in points), default=1)))
-    # Not more numbers than there is room for.
+    # At most as many numbers as fit.
     x_marks = range(1, last + 1, math.ceil(last / 20))
     marks = ticks(top if top is not None else max((y for _, y in points), default=1))
 
@@ -217,7 +217,7 @@ def stacked(
     x_title: str,
     shown: Callable[[float], str] = number,
 ) -> str:
-    """Horizontal bars of parts, one for each row, with the sum at its end."""
+    """Horizontal bars of parts, one per row, with the sum at the end."""
     sums = [sum(max(value, 0) for value in usable(part.values[index] for part in parts)) for index in range(len(rows))]
     names = [one_line(row) for row in rows]
     names = [name if len(name) <= LABEL_MAX else name[: LABEL_MAX - 1] + "…" for name in names]
@@ -231,7 +231,7 @@ def stacked(
         return left + (end - left) * value / marks[-1]
 
     body = []
-    # Marks whose labels would meet are left out.
+    # Marks whose labels would overlap are left out.
     widest = CHARACTER * max(len(shown(mark)) for mark in marks) + 10
     every = max(1, math.ceil(widest / max(x(marks[1]) - x(0), 1e-9)))
     for index, mark in enumerate(marks):
@@ -255,14 +255,14 @@ def stacked(
 
 
 def _powers(low: float, high: float) -> list[float]:
-    """Powers of ten that hold both numbers between them; at least one step."""
+    """Powers of ten that enclose both numbers; at least one step."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     return [10.0**power for power in range(first, max(last, first + 1) + 1)]
 
 
 def roofline(points: Sequence[Point], *, bytes_per_s: float, flops_per_s: float | None) -> str:
-    """Measured points under a machine's two bounds, both axes logarithmic: operations a byte against operations a second.
-    Without the second bound the first goes on.
+    """Measured points under a machine's two bounds, with logarithmic axes: operations per byte and operations per second.
+    Without the second bound the first one continues.
     """
     good = [point for point in points if is_usable(point.x) and is_usable(point.y) and min(point.x, point.y) > 0]
     bounded = flops_per_s is not None

@@ -1,4 +1,4 @@
-"""One self-contained HTML page of charts: no scripts, nothing from elsewhere, light or dark as the reader's system is."""
+"""A self-contained HTML page of charts: no scripts, nothing external, light or dark by the reader's system."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .charts import colour, escaped
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-# Colours of series are Okabe and Ito's, which colour-blind people tell apart, lightened for dark.
+# Series use Okabe and Ito's colours, which colour-blind people can distinguish, lightened for dark.
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1c1e21; --soft: #5c6470; --rule: #dfe3e8; --box: #f6f7f9;
   --s0: #0072b2; --s1: #e69f00; --s2: #009e73; --s3: #cc79a7; --s4: #d55e00; --s5: #56b4e9; --s6: #8a8f98; --s7: #6a51a3; }
@@ -65,10 +65,10 @@ class Section:
     """A chart or a table with its explanation.
 
     Attributes:
-        title: what is shown.
+        title: the subject.
         text: how to read it, one or two sentences.
         chart: the SVG; None for a table alone.
-        legend: names of the series, in the order of their colours; one needs none.
+        legend: names of the series, in the order of their colours; a single series needs none.
         table: the numbers.
     """
 
@@ -92,7 +92,7 @@ class Section:
 
 
 def page(title: str, about: Mapping[str, str], sections: Iterable[Section]) -> str:
-    """The whole page; `about` says what was measured where, and how to do it again."""
+    """The whole page; `about` states what was measured where, and how to repeat it."""
     facts = "\n".join(
         f"<dt>{escaped(name)}</dt><dd>{f'<code>{escaped(value)}</code>' if name == 'command' else escaped(value)}</dd>"
         for name, value in about.items()

@@ -1,9 +1,9 @@
-//! Integer products of a nibble page in AMX tiles: the dot products of [`super::avx512`] for many rows.
+//! Integer dot products of a nibble page in AMX tiles: those of [`super::avx512`] for many rows.
 //!
-//! A plane's codes are unpacked once for all rows, into tiles B `[index/4][lane][4]`: sixteen lanes (tokens of the key plane,
-//! channels of the value plane) by up to 64 indices (channels, tokens) are sixteen rows of 64 bytes, and a row is what one
-//! vector of the plane unpacks to. Tile A holds the limbs of sixteen row limbs, as they lie in memory. Sums of integers do not
-//! depend on their order, so a row's results are those of the other path, whatever tile it is in.
+//! A plane's codes are unpacked once for all rows into tiles B `[index/4][lane][4]`. Sixteen lanes (tokens of the key plane,
+//! channels of the value plane) by up to 64 indices (channels, tokens) are sixteen rows of 64 bytes. A row is what one vector
+//! of the plane unpacks to. Tile A holds sixteen limb rows in memory order. Integer sums do not depend on their order, so a
+//! row's bits equal those of the AVX-512 path, in any tile.
 
 use super::avx512::{Ahead, codes, join};
 use super::{G, State};
@@ -17,7 +17,7 @@ pub(super) const ROWS: usize = crate::amx::TILE_ROWS;
 /// Bytes of a tile: sixteen rows of 64.
 const TILE: usize = crate::amx::TILE_ROWS * crate::amx::TILE_BYTES;
 
-/// Unpacks `steps` pairs of rows of B; the vectors of one lane block are `apart` vectors apart.
+/// Unpacks `steps` pairs of rows of B; vectors of one lane block are `apart` vectors apart.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn unpack<const BOTH: bool>(
@@ -28,7 +28,7 @@ unsafe fn unpack<const BOTH: bool>(
     out: *mut u8,
     ahead: &mut Ahead,
 ) {
-    // SAFETY: the caller's planes hold these vectors, `out` 128 bytes for each.
+    // SAFETY: the caller's planes hold these vectors, and `out` 128 bytes for each.
     unsafe {
         for step in 0..steps {
             ahead.step();
@@ -39,12 +39,12 @@ unsafe fn unpack<const BOTH: bool>(
     }
 }
 
-/// `out[16][16·blocks]` = A · B for a row of K tiles A, rows `a_stride` bytes apart, and `blocks` lane blocks of K tiles each. Rows of
-/// `out` are `out_stride` bytes apart. One accumulator at a time: the hardware renames it, so that blocks overlap.
-macro_rules! products {
+/// `out[16][16·blocks]` = A · B for one row of K tiles A, rows `a_stride` bytes apart, and `blocks` lane blocks of K tiles
+/// each. Rows of `out` are `out_stride` bytes apart. One accumulator suffices: the hardware renames it, so blocks overlap.
+macro_rules! gemms {
     ($name:ident, $k:literal, [$($load_a:literal)*], [$($step:literal)*]) => {
         /// # Safety
-        /// All eight tiles are configured as 16 × 64 on this thread; the operands have the lengths said.
+        /// All eight tiles are configured as 16 × 64 on this thread; the operands have these lengths.
         #[inline]
         unsafe fn $name(a: *const i8, a_stride: usize, b: *const u8, blocks: usize, out: *mut u32, out_stride: usize) {
             // SAFETY: the caller's promise; every tile that is written is declared.
@@ -74,23 +74,23 @@ macro_rules! products {
         }
     };
 }
-products!(products1, 1, ["tileloadd tmm4, [{a} + {a_stride}*1]"], ["tileloadd tmm1, [{b} + {row}*1]" "tdpbsud tmm0, tmm4, tmm1"]);
-products!(
-    products2, 2,
+gemms!(gemm1, 1, ["tileloadd tmm4, [{a} + {a_stride}*1]"], ["tileloadd tmm1, [{b} + {row}*1]" "tdpbsud tmm0, tmm4, tmm1"]);
+gemms!(
+    gemm2, 2,
     ["tileloadd tmm4, [{a} + {a_stride}*1]" "tileloadd tmm5, [{a} + {a_stride}*1 + 64]"],
     ["tileloadd tmm1, [{b} + {row}*1]" "tdpbsud tmm0, tmm4, tmm1"
      "tileloadd tmm2, [{b} + {row}*1 + 1024]" "tdpbsud tmm0, tmm5, tmm2"]
 );
-products!(
-    products3, 3,
+gemms!(
+    gemm3, 3,
     ["tileloadd tmm4, [{a} + {a_stride}*1]" "tileloadd tmm5, [{a} + {a_stride}*1 + 64]"
      "tileloadd tmm6, [{a} + {a_stride}*1 + 128]"],
     ["tileloadd tmm1, [{b} + {row}*1]" "tdpbsud tmm0, tmm4, tmm1"
      "tileloadd tmm2, [{b} + {row}*1 + 1024]" "tdpbsud tmm0, tmm5, tmm2"
      "tileloadd tmm3, [{b} + {row}*1 + 2048]" "tdpbsud tmm0, tmm6, tmm3"]
 );
-products!(
-    products4, 4,
+gemms!(
+    gemm4, 4,
     ["tileloadd tmm4, [{a} + {a_stride}*1]" "tileloadd tmm5, [{a} + {a_stride}*1 + 64]"
      "tileloadd tmm6, [{a} + {a_stride}*1 + 128]" "tileloadd tmm7, [{a} + {a_stride}*1 + 192]"],
     ["tileloadd tmm1, [{b} + {row}*1]" "tdpbsud tmm0, tmm4, tmm1"
@@ -99,31 +99,31 @@ products!(
      "tileloadd tmm1, [{b} + {row}*1 + 3072]" "tdpbsud tmm0, tmm7, tmm1"]
 );
 
-/// Tiles of k that one pass holds: channels up to 256.
+/// Tiles of k per pass: up to 256 channels.
 pub(super) const MAX_K: usize = 4;
 
-/// Products of the tile of limbs that begins with row r, against `blocks` lane blocks of k tiles: into half `half` of
-/// `st.limbs.products`.
+/// Dot products of the limb tile that begins with row r, against `blocks` lane blocks of k tiles, into half `half` of
+/// `st.limbs.accumulators`.
 unsafe fn multiply<const LIMBS: usize>(st: &mut State, r: usize, blocks: usize, k: usize, half: usize) {
     let wide = st.shape.wide();
-    // SAFETY: the tile's rows are inside the limbs (which are [`ROWS`] rows longer than the state has), its columns inside `wide`.
+    // SAFETY: the tile's rows are inside the limbs (which have [`ROWS`] more rows than the state), its columns inside `wide`.
     unsafe {
         let a = st.limbs.data.as_ptr().add(r * 2 * wide);
         let b = st.limbs.codes.as_ptr();
-        let out = st.limbs.products.as_mut_ptr().add(half * ROWS * wide);
-        // Limbs of a row lie `wide` apart, so rows are two limbs apart whatever LIMBS is.
+        let out = st.limbs.accumulators.as_mut_ptr().add(half * ROWS * wide);
+        // Two limbs of a row are `wide` apart, so rows are 2 · `wide` apart for either LIMBS.
         let stride = wide * (3 - LIMBS);
         match k {
-            1 => products1(a, stride, b, blocks, out, 4 * wide),
-            2 => products2(a, stride, b, blocks, out, 4 * wide),
-            3 => products3(a, stride, b, blocks, out, 4 * wide),
-            _ => products4(a, stride, b, blocks, out, 4 * wide),
+            1 => gemm1(a, stride, b, blocks, out, 4 * wide),
+            2 => gemm2(a, stride, b, blocks, out, 4 * wide),
+            3 => gemm3(a, stride, b, blocks, out, 4 * wide),
+            _ => gemm4(a, stride, b, blocks, out, 4 * wide),
         }
     }
 }
 
-/// Calls `row(state, r, its products)` for all rows, with the products against `blocks` lane blocks of k tiles. The tiles of the
-/// next rows are multiplied meanwhile.
+/// Calls `row(state, r, its dot products)` for all rows, against `blocks` lane blocks of k tiles. The next rows' tiles are
+/// multiplied meanwhile.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
 unsafe fn each_row<const LIMBS: usize>(
@@ -144,28 +144,28 @@ unsafe fn each_row<const LIMBS: usize>(
             }
             for r in first..rows.end.min(first + step) {
                 let at = (i % 2 * ROWS + (r - first) * LIMBS) * wide;
-                let products = st.limbs.products.as_ptr().add(at);
-                row(st, r, products);
+                let accumulators = st.limbs.accumulators.as_ptr().add(at);
+                row(st, r, accumulators);
             }
         }
     }
 }
 
-/// Sums of vector `t` of a row, whose limbs' products lie `wide` apart.
+/// Sums of vector `t` of a row, whose limbs' dot products are `wide` apart.
 #[inline]
 #[target_feature(enable = "avx512f")]
-unsafe fn sums<const LIMBS: usize>(products: *const u32, wide: usize, t: usize) -> __m512 {
+unsafe fn sums<const LIMBS: usize>(accumulators: *const u32, wide: usize, t: usize) -> __m512 {
     // SAFETY: LIMBS rows of `wide` integers.
     unsafe {
-        let high = products.add(t * 16);
+        let high = accumulators.add(t * 16);
         join::<LIMBS>(_mm512_loadu_si512(high.cast()), _mm512_loadu_si512(high.add((LIMBS - 1) * wide).cast()))
     }
 }
 
-/// Scores of `rows` against the page, each handed to `then(state, row)` when it is there.
+/// Scores of `rows` against the page; calls `then(state, row)` once a row's scores are complete.
 ///
 /// # Safety
-/// As [`super::avx512::page`], and tiles as [`products`] says.
+/// As [`super::avx512::page`], and tiles as for [`gemms`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
 pub(super) unsafe fn scores<const LIMBS: usize, const BOTH: bool>(
@@ -178,17 +178,17 @@ pub(super) unsafe fn scores<const LIMBS: usize, const BOTH: bool>(
     // SAFETY: passed on.
     unsafe {
         let (d, k, wide) = (st.shape.d, st.shape.d64 / 64, st.shape.wide());
-        // Rows of B behind D keep whatever was there: limbs are zeros there.
+        // Rows of B after D are stale, and limbs are zero there.
         for block in 0..G / 16 {
             let at = (block / 4 * (d / 8) * 4 + block % 4) * 64;
             let out = st.limbs.codes.as_mut_ptr().add(block * k * TILE);
             unpack::<BOTH>(u.add(at), l.wrapping_add(at), 4, d / 8, out, ahead);
         }
-        each_row::<LIMBS>(st, rows, G / 16, k, |st, r, products| {
+        each_row::<LIMBS>(st, rows, G / 16, k, |st, r, accumulators| {
             ahead.row();
             let [scale, offset, ..] = st.f[r];
             for t in 0..G / 16 {
-                let v = sums::<LIMBS>(products, wide, t);
+                let v = sums::<LIMBS>(accumulators, wide, t);
                 let v = _mm512_fmadd_ps(v, _mm512_set1_ps(scale), _mm512_set1_ps(offset));
                 _mm512_storeu_ps(st.s.as_mut_ptr().add(r * G + t * 16), v);
             }
@@ -219,13 +219,13 @@ pub(super) unsafe fn values<const LIMBS: usize, const BOTH: bool>(
                 unpack::<BOTH>(u.add(at), l.wrapping_add(at), vectors, G / 8, out, ahead);
             }
         }
-        each_row::<LIMBS>(st, rows, d16 / 16, k, |st, r, products| {
+        each_row::<LIMBS>(st, rows, d16 / 16, k, |st, r, accumulators| {
             ahead.row();
             let [_, _, alpha, factor] = st.f[r];
             for t in 0..d16 / 16 {
                 let o = st.o.as_mut_ptr().add(r * d16 + t * 16);
                 let old = _mm512_mul_ps(_mm512_loadu_ps(o), _mm512_set1_ps(alpha));
-                let v = sums::<LIMBS>(products, wide, t);
+                let v = sums::<LIMBS>(accumulators, wide, t);
                 _mm512_storeu_ps(o, _mm512_fmadd_ps(v, _mm512_set1_ps(factor), old));
             }
         });

@@ -1,18 +1,18 @@
-//! A nibble page with AVX2: products of 16-bit integers, or of bytes for a draft.
+//! A nibble page with AVX2: dot products of 16-bit integers, or of bytes for a draft.
 //!
-//! The integers are those of [`super::avx512`] without the split into limbs: `vpmaddwd` takes 15-bit queries (and probabilities times
-//! steps) as they are, two codes and two of them to a sum of 32 bits. A draft's 8-bit queries go through `vpmaddubsw`. Codes stay
-//! unsigned; what that is too much is in the offset of the scores. Sums of integers do not depend on their order.
+//! The integers are those of [`super::avx512`] without the split into limbs. `vpmaddwd` multiplies two codes by two 15-bit
+//! queries (or probabilities times steps) into a 32-bit sum. A draft's 8-bit queries use `vpmaddubsw`. Codes stay unsigned;
+//! the offset of the scores corrects for that. Integer sums do not depend on their order.
 
-use super::next::Next;
 use super::portable::softmax;
+use super::prefetch::PagePrefetch;
 use super::{G, Planes, Shape, State};
 use crate::lanes::{madd, sum16};
 use quantspec_core::config::Rounding;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// How queries are rounded, and codes multiplied.
+/// Precision of queries, and the multiply instruction.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     /// Upper nibbles as bytes, 8-bit queries.
@@ -27,21 +27,21 @@ const BYTES: u8 = Kind::Bytes as u8;
 const UPPER: u8 = Kind::Upper as u8;
 const BOTH: u8 = Kind::Both as u8;
 
-/// Index of a lane's eight elements that word i of a lane's unpacked codes holds: words come in pairs of neighbours of a
-/// 32-bit lane, nibbles 0 and 4, then 2 and 6 (the bytes' high nibbles are indices 4 to 7).
+/// Index, within a lane's eight elements, of word i of its unpacked codes. Words are pairs of neighbours of a 32-bit lane:
+/// nibbles 0 and 4, then 2 and 6 (the bytes' high nibbles are indices 4 to 7).
 const WORDS: [i32; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 
-/// Rows that share one pass over a vector of codes: their sums, four vectors of codes and what comes between are what sixteen registers hold.
+/// Rows that share one pass over a vector of codes. Their sums, four vectors of codes and temporaries fill sixteen registers.
 const ROWS: usize = 7;
 
-/// Most channels of a head: the sum of that many products of words, codes up to 255, fits 32 bits.
+/// Most channels of a head: the sum of that many word products, with codes up to 255, fits in 32 bits.
 pub(super) const MAX_D: usize = 256;
 
 /// Largest word and largest byte of a query.
 const WORD_TOP: usize = 16_256;
 const BYTE_TOP: usize = 127;
 
-/// Steps of two products of bytes, each of two nibbles, whose sum fits 16 bits.
+/// Steps whose byte products, each the sum of two nibbles times a byte, fit in 16 bits together.
 const BYTE_STEPS: usize = 4;
 
 const _: () = assert!(MAX_D >= G && MAX_D * 255 * WORD_TOP <= i32::MAX as usize);
@@ -64,7 +64,7 @@ pub(super) unsafe fn page(
     next: Option<(&[u8], &[u8])>,
 ) {
     let code = planes.code(rounding);
-    let next = &mut Next::new(next, planes);
+    let next = &mut PagePrefetch::new(next, planes);
     // SAFETY: passed on.
     unsafe {
         match planes {
@@ -83,7 +83,7 @@ unsafe fn run<const KIND: u8>(
     (step, shift, centre): (f32, f32, f32),
     upper: &[u8],
     lower: &[u8],
-    next: &mut Next,
+    next: &mut PagePrefetch,
 ) {
     let shape = st.shape;
     let Shape { d, d16, .. } = shape;
@@ -130,7 +130,7 @@ unsafe fn run<const KIND: u8>(
     }
 }
 
-/// Scales and zeros of n groups (a multiple of 8) become steps and values of the centre code. Returns the largest step.
+/// Converts scales and zeros of n groups (a multiple of 8) to steps and values of the centre code. Returns the largest step.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn unpack(st: &mut State, params: &[u8], n: usize, (step, shift): (f32, f32)) -> f32 {
@@ -161,7 +161,7 @@ fn lanes(v: __m256) -> [f32; 8] {
     lanes
 }
 
-/// Writes eight codes of a row, elements `8·step ..`, as the products take them.
+/// Writes eight codes of a row, elements `8·step ..`, in the order of the dot products.
 ///
 /// # Safety
 /// The row's limbs begin at `row` and have as many elements.
@@ -182,7 +182,7 @@ unsafe fn put<const KIND: u8>(row: *mut i8, step: usize, codes: __m256i) {
     }
 }
 
-/// Query codes of row r against the page's key parameters; sets the scale and offset of its scores.
+/// Folds query row r with the page's key parameters into integer codes; sets the scale and offset of its scores.
 ///
 /// # Safety
 /// Row r is in the state.
@@ -191,7 +191,7 @@ unsafe fn put<const KIND: u8>(row: *mut i8, step: usize, codes: __m256i) {
 unsafe fn fold_query<const KIND: u8>(st: &mut State, r: usize, centre: f32) {
     let Shape { d, d64, .. } = st.shape;
     let wide = st.shape.wide();
-    // SAFETY: rows of the state's arrays are as long as `Shape` says.
+    // SAFETY: rows of the state's arrays have the lengths of `Shape`.
     unsafe {
         let (q, params) = (st.q.as_ptr().add(r * d64), st.params.as_ptr());
         let out = st.limbs.data.as_mut_ptr().add(r * 2 * wide);
@@ -216,7 +216,7 @@ unsafe fn fold_query<const KIND: u8>(st: &mut State, r: usize, centre: f32) {
     }
 }
 
-/// Softmax of row r over the page; codes of p·step, whose scale is the page's largest step (`most`) over the top code.
+/// Softmax of row r over the page, as codes of p·step. Their scale is the page's largest step (`most`) over the top code.
 ///
 /// # Safety
 /// Row r is in the state.
@@ -226,7 +226,7 @@ unsafe fn fold_probabilities<const KIND: u8>(st: &mut State, r: usize, most: f32
     let wide = st.shape.wide();
     let (alpha, w) = softmax::<true>(st, r, G);
     let (scale, inverse) = (most / top(KIND), _mm256_set1_ps(top(KIND) / most));
-    // SAFETY: rows of the state's arrays are as long as `Shape` says.
+    // SAFETY: rows of the state's arrays have the lengths of `Shape`.
     unsafe {
         let (p, params) = (st.s.as_ptr().add(r * G), st.params.as_ptr());
         let out = st.limbs.data.as_mut_ptr().add(r * 2 * wide);
@@ -251,9 +251,9 @@ unsafe fn fold_probabilities<const KIND: u8>(st: &mut State, r: usize, most: f32
     (st.f[r][2], st.f[r][3]) = (alpha, w * scale);
 }
 
-/// Calls `each(state, row, half, dots)` with the products of all rows and the eight lanes of both halves of a vector, over `steps`
-/// vectors `apart` vectors apart. The next page comes meanwhile: that order of use is none of addresses, so nothing else would
-/// fetch it.
+/// Calls `each(state, row, half, dots)` with the dot products of all rows and the eight lanes of both halves of a vector,
+/// over `steps` vectors `apart` vectors apart. Prefetches the next page, since hardware prefetchers do not follow this order
+/// of addresses.
 ///
 /// # Safety
 /// The planes hold these vectors; the rows' codes 8 · steps elements.
@@ -266,7 +266,7 @@ unsafe fn each_row(
     (u, l): (&[u8], &[u8]),
     apart: usize,
     steps: usize,
-    next: &mut Next,
+    next: &mut PagePrefetch,
     mut each: impl FnMut(&mut State, usize, usize, [i32; 8]),
 ) {
     assert!(steps > 0 && u.len() >= ((steps - 1) * apart + 1) * 64);
@@ -280,7 +280,7 @@ unsafe fn each_row(
             let mut dots = [[0i32; 8]; ROWS];
             macro_rules! pass {
                 ($n:literal) => {{
-                    // SAFETY: the lengths were checked above; codes of $n rows lie `row_bytes` apart.
+                    // SAFETY: the lengths were checked above; codes of $n rows are `row_bytes` apart.
                     let sums = unsafe {
                         match kind {
                             BYTES => bytes::<$n>(u, apart, steps, a, row_bytes, next),
@@ -321,7 +321,7 @@ unsafe fn words<const NR: usize, const BOTH: bool>(
     steps: usize,
     a: *const i8,
     row_bytes: usize,
-    next: &mut Next,
+    next: &mut PagePrefetch,
 ) -> [__m256i; NR] {
     let mut acc = [_mm256_setzero_si256(); NR];
     for step in 0..steps {
@@ -374,7 +374,7 @@ unsafe fn bytes<const NR: usize>(
     steps: usize,
     a: *const i8,
     row_bytes: usize,
-    next: &mut Next,
+    next: &mut PagePrefetch,
 ) -> [__m256i; NR] {
     let (low, ones) = (_mm256_set1_epi8(15), _mm256_set1_epi16(1));
     let mut acc = [_mm256_setzero_si256(); NR];

@@ -1,17 +1,19 @@
-//! A nibble page with AVX-512 VNNI, or with AMX for the products: both give the same integers, so the same bits.
+//! A nibble page with AVX-512 VNNI, or with AMX for the dot products. Both give the same integers, so the same bits.
 
-use super::next::Next;
+use super::prefetch::PagePrefetch;
 use super::{G, Planes, State, amx};
 use quantspec_core::config::Rounding;
 use std::arch::x86_64::*;
 use std::ops::Range;
 
-/// Row limbs above which arithmetic takes longer than reading: tiles pay.
+/// Limb rows above which AMX tiles pay: there arithmetic takes longer than memory reads.
 const MANY: usize = 8;
 
-/// Products are integers: the query times the page's steps, and the probabilities times the tokens' steps, become one
-/// int8 limb (UpperCoarse) or two, 15 bits (`127` or `127·128 = 16,256` at most), each row with its own scale. So the order
-/// of summation inside a page does not matter. Codes are centred through the sum of the limbs.
+/// Adds a page to rows of the state with integer dot products.
+///
+/// The query times the page's steps, and the probabilities times the tokens' steps, become one int8 limb (UpperCoarse) or
+/// two, 15 bits (at most `127` or `127·128 = 16,256`), each row with its own scale. So the order of summation inside a page
+/// does not matter. Codes are centred through the sum of the limbs.
 ///
 /// # Safety
 /// AVX-512 F, BW, DQ and VNNI; block lengths as `Shape` says; rows inside the state.
@@ -27,7 +29,7 @@ pub(super) unsafe fn page(
     next: Option<(&[u8], &[u8])>,
 ) {
     let code = planes.code(rounding);
-    let next = Next::new(next, planes);
+    let next = PagePrefetch::new(next, planes);
     // SAFETY: passed on.
     unsafe {
         match planes {
@@ -42,7 +44,7 @@ const fn top(limbs: usize) -> f32 {
     if limbs == 2 { 16_256.0 } else { 127.0 }
 }
 
-/// 2^x for x ≤ 0 of any size, degree 4 (3e-6) or 3 (1e-4): x − ⌊x⌋ is one instruction, and `scalef` takes the floor itself.
+/// 2^x for every x ≤ 0, degree 4 (3e-6) or 3 (1e-4): x − ⌊x⌋ is one instruction, and `scalef` floors its argument.
 #[inline]
 #[target_feature(enable = "avx512f,avx512dq")]
 pub(super) fn exp2<const FINE: bool>(x: __m512) -> __m512 {
@@ -74,7 +76,7 @@ fn sum(v: __m512) -> f32 {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(super) unsafe fn codes<const BOTH: bool>(u: *const u8, l: *const u8, i: usize) -> (__m512i, __m512i) {
-    // SAFETY: vector i of planes that the caller knows to be that long.
+    // SAFETY: vector i is inside planes whose length the caller guarantees.
     unsafe {
         let u = _mm512_loadu_si512(u.add(i * 64).cast());
         if BOTH {
@@ -91,7 +93,7 @@ pub(super) unsafe fn codes<const BOTH: bool>(u: *const u8, l: *const u8, i: usiz
     }
 }
 
-/// acc[vector][r] = Σ over `steps` of codes · limb r, for the NV lane vectors side by side from u (and l) on.
+/// acc[vector][r] = Σ over `steps` of codes · limb r, for NV adjacent lane vectors from u (and l) on.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
 unsafe fn dots<const NR: usize, const NV: usize, const BOTH: bool>(
@@ -147,7 +149,7 @@ unsafe fn score_rows<const NR: usize, const NV: usize, const LIMBS: usize, const
         for b in 0..2 {
             for first in (0..4).step_by(NV) {
                 let off = b * d * 32 + first * 64;
-                // Limbs of a row lie `wide` apart, so rows are two limbs apart whatever LIMBS is.
+                // Two limbs of a row are `wide` apart, so rows are 2 · `wide` apart for either LIMBS.
                 let acc =
                     dots::<NR, NV, BOTH>(u.add(off), l.wrapping_add(off), (d / 8, 4), a, wide * (3 - LIMBS), ahead);
                 for (t, acc) in acc.iter().enumerate() {
@@ -217,8 +219,8 @@ unsafe fn value_group<const NR: usize, const NV: usize, const LIMBS: usize, cons
     }
 }
 
-/// Writes the limbs of sixty-four integers q, four vectors in order: 64 bytes at `out`, and with two limbs 64 more `apart` bytes
-/// behind: q = 128·high + low, low in 0..128. |q| is at most [`top`].
+/// Writes the limbs of 64 integers q, four vectors in order: 64 bytes at `out` and, with two limbs, 64 more `apart` bytes
+/// further. q = 128·high + low, low in 0..128; |q| is at most [`top`].
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn put_limbs<const LIMBS: usize>(q: [__m512i; 4], out: *mut i8, apart: usize) {
@@ -240,8 +242,8 @@ unsafe fn put_limbs<const LIMBS: usize>(q: [__m512i; 4], out: *mut i8, apart: us
     }
 }
 
-/// Scales and, `groups` halves behind them, zeros become n steps and values of the centre code, `apart` floats apart (those
-/// behind `groups` mean nothing, and meet queries of 0). Returns the largest step.
+/// Converts scales, and zeros `groups` f16 further, to n steps and values of the centre code, `apart` floats apart. Entries
+/// after `groups` are unused: queries are 0 there. Returns the largest step.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn unpack(
@@ -252,7 +254,7 @@ unsafe fn unpack(
     out: *mut f32,
     apart: usize,
 ) -> f32 {
-    // SAFETY: n, a multiple of 16, floats at `out` and at `out + apart`; `groups + n` halves at `params`, padding included.
+    // SAFETY: n, a multiple of 16, floats at `out` and at `out + apart`; `groups + n` f16 at `params`, including padding.
     unsafe {
         let mut most = _mm512_setzero_ps();
         for i in (0..n).step_by(16) {
@@ -267,10 +269,10 @@ unsafe fn unpack(
     }
 }
 
-/// Query limbs of row r against the page's key parameters; sets the scale and offset of its scores.
+/// Folds query row r with the page's key parameters into limbs; sets the scale and offset of its scores.
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn fold_query<const LIMBS: usize>(st: &mut State, r: usize, centre: f32) {
-    // SAFETY: as `page`. Queries behind D are zeros, and what parameters stand there is finite.
+    // SAFETY: as `page`. Queries after D are zero, and parameters there are finite.
     unsafe {
         let (d64, wide) = (st.shape.d64, st.shape.wide());
         let (q, params) = (st.q.as_ptr().add(r * d64), st.params.as_ptr());
@@ -301,8 +303,8 @@ unsafe fn fold_query<const LIMBS: usize>(st: &mut State, r: usize, centre: f32) 
     }
 }
 
-/// Softmax of row r over the page, relative to the page's own maximum; limbs of p·step, whose scale is the page's largest
-/// step (`most`) over the top code; merge factors of the row. Steps are those of [`normalise_steps`].
+/// Softmax of row r over the page, relative to the page's own maximum, as limbs of p·step. Their scale is the page's largest
+/// step (`most`) over the top code. Also sets the row's merge factors. Steps come from [`normalise_steps`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq")]
 unsafe fn softmax<const LIMBS: usize>(st: &mut State, r: usize, most: f32, centre: f32) {
     // SAFETY: as `page`.
@@ -347,8 +349,8 @@ unsafe fn softmax<const LIMBS: usize>(st: &mut State, r: usize, most: f32, centr
     }
 }
 
-/// Row limbs of the next pass where `left` are left: passes are as few as registers allow, and as even as their sizes do. Ten limbs by
-/// two vectors of codes fill 26 registers, so that a code is unpacked once for ten products. Rows of two limbs stay whole.
+/// Limb rows of the next pass if `left` are left: as few passes as registers allow, of about equal size. Ten limbs × two
+/// vectors of codes fill 26 registers, so a code is unpacked once for ten limb rows. Rows of two limbs are not split.
 const fn pass(left: usize, limbs: usize) -> usize {
     let even = left.div_ceil(left.div_ceil(10));
     let (sizes, mut i) = ([1, 2, 4, 5, 8, 10], 0);
@@ -369,7 +371,7 @@ const fn steps(mut left: usize, limbs: usize) -> usize {
     steps
 }
 
-/// Calls `$f` for all row limbs, in passes. Integers: any split gives the same bits.
+/// Calls `$f` for all limb rows, in passes. Sums are integers, so any split gives the same bits.
 macro_rules! passes {
     ($f:ident, $rows:expr, $limbs:expr, $both:tt, $st:expr, $planes:expr, $ahead:expr) => {{
         let mut r = $rows.start;
@@ -388,7 +390,7 @@ macro_rules! passes {
     }};
 }
 
-/// Steps of the page's tokens become multiples of top/most: a probability times that is a code.
+/// Scales the steps of the page's tokens by top/most, so that a probability times a step is a code.
 #[target_feature(enable = "avx512f")]
 unsafe fn normalise_steps<const LIMBS: usize>(params: *mut f32, most: f32) {
     let inv = _mm512_set1_ps(top(LIMBS) / most);
@@ -398,19 +400,21 @@ unsafe fn normalise_steps<const LIMBS: usize>(params: *mut f32, most: f32) {
     }
 }
 
-/// The next page is fetched while one is computed, so that memory has work in every phase. Lines asked for shortly before their own loads instead leave it idle
-/// while queries are folded and probabilities made: attention of one row then takes up to a third longer. Quotas are whole lines, since counting parts of
-/// them in the products' loop costs many rows 7 %; where steps are more than lines, all are asked for between rows.
+/// Prefetches the next page evenly while the current one is computed. Prefetching lines shortly before their own loads
+/// instead leaves memory idle while queries are folded and probabilities computed, and one row takes up to a third longer.
+/// Quotas are whole lines: fractions, counted in the inner loop, cost 7 % with many rows. If there are more steps than lines,
+/// all lines are prefetched between rows.
 pub(super) struct Ahead {
-    next: Next,
-    /// Lines asked for with every row of a phase, and with every step of the products.
+    next: PagePrefetch,
+    /// Lines per row of a phase, and per step of the dot products.
     per_row: usize,
     per_step: usize,
 }
 
 impl Ahead {
-    /// For `rows` rows whose products take `steps` steps. On tiles a step unpacks a vector and rows go through three phases, else through two.
-    fn new(next: Next, rows: usize, steps: usize, tiles: bool) -> Ahead {
+    /// For `rows` rows whose dot products take `steps` steps. With tiles a step unpacks a vector and rows have three phases,
+    /// otherwise two.
+    fn new(next: PagePrefetch, rows: usize, steps: usize, tiles: bool) -> Ahead {
         let (lines, steps) = (next.len(), steps.max(1));
         let (per_row, per_step) = if tiles {
             (lines / 8, (lines * 5 / 8).div_ceil(steps))
@@ -420,7 +424,7 @@ impl Ahead {
         Ahead { next, per_row: per_row.div_ceil(rows.max(1)), per_step }
     }
 
-    /// Lines of one row of a phase.
+    /// Prefetches the lines of one row of a phase.
     #[inline(always)]
     pub(super) fn row(&mut self) {
         for _ in 0..self.per_row {
@@ -428,7 +432,7 @@ impl Ahead {
         }
     }
 
-    /// Lines of one step of the products.
+    /// Prefetches the lines of one step of the dot products.
     #[inline(always)]
     pub(super) fn step(&mut self) {
         for _ in 0..self.per_step {
@@ -446,7 +450,7 @@ unsafe fn run<const LIMBS: usize, const BOTH: bool>(
     (step, shift, centre): (f32, f32, f32),
     upper: &[u8],
     lower: &[u8],
-    next: Next,
+    next: PagePrefetch,
 ) {
     // SAFETY: as `page`.
     unsafe {
@@ -463,7 +467,7 @@ unsafe fn run<const LIMBS: usize, const BOTH: bool>(
             ahead.row();
             fold_query::<LIMBS>(st, r, centre);
         }
-        // All steps may be 0 (constant values): any scale does then.
+        // If all steps are 0 (constant values), any scale is correct.
         let most = unpack(u.add(shape.value_params()), G, G, (step, shift), params, wide).max(1e-30);
         normalise_steps::<LIMBS>(params, most);
         let keys = (u.add(shape.key_plane()), l);

@@ -1,19 +1,19 @@
-//! Pages of halves: those of view Full, and the ring of recent tokens.
+//! f16 pages: those of view Full, and the ring of recent tokens.
 //!
-//! Halves are widened as they are loaded, beside the multiply-adds of up to five rows; in plain Rust once for all rows. A
-//! score is one chain of multiply-adds over the channels, an output one over the tokens, on every path: how many rows and vectors a
-//! kernel keeps in registers at once changes no bit.
+//! f16 values are widened as they are loaded, once for up to five rows; in plain Rust once for all rows. A score is one chain
+//! of multiply-adds over the channels, an output one chain over the tokens, on every path. So the number of rows and vectors
+//! in registers does not affect a bit.
 
-#[cfg(target_arch = "x86_64")]
-use super::next::Next;
 use super::portable::softmax;
+#[cfg(target_arch = "x86_64")]
+use super::prefetch::PagePrefetch;
 use super::{G, Shape, State};
 use crate::dispatch::{Simd, portable};
 use crate::lanes::{madd, widen};
 use std::ops::Range;
 
-/// Feeds one f16 page (or a page of the ring) to rows of the state; row r reads its first `visible(r)` tokens, at least one. `next`: the page after it,
-/// which may be fetched meanwhile.
+/// Adds one f16 page (or a page of the ring) to rows of the state. Row r reads its first `visible(r)` tokens, at least one.
+/// `next`: the following page, to be prefetched.
 pub(crate) fn full_page(
     simd: Simd,
     state: &mut State,
@@ -28,13 +28,13 @@ pub(crate) fn full_page(
     let most = visible.iter().copied().max().unwrap_or(0);
     #[cfg(target_arch = "x86_64")]
     if simd.has_avx512() || simd == Simd::Avx2 {
-        halves(simd, state, rows, (key_halves, value_halves), visible, most, &mut Next::halves(next));
+        halves(simd, state, rows, (key_halves, value_halves), visible, most, &mut PagePrefetch::halves(next));
         return;
     }
     let _ = next;
     let mut wide = std::mem::take(&mut state.wide);
     for first in (0..most).step_by(64) {
-        // Whole vectors: what the ring holds behind the newest token is finite and masked.
+        // Whole vectors: ring entries after the newest token are finite, and their scores are masked.
         let tokens = (most - first).min(64).div_ceil(16) * 16;
         let wide = &mut wide[..tokens * d];
         widen(simd, &key_halves[first * d..][..tokens * d], wide);
@@ -55,7 +55,7 @@ pub(crate) fn full_page(
     state.wide = wide;
 }
 
-/// [`full_page`] with vectors of x86-64: the same sums, of halves as they lie.
+/// [`full_page`] with x86-64 vectors: the same sums, loading f16 directly.
 #[cfg(target_arch = "x86_64")]
 fn halves(
     simd: Simd,
@@ -64,10 +64,10 @@ fn halves(
     (keys, values): (&[u16], &[u16]),
     visible: &[usize],
     most: usize,
-    next: &mut Next,
+    next: &mut PagePrefetch,
 ) {
     let Shape { d, d16, d64 } = state.shape;
-    // Whole vectors: what the ring holds behind the newest token is finite and masked.
+    // Whole vectors: ring entries after the newest token are finite, and their scores are masked.
     let tokens = most.div_ceil(16) * 16;
     assert!(tokens <= G && keys.len() == G * d && values.len() == G * d);
     assert!(rows.end * d64 <= state.q.len() && rows.end * G <= state.s.len() && rows.end * d16 <= state.o.len());
@@ -81,7 +81,7 @@ fn halves(
         let (state, rows) = (&mut *state, rows.clone());
         portable!(simd, full_softmax(state: &mut State, rows: Range<usize>, visible: &[usize]));
     }
-    // What all rows see they take together, then each the rest of what it sees.
+    // All rows read the common tokens together, then each row reads its other visible tokens.
     let common = visible.iter().copied().min().unwrap_or(0);
     let mut take = |first: usize, seen: usize, rows: Range<usize>| {
         let (p, o) = (state.s[rows.start * G + first..].as_ptr(), state.o[rows.start * d16..].as_mut_ptr());
@@ -92,8 +92,8 @@ fn halves(
     alike(rows, |i| visible[i] - common, |rows, seen| take(common, seen, rows));
 }
 
-/// Calls `each` for every run of neighbouring rows that see equally many tokens, and for how many, where there are any: rows ascend in
-/// position, and such rows share loads. `seen` takes a row's index in `rows`.
+/// Calls `each` for every run of adjacent rows that see the same number of tokens, unless that is 0. Rows ascend in position,
+/// and rows of a run share loads. `seen` takes a row's index in `rows`.
 #[cfg(target_arch = "x86_64")]
 fn alike(rows: Range<usize>, seen: impl Fn(usize) -> usize, mut each: impl FnMut(Range<usize>, usize)) {
     let mut i = 0;
@@ -106,13 +106,13 @@ fn alike(rows: Range<usize>, seen: impl Fn(usize) -> usize, mut each: impl FnMut
     }
 }
 
-/// The two loops for vectors of `$lanes` floats, up to five rows at a time: by four vectors, or by `$vectors` where rows are more than two (five rows
-/// by as many are what the registers hold as sums). `$read` makes a vector of floats of halves.
+/// Both loops for vectors of `$lanes` floats, up to five rows at a time: four vectors for up to two rows, `$vectors` for
+/// more. Five rows × `$vectors` sums fill the registers. `$read` widens f16 to a vector of floats.
 #[cfg(target_arch = "x86_64")]
 macro_rules! kernels {
     ($name:ident, $feature:literal, $lanes:literal, $vectors:literal, $read:expr, $zero:ident, $load:ident, $store:ident, $set1:ident, $fmadd:ident) => {
         mod $name {
-            use super::{G, Next};
+            use super::{G, PagePrefetch};
             use crate::lanes::f16_value;
             use std::arch::x86_64::*;
 
@@ -123,12 +123,13 @@ macro_rules! kernels {
                 if rows > 2 { $vectors } else { 4 }
             }
 
-            /// Lines of the next page that are asked for where so many vectors of halves are loaded: as many as those are, at least one.
+            /// Lines of the next page to prefetch per load of this many f16 vectors: the same number of bytes, at least one
+            /// line.
             const fn lines(vectors: usize) -> usize {
                 (vectors * LANES).div_ceil(32)
             }
 
-            /// Evaluates `$call` for all rows, up to five at a time: `$n` of them from `$r` on.
+            /// Evaluates `$call` for all rows, up to five at a time: `$n` rows from `$r` on.
             macro_rules! row_groups {
                 ($rows:expr, |$r:ident, $n:ident| $call:expr) => {{
                     let mut $r = 0;
@@ -164,7 +165,7 @@ macro_rules! kernels {
                 d: usize,
                 tokens: usize,
                 s: *mut f32,
-                next: &mut Next,
+                next: &mut PagePrefetch,
             ) {
                 // SAFETY: passed on.
                 unsafe {
@@ -195,7 +196,7 @@ macro_rules! kernels {
                 d: usize,
                 token: usize,
                 s: *mut f32,
-                next: &mut Next,
+                next: &mut PagePrefetch,
             ) {
                 // SAFETY: as `scores`, for R rows and V vectors of tokens.
                 unsafe {
@@ -241,7 +242,7 @@ macro_rules! kernels {
                 d: usize,
                 o: *mut f32,
                 d16: usize,
-                next: &mut Next,
+                next: &mut PagePrefetch,
             ) {
                 // SAFETY: passed on.
                 unsafe {
@@ -256,7 +257,7 @@ macro_rules! kernels {
                             value_block::<N, 1>(p, tokens, values.add(c), d, o.add(c), d16, next);
                             c += LANES;
                         }
-                        // Eight channels are left where vectors are of sixteen.
+                        // Eight channels remain with 16-float vectors.
                         for r in 0..N {
                             for c in c..d {
                                 let o = o.add(r * d16 + c);
@@ -278,7 +279,7 @@ macro_rules! kernels {
                 d: usize,
                 o: *mut f32,
                 d16: usize,
-                next: &mut Next,
+                next: &mut PagePrefetch,
             ) {
                 // SAFETY: as `values`, for R rows and V vectors of channels.
                 unsafe {
@@ -363,8 +364,8 @@ fn full_softmax<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[
     }
 }
 
-/// Scores of up to 64 tokens from `first` on, for all rows, in plain Rust; those a row does not see mean nothing. `wide`: their keys
-/// `[token/16][D][16]`.
+/// Scores of up to 64 tokens from `first` on, for all rows, in plain Rust. Scores of invisible tokens are meaningless.
+/// `wide`: the tokens' keys `[token/16][D][16]`.
 #[inline(always)]
 fn full_scores<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
     let Shape { d, d64, .. } = st.shape;
@@ -375,7 +376,7 @@ fn full_scores<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[u
         let q = &st.q[r * d64..][..d];
         let s = &mut st.s[r * G + first..][..wide.len() / d];
         if s.len() == 64 {
-            // Four chains of sums, or each would wait for the one before.
+            // Four independent chains of sums hide the latency of a multiply-add.
             let mut acc = [[0f32; 16]; 4];
             for (c, q) in q.iter().enumerate() {
                 for (v, acc) in acc.iter_mut().enumerate() {
@@ -403,7 +404,8 @@ fn full_scores<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[u
     }
 }
 
-/// Adds up to 16 tokens from `first` on to the outputs of the rows that see them, in plain Rust. `wide`: their values `[token][D]`.
+/// Adds up to 16 tokens from `first` on to the outputs of rows that see them, in plain Rust. `wide`: the tokens' values
+/// `[token][D]`.
 #[inline(always)]
 fn full_values<const FMA: bool>(st: &mut State, rows: Range<usize>, visible: &[usize], first: usize, wide: &[f32]) {
     let Shape { d, d16, .. } = st.shape;

@@ -1,4 +1,4 @@
-//! A nibble page in f32, in plain Rust over fixed arrays: any path without integer products.
+//! A nibble page in f32, in plain Rust over fixed arrays, for paths without integer dot products.
 
 use super::{G, Planes, Shape, State};
 use crate::dispatch::{Simd, portable};
@@ -6,7 +6,7 @@ use crate::lanes::{exp2, f16_value, madd};
 use quantspec_core::config::Rounding;
 use std::ops::Range;
 
-/// A page for rows `rows`; lengths are those [`super::nibble_page`] checks.
+/// Adds a page to rows `rows`; [`super::nibble_page`] checks the lengths.
 pub(super) fn page(
     simd: Simd,
     state: &mut State,
@@ -33,7 +33,7 @@ const NIBBLE: [u32; 8] = [0, 2, 4, 6, 1, 3, 5, 7];
 #[inline(always)]
 fn words(vector: &[u8]) -> [u32; 16] {
     assert!(vector.len() == 64);
-    // SAFETY: 64 bytes; any bytes are words. Assembled from single bytes this would not become one load.
+    // SAFETY: 64 bytes, and any bytes are valid words. Assembling words from single bytes would not compile to one load.
     unsafe { vector.as_ptr().cast::<[u32; 16]>().read_unaligned() }.map(u32::from_le)
 }
 
@@ -83,7 +83,7 @@ fn dots<const FMA: bool, const NR: usize>(
     acc
 }
 
-/// Calls `$work(first row, dots of NR rows)` over all rows, four, two or one at a time (sums do not depend on how many).
+/// Calls `$work(first row, dots of NR rows)` over all rows, four, two or one at a time; sums do not depend on the number.
 macro_rules! row_groups {
     ($rows:expr, $call:ident) => {{
         let mut r = $rows.start;
@@ -106,7 +106,7 @@ macro_rules! row_groups {
     }};
 }
 
-/// Scales and zeros of n groups become steps and values of the centre code.
+/// Converts scales and zeros of n groups to steps and values of the centre code.
 #[inline(always)]
 fn unpack<const FMA: bool>(st: &mut State, params: &[u8], n: usize, (step, shift): (f32, f32)) {
     let param = |i: usize| f16_value(u16::from_le_bytes([params[2 * i], params[2 * i + 1]]));
@@ -196,7 +196,8 @@ fn page_body<const FMA: bool>(
     }
 }
 
-/// Scores of row r become probabilities relative to their maximum over the first `n`; the factors of the state and the page.
+/// Converts scores of row r to probabilities relative to their maximum over the first `n`; sets the factors of the state and
+/// the page.
 #[inline(always)]
 pub(super) fn softmax<const FMA: bool>(st: &mut State, r: usize, n: usize) -> (f32, f32) {
     let s = &mut st.s[r * G..(r + 1) * G];

@@ -7,7 +7,7 @@ use quantspec_core::cache::{BUFFER_TOKENS, visible_pages};
 use quantspec_core::config::View;
 use quantspec_core::quantize::quantize_page;
 
-/// Tokens of one KV head, as core and as the kernels hold them.
+/// Tokens of one KV head, in core's form and in that of the kernels.
 struct Head {
     shape: Shape,
     rounding: Rounding,
@@ -25,7 +25,7 @@ fn halves(x: &[f16]) -> Vec<u16> {
 impl Head {
     fn new(noise: &mut Noise, d: usize, tokens: usize, rounding: Rounding) -> Head {
         let shape = Shape::new(d);
-        // Some channels are far larger than the others, and biased, as real keys are.
+        // Some channels are much larger than others, and biased, like real keys.
         let gain: Vec<f32> = (0..d).map(|c| if c % 29 == 3 { 12.0 } else { 1.0 }).collect();
         let mut draw = |biased: bool| -> Vec<f16> {
             let x = noise.normals(tokens * d).into_iter().enumerate();
@@ -52,7 +52,7 @@ impl Head {
         head
     }
 
-    /// The kernels' output for rows at `position`, all fed together: pages of the view, then the recent ones.
+    /// The kernels' output for rows at `position`, all fed together: pages of the view, then the recent tokens.
     fn attend(&self, simd: Simd, q: &[f32], rows: usize, position: usize, planes: Option<Planes>) -> Vec<f32> {
         let d = self.shape.d;
         let mut state = State::new(rows, self.shape).unwrap();
@@ -78,8 +78,8 @@ impl Head {
                     }
                 }
             }
-            let shared = Parts::new(&mut parts);
-            // SAFETY: one thread, one slice at a time.
+            let shared = DisjointSlice::new(&mut parts);
+            // SAFETY: one thread, and one slice alive at a time.
             state.finish(rows, |r| unsafe { shared.slice((2 * r + part) * (2 + d), 2 + d) });
         }
         let mut out = vec![f32::NAN; rows * d];
@@ -124,7 +124,7 @@ impl Head {
 #[test]
 fn every_view_matches_core_and_rows_do_not_see_each_other() {
     let mut noise = Noise::new(21);
-    // Three tiles of two limbs, two of one limb.
+    // Three tiles of two limbs, two tiles of one limb.
     const ROWS: usize = 19;
     const DRAWN: usize = 11;
     for d in [8, 24, 64, 80, 128, 256] {
@@ -156,14 +156,14 @@ fn every_view_matches_core_and_rows_do_not_see_each_other() {
 }
 
 #[test]
-fn a_query_that_is_no_number_has_no_finite_result() {
+fn a_query_of_nan_has_no_finite_result() {
     let mut noise = Noise::new(26);
     const ROWS: usize = 9;
     for d in [8, 64, 128] {
         let head = Head::new(&mut noise, d, 6 * G, Rounding::Balanced);
         let q = noise.normals(ROWS * d);
         for planes in [Some(Planes::Both), Some(Planes::Upper), Some(Planes::UpperCoarse), None] {
-            // With pages of the view, and within the first page of recent tokens.
+            // Contexts with pages of the view, and within the first page of recent tokens.
             for (simd, position) in paths().into_iter().flat_map(|simd| [(simd, 5 * G + 77), (simd, 20)]) {
                 let expected = head.attend(simd, &q, ROWS, position, planes);
                 for (bad, at) in [(f32::NAN, 0), (f32::NAN, d - 1), (f32::INFINITY, 3), (f32::NEG_INFINITY, 3)] {
@@ -214,8 +214,8 @@ fn rows_that_see_different_tokens_of_a_page_do_not_see_each_other() {
             state.reset(rows.len());
             full_page(simd, &mut state, 0..rows.len(), &head.full[0], &visible[rows.clone()], None);
             let mut out = vec![0f32; rows.len() * (2 + d)];
-            let shared = Parts::new(&mut out);
-            // SAFETY: one thread, one slice at a time.
+            let shared = DisjointSlice::new(&mut out);
+            // SAFETY: one thread, and one slice alive at a time.
             state.finish(rows.len(), |r| unsafe { shared.slice(r * (2 + d), 2 + d) });
             out
         };
@@ -258,14 +258,14 @@ fn a_score_far_above_the_others_takes_all_and_uniform_scores_share() {
         let zeros = vec![0.0; d];
         let mean = head.attend(simd, &zeros, 1, position, Some(Planes::Both));
         assert!(distance(&mean, &head.exact(&zeros, position, View::Both)) < 2e-3);
-        // A query that only the newest key answers: exp(-80) of everything else is left.
+        // A query that matches the newest key only: all other weights are exp(-80).
         let newest: Vec<f32> = head.keys[position * d..].iter().map(|x| x.to_f32()).collect();
         let length: f32 = newest.iter().map(|x| x * x).sum();
         let q: Vec<f32> = newest.iter().map(|x| x * 4000.0 / length).collect();
         let one = head.attend(simd, &q, 1, position, Some(Planes::Both));
         assert!(distance(&one, &head.exact(&q, position, View::Both)) < 2e-3);
     }
-    // Values that are all equal have steps of zero.
+    // Constant values have steps of zero.
     head.values.fill(f16::from_f32(0.5));
     let head = {
         let mut flat = Head::new(&mut noise, d, 4 * G, Rounding::Balanced);

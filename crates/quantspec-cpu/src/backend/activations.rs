@@ -7,7 +7,7 @@ use crate::hierarchy;
 use crate::linear::{self, Input, Weight, row_stride};
 use crate::memory::Array;
 use crate::w4::{Acts, Bits};
-use crate::weights::{Linear, QkvPlaces};
+use crate::weights::{Linear, QkvOffsets};
 use quantspec_core::Result;
 use quantspec_core::cache::visible_pages;
 use quantspec_core::config::{ModelConfig, TargetWeights, Weights};
@@ -16,10 +16,11 @@ use quantspec_model::backend::Options;
 
 /// Activations of a step.
 pub(super) struct Rows {
-    pub(super) places: QkvPlaces,
+    pub(super) places: QkvOffsets,
     /// `[row][row_stride(hidden)]`
     pub(super) hidden: Array<f32>,
-    /// Input of a matrix, normalised or not, `[row][row_stride(k)]`: f32, BF16, int8 for draft tiles and limbs for planes.
+    /// Input of a linear layer, normalised or not, `[row][row_stride(k)]`: f32, BF16, int8 for draft tiles and limbs for
+    /// planes.
     pub(super) x: Array<f32>,
     pub(super) x16: Array<u16>,
     pub(super) x8: Acts,
@@ -53,7 +54,7 @@ pub(super) struct Lengths {
     pub(super) angles: usize,
     pub(super) partials: usize,
     pub(super) pages: usize,
-    /// Rows and inputs of the activations in limbs: none without planes.
+    /// Rows and inputs of the activations in limbs; 0 without planes.
     pub(super) limbs: (usize, usize),
 }
 
@@ -66,7 +67,7 @@ impl Lengths {
             hidden: rows * row_stride(config.hidden),
             x: rows * row_stride(widest),
             widest,
-            qkv: rows * QkvPlaces::new(config).width,
+            qkv: rows * QkvOffsets::new(config).width,
             attended: rows * row_stride(config.q_width()),
             ffn: rows * row_stride(config.intermediate),
             logits: rows * config.vocab,
@@ -113,7 +114,7 @@ impl Rows {
     pub(super) fn new(config: &ModelConfig, options: &Options) -> Result<Rows> {
         let len = Lengths::new(config, options);
         Ok(Rows {
-            places: QkvPlaces::new(config),
+            places: QkvOffsets::new(config),
             hidden: Array::zeros(len.hidden)?,
             x: Array::zeros(len.x)?,
             x16: Array::zeros(len.x)?,
@@ -140,7 +141,7 @@ impl Rows {
         }
     }
 
-    /// Prepares the input of a linear layer in the form its weights take.
+    /// Converts the input of a linear layer to the type its weights need.
     pub(super) fn input<'a>(
         &'a mut self,
         simd: Simd,
@@ -163,7 +164,7 @@ impl Rows {
         };
         let weight = linear.weight(weights);
         let input = match weight {
-            Weight::Draft(tiles) => {
+            Weight::Tiles(tiles) => {
                 let coarse = weights == Weights::Draft4 && tiles.bits == Bits::Four;
                 x8.quantize(simd, if coarse { ACTIVATION_4 } else { ACTIVATION_8 }, x, stride, m, k);
                 Input::Int8(x8)
@@ -182,7 +183,7 @@ impl Rows {
     }
 }
 
-/// Input of a matrix of a step.
+/// Input of a step's linear layer.
 #[derive(Clone, Copy)]
 pub(super) enum Source {
     /// Normalised hidden states.
@@ -193,7 +194,7 @@ pub(super) enum Source {
     Ffn,
 }
 
-/// Outputs of the matrices of a step.
+/// Outputs of a step's linear layers.
 pub(super) struct Outputs<'a> {
     pub(super) hidden: &'a mut [f32],
     pub(super) qkv: &'a mut [f32],

@@ -1,18 +1,18 @@
-//! Attention of the rows of a step: choice of pages, items of work, and their merge.
+//! Attention of a step's rows: choice of pages, work items, and merging.
 
 use super::CpuBackend;
 use crate::attend::{self, CHUNK, ITEM_ROWS, Partials, State};
 use crate::cache::Cache;
 use crate::dispatch::Simd;
 use crate::linear::{self, row_stride};
-use crate::memory::Parts;
-use crate::pool::{Deal, part, part_by_cost};
+use crate::memory::DisjointSlice;
+use crate::pool::{Deal, share, share_by_cost};
 use quantspec_core::cache::{G, visible_pages};
 use quantspec_core::config::{Pages, Rounding};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Step;
 
-/// Work of one thread: a chunk of pages, or the recent tokens, of one KV head, for some rows of one slot.
+/// A work item: a chunk of pages, or the recent tokens, of one KV head, for some rows of one slot.
 struct Item {
     /// First row in the step.
     first: usize,
@@ -25,7 +25,7 @@ struct Item {
 }
 
 impl Item {
-    /// In arbitrary units: reading a page costs about as much as four query rows on it.
+    /// In arbitrary units: reading a page costs about as much as computing four query rows on it.
     fn cost(&self, group: usize) -> usize {
         let rows = self.rows * group;
         match self.chunk {
@@ -47,7 +47,7 @@ struct Reads<'a> {
 }
 
 impl Reads<'_> {
-    /// Feeds an item's pages to the state, each to the rows that see it. `list`: the pages of the item's last row.
+    /// Adds an item's pages to the state, each for the rows that see it. `list`: the pages of the item's last row.
     pub(super) fn item(&self, state: &mut State, item: &Item, head: usize, list: &[u32]) {
         let position = |i: usize| self.step.rows[item.first + i].position;
         let Some(chunk) = item.chunk else {
@@ -57,7 +57,7 @@ impl Reads<'_> {
         let pages = &list[(chunk * CHUNK).min(list.len())..((chunk + 1) * CHUNK).min(list.len())];
         for (i, page) in pages.iter().enumerate() {
             let page = *page as usize;
-            // Rows ascend in position, so those that see a page are the last ones.
+            // Rows ascend in position, so the rows that see a page are the last ones.
             let blind = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
             let rows = blind * self.group..item.rows * self.group;
             let next = list.get(chunk * CHUNK + i + 1).map(|page| *page as usize);
@@ -76,12 +76,12 @@ impl Reads<'_> {
         }
     }
 
-    /// Feeds the ring's pages: of a row at position p, those from Q(p) on, up to p itself.
+    /// Adds the ring's pages: a row at position p reads tokens Q(p) to p.
     fn recent(&self, state: &mut State, item: &Item, head: usize) {
         let position = |i: usize| self.step.rows[item.first + i].position;
         let (first, last) = (visible_pages(position(0)), position(item.rows - 1) / G);
         for page in first..=last {
-            // Earlier rows may end before this page, later ones may see it through planes.
+            // Earlier rows may end before this page; later rows may read it through planes.
             let from = (0..item.rows).take_while(|i| position(*i) / G < page).count();
             let to = (0..item.rows).take_while(|i| visible_pages(position(*i)) <= page).count();
             if from >= to {
@@ -102,7 +102,7 @@ impl Reads<'_> {
     }
 }
 
-/// Core's `select_pages` without sorting all pages: the n − 2 best inner ones are partitioned off.
+/// Core's `select_pages` without sorting all pages: the n − 2 best inner pages are partitioned off.
 fn best_pages(bounds: &[f32], n: usize) -> Vec<usize> {
     let (last, inner) = (bounds.len().saturating_sub(1), n.saturating_sub(2));
     if bounds.len() <= 2 || inner >= last - 1 {
@@ -121,7 +121,7 @@ fn best_pages(bounds: &[f32], n: usize) -> Vec<usize> {
 }
 
 impl CpuBackend {
-    /// Runs of rows of one slot: (first row, rows). A slot has one: what is kept for it belongs to one item.
+    /// Runs of rows of one slot: (first row, rows). An error if a slot has two runs: one item owns its state.
     fn runs(step: &Step) -> Result<Vec<(usize, usize)>> {
         let mut runs: Vec<(usize, usize)> = Vec::new();
         for (j, row) in step.rows.iter().enumerate() {
@@ -134,34 +134,34 @@ impl CpuBackend {
         Ok(runs)
     }
 
-    /// Chooses the pages of every KV head for a slot's first row: draft steps have one.
+    /// Chooses the pages of every KV head for a slot's first row; draft steps have one row per slot.
     fn choose_pages(&mut self, index: usize, step: &Step, runs: &[(usize, usize)]) -> Result<()> {
         let n = match step.pages {
             Pages::All => return Ok(()),
             Pages::Window(n) | Pages::Best(n) => n,
         };
         let (config, simd, threads) = (&self.config, self.choice.simd, self.pool.threads());
-        let (d, kv_heads, group, shape) = (config.head_dim, config.kv_heads, config.group(), self.cache.plan.shape);
+        let (d, kv_heads, group, shape) = (config.head_dim, config.kv_heads, config.group(), self.cache.sizes.shape);
         let (cache, qkv, width, rounding) =
             (&self.cache, &self.rows.qkv, self.rows.places.width, self.options.rounding);
-        let chosen = Parts::new(&mut self.chosen);
+        let chosen = DisjointSlice::new(&mut self.chosen);
         self.pool.run(&|thread| {
             let mut bounds = Vec::new();
-            for item in part(runs.len() * kv_heads, thread, threads) {
+            for item in share(runs.len() * kv_heads, thread, threads) {
                 let ((first, _), kv_head) = (runs[item / kv_heads], item % kv_heads);
                 let row = &step.rows[first];
                 let head = cache.head(row.slot, index, kv_head);
-                // SAFETY: a slot is one run (`runs`), and a head of it one item.
+                // SAFETY: a slot is one run (`runs`), and one of its heads is one item.
                 let (list, visible) = unsafe { &mut chosen.slice(head, 1)[0] };
                 let now = visible_pages(row.position);
                 if !step.choose_pages && *visible <= now && !(list.is_empty() && now > 0) {
-                    // The last choice stays; pages that became visible since are read.
+                    // Keeps the last choice, plus pages that became visible after it.
                     list.extend(*visible as u32..now as u32);
                     *visible = now;
                     continue;
                 }
                 let pages = match step.pages {
-                    // Quantised keys are what is scored; a cache without them keeps to the window.
+                    // Scores need quantised keys; without them the newest pages are read.
                     Pages::Best(_) if cache.planes().upper => {
                         let queries = &qkv[first * width + kv_head * group * d..][..group * d];
                         bounds.clear();
@@ -212,12 +212,12 @@ impl CpuBackend {
         let (rounding, width) = (self.options.rounding, self.rows.places.width);
         let planes = attend::Planes::of(step.view, step.weights);
         let qkv = &self.rows.qkv;
-        let partials = Partials { data: Parts::new(&mut self.rows.partials), heads, parts, d };
+        let partials = Partials { data: DisjointSlice::new(&mut self.rows.partials), heads, parts, d };
         let scale = std::f32::consts::LOG2_E / (d as f32).sqrt();
         let cost = |i: usize| items[i].cost(group);
-        let states = Parts::new(&mut self.states);
+        let states = DisjointSlice::new(&mut self.states);
         let context = Reads { simd, step, cache, planes, rounding, group };
-        let deal = Deal::of((0..threads).map(|thread| part_by_cost(items.len(), thread, threads, cost)));
+        let deal = Deal::of((0..threads).map(|thread| share_by_cost(items.len(), thread, threads, cost)));
         self.pool.run(&|thread| {
             // SAFETY: one element per thread.
             let state = unsafe { &mut states.slice(thread, 1)[0] };
@@ -234,7 +234,7 @@ impl CpuBackend {
                 context.item(state, item, head, list);
                 state.finish(item.rows * group, |r| {
                     let (j, head) = (item.first + r / group, item.kv_head * group + r % group);
-                    // The recent tokens come last: a row's chunks before them are those its own position sees.
+                    // The recent tokens come last, after the chunks that the row's own position sees.
                     let part = item.chunk.unwrap_or(parts - 1);
                     // SAFETY: a row, head and part belong to one item.
                     unsafe { partials.at(j, head, part) }
@@ -245,10 +245,10 @@ impl CpuBackend {
         let stride = row_stride(config.q_width());
         let (partials, length) = (&self.rows.partials, 2 + d);
         let threads = self.pool.team(step.rows.len() * heads * parts * length);
-        let out = Parts::new(&mut self.rows.attended);
+        let out = DisjointSlice::new(&mut self.rows.attended);
         self.pool.run_team(threads, &|thread| {
             let mut gathered = vec![0f32; parts * length];
-            for item in part(step.rows.len() * heads, thread, threads) {
+            for item in share(step.rows.len() * heads, thread, threads) {
                 let (j, head) = (item / heads, item % heads);
                 let row = &step.rows[j];
                 let chunks = list(row.slot, head / group, row.position).len().div_ceil(CHUNK);
@@ -274,7 +274,7 @@ mod tests {
         let mut noise = Noise::new(31);
         for count in [0, 1, 2, 3, 4, 17, 200] {
             for n in [0, 1, 2, 3, 5, 16, 199, 200, 300] {
-                // Whole numbers, so that bounds tie.
+                // Integers, so that bounds tie.
                 let bounds: Vec<f32> = (0..count).map(|_| (noise.normal() * 3.0).round()).collect();
                 assert_eq!(
                     best_pages(&bounds, n),

@@ -3,17 +3,17 @@
 use super::CpuBackend;
 use crate::attend;
 use crate::cache::{Cache, Slot};
-use crate::memory::Parts;
-use crate::pool::part;
+use crate::memory::DisjointSlice;
+use crate::pool::share;
 use crate::quantize;
 use quantspec_core::cache::G;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::KvCache;
 
-/// Pages one thread quantises between two calls of the poll hook: about a millisecond each on the slowest path.
+/// Pages per thread between two calls of the poll hook: about 32 ms on the slowest path.
 const FLUSH_PAGES: usize = 32;
 
-/// Where a page goes, and where it is in the ring.
+/// Source and destination of a page to quantise.
 pub(super) struct PageMove {
     pub(super) kv_head: usize,
     /// Index of slot, layer and KV head.
@@ -36,24 +36,25 @@ impl CpuBackend {
         from_prompt: bool,
     ) -> Result<()> {
         let (simd, threads, rounding) = (self.choice.simd, self.pool.threads(), self.options.rounding);
-        let shape = self.cache.plan.shape;
-        let heads = self.cache.plan.heads();
+        let shape = self.cache.sizes.shape;
+        let heads = self.cache.sizes.heads();
         let planes = self.cache.planes();
         let failure = std::sync::Mutex::new(None);
         let mut start = 0;
         while start < items {
             let count = (items - start).min(FLUSH_PAGES * threads);
-            let Cache { slots, ring, plan: _ } = &mut self.cache;
+            let Cache { slots, ring, sizes: _ } = &mut self.cache;
             let Slot { pages, upper, lower, full } = &mut slots[slot];
-            let (upper, lower, full, ring) = (Parts::new(upper), Parts::new(lower), Parts::new(full), &*ring);
+            let (upper, lower, full, ring) =
+                (DisjointSlice::new(upper), DisjointSlice::new(lower), DisjointSlice::new(full), &*ring);
             let per_head = *pages;
-            let flushes = Parts::new(&mut self.flushes);
+            let flushes = DisjointSlice::new(&mut self.flushes);
             let prompt = &self.prompt;
             self.pool.run(&|thread| {
                 // SAFETY: one element per thread.
                 let scratch = unsafe { &mut flushes.slice(thread, 1)[0] };
                 let mut keys = vec![0u16; G * shape.d];
-                for item in part(count, thread, threads) {
+                for item in share(count, thread, threads) {
                     let at = place(start + item);
                     let page_at = (at.head - slot * heads) * per_head + at.page;
                     let ring = &ring[at.ring..at.ring + shape.full_len()];

@@ -1,4 +1,4 @@
-//! The operations of the network.
+//! The network's operations on the CPU.
 
 use super::CpuBackend;
 use super::activations::Source;
@@ -7,8 +7,8 @@ use crate::attend;
 use crate::elementwise::{rms_norm, rope, silu_mul};
 use crate::lanes::{f16_bits, f16_is_finite};
 use crate::linear::{self, PANEL, row_stride};
-use crate::memory::Parts;
-use crate::pool::part;
+use crate::memory::DisjointSlice;
+use crate::pool::share;
 use crate::prompt::{Machine, Prompt};
 use crate::weights::{Linear, Model};
 use quantspec_core::cache::{G, buffer_slot};
@@ -20,7 +20,7 @@ use quantspec_model::backend::{Network, Pass, Row, Step};
 use quantspec_model::rope::RopeTable;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-/// Adds a panel's biases; a model without biases has an empty list.
+/// Adds a panel's biases; the list is empty for models without biases.
 fn add_bias(tile: &mut [f32], bias: &[f32], panel: usize) {
     if !bias.is_empty() {
         tile.iter_mut().zip(&bias[panel * PANEL..]).for_each(|(y, b)| *y += b);
@@ -87,7 +87,7 @@ impl CpuBackend {
         Ok(())
     }
 
-    /// Threads that wait during the operations to come prepare to read this matrix, in units of `per` panels.
+    /// Lets threads that wait during the next operations prefetch this matrix, in units of `per` panels.
     fn will_read(&self, linear: &Linear, weights: Weights, per: usize) {
         let weight = linear.weight(weights);
         self.pool.will_read(|thread| weight.bytes_of_thread(per, thread, self.pool.threads()));
@@ -100,7 +100,7 @@ impl CpuBackend {
         self.rows.norm(simd, config, &layer.attention_norm, m);
         let places = self.rows.places;
         let (weight, input, out) = self.rows.input(simd, &layer.qkv, step.weights, Source::X, config.hidden, m);
-        let out = Parts::new(out.qkv);
+        let out = DisjointSlice::new(out.qkv);
         let bias = &layer.qkv.bias;
         linear::run(&self.pool, simd, weight, input, m, 1, &|panel, tile| {
             for (j, tile) in tile.chunks_exact_mut(PANEL).enumerate() {
@@ -112,25 +112,25 @@ impl CpuBackend {
         self.append(index, step)
     }
 
-    /// Norms and RoPE of queries in place; keys and values go to the ring.
+    /// Norms and RoPE of queries in place; stores keys and values in the ring.
     fn append(&mut self, index: usize, step: &Step) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
         let (d, heads, kv_heads, places) = (config.head_dim, config.heads, config.kv_heads, self.rows.places);
-        let shape = self.cache.plan.shape;
+        let shape = self.cache.sizes.shape;
         let threads = self.pool.team(m * places.width);
         let (cos, sin) = (&self.rows.cos, &self.rows.sin);
-        let qkv = Parts::new(&mut self.rows.qkv);
+        let qkv = DisjointSlice::new(&mut self.rows.qkv);
         let broken = AtomicBool::new(false);
         let at = |row: &Row, kv_head: usize| {
             let head = (row.slot * config.layers + index) * kv_heads + kv_head;
             (head * quantspec_core::cache::BUFFER_TOKENS / G + buffer_slot(row.position) / G) * shape.full_len()
         };
-        let ring = Parts::new(&mut self.cache.ring);
-        // An item is one KV head of all rows (they share pages of the ring), or one query head of one row.
+        let ring = DisjointSlice::new(&mut self.cache.ring);
+        // An item is one KV head of all rows, which share pages of the ring, or one query head of one row.
         self.pool.run_team(threads, &|thread| {
             let mut halves = vec![0u16; 2 * d];
-            for item in part(kv_heads + heads * m, thread, threads) {
+            for item in share(kv_heads + heads * m, thread, threads) {
                 // SAFETY: heads of a row do not overlap, and each belongs to one item.
                 let part = |j: usize, from: usize| unsafe { qkv.slice(j * places.width + from, d) };
                 let turn = |j: usize, x: &mut [f32], norm: Option<&Vec<f32>>| {
@@ -151,7 +151,7 @@ impl CpuBackend {
                     for (half, x) in halves.iter_mut().zip(key.iter().chain(value.iter())) {
                         *half = f16_bits(*x);
                     }
-                    // Only numbers are stored: a later sequence multiplies what lies behind its end by zero.
+                    // Only finite numbers are stored: a later sequence multiplies entries after its end by zero.
                     for half in halves.iter_mut().filter(|half| !f16_is_finite(**half)) {
                         *half = 0;
                         broken.store(true, Relaxed);
@@ -168,7 +168,7 @@ impl CpuBackend {
         Ok(())
     }
 
-    /// Adds a matrix's output to the hidden states of a step.
+    /// Adds a linear layer's output to the hidden states of a step.
     fn add(&mut self, index: usize, step: &Step, from: Source) -> Result<()> {
         let (config, simd, m) = (&self.config, self.choice.simd, step.rows.len());
         let layer = &self.model.layers[index];
@@ -180,7 +180,7 @@ impl CpuBackend {
         self.will_read(next, step.weights, per);
         let (hidden, stride) = (config.hidden, row_stride(config.hidden));
         let (weight, input, out) = self.rows.input(simd, linear, step.weights, from, k, m);
-        let out = Parts::new(out.hidden);
+        let out = DisjointSlice::new(out.hidden);
         let bias = &linear.bias;
         linear::run(&self.pool, simd, weight, input, m, 1, &|panel, tile| {
             let n = PANEL.min(hidden - panel * PANEL);
@@ -200,7 +200,7 @@ impl CpuBackend {
         self.rows.norm(simd, config, &layer.mlp_norm, m);
         let stride = row_stride(config.intermediate);
         let (weight, input, out) = self.rows.input(simd, &layer.gate_up, step.weights, Source::X, config.hidden, m);
-        let out = Parts::new(out.ffn);
+        let out = DisjointSlice::new(out.ffn);
         let bias = &layer.gate_up.bias;
         linear::run(&self.pool, simd, weight, input, m, 2, &|unit, tile| {
             let (gate, up) = tile.split_at_mut(m * PANEL);
@@ -208,19 +208,19 @@ impl CpuBackend {
                 add_bias(gate, bias, 2 * unit);
                 add_bias(up, bias, 2 * unit + 1);
                 silu_mul(simd, gate, up);
-                // SAFETY: a pair of panels is one unit of one thread. Outputs behind the last are zero, as the stride wants.
+                // SAFETY: a pair of panels is one unit of one thread. Outputs after the last are zero up to the stride.
                 unsafe { out.slice(j * stride + unit * PANEL, PANEL) }.copy_from_slice(gate);
             }
         })
     }
 
-    /// Head over the first m rows of the hidden states.
+    /// LM head over the first m rows of the hidden states.
     fn head_rows(&mut self, weights: Weights, m: usize) -> Result<()> {
         let (config, simd) = (&self.config, self.choice.simd);
         self.rows.norm(simd, config, &self.model.final_norm, m);
         let vocab = config.vocab;
         let (weight, input, out) = self.rows.input(simd, &self.model.head, weights, Source::X, config.hidden, m);
-        let out = Parts::new(out.logits);
+        let out = DisjointSlice::new(out.logits);
         let infinite = AtomicBool::new(false);
         linear::run(&self.pool, simd, weight, input, m, 1, &|panel, tile| {
             let n = PANEL.min(vocab - panel * PANEL);
@@ -233,7 +233,7 @@ impl CpuBackend {
             }
         })?;
         if infinite.load(Relaxed) {
-            // −∞ masks a token, unless it masks all of them.
+            // −∞ masks a token; a row that masks all tokens is refused.
             for (j, logits) in self.rows.logits.chunks_exact(vocab).take(m).enumerate() {
                 let named = |error: Error| Error::not_finite(format!("row {} of {m}: {}", j + 1, error.message));
                 check_finite(logits).map_err(named)?;
@@ -242,7 +242,7 @@ impl CpuBackend {
         Ok(())
     }
 
-    /// Runs a prompt operation with the machine's parts borrowed beside it.
+    /// Runs a prompt operation with the backend's other parts borrowed.
     pub(super) fn prompt<T>(
         &mut self,
         work: impl FnOnce(&mut Prompt, &mut Machine, &Model, &RopeTable) -> Result<T>,
@@ -294,7 +294,7 @@ impl Network for CpuBackend {
         }
     }
 
-    /// The projections add their outputs as they leave.
+    /// The CPU's projections add their outputs to the residual themselves.
     fn reduce_residual(&mut self, _pass: &Pass) -> Result<()> {
         Ok(())
     }
@@ -324,11 +324,11 @@ impl Network for CpuBackend {
         }
         let (kv_heads, pages) = (self.config.kv_heads, tokens / G);
         let first = self.cache.head(slot, layer, 0);
-        // The pages a decode query can see in the ring: the last two complete ones and the one under way.
+        // The pages a decode query can see in the ring: the last two complete ones and the incomplete one.
         for kv_head in 0..kv_heads {
             for page in pages.saturating_sub(2)..tokens.div_ceil(G) {
                 let at = self.cache.ring_at(first + kv_head, page);
-                let ring = &mut self.cache.ring[at..at + self.cache.plan.shape.full_len()];
+                let ring = &mut self.cache.ring[at..at + self.cache.sizes.shape.full_len()];
                 self.prompt.copy(kv_head, page * G..tokens.min((page + 1) * G), ring);
             }
         }

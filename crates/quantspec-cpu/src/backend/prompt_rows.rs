@@ -1,4 +1,4 @@
-//! Keys and values of the prompt under way, out and in.
+//! Export and import of the current prompt's keys and values.
 
 use super::CpuBackend;
 use quantspec_core::Result;

@@ -43,7 +43,7 @@ impl TokenSampler for CpuBackend {
     }
 
     fn margin(&mut self, slot: usize) -> Result<f32> {
-        Ok(self.judge.lead(slot))
+        Ok(self.judge.margin(slot))
     }
 
     fn distribution(&mut self, slot: usize, offset: usize) -> Result<Vec<f32>> {
@@ -51,9 +51,6 @@ impl TokenSampler for CpuBackend {
     }
 
     fn set_distribution(&mut self, slot: usize, offset: usize, q: &[f32]) -> Result<()> {
-        if q.len() != self.config.vocab {
-            return Err(Error::internal(format!("a distribution of {} tokens of {}", q.len(), self.config.vocab)));
-        }
         self.judge.keep(slot, offset, q.to_vec());
         Ok(())
     }

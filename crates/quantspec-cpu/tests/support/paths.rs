@@ -2,7 +2,7 @@
 
 use super::Simd;
 
-/// The paths of this machine; the others are said to be skipped, which fails where `QUANTSPEC_REQUIRE_SIMD` lists them.
+/// The SIMD paths of this machine. Prints the others as skipped, and fails if `QUANTSPEC_REQUIRE_SIMD` lists one of them.
 #[allow(clippy::print_stderr, reason = "tools/test.sh gathers what ran and what did not")]
 pub(crate) fn paths() -> Vec<Simd> {
     let required = std::env::var("QUANTSPEC_REQUIRE_SIMD").unwrap_or_default();

@@ -3,7 +3,7 @@
 use quantspec_model::checkpoint::Checkpoint;
 use serde_json::{Value, json};
 
-/// What distinguishes one random model from another.
+/// Parameters of a random model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub(crate) family: &'static str,
@@ -38,7 +38,7 @@ impl Noise {
 }
 
 impl Shape {
-    /// A model small enough for the reference, with every family's parts where `family` and `biases` ask for them.
+    /// A model small enough for the reference, with the parts that `family` and `biases` imply.
     pub(crate) const fn new(family: &'static str, dtype: &'static str, heads: (usize, usize, usize)) -> Shape {
         Shape {
             family,
@@ -104,19 +104,19 @@ impl Shape {
         out
     }
 
-    /// The checkpoint. Its few bytes live as long as the test process.
+    /// The checkpoint. Its few bytes are leaked.
     pub(crate) fn checkpoint(&self, seed: u64) -> Checkpoint {
         self.build(seed, None, &|_, _, _| ())
     }
 
-    /// The checkpoint after `edit` of every tensor: name, values, number format.
+    /// The checkpoint with `edit` applied to every tensor: name, values, number format.
     #[allow(dead_code, reason = "not every test that includes this file edits checkpoints")]
     pub(crate) fn edited(&self, seed: u64, edit: &dyn Fn(&str, &mut [f32], &mut &'static str)) -> Checkpoint {
         self.build(seed, None, edit)
     }
 
-    /// The checkpoint in which one token alone has values beyond half precision: `weights` are those of its two first channels in the first value of
-    /// layer 0, and it has nothing but the first channel, which no other token has.
+    /// A checkpoint in which only one token has values beyond f16. `weights` are those of its two first channels in the first
+    /// value of layer 0. The token has only the first channel, which no other token has.
     #[allow(dead_code, reason = "not every test that includes this file needs one")]
     pub(crate) fn overflowing(&self, seed: u64, token: usize, weights: [f32; 2]) -> Checkpoint {
         self.edited(seed, &|name, values, _| {
@@ -130,13 +130,13 @@ impl Shape {
                 values[..self.hidden].fill(0.0);
                 values[..2].copy_from_slice(&weights);
             } else if name == "model.layers.0.self_attn.o_proj.weight" {
-                // What attention makes of that value is small again.
+                // The output projection scales that value down again.
                 values.chunks_exact_mut(self.heads * self.head_dim).for_each(|row| row[0] *= 1e-6);
             }
         })
     }
 
-    /// The checkpoint with one element in the middle of a 16-bit tensor replaced by these bits.
+    /// The checkpoint with the bits of one element in the middle of a 16-bit tensor replaced.
     #[allow(dead_code, reason = "not every test that includes this file damages checkpoints")]
     pub(crate) fn damaged(&self, seed: u64, tensor: &str, bits: u16) -> Checkpoint {
         self.build(seed, Some((tensor, bits)), &|_, _, _| ())

@@ -1,17 +1,17 @@
-//! What the host tells the device about a step: rows, angles, spans and choices, written by one copy.
+//! Description of a step for the device: rows, angles, spans and choices, written by one copy.
 
 use super::CudaBackend;
-use crate::attend::{Pass as AttendPass, Places};
+use crate::attend::{Pass as AttendPass, PassAddresses};
 use crate::device::{Pinned, Plain};
 use quantspec_core::cache::G;
 use quantspec_core::config::{Pages, View, Weights};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Step;
 
-/// Descriptions that may be queued before the host must wait for the oldest: rounds end with a wait, only single steps queue up.
+/// Descriptions that may be queued before the host waits for the oldest. Rounds end with a wait; only single steps queue up.
 pub(super) const STAGES: usize = 4;
 
-/// Begins a step in the key of a graph; no address and no count is as large.
+/// Marks the start of a step in a graph's key; larger than any address or count.
 const STEP: u64 = u64::MAX;
 
 /// A row as the kernels see it; `Row` in kernels/layout.cuh.
@@ -27,22 +27,22 @@ pub(super) struct DeviceRow {
 // SAFETY: thirty-two-bit numbers only.
 unsafe impl Plain for DeviceRow {}
 
-/// How the step under way is laid out in the description.
+/// Layout of the current step's description.
 #[derive(Clone, Debug, Default)]
 pub(super) struct StepLayout {
     pub(super) passes: Vec<AttendPass>,
-    pub(super) places: Vec<Places>,
+    pub(super) places: Vec<PassAddresses>,
     pub(super) rows: u64,
     pub(super) cos_sin: u64,
-    /// Choices of page lists to make, and their largest page count; empty where lists stand.
+    /// Page choices to make, and their largest page count; empty if existing lists are kept.
     pub(super) choices: u64,
     pub(super) choosing: usize,
     pub(super) choosing_pages: usize,
-    /// The step drafts: nobody looks at what it flags.
+    /// The step drafts, so its error flag is not read.
     pub(super) drafts: bool,
 }
 
-/// Lays values into a page-locked buffer, each aligned for the widest load.
+/// Appends values to a page-locked buffer, each aligned for the widest load.
 pub(super) struct Writer<'a> {
     pub(super) pinned: &'a mut Pinned,
     pub(super) at: usize,
@@ -58,7 +58,7 @@ impl Writer<'_> {
 }
 
 impl CudaBackend {
-    /// Describes a single step to the device: one copy.
+    /// Copies the description of a single step to the device.
     pub(super) fn begin(&mut self, step: &Step) -> Result<()> {
         self.stage()?;
         let mut at = 0;
@@ -67,7 +67,7 @@ impl CudaBackend {
         self.send(at)
     }
 
-    /// Makes the next staging buffer free to write.
+    /// Waits until the next staging buffer is free.
     pub(super) fn stage(&mut self) -> Result<()> {
         if self.staged == STAGES {
             self.device.synchronize()?;
@@ -78,13 +78,13 @@ impl CudaBackend {
 
     /// Queues the copy of the first `bytes` of the staging buffer.
     pub(super) fn send(&mut self, bytes: usize) -> Result<()> {
-        // SAFETY: a staging buffer is written to again when `stage` or the end of a round has waited for its copy.
+        // SAFETY: a staging buffer is rewritten only after `stage` or the end of a round has waited for its copy.
         unsafe { self.step.description.write_pinned(0, &self.step.staging[self.staged], 0, bytes)? };
         self.staged += 1;
         Ok(())
     }
 
-    /// Writes what describes a step into the staging buffer from `at` on.
+    /// Writes the description of a step into the staging buffer from `at` on.
     pub(super) fn describe(&mut self, step: &Step, at: &mut usize) -> Result<StepLayout> {
         let rows = step.rows;
         if rows.is_empty() || rows.len() > self.options.step_rows {
@@ -115,7 +115,7 @@ impl CudaBackend {
         let slots = &self.slots;
         let chosen = |slot: usize| slots.get(slot)?.as_ref()?.chosen.filter(|_| with_lists);
         let fresh = |slot: usize| choices.iter().any(|choice| choice.slot as usize == slot);
-        let passes = self.attend.plan(step.view, rows, chosen, fresh)?;
+        let passes = self.attend.passes(step.view, rows, chosen, fresh)?;
 
         let half = self.config.head_dim / 2;
         let mut writer = Writer { pinned: &mut self.step.staging[self.staged], at: *at };
@@ -140,13 +140,14 @@ impl CudaBackend {
         layout.cos_sin = base + writer.put(&angles)? as u64;
         layout.choices = base + writer.put(&choices)? as u64;
         layout.choosing = choices.len();
-        // In steps, so that rounds stay alike while a text grows by a few pages; scores beyond a sequence's pages are not made.
+        // Rounded up, so that rounds share a graph while a text grows by a few pages. Pages beyond a sequence's own are not
+        // scored.
         let pages = choices.iter().map(|choice| choice.pages as usize).max().unwrap_or(0);
         layout.choosing_pages = pages.next_multiple_of(64).min(self.cache.pitch);
         for pass in &passes {
-            layout.places.push(Places {
+            layout.places.push(PassAddresses {
                 spans: base + writer.put(&pass.spans)? as u64,
-                parts: base + writer.put(&pass.parts)? as u64,
+                tiles: base + writer.put(&pass.tiles)? as u64,
                 merged: base + writer.put(&pass.merged)? as u64,
                 tables: self.cache.tables.at(0),
                 table_pitch: self.cache.pitch,
@@ -160,7 +161,7 @@ impl CudaBackend {
         Ok(layout)
     }
 
-    /// Everything that decides which kernels a step launches, with which grids and addresses.
+    /// Everything that determines a step's kernels, grids and addresses.
     pub(super) fn step_key(&self, step: &Step, layout: &StepLayout, key: &mut Vec<u64>) {
         let (kind, n) = match step.pages {
             Pages::All => (0, 0),
@@ -182,7 +183,7 @@ impl CudaBackend {
         ]);
         for (pass, places) in layout.passes.iter().zip(&layout.places) {
             key.extend(pass.launches());
-            key.extend([places.spans, places.parts, places.merged, places.list_pitch as u64]);
+            key.extend([places.spans, places.tiles, places.merged, places.list_pitch as u64]);
         }
     }
 }

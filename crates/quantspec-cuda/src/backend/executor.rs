@@ -1,4 +1,4 @@
-//! Rounds: described in one copy, launched kernel by kernel or recorded as graphs, and found again.
+//! Rounds: described in one copy, launched kernel by kernel or as a recorded graph.
 
 use super::CudaBackend;
 use super::describe::{StepLayout, Writer};
@@ -9,10 +9,10 @@ use crate::sample::Manner;
 use quantspec_core::config::Weights;
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
-use quantspec_model::backend::{DraftPlan, Executor, Round};
+use quantspec_model::backend::{DraftConfig, Executor, Round};
 use quantspec_model::forward;
 
-/// Points of a round in the device's time.
+/// Events at points of a round.
 pub(super) struct Clock {
     pub(super) start: Mark,
     pub(super) drafted: Mark,
@@ -20,12 +20,12 @@ pub(super) struct Clock {
     pub(super) ran: bool,
 }
 
-/// A round that was described to the device.
+/// A round whose description is on the device.
 struct Described<'a> {
     round: &'a Round<'a>,
     /// Of its steps, in order.
     layouts: Vec<StepLayout>,
-    /// Where its turns lie, if they are judged.
+    /// Address of its turns, if they are judged.
     turns: u64,
     manner: Manner,
 }
@@ -35,13 +35,13 @@ impl Executor for CudaBackend {
         true
     }
 
-    fn prepare_draft(&mut self, plan: &DraftPlan) -> Result<()> {
-        if plan.weights.is_draft() { self.restore_drafts() } else { Ok(()) }
+    fn prepare_draft(&mut self, config: &DraftConfig) -> Result<()> {
+        if config.weights.is_draft() { self.restore_drafts() } else { Ok(()) }
     }
 
     fn run(&mut self, round: &Round) -> Result<Vec<Verdict>> {
         if round.drafts().any(|step| step.weights.is_draft()) {
-            // A long prompt since `prepare_draft` may have taken their place.
+            // A long prompt after `prepare_draft` may have overwritten them.
             self.restore_drafts()?;
         }
         let described = self.describe_round(round)?;
@@ -58,13 +58,14 @@ impl Executor for CudaBackend {
     }
 }
 
-/// Whether the device tells how long a round drafts. What is drafted by itself the host times.
+/// Returns true if the device measures the round's drafting time. The host times rounds that only draft.
 fn timed(round: &Round) -> bool {
     round.drafts().next().is_some() && round.verification().is_some()
 }
 
 impl CudaBackend {
-    /// Describes a round to the device: one copy. Draft steps by themselves are described at one fixed place, so that all of them are one graph.
+    /// Copies a round's description to the device. Draft steps without verification use one fixed address, so they share a
+    /// graph.
     fn describe_round<'a>(&mut self, round: &'a Round) -> Result<Described<'a>> {
         let manner = self.sampling.learn(round.turns)?;
         self.stage()?;
@@ -86,7 +87,7 @@ impl CudaBackend {
         Ok(Described { round, layouts, turns, manner })
     }
 
-    /// Queues the steps of a described round. `recording`: into a graph.
+    /// Queues the steps of a described round; `recording`: into a graph.
     fn queue(&mut self, described: &Described, recording: bool) -> Result<()> {
         self.ahead = Some(described.layouts.clone().into_iter());
         let queued = self.queue_steps(described, recording);
@@ -115,8 +116,8 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Runs what [`CudaBackend::queue`] queues, as a graph where two like it ran before: some hundred launches per step become one.
-    /// A round whose logits the host reads before they are penalised is no graph.
+    /// Runs the round's launches, as a graph from the third round of a kind on: one launch instead of some hundred per step.
+    /// Rounds whose unpenalised logits the host reads use no graph.
     fn launch_round(&mut self, described: &Described) -> Result<()> {
         self.unpenalised.clear();
         if keeps_logits(described.round.turns) {
@@ -125,7 +126,8 @@ impl CudaBackend {
         let key = self.round_key(described);
         let steps = described.layouts.len();
         match self.recorded.find(&key) {
-            // SAFETY: everything recorded belongs to this backend; buffers that may be replaced are part of the key.
+            // SAFETY: all recorded memory belongs to this backend; addresses of buffers that may be replaced are part of the
+            // key.
             Some(Kind::Graph(graph)) => unsafe { graph.launch() },
             Some(Kind::Refused) => self.queue(described, false),
             None if self.device.one_by_one => self.queue(described, false),
@@ -134,11 +136,11 @@ impl CudaBackend {
                 self.queue(described, false)
             }
             Some(Kind::Seen) => {
-                // Launched one by one once more, and recorded while the GPU works on it: building a graph of thousands of launches
-                // takes milliseconds.
+                // Launches kernel by kernel once more, and records while the GPU works: building a graph of thousands of
+                // launches takes milliseconds.
                 self.queue(described, false)?;
                 let device = self.device.clone();
-                // The plan counts no graphs. Where memory for one is lacking, or the driver refuses, the round is slower and nothing else.
+                // The memory plan does not count graphs. If memory is short or the driver refuses, the round is only slower.
                 let kind = match device.record(|| self.queue(described, true)) {
                     Ok(graph) => Kind::Graph(graph),
                     Err(error) if matches!(error.kind, ErrorKind::DoesNotFit | ErrorKind::Device) => Kind::Refused,
@@ -150,7 +152,7 @@ impl CudaBackend {
         }
     }
 
-    /// Everything that decides which kernels a round launches, with which grids and addresses.
+    /// Everything that determines a round's kernels, grids and addresses.
     fn round_key(&self, described: &Described) -> Vec<u64> {
         let Described { round, layouts, turns, manner } = described;
         let judged = if round.verification().is_some() { round.turns.len() } else { 0 };

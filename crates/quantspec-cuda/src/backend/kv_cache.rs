@@ -19,7 +19,7 @@ use std::sync::Arc;
 pub(super) struct Slot {
     /// Physical pages, by logical page.
     pub(super) pages: Vec<i32>,
-    /// What its draft reads, where not all pages.
+    /// The list its draft reads, unless it reads all pages.
     pub(super) chosen: Option<Chosen>,
 }
 
@@ -58,8 +58,8 @@ impl Cache {
         })
     }
 
-    /// Queues clearing a slot's rings. Places without a token are multiplied by probabilities of zero, so they must hold numbers, and a sequence that ended
-    /// because its keys or values were none has left them there.
+    /// Queues clearing a slot's rings. Ring entries without a token are multiplied by probabilities of zero, so they must be
+    /// finite. An earlier sequence may have ended on non-finite keys or values.
     fn clean(&self, slot: usize, config: &ModelConfig, slots: usize) -> Result<()> {
         let bytes = config.kv_heads * BUFFER_TOKENS * config.head_dim * size_of::<u16>();
         [&self.ring_k, &self.ring_v]
@@ -75,7 +75,7 @@ pub(super) struct Lists {
     pub(super) lists: Buffer,
     /// f32 `[slots][KV heads][pages of a sequence]`
     pub(super) scores: Buffer,
-    /// Entries of the longest list: of every page of a sequence, and of the two that are always read.
+    /// Entries of the longest list: every page of a sequence, or at least the two that are always read.
     pub(super) pitch: usize,
 }
 
@@ -106,7 +106,8 @@ pub(super) fn table_bytes(options: &Options) -> usize {
     options.slots * table_pitch(options) * 4
 }
 
-/// Shared memory of the kernels that quantise a page of heads of `d` channels, in bytes: the keys or values of a page in f16, and sums.
+/// Shared memory, in bytes, of the kernels that quantise a page of heads with `d` channels: its keys or values in f16, and
+/// sums.
 pub(crate) const fn page_shared(d: usize) -> usize {
     2 * G * d + 4096
 }
@@ -133,12 +134,12 @@ impl CudaBackend {
         }
     }
 
-    /// Entries of a list that was asked for `n` pages: the first and the newest are always in, and there are no more than of a sequence.
+    /// Length of a list of `n` requested pages: at least the first and the newest, at most all pages of a sequence.
     pub(super) fn listed(&self, n: usize) -> usize {
         n.clamp(2, self.lists.pitch)
     }
 
-    /// Which lists of pages a draft step chooses anew, and for which rows; notes what each slot reads from now on.
+    /// The lists of pages that a draft step chooses, and for which rows. Records what each slot reads from now on.
     pub(super) fn choose_lists(&mut self, step: &Step) -> Result<Vec<Choice>> {
         let n = match step.pages {
             Pages::All => return Ok(Vec::new()),
@@ -151,7 +152,7 @@ impl CudaBackend {
                 return Err(Error::internal(format!("slot {} is not open", row.slot)));
             };
             if step.choose_pages || slot.chosen.is_none() {
-                // Where all would be on the list there is none.
+                // A list of all pages is not needed.
                 slot.chosen = (visible > n).then_some(Chosen { listed: n, visible });
                 if slot.chosen.is_some() {
                     choices.push(Choice { row: index as i32, slot: row.slot as i32, pages: visible as i32 });
@@ -176,10 +177,10 @@ impl KvCache for CudaBackend {
             ));
         }
         let pages = self.cache.free.split_off(self.cache.free.len() - wanted);
-        // Also where the rest fails: closing the slot gives the pages back.
+        // Stored before the fallible part: closing the slot then frees the pages.
         *place = Some(Slot { pages: pages.clone(), chosen: None });
         let opened = self.cache.clean(slot, &self.config, self.options.slots).and_then(|()| {
-            // What interrupted work has flagged, and nobody read, is not the new sequence's.
+            // Clears flags of interrupted work, which do not concern the new sequence.
             self.sampling.clear_flag()?;
             self.sampling.forget(slot);
             self.prompting = false;
@@ -191,7 +192,8 @@ impl KvCache for CudaBackend {
     fn close(&mut self, slot: usize) {
         if let Some(closed) = self.slots.get_mut(slot).and_then(Option::take) {
             self.cache.free.extend(closed.pages.into_iter().rev());
-            // What a prompt flagged that was interrupted is not its neighbours'; an error comes again with their next step.
+            // Clears flags of an interrupted prompt, which do not concern other slots; a device error appears again with
+            // their next step.
             if self.prompting && self.sampling.clear_flag().is_ok() {
                 self.prompting = false;
             }

@@ -1,4 +1,4 @@
-//! The operations of the network on the rows of a step.
+//! The network's operations on the rows of a step.
 
 use super::CudaBackend;
 use super::kv_cache::page_shared;
@@ -6,7 +6,7 @@ use super::workspace::Input;
 use crate::args;
 use crate::attend::Around;
 use crate::device::{Buffer, Kernel, Launch};
-use crate::draft::{Draft, Heads, Hidden};
+use crate::draft::{DraftGemms, Heads, Hidden};
 use crate::flags::check_flag;
 use crate::hierarchy::Reads;
 use crate::linear::{ATOM, GROUP, Quantised};
@@ -17,7 +17,7 @@ use quantspec_core::plan::pages;
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::{Network, Pass, Step};
 
-/// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to wait beside a product's block.
+/// Threads of a norm's block, as in kernels/elementwise.cu: few enough registers to be resident next to a GEMM's block.
 pub(crate) const NORM_THREADS: u32 = 512;
 
 /// Kinds of matrices, as places in `Sensitive::KINDS`.
@@ -38,12 +38,12 @@ impl CudaBackend {
         self.weights.layers.get(layer).ok_or_else(|| Error::internal(format!("layer {layer} does not exist")))
     }
 
-    /// Where the step under way flags keys and values that are not numbers.
+    /// The flag for non-finite keys and values of the current step.
     fn step_flag(&self) -> u64 {
         if self.layout.drafts { self.sampling.draft_flag() } else { self.sampling.flag() }
     }
 
-    /// The addition that [`Network::reduce_residual`] left, then the norm, into the input type of a product.
+    /// The deferred residual addition of [`Network::reduce_residual`], then the norm, into the input type of a GEMM.
     pub(super) fn norm(
         &self,
         rows: usize,
@@ -72,8 +72,8 @@ impl CudaBackend {
         self.launch(self.kernels.add_rows, [elements.div_ceil(1024), 1, 1], 256, 0, &arguments)
     }
 
-    /// y = input · weightsᵀ by the draft's own weights where it has some; of nibbles those that `reads` says.
-    pub(super) fn product(
+    /// y = input · weightsᵀ, with the draft's own weights if it has some; `reads` selects the planes of weights in nibbles.
+    pub(super) fn gemm(
         &self,
         full: &Full,
         draft: Option<&Quantised>,
@@ -116,7 +116,7 @@ impl CudaBackend {
         if four && step.weights.is_draft() { Reads::Upper } else { Reads::All }
     }
 
-    /// Addresses of a layer's matrices in 16 bits, as a prompt's products read them: queries, keys and values; output; gate and up; down.
+    /// Addresses of a layer's matrices in 16 bits for a prompt's GEMMs: QKV; output; gate and up; down.
     pub(super) fn prompt_matrices(&mut self, layer: usize) -> Result<[u64; 4]> {
         let index = layer;
         let layer = self.weights.layers.get(index);
@@ -127,28 +127,29 @@ impl CudaBackend {
         }
     }
 
-    /// The kernels of a draft step that takes along what lies between its products, where a kind of matrices can use them: in four bits, for few rows.
-    fn together(&self, step: &Step, kind: usize) -> Option<&Draft> {
+    /// The fused kernels of a draft step, if they support it for a kind of matrices: weights in four bits, few rows.
+    fn together(&self, step: &Step, kind: usize) -> Option<&DraftGemms> {
         let in_bf16 = self.nibbles.is_some() && self.config.dtype == Dtype::Bf16;
         let eight = weights::draft_bits(&self.options).map(|bits| bits == Some(8));
         // The fused kernels make inputs of 8 bits.
         let fused = step.weights == Weights::Draft && fused(eight, in_bf16)[kind];
         let widest = self.config.hidden.max(self.config.q_width()).max(self.config.intermediate);
         let of_draft = self.options.draft_weights == DraftWeights::Int4;
-        let takes = |draft: &&Draft| match self.nibbles {
+        let takes = |draft: &&DraftGemms| match self.nibbles {
             Some(_) => draft.takes_upper(widest, step.rows.len()),
             None => draft.takes(widest, step.rows.len()),
         };
         self.draft.as_ref().filter(|draft| fused && of_draft && takes(draft))
     }
 
-    /// The hidden stream of a step ahead of a norm.
+    /// The hidden stream of a step before a norm.
     pub(super) fn stream(&self, weight: &Buffer) -> Hidden {
         let (eps, width) = (self.config.rms_eps, self.config.hidden);
         Hidden { address: self.step.hidden.at(0), weight: weight.at(0), eps, width }
     }
 
-    /// Makes the draft weights anew where a prompt was in their place, and waits: kernels of a draft read weights before the kernel ahead has ended.
+    /// Makes the draft weights anew if a prompt has overwritten them, and waits: draft kernels read weights before the
+    /// previous kernel has ended.
     pub(super) fn restore_drafts(&mut self) -> Result<()> {
         if self.overwritten {
             self.weights.quantise(&self.linear, self.sampling.shared())?;
@@ -160,16 +161,17 @@ impl CudaBackend {
 
     pub(super) fn step_embed(&self, step: &Step) -> Result<()> {
         let (windows, pitch) = (self.sampling.windows(), self.sampling.pitch());
-        // Without overlap: kernels of a step read ahead of one another what earlier steps left, so those have ended before its first kernel begins.
+        // Without overlap: later kernels read results of earlier steps before their predecessor has ended, so those steps
+        // must end before this first kernel starts.
         let launch = Launch { grid: [step.rows.len() as u32, 1, 1], block: 256, shared: 0, overlap: false };
         // SAFETY: rows, windows and the hidden stream have room for the rows of a step.
         unsafe { self.launch_embed(launch, [self.layout.rows, windows, pitch as u64, 0], self.step.hidden.at(0)) }
     }
 
-    /// Embeds rows: of `from`, the rows of a step, windows and their pitch, or the tokens of a prompt.
+    /// Embeds rows. `from`: the rows of a step, windows and their pitch, or the tokens of a prompt.
     ///
     /// # Safety
-    /// All addresses must be good for the rows of the launch until the stream has passed this call.
+    /// All addresses must stay valid for the launch's rows until the stream has completed this call.
     pub(super) unsafe fn launch_embed(&self, launch: Launch, from: [u64; 4], hidden: u64) -> Result<()> {
         let [rows, windows, pitch, tokens] = from;
         let mut arguments = args![rows, windows, pitch as usize, tokens].to_vec();
@@ -181,11 +183,11 @@ impl CudaBackend {
             }
         }
         arguments.extend(args![hidden, self.config.hidden, self.config.vocab]);
-        // SAFETY: the argument list is the kernel's; the caller vouches for the addresses.
+        // SAFETY: the argument list is the kernel's; the caller guarantees the addresses.
         unsafe { self.device.launch(self.kernels.embed, launch, &arguments) }
     }
 
-    /// The norm ahead of attention, and the product.
+    /// The norm before attention, and the QKV GEMM.
     fn step_norm_qkv(&self, layer: usize, draft: Option<&Quantised>, step: &Step) -> Result<()> {
         let (weights, space, rows) = (self.layer(layer)?, &self.step, step.rows.len());
         self.norm(
@@ -197,7 +199,7 @@ impl CudaBackend {
             space.hidden.at(0),
         )?;
         self.coarsen(step, QKV, &space.normed, draft.is_some())?;
-        self.product(&weights.qkv, draft, self.reads(step, QKV), &space.normed, space.y.at(0), rows)
+        self.gemm(&weights.qkv, draft, self.reads(step, QKV), &space.normed, space.y.at(0), rows)
     }
 
     fn step_qkv(&self, layer: usize, step: &Step) -> Result<()> {
@@ -263,13 +265,13 @@ impl CudaBackend {
     fn step_attend(&self, layer: usize, step: &Step) -> Result<()> {
         let weights = self.layer(layer)?;
         let beside = self.together(step, OUTPUT).is_some();
-        // What its product takes is int8.
+        // The output projection's input is int8.
         let draft = beside || weights.draft.output.is_some() && step.weights.is_draft();
         let cache = self.cache_layer(layer);
         let space = &self.step;
         if let (Some(places), true) = (self.layout.places.first(), self.layout.choosing > 0) {
             let (n, scores) = match step.pages {
-                // Quantised keys are what is scored; a cache without them keeps to the window.
+                // Scores need quantised keys; without them the newest pages are read.
                 Pages::Best(n) if self.cache.upper.is_some() => (n, self.lists.scores.at(0)),
                 Pages::Best(n) | Pages::Window(n) => (n, 0),
                 Pages::All => (0, 0),
@@ -290,7 +292,7 @@ impl CudaBackend {
             }
         }
         for (index, (pass, places)) in self.layout.passes.iter().zip(&self.layout.places).enumerate() {
-            // Draft products ask for their weights themselves, and ahead of another pass there is no product.
+            // Draft GEMMs prefetch their own weights, and no GEMM follows if another pass does.
             let none = draft || index + 1 < self.layout.passes.len();
             let around = Around { beside, behind: if none { (0, 0) } else { weights.output.ahead() } };
             // SAFETY: the description holds the pass, and the partial results have room for every pass of at most PASS_ROWS rows.
@@ -325,7 +327,7 @@ impl CudaBackend {
         }
         self.norm(rows, &weights.mlp_norm, &space.normed, self.kernels.norm[0], draft.is_some(), space.hidden.at(0))?;
         self.coarsen(step, GATE_UP, &space.normed, draft.is_some())?;
-        self.product(&weights.gate_up, draft, self.reads(step, GATE_UP), &space.normed, space.y.at(0), rows)?;
+        self.gemm(&weights.gate_up, draft, self.reads(step, GATE_UP), &space.normed, space.y.at(0), rows)?;
         let (bias, gated) = (argument(&weights.gate_up_bias), &space.gated);
         let grid = [width.div_ceil(1024), rows, 1];
         if drafting && weights.draft.down.is_some() {
@@ -348,7 +350,7 @@ impl Network for CudaBackend {
         match pass {
             Pass::Prefill(block) => self.prompt_embed(block),
             Pass::Step(step) => {
-                // A step that failed may have left them.
+                // A failed step may have left them set.
                 (self.unreduced, self.residual) = (None, None);
                 match &mut self.ahead {
                     Some(layouts) => {
@@ -375,7 +377,7 @@ impl Network for CudaBackend {
                 Ok(())
             }
             Pass::Prefill(block) => {
-                // Another sequence may have begun or ended since the last chunk.
+                // Another sequence may have begun or ended after the last chunk.
                 self.prompting = true;
                 self.prompt_qkv(layer, block)
             }
@@ -415,7 +417,7 @@ impl Network for CudaBackend {
                 }
                 let (input, y) = (&self.step.attended, self.step.y.at(0));
                 self.coarsen(step, OUTPUT, input, draft.is_some())?;
-                self.product(&weights.output, draft, self.reads(step, OUTPUT), input, y, step.rows.len())?;
+                self.gemm(&weights.output, draft, self.reads(step, OUTPUT), input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.output_bias));
                 Ok(())
             }
@@ -429,7 +431,7 @@ impl Network for CudaBackend {
         }
     }
 
-    /// The next norm adds y. The projections of prompts, and of draft steps that fuse, added theirs.
+    /// The next norm adds y. GEMMs of prompts and fused GEMMs of draft steps have added theirs.
     fn reduce_residual(&mut self, pass: &Pass) -> Result<()> {
         let unreduced = self.unreduced.take();
         self.residual = unreduced.filter(|_| matches!(pass, Pass::Step(_)));
@@ -469,7 +471,7 @@ impl Network for CudaBackend {
                 }
                 let (input, y) = (&self.step.gated, self.step.y.at(0));
                 self.coarsen(step, DOWN, input, draft.is_some())?;
-                self.product(&weights.down, draft, self.reads(step, DOWN), input, y, step.rows.len())?;
+                self.gemm(&weights.down, draft, self.reads(step, DOWN), input, y, step.rows.len())?;
                 self.unreduced = Some(address(&weights.down_bias));
                 Ok(())
             }
@@ -533,13 +535,13 @@ impl Network for CudaBackend {
         let draft = self.weights.draft_head.as_ref().filter(|_| drafting);
         let last = &self.step.last;
         self.norm(rows, &self.weights.final_norm, last, self.kernels.norm[1], draft.is_some(), hidden)?;
-        self.product(self.weights.head(), draft, Reads::All, last, self.step.logits.at(0), rows)?;
+        self.gemm(self.weights.head(), draft, Reads::All, last, self.step.logits.at(0), rows)?;
         self.residual = None;
         Ok(())
     }
 
     fn poll(&mut self) -> Result<()> {
-        // A round is queued without polling: an interrupt would leave half a recorded graph.
+        // A round is queued without polling: an interrupt would leave a half-recorded graph.
         if self.ahead.is_some() { Ok(()) } else { (self.hooks.poll)() }
     }
 }

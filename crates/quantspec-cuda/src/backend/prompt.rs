@@ -1,4 +1,4 @@
-//! The operations of the network on the rows of a prompt.
+//! The network's operations on the rows of a prompt.
 
 use super::CudaBackend;
 use super::network::NORM_THREADS;
@@ -10,11 +10,11 @@ use quantspec_core::{Error, Result};
 use quantspec_model::backend::Block;
 use std::time::Duration;
 
-/// How long the host sleeps between looks at a busy device: short against a prompt's layer.
+/// Interval between checks of a busy device, short compared with a prompt's layer.
 const LOOK_AGAIN: Duration = Duration::from_micros(200);
 
 impl CudaBackend {
-    /// Addresses of hidden states, and of keys and values, of the prompt under way.
+    /// Addresses of hidden states, and of keys and values, of the current prompt.
     fn prompt_kept(&self) -> [u64; 2] {
         let drafts = self.weights.drafts.as_ref().map_or(0, |drafts| drafts.at(0));
         let [hidden, _] = kept_bytes(&self.config, self.options.prompt_capacity);
@@ -35,7 +35,7 @@ impl CudaBackend {
         self.prompt_kept()[1] + (row * 2 * self.config.kv_width() * 2) as u64
     }
 
-    /// Waits for the device while the caller may interrupt.
+    /// Waits for the device; the caller may interrupt.
     pub(super) fn wait(&mut self) -> Result<()> {
         while !self.device.idle()? {
             (self.hooks.poll)()?;
@@ -74,7 +74,7 @@ impl CudaBackend {
         unsafe { self.launch_embed(launch, [0, 0, 0, tokens], self.prompt_hidden(block.start)) }
     }
 
-    /// RMSNorm of a block's hidden states into the block's product input.
+    /// RMSNorm of a block's hidden states into the input of its GEMM.
     pub(super) fn prompt_norm(&self, block: &Block, weight: &Buffer) -> Result<()> {
         let (width, pitch) = (self.config.hidden, padded(self.config.hidden));
         let arguments = args![

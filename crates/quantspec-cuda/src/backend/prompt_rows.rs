@@ -1,15 +1,15 @@
-//! Keys and values of the prompt under way, out and in.
+//! Export and import of the current prompt's keys and values.
 
 use super::CudaBackend;
 use super::workspace::kept_bytes;
 use crate::device::Buffer;
 use crate::images;
 use quantspec_core::{Error, Result};
-use quantspec_model::backend::PromptRows;
+use quantspec_model::backend::{HeldRows, PromptRows};
 use std::ops::Range;
 
 impl CudaBackend {
-    /// Where the keys and values of prompt tokens are, of `bytes` bytes.
+    /// Location of the keys and values of prompt tokens, checked against `bytes` of them.
     fn prompt_tokens(&self, tokens: &Range<usize>, bytes: usize) -> Result<(&Buffer, usize)> {
         let each = self.row_bytes();
         if tokens.start > tokens.end || tokens.end > self.options.prompt_capacity || bytes != tokens.len() * each {
@@ -43,5 +43,23 @@ impl PromptRows for CudaBackend {
     fn import_rows(&mut self, tokens: Range<usize>, bytes: &[u8]) -> Result<()> {
         let (buffer, at) = self.prompt_tokens(&tokens, bytes.len())?;
         buffer.write(at, bytes)
+    }
+
+    /// In device memory, so that no prompt waits for the bus: keys and values of 60,000 tokens take gigabytes.
+    fn hold_rows(&mut self, tokens: Range<usize>) -> Result<HeldRows> {
+        let bytes = tokens.len() * self.row_bytes();
+        let held = self.device.allocate(bytes)?;
+        let (buffer, at) = self.prompt_tokens(&tokens, bytes)?;
+        held.copy_from(0, buffer, at, bytes)?;
+        Ok(Box::new(held))
+    }
+
+    fn import_held(&mut self, tokens: Range<usize>, held: &HeldRows, first: usize) -> Result<()> {
+        let each = self.row_bytes();
+        let (buffer, at) = self.prompt_tokens(&tokens, tokens.len() * each)?;
+        match held.downcast_ref::<Buffer>() {
+            Some(held) => buffer.copy_from(at, held, first * each, tokens.len() * each),
+            None => Err(Error::internal(format!("no rows are held for prompt tokens {tokens:?}"))),
+        }
     }
 }

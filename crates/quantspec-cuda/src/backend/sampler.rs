@@ -7,13 +7,13 @@ use quantspec_core::Result;
 use quantspec_core::verify::Verdict;
 use quantspec_model::backend::{Step, TokenSampler, Turn};
 
-/// Whether penalties would take logits away that the caller reads.
+/// Returns true if penalties would overwrite logits that the caller reads.
 pub(super) fn keeps_logits(turns: &[Turn]) -> bool {
     turns.iter().any(|turn| turn.reads_logits) && turns.iter().any(|turn| turn.history.is_some())
 }
 
 impl CudaBackend {
-    /// Reads the logits of `rows` rows to the host, where their penalties will replace them on the device and the caller reads them.
+    /// Copies the logits of `rows` rows to the host if penalties will overwrite them and the caller reads them.
     pub(super) fn keep_logits(&mut self, rows: usize, turns: &[Turn]) -> Result<()> {
         if keeps_logits(turns) {
             let vocab = self.config.vocab;
@@ -67,8 +67,8 @@ impl TokenSampler for CudaBackend {
     }
 
     fn margin(&mut self, _slot: usize) -> Result<f32> {
-        let margin = self.sampling.lead()?;
-        // The host has waited for everything it sent.
+        let margin = self.sampling.margin()?;
+        // The host has waited for all its copies.
         self.staged = 0;
         Ok(margin)
     }

@@ -1,7 +1,7 @@
-//! Device memory for activations, and how much of it there is.
+//! Device memory for activations, and its size.
 
 use super::describe::DeviceRow;
-use crate::attend::{Choice, Merged, PASS_ROWS, Part as AttendPart, Span};
+use crate::attend::{Choice, Merged, PASS_ROWS, QueryTile, Span};
 use crate::device::{Buffer, Device, Pinned};
 use crate::linear::GROUP;
 use crate::prefill::{padded, readable};
@@ -13,7 +13,7 @@ use quantspec_core::config::{Dtype, ModelConfig};
 use quantspec_model::backend::Options;
 use std::sync::Arc;
 
-/// A product's input for its K: in the weights' type and in int8.
+/// A GEMM's input for its K: in the weights' type and in int8.
 #[derive(Debug)]
 pub(super) struct Input {
     pub(super) x: Buffer,
@@ -49,15 +49,15 @@ pub(super) struct StepSpace {
     pub(super) normed: Input,
     pub(super) attended: Input,
     pub(super) gated: Input,
-    /// Input of the head, whose type may be another.
+    /// Input of the head, whose type may differ.
     pub(super) last: Input,
-    /// f32 products.
+    /// f32 outputs of GEMMs.
     pub(super) y: Buffer,
     pub(super) q: Buffer,
     pub(super) logits: Buffer,
     pub(super) partial: Buffer,
     pub(super) extremes: Buffer,
-    /// What describes a round or a single step: rows, angles, spans, turns; written by one copy.
+    /// Description of a round or a single step: rows, angles, spans, turns; written by one copy.
     pub(super) description: Buffer,
     pub(super) staging: Vec<Pinned>,
 }
@@ -67,11 +67,11 @@ pub(super) struct StepSpace {
 pub(super) struct PromptSpace {
     /// f32 `[tokens][hidden]`: prefill is layer-major.
     pub(super) hidden: Buffer,
-    /// Keys and values of the layer under way, f16 `[tokens][2 kv_width]`.
+    /// Keys and values of the current layer, f16 `[tokens][2 kv_width]`.
     pub(super) scratch: Buffer,
-    /// Tokens of both. Longer prompts have theirs where the draft weights are.
+    /// Capacity of both in tokens. Longer prompts use the memory of the draft weights.
     pub(super) own: [usize; 2],
-    /// Which of both the prompt under way has there.
+    /// Which of both the current prompt keeps there.
     pub(super) borrows: [bool; 2],
     pub(super) cos_sin: Buffer,
     pub(super) tokens: Buffer,
@@ -94,18 +94,19 @@ impl Sizes {
     pub(super) fn new(config: &ModelConfig, options: &Options, partial_rows: usize) -> Sizes {
         let rows = options.step_rows.max(1);
         let widest = (config.q_width() + 2 * config.kv_width()).max(2 * config.intermediate).max(config.hidden);
-        // Spans and parts: at most one span per row; a row's group is cut into parts of eight rows at the least.
+        // Spans and parts: at most one span per row; a row's group is split into parts of at least eight rows.
         let per_row = size_of::<DeviceRow>()
             + config.head_dim * 4
             + size_of::<Merged>()
             + size_of::<Span>()
-            + (config.group().div_ceil(8) + 1) * size_of::<AttendPart>()
+            + (config.group().div_ceil(8) + 1) * size_of::<QueryTile>()
             + size_of::<Choice>();
         Sizes {
             rows,
             y: rows * widest * 4,
             logits: rows * config.vocab * 4,
-            // As many rows again are drafted as are verified; every piece begins at a multiple of 16, and a step has three, and three per pass.
+            // As many rows are drafted as verified. Every piece is aligned to 16; a step has three pieces, plus three per
+            // pass.
             description: 2 * rows * per_row
                 + options.slots * TURN_BYTES
                 + (GAMMA_MAX + 1) * 16 * (4 + 3 * rows.div_ceil(PASS_ROWS)),
@@ -113,7 +114,7 @@ impl Sizes {
         }
     }
 
-    /// Of a step in all; `head` is the number format of the model's head.
+    /// Total of a step; `head` is the number format of the model's head.
     pub(super) fn step_bytes(&self, config: &ModelConfig, head: Dtype) -> usize {
         let dtype = config.dtype;
         let inputs =
@@ -130,8 +131,9 @@ impl Sizes {
     }
 }
 
-/// Tokens of a prompt whose hidden states, keys and values have memory of their own. Longer ones put them where the draft weights are, which are made anew
-/// before the next draft: some hundredths of a second, against half a second and more for such a prompt.
+/// Most tokens of a prompt with its own memory for hidden states, keys and values. Longer prompts use that of the draft
+/// weights, which are made anew before the next draft. That takes some hundredths of a second; such a prompt takes at least
+/// half a second.
 pub(super) const TOKENS_OWN: usize = 16_384;
 
 /// Bytes of hidden states, and of one layer's keys and values.
@@ -139,8 +141,9 @@ pub(super) fn kept_bytes(config: &ModelConfig, tokens: usize) -> [usize; 2] {
     [tokens * config.hidden * 4, tokens * 2 * config.kv_width() * 2]
 }
 
-/// Tokens of hidden states, and of keys and values, with memory of their own: all, unless those of prompts of more than `most` fit where the draft
-/// weights are, the hidden states first. With several slots others draft between the chunks of a prompt, and nothing is lent.
+/// Capacity, in tokens, of hidden states and of keys and values in memory of their own. It is the prompt capacity, unless
+/// prompts of more than `most` tokens fit into the memory of the draft weights, the hidden states first. With several slots
+/// nothing is lent, as others draft between the chunks of a prompt.
 pub(super) fn tokens_own(config: &ModelConfig, options: &Options, most: usize) -> [usize; 2] {
     let all = options.prompt_capacity.max(1);
     let [hidden, scratch] = kept_bytes(config, all);
@@ -148,7 +151,7 @@ pub(super) fn tokens_own(config: &ModelConfig, options: &Options, most: usize) -
     [hidden, hidden + scratch].map(|bytes| if bytes <= room { all.min(most) } else { all })
 }
 
-/// Bytes of a prompt's activations: two kept for every token, two of every token, the others for a block.
+/// Bytes of a prompt's activations: two buffers for every token with own memory, two for every token, the others for a block.
 pub(super) fn prompt_bytes(config: &ModelConfig, options: &Options, own: [usize; 2]) -> [usize; 8] {
     let (tokens, rows, element) = (options.prompt_capacity.max(1), options.block_rows.max(1), config.dtype.bytes());
     let read = readable(rows);
@@ -164,8 +167,8 @@ pub(super) fn prompt_bytes(config: &ModelConfig, options: &Options, own: [usize;
     ]
 }
 
-/// Tokens of a slot's window: γ drafted ones around the emitted one, or a step's rows when nothing drafts, which are one sequence's and no more
-/// than its buffer holds beside two pages (docs/design/cache.md). All windows are read back every round.
+/// Tokens of a slot's window: the emitted token and γ drafted ones, or a scored step's rows, which are of one sequence and
+/// fit in its buffer besides two pages (docs/design/cache.md). All windows are read back every round.
 pub(super) fn window_pitch(options: &Options) -> usize {
     options.step_rows.clamp(GAMMA_MAX + 2, BUFFER_TOKENS - 2 * G)
 }

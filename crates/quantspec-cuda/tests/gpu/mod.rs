@@ -1,15 +1,16 @@
-//! What the GPU tests share: a device or a loud skip, random numbers, and small conversions.
+//! Helpers of the GPU tests: a device or a printed skip, random numbers, and conversions.
 #![allow(dead_code, reason = "every test file uses its own part")]
 #![allow(clippy::print_stderr, reason = "a skipped test must say so")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
 use half::{bf16, f16};
-use quantspec_core::config::Dtype;
+use quantspec_core::config::{Dtype, ModelConfig, Rope, RopeScaling};
 use quantspec_cuda::device::{Arg, Buffer, Device, Launch};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// The first GPU, or `None` with the reason on stderr; with `QUANTSPEC_REQUIRE_GPU=1` its absence fails. `QUANTSPEC_TEST_PTX=1` takes the portable images, as GPUs newer than this library do.
+/// The first GPU, or `None` with the reason on stderr. With `QUANTSPEC_REQUIRE_GPU=1` its absence fails the test.
+/// `QUANTSPEC_TEST_PTX=1` uses the PTX images, as GPUs newer than this library do.
 pub(crate) fn device() -> Option<Arc<Device>> {
     let opened = if std::env::var_os("QUANTSPEC_TEST_PTX").is_some() { Device::open_ptx(0) } else { Device::open(0) };
     match opened {
@@ -60,6 +61,30 @@ impl Random {
     }
 }
 
+/// A model of one layer of which attention is tested.
+pub(crate) fn config(heads: usize, kv_heads: usize, head_dim: usize) -> ModelConfig {
+    ModelConfig {
+        family: "llama".to_owned(),
+        layers: 1,
+        hidden: 64,
+        intermediate: 64,
+        heads,
+        kv_heads,
+        head_dim,
+        vocab: 64,
+        max_positions: 1 << 20,
+        rms_eps: 1e-5,
+        rope: Rope { theta: 1e4, scaling: RopeScaling::None },
+        tied_embeddings: true,
+        qkv_bias: false,
+        output_bias: false,
+        mlp_bias: false,
+        qk_norm: false,
+        dtype: Dtype::Bf16,
+        eos: Vec::new(),
+    }
+}
+
 /// Rounds to a stored type and back.
 pub(crate) fn round(x: f32, dtype: Dtype) -> f32 {
     match dtype {
@@ -69,7 +94,7 @@ pub(crate) fn round(x: f32, dtype: Dtype) -> f32 {
     }
 }
 
-/// Device memory holding `values` in a stored type.
+/// Device memory with `values` in a stored type.
 pub(crate) fn upload(device: &Arc<Device>, values: &[f32], dtype: Dtype) -> Buffer {
     match dtype {
         Dtype::Bf16 => device.copied(&values.iter().map(|&x| bf16::from_f32(x)).collect::<Vec<_>>()),
@@ -96,14 +121,14 @@ pub(crate) fn name(dtype: Dtype) -> &'static str {
     }
 }
 
-/// Device memory of `bytes` bytes 0xff: a NaN in every float type, so that what is not written shows.
+/// Device memory of `bytes` bytes 0xff: NaN in every float type, so that unwritten results fail.
 pub(crate) fn poisoned(device: &Arc<Device>, bytes: usize) -> Buffer {
     let buffer = device.allocate(bytes).unwrap();
     buffer.fill(0xff).unwrap();
     buffer
 }
 
-/// ‖a − b‖ / ‖b‖; NaN never passes a comparison with it.
+/// ‖a − b‖ / ‖b‖; NaN fails every comparison.
 pub(crate) fn distance(a: &[f32], b: &[f64]) -> f64 {
     assert_eq!(a.len(), b.len());
     let (mut difference, mut norm) = (0.0, 0.0);
@@ -136,7 +161,7 @@ pub(crate) fn bits(values: &[f32], dtype: Dtype) -> Vec<u16> {
     }
 }
 
-/// A weight matrix as the device keeps it: atoms, or row-major in f32.
+/// A weight matrix in the device's layout: atoms, or row-major in f32.
 pub(crate) fn matrix(device: &Arc<Device>, values: &[f32], n: usize, k: usize, dtype: Dtype) -> Buffer {
     match dtype {
         Dtype::F32 => device.copied(values),
@@ -155,8 +180,8 @@ pub(crate) fn interleave(gate: &[f32], up: &[f32], rows: usize, width: usize) ->
         .collect()
 }
 
-/// Calls `work` while another stream reads memory on every second multiprocessor: what shares one with it waits long for its own loads. A kernel that lacks a
-/// wait may have the right bits on a GPU of its own, and lose them here.
+/// Calls `work` while another stream reads memory on every second SM, which delays loads of blocks on the same SM. A kernel
+/// that lacks a wait may give correct bits on an idle GPU, and wrong ones here.
 pub(crate) fn while_busy<T>(device: &Arc<Device>, work: impl FnOnce() -> T) -> T {
     struct Done(Arc<AtomicBool>);
     impl Drop for Done {
@@ -165,7 +190,7 @@ pub(crate) fn while_busy<T>(device: &Arc<Device>, work: impl FnOnce() -> T) -> T
         }
     }
     let stop = Arc::new(AtomicBool::new(false));
-    let (of_thread, blocks) = (stop.clone(), (device.multiprocessors / 2).max(1));
+    let (of_thread, blocks) = (stop.clone(), (device.sms / 2).max(1));
     let (started, waiting) = std::sync::mpsc::channel();
     let reader = std::thread::spawn(move || {
         // Far more than a cache holds.

@@ -1,4 +1,4 @@
-//! A small model to test with, and prompts for it.
+//! Models for GPU tests, and prompts for them.
 #![allow(dead_code, reason = "every test file uses its own part")]
 #![allow(unreachable_pub, reason = "shared by test files, each its own crate")]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
@@ -11,8 +11,8 @@ use quantspec_model::backend::Options;
 use quantspec_model::checkpoint::Checkpoint;
 use std::path::PathBuf;
 
-/// The demo model and, of the directory that `QUANTSPEC_TEST_MODELS` names, every model with room for `tokens` whose heads the GPU
-/// takes. Where a GPU is required somebody must name a directory, if only an empty one.
+/// The demo model, and every model in the directory `QUANTSPEC_TEST_MODELS` with room for `tokens` and head widths that the
+/// GPU supports. If a GPU is required, the variable must be set, if only to an empty directory.
 pub fn checkpoints(device: &Device, tokens: usize) -> Vec<Checkpoint> {
     let beside = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../python/quantspec_cli/demo");
     let demo = [beside, PathBuf::from("python/quantspec_cli/demo")].into_iter().find(|dir| dir.is_dir());
@@ -61,7 +61,7 @@ pub fn options(capacity: usize, slots: usize) -> Options {
     }
 }
 
-/// Tokens that a small model continues: common ids, in runs, so that a prompt is not noise throughout.
+/// Tokens that a small model can continue: common ids, in runs, so that a prompt is not all noise.
 pub fn prompt(vocab: usize, tokens: usize, seed: u64) -> Vec<u32> {
     let mut random = Random(seed);
     let mut out: Vec<u32> = Vec::with_capacity(tokens);

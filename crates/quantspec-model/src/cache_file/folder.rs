@@ -1,4 +1,4 @@
-//! A folder of cache files: which it holds, and which of them go when it is full.
+//! A folder of cache files: listing it, and removing files when it is full.
 
 use super::{Format, HEADER_BYTES};
 use crate::safetensors::read_at;
@@ -7,24 +7,24 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-/// A temporary file that was not written to for so long belongs to a process that was killed.
+/// A temporary file without a write for this long belongs to a killed process.
 const ABANDONED: Duration = Duration::from_secs(24 * 3600);
 
-/// A file of a cache, as a listing of its folder finds it.
+/// A cache file in a listing of its folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CachedFile {
     /// Where it is.
     pub path: PathBuf,
-    /// Directory of the model; None if another version of this program wrote the file, or the name is not UTF-8.
+    /// Directory of the model; None if the file has another format version or the name is not UTF-8.
     pub model: Option<PathBuf>,
     /// Its length.
     pub bytes: u64,
-    /// When it was last read or written.
+    /// Time of the last read or write.
     pub used: SystemTime,
 }
 
-/// Every file of a format in `folder`, least recently used first, temporary files of processes that were killed among them. A file
-/// counts if it begins with the format's magic; links are not followed. A folder that does not exist is empty.
+/// Every file of a format in `folder`, least recently used first, including temporary files of killed processes. A file
+/// counts if it begins with the format's magic; links are not followed. A folder that does not exist counts as empty.
 ///
 /// # Errors
 /// The folder cannot be read.
@@ -66,8 +66,8 @@ fn model_of(format: &Format, file: &File, length: u64) -> Option<PathBuf> {
     (!model.is_empty()).then(|| PathBuf::from(model))
 }
 
-/// Removes what killed processes left, and then the least recently used files until those other than `place` have at most
-/// `allowed_bytes`. Best effort: a folder that cannot be read cannot be written either, and the caller reports that.
+/// Removes temporary files of killed processes, then the least recently used files, until the files other than `place` have
+/// at most `allowed_bytes`. Best effort: an unreadable folder cannot be written either, and the caller reports that.
 pub(crate) fn make_room(format: &Format, place: &Path, allowed_bytes: u64) {
     let Ok(mut files) = place.parent().map_or(Ok(Vec::new()), |folder| files(format, folder)) else { return };
     files.retain(|file| file.path != place);

@@ -184,7 +184,7 @@ impl Drafter for Copying {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::DraftPlan;
+    use crate::backend::DraftConfig;
     use quantspec_core::config::Pages;
     use quantspec_core::sample::Sampler;
 
@@ -219,7 +219,7 @@ mod tests {
     struct Windows(Vec<(usize, Vec<u32>)>);
 
     impl Target for Windows {
-        fn draft(&mut self, _: &DraftPlan, _: &mut [Turn]) -> Result<()> {
+        fn draft(&mut self, _: &DraftConfig, _: &mut [Turn]) -> Result<()> {
             Err(Error::internal("zeros need no network"))
         }
 
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn without_costs_a_copy_must_emit_what_the_network_does() {
+    fn without_costs_a_copy_must_match_the_network() {
         let mut drafter = after(20);
         assert_eq!(drafter.copies(0, 4, &|_| None), 0, "the network has not drafted");
         let round = |drafter: &mut Box<dyn Drafter>, emitted: &[u32]| {

@@ -14,7 +14,7 @@ pub use model::{CATCH_UP_ROWS, DraftModel};
 pub use ngram::Ngram;
 pub use self_quantised::SelfQuantised;
 
-use crate::backend::{Backend, DraftPlan, KvCache, Memory, TokenSampler, Turn};
+use crate::backend::{Backend, DraftConfig, KvCache, Memory, TokenSampler, Turn};
 use crate::forward;
 use quantspec_core::Result;
 use quantspec_core::config::{DraftWeights, Pages, View, Weights};
@@ -108,7 +108,7 @@ pub trait Target {
     ///
     /// # Errors
     /// As there.
-    fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()>;
+    fn draft(&mut self, config: &DraftConfig, turns: &mut [Turn]) -> Result<()>;
 
     /// [`KvCache::set_window`].
     ///
@@ -124,8 +124,8 @@ pub trait Target {
 }
 
 impl<B: Backend> Target for B {
-    fn draft(&mut self, plan: &DraftPlan, turns: &mut [Turn]) -> Result<()> {
-        forward::draft(self, plan, turns)
+    fn draft(&mut self, config: &DraftConfig, turns: &mut [Turn]) -> Result<()> {
+        forward::draft(self, config, turns)
     }
 
     fn set_window(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {
@@ -228,10 +228,10 @@ impl Entry {
 
     /// How the model drafts for itself over a target view, with the pages that it reads unless told otherwise; `None` where it
     /// does not.
-    pub fn plan(&self, target: View) -> Option<DraftPlan> {
+    pub fn draft_config(&self, target: View) -> Option<DraftConfig> {
         match self.source {
             Source::Model { weights, view, .. } => {
-                Some(DraftPlan { weights, view: view.unwrap_or(target), pages: self.pages(Pages::All) })
+                Some(DraftConfig { weights, view: view.unwrap_or(target), pages: self.pages(Pages::All) })
             }
             Source::Nothing | Source::Checkpoint | Source::Other(_) => None,
         }
@@ -240,11 +240,11 @@ impl Entry {
     /// The drafter; `None` where nothing drafts, and where another checkpoint does ([`Entry::with`]). Where the model drafts, each of `pages` (at least
     /// one) is a candidate. Without draft weights a method that would read them reads the target's.
     pub fn drafter(&self, target: View, weights: DraftWeights, pages: &[Pages]) -> Option<Box<dyn Drafter>> {
-        let drafter = match (self.plan(target), self.source) {
-            (Some(plan), _) => {
-                let weights = if weights == DraftWeights::None { Weights::Full } else { plan.weights };
-                let plans = pages.iter().map(|&pages| DraftPlan { weights, pages: self.pages(pages), ..plan });
-                Box::new(SelfQuantised(plans.collect())) as Box<dyn Drafter>
+        let drafter = match (self.draft_config(target), self.source) {
+            (Some(config), _) => {
+                let weights = if weights == DraftWeights::None { Weights::Full } else { config.weights };
+                let configs = pages.iter().map(|&pages| DraftConfig { weights, pages: self.pages(pages), ..config });
+                Box::new(SelfQuantised(configs.collect())) as Box<dyn Drafter>
             }
             (None, Source::Other(make)) => make(),
             (None, _) => return None,
@@ -270,7 +270,13 @@ mod tests {
         };
         let needs = |view, draft_weights| Some(Needs { view, draft_weights, distributions: view.is_some() });
         let (upper, both) = (Some(View::Upper), Some(View::Both));
-        let models = [("quantspec", upper, true), ("kv4", upper, false), ("w4", both, true), ("qspec", both, true), ("window", both, true)];
+        let models = [
+            ("quantspec", upper, true),
+            ("kv4", upper, false),
+            ("w4", both, true),
+            ("qspec", both, true),
+            ("window", both, true),
+        ];
         for (name, view, weights) in models {
             for name in [name, &format!("{name}+ngram")] {
                 assert_eq!(made(name, DraftWeights::Int4), needs(view, weights), "{name}");
@@ -284,11 +290,11 @@ mod tests {
     }
 
     #[test]
-    fn a_window_is_the_first_page_and_the_newest_whatever_is_asked_for() {
+    fn a_window_always_has_the_first_and_the_newest_page() {
         let window = Entry::named("window").unwrap();
         let pages = [Pages::All, Pages::Best(3), Pages::Window(5)].map(|asked| window.pages(asked));
         assert_eq!(pages, [Pages::Window(WINDOW_PAGES), Pages::Window(3), Pages::Window(5)]);
-        assert_eq!(window.plan(View::Full).unwrap().view, View::Full);
+        assert_eq!(window.draft_config(View::Full).unwrap().view, View::Full);
         assert_eq!(Entry::named("w4").unwrap().pages(Pages::Best(3)), Pages::Best(3));
     }
 }

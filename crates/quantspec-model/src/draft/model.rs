@@ -6,7 +6,7 @@
 //! target's cache.
 
 use super::{Drafter, Needs, Proposed, Target};
-use crate::backend::{Backend, DraftPlan, Memory, Row, Step, Turn};
+use crate::backend::{Backend, DraftConfig, Memory, Row, Step, Turn};
 use crate::forward;
 use quantspec_core::cache::{Extent, GAMMA_MAX};
 use quantspec_core::config::{Pages, View, Weights};
@@ -24,7 +24,7 @@ pub const CATCH_UP_ROWS: usize = GAMMA_MAX;
 pub struct DraftModel<B: Backend> {
     shared: Arc<Mutex<Shared<B>>>,
     /// What its steps read, one per candidate.
-    plans: Vec<DraftPlan>,
+    configs: Vec<DraftConfig>,
 }
 
 /// The second network and its sequences.
@@ -51,12 +51,12 @@ impl<B: Backend> DraftModel<B> {
     /// [`CATCH_UP_ROWS`] rows. Each of `pages`, at least one, is a candidate. Its prompts are processed in blocks of `block_rows`.
     pub fn new(backend: B, view: View, pages: &[Pages], capacity: usize, block_rows: usize) -> DraftModel<B> {
         let shared = Shared { backend, capacity, block_rows, sequences: HashMap::new() };
-        DraftModel { shared: Arc::new(Mutex::new(shared)), plans: plans(view, pages) }
+        DraftModel { shared: Arc::new(Mutex::new(shared)), configs: configs(view, pages) }
     }
 
     /// The same network, which reads another view and other pages of its cache.
     pub fn reading(&self, view: View, pages: &[Pages]) -> DraftModel<B> {
-        DraftModel { shared: self.shared.clone(), plans: plans(view, pages) }
+        DraftModel { shared: self.shared.clone(), configs: configs(view, pages) }
     }
 
     fn network(&self) -> Result<MutexGuard<'_, Shared<B>>> {
@@ -64,13 +64,13 @@ impl<B: Backend> DraftModel<B> {
     }
 }
 
-fn plans(view: View, pages: &[Pages]) -> Vec<DraftPlan> {
-    pages.iter().map(|&pages| DraftPlan { weights: Weights::Full, view, pages }).collect()
+fn configs(view: View, pages: &[Pages]) -> Vec<DraftConfig> {
+    pages.iter().map(|&pages| DraftConfig { weights: Weights::Full, view, pages }).collect()
 }
 
 impl<B: Backend> fmt::Debug for DraftModel<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DraftModel").field("plans", &self.plans).finish_non_exhaustive()
+        f.debug_struct("DraftModel").field("configs", &self.configs).finish_non_exhaustive()
     }
 }
 
@@ -103,7 +103,7 @@ impl<B: Backend> Shared<B> {
     }
 
     /// Feeds all pending tokens but the last: then its cache holds the `committed` tokens that the target's holds.
-    fn catch_up(&mut self, slot: usize, committed: usize, plan: &DraftPlan) -> Result<()> {
+    fn catch_up(&mut self, slot: usize, committed: usize, config: &DraftConfig) -> Result<()> {
         let Shared { backend, sequences, .. } = self;
         let Some(sequence) = sequences.get_mut(&slot) else { return Ok(()) };
         if sequence.extent.committed() + sequence.pending.len() != committed + 1 {
@@ -115,8 +115,13 @@ impl<B: Backend> Shared<B> {
             let committed = sequence.extent.committed();
             let rows: Vec<Row> = (0..rows).map(|offset| Row { slot, offset, position: committed + offset }).collect();
             // Rows of one step read the same pages, which a choice by the query of one of them does not suit.
-            let step =
-                Step { weights: plan.weights, view: plan.view, pages: Pages::All, choose_pages: false, rows: &rows };
+            let step = Step {
+                weights: config.weights,
+                view: config.view,
+                pages: Pages::All,
+                choose_pages: false,
+                rows: &rows,
+            };
             backend.set_window(slot, &fed)?;
             forward::step(backend, &step)?;
             // Only now, so that an interrupted step may be taken again.
@@ -139,11 +144,11 @@ impl<B: Backend> Drafter for DraftModel<B> {
     }
 
     fn candidates(&self) -> usize {
-        self.plans.len()
+        self.configs.len()
     }
 
     fn is_usable(&self, candidate: usize, visible: usize) -> bool {
-        self.plans[candidate].is_usable(candidate, visible)
+        self.configs[candidate].is_usable(candidate, visible)
     }
 
     fn prefill(&mut self, slot: usize, prompt: &[u32], first: u32) -> Result<()> {
@@ -153,17 +158,17 @@ impl<B: Backend> Drafter for DraftModel<B> {
     }
 
     fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
-        let plan = self.plans[candidate];
+        let config = self.configs[candidate];
         let mut network = self.network()?;
         let drafting = turns.iter().filter(|turn| turn.drafts(0));
         let mut own: Vec<Turn> = drafting.map(|turn| Turn { reads_logits: false, ..turn.clone() }).collect();
         for turn in &own {
-            let caught_up = network.catch_up(turn.slot, turn.committed, &plan);
+            let caught_up = network.catch_up(turn.slot, turn.committed, &config);
             network.unless_lost(turn.slot, caught_up)?;
         }
         own.retain(|turn| network.sequences.contains_key(&turn.slot));
         if !own.is_empty() {
-            forward::draft_now(&mut network.backend, &plan, &mut own)?;
+            forward::draft_now(&mut network.backend, &config, &mut own)?;
         }
         let (mut in_vain, mut steps, mut own) = (0, 1, own.into_iter().peekable());
         for turn in turns.iter_mut().filter(|turn| turn.drafts(0)) {
@@ -193,7 +198,7 @@ impl<B: Backend> Drafter for DraftModel<B> {
             steps = steps.max(drafted.gamma);
             (turn.gamma, turn.margins, turn.q) = (drafted.gamma, drafted.margins, DraftDistribution::Kept);
         }
-        Ok(Proposed { steps, in_vain, pages: Some(plan.pages) })
+        Ok(Proposed { steps, in_vain, pages: Some(config.pages) })
     }
 
     fn commit(&mut self, slot: usize, tokens: &[u32]) -> Result<()> {

@@ -139,7 +139,7 @@ mod tests {
     struct Windows(Vec<(usize, Vec<u32>)>);
 
     impl Target for Windows {
-        fn draft(&mut self, _: &crate::backend::DraftPlan, _: &mut [Turn]) -> Result<()> {
+        fn draft(&mut self, _: &crate::backend::DraftConfig, _: &mut [Turn]) -> Result<()> {
             Err(Error::internal("prompt lookup runs no network"))
         }
 

@@ -1,19 +1,19 @@
 //! The model drafts for itself: weights × view of its cache × pages.
 
 use super::{Drafter, Needs, Proposed, Target};
-use crate::backend::{DraftPlan, Turn};
+use crate::backend::{DraftConfig, Turn};
 use quantspec_core::Result;
 use quantspec_core::config::Weights;
 
-/// Drafts by the target's own backend, which holds the sequences: this keeps the plans only, one per candidate and at least one. Plans differ in their
-/// pages. On a GPU the turns take the plan along to the verification, and both run as one graph.
+/// Drafts by the target's own backend, which holds the sequences: this keeps the configs only, one per candidate and at least one. They differ in their
+/// pages. On a GPU the turns take the configuration along to the verification, and both run as one graph.
 #[derive(Clone, Debug)]
-pub struct SelfQuantised(pub Vec<DraftPlan>);
+pub struct SelfQuantised(pub Vec<DraftConfig>);
 
 impl SelfQuantised {
-    /// The drafter of a plan.
-    pub fn boxed(plan: DraftPlan) -> Box<dyn Drafter> {
-        Box::new(SelfQuantised(vec![plan]))
+    /// The drafter of one configuration.
+    pub fn boxed(config: DraftConfig) -> Box<dyn Drafter> {
+        Box::new(SelfQuantised(vec![config]))
     }
 }
 
@@ -40,13 +40,13 @@ impl Drafter for SelfQuantised {
     }
 
     fn propose(&mut self, target: &mut dyn Target, turns: &mut [Turn], candidate: usize) -> Result<Proposed> {
-        let plan = self.0[candidate];
+        let config = self.0[candidate];
         let asked: Vec<usize> = turns.iter().map(|turn| turn.gamma).collect();
-        target.draft(&plan, turns)?;
+        target.draft(&config, turns)?;
         // A draft that ended at its first token took a step, and none of it stands.
         let in_vain = turns.iter().zip(asked).filter(|(turn, asked)| turn.gamma == 0 && *asked > 0).count();
         let steps = turns.iter().filter(|turn| !turn.copied).map(|turn| turn.gamma).max().unwrap_or(0).max(1);
-        Ok(Proposed { steps, in_vain, pages: Some(plan.pages) })
+        Ok(Proposed { steps, in_vain, pages: Some(config.pages) })
     }
 
     fn commit(&mut self, _slot: usize, _tokens: &[u32]) -> Result<()> {
@@ -62,12 +62,12 @@ mod tests {
     use quantspec_core::config::{Pages, View};
     use quantspec_core::sample::Sampler;
 
-    /// Notes the plans that it is asked to draft by.
-    struct Noted(Vec<DraftPlan>);
+    /// Notes the configs that it is asked to draft by.
+    struct Noted(Vec<DraftConfig>);
 
     impl Target for Noted {
-        fn draft(&mut self, plan: &DraftPlan, _turns: &mut [Turn]) -> Result<()> {
-            self.0.push(*plan);
+        fn draft(&mut self, config: &DraftConfig, _turns: &mut [Turn]) -> Result<()> {
+            self.0.push(*config);
             Ok(())
         }
 
@@ -81,22 +81,22 @@ mod tests {
     }
 
     #[test]
-    fn candidates_are_plans_that_leave_out_at_least_half_of_the_pages() {
-        let plan = |pages| DraftPlan { weights: Weights::Draft, view: View::Upper, pages };
-        let plans = [Pages::All, Pages::Best(16), Pages::Window(64)].map(plan).to_vec();
-        let mut drafter = SelfQuantised(plans.clone());
+    fn candidates_are_configurations_that_leave_out_at_least_half_of_the_pages() {
+        let config = |pages| DraftConfig { weights: Weights::Draft, view: View::Upper, pages };
+        let configs = [Pages::All, Pages::Best(16), Pages::Window(64)].map(config).to_vec();
+        let mut drafter = SelfQuantised(configs.clone());
         let usable = |visible| (0..drafter.candidates()).map(|at| drafter.is_usable(at, visible)).collect::<Vec<_>>();
         assert_eq!(usable(31), [true, false, false]);
         assert_eq!(usable(32), [true, true, false]);
         assert_eq!(usable(128), [true, true, true]);
         // A number of pages that the user named is read at any length.
-        assert!(SelfQuantised(vec![plan(Pages::Best(16))]).is_usable(0, 0));
+        assert!(SelfQuantised(vec![config(Pages::Best(16))]).is_usable(0, 0));
 
         let (mut target, mut turns) = (Noted(vec![]), [Turn::new(0, 5, 3, Sampler::greedy())]);
-        for (candidate, plan) in plans.iter().enumerate() {
+        for (candidate, config) in configs.iter().enumerate() {
             let proposed = drafter.propose(&mut target, &mut turns, candidate).unwrap();
-            assert_eq!((proposed.steps, proposed.pages), (3, Some(plan.pages)));
+            assert_eq!((proposed.steps, proposed.pages), (3, Some(config.pages)));
         }
-        assert_eq!(target.0, plans);
+        assert_eq!(target.0, configs);
     }
 }

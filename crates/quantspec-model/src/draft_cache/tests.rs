@@ -1,4 +1,4 @@
-//! What a file of draft weights may go through, and that no load ever notices.
+//! Damaged, foreign and concurrent files of draft weights: every load yields the same blocks.
 
 use super::*;
 use crate::cache_file::{ENTRY_BYTES, HEADER_BYTES};
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 const DAY: Duration = Duration::from_secs(24 * 3600);
 
-/// A folder of its own, removed at the end.
+/// A temporary folder, removed at the end.
 struct Folder(PathBuf);
 
 impl Folder {
@@ -53,13 +53,13 @@ impl Drop for Folder {
 
 const SIZES: [usize; 4] = [100, 100, 7, 1000];
 
-/// What the "backend" of these tests makes of a source.
+/// The tests' stand-in for a backend's quantised block.
 fn quantised(source: u8, size: usize) -> Vec<u8> {
     (0..size).map(|i| source.wrapping_mul(31).wrapping_add(i as u8)).collect()
 }
 
-/// One load of a model whose blocks are made of these bytes: the blocks, which of them were made, and their origin.
-fn load_from(drafts: Drafts, sources: [u8; 4]) -> (Vec<Vec<u8>>, Vec<usize>, Origin) {
+/// One load of a model whose blocks come from these bytes. Returns the blocks, which of them were made, and their origin.
+fn load_from(drafts: DraftBlocks, sources: [u8; 4]) -> (Vec<Vec<u8>>, Vec<usize>, Origin) {
     let made = RefCell::new(Vec::new());
     let blocks: Vec<Vec<u8>> = (0..4)
         .map(|i| {
@@ -79,7 +79,7 @@ fn load_from(drafts: Drafts, sources: [u8; 4]) -> (Vec<Vec<u8>>, Vec<usize>, Ori
 }
 
 fn load(cache: &DraftCache, sources: [u8; 4]) -> (Vec<usize>, Origin) {
-    let drafts = Drafts::open(cache, "int4", "recipe", SIZES).unwrap();
+    let drafts = DraftBlocks::open(cache, "int4", "recipe", SIZES).unwrap();
     let (blocks, made, origin) = load_from(drafts, sources);
     for (i, block) in blocks.iter().enumerate() {
         assert_eq!(*block, quantised(sources[i], SIZES[i]), "block {i}");
@@ -92,7 +92,7 @@ const MADE: Origin = Origin { blocks: 4, cached: 0, note: None };
 const CACHED: Origin = Origin { blocks: 4, cached: 4, note: None };
 
 #[test]
-fn what_was_made_once_is_read() {
+fn drafts_made_once_are_read() {
     let folder = Folder::new();
     assert_eq!(load(&folder.cache(), [1, 2, 3, 4]).1, MADE);
     let before = fs::read(folder.file()).unwrap();
@@ -111,7 +111,7 @@ fn a_changed_weight_never_meets_an_old_draft() {
     let (made, origin) = load(&folder.cache(), [1, 2, 9, 4]);
     assert_eq!((made, origin), (vec![2], Origin { cached: 3, ..CACHED }));
     assert_eq!(load(&folder.cache(), [1, 2, 9, 4]).1, CACHED);
-    // The same bytes in another number format are other weights.
+    // The same bytes in another number format are different weights.
     assert_ne!(source(0, b"1234"), source(1, b"1234"));
 }
 
@@ -120,14 +120,14 @@ fn another_recipe_or_shape_replaces_the_file() {
     let folder = Folder::new();
     load(&folder.cache(), [1, 2, 3, 4]);
     for recipe in ["other", "recipe"] {
-        let drafts = Drafts::open(&folder.cache(), "int4", recipe, SIZES).unwrap();
+        let drafts = DraftBlocks::open(&folder.cache(), "int4", recipe, SIZES).unwrap();
         assert_eq!(drafts.unsaved_bytes(), 1207);
         assert_eq!(load_from(drafts, [1, 2, 3, 4]).2, MADE);
     }
-    let drafts = Drafts::open(&folder.cache(), "int4", "recipe", [100, 107, 1000]).unwrap();
+    let drafts = DraftBlocks::open(&folder.cache(), "int4", "recipe", [100, 107, 1000]).unwrap();
     assert!(drafts.stored.is_none() && drafts.note.is_none());
-    // Drafts of another kind have a file of their own.
-    let drafts = Drafts::open(&folder.cache(), "int4-mlp", "recipe", SIZES).unwrap();
+    // Draft weights of another kind have a separate file.
+    let drafts = DraftBlocks::open(&folder.cache(), "int4-mlp", "recipe", SIZES).unwrap();
     load_from(drafts, [1, 2, 3, 4]);
     assert_eq!(folder.files().len(), 2);
     assert_eq!(load(&folder.cache(), [1, 2, 3, 4]).1, CACHED);
@@ -137,7 +137,7 @@ fn another_recipe_or_shape_replaces_the_file() {
 fn a_sparse_file_is_not_allocated() {
     let folder = Folder::new();
     load(&folder.cache(), [1, 2, 3, 4]);
-    // 4 TiB of index, which the length of the file confirms.
+    // The index claims 4 TiB, and the sparse file is as long.
     let blocks = (1u64 << 42) / ENTRY_BYTES as u64;
     let index_at = HEADER_BYTES + folder.description().len();
     let file = File::options().write(true).open(folder.file()).unwrap();
@@ -153,9 +153,9 @@ fn small_drafts_are_not_kept() {
     let folder = Folder::new();
     for (smallest_bytes, kept) in [(1207, true), (1208, false)] {
         let cache = DraftCache { smallest_bytes, ..folder.cache() };
-        assert_eq!(Drafts::open(&cache, "int4", "recipe", SIZES).is_some(), kept);
+        assert_eq!(DraftBlocks::open(&cache, "int4", "recipe", SIZES).is_some(), kept);
     }
-    assert!(Drafts::open(&DraftCache { smallest_bytes: 0, ..folder.cache() }, "int4", "recipe", []).is_none());
+    assert!(DraftBlocks::open(&DraftCache { smallest_bytes: 0, ..folder.cache() }, "int4", "recipe", []).is_none());
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn a_folder_that_cannot_be_used_is_a_note() {
 
 #[cfg(unix)]
 #[test]
-fn a_pipe_in_the_place_of_a_file_is_not_waited_for() {
+fn a_pipe_instead_of_a_file_does_not_block() {
     let folder = Folder::new();
     load(&folder.cache(), [1, 2, 3, 4]);
     let place = folder.file();
@@ -186,7 +186,7 @@ fn a_pipe_in_the_place_of_a_file_is_not_waited_for() {
 fn an_interrupted_save_leaves_nothing() {
     let folder = Folder::new();
     let sizes = [POLLED_BYTES, POLLED_BYTES];
-    let drafts = Drafts::open(&folder.cache(), "int4", "recipe", sizes).unwrap();
+    let drafts = DraftBlocks::open(&folder.cache(), "int4", "recipe", sizes).unwrap();
     let block = vec![0; POLLED_BYTES];
     let mut seen = Vec::new();
     let saved = drafts.save([&block[..], &block].into_iter(), |done| {
@@ -219,7 +219,7 @@ fn the_least_recently_used_go_when_the_folder_is_full() {
             age(&drafts.join(name), 6 * DAY);
         }
     }
-    // "a" is read, so "b" is the one that was used least recently.
+    // "a" is read, so "b" is the least recently used.
     load(&cache("a"), [1, 2, 3, 4]);
     assert!(drafts.join(&left).exists(), "a load that writes nothing removes nothing");
     let bytes = fs::metadata(path("a")).unwrap().len();
@@ -252,13 +252,13 @@ fn files_are_listed_with_model_and_use() {
     assert_eq!(files(&drafts).unwrap(), found);
     let idle = SystemTime::now().duration_since(found[0].used).unwrap();
     assert!(idle > DAY && idle < 3 * DAY);
-    // A file of another version is ours, but does not say whose drafts it holds.
+    // A file of another version is recognised as a cache file, but its model is unknown.
     File::options().write(true).open(&path).unwrap().write_all_at(&[99], 8).unwrap();
     assert_eq!(files(&drafts).unwrap()[0].model, None);
     assert!(files(&path).is_err(), "a file is no folder");
 }
 
-/// As if a file had been used last so long ago.
+/// Sets the last use of a file back by this much.
 fn age(path: &Path, by: Duration) {
     let then = SystemTime::now() - by;
     let times = FileTimes::new().set_modified(then).set_accessed(then);
@@ -311,7 +311,7 @@ proptest! {
         match how {
             0 => bytes.truncate(at),
             1 => bytes.insert(at, change),
-            2 => bytes[at..].fill(0), // what a power failure leaves
+            2 => bytes[at..].fill(0), // the state after a power failure
             _ => bytes[at] ^= change,
         }
         // Zeros where zeros were.
@@ -319,7 +319,7 @@ proptest! {
         fs::write(&path, &bytes).unwrap();
         let (made, origin) = load(&folder.cache(), [1, 2, 3, 4]);
         prop_assert!(!made.is_empty());
-        // A file of another version is no damage; every other change is told.
+        // Another version is no damage; every other change is reported.
         let version = bytes.len() < 12 || bytes[8..12] != FORMAT.version.to_le_bytes();
         prop_assert!(origin.note.is_some() || version);
         if let Some(note) = origin.note {

@@ -34,7 +34,7 @@ for name, scales in SCALES.items():
     count = 4 if size == 256 else 64 // size * 4
     blocks = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     if name in ("BF16", "F32"):
-        # Random bits would be NaN now and then.
+        # Random bits would contain NaN.
         values = rng.standard_normal(count).astype(np.float32)
         blocks = gguf.quants.quantize(values, kind).view(np.uint8).reshape(count, block_bytes)
     for at in scales:

@@ -109,7 +109,7 @@ def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
 
 # directory -> (variants of the configuration, tokens, shards)
 CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
-    # Every kind of RoPE over one set of weights, 48 tokens on original contexts of 16 to 64. A head of its own, GQA 2.
+    # Every kind of RoPE over one set of weights, 48 tokens on original contexts of 16 to 64. Untied head, GQA 2.
     "llama-rope": (
         {
             "config": LLAMA,
@@ -214,7 +214,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
     "llama-256": ({"config": LLAMA | {"head_dim": 256, "num_hidden_layers": 1}}, 40, 1),
     # Two shards of BF16.
     "mistral": ({"config": MISTRAL | {"head_dim": 128, "num_hidden_layers": 1}}, 40, 2),
-    # Q, K and V biases without being asked for; tied; GQA 2 with two key/value heads.
+    # Q, K and V biases without a setting; tied; GQA 2 with two key/value heads.
     "qwen2": (
         {
             "config": without(QWEN2, "head_dim")
@@ -242,7 +242,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
     ),
     # Queries, keys and values in one matrix, gate and up in another; two shards.
     "phi3": ({"config": PHI3}, 40, 2),
-    # Every fourth layer has no positions, or those that the configuration lists.
+    # Every fourth layer has no positions, or the layers that the configuration lists.
     "smollm3": (
         {
             "config": SMOLLM3 | {"tie_word_embeddings": True},
@@ -251,7 +251,7 @@ CASES: dict[str, tuple[dict[str, dict[str, Any]], int, int]] = {
         48,
         1,
     ),
-    # Factors on the embedding, the scores, both branches and the logits; tied and not.
+    # Factors on the embedding, the scores, both branches and the logits; tied and untied.
     "granite": ({"config": GRANITE | {"tie_word_embeddings": True}}, 48, 1),
     "granite-head": ({"config": GRANITE | {"attention_multiplier": 0.3, "logits_scaling": 3.0}}, 40, 1),
 }
@@ -268,7 +268,7 @@ def randomise(model: torch.nn.Module, seed: int, tied: bool) -> None:
             elif "norm" in name:
                 parameter.copy_(1.0 + 0.2 * noise)
             elif "embed" in name:
-                # As a head, a tied embedding must not drown everything else: logits of deviation 1.
+                # As a head, a tied embedding must not dominate: logits of deviation 1.
                 parameter.copy_(noise / parameter.shape[1] ** 0.5 if tied else noise)
             else:
                 gain = 2.0 if any(part in name for part in ("q_proj", "k_proj", "qkv_proj")) else 1.0
@@ -310,7 +310,7 @@ def logits(directory: Path, tokens: int, seed: int, dynamic: bool) -> dict[str, 
     with torch.no_grad():
         if not dynamic:
             return golden | {"prefill": load(directory)(ids).logits[0].contiguous()}
-        # A fresh model for every length: the angles of dynamic RoPE stay grown once they have grown.
+        # A new model for every length: the angles of dynamic RoPE never shrink back.
         prefill = [load(directory)(ids[:, : last + 1]).logits[0, -1] for last in range(tokens)]
         start = tokens // 4
         model = load(directory)
@@ -323,7 +323,7 @@ def logits(directory: Path, tokens: int, seed: int, dynamic: bool) -> dict[str, 
 
 
 def main() -> None:
-    """Make the named cases anew, or every one."""
+    """Make the named cases, or all."""
     torch.set_num_threads(1)
     for case in sys.argv[1:] or CASES:
         variants, tokens, shards = CASES[case]

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A directory that is removed with this value.
+/// A directory that is removed on drop.
 pub(crate) struct Folder(PathBuf);
 
 impl Folder {
@@ -21,7 +21,7 @@ impl Folder {
         &self.0
     }
 
-    /// Writes a file. A file that is there is removed first: ext4 waits for the disk when one is truncated and written again.
+    /// Writes a file. An existing file is removed first: on ext4, truncating and rewriting waits for the disk.
     pub(crate) fn write(&self, name: &str, bytes: &[u8]) {
         let _ = std::fs::remove_file(self.0.join(name));
         std::fs::write(self.0.join(name), bytes).expect("write");

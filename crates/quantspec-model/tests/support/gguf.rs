@@ -1,6 +1,6 @@
 //! GGUF files of a tiny network, written by hand so that tests can damage them.
 
-/// A value of the metadata, as its type number and bytes.
+/// A metadata value, as its type number and bytes.
 #[derive(Clone)]
 pub(crate) struct Value(pub(crate) u32, pub(crate) Vec<u8>);
 
@@ -75,7 +75,7 @@ impl File {
     }
 }
 
-/// Value of an element: each differs from its neighbours.
+/// Value of an element; neighbours differ.
 pub(crate) fn value(index: usize) -> f32 {
     index as f32 / 64.0 - 2.0
 }

@@ -1,5 +1,5 @@
-//! Goldens of `tests/golden` (made by Hugging Face transformers, see make.py there) against any backend. Tests of other crates
-//! include this file by path.
+//! Compares any backend with the goldens of `tests/golden` (made by Hugging Face transformers, see make.py there). Tests of
+//! other crates include this file by path.
 
 use quantspec_core::config::{DraftWeights, Pages, Planes, Rounding, Sensitive, TargetWeights, View, Weights};
 use quantspec_model::backend::{Backend, Options, Row, Step};
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// Rows of a decode step in [`check_steps`].
 const STEP_ROWS: usize = 7;
 
-/// One checkpoint with one of its configurations, and what transformers makes of it.
+/// One checkpoint with one of its configurations, and transformers' logits for it.
 pub(crate) struct Golden {
     /// `directory/variant`, for messages.
     pub(crate) name: String,
@@ -21,7 +21,7 @@ pub(crate) struct Golden {
     pub(crate) ids: Vec<u32>,
     /// Logits of the last position of every prefix, [T][vocab].
     pub(crate) prefill: Vec<Vec<f32>>,
-    /// Logits of the last positions when they are fed one by one behind a prefilled prompt, [N][vocab].
+    /// Logits of the last positions, fed one by one after a prefilled prompt, [N][vocab].
     pub(crate) steps: Vec<Vec<f32>>,
 }
 
@@ -43,7 +43,7 @@ fn load(directory: &Path, variant: &str) -> Golden {
     let checkpoint = if variant == "config" {
         Checkpoint::open(directory)
     } else {
-        // The tiny weights live as long as the test process.
+        // The tiny weights are leaked.
         let weights = std::fs::read(directory.join("model.safetensors")).expect("weights");
         let config = std::fs::read(directory.join(format!("{variant}.json"))).expect("config");
         Checkpoint::from_bytes(&config, weights.leak())
@@ -74,7 +74,7 @@ pub(crate) fn all() -> Vec<Golden> {
     goldens
 }
 
-/// Options under which a backend can run a golden with `slots` slots.
+/// Options for running a golden with `slots` slots.
 pub(crate) fn options(golden: &Golden, slots: usize) -> Options {
     Options {
         slots,
@@ -93,12 +93,12 @@ pub(crate) fn options(golden: &Golden, slots: usize) -> Options {
     }
 }
 
-/// The largest of these; NaN, which is no match, where one is NaN.
+/// The largest of these; NaN, which fails any comparison, if one is NaN.
 pub(crate) fn largest(values: impl Iterator<Item = f32>) -> f32 {
     values.fold(0.0, |most, x| if x > most || x.is_nan() { x } else { most })
 }
 
-/// Fails where logits are further from the golden than `tolerance`, in units of the golden row's standard deviation.
+/// Fails if logits are further from the golden than `tolerance`, in units of the golden row's standard deviation.
 fn compare(name: &str, position: usize, found: &[f32], golden: &[f32], tolerance: f32) {
     assert_eq!(found.len(), golden.len(), "{name}: vocabulary");
     let mean = golden.iter().sum::<f32>() / golden.len() as f32;
@@ -110,7 +110,7 @@ fn compare(name: &str, position: usize, found: &[f32], golden: &[f32], tolerance
     );
 }
 
-/// Prompts: the last row's logits of `prompts` prefixes of spread lengths, always the longest among them.
+/// Prompts: the last row's logits of `prompts` prefixes of various lengths, including the longest.
 pub(crate) fn check_prefill<B: Backend>(backend: &mut B, golden: &Golden, prompts: usize, tolerance: f32) {
     let total = golden.ids.len();
     for index in 1..=prompts {
@@ -123,8 +123,8 @@ pub(crate) fn check_prefill<B: Backend>(backend: &mut B, golden: &Golden, prompt
     }
 }
 
-/// Decode steps of the full-precision view behind a prefilled prompt, several rows at a time, committed and flushed as an
-/// engine would. With dynamic RoPE rows go one by one as well: there the rows' own lengths decide.
+/// Decode steps of the full-precision view after a prefilled prompt, several rows at a time, committed and flushed like an
+/// engine. With dynamic RoPE rows are also fed one by one, as angles depend on their own lengths.
 pub(crate) fn check_steps<B: Backend>(backend: &mut B, golden: &Golden, view: View, tolerance: f32) {
     let start = golden.ids.len() - golden.steps.len();
     let mut extent = quantspec_core::cache::Extent::default();

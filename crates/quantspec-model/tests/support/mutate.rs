@@ -1,4 +1,4 @@
-//! Mutations of text and bytes from a fixed generator, so that a failure can be repeated.
+//! Mutations of text and bytes from a fixed generator, so that failures are reproducible.
 
 /// xorshift64*.
 pub(crate) struct Random(pub(crate) u64);
@@ -74,7 +74,7 @@ fn replace_number(text: &mut Vec<u8>, random: &mut Random) {
     text.splice(start..end, random.pick(&NUMBERS).bytes());
 }
 
-/// Replaces what stands behind one colon by another value.
+/// Replaces the value after a colon by another one.
 fn replace_value(text: &mut Vec<u8>, random: &mut Random) {
     let colons: Vec<usize> = (0..text.len()).filter(|&at| text[at] == b':').collect();
     let Some(&colon) = colons.get(random.below(colons.len())) else { return };

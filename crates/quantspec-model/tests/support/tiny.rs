@@ -34,7 +34,7 @@ pub(crate) fn tensors() -> Vec<(&'static str, Vec<usize>)> {
     ]
 }
 
-/// Header of F32 tensors that follow each other without gaps, and the bytes of their data.
+/// Header of F32 tensors stored without gaps, and the bytes of their data.
 pub(crate) fn header(tensors: &[(&str, Vec<usize>)]) -> (Value, usize) {
     let mut end = 0;
     let mut header = serde_json::Map::new();
@@ -46,7 +46,7 @@ pub(crate) fn header(tensors: &[(&str, Vec<usize>)]) -> (Value, usize) {
     (Value::Object(header), end)
 }
 
-/// A file of this header and data of `bytes` bytes: f32 values that differ from each other.
+/// A file with this header and `bytes` bytes of distinct f32 values.
 pub(crate) fn file(header: &str, bytes: usize) -> Vec<u8> {
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header.as_bytes());
