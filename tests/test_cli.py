@@ -83,7 +83,18 @@ def test_what_a_method_does_not_read_is_reported_as_none(fake: Any, quantspec: R
         assert (report["method"], report["draft_weights"]) == (method, expected)
     # Reported values can be passed as flags.
     for method in ("kv4", "ngram", "ar"):
-        flags = ("--method", method, "--draft-weights", "none", "--draft-precision", "none", "--draft-pages", "all", "--gamma", "0")
+        flags = (
+            "--method",
+            method,
+            "--draft-weights",
+            "none",
+            "--draft-precision",
+            "none",
+            "--draft-pages",
+            "all",
+            "--gamma",
+            "0",
+        )
         assert quantspec("run", "--text", "x", "-n", "5", *flags).code == 0
 
 

@@ -1,4 +1,4 @@
-"""Sensitive matrices: those that a draft reads in 8 bits (`--draft-precision`), and what each kind gains (`eval --sensitivity`)."""
+"""Sensitive matrices: those that a draft reads in 8 bits, and what each kind gains (`eval --sensitivity`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from quantspec_cli import Engine, UsageError, _native, hub
 from quantspec_cli.options import SENSITIVE, EngineOptions
 
 Run = Callable[..., Outcome]
-
 
 
 def test_every_kind_is_scored_alone(quantspec: Run) -> None:
@@ -40,7 +39,9 @@ def test_every_kind_is_scored_alone(quantspec: Run) -> None:
 
 
 def test_the_table_names_every_kind(quantspec: Run) -> None:
-    lines = quantspec("eval", "--tokens", "30", "--sensitivity", "--weights", "int8", "--device", "cpu").stdout.splitlines()
+    lines = quantspec(
+        "eval", "--tokens", "30", "--sensitivity", "--weights", "int8", "--device", "cpu"
+    ).stdout.splitlines()
     names = [line.split()[0] for line in lines if line]
     assert names[-6:] == ["in", "none", *SENSITIVE]
 
@@ -80,7 +81,9 @@ def test_the_default_is_a_rule_of_shapes(quantspec: Run) -> None:
         (("--draft-precision", "down", "--method", "kv4"), ("method kv4 reads no draft weights",)),
     ],
 )
-def test_what_cannot_be_read_in_8_bits_is_refused(quantspec: Run, flags: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_what_cannot_be_read_in_8_bits_is_refused(
+    quantspec: Run, flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
     quantspec("run", "-n", "4", "--device", "cpu", *flags, "A text").assert_error(2, *words)
 
 

@@ -94,7 +94,8 @@ class Engine:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The loaded model: device, device_name, simd, threads, weights, draft_precision, family, vocab, layers, max_positions, eos.
+        """The loaded model: device, device_name, simd, threads, weights, draft_precision (resolved from "auto"), family, vocab,
+        layers, max_positions, eos.
 
         Also block_rows (of a prefill), planned_bytes and load_s. cached_drafts is the share of the draft weights read
         from `draft_cache`, a folder and the fewest bytes worth keeping (None without one). note is one line about a
@@ -289,9 +290,9 @@ def plan(
 ) -> dict[str, Any]:
     """Memory of an `Engine` with these arguments, before any weight is read.
 
-    device, weights and draft_precision (resolved from "auto"), fits, planned_bytes (peak), available_bytes, longest_context (tokens of each
-    of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of each part,
-    named as in `Engine.stats`. `described` as in `model_info`.
+    device, weights and draft_precision (resolved from "auto"), fits, planned_bytes (peak), available_bytes, longest_context
+    (tokens of each of `slots` sequences that fit), largest_batch (sequences of `capacity` tokens that fit), and the bytes of
+    each part, named as in `Engine.stats`. `described` as in `model_info`.
     """
 
 def fitting(models: Sequence[str], *, device: str) -> list[tuple[int, int, int]]:
@@ -309,7 +310,9 @@ def rates(model: str, *, device: str, threads: int | None, context: int) -> dict
     GB.
     """
 
-def traffic(model: str, start: int, tokens: int, weights: str, *, draft_precision: str = "none", described: bool = False) -> dict[str, Any]:
+def traffic(
+    model: str, start: int, tokens: int, weights: str, *, draft_precision: str = "none", described: bool = False
+) -> dict[str, Any]:
     """Mean reads of steps at positions start .. start + tokens, over all layers and KV heads.
 
     weights_bytes (target, one pass; head_bytes of them its head), draft_weights_bytes (read by a draft from int8 weights;

@@ -508,7 +508,10 @@ def _check_fits(model: Model, grid: Grid, request: Request, options: EngineOptio
 def _engine_options(options: EngineOptions) -> dict[str, Any]:
     """Those of an engine's options that hold for every method."""
     native = options.native()
-    return {name: native[name] for name in ("device", "threads", "weights", "kv_rounding", "draft_precision", "page_choice", "accept")}
+    return {
+        name: native[name]
+        for name in ("device", "threads", "weights", "kv_rounding", "draft_precision", "page_choice", "accept")
+    }
 
 
 class Bench:

@@ -26,10 +26,10 @@ from .options import (
     chat_flags,
     device_flags,
     draft_model_flag,
+    draft_precision_flag,
     engine_flags,
     json_flag,
     model_flags,
-    draft_precision_flag,
     page_choice_flag,
     sampling_flags,
 )

@@ -69,7 +69,9 @@ def examine(request: Request, options: EngineOptions) -> dict[str, Any]:
         info = _native.model_info(path, described=True)
         context = request.ctx_size or int(info["max_positions"])
         held = _native.plan(path, capacity=context, slots=request.batch, described=True, **options.native())
-        seen = _native.traffic(path, context - 1, 1, held["weights"], draft_precision=held["draft_precision"], described=True)
+        seen = _native.traffic(
+            path, context - 1, 1, held["weights"], draft_precision=held["draft_precision"], described=True
+        )
     per_page = {"int8": "lower_page_bytes", "fp16": "full_page_bytes"}
     page = seen["upper_page_bytes"] + (seen[per_page[options.kv_target]] if options.kv_target in per_page else 0)
     found = {
