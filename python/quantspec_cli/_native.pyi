@@ -94,7 +94,7 @@ class Engine:
 
     @property
     def info(self) -> dict[str, Any]:
-        """The loaded model: device, device_name, simd, threads, weights, draft_precision (resolved from "auto"), family, vocab,
+        """The loaded model: device, device_name, simd, threads, weights, draft_precision (what "auto" chose), family, vocab,
         layers, max_positions, eos.
 
         Also block_rows (of a prefill), planned_bytes and load_s. cached_drafts is the share of the draft weights read
