@@ -339,8 +339,8 @@ fn bound(model: &Model, (weights, view, _): Plan) -> Apart {
         (Weights::Full, View::Full) => full,
         (Weights::Full, View::Both) => both,
         (Weights::Full, View::Upper) => upper,
-        (Weights::Draft, View::Upper) => draft_upper,
-        (Weights::Draft, _) => draft,
+        (Weights::Draft | Weights::Draft4, View::Upper) => draft_upper,
+        (Weights::Draft | Weights::Draft4, _) => draft,
     };
     // Rounding spreads over the logits of a row: the worst of some thousand is 3 to 7 times the root mean square. A single
     // wrong one, such as the last of a vocabulary, is off by about 1.4 in rows of all steps.

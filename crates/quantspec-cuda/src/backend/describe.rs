@@ -4,7 +4,7 @@ use super::CudaBackend;
 use crate::attend::{Pass as AttendPass, PassAddresses};
 use crate::device::{Pinned, Plain};
 use quantspec_core::cache::G;
-use quantspec_core::config::{Pages, View, Weights};
+use quantspec_core::config::{Pages, View};
 use quantspec_core::{Error, Result};
 use quantspec_model::backend::Step;
 

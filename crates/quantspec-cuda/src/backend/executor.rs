@@ -6,7 +6,6 @@ use super::sampler::keeps_logits;
 use crate::device::Mark;
 use crate::recorded::Kind;
 use crate::sample::Manner;
-use quantspec_core::config::Weights;
 use quantspec_core::verify::Verdict;
 use quantspec_core::{ErrorKind, Result};
 use quantspec_model::backend::{DraftConfig, Executor, Round};

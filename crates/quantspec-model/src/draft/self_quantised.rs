@@ -3,7 +3,6 @@
 use super::{Drafter, Needs, Proposed, Target};
 use crate::backend::{DraftConfig, Turn};
 use quantspec_core::Result;
-use quantspec_core::config::Weights;
 
 /// Drafts by the target's own backend, which holds the sequences: this keeps the configs only, one per candidate and at least one. They differ in their
 /// pages. On a GPU the turns take the configuration along to the verification, and both run as one graph.
@@ -59,7 +58,7 @@ impl Drafter for SelfQuantised {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use quantspec_core::config::{Pages, View};
+    use quantspec_core::config::{Pages, View, Weights};
     use quantspec_core::sample::Sampler;
 
     /// Notes the configs that it is asked to draft by.
