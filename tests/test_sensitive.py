@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from conftest import Outcome
 
-from quantspec_cli import Engine, UsageError, _native, hub
+from quantspec_cli import Engine, _native, hub
+from quantspec_cli.errors import UsageError
 from quantspec_cli.options import SENSITIVE, EngineOptions
 
 Run = Callable[..., Outcome]

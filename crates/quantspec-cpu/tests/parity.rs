@@ -121,7 +121,7 @@ fn weights_in_planes_match_the_reference() {
     }
 }
 
-/// Draws the drafts of weights with sensitive matrices: near the reference's with the same, and nearer than drafts that read the kind in 4 bits.
+/// Drafts with sensitive matrices: near the reference's with the same, and nearer than drafts that read the kind in 4 bits.
 #[test]
 fn sensitive_matrices_match_the_reference() {
     let plan = (Weights::Draft, View::Full, Pages::All);
@@ -132,7 +132,7 @@ fn sensitive_matrices_match_the_reference() {
         for weights in [TargetWeights::Checkpoint, TargetWeights::Int8] {
             let options = Options { weights, ..options(ids.len()) };
             for simd in paths() {
-                let mut of = |sensitive| {
+                let of = |sensitive| {
                     let options = Options { sensitive, ..options.clone() };
                     decode(&mut load(&checkpoint, &options, simd), &ids, G, 5, plan)
                 };
