@@ -62,7 +62,7 @@ def test_precision_changes_no_token(weights: str) -> None:
 
 
 def test_the_default_is_a_rule_of_shapes(quantspec: Run) -> None:
-    config = quantspec("run", "-n", "4", "--json", "--device", "cpu", "Once upon a time").json
+    config = quantspec("run", "-n", "4", "--json", "--device", "cpu", "--text", "Once upon a time").json
     assert config["draft_precision"] == "none"
     of = {
         batch: _native.plan(str(hub.demo()), capacity=100_000, slots=batch, device="cpu")["draft_precision"]
@@ -74,9 +74,9 @@ def test_the_default_is_a_rule_of_shapes(quantspec: Run) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--draft-precision", "up"), ("draft_precision is 'up'", "qkv, o, gate-up, down")),
-        (("--draft-precision", "down,none"), ("draft_precision is 'down,none'",)),
-        (("--draft-precision", ""), ("draft_precision is ''",)),
+        (("--draft-precision", "up"), ("draft-precision is 'up'", "qkv, o, gate-up, down")),
+        (("--draft-precision", "down,none"), ("draft-precision is 'down,none'",)),
+        (("--draft-precision", ""), ("draft-precision is ''",)),
         (("--draft-precision", "down", "--weights", "int4"), ("weights int4 have no 8 bits", "int8")),
         (("--draft-precision", "qkv", "--draft-weights", "int4-mlp"), ("reads qkv as the target", "int4")),
         (("--draft-precision", "down", "--method", "kv4"), ("method kv4 reads no draft weights",)),
@@ -85,7 +85,7 @@ def test_the_default_is_a_rule_of_shapes(quantspec: Run) -> None:
 def test_what_cannot_be_read_in_8_bits_is_refused(
     quantspec: Run, flags: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    quantspec("run", "-n", "4", "--device", "cpu", *flags, "A text").assert_error(2, *words)
+    quantspec("run", "-n", "4", "--device", "cpu", *flags, "--text", "x").assert_error(2, *words)
 
 
 def test_weights_without_8_bits_have_no_sensitivity(quantspec: Run) -> None:
