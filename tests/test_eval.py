@@ -62,7 +62,7 @@ def test_scores_agree_with_numpy(scores: dict[str, Any]) -> None:
 def test_fewer_bits_diverge_more(scores: dict[str, Any]) -> None:
     targets, drafts = scores["targets"], scores["drafts"]
     assert list(targets) == ["fp16", "int8", "int4"]
-    assert list(drafts) == ["quantspec", "kv4", "w4", "window"]
+    assert list(drafts) == ["quantspec", "kv4", "w4", "qspec", "window"]
     # The text is shorter than the window.
     assert drafts["window"] == drafts["w4"]
     assert set(targets["fp16"]) == {"nll", "perplexity"}
